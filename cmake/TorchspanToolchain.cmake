@@ -1,0 +1,31 @@
+# Compiler, linker and cache settings shared by every target.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+
+find_program(TORCHSPAN_CCACHE ccache)
+if(TORCHSPAN_CCACHE)
+  # ccache caches users of a precompiled header only with these concessions.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      ${TORCHSPAN_CCACHE})
+endif()
+find_program(TORCHSPAN_MOLD mold)
+if(TORCHSPAN_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+
+add_compile_options(-Wall -Wextra -Wno-unused-parameter -fno-omit-frame-pointer)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # gcc 12 reports these inside its own and LibTorch's inlined headers.
+  add_compile_options(-Wno-maybe-uninitialized -Wno-dangling-pointer -fpch-preprocess)
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  add_compile_options(-Wthread-safety)
+endif()
+if(TORCHSPAN_SANITIZE)
+  add_compile_options(-fsanitize=${TORCHSPAN_SANITIZE} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${TORCHSPAN_SANITIZE})
+endif()

@@ -1,0 +1,90 @@
+#include <cxxabi.h>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <memory>
+#include <typeinfo>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan {
+
+std::string_view to_string(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalid: return "invalid";
+    case ErrorKind::kRemoteFailure: return "remote failure";
+    case ErrorKind::kDisconnected: return "disconnected";
+    case ErrorKind::kTimedOut: return "timed out";
+    case ErrorKind::kCancelled: return "cancelled";
+    case ErrorKind::kOverloaded: return "overloaded";
+    case ErrorKind::kDenied: return "denied";
+    case ErrorKind::kUnsupported: return "unsupported";
+  }
+  return "unknown kind";
+}
+
+Error::Error(ErrorKind kind, std::string message) : kind_(kind), message_(std::move(message)) { compose(); }
+
+Error& Error::with_worker(std::string worker) {
+  worker_ = std::move(worker);
+  compose();
+  return *this;
+}
+
+Error& Error::with_call(std::string call) {
+  call_ = std::move(call);
+  compose();
+  return *this;
+}
+
+Error& Error::with_elapsed(Duration elapsed) {
+  elapsed_ = elapsed;
+  compose();
+  return *this;
+}
+
+Error& Error::with_frame(RemoteFrame frame) {
+  frames_.push_back(std::move(frame));
+  compose();
+  return *this;
+}
+
+void Error::compose() {
+  text_ = fmt::format("{}: {}", to_string(kind_), message_);
+  std::string about;
+  if (!call_.empty()) about += fmt::format("call '{}'", call_);
+  if (!worker_.empty()) about += fmt::format("{}worker '{}'", about.empty() ? "" : ", ", worker_);
+  if (elapsed_ > Duration::zero()) {
+    about += fmt::format("{}after {:.3f} s", about.empty() ? "" : ", ", std::chrono::duration<double>(elapsed_).count());
+  }
+  if (!about.empty()) text_ += fmt::format(" ({})", about);
+  for (const RemoteFrame& frame : frames_) {
+    text_ += fmt::format("\n  in '{}' on worker '{}': {}: {}", frame.call, frame.worker, frame.type, frame.text);
+  }
+}
+
+ExceptionStory describe(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::exception& e) {
+    int status = 0;
+    std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(typeid(e).name(), nullptr, nullptr, &status),
+                                                std::free);
+    return {status == 0 ? name.get() : typeid(e).name(), e.what()};
+  } catch (...) {
+    return {"unknown type", "an exception that is not a std::exception"};
+  }
+}
+
+Error to_error(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    return error;
+  } catch (...) {
+    ExceptionStory story = describe(exception);
+    return Error(ErrorKind::kInvalid, fmt::format("{}: {}", story.type, story.text));
+  }
+}
+
+}  // namespace torchspan
