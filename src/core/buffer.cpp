@@ -1,7 +1,6 @@
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <new>
+#include <sys/mman.h>
 
 #include <torchspan/core/buffer.h>
 

@@ -1,5 +1,4 @@
 #include <fmt/format.h>
-
 #include <limits>
 
 #include <torchspan/core/bytes.h>

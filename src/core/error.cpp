@@ -1,7 +1,6 @@
+#include <cstdlib>
 #include <cxxabi.h>
 #include <fmt/format.h>
-
-#include <cstdlib>
 #include <memory>
 #include <typeinfo>
 
@@ -11,14 +10,22 @@ namespace torchspan {
 
 std::string_view to_string(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::kInvalid: return "invalid";
-    case ErrorKind::kRemoteFailure: return "remote failure";
-    case ErrorKind::kDisconnected: return "disconnected";
-    case ErrorKind::kTimedOut: return "timed out";
-    case ErrorKind::kCancelled: return "cancelled";
-    case ErrorKind::kOverloaded: return "overloaded";
-    case ErrorKind::kDenied: return "denied";
-    case ErrorKind::kUnsupported: return "unsupported";
+    case ErrorKind::kInvalid:
+      return "invalid";
+    case ErrorKind::kRemoteFailure:
+      return "remote failure";
+    case ErrorKind::kDisconnected:
+      return "disconnected";
+    case ErrorKind::kTimedOut:
+      return "timed out";
+    case ErrorKind::kCancelled:
+      return "cancelled";
+    case ErrorKind::kOverloaded:
+      return "overloaded";
+    case ErrorKind::kDenied:
+      return "denied";
+    case ErrorKind::kUnsupported:
+      return "unsupported";
   }
   return "unknown kind";
 }
@@ -55,11 +62,13 @@ void Error::compose() {
   if (!call_.empty()) about += fmt::format("call '{}'", call_);
   if (!worker_.empty()) about += fmt::format("{}worker '{}'", about.empty() ? "" : ", ", worker_);
   if (elapsed_ > Duration::zero()) {
-    about += fmt::format("{}after {:.3f} s", about.empty() ? "" : ", ", std::chrono::duration<double>(elapsed_).count());
+    about += fmt::format("{}after {:.3f} s", about.empty() ? "" : ", ",
+                         std::chrono::duration<double>(elapsed_).count());
   }
   if (!about.empty()) text_ += fmt::format(" ({})", about);
   for (const RemoteFrame& frame : frames_) {
-    text_ += fmt::format("\n  in '{}' on worker '{}': {}: {}", frame.call, frame.worker, frame.type, frame.text);
+    text_ +=
+        fmt::format("\n  in '{}' on worker '{}': {}: {}", frame.call, frame.worker, frame.type, frame.text);
   }
 }
 
@@ -68,8 +77,8 @@ ExceptionStory describe(const std::exception_ptr& exception) {
     std::rethrow_exception(exception);
   } catch (const std::exception& e) {
     int status = 0;
-    std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(typeid(e).name(), nullptr, nullptr, &status),
-                                                std::free);
+    std::unique_ptr<char, void (*)(void*)> name(
+        abi::__cxa_demangle(typeid(e).name(), nullptr, nullptr, &status), std::free);
     return {status == 0 ? name.get() : typeid(e).name(), e.what()};
   } catch (...) {
     return {"unknown type", "an exception that is not a std::exception"};

@@ -13,16 +13,16 @@ struct Buffer {
   std::shared_ptr<void> owner;
 };
 
-/// Makes the memory a message segment is received into. Called by a transport for each segment, after its size
-/// was checked against the limits.
+/// Makes the memory a message segment is received into. Called by a transport for each segment, after its
+/// size was checked against the limits.
 using BufferAllocator = std::function<Buffer(std::size_t size)>;
 
-/// 64-byte aligned heap memory; segments of 1 MiB and more ask for huge pages, which receive four to five times
-/// faster than fresh 4 KiB pages.
+/// 64-byte aligned heap memory; segments of 1 MiB and more ask for huge pages, which receive four to five
+/// times faster than fresh 4 KiB pages.
 Buffer allocate_buffer(std::size_t size);
 
-/// Bytes to be sent. Without `keep` they are borrowed for the duration of send() only; with it they stay valid
-/// and unchanged for as long as `keep` is held, so a transport may go on sending after send() returned.
+/// Bytes to be sent. Without `keep` they are borrowed for the duration of send() only; with it they stay
+/// valid and unchanged for as long as `keep` is held, so a transport may go on sending after send() returned.
 struct Segment {
   const std::byte* data = nullptr;
   std::size_t size = 0;

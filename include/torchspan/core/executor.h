@@ -20,7 +20,8 @@ class Parker {
   virtual void unpark() = 0;
 };
 
-/// A Parker that also wakes for file descriptors (epoll). One thread waits at a time; wake() is for any thread.
+/// A Parker that also wakes for file descriptors (epoll). One thread waits at a time; wake() is for any
+/// thread.
 class Poller {
  public:
   struct Event {
@@ -30,7 +31,8 @@ class Poller {
     bool hung_up;
   };
   virtual ~Poller() = default;
-  /// Watches `fd` for reading and, if asked, for writing; `token` comes back with its events. Level-triggered.
+  /// Watches `fd` for reading and, if asked, for writing; `token` comes back with its events.
+  /// Level-triggered.
   virtual void add(int fd, std::uint64_t token, bool writable) = 0;
   /// Changes whether `fd` is watched for writing.
   virtual void change(int fd, std::uint64_t token, bool writable) = 0;
@@ -41,7 +43,8 @@ class Poller {
   virtual void wake() = 0;
 };
 
-/// A running thread; its destructor waits for the thread's end (through the executor, so it may be simulated).
+/// A running thread; its destructor waits for the thread's end (through the executor, so it may be
+/// simulated).
 class Thread {
  public:
   struct Impl {
@@ -58,8 +61,8 @@ class Thread {
   std::unique_ptr<Impl> impl_;
 };
 
-/// The one door to threads, sleep and time. The real one (make_executor) uses the system's; SimExecutor runs one
-/// thread at a time on a virtual clock. Thread-safe; must outlive everything made from it.
+/// The one door to threads, sleep and time. The real one (make_executor) uses the system's; SimExecutor runs
+/// one thread at a time on a virtual clock. Thread-safe; must outlive everything made from it.
 class Executor {
  public:
   virtual ~Executor() = default;

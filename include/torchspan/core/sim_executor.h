@@ -10,9 +10,10 @@
 namespace torchspan {
 
 /// A whole cluster in one process, deterministic from a seed: threads are real, but exactly one registered
-/// thread runs at a time; when it parks, the next runnable one is drawn from the seed; when all are parked the
-/// virtual clock jumps to the next deadline or event. If nothing can ever wake, the process prints every thread
-/// with its place of rest and aborts: a deadlock is a bug, never a hang. Pollers take no descriptors here.
+/// thread runs at a time; when it parks, the next runnable one is drawn from the seed; when all are parked
+/// the virtual clock jumps to the next deadline or event. If nothing can ever wake, the process prints every
+/// thread with its place of rest and aborts: a deadlock is a bug, never a hang. Pollers take no descriptors
+/// here.
 class SimExecutor final : public Executor {
  public:
   explicit SimExecutor(std::uint64_t seed);

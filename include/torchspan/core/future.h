@@ -1,0 +1,224 @@
+#pragma once
+#include <atomic>
+#include <coroutine>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/executor.h>
+#include <torchspan/core/function.h>
+#include <torchspan/core/mutex.h>
+
+namespace torchspan {
+
+/// Stands for void where a value is stored.
+struct Unit {
+  friend bool operator==(Unit, Unit) = default;
+};
+template <class T>
+using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
+
+/// Where the waiters of a future wait and where its continuations run; a worker is one. Thread-safe.
+class FutureHost {
+ public:
+  virtual ~FutureHost() = default;
+  virtual Executor& executor() = 0;
+  /// Runs `job` on a thread that holds no lock of anybody. After the host stopped, runs it on the caller's.
+  virtual void post(UniqueFunction<void()> job) = 0;
+  /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress meanwhile.
+  virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
+};
+
+/// The part of a future's shared state that does not depend on its type.
+class FutureStateBase {
+ public:
+  explicit FutureStateBase(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
+  virtual ~FutureStateBase() = default;
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  /// Throws Error{kTimedOut} when the deadline passes first.
+  void wait(Deadline deadline);
+  /// The deadline `timeout` from now on the host's clock.
+  Deadline deadline_in(Duration timeout) const;
+  /// Runs `continuation` once after completion: posted to the host, or on this thread when already complete
+  /// and the host is gone.
+  void on_done(UniqueFunction<void()> continuation);
+  const std::weak_ptr<FutureHost>& host() const { return host_; }
+
+ protected:
+  /// Marks completion after the value was stored; false when it was complete already.
+  bool claim();
+  void publish();
+
+ private:
+  std::weak_ptr<FutureHost> host_;
+  Mutex mutex_;
+  std::atomic<bool> claimed_{false};
+  std::atomic<bool> done_{false};
+  std::vector<Parker*> waiters_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<UniqueFunction<void()>> continuations_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+template <class T>
+class FutureState final : public FutureStateBase {
+ public:
+  using FutureStateBase::FutureStateBase;
+
+  template <class... Args>
+  bool set_value(Args&&... args) {
+    if (!claim()) return false;
+    value_.emplace(std::forward<Args>(args)...);
+    publish();
+    return true;
+  }
+  bool set_error(std::exception_ptr error) {
+    if (!claim()) return false;
+    error_ = std::move(error);
+    publish();
+    return true;
+  }
+  /// After done() only.
+  const Stored<T>& value() const {
+    if (error_) std::rethrow_exception(error_);
+    return *value_;
+  }
+  std::exception_ptr error() const { return error_; }
+
+ private:
+  std::optional<Stored<T>> value_;
+  std::exception_ptr error_;
+};
+
+template <class T>
+class Promise;
+
+/// A value that another thread or worker will supply, or the Error that took its place. A cheap handle to
+/// shared state: copy it freely, wait on it from any thread, any number of times. Every future of this
+/// library completes.
+template <class T>
+class Future {
+ public:
+  using value_type = T;
+  Future() = default;
+
+  bool valid() const { return state_ != nullptr; }
+  bool done() const { return state_->done(); }
+  /// Waits for the value and returns a copy; rethrows the failure, or Error{kTimedOut} at the deadline, after
+  /// which the future may still complete. Must not be called while holding a lock that a handler needs.
+  T wait(Deadline deadline = Deadline::never()) const {
+    state_->wait(deadline);
+    if constexpr (std::is_void_v<T>) {
+      state_->value();
+    } else {
+      return state_->value();
+    }
+  }
+  T wait(Duration timeout) const { return wait(state_->deadline_in(timeout)); }
+  /// The failure of a completed future, or null.
+  std::exception_ptr error() const { return state_->error(); }
+
+  /// Runs `callback(Future<T>)` on a pool thread after completion, success or not; what it returns or throws
+  /// completes the returned future. Runs on this thread only when the future is complete and its worker gone.
+  template <class F>
+  auto then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>>;
+
+  bool await_ready() const { return done(); }
+  template <class P>
+  void await_suspend(std::coroutine_handle<P> handle) const {
+    state_->on_done([handle, environment = handle.promise().environment()] {
+      if (environment) {
+        environment->run(handle);
+      } else {
+        handle.resume();
+      }
+    });
+  }
+  T await_resume() const { return wait(); }
+
+ private:
+  friend class Promise<T>;
+  template <class U>
+  friend Future<U> make_ready_future(Stored<U> value);
+  template <class U>
+  friend Future<U> make_failed_future(std::exception_ptr error);
+  explicit Future(std::shared_ptr<FutureState<T>> state) : state_(std::move(state)) {}
+
+  std::shared_ptr<FutureState<T>> state_;
+};
+
+/// The writing end of a future. The first set_… wins and returns true. A promise that is dropped unset fails
+/// its future with kCancelled, so nobody waits for ever.
+template <class T>
+class Promise {
+ public:
+  explicit Promise(std::weak_ptr<FutureHost> host)
+      : state_(std::make_shared<FutureState<T>>(std::move(host))) {}
+  Promise(Promise&&) = default;
+  Promise& operator=(Promise&& other) noexcept {
+    std::swap(state_, other.state_);
+    return *this;
+  }
+  ~Promise() {
+    if (state_ && !state_->done()) {
+      state_->set_error(std::make_exception_ptr(
+          Error(ErrorKind::kCancelled, "the work behind this future was dropped before it finished")));
+    }
+  }
+
+  Future<T> future() const { return Future<T>(state_); }
+  template <class... Args>
+  bool set_value(Args&&... args) {
+    return state_->set_value(std::forward<Args>(args)...);
+  }
+  bool set_error(std::exception_ptr error) { return state_->set_error(std::move(error)); }
+  bool set_error(const Error& error) { return set_error(std::make_exception_ptr(error)); }
+  /// Completes with what `body` returns or throws.
+  template <class F>
+  void set_from(F&& body) {
+    try {
+      if constexpr (std::is_void_v<T>) {
+        body();
+        set_value();
+      } else {
+        set_value(body());
+      }
+    } catch (...) {
+      set_error(std::current_exception());
+    }
+  }
+
+ private:
+  std::shared_ptr<FutureState<T>> state_;
+};
+
+template <class T>
+Future<T> make_ready_future(Stored<T> value = {}) {
+  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<FutureHost>());
+  state->set_value(std::move(value));
+  return Future<T>(std::move(state));
+}
+
+template <class T>
+Future<T> make_failed_future(std::exception_ptr error) {
+  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<FutureHost>());
+  state->set_error(std::move(error));
+  return Future<T>(std::move(state));
+}
+
+template <class T>
+template <class F>
+auto Future<T>::then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>> {
+  using R = std::invoke_result_t<F&, Future<T>>;
+  Promise<R> promise(state_->host());
+  Future<R> result = promise.future();
+  state_->on_done([self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
+    promise.set_from([&] { return callback(std::move(self)); });
+  });
+  return result;
+}
+
+}  // namespace torchspan

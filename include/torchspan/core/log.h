@@ -1,0 +1,36 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+namespace torchspan {
+
+enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError, kOff };
+
+/// "debug", "info", "warning", "error", "off"; anything else throws Error{kInvalid} with the list.
+LogLevel parse_log_level(std::string_view text);
+
+/// Writes lines "torchspan[worker1] warning: …" to standard error, or to a sink of the owner's. Handed down
+/// from main(), one per worker. Thread-safe; a line is written whole.
+class Log {
+ public:
+  using Sink = std::function<void(LogLevel, const std::string& line)>;
+  explicit Log(std::string who, LogLevel least = LogLevel::kWarning, Sink sink = {});
+
+  bool enabled(LogLevel level) const { return level >= least_.load(std::memory_order_relaxed); }
+  void set_level(LogLevel least) { least_.store(least, std::memory_order_relaxed); }
+  void write(LogLevel level, std::string_view text);
+  void debug(std::string_view text) { write(LogLevel::kDebug, text); }
+  void info(std::string_view text) { write(LogLevel::kInfo, text); }
+  void warning(std::string_view text) { write(LogLevel::kWarning, text); }
+  void error(std::string_view text) { write(LogLevel::kError, text); }
+
+ private:
+  const std::string who_;
+  std::atomic<LogLevel> least_;
+  const Sink sink_;
+};
+
+}  // namespace torchspan

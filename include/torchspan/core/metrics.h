@@ -1,0 +1,35 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include <torchspan/core/mutex.h>
+
+namespace torchspan {
+
+/// A number that any thread may add to; reading it is a snapshot.
+class Counter {
+ public:
+  void add(std::uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
+  void subtract(std::uint64_t amount = 1) { value_.fetch_sub(amount, std::memory_order_relaxed); }
+  std::uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint64_t> value_{0};
+};
+
+/// The counters of one worker, by name ("rpc.calls_sent"). A counter lives as long as its Metrics; ask for it
+/// once and keep the reference.
+class Metrics {
+ public:
+  Counter& counter(const std::string& name);
+  std::map<std::string, std::uint64_t> snapshot() const;
+
+ private:
+  mutable Mutex mutex_;
+  std::map<std::string, std::unique_ptr<Counter>> counters_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan

@@ -1,0 +1,203 @@
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <fmt/format.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/executor.h>
+
+namespace torchspan {
+namespace {
+
+TimePoint real_now() { return TimePoint(std::chrono::steady_clock::now().time_since_epoch()); }
+
+[[noreturn]] void throw_system(const char* what) {
+  throw Error(
+      ErrorKind::kOverloaded,
+      fmt::format("{} failed: {}; check the limits of this process (ulimit -a)", what, std::strerror(errno)));
+}
+
+timespec to_timespec(TimePoint at) {
+  const auto since = at.time_since_epoch();
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since);
+  return {static_cast<time_t>(seconds.count()), static_cast<long>((since - seconds).count())};
+}
+
+/// A futex word: 0 nothing, 1 token, 2 a sleeper.
+class ThreadParker final : public Parker {
+ public:
+  bool park(Deadline deadline) override {
+    int expected = kToken;
+    if (word_.compare_exchange_strong(expected, kEmpty, std::memory_order_acquire)) return true;
+    expected = kEmpty;
+    if (!word_.compare_exchange_strong(expected, kSleeping, std::memory_order_acquire)) {
+      word_.store(kEmpty, std::memory_order_release);
+      return true;
+    }
+    while (word_.load(std::memory_order_acquire) == kSleeping) {
+      if (!sleep_until(deadline)) {
+        // The token may have arrived together with the deadline: it then counts.
+        return word_.exchange(kEmpty, std::memory_order_acquire) == kToken;
+      }
+    }
+    word_.store(kEmpty, std::memory_order_release);
+    return true;
+  }
+
+  void unpark() override {
+    if (word_.exchange(kToken, std::memory_order_release) == kSleeping) {
+      syscall(SYS_futex, &word_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    }
+  }
+
+ private:
+  static constexpr int kEmpty = 0, kToken = 1, kSleeping = 2;
+
+  bool sleep_until(Deadline deadline) {
+    timespec until{};
+    timespec* timeout = nullptr;
+    if (!deadline.is_never()) {
+      until = to_timespec(deadline.at());
+      timeout = &until;
+    }
+    // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, the clock that steady_clock reads.
+    const long rc = syscall(SYS_futex, &word_, FUTEX_WAIT_BITSET_PRIVATE, kSleeping, timeout, nullptr,
+                            FUTEX_BITSET_MATCH_ANY);
+    return !(rc == -1 && errno == ETIMEDOUT);
+  }
+
+  std::atomic<int> word_{kEmpty};
+  static_assert(sizeof(std::atomic<int>) == sizeof(int));
+};
+
+class EpollPoller final : public Poller {
+ public:
+  EpollPoller() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (epoll_ < 0 || wake_ < 0) throw_system("making an epoll descriptor");
+    control(EPOLL_CTL_ADD, wake_, kWakeToken, false);
+  }
+  ~EpollPoller() override {
+    close(epoll_);
+    close(wake_);
+  }
+  void add(int fd, std::uint64_t token, bool writable) override {
+    control(EPOLL_CTL_ADD, fd, token, writable);
+  }
+  void change(int fd, std::uint64_t token, bool writable) override {
+    control(EPOLL_CTL_MOD, fd, token, writable);
+  }
+  void remove(int fd) override { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+
+  std::size_t wait(std::span<Event> events, Deadline deadline) override {
+    std::array<epoll_event, 64> ready;
+    const auto room = static_cast<int>(std::min(events.size(), ready.size()));
+    int count;
+    do {
+      count = wait_once(ready.data(), room, deadline);
+    } while (count < 0 && errno == EINTR);
+    if (count < 0) throw_system("epoll_wait");
+    std::size_t filled = 0;
+    for (int i = 0; i < count; ++i) {
+      if (ready[i].data.u64 == kWakeToken) {
+        drain_wake();
+        continue;
+      }
+      events[filled++] = {ready[i].data.u64, (ready[i].events & (EPOLLIN | EPOLLRDHUP)) != 0,
+                          (ready[i].events & EPOLLOUT) != 0, (ready[i].events & (EPOLLHUP | EPOLLERR)) != 0};
+    }
+    return filled;
+  }
+
+  void wake() override {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = write(wake_, &one, sizeof one);
+  }
+
+ private:
+  static constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
+
+  int wait_once(epoll_event* ready, int room, Deadline deadline) const {
+    if (deadline.is_never()) return epoll_wait(epoll_, ready, room, -1);
+    const auto left = deadline.left(real_now());
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+    const timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((left - seconds).count())};
+    return epoll_pwait2(epoll_, ready, room, &timeout, nullptr);
+  }
+
+  void drain_wake() const {
+    std::uint64_t count;
+    [[maybe_unused]] const auto got = read(wake_, &count, sizeof count);
+  }
+
+  void control(int operation, int fd, std::uint64_t token, bool writable) const {
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLRDHUP | (writable ? EPOLLOUT : 0u);
+    event.data.u64 = token;
+    if (epoll_ctl(epoll_, operation, fd, &event) != 0) throw_system("epoll_ctl");
+  }
+
+  int epoll_;
+  int wake_;
+};
+
+class ThreadImpl final : public Thread::Impl {
+ public:
+  ThreadImpl(const std::string& name, std::function<void()> body) : thread_(std::move(body)) {
+    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
+  }
+  ~ThreadImpl() override { thread_.join(); }
+  bool is_current() const override { return thread_.get_id() == std::this_thread::get_id(); }
+
+ private:
+  std::thread thread_;
+};
+
+class ThreadExecutor final : public Executor {
+ public:
+  TimePoint now() const override { return real_now(); }
+  std::unique_ptr<Parker> make_parker() override { return std::make_unique<ThreadParker>(); }
+  std::unique_ptr<Poller> make_poller() override { return std::make_unique<EpollPoller>(); }
+  Thread spawn(std::string name, std::function<void()> body) override {
+    try {
+      return Thread(std::make_unique<ThreadImpl>(name, std::move(body)));
+    } catch (const std::system_error& error) {
+      throw Error(ErrorKind::kOverloaded, fmt::format("thread '{}' could not start: {}", name, error.what()));
+    }
+  }
+  void yield() override { sched_yield(); }
+  Duration spin_limit() const override { return spin_limit_; }
+
+ private:
+  Duration spin_limit_ = std::thread::hardware_concurrency() > 1 ? std::chrono::microseconds(50)
+                                                                 : Duration::zero();
+};
+
+}  // namespace
+
+Deadline Executor::deadline_in(Duration timeout) const {
+  const TimePoint start = now();
+  if (timeout >= TimePoint::max() - start) return Deadline::never();
+  return Deadline(start + timeout);
+}
+
+void Executor::sleep(Duration time) {
+  auto parker = make_parker();
+  const Deadline end = deadline_in(time);
+  while (parker->park(end)) {
+  }
+}
+
+std::unique_ptr<Executor> make_executor() { return std::make_unique<ThreadExecutor>(); }
+
+}  // namespace torchspan

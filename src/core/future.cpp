@@ -1,0 +1,76 @@
+#include <algorithm>
+
+#include <torchspan/core/future.h>
+
+namespace torchspan {
+
+bool FutureStateBase::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
+
+void FutureStateBase::publish() {
+  std::vector<UniqueFunction<void()>> continuations;
+  {
+    MutexLock lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    continuations.swap(continuations_);
+    for (Parker* waiter : waiters_)
+      waiter->unpark();  // a waiter's parker lives until it left under this lock
+  }
+  if (continuations.empty()) return;
+  auto host = host_.lock();
+  for (auto& continuation : continuations) {
+    if (host) {
+      host->post(std::move(continuation));
+    } else {
+      continuation();
+    }
+  }
+}
+
+void FutureStateBase::wait(Deadline deadline) {
+  if (done()) return;
+  auto host = host_.lock();
+  if (!host) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so it can never complete");
+  auto parker = host->executor().make_parker();
+  {
+    MutexLock lock(mutex_);
+    if (done_.load(std::memory_order_relaxed)) return;
+    waiters_.push_back(parker.get());
+  }
+  struct Leave {
+    FutureStateBase& state;
+    Parker* parker;
+    ~Leave() {
+      MutexLock lock(state.mutex_);
+      std::erase(state.waiters_, parker);
+    }
+  } leave{*this, parker.get()};
+  const TimePoint began = host->executor().now();
+  host->wait(*parker, done_, deadline);
+  if (!done()) {
+    throw Error(ErrorKind::kTimedOut,
+                "the future did not complete before the deadline of this wait; it may still")
+        .with_elapsed(host->executor().now() - began);
+  }
+}
+
+Deadline FutureStateBase::deadline_in(Duration timeout) const {
+  auto host = host_.lock();
+  return host ? host->executor().deadline_in(timeout) : Deadline::never();
+}
+
+void FutureStateBase::on_done(UniqueFunction<void()> continuation) {
+  {
+    MutexLock lock(mutex_);
+    if (!done_.load(std::memory_order_relaxed)) {
+      continuations_.push_back(std::move(continuation));
+      return;
+    }
+  }
+  if (auto host = host_.lock()) {
+    host->post(std::move(continuation));
+  } else {
+    continuation();
+  }
+}
+
+}  // namespace torchspan

@@ -1,0 +1,305 @@
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <fmt/format.h>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/sim_executor.h>
+
+namespace torchspan {
+namespace {
+
+class SimParker;
+
+enum class State { kRunnable, kRunning, kParked, kEnded };
+
+struct SimThread {
+  std::string name;
+  State state = State::kRunnable;
+  Deadline deadline;
+  bool unparked = false;  ///< why the last park ended
+  std::condition_variable go;
+  SimParker* joiner = nullptr;  ///< unparked when the thread ends
+};
+
+}  // namespace
+
+/// The scheduler. `current_` is the thread that holds the right to run, so it is always the caller.
+class SimExecutor::Impl {
+ public:
+  explicit Impl(std::uint64_t seed) : seed_(seed), random_(seed) {}
+
+  std::shared_ptr<SimThread> add_thread(std::string name) {
+    auto thread = std::make_shared<SimThread>();
+    thread->name = std::move(name);
+    std::lock_guard lock(mutex_);
+    threads_.push_back(thread);
+    runnable_.push_back(thread.get());
+    return thread;
+  }
+
+  /// The life of a simulated thread on its real one.
+  void live(SimThread& self, const std::function<void()>& body) {
+    {
+      std::unique_lock lock(mutex_);
+      wait_for_turn(lock, self);
+    }
+    body();
+    std::unique_lock lock(mutex_);
+    self.state = State::kEnded;
+    if (self.joiner != nullptr) unpark_locked(*self.joiner);
+    std::erase_if(threads_, [&](const auto& thread) { return thread.get() == &self; });
+    run_next(lock);
+  }
+
+  void start_and_wait() {
+    std::unique_lock lock(mutex_);
+    run_next(lock);
+    all_ended_.wait(lock, [&] { return threads_.empty(); });
+  }
+
+  bool park(SimParker& parker, Deadline deadline);
+  void unpark(SimParker& parker) {
+    std::lock_guard lock(mutex_);
+    unpark_locked(parker);
+  }
+  void join(SimThread& thread, SimParker& parker);
+
+  void yield() {
+    std::unique_lock lock(mutex_);
+    SimThread& self = *current_;
+    if (runnable_.empty()) now_ += std::chrono::microseconds(1);  // so that a polling loop gets somewhere
+    self.state = State::kRunnable;
+    runnable_.push_back(&self);
+    fire_due(lock);
+    run_next(lock);
+    wait_for_turn(lock, self);
+  }
+
+  void at(TimePoint when, std::function<void()> event) {
+    std::lock_guard lock(mutex_);
+    events_.emplace(std::max(when, now_), std::move(event));
+  }
+
+  TimePoint now() const {
+    std::lock_guard lock(mutex_);
+    return now_;
+  }
+  std::uint64_t random() {
+    std::lock_guard lock(mutex_);
+    return random_();
+  }
+  std::uint64_t seed() const { return seed_; }
+  std::uint64_t steps() const {
+    std::lock_guard lock(mutex_);
+    return steps_;
+  }
+
+ private:
+  void unpark_locked(SimParker& parker);
+
+  void wait_for_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {
+    self.go.wait(lock, [&] { return current_ == &self; });
+    self.state = State::kRunning;
+  }
+
+  void make_runnable(SimThread& thread, bool unparked) {
+    thread.state = State::kRunnable;
+    thread.unparked = unparked;
+    runnable_.push_back(&thread);
+  }
+
+  /// Hands the right to run to a thread drawn from the seed, advancing the clock while nobody can run.
+  void run_next(std::unique_lock<std::mutex>& lock) {
+    current_ = nullptr;
+    while (runnable_.empty()) {
+      if (threads_.empty()) {
+        all_ended_.notify_all();
+        return;
+      }
+      advance(lock);
+    }
+    ++steps_;
+    const std::size_t pick = random_() % runnable_.size();
+    current_ = runnable_[pick];
+    runnable_.erase(runnable_.begin() + static_cast<std::ptrdiff_t>(pick));
+    current_->go.notify_one();
+  }
+
+  void advance(std::unique_lock<std::mutex>& lock) {
+    TimePoint next = events_.empty() ? TimePoint::max() : events_.begin()->first;
+    for (const auto& thread : threads_) {
+      if (thread->state == State::kParked) next = std::min(next, thread->deadline.at());
+    }
+    if (next == TimePoint::max()) report_deadlock();
+    now_ = std::max(now_, next);
+    fire_due(lock);
+  }
+
+  /// Wakes the threads and runs the events whose time has come.
+  void fire_due(std::unique_lock<std::mutex>& lock) {
+    for (const auto& thread : threads_) {
+      if (thread->state == State::kParked && thread->deadline.passed(now_)) make_runnable(*thread, false);
+    }
+    while (!events_.empty() && events_.begin()->first <= now_) {
+      auto event = std::move(events_.begin()->second);
+      events_.erase(events_.begin());
+      lock.unlock();
+      event();
+      lock.lock();
+    }
+  }
+
+  [[noreturn]] void report_deadlock() {
+    std::string text =
+        fmt::format("simulated cluster is deadlocked (seed {}, {} steps, virtual time {} us):\n", seed_,
+                    steps_, now_.time_since_epoch().count() / 1000);
+    for (const auto& thread : threads_)
+      text += fmt::format("  '{}' is parked without a deadline\n", thread->name);
+    std::fputs(text.c_str(), stderr);
+    std::abort();
+  }
+
+  const std::uint64_t seed_;
+  mutable std::mutex mutex_;
+  std::condition_variable all_ended_;
+  std::mt19937_64 random_;
+  TimePoint now_{};
+  std::uint64_t steps_ = 0;
+  SimThread* current_ = nullptr;
+  std::vector<std::shared_ptr<SimThread>> threads_;
+  std::vector<SimThread*> runnable_;
+  std::multimap<TimePoint, std::function<void()>> events_;
+
+  friend class SimExecutor;
+};
+
+namespace {
+
+class SimParker final : public Parker {
+ public:
+  explicit SimParker(SimExecutor::Impl& impl) : impl_(impl) {}
+  bool park(Deadline deadline) override { return impl_.park(*this, deadline); }
+  void unpark() override { impl_.unpark(*this); }
+
+  bool token = false;
+  SimThread* sleeper = nullptr;
+
+ private:
+  SimExecutor::Impl& impl_;
+};
+
+class SimPoller final : public Poller {
+ public:
+  explicit SimPoller(SimExecutor::Impl& impl) : parker_(impl) {}
+  void add(int, std::uint64_t, bool) override { refuse(); }
+  void change(int, std::uint64_t, bool) override { refuse(); }
+  void remove(int) override {}
+  std::size_t wait(std::span<Event>, Deadline deadline) override {
+    parker_.park(deadline);
+    return 0;
+  }
+  void wake() override { parker_.unpark(); }
+
+ private:
+  [[noreturn]] static void refuse() {
+    throw Error(ErrorKind::kUnsupported,
+                "a simulated executor cannot watch file descriptors: use the sim transport");
+  }
+  SimParker parker_;
+};
+
+class SimThreadHandle final : public Thread::Impl {
+ public:
+  SimThreadHandle(SimExecutor::Impl& impl, std::shared_ptr<SimThread> thread, std::function<void()> body)
+      : impl_(impl),
+        thread_(std::move(thread)),
+        real_([this, body = std::move(body)] { impl_.live(*thread_, body); }) {}
+  ~SimThreadHandle() override {
+    SimParker parker(impl_);
+    impl_.join(*thread_, parker);
+    real_.join();
+  }
+  bool is_current() const override { return real_.get_id() == std::this_thread::get_id(); }
+
+ private:
+  SimExecutor::Impl& impl_;
+  std::shared_ptr<SimThread> thread_;
+  std::thread real_;
+};
+
+}  // namespace
+
+bool SimExecutor::Impl::park(SimParker& parker, Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  if (parker.token) {
+    parker.token = false;
+    return true;
+  }
+  SimThread& self = *current_;
+  self.state = State::kParked;
+  self.deadline = deadline;
+  parker.sleeper = &self;
+  run_next(lock);
+  wait_for_turn(lock, self);
+  parker.sleeper = nullptr;
+  return self.unparked;
+}
+
+void SimExecutor::Impl::unpark_locked(SimParker& parker) {
+  if (parker.sleeper != nullptr && parker.sleeper->state == State::kParked) {
+    make_runnable(*parker.sleeper, true);
+  } else {
+    parker.token = true;
+  }
+}
+
+void SimExecutor::Impl::join(SimThread& thread, SimParker& parker) {
+  {
+    std::lock_guard lock(mutex_);
+    if (thread.state == State::kEnded) return;
+    thread.joiner = &parker;
+  }
+  park(parker, Deadline::never());
+}
+
+SimExecutor::SimExecutor(std::uint64_t seed) : impl_(std::make_shared<Impl>(seed)) {}
+SimExecutor::~SimExecutor() = default;
+
+void SimExecutor::run(std::function<void()> main) {
+  std::exception_ptr failure;
+  auto thread = impl_->add_thread("main");
+  std::thread real([&] {
+    impl_->live(*thread, [&] {
+      try {
+        main();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    });
+  });
+  impl_->start_and_wait();
+  real.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+void SimExecutor::at(TimePoint when, std::function<void()> event) { impl_->at(when, std::move(event)); }
+std::uint64_t SimExecutor::random() { return impl_->random(); }
+std::uint64_t SimExecutor::seed() const { return impl_->seed(); }
+std::uint64_t SimExecutor::steps() const { return impl_->steps(); }
+TimePoint SimExecutor::now() const { return impl_->now(); }
+std::unique_ptr<Parker> SimExecutor::make_parker() { return std::make_unique<SimParker>(*impl_); }
+std::unique_ptr<Poller> SimExecutor::make_poller() { return std::make_unique<SimPoller>(*impl_); }
+void SimExecutor::yield() { impl_->yield(); }
+
+Thread SimExecutor::spawn(std::string name, std::function<void()> body) {
+  auto thread = impl_->add_thread(std::move(name));
+  return Thread(std::make_unique<SimThreadHandle>(*impl_, std::move(thread), std::move(body)));
+}
+
+}  // namespace torchspan
