@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/error.h>
@@ -22,6 +23,10 @@ concept FixedWidth = std::is_arithmetic_v<T> || std::is_enum_v<T>;
 /// Appends little-endian values to a byte string it owns. Not thread-safe.
 class ByteWriter {
  public:
+  ByteWriter() = default;
+  /// Appends to `bytes`, whose capacity is used.
+  explicit ByteWriter(Bytes bytes) : bytes_(std::move(bytes)) {}
+
   template <FixedWidth T>
   void put(T value) {
     static_assert(std::endian::native == std::endian::little, "TorchSpan speaks little-endian");

@@ -1,0 +1,198 @@
+#pragma once
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include <torchspan/core/future.h>
+#include <torchspan/wire/payload.h>
+
+namespace torchspan {
+
+/// How a type travels: THE customization point. A specialization has three static functions:
+///   std::string name();                           the same text in every process that means the same
+///   encoding void encode(wire::Encoder&, const T&); T decode(wire::Decoder&);                     any bytes
+///   give a T or throw Error{kInvalid}
+/// WireStruct writes them for a plain struct. <torchspan/wire/types.h> has all that the library knows.
+template <class T>
+struct Wire;
+
+/// A string literal as a template argument.
+template <std::size_t kSize>
+struct FixedString {
+  consteval FixedString(const char (&literal)[kSize]) { std::copy_n(literal, kSize, text); }
+  constexpr std::string_view view() const { return {text, kSize - 1}; }
+  char text[kSize];
+};
+
+namespace wire {
+
+/// Types that can travel: Wire<T> is there.
+template <class T>
+concept Transferable = requires(Encoder& encoder, Decoder& decoder, const T& value) {
+  Wire<T>::encode(encoder, value);
+  { Wire<T>::decode(decoder) } -> std::same_as<T>;
+};
+
+/// True for types whose wire bytes are their memory, so that a vector of them is copied in one piece.
+template <class T>
+inline constexpr bool kPlainBytes =
+    (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) || std::is_same_v<T, std::byte>;
+
+/// The wire's name of a type, such as "int64", "vector<Tensor>" or "Batch{Tensor, int64}"; equal in all
+/// processes whatever the compiler calls the type. `Enclosing` are the structs being named, which ends
+/// recursive types.
+template <class T, class... Enclosing>
+std::string type_name() {
+  if constexpr (requires { Wire<T>::template name<Enclosing...>(); }) {
+    return Wire<T>::template name<Enclosing...>();
+  } else {
+    return Wire<T>::name();
+  }
+}
+
+/// Appends `value`. Throws Error{kInvalid} for what no receiver could read (nested too deep, 2^32 elements).
+template <class T>
+void encode(Encoder& encoder, const T& value) {
+  static_assert(Transferable<T>, "this type cannot travel: specialize torchspan::Wire for it (docs/wire.md)");
+  if constexpr (std::is_arithmetic_v<T>) {
+    Wire<T>::encode(encoder, value);
+  } else {
+    NestingScope scope(encoder);
+    Wire<T>::encode(encoder, value);
+  }
+}
+
+/// Reads the next value, or throws Error{kInvalid}.
+template <class T>
+T decode(Decoder& decoder) {
+  static_assert(Transferable<T>, "this type cannot travel: specialize torchspan::Wire for it (docs/wire.md)");
+  if constexpr (std::is_arithmetic_v<T>) {
+    return Wire<T>::decode(decoder);
+  } else {
+    NestingScope scope(decoder);
+    return Wire<T>::decode(decoder);
+  }
+}
+
+/// The payload of some values, one after the other.
+template <class... Ts>
+Payload to_payload(const Ts&... values) {
+  Payload payload;
+  Encoder encoder(payload);
+  (encode(encoder, values), ...);
+  encoder.finish();
+  return payload;
+}
+
+/// The one value a payload holds; bytes left over are Error{kInvalid}.
+template <class T>
+T from_payload(Payload& payload) {
+  Decoder decoder(payload);
+  T value = decode<T>(decoder);
+  decoder.expect_end();
+  return value;
+}
+
+/// A 64-bit digest of a text (XXH3), the same in every process: signatures and type tags. Not a
+/// secret-keeper.
+std::uint64_t digest(std::string_view text);
+
+/// The digest of a type's name: what Handle::type_tag holds.
+template <class T>
+std::uint64_t type_tag() {
+  return digest(type_name<T>());
+}
+
+/// A byte that must be 0 or 1; Error{kInvalid} otherwise.
+bool decode_flag(Decoder& decoder);
+
+/// Writes an element count; Error{kInvalid} from 2^32 on.
+void encode_count(Encoder& encoder, std::size_t count);
+
+/// Readers believe a count only if as many bytes follow: throws Error{kInvalid} when `count` elements took
+/// fewer.
+void check_element_bytes(std::size_t count, std::size_t bytes);
+
+}  // namespace wire
+
+/// bool, and every standard integer and floating-point type of fixed width: little-endian bytes.
+template <class T>
+requires(std::is_arithmetic_v<T> && sizeof(T) <= 8 && !std::is_same_v<T, wchar_t>) struct Wire<T> {
+  static std::string name() {
+    if constexpr (std::is_same_v<T, bool>) return "bool";
+    if constexpr (std::is_same_v<T, char>) return "char";
+    const char* kind = std::is_floating_point_v<T> ? "float" : std::is_signed_v<T> ? "int" : "uint";
+    return kind + std::to_string(8 * sizeof(T));
+  }
+  static void encode(wire::Encoder& encoder, T value) { encoder.bytes().put(value); }
+  static T decode(wire::Decoder& decoder) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return wire::decode_flag(decoder);
+    } else {
+      return decoder.bytes().get<T>();
+    }
+  }
+};
+
+/// Enumerations travel as their number; a receiver must expect numbers its program does not know.
+template <class T>
+requires std::is_enum_v<T>
+struct Wire<T> {
+  using Number = std::underlying_type_t<T>;
+  static std::string name() { return "enum<" + wire::type_name<Number>() + ">"; }
+  static void encode(wire::Encoder& encoder, T value) { wire::encode(encoder, static_cast<Number>(value)); }
+  static T decode(wire::Decoder& decoder) { return static_cast<T>(wire::decode<Number>(decoder)); }
+};
+
+/// Text or any bytes up to 4 GiB.
+template <>
+struct Wire<std::string> {
+  static std::string name() { return "string"; }
+  static void encode(wire::Encoder& encoder, const std::string& value) { encoder.bytes().put_string(value); }
+  static std::string decode(wire::Decoder& decoder) { return decoder.bytes().get_string(); }
+};
+
+/// The result of a call that returns nothing; takes no bytes.
+template <>
+struct Wire<Unit> {
+  static std::string name() { return "void"; }
+  static void encode(wire::Encoder&, Unit) {}
+  static Unit decode(wire::Decoder&) { return {}; }
+};
+
+/// Makes a plain struct travel, member by member in the order given. The members' types are part of its name,
+/// so two versions of a struct are told apart. The struct must be default-constructible. In any namespace's
+/// file:
+///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data,
+///   &Batch::epoch> {};
+template <class T, FixedString kName, auto... kMembers>
+struct WireStruct {
+  template <class... Enclosing>
+  static std::string name() {
+    std::string text(kName.view());
+    if constexpr (!(std::is_same_v<T, Enclosing> || ...)) {
+      text += '{';
+      std::string_view comma;
+      ((text.append(comma).append(wire::type_name<Member<kMembers>, Enclosing..., T>()), comma = ", "), ...);
+      text += '}';
+    }
+    return text;
+  }
+  static void encode(wire::Encoder& encoder, const T& value) {
+    (wire::encode(encoder, value.*kMembers), ...);
+  }
+  static T decode(wire::Decoder& decoder) {
+    T value{};
+    ((value.*kMembers = wire::decode<Member<kMembers>>(decoder)), ...);
+    return value;
+  }
+
+ private:
+  template <auto kMember>
+  using Member = std::remove_cvref_t<decltype(std::declval<T&>().*kMember)>;
+};
+
+}  // namespace torchspan
