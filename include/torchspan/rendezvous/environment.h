@@ -1,0 +1,70 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include <torchspan/core/time.h>
+#include <torchspan/net/secret.h>
+
+namespace torchspan::rendezvous {
+
+/// Environment variables by name. read_environment() looks at nothing else, so tests and embedders make their
+/// own.
+using Environment = std::map<std::string, std::string>;
+
+/// The variables of this process, as they are now.
+Environment process_environment();
+
+/// Which convention told a worker who it is.
+enum class Launcher : std::uint8_t {
+  kNone,      ///< nothing set: a world of one
+  kExplicit,  ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, by hand
+  kOpenMpi,   ///< OMPI_COMM_WORLD_RANK, …
+  kPmi,       ///< PMI_RANK, …: MPICH, Intel MPI
+  kSlurm,     ///< SLURM_PROCID, …: srun
+};
+
+/// Who this process is among the workers of its job, and where they meet.
+struct WorkerEnvironment {
+  std::string name = "worker0";
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  int local_world_size = 1;
+  std::string master_host = "127.0.0.1";
+  std::uint16_t master_port = 29500;
+  int restart_count = 0;
+  Launcher launcher = Launcher::kNone;
+  std::string job;             ///< id of the run and its restart count: told apart from other jobs by it
+  std::string secret_file;     ///< where load_secret() looks
+  bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: then the file must be there already
+  std::string runtime_folder;  ///< where sockets go (TORCHSPAN_RUNTIME_DIR); empty: to be made
+  Duration join_timeout = std::chrono::seconds(60);
+
+  /// Whether the launcher said that all workers run on this host.
+  bool one_host() const { return local_world_size == world_size; }
+  /// Where rank 0 serves the store: "tcp:<host>:<port>", on the loopback interface when all are on one host.
+  std::string store_address() const;
+};
+
+/// Reads who we are; the first complete convention wins: RANK and WORLD_SIZE (with MASTER_ADDR, MASTER_PORT,
+/// LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RESTART_COUNT; when TORCHELASTIC_USE_AGENT_STORE is "True" the
+/// agent owns MASTER_PORT and we take the next one), OMPI_COMM_WORLD_*, PMI_*, SLURM_*. Pure. Throws
+/// kInvalid with the variable, its value and what is expected.
+WorkerEnvironment read_environment(const Environment& environment);
+
+/// First host of a Slurm node list in its compressed form: "gpu[03-05,9],login1" gives "gpu03". Throws
+/// kInvalid for an empty or unbalanced list.
+std::string first_slurm_host(const std::string& list);
+
+/// The job's secret from `worker.secret_file`. The default file is made once, mode 0600, when all workers run
+/// on one host; a named file that is missing, or a missing default file of a world of several hosts, throws
+/// kInvalid with the command that makes one. Safe against several processes at once.
+net::Secret load_secret(const WorkerEnvironment& worker);
+
+/// A folder of mode 0700 that belongs to this user, for sockets: `worker.runtime_folder` if named, else
+/// XDG_RUNTIME_DIR/torchspan, else torchspan-<uid> in the temporary folder; made when missing. Throws kDenied
+/// when it belongs to somebody else or is open to others.
+std::string runtime_folder(const WorkerEnvironment& worker, const Environment& environment);
+
+}  // namespace torchspan::rendezvous
