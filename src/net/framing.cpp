@@ -1,0 +1,219 @@
+#include "net/framing.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::uint16_t kFrameMagic = 0x5354;
+/// Claims are believed up to here before the bytes are seen.
+constexpr std::size_t kFirstReserve = 4096;
+
+struct Prefix {
+  std::uint16_t magic;
+  FrameType type;
+  std::uint8_t zero;
+  std::uint32_t segments;
+  std::uint64_t header;
+};
+static_assert(sizeof(Prefix) == kPrefixBytes && std::endian::native == std::endian::little);
+
+[[noreturn]] void throw_limit(const char* what, std::uint64_t size, const char* option, std::uint64_t limit) {
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("a message with {} {} is beyond this worker's limit of {}; raise "
+                          "TransportOptions::{} on both sides if that is meant",
+                          size, what, limit, option));
+}
+
+}  // namespace
+
+FrameLimits limits_of(const TransportOptions& options) {
+  return {options.max_header, options.max_message, options.max_segments};
+}
+
+std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits) {
+  if (header.size() > limits.max_header) {
+    throw_limit("bytes of header", header.size(), "max_header", limits.max_header);
+  }
+  if (segments.size() > limits.max_segments) {
+    throw_limit("segments", segments.size(), "max_segments", limits.max_segments);
+  }
+  std::uint64_t size = header.size();
+  for (const Segment& segment : segments) size += segment.size;
+  if (size > limits.max_message) throw_limit("bytes", size, "max_message", limits.max_message);
+  return size + kPrefixBytes + segments.size() * sizeof(std::uint64_t);
+}
+
+FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments) {
+  const Prefix prefix{kFrameMagic, FrameType::kMessage, 0, static_cast<std::uint32_t>(segments.size()),
+                      header.size()};
+  const std::size_t size = kPrefixBytes + segments.size() * sizeof(std::uint64_t);
+  std::byte* to = small_.data();
+  if (size > small_.size()) {
+    large_.resize(size);
+    to = large_.data();
+  }
+  bytes_ = {to, size};
+  std::memcpy(to, &prefix, kPrefixBytes);
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const std::uint64_t length = segments[i].size;
+    std::memcpy(to + kPrefixBytes + i * sizeof length, &length, sizeof length);
+  }
+}
+
+std::array<std::byte, kPrefixBytes> goodbye_frame() {
+  const Prefix prefix{kFrameMagic, FrameType::kGoodbye, 0, 0, 0};
+  std::array<std::byte, kPrefixBytes> bytes;
+  std::memcpy(bytes.data(), &prefix, kPrefixBytes);
+  return bytes;
+}
+
+FrameParser::FrameParser(FrameLimits limits, BufferAllocator allocator)
+    : limits_(limits), allocator_(std::move(allocator)) {}
+
+void FrameParser::feed(BytesView bytes, std::vector<Message>& finished) {
+  while (!bytes.empty()) {
+    switch (stage_) {
+      case Stage::kPrefix:
+        bytes = feed_number(bytes, kPrefixBytes);
+        if (filled_ == kPrefixBytes) take_prefix();
+        break;
+      case Stage::kSizes:
+        bytes = feed_number(bytes, sizeof(std::uint64_t));
+        if (filled_ == sizeof(std::uint64_t)) take_size();
+        break;
+      case Stage::kHeader:
+        bytes = feed_header(bytes);
+        break;
+      case Stage::kSegments:
+        bytes = feed_segment(bytes);
+        break;
+      case Stage::kGoodbye:
+        throw Error(ErrorKind::kInvalid, "bytes came after the goodbye");
+    }
+    settle(finished);
+  }
+}
+
+BytesView FrameParser::feed_number(BytesView bytes, std::size_t size) {
+  const std::size_t taken = std::min<std::size_t>(bytes.size(), size - filled_);
+  std::memcpy(number_.data() + filled_, bytes.data(), taken);
+  filled_ += taken;
+  return bytes.subspan(taken);
+}
+
+void FrameParser::take_prefix() {
+  Prefix prefix;
+  std::memcpy(&prefix, number_.data(), kPrefixBytes);
+  filled_ = 0;
+  const bool is_goodbye = prefix.type == FrameType::kGoodbye;
+  if (prefix.magic != kFrameMagic || prefix.zero != 0 ||
+      (prefix.type != FrameType::kMessage && !is_goodbye) ||
+      (is_goodbye && (prefix.segments != 0 || prefix.header != 0))) {
+    throw Error(ErrorKind::kInvalid, fmt::format("bytes that are no frame came (magic {:#06x}, type {})",
+                                                 prefix.magic, static_cast<unsigned>(prefix.type)));
+  }
+  if (is_goodbye) {
+    stage_ = Stage::kGoodbye;
+    return;
+  }
+  if (prefix.segments > limits_.max_segments) {
+    throw_limit("segments", prefix.segments, "max_segments", limits_.max_segments);
+  }
+  if (prefix.header > limits_.max_header) {
+    throw_limit("bytes of header", prefix.header, "max_header", limits_.max_header);
+  }
+  segment_count_ = prefix.segments;
+  header_size_ = prefix.header;
+  message_size_ = 0;
+  add_to_message(header_size_);
+  sizes_.clear();
+  sizes_.reserve(std::min<std::size_t>(segment_count_, kFirstReserve));
+  message_.header.reserve(std::min<std::size_t>(header_size_, kFirstReserve));
+  stage_ = Stage::kSizes;
+}
+
+void FrameParser::take_size() {
+  std::uint64_t size;
+  std::memcpy(&size, number_.data(), sizeof size);
+  filled_ = 0;
+  add_to_message(size);
+  sizes_.push_back(size);
+}
+
+void FrameParser::add_to_message(std::uint64_t size) {
+  if (size > limits_.max_message - message_size_)
+    throw_limit("bytes", size, "max_message", limits_.max_message);
+  message_size_ += size;
+}
+
+BytesView FrameParser::feed_header(BytesView bytes) {
+  const std::size_t taken = std::min<std::size_t>(bytes.size(), header_size_ - message_.header.size());
+  message_.header.insert(message_.header.end(), bytes.begin(),
+                         bytes.begin() + static_cast<std::ptrdiff_t>(taken));
+  return bytes.subspan(taken);
+}
+
+BytesView FrameParser::feed_segment(BytesView bytes) {
+  allocate(current_);
+  const std::size_t taken = std::min<std::size_t>(bytes.size(), sizes_[current_] - filled_);
+  std::memcpy(message_.segments[current_].data + filled_, bytes.data(), taken);
+  filled_ += taken;
+  return bytes.subspan(taken);
+}
+
+void FrameParser::allocate(std::size_t index) {
+  while (message_.segments.size() <= index) {
+    const std::size_t size = sizes_[message_.segments.size()];
+    Buffer buffer = allocator_(size);
+    if (buffer.size < size || (size != 0 && buffer.data == nullptr)) {
+      throw Error(ErrorKind::kOverloaded,
+                  fmt::format("no memory for a segment of {} bytes that came in", size));
+    }
+    buffer.size = size;
+    message_.segments.push_back(std::move(buffer));
+  }
+}
+
+void FrameParser::settle(std::vector<Message>& finished) {
+  if (stage_ == Stage::kSizes && sizes_.size() == segment_count_) stage_ = Stage::kHeader;
+  if (stage_ == Stage::kHeader && message_.header.size() == header_size_) {
+    stage_ = Stage::kSegments;
+    current_ = 0;
+  }
+  if (stage_ != Stage::kSegments) return;
+  while (current_ < segment_count_ && filled_ == sizes_[current_]) {
+    allocate(current_++);
+    filled_ = 0;
+  }
+  if (current_ < segment_count_) return;
+  finished.push_back(std::exchange(message_, {}));
+  stage_ = Stage::kPrefix;
+}
+
+std::size_t FrameParser::targets(std::span<iovec> places) {
+  if (stage_ != Stage::kSegments) return 0;
+  std::size_t count = 0;
+  std::uint64_t offset = filled_;
+  for (std::size_t i = current_; i < segment_count_ && count < places.size(); ++i, offset = 0) {
+    allocate(i);
+    if (sizes_[i] != 0) places[count++] = {message_.segments[i].data + offset, sizes_[i] - offset};
+  }
+  return count;
+}
+
+void FrameParser::received(std::size_t size, std::vector<Message>& finished) {
+  while (size != 0) {
+    const std::size_t taken = std::min<std::size_t>(size, sizes_[current_] - filled_);
+    filled_ += taken;
+    size -= taken;
+    if (filled_ < sizes_[current_]) return;
+    filled_ = 0;
+    while (++current_ < segment_count_ && sizes_[current_] == 0) allocate(current_);
+  }
+  settle(finished);
+}
+
+}  // namespace torchspan::net

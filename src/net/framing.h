@@ -1,0 +1,103 @@
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <sys/uio.h>
+#include <vector>
+
+#include <torchspan/core/buffer.h>
+#include <torchspan/core/bytes.h>
+#include <torchspan/net/transport.h>
+
+namespace torchspan::net {
+
+/// How messages lie on a byte stream, after the handshake. Integers are little-endian:
+///
+///   frame    u16 0x5354  u8 type  u8 0  u32 segments  u64 header  u64 size[segments]  header bytes  segment
+///   bytes…
+///
+/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it.
+enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2 };
+
+inline constexpr std::size_t kPrefixBytes = 16;
+
+struct FrameLimits {
+  std::uint64_t max_header;
+  std::uint64_t max_message;
+  std::uint32_t max_segments;
+};
+
+/// The limits a transport's options set.
+FrameLimits limits_of(const TransportOptions& options);
+
+/// Throws kInvalid, naming the limit, for a message that these limits forbid; returns its bytes on the wire.
+std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits);
+
+/// The bytes before a message's header: prefix and segment sizes. Small messages need no heap.
+class FramePrefix {
+ public:
+  FramePrefix(BytesView header, std::span<const Segment> segments);
+  BytesView bytes() const { return bytes_; }
+
+ private:
+  static constexpr std::size_t kInline = 14;
+  std::array<std::byte, kPrefixBytes + kInline * sizeof(std::uint64_t)> small_;
+  Bytes large_;
+  BytesView bytes_;
+};
+
+/// The whole goodbye frame.
+std::array<std::byte, kPrefixBytes> goodbye_frame();
+
+/// Bytes in, messages out: pure and incremental. Every number is checked against the limits before memory
+/// follows it, headers and size tables grow only with the bytes that really came, and segments are allocated
+/// when their first byte is due. After a throw the stream cannot be understood any more and the parser must
+/// be dropped.
+class FrameParser {
+ public:
+  FrameParser(FrameLimits limits, BufferAllocator allocator);
+
+  /// Takes all bytes, in pieces of any size, and appends the messages they complete. Throws kInvalid for a
+  /// frame that is malformed or beyond the limits, kOverloaded when the allocator gave no memory; messages
+  /// completed before that are in `finished`.
+  void feed(BytesView bytes, std::vector<Message>& finished);
+
+  /// Where the next bytes of the stream belong while segments are due: the caller may receive into these
+  /// places, in order, instead of feeding. Returns how many were filled in; none between segments. Throws as
+  /// feed().
+  std::size_t targets(std::span<iovec> places);
+  /// Tells how many bytes were received into the places of the last targets().
+  void received(std::size_t size, std::vector<Message>& finished);
+
+  /// Whether the stream would end in the middle of a frame if it ended here.
+  bool mid_frame() const { return !goodbye() && (stage_ != Stage::kPrefix || filled_ != 0); }
+  bool goodbye() const { return stage_ == Stage::kGoodbye; }
+
+ private:
+  enum class Stage : std::uint8_t { kPrefix, kSizes, kHeader, kSegments, kGoodbye };
+
+  BytesView feed_number(BytesView bytes, std::size_t size);
+  BytesView feed_header(BytesView bytes);
+  BytesView feed_segment(BytesView bytes);
+  void take_prefix();
+  void take_size();
+  void add_to_message(std::uint64_t size);
+  void allocate(std::size_t index);
+  /// Passes over all stages that need no further byte.
+  void settle(std::vector<Message>& finished);
+
+  const FrameLimits limits_;
+  const BufferAllocator allocator_;
+  Stage stage_ = Stage::kPrefix;
+  std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is coming in
+  std::uint64_t filled_ = 0;                    ///< bytes of the number or of the segment that are there
+  std::uint32_t segment_count_ = 0;
+  std::uint64_t header_size_ = 0;
+  std::uint64_t message_size_ = 0;
+  std::vector<std::uint64_t> sizes_;
+  std::size_t current_ = 0;  ///< the segment that is coming in
+  Message message_;
+};
+
+}  // namespace torchspan::net
