@@ -134,7 +134,7 @@ struct Detached {
 };
 
 template <class T>
-Detached drive(std::shared_ptr<TaskEnvironment> environment, Task<T> task, Promise<T> promise) {
+Detached drive([[maybe_unused]] std::shared_ptr<TaskEnvironment> environment, Task<T> task, Promise<T> promise) {
   try {
     if constexpr (std::is_void_v<T>) {
       co_await std::move(task);

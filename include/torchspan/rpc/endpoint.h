@@ -1,0 +1,70 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <typeindex>
+#include <vector>
+
+#include <torchspan/core/runtime.h>
+#include <torchspan/rpc/extension.h>
+#include <torchspan/rpc/function.h>
+#include <torchspan/rpc/message.h>
+
+namespace torchspan::rpc {
+
+inline constexpr wire::MessageType kCallFunction{0x0010};
+inline constexpr wire::MessageType kCreateRemote{0x0011};
+inline constexpr wire::MessageType kFetch{0x0012};
+inline constexpr wire::MessageType kCallOperator{0x0013};
+inline constexpr wire::MessageType kCreateByOperator{0x0014};
+
+class Reference;
+using ReferencePtr = std::shared_ptr<Reference>;
+
+/// What the templates of Worker and RRef need of the worker behind them. Implemented in src/rpc.
+class Endpoint : public std::enable_shared_from_this<Endpoint> {
+ public:
+  virtual ~Endpoint() = default;
+
+  virtual Runtime& runtime() = 0;
+  virtual std::weak_ptr<FutureHost> host() = 0;
+  virtual const WorkerInfo& self() const = 0;
+  virtual const std::vector<WorkerInfo>& workers() const = 0;
+  /// The rank that a destination means; throws Error{kInvalid} that lists who is there.
+  virtual std::uint32_t resolve(const Destination& to) const = 0;
+  /// The id of a token in this worker's table; throws Error{kInvalid} that says to add it.
+  virtual std::uint64_t id_of(const char* name, std::string (*signature)()) const = 0;
+  virtual Deadline deadline_for(const CallOptions& options) const = 0;
+  virtual void set_default_timeout(Duration timeout) = 0;
+  virtual Duration default_timeout() const = 0;
+
+  /// Sends a request; the completion hears of its reply or failure. Never waits for the peer. Throws nothing:
+  /// every failure goes to the completion.
+  virtual void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) = 0;
+
+  /// A reference to a new value owned here.
+  virtual ReferencePtr own(ValuePtr value, std::string type_name, std::source_location site) = 0;
+  /// Starts the creation of a value on `to`: the request's payload begins after the ids that this adds.
+  virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
+  virtual void* find_extension(const std::type_info& type) const = 0;
+};
+
+/// The shared state behind an RRef: an owner's hold on the value, or a user's fork of it. Its end releases
+/// the fork. Thread-safe.
+class Reference {
+ public:
+  virtual ~Reference() = default;
+  virtual bool is_owner() const = 0;
+  virtual std::uint32_t owner() const = 0;
+  virtual GlobalId value_id() const = 0;
+  virtual GlobalId fork_id() const = 0;
+  virtual const std::string& type_name() const = 0;
+  /// Done when the owner knows this fork (users), or when the value is there (owners); fails with the
+  /// creation.
+  virtual Future<void> ready() const = 0;
+  /// The value; owners only. Throws the creation's error, or Error{kInvalid} naming both workers on a user.
+  virtual ValuePtr value(Deadline deadline) const = 0;
+  /// The worker behind; throws Error{kCancelled} when it is shut down or the reference was deleted by it.
+  virtual std::shared_ptr<Endpoint> endpoint() const = 0;
+};
+
+}  // namespace torchspan::rpc

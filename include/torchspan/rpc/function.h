@@ -1,0 +1,252 @@
+#pragma once
+#include <concepts>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/task.h>
+#include <torchspan/rpc/value.h>
+
+namespace torchspan {
+
+class Worker;
+template <class T>
+class RRef;
+
+/// Names a function or member function that other workers may call: a name on the wire, a type at compile
+/// time.
+///   inline constexpr torchspan::Function<mean_of> kMeanOf{"mean_of"};
+/// A free function may take `Worker&` first: it gets the worker it runs on, and callers leave it out. It may
+/// return T, Future<T> or Task<T>; callers get T. Members are called on the value of an RRef.
+template <auto kFunction>
+struct Function {
+  const char* name;
+};
+
+/// Names a class whose objects other workers may create with these constructor arguments.
+///   inline constexpr torchspan::Class<Encoder, int64_t> kEncoder{"Encoder"};
+template <class T, class... Args>
+struct Class {
+  const char* name;
+};
+
+namespace rpc {
+
+template <class R>
+struct ResultHelper {
+  using type = R;
+};
+template <class T>
+struct ResultHelper<Future<T>> {
+  using type = T;
+};
+template <class T>
+struct ResultHelper<Task<T>> {
+  using type = T;
+};
+
+template <class F>
+struct Signature;
+template <class R, class... Args>
+struct Signature<R (*)(Args...)> {
+  using Returned = std::remove_cvref_t<R>;
+  using Object = void;
+  using Arguments = std::tuple<std::remove_cvref_t<Args>...>;
+  static constexpr bool kTakesWorker = false;
+};
+template <class R, class... Args>
+struct Signature<R (*)(Worker&, Args...)> : Signature<R (*)(Args...)> {
+  static constexpr bool kTakesWorker = true;
+};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...)> : Signature<R (*)(Args...)> {
+  using Object = C;
+  static constexpr bool kTakesWorker = false;
+};
+template <class R, class... Args>
+struct Signature<R (*)(Args...) noexcept> : Signature<R (*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) const> : Signature<R (C::*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) noexcept> : Signature<R (C::*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) const noexcept> : Signature<R (C::*)(Args...)> {};
+
+template <auto kFunction>
+using SignatureOf = Signature<std::remove_cv_t<decltype(kFunction)>>;
+/// What a caller of the function gets: T for T, Future<T> and Task<T>.
+template <auto kFunction>
+using ResultOf = typename ResultHelper<typename SignatureOf<kFunction>::Returned>::type;
+template <auto kFunction>
+inline constexpr bool kIsMember = !std::is_void_v<typename SignatureOf<kFunction>::Object>;
+
+using ValuePtr = std::shared_ptr<Value>;
+
+/// One execution on the callee. `arguments` is read by the function's own decoder.
+struct Invocation {
+  Worker& worker;
+  wire::Decoder& arguments;
+  std::weak_ptr<FutureHost> host;
+  std::shared_ptr<TaskEnvironment> environment;
+};
+
+/// The result of an execution: there already, or later.
+struct Outcome {
+  ValuePtr value;
+  Future<ValuePtr> later;
+};
+
+/// A function as the callee knows it.
+struct FunctionEntry {
+  std::string name;
+  std::string signature;  ///< "(int64, Tensor) -> Tensor", part of the identity
+  std::uint64_t id = 0;   ///< digest of name and signature; what travels
+  std::function<Outcome(Invocation&)> run;
+};
+
+std::uint64_t function_id(std::string_view name, std::string_view signature);
+/// The object a member is called on; throws Error{kInvalid} naming both types when they do not fit.
+[[noreturn]] void throw_wrong_object(const Value& value, const std::type_info& wanted);
+/// The value behind the reference that comes next in the arguments; it must be owned here and ready.
+ValuePtr decode_object(Invocation& invocation);
+
+template <class... Args>
+std::string signature_text(std::tuple<Args...>*, const std::string& result, const std::string& object) {
+  std::string text = object + "(";
+  std::string_view comma;
+  ((text.append(comma).append(type_name_of<Args>()), comma = ", "), ...);
+  return text + ") -> " + result;
+}
+
+template <auto kFunction>
+std::string signature_of() {
+  using S = SignatureOf<kFunction>;
+  std::string object;
+  if constexpr (kIsMember<kFunction>) object = demangle(typeid(typename S::Object)) + "::";
+  return signature_text(static_cast<typename S::Arguments*>(nullptr),
+                        type_name_of<Stored<ResultOf<kFunction>>>(), object);
+}
+
+template <class T, class... Args>
+std::string constructor_signature() {
+  return signature_text(static_cast<std::tuple<std::remove_cvref_t<Args>...>*>(nullptr), type_name_of<T>(),
+                        "new ");
+}
+
+/// Stores what `body` returns; void becomes Unit.
+template <class R, class F>
+ValuePtr value_from(F&& body) {
+  if constexpr (std::is_void_v<R>) {
+    body();
+    return make_value<Unit>();
+  } else {
+    return make_value<R>(body());
+  }
+}
+
+/// Calls the function with arguments that outlive every suspension of a coroutine.
+template <auto kFunction, class Arguments>
+decltype(auto) apply_function(Worker& worker, Value* object, Arguments& arguments) {
+  using S = SignatureOf<kFunction>;
+  if constexpr (kIsMember<kFunction>) {
+    using C = typename S::Object;
+    C* target = object->template object<C>();
+    if (target == nullptr) throw_wrong_object(*object, typeid(C));
+    return std::apply(
+        [&](auto&... args) -> decltype(auto) { return std::invoke(kFunction, *target, args...); }, arguments);
+  } else if constexpr (S::kTakesWorker) {
+    return std::apply([&](auto&... args) -> decltype(auto) { return kFunction(worker, args...); }, arguments);
+  } else {
+    return std::apply([&](auto&... args) -> decltype(auto) { return kFunction(args...); }, arguments);
+  }
+}
+
+template <auto kFunction, class Arguments>
+Task<ValuePtr> run_coroutine(Worker& worker, ValuePtr object, Arguments arguments) {
+  using R = ResultOf<kFunction>;
+  if constexpr (std::is_void_v<R>) {
+    co_await apply_function<kFunction>(worker, object.get(), arguments);
+    co_return make_value<Unit>();
+  } else {
+    co_return make_value<R>(co_await apply_function<kFunction>(worker, object.get(), arguments));
+  }
+}
+
+template <class... Args>
+std::tuple<Args...> decode_arguments(wire::Decoder& decoder, std::tuple<Args...>*) {
+  std::tuple<Args...> arguments{wire::decode<Args>(decoder)...};  // braces: from left to right
+  decoder.expect_end();
+  return arguments;
+}
+
+template <auto kFunction>
+Outcome run_function(Invocation& invocation) {
+  using S = SignatureOf<kFunction>;
+  using Returned = typename S::Returned;
+  using R = ResultOf<kFunction>;
+  ValuePtr object;
+  if constexpr (kIsMember<kFunction>) object = decode_object(invocation);
+  auto arguments = decode_arguments(invocation.arguments, static_cast<typename S::Arguments*>(nullptr));
+  if constexpr (std::is_same_v<Returned, Task<R>>) {
+    auto task = run_coroutine<kFunction>(invocation.worker, std::move(object), std::move(arguments));
+    return {nullptr, start(std::move(task), invocation.host, invocation.environment)};
+  } else if constexpr (std::is_same_v<Returned, Future<R>>) {
+    Future<R> future = apply_function<kFunction>(invocation.worker, object.get(), arguments);
+    return {nullptr, future.then([](Future<R> done) { return value_from<R>([&] { return done.wait(); }); })};
+  } else {
+    return {value_from<R>([&]() -> decltype(auto) {
+              return apply_function<kFunction>(invocation.worker, object.get(), arguments);
+            }),
+            {}};
+  }
+}
+
+template <class T, class... Args>
+Outcome run_constructor(Invocation& invocation) {
+  auto arguments =
+      decode_arguments(invocation.arguments, static_cast<std::tuple<std::remove_cvref_t<Args>...>*>(nullptr));
+  return {std::apply([](auto&... args) { return make_value<T>(std::move(args)...); }, arguments), {}};
+}
+
+}  // namespace rpc
+
+/// The functions and classes that other workers may call here. Built in main(), the same on every worker;
+/// nothing outside it can be called. Not changed once a worker has it.
+class FunctionTable {
+ public:
+  /// Adds tokens. Throws Error{kInvalid} for an empty name or one already taken.
+  template <class... Tokens>
+  FunctionTable& add(const Tokens&... tokens) {
+    (add_one(tokens), ...);
+    return *this;
+  }
+  /// The entry with that id, or null.
+  const rpc::FunctionEntry* find(std::uint64_t id) const;
+  bool contains(std::string_view name) const { return by_name_.contains(name); }
+  /// "name signature" of every entry, sorted: what workers compare when they meet.
+  std::vector<std::string> descriptions() const;
+  /// One number for descriptions().
+  std::uint64_t digest() const;
+
+ private:
+  template <auto kFunction>
+  void add_one(const Function<kFunction>& token) {
+    insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>});
+  }
+  template <class T, class... Args>
+  void add_one(const Class<T, Args...>& token) {
+    insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>});
+  }
+  void insert(rpc::FunctionEntry entry);
+
+  std::map<std::uint64_t, rpc::FunctionEntry> by_id_;
+  std::map<std::string, std::uint64_t, std::less<>> by_name_;
+};
+
+}  // namespace torchspan

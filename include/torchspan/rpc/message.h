@@ -1,0 +1,120 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/core/future.h>
+#include <torchspan/wire/frame.h>
+#include <torchspan/wire/types.h>
+
+namespace torchspan {
+
+/// Who a worker is. Travels as an argument; equal when name and rank are.
+struct WorkerInfo {
+  std::string name;
+  std::uint32_t rank = 0;
+  friend bool operator==(const WorkerInfo&, const WorkerInfo&) = default;
+};
+
+template <>
+struct Wire<WorkerInfo> : WireStruct<WorkerInfo, "WorkerInfo", &WorkerInfo::name, &WorkerInfo::rank> {};
+
+namespace rpc {
+
+/// A message is a struct that knows its number and its reply and travels by Wire<M>:
+///   struct Ping { static constexpr auto kType = wire::MessageType{0x8001};
+///                 static constexpr std::string_view kName = "ping"; using Reply = Unit; std::int64_t n; };
+/// and one handler, registered by the extension of its room (extension.h).
+template <class M>
+concept Message = wire::Transferable<M> && requires {
+  { M::kType } -> std::convertible_to<wire::MessageType>;
+  { M::kName } -> std::convertible_to<std::string_view>;
+  typename M::Reply;
+};
+
+/// One message as interceptors see it.
+struct CallInfo {
+  wire::MessageType type{};
+  std::string_view name;   ///< the function's, operator's or message's name
+  std::uint32_t peer = 0;  ///< rank of the other side
+  std::uint64_t call = 0;  ///< joins request and reply; counted by the caller
+  bool reply = false;
+};
+
+/// A request on its way out.
+struct Request {
+  wire::MessageType type{};
+  std::string name;  ///< in errors and spans
+  wire::Payload payload;
+  Deadline deadline;         ///< never: no limit
+  bool user_values = false;  ///< interceptors see its tensors, and those of the reply
+  std::source_location site = std::source_location::current();
+};
+
+/// What becomes of a request: exactly one of both is called, once, on a thread that holds no lock. Neither
+/// may wait or run user callbacks.
+class Completion {
+ public:
+  virtual ~Completion() = default;
+  virtual void succeed(wire::Payload& reply) = 0;
+  virtual void fail(std::exception_ptr error) = 0;
+};
+
+template <class R>
+class PromiseCompletion final : public Completion {
+ public:
+  explicit PromiseCompletion(std::weak_ptr<FutureHost> host) : promise_(std::move(host)) {}
+  Future<R> future() const { return promise_.future(); }
+  void succeed(wire::Payload& reply) override {
+    promise_.set_from([&]() -> R {
+      if constexpr (std::is_void_v<R>) {
+        wire::from_payload<Unit>(reply);
+      } else {
+        return wire::from_payload<R>(reply);
+      }
+    });
+  }
+  void fail(std::exception_ptr error) override { promise_.set_error(std::move(error)); }
+
+ private:
+  Promise<R> promise_;
+};
+
+}  // namespace rpc
+
+/// Where a call goes: a worker's name, rank or info. Remembers the place in the program, which errors name.
+class Destination {
+ public:
+  Destination(const char* name, std::source_location site = std::source_location::current())
+      : name_(name), site_(site) {}
+  Destination(std::string name, std::source_location site = std::source_location::current())
+      : name_(std::move(name)), site_(site) {}
+  Destination(const WorkerInfo& info, std::source_location site = std::source_location::current())
+      : rank_(info.rank), site_(site) {}
+  template <std::integral I>
+  Destination(I rank, std::source_location site = std::source_location::current())
+      : rank_(static_cast<std::int64_t>(rank)), site_(site) {}
+
+  const std::string& name() const { return name_; }
+  std::optional<std::int64_t> rank() const { return rank_; }
+  const std::source_location& site() const { return site_; }
+
+ private:
+  std::string name_;
+  std::optional<std::int64_t> rank_;
+  std::source_location site_;
+};
+
+/// Options of single calls, for Worker::with().
+struct CallOptions {
+  /// How long the caller waits; unset: the worker's default (60 s). Zero: without limit. The callee hears how
+  /// much is left.
+  std::optional<Duration> timeout;
+};
+
+}  // namespace torchspan

@@ -1,0 +1,90 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <torchspan/rpc/endpoint.h>
+
+namespace torchspan {
+
+class Caller;
+class Worker;
+
+/// What is the same for references of every type.
+class RRefBase {
+ public:
+  RRefBase() = default;
+  explicit RRefBase(rpc::ReferencePtr state) : state_(std::move(state)) {}
+
+  bool valid() const { return state_ != nullptr; }
+  /// Whether the value lives on this worker.
+  bool is_owner() const { return state_->is_owner(); }
+  WorkerInfo owner() const;
+  std::string owner_name() const { return owner().name; }
+  /// Whether the owner has confirmed this reference; owners always.
+  bool confirmed_by_owner() const;
+  /// Done when the value was created there, or failed as the creation did.
+  Future<void> creation() const;
+  /// "RRef<Encoder>(value 0:3, fork 0:4, owner worker1)".
+  std::string str() const;
+
+  const rpc::ReferencePtr& state() const { return state_; }
+
+ protected:
+  rpc::ReferencePtr state_;
+};
+
+/// A reference to a T that lives on one worker and is used from any: counted across the world, so the value
+/// lives as long as anybody refers to it. A cheap handle; copy it and pass it to other workers as an argument
+/// or result.
+template <class T>
+class RRef : public RRefBase {
+ public:
+  using RRefBase::RRefBase;
+  /// A reference to a value owned by this worker.
+  RRef(const Worker& worker, T value, std::source_location site = std::source_location::current());
+
+  /// A copy of the value, fetched from its owner. Throws what its creation threw, and Error{kUnsupported} for
+  /// types that cannot travel.
+  T to_here() const;
+  T to_here(Duration timeout) const;
+  Future<T> to_here_async() const;
+  /// The value itself, on its owner only; elsewhere Error{kInvalid} that names both workers. Waits for its
+  /// creation.
+  T& local_value() const;
+
+  /// Calls a member function of the value, or a free function whose first parameter is this RRef, on the
+  /// owner.
+  template <auto kFunction, class... Args>
+  rpc::ResultOf<kFunction> rpc_sync(Function<kFunction> token, Args&&... args) const;
+  template <auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> rpc_async(Function<kFunction> token, Args&&... args) const;
+  template <auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> remote(Function<kFunction> token, Args&&... args) const;
+
+ private:
+  Caller caller() const;
+  Future<T> fetch(CallOptions options) const;
+};
+
+namespace rpc {
+/// Throws Error{kInvalid} unless the reference is of that type.
+void check_reference_type(const Reference& reference, const std::string& type_name);
+/// Asks the owner for the value.
+void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion);
+}  // namespace rpc
+
+template <class T>
+struct Wire<RRef<T>> {
+  static std::string name() { return "RRef<" + rpc::type_name_of<T>() + ">"; }
+  static void encode(wire::Encoder& encoder, const RRef<T>& value) { encoder.reference(value.state()); }
+  static RRef<T> decode(wire::Decoder& decoder) {
+    auto state = std::static_pointer_cast<rpc::Reference>(decoder.reference());
+    if (state) rpc::check_reference_type(*state, rpc::type_name_of<T>());
+    return RRef<T>(std::move(state));
+  }
+};
+
+}  // namespace torchspan
+
+#include <torchspan/rpc/worker.h>  // defines the verbs

@@ -1,0 +1,262 @@
+#pragma once
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/rpc/endpoint.h>
+#include <torchspan/rpc/rref.h>
+
+namespace torchspan {
+
+/// The verbs of remote calls, with the options of one place in the program. Cheap to copy; any thread.
+///
+/// Arguments convert to the function's declared types here; a wrong one is a compile error that names the
+/// token. They are captured when the call is made: the caller may overwrite its tensors as soon as the verb
+/// returns. rpc_sync waits and returns the result, rpc_async returns its future, remote leaves the result
+/// where it was made and returns a reference at once. Failures are Error: kRemoteFailure (user code threw
+/// there: see frames()), kDisconnected, kTimedOut, kInvalid (unknown worker or function), kCancelled (shut
+/// down).
+class Caller {
+ public:
+  Caller(std::shared_ptr<rpc::Endpoint> endpoint, CallOptions options)
+      : endpoint_(std::move(endpoint)), options_(options) {}
+
+  template <auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> rpc_async(const Destination& to, Function<kFunction> token,
+                                             Args&&... args) const {
+    static_assert(!rpc::kIsMember<kFunction>,
+                  "a member function is called on an RRef: rref.rpc_async(token, …)");
+    return call<kFunction>(to, token, nullptr, std::forward<Args>(args)...);
+  }
+  template <auto kFunction, class... Args>
+  rpc::ResultOf<kFunction> rpc_sync(const Destination& to, Function<kFunction> token, Args&&... args) const {
+    return rpc_async(to, token, std::forward<Args>(args)...).wait();
+  }
+  template <auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> remote(const Destination& to, Function<kFunction> token,
+                                                Args&&... args) const {
+    static_assert(!rpc::kIsMember<kFunction>,
+                  "a member function is called on an RRef: rref.remote(token, …)");
+    return create<kFunction>(to, token, nullptr, std::forward<Args>(args)...);
+  }
+  /// Constructs a T on another worker.
+  template <class T, class... Params, class... Args>
+  RRef<T> remote(const Destination& to, Class<T, Params...> token, Args&&... args) const {
+    static_assert(std::is_constructible_v<std::tuple<std::remove_cvref_t<Params>...>, Args&&...>,
+                  "these arguments do not fit the constructor that the token declares");
+    auto request = make_request(rpc::kCreateRemote, token.name, to.site());
+    wire::Encoder encoder(request.payload);
+    wire::encode(encoder, endpoint_->id_of(token.name, &rpc::constructor_signature<T, Params...>));
+    encode_all(encoder, std::tuple<std::remove_cvref_t<Params>...>(std::forward<Args>(args)...));
+    encoder.finish();
+    return RRef<T>(endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<T>()));
+  }
+
+  /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) with positional and keyword
+  /// arguments; the overload that accepts them is chosen on the callee. kInvalid lists the schemas when none
+  /// does.
+  Future<c10::IValue> rpc_async(const Destination& to, const std::string& operator_name,
+                                std::vector<c10::IValue> args,
+                                std::map<std::string, c10::IValue> kwargs = {}) const;
+  c10::IValue rpc_sync(const Destination& to, const std::string& operator_name, std::vector<c10::IValue> args,
+                       std::map<std::string, c10::IValue> kwargs = {}) const;
+  RRef<c10::IValue> remote(const Destination& to, const std::string& operator_name,
+                           std::vector<c10::IValue> args,
+                           std::map<std::string, c10::IValue> kwargs = {}) const;
+
+  /// Calls a function on the value of `rref`, where it lives: a member function of it, or a free function
+  /// whose first parameter is the RRef.
+  template <class T, auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> call_on(const RRef<T>& rref, Function<kFunction> token,
+                                           Args&&... args) const {
+    const Destination to(rref.owner().rank);
+    if constexpr (rpc::kIsMember<kFunction>) {
+      check_object<T, kFunction>();
+      return call<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
+    } else {
+      return call<kFunction>(to, token, nullptr, rref, std::forward<Args>(args)...);
+    }
+  }
+  template <class T, auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> create_on(const RRef<T>& rref, Function<kFunction> token,
+                                                   Args&&... args) const {
+    const Destination to(rref.owner().rank);
+    if constexpr (rpc::kIsMember<kFunction>) {
+      check_object<T, kFunction>();
+      return create<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
+    } else {
+      return create<kFunction>(to, token, nullptr, rref, std::forward<Args>(args)...);
+    }
+  }
+
+  /// Sends a message of an extension (rpc/message.h) and gives its reply.
+  template <rpc::Message M>
+  Future<typename M::Reply> request(const Destination& to, const M& message, Deadline deadline) const {
+    rpc::Request request;
+    request.type = M::kType;
+    request.name = std::string(M::kName);
+    request.deadline = deadline;
+    request.site = to.site();
+    wire::Encoder encoder(request.payload);
+    wire::encode(encoder, message);
+    encoder.finish();
+    return send<typename M::Reply>(to, std::move(request));
+  }
+  template <rpc::Message M>
+  Future<typename M::Reply> request(const Destination& to, const M& message) const {
+    return request(to, message, endpoint_->deadline_for(options_));
+  }
+
+  const std::shared_ptr<rpc::Endpoint>& endpoint() const { return endpoint_; }
+
+ protected:
+  std::shared_ptr<rpc::Endpoint> endpoint_;
+  CallOptions options_;
+
+ private:
+  template <class T, auto kFunction>
+  static constexpr void check_object() {
+    static_assert(std::is_base_of_v<typename rpc::SignatureOf<kFunction>::Object, rpc::ObjectOf<T>>,
+                  "this RRef's type has no such member function");
+  }
+  rpc::Request make_request(wire::MessageType type, const char* name, std::source_location site) const {
+    rpc::Request request;
+    request.type = type;
+    request.name = name;
+    request.deadline = endpoint_->deadline_for(options_);
+    request.user_values = true;
+    request.site = site;
+    return request;
+  }
+  template <class... Args>
+  static void encode_all(wire::Encoder& encoder, const std::tuple<Args...>& arguments) {
+    std::apply([&](const Args&... args) { (wire::encode<Args>(encoder, args), ...); }, arguments);
+  }
+  template <auto kFunction, class... Args>
+  rpc::Request plan(wire::MessageType type, const Destination& to, Function<kFunction> token,
+                    const rpc::ReferencePtr* object, Args&&... args) const {
+    using Arguments = typename rpc::SignatureOf<kFunction>::Arguments;
+    static_assert(std::is_constructible_v<Arguments, Args&&...>,
+                  "these arguments do not fit the function that the token names (see Function<…> above)");
+    auto request = make_request(type, token.name, to.site());
+    wire::Encoder encoder(request.payload);
+    wire::encode(encoder, endpoint_->id_of(token.name, &rpc::signature_of<kFunction>));
+    if (object != nullptr) encoder.reference(*object);
+    encode_all(encoder, Arguments(std::forward<Args>(args)...));
+    encoder.finish();
+    return request;
+  }
+  template <auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> call(const Destination& to, Function<kFunction> token,
+                                        const rpc::ReferencePtr* object, Args&&... args) const {
+    return send<rpc::ResultOf<kFunction>>(
+        to, plan(rpc::kCallFunction, to, token, object, std::forward<Args>(args)...));
+  }
+  template <auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> create(const Destination& to, Function<kFunction> token,
+                                                const rpc::ReferencePtr* object, Args&&... args) const {
+    using R = Stored<rpc::ResultOf<kFunction>>;
+    return RRef<R>(endpoint_->create(endpoint_->resolve(to),
+                                     plan(rpc::kCreateRemote, to, token, object, std::forward<Args>(args)...),
+                                     rpc::type_name_of<R>()));
+  }
+  template <class R>
+  Future<R> send(const Destination& to, rpc::Request request) const {
+    auto completion = std::make_shared<rpc::PromiseCompletion<R>>(endpoint_->host());
+    Future<R> future = completion->future();
+    endpoint_->send(endpoint_->resolve(to), std::move(request), std::move(completion));
+    return future;
+  }
+};
+
+/// This process's place in the world, as user code sees it: who is there, the verbs of remote calls, and the
+/// worker's extensions. A handle; a function that is served may take one as its first parameter.
+class Worker : public Caller {
+ public:
+  explicit Worker(std::shared_ptr<rpc::Endpoint> endpoint) : Caller(std::move(endpoint), {}) {}
+
+  const WorkerInfo& info() const { return endpoint_->self(); }
+  const std::string& name() const { return info().name; }
+  std::uint32_t rank() const { return info().rank; }
+  std::uint32_t world_size() const { return static_cast<std::uint32_t>(workers().size()); }
+  /// All workers in the order of their ranks.
+  const std::vector<WorkerInfo>& workers() const { return endpoint_->workers(); }
+  /// By name, rank or info; throws Error{kInvalid} that lists who is there.
+  WorkerInfo info(const Destination& of) const { return workers()[endpoint_->resolve(of)]; }
+  Runtime& runtime() const { return endpoint_->runtime(); }
+
+  /// The same verbs with other options: worker.with({.timeout = 5s}).rpc_sync(…).
+  Caller with(CallOptions options) const { return Caller(endpoint_, options); }
+  /// The limit of calls made from now on without one of their own; zero: none.
+  void set_default_timeout(Duration timeout) { endpoint_->set_default_timeout(timeout); }
+  Duration default_timeout() const { return endpoint_->default_timeout(); }
+
+  /// The extension of type E; throws Error{kInvalid} that says what to add when this worker has none.
+  template <class E>
+  E& extension() const {
+    return *static_cast<E*>(endpoint_->find_extension(typeid(E)));
+  }
+
+  /// Everybody's bytes by name, once every worker of `participants` (names; empty: all) has called it the
+  /// same number of times. Late or dead participants are named in the error.
+  std::map<std::string, Bytes> all_gather(const Bytes& mine, std::vector<std::string> participants = {},
+                                          Deadline deadline = Deadline::never()) const;
+  /// Returns once every participant has called it.
+  void barrier(std::vector<std::string> participants = {}, Deadline deadline = Deadline::never()) const;
+};
+
+template <class T>
+RRef<T>::RRef(const Worker& worker, T value, std::source_location site)
+    : RRefBase(worker.endpoint()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}
+
+template <class T>
+Caller RRef<T>::caller() const {
+  return Caller(state()->endpoint(), {});
+}
+
+template <class T>
+Future<T> RRef<T>::fetch(CallOptions options) const {
+  auto completion = std::make_shared<rpc::PromiseCompletion<T>>(state()->endpoint()->host());
+  Future<T> future = completion->future();
+  rpc::fetch(state(), options, std::move(completion));
+  return future;
+}
+
+template <class T>
+T RRef<T>::to_here() const {
+  return fetch({}).wait();
+}
+template <class T>
+T RRef<T>::to_here(Duration timeout) const {
+  return fetch({.timeout = timeout}).wait();
+}
+template <class T>
+Future<T> RRef<T>::to_here_async() const {
+  return fetch({});
+}
+template <class T>
+T& RRef<T>::local_value() const {
+  return *static_cast<T*>(state()->value(Deadline::never())->address());
+}
+
+template <class T>
+template <auto kFunction, class... Args>
+rpc::ResultOf<kFunction> RRef<T>::rpc_sync(Function<kFunction> token, Args&&... args) const {
+  return caller().call_on(*this, token, std::forward<Args>(args)...).wait();
+}
+template <class T>
+template <auto kFunction, class... Args>
+Future<rpc::ResultOf<kFunction>> RRef<T>::rpc_async(Function<kFunction> token, Args&&... args) const {
+  return caller().call_on(*this, token, std::forward<Args>(args)...);
+}
+template <class T>
+template <auto kFunction, class... Args>
+RRef<Stored<rpc::ResultOf<kFunction>>> RRef<T>::remote(Function<kFunction> token, Args&&... args) const {
+  return caller().create_on(*this, token, std::forward<Args>(args)...);
+}
+
+}  // namespace torchspan
