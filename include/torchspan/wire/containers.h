@@ -18,10 +18,8 @@ namespace wire {
 [[noreturn]] void throw_duplicate_key(const std::string& map_name);
 [[noreturn]] void throw_bad_alternative(std::size_t index, const std::string& variant_name);
 
-/// Nanoseconds of a duration in any unit; Error{kInvalid} when they do not fit into 64 bits.
-std::int64_t checked_nanoseconds(long double nanoseconds);
-/// Throws Error{kInvalid} unless least <= value <= most.
-void check_duration_range(long double value, long double least, long double most);
+/// `value` if it is a number between the bounds; otherwise throws Error{kInvalid}.
+long double check_duration(long double value, long double least, long double most);
 
 /// "head<A, B>".
 template <class... Ts, class... Enclosing>
@@ -223,21 +221,24 @@ template <class Rep, class Period>
 struct Wire<std::chrono::duration<Rep, Period>> {
   using Time = std::chrono::duration<Rep, Period>;
   using Nanoseconds = std::chrono::duration<std::int64_t, std::nano>;
-  using Wide = std::chrono::duration<long double, std::nano>;
   static std::string name() { return "duration"; }
   static void encode(wire::Encoder& encoder, Time value) {
-    if constexpr (std::is_same_v<Time, Nanoseconds>) {
-      encoder.bytes().put(value.count());
-    } else {
-      encoder.bytes().put(wire::checked_nanoseconds(Wide(value).count()));
-    }
+    encoder.bytes().put(convert<Nanoseconds>(value).count());
   }
   static Time decode(wire::Decoder& decoder) {
-    const Nanoseconds value(decoder.bytes().get<std::int64_t>());
-    if constexpr (!std::is_same_v<Time, Nanoseconds>) {
-      wire::check_duration_range(Wide(value).count(), Wide(Time::min()).count(), Wide(Time::max()).count());
+    return convert<Time>(Nanoseconds(decoder.bytes().get<std::int64_t>()));
+  }
+
+ private:
+  template <class To, class From>
+  static To convert(From from) {
+    if constexpr (std::is_same_v<To, From>) {
+      return from;
+    } else {
+      using Wide = std::chrono::duration<long double, typename To::period>;
+      const long double least = To::min().count(), most = To::max().count();
+      return To(static_cast<typename To::rep>(wire::check_duration(Wide(from).count(), least, most)));
     }
-    return std::chrono::duration_cast<Time>(value);
   }
 };
 

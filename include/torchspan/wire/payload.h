@@ -51,11 +51,12 @@ class NestingScope {
   NestingCounter& counter_;
 };
 
-/// Appends values to a payload. The payload must outlive the encoder, and its `value` is filled in when the
-/// encoder is destroyed or finish() is called; until then it is empty. Not thread-safe.
+/// Appends values to a payload and uses the capacity its vectors have. The payload must outlive the encoder,
+/// and its `value` is filled in when the encoder is destroyed or finish() is called; until then it is empty.
+/// Not thread-safe.
 class Encoder : public NestingCounter {
  public:
-  explicit Encoder(Payload& payload) : payload_(payload), bytes_(std::move(payload.value)) {}
+  explicit Encoder(Payload& payload) : payload_(payload), bytes_(with_room(std::move(payload.value))) {}
   ~Encoder() { finish(); }
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
@@ -76,6 +77,12 @@ class Encoder : public NestingCounter {
   void put_index(std::vector<T>& table, U&& element) {
     bytes_.put(static_cast<std::uint32_t>(table.size()));
     table.push_back(std::forward<U>(element));
+  }
+
+  /// One allocation is enough for most calls.
+  static Bytes with_room(Bytes bytes) {
+    if (bytes.capacity() < 128) bytes.reserve(128);
+    return bytes;
   }
 
   Payload& payload_;

@@ -12,9 +12,9 @@
 namespace torchspan {
 
 /// How a type travels: THE customization point. A specialization has three static functions:
-///   std::string name();                           the same text in every process that means the same
-///   encoding void encode(wire::Encoder&, const T&); T decode(wire::Decoder&);                     any bytes
-///   give a T or throw Error{kInvalid}
+/// - `std::string name()`: the same text wherever the encoding means the same;
+/// - `void encode(wire::Encoder&, const T&)`;
+/// - `T decode(wire::Decoder&)`: any bytes give a T or throw Error{kInvalid}.
 /// WireStruct writes them for a plain struct. <torchspan/wire/types.h> has all that the library knows.
 template <class T>
 struct Wire;

@@ -1,0 +1,169 @@
+#include <algorithm>
+#include <fmt/format.h>
+#include <limits>
+
+#include <torchspan/wire/frame.h>
+
+namespace torchspan::wire {
+namespace {
+
+constexpr std::size_t kHandleSize = 36;
+constexpr std::size_t kLeastBlobSize = 5;
+
+[[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
+
+/// Sizes travel in 32 bits.
+std::uint32_t narrow(std::size_t size, const char* part) {
+  if (size > std::numeric_limits<std::uint32_t>::max()) {
+    throw_invalid(fmt::format("{} of {} is beyond the frame's limit of 2^32 - 1; send bulk data as tensors",
+                              part, size));
+  }
+  return static_cast<std::uint32_t>(size);
+}
+
+std::size_t blobs_size(const std::vector<NamedBlob>& blobs) {
+  if (blobs.empty()) return 0;
+  std::size_t size = sizeof(std::uint16_t);
+  for (const NamedBlob& blob : blobs) size += kLeastBlobSize + blob.name.size() + blob.bytes.size();
+  return size;
+}
+
+void put_blobs(ByteWriter& writer, const std::vector<NamedBlob>& blobs) {
+  if (blobs.size() > std::numeric_limits<std::uint16_t>::max()) {
+    throw_invalid(fmt::format("{} named headers do not fit into one frame (65535 do)", blobs.size()));
+  }
+  writer.put(static_cast<std::uint16_t>(blobs.size()));
+  for (const NamedBlob& blob : blobs) {
+    if (blob.name.size() > 255) {
+      throw_invalid(fmt::format("the named header '{}…' has a name of {} bytes; 255 is the limit",
+                                blob.name.substr(0, 32), blob.name.size()));
+    }
+    writer.put(static_cast<std::uint8_t>(blob.name.size()));
+    writer.put_bytes(std::as_bytes(std::span(blob.name)));
+    writer.put(narrow(blob.bytes.size(), "the size of a named header"));
+    writer.put_bytes(blob.bytes);
+  }
+}
+
+std::vector<NamedBlobView> get_blobs(ByteReader& reader) {
+  const std::size_t count = reader.get<std::uint16_t>();
+  if (count > reader.left() / kLeastBlobSize) {
+    throw_invalid(
+        fmt::format("{} named headers are announced but only {} bytes follow", count, reader.left()));
+  }
+  std::vector<NamedBlobView> blobs(count);
+  for (NamedBlobView& blob : blobs) {
+    const BytesView name = reader.get_bytes(reader.get<std::uint8_t>());
+    blob.name = {reinterpret_cast<const char*>(name.data()), name.size()};
+    blob.bytes = reader.get_bytes(reader.get<std::uint32_t>());
+  }
+  return blobs;
+}
+
+void put_handle(ByteWriter& writer, const Handle& handle) {
+  writer.put(handle.owner);
+  writer.put(handle.value.worker);
+  writer.put(handle.value.local);
+  writer.put(handle.fork.worker);
+  writer.put(handle.fork.local);
+  writer.put(handle.type_tag);
+}
+
+Handle get_handle(ByteReader& reader) {
+  Handle handle;
+  handle.owner = reader.get<std::uint32_t>();
+  handle.value.worker = reader.get<std::uint32_t>();
+  handle.value.local = reader.get<std::uint64_t>();
+  handle.fork.worker = reader.get<std::uint32_t>();
+  handle.fork.local = reader.get<std::uint64_t>();
+  handle.type_tag = reader.get<std::uint64_t>();
+  return handle;
+}
+
+/// Reads what comes before the section sizes, and refuses what this build does not speak.
+FrameHeader get_header(ByteReader& reader) {
+  if (reader.get<std::uint32_t>() != kFrameMagic) {
+    throw_invalid("these bytes are no TorchSpan frame: they do not begin with 'TSPN'");
+  }
+  FrameHeader header;
+  header.version = reader.get<std::uint16_t>();
+  if (header.version != kProtocolVersion) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("the frame speaks protocol version {}, this worker version {}; run the same TorchSpan "
+                    "release on every worker",
+                    header.version, kProtocolVersion));
+  }
+  header.type = static_cast<MessageType>(reader.get<std::uint16_t>());
+  header.flags = reader.get<std::uint32_t>();
+  header.features = reader.get<std::uint32_t>();
+  if ((header.features & ~kKnownFeatures) != 0) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the frame uses features {:#x}, this worker knows {:#x}; run the same TorchSpan "
+                            "release on every worker",
+                            header.features, kKnownFeatures));
+  }
+  header.epoch = reader.get<std::uint64_t>();
+  header.sequence = reader.get<std::uint64_t>();
+  header.call = reader.get<std::uint64_t>();
+  header.remaining = reader.get<std::int64_t>();
+  header.context = reader.get<std::uint64_t>();
+  return header;
+}
+
+}  // namespace
+
+Bytes encode_frame(const Frame& frame) {
+  const FrameHeader& header = frame.header;
+  Bytes room;
+  room.reserve(kFrameHeaderSize + blobs_size(frame.blobs) + frame.handles.size() * kHandleSize +
+               frame.value.size() + frame.tensor_metadata.size());
+  ByteWriter writer(std::move(room));
+  const bool has_blobs = !frame.blobs.empty();
+  writer.put(kFrameMagic);
+  writer.put(header.version);
+  writer.put(header.type);
+  writer.put((header.flags & ~std::uint32_t{kFlagHasBlobs}) | (has_blobs ? kFlagHasBlobs : 0u));
+  writer.put(header.features);
+  writer.put(header.epoch);
+  writer.put(header.sequence);
+  writer.put(header.call);
+  writer.put(header.remaining);
+  writer.put(header.context);
+  writer.put(narrow(frame.value.size(), "the size of the value"));
+  writer.put(narrow(frame.handles.size(), "the number of references"));
+  if (has_blobs) put_blobs(writer, frame.blobs);
+  for (const Handle& handle : frame.handles) put_handle(writer, handle);
+  writer.put_bytes(frame.value);
+  writer.put_bytes(frame.tensor_metadata);
+  return writer.take();
+}
+
+FrameView decode_frame(BytesView bytes) {
+  ByteReader reader(bytes);
+  if (bytes.size() < kFrameHeaderSize) {
+    throw_invalid(
+        fmt::format("{} bytes are shorter than a frame's header of {}", bytes.size(), kFrameHeaderSize));
+  }
+  FrameView frame;
+  frame.header = get_header(reader);
+  const std::size_t value_size = reader.get<std::uint32_t>();
+  const std::size_t handle_count = reader.get<std::uint32_t>();
+  if ((frame.header.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
+  if (handle_count > reader.left() / kHandleSize) {
+    throw_invalid(
+        fmt::format("{} references are announced but only {} bytes follow", handle_count, reader.left()));
+  }
+  frame.handles.reserve(handle_count);
+  for (std::size_t i = 0; i < handle_count; ++i) frame.handles.push_back(get_handle(reader));
+  frame.value = reader.get_bytes(value_size);
+  frame.tensor_metadata = reader.get_bytes(reader.left());
+  return frame;
+}
+
+const NamedBlobView* FrameView::blob(std::string_view name) const {
+  const auto found = std::ranges::find(blobs, name, &NamedBlobView::name);
+  return found == blobs.end() ? nullptr : &*found;
+}
+
+}  // namespace torchspan::wire
