@@ -38,7 +38,8 @@ struct WorkerEnvironment {
   std::string job;             ///< id of the run and its restart count: told apart from other jobs by it
   std::string secret_file;     ///< where load_secret() looks
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: then the file must be there already
-  std::string runtime_folder;  ///< where sockets go (TORCHSPAN_RUNTIME_DIR); empty: to be made
+  std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty
+  std::string temporary_folder = "/tmp";  ///< TMPDIR
   Duration join_timeout = std::chrono::seconds(60);
 
   /// Whether the launcher said that all workers run on this host.
@@ -63,8 +64,8 @@ std::string first_slurm_host(const std::string& list);
 net::Secret load_secret(const WorkerEnvironment& worker);
 
 /// A folder of mode 0700 that belongs to this user, for sockets: `worker.runtime_folder` if named, else
-/// XDG_RUNTIME_DIR/torchspan, else torchspan-<uid> in the temporary folder; made when missing. Throws kDenied
-/// when it belongs to somebody else or is open to others.
-std::string runtime_folder(const WorkerEnvironment& worker, const Environment& environment);
+/// torchspan-<uid> in `worker.temporary_folder`; made when missing. Throws kDenied when it belongs to
+/// somebody else or is open to others, kInvalid when it cannot be made or its path is too long for sockets.
+std::string make_runtime_folder(const WorkerEnvironment& worker);
 
 }  // namespace torchspan::rendezvous

@@ -1,0 +1,127 @@
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/executor.h>
+#include <torchspan/rendezvous/environment.h>
+
+namespace torchspan::rendezvous {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class Files : public ::testing::Test {
+ protected:
+  Files() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "torchspan-XXXXXX").string();
+    folder_ = mkdtemp(pattern.data());
+    worker_.secret_file = folder_ + "/home/secret";
+  }
+  ~Files() override { std::filesystem::remove_all(folder_); }
+
+  Error secret_error() const {
+    try {
+      load_secret(worker_);
+    } catch (const Error& error) {
+      return error;
+    }
+    return Error(ErrorKind::kInvalid, "nothing was thrown");
+  }
+  Error folder_error() const {
+    try {
+      make_runtime_folder(worker_);
+    } catch (const Error& error) {
+      return error;
+    }
+    return Error(ErrorKind::kInvalid, "nothing was thrown");
+  }
+  static unsigned mode(const std::string& path) {
+    struct stat about {};
+    EXPECT_EQ(stat(path.c_str(), &about), 0);
+    return about.st_mode & 07777;
+  }
+
+  std::string folder_;
+  WorkerEnvironment worker_;
+};
+
+TEST_F(Files, DefaultSecretIsMadeOnceForItsOwnerOnly) {
+  const auto first = load_secret(worker_);
+  EXPECT_EQ(mode(worker_.secret_file), 0600u);
+  EXPECT_EQ(mode(folder_ + "/home"), 0700u);
+  EXPECT_TRUE(std::ranges::equal(load_secret(worker_).bytes(), first.bytes()));
+}
+
+TEST_F(Files, WorkersThatStartTogetherAgreeOnOneSecret) {
+  const auto executor = make_executor();
+  std::vector<net::Secret> secrets(8);
+  {
+    std::vector<Thread> threads;
+    for (auto& secret : secrets) {
+      threads.push_back(executor->spawn("worker", [&] { secret = load_secret(worker_); }));
+    }
+  }
+  for (const auto& secret : secrets) EXPECT_TRUE(std::ranges::equal(secret.bytes(), secrets[0].bytes()));
+}
+
+TEST_F(Files, NamedSecretThatIsMissingIsAnErrorWithTheCommandToRun) {
+  worker_.secret_named = true;
+  EXPECT_THAT(secret_error().message(), AllOf(HasSubstr(worker_.secret_file), HasSubstr("umask 077")));
+  EXPECT_FALSE(std::filesystem::exists(worker_.secret_file));
+}
+
+TEST_F(Files, SeveralHostsDoNotEachMakeASecret) {
+  worker_.world_size = 2;
+  EXPECT_THAT(secret_error().message(), AllOf(HasSubstr("several hosts"), HasSubstr("umask 077")));
+  EXPECT_FALSE(std::filesystem::exists(worker_.secret_file));
+}
+
+TEST_F(Files, SecretOpenToOthersIsDenied) {
+  load_secret(worker_);
+  ASSERT_EQ(chmod(worker_.secret_file.c_str(), 0644), 0);
+  EXPECT_EQ(secret_error().kind(), ErrorKind::kDenied);
+}
+
+TEST_F(Files, WithoutHomeOrNamedFileThereIsNoSecret) {
+  worker_.secret_file.clear();
+  EXPECT_THAT(secret_error().message(), HasSubstr("TORCHSPAN_SECRET_FILE"));
+}
+
+TEST_F(Files, RuntimeFolderIsPrivateAndReused) {
+  worker_.temporary_folder = folder_;
+  const std::string path = make_runtime_folder(worker_);
+  EXPECT_EQ(path, folder_ + "/torchspan-" + std::to_string(geteuid()));
+  EXPECT_EQ(mode(path), 0700u);
+  EXPECT_EQ(make_runtime_folder(worker_), path);
+  worker_.runtime_folder = folder_ + "/named";
+  EXPECT_EQ(make_runtime_folder(worker_), folder_ + "/named");
+}
+
+TEST_F(Files, RuntimeFolderOpenToOthersIsDenied) {
+  worker_.runtime_folder = folder_ + "/open";
+  ASSERT_EQ(mkdir(worker_.runtime_folder.c_str(), 0700), 0);
+  ASSERT_EQ(chmod(worker_.runtime_folder.c_str(), 0755), 0);
+  EXPECT_EQ(folder_error().kind(), ErrorKind::kDenied);
+}
+
+TEST_F(Files, RuntimeFolderIsNeverAFileALinkOrTooLong) {
+  worker_.runtime_folder = folder_ + "/file";
+  std::ofstream(worker_.runtime_folder) << "x";
+  EXPECT_THAT(folder_error().message(), HasSubstr("is no folder"));
+  worker_.runtime_folder = folder_ + "/link";
+  ASSERT_EQ(symlink(folder_.c_str(), worker_.runtime_folder.c_str()), 0);
+  EXPECT_THAT(folder_error().message(), HasSubstr("is no folder"));
+  worker_.runtime_folder = folder_ + "/" + std::string(60, 'x');
+  EXPECT_THAT(folder_error().message(), HasSubstr("TORCHSPAN_RUNTIME_DIR"));
+  worker_.runtime_folder = folder_ + "/missing/deep";
+  EXPECT_THAT(folder_error().message(), HasSubstr("cannot be made"));
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous
