@@ -1,0 +1,53 @@
+#pragma once
+// Every difference between the LibTorch versions we build against (1.13 to 2.x) that concerns autograd.
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/version.h>
+
+#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace torchspan::engine::compat {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+/// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, and returns what
+/// they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own pre-hooks.
+inline variable_list run_pre_hooks(Node& node, variable_list gradients) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
+  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& [input, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+#endif
+  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
+  return gradients;
+}
+
+/// Runs the tensor hooks of a leaf that run_pre_hooks() did not: before 2.0 AccumulateGrad ran them itself.
+inline at::Tensor run_leaf_hooks(const AccumulateGrad& node, at::Tensor gradient) {
+#if !TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
+  if (gradient.defined()) gradient = AccumulateGrad::callHooks(node.variable, std::move(gradient));
+#endif
+  return gradient;
+}
+
+/// Whether anybody hooked into what a leaf gets.
+inline bool has_leaf_hooks(AccumulateGrad& node) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty();
+#else
+  return !torch::autograd::impl::hooks(node.variable).empty() || !node.pre_hooks().empty();
+#endif
+}
+
+/// Runs the hook that 2.1 and later call once `.grad` holds the sum.
+inline void run_post_accumulate_hook(AccumulateGrad& node) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
+  if (const auto& hook = node.tensor_post_acc_grad_hooks()) (*hook)(node.variable);
+#endif
+}
+
+}  // namespace torchspan::engine::compat

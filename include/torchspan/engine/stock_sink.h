@@ -1,0 +1,65 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/engine/gradient_sink.h>
+
+namespace torchspan::engine {
+
+/// Gradients in `.grad`, accumulated by LibTorch's rules. Serves the passes of LibTorch's own engine (through
+/// StockPasses) and local passes of ours that want `.grad`.
+class StockSink final : public GradientSink {
+ public:
+  explicit StockSink(std::uint64_t pass) : GradientSink(pass) {}
+  at::Tensor gradient(const at::Tensor& parameter) const override;
+  void accumulate(const at::Tensor& parameter, at::Tensor gradient) override;
+  void replace(const at::Tensor& parameter, at::Tensor gradient) override;
+  bool writes_grad_field() const override { return true; }
+
+ private:
+  Mutex mutex_;
+};
+
+/// The passes of LibTorch's own engine (`loss.backward()`) that are under way, as sinks. A pass that the
+/// engine completes ends through its callback queue, which waits for the held futures, so `backward()`
+/// returns after them; one that it gives up ends with Error{kCancelled}. Shared by the hooks of one owner.
+/// Thread-safe.
+class StockPasses final : public std::enable_shared_from_this<StockPasses> {
+ public:
+  /// The sink of the pass whose node this thread is running. Throws Error{kInvalid} outside any.
+  std::shared_ptr<StockSink> current();
+
+ private:
+  class Ending;
+  void forget(const void* task);
+
+  Mutex mutex_;
+  std::uint64_t next_pass_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
+  std::unordered_map<const void*, std::shared_ptr<StockSink>> sinks_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// Tells its owner that a pass is done with one parameter: add it to the parameter's AccumulateGrad node as a
+/// post hook. It is called once a pass that reaches the parameter, whichever engine drives it, after the
+/// gradient went to the sink; the gradient may be missing (sink.gradient(parameter) is undefined).
+class GradientHook : public torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(at::Tensor parameter, std::shared_ptr<StockPasses> passes)
+      : parameter_(std::move(parameter)), passes_(std::move(passes)) {}
+  /// On the thread that drives the pass; what it throws fails the pass.
+  virtual void gradient_ready(GradientSink& sink, const at::Tensor& parameter) = 0;
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& inputs) final;
+
+ private:
+  const at::Tensor parameter_;
+  const std::shared_ptr<StockPasses> passes_;
+};
+
+}  // namespace torchspan::engine
