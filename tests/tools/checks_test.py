@@ -1,0 +1,249 @@
+"""Plants violations in a small tree and sees the check tools report them, at the right line and nothing else."""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent.parent.parent / "tools"
+ROOMS = """
+torchspan_room(core LINK Threads::Threads)
+torchspan_room(net ROOMS core PRIVATE fmt::fmt)
+torchspan_room(rendezvous ROOMS net)
+torchspan_room(wire TORCH ROOMS core)  # a comment (with brackets)
+torchspan_room(rpc TORCH ROOMS rendezvous wire)
+torchspan_room(session TORCH ROOMS rpc)
+"""
+NAMES = ("core", "net", "rendezvous", "wire", "rpc", "session")
+
+
+class Tree(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.root = Path(self.folder.name)
+        self.write("CMakeLists.txt", ROOMS)
+        for name in NAMES:
+            self.write(f"src/{name}/README.md", f"# {name}\n")
+        self.write("include/torchspan/core/error.h", "#pragma once\n")
+        self.write("include/torchspan/net/transport.h", "#pragma once\n#include <torchspan/core/error.h>\n")
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def run_tool(self, tool, *arguments):
+        environment = {**os.environ, "TORCHSPAN_CHECK_CACHE": str(self.root / "cache")}
+        done = subprocess.run([sys.executable, TOOLS / tool, "--root", self.root, *arguments], env=environment,
+                              capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def assert_clean(self, tool, *arguments):
+        code, output = self.run_tool(tool, *arguments)
+        self.assertEqual(code, 0, output)
+        return output
+
+    def assert_reports(self, tool, *places):
+        """Exactly these (place, text) findings, in any order."""
+        code, output = self.run_tool(tool)
+        found = [line for line in output.splitlines()[:-1]]
+        self.assertEqual(code, 1, output)
+        self.assertEqual(len(found), len(places), output)
+        for place, text in places:
+            self.assertTrue(any(line.startswith(place + ": ") and text in line for line in found),
+                            f"no '{text}' at {place} in:\n{output}")
+
+
+class Arrows(Tree):
+    def test_a_tidy_tree_is_clean(self):
+        self.write("src/rpc/worker.cpp", '#include "rpc/worker.h"\n#include <torchspan/net/transport.h>\n'
+                   "#include <ATen/core/Tensor.h>\n")
+        self.write("src/rpc/worker.h", "#pragma once\n")
+        self.assert_clean("check-arrows")
+
+    def test_an_include_against_the_arrows_is_named(self):
+        self.write("src/net/dial.cpp", "#include <vector>\n#include <torchspan/rendezvous/world.h>\n")
+        self.assert_reports("check-arrows", ("src/net/dial.cpp:2", "room 'net' has no arrow to 'rendezvous'"))
+
+    def test_arrows_are_transitive_but_not_sideways(self):
+        self.write("src/rpc/far.cpp", "#include <torchspan/net/transport.h>\n")
+        self.write("src/wire/side.cpp", "#include <torchspan/net/transport.h>\n")
+        self.assert_reports("check-arrows", ("src/wire/side.cpp:1", "room 'wire' has no arrow to 'net'"))
+
+    def test_libtorch_above_the_torch_line_is_named(self):
+        self.write("include/torchspan/net/bad.h", "#pragma once\n#  include <c10/util/Optional.h>\n")
+        self.assert_reports("check-arrows", ("include/torchspan/net/bad.h:2", "torch-free room 'net'"))
+
+    def test_private_headers_stay_private(self):
+        self.write("src/net/ring.h", "#pragma once\n")
+        self.write("src/net/ring.cpp", '#include "net/ring.h"\n#include "ring.h"\n')
+        self.write("src/rendezvous/store.cpp", '#include "net/ring.h"\n')
+        self.write("include/torchspan/net/leak.h", '#pragma once\n#include "net/ring.h"\n')
+        self.write("examples/peek.cpp", '#include "net/ring.h"\n')
+        self.write("tests/cluster/peek_test.cpp", '#include "net/ring.h"\n')
+        self.assert_reports("check-arrows",
+                            ("src/rendezvous/store.cpp:1", "private to room 'net'"),
+                            ("include/torchspan/net/leak.h:2", "public header includes the private header"),
+                            ("examples/peek.cpp:1", "private to room 'net'"))
+
+    def test_a_path_round_the_back_is_seen(self):
+        self.write("src/net/ring.h", "#pragma once\n")
+        self.write("src/wire/sly.cpp", '#include "../net/ring.h"\n')
+        self.assert_reports("check-arrows", ("src/wire/sly.cpp:1", "private to room 'net'"))
+
+    def test_only_session_may_include_the_umbrella(self):
+        self.write("include/torchspan/torchspan.h", "#pragma once\n#include <torchspan/net/transport.h>\n")
+        self.write("src/session/session.cpp", "#include <torchspan/torchspan.h>\n")
+        self.write("src/rpc/lazy.cpp", "#include <torchspan/torchspan.h>\n")
+        self.assert_reports("check-arrows", ("src/rpc/lazy.cpp:1", "room 'rpc' has no arrow to 'session'"))
+
+    def test_a_commented_include_counts_for_nothing(self):
+        self.write("src/net/note.cpp", "// #include <torchspan/rpc/worker.h>\n/*\n#include <ATen/ATen.h>\n*/\n")
+        self.assert_clean("check-arrows")
+
+    def test_unknown_rooms_and_missing_guides_are_named(self):
+        self.write("src/attic/old.cpp", "int f() { return 0; }\n")
+        self.write("src/rpc/new.cpp", "#include <torchspan/attic/old.h>\n")
+        (self.root / "src/net/README.md").unlink()
+        self.assert_reports("check-arrows", ("src/attic/old.cpp:1", "folder 'attic' is no room"),
+                            ("src/rpc/new.cpp:1", "there is no room 'attic'"),
+                            ("src/net/README.md:1", "has no guide"))
+
+    def test_a_table_whose_arrows_cannot_be_is_refused(self):
+        self.write("CMakeLists.txt", "torchspan_room(net ROOMS rpc)\ntorchspan_room(rpc)\n")
+        code, output = self.run_tool("check-arrows")
+        self.assertEqual((code, "CMakeLists.txt:1: room 'net' has an arrow to 'rpc'" in output), (2, True), output)
+        self.write("CMakeLists.txt", "torchspan_room(core)\ntorchspan_room(wire TORCH)\ntorchspan_room(net ROOMS wire)\n")
+        code, output = self.run_tool("check-arrows")
+        self.assertEqual((code, "across the torch line" in output), (2, True), output)
+
+
+class Rules(Tree):
+    def test_a_tidy_file_is_clean(self):
+        self.write("src/net/tidy.cpp", """// std::thread and a static int in a comment, and "std::async" in a text
+#include <thread>
+namespace torchspan {
+namespace {
+constexpr int kLimit = 1'000;
+const char* const kName = "std::thread steady_clock";
+inline constexpr Class<Encoder, int64_t> kEncoder{"Encoder"};
+const std::vector<int> kSizes = {1, 2};
+}  // namespace
+template <class T, class = std::enable_if_t<(sizeof(T) > 2)>> void put(T value = T{}) { static_assert(sizeof(T) > 2); }
+bool operator==(const A& a, const B& b) { return true; }
+enum class Kind : int { kOne = 1 };
+struct Message { int size = 0; static constexpr int kType = 3; static Message make(int size = 0); };
+Message::Message() : size_(3), kind_{4} {}
+template <> struct Traits<Message> { static const char* name(); };
+void Pool::run() { executor_->sleep(limit); thread_.join(); static const int seven = 7; }
+}  // namespace torchspan
+""")
+        self.assert_clean("check-rules")
+
+    def test_threads_waits_and_clocks_have_one_door(self):
+        lines = ["std::thread t;", "std::jthread t;", "auto f = std::async(g);", "std::condition_variable_any c;",
+                 "auto now = std::chrono::steady_clock::now();", "std::chrono::system_clock::time_point t;",
+                 "high_resolution_clock::now();", "std::this_thread::sleep_for(1s);", "usleep(3);", "::sleep(1);",
+                 "std::promise<int> p;", "std::mutex m;", "epoll_wait(fd, e, 1, 0);"]
+        self.write("src/net/door_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
+        self.write("src/core/executor.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
+        self.assert_reports("check-rules",
+                            *((f"src/net/door_test.cpp:{row}", "[door]") for row in range(2, len(lines) + 2)))
+
+    def test_state_that_can_change_is_named(self):
+        lines = ["int counter = 0;", "std::atomic<int> total{0};", "inline std::map<std::string, int> registry;",
+                 "template <class T> T slot = T();", 'const char* name = "x";', "int Worker::count_;",
+                 "struct A { static int count_; };", "void f() { static auto last = g(); }",
+                 "thread_local int depth = 0;"]
+        self.write("src/net/state.cpp", "namespace torchspan {\n" + "\n".join(lines) + "\n}\n")
+        self.assert_reports("check-rules",
+                            *((f"src/net/state.cpp:{row}", "[state]") for row in range(2, len(lines) + 2)))
+
+    def test_an_exception_covers_one_line_and_must_be_needed(self):
+        self.write("src/rpc/current.cpp", "thread_local Context* current = nullptr;\nthread_local int other = 0;\n")
+        self.write("tools/check-rules.allow", "# why\nstate src/rpc/current.cpp Context* current\n")
+        self.assert_reports("check-rules", ("src/rpc/current.cpp:2", "thread_local"))
+        self.write("src/rpc/current.cpp", "\n")
+        self.assert_reports("check-rules", ("check-rules.allow:2", "allows nothing any more"))
+
+    def test_public_headers_carry_neither_weight_nor_private_libraries(self):
+        self.write("include/torchspan/rpc/heavy.h",
+                   "#pragma once\n#include <torch/torch.h>\n#include <fmt/format.h>\n")
+        self.write("include/torchspan/session/session.h", "#pragma once\n#include <torch/torch.h>\n")
+        self.write("include/torchspan/rpc/bare.h", "struct Bare {};\n")
+        self.assert_reports("check-rules", ("include/torchspan/rpc/heavy.h:2", "[heavy-include]"),
+                            ("include/torchspan/rpc/heavy.h:3", "[leak]"),
+                            ("include/torchspan/rpc/bare.h:1", "[guard]"))
+
+    def test_unfinished_work_long_files_and_machine_paths_are_named(self):
+        self.write("src/net/later.cpp", "// TO" "DO: later\n" + "\n" * 499)
+        self.write("src/net/long.cpp", "\n" * 501)
+        self.write("docs/where.md", "Look at /work" "/main.\nOr at /usr/share and https://a.b/work" "/x.\n")
+        self.write("src/net/README.md", "line\n" * 41)
+        self.write("src/net/off_test.cpp", "TEST(Net, DISABLED_Flaky) {}\n")
+        self.assert_reports("check-rules", ("src/net/later.cpp:1", "[unfinished]"),
+                            ("src/net/long.cpp:501", "[long-file]"), ("docs/where.md:1", "[machine-path]"),
+                            ("src/net/README.md:41", "[long-guide]"), ("src/net/off_test.cpp:1", "[disabled-test]"))
+
+    def test_long_functions_are_named(self):
+        body = "  step();\n" * 90
+        self.write("src/net/run.cpp", "struct A {\n  void run() const {\n" + body + "  }\n};\nint go(int a)\n{\n" + body
+                   + "}\nint short_one() {\n  return 1;\n}\n")
+        self.assert_reports("check-rules", ("src/net/run.cpp:2", "[long-function]"),
+                            ("src/net/run.cpp:95", "[long-function]"))
+
+
+@unittest.skipUnless(shutil.which("g++"), "needs g++")
+class Headers(Tree):
+    def test_a_header_that_leans_on_another_is_named_and_clean_ones_are_not_compiled_again(self):
+        self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
+        self.assertIn("0 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
+        self.write("include/torchspan/core/error.h", "#pragma once\nstruct Error { int kind; };\n")
+        self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
+        self.write("include/torchspan/net/lean.h", "#pragma once\nstruct Lean { std::string name; };\n")
+        self.assert_reports("check-headers", ("include/torchspan/net/lean.h:2", "<torchspan/net/lean.h>"))
+
+
+@unittest.skipUnless(shutil.which("clang-tidy"), "needs clang-tidy")
+class Tidy(Tree):
+    def test_a_planted_bug_is_named_and_clean_files_are_not_read_again(self):
+        self.write(".clang-tidy", "Checks: '-*,bugprone-use-after-move'\nWarningsAsErrors: '*'\n")
+        self.write("src/net/good.cpp", "int good() { return 0; }\n")
+        self.assertIn("1 read, 0 known clean: clean", self.assert_clean("check-tidy", "src/net/good.cpp"))
+        self.assertIn("0 read, 1 known clean: clean", self.assert_clean("check-tidy", "src/net/good.cpp"))
+        self.write("src/net/bad.cpp", "#include <string>\n#include <utility>\nvoid take(std::string);\n"
+                   "int bad(std::string a) {\n  take(std::move(a));\n  return a.size();\n}\n")
+        code, output = self.run_tool("check-tidy", "src/net/bad.cpp")
+        self.assertEqual(code, 1, output)
+        self.assertIn("src/net/bad.cpp:6: 'a' used after it was moved", output)
+
+
+class InstallDeps(unittest.TestCase):
+    def test_it_says_what_is_wrong_with_an_argument(self):
+        done = subprocess.run([TOOLS / "install-deps", "everything"], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("unknown argument 'everything'", done.stderr)
+
+    def test_without_root_and_sudo_it_names_the_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            # A machine where nothing is installed, nobody is root and there is no sudo.
+            for name, body in (("dpkg-query", "exit 1"), ("apt-get", "exit 9"), ("id", "echo 1000"),
+                               ("update-alternatives", "exit 0")):
+                script = Path(folder) / name
+                script.write_text(f"#!/bin/sh\n{body}\n")
+                script.chmod(0o755)
+            for name in ("bash", "sort", "grep", "env", "mapfile"):
+                if shutil.which(name):
+                    (Path(folder) / name).symlink_to(shutil.which(name))
+            done = subprocess.run([shutil.which("bash"), TOOLS / "install-deps", "check"], env={"PATH": folder},
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+            self.assertIn("run this as root: apt-get install", done.stderr)
+            self.assertIn("clang-tidy", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

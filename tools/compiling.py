@@ -1,0 +1,105 @@
+"""How the check tools call compilers: flags from the build's compile_commands.json, two jobs at a time, and a
+cache of what was found clean, keyed by content."""
+import concurrent.futures
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+from source_tree import ContentHash, includes_of, read
+
+JOBS = 2
+TORCH_PREFIXES = ("ATen/", "c10/", "caffe2/", "torch/")
+LIBTORCH_FRONT_END = Path("/usr/include/torch/csrc/api/include")
+
+
+class Flags:
+    """The preprocessor flags of a file, without what belongs to one compiler, one machine or the build itself."""
+
+    def __init__(self, root):
+        self.root = root
+        self.known = {}
+        self.torch = [f"-isystem{LIBTORCH_FRONT_END}"] if LIBTORCH_FRONT_END.is_dir() else []
+        database = root / "build" / "dev" / "compile_commands.json"
+        for entry in json.loads(database.read_text()) if database.is_file() else []:
+            path = os.path.relpath(entry["file"], root)
+            self.known[path] = self._portable(shlex.split(entry["command"]))
+            if path == "cmake/torch_pch.cpp":
+                self.torch = self.known[path]
+
+    def _portable(self, words):
+        kept = []
+        for flag, value in zip(words, words[1:] + [""]):
+            if flag in ("-isystem", "-I", "-D"):
+                kept.append(flag + self._relative(value))
+            elif flag.startswith(("-D", "-isystem/", "-I")):
+                kept.append(self._relative(flag))
+        return kept
+
+    def _relative(self, text):
+        return text.replace(f"{self.root}/", "").replace(str(self.root), ".")
+
+    def of(self, path, torch):
+        extra = self.known.get(str(path)) or (self.torch if torch else [])
+        ours = ["-std=c++20", "-Iinclude", "-Isrc", "-I."]
+        return ours + [flag for flag in dict.fromkeys(extra) if flag not in ours]
+
+
+def uses_torch(root, hashes, path):
+    """Whether a file sees a LibTorch header, itself or through what it includes."""
+    hashes.of(path)
+    seen, waiting = set(), [Path(path)]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if any(include.path.startswith(TORCH_PREFIXES) for include in includes_of(read(root, current))):
+            return True
+        waiting.extend(hashes.links.get(current, []))
+    return False
+
+
+class CleanCache:
+    """Remembers, across clones and builds, which content was found clean under which tool and flags."""
+
+    def __init__(self, tool):
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.folder = Path(os.environ.get("TORCHSPAN_CHECK_CACHE") or Path(home) / "torchspan-check") / tool
+
+    def knows(self, key):
+        return (self.folder / key).is_file()
+
+    def add(self, key):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / key).touch()
+
+
+def version_of(*command):
+    return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def libtorch_version():
+    header = LIBTORCH_FRONT_END / "torch" / "version.h"
+    return hashlib.sha256(header.read_bytes()).hexdigest() if header.is_file() else "none"
+
+
+def make_hashes(root, *salt):
+    return ContentHash(root, "\n".join([*salt, libtorch_version()]))
+
+
+def run_all(tasks, work, seconds=None):
+    """Yields (task, result of work(task)) as they end, JOBS at a time; (task, None) for tasks that were not
+    started when `seconds` were over."""
+    start = time.monotonic()
+
+    def bounded(task):
+        return None if seconds and time.monotonic() - start > seconds else work(task)
+
+    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        running = {pool.submit(bounded, task): task for task in tasks}
+        for ended in concurrent.futures.as_completed(running):
+            yield running[ended], ended.result()
