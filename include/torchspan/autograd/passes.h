@@ -1,0 +1,34 @@
+#pragma once
+#include <memory>
+
+#include <torchspan/autograd/context.h>
+#include <torchspan/rpc/extension.h>
+
+namespace torchspan::autograd {
+
+/// How many contexts and running passes a worker has.
+struct PassCounts {
+  std::size_t contexts = 0;
+  std::size_t passes = 0;
+};
+
+/// Distributed autograd of one worker: an extension to give to its Session (which has it by default).
+class Passes final : public rpc::Extension {
+ public:
+  Passes();
+  ~Passes() override;
+  void attach(rpc::Registrar& registrar) override;
+
+  /// A context by its id; throws Error{kInvalid} when this worker knows no such context: it took no part in it, or
+  /// it was released.
+  ContextView find(std::uint64_t context) const;
+  PassCounts counts() const;
+
+  class Impl;
+  const std::shared_ptr<Impl>& impl() const { return impl_; }
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace torchspan::autograd
