@@ -18,16 +18,17 @@ struct SimMessage {
 using SimPredicate = std::function<bool(const SimMessage&)>;
 
 /// A network inside the process, on a SimExecutor's clock and seed. Without levers it delivers in order after
-/// `latency`. Levers may be pulled at any time by simulated threads; faults drawn by chance come from the seed.
-/// Reordering and duplication break the Channel's promise on purpose: only protocols that expect them use them.
+/// `latency`. Levers may be pulled at any time by simulated threads; faults drawn by chance come from the
+/// seed. Drops, reordering and duplication break the Channel's promise on purpose: only protocols that expect
+/// them use them. Handshakes and goodbyes are subject to latency, cut() and kill(), not to the other levers.
 class SimNetwork {
  public:
   struct Options {
     Duration latency = std::chrono::microseconds(20);
-    Duration jitter{0};          ///< uniform extra delay; order per channel is kept unless `reorder`
-    bool reorder = false;        ///< jitter may overtake
-    double drop = 0;             ///< chance that a message vanishes
-    double duplicate = 0;        ///< chance that it arrives twice
+    Duration jitter{0};    ///< uniform extra delay; order per channel is kept unless `reorder`
+    bool reorder = false;  ///< jitter may overtake
+    double drop = 0;       ///< chance that a message vanishes
+    double duplicate = 0;  ///< chance that it arrives twice
   };
   struct Counters {
     std::uint64_t sent = 0, delivered = 0, dropped = 0, duplicated = 0;
@@ -36,20 +37,27 @@ class SimNetwork {
   ~SimNetwork();
 
   /// A transport on this network; it listens at "sim:<name>".
-  std::unique_ptr<Transport> make_transport(const std::string& name, Handler& handler, TransportOptions options);
+  std::unique_ptr<Transport> make_transport(const std::string& name, Handler& handler,
+                                            TransportOptions options);
 
   void set_options(Options options);
-  /// Messages for which `match` is true wait until unblock().
+  /// Messages for which `match` is true wait until unblock(), and so does what follows them on their channel,
+  /// unless Options::reorder lets it overtake.
   void block(SimPredicate match);
-  /// Lets the first matching message through and holds everything sent on that channel after it.
+  /// Lets the first matching message through and holds everything its sender sends on that channel after it.
   void block_after(SimPredicate match);
   void unblock();
   /// Messages for which `match` is true vanish; an empty predicate ends it.
   void drop_if(SimPredicate match);
+  /// Messages for which `match` is true take longer, and so does what follows them on their channel unless
+  /// Options::reorder; an empty predicate ends it.
   void delay_if(SimPredicate match, Duration extra);
-  /// The peer at `name` dies at once: its transport stops, every channel to it closes with kDisconnected.
+  /// The peer at `name` dies at once: its transport stops, every channel to it closes with kDisconnected, and
+  /// what it had under way vanishes. The dead transport's own channels close too, so that its threads can
+  /// end.
   void kill(const std::string& name);
-  /// Cuts or heals the link between two names: cut links deliver nothing and report nothing.
+  /// Cuts or heals the link between two names: cut links deliver nothing and report nothing. What was sent
+  /// meanwhile arrives after heal(), as TCP would have it.
   void cut(const std::string& a, const std::string& b);
   void heal(const std::string& a, const std::string& b);
 

@@ -1,0 +1,82 @@
+#pragma once
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <torchspan/net/transport.h>
+
+#include "net/framing.h"
+#include "net/handshake.h"
+#include "net/sim/sim_network.h"
+#include "net/sim/wire.h"
+
+namespace torchspan::net {
+
+/// One end of a simulated connection. What says "guarded" belongs to the network's mutex, the rest to the
+/// driver.
+class SimChannel final : public Channel, public std::enable_shared_from_this<SimChannel> {
+ public:
+  struct Start {
+    std::shared_ptr<SimNetwork::Impl> network;
+    std::shared_ptr<SimNode> node;
+    std::shared_ptr<Wire> outward;
+    std::shared_ptr<Wire> inward;
+    std::uint64_t id;
+    Deadline deadline;  ///< of the call, for the side that dials
+    bool dialed;
+  };
+  SimChannel(Start start, const TransportOptions& options);
+
+  void send(BytesView header, std::span<const Segment> segments) override;
+  std::size_t unsent_bytes() const override;
+  void close() override;
+  std::string peer() const override { return peer_; }
+
+  SimNode& node() const { return *start_.node; }
+  const std::shared_ptr<Wire>& outward() const { return start_.outward; }
+  const std::shared_ptr<Wire>& inward() const { return start_.inward; }
+  std::uint64_t id() const { return start_.id; }
+  bool dialed() const { return start_.dialed; }
+  Deadline deadline() const { return start_.deadline; }
+
+  /// `size` bytes of ours are no longer under way.
+  void arrived(std::size_t size) { under_way_.fetch_sub(size, std::memory_order_relaxed); }
+  /// The handshake is done: what was queued goes out.
+  void open();
+  /// Nothing more goes through; tells the peer.
+  void end(const Error& reason);
+
+  struct State {
+    bool closing = false;       ///< close() was called
+    bool said_goodbye = false;  ///< and the goodbye is under way
+    bool ended = false;         ///< this end is closed, or its worker was killed
+  };
+  State state() const;
+
+  Handshake handshake;
+  bool heard_goodbye = false;
+  bool handshake_pending = true;  ///< cleared by the transport once it took note
+  std::optional<TimePoint> timer;
+
+ private:
+  Packet copy_message(BytesView header, std::span<const Segment> segments) const;
+  std::size_t unsent_locked() const TORCHSPAN_REQUIRES(network_.mutex);
+  void check_room(std::size_t size) const TORCHSPAN_REQUIRES(network_.mutex);
+
+  const Start start_;
+  SimNetwork::Impl& network_;  ///< start_.network
+  const std::string peer_;
+  const FrameLimits limits_;
+  const std::uint64_t max_unsent_;
+  std::atomic<std::size_t> under_way_{0};  ///< bytes sent and not yet taken by the peer's poll()
+  bool open_ TORCHSPAN_GUARDED_BY(network_.mutex) = false;
+  bool closing_ TORCHSPAN_GUARDED_BY(network_.mutex) = false;
+  /// Why nothing goes through any more.
+  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(network_.mutex);
+  /// Until the handshake is done.
+  std::deque<Packet> queued_ TORCHSPAN_GUARDED_BY(network_.mutex);
+};
+
+}  // namespace torchspan::net

@@ -1,0 +1,187 @@
+#include "net/sim/sim_network.h"
+
+#include <cmath>
+#include <fmt/format.h>
+
+#include "net/sim/sim_channel.h"
+#include "net/sim/sim_transport.h"
+
+namespace torchspan::net {
+
+void SimNetwork::Impl::enter(const std::shared_ptr<SimNode>& node) {
+  std::shared_ptr<SimNode>& place = nodes_[node->name];
+  if (place && place->alive) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the simulated network has a transport named '{}' already: end it or "
+                            "kill() it first",
+                            node->name));
+  }
+  place = node;
+}
+
+void SimNetwork::Impl::leave(const SimNode& node) {
+  const auto found = nodes_.find(node.name);
+  if (found != nodes_.end() && found->second.get() == &node) nodes_.erase(found);
+}
+
+std::shared_ptr<Wire> SimNetwork::Impl::make_wire(std::string from, std::string to) {
+  auto wire = std::make_shared<Wire>();
+  wire->from = std::move(from);
+  wire->to = std::move(to);
+  std::erase_if(wires_, [](const auto& old) { return old.expired(); });
+  wires_.push_back(wire);
+  return wire;
+}
+
+void SimNetwork::Impl::transmit(const std::shared_ptr<Wire>& wire, Packet packet) {
+  if (wire->dead) return;
+  Duration delay = options_.latency + packet.extra;
+  if (options_.jitter > Duration::zero()) {
+    delay += Duration(static_cast<Duration::rep>(executor.random() %
+                                                 static_cast<std::uint64_t>(options_.jitter.count() + 1)));
+  }
+  packet.due = executor.now() + delay;
+  schedule(wire, packet.due);
+  wire->packets.push_back(std::move(packet));
+}
+
+void SimNetwork::Impl::transmit_message(const std::shared_ptr<Wire>& wire, Packet packet) {
+  if (by_chance(options_.drop)) {
+    if (const auto source = wire->source.lock()) source->arrived(packet.size());
+    return count_dropped();
+  }
+  if (by_chance(options_.duplicate)) {
+    ++counters_.duplicated;
+    Packet copy = packet;
+    copy.copied = true;
+    transmit(wire, std::move(packet));
+    packet = std::move(copy);
+  }
+  transmit(wire, std::move(packet));
+}
+
+bool SimNetwork::Impl::by_chance(double chance) {
+  if (chance <= 0) return false;
+  return std::ldexp(static_cast<double>(executor.random() >> 11), -53) < chance;
+}
+
+void SimNetwork::Impl::schedule(const std::shared_ptr<Wire>& wire, TimePoint when) {
+  executor.at(when, [network = weak_from_this(), wire] {
+    if (const auto alive = network.lock()) alive->pump(wire);
+  });
+}
+
+void SimNetwork::Impl::schedule_all() {
+  for (const auto& weak : wires_) {
+    if (const auto wire = weak.lock()) schedule(wire, executor.now());
+  }
+}
+
+void SimNetwork::Impl::pump(const std::shared_ptr<Wire>& wire) {
+  MutexLock lock(mutex);
+  if (cuts_.contains(link_of(wire->from, wire->to))) return;
+  for (Packet& packet : wire->take_due(executor.now(), options_.reorder)) arrive(*wire, std::move(packet));
+}
+
+void SimNetwork::Impl::arrive(const Wire& wire, Packet packet) {
+  if (packet.kind == Packet::Kind::kDial) return take_call(wire, std::move(packet));
+  const auto target = wire.target.lock();
+  const auto source = wire.source.lock();
+  if (!target || !target->node().alive) {
+    if (source) source->arrived(packet.size());
+    return;
+  }
+  target->node().inbox.push_back({target, source, std::move(packet)});
+  target->node().wake();
+}
+
+void SimNetwork::Impl::take_call(const Wire& wire, Packet packet) {
+  const auto dialer = wire.source.lock();
+  if (!dialer) return;
+  const auto found = nodes_.find(wire.to);
+  if (found == nodes_.end() || !found->second->alive || !found->second->listening) {
+    return transmit(dialer->inward(), {.kind = Packet::Kind::kNobody, .header = {}, .segments = {}});
+  }
+  found->second->inbox.push_back({nullptr, dialer, std::move(packet)});
+  found->second->wake();
+}
+
+void SimNetwork::Impl::set_options(Options options) {
+  MutexLock lock(mutex);
+  options_ = options;
+  schedule_all();
+}
+
+void SimNetwork::Impl::unblock() {
+  levers.unblock();
+  MutexLock lock(mutex);
+  for (const auto& weak : wires_) {
+    if (const auto wire = weak.lock()) {
+      wire->hold_rest = false;
+      for (Packet& packet : wire->packets) packet.held = false;
+    }
+  }
+  schedule_all();
+}
+
+void SimNetwork::Impl::kill(const std::string& name) {
+  MutexLock lock(mutex);
+  const auto found = nodes_.find(name);
+  if (found == nodes_.end() || !found->second->alive) {
+    throw Error(ErrorKind::kInvalid, fmt::format("the simulated network has no living transport '{}'", name));
+  }
+  const std::shared_ptr<SimNode> node = found->second;
+  for (const auto& weak : wires_) {
+    const auto wire = weak.lock();
+    const auto source = wire ? wire->source.lock() : nullptr;
+    if (!source || &source->node() != node.get()) continue;
+    wire->packets.clear();
+    transmit(wire, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
+    wire->dead = true;
+  }
+  node->alive = false;
+  node->wake();
+}
+
+void SimNetwork::Impl::cut(const std::string& a, const std::string& b) {
+  MutexLock lock(mutex);
+  cuts_.insert(link_of(a, b));
+}
+
+void SimNetwork::Impl::heal(const std::string& a, const std::string& b) {
+  MutexLock lock(mutex);
+  cuts_.erase(link_of(a, b));
+  schedule_all();
+}
+
+SimNetwork::Counters SimNetwork::Impl::counters() {
+  MutexLock lock(mutex);
+  return counters_;
+}
+
+SimNetwork::SimNetwork(SimExecutor& executor, Options options)
+    : impl_(std::make_shared<Impl>(executor, options)) {}
+SimNetwork::~SimNetwork() = default;
+
+std::unique_ptr<Transport> SimNetwork::make_transport(const std::string& name, Handler& handler,
+                                                      TransportOptions options) {
+  return std::make_unique<SimTransport>(impl_, name, handler, std::move(options));
+}
+
+void SimNetwork::set_options(Options options) { impl_->set_options(options); }
+void SimNetwork::block(SimPredicate match) { impl_->levers.block(std::move(match)); }
+void SimNetwork::block_after(SimPredicate match) { impl_->levers.block_after(std::move(match)); }
+void SimNetwork::unblock() { impl_->unblock(); }
+void SimNetwork::drop_if(SimPredicate match) { impl_->levers.drop_if(std::move(match)); }
+void SimNetwork::delay_if(SimPredicate match, Duration extra) {
+  impl_->levers.delay_if(std::move(match), extra);
+}
+void SimNetwork::kill(const std::string& name) { impl_->kill(name); }
+void SimNetwork::cut(const std::string& a, const std::string& b) { impl_->cut(a, b); }
+void SimNetwork::heal(const std::string& a, const std::string& b) { impl_->heal(a, b); }
+SimNetwork::Counters SimNetwork::counters() const { return impl_->counters(); }
+void SimNetwork::observe(std::function<void(const SimMessage&)> observer) {
+  impl_->levers.observe(std::move(observer));
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,94 @@
+#pragma once
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/net/sim.h>
+
+#include "net/sim/levers.h"
+#include "net/sim/wire.h"
+
+namespace torchspan::net {
+
+/// A packet that reached a transport, for its next poll().
+struct Arrival {
+  std::shared_ptr<SimChannel> channel;  ///< null for a call
+  std::shared_ptr<SimChannel> source;
+  Packet packet;
+};
+
+/// What the network knows of a transport. All fields but `name` are guarded by the network's mutex.
+struct SimNode {
+  SimNode(std::string node_name, Poller* node_poller) : name(std::move(node_name)), poller(node_poller) {}
+
+  const std::string name;
+  Poller* poller;     ///< null once the transport is gone
+  bool alive = true;  ///< false once killed or gone
+  bool listening = false;
+  std::deque<Arrival> inbox;
+  std::vector<std::shared_ptr<SimChannel>> newborn;  ///< dialled, not yet known to the driver
+  std::vector<std::shared_ptr<SimChannel>> reviews;  ///< closed since the last poll()
+
+  void wake() {
+    if (poller != nullptr) poller->wake();
+  }
+};
+
+/// Carries packets between transports at their times. One mutex for the whole network: simulated threads run
+/// one at a time anyway.
+class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
+ public:
+  static const std::shared_ptr<Impl>& of(const SimNetwork& network) { return network.impl_; }
+  Impl(SimExecutor& simulated, Options chosen) : executor(simulated), options_(chosen) {}
+
+  SimExecutor& executor;
+  Levers levers;
+  Mutex mutex;
+
+  /// Enters a new transport; throws kInvalid when one of that name is alive.
+  void enter(const std::shared_ptr<SimNode>& node) TORCHSPAN_REQUIRES(mutex);
+  void leave(const SimNode& node) TORCHSPAN_REQUIRES(mutex);
+  std::shared_ptr<Wire> make_wire(std::string from, std::string to) TORCHSPAN_REQUIRES(mutex);
+  /// Puts a packet on a wire; it arrives after latency and jitter of the moment.
+  void transmit(const std::shared_ptr<Wire>& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  /// As transmit(), for a message: draws drops and duplicates, and counts.
+  void transmit_message(const std::shared_ptr<Wire>& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  std::uint64_t next_number() TORCHSPAN_REQUIRES(mutex) { return counters_.sent++; }
+  std::uint64_t next_id() TORCHSPAN_REQUIRES(mutex) { return next_id_++; }
+  void count_delivered() TORCHSPAN_REQUIRES(mutex) { ++counters_.delivered; }
+  void count_dropped() TORCHSPAN_REQUIRES(mutex) { ++counters_.dropped; }
+
+  void set_options(Options options);
+  void unblock();
+  void kill(const std::string& name);
+  void cut(const std::string& a, const std::string& b);
+  void heal(const std::string& a, const std::string& b);
+  Counters counters();
+
+ private:
+  using Names = std::pair<std::string, std::string>;
+  static Names link_of(const std::string& a, const std::string& b) {
+    return a < b ? Names{a, b} : Names{b, a};
+  }
+
+  bool by_chance(double chance);
+  void schedule(const std::shared_ptr<Wire>& wire, TimePoint when);
+  void schedule_all() TORCHSPAN_REQUIRES(mutex);
+  void pump(const std::shared_ptr<Wire>& wire);
+  void arrive(const Wire& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  void take_call(const Wire& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+
+  Options options_ TORCHSPAN_GUARDED_BY(mutex);
+  Counters counters_ TORCHSPAN_GUARDED_BY(mutex);
+  std::uint64_t next_id_ TORCHSPAN_GUARDED_BY(mutex) = 1;
+  std::map<std::string, std::shared_ptr<SimNode>> nodes_ TORCHSPAN_GUARDED_BY(mutex);
+  std::vector<std::weak_ptr<Wire>> wires_ TORCHSPAN_GUARDED_BY(mutex);
+  std::set<Names> cuts_ TORCHSPAN_GUARDED_BY(mutex);
+};
+
+}  // namespace torchspan::net

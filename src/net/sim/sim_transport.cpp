@@ -1,0 +1,334 @@
+#include "net/sim/sim_transport.h"
+
+#include <cstring>
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::string_view kPrefix = "sim:";
+
+std::string name_in(const std::string& address) {
+  if (!address.starts_with(kPrefix) || address.size() == kPrefix.size()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' is no address of this transport: write sim:name", address));
+  }
+  return address.substr(kPrefix.size());
+}
+
+}  // namespace
+
+SimTransport::SimTransport(std::shared_ptr<SimNetwork::Impl> network, const std::string& name,
+                           Handler& handler, TransportOptions options)
+    : network_(std::move(network)),
+      handler_(handler),
+      options_(std::move(options)),
+      poller_(network_->executor.make_poller()),
+      node_(std::make_shared<SimNode>(name, poller_.get())) {
+  MutexLock lock(network_->mutex);
+  network_->enter(node_);
+}
+
+SimTransport::~SimTransport() {
+  const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
+  std::vector<std::shared_ptr<SimChannel>> newborn, reviews;
+  std::deque<Arrival> inbox;
+  {
+    MutexLock lock(network_->mutex);
+    node_->alive = false;
+    node_->poller = nullptr;
+    newborn.swap(node_->newborn);
+    reviews.swap(node_->reviews);
+    inbox.swap(node_->inbox);
+    network_->leave(*node_);
+  }
+  for (const auto& [id, channel] : channels_) channel->end(reason);
+  for (const auto& channel : newborn) channel->end(reason);
+}
+
+std::string SimTransport::listen(const std::string& address) {
+  if (name_in(address) != node_->name) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the simulated transport '{0}' listens at 'sim:{0}' only, not at '{1}'",
+                            node_->name, address));
+  }
+  MutexLock lock(network_->mutex);
+  if (node_->listening)
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' is in use: it listens already", address));
+  node_->listening = true;
+  return address;
+}
+
+bool SimTransport::can_reach(const std::string& address) const {
+  return address.starts_with(kPrefix) && address.size() > kPrefix.size();
+}
+
+std::shared_ptr<Channel> SimTransport::connect(const std::string& address, Deadline deadline) {
+  const std::string target = name_in(address);
+  MutexLock lock(network_->mutex);
+  auto channel =
+      std::make_shared<SimChannel>(SimChannel::Start{.network = network_,
+                                                     .node = node_,
+                                                     .outward = network_->make_wire(node_->name, target),
+                                                     .inward = network_->make_wire(target, node_->name),
+                                                     .id = network_->next_id(),
+                                                     .deadline = deadline,
+                                                     .dialed = true},
+                                   options_);
+  channel->outward()->source = channel;
+  channel->inward()->target = channel;
+  if (node_->alive) {
+    network_->transmit(
+        channel->outward(),
+        {.kind = Packet::Kind::kDial, .header = channel->handshake.take_output(), .segments = {}});
+  }
+  node_->newborn.push_back(channel);
+  node_->wake();
+  return channel;
+}
+
+void SimTransport::wait(Deadline deadline) {
+  {
+    MutexLock lock(network_->mutex);
+    if (!node_->inbox.empty() || !node_->newborn.empty() || !node_->reviews.empty()) return;
+  }
+  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
+  poller_->wait({}, deadline);
+}
+
+bool SimTransport::poll() {
+  bool any = take_requests();
+  any |= end_all_if_killed();
+  while (std::optional<Arrival> arrival = next_arrival()) {
+    any = true;
+    handle(*std::move(arrival));
+  }
+  if (!timers_.empty()) any |= run_timers();
+  return any;
+}
+
+bool SimTransport::take_requests() {
+  std::vector<std::shared_ptr<SimChannel>> newborn, reviews;
+  {
+    MutexLock lock(network_->mutex);
+    newborn.swap(node_->newborn);
+    reviews.swap(node_->reviews);
+  }
+  for (const auto& channel : newborn) start_handshake(channel);
+  for (const auto& channel : reviews) {
+    if (channels_.contains(channel->id())) review(channel);
+  }
+  return !newborn.empty() || !reviews.empty();
+}
+
+std::optional<Arrival> SimTransport::next_arrival() {
+  MutexLock lock(network_->mutex);
+  if (node_->inbox.empty()) return std::nullopt;
+  Arrival arrival = std::move(node_->inbox.front());
+  node_->inbox.pop_front();
+  if (arrival.source) arrival.source->arrived(arrival.packet.size());
+  return arrival;
+}
+
+void SimTransport::handle(Arrival arrival) {
+  if (arrival.packet.kind == Packet::Kind::kDial) {
+    if (strangers_ >= options_.max_strangers) return backlog_.push_back(std::move(arrival));
+    return welcome(arrival.source, arrival.packet.header);
+  }
+  const std::shared_ptr<SimChannel>& channel = arrival.channel;
+  if (!channels_.contains(channel->id())) return;
+  switch (arrival.packet.kind) {
+    case Packet::Kind::kHandshake:
+      return shake_hands(channel, arrival.packet.header);
+    case Packet::Kind::kMessage:
+      return deliver(channel, std::move(arrival.packet));
+    case Packet::Kind::kGoodbye:
+      channel->heard_goodbye = true;
+      return review(channel);
+    case Packet::Kind::kEnd:
+      return end(channel, gone(*channel));
+    case Packet::Kind::kNobody:
+      return end(channel, Error(ErrorKind::kDisconnected,
+                                fmt::format("nobody listens at '{}': is that worker running (yet)?",
+                                            channel->peer())));
+    case Packet::Kind::kDial:
+      return;
+  }
+}
+
+void SimTransport::welcome(const std::shared_ptr<SimChannel>& dialer, const Bytes& greeting) {
+  if (dialer->state().ended) return;
+  std::shared_ptr<SimChannel> channel;
+  {
+    MutexLock lock(network_->mutex);
+    channel = std::make_shared<SimChannel>(SimChannel::Start{.network = network_,
+                                                             .node = node_,
+                                                             .outward = dialer->inward(),
+                                                             .inward = dialer->outward(),
+                                                             .id = network_->next_id(),
+                                                             .deadline = Deadline::never(),
+                                                             .dialed = false},
+                                           options_);
+    channel->outward()->source = channel;
+    channel->inward()->target = channel;
+  }
+  ++strangers_;
+  start_handshake(channel);
+  shake_hands(channel, greeting);
+}
+
+void SimTransport::start_handshake(const std::shared_ptr<SimChannel>& channel) {
+  channels_.emplace(channel->id(), channel);
+  const Deadline patience = network_->executor.deadline_in(options_.handshake_timeout);
+  set_timer(*channel, earlier(patience, channel->deadline()).at());
+}
+
+void SimTransport::shake_hands(const std::shared_ptr<SimChannel>& channel, BytesView bytes) {
+  std::optional<Error> failure;
+  try {
+    channel->handshake.receive(bytes);
+  } catch (const Error& error) {
+    failure = error;
+  }
+  {
+    Bytes output = channel->handshake.take_output();
+    MutexLock lock(network_->mutex);
+    if (!output.empty()) {
+      network_->transmit(channel->outward(),
+                         {.kind = Packet::Kind::kHandshake, .header = std::move(output), .segments = {}});
+    }
+  }
+  if (failure) return end(channel, *failure);
+  if (!channel->handshake.done() || !channel->handshake_pending) return;
+  set_timer(*channel, std::nullopt);
+  end_handshake(*channel);
+  if (!channel->dialed()) handler_.on_accepted(channel);
+  channel->open();
+  review(channel);
+}
+
+void SimTransport::end_handshake(SimChannel& channel) {
+  channel.handshake_pending = false;
+  if (channel.dialed()) return;
+  --strangers_;
+  welcome_backlog();
+}
+
+void SimTransport::welcome_backlog() {
+  while (!backlog_.empty() && strangers_ < options_.max_strangers) {
+    const Arrival arrival = std::move(backlog_.front());
+    backlog_.pop_front();
+    welcome(arrival.source, arrival.packet.header);
+  }
+}
+
+void SimTransport::deliver(const std::shared_ptr<SimChannel>& channel, Packet packet) {
+  std::optional<Message> message;
+  try {
+    message = receive(*channel, std::move(packet));
+  } catch (const std::exception&) {
+    const Error error = to_error(std::current_exception());
+    return end(channel,
+               Error(error.kind(), fmt::format("'{}' is cut off: {}", channel->peer(), error.message())));
+  }
+  {
+    MutexLock lock(network_->mutex);
+    network_->count_delivered();
+  }
+  handler_.on_message(channel, *std::move(message));
+}
+
+Message SimTransport::receive(const SimChannel& channel, Packet packet) const {
+  std::vector<Segment> sizes;
+  for (const Bytes& segment : packet.segments) sizes.push_back({segment.data(), segment.size(), nullptr});
+  check_message(packet.header, sizes, limits_of(options_));
+  Message message{std::move(packet.header), {}};
+  for (const Bytes& segment : packet.segments) {
+    Buffer buffer = options_.allocator(segment.size());
+    if (buffer.size < segment.size()) {
+      throw Error(ErrorKind::kOverloaded,
+                  fmt::format("no memory for a segment of {} bytes that came in", segment.size()));
+    }
+    buffer.size = segment.size();
+    if (!segment.empty()) std::memcpy(buffer.data, segment.data(), segment.size());
+    message.segments.push_back(std::move(buffer));
+  }
+  return message;
+}
+
+void SimTransport::review(const std::shared_ptr<SimChannel>& channel) {
+  const SimChannel::State state = channel->state();
+  if (channel->heard_goodbye && (!state.closing || state.said_goodbye)) {
+    return end(channel,
+               Error(ErrorKind::kDisconnected,
+                     state.closing ? fmt::format("this side closed the channel to '{}'", channel->peer())
+                                   : fmt::format("'{}' closed the channel", channel->peer())));
+  }
+  if (state.said_goodbye && !channel->timer) set_timer(*channel, network_->executor.now() + options_.linger);
+}
+
+void SimTransport::end(std::shared_ptr<SimChannel> channel, const Error& reason) {
+  const bool announced = channel->dialed() || !channel->handshake_pending;
+  channels_.erase(channel->id());
+  set_timer(*channel, std::nullopt);
+  if (channel->handshake_pending) end_handshake(*channel);
+  channel->end(reason);
+  announced ? handler_.on_closed(channel, reason) : handler_.on_refused(channel->peer(), reason);
+}
+
+Error SimTransport::gone(const SimChannel& channel) const {
+  const std::string peer = channel.peer();
+  if (channel.handshake_pending) {
+    return Error(ErrorKind::kDisconnected,
+                 fmt::format("'{}' went away during the handshake: see its log for the reason", peer));
+  }
+  if (channel.state().said_goodbye) {
+    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
+  }
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' is gone: its process died or was killed; see its log", peer));
+}
+
+Error SimTransport::timed_out(const SimChannel& channel) const {
+  if (channel.handshake_pending) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or no worker",
+                    channel.peer()));
+  }
+  return Error(
+      ErrorKind::kDisconnected,
+      fmt::format("this side closed the channel to '{}', which did not take note in time", channel.peer()));
+}
+
+bool SimTransport::end_all_if_killed() {
+  {
+    MutexLock lock(network_->mutex);
+    if (node_->alive) return false;
+    node_->inbox.clear();
+  }
+  backlog_.clear();
+  const bool any = !channels_.empty();
+  const Error reason(ErrorKind::kDisconnected, fmt::format("the simulation killed '{}'", node_->name));
+  while (!channels_.empty()) end(channels_.begin()->second, reason);
+  return any;
+}
+
+void SimTransport::set_timer(SimChannel& channel, std::optional<TimePoint> when) {
+  if (channel.timer) timers_.erase({*channel.timer, channel.id()});
+  channel.timer = when;
+  if (when && *when != TimePoint::max()) timers_.emplace(*when, channel.id());
+}
+
+bool SimTransport::run_timers() {
+  const TimePoint now = network_->executor.now();
+  bool any = false;
+  while (!timers_.empty() && timers_.begin()->first <= now) {
+    any = true;
+    const auto channel = channels_.at(timers_.begin()->second);
+    end(channel, timed_out(*channel));
+  }
+  return any;
+}
+
+}  // namespace torchspan::net

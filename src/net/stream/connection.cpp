@@ -1,0 +1,157 @@
+#include "net/stream/connection.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <fmt/format.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include "net/stream/socket.h"
+
+namespace torchspan::net {
+namespace {
+
+/// Reads of one connection before the others get their turn.
+constexpr int kRounds = 16;
+constexpr std::size_t kPlaces = 15;
+
+HandshakeOptions handshake_options(const TransportOptions& options, std::string peer) {
+  HandshakeOptions handshake{.secret = options.secret, .peer = std::move(peer)};
+  draw_nonce(handshake.nonce);
+  return handshake;
+}
+
+}  // namespace
+
+Connection::Connection(Start start, const TransportOptions& options)
+    : socket_(std::move(start.socket)),
+      channel_(std::move(start.channel)),
+      token_(start.token),
+      dial_(std::move(start.dial)),
+      stillborn_(std::move(start.stillborn)),
+      stage_(start.connected ? Stage::kHandshake : Stage::kConnecting),
+      handshake_(dial_ ? Role::kDialer : Role::kListener, handshake_options(options, channel_->peer())),
+      parser_(limits_of(options), options.allocator) {}
+
+void Connection::greet() { send_handshake(); }
+
+void Connection::send_handshake() {
+  const Bytes bytes = handshake_.take_output();
+  if (bytes.empty()) return;
+  // A new socket has room for a handshake's few bytes; one that has not is no peer of ours.
+  const ssize_t sent = ::send(socket(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent != static_cast<ssize_t>(bytes.size())) {
+    throw Error(ErrorKind::kDisconnected,
+                fmt::format("'{}' went away during the handshake", channel_->peer()));
+  }
+}
+
+void Connection::on_event(const Poller::Event& event, std::span<std::byte> scratch, Handler& handler) {
+  if (stage_ == Stage::kConnecting) {
+    if (!event.writable && !event.hung_up) return;
+    finish_dial(socket(), dial_->address);
+    stage_ = Stage::kHandshake;
+    greet();
+    return;
+  }
+  if (event.writable && stage_ == Stage::kOpen) channel_->flush();
+  if (event.readable || event.hung_up) receive(event.hung_up, scratch, handler);
+}
+
+void Connection::receive(bool hung_up, std::span<std::byte> scratch, Handler& handler) {
+  std::array<iovec, kPlaces + 1> places;
+  for (int round = 0; round < kRounds; ++round) {
+    const std::size_t count = parser_.targets(std::span(places).first(kPlaces));
+    std::size_t direct = 0;
+    for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
+    places[count] = {scratch.data(), scratch.size()};
+    const ssize_t result = ::readv(socket(), places.data(), static_cast<int>(count + 1));
+    if (result == 0) throw_end_of_stream();
+    if (result < 0 && errno == EINTR) continue;
+    if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      if (hung_up) throw_end_of_stream();
+      return;
+    }
+    if (result < 0) {
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("the connection to '{}' broke ({}): its process died or was killed",
+                              channel_->peer(), std::strerror(errno)));
+    }
+    const auto received = static_cast<std::size_t>(result);
+    const std::size_t in_place = std::min(received, direct);
+    take(in_place, scratch.first(received - in_place), handler);
+    if (received < direct + scratch.size() && !hung_up) return;
+  }
+}
+
+void Connection::take(std::size_t direct, BytesView rest, Handler& handler) {
+  if (stage_ == Stage::kHandshake) shake_hands(rest, handler);
+  if (stage_ != Stage::kOpen) return;
+  std::exception_ptr failure;
+  try {
+    parser_.received(direct, messages_);
+    parser_.feed(rest, messages_);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  deliver(handler);
+  if (failure) {
+    const Error error = to_error(failure);
+    throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
+  }
+}
+
+void Connection::shake_hands(BytesView& bytes, Handler& handler) {
+  try {
+    bytes = bytes.subspan(handshake_.receive(bytes));
+  } catch (const Error&) {
+    send_handshake();
+    throw;
+  }
+  send_handshake();
+  if (!handshake_.done()) return;
+  stage_ = Stage::kOpen;
+  if (!dialed()) handler.on_accepted(channel_);
+  channel_->open(socket());
+}
+
+void Connection::deliver(Handler& handler) {
+  for (Message& message : messages_) handler.on_message(channel_, std::move(message));
+  messages_.clear();
+}
+
+Error Connection::timed_out() const {
+  if (stage_ == Stage::kConnecting) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not take the call in time: is that host overloaded?", channel_->peer()));
+  }
+  if (stage_ == Stage::kHandshake) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or no worker",
+                    channel_->peer()));
+  }
+  return Error(
+      ErrorKind::kDisconnected,
+      fmt::format("this side closed the channel to '{}', which did not take note in time", channel_->peer()));
+}
+
+void Connection::throw_end_of_stream() const {
+  const std::string& peer = channel_->peer();
+  if (stage_ == Stage::kHandshake) {
+    throw Error(ErrorKind::kDisconnected,
+                fmt::format("'{}' went away during the handshake: see its log for the reason", peer));
+  }
+  if (channel_->state().said_goodbye) {
+    throw Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
+  }
+  if (heard_goodbye()) throw Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
+  throw Error(ErrorKind::kDisconnected,
+              fmt::format("'{}' is gone{}: its process died or was killed; see its log", peer,
+                          parser_.mid_frame() ? " in the middle of a message" : ""));
+}
+
+}  // namespace torchspan::net

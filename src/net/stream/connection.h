@@ -1,0 +1,79 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/executor.h>
+#include <torchspan/net/transport.h>
+
+#include "net/descriptor.h"
+#include "net/framing.h"
+#include "net/handshake.h"
+#include "net/stream/address.h"
+#include "net/stream/stream_channel.h"
+
+namespace torchspan::net {
+
+/// The driver's half of a connection: its socket, its stage and what has been received. Used by one thread at
+/// a time, the one in poll(). Methods that throw Error thereby tell how the connection ends.
+class Connection {
+ public:
+  enum class Stage : std::uint8_t { kConnecting, kHandshake, kOpen };
+
+  struct Dial {
+    Address address;
+    Deadline deadline;
+  };
+  struct Start {
+    Descriptor socket;
+    std::shared_ptr<StreamChannel> channel;
+    std::uint64_t token;
+    std::optional<Dial> dial;        ///< set for the side that dials
+    std::optional<Error> stillborn;  ///< dialling failed at once
+    bool connected = false;
+  };
+  Connection(Start start, const TransportOptions& options);
+
+  const std::shared_ptr<StreamChannel>& channel() const { return channel_; }
+  std::uint64_t token() const { return token_; }
+  int socket() const { return socket_.get(); }
+  Stage stage() const { return stage_; }
+  bool dialed() const { return dial_.has_value(); }
+  const std::optional<Dial>& dial() const { return dial_; }
+  const std::optional<Error>& stillborn() const { return stillborn_; }
+  bool heard_goodbye() const { return parser_.goodbye(); }
+
+  /// Sends this side's greeting; only in stage kHandshake.
+  void greet();
+  /// Works off what the system reports, telling `handler`. `scratch` is memory to receive into.
+  void on_event(const Poller::Event& event, std::span<std::byte> scratch, Handler& handler);
+
+  bool handshake_pending = true;   ///< cleared by the transport once it took note
+  bool watches_writing = false;    ///< what the poller was told
+  std::optional<TimePoint> timer;  ///< when on_timer() is due
+  /// Why the time that ran out ends this connection.
+  Error timed_out() const;
+
+ private:
+  void receive(bool hung_up, std::span<std::byte> scratch, Handler& handler);
+  void take(std::size_t direct, BytesView rest, Handler& handler);
+  void shake_hands(BytesView& bytes, Handler& handler);
+  void send_handshake();
+  void deliver(Handler& handler);
+  [[noreturn]] void throw_end_of_stream() const;
+
+  Descriptor socket_;
+  const std::shared_ptr<StreamChannel> channel_;
+  const std::uint64_t token_;
+  const std::optional<Dial> dial_;
+  const std::optional<Error> stillborn_;
+  Stage stage_;
+  Handshake handshake_;
+  FrameParser parser_;
+  std::vector<Message> messages_;
+};
+
+}  // namespace torchspan::net

@@ -1,0 +1,228 @@
+#include "net/stream/socket.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace torchspan::net {
+namespace {
+
+constexpr int kBacklog = 4096;
+
+int family_of(const Address& address) { return address.socket.ss_family; }
+
+Descriptor make_socket(const Address& address) {
+  Descriptor socket(::socket(family_of(address), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (socket) return socket;
+  const int reason = errno;
+  const bool exhausted = reason == EMFILE || reason == ENFILE;
+  throw Error(exhausted ? ErrorKind::kOverloaded : ErrorKind::kUnsupported,
+              fmt::format("no socket for '{}': {}{}", address.text, std::strerror(reason),
+                          exhausted ? "; raise the limit of open files (ulimit -n)" : ""));
+}
+
+[[noreturn]] void throw_dial(const Address& address, int reason) {
+  switch (reason) {
+    case ENOENT:
+    case ECONNREFUSED:
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("nobody listens at '{}': is that worker running (yet)?", address.text));
+    case EAGAIN:
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("'{}' has more callers waiting than it takes: dial again", address.text));
+    case EACCES:
+    case EPERM:
+      throw Error(ErrorKind::kDenied,
+                  fmt::format("this user may not dial '{}': {}; workers of one job run as one user",
+                              address.text, std::strerror(reason)));
+    default:
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("'{}' cannot be reached: {}", address.text, std::strerror(reason)));
+  }
+}
+
+void send_small_messages_at_once(int socket) {
+  const int on = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+/// A port in the system's range for callers may get connected to itself when nobody listens there.
+bool is_own_mirror(int socket) {
+  sockaddr_storage mine{}, theirs{};
+  socklen_t mine_size = sizeof mine, theirs_size = sizeof theirs;
+  return ::getsockname(socket, reinterpret_cast<sockaddr*>(&mine), &mine_size) == 0 &&
+         ::getpeername(socket, reinterpret_cast<sockaddr*>(&theirs), &theirs_size) == 0 &&
+         mine_size == theirs_size && std::memcmp(&mine, &theirs, mine_size) == 0;
+}
+
+void check_connected(int socket, const Address& address) {
+  if (address.kind == Address::Kind::kUnix) {
+    check_peer_user(socket, address.text, ::geteuid());
+    return;
+  }
+  if (is_own_mirror(socket)) throw_dial(address, ECONNREFUSED);
+  send_small_messages_at_once(socket);
+}
+
+std::string directory_of(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+/// Opens the directory, and holds it against other listeners that tidy up there, until the result goes.
+Descriptor hold_private_directory(const std::string& path) {
+  const std::string name = directory_of(path);
+  Descriptor directory(::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat about {};
+  if (!directory || ::fstat(directory.get(), &about) != 0) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the directory of socket '{}' cannot be opened: {}; make it with: "
+                            "mkdir -m 700 '{}'",
+                            path, std::strerror(errno), name));
+  }
+  if (about.st_uid != ::geteuid() || (about.st_mode & 077) != 0) {
+    throw Error(
+        ErrorKind::kDenied,
+        fmt::format(
+            "directory '{0}' belongs to user {1} with mode {2:04o}, but worker sockets live only in a "
+            "directory of this user ({3}) that is closed to others: chmod 700 '{0}', or use a new one "
+            "from mkdir -m 700",
+            name, about.st_uid, about.st_mode & 07777, ::geteuid()));
+  }
+  while (::flock(directory.get(), LOCK_EX) != 0) {
+    if (errno != EINTR) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("directory '{}' cannot be locked: {}", name, std::strerror(errno)));
+    }
+  }
+  return directory;
+}
+
+/// Removes a socket file that nobody listens at; throws kInvalid when somebody does, or when it is no socket.
+void remove_stale(const Address& address) {
+  struct stat about {};
+  if (::lstat(address.path.c_str(), &about) != 0) return;
+  if (!S_ISSOCK(about.st_mode)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' exists and is no socket: remove it or listen elsewhere", address.path));
+  }
+  const Descriptor probe = make_socket(address);
+  if (::connect(probe.get(), address.raw(), address.socket_size) == 0 || errno != ECONNREFUSED) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' is in use by another process: end it or listen elsewhere (to see "
+                            "who: fuser '{}')",
+                            address.text, address.path));
+  }
+  ::unlink(address.path.c_str());
+}
+
+}  // namespace
+
+Dialed dial(const Address& address) {
+  Descriptor socket = make_socket(address);
+  int failed;
+  do {
+    failed = ::connect(socket.get(), address.raw(), address.socket_size);
+  } while (failed != 0 && errno == EINTR);
+  if (failed != 0 && errno != EINPROGRESS) throw_dial(address, errno);
+  if (failed != 0) return {std::move(socket), false};
+  check_connected(socket.get(), address);
+  return {std::move(socket), true};
+}
+
+void finish_dial(int socket, const Address& address) {
+  int reason = 0;
+  socklen_t size = sizeof reason;
+  if (::getsockopt(socket, SOL_SOCKET, SO_ERROR, &reason, &size) != 0) reason = errno;
+  if (reason != 0) throw_dial(address, reason);
+  check_connected(socket, address);
+}
+
+void check_peer_user(int socket, const std::string& peer, uid_t expected) {
+  ucred who{};
+  socklen_t size = sizeof who;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) {
+    throw Error(ErrorKind::kDenied,
+                fmt::format("the user behind '{}' is unknown: {}", peer, std::strerror(errno)));
+  }
+  if (who.uid != expected) {
+    throw Error(
+        ErrorKind::kDenied,
+        fmt::format("'{}' is run by user {}, this worker by user {}: workers of one job run as one user",
+                    peer, who.uid, expected));
+  }
+}
+
+std::string name_accepted(int socket, const Address& listener) {
+  if (listener.kind == Address::Kind::kUnix) {
+    ucred who{};
+    socklen_t size = sizeof who;
+    ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size);
+    return fmt::format("{} (process {})", listener.text, who.pid);
+  }
+  send_small_messages_at_once(socket);
+  sockaddr_storage peer{};
+  socklen_t size = sizeof peer;
+  ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size);
+  return tcp_text(peer);
+}
+
+ListeningSocket::ListeningSocket(Address address)
+    : address_(std::move(address)), socket_(make_socket(address_)) {
+  address_.kind == Address::Kind::kUnix ? open_unix() : open_tcp();
+}
+
+ListeningSocket::~ListeningSocket() {
+  if (!socket_ || inode_ == 0) return;
+  struct stat about {};
+  if (::lstat(address_.path.c_str(), &about) == 0 && about.st_dev == device_ && about.st_ino == inode_) {
+    ::unlink(address_.path.c_str());
+  }
+}
+
+void ListeningSocket::open_unix() {
+  const Descriptor directory = hold_private_directory(address_.path);
+  remove_stale(address_);
+  struct stat about {};
+  if (::bind(socket_.get(), address_.raw(), address_.socket_size) != 0 ||
+      ::chmod(address_.path.c_str(), 0600) != 0 || ::lstat(address_.path.c_str(), &about) != 0 ||
+      ::listen(socket_.get(), kBacklog) != 0) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("cannot listen at '{}': {}", address_.text, std::strerror(errno)));
+  }
+  device_ = about.st_dev;
+  inode_ = about.st_ino;
+}
+
+void ListeningSocket::open_tcp() {
+  const int on = 1;
+  ::setsockopt(socket_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (::bind(socket_.get(), address_.raw(), address_.socket_size) != 0 ||
+      ::listen(socket_.get(), kBacklog) != 0) {
+    const int reason = errno;
+    if (reason == EADDRINUSE) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format(
+              "port {0} is in use ('{1}'): end the process that holds it (ss -ltnp 'sport = :{0}'), take "
+              "another port, or port 0 for any free one",
+              address_.port, address_.text));
+    }
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("cannot listen at '{}': {}{}", address_.text, std::strerror(reason),
+                            reason == EACCES ? "; ports below 1024 need privileges" : ""));
+  }
+  sockaddr_storage bound{};
+  socklen_t size = sizeof bound;
+  ::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&bound), &size);
+  address_ = parse_address(tcp_text(bound));
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,152 @@
+#include "net/stream/stream_channel.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fmt/format.h>
+#include <new>
+#include <sys/socket.h>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::size_t kPlaces = 64;
+
+/// Bytes the socket took; 0 when it is full; -1 with errno when it is broken.
+ssize_t write_some(int socket, std::span<iovec> places) {
+  msghdr message{};
+  message.msg_iov = places.data();
+  message.msg_iovlen = places.size();
+  for (;;) {
+    const ssize_t written = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written >= 0) return written;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS ? 0 : -1;
+  }
+}
+
+}  // namespace
+
+StreamChannel::StreamChannel(Options options, std::shared_ptr<Mailbox> mailbox)
+    : options_(std::move(options)), mailbox_(std::move(mailbox)) {}
+
+void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
+  const std::uint64_t size = check_message(header, segments, options_.limits);
+  const FramePrefix prefix(header, segments);
+  Outgoing message(prefix.bytes(), header, segments);
+  Released released;
+  MutexLock lock(mutex_);
+  if (ended_ || closing_) throw_ended();
+  if (!outbox_.empty() && outbox_.size() + size > options_.max_unsent) throw_overloaded(size);
+  const bool direct = socket_ >= 0 && outbox_.empty();
+  if (direct) write_locked(message, released);
+  if (message.done()) return;
+  queue_locked(message, released);
+  if (direct) mailbox_->post_review(options_.token);
+}
+
+void StreamChannel::write_locked(Outgoing& message, Released& released) {
+  std::array<iovec, kPlaces> places;
+  while (!message.done()) {
+    const std::size_t count = message.front(places);
+    const ssize_t written = write_some(socket_, std::span(places).first(count));
+    if (written == 0) return;
+    if (written < 0) {
+      break_locked(std::strerror(errno), released);
+      throw_ended();
+    }
+    message.consume(static_cast<std::size_t>(written));
+  }
+}
+
+void StreamChannel::queue_locked(const Outgoing& message, Released& released) {
+  try {
+    message.queue_rest(outbox_);
+  } catch (const std::bad_alloc&) {
+    // Part of the message may be on the wire: the stream cannot be continued.
+    break_locked("no memory left to queue a message", released);
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("no memory left to queue a message to '{}'", options_.peer));
+  }
+  unsent_.store(outbox_.size(), std::memory_order_relaxed);
+}
+
+void StreamChannel::close() {
+  Released released;
+  MutexLock lock(mutex_);
+  if (ended_ || closing_) return;
+  closing_ = true;
+  outbox_.copy(goodbye_frame());
+  if (socket_ >= 0) flush_locked(released);
+  mailbox_->post_review(options_.token);
+}
+
+StreamChannel::State StreamChannel::open(int socket) {
+  Released released;
+  MutexLock lock(mutex_);
+  socket_ = socket;
+  flush_locked(released);
+  return state_locked();
+}
+
+StreamChannel::State StreamChannel::flush() {
+  Released released;
+  MutexLock lock(mutex_);
+  flush_locked(released);
+  return state_locked();
+}
+
+void StreamChannel::flush_locked(Released& released) {
+  std::array<iovec, kPlaces> places;
+  while (!outbox_.empty() && socket_ >= 0 && !broken_) {
+    const std::size_t count = outbox_.front(places);
+    const ssize_t written = write_some(socket_, std::span(places).first(count));
+    if (written == 0) break;
+    if (written < 0) return break_locked(std::strerror(errno), released);
+    outbox_.consume(static_cast<std::size_t>(written), released);
+  }
+  unsent_.store(outbox_.size(), std::memory_order_relaxed);
+}
+
+void StreamChannel::break_locked(const std::string& why, Released& released) {
+  broken_ = fmt::format("the connection broke ({})", why);
+  ended_ = broken_;
+  outbox_.clear(released);
+  unsent_.store(0, std::memory_order_relaxed);
+  mailbox_->post_review(options_.token);
+}
+
+StreamChannel::State StreamChannel::state() const {
+  MutexLock lock(mutex_);
+  return state_locked();
+}
+
+StreamChannel::State StreamChannel::state_locked() const {
+  return {.flushing = socket_ >= 0 && !outbox_.empty(),
+          .closing = closing_,
+          .said_goodbye = closing_ && socket_ >= 0 && outbox_.empty() && !broken_,
+          .broken = broken_};
+}
+
+void StreamChannel::end(const Error& reason) {
+  Released released;
+  MutexLock lock(mutex_);
+  socket_ = -1;
+  ended_ = reason.message();
+  outbox_.clear(released);
+  unsent_.store(0, std::memory_order_relaxed);
+}
+
+void StreamChannel::throw_ended() const {
+  throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", options_.peer,
+                                                    ended_ ? *ended_ : "this side closed the channel"));
+}
+
+void StreamChannel::throw_overloaded(std::uint64_t size) const {
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
+                          "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                          options_.peer, outbox_.size(), size, options_.max_unsent));
+}
+
+}  // namespace torchspan::net

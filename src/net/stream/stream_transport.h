@@ -1,0 +1,79 @@
+#pragma once
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include <torchspan/net/stream.h>
+
+#include "net/stream/connection.h"
+#include "net/stream/mailbox.h"
+#include "net/stream/socket.h"
+
+namespace torchspan::net {
+
+/// Transport over the sockets of one host. Everything but `mailbox_` and the atomics belongs to the thread
+/// that is in poll() or wait().
+class StreamTransport final : public Transport {
+ public:
+  StreamTransport(Executor& executor, Handler& handler, TransportOptions options);
+  ~StreamTransport() override;
+
+  std::string listen(const std::string& address) override;
+  bool can_reach(const std::string& address) const override;
+  std::shared_ptr<Channel> connect(const std::string& address, Deadline deadline) override;
+  bool poll() override;
+  void wait(Deadline deadline) override;
+  void wake() override;
+
+ private:
+  struct Listener {
+    std::unique_ptr<ListeningSocket> socket;
+    bool watched = false;
+    std::optional<TimePoint> resume;  ///< after descriptors ran out
+  };
+  using Connections = std::map<std::uint64_t, std::unique_ptr<Connection>>;
+
+  std::shared_ptr<StreamChannel> make_channel(std::string peer, std::uint64_t token) const;
+
+  bool take_requests();
+  void adopt(std::unique_ptr<Connection> connection);
+  void serve(const Poller::Event& event);
+  void handle(Connection& connection, const Poller::Event& event);
+  /// The peer is proven, or never will be: it stops counting as a stranger.
+  void end_handshake(Connection& connection);
+  bool run_timers();
+  /// Brings poller and timers in line with the connection's state; ends it when there is nothing left to do.
+  void review(Connection& connection);
+  void end(Connection& connection, Error reason);
+  void end_broken(Connection& connection, const std::string& why);
+  void set_timer(Connection& connection, std::optional<TimePoint> when);
+
+  void accept_from(std::uint64_t token, Listener& listener);
+  void welcome(Descriptor socket, const Listener& listener);
+  void watch(std::uint64_t token, Listener& listener, bool on);
+  void pause(std::uint64_t token, Listener& listener, int reason);
+  void resume_listeners();
+
+  Executor& executor_;
+  Handler& handler_;
+  const TransportOptions options_;
+  const std::unique_ptr<Poller> poller_;
+  const std::shared_ptr<Mailbox> mailbox_;
+  std::atomic<std::uint64_t> next_token_{1};
+  std::atomic<bool> woken_{false};
+
+  Connections connections_;
+  std::map<std::uint64_t, Listener> listeners_;
+  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
+  std::size_t strangers_ = 0;
+  std::array<Poller::Event, 64> events_;
+  std::size_t ready_ = 0;  ///< events that wait() left for poll()
+  const std::unique_ptr<std::byte[]> scratch_;
+};
+
+}  // namespace torchspan::net
