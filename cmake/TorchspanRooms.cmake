@@ -32,6 +32,20 @@ function(torchspan_room name)
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_PRIVATE "${ROOM_PRIVATE}")
 endfunction()
 
+# torchspan_program(target NAME file ROOM room): the executable `file` from the room's *_main.cpp, once there is one.
+function(torchspan_program target)
+  cmake_parse_arguments(PROGRAM "" "NAME;ROOM" "" ${ARGN})
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${PROGRAM_ROOM}/*_main.cpp)
+  if(NOT sources)
+    return()
+  endif()
+  add_executable(${target} ${sources})
+  set_target_properties(${target} PROPERTIES OUTPUT_NAME ${PROGRAM_NAME})
+  target_include_directories(${target} PRIVATE ${CMAKE_SOURCE_DIR}/src)
+  get_property(private GLOBAL PROPERTY TORCHSPAN_ROOM_${PROGRAM_ROOM}_PRIVATE)
+  target_link_libraries(${target} PRIVATE torchspan_${PROGRAM_ROOM} ${private})
+endfunction()
+
 # torchspan_test(name [TORCH] SOURCES file… [LINK lib…]): one GoogleTest executable, one ctest entry.
 function(torchspan_test name)
   cmake_parse_arguments(TEST "TORCH" "TIMEOUT;LABEL" "SOURCES;LINK;DEPENDS" ${ARGN})

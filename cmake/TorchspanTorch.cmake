@@ -1,5 +1,5 @@
 # LibTorch and the one precompiled header that every torch-side target shares.
-find_package(Torch REQUIRED)
+find_package(Torch ${TORCHSPAN_LIBTORCH_AT_LEAST} REQUIRED)
 
 # LibTorch's own headers are not ours to warn about.
 add_library(torchspan_torch INTERFACE)
