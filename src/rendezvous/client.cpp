@@ -1,0 +1,371 @@
+#include "rendezvous/client.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+namespace torchspan::rendezvous {
+namespace {
+
+constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
+constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
+constexpr Duration kDialTimeout = std::chrono::seconds(5);
+/// The store decides about deadlines, so that all hear the same; it gets this much longer to say so.
+constexpr Duration kVerdictGrace = std::chrono::seconds(2);
+
+Deadline with_grace(Deadline deadline) {
+  return deadline.is_never() ? deadline : Deadline(deadline.at() + kVerdictGrace);
+}
+
+}  // namespace
+
+Client::Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self)
+    : runtime_(runtime),
+      options_(std::move(options)),
+      self_(std::move(self)),
+      began_(runtime.executor.now()),
+      join_until_(runtime.executor.deadline_in(options_.timeout)),
+      backoff_(kFirstBackoff),
+      verdict_(runtime.executor.make_parker()),
+      farewell_(runtime.executor.make_parker()),
+      transport_(transports(self_.name + ".membership", *this)) {
+  add_handlers();
+  thread_ = runtime_.executor.spawn("torchspan membership", [this] { run(); });
+}
+
+Client::~Client() { stop(); }
+
+void Client::stop() {
+  stopping_ = true;
+  transport_->wake();
+  thread_.join();
+}
+
+void Client::add_handlers() {
+  messages_.on<Welcome>([this](Welcome message) {
+    {
+      MutexLock lock(mutex_);
+      members_ = std::move(message.members);
+      presence_.assign(members_.size(), Presence::kPresent);
+    }
+    decide(std::nullopt);
+  });
+  messages_.on<Refused>([this](Refused message) { decide(Error(message.kind, message.text)); });
+  messages_.on<Gathered>([this](Gathered message) {
+    finish_slot({message.tag, message.round}, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
+  });
+  messages_.on<RoundFailed>([this](RoundFailed message) {
+    finish_slot({message.tag, message.round},
+                [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
+  });
+  messages_.on<Farewell>([this](Farewell) {
+    {
+      MutexLock lock(mutex_);
+      left_ = true;
+    }
+    farewell_->unpark();
+  });
+  messages_.on<Left>([this](Left message) { note({message.rank, std::nullopt}); });
+  messages_.on<Died>([this](Died message) {
+    note({message.rank, Error(ErrorKind::kDisconnected, message.reason)});
+  });
+}
+
+void Client::run() {
+  connect();
+  while (!stopping_) {
+    while (!stopping_ && transport_->poll()) {
+    }
+    tell_listeners();
+    if (retry_at_.passed(runtime_.executor.now())) connect();
+    transport_->wait(retry_at_);
+  }
+}
+
+void Client::connect() {
+  retry_at_ = Deadline::never();
+  Register message;
+  message.job = options_.job;
+  message.member = self_;
+  message.world_size = options_.world_size;
+  message.require_same_functions = options_.require_same_functions;
+  message.functions = options_.functions;
+  message.timeout = join_until_.left(runtime_.executor.now());
+  try {
+    const Deadline until = earlier(join_until_, runtime_.executor.deadline_in(kDialTimeout));
+    auto channel = transport_->connect(options_.store_address, until);
+    {
+      MutexLock lock(mutex_);
+      channel_ = channel;
+    }
+    channel->send(encode_message(message), {});
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kDisconnected) return;  // on_closed() is about to say more
+    decide(Error(error.kind(), fmt::format("the store at {} cannot be reached from here: {}",
+                                           options_.store_address, error.message())));
+  }
+}
+
+void Client::decide(std::optional<Error> refusal) {
+  {
+    MutexLock lock(mutex_);
+    if (decided_) return;
+    decided_ = true;
+    refusal_ = std::move(refusal);
+    if (refusal_ && channel_) channel_->close();
+  }
+  verdict_->unpark();
+}
+
+std::vector<Member> Client::join() {
+  while (true) {
+    Deadline until = join_until_;
+    {
+      MutexLock lock(mutex_);
+      if (decided_) {
+        if (!refusal_) return members_;
+        throw Error(*refusal_).with_elapsed(runtime_.executor.now() - began_);
+      }
+      if (channel_) until = with_grace(until);
+      if (until.passed(runtime_.executor.now())) break;
+    }
+    verdict_->park(until);
+  }
+  throw unreachable().with_elapsed(runtime_.executor.now() - began_);
+}
+
+Error Client::unreachable() const {
+  const double seconds = std::chrono::duration<double>(options_.timeout).count();
+  MutexLock lock(mutex_);
+  return Error(
+      ErrorKind::kTimedOut,
+      fmt::format("the store of rank 0 at {} {} within {:g} s ({}); is rank 0 running, and do MASTER_ADDR "
+                  "and MASTER_PORT say where?",
+                  options_.store_address, channel_ ? "did not answer" : "could not be reached", seconds,
+                  last_failure_ ? last_failure_->message() : "no answer at all"));
+}
+
+void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  try {
+    messages_.dispatch(message.header);
+  } catch (const Error& error) {
+    runtime_.log.error(fmt::format("the store at {} said something that is no message: {}", channel->peer(),
+                                   error.message()));
+    channel->close();
+  }
+}
+
+void Client::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  bool decided, leaving;
+  {
+    MutexLock lock(mutex_);
+    if (channel_ != channel) return;
+    channel_.reset();
+    decided = decided_;
+    leaving = leaving_;
+    left_ = left_ || leaving;
+  }
+  if (!decided) {
+    on_closed_before_welcome(reason);
+  } else if (leaving) {
+    farewell_->unpark();
+  } else {
+    on_store_gone(reason);
+  }
+}
+
+void Client::on_closed_before_welcome(const Error& reason) {
+  const std::string& address = options_.store_address;
+  switch (reason.kind()) {
+    case ErrorKind::kDenied:
+      decide(Error(
+          ErrorKind::kDenied,
+          fmt::format("the store at {} and this worker do not share one secret: {}; all workers of a job "
+                      "need the same TORCHSPAN_SECRET_FILE, and if another job is serving there, choose "
+                      "another MASTER_PORT",
+                      address, reason.message())));
+      return;
+    case ErrorKind::kInvalid:
+    case ErrorKind::kUnsupported:
+      decide(Error(reason.kind(),
+                   fmt::format("what answers at {} is not the store of a TorchSpan job: {}; choose another "
+                               "MASTER_PORT",
+                               address, reason.message())));
+      return;
+    default:
+      break;
+  }
+  {
+    MutexLock lock(mutex_);
+    last_failure_ = reason;
+  }
+  retry_at_ = runtime_.executor.deadline_in(backoff_);
+  backoff_ = std::min(backoff_ * 2, kLongestBackoff);
+}
+
+void Client::on_store_gone(const Error& reason) {
+  bool rank0_left;
+  Error gone(ErrorKind::kDisconnected, "");
+  {
+    MutexLock lock(mutex_);
+    if (presence_.empty()) return;  // refused: nothing was gained, nothing is lost
+    rank0_left = presence_[0] == Presence::kLeft;
+    const std::string server = describe(members_[0]);
+    gone = Error(ErrorKind::kDisconnected,
+                 rank0_left ? fmt::format("the store closed, since {} left the world", server)
+                            : fmt::format("{} died, and the store with it: {}", server, reason.message()));
+    store_gone_ = gone;
+    cancel_slots(gone);
+  }
+  if (!rank0_left && self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, reason.message())});
+}
+
+void Client::cancel_slots(const Error& reason) {
+  for (auto& [key, slot] : slots_) {
+    slot->done = true;
+    slot->error = reason;
+    slot->parker->unpark();
+  }
+  slots_.clear();
+}
+
+void Client::finish_slot(const SlotKey& key, const std::function<void(Slot&)>& fill) {
+  MutexLock lock(mutex_);
+  const auto found = slots_.find(key);
+  if (found == slots_.end()) return;  // its caller gave up
+  const auto slot = std::move(found->second);
+  slots_.erase(found);
+  fill(*slot);
+  slot->done = true;
+  slot->parker->unpark();
+}
+
+std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                  Deadline deadline) {
+  const auto slot = std::make_shared<Slot>();
+  slot->parker = runtime_.executor.make_parker();
+  Contribute message{tag, 0, std::move(ranks), deadline.left(runtime_.executor.now()),
+                     Bytes(mine.begin(), mine.end())};
+  std::shared_ptr<net::Channel> channel;
+  {
+    MutexLock lock(mutex_);
+    if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
+    if (store_gone_) throw Error(*store_gone_);
+    message.round = next_round_[tag]++;
+    slots_[{tag, message.round}] = slot;
+    channel = channel_;
+  }
+  const auto forget = [&] {
+    MutexLock lock(mutex_);
+    slots_.erase({tag, message.round});
+  };
+  try {
+    if (channel) channel->send(encode_message(message), {});
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kDisconnected) {
+      forget();
+      throw;
+    }  // else on_store_gone() is about to end the wait with the whole story
+  }
+  const Deadline until = with_grace(deadline);
+  while (true) {
+    const bool in_time = slot->parker->park(until);
+    MutexLock lock(mutex_);
+    if (slot->done) {
+      if (slot->error) throw Error(*slot->error);
+      return std::move(slot->bytes);
+    }
+    if (!in_time) break;
+  }
+  forget();
+  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", options_.store_address));
+}
+
+bool Client::is_present(int rank) const {
+  MutexLock lock(mutex_);
+  return presence_.at(static_cast<std::size_t>(rank)) == Presence::kPresent;
+}
+
+void Client::leave(Deadline deadline) {
+  std::shared_ptr<net::Channel> channel;
+  {
+    MutexLock lock(mutex_);
+    if (leaving_) return;
+    leaving_ = true;
+    cancel_slots(Error(ErrorKind::kCancelled, "this worker is leaving the world"));
+    channel = channel_;
+    left_ = channel == nullptr;
+  }
+  try {
+    if (channel) channel->send(encode_message(Leave{}), {});
+  } catch (const Error&) {
+    // The store is gone, so nobody is left to say good-bye to; on_closed() ends the wait below.
+  }
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      if (left_) break;
+    }
+    if (!farewell_->park(deadline)) break;
+  }
+  if (channel) channel->close();
+  stop();
+}
+
+void Client::note(Event event) {
+  std::string story;
+  {
+    MutexLock lock(mutex_);
+    const auto rank = static_cast<std::size_t>(event.rank);
+    if (rank >= presence_.size() || presence_[rank] != Presence::kPresent) return;
+    presence_[rank] = event.death ? Presence::kDied : Presence::kLeft;
+    if (event.death) story = fmt::format("{} died: {}", describe(members_[rank]), event.death->message());
+    events_.push_back(std::move(event));
+  }
+  if (!story.empty()) runtime_.log.warning(story);
+  tell_listeners();
+}
+
+void Client::on_death(Membership::DeathCallback callback) {
+  add_listener([callback = std::move(callback)](const Member& member, const Event& event) {
+    if (event.death) callback(member, *event.death);
+  });
+}
+
+void Client::on_departure(Membership::DepartureCallback callback) {
+  add_listener([callback = std::move(callback)](const Member& member, const Event& event) {
+    if (!event.death) callback(member);
+  });
+}
+
+void Client::add_listener(std::function<void(const Member&, const Event&)> callback) {
+  {
+    MutexLock lock(mutex_);
+    listeners_.push_back(std::make_shared<Listener>(Listener{std::move(callback)}));
+  }
+  transport_->wake();
+}
+
+void Client::tell_listeners() {
+  while (true) {
+    std::shared_ptr<Listener> listener;
+    std::optional<Event> event;
+    std::optional<Member> member;
+    {
+      MutexLock lock(mutex_);
+      const auto behind = std::find_if(listeners_.begin(), listeners_.end(),
+                                       [&](const auto& one) { return one->next < events_.size(); });
+      if (behind == listeners_.end()) return;
+      listener = *behind;
+      event = events_[listener->next++];
+      member = members_[static_cast<std::size_t>(event->rank)];
+    }
+    try {
+      listener->callback(*member, *event);
+    } catch (...) {
+      runtime_.log.error(
+          fmt::format("a membership callback threw: {}", torchspan::describe(std::current_exception()).text));
+    }
+  }
+}
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,109 @@
+#pragma once
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/runtime.h>
+#include <torchspan/net/transport.h>
+#include <torchspan/rendezvous/membership.h>
+
+#include "rendezvous/messages.h"
+
+namespace torchspan::rendezvous {
+
+/// One worker's end of its connection to the store: dials until rank 0 is there, registers, keeps what it
+/// hears of the others, and carries rounds. Its thread alone drives the transport and runs the callbacks.
+class Client final : private net::Handler {
+ public:
+  Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self);
+  /// Breaks the connection unless leave() ended it.
+  ~Client() override;
+
+  /// Waits for the verdict; throws it if it is a refusal.
+  std::vector<Member> join();
+  bool is_present(int rank) const;
+  /// `ranks` ascending, this worker's among them.
+  std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                            Deadline deadline);
+  void leave(Deadline deadline);
+  void on_death(Membership::DeathCallback callback);
+  void on_departure(Membership::DepartureCallback callback);
+  bool is_callback_thread() const { return thread_.is_current(); }
+
+ private:
+  enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
+  /// A barrier or gather somebody waits for.
+  struct Slot {
+    std::unique_ptr<Parker> parker;
+    bool done = false;
+    std::vector<Bytes> bytes;
+    std::optional<Error> error;
+  };
+  using SlotKey = std::pair<std::string, std::uint64_t>;
+  /// What happened to another worker; kept for those who ask later.
+  struct Event {
+    int rank;
+    std::optional<Error> death;  ///< none: it left
+  };
+  struct Listener {
+    std::function<void(const Member&, const Event&)> callback;
+    std::size_t next = 0;  ///< index into events_
+  };
+
+  void add_handlers();
+  void run();
+  void connect();
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void on_closed_before_welcome(const Error& reason);
+  void on_store_gone(const Error& reason);
+  void decide(std::optional<Error> refusal);
+  void note(Event event);
+  void finish_slot(const SlotKey& key, const std::function<void(Slot&)>& fill);
+  void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
+  void add_listener(std::function<void(const Member&, const Event&)> callback);
+  void tell_listeners();
+  Error unreachable() const;
+  void stop();
+
+  Runtime& runtime_;
+  const JoinOptions options_;
+  const Member self_;
+  const TimePoint began_;
+  const Deadline join_until_;
+  MessageTable<> messages_;
+
+  // Of the client's thread alone.
+  Deadline retry_at_;
+  Duration backoff_;
+
+  mutable Mutex mutex_;
+  std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialling
+  bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Member> members_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Presence> presence_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::map<std::string, std::uint64_t> next_round_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<SlotKey, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+
+  std::unique_ptr<Parker> verdict_;
+  std::unique_ptr<Parker> farewell_;
+  std::atomic<bool> stopping_{false};
+  std::unique_ptr<net::Transport> transport_;
+  Thread thread_;
+};
+
+}  // namespace torchspan::rendezvous

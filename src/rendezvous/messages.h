@@ -1,0 +1,165 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/bytes.h>
+#include <torchspan/core/time.h>
+#include <torchspan/rendezvous/membership.h>
+
+/// What clients and the store say to each other. A message travels as u16 type, then its fields; it is one
+/// struct here and one handler in a MessageTable.
+namespace torchspan::rendezvous {
+
+inline constexpr std::uint32_t kStoreVersion = 1;
+inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
+
+/// The end of a wait that a message asked for; Duration::max() is never.
+Deadline deadline_after(TimePoint now, Duration timeout);
+
+/// Client to store, first message of a connection: lets this worker into the world.
+struct Register {
+  static constexpr std::uint16_t kType = 1;
+  std::uint32_t version = kStoreVersion;
+  std::string job;
+  Member member;
+  int world_size = 0;
+  bool require_same_functions = true;
+  std::vector<std::string> functions;
+  Duration timeout{0};  ///< what is left of this worker's patience
+
+  void encode(ByteWriter& writer) const;
+  static Register decode(ByteReader& reader);
+};
+
+/// Store to all clients: the world is complete.
+struct Welcome {
+  static constexpr std::uint16_t kType = 2;
+  std::vector<Member> members;  ///< by rank
+
+  void encode(ByteWriter& writer) const;
+  static Welcome decode(ByteReader& reader);
+};
+
+/// Store to a client: it will not be in a world here.
+struct Refused {
+  static constexpr std::uint16_t kType = 3;
+  ErrorKind kind = ErrorKind::kInvalid;
+  std::string text;
+
+  void encode(ByteWriter& writer) const;
+  static Refused decode(ByteReader& reader);
+};
+
+/// Client to store: arrives at round `round` of `tag`, which `ranks` share.
+struct Contribute {
+  static constexpr std::uint16_t kType = 4;
+  std::string tag;
+  std::uint64_t round = 0;
+  std::vector<int> ranks;  ///< ascending
+  Duration timeout{0};     ///< Duration::max(): never
+  Bytes bytes;
+
+  void encode(ByteWriter& writer) const;
+  static Contribute decode(ByteReader& reader);
+};
+
+/// Store to the participants of a round: everybody came.
+struct Gathered {
+  static constexpr std::uint16_t kType = 5;
+  std::string tag;
+  std::uint64_t round = 0;
+  std::vector<Bytes> bytes;  ///< by ascending rank
+
+  void encode(ByteWriter& writer) const;
+  static Gathered decode(ByteReader& reader);
+};
+
+/// Store to the participants of a round that cannot succeed any more.
+struct RoundFailed {
+  static constexpr std::uint16_t kType = 6;
+  std::string tag;
+  std::uint64_t round = 0;
+  ErrorKind kind = ErrorKind::kInvalid;
+  std::string text;
+
+  void encode(ByteWriter& writer) const;
+  static RoundFailed decode(ByteReader& reader);
+};
+
+/// Client to store: good-bye.
+struct Leave {
+  static constexpr std::uint16_t kType = 7;
+  void encode(ByteWriter&) const {}
+  static Leave decode(ByteReader&) { return {}; }
+};
+
+/// Store to a client: its good-bye was heard.
+struct Farewell {
+  static constexpr std::uint16_t kType = 8;
+  void encode(ByteWriter&) const {}
+  static Farewell decode(ByteReader&) { return {}; }
+};
+
+/// Store to the others: `rank` said good-bye.
+struct Left {
+  static constexpr std::uint16_t kType = 9;
+  int rank = 0;
+
+  void encode(ByteWriter& writer) const;
+  static Left decode(ByteReader& reader);
+};
+
+/// Store to the others: the connection of `rank` ended without a good-bye.
+struct Died {
+  static constexpr std::uint16_t kType = 10;
+  int rank = 0;
+  std::string reason;
+
+  void encode(ByteWriter& writer) const;
+  static Died decode(ByteReader& reader);
+};
+
+template <class Message>
+Bytes encode_message(const Message& message) {
+  Bytes bytes;
+  bytes.reserve(64);
+  ByteWriter writer(std::move(bytes));
+  writer.put(Message::kType);
+  message.encode(writer);
+  return writer.take();
+}
+
+/// Which handler executes which message. Dispatching is total: unknown types and malformed bytes throw
+/// Error{kInvalid}.
+template <class... Context>
+class MessageTable {
+ public:
+  template <class Message>
+  void on(std::function<void(Context..., Message)> handler) {
+    handlers_[Message::kType] = [handler = std::move(handler)](Context... context, ByteReader& reader) {
+      Message message = Message::decode(reader);
+      reader.expect_end();
+      handler(std::forward<Context>(context)..., std::move(message));
+    };
+  }
+  void dispatch(Context... context, BytesView bytes) const {
+    ByteReader reader(bytes);
+    const auto found = handlers_.find(reader.get<std::uint16_t>());
+    if (found == handlers_.end()) throw_unknown(bytes);
+    found->second(std::forward<Context>(context)..., reader);
+  }
+
+ private:
+  [[noreturn]] static void throw_unknown(BytesView bytes) {
+    throw Error(ErrorKind::kInvalid,
+                "store message of type " + std::to_string(ByteReader(bytes).get<std::uint16_t>()) +
+                    " is not known here: do all workers run the same version of TorchSpan?");
+  }
+  std::map<std::uint16_t, std::function<void(Context..., ByteReader&)>> handlers_;
+};
+
+}  // namespace torchspan::rendezvous

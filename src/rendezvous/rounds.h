@@ -1,0 +1,58 @@
+#pragma once
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "rendezvous/messages.h"
+
+namespace torchspan::rendezvous {
+
+/// "worker0 (rank 0, …), worker1 (rank 1, …)", shortened after a dozen.
+std::string list_members(const std::vector<const Member*>& members);
+
+/// The rounds of barriers and gathers that are under way, as a table without I/O or clock: contributions in,
+/// answers out. A round ends once, in the same way for all its participants; one that failed is remembered
+/// until every participant that can still come was told. One thread at a time.
+class Rounds {
+ public:
+  using Answer = std::function<void(int rank, Bytes message)>;
+  explicit Rounds(Answer answer) : answer_(std::move(answer)) {}
+
+  /// The world, once it is complete.
+  void set_members(std::vector<Member> members) { members_ = std::move(members); }
+  void contribute(int rank, Contribute message, TimePoint now);
+  /// `rank` will not come any more; `story` tells why ("worker1 (…) died: …").
+  void on_gone(int rank, std::string story);
+  /// Ends the rounds whose first deadline has passed.
+  void tick(TimePoint now);
+  Deadline next_deadline() const;
+  std::size_t size() const { return rounds_.size(); }
+
+ private:
+  using Key = std::pair<std::string, std::uint64_t>;
+  struct Round {
+    std::vector<int> ranks;
+    std::map<int, Bytes> arrived;
+    std::set<int> expected;  ///< participants that have not come and still may
+    Deadline deadline;
+    bool failed = false;
+    ErrorKind kind = ErrorKind::kInvalid;
+    std::string text;
+  };
+
+  std::string complaint_about(int rank, const Contribute& message) const;
+  std::string names_of(const std::vector<int>& ranks) const;
+  void fail(const Key& key, Round& round, ErrorKind kind, std::string text);
+  void complete(const Key& key, Round& round);
+  void erase_finished();
+
+  const Answer answer_;
+  std::vector<Member> members_;
+  std::map<int, std::string> gone_;
+  std::map<Key, Round> rounds_;
+};
+
+}  // namespace torchspan::rendezvous

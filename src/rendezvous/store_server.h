@@ -1,0 +1,49 @@
+#pragma once
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/runtime.h>
+#include <torchspan/net/transport.h>
+
+#include "rendezvous/store.h"
+
+namespace torchspan::rendezvous {
+
+/// Serves a Store on its own transport and thread, which alone touches both.
+class StoreServer final : private net::Handler {
+ public:
+  /// Listens at once; throws kInvalid with advice when the address is in use.
+  StoreServer(Runtime& runtime, const TransportFactory& transports, const std::string& address,
+              StoreOptions options);
+  /// Stops at once: clients that are still connected see their store die.
+  ~StoreServer() override;
+
+  /// Serves on until nobody needs the store any more, at most until the deadline. Returns the names of those
+  /// who were still in then.
+  std::string finish(Deadline deadline);
+
+ private:
+  void serve();
+  void send(ConnectionId connection, const Bytes& message);
+  void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+
+  Runtime& runtime_;
+  Store store_;
+  std::map<ConnectionId, std::shared_ptr<net::Channel>> channels_;
+  std::map<const net::Channel*, ConnectionId> connections_;
+  ConnectionId next_connection_ = 1;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> finishing_{false};
+  std::unique_ptr<Parker> finished_;
+  Mutex mutex_;
+  std::string left_behind_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unique_ptr<net::Transport> transport_;
+  Thread thread_;
+};
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,351 @@
+#include "rendezvous/store.h"
+
+#include <algorithm>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <random>
+
+namespace torchspan::rendezvous {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr TimePoint kStart{};
+
+Register registration(int rank, int world_size) {
+  Register message;
+  message.job = "job";
+  message.member.name = "worker" + std::to_string(rank);
+  message.member.rank = rank;
+  message.member.host = "node";
+  message.member.pid = 100 + rank;
+  message.world_size = world_size;
+  message.functions = {"f()"};
+  message.timeout = std::chrono::seconds(60);
+  return message;
+}
+
+/// A store, and what each of its connections was told.
+class StoreFixture : public ::testing::Test {
+ protected:
+  void open(int world_size) {
+    store_ = std::make_unique<Store>(
+        StoreOptions{world_size, "job"},
+        [this](ConnectionId connection, Bytes bytes) { told_[connection].push_back(std::move(bytes)); });
+  }
+  template <class Message>
+  void say(ConnectionId connection, const Message& message, TimePoint now = kStart) {
+    store_->on_message(connection, encode_message(message), now);
+  }
+  /// A complete world whose worker of rank r speaks over connection r.
+  void gather_world(int world_size) {
+    open(world_size);
+    for (int rank = 0; rank < world_size; ++rank) {
+      say(static_cast<ConnectionId>(rank), registration(rank, world_size));
+    }
+    told_.clear();
+  }
+  /// The messages of one kind that `connection` heard.
+  template <class Message>
+  std::vector<Message> heard(ConnectionId connection) const {
+    std::vector<Message> messages;
+    const auto found = told_.find(connection);
+    if (found == told_.end()) return messages;
+    for (const Bytes& bytes : found->second) {
+      ByteReader reader(bytes);
+      if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
+    }
+    return messages;
+  }
+  std::string refusal(ConnectionId connection) const {
+    const auto all = heard<Refused>(connection);
+    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " refusals";
+  }
+  std::string round_failure(ConnectionId connection) const {
+    const auto all = heard<RoundFailed>(connection);
+    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " failures";
+  }
+  static Error closed() { return Error(ErrorKind::kDisconnected, "end of file"); }
+
+  std::unique_ptr<Store> store_;
+  std::map<ConnectionId, std::vector<Bytes>> told_;
+};
+
+TEST_F(StoreFixture, WelcomesEverybodyByRankOnceAllAreIn) {
+  open(3);
+  say(10, registration(2, 3));
+  say(11, registration(0, 3));
+  EXPECT_TRUE(told_.empty());
+  say(12, registration(1, 3));
+  for (ConnectionId connection : {10, 11, 12}) {
+    const auto welcomes = heard<Welcome>(connection);
+    ASSERT_EQ(welcomes.size(), 1u);
+    ASSERT_EQ(welcomes[0].members.size(), 3u);
+    for (int rank = 0; rank < 3; ++rank)
+      EXPECT_EQ(welcomes[0].members[static_cast<std::size_t>(rank)].rank, rank);
+  }
+}
+
+TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
+  open(4);
+  Register impatient = registration(1, 4);
+  impatient.timeout = std::chrono::seconds(5);
+  say(0, registration(0, 4));
+  say(1, impatient);
+  EXPECT_EQ(store_->next_deadline(), Deadline(kStart + std::chrono::seconds(5)));
+  store_->tick(kStart + std::chrono::seconds(4));
+  EXPECT_TRUE(told_.empty());
+  store_->tick(kStart + std::chrono::seconds(5));
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(refusal(connection),
+                AllOf(HasSubstr("2 of 4"), HasSubstr("missing: rank 2, 3"),
+                      HasSubstr("worker0 (rank 0, pid 100 on node)"), HasSubstr("worker1")));
+    EXPECT_EQ(heard<Refused>(connection)[0].kind, ErrorKind::kTimedOut);
+  }
+  EXPECT_FALSE(store_->deserted());
+  store_->on_closed(0, closed());
+  store_->on_closed(1, closed());
+  EXPECT_TRUE(store_->deserted());
+}
+
+TEST_F(StoreFixture, NamesBothWorkersOfOneName) {
+  open(3);
+  say(0, registration(0, 3));
+  Register twin = registration(1, 3);
+  twin.member.name = "worker0";
+  say(1, twin);
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(refusal(connection), AllOf(HasSubstr("two workers are named 'worker0'"),
+                                           HasSubstr("rank 0, pid 100"), HasSubstr("rank 1, pid 101")));
+  }
+  say(2, registration(2, 3));
+  EXPECT_THAT(refusal(2), HasSubstr("two workers are named"));
+}
+
+TEST_F(StoreFixture, NamesBothWorkersOfOneRank) {
+  open(3);
+  say(0, registration(1, 3));
+  Register twin = registration(1, 3);
+  twin.member.name = "other";
+  twin.member.pid = 555;
+  say(1, twin);
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(refusal(connection),
+                AllOf(HasSubstr("two workers have rank 1"), HasSubstr("worker1 (rank 1, pid 101"),
+                      HasSubstr("other (rank 1, pid 555")));
+  }
+}
+
+TEST_F(StoreFixture, SaysWhoClaimsWhichWorldSize) {
+  open(3);
+  say(0, registration(0, 3));
+  say(1, registration(3, 5));
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(refusal(connection), AllOf(HasSubstr("worker3"), HasSubstr("WORLD_SIZE is 5"),
+                                           HasSubstr("says 3"), HasSubstr("worker0")));
+  }
+}
+
+TEST_F(StoreFixture, ListsTheFunctionsThatDiffer) {
+  open(2);
+  Register first = registration(0, 2), second = registration(1, 2);
+  first.member.functions_digest = 1;
+  first.functions = {"f()", "g(int)"};
+  second.member.functions_digest = 2;
+  second.functions = {"f()", "g(float)"};
+  say(0, first);
+  say(1, second);
+  EXPECT_THAT(refusal(0), AllOf(HasSubstr("only worker0 (rank 0, pid 100 on node) has g(int)"),
+                                HasSubstr("only worker1 (rank 1, pid 101 on node) has g(float)")));
+  EXPECT_THAT(refusal(0), ::testing::Not(HasSubstr("f()")));
+}
+
+TEST_F(StoreFixture, AllowsDifferentFunctionsWhenBothDo) {
+  open(2);
+  Register first = registration(0, 2), second = registration(1, 2);
+  second.member.functions_digest = 2;
+  first.require_same_functions = second.require_same_functions = false;
+  say(0, first);
+  say(1, second);
+  EXPECT_EQ(heard<Welcome>(0).size(), 1u);
+}
+
+TEST_F(StoreFixture, TurnsAwayStrangersWithoutHarmToTheWorld) {
+  open(2);
+  say(0, registration(0, 2));
+  Register stranger = registration(1, 2);
+  stranger.job = "other job";
+  say(7, stranger);
+  EXPECT_THAT(refusal(7), AllOf(HasSubstr("'job'"), HasSubstr("'other job'"), HasSubstr("MASTER_PORT")));
+  Register old = registration(1, 2);
+  old.version = 77;
+  say(8, old);
+  EXPECT_THAT(refusal(8), HasSubstr("version 77"));
+  Register nameless = registration(1, 2);
+  nameless.member.name = "a b";
+  say(9, nameless);
+  EXPECT_EQ(heard<Refused>(9).size(), 1u);
+  say(1, registration(1, 2));
+  EXPECT_EQ(heard<Welcome>(0).size(), 1u);
+  say(10, registration(1, 2));
+  EXPECT_THAT(refusal(10), HasSubstr("world of 2 workers is complete"));
+}
+
+TEST_F(StoreFixture, FailsTheWorldWhenAWorkerDiesWhileItGathers) {
+  open(3);
+  say(0, registration(0, 3));
+  say(1, registration(1, 3));
+  store_->on_closed(1, closed());
+  EXPECT_THAT(refusal(0),
+              AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("end of file")));
+}
+
+TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
+  gather_world(3);
+  store_->on_closed(1, closed());
+  for (ConnectionId connection : {0, 2}) {
+    ASSERT_EQ(heard<Died>(connection).size(), 1u);
+    EXPECT_EQ(heard<Died>(connection)[0].rank, 1);
+  }
+  EXPECT_TRUE(heard<Died>(1).empty());
+  say(2, Leave{});
+  EXPECT_EQ(heard<Farewell>(2).size(), 1u);
+  EXPECT_EQ(heard<Left>(0).size(), 1u);
+  store_->on_closed(2, closed());
+  EXPECT_EQ(heard<Died>(0).size(), 1u);
+  EXPECT_FALSE(store_->deserted());
+  say(0, Leave{});
+  EXPECT_TRUE(store_->deserted());
+}
+
+TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
+  open(2);
+  EXPECT_THROW(say(0, Leave{}), Error);
+  EXPECT_THROW(say(0, Contribute{"t", 0, {0}, Duration::max(), {}}), Error);
+  say(0, registration(0, 2));
+  EXPECT_THROW(say(0, Leave{}), Error);
+  EXPECT_THROW(say(0, registration(0, 2)), Error);
+  EXPECT_THROW(say(0, Farewell{}), Error);
+}
+
+TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
+  gather_world(3);
+  say(2, Contribute{"t", 0, {0, 2}, Duration::max(), {std::byte{2}}});
+  EXPECT_TRUE(told_.empty());
+  say(0, Contribute{"t", 0, {0, 2}, Duration::max(), {std::byte{7}}});
+  for (ConnectionId connection : {0, 2}) {
+    const auto gathered = heard<Gathered>(connection);
+    ASSERT_EQ(gathered.size(), 1u);
+    EXPECT_EQ(gathered[0].bytes, (std::vector<Bytes>{{std::byte{7}}, {std::byte{2}}}));
+  }
+  EXPECT_TRUE(heard<Gathered>(1).empty());
+}
+
+TEST_F(StoreFixture, NamesWhoIsMissingFromARound) {
+  gather_world(3);
+  say(0, Contribute{"t", 0, {0, 1, 2}, std::chrono::seconds(3), {}});
+  say(1, Contribute{"t", 0, {0, 1, 2}, std::chrono::seconds(2), {}});
+  EXPECT_EQ(store_->next_deadline(), Deadline(kStart + std::chrono::seconds(2)));
+  store_->tick(kStart + std::chrono::seconds(2));
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(round_failure(connection),
+                HasSubstr("without worker2 (rank 2, pid 102 on node); there: worker0"));
+  }
+  say(2, Contribute{"t", 0, {0, 1, 2}, Duration::max(), {}});
+  EXPECT_THAT(round_failure(2), HasSubstr("without worker2"));
+  EXPECT_TRUE(store_->next_deadline().is_never());
+}
+
+TEST_F(StoreFixture, FailsRoundsOfTheDeadAndTheDeparted) {
+  gather_world(4);
+  say(0, Contribute{"t", 0, {0, 1}, Duration::max(), {}});
+  say(2, Contribute{"u", 0, {1, 2}, Duration::max(), {}});
+  say(3, Contribute{"v", 0, {0, 3}, Duration::max(), {}});
+  store_->on_closed(1, closed());
+  EXPECT_THAT(round_failure(0), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
+  EXPECT_THAT(round_failure(2), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
+  EXPECT_TRUE(heard<RoundFailed>(3).empty());
+  say(2, Leave{});
+  say(3, Contribute{"w", 0, {2, 3}, Duration::max(), {}});
+  EXPECT_THAT(round_failure(3), HasSubstr("left the world"));
+  say(0, Contribute{"v", 0, {0, 3}, Duration::max(), {}});
+  EXPECT_EQ(heard<Gathered>(3).size(), 1u);
+}
+
+TEST_F(StoreFixture, FailsARoundWhoseCallersDisagree) {
+  gather_world(3);
+  say(0, Contribute{"t", 0, {0, 1}, Duration::max(), {}});
+  say(1, Contribute{"t", 0, {0, 1, 2}, Duration::max(), {}});
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(round_failure(connection), AllOf(HasSubstr("[0, 1]"), HasSubstr("[0, 1, 2]"),
+                                                 HasSubstr("worker0"), HasSubstr("worker1")));
+  }
+}
+
+TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
+  gather_world(2);
+  const std::vector<Contribute> bad = {{"t", 0, {1}, Duration::max(), {}},
+                                       {"t", 0, {}, Duration::max(), {}},
+                                       {"t", 0, {1, 0}, Duration::max(), {}},
+                                       {"t", 0, {0, 0}, Duration::max(), {}},
+                                       {"t", 0, {0, 2}, Duration::max(), {}},
+                                       {"a b", 0, {0}, Duration::max(), {}},
+                                       {"t", 0, {0}, Duration::max(), Bytes(kMostGatherBytes + 1)}};
+  for (const Contribute& message : bad) {
+    told_.clear();
+    say(0, message);
+    ASSERT_EQ(heard<RoundFailed>(0).size(), 1u);
+    EXPECT_EQ(heard<RoundFailed>(0)[0].kind, ErrorKind::kInvalid);
+  }
+}
+
+/// Any order of contributions, deaths, departures and deadlines: whoever came to a round hears of its end
+/// exactly once, and nothing is remembered once all are gone.
+TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const int size = 2 + static_cast<int>(random() % 4);
+    std::map<int, std::map<std::pair<std::string, std::uint64_t>, int>> asked, answered;
+    Rounds rounds([&](int rank, Bytes bytes) {
+      ByteReader reader(bytes);
+      const auto type = reader.get<std::uint16_t>();
+      EXPECT_TRUE(type == Gathered::kType || type == RoundFailed::kType);
+      const std::string tag = reader.get_string();
+      ++answered[rank][{tag, reader.get<std::uint64_t>()}];
+    });
+    std::vector<Member> members;
+    for (int rank = 0; rank < size; ++rank) members.push_back(registration(rank, size).member);
+    rounds.set_members(members);
+    std::vector<std::map<std::string, std::uint64_t>> next(static_cast<std::size_t>(size));
+    std::set<int> alive;
+    for (int rank = 0; rank < size; ++rank) alive.insert(rank);
+    TimePoint now{};
+    for (int step = 0; step < 60; ++step) {
+      const int rank = static_cast<int>(random() % static_cast<std::uint64_t>(size));
+      now += std::chrono::milliseconds(random() % 5);
+      if (random() % 40 == 0) {
+        if (alive.erase(rank) == 1) rounds.on_gone(rank, "gone");
+      } else if (random() % 10 == 0) {
+        rounds.tick(now);
+      } else if (alive.contains(rank)) {
+        const std::string tag(1, static_cast<char>('a' + random() % 2));
+        std::vector<int> ranks;
+        for (int other = 0; other < size; ++other) {
+          if (other == rank || tag == "a" || other % 2 == rank % 2) ranks.push_back(other);
+        }
+        const std::uint64_t round = next[static_cast<std::size_t>(rank)][tag]++;
+        ++asked[rank][{tag, round}];
+        rounds.contribute(rank, {tag, round, ranks, std::chrono::milliseconds(1 + random() % 100), {}}, now);
+      }
+    }
+    rounds.tick(now + std::chrono::seconds(1));
+    for (const int rank : alive) EXPECT_EQ(answered[rank], asked[rank]) << "rank " << rank;
+    for (const int rank : alive) rounds.on_gone(rank, "gone");
+    EXPECT_EQ(rounds.size(), 0u);
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous
