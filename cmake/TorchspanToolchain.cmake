@@ -8,9 +8,11 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
 
 find_program(TORCHSPAN_CCACHE ccache)
 if(TORCHSPAN_CCACHE)
-  # ccache caches users of a precompiled header only with these concessions.
+  # ccache caches users of a precompiled header only with these concessions; with a base directory, a clone in another
+  # place finds what the first one compiled.
   set(CMAKE_CXX_COMPILER_LAUNCHER
       ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1
       ${TORCHSPAN_CCACHE})
 endif()
 find_program(TORCHSPAN_MOLD mold)

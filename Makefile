@@ -1,0 +1,75 @@
+# TorchSpan's front door. Each command installs what is missing, builds what it needs and nothing more, and may be
+# repeated: what is there already is left alone.
+#   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
+#   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
+#   make check                      arrows, house rules, format, spelling, headers, clang-tidy
+#   make bench SECTION=rpc          measure, and write build/bench/rpc.json
+#   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
+#   make docs | format | clean
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: demo test check bench fuzz docs format clean help
+MAKEFLAGS += --no-print-directory
+
+JOBS ?= 2
+WORKERS ?= 3
+FUZZ_SECONDS ?= 60
+ARGS ?=
+# Worker processes share the cores; a pool of threads in each would fight for them.
+export OMP_NUM_THREADS ?= 1
+export NINJA_STATUS ?= [%f/%t] 
+
+# Configures a preset once; afterwards ninja reruns CMake by itself when a CMake file changed.
+define configure
+if [ ! -f build/$(1)/build.ninja ]; then \
+  mkdir -p build; \
+  echo "configuring build/$(1)"; \
+  cmake --preset $(1) >build/configure-$(1).log 2>&1 || { cat build/configure-$(1).log; exit 1; }; \
+fi
+endef
+
+demo:
+	@tools/install-deps build
+	@$(call configure,release)
+	@ninja -C build/release -j $(JOBS) torchspan_cli fashion_mnist_model_parallel
+	@build/release/bin/torchspan run -n $(WORKERS) build/release/bin/fashion_mnist_model_parallel $(ARGS)
+
+test:
+	@tools/install-deps build
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS)
+	@ctest --test-dir build/dev -j $(JOBS) --output-on-failure --no-tests=error $(ARGS)
+
+check:
+	@tools/install-deps build check
+	@$(call configure,dev)
+	@tools/check $(ARGS)
+
+bench:
+	@tools/install-deps build
+	@$(call configure,release)
+	@tools/run-bench "$(SECTION)" $(ARGS)
+
+fuzz:
+	@tools/install-deps build fuzz
+	@$(call configure,fuzz)
+	@ninja -C build/fuzz -j $(JOBS) fuzzers
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) tools/run-fuzz $(ARGS)
+
+docs:
+	@tools/install-deps docs
+	@mkdir -p build/docs
+	@doxygen docs/Doxyfile
+	@echo "build/docs/html/index.html"
+
+format:
+	@tools/install-deps check
+	@git ls-files -co --exclude-standard -- '*.h' '*.cpp' | while read -r file; do [ ! -f "$$file" ] || echo "$$file"; done \
+	  | xargs clang-format -i
+
+clean:
+	@rm -rf build
+
+help:
+	@sed -n '1,/^SHELL/{/^#/s/^# \{0,1\}//p}' Makefile
