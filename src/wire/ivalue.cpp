@@ -1,6 +1,6 @@
-#include <ATen/core/ivalue.h>
 #include <fmt/format.h>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>

@@ -1,10 +1,12 @@
 #include "wire/tensor_block.h"
+
 #include <algorithm>
 #include <bit>
 #include <fmt/format.h>
 #include <memory>
 #include <numeric>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <c10/core/CPUAllocator.h>

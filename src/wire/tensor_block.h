@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <span>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/quantized/Quantizer.h>
 
 #include <torchspan/core/buffer.h>

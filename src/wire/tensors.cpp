@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/quantized/Quantizer.h>

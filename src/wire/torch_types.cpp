@@ -1,8 +1,9 @@
-#include <torchspan/wire/torch_types.h>
 #include <array>
 #include <fmt/format.h>
 
 #include <torch/version.h>
+
+#include <torchspan/wire/torch_types.h>
 
 namespace torchspan {
 namespace wire {

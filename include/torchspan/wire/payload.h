@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <torchspan/core/bytes.h>
 

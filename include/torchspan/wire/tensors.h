@@ -3,8 +3,8 @@
 #include <span>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <torchspan/core/buffer.h>

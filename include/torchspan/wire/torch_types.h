@@ -1,8 +1,8 @@
 #pragma once
 #include <string>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Scalar.h>
 #include <c10/core/ScalarType.h>
