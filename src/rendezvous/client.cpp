@@ -51,11 +51,10 @@ void Client::add_handlers() {
   });
   messages_.on<Refused>([this](Refused message) { decide(Error(message.kind, message.text)); });
   messages_.on<Gathered>([this](Gathered message) {
-    finish_slot({message.tag, message.round}, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
+    finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
   });
   messages_.on<RoundFailed>([this](RoundFailed message) {
-    finish_slot({message.tag, message.round},
-                [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
+    finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
   });
   messages_.on<Farewell>([this](Farewell) {
     {
@@ -220,7 +219,7 @@ void Client::on_store_gone(const Error& reason) {
 }
 
 void Client::cancel_slots(const Error& reason) {
-  for (auto& [key, slot] : slots_) {
+  for (auto& [call, slot] : slots_) {
     slot->done = true;
     slot->error = reason;
     slot->parker->unpark();
@@ -228,9 +227,9 @@ void Client::cancel_slots(const Error& reason) {
   slots_.clear();
 }
 
-void Client::finish_slot(const SlotKey& key, const std::function<void(Slot&)>& fill) {
+void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill) {
   MutexLock lock(mutex_);
-  const auto found = slots_.find(key);
+  const auto found = slots_.find(call);
   if (found == slots_.end()) return;  // its caller gave up
   const auto slot = std::move(found->second);
   slots_.erase(found);
@@ -243,20 +242,24 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
                                   Deadline deadline) {
   const auto slot = std::make_shared<Slot>();
   slot->parker = runtime_.executor.make_parker();
-  Contribute message{tag, 0, std::move(ranks), deadline.left(runtime_.executor.now()),
-                     Bytes(mine.begin(), mine.end())};
+  Contribute message;
+  message.tag = tag;
+  message.ranks = std::move(ranks);
+  message.timeout = deadline.left(runtime_.executor.now());
+  message.bytes.assign(mine.begin(), mine.end());
   std::shared_ptr<net::Channel> channel;
   {
     MutexLock lock(mutex_);
     if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
     if (store_gone_) throw Error(*store_gone_);
-    message.round = next_round_[tag]++;
-    slots_[{tag, message.round}] = slot;
+    message.call = next_call_++;
+    message.round = next_round_[{tag, message.ranks}]++;
+    slots_[message.call] = slot;
     channel = channel_;
   }
   const auto forget = [&] {
     MutexLock lock(mutex_);
-    slots_.erase({tag, message.round});
+    slots_.erase(message.call);
   };
   try {
     if (channel) channel->send(encode_message(message), {});

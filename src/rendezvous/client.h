@@ -45,7 +45,6 @@ class Client final : private net::Handler {
     std::vector<Bytes> bytes;
     std::optional<Error> error;
   };
-  using SlotKey = std::pair<std::string, std::uint64_t>;
   /// What happened to another worker; kept for those who ask later.
   struct Event {
     int rank;
@@ -66,7 +65,7 @@ class Client final : private net::Handler {
   void on_store_gone(const Error& reason);
   void decide(std::optional<Error> refusal);
   void note(Event event);
-  void finish_slot(const SlotKey& key, const std::function<void(Slot&)>& fill);
+  void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
   void add_listener(std::function<void(const Member&, const Event&)> callback);
   void tell_listeners();
@@ -94,8 +93,9 @@ class Client final : private net::Handler {
   std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  std::map<std::string, std::uint64_t> next_round_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::map<SlotKey, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::pair<std::string, std::vector<int>>, std::uint64_t> next_round_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t next_call_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
 

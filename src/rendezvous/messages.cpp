@@ -133,48 +133,46 @@ Refused Refused::decode(ByteReader& reader) {
 }
 
 void Contribute::encode(ByteWriter& writer) const {
+  writer.put(call);
   writer.put_string(tag);
-  writer.put(round);
   put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+  writer.put(round);
   put_duration(writer, timeout);
   put_blob(writer, bytes);
 }
 
 Contribute Contribute::decode(ByteReader& reader) {
   Contribute message;
+  message.call = reader.get<std::uint64_t>();
   message.tag = reader.get_string();
-  message.round = reader.get<std::uint64_t>();
   message.ranks = get_list(reader, 4, [&] { return get_rank(reader); });
+  message.round = reader.get<std::uint64_t>();
   message.timeout = get_duration(reader);
   message.bytes = get_blob(reader);
   return message;
 }
 
 void Gathered::encode(ByteWriter& writer) const {
-  writer.put_string(tag);
-  writer.put(round);
+  writer.put(call);
   put_list(writer, bytes, [&](const Bytes& part) { put_blob(writer, part); });
 }
 
 Gathered Gathered::decode(ByteReader& reader) {
   Gathered message;
-  message.tag = reader.get_string();
-  message.round = reader.get<std::uint64_t>();
+  message.call = reader.get<std::uint64_t>();
   message.bytes = get_list(reader, 4, [&] { return get_blob(reader); });
   return message;
 }
 
 void RoundFailed::encode(ByteWriter& writer) const {
-  writer.put_string(tag);
-  writer.put(round);
+  writer.put(call);
   writer.put(kind);
   writer.put_string(text);
 }
 
 RoundFailed RoundFailed::decode(ByteReader& reader) {
   RoundFailed message;
-  message.tag = reader.get_string();
-  message.round = reader.get<std::uint64_t>();
+  message.call = reader.get<std::uint64_t>();
   message.kind = get_kind(reader);
   message.text = reader.get_string();
   return message;

@@ -54,13 +54,14 @@ struct Refused {
   static Refused decode(ByteReader& reader);
 };
 
-/// Client to store: arrives at round `round` of `tag`, which `ranks` share.
+/// Client to store: comes to the `round`th barrier or gather of these `ranks` under this `tag`.
 struct Contribute {
   static constexpr std::uint16_t kType = 4;
+  std::uint64_t call = 0;  ///< the client's own number, repeated in the answer
   std::string tag;
-  std::uint64_t round = 0;
   std::vector<int> ranks;  ///< ascending
-  Duration timeout{0};     ///< Duration::max(): never
+  std::uint64_t round = 0;
+  Duration timeout{0};  ///< Duration::max(): never
   Bytes bytes;
 
   void encode(ByteWriter& writer) const;
@@ -70,8 +71,7 @@ struct Contribute {
 /// Store to the participants of a round: everybody came.
 struct Gathered {
   static constexpr std::uint16_t kType = 5;
-  std::string tag;
-  std::uint64_t round = 0;
+  std::uint64_t call = 0;
   std::vector<Bytes> bytes;  ///< by ascending rank
 
   void encode(ByteWriter& writer) const;
@@ -81,8 +81,7 @@ struct Gathered {
 /// Store to the participants of a round that cannot succeed any more.
 struct RoundFailed {
   static constexpr std::uint16_t kType = 6;
-  std::string tag;
-  std::uint64_t round = 0;
+  std::uint64_t call = 0;
   ErrorKind kind = ErrorKind::kInvalid;
   std::string text;
 

@@ -42,9 +42,9 @@ std::vector<Bytes> examples() {
       encode_message(Register{1, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
       encode_message(Welcome{{make_member(0), make_member(1)}}),
       encode_message(Refused{ErrorKind::kDenied, "no"}),
-      encode_message(Contribute{"tag", 5, {0, 2, 3}, std::chrono::seconds(1), bytes_of("mine")}),
-      encode_message(Gathered{"tag", 5, {bytes_of("a"), {}, bytes_of("c")}}),
-      encode_message(RoundFailed{"tag", 5, ErrorKind::kTimedOut, "late"}),
+      encode_message(Contribute{9, "tag", {0, 2, 3}, 5, std::chrono::seconds(1), bytes_of("mine")}),
+      encode_message(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}}),
+      encode_message(RoundFailed{9, ErrorKind::kTimedOut, "late"}),
       encode_message(Leave{}),
       encode_message(Farewell{}),
       encode_message(Left{3}),
@@ -89,13 +89,16 @@ TEST(StoreMessages, KeepEveryFieldOfARegistration) {
 }
 
 TEST(StoreMessages, KeepRoundsAndTheirBytes) {
-  const auto contribute = round_trip(Contribute{"tag", 5, {0, 2, 3}, Duration::max(), bytes_of("mine")});
+  const auto contribute = round_trip(Contribute{9, "tag", {0, 2, 3}, 5, Duration::max(), bytes_of("mine")});
+  EXPECT_EQ(contribute.call, 9u);
+  EXPECT_EQ(contribute.tag, "tag");
+  EXPECT_EQ(contribute.round, 5u);
   EXPECT_EQ(contribute.ranks, (std::vector<int>{0, 2, 3}));
   EXPECT_EQ(contribute.timeout, Duration::max());
   EXPECT_EQ(contribute.bytes, bytes_of("mine"));
-  const auto gathered = round_trip(Gathered{"tag", 5, {bytes_of("a"), {}, bytes_of("c")}});
+  const auto gathered = round_trip(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}});
   EXPECT_EQ(gathered.bytes, (std::vector<Bytes>{bytes_of("a"), {}, bytes_of("c")}));
-  EXPECT_EQ(round_trip(RoundFailed{"tag", 5, ErrorKind::kTimedOut, "late"}).kind, ErrorKind::kTimedOut);
+  EXPECT_EQ(round_trip(RoundFailed{9, ErrorKind::kTimedOut, "late"}).kind, ErrorKind::kTimedOut);
   EXPECT_EQ(round_trip(Died{2, "killed"}).reason, "killed");
 }
 

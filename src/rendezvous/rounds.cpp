@@ -44,93 +44,101 @@ std::string Rounds::complaint_about(int rank, const Contribute& message) const {
 }
 
 void Rounds::contribute(int rank, Contribute message, TimePoint now) {
-  const Key key(message.tag, message.round);
   if (const std::string complaint = complaint_about(rank, message); !complaint.empty()) {
-    answer_(rank, encode_message(RoundFailed{key.first, key.second, ErrorKind::kInvalid, complaint}));
+    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, complaint}));
     return;
   }
-  const auto [place, fresh] = rounds_.try_emplace(key);
+  const auto [place, fresh] = rounds_.try_emplace(Key{message.tag, message.ranks, message.round});
   Round& round = place->second;
   if (fresh) {
-    round.ranks = message.ranks;
     for (const int other : message.ranks) {
       if (!gone_.contains(other)) round.expected.insert(other);
     }
   }
   round.expected.erase(rank);
-  if (round.failed) {
-    answer_(rank, encode_message(RoundFailed{key.first, key.second, round.kind, round.text}));
+  if (round.ended) {
+    answer_(rank, encode_message(RoundFailed{message.call, round.kind, round.text}));
   } else {
-    round.arrived[rank] = std::move(message.bytes);
+    round.arrived[rank] = {message.call, std::move(message.bytes)};
     round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
-    const auto gone = std::find_if(round.ranks.begin(), round.ranks.end(),
+    const auto gone = std::find_if(message.ranks.begin(), message.ranks.end(),
                                    [&](int other) { return gone_.contains(other); });
-    if (message.ranks != round.ranks) {
-      const int first =
-          round.arrived.begin()->first == rank ? round.arrived.rbegin()->first : round.arrived.begin()->first;
-      fail(key, round, ErrorKind::kInvalid,
-           fmt::format("its callers disagree about who takes part: {} says ranks {}, {} says {}",
-                       names_of({first}), round.ranks, names_of({rank}), message.ranks));
-    } else if (gone != round.ranks.end()) {
-      fail(key, round, ErrorKind::kDisconnected, gone_.at(*gone));
-    } else if (round.arrived.size() == round.ranks.size()) {
-      complete(key, round);
+    if (gone != message.ranks.end()) {
+      fail(round, ErrorKind::kDisconnected, gone_.at(*gone));
+    } else if (round.expected.empty()) {
+      complete(round);
     }
   }
-  erase_finished();
+  erase_ended();
 }
 
-void Rounds::complete(const Key& key, Round& round) {
-  Gathered gathered{key.first, key.second, {}};
-  for (auto& [rank, bytes] : round.arrived) gathered.bytes.push_back(std::move(bytes));
-  const Bytes message = encode_message(gathered);
-  for (const int rank : round.ranks) answer_(rank, message);
-  round.failed = true;  // nobody is expected any more, so that it is erased
+void Rounds::complete(Round& round) {
+  Gathered gathered;
+  for (auto& [rank, arrival] : round.arrived) gathered.bytes.push_back(std::move(arrival.bytes));
+  for (const auto& [rank, arrival] : round.arrived) {
+    gathered.call = arrival.call;
+    answer_(rank, encode_message(gathered));
+  }
+  round.ended = true;
 }
 
-void Rounds::fail(const Key& key, Round& round, ErrorKind kind, std::string text) {
-  round.failed = true;
+void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
+  round.ended = true;
   round.kind = kind;
   round.text = std::move(text);
-  const Bytes message = encode_message(RoundFailed{key.first, key.second, kind, round.text});
-  for (const auto& [rank, bytes] : round.arrived) answer_(rank, message);
+  for (const auto& [rank, arrival] : round.arrived) {
+    answer_(rank, encode_message(RoundFailed{arrival.call, kind, round.text}));
+  }
   round.arrived.clear();
 }
 
 void Rounds::on_gone(int rank, std::string story) {
   gone_.emplace(rank, story);
   for (auto& [key, round] : rounds_) {
-    if (!std::binary_search(round.ranks.begin(), round.ranks.end(), rank)) continue;
+    if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
     round.expected.erase(rank);
     round.arrived.erase(rank);
-    if (!round.failed) fail(key, round, ErrorKind::kDisconnected, story);
+    if (!round.ended) fail(round, ErrorKind::kDisconnected, story);
   }
-  erase_finished();
+  erase_ended();
+}
+
+std::string Rounds::others_under_this_tag(const Key& key, const Round& round) const {
+  for (const auto& [other_key, other] : rounds_) {
+    if (other_key.tag != key.tag || other.ended || &other == &round) continue;
+    for (const auto& [rank, arrival] : other.arrived) {
+      if (!round.expected.contains(rank)) continue;
+      return fmt::format("; but {} waits under this tag for ranks {} instead of {}: all must name the same",
+                         names_of({rank}), other_key.ranks, key.ranks);
+    }
+  }
+  return "";
 }
 
 void Rounds::tick(TimePoint now) {
   for (auto& [key, round] : rounds_) {
-    if (round.failed || !round.deadline.passed(now)) continue;
+    if (round.ended || !round.deadline.passed(now)) continue;
     std::vector<int> there;
-    for (const auto& [rank, bytes] : round.arrived) there.push_back(rank);
-    fail(key, round, ErrorKind::kTimedOut,
-         fmt::format("the deadline passed without {}; there: {}",
-                     names_of({round.expected.begin(), round.expected.end()}), names_of(there)));
+    for (const auto& [rank, arrival] : round.arrived) there.push_back(rank);
+    fail(round, ErrorKind::kTimedOut,
+         fmt::format("the deadline passed without {}; there: {}{}",
+                     names_of({round.expected.begin(), round.expected.end()}), names_of(there),
+                     others_under_this_tag(key, round)));
   }
-  erase_finished();
+  erase_ended();
 }
 
 Deadline Rounds::next_deadline() const {
   Deadline next;
   for (const auto& [key, round] : rounds_) {
-    if (!round.failed) next = earlier(next, round.deadline);
+    if (!round.ended) next = earlier(next, round.deadline);
   }
   return next;
 }
 
-void Rounds::erase_finished() {
+void Rounds::erase_ended() {
   std::erase_if(rounds_,
-                [](const auto& entry) { return entry.second.failed && entry.second.expected.empty(); });
+                [](const auto& entry) { return entry.second.ended && entry.second.expected.empty(); });
 }
 
 }  // namespace torchspan::rendezvous

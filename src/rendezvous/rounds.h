@@ -32,22 +32,32 @@ class Rounds {
   std::size_t size() const { return rounds_.size(); }
 
  private:
-  using Key = std::pair<std::string, std::uint64_t>;
-  struct Round {
+  /// Rounds of other ranks under the same tag are other rounds.
+  struct Key {
+    std::string tag;
     std::vector<int> ranks;
-    std::map<int, Bytes> arrived;
+    std::uint64_t round;
+    friend auto operator<=>(const Key&, const Key&) = default;
+  };
+  struct Arrival {
+    std::uint64_t call;
+    Bytes bytes;
+  };
+  struct Round {
+    std::map<int, Arrival> arrived;
     std::set<int> expected;  ///< participants that have not come and still may
     Deadline deadline;
-    bool failed = false;
-    ErrorKind kind = ErrorKind::kInvalid;
+    bool ended = false;
+    ErrorKind kind = ErrorKind::kInvalid;  ///< of the failure
     std::string text;
   };
 
   std::string complaint_about(int rank, const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
-  void fail(const Key& key, Round& round, ErrorKind kind, std::string text);
-  void complete(const Key& key, Round& round);
-  void erase_finished();
+  std::string others_under_this_tag(const Key& key, const Round& round) const;
+  void fail(Round& round, ErrorKind kind, std::string text);
+  void complete(Round& round);
+  void erase_ended();
 
   const Answer answer_;
   std::vector<Member> members_;

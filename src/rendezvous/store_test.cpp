@@ -222,7 +222,7 @@ TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
 TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
   open(2);
   EXPECT_THROW(say(0, Leave{}), Error);
-  EXPECT_THROW(say(0, Contribute{"t", 0, {0}, Duration::max(), {}}), Error);
+  EXPECT_THROW(say(0, Contribute{0, "t", {0}, 0, Duration::max(), {}}), Error);
   say(0, registration(0, 2));
   EXPECT_THROW(say(0, Leave{}), Error);
   EXPECT_THROW(say(0, registration(0, 2)), Error);
@@ -231,9 +231,9 @@ TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
 
 TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
   gather_world(3);
-  say(2, Contribute{"t", 0, {0, 2}, Duration::max(), {std::byte{2}}});
+  say(2, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{2}}});
   EXPECT_TRUE(told_.empty());
-  say(0, Contribute{"t", 0, {0, 2}, Duration::max(), {std::byte{7}}});
+  say(0, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{7}}});
   for (ConnectionId connection : {0, 2}) {
     const auto gathered = heard<Gathered>(connection);
     ASSERT_EQ(gathered.size(), 1u);
@@ -244,54 +244,66 @@ TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
 
 TEST_F(StoreFixture, NamesWhoIsMissingFromARound) {
   gather_world(3);
-  say(0, Contribute{"t", 0, {0, 1, 2}, std::chrono::seconds(3), {}});
-  say(1, Contribute{"t", 0, {0, 1, 2}, std::chrono::seconds(2), {}});
+  say(0, Contribute{0, "t", {0, 1, 2}, 0, std::chrono::seconds(3), {}});
+  say(1, Contribute{0, "t", {0, 1, 2}, 0, std::chrono::seconds(2), {}});
   EXPECT_EQ(store_->next_deadline(), Deadline(kStart + std::chrono::seconds(2)));
   store_->tick(kStart + std::chrono::seconds(2));
   for (ConnectionId connection : {0, 1}) {
     EXPECT_THAT(round_failure(connection),
                 HasSubstr("without worker2 (rank 2, pid 102 on node); there: worker0"));
   }
-  say(2, Contribute{"t", 0, {0, 1, 2}, Duration::max(), {}});
+  say(2, Contribute{0, "t", {0, 1, 2}, 0, Duration::max(), {}});
   EXPECT_THAT(round_failure(2), HasSubstr("without worker2"));
   EXPECT_TRUE(store_->next_deadline().is_never());
 }
 
 TEST_F(StoreFixture, FailsRoundsOfTheDeadAndTheDeparted) {
   gather_world(4);
-  say(0, Contribute{"t", 0, {0, 1}, Duration::max(), {}});
-  say(2, Contribute{"u", 0, {1, 2}, Duration::max(), {}});
-  say(3, Contribute{"v", 0, {0, 3}, Duration::max(), {}});
+  say(0, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
+  say(2, Contribute{0, "u", {1, 2}, 0, Duration::max(), {}});
+  say(3, Contribute{0, "v", {0, 3}, 0, Duration::max(), {}});
   store_->on_closed(1, closed());
   EXPECT_THAT(round_failure(0), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
   EXPECT_THAT(round_failure(2), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
   EXPECT_TRUE(heard<RoundFailed>(3).empty());
   say(2, Leave{});
-  say(3, Contribute{"w", 0, {2, 3}, Duration::max(), {}});
+  say(3, Contribute{0, "w", {2, 3}, 0, Duration::max(), {}});
   EXPECT_THAT(round_failure(3), HasSubstr("left the world"));
-  say(0, Contribute{"v", 0, {0, 3}, Duration::max(), {}});
+  say(0, Contribute{0, "v", {0, 3}, 0, Duration::max(), {}});
   EXPECT_EQ(heard<Gathered>(3).size(), 1u);
 }
 
-TEST_F(StoreFixture, FailsARoundWhoseCallersDisagree) {
+TEST_F(StoreFixture, KeepsTheRoundsOfDifferentRanksApart) {
   gather_world(3);
-  say(0, Contribute{"t", 0, {0, 1}, Duration::max(), {}});
-  say(1, Contribute{"t", 0, {0, 1, 2}, Duration::max(), {}});
-  for (ConnectionId connection : {0, 1}) {
-    EXPECT_THAT(round_failure(connection), AllOf(HasSubstr("[0, 1]"), HasSubstr("[0, 1, 2]"),
-                                                 HasSubstr("worker0"), HasSubstr("worker1")));
-  }
+  say(0, Contribute{1, "t", {0, 1}, 0, std::chrono::seconds(1), {}});
+  say(2, Contribute{2, "t", {0, 1, 2}, 0, std::chrono::seconds(9), {}});
+  say(1, Contribute{3, "t", {0, 1}, 0, Duration::max(), {}});
+  ASSERT_EQ(heard<Gathered>(0).size(), 1u);
+  EXPECT_EQ(heard<Gathered>(0)[0].call, 1u);
+  ASSERT_EQ(heard<Gathered>(1).size(), 1u);
+  EXPECT_EQ(heard<Gathered>(1)[0].call, 3u);
+  EXPECT_TRUE(heard<Gathered>(2).empty());
+}
+
+TEST_F(StoreFixture, SaysSoWhenTheMissingNamedOtherRanks) {
+  gather_world(3);
+  say(0, Contribute{0, "t", {0, 1}, 0, std::chrono::seconds(1), {}});
+  say(1, Contribute{0, "t", {0, 1, 2}, 0, Duration::max(), {}});
+  store_->tick(kStart + std::chrono::seconds(1));
+  EXPECT_THAT(round_failure(0),
+              AllOf(HasSubstr("without worker1"), HasSubstr("[0, 1, 2] instead of [0, 1]")));
+  EXPECT_TRUE(heard<RoundFailed>(1).empty());
 }
 
 TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
   gather_world(2);
-  const std::vector<Contribute> bad = {{"t", 0, {1}, Duration::max(), {}},
-                                       {"t", 0, {}, Duration::max(), {}},
-                                       {"t", 0, {1, 0}, Duration::max(), {}},
-                                       {"t", 0, {0, 0}, Duration::max(), {}},
-                                       {"t", 0, {0, 2}, Duration::max(), {}},
-                                       {"a b", 0, {0}, Duration::max(), {}},
-                                       {"t", 0, {0}, Duration::max(), Bytes(kMostGatherBytes + 1)}};
+  const std::vector<Contribute> bad = {{0, "t", {1}, 0, Duration::max(), {}},
+                                       {0, "t", {}, 0, Duration::max(), {}},
+                                       {0, "t", {1, 0}, 0, Duration::max(), {}},
+                                       {0, "t", {0, 0}, 0, Duration::max(), {}},
+                                       {0, "t", {0, 2}, 0, Duration::max(), {}},
+                                       {0, "a b", {0}, 0, Duration::max(), {}},
+                                       {0, "t", {0}, 0, Duration::max(), Bytes(kMostGatherBytes + 1)}};
   for (const Contribute& message : bad) {
     told_.clear();
     say(0, message);
@@ -307,13 +319,12 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
     const int size = 2 + static_cast<int>(random() % 4);
-    std::map<int, std::map<std::pair<std::string, std::uint64_t>, int>> asked, answered;
+    std::map<int, std::map<std::uint64_t, int>> asked, answered;  // by rank, then call
     Rounds rounds([&](int rank, Bytes bytes) {
       ByteReader reader(bytes);
       const auto type = reader.get<std::uint16_t>();
       EXPECT_TRUE(type == Gathered::kType || type == RoundFailed::kType);
-      const std::string tag = reader.get_string();
-      ++answered[rank][{tag, reader.get<std::uint64_t>()}];
+      ++answered[rank][reader.get<std::uint64_t>()];
     });
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) members.push_back(registration(rank, size).member);
@@ -336,8 +347,10 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
           if (other == rank || tag == "a" || other % 2 == rank % 2) ranks.push_back(other);
         }
         const std::uint64_t round = next[static_cast<std::size_t>(rank)][tag]++;
-        ++asked[rank][{tag, round}];
-        rounds.contribute(rank, {tag, round, ranks, std::chrono::milliseconds(1 + random() % 100), {}}, now);
+        const auto call = static_cast<std::uint64_t>(step);
+        ++asked[rank][call];
+        rounds.contribute(rank, {call, tag, ranks, round, std::chrono::milliseconds(1 + random() % 100), {}},
+                          now);
       }
     }
     rounds.tick(now + std::chrono::seconds(1));

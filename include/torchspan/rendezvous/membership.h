@@ -85,9 +85,9 @@ class Membership {
   /// Calls back once for each other worker that left by leave(), earlier ones included.
   void on_departure(DepartureCallback callback);
 
-  /// Waits until each of `ranks` (empty: everybody) called it with this tag; the nth call of a tag meets the
-  /// others' nth. Throws, for all who came: kTimedOut naming the missing; kDisconnected naming who died or
-  /// left; kInvalid when the callers disagree about `ranks`. The first deadline to end decides for all.
+  /// Waits until each of `ranks` (empty: everybody) called it with this tag and these ranks; the nth call
+  /// meets the others' nth. Throws, for all who came: kTimedOut naming the missing; kDisconnected naming who
+  /// died or left. The first deadline to end decides for all.
   void barrier(const std::string& tag, std::vector<int> ranks, Deadline deadline);
   /// As barrier(), and returns everybody's bytes (64 KiB each at most), in the order of ascending rank.
   std::vector<Bytes> all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,

@@ -1,0 +1,87 @@
+#pragma once
+#include <functional>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/runtime.h>
+#include <torchspan/core/sim_executor.h>
+#include <torchspan/net/sim.h>
+#include <torchspan/rendezvous/membership.h>
+
+namespace torchspan::rendezvous {
+
+/// For tests: workers of one world as simulated threads, each with a runtime and endpoints of its own.
+class SimulatedWorld {
+ public:
+  SimulatedWorld(std::uint64_t seed, int size, net::SimNetwork::Options options = {})
+      : size_(size), executor_(seed), network_(executor_, options) {}
+
+  SimExecutor& executor() { return executor_; }
+  net::SimNetwork& network() { return network_; }
+  int size() const { return size_; }
+  Deadline in(Duration time) const { return executor_.deadline_in(time); }
+
+  JoinOptions options(int rank) const {
+    JoinOptions options;
+    options.name = "worker" + std::to_string(rank);
+    options.rank = rank;
+    options.world_size = size_;
+    options.store_address = "sim:store";
+    options.address = "sim:" + options.name;
+    options.job = "job";
+    options.epoch = 1000 + static_cast<std::uint64_t>(rank);
+    options.timeout = std::chrono::seconds(10);
+    return options;
+  }
+  /// Endpoints are named by `number`, so that workers which claim one name still differ.
+  TransportFactory transports(int number) {
+    return [this, number](const std::string& endpoint, net::Handler& handler) {
+      const std::string name = endpoint == "store" ? endpoint : "member" + std::to_string(number);
+      return network_.make_transport(name, handler, {});
+    };
+  }
+  std::unique_ptr<Membership> join(int number, JoinOptions options) {
+    auto runtime = std::make_unique<Runtime>(executor_, options.name, LogLevel::kOff);
+    Runtime& mine = *runtime;
+    runtimes_.push_back(std::move(runtime));
+    return Membership::join(mine, transports(number), std::move(options));
+  }
+  std::unique_ptr<Membership> join(int rank) { return join(rank, options(rank)); }
+
+  /// Kills what belongs to a worker, as if its process had been.
+  void kill(int rank) {
+    network_.kill("member" + std::to_string(rank));
+    if (rank == 0) network_.kill("store");
+  }
+
+  /// Runs `body(rank)` for every rank, each as a thread, until all have ended.
+  void run(const std::function<void(int)>& body) {
+    executor_.run([&] {
+      std::vector<Thread> threads;
+      for (int rank = 0; rank < size_; ++rank) {
+        threads.push_back(executor_.spawn("worker" + std::to_string(rank), [&body, rank] { body(rank); }));
+      }
+    });
+  }
+
+ private:
+  const int size_;
+  SimExecutor executor_;
+  net::SimNetwork network_;
+  std::vector<std::unique_ptr<Runtime>> runtimes_;
+};
+
+/// The Error that `body` throws; a test failure when it throws none.
+inline Error error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(ErrorKind::kInvalid, "nothing was thrown");
+}
+
+}  // namespace torchspan::rendezvous
