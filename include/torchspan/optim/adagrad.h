@@ -1,0 +1,38 @@
+#pragma once
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include <torchspan/optim/functional.h>
+#include <torchspan/optim/recipe.h>
+
+namespace torchspan::optim {
+
+/// Adaptive steps per element (Duchi, Hazan and Singer, JMLR 2011), by LibTorch's rules; t counts the
+/// parameter's own steps from 1:
+///   g = gradient (negated to maximize) + weight_decay * p;  s = initial_accumulator_value + sum of g²
+///   p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+/// A sparse gradient changes only the elements it has, which rules weight decay out. Complex parameters are
+/// treated as pairs of real ones.
+struct Adagrad {
+  static constexpr std::string_view kName = "Adagrad";
+
+  double lr = 0.01;
+  double lr_decay = 0;
+  double weight_decay = 0;
+  double initial_accumulator_value = 0;
+  double eps = 1e-10;
+  bool maximize = false;
+
+  void validate() const;
+  std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
+};
+
+}  // namespace torchspan::optim
+
+template <>
+struct torchspan::Wire<torchspan::optim::Adagrad>
+    : torchspan::WireStruct<torchspan::optim::Adagrad, "optim.Adagrad", &torchspan::optim::Adagrad::lr,
+                            &torchspan::optim::Adagrad::lr_decay, &torchspan::optim::Adagrad::weight_decay,
+                            &torchspan::optim::Adagrad::initial_accumulator_value,
+                            &torchspan::optim::Adagrad::eps, &torchspan::optim::Adagrad::maximize> {};

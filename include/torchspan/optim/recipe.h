@@ -1,0 +1,84 @@
+#pragma once
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/optim/functional.h>
+#include <torchspan/wire/types.h>
+
+namespace torchspan::optim {
+
+/// The options of one kind of optimizer: a plain struct that travels (Wire<O>), knows the kind's name, throws
+/// Error{kInvalid} naming a wrong option from validate(), and builds the optimizer, validated, from
+/// parameters.
+template <class O>
+concept OptimizerOptions = wire::Transferable<O> && std::default_initializable<O> &&
+    requires(const O& options, std::vector<at::Tensor> parameters) {
+  { O::kName } -> std::convertible_to<std::string_view>;
+  options.validate();
+  { options.build(std::move(parameters)) } -> std::same_as<std::unique_ptr<FunctionalOptimizer>>;
+};
+
+/// Which optimizer, with which options: made from any options struct, carried to the parameters' owners,
+/// built there.
+struct Recipe {
+  Recipe() = default;
+  /// Throws Error{kInvalid} when the options are wrong.
+  template <OptimizerOptions O>
+  Recipe(const O& options)
+      : Recipe(O::kName, wire::type_tag<O>(), (options.validate(), wire::to_payload(options))) {}
+
+  std::string kind;        ///< O::kName
+  std::uint64_t type = 0;  ///< digest of the options' type: tells two versions of a program apart
+  Bytes options;           ///< as Wire<O> writes them
+
+ private:
+  Recipe(std::string_view kind, std::uint64_t type, wire::Payload payload);
+};
+
+/// The kinds of optimizers that a worker can build. Made in main() and handed to the worker's optimizer
+/// extension; the same on all workers. Not changed once a worker has it.
+class OptimizerTable {
+ public:
+  /// The kinds of this library.
+  OptimizerTable();
+  /// Adds a kind. Throws Error{kInvalid} when its name is taken.
+  template <OptimizerOptions O>
+  OptimizerTable& add() {
+    insert(O::kName, {wire::type_tag<O>(), [](const Bytes& bytes, std::vector<at::Tensor> parameters) {
+                        wire::Payload payload;
+                        payload.value = bytes;
+                        return wire::from_payload<O>(payload).build(std::move(parameters));
+                      }});
+    return *this;
+  }
+  /// Throws Error{kInvalid} for a kind that is not here (naming those that are), for options of another
+  /// version of the program, and whatever the optimizer's constructor throws.
+  std::unique_ptr<FunctionalOptimizer> build(const Recipe& recipe, std::vector<at::Tensor> parameters) const;
+  std::vector<std::string> kinds() const;
+
+ private:
+  struct Entry {
+    std::uint64_t type;
+    std::function<std::unique_ptr<FunctionalOptimizer>(const Bytes&, std::vector<at::Tensor>)> build;
+  };
+  void insert(std::string_view kind, Entry entry);
+
+  std::map<std::string, Entry, std::less<>> entries_;
+};
+
+}  // namespace torchspan::optim
+
+template <>
+struct torchspan::Wire<torchspan::optim::Recipe>
+    : torchspan::WireStruct<torchspan::optim::Recipe, "optim.Recipe", &torchspan::optim::Recipe::kind,
+                            &torchspan::optim::Recipe::type, &torchspan::optim::Recipe::options> {};

@@ -1,0 +1,38 @@
+#pragma once
+#include <limits>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include <torchspan/optim/functional.h>
+#include <torchspan/optim/recipe.h>
+
+namespace torchspan::optim {
+
+/// Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), by LibTorch's rules:
+///   g = gradient (negated to maximize) + weight_decay * p
+///   b = g at the first step, momentum * b + (1 - dampening) * g later
+///   p -= lr * (g without momentum; g + momentum * b with nesterov; else b)
+/// Sparse gradients work without weight decay; their momentum is sparse too.
+struct SGD {
+  static constexpr std::string_view kName = "SGD";
+
+  double lr = std::numeric_limits<double>::quiet_NaN();  ///< must be given
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;  ///< needs a momentum and no dampening
+  bool maximize = false;
+
+  void validate() const;
+  std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
+};
+
+}  // namespace torchspan::optim
+
+template <>
+struct torchspan::Wire<torchspan::optim::SGD>
+    : torchspan::WireStruct<torchspan::optim::SGD, "optim.SGD", &torchspan::optim::SGD::lr,
+                            &torchspan::optim::SGD::momentum, &torchspan::optim::SGD::dampening,
+                            &torchspan::optim::SGD::weight_decay, &torchspan::optim::SGD::nesterov,
+                            &torchspan::optim::SGD::maximize> {};

@@ -1,0 +1,59 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/optim/adagrad.h>
+#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/sgd.h>
+
+namespace torchspan::optim {
+
+OptimizerTable::OptimizerTable() {
+  add<SGD>();
+  add<Adagrad>();
+}
+
+Recipe::Recipe(std::string_view kind, std::uint64_t type, wire::Payload payload)
+    : kind(kind), type(type), options(std::move(payload.value)) {
+  if (!payload.tensors.empty() || !payload.references.empty()) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("the options of optimizer '{}' hold tensors or references: only plain values travel "
+                    "in a recipe",
+                    kind));
+  }
+}
+
+void OptimizerTable::insert(std::string_view kind, Entry entry) {
+  if (!entries_.emplace(kind, std::move(entry)).second) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("there is an optimizer '{}' already: give yours another kName", kind));
+  }
+}
+
+std::vector<std::string> OptimizerTable::kinds() const {
+  std::vector<std::string> kinds;
+  for (const auto& [kind, entry] : entries_) kinds.push_back(kind);
+  return kinds;
+}
+
+std::unique_ptr<FunctionalOptimizer> OptimizerTable::build(const Recipe& recipe,
+                                                           std::vector<at::Tensor> parameters) const {
+  const auto found = entries_.find(recipe.kind);
+  if (found == entries_.end()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("no optimizer '{}' here, only {}: add its options to the OptimizerTable of every worker",
+                    recipe.kind, fmt::join(kinds(), ", ")));
+  }
+  if (found->second.type != recipe.type) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the options of optimizer '{}' have another layout here than where the recipe was made: "
+                    "run the same version of the program on all workers",
+                    recipe.kind));
+  }
+  return found->second.build(recipe.options, std::move(parameters));
+}
+
+}  // namespace torchspan::optim
