@@ -1,0 +1,201 @@
+#include <arpa/inet.h>
+#include <array>
+#include <csignal>
+#include <filesystem>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <torchspan/core/runtime.h>
+#include <torchspan/rendezvous/membership.h>
+
+#include "rendezvous/simulated_world.h"
+
+namespace torchspan::rendezvous {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// A socket that listens on a free loopback port, as some other program would.
+class ForeignListener {
+ public:
+  ForeignListener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    EXPECT_EQ(bind(socket_, reinterpret_cast<sockaddr*>(&address), size), 0);
+    EXPECT_EQ(listen(socket_, 8), 0);
+    EXPECT_EQ(getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    port_ = ntohs(address.sin_port);
+  }
+  ~ForeignListener() { close(socket_); }
+  int port() const { return port_; }
+  /// Takes one connection, answers `text` and closes.
+  void answer_once(const std::string& text) const {
+    const int peer = accept(socket_, nullptr, nullptr);
+    EXPECT_GE(peer, 0);
+    EXPECT_EQ(write(peer, text.data(), text.size()), static_cast<ssize_t>(text.size()));
+    std::array<char, 4096> sink;
+    while (read(peer, sink.data(), sink.size()) > 0) {
+    }
+    close(peer);
+  }
+
+ private:
+  int socket_;
+  int port_ = 0;
+};
+
+int free_port() { return ForeignListener().port(); }
+
+/// Workers as threads of this process, over real sockets.
+class Sockets : public ::testing::Test {
+ protected:
+  Sockets() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "torchspan-XXXXXX").string();
+    folder_ = mkdtemp(pattern.data());
+  }
+  ~Sockets() override { std::filesystem::remove_all(folder_); }
+
+  JoinOptions options(int rank, int world_size) const {
+    JoinOptions options;
+    options.name = "worker" + std::to_string(rank);
+    options.rank = rank;
+    options.world_size = world_size;
+    options.store_address = "unix:" + folder_ + "/store";
+    options.address = "unix:" + folder_ + "/" + options.name;
+    options.timeout = seconds(30);
+    return options;
+  }
+  Deadline in(Duration time) const { return executor_->deadline_in(time); }
+  std::unique_ptr<Membership> join(Runtime& runtime, JoinOptions options) const {
+    return Membership::join(runtime, stream_transports(*executor_, secret_), std::move(options));
+  }
+  void run(int count, const std::function<void(int)>& body) const {
+    std::vector<Thread> threads;
+    for (int rank = 0; rank < count; ++rank) {
+      threads.push_back(executor_->spawn("worker", [&body, rank] { body(rank); }));
+    }
+  }
+  void meet(int count, const std::function<void(JoinOptions&)>& change) const {
+    run(count, [&](int rank) {
+      Runtime runtime(*executor_, "worker", LogLevel::kOff);
+      JoinOptions mine = options(rank, count);
+      change(mine);
+      const auto membership = join(runtime, mine);
+      EXPECT_EQ(membership->world_size(), count);
+      for (int round = 0; round < 50; ++round) {
+        const auto all =
+            membership->all_gather("g", Bytes{static_cast<std::byte>(rank)}, {}, in(seconds(30)));
+        for (int other = 0; other < count; ++other) {
+          EXPECT_EQ(all.at(static_cast<std::size_t>(other)), Bytes{static_cast<std::byte>(other)});
+        }
+      }
+      membership->leave(in(seconds(30)));
+    });
+  }
+
+  std::string folder_;
+  std::unique_ptr<Executor> executor_ = make_executor();
+  net::Secret secret_ = net::Secret::random();
+};
+
+TEST_F(Sockets, WorkersMeetOverUnixSockets) {
+  meet(6, [](JoinOptions&) {});
+}
+
+TEST_F(Sockets, WorkersMeetOverLoopback) {
+  const std::string store = "tcp:127.0.0.1:" + std::to_string(free_port());
+  meet(6, [&](JoinOptions& options) { options.store_address = store; });
+}
+
+TEST_F(Sockets, WrongSecretIsDeniedWithAdvice) {
+  run(2, [&](int rank) {
+    Runtime runtime(*executor_, "worker", LogLevel::kOff);
+    JoinOptions mine = options(rank, 2);
+    if (rank == 0) {
+      mine.timeout = seconds(2);
+      EXPECT_EQ(error_of([&] { join(runtime, mine); }).kind(), ErrorKind::kTimedOut);
+      return;
+    }
+    const auto transports = stream_transports(*executor_, net::Secret::random());
+    const Error error = error_of([&] { Membership::join(runtime, transports, mine); });
+    EXPECT_EQ(error.kind(), ErrorKind::kDenied);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("TORCHSPAN_SECRET_FILE"), HasSubstr("MASTER_PORT")));
+  });
+}
+
+TEST_F(Sockets, PortInUseIsNamedWithAdvice) {
+  const ForeignListener other;
+  Runtime runtime(*executor_, "worker", LogLevel::kOff);
+  JoinOptions mine = options(0, 2);
+  mine.store_address = "tcp:127.0.0.1:" + std::to_string(other.port());
+  const Error error = error_of([&] { join(runtime, mine); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.what(), AllOf(HasSubstr(std::to_string(other.port())), HasSubstr("set MASTER_PORT"),
+                                  HasSubstr("ss -ltnp")));
+}
+
+TEST_F(Sockets, ForeignProgramAtTheAddressIsRecognized) {
+  const ForeignListener other;
+  const Thread server = executor_->spawn("foreign", [&] {
+    other.answer_once(
+        "HTTP/1.1 400 Bad Request\r\n\r\n"
+        "this is no store of anybody's, "
+        "and it says so at some length\r\n");
+  });
+  Runtime runtime(*executor_, "worker", LogLevel::kOff);
+  JoinOptions mine = options(1, 2);
+  mine.store_address = "tcp:127.0.0.1:" + std::to_string(other.port());
+  const Error error = error_of([&] { join(runtime, mine); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.what(), AllOf(HasSubstr(mine.store_address), HasSubstr("MASTER_PORT")));
+}
+
+TEST_F(Sockets, AddressOfAnotherHostIsUnsupportedInThisVersion) {
+  Runtime runtime(*executor_, "worker", LogLevel::kOff);
+  for (const int rank : {0, 1}) {
+    JoinOptions mine = options(rank, 2);
+    mine.store_address = "tcp:192.0.2.1:29500";
+    const Error error = error_of([&] { join(runtime, mine); });
+    EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
+    EXPECT_THAT(error.what(), HasSubstr("192.0.2.1"));
+  }
+}
+
+TEST_F(Sockets, KilledProcessIsHeardOf) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto executor = make_executor();
+    Runtime runtime(*executor, "worker1", LogLevel::kOff);
+    const auto membership = Membership::join(runtime, stream_transports(*executor, secret_), options(1, 2));
+    membership->barrier("in", {}, executor->deadline_in(seconds(30)));
+    pause();
+    _exit(0);
+  }
+  Runtime runtime(*executor_, "worker0", LogLevel::kOff);
+  const auto membership = join(runtime, options(0, 2));
+  EXPECT_EQ(membership->member(1).pid, child);
+  membership->barrier("in", {}, in(seconds(30)));
+  const auto parker = executor_->make_parker();
+  membership->on_death([&](const Member& member, const Error&) {
+    EXPECT_EQ(member.pid, child);
+    parker->unpark();
+  });
+  EXPECT_EQ(kill(child, SIGKILL), 0);
+  EXPECT_TRUE(parker->park(in(seconds(10))));
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  const Error error = error_of([&] { membership->barrier("b", {}, in(seconds(30))); });
+  EXPECT_THAT(error.what(), HasSubstr("worker1 (rank 1, pid " + std::to_string(child)));
+  membership->leave(in(seconds(10)));
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous
