@@ -12,6 +12,7 @@
 namespace torchspan::autograd {
 
 class ContextState;
+class CurrentScope;
 using engine::ParameterGradient;
 
 struct BackwardOptions {
@@ -20,7 +21,8 @@ struct BackwardOptions {
   Duration timeout = std::chrono::minutes(10);
 };
 
-/// A context as seen from a handler, or from the scope that made it: runs passes and reads gradients. Cheap to copy.
+/// A context as seen from a handler, or from the scope that made it: runs passes and reads gradients. Cheap
+/// to copy.
 class ContextView {
  public:
   ContextView(Worker worker, std::shared_ptr<ContextState> state)
@@ -28,11 +30,11 @@ class ContextView {
 
   /// Unique in the world: the maker's rank in the high 16 bits.
   std::uint64_t id() const;
-  /// Differentiates `root` through every worker that the forward pass visited. Gradients accumulate in the context,
-  /// on the worker where each parameter lives; `.grad` stays as it is. Returns when all workers are done.
-  /// FAST mode: every tensor sent in this context must take part in the loss. Throws Error: kInvalid for a root
-  /// that is empty, not a scalar, or needs no gradient, and while another pass runs in this context;
-  /// kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut.
+  /// Differentiates `root` through every worker that the forward pass visited. Gradients accumulate in the
+  /// context, on the worker where each parameter lives; `.grad` stays as it is. Returns when all workers are
+  /// done. FAST mode: every tensor sent in this context must take part in the loss. Throws Error: kInvalid
+  /// for a root that is empty, not a scalar, or needs no gradient, and while another pass runs in this
+  /// context; kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut.
   void backward(const at::Tensor& root, BackwardOptions options = {}) const;
   void backward(const std::vector<at::Tensor>& roots, BackwardOptions options = {}) const;
   /// The gradients that this worker's parameters have in this context, in the order of first accumulation.
@@ -45,9 +47,10 @@ class ContextView {
   std::shared_ptr<ContextState> state_;
 };
 
-/// A distributed autograd context for as long as the object lives: calls made by this thread meanwhile record how
-/// tensors travelled, and backward() follows them back. Its end releases the state on all workers that took part.
-/// One per thread at a time: a second one throws Error{kInvalid}. Must end on the thread that made it.
+/// A distributed autograd context for as long as the object lives: calls made by this thread meanwhile record
+/// how tensors travelled, and backward() follows them back. Its end releases the state on all workers that
+/// took part. One per thread at a time: a second one throws Error{kInvalid}. Must end on the thread that made
+/// it.
 class Context : public ContextView {
  public:
   explicit Context(const Worker& worker);
@@ -58,10 +61,13 @@ class Context : public ContextView {
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
+
+ private:
+  std::unique_ptr<CurrentScope> scope_;
 };
 
-/// The context that this thread works in: inside a Context's scope, or in a handler of a call made in one. Throws
-/// Error{kInvalid} when there is none.
+/// The context that this thread works in: inside a Context's scope, or in a handler of a call made in one.
+/// Throws Error{kInvalid} when there is none.
 ContextView current(const Worker& worker);
 bool has_current();
 

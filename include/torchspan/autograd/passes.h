@@ -19,8 +19,8 @@ class Passes final : public rpc::Extension {
   ~Passes() override;
   void attach(rpc::Registrar& registrar) override;
 
-  /// A context by its id; throws Error{kInvalid} when this worker knows no such context: it took no part in it, or
-  /// it was released.
+  /// A context by its id; throws Error{kInvalid} when this worker knows no such context: it took no part in
+  /// it, or it was released.
   ContextView find(std::uint64_t context) const;
   PassCounts counts() const;
 

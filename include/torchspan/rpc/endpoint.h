@@ -1,4 +1,5 @@
 #pragma once
+#include <map>
 #include <memory>
 #include <string>
 #include <typeindex>
@@ -45,6 +46,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual ReferencePtr own(ValuePtr value, std::string type_name, std::source_location site) = 0;
   /// Starts the creation of a value on `to`: the request's payload begins after the ids that this adds.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
+  /// Everybody's bytes by worker name; see Worker::all_gather.
+  virtual std::map<std::string, Bytes> all_gather(const std::string& tag, const Bytes& mine,
+                                                  const std::vector<std::string>& participants,
+                                                  Deadline deadline) = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;
 };
 
@@ -57,7 +62,8 @@ class Reference {
   virtual std::uint32_t owner() const = 0;
   virtual GlobalId value_id() const = 0;
   virtual GlobalId fork_id() const = 0;
-  virtual const std::string& type_name() const = 0;
+  /// Digest of the value's type name, as handles carry it.
+  virtual std::uint64_t type_tag() const = 0;
   /// Done when the owner knows this fork (users), or when the value is there (owners); fails with the
   /// creation.
   virtual Future<void> ready() const = 0;

@@ -13,13 +13,20 @@ class Worker;
 
 namespace rpc {
 
-/// Thread state that belongs to one call on its callee: entered before every step of the handler, left after
-/// it, on whichever thread the step runs.
+/// Thread state that belongs to one call on its callee and follows its handler from thread to thread.
 class CallScope {
  public:
+  /// The state is in force while it lives; its end gives the thread its own state back.
+  class Entry {
+   public:
+    virtual ~Entry() = default;
+  };
   virtual ~CallScope() = default;
-  virtual void enter() = 0;
-  virtual void leave() = 0;
+  /// Puts the state in force on this thread.
+  virtual std::unique_ptr<Entry> enter() = 0;
+  /// The handler, a coroutine, is about to suspend on this thread: remembers what the next enter() puts in
+  /// force.
+  virtual void save() = 0;
 };
 
 /// Sees the tensors of every user call and of its reply, on both sides, and adds a small header of its own.

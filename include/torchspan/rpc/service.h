@@ -1,0 +1,55 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/runtime.h>
+#include <torchspan/net/transport.h>
+#include <torchspan/rendezvous/membership.h>
+#include <torchspan/rpc/extension.h>
+#include <torchspan/rpc/worker.h>
+
+namespace torchspan::rpc {
+
+struct ServiceOptions {
+  std::string name = "worker0";
+  std::uint32_t rank = 0;
+  std::string listen;  ///< where the transport listens: "unix:/…", "sim:worker0"
+  Duration default_timeout = std::chrono::seconds(60);  ///< of calls without one of their own; zero: none
+  std::size_t threads = 4;                              ///< handlers that run at once
+  std::size_t max_threads = 256;                        ///< pool threads, those that wait included
+  bool report_leaks = true;  ///< graceful shutdown logs references that nobody gave back
+};
+
+/// Runs one worker: its transport, its threads and its tables. Construct, join a world with address(),
+/// start(), use worker(), shutdown(). Must not be destroyed by one of its own threads.
+class WorkerService {
+ public:
+  using MakeTransport = std::function<std::unique_ptr<net::Transport>(net::Handler&)>;
+
+  /// Listens and attaches the extensions; serves nothing yet. `runtime` must outlive the service.
+  WorkerService(Runtime& runtime, FunctionTable functions, ServiceOptions options,
+                MakeTransport make_transport, std::vector<std::unique_ptr<Extension>> extensions);
+  /// stop().
+  ~WorkerService();
+
+  /// What peers dial; empty in a world of one.
+  const std::string& address() const;
+  /// Begins to serve: the members are the world. Calls that peers sent earlier wait until now.
+  void start(std::unique_ptr<rendezvous::Membership> membership);
+  Worker& worker();
+
+  /// Waits until no worker has calls outstanding and all references are given back, then leaves together with
+  /// the others. When a worker died or the deadline ends first: stops this worker and throws an Error that
+  /// says which. Idempotent.
+  void shutdown(Deadline deadline = Deadline::never());
+  /// Stops this worker at once; what is outstanding fails with kCancelled. Idempotent.
+  void stop();
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace torchspan::rpc

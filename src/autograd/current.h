@@ -1,0 +1,30 @@
+#pragma once
+#include <memory>
+
+namespace torchspan::autograd {
+
+class ContextState;
+class PassState;
+
+/// What this thread works in: a context and, while it drives a pass, the pass. The library's only
+/// thread-local state; set by scopes alone.
+struct Current {
+  std::shared_ptr<ContextState> context;
+  PassState* pass = nullptr;
+};
+
+const Current& current_state();
+
+/// Puts `next` in force until it ends; ends on the thread that made it.
+class CurrentScope {
+ public:
+  explicit CurrentScope(Current next);
+  ~CurrentScope();
+  CurrentScope(const CurrentScope&) = delete;
+  CurrentScope& operator=(const CurrentScope&) = delete;
+
+ private:
+  Current previous_;
+};
+
+}  // namespace torchspan::autograd

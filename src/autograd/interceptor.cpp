@@ -1,0 +1,111 @@
+#include "autograd/interceptor.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "autograd/current.h"
+#include "autograd/messages.h"
+
+namespace torchspan::autograd {
+namespace {
+
+bool carries_edge(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+EdgeHeader decode_header(BytesView header) {
+  wire::Payload payload;
+  payload.value.assign(header.begin(), header.end());
+  return wire::from_payload<EdgeHeader>(payload);
+}
+
+/// The context that a handler works in; follows it when it is a coroutine.
+class ContextScope final : public rpc::CallScope {
+ public:
+  explicit ContextScope(std::shared_ptr<ContextState> context) : current_{std::move(context), nullptr} {}
+  std::unique_ptr<Entry> enter() override { return std::make_unique<Entered>(current_); }
+  void save() override { current_ = current_state(); }
+
+ private:
+  struct Entered final : Entry {
+    explicit Entered(Current current) : scope(std::move(current)) {}
+    CurrentScope scope;
+  };
+  Current current_;
+};
+
+}  // namespace
+
+void EdgeInterceptor::warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
+  if (!call.reply || warned_.load()) return;
+  const bool cut = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return carries_edge(tensor) && !tensor.is_leaf();
+  });
+  if (!cut || warned_.exchange(true)) return;
+  runtime_.log.warning(
+      fmt::format("a result of '{}' requires grad, but the call was made outside any autograd context: "
+                  "it is delivered detached. Make an autograd::Context around the call if its gradient "
+                  "is wanted (said once)",
+                  call.name));
+}
+
+Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
+  const std::shared_ptr<ContextState>& context = current_state().context;
+  if (!context) {
+    warn_cut(call, tensors);
+    return {};
+  }
+  context->add_worker(call.peer);
+  EdgeHeader header;
+  header.context = context->id();
+  if (at::GradMode::is_enabled()) {
+    for (std::uint32_t i = 0; i < tensors.size(); ++i) {
+      if (carries_edge(tensors[i])) header.tensors.push_back(i);
+    }
+  }
+  if (!header.tensors.empty()) {
+    header.message = registry_->next_id();
+    auto send = std::make_shared<SendNode>(header.message, call.peer, std::string(call.name));
+    for (std::uint32_t i : header.tensors) {
+      send->add_input_metadata(tensors[i]);
+      send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
+      tensors[i] = tensors[i].detach();
+    }
+    context->add_send(send);
+  }
+  return wire::to_payload(header).value;
+}
+
+void EdgeInterceptor::undo(const rpc::CallInfo&, BytesView bytes) {
+  const EdgeHeader header = decode_header(bytes);
+  if (auto context = registry_->find(header.context)) context->remove_send(header.message);
+}
+
+std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& call,
+                                                          std::span<at::Tensor> tensors, BytesView bytes) {
+  if (bytes.empty()) return std::make_shared<ContextScope>(nullptr);
+  const EdgeHeader header = decode_header(bytes);
+  auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
+  if (!context) {
+    if (call.reply) return nullptr;  // the context ended while the call was out: nobody wants the gradient
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("autograd context {:#x} has ended, so a call made in it came too late", header.context));
+  }
+  context->add_worker(call.peer);
+  if (header.message != 0) {
+    auto receive = std::make_shared<RecvNode>(header.message, call.peer, std::string(call.name));
+    for (std::uint32_t i : header.tensors) {
+      if (i >= tensors.size() || !tensors[i].defined() ||
+          !torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
+        throw Error(ErrorKind::kInvalid, "an autograd header names a tensor that is not in its message");
+      }
+      tensors[i].set_requires_grad(false);
+      torch::autograd::set_history(tensors[i], receive);
+    }
+  }
+  return std::make_shared<ContextScope>(std::move(context));
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,32 @@
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include <torchspan/rpc/extension.h>
+
+#include "autograd/registry.h"
+
+namespace torchspan::autograd {
+
+/// Records in the current context how tensors travel: a send node where they leave, a receive node where they
+/// come in, for requests and replies alike; and gives handlers the context of their call.
+class EdgeInterceptor final : public rpc::Interceptor {
+ public:
+  EdgeInterceptor(Runtime& runtime, std::shared_ptr<Registry> registry)
+      : runtime_(runtime), registry_(std::move(registry)) {}
+
+  std::string_view name() const override { return "autograd"; }
+  Bytes outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) override;
+  void undo(const rpc::CallInfo& call, BytesView header) override;
+  std::shared_ptr<rpc::CallScope> incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
+                                           BytesView header) override;
+
+ private:
+  void warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors);
+
+  Runtime& runtime_;
+  const std::shared_ptr<Registry> registry_;
+  std::atomic<bool> warned_{false};
+};
+
+}  // namespace torchspan::autograd

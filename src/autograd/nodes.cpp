@@ -1,0 +1,25 @@
+#include "autograd/nodes.h"
+
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+#include "autograd/current.h"
+#include "autograd/pass.h"
+
+namespace torchspan::autograd {
+
+torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {
+  PassState* pass = current_state().pass;
+  if (pass == nullptr) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("this loss depends on tensors that came from another worker (call '{}', rank {}), so "
+                    "loss.backward() would lose their gradients: use context.backward(loss)",
+                    call_, from_));
+  }
+  pass->send_back(*this, std::move(gradients));
+  return {};
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,44 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include <torchspan/autograd/passes.h>
+#include <torchspan/core/mutex.h>
+
+#include "autograd/pass.h"
+#include "autograd/state.h"
+
+namespace torchspan::autograd {
+
+/// The contexts that one worker knows, and the ids of those that ended, so that late messages do not bring
+/// them back. Thread-safe.
+class Registry {
+ public:
+  explicit Registry(std::uint32_t rank) : rank_(rank) {}
+
+  std::uint64_t next_id();
+  std::shared_ptr<ContextState> create();
+  /// A context that another worker made; null when it was released before.
+  std::shared_ptr<ContextState> find_or_create(std::uint64_t id);
+  std::shared_ptr<ContextState> find(std::uint64_t id) const;
+  /// Takes it out, for good.
+  std::shared_ptr<ContextState> remove(std::uint64_t id);
+  std::vector<std::shared_ptr<ContextState>> all() const;
+
+ private:
+  /// Enough for messages that are late by thousands of passes.
+  static constexpr std::size_t kRemembered = 1 << 16;
+
+  const std::uint32_t rank_;
+  mutable Mutex mutex_;
+  std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::shared_ptr<ContextState>> contexts_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::uint64_t> ended_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::uint64_t> ended_order_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,58 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/engine/gradient_map.h>
+
+#include "autograd/nodes.h"
+
+namespace torchspan::autograd {
+
+class PassState;
+
+/// One worker's part of a context: the sends of its forward passes, the gradients of its parameters, the
+/// workers it dealt with, and the pass that runs. Thread-safe.
+class ContextState {
+ public:
+  explicit ContextState(std::uint64_t id) : id_(id) {}
+
+  std::uint64_t id() const { return id_; }
+  engine::GradientMap& gradients() { return gradients_; }
+
+  void add_send(const std::shared_ptr<SendNode>& send);
+  void remove_send(std::uint64_t message);
+  /// Null when there is none.
+  std::shared_ptr<SendNode> find_send(std::uint64_t message) const;
+  std::vector<std::shared_ptr<SendNode>> sends() const;
+  void remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends);
+
+  void add_worker(std::uint32_t rank);
+  std::set<std::uint32_t> workers() const;
+
+  /// The pass that runs here, or null.
+  std::shared_ptr<PassState> pass() const;
+  /// Makes `pass` the one that runs; false when another one does. Throws Error{kCancelled} for a pass that
+  /// was aborted before it was heard of here, and Error{kInvalid} when the context is released.
+  bool begin_pass(const std::shared_ptr<PassState>& pass);
+  void end_pass(const PassState& pass);
+  /// Remembers that a pass is over, so that its late messages do not start it anew.
+  void remember_aborted(std::uint64_t pass, const std::string& reason);
+  bool release();
+
+ private:
+  const std::uint64_t id_;
+  engine::GradientMap gradients_;
+  mutable Mutex mutex_;
+  std::map<std::uint64_t, std::shared_ptr<SendNode>> sends_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, std::string> aborted_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool released_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,41 @@
+#pragma once
+#include <torchspan/rpc/message.h>
+
+namespace torchspan::rpc {
+
+/// The control messages of the reference protocol (docs/architecture/rref.md); all idempotent, all
+/// acknowledged.
+struct ForkRequest {
+  static constexpr wire::MessageType kType{0x0020};
+  static constexpr std::string_view kName = "rref.fork_request";
+  using Reply = Unit;
+  GlobalId value, fork;
+};
+struct ChildAccept {
+  static constexpr wire::MessageType kType{0x0021};
+  static constexpr std::string_view kName = "rref.child_accept";
+  using Reply = Unit;
+  GlobalId value, fork;
+};
+struct UserDelete {
+  static constexpr wire::MessageType kType{0x0022};
+  static constexpr std::string_view kName = "rref.user_delete";
+  using Reply = Unit;
+  GlobalId value, fork;
+};
+
+}  // namespace torchspan::rpc
+
+namespace torchspan {
+template <>
+struct Wire<GlobalId> : WireStruct<GlobalId, "GlobalId", &GlobalId::worker, &GlobalId::local> {};
+template <>
+struct Wire<rpc::ForkRequest>
+    : WireStruct<rpc::ForkRequest, "rref.ForkRequest", &rpc::ForkRequest::value, &rpc::ForkRequest::fork> {};
+template <>
+struct Wire<rpc::ChildAccept>
+    : WireStruct<rpc::ChildAccept, "rref.ChildAccept", &rpc::ChildAccept::value, &rpc::ChildAccept::fork> {};
+template <>
+struct Wire<rpc::UserDelete>
+    : WireStruct<rpc::UserDelete, "rref.UserDelete", &rpc::UserDelete::value, &rpc::UserDelete::fork> {};
+}  // namespace torchspan

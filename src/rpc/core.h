@@ -1,0 +1,208 @@
+#pragma once
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+#include <vector>
+
+#include <torchspan/core/pool.h>
+#include <torchspan/net/transport.h>
+#include <torchspan/rendezvous/membership.h>
+#include <torchspan/rpc/service.h>
+#include <torchspan/wire/tensors.h>
+
+#include "rpc/call_table.h"
+#include "rpc/links.h"
+#include "rpc/references.h"
+
+namespace torchspan::rpc {
+
+class Core;
+
+/// Enters the scopes of a call for as long as it lives.
+class ScopeGuard {
+ public:
+  explicit ScopeGuard(const std::vector<std::shared_ptr<CallScope>>& scopes);
+  ~ScopeGuard();
+  ScopeGuard(const ScopeGuard&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<CallScope::Entry>> entries_;
+};
+
+/// A request that came in, from its frame to its reply.
+struct IncomingCall {
+  std::uint32_t peer = 0;
+  std::shared_ptr<net::Channel> channel;  ///< null: this worker's own
+  net::Message message;
+  wire::FrameView frame;  ///< views into message.header
+  CallInfo info;
+  std::string name;
+  Deadline deadline;
+  wire::Payload payload;
+  wire::Handle creation;  ///< kCreateRemote: the new reference
+  std::vector<std::shared_ptr<CallScope>> scopes;
+  bool user_values = false;
+};
+using IncomingPtr = std::shared_ptr<IncomingCall>;
+
+/// Sends the reply of an incoming call, once.
+class ReplyCompletion final : public Completion {
+ public:
+  ReplyCompletion(std::shared_ptr<Core> core, IncomingPtr call)
+      : core_(std::move(core)), call_(std::move(call)) {}
+  ~ReplyCompletion() override;
+  void succeed(wire::Payload& reply) override;
+  void fail(std::exception_ptr error) override;
+
+ private:
+  std::shared_ptr<Core> core_;
+  IncomingPtr call_;
+  std::atomic<bool> sent_{false};
+};
+
+/// The waiters' and continuations' place: the pool, with a short spin before a waiter sleeps.
+class Host final : public FutureHost {
+ public:
+  Host(Executor& executor, PoolOptions options) : pool_(executor, std::move(options)) {}
+  Executor& executor() override { return pool_.executor(); }
+  void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
+  void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
+  Pool& pool() { return pool_; }
+
+ private:
+  Pool pool_;
+};
+
+/// Totals that the workers compare to know that all is quiet.
+struct Totals {
+  std::uint64_t sent = 0;
+  std::uint64_t handled = 0;
+  bool busy = false;
+};
+
+/// The worker itself: dispatches frames, keeps the tables, runs handlers. Its parts have locks of their own,
+/// held for microseconds and never across user code, a send or each other.
+class Core final : public Endpoint, public net::Handler {
+ public:
+  using Serve = std::function<void(const IncomingPtr&, const std::shared_ptr<Completion>&)>;
+  struct Entry {
+    std::string name;
+    RunOn where = RunOn::kPool;
+    bool user_values = false;
+    Serve serve;
+  };
+
+  Core(Runtime& runtime, FunctionTable functions, ServiceOptions options);
+  void open(const WorkerService::MakeTransport& make_transport);
+  void attach(std::vector<std::unique_ptr<Extension>> extensions);
+  void start(std::unique_ptr<rendezvous::Membership> membership);
+  void shutdown(Deadline deadline);
+  /// After stop(): lets go of what refers back to this object, so that it can end.
+  void release() {
+    membership_.reset();
+    worker_.reset();
+  }
+  void stop();
+  void member_departed(std::uint32_t rank, const Error& reason);
+  void add_handler(wire::MessageType type, Entry entry);
+
+  // Endpoint
+  Runtime& runtime() override { return runtime_; }
+  std::weak_ptr<FutureHost> host() override { return host_; }
+  const WorkerInfo& self() const override { return self_; }
+  const std::vector<WorkerInfo>& workers() const override { return workers_; }
+  std::uint32_t resolve(const Destination& to) const override;
+  std::uint64_t id_of(const char* name, std::string (*signature)()) const override;
+  Deadline deadline_for(const CallOptions& options) const override;
+  void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
+  Duration default_timeout() const override { return default_timeout_.load(); }
+  void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
+  ReferencePtr own(ValuePtr value, std::string type_name, std::source_location site) override;
+  ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
+  std::map<std::string, Bytes> all_gather(const std::string& tag, const Bytes& mine,
+                                          const std::vector<std::string>& participants,
+                                          Deadline deadline) override;
+  void* find_extension(const std::type_info& type) const override;
+
+  // net::Handler
+  void on_accepted(const std::shared_ptr<net::Channel>& channel) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+
+  const std::string& address() const { return address_; }
+  const FunctionTable& functions() const { return functions_; }
+  References& references() { return *references_; }
+  Worker& worker() { return *worker_; }
+  Pool& pool() { return host_->pool(); }
+  const ServiceOptions& options() const { return options_; }
+  Totals totals() const;
+  const std::vector<std::function<Future<void>()>>& shutdown_hooks() const { return shutdown_hooks_; }
+
+ private:
+  friend class ReplyCompletion;
+  friend class CoreRegistrar;
+  struct Outgoing {
+    wire::Frame frame;
+    wire::PackedTensors tensors;
+  };
+
+  bool wait_until_quiet(Deadline deadline);
+  void agree_on_quiet(Deadline deadline);
+  void give_back_references(Deadline deadline);
+  void report_leaks();
+  void lead();
+  void fail_expired();
+  void fail_calls(CallTable::Calls calls, const Error& reason);
+  std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
+  Bytes make_header(wire::Frame& frame) const;
+  /// Interceptors, handles and tensors of a message on its way out; undone by undo() when the send fails.
+  Outgoing prepare(const CallInfo& info, wire::Payload& payload, bool user_values);
+  void undo(const CallInfo& info, const wire::Frame& frame);
+  void transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+                const wire::PackedTensors& tensors);
+  void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
+               const wire::Handle* creation);
+
+  void dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
+  void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
+  void receive_request(IncomingPtr call);
+  void unpack(IncomingCall& call);
+  void run(const IncomingPtr& call, const Entry& entry);
+  void protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error);
+
+  Runtime& runtime_;
+  const FunctionTable functions_;
+  const ServiceOptions options_;
+  WorkerInfo self_;
+  std::vector<WorkerInfo> workers_;
+  std::uint64_t epoch_ = 0;
+  std::string address_;
+  std::shared_ptr<Host> host_;
+  std::unique_ptr<rendezvous::Membership> membership_;
+  std::unique_ptr<net::Transport> transport_;
+  std::unique_ptr<Links> links_;
+  CallTable calls_;
+  std::shared_ptr<References> references_;
+  std::unordered_map<std::uint16_t, Entry> handlers_;
+  std::vector<Interceptor*> interceptors_;
+  std::vector<std::function<void(std::uint32_t, const Error&)>> departure_callbacks_;
+  std::vector<std::function<Future<void>()>> shutdown_hooks_;
+  std::map<std::type_index, std::unique_ptr<Extension>> extensions_;
+  std::unique_ptr<Worker> worker_;
+  std::atomic<Duration> default_timeout_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> shut_down_{false};
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<std::uint64_t> sent_{0};
+  std::atomic<std::uint64_t> handled_{0};
+  std::atomic<std::uint64_t> running_{0};
+  Thread leader_;
+};
+
+/// Installs the handlers of calls, creations, fetches, operators and the reference protocol.
+void install_handlers(Core& core);
+
+}  // namespace torchspan::rpc

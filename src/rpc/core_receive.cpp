@@ -1,0 +1,157 @@
+#include <fmt/format.h>
+
+#include <torchspan/wire/tensors.h>
+
+#include "rpc/core.h"
+
+namespace torchspan::rpc {
+
+ScopeGuard::ScopeGuard(const std::vector<std::shared_ptr<CallScope>>& scopes) {
+  entries_.reserve(scopes.size());
+  for (const auto& scope : scopes) entries_.push_back(scope->enter());
+}
+
+ScopeGuard::~ScopeGuard() {
+  while (!entries_.empty()) entries_.pop_back();
+}
+
+void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  try {
+    const auto peer = links_->peer_of(channel.get());
+    if (peer) return dispatch(*peer, channel, std::move(message));
+    const wire::FrameView frame = wire::decode_frame(message.header);
+    if (frame.header.type != Hello::kType) {
+      throw Error(ErrorKind::kInvalid, "the peer's first message is not a hello");
+    }
+    wire::Payload payload;
+    payload.value.assign(frame.value.begin(), frame.value.end());
+    links_->greet(channel, wire::from_payload<Hello>(payload));
+  } catch (const Error& error) {
+    protocol_error(channel, error);
+  }
+}
+
+void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  auto call = std::make_shared<IncomingCall>();
+  call->peer = peer;
+  call->channel = channel;
+  call->message = std::move(message);
+  call->frame = wire::decode_frame(call->message.header);
+  const wire::FrameHeader& header = call->frame.header;
+  if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
+  if (header.type == Hello::kType) return;
+  if ((header.flags & wire::kFlagHasDeadline) != 0) {
+    call->deadline = runtime_.executor.deadline_in(Duration(std::max<std::int64_t>(header.remaining, 0)));
+  }
+  receive_request(std::move(call));
+}
+
+void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame) {
+  auto call = calls_.take(frame.header.call);
+  if (!call) {
+    runtime_.metrics.counter("rpc.late_replies").add();
+    return;
+  }
+  try {
+    wire::Payload payload;
+    payload.value.assign(frame.value.begin(), frame.value.end());
+    if ((frame.header.flags & wire::kFlagError) != 0) throw wire::from_payload<Error>(payload);
+    payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
+    payload.references = references_->from_handles(frame.handles, peer);
+    CallInfo info{call->info.type, call->name, peer, frame.header.call, true};
+    for (Interceptor* interceptor : interceptors_) {
+      if (const auto* blob = frame.blob(interceptor->name()))
+        interceptor->incoming(info, payload.tensors, blob->bytes);
+    }
+    if (call->user_values) {
+      runtime_.spans.record(SpanKind::kCall, call->name, call->started, frame.header.call);
+    }
+    call->completion->succeed(payload);
+  } catch (...) {
+    call->completion->fail(annotate(*call, std::current_exception()));
+  }
+}
+
+void Core::receive_request(IncomingPtr call) {
+  running_.fetch_add(1);
+  auto it = handlers_.find(static_cast<std::uint16_t>(call->frame.header.type));
+  call->info = {call->frame.header.type, {}, call->peer, call->frame.header.call, false};
+  if (it == handlers_.end()) {
+    ReplyCompletion reply(std::static_pointer_cast<Core>(shared_from_this()), call);
+    return reply.fail(std::make_exception_ptr(Error(
+        ErrorKind::kUnsupported,
+        fmt::format(
+            "worker '{}' does not serve messages of type {:#06x}: its session lacks the extension that does",
+            self_.name, static_cast<int>(call->frame.header.type)))));
+  }
+  const Entry& entry = it->second;
+  call->name = entry.name;
+  call->info.name = call->name;
+  call->user_values = entry.user_values;
+  if (entry.where == RunOn::kDispatcher) return run(call, entry);
+  host_->post(
+      [self = std::static_pointer_cast<Core>(shared_from_this()), call, &entry] { self->run(call, entry); });
+}
+
+void Core::unpack(IncomingCall& call) {
+  const wire::FrameView& frame = call.frame;
+  std::vector<wire::Handle> handles = frame.handles;
+  if (frame.header.type == kCreateRemote || frame.header.type == kCreateByOperator) {
+    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
+    call.creation = handles.front();
+    handles.erase(handles.begin());
+  }
+  call.payload.value.assign(frame.value.begin(), frame.value.end());
+  call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments);
+  call.payload.references = references_->from_handles(handles, call.peer);
+  if (!call.user_values) return;
+  for (Interceptor* interceptor : interceptors_) {
+    const auto* blob = frame.blob(interceptor->name());
+    auto scope =
+        interceptor->incoming(call.info, call.payload.tensors, blob == nullptr ? BytesView() : blob->bytes);
+    if (scope) call.scopes.push_back(std::move(scope));
+  }
+}
+
+namespace {
+
+/// Runs `next` when every future is done, whatever their outcomes.
+void when_done(const std::vector<Future<void>>& futures, std::function<void()> next) {
+  auto left = std::make_shared<std::atomic<std::size_t>>(futures.size());
+  for (const Future<void>& future : futures) {
+    future.then([left, next](Future<void>) {
+      if (left->fetch_sub(1) == 1) next();
+    });
+  }
+}
+
+}  // namespace
+
+void Core::run(const IncomingPtr& call, const Entry& entry) {
+  auto reply = std::make_shared<ReplyCompletion>(std::static_pointer_cast<Core>(shared_from_this()), call);
+  try {
+    unpack(*call);
+    std::vector<Future<void>> waits;
+    for (const auto& reference : call->payload.references) {
+      if (!reference) continue;
+      Future<void> ready = std::static_pointer_cast<Reference>(reference)->ready();
+      if (!ready.done()) waits.push_back(std::move(ready));
+    }
+    auto serve = [call, &entry, reply, this] {
+      try {
+        if (call->deadline.passed(runtime_.executor.now())) {
+          throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
+        }
+        entry.serve(call, reply);
+      } catch (...) {
+        reply->fail(std::current_exception());
+      }
+    };
+    if (waits.empty()) return serve();
+    when_done(waits, serve);
+  } catch (...) {
+    reply->fail(std::current_exception());
+  }
+}
+
+}  // namespace torchspan::rpc

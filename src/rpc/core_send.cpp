@@ -1,0 +1,211 @@
+#include <fmt/format.h>
+
+#include <torchspan/wire/tensors.h>
+
+#include "rpc/core.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// Tensors inside a graph that no interceptor took over travel as plain values: the graph cannot follow them.
+bool detach_graph_tensors(std::span<at::Tensor> tensors) {
+  bool any = false;
+  for (at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    tensor = tensor.detach();
+    any = true;
+  }
+  return any;
+}
+
+/// A message to ourselves takes the whole path: its bytes are copied like those that cross a wire.
+net::Message loop_back(const Bytes& header, const std::vector<Segment>& segments) {
+  net::Message message{header, {}};
+  for (const Segment& segment : segments) {
+    Buffer buffer = allocate_buffer(segment.size);
+    if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
+    message.segments.push_back(std::move(buffer));
+  }
+  return message;
+}
+
+}  // namespace
+
+Core::Outgoing Core::prepare(const CallInfo& info, wire::Payload& payload, bool user_values) {
+  Outgoing out;
+  try {
+    if (user_values) {
+      for (Interceptor* interceptor : interceptors_) {
+        Bytes header = interceptor->outgoing(info, payload.tensors);
+        if (!header.empty()) out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
+      }
+      if (detach_graph_tensors(payload.tensors)) {
+        runtime_.metrics.counter("rpc.detached_tensors").add();
+      }
+    }
+    out.tensors = wire::pack(payload.tensors);
+    out.frame.handles = references_->to_handles(payload.references, info.peer);
+  } catch (...) {
+    undo(info, out.frame);
+    throw;
+  }
+  out.frame.value = std::move(payload.value);
+  out.frame.tensor_metadata = std::move(out.tensors.metadata);
+  out.frame.header.epoch = epoch_;
+  out.frame.header.sequence = ++sequence_;
+  out.frame.header.call = info.call;
+  return out;
+}
+
+void Core::undo(const CallInfo& info, const wire::Frame& frame) {
+  references_->undo(frame.handles, info.peer);
+  for (const wire::NamedBlob& blob : frame.blobs) {
+    for (Interceptor* interceptor : interceptors_) {
+      if (interceptor->name() == blob.name) interceptor->undo(info, blob.bytes);
+    }
+  }
+}
+
+void Core::transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+                    const wire::PackedTensors& tensors) {
+  Bytes header = wire::encode_frame(frame);
+  if (channel) return channel->send(header, tensors.segments);
+  auto message = std::make_shared<net::Message>(loop_back(header, tensors.segments));
+  host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), message] {
+    self->dispatch(self->self_.rank, nullptr, std::move(*message));
+  });
+}
+
+void Core::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
+  do_send(to, std::move(request), std::move(completion), nullptr);
+}
+
+void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
+                   const wire::Handle* creation) {
+  const TimePoint now = runtime_.executor.now();
+  PendingCall call;
+  call.completion = std::move(completion);
+  call.name = request.name;
+  call.peer = to;
+  call.deadline = request.deadline;
+  call.started = now;
+  call.site = request.site;
+  call.user_values = request.user_values;
+  const std::uint64_t id = calls_.next_id();
+  call.info = {request.type, {}, to, id, false};
+  const CallInfo info{request.type, request.name, to, id, false};
+  try {
+    if (stopping_.load())
+      throw Error(ErrorKind::kCancelled, "this worker was shut down; make no calls after that");
+    if (request.deadline.passed(now))
+      throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
+    auto channel = to == self_.rank ? nullptr : links_->to(to);
+    Outgoing out = prepare(info, request.payload, request.user_values);
+    out.frame.header.type = request.type;
+    if (!request.deadline.is_never()) {
+      out.frame.header.flags |= wire::kFlagHasDeadline;
+      out.frame.header.remaining = request.deadline.left(now).count();
+    }
+    if (creation != nullptr) out.frame.handles.insert(out.frame.handles.begin(), *creation);
+    call.channel = channel.get();
+    const bool earliest = calls_.add(id, call);
+    sent_.fetch_add(1);
+    try {
+      transmit(channel, out.frame, out.tensors);
+    } catch (...) {
+      sent_.fetch_sub(1);
+      if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
+      undo(info, out.frame);
+      if (!calls_.take(id)) return;  // completed by the closing of its channel already
+      throw;
+    }
+    if (earliest && transport_) transport_->wake();
+  } catch (...) {
+    call.completion->fail(annotate(call, std::current_exception()));
+  }
+}
+
+ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_name) {
+  const std::uint64_t tag = wire::digest(type_name);
+  if (to == self_.rank) {
+    class Ignore final : public Completion {
+     public:
+      explicit Ignore(std::shared_ptr<OwnerReference> owner) : owner_(std::move(owner)) {}
+      void succeed(wire::Payload&) override {}
+      void fail(std::exception_ptr error) override { owner_->set_error(error); }
+
+     private:
+      std::shared_ptr<OwnerReference> owner_;
+    };
+    auto owner = references_->begin_own_creation(tag);
+    const wire::Handle handle{to, owner->value_id(), {}, tag};
+    do_send(to, std::move(request), std::make_shared<Ignore>(owner), &handle);
+    return owner;
+  }
+  class Created final : public Completion {
+   public:
+    Created(std::shared_ptr<References> references, std::shared_ptr<UserReference> user)
+        : references_(std::move(references)), user_(std::move(user)) {}
+    void succeed(wire::Payload&) override { references_->created(user_); }
+    void fail(std::exception_ptr error) override { references_->creation_failed(user_, error); }
+
+   private:
+    std::shared_ptr<References> references_;
+    std::shared_ptr<UserReference> user_;
+  };
+  auto user = references_->begin_creation(to, tag);
+  const wire::Handle handle{to, user->value_id(), user->fork_id(), tag};
+  do_send(to, std::move(request), std::make_shared<Created>(references_, user), &handle);
+  return user;
+}
+
+ReplyCompletion::~ReplyCompletion() {
+  if (!sent_.load()) {
+    fail(std::make_exception_ptr(Error(ErrorKind::kCancelled, "the handler was dropped before it replied")));
+  }
+}
+
+void ReplyCompletion::succeed(wire::Payload& reply) {
+  if (sent_.exchange(true)) return;
+  CallInfo info = call_->info;
+  info.reply = true;
+  try {
+    ScopeGuard scopes(call_->scopes);
+    Core::Outgoing out = core_->prepare(info, reply, call_->user_values);
+    out.frame.header.type = info.type;
+    out.frame.header.flags |= wire::kFlagReply;
+    try {
+      core_->transmit(call_->channel, out.frame, out.tensors);
+    } catch (const Error& error) {
+      core_->undo(info, out.frame);
+      if (error.kind() != ErrorKind::kDisconnected) throw;
+      core_->runtime_.log.info(
+          fmt::format("the reply of '{}' has no way back: {}", call_->name, error.what()));
+    }
+  } catch (...) {
+    sent_.store(false);
+    return fail(std::current_exception());
+  }
+  core_->handled_.fetch_add(1);
+  core_->running_.fetch_sub(1);
+}
+
+void ReplyCompletion::fail(std::exception_ptr cause) {
+  if (sent_.exchange(true)) return;
+  try {
+    wire::Frame frame;
+    frame.header.type = call_->info.type;
+    frame.header.flags = wire::kFlagReply | wire::kFlagError;
+    frame.header.call = call_->info.call;
+    frame.header.epoch = core_->epoch_;
+    frame.value = wire::to_payload(to_error(cause)).value;
+    core_->transmit(call_->channel, frame, {});
+  } catch (const Error& error) {
+    core_->runtime_.log.info(
+        fmt::format("the failure of '{}' has no way back: {}", call_->name, error.what()));
+  }
+  core_->handled_.fetch_add(1);
+  core_->running_.fetch_sub(1);
+}
+
+}  // namespace torchspan::rpc

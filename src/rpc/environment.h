@@ -1,0 +1,39 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+
+#include <torchspan/core/task.h>
+#include <torchspan/rpc/extension.h>
+
+#include "rpc/core.h"
+
+namespace torchspan::rpc {
+
+/// The state of a handler that is a coroutine: LibTorch's thread-local state (grad mode and the rest) and the
+/// scopes of its call. Taken from the thread that starts it.
+class HandlerEnvironment final : public TaskEnvironment {
+ public:
+  explicit HandlerEnvironment(std::vector<std::shared_ptr<CallScope>> scopes) : scopes_(std::move(scopes)) {}
+
+  void run(std::coroutine_handle<> step) override {
+    struct Restore {
+      at::ThreadLocalState outside;
+      ~Restore() { at::ThreadLocalState::setThreadLocalState(outside); }
+    } restore;
+    at::ThreadLocalState::setThreadLocalState(inside_);
+    ScopeGuard guard(scopes_);
+    step.resume();
+  }
+  void suspend() override {
+    inside_ = at::ThreadLocalState();
+    for (const auto& scope : scopes_) scope->save();
+  }
+
+ private:
+  at::ThreadLocalState inside_;
+  std::vector<std::shared_ptr<CallScope>> scopes_;
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,195 @@
+#include <fmt/format.h>
+
+#include "rpc/control.h"
+#include "rpc/core.h"
+#include "rpc/environment.h"
+#include "rpc/operators.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// A user function's exception as its caller sees it: the chain so far, and this hop.
+std::exception_ptr remote_failure(const Core& core, const std::string& call,
+                                  const std::exception_ptr& cause) {
+  const ExceptionStory story = describe(cause);
+  std::string text = story.text;
+  std::vector<RemoteFrame> frames;
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error& error) {
+    frames = error.frames();
+    text = fmt::format("{}: {}", to_string(error.kind()), error.message());
+  } catch (...) {
+  }
+  Error error(ErrorKind::kRemoteFailure, fmt::format("'{}' threw {}: {}", call, story.type, text));
+  for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
+  error.with_frame({core.self().name, call, story.type, text});
+  return std::make_exception_ptr(error);
+}
+
+using Deliver = std::function<void(const ValuePtr&, std::exception_ptr)>;
+
+/// Runs the function whose id leads the payload, and delivers its value or failure, now or later.
+void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliver deliver) {
+  wire::Decoder decoder(call->payload);
+  const FunctionEntry* entry = core->functions().find(wire::decode<std::uint64_t>(decoder));
+  if (entry == nullptr) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("worker '{}' has no such function in its table; add the token there, "
+                            "and check that all workers run the same program",
+                            core->self().name));
+  }
+  call->name = entry->name;
+  const TimePoint begin = core->runtime().executor.now();
+  auto finish = [core, call, begin, name = entry->name, deliver](const ValuePtr& value,
+                                                                 std::exception_ptr error) {
+    core->runtime().spans.record(SpanKind::kHandler, name, begin, call->info.call);
+    deliver(value, error ? remote_failure(*core, name, error) : nullptr);
+  };
+  Outcome outcome;
+  try {
+    ScopeGuard scopes(call->scopes);
+    Invocation invocation{core->worker(), decoder, core->host(),
+                          std::make_shared<HandlerEnvironment>(call->scopes)};
+    outcome = entry->run(invocation);
+  } catch (...) {
+    return finish(nullptr, std::current_exception());
+  }
+  if (!outcome.later.valid()) return finish(outcome.value, nullptr);
+  outcome.later.then([finish](Future<ValuePtr> done) {
+    if (done.error()) return finish(nullptr, done.error());
+    finish(done.wait(), nullptr);
+  });
+}
+
+void reply_with(const ValuePtr& value, const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload;
+  wire::Encoder encoder(payload);
+  value->encode(encoder);
+  encoder.finish();
+  reply->succeed(payload);
+}
+
+void acknowledge(const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload = wire::to_payload(Unit{});
+  reply->succeed(payload);
+}
+
+void serve_call(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+                const std::shared_ptr<Completion>& reply) {
+  run_entry(core, call, [reply](const ValuePtr& value, std::exception_ptr error) {
+    if (error) return reply->fail(error);
+    try {
+      reply_with(value, reply);
+    } catch (...) {
+      reply->fail(std::current_exception());
+    }
+  });
+}
+
+/// Fills the new reference with what `run` delivers.
+void create(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+            const std::shared_ptr<Completion>& reply, const std::function<void(Deliver)>& run) {
+  const wire::Handle& handle = call->creation;
+  auto owner = core->references().arriving_creation(handle.value, handle.fork, call->peer, handle.type_tag);
+  auto deliver = [owner, reply](const ValuePtr& value, std::exception_ptr error) {
+    if (error) {
+      owner->set_error(error);
+      return reply->fail(error);
+    }
+    owner->set(value);
+    acknowledge(reply);
+  };
+  try {
+    run(deliver);
+  } catch (...) {
+    deliver(nullptr, std::current_exception());
+  }
+}
+
+c10::IValue run_operator(const IncomingPtr& call) {
+  wire::Decoder decoder(call->payload);
+  auto name = wire::decode<std::string>(decoder);
+  auto args = wire::decode<std::vector<c10::IValue>>(decoder);
+  auto kwargs = wire::decode<std::map<std::string, c10::IValue>>(decoder);
+  decoder.expect_end();
+  ScopeGuard scopes(call->scopes);
+  return call_operator(name, std::move(args), kwargs);
+}
+
+/// LibTorch's own errors are user errors too; ours keep their kind.
+template <class F>
+auto as_remote(const Core& core, const std::string& name, F&& body) {
+  try {
+    return body();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    std::rethrow_exception(remote_failure(core, name, std::current_exception()));
+  }
+}
+
+void serve_operator(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+                    const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload = wire::to_payload(as_remote(*core, "operator", [&] { return run_operator(call); }));
+  reply->succeed(payload);
+}
+
+void serve_create_by_operator(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+                              const std::shared_ptr<Completion>& reply) {
+  create(core, call, reply, [&](const Deliver& deliver) {
+    deliver(make_value<c10::IValue>(as_remote(*core, "operator", [&] { return run_operator(call); })),
+            nullptr);
+  });
+}
+
+void serve_fetch(const std::shared_ptr<Core>&, const IncomingPtr& call,
+                 const std::shared_ptr<Completion>& reply) {
+  if (call->payload.references.size() != 1 || !call->payload.references[0]) {
+    throw Error(ErrorKind::kInvalid, "a fetch came without its reference");
+  }
+  auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
+  reply_with(reference->value(Deadline::never()), reply);
+}
+
+template <Message M, class F>
+Core::Entry control_entry(F apply) {
+  return {std::string(M::kName), RunOn::kDispatcher, false,
+          [apply](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+            apply(wire::from_payload<M>(call->payload), call->peer);
+            acknowledge(reply);
+          }};
+}
+
+}  // namespace
+
+void install_handlers(Core& core) {
+  // The core outlives its handlers: it drains them before it ends.
+  auto self = [&core] { return std::static_pointer_cast<Core>(core.shared_from_this()); };
+  auto user = [&](wire::MessageType type, std::string name, auto serve) {
+    core.add_handler(type, {std::move(name), RunOn::kPool, true,
+                            [self, serve](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                              serve(self(), call, reply);
+                            }});
+  };
+  user(kCallFunction, "call", serve_call);
+  user(kCreateRemote, "remote", [](const auto& core, const auto& call, const auto& reply) {
+    create(core, call, reply, [&](const Deliver& deliver) { run_entry(core, call, deliver); });
+  });
+  user(kFetch, "to_here", serve_fetch);
+  user(kCallOperator, "operator", serve_operator);
+  user(kCreateByOperator, "remote operator", serve_create_by_operator);
+  References& references = core.references();
+  core.add_handler(ForkRequest::kType,
+                   control_entry<ForkRequest>([&](const ForkRequest& m, std::uint32_t from) {
+                     references.on_fork_request(m.value, m.fork, from);
+                   }));
+  core.add_handler(ChildAccept::kType, control_entry<ChildAccept>([&](const ChildAccept& m, std::uint32_t) {
+                     references.on_child_accept(m.fork);
+                   }));
+  core.add_handler(UserDelete::kType, control_entry<UserDelete>([&](const UserDelete& m, std::uint32_t) {
+                     references.on_user_delete(m.value, m.fork);
+                   }));
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,71 @@
+#pragma once
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/net/transport.h>
+#include <torchspan/rpc/message.h>
+
+namespace torchspan::rpc {
+
+/// The first message on every channel: who dialled.
+struct Hello {
+  static constexpr wire::MessageType kType{0x0001};
+  std::string name;
+  std::uint32_t rank = 0;
+  std::uint64_t epoch = 0;
+};
+
+/// A member of the world as links see it.
+struct LinkMember {
+  WorkerInfo info;
+  std::string address;
+  std::uint64_t epoch = 0;
+};
+
+/// The channels to the other workers: dialled when first needed, accepted when they dial, dialled anew after
+/// a break. Thread-safe; never calls the transport's poll().
+class Links {
+ public:
+  Links(net::Transport& transport, Executor& executor, std::uint32_t self, std::vector<LinkMember> members);
+
+  /// The channel for requests to a worker. Throws Error{kDisconnected} when it died or left.
+  std::shared_ptr<net::Channel> to(std::uint32_t rank);
+  /// Who is on the other side, once it said hello or because we dialled it.
+  std::optional<std::uint32_t> peer_of(const net::Channel* channel) const;
+  /// An accepted channel's hello. Throws Error{kDenied} when it names nobody of this world.
+  void greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  /// The peer of a channel that closed, if it was known.
+  std::optional<std::uint32_t> closed(const net::Channel* channel);
+  /// From now on to(rank) throws `reason`. False when that was known before.
+  bool departed(std::uint32_t rank, const Error& reason);
+  void close_all();
+
+ private:
+  struct Peer {
+    std::shared_ptr<net::Channel> channel;
+    std::optional<Error> departed;
+  };
+  Bytes hello_frame() const;
+
+  net::Transport& transport_;
+  Executor& executor_;
+  const std::uint32_t self_;
+  const std::vector<LinkMember> members_;
+  mutable Mutex mutex_;
+  std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unordered_map<const net::Channel*, std::pair<std::uint32_t, std::shared_ptr<net::Channel>>> known_
+      TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::rpc
+
+namespace torchspan {
+template <>
+struct Wire<rpc::Hello>
+    : WireStruct<rpc::Hello, "rpc.Hello", &rpc::Hello::name, &rpc::Hello::rank, &rpc::Hello::epoch> {};
+}  // namespace torchspan

@@ -1,0 +1,381 @@
+#include "rpc/references.h"
+
+#include <fmt/format.h>
+
+#include <torchspan/rpc/worker.h>
+
+#include "rpc/control.h"
+
+namespace torchspan::rpc {
+namespace {
+
+constexpr int kControlAttempts = 6;
+constexpr Duration kFirstAttempt = std::chrono::seconds(1);
+
+std::weak_ptr<FutureHost> host_of(const std::weak_ptr<Endpoint>& endpoint) {
+  auto alive = endpoint.lock();
+  return alive ? alive->host() : std::weak_ptr<FutureHost>();
+}
+
+template <Message M>
+void fill(Request& request, const M& message) {
+  request.type = M::kType;
+  request.name = std::string(M::kName);
+  request.payload = wire::to_payload(message);
+}
+
+std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
+  auto alive = endpoint.lock();
+  if (!alive)
+    throw Error(ErrorKind::kCancelled, "this RRef's worker was shut down; it cannot be used any more");
+  return alive;
+}
+
+}  // namespace
+
+OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, std::uint32_t self, GlobalId value,
+                               std::uint64_t tag)
+    : endpoint_(std::move(endpoint)),
+      self_(self),
+      value_(value),
+      tag_(tag),
+      promise_(host_of(endpoint_)),
+      slot_(promise_.future()) {}
+
+Future<void> OwnerReference::ready() const {
+  if (slot_.done() && !slot_.error()) return make_ready_future<void>();
+  return slot_.then([](Future<ValuePtr> value) { value.wait(); });
+}
+
+std::shared_ptr<Endpoint> OwnerReference::endpoint() const { return require(endpoint_); }
+
+UserReference::UserReference(std::weak_ptr<Endpoint> endpoint, std::weak_ptr<References> references, Ids ids)
+    : endpoint_(std::move(endpoint)),
+      references_(std::move(references)),
+      ids_(ids),
+      ready_(host_of(endpoint_)),
+      ready_future_(ready_.future()) {}
+
+UserReference::~UserReference() {
+  if (detached_.load(std::memory_order_acquire)) return;
+  if (auto references = references_.lock()) references->release(ids_);
+}
+
+ValuePtr UserReference::value(Deadline) const {
+  auto alive = endpoint();
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("local_value() of a value that lives on worker '{}' was asked for on worker '{}'; call a "
+                  "function on the RRef there, or fetch a copy with to_here()",
+                  alive->workers()[ids_.owner].name, alive->self().name));
+}
+
+std::shared_ptr<Endpoint> UserReference::endpoint() const {
+  if (detached_.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kCancelled,
+                "this RRef was given back when its worker shut down; it cannot be used any more");
+  }
+  return require(endpoint_);
+}
+
+References::References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self)
+    : endpoint_(std::move(endpoint)), self_(self), table_(self) {}
+
+ReferencePtr References::own(ValuePtr value, std::uint64_t tag) {
+  GlobalId id;
+  {
+    MutexLock lock(mutex_);
+    id = table_.next_id();
+  }
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self_, id, tag);
+  owner->set(std::move(value));
+  return owner;
+}
+
+std::shared_ptr<OwnerReference> References::begin_own_creation(std::uint64_t tag) {
+  MutexLock lock(mutex_);
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self_, table_.next_id(), tag);
+  table_.expect_owner(owner->value_id(), owner);
+  return owner;
+}
+
+std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, std::uint64_t tag) {
+  GlobalId value, fork;
+  {
+    MutexLock lock(mutex_);
+    value = table_.next_id();
+    fork = table_.next_id();
+  }
+  auto user =
+      std::make_shared<UserReference>(endpoint_, weak_from_this(), UserReference::Ids{to, value, fork, tag});
+  MutexLock lock(mutex_);
+  table_.add_pending_user(fork, user);
+  users_[fork] = user;
+  return user;
+}
+
+void References::created(const std::shared_ptr<UserReference>& user) {
+  user->confirm();
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.confirm_user(user->fork_id(), effects);
+  }
+  apply(std::move(effects));
+}
+
+void References::creation_failed(const std::shared_ptr<UserReference>& user, std::exception_ptr error) {
+  user->fail(std::move(error));
+  created(
+      user);  // the creation may have happened over there all the same: its fork is deleted like any other
+}
+
+std::shared_ptr<OwnerReference> References::arriving_creation(GlobalId value, GlobalId fork,
+                                                              std::uint32_t holder, std::uint64_t tag) {
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self_, value, tag);
+  RRefTable::Effects effects;  // destroyed after the lock
+  MutexLock lock(mutex_);
+  if (auto known = std::static_pointer_cast<OwnerReference>(table_.find_owner(value)))
+    owner = std::move(known);
+  if (holder == self_) {
+    table_.drop_expected(value, effects);
+  } else {
+    table_.add_fork(value, fork, holder, owner);
+  }
+  return owner;
+}
+
+wire::Handle References::to_handle(const std::shared_ptr<void>& reference, std::uint32_t to) {
+  auto state = std::static_pointer_cast<Reference>(reference);
+  if (!state) return {};
+  wire::Handle handle{state->owner(), state->value_id(), {}, state->type_tag()};
+  if (!state->is_owner()) state->endpoint();  // a deleted reference cannot travel
+  MutexLock lock(mutex_);
+  if (state->is_owner()) {
+    handle.fork = table_.next_id();
+    table_.add_fork(handle.value, handle.fork, to, reference);
+  } else {
+    handle.fork = table_.send_child(reference);
+  }
+  return handle;
+}
+
+std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_ptr<void>>& references,
+                                                 std::uint32_t to) {
+  std::vector<wire::Handle> handles;
+  handles.reserve(references.size());
+  try {
+    for (const auto& reference : references) handles.push_back(to_handle(reference, to));
+  } catch (...) {
+    undo(handles, to);
+    throw;
+  }
+  return handles;
+}
+
+void References::undo(const std::vector<wire::Handle>& handles, std::uint32_t) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    for (const wire::Handle& handle : handles) {
+      if (handle.owner == self_) {
+        table_.on_user_delete(handle.value, handle.fork, effects);
+      } else {
+        table_.undo_child(handle.fork, effects);
+      }
+    }
+  }
+  apply(std::move(effects));
+}
+
+std::shared_ptr<void> References::from_handle(const wire::Handle& handle, std::uint32_t from) {
+  if (handle == wire::Handle{}) return nullptr;
+  RRefTable::Effects effects;
+  std::shared_ptr<void> result;
+  if (handle.owner == self_) {
+    auto fresh = std::make_shared<OwnerReference>(endpoint_, self_, handle.value, handle.type_tag);
+    MutexLock lock(mutex_);
+    result = table_.find_owner(handle.value);
+    if (!result) {
+      result = fresh;  // used before its creation arrived, which may be sent before the creation is confirmed
+      table_.expect_owner(handle.value, result);
+    }
+    table_.accept_at_owner(handle, from, effects);
+  } else {
+    auto user = std::make_shared<UserReference>(
+        endpoint_, weak_from_this(),
+        UserReference::Ids{handle.owner, handle.value, handle.fork, handle.type_tag});
+    result = user;
+    MutexLock lock(mutex_);
+    users_[handle.fork] = user;
+    if (handle.owner == from) {
+      user->confirm();
+    } else {
+      table_.adopt_child(handle, from, user, effects);
+    }
+  }
+  apply(std::move(effects));
+  return result;
+}
+
+std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wire::Handle>& handles,
+                                                            std::uint32_t from) {
+  std::vector<std::shared_ptr<void>> references;
+  references.reserve(handles.size());
+  for (const wire::Handle& handle : handles) references.push_back(from_handle(handle, from));
+  return references;
+}
+
+void References::on_fork_request(GlobalId value, GlobalId fork, std::uint32_t from) {
+  MutexLock lock(mutex_);
+  table_.on_fork_request(value, fork, from);
+}
+
+void References::on_child_accept(GlobalId fork) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.on_child_accept(fork, effects);
+  }
+  apply(std::move(effects));
+}
+
+void References::on_user_delete(GlobalId value, GlobalId fork) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.on_user_delete(value, fork, effects);
+  }
+  apply(std::move(effects));
+}
+
+void References::on_departure(std::uint32_t rank) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.on_departure(rank, effects);
+  }
+  apply(std::move(effects));
+}
+
+void References::release(const UserReference::Ids& ids) {
+  {
+    MutexLock lock(mutex_);
+    users_.erase(ids.fork);
+  }
+  send({RRefMessage::Kind::kUserDelete, ids.owner, ids.value, ids.fork}, 0);
+}
+
+RRefTable::Counts References::counts() const {
+  MutexLock lock(mutex_);
+  return table_.counts();
+}
+
+std::vector<RRefTable::Leak> References::leaks() const {
+  MutexLock lock(mutex_);
+  return table_.leaks();
+}
+
+bool References::settled() const {
+  MutexLock lock(mutex_);
+  const auto counts = table_.counts();
+  return counts.pending_users == 0 && counts.pending_children == 0 && in_flight_ == 0;
+}
+
+void References::delete_users() {
+  std::vector<std::shared_ptr<UserReference>> living;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [fork, user] : users_) {
+      if (auto alive = user.lock()) living.push_back(std::move(alive));
+    }
+    users_.clear();
+  }
+  for (const auto& user : living) {
+    user->detach();
+    send({RRefMessage::Kind::kUserDelete, user->owner(), user->value_id(), user->fork_id()}, 0);
+  }
+}
+
+void References::clear() {
+  RRefTable::Effects effects;
+  std::map<GlobalId, std::weak_ptr<UserReference>> users;
+  {
+    MutexLock lock(mutex_);
+    table_.clear(effects);
+    users.swap(users_);
+  }
+  for (const auto& [fork, user] : users) {
+    if (auto alive = user.lock()) alive->detach();
+  }
+}
+
+void References::acknowledged(const RRefMessage& message, std::exception_ptr error) {
+  RRefTable::Effects effects;
+  std::shared_ptr<UserReference> user;
+  {
+    MutexLock lock(mutex_);
+    --in_flight_;
+    if (message.kind != RRefMessage::Kind::kForkRequest) return;
+    auto it = users_.find(message.fork);
+    if (it != users_.end()) user = it->second.lock();
+    table_.confirm_user(message.fork, effects);
+  }
+  if (user && error) user->fail(error);
+  if (user && !error) user->confirm();
+  apply(std::move(effects));
+}
+
+void References::apply(RRefTable::Effects effects) {
+  for (const RRefMessage& message : effects.messages) send(message, 0);
+}
+
+/// Sends again what timed out; a peer that is gone needs no answer.
+class References::ControlCompletion final : public Completion {
+ public:
+  ControlCompletion(std::shared_ptr<References> owner, RRefMessage message, int attempt)
+      : owner_(std::move(owner)), message_(message), attempt_(attempt) {}
+  void succeed(wire::Payload&) override { owner_->acknowledged(message_, nullptr); }
+  void fail(std::exception_ptr error) override {
+    if (to_error(error).kind() == ErrorKind::kTimedOut && attempt_ + 1 < kControlAttempts) {
+      owner_->send(message_, attempt_ + 1);
+      MutexLock lock(owner_->mutex_);
+      --owner_->in_flight_;
+    } else {
+      owner_->acknowledged(message_, error);
+    }
+  }
+
+ private:
+  std::shared_ptr<References> owner_;
+  const RRefMessage message_;
+  const int attempt_;
+};
+
+void References::send(const RRefMessage& message, int attempt) {
+  auto endpoint = endpoint_.lock();
+  if (!endpoint) return;
+  {
+    MutexLock lock(mutex_);
+    ++in_flight_;
+  }
+  Duration limit = kFirstAttempt;
+  for (int i = 0; i < attempt; ++i) limit = limit * 3 / 2;
+  Request request;
+  request.deadline = endpoint->runtime().executor.deadline_in(limit);
+  switch (message.kind) {
+    case RRefMessage::Kind::kForkRequest:
+      fill(request, ForkRequest{message.value, message.fork});
+      break;
+    case RRefMessage::Kind::kChildAccept:
+      fill(request, ChildAccept{message.value, message.fork});
+      break;
+    case RRefMessage::Kind::kUserDelete:
+      fill(request, UserDelete{message.value, message.fork});
+      break;
+  }
+  endpoint->send(message.to, std::move(request),
+                 std::make_shared<ControlCompletion>(shared_from_this(), message, attempt));
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,97 @@
+#include <fmt/format.h>
+
+#include <torchspan/rpc/worker.h>
+
+namespace torchspan {
+namespace {
+
+void encode_operator(rpc::Request& request, const std::string& name, const std::vector<c10::IValue>& args,
+                     const std::map<std::string, c10::IValue>& kwargs) {
+  wire::Encoder encoder(request.payload);
+  wire::encode(encoder, name);
+  wire::encode(encoder, args);
+  wire::encode(encoder, kwargs);
+  encoder.finish();
+}
+
+}  // namespace
+
+Future<c10::IValue> Caller::rpc_async(const Destination& to, const std::string& operator_name,
+                                      std::vector<c10::IValue> args,
+                                      std::map<std::string, c10::IValue> kwargs) const {
+  auto request = make_request(rpc::kCallOperator, operator_name.c_str(), to.site());
+  encode_operator(request, operator_name, args, kwargs);
+  return send<c10::IValue>(to, std::move(request));
+}
+
+c10::IValue Caller::rpc_sync(const Destination& to, const std::string& operator_name,
+                             std::vector<c10::IValue> args, std::map<std::string, c10::IValue> kwargs) const {
+  return rpc_async(to, operator_name, std::move(args), std::move(kwargs)).wait();
+}
+
+RRef<c10::IValue> Caller::remote(const Destination& to, const std::string& operator_name,
+                                 std::vector<c10::IValue> args,
+                                 std::map<std::string, c10::IValue> kwargs) const {
+  auto request = make_request(rpc::kCreateByOperator, operator_name.c_str(), to.site());
+  encode_operator(request, operator_name, args, kwargs);
+  return RRef<c10::IValue>(
+      endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<c10::IValue>()));
+}
+
+std::map<std::string, Bytes> Worker::all_gather(const Bytes& mine, std::vector<std::string> participants,
+                                                Deadline deadline) const {
+  return endpoint_->all_gather("user.all_gather", mine, participants, deadline);
+}
+
+void Worker::barrier(std::vector<std::string> participants, Deadline deadline) const {
+  endpoint_->all_gather("user.barrier", {}, participants, deadline);
+}
+
+WorkerInfo RRefBase::owner() const { return state_->endpoint()->workers()[state_->owner()]; }
+
+bool RRefBase::confirmed_by_owner() const {
+  if (state_->is_owner()) return true;
+  const Future<void> ready = state_->ready();
+  return ready.done() && !ready.error();
+}
+
+Future<void> RRefBase::creation() const { return state_->ready(); }
+
+std::string RRefBase::str() const {
+  if (!valid()) return "RRef(empty)";
+  const GlobalId value = state_->value_id();
+  const GlobalId fork = state_->fork_id();
+  if (state_->is_owner())
+    return fmt::format("RRef(value {}:{}, owned by '{}')", value.worker, value.local, owner_name());
+  return fmt::format("RRef(value {}:{}, fork {}:{}, owned by '{}')", value.worker, value.local, fork.worker,
+                     fork.local, owner_name());
+}
+
+namespace rpc {
+
+void check_reference_type(const Reference& reference, const std::string& type_name) {
+  if (reference.type_tag() == wire::digest(type_name)) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("an RRef<{}> was expected, but the reference that came is of another type", type_name));
+}
+
+void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion) {
+  auto endpoint = reference->endpoint();
+  if (!reference->is_owner()) {
+    const Future<void> ready = reference->ready();
+    if (ready.done() && ready.error()) return completion->fail(ready.error());
+  }
+  Request request;
+  request.type = kFetch;
+  request.name = "to_here";
+  request.deadline = endpoint->deadline_for(options);
+  request.user_values = true;
+  wire::Encoder encoder(request.payload);
+  encoder.reference(reference);
+  encoder.finish();
+  endpoint->send(reference->owner(), std::move(request), std::move(completion));
+}
+
+}  // namespace rpc
+}  // namespace torchspan
