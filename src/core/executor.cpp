@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -22,14 +23,15 @@ namespace {
 
 TimePoint real_now() { return TimePoint(std::chrono::steady_clock::now().time_since_epoch()); }
 
-[[noreturn]] void throw_system(const char* what) {
+[[noreturn]] void throw_exhausted(const char* what) {
   throw Error(
       ErrorKind::kOverloaded,
       fmt::format("{} failed: {}; check the limits of this process (ulimit -a)", what, std::strerror(errno)));
 }
 
+/// The kernel refuses times before its clock began; for a wait they all mean "already passed".
 timespec to_timespec(TimePoint at) {
-  const auto since = at.time_since_epoch();
+  const auto since = std::max(at.time_since_epoch(), Duration::zero());
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since);
   return {static_cast<time_t>(seconds.count()), static_cast<long>((since - seconds).count())};
 }
@@ -41,18 +43,12 @@ class ThreadParker final : public Parker {
     int expected = kToken;
     if (word_.compare_exchange_strong(expected, kEmpty, std::memory_order_acquire)) return true;
     expected = kEmpty;
-    if (!word_.compare_exchange_strong(expected, kSleeping, std::memory_order_acquire)) {
-      word_.store(kEmpty, std::memory_order_release);
-      return true;
-    }
+    if (!word_.compare_exchange_strong(expected, kSleeping, std::memory_order_acquire)) return take_token();
     while (word_.load(std::memory_order_acquire) == kSleeping) {
-      if (!sleep_until(deadline)) {
-        // The token may have arrived together with the deadline: it then counts.
-        return word_.exchange(kEmpty, std::memory_order_acquire) == kToken;
-      }
+      if (!sleep_until(deadline)) break;
     }
-    word_.store(kEmpty, std::memory_order_release);
-    return true;
+    // The token may have arrived together with the deadline: it then counts.
+    return take_token();
   }
 
   void unpark() override {
@@ -63,6 +59,10 @@ class ThreadParker final : public Parker {
 
  private:
   static constexpr int kEmpty = 0, kToken = 1, kSleeping = 2;
+
+  /// An exchange, because a plain store could overwrite a second token without having seen what its unparker
+  /// wrote before: that wake-up would be lost.
+  bool take_token() { return word_.exchange(kEmpty, std::memory_order_acquire) == kToken; }
 
   bool sleep_until(Deadline deadline) {
     timespec until{};
@@ -83,30 +83,31 @@ class ThreadParker final : public Parker {
 
 class EpollPoller final : public Poller {
  public:
-  EpollPoller() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (epoll_ < 0 || wake_ < 0) throw_system("making an epoll descriptor");
-    control(EPOLL_CTL_ADD, wake_, kWakeToken, false);
-  }
-  ~EpollPoller() override {
-    close(epoll_);
-    close(wake_);
+  EpollPoller() : epoll_{epoll_create1(EPOLL_CLOEXEC)}, wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)} {
+    if (epoll_.fd < 0 || wake_.fd < 0) throw_exhausted("making an epoll descriptor");
+    control(EPOLL_CTL_ADD, wake_.fd, kWakeToken, false);
   }
   void add(int fd, std::uint64_t token, bool writable) override {
+    check_token(token);
     control(EPOLL_CTL_ADD, fd, token, writable);
   }
   void change(int fd, std::uint64_t token, bool writable) override {
+    check_token(token);
     control(EPOLL_CTL_MOD, fd, token, writable);
   }
-  void remove(int fd) override { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+  void remove(int fd) override { epoll_ctl(epoll_.fd, EPOLL_CTL_DEL, fd, nullptr); }
 
   std::size_t wait(std::span<Event> events, Deadline deadline) override {
+    if (events.empty()) {
+      throw Error(ErrorKind::kInvalid, "Poller::wait needs room for one event at least");
+    }
     std::array<epoll_event, 64> ready;
     const auto room = static_cast<int>(std::min(events.size(), ready.size()));
     int count;
     do {
       count = wait_once(ready.data(), room, deadline);
     } while (count < 0 && errno == EINTR);
-    if (count < 0) throw_system("epoll_wait");
+    if (count < 0) throw_exhausted("epoll_wait");
     std::size_t filled = 0;
     for (int i = 0; i < count; ++i) {
       if (ready[i].data.u64 == kWakeToken) {
@@ -121,34 +122,50 @@ class EpollPoller final : public Poller {
 
   void wake() override {
     const std::uint64_t one = 1;
-    [[maybe_unused]] const auto written = write(wake_, &one, sizeof one);
+    [[maybe_unused]] const auto written = write(wake_.fd, &one, sizeof one);
   }
 
  private:
   static constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
+  struct Descriptor {
+    int fd;
+    ~Descriptor() {
+      if (fd >= 0) close(fd);
+    }
+  };
+
+  static void check_token(std::uint64_t token) {
+    if (token != kWakeToken) return;
+    throw Error(ErrorKind::kInvalid, "the token 2^64 - 1 is the poller's own; use another");
+  }
+
   int wait_once(epoll_event* ready, int room, Deadline deadline) const {
-    if (deadline.is_never()) return epoll_wait(epoll_, ready, room, -1);
+    if (deadline.is_never()) return epoll_wait(epoll_.fd, ready, room, -1);
     const auto left = deadline.left(real_now());
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
     const timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((left - seconds).count())};
-    return epoll_pwait2(epoll_, ready, room, &timeout, nullptr);
+    return epoll_pwait2(epoll_.fd, ready, room, &timeout, nullptr);
   }
 
   void drain_wake() const {
     std::uint64_t count;
-    [[maybe_unused]] const auto got = read(wake_, &count, sizeof count);
+    [[maybe_unused]] const auto got = read(wake_.fd, &count, sizeof count);
   }
 
   void control(int operation, int fd, std::uint64_t token, bool writable) const {
     epoll_event event{};
     event.events = EPOLLIN | EPOLLRDHUP | (writable ? EPOLLOUT : 0u);
     event.data.u64 = token;
-    if (epoll_ctl(epoll_, operation, fd, &event) != 0) throw_system("epoll_ctl");
+    if (epoll_ctl(epoll_.fd, operation, fd, &event) == 0) return;
+    if (errno == ENOMEM || errno == ENOSPC) throw_exhausted("watching a descriptor");
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("descriptor {} cannot be {}: {}", fd,
+                            operation == EPOLL_CTL_ADD ? "watched" : "changed", std::strerror(errno)));
   }
 
-  int epoll_;
-  int wake_;
+  Descriptor epoll_;
+  Descriptor wake_;
 };
 
 class ThreadImpl final : public Thread::Impl {
@@ -172,7 +189,9 @@ class ThreadExecutor final : public Executor {
     try {
       return Thread(std::make_unique<ThreadImpl>(name, std::move(body)));
     } catch (const std::system_error& error) {
-      throw Error(ErrorKind::kOverloaded, fmt::format("thread '{}' could not start: {}", name, error.what()));
+      throw Error(ErrorKind::kOverloaded,
+                  fmt::format("thread '{}' could not start: {}; check the limits of this process (ulimit -u)",
+                              name, error.what()));
     }
   }
   void yield() override { sched_yield(); }

@@ -31,13 +31,15 @@ class Poller {
     bool hung_up;
   };
   virtual ~Poller() = default;
-  /// Watches `fd` for reading and, if asked, for writing; `token` comes back with its events.
-  /// Level-triggered.
+  /// Watches `fd` for reading and, if asked, for writing; `token`, any number but 2^64 - 1, comes back with
+  /// its events. Level-triggered. Throws Error{kInvalid} for a descriptor that cannot be watched or is
+  /// already.
   virtual void add(int fd, std::uint64_t token, bool writable) = 0;
   /// Changes whether `fd` is watched for writing.
   virtual void change(int fd, std::uint64_t token, bool writable) = 0;
   virtual void remove(int fd) = 0;
-  /// Fills `events` with what is ready, waiting until the deadline for the first; 0 on time-out or wake().
+  /// Fills `events`, which has room for one at least, with what is ready, waiting until the deadline for the
+  /// first; 0 on time-out or wake(). A deadline that has passed still looks once.
   virtual std::size_t wait(std::span<Event> events, Deadline deadline) = 0;
   /// Ends the current wait(), or the next one.
   virtual void wake() = 0;
@@ -69,8 +71,9 @@ class Executor {
   virtual TimePoint now() const = 0;
   virtual std::unique_ptr<Parker> make_parker() = 0;
   virtual std::unique_ptr<Poller> make_poller() = 0;
-  /// Starts `body` on a thread of its own, named for debuggers and deadlock reports. An exception that leaves
-  /// `body` ends the process.
+  /// Starts `body` on a thread of its own, named for debuggers and deadlock reports; what `body` captured is
+  /// destroyed there. An exception that leaves `body` ends the process. Throws Error{kOverloaded} when the
+  /// system has no thread left.
   virtual Thread spawn(std::string name, std::function<void()> body) = 0;
   /// Lets another thread run.
   virtual void yield() = 0;
