@@ -5,11 +5,15 @@
 #include <fmt/format.h>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/error.h>
 #include <torchspan/core/sim_executor.h>
+
+#include "core/stack.h"
 
 namespace torchspan {
 namespace {
@@ -20,16 +24,19 @@ enum class State { kRunnable, kRunning, kParked, kEnded };
 
 struct SimThread {
   std::string name;
+  std::thread::id id;
   State state = State::kRunnable;
   Deadline deadline;
+  TimePoint parked_at;
   bool unparked = false;  ///< why the last park ended
+  bool polling = false;   ///< runnable, but only because it yielded
   std::condition_variable go;
   SimParker* joiner = nullptr;  ///< unparked when the thread ends
 };
 
 }  // namespace
 
-/// The scheduler. `current_` is the thread that holds the right to run, so it is always the caller.
+/// The scheduler. `current_` is the thread that holds the right to run; it is nobody while an event runs.
 class SimExecutor::Impl {
  public:
   explicit Impl(std::uint64_t seed) : seed_(seed), random_(seed) {}
@@ -43,13 +50,22 @@ class SimExecutor::Impl {
     return thread;
   }
 
+  /// Takes back a thread for which the system had no real one.
+  void forget(const SimThread& thread) {
+    std::lock_guard lock(mutex_);
+    std::erase(runnable_, &thread);
+    std::erase_if(threads_, [&](const auto& other) { return other.get() == &thread; });
+  }
+
   /// The life of a simulated thread on its real one.
-  void live(SimThread& self, const std::function<void()>& body) {
+  void live(SimThread& self, std::function<void()> body) {
     {
       std::unique_lock lock(mutex_);
+      self.id = std::this_thread::get_id();
       wait_for_turn(lock, self);
     }
     body();
+    body = nullptr;  // what it captured ends here, while no other thread runs
     std::unique_lock lock(mutex_);
     self.state = State::kEnded;
     if (self.joiner != nullptr) unpark_locked(*self.joiner);
@@ -60,7 +76,7 @@ class SimExecutor::Impl {
   void start_and_wait() {
     std::unique_lock lock(mutex_);
     run_next(lock);
-    all_ended_.wait(lock, [&] { return threads_.empty(); });
+    all_ended_.wait(lock, [&] { return current_ == nullptr && threads_.empty(); });
   }
 
   bool park(SimParker& parker, Deadline deadline);
@@ -72,18 +88,28 @@ class SimExecutor::Impl {
 
   void yield() {
     std::unique_lock lock(mutex_);
-    SimThread& self = *current_;
-    if (runnable_.empty()) now_ += std::chrono::microseconds(1);  // so that a polling loop gets somewhere
-    self.state = State::kRunnable;
-    runnable_.push_back(&self);
-    fire_due(lock);
-    run_next(lock);
-    wait_for_turn(lock, self);
+    yield_turn(lock, caller("yield"));
   }
 
   void at(TimePoint when, std::function<void()> event) {
     std::lock_guard lock(mutex_);
     events_.emplace(std::max(when, now_), std::move(event));
+  }
+
+  void begin_run() {
+    std::lock_guard lock(mutex_);
+    if (running_)
+      throw Error(ErrorKind::kInvalid, "this SimExecutor runs already; run() is for one at a time");
+    running_ = true;
+    main_failure_.clear();
+  }
+  void end_run() {
+    std::lock_guard lock(mutex_);
+    running_ = false;
+  }
+  void main_failed(std::string story) {
+    std::lock_guard lock(mutex_);
+    main_failure_ = std::move(story);
   }
 
   TimePoint now() const {
@@ -101,17 +127,48 @@ class SimExecutor::Impl {
   }
 
  private:
+  /// What a thread that can only poll costs: without it, two of them could keep the clock from ever moving.
+  static constexpr Duration kPollTime = std::chrono::microseconds(1);
+
   void unpark_locked(SimParker& parker);
 
+  SimThread& caller(const char* verb) {
+    if (current_ != nullptr && current_->id == std::this_thread::get_id()) return *current_;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("{} on a simulated executor is for its own threads (spawn() them, or call it inside "
+                    "run()), and not for events",
+                    verb));
+  }
+
   void wait_for_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {
-    self.go.wait(lock, [&] { return current_ == &self; });
+    for (;;) {
+      self.go.wait(lock, [&] { return current_ == &self || witness_ == &self; });
+      if (witness_ != &self) break;
+      std::fputs(stack_of_this_thread().c_str(), stderr);
+      witness_ = nullptr;
+      witnessed_.notify_all();
+    }
     self.state = State::kRunning;
   }
 
   void make_runnable(SimThread& thread, bool unparked) {
     thread.state = State::kRunnable;
     thread.unparked = unparked;
+    thread.polling = false;
     runnable_.push_back(&thread);
+  }
+
+  void yield_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {
+    make_runnable(self, false);
+    self.polling = true;
+    current_ = nullptr;
+    const bool all_poll =
+        std::all_of(runnable_.begin(), runnable_.end(), [](const auto* thread) { return thread->polling; });
+    if (all_poll) now_ += kPollTime;
+    fire_due(lock);
+    run_next(lock);
+    wait_for_turn(lock, self);
   }
 
   /// Hands the right to run to a thread drawn from the seed, advancing the clock while nobody can run.
@@ -136,7 +193,7 @@ class SimExecutor::Impl {
     for (const auto& thread : threads_) {
       if (thread->state == State::kParked) next = std::min(next, thread->deadline.at());
     }
-    if (next == TimePoint::max()) report_deadlock();
+    if (next == TimePoint::max()) report_deadlock(lock);
     now_ = std::max(now_, next);
     fire_due(lock);
   }
@@ -150,19 +207,40 @@ class SimExecutor::Impl {
       auto event = std::move(events_.begin()->second);
       events_.erase(events_.begin());
       lock.unlock();
-      event();
+      run_event(std::move(event));
       lock.lock();
     }
   }
 
-  [[noreturn]] void report_deadlock() {
-    std::string text =
-        fmt::format("simulated cluster is deadlocked (seed {}, {} steps, virtual time {} us):\n", seed_,
-                    steps_, now_.time_since_epoch().count() / 1000);
-    for (const auto& thread : threads_)
-      text += fmt::format("  '{}' is parked without a deadline\n", thread->name);
+  /// Runs and destroys the event, both without the lock.
+  static void run_event(std::function<void()> event) noexcept { event(); }
+
+  /// Every thread with its stack: each prints its own, since only it can.
+  [[noreturn]] void report_deadlock(std::unique_lock<std::mutex>& lock) {
+    std::string text = fmt::format(
+        "simulated cluster is deadlocked: nothing can ever wake it (seed {}, {} steps, virtual time {} us)\n",
+        seed_, steps_, to_us(now_));
+    if (!main_failure_.empty()) text += fmt::format("  main ended with {}\n", main_failure_);
     std::fputs(text.c_str(), stderr);
+    const auto threads = threads_;
+    for (const auto& thread : threads) {
+      text = fmt::format("  thread '{}' is parked without a deadline since {} us at\n", thread->name,
+                         to_us(thread->parked_at));
+      std::fputs(text.c_str(), stderr);
+      if (thread->id == std::this_thread::get_id()) {
+        std::fputs(stack_of_this_thread().c_str(), stderr);
+        continue;
+      }
+      witness_ = thread.get();
+      thread->go.notify_one();
+      witnessed_.wait(lock, [&] { return witness_ == nullptr; });
+    }
+    std::fputs("  (addr2line -Cfpie BINARY OFFSET... gives names and lines)\n", stderr);
     std::abort();
+  }
+
+  static std::int64_t to_us(TimePoint time) {
+    return std::chrono::duration_cast<std::chrono::microseconds>(time.time_since_epoch()).count();
   }
 
   const std::uint64_t seed_;
@@ -171,10 +249,14 @@ class SimExecutor::Impl {
   std::mt19937_64 random_;
   TimePoint now_{};
   std::uint64_t steps_ = 0;
+  bool running_ = false;
+  std::string main_failure_;
   SimThread* current_ = nullptr;
   std::vector<std::shared_ptr<SimThread>> threads_;
   std::vector<SimThread*> runnable_;
   std::multimap<TimePoint, std::function<void()>> events_;
+  SimThread* witness_ = nullptr;  ///< who is asked for its stack, in the end of a deadlock
+  std::condition_variable witnessed_;
 
   friend class SimExecutor;
 };
@@ -186,6 +268,8 @@ class SimParker final : public Parker {
   explicit SimParker(SimExecutor::Impl& impl) : impl_(impl) {}
   bool park(Deadline deadline) override { return impl_.park(*this, deadline); }
   void unpark() override { impl_.unpark(*this); }
+
+  bool take_token() { return std::exchange(token, false); }
 
   bool token = false;
   SimThread* sleeper = nullptr;
@@ -219,7 +303,7 @@ class SimThreadHandle final : public Thread::Impl {
   SimThreadHandle(SimExecutor::Impl& impl, std::shared_ptr<SimThread> thread, std::function<void()> body)
       : impl_(impl),
         thread_(std::move(thread)),
-        real_([this, body = std::move(body)] { impl_.live(*thread_, body); }) {}
+        real_([this, body = std::move(body)]() mutable { impl_.live(*thread_, std::move(body)); }) {}
   ~SimThreadHandle() override {
     SimParker parker(impl_);
     impl_.join(*thread_, parker);
@@ -237,18 +321,20 @@ class SimThreadHandle final : public Thread::Impl {
 
 bool SimExecutor::Impl::park(SimParker& parker, Deadline deadline) {
   std::unique_lock lock(mutex_);
-  if (parker.token) {
-    parker.token = false;
-    return true;
+  SimThread& self = caller("park");
+  if (parker.take_token()) return true;
+  if (deadline.passed(now_)) {
+    yield_turn(lock, self);
+    return parker.take_token();
   }
-  SimThread& self = *current_;
   self.state = State::kParked;
   self.deadline = deadline;
+  self.parked_at = now_;
   parker.sleeper = &self;
   run_next(lock);
   wait_for_turn(lock, self);
   parker.sleeper = nullptr;
-  return self.unparked;
+  return self.unparked || parker.take_token();
 }
 
 void SimExecutor::Impl::unpark_locked(SimParker& parker) {
@@ -272,19 +358,23 @@ SimExecutor::SimExecutor(std::uint64_t seed) : impl_(std::make_shared<Impl>(seed
 SimExecutor::~SimExecutor() = default;
 
 void SimExecutor::run(std::function<void()> main) {
+  impl_->begin_run();
   std::exception_ptr failure;
   auto thread = impl_->add_thread("main");
   std::thread real([&] {
     impl_->live(*thread, [&] {
       try {
-        main();
+        std::exchange(main, nullptr)();
       } catch (...) {
         failure = std::current_exception();
+        const ExceptionStory story = describe(failure);
+        impl_->main_failed(fmt::format("{}: {}", story.type, story.text));
       }
     });
   });
   impl_->start_and_wait();
   real.join();
+  impl_->end_run();
   if (failure) std::rethrow_exception(failure);
 }
 
@@ -298,8 +388,14 @@ std::unique_ptr<Poller> SimExecutor::make_poller() { return std::make_unique<Sim
 void SimExecutor::yield() { impl_->yield(); }
 
 Thread SimExecutor::spawn(std::string name, std::function<void()> body) {
-  auto thread = impl_->add_thread(std::move(name));
-  return Thread(std::make_unique<SimThreadHandle>(*impl_, std::move(thread), std::move(body)));
+  auto thread = impl_->add_thread(name);
+  try {
+    return Thread(std::make_unique<SimThreadHandle>(*impl_, thread, std::move(body)));
+  } catch (const std::system_error& error) {
+    impl_->forget(*thread);
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("simulated thread '{}' could not start: {}", name, error.what()));
+  }
 }
 
 }  // namespace torchspan

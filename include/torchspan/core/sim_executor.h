@@ -11,19 +11,22 @@ namespace torchspan {
 
 /// A whole cluster in one process, deterministic from a seed: threads are real, but exactly one registered
 /// thread runs at a time; when it parks, the next runnable one is drawn from the seed; when all are parked
-/// the virtual clock jumps to the next deadline or event. If nothing can ever wake, the process prints every
-/// thread with its place of rest and aborts: a deadlock is a bug, never a hang. Pollers take no descriptors
-/// here.
+/// the virtual clock jumps to the next deadline or event. While every runnable thread only polls (yields, or
+/// parks with a deadline that has passed) a poll takes 1 us. If nothing can ever wake, the process prints
+/// every thread with its place of rest and aborts: a deadlock is a bug, never a hang. Pollers take no
+/// descriptors here. Only simulated threads park, yield and join; others get Error{kInvalid}.
 class SimExecutor final : public Executor {
  public:
   explicit SimExecutor(std::uint64_t seed);
   ~SimExecutor() override;
 
   /// Runs `main` as the first simulated thread; returns when it and every thread it caused have ended.
-  /// Rethrows what `main` throws. Called from an ordinary thread; once at a time.
+  /// Rethrows what `main` throws. Called from an ordinary thread; once at a time, but as often as you like:
+  /// time goes on where it stopped.
   void run(std::function<void()> main);
 
-  /// Runs `event` at virtual time `when`, on whichever thread advances the clock: it must not park.
+  /// Runs `event` at virtual time `when`, on whichever thread advances the clock: it must not park
+  /// nor throw.
   void at(TimePoint when, std::function<void()> event);
   /// A number from the seed's stream; only simulated threads and events draw.
   std::uint64_t random();

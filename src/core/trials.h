@@ -1,0 +1,37 @@
+#pragma once
+#include <cstdint>
+#include <gtest/gtest.h>
+
+#include <torchspan/core/executor.h>
+#include <torchspan/core/sim_executor.h>
+
+namespace torchspan {
+
+/// For tests: runs `body(SimExecutor&)` as the main thread of a simulated process, once for each seed from 1
+/// on; stops at the first seed that fails a check, and names it.
+template <class Body>
+void for_seeds(std::uint64_t seeds, Body body) {
+  for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    SimExecutor executor(seed);
+    executor.run([&] { body(executor); });
+    if (::testing::Test::HasFailure()) {
+      ADD_FAILURE() << "the first seed that fails is " << seed;
+      return;
+    }
+  }
+}
+
+/// For tests: runs `body(Executor&)` a few times on real threads and then simulated for each seed, so that
+/// what is claimed of any executor is shown of both.
+template <class Body>
+void everywhere(std::uint64_t seeds, Body body) {
+  for (int round = 0; round < 5 && !::testing::Test::HasFailure(); ++round) {
+    SCOPED_TRACE("real threads");
+    const auto executor = make_executor();
+    body(static_cast<Executor&>(*executor));
+  }
+  for_seeds(seeds, [&](SimExecutor& executor) { body(static_cast<Executor&>(executor)); });
+}
+
+}  // namespace torchspan
