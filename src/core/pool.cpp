@@ -22,74 +22,145 @@ void Pool::post(UniqueFunction<void()> job) {
     if (!stopping_) {
       queue_.push_back(std::move(job));
       staff();
-      return;
+      if (live_ > 0) {
+        if (starved() && !waiters_.empty()) {
+          waiters_.back()->overloaded.store(true, std::memory_order_release);
+          waiters_.back()->parker.unpark();
+        }
+        return;
+      }
+      job = std::move(queue_.back());
+      queue_.pop_back();
     }
   }
   job();
 }
 
 void Pool::staff() {
-  if (queue_.empty()) return;
-  const std::size_t active = live_ - blocked_ - idle_.size();
-  if (active >= options_.threads) return;
+  if (queue_.empty() || active() >= options_.threads) return;
   if (!idle_.empty()) {
+    idle_.back()->idle = false;
     idle_.back()->parker->unpark();
     idle_.pop_back();
+  } else if (live_ < options_.max_threads) {
+    add_worker();
+  }
+}
+
+void Pool::add_worker() {
+  workers_.push_back(std::make_unique<Worker>());
+  Worker& self = *workers_.back();
+  try {
+    self.parker = executor_.make_parker();
+    // The new thread takes mutex_ before anything else, so it cannot see a half-made Worker.
+    self.thread =
+        executor_.spawn(fmt::format("{}/{}", options_.name, started_), [this, &self] { run(self); });
+  } catch (const Error&) {
+    workers_.pop_back();
+    out_of_threads_ = true;
     return;
   }
-  if (live_ >= options_.max_threads) return;
-  auto worker = std::make_unique<Worker>();
-  worker->parker = executor_.make_parker();
-  Worker& self = *worker;
-  // The new thread takes mutex_ before anything else, so it cannot see a half-made Worker.
-  self.thread =
-      executor_.spawn(fmt::format("{}/{}", options_.name, workers_.size()), [this, &self] { run(self); });
+  out_of_threads_ = false;
+  ++started_;
   ++live_;
-  workers_.push_back(std::move(worker));
 }
 
 void Pool::run(Worker& self) {
+  {
+    MutexLock lock(mutex_);
+    by_thread_[std::this_thread::get_id()] = &self;
+  }
   for (;;) {
+    Workers ended;
     UniqueFunction<void()> job;
-    bool sleep = false;
+    Deadline rest_until;
     {
       MutexLock lock(mutex_);
-      const std::size_t active = live_ - blocked_ - idle_.size();
-      if (!queue_.empty() && (active <= options_.threads || stopping_)) {
-        job = std::move(queue_.front());
-        queue_.pop_front();
-      } else if (stopping_) {
-        --live_;
-        return;
-      } else {
+      ended.swap(retired_);
+      job = next_job();
+      if (!job) {
+        if (stopping_) return retire(self);
+        if (idle_.size() >= options_.threads) rest_until = executor_.deadline_in(options_.linger);
+        self.idle = true;
         idle_.push_back(&self);
-        sleep = true;
       }
     }
-    if (sleep) {
-      self.parker->park(Deadline::never());
-    } else {
+    ended.clear();
+    if (job) {
       job();
+    } else if (!rest(self, rest_until)) {
+      return;
     }
   }
+}
+
+UniqueFunction<void()> Pool::next_job() {
+  if (queue_.empty() || active() > options_.threads) return {};
+  UniqueFunction<void()> job = std::move(queue_.front());
+  queue_.pop_front();
+  return job;
+}
+
+bool Pool::rest(Worker& self, Deadline deadline) {
+  for (;;) {
+    const bool unparked = self.parker->park(deadline);
+    MutexLock lock(mutex_);
+    if (!self.idle) return true;
+    if (unparked) continue;  // by a wake-up that a time-out had already seen
+    self.idle = false;
+    std::erase(idle_, &self);
+    if (!queue_.empty() && active() <= options_.threads) return true;
+    retire(self);
+    return false;
+  }
+}
+
+void Pool::retire(Worker& self) {
+  --live_;
+  by_thread_.erase(std::this_thread::get_id());
+  const auto own = std::find_if(workers_.begin(), workers_.end(),
+                                [&self](const auto& worker) { return worker.get() == &self; });
+  if (own == workers_.end()) return;  // stop() waits for this thread
+  retired_.push_back(std::move(*own));
+  workers_.erase(own);
 }
 
 void Pool::stop() {
-  std::vector<std::unique_ptr<Worker>> workers;
-  {
+  for (;;) {
+    Workers ended;
     MutexLock lock(mutex_);
+    if (this_worker() != nullptr) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("pool '{}' is stopped or destroyed by one of its own threads, which cannot wait "
+                      "for itself; stop it from the thread that owns it",
+                      options_.name));
+    }
     stopping_ = true;
-    workers.swap(workers_);
-    for (Worker* worker : idle_) worker->parker->unpark();
+    for (Worker* worker : idle_) {
+      worker->idle = false;
+      worker->parker->unpark();
+    }
     idle_.clear();
+    ended.swap(retired_);
+    if (!workers_.empty()) {
+      ended.push_back(std::move(workers_.back()));
+      workers_.pop_back();
+    }
+    if (ended.empty()) return;
   }
-  workers.clear();
 }
+
+Pool::Worker* Pool::this_worker() const {
+  const auto found = by_thread_.find(std::this_thread::get_id());
+  return found == by_thread_.end() ? nullptr : found->second;
+}
+
+std::size_t Pool::active() const { return live_ - blocked_ - idle_.size(); }
 
 bool Pool::is_pool_thread() const {
   MutexLock lock(mutex_);
-  return std::any_of(workers_.begin(), workers_.end(),
-                     [](const auto& worker) { return worker->thread.is_current(); });
+  return this_worker() != nullptr;
 }
 
 std::size_t Pool::thread_count() const {
@@ -102,39 +173,60 @@ std::size_t Pool::queued() const {
   return queue_.size();
 }
 
-void Pool::begin_blocking() {
-  MutexLock lock(mutex_);
-  if (live_ >= options_.max_threads && blocked_ + 1 >= live_ && !queue_.empty()) {
-    throw Error(
-        ErrorKind::kOverloaded,
-        fmt::format("pool '{}': all {} threads wait and {} jobs are queued; raise max_threads, or wait with "
-                    "co_await, which holds no thread",
-                    options_.name, live_, queue_.size()));
-  }
-  ++blocked_;
-  staff();
+bool Pool::starved() const {
+  if (queue_.empty() || blocked_ < live_) return false;
+  if (live_ < options_.max_threads && !out_of_threads_) return false;
+  return std::none_of(waiters_.begin(), waiters_.end(), [](const Waiter* waiter) {
+    return waiter->overloaded.load(std::memory_order_relaxed) || waiter->done.load(std::memory_order_relaxed);
+  });
 }
 
-void Pool::end_blocking() {
+Error Pool::overloaded() const {
+  return Error(
+      ErrorKind::kOverloaded,
+      fmt::format("pool '{}': all {} threads wait and {} jobs are queued; raise max_threads{}, or wait "
+                  "with co_await, which holds no thread",
+                  options_.name, live_, queue_.size(),
+                  out_of_threads_ ? " and the system's limit on threads" : ""));
+}
+
+Pool::Worker* Pool::begin_blocking(Waiter* waiter) {
   MutexLock lock(mutex_);
-  --blocked_;
+  Worker* self = this_worker();
+  if (self == nullptr) return nullptr;
+  if (++self->scopes == 1) ++blocked_;
+  if (waiter != nullptr) waiters_.push_back(waiter);
+  staff();
+  if (starved()) {
+    leave(*self, waiter);
+    throw overloaded();
+  }
+  return self;
+}
+
+void Pool::end_blocking(Worker& self, Waiter* waiter) {
+  MutexLock lock(mutex_);
+  leave(self, waiter);
+}
+
+void Pool::leave(Worker& self, Waiter* waiter) {
+  if (--self.scopes == 0) --blocked_;
+  if (waiter != nullptr) std::erase(waiters_, waiter);
 }
 
 void Pool::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
-  BlockingScope blocking(*this);
-  while (!done.load(std::memory_order_acquire)) {
-    if (!parker.park(deadline)) return;
+  if (done.load(std::memory_order_acquire)) return;
+  Waiter waiter{parker, done};
+  Worker* self = begin_blocking(&waiter);
+  bool overloaded = false;
+  while (!done.load(std::memory_order_acquire) && !overloaded) {
+    if (!parker.park(deadline)) break;
+    overloaded = waiter.overloaded.load(std::memory_order_acquire);
   }
-}
-
-Pool::BlockingScope::BlockingScope(Pool& pool) {
-  if (!pool.is_pool_thread()) return;
-  pool.begin_blocking();
-  pool_ = &pool;
-}
-
-Pool::BlockingScope::~BlockingScope() {
-  if (pool_ != nullptr) pool_->end_blocking();
+  if (self == nullptr) return;
+  MutexLock lock(mutex_);
+  leave(*self, &waiter);
+  if (overloaded && !done.load(std::memory_order_acquire)) throw this->overloaded();
 }
 
 }  // namespace torchspan

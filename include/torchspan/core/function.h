@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -15,9 +16,9 @@ class UniqueFunction<R(Args...)> {
   UniqueFunction() = default;
   UniqueFunction(std::nullptr_t) {}
   template <class F>
-  requires(!std::is_same_v<std::remove_cvref_t<F>, UniqueFunction> &&
-           std::is_invocable_r_v<R, std::remove_cvref_t<F>&, Args...>) UniqueFunction(F&& f)
-      : body_(std::make_unique<Body<std::remove_cvref_t<F>>>(std::forward<F>(f))) {}
+  requires(!std::is_same_v<std::decay_t<F>, UniqueFunction> &&
+           std::is_invocable_r_v<R, std::decay_t<F>&, Args...>) UniqueFunction(F&& f)
+      : body_(std::make_unique<Body<std::decay_t<F>>>(std::forward<F>(f))) {}
 
   explicit operator bool() const { return body_ != nullptr; }
   R operator()(Args... args) { return body_->call(std::forward<Args>(args)...); }

@@ -27,7 +27,9 @@ class FutureHost {
  public:
   virtual ~FutureHost() = default;
   virtual Executor& executor() = 0;
-  /// Runs `job` on a thread that holds no lock of anybody. After the host stopped, runs it on the caller's.
+  /// Runs `job` on a thread that holds no lock of anybody. After the host stopped, or while it cannot get a
+  /// single thread, runs it on the caller's. Never throws for itself: whoever completes a future relies on
+  /// it.
   virtual void post(UniqueFunction<void()> job) = 0;
   /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress meanwhile.
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
@@ -44,8 +46,8 @@ class FutureStateBase {
   void wait(Deadline deadline);
   /// The deadline `timeout` from now on the host's clock.
   Deadline deadline_in(Duration timeout) const;
-  /// Runs `continuation` once after completion: posted to the host, or on this thread when already complete
-  /// and the host is gone.
+  /// Runs `continuation` once after completion: posted to the host, or when that is gone on the completing
+  /// thread (on this one when already complete). It must not throw.
   void on_done(UniqueFunction<void()> continuation);
   const std::weak_ptr<FutureHost>& host() const { return host_; }
 
@@ -71,7 +73,11 @@ class FutureState final : public FutureStateBase {
   template <class... Args>
   bool set_value(Args&&... args) {
     if (!claim()) return false;
-    value_.emplace(std::forward<Args>(args)...);
+    try {
+      value_.emplace(std::forward<Args>(args)...);
+    } catch (...) {
+      error_ = std::current_exception();  // claimed is claimed: the future completes with what happened
+    }
     publish();
     return true;
   }
@@ -129,13 +135,7 @@ class Future {
   bool await_ready() const { return done(); }
   template <class P>
   void await_suspend(std::coroutine_handle<P> handle) const {
-    state_->on_done([handle, environment = handle.promise().environment()] {
-      if (environment) {
-        environment->run(handle);
-      } else {
-        handle.resume();
-      }
-    });
+    handle.promise().flow().resume_after(handle, state_);
   }
   T await_resume() const { return wait(); }
 
@@ -151,7 +151,8 @@ class Future {
 };
 
 /// The writing end of a future. The first set_… wins and returns true. A promise that is dropped unset fails
-/// its future with kCancelled, so nobody waits for ever.
+/// its future with kCancelled, so nobody waits for ever; one that was moved away sets nothing. A waiter may
+/// destroy the promise as soon as it has the value.
 template <class T>
 class Promise {
  public:
@@ -159,7 +160,7 @@ class Promise {
       : state_(std::make_shared<FutureState<T>>(std::move(host))) {}
   Promise(Promise&&) = default;
   Promise& operator=(Promise&& other) noexcept {
-    std::swap(state_, other.state_);
+    Promise(std::move(other)).state_.swap(state_);  // what was here before is dropped now
     return *this;
   }
   ~Promise() {
@@ -172,9 +173,13 @@ class Promise {
   Future<T> future() const { return Future<T>(state_); }
   template <class... Args>
   bool set_value(Args&&... args) {
-    return state_->set_value(std::forward<Args>(args)...);
+    const auto state = state_;  // a waiter may destroy this promise as soon as the value is out
+    return state && state->set_value(std::forward<Args>(args)...);
   }
-  bool set_error(std::exception_ptr error) { return state_->set_error(std::move(error)); }
+  bool set_error(std::exception_ptr error) {
+    const auto state = state_;
+    return state && state->set_error(std::move(error));
+  }
   bool set_error(const Error& error) { return set_error(std::make_exception_ptr(error)); }
   /// Completes with what `body` returns or throws.
   template <class F>

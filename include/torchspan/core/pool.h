@@ -4,6 +4,8 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include <torchspan/core/future.h>
@@ -13,13 +15,15 @@ namespace torchspan {
 
 struct PoolOptions {
   std::string name = "pool";
-  std::size_t threads = 2;        ///< runnable threads at most
-  std::size_t max_threads = 256;  ///< threads at most, the blocked ones included
+  std::size_t threads = 2;                     ///< runnable threads at most
+  std::size_t max_threads = 256;               ///< threads at most, the blocked ones included
+  Duration linger = std::chrono::seconds(10);  ///< an idle thread beyond `threads` ends after this long
 };
 
 /// Threads that run posted jobs. Grows while its threads are blocked in a wait that it knows of (wait(), or a
 /// BlockingScope), so that nested calls cannot starve each other. A job's exception ends the process: jobs
-/// catch.
+/// catch. Held by a shared_ptr, since futures refer to it; its owner calls stop() before letting go, because
+/// the last reference must not drop on a pool thread that is still to be joined.
 class Pool final : public FutureHost {
  public:
   Pool(Executor& executor, PoolOptions options);
@@ -27,50 +31,86 @@ class Pool final : public FutureHost {
   ~Pool() override;
 
   Executor& executor() override { return executor_; }
+  /// Queues `job`. While not one thread can be started it runs on the poster's, as after stop().
   void post(UniqueFunction<void()> job) override;
-  /// Parks; a pool thread that waits is counted as blocked. Throws kOverloaded when it would have to wait
-  /// although jobs are queued, every thread is blocked and the cap is reached.
+  /// Parks; a pool thread that waits is counted as blocked. When jobs are queued, every thread is blocked and
+  /// no more can be started, the youngest wait throws kOverloaded: only that can free a thread for certain.
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
 
   /// Runs what is queued, then ends the threads and waits for them. Later posts run on the poster's thread.
-  /// Must not be called from a pool thread.
+  /// Throws Error{kInvalid} on a pool thread, which cannot wait for itself.
   void stop();
   bool is_pool_thread() const;
   std::size_t thread_count() const;
   std::size_t queued() const;
 
-  /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads.
-  class BlockingScope {
-   public:
-    explicit BlockingScope(Pool& pool);
-    ~BlockingScope();
-    BlockingScope(const BlockingScope&) = delete;
-
-   private:
-    Pool* pool_ = nullptr;
-  };
+  /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads. May be
+  /// nested. Throws kOverloaded when jobs are queued and this was the last thread that could run them.
+  class BlockingScope;
 
  private:
   struct Worker {
+    std::unique_ptr<Parker> parker;  // before the thread, which uses it to its end
+    std::size_t scopes = 0;          ///< nested waits and BlockingScopes
+    bool idle = false;
     Thread thread;
-    std::unique_ptr<Parker> parker;
-    bool ended = false;
   };
+  /// A pool thread inside wait().
+  struct Waiter {
+    Parker& parker;
+    const std::atomic<bool>& done;
+    std::atomic<bool> overloaded{false};
+  };
+  using Workers = std::vector<std::unique_ptr<Worker>>;
+
   void run(Worker& self);
-  void begin_blocking();
-  void end_blocking();
+  UniqueFunction<void()> next_job() TORCHSPAN_REQUIRES(mutex_);
+  /// Sleeps until there is work; false when this thread has been idle for too long and ends.
+  bool rest(Worker& self, Deadline deadline);
+  void retire(Worker& self) TORCHSPAN_REQUIRES(mutex_);
+
+  /// Counts this thread as blocked, if it is one of the pool's: else null.
+  Worker* begin_blocking(Waiter* waiter);
+  void end_blocking(Worker& self, Waiter* waiter);
+  void leave(Worker& self, Waiter* waiter) TORCHSPAN_REQUIRES(mutex_);
+
   /// Wakes an idle thread or starts a new one when a queued job could run.
   void staff() TORCHSPAN_REQUIRES(mutex_);
+  void add_worker() TORCHSPAN_REQUIRES(mutex_);
+  /// Jobs are queued, and no thread will come to run them unless a wait fails.
+  bool starved() const TORCHSPAN_REQUIRES(mutex_);
+  Error overloaded() const TORCHSPAN_REQUIRES(mutex_);
+  Worker* this_worker() const TORCHSPAN_REQUIRES(mutex_);
+  std::size_t active() const TORCHSPAN_REQUIRES(mutex_);
 
   Executor& executor_;
   const PoolOptions options_;
   mutable Mutex mutex_;
   std::deque<UniqueFunction<void()>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<Worker>> workers_ TORCHSPAN_GUARDED_BY(mutex_);
+  Workers workers_ TORCHSPAN_GUARDED_BY(mutex_);
+  Workers retired_ TORCHSPAN_GUARDED_BY(mutex_);  ///< returning from run(), to be joined
+  std::unordered_map<std::thread::id, Worker*> by_thread_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Worker*> idle_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Waiter*> waiters_ TORCHSPAN_GUARDED_BY(mutex_);  ///< oldest first
   std::size_t live_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t blocked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t started_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool out_of_threads_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the system refused the last one
   bool stopping_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+class Pool::BlockingScope {
+ public:
+  explicit BlockingScope(Pool& pool) : pool_(pool), worker_(pool.begin_blocking(nullptr)) {}
+  ~BlockingScope() {
+    if (worker_ != nullptr) pool_.end_blocking(*worker_, nullptr);
+  }
+  BlockingScope(const BlockingScope&) = delete;
+  BlockingScope& operator=(const BlockingScope&) = delete;
+
+ private:
+  Pool& pool_;
+  Worker* const worker_;
 };
 
 }  // namespace torchspan

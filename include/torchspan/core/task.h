@@ -11,12 +11,14 @@ namespace torchspan {
 
 /// Thread-local state that belongs to a coroutine rather than to the threads it visits (grad mode, the
 /// autograd context). Each step of the coroutine, from one suspension to the next, runs inside run(): it
-/// installs the saved state, runs the step, saves what the step left, and gives the thread its own state
-/// back.
+/// installs the saved state, runs the step, and gives the thread its own state back.
 class TaskEnvironment {
  public:
   virtual ~TaskEnvironment() = default;
   virtual void run(std::coroutine_handle<> step) = 0;
+  /// The coroutine is about to suspend on this thread: saves the state that the next run() installs. The next
+  /// step may begin on another thread before this run() returns.
+  virtual void suspend() {}
 };
 
 template <class T>
@@ -24,23 +26,57 @@ class Task;
 
 namespace task_detail {
 
+/// What the coroutines under one start() share. It resumes them one after another from a loop, so a million
+/// awaits that need not wait use no stack, and it listens to the awaited future only when the step has left
+/// the environment: the next step, on another thread, then finds the state complete.
+class Flow final : public std::enable_shared_from_this<Flow> {
+ public:
+  explicit Flow(std::shared_ptr<TaskEnvironment> environment);
+  ~Flow();
+  Flow(const Flow&) = delete;
+
+  const std::shared_ptr<TaskEnvironment>& environment() const { return environment_; }
+  /// Runs `first` and what follows from it until the flow waits for a future or has finished.
+  void step(std::coroutine_handle<> first);
+
+  /// Said inside a step by the coroutine that suspends: `next` runs in the same step.
+  void go_on(std::coroutine_handle<> next) { next_ = next; }
+  /// Said inside a step by the coroutine that suspends: the step ends, `handle` begins another one after
+  /// `future` completed.
+  void resume_after(std::coroutine_handle<> handle, std::shared_ptr<FutureStateBase> future);
+  /// Said inside the last step: `report` runs after it, outside the environment.
+  void finish(UniqueFunction<void()> report) { report_ = std::move(report); }
+
+ private:
+  struct Pump;
+  static Pump make_pump(Flow& flow);
+  void run_queued();
+
+  const std::shared_ptr<TaskEnvironment> environment_;
+  std::coroutine_handle<> pump_;  ///< run_queued() as a coroutine; only with an environment
+  std::coroutine_handle<> next_;
+  std::coroutine_handle<> waiting_;
+  std::shared_ptr<FutureStateBase> awaited_;
+  UniqueFunction<void()> report_;
+};
+
 class PromiseBase {
  public:
   struct FinalAwaiter {
     bool await_ready() noexcept { return false; }
     template <class P>
-    std::coroutine_handle<> await_suspend(std::coroutine_handle<P> handle) noexcept {
-      return handle.promise().continuation_ ? handle.promise().continuation_ : std::noop_coroutine();
+    void await_suspend(std::coroutine_handle<P> handle) noexcept {
+      handle.promise().flow().go_on(handle.promise().continuation_);
     }
     void await_resume() noexcept {}
   };
   std::suspend_always initial_suspend() noexcept { return {}; }
   FinalAwaiter final_suspend() noexcept { return {}; }
   void unhandled_exception() { error_ = std::current_exception(); }
-  const std::shared_ptr<TaskEnvironment>& environment() const { return environment_; }
+  Flow& flow() const { return *flow_; }
 
   std::coroutine_handle<> continuation_;
-  std::shared_ptr<TaskEnvironment> environment_;
+  Flow* flow_ = nullptr;
   std::exception_ptr error_;
 };
 
@@ -75,7 +111,7 @@ class TaskPromise<void> final : public PromiseBase {
 
 /// A coroutine that computes a T: lazy (runs when awaited or started), owned by this object, awaited at most
 /// once. It may co_await futures and other tasks without holding a thread. A function that is served to other
-/// workers may return one.
+/// workers may return one. T may be move-only.
 template <class T>
 class [[nodiscard]] Task {
  public:
@@ -86,7 +122,8 @@ class [[nodiscard]] Task {
   explicit Task(Handle handle) : handle_(handle) {}
   Task(Task&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
   Task& operator=(Task&& other) noexcept {
-    std::swap(handle_, other.handle_);
+    Task moved(std::move(other));
+    std::swap(handle_, moved.handle_);
     return *this;
   }
   ~Task() {
@@ -95,10 +132,13 @@ class [[nodiscard]] Task {
 
   bool await_ready() const { return false; }
   template <class P>
-  std::coroutine_handle<> await_suspend(std::coroutine_handle<P> caller) {
+  void await_suspend(std::coroutine_handle<P> caller) {
+    if (!handle_ || handle_.promise().continuation_) {
+      throw Error(ErrorKind::kInvalid, "this task was moved away or awaited before; await a task once");
+    }
     handle_.promise().continuation_ = caller;
-    handle_.promise().environment_ = caller.promise().environment();
-    return handle_;
+    handle_.promise().flow_ = &caller.promise().flow();
+    caller.promise().flow().go_on(handle_);
   }
   T await_resume() { return handle_.promise().result(); }
 
@@ -120,48 +160,51 @@ inline Task<void> TaskPromise<void>::get_return_object() {
 struct Detached {
   struct promise_type {
     template <class... Args>
-    explicit promise_type(std::shared_ptr<TaskEnvironment>& environment, Args&...)
-        : environment_(environment) {}
+    explicit promise_type(std::shared_ptr<Flow>& flow, Args&...) : flow_(flow) {}
     Detached get_return_object() { return {std::coroutine_handle<promise_type>::from_promise(*this)}; }
     std::suspend_always initial_suspend() noexcept { return {}; }
     std::suspend_never final_suspend() noexcept { return {}; }
     void return_void() {}
     void unhandled_exception() { std::terminate(); }
-    const std::shared_ptr<TaskEnvironment>& environment() const { return environment_; }
-    std::shared_ptr<TaskEnvironment> environment_;
+    Flow& flow() const { return *flow_; }
+    std::shared_ptr<Flow> flow_;
   };
   std::coroutine_handle<promise_type> handle;
 };
 
 template <class T>
-Detached drive([[maybe_unused]] std::shared_ptr<TaskEnvironment> environment, Task<T> task, Promise<T> promise) {
+Detached drive(std::shared_ptr<Flow> flow, Task<T> task, Promise<T> promise) {
   try {
     if constexpr (std::is_void_v<T>) {
       co_await std::move(task);
-      promise.set_value();
+      flow->finish([promise = std::move(promise)]() mutable { promise.set_value(); });
     } else {
-      promise.set_value(co_await std::move(task));
+      T value = co_await std::move(task);
+      flow->finish([value = std::move(value), promise = std::move(promise)]() mutable {
+        promise.set_value(std::move(value));
+      });
     }
   } catch (...) {
-    promise.set_error(std::current_exception());
+    flow->finish([error = std::current_exception(), promise = std::move(promise)]() mutable {
+      promise.set_error(std::move(error));
+    });
   }
 }
 
 }  // namespace task_detail
 
 /// Runs `task` on this thread up to its first suspension and gives the future of its result. `environment`
-/// may be null; otherwise every step of the task runs inside it.
+/// may be null; otherwise every step of the task runs inside it, the end of its locals and arguments too. The
+/// task goes on where continuations of the future it awaits run; its own future completes after the last
+/// step.
 template <class T>
 Future<T> start(Task<T> task, std::weak_ptr<FutureHost> host,
                 std::shared_ptr<TaskEnvironment> environment = nullptr) {
   Promise<T> promise(std::move(host));
   Future<T> future = promise.future();
-  auto root = task_detail::drive<T>(environment, std::move(task), std::move(promise));
-  if (environment) {
-    environment->run(root.handle);
-  } else {
-    root.handle.resume();
-  }
+  auto flow = std::make_shared<task_detail::Flow>(std::move(environment));
+  auto root = task_detail::drive<T>(flow, std::move(task), std::move(promise));
+  flow->step(root.handle);
   return future;
 }
 

@@ -1,0 +1,32 @@
+#pragma once
+#include <memory>
+#include <utility>
+
+#include <torchspan/core/pool.h>
+
+namespace torchspan {
+
+/// For tests: a pool that is stopped by its owner before the last reference to it can drop anywhere else.
+class OwnedPool {
+ public:
+  explicit OwnedPool(Executor& executor, PoolOptions options = {})
+      : pool_(std::make_shared<Pool>(executor, std::move(options))) {}
+  ~OwnedPool() {
+    if (pool_) pool_->stop();
+  }
+  OwnedPool(const OwnedPool&) = delete;
+
+  Pool* operator->() const { return pool_.get(); }
+  Pool& operator*() const { return *pool_; }
+  std::shared_ptr<Pool> host() const { return pool_; }
+  /// Stops the pool and lets go of it: futures find their host gone.
+  void destroy() {
+    pool_->stop();
+    pool_.reset();
+  }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace torchspan
