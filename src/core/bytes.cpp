@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fmt/format.h>
 #include <limits>
 
@@ -14,6 +15,11 @@ void ByteWriter::put_string(std::string_view text) {
   put_bytes(std::as_bytes(std::span(text.data(), text.size())));
 }
 
+void ByteWriter::throw_bad_patch(std::size_t offset, std::size_t size) const {
+  throw Error(ErrorKind::kInvalid, fmt::format("{} bytes at offset {} were never written; only {} bytes were",
+                                               size, offset, bytes_.size()));
+}
+
 std::string ByteReader::get_string() {
   const auto size = get<std::uint32_t>();
   BytesView raw = get_bytes(size);
@@ -22,7 +28,12 @@ std::string ByteReader::get_string() {
 
 std::size_t ByteReader::get_count(std::size_t least_size) {
   const std::size_t count = get<std::uint32_t>();
-  if (least_size != 0 && count > left() / least_size) throw_truncated(count * least_size);
+  least_size = std::max<std::size_t>(least_size, 1);
+  if (count > left() / least_size) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{} elements of {} bytes or more cannot be in the {} bytes left", count,
+                            least_size, left()));
+  }
   return count;
 }
 

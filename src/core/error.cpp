@@ -72,20 +72,32 @@ void Error::compose() {
   }
 }
 
+namespace {
+
+std::string demangle(const char* mangled) {
+  int status = 0;
+  std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &status),
+                                              std::free);
+  return status == 0 ? name.get() : mangled;
+}
+
+}  // namespace
+
 ExceptionStory describe(const std::exception_ptr& exception) {
+  if (exception == nullptr) return {"no exception", "nothing was thrown"};
   try {
     std::rethrow_exception(exception);
   } catch (const std::exception& e) {
-    int status = 0;
-    std::unique_ptr<char, void (*)(void*)> name(
-        abi::__cxa_demangle(typeid(e).name(), nullptr, nullptr, &status), std::free);
-    return {status == 0 ? name.get() : typeid(e).name(), e.what()};
+    return {demangle(typeid(e).name()), e.what()};
   } catch (...) {
-    return {"unknown type", "an exception that is not a std::exception"};
+    const std::type_info* type = abi::__cxa_current_exception_type();
+    return {type == nullptr ? "unknown type" : demangle(type->name()),
+            "an exception that is not a std::exception"};
   }
 }
 
 Error to_error(const std::exception_ptr& exception) {
+  if (exception == nullptr) return Error(ErrorKind::kInvalid, "nothing was thrown");
   try {
     std::rethrow_exception(exception);
   } catch (const Error& error) {

@@ -1,3 +1,4 @@
+#include <cerrno>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -7,7 +8,18 @@
 namespace torchspan {
 namespace {
 constexpr std::string_view kNames[] = {"debug", "info", "warning", "error", "off"};
+
+/// One system call for a line of ordinary length, so that lines of several processes do not mix.
+void write_whole(std::string_view line) {
+  while (!line.empty()) {
+    const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;  // a log that nobody can read must not stop the work
+    line.remove_prefix(static_cast<std::size_t>(written));
+  }
 }
+
+}  // namespace
 
 LogLevel parse_log_level(std::string_view text) {
   for (std::uint8_t i = 0; i < std::size(kNames); ++i) {
@@ -26,7 +38,7 @@ void Log::write(LogLevel level, std::string_view text) {
   if (sink_) {
     sink_(level, line);
   } else {
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+    write_whole(line);
   }
 }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -18,7 +19,7 @@ struct Buffer {
 using BufferAllocator = std::function<Buffer(std::size_t size)>;
 
 /// 64-byte aligned heap memory; segments of 1 MiB and more ask for huge pages, which receive four to five
-/// times faster than fresh 4 KiB pages.
+/// times faster than fresh 4 KiB pages. No bytes need no owner. Throws Error{kOverloaded} without memory.
 Buffer allocate_buffer(std::size_t size);
 
 /// Bytes to be sent. Without `keep` they are borrowed for the duration of send() only; with it they stay

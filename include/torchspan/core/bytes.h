@@ -17,8 +17,9 @@ namespace torchspan {
 using Bytes = std::vector<std::byte>;
 using BytesView = std::span<const std::byte>;
 
+/// What may be written as its own bytes: long double has bytes that mean nothing.
 template <class T>
-concept FixedWidth = std::is_arithmetic_v<T> || std::is_enum_v<T>;
+concept FixedWidth = (std::is_arithmetic_v<T> && !std::is_same_v<T, long double>) || std::is_enum_v<T>;
 
 /// Appends little-endian values to a byte string it owns. Not thread-safe.
 class ByteWriter {
@@ -40,13 +41,16 @@ class ByteWriter {
   const Bytes& bytes() const { return bytes_; }
   Bytes take() { return std::move(bytes_); }
   std::size_t size() const { return bytes_.size(); }
-  /// Overwrites a value written before at `offset`.
+  /// Overwrites a value written before at `offset`; Error{kInvalid} when none can be there.
   template <FixedWidth T>
   void patch(std::size_t offset, T value) {
+    if (offset > bytes_.size() || sizeof(T) > bytes_.size() - offset) throw_bad_patch(offset, sizeof(T));
     std::memcpy(bytes_.data() + offset, &value, sizeof(T));
   }
 
  private:
+  [[noreturn]] void throw_bad_patch(std::size_t offset, std::size_t size) const;
+
   Bytes bytes_;
 };
 
@@ -74,7 +78,8 @@ class ByteReader {
     return part;
   }
   std::string get_string();
-  /// A u32 element count whose elements take at least `least_size` bytes each; checked against what is left.
+  /// A u32 element count whose elements take at least `least_size` bytes each (at least one); checked against
+  /// what is left, so that it may be reserved for.
   std::size_t get_count(std::size_t least_size);
 
   std::size_t left() const { return bytes_.size() - position_; }

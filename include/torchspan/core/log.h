@@ -16,6 +16,7 @@ LogLevel parse_log_level(std::string_view text);
 /// from main(), one per worker. Thread-safe; a line is written whole.
 class Log {
  public:
+  /// Called from any thread, from several at once, for lines that passed the level; must not throw.
   using Sink = std::function<void(LogLevel, const std::string& line)>;
   explicit Log(std::string who, LogLevel least = LogLevel::kWarning, Sink sink = {});
 
