@@ -220,6 +220,16 @@ class Tidy(Tree):
         self.assertEqual(code, 1, output)
         self.assertIn("src/net/bad.cpp:6: 'a' used after it was moved", output)
 
+    def test_a_guarded_field_read_without_its_lock_is_named(self):
+        repository = TOOLS.parent
+        self.write(".clang-tidy", (repository / ".clang-tidy").read_text())
+        self.write("include/torchspan/core/mutex.h", (repository / "include/torchspan/core/mutex.h").read_text())
+        self.write("src/net/bare.cpp", "#include <torchspan/core/mutex.h>\nstruct Counter {\n  torchspan::Mutex mutex;\n"
+                   "  int count TORCHSPAN_GUARDED_BY(mutex) = 0;\n  int get() { return count; }\n};\n")
+        code, output = self.run_tool("check-tidy", "src/net/bare.cpp")
+        self.assertEqual(code, 1, output)
+        self.assertIn("src/net/bare.cpp:5: reading variable 'count' requires holding mutex 'mutex'", output)
+
 
 class InstallDeps(unittest.TestCase):
     def test_it_says_what_is_wrong_with_an_argument(self):
