@@ -188,6 +188,11 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
                             ("src/net/long.cpp:501", "[long-file]"), ("docs/where.md:1", "[machine-path]"),
                             ("src/net/README.md:41", "[long-guide]"), ("src/net/off_test.cpp:1", "[disabled-test]"))
 
+    def test_links_that_lead_nowhere_are_named(self):
+        self.write("docs/threads.md", "# Threads\n")
+        self.write("docs/map.md", "[a](threads.md) [b](threads.md#door) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")
+        self.assert_reports("check-rules", ("docs/map.md:3", "[dead-link] 'gone.md'"))
+
     def test_long_functions_are_named(self):
         body = "  step();\n" * 90
         self.write("src/net/run.cpp", "struct A {\n  void run() const {\n" + body + "  }\n};\nint go(int a)\n{\n" + body
