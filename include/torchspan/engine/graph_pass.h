@@ -27,7 +27,7 @@ struct PassOptions {
   bool retain_graph = false;
   /// The LibTorch state (dispatch keys, autocast, profiler, …) that nodes run under, with grad mode off;
   /// none: the state of the thread that constructs the pass.
-  std::optional<at::ThreadLocalState> thread_state;
+  std::optional<at::ThreadLocalState> thread_state = std::nullopt;
 };
 
 /// Gradients for a pending root. Output i of the root is fed by gradient i; gradients may be undefined.
@@ -54,8 +54,9 @@ struct PassReport {
 /// thread, and gives the gradients of leaves to a sink: AccumulateGrad's hooks run, `.grad` stays as it is.
 /// Use: add roots, prepare(), then run() after each deliver() until finished(). deliver, run, abort and the
 /// queries are thread-safe; one thread drives at a time, others hand over to it and return. No lock is held
-/// while nodes, hooks and destructors run. The pass and its sink must live until finished() or failed().
-/// create_graph is not supported: nodes run with grad mode off.
+/// while nodes, hooks and destructors run. The sink must live until finished() or failed(), the pass until
+/// every thread's call has returned as well: keep it in a shared_ptr when several deliver. create_graph is
+/// not supported: nodes run with grad mode off.
 class GraphPass {
  public:
   explicit GraphPass(GradientSink& sink, PassOptions options = {});
@@ -95,10 +96,12 @@ class GraphPass {
   /// All work is done; the sink's end has been told.
   bool finished() const;
   bool failed() const;
-  /// The first failure, an Error whose call() names the node, or null.
+  /// The first failure: an Error whose message names the node, or the one given to abort(); null without.
   std::exception_ptr error() const;
-  /// The failure as it was thrown inside the node, or null.
+  /// The failure as it was thrown inside the node; null without, and after abort().
   std::exception_ptr cause() const;
+  /// The name of the node that failed; empty without, and after abort().
+  std::string failed_node() const;
   PassReport report() const;
 
   class Impl;

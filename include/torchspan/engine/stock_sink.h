@@ -23,7 +23,7 @@ class StockSink final : public GradientSink {
   bool writes_grad_field() const override { return true; }
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
 };
 
 /// The passes of LibTorch's own engine (`loss.backward()`) that are under way, as sinks. A pass that the

@@ -1,0 +1,167 @@
+#include "engine/execute.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <sstream>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include <torchspan/engine/compat.h>
+#include <torchspan/engine/stock_sink.h>
+
+namespace torchspan::engine {
+namespace {
+
+using torch::autograd::InputMetadata;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+template <class T>
+std::string printed(const T& value) {
+  std::ostringstream out;
+  out << value;
+  return out.str();
+}
+
+[[noreturn]] void refuse(std::size_t index, const std::string& what) {
+  throw Error(ErrorKind::kInvalid, fmt::format("invalid gradient at index {}: {}", index, what));
+}
+
+bool layouts_fit(at::Layout gradient, at::Layout expected) {
+  if (gradient == expected || gradient == at::kSparse) return true;
+  const bool sparse = expected == at::kSparse || expected == at::kSparseCsr || expected == at::kSparseCsc ||
+                      expected == at::kSparseBsr || expected == at::kSparseBsc;
+  return sparse && gradient == at::kStrided;
+}
+
+void fit_dtype(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
+  const at::ScalarType expected = c10::typeMetaToScalarType(metadata.dtype());
+  const at::ScalarType got = gradient.scalar_type();
+  if (got == expected) return;
+  if (!c10::isFloatingType(got) && c10::isComplexType(expected) != c10::isComplexType(got)) {
+    refuse(index,
+           fmt::format("its type is {}, but {} was expected", c10::toString(got), c10::toString(expected)));
+  }
+  gradient = gradient.to(expected);
+}
+
+void fit_device(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
+  if (gradient.device() == metadata.device() || metadata.is_tensor_subclass()) return;
+  if (gradient.dim() != 0) {
+    refuse(index,
+           fmt::format("it is on {}, but {} was expected", gradient.device().str(), metadata.device().str()));
+  }
+  gradient = gradient.to(metadata.device());
+}
+
+void fit(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
+  if (!metadata.is_same_shape(gradient)) {
+    if (!metadata.is_expandable_to_shape(gradient)) {
+      throw Error(ErrorKind::kInvalid, metadata.incompatible_shape_error_message(index, gradient).str());
+    }
+    gradient = metadata.reduce_grad(gradient);
+  }
+  fit_dtype(index, metadata, gradient);
+  if (!layouts_fit(gradient.layout(), metadata.layout())) {
+    refuse(index, fmt::format("its layout is {}, but {} was expected", printed(gradient.layout()),
+                              printed(metadata.layout())));
+  }
+  fit_device(index, metadata, gradient);
+}
+
+void check_for_nan(const variable_list& gradients) {
+  for (std::size_t index = 0; index < gradients.size(); ++index) {
+    if (gradients[index].defined() && gradients[index].isnan().any().item<bool>()) {
+      refuse(index, "it has nan values (found by anomaly detection)");
+    }
+  }
+}
+
+bool is_gradient_hook(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
+  return dynamic_cast<GradientHook*>(hook.get()) != nullptr;
+}
+
+void give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradient, GradientSink& sink) {
+  if (!gradient.defined()) return;
+  if (node.variable.grad_fn()) {
+    throw Error(ErrorKind::kInvalid,
+                "this leaf was changed in place after it was used and is no leaf any more; change it under "
+                "NoGradGuard, or work on a copy");
+  }
+  if (!node.variable.requires_grad()) return;
+  gradient = compat::run_leaf_hooks(node, std::move(gradient));
+  if (gradient.defined()) sink.accumulate(node.variable, std::move(gradient));
+}
+
+}  // namespace
+
+void fit_gradients(const torch::autograd::edge_list& edges, variable_list& gradients) {
+  if (gradients.size() != edges.size()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("invalid number of gradients: {}, but {} were expected",
+                                                 gradients.size(), edges.size()));
+  }
+  for (std::size_t index = 0; index < edges.size(); ++index) {
+    const auto& edge = edges[index];
+    if (!edge.is_valid() || !gradients[index].defined()) continue;
+    if (edge.input_nr >= edge.function->num_inputs()) continue;  // it says nothing about its inputs
+    fit(index, edge.function->input_metadata(edge.input_nr), gradients[index]);
+  }
+}
+
+variable_list run_node(Node& node, variable_list inputs, bool retain) {
+  inputs = compat::run_pre_hooks(node, std::move(inputs));
+  if (!retain) node.will_release_variables();
+  const bool hooked = !node.post_hooks().empty();
+  const variable_list seen = hooked ? inputs : variable_list();
+  variable_list outputs = node(std::move(inputs));
+  fit_gradients(node.next_edges(), outputs);
+  for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, seen);
+  if (outputs.size() != node.next_edges().size()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("a post hook returned {} gradients instead of {}",
+                                                 outputs.size(), node.next_edges().size()));
+  }
+  if (!retain) node.release_variables();
+  if (torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan()) {
+    check_for_nan(outputs);
+  }
+  return outputs;
+}
+
+void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, GradientSink& sink) {
+  inputs = compat::run_pre_hooks(node, std::move(inputs));
+  if (inputs.size() != 1) {
+    throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, but {} came", inputs.size()));
+  }
+  const auto& hooks = node.post_hooks();
+  const bool others = !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);
+  const variable_list seen = others ? inputs : variable_list();
+  give_to_sink(node, std::move(inputs[0]), sink);
+  if (sink.writes_grad_field()) compat::run_post_accumulate_hook(node);
+  for (const auto& hook : hooks) {
+    if (auto* ours = dynamic_cast<GradientHook*>(hook.get())) {
+      ours->gradient_ready(sink, node.variable);
+    } else {
+      (*hook)({}, seen);
+    }
+  }
+}
+
+Error name_failure(const std::string& node, const std::exception_ptr& cause) {
+  Error error = to_error(cause);
+  try {
+    std::rethrow_exception(cause);
+  } catch (const c10::Error& story) {
+    error = Error(ErrorKind::kInvalid, story.what_without_backtrace());
+  } catch (...) {
+  }
+  Error named(error.kind(), fmt::format("the backward pass failed in node '{}': {}", node, error.message()));
+  named.with_worker(error.worker()).with_call(error.call()).with_elapsed(error.elapsed());
+  for (const RemoteFrame& frame : error.frames()) named.with_frame(frame);
+  return named;
+}
+
+}  // namespace torchspan::engine

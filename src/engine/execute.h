@@ -1,0 +1,31 @@
+#pragma once
+#include <exception>
+#include <string>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/engine/gradient_sink.h>
+
+namespace torchspan::engine {
+
+/// Runs one node that is not a leaf: pre-hooks, apply, checks, post-hooks; then frees what it had saved,
+/// unless `retain`. Returns one gradient an edge.
+torch::autograd::variable_list run_node(torch::autograd::Node& node, torch::autograd::variable_list inputs,
+                                        bool retain);
+
+/// Stands in for a leaf's AccumulateGrad node: runs its hooks and those of its tensor, but gives the gradient
+/// to `sink`.
+void run_leaf(torch::autograd::AccumulateGrad& node, torch::autograd::variable_list inputs,
+              GradientSink& sink);
+
+/// Checks gradients against what the nodes behind `edges` expect, as LibTorch does: reduces broadcast shapes,
+/// casts, moves scalars between devices; throws Error{kInvalid} for what cannot be made to fit.
+void fit_gradients(const torch::autograd::edge_list& edges, torch::autograd::variable_list& gradients);
+
+/// `cause` as an Error that names the node; its kind, worker and frames are kept if it is one.
+Error name_failure(const std::string& node, const std::exception_ptr& cause);
+
+}  // namespace torchspan::engine

@@ -1,0 +1,83 @@
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+
+#include <torchspan/engine/gradient_map.h>
+
+#include "engine/sums.h"
+
+namespace torchspan::engine {
+
+std::shared_ptr<GradientMap::Entry> GradientMap::find(const at::Tensor& parameter) const {
+  MutexLock lock(mutex_);
+  auto found = entries_.find(parameter.unsafeGetTensorImpl());
+  return found == entries_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<GradientMap::Entry> GradientMap::find_or_add(const at::Tensor& parameter) {
+  MutexLock lock(mutex_);
+  auto& entry = entries_[parameter.unsafeGetTensorImpl()];
+  if (!entry) {
+    entry = std::make_shared<Entry>(parameter);
+    order_.push_back(entry);
+  }
+  return entry;
+}
+
+void GradientMap::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
+  if (!gradient.defined()) return;
+  const c10::AutoGradMode grad_mode(false);
+  const std::shared_ptr<Entry> entry = find_or_add(parameter);
+  at::Tensor displaced;  // dropped, like `gradient`, after the lock
+  MutexLock lock(entry->mutex);
+  const bool fresh = !entry->gradient.defined();
+  // A dense gradient that is to become the sum of a sparse one and itself needs the parameter's layout too.
+  const bool becomes_dense = !fresh && entry->gradient.is_sparse() && !gradient.is_sparse();
+  if (fresh || becomes_dense) gradient = adopt_gradient(parameter, std::move(gradient));
+  if (fresh) {
+    entry->gradient = std::move(gradient);
+  } else {
+    displaced = add_into(entry->gradient, gradient);
+  }
+}
+
+void GradientMap::replace(const at::Tensor& parameter, at::Tensor gradient) {
+  const std::shared_ptr<Entry> entry = find_or_add(parameter);
+  MutexLock lock(entry->mutex);
+  std::swap(entry->gradient, gradient);
+}
+
+at::Tensor GradientMap::gradient(const at::Tensor& parameter) const {
+  const std::shared_ptr<Entry> entry = find(parameter);
+  if (!entry) return {};
+  MutexLock lock(entry->mutex);
+  return entry->gradient;
+}
+
+std::vector<ParameterGradient> GradientMap::gradients() const {
+  std::vector<std::shared_ptr<Entry>> entries;
+  {
+    MutexLock lock(mutex_);
+    entries = order_;
+  }
+  std::vector<ParameterGradient> result;
+  result.reserve(entries.size());
+  for (const auto& entry : entries) {
+    MutexLock lock(entry->mutex);
+    if (entry->gradient.defined()) result.push_back({entry->parameter, entry->gradient});
+  }
+  return result;
+}
+
+std::size_t GradientMap::size() const { return gradients().size(); }
+
+void GradientMap::clear() {
+  std::vector<std::shared_ptr<Entry>> order;
+  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Entry>> entries;
+  MutexLock lock(mutex_);
+  order.swap(order_);
+  entries.swap(entries_);
+}
+
+}  // namespace torchspan::engine

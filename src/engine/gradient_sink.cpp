@@ -1,0 +1,83 @@
+#include <utility>
+
+#include <torchspan/engine/gradient_sink.h>
+
+namespace torchspan::engine {
+
+void PassEnd::after(Callback callback) {
+  PassStatus status{pass_, nullptr};
+  {
+    MutexLock lock(mutex_);
+    if (!come_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+    status.error = error_;
+  }
+  callback(status);
+}
+
+void PassEnd::hold(Future<void> future) {
+  {
+    MutexLock lock(mutex_);
+    if (come_)
+      throw Error(ErrorKind::kInvalid, "this pass has ended; hold futures before its gradients are complete");
+    ++holds_;
+  }
+  Future<void> continuation =
+      future.then([self = shared_from_this()](const Future<void>& done) { self->release(done.error()); });
+  MutexLock lock(mutex_);
+  continuations_.push_back(std::move(continuation));
+}
+
+void PassEnd::end(std::exception_ptr error) {
+  {
+    MutexLock lock(mutex_);
+    if (std::exchange(ended_, true)) return;
+  }
+  release(std::move(error));
+}
+
+void PassEnd::release(std::exception_ptr error) {
+  std::vector<Callback> callbacks;
+  PassStatus status{pass_, nullptr};
+  {
+    MutexLock lock(mutex_);
+    if (error && !error_) error_ = std::move(error);
+    if (--holds_ > 0) return;
+    come_ = true;
+    callbacks.swap(callbacks_);
+    status.error = error_;
+  }
+  for (Callback& callback : callbacks) {
+    try {
+      callback(status);
+    } catch (...) {
+      if (!status.error) status.error = std::current_exception();
+    }
+  }
+  MutexLock lock(mutex_);
+  error_ = status.error;
+}
+
+void PassEnd::wait(Deadline deadline) {
+  for (std::size_t next = 0;; ++next) {
+    Future<void> continuation;
+    {
+      MutexLock lock(mutex_);
+      if (next == continuations_.size()) break;
+      continuation = continuations_[next];
+    }
+    continuation.wait(deadline);
+  }
+  MutexLock lock(mutex_);
+  if (!come_) throw Error(ErrorKind::kInvalid, "this pass has not ended: its graph's work is still going on");
+  if (error_) std::rethrow_exception(error_);
+}
+
+bool PassEnd::has_come() const {
+  MutexLock lock(mutex_);
+  return come_;
+}
+
+}  // namespace torchspan::engine

@@ -1,0 +1,280 @@
+#include <gtest/gtest.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/core/executor.h>
+#include <torchspan/core/pool.h>
+#include <torchspan/engine/stock_sink.h>
+
+#include "engine/oracle.h"
+
+namespace torchspan::engine {
+namespace {
+
+using namespace testing;
+using torch::autograd::impl::grad_accumulator;
+
+Tensor sparse(int64_t row) { return at::sparse_coo_tensor(torch::tensor({{row}}), at::ones({1, 2}), {3, 2}); }
+
+TEST(GradientMap, AdoptsAFirstGradientThatNobodyElseHolds) {
+  GradientMap gradients;
+  const Tensor parameter = at::zeros({3, 2});
+  Tensor gradient = at::ones({3, 2});
+  const void* memory = gradient.data_ptr();
+  gradients.accumulate(parameter, std::move(gradient));
+  EXPECT_EQ(gradients.gradient(parameter).data_ptr(), memory);
+}
+
+TEST(GradientMap, CopiesAFirstGradientThatSomebodyElseCouldChange) {
+  const Tensor parameter = at::zeros({3, 2});
+  const Tensor held = at::ones({3, 2}), other_view = at::ones({6});
+  GradientMap gradients, of_view;
+  gradients.accumulate(parameter, held);
+  of_view.accumulate(parameter, other_view.view({3, 2}));
+  held.fill_(9);
+  other_view.fill_(9);
+  EXPECT_TRUE(at::equal(gradients.gradient(parameter), at::ones({3, 2})));
+  EXPECT_TRUE(at::equal(of_view.gradient(parameter), at::ones({3, 2})));
+}
+
+TEST(GradientMap, CopiesASparseGradientWhoseIndicesSomebodyElseCouldChange) {
+  const Tensor parameter = at::zeros({3, 2});
+  const Tensor indices = torch::tensor({{1}});
+  GradientMap gradients;
+  gradients.accumulate(parameter, at::_sparse_coo_tensor_unsafe(indices, at::ones({1, 2}), {3, 2}));
+  indices.fill_(2);
+  EXPECT_TRUE(at::equal(gradients.gradient(parameter).to_dense().select(0, 1), at::ones({2})));
+}
+
+TEST(GradientMap, KeepsTheParametersLayout) {
+  GradientMap gradients;
+  const Tensor parameter = at::zeros({2, 3}).t();
+  gradients.accumulate(parameter, at::ones({3, 2}));
+  EXPECT_EQ(gradients.gradient(parameter).strides(), parameter.strides());
+}
+
+TEST(GradientMap, NeverChangesAGradientItHandedOut) {
+  GradientMap gradients;
+  const Tensor parameter = at::zeros({2});
+  gradients.accumulate(parameter, at::ones({2}));
+  const Tensor before = gradients.gradient(parameter);
+  gradients.accumulate(parameter, at::ones({2}));
+  EXPECT_TRUE(at::equal(before, at::ones({2})));
+  EXPECT_TRUE(at::equal(gradients.gradient(parameter), at::full({2}, 2.0)));
+}
+
+TEST(GradientMap, SumsInPlaceInMemoryOfItsOwn) {
+  GradientMap gradients;
+  const Tensor parameter = at::zeros({2});
+  gradients.accumulate(parameter, at::ones({2}));
+  const void* memory = gradients.gradient(parameter).data_ptr();
+  gradients.accumulate(parameter, at::ones({2}));
+  EXPECT_EQ(gradients.gradient(parameter).data_ptr(), memory);
+}
+
+TEST(GradientMap, MixesSparseAndDenseInEveryOrder) {
+  const Tensor parameter = at::zeros({3, 2});
+  for (int code = 0; code < 8; ++code) {
+    SCOPED_TRACE(code);
+    GradientMap gradients;
+    Tensor expected = at::zeros({3, 2});
+    bool all_sparse = true;
+    for (int step = 0; step < 3; ++step) {
+      const Tensor next = (code >> step) & 1 ? at::full({3, 2}, step + 1.0) : sparse(step);
+      all_sparse = all_sparse && next.is_sparse();
+      expected += next;
+      gradients.accumulate(parameter, next);
+    }
+    const Tensor sum = gradients.gradient(parameter);
+    EXPECT_EQ(sum.is_sparse(), all_sparse);
+    EXPECT_TRUE(at::equal(sum.is_sparse() ? sum.to_dense() : sum, expected));
+  }
+}
+
+TEST(GradientMap, ListsParametersInTheOrderOfTheirFirstGradient) {
+  GradientMap gradients;
+  std::vector<Tensor> parameters;
+  for (int i = 0; i < 20; ++i) parameters.push_back(at::zeros({1}));
+  for (int i = 19; i >= 0; --i) gradients.accumulate(parameters[i], at::full({1}, i));
+  gradients.accumulate(parameters[3], at::ones({1}));
+  gradients.accumulate(parameters[5], Tensor());
+  const auto list = gradients.gradients();
+  ASSERT_EQ(list.size(), 20U);
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(list[i].parameter.is_same(parameters[19 - i]));
+  gradients.clear();
+  EXPECT_EQ(gradients.size(), 0U);
+  EXPECT_FALSE(gradients.gradient(parameters[3]).defined());
+}
+
+TEST(GradientMap, SumsFromManyThreads) {
+  const auto executor = make_executor();
+  GradientMap gradients;
+  const std::vector<Tensor> parameters{at::zeros({5}), at::zeros({5}), at::zeros({5})};
+  {
+    std::vector<Thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.push_back(executor->spawn("accumulate", [&] {
+        for (int i = 0; i < 300; ++i) gradients.accumulate(parameters[i % 3], at::ones({5}));
+      }));
+    }
+  }
+  for (const Tensor& parameter : parameters) {
+    EXPECT_TRUE(at::equal(gradients.gradient(parameter), at::full({5}, 400.0)));
+  }
+}
+
+TEST(PassEnd, ComesWhenTheWorkIsOverAndAllHeldFuturesAreDone) {
+  const auto executor = make_executor();
+  auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 2});
+  auto end = std::make_shared<PassEnd>(5);
+  Promise<void> first(pool), second(pool);
+  std::vector<int> order;
+  end->after([&](const PassStatus& status) { order.push_back(status.ok() ? 1 : -1); });
+  end->after([&](const PassStatus&) { order.push_back(2); });
+  end->hold(first.future());
+  end->hold(second.future());
+  end->end(nullptr);
+  EXPECT_FALSE(end->has_come());
+  second.set_value();
+  EXPECT_FALSE(end->has_come());
+  first.set_value();
+  end->wait();
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+  EXPECT_THROW(end->hold(make_ready_future<void>()), Error);
+  end->after([&](const PassStatus& status) { order.push_back(static_cast<int>(status.pass)); });
+  EXPECT_EQ(order.back(), 5);
+  pool->stop();
+}
+
+TEST(PassEnd, TakesTheFailureOfAHeldFutureOrOfACallback) {
+  auto of_future = std::make_shared<PassEnd>(1), of_callback = std::make_shared<PassEnd>(2);
+  of_future->hold(
+      make_failed_future<void>(std::make_exception_ptr(Error(ErrorKind::kTimedOut, "slow all-reduce"))));
+  of_future->end(nullptr);
+  EXPECT_THROW(of_future->wait(), Error);
+
+  bool second_failed = false;
+  of_callback->after([](const PassStatus&) { throw std::runtime_error("callback"); });
+  of_callback->after([&](const PassStatus& status) { second_failed = !status.ok(); });
+  of_callback->end(nullptr);
+  EXPECT_TRUE(second_failed);
+  EXPECT_THROW(of_callback->wait(), std::runtime_error);
+}
+
+TEST(PassEnd, KeepsTheFirstFailure) {
+  auto end = std::make_shared<PassEnd>(1);
+  end->end(std::make_exception_ptr(std::logic_error("first")));
+  end->end(std::make_exception_ptr(std::runtime_error("second")));
+  EXPECT_THROW(end->wait(), std::logic_error);
+}
+
+TEST(StockSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
+  const auto mine = as_leaves({at::randn({3, 3})}), theirs = as_leaves({mine[0]});
+  for (int pass = 0; pass < 2; ++pass) {
+    StockSink sink(1);
+    backward({mine[0].matmul(mine[0]).sum()}, {}, sink);
+    theirs[0].matmul(theirs[0]).sum().backward();
+    expect_identical(mine[0].grad(), theirs[0].grad());
+  }
+}
+
+/// Halves every gradient that is ready, as an averaging reducer would, and remembers its passes.
+struct Halver : GradientHook {
+  struct Log {
+    std::vector<std::uint64_t> passes;
+    std::vector<bool> ok;
+    std::function<Future<void>()> hold;
+  };
+  Halver(Tensor parameter, std::shared_ptr<StockPasses> passes, Log& log)
+      : GradientHook(std::move(parameter), std::move(passes)), log(log) {}
+  void gradient_ready(GradientSink& sink, const Tensor& parameter) override {
+    const Tensor gradient = sink.gradient(parameter);
+    if (gradient.defined()) sink.replace(parameter, gradient / 2);
+    if (log.passes.empty() || log.passes.back() != sink.pass()) {
+      log.passes.push_back(sink.pass());
+      sink.after_pass([this](const PassStatus& status) { log.ok.push_back(status.ok()); });
+      if (log.hold) sink.hold(log.hold());
+    }
+  }
+  Log& log;
+};
+
+struct Hooked {
+  Hooked() {
+    for (const Tensor& parameter : parameters) {
+      nodes.push_back(grad_accumulator(parameter));
+      nodes.back()->add_post_hook(std::make_unique<Halver>(parameter, passes, log));
+    }
+  }
+  Tensor loss() const { return (parameters[0] * 4 + parameters[1] * 6).sum(); }
+  std::vector<Tensor> parameters = as_leaves({at::ones({2}), at::ones({2})});
+  std::shared_ptr<StockPasses> passes = std::make_shared<StockPasses>();
+  Halver::Log log;
+  std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
+};
+
+TEST(GradientHook, WorksOnGradUnderTheStockEngine) {
+  Hooked hooked;
+  hooked.loss().backward();
+  EXPECT_TRUE(at::equal(hooked.parameters[0].grad(), at::full({2}, 2.0)));
+  EXPECT_TRUE(at::equal(hooked.parameters[1].grad(), at::full({2}, 3.0)));
+  EXPECT_EQ(hooked.log.passes.size(), 1U) << "one pass, one sink";
+  hooked.loss().backward();
+  EXPECT_EQ(hooked.log.passes, (std::vector<std::uint64_t>{1, 2}));
+  EXPECT_EQ(hooked.log.ok, (std::vector<bool>{true, true}));
+}
+
+TEST(GradientHook, WorksOnTheMapUnderOurPass) {
+  Hooked hooked;
+  GradientMap gradients;
+  MapSink sink(gradients, 77);
+  backward({hooked.loss()}, {}, sink);
+  EXPECT_TRUE(at::equal(gradients.gradient(hooked.parameters[0]), at::full({2}, 2.0)));
+  EXPECT_TRUE(at::equal(gradients.gradient(hooked.parameters[1]), at::full({2}, 3.0)));
+  EXPECT_FALSE(hooked.parameters[0].grad().defined());
+  EXPECT_EQ(hooked.log.passes, (std::vector<std::uint64_t>{77}));
+  EXPECT_EQ(hooked.log.ok, (std::vector<bool>{true}));
+}
+
+TEST(GradientHook, HoldsTheStockBackwardUntilItsFutureCompletes) {
+  const auto executor = make_executor();
+  auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 2});
+  Hooked hooked;
+  Promise<void> reduced(pool);
+  std::atomic<bool> set{false};
+  Thread completer;
+  hooked.log.hold = [&] {
+    completer = executor->spawn("all-reduce", [&] {
+      set = true;
+      reduced.set_value();
+    });
+    return reduced.future();
+  };
+  hooked.loss().backward();
+  EXPECT_TRUE(set);
+  EXPECT_EQ(hooked.log.ok, (std::vector<bool>{true}));
+  completer.join();
+  pool->stop();
+}
+
+TEST(GradientHook, LearnsThatTheStockEngineGaveThePassUp) {
+  Hooked hooked;
+  const Tensor broken = hooked.parameters[1] * 6;
+  const Tensor fine = hooked.parameters[0] * 4;
+  int calls = 0;
+  broken.register_hook([&](const Tensor&) {
+    if (++calls == 1) throw std::runtime_error("the backward was interrupted");
+  });
+  EXPECT_THROW((fine + broken).sum().backward(), std::runtime_error);
+  EXPECT_EQ(hooked.log.ok, (std::vector<bool>{false}));
+  hooked.loss().backward();
+  EXPECT_EQ(hooked.log.ok, (std::vector<bool>{false, true}));
+}
+
+TEST(StockPasses, HaveNoCurrentOneOutsideThem) {
+  EXPECT_THROW(std::make_shared<StockPasses>()->current(), Error);
+}
+
+}  // namespace
+}  // namespace torchspan::engine

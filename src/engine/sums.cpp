@@ -1,0 +1,64 @@
+#include "engine/sums.h"
+
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/SparseTensorUtils.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+namespace torchspan::engine {
+namespace {
+
+bool is_plain_dense(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !at::isTensorSubclassLike(tensor);
+}
+
+/// The indices or values inside a sparse tensor: one handle there, one here, and no other view of the memory.
+bool part_is_unshared(const at::Tensor& part) {
+  return part.use_count() == 2 && part.storage().use_count() == 1 && part.is_contiguous();
+}
+
+bool sparse_is_ours_alone(const at::Tensor& tensor) {
+  if (tensor.use_count() != 1 || at::isTensorSubclassLike(tensor)) return false;
+  const auto* sparse = at::sparse::get_sparse_impl(tensor);
+  return part_is_unshared(sparse->indices()) && part_is_unshared(sparse->values());
+}
+
+bool can_take_in_place(const at::Tensor& held, const at::Tensor& incoming) {
+  if (!is_ours_alone(held) || !held.is_non_overlapping_and_dense()) return false;
+  if (held.scalar_type() != incoming.scalar_type() || !held.sizes().equals(incoming.sizes())) return false;
+  return is_plain_dense(incoming) || (incoming.is_sparse() && held.is_contiguous());
+}
+
+}  // namespace
+
+bool is_ours_alone(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && is_plain_dense(tensor) && !tensor._is_zerotensor() &&
+         tensor.has_storage() && tensor.storage().use_count() == 1;
+}
+
+at::Tensor add_into(at::Tensor& held, at::Tensor& incoming) {
+  const bool turned = held.is_sparse() && !incoming.is_sparse();
+  at::Tensor& base = turned ? incoming : held;
+  at::Tensor& other = turned ? held : incoming;
+  if (!can_take_in_place(base, other)) {
+    at::Tensor sum = base + other;
+    std::swap(held, sum);
+    return sum;
+  }
+  base.add_(other);
+  if (turned) std::swap(held, incoming);
+  return {};
+}
+
+at::Tensor adopt_gradient(const at::Tensor& parameter, at::Tensor gradient) {
+  namespace utils = torch::autograd::utils;
+  if (gradient.is_sparse()) return sparse_is_ours_alone(gradient) ? gradient : gradient.clone();
+  if (!is_plain_dense(gradient) || !is_plain_dense(parameter)) return gradient.clone();
+  if (is_ours_alone(gradient) && utils::obeys_layout_contract(gradient, parameter)) return gradient.detach();
+  return utils::clone_obey_contract(gradient, parameter);
+}
+
+}  // namespace torchspan::engine
