@@ -1,3 +1,4 @@
+#include <bit>
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
@@ -209,24 +210,54 @@ IValue decode_elements(Decoder& decoder, const TypePtr& element_type) {
   return elements;
 }
 
+/// LibTorch's dict doubles its table until every key is near its place: a few keys made to share a place
+/// would take memory without end. Keys that nobody chose for that do not crowd.
+void check_spread(const std::vector<std::pair<IValue, IValue>>& entries) {
+  constexpr std::uint8_t kCrowd = 8;
+  constexpr std::uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;  // by which that table spreads hashes
+  const std::size_t places = std::bit_ceil(entries.size() * kCrowd + 2);
+  std::vector<std::uint8_t> taken(places);
+  for (const auto& [key, value] : entries) {
+    const std::uint64_t place =
+        c10::detail::DictKeyHash()(key) * kGoldenRatio >> (64 - std::countr_zero(places));
+    if (++taken[place] > kCrowd) {
+      throw Error(ErrorKind::kInvalid, "a TorchScript dict came with keys whose hashes collide");
+    }
+  }
+}
+
+/// A NaN is not equal to itself, so it could be a key many times.
+void check_key_value(const IValue& key) {
+  const bool real = key.isDouble() && key.toDouble() != key.toDouble();
+  if (real || (key.isComplexDouble() && key.toComplexDouble() != key.toComplexDouble())) {
+    throw Error(ErrorKind::kInvalid, "a NaN cannot be the key of a TorchScript dict that is sent");
+  }
+}
+
 void encode_entries(Encoder& encoder, const IValue& dict, const TypePtr& key, const TypePtr& value) {
   const c10::impl::GenericDict entries = dict.toGenericDict();
   wire::encode_count(encoder, entries.size());
   for (const auto& entry : entries) {
+    check_key_value(entry.key());
     encode_declared(encoder, entry.key(), key);
     encode_declared(encoder, entry.value(), value);
   }
 }
 
 IValue decode_entries(Decoder& decoder, const TypePtr& key_type, const TypePtr& value_type) {
-  c10::impl::GenericDict entries(key_type, value_type);
+  std::vector<std::pair<IValue, IValue>> entries;
   for (std::size_t left = decoder.bytes().get_count(1); left > 0; --left) {
     IValue key = decode_declared(decoder, key_type);
-    if (!entries.insert(std::move(key), decode_declared(decoder, value_type)).second) {
-      wire::throw_duplicate_key("TorchScript dict");
-    }
+    check_key_value(key);
+    entries.emplace_back(std::move(key), decode_declared(decoder, value_type));
   }
-  return entries;
+  check_spread(entries);
+  c10::impl::GenericDict dict(key_type, value_type);
+  dict.reserve(entries.size());
+  for (auto& [key, value] : entries) {
+    if (!dict.insert(std::move(key), std::move(value)).second) wire::throw_duplicate_key("TorchScript dict");
+  }
+  return dict;
 }
 
 /// Bool, Int, Double, Complex, String, Tensor and Device, without their tag.

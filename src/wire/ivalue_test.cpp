@@ -152,6 +152,51 @@ TEST(HostileIValues, NestingIsLimitedInValuesAndInTypes) {
   EXPECT_EQ(refusal_of(deep), ErrorKind::kInvalid);
 }
 
+TEST(HostileIValues, KeysThatBurstLibTorchsHashTableAreRefused) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  c10::Dict<double, std::int64_t> of_nan;
+  of_nan.insert(nan, 1);
+  EXPECT_EQ(refusal_of(of_nan), ErrorKind::kInvalid);
+
+  const auto dict_bytes = [](std::uint8_t key_tag, const auto& keys) {
+    Payload payload;
+    Encoder encoder(payload);
+    for (const std::uint8_t byte : {std::uint8_t{10}, key_tag, std::uint8_t{1}}) encoder.bytes().put(byte);
+    encode_count(encoder, keys.size());
+    for (const auto key : keys) {
+      encoder.bytes().put(key);
+      encoder.bytes().put(false);
+    }
+    encoder.finish();
+    return payload;
+  };
+  Payload nans = dict_bytes(3, std::vector<double>(40, nan));
+  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(nans); }), ErrorKind::kInvalid);
+
+  // Multiples of the inverse of the table's multiplier have the same high bits once multiplied by it.
+  std::uint64_t inverse = 1;
+  for (int i = 0; i < 6; ++i) inverse *= 2 - 0x9E3779B97F4A7C15 * inverse;
+  ASSERT_EQ(inverse * 0x9E3779B97F4A7C15, 1u);
+  std::vector<std::uint64_t> keys;
+  for (std::uint64_t k = 1; k <= 100; ++k) keys.push_back(k * inverse);
+  Payload colliding = dict_bytes(2, keys);
+  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(colliding); }), ErrorKind::kInvalid);
+}
+
+TEST(IValues, LargeDictsOfOrdinaryKeysAreKept) {
+  c10::Dict<std::int64_t, bool> by_number;
+  c10::Dict<std::string, bool> by_name;
+  c10::Dict<double, bool> by_fraction;
+  for (std::int64_t i = 0; i < 20000; ++i) {
+    by_number.insert(i << 20, true);
+    by_name.insert("layer." + std::to_string(i) + ".weight", false);
+    by_fraction.insert(static_cast<double>(i) / 8, true);
+  }
+  expect_kept(by_number);
+  expect_kept(by_name);
+  expect_kept(by_fraction);
+}
+
 /// A value of random shape; containers become rarer with depth.
 IValue random_value(std::mt19937_64& random, int depth) {
   switch (random() % (depth < 4 ? 11 : 7)) {

@@ -105,6 +105,7 @@ TEST(Values, ContainersKeepTheirElements) {
   expect_kept(std::vector<c10::complex<float>>{{1, 2}, {3, 4}});
   expect_kept(std::array<Text, 3>{"x", "y", "z"});
   expect_kept(std::array<int, 0>{});
+  expect_kept(std::array{c10::Device("cpu"), c10::Device("cuda:1")});  // not default-constructible
   expect_kept(std::pair(1, Text("one")));
   expect_kept(std::tuple<>());
   expect_kept(std::tuple(Text("first"), std::uint8_t{2}, 3.0));

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -113,18 +114,37 @@ struct Wire<std::vector<T>> {
 /// The elements; the count is in the type.
 template <wire::Transferable T, std::size_t kCount>
 struct Wire<std::array<T, kCount>> {
+  using Array = std::array<T, kCount>;
   template <class... Enclosing>
   static std::string name() {
     return "array<" + wire::type_name<T, Enclosing...>() + ", " + std::to_string(kCount) + ">";
   }
-  static void encode(wire::Encoder& encoder, const std::array<T, kCount>& value) {
-    for (const T& element : value) wire::encode<T>(encoder, element);
-  }
-  static std::array<T, kCount> decode(wire::Decoder& decoder) {
-    return [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-      return std::array<T, kCount>{(static_cast<void>(kIndex), wire::decode<T>(decoder))...};
+  static void encode(wire::Encoder& encoder, const Array& value) {
+    if constexpr (wire::kPlainBytes<T>) {
+      encoder.bytes().put_bytes(std::as_bytes(std::span(value)));
+    } else {
+      for (const T& element : value) wire::encode<T>(encoder, element);
     }
-    (std::make_index_sequence<kCount>());
+  }
+  static Array decode(wire::Decoder& decoder) {
+    if constexpr (wire::kPlainBytes<T> && kCount > 0) {
+      Array value;
+      std::memcpy(static_cast<void*>(value.data()), decoder.bytes().get_bytes(sizeof value).data(),
+                  sizeof value);
+      return value;
+    } else if constexpr (std::is_default_constructible_v<T>) {
+      Array value;
+      for (T& element : value) element = wire::decode<T>(decoder);
+      return value;
+    } else {
+      return decode_each(decoder, std::make_index_sequence<kCount>());
+    }
+  }
+
+ private:
+  template <std::size_t... kIndex>
+  static Array decode_each(wire::Decoder& decoder, std::index_sequence<kIndex...>) {
+    return {(static_cast<void>(kIndex), wire::decode<T>(decoder))...};  // braces: from left to right
   }
 };
 
