@@ -206,15 +206,18 @@ void Passes::attach(rpc::Registrar& registrar) {
   });
 }
 
-ContextView Passes::find(std::uint64_t id) const {
+std::optional<ContextView> Passes::try_find(std::uint64_t id) const {
   auto state = impl_->registry->find(id);
-  if (!state) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("this worker knows no autograd context {:#x}: it took no part in it, or "
-                            "the context has ended",
-                            id));
-  }
+  if (!state) return std::nullopt;
   return ContextView(impl_->require_worker(), std::move(state));
+}
+
+ContextView Passes::find(std::uint64_t id) const {
+  if (auto context = try_find(id)) return *context;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("this worker knows no autograd context {:#x}: it took no part in it, or "
+                          "the context has ended",
+                          id));
 }
 
 PassCounts Passes::counts() const {

@@ -3,13 +3,13 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <source_location>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <torchspan/core/mutex.h>
+#include <torchspan/core/source_location.h>
 #include <torchspan/net/transport.h>
 #include <torchspan/rpc/message.h>
 
@@ -24,7 +24,7 @@ struct PendingCall {
   const net::Channel* channel = nullptr;  ///< identity only
   Deadline deadline;
   TimePoint started;
-  std::source_location site;
+  SourceLocation site;
   bool user_values = false;
 };
 

@@ -28,8 +28,6 @@ struct UserDelete {
 
 namespace torchspan {
 template <>
-struct Wire<GlobalId> : WireStruct<GlobalId, "GlobalId", &GlobalId::worker, &GlobalId::local> {};
-template <>
 struct Wire<rpc::ForkRequest>
     : WireStruct<rpc::ForkRequest, "rref.ForkRequest", &rpc::ForkRequest::value, &rpc::ForkRequest::fork> {};
 template <>

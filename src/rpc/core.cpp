@@ -117,7 +117,7 @@ void Core::fail_calls(CallTable::Calls calls, const Error& reason) {
 std::exception_ptr Core::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
   const Error plain = to_error(cause);
   std::string text = plain.message();
-  if (call.user_values) {
+  if (call.user_values && call.site.line() != 0) {
     std::string_view file = call.site.file_name();
     file.remove_prefix(std::min(file.size(), file.rfind('/') + 1));
     text += fmt::format(" [called at {}:{}]", file, call.site.line());
@@ -195,7 +195,7 @@ void* Core::find_extension(const std::type_info& type) const {
                           self_.name, demangle(type)));
 }
 
-ReferencePtr Core::own(ValuePtr value, std::string type_name, std::source_location) {
+ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation) {
   return references_->own(std::move(value), wire::digest(type_name));
 }
 

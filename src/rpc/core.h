@@ -120,11 +120,12 @@ class Core final : public Endpoint, public net::Handler {
   void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
   Duration default_timeout() const override { return default_timeout_.load(); }
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
-  ReferencePtr own(ValuePtr value, std::string type_name, std::source_location site) override;
+  ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
   std::map<std::string, Bytes> all_gather(const std::string& tag, const Bytes& mine,
                                           const std::vector<std::string>& participants,
                                           Deadline deadline) override;
+  GlobalId next_id() override { return references_->next_id(); }
   void* find_extension(const std::type_info& type) const override;
 
   // net::Handler

@@ -40,6 +40,7 @@ void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliv
                             core->self().name));
   }
   call->name = entry->name;
+  call->info.name = call->name;
   const TimePoint begin = core->runtime().executor.now();
   auto finish = [core, call, begin, name = entry->name, deliver](const ValuePtr& value,
                                                                  std::exception_ptr error) {

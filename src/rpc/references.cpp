@@ -81,12 +81,13 @@ std::shared_ptr<Endpoint> UserReference::endpoint() const {
 References::References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self)
     : endpoint_(std::move(endpoint)), self_(self), table_(self) {}
 
+GlobalId References::next_id() {
+  MutexLock lock(mutex_);
+  return table_.next_id();
+}
+
 ReferencePtr References::own(ValuePtr value, std::uint64_t tag) {
-  GlobalId id;
-  {
-    MutexLock lock(mutex_);
-    id = table_.next_id();
-  }
+  const GlobalId id = next_id();
   auto owner = std::make_shared<OwnerReference>(endpoint_, self_, id, tag);
   owner->set(std::move(value));
   return owner;

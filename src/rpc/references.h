@@ -80,6 +80,7 @@ class References : public std::enable_shared_from_this<References> {
  public:
   References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self);
 
+  GlobalId next_id();
   ReferencePtr own(ValuePtr value, std::uint64_t tag);
   /// The same for a value that a creation on this worker will bring.
   std::shared_ptr<OwnerReference> begin_own_creation(std::uint64_t tag);

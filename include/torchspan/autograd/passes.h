@@ -1,5 +1,6 @@
 #pragma once
 #include <memory>
+#include <optional>
 
 #include <torchspan/autograd/context.h>
 #include <torchspan/rpc/extension.h>
@@ -22,6 +23,8 @@ class Passes final : public rpc::Extension {
   /// A context by its id; throws Error{kInvalid} when this worker knows no such context: it took no part in
   /// it, or it was released.
   ContextView find(std::uint64_t context) const;
+  /// The same; nothing instead of the throw.
+  std::optional<ContextView> try_find(std::uint64_t context) const;
   PassCounts counts() const;
 
   class Impl;

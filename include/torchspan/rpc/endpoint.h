@@ -43,13 +43,15 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) = 0;
 
   /// A reference to a new value owned here.
-  virtual ReferencePtr own(ValuePtr value, std::string type_name, std::source_location site) = 0;
+  virtual ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) = 0;
   /// Starts the creation of a value on `to`: the request's payload begins after the ids that this adds.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
   /// Everybody's bytes by worker name; see Worker::all_gather.
   virtual std::map<std::string, Bytes> all_gather(const std::string& tag, const Bytes& mine,
                                                   const std::vector<std::string>& participants,
                                                   Deadline deadline) = 0;
+  /// An id that no other object of this world has.
+  virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;
 };
 

@@ -1,7 +1,6 @@
 #pragma once
 #include <memory>
 #include <optional>
-#include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
@@ -9,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/core/future.h>
+#include <torchspan/core/source_location.h>
 #include <torchspan/wire/frame.h>
 #include <torchspan/wire/types.h>
 
@@ -21,6 +21,8 @@ struct WorkerInfo {
   friend bool operator==(const WorkerInfo&, const WorkerInfo&) = default;
 };
 
+template <>
+struct Wire<GlobalId> : WireStruct<GlobalId, "GlobalId", &GlobalId::worker, &GlobalId::local> {};
 template <>
 struct Wire<WorkerInfo> : WireStruct<WorkerInfo, "WorkerInfo", &WorkerInfo::name, &WorkerInfo::rank> {};
 
@@ -53,7 +55,7 @@ struct Request {
   wire::Payload payload;
   Deadline deadline;         ///< never: no limit
   bool user_values = false;  ///< interceptors see its tensors, and those of the reply
-  std::source_location site = std::source_location::current();
+  SourceLocation site;
 };
 
 /// What becomes of a request: exactly one of both is called, once, on a thread that holds no lock. Neither
@@ -90,24 +92,23 @@ class PromiseCompletion final : public Completion {
 /// Where a call goes: a worker's name, rank or info. Remembers the place in the program, which errors name.
 class Destination {
  public:
-  Destination(const char* name, std::source_location site = std::source_location::current())
-      : name_(name), site_(site) {}
-  Destination(std::string name, std::source_location site = std::source_location::current())
+  Destination(const char* name, SourceLocation site = SourceLocation::current()) : name_(name), site_(site) {}
+  Destination(std::string name, SourceLocation site = SourceLocation::current())
       : name_(std::move(name)), site_(site) {}
-  Destination(const WorkerInfo& info, std::source_location site = std::source_location::current())
+  Destination(const WorkerInfo& info, SourceLocation site = SourceLocation::current())
       : rank_(info.rank), site_(site) {}
   template <std::integral I>
-  Destination(I rank, std::source_location site = std::source_location::current())
+  Destination(I rank, SourceLocation site = SourceLocation::current())
       : rank_(static_cast<std::int64_t>(rank)), site_(site) {}
 
   const std::string& name() const { return name_; }
   std::optional<std::int64_t> rank() const { return rank_; }
-  const std::source_location& site() const { return site_; }
+  const SourceLocation& site() const { return site_; }
 
  private:
   std::string name_;
   std::optional<std::int64_t> rank_;
-  std::source_location site_;
+  SourceLocation site_;
 };
 
 /// Options of single calls, for Worker::with().

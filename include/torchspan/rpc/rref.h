@@ -42,7 +42,7 @@ class RRef : public RRefBase {
  public:
   using RRefBase::RRefBase;
   /// A reference to a value owned by this worker.
-  RRef(const Worker& worker, T value, std::source_location site = std::source_location::current());
+  RRef(const Worker& worker, T value, SourceLocation site = SourceLocation::current());
 
   /// A copy of the value, fetched from its owner. Throws what its creation threw, and Error{kUnsupported} for
   /// types that cannot travel.

@@ -73,7 +73,7 @@ class Caller {
   template <class T, auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> call_on(const RRef<T>& rref, Function<kFunction> token,
                                            Args&&... args) const {
-    const Destination to(rref.owner().rank);
+    const Destination to(rref.owner().rank, SourceLocation());
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return call<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
@@ -84,7 +84,7 @@ class Caller {
   template <class T, auto kFunction, class... Args>
   RRef<Stored<rpc::ResultOf<kFunction>>> create_on(const RRef<T>& rref, Function<kFunction> token,
                                                    Args&&... args) const {
-    const Destination to(rref.owner().rank);
+    const Destination to(rref.owner().rank, SourceLocation());
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return create<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
@@ -123,7 +123,7 @@ class Caller {
     static_assert(std::is_base_of_v<typename rpc::SignatureOf<kFunction>::Object, rpc::ObjectOf<T>>,
                   "this RRef's type has no such member function");
   }
-  rpc::Request make_request(wire::MessageType type, const char* name, std::source_location site) const {
+  rpc::Request make_request(wire::MessageType type, const char* name, SourceLocation site) const {
     rpc::Request request;
     request.type = type;
     request.name = name;
@@ -210,7 +210,7 @@ class Worker : public Caller {
 };
 
 template <class T>
-RRef<T>::RRef(const Worker& worker, T value, std::source_location site)
+RRef<T>::RRef(const Worker& worker, T value, SourceLocation site)
     : RRefBase(worker.endpoint()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}
 
 template <class T>

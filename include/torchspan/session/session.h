@@ -1,0 +1,61 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/autograd/passes.h>
+#include <torchspan/core/log.h>
+#include <torchspan/net/secret.h>
+#include <torchspan/rendezvous/environment.h>
+#include <torchspan/rpc/service.h>
+
+namespace torchspan {
+
+/// Who this worker is and how it behaves. from_env() reads what the launcher said; without a launcher it is a
+/// world of one, so the same program runs on a laptop and on a cluster.
+struct WorkerOptions {
+  rendezvous::WorkerEnvironment environment;
+  net::Secret secret;  ///< empty: the job's, from environment.secret_file
+  Duration rpc_timeout = std::chrono::seconds(60);
+  std::size_t threads = 4;        ///< handlers that run at once
+  std::size_t max_threads = 256;  ///< pool threads, those that wait included
+  LogLevel log_level = LogLevel::kWarning;
+  bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
+
+  /// RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the other conventions (rendezvous/environment.h);
+  /// TORCHSPAN_LOG_LEVEL. Throws Error{kInvalid} naming the variable that is wrong.
+  static WorkerOptions from_env();
+};
+
+/// One worker of a world, from joining to leaving: the executor, the connections, the Worker and the
+/// extensions for distributed autograd and optimizers. Usually one per process; several in one process work
+/// too.
+class Session {
+ public:
+  /// Joins the world: returns when all its workers are there, or throws on each of them (see
+  /// rendezvous/membership.h: missing or doubled workers are named).
+  explicit Session(WorkerOptions options, FunctionTable functions = {},
+                   std::vector<std::unique_ptr<rpc::Extension>> extensions = {});
+  /// Stops at once if shutdown() was not called: the other workers hear that this one died.
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  Worker& worker();
+  Runtime& runtime();
+  std::uint32_t rank() { return worker().rank(); }
+  std::uint32_t world_size() { return worker().world_size(); }
+
+  /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others
+  /// meanwhile; then leaves. Throws Error naming the worker that died, or what was waited for at the
+  /// time-out.
+  void shutdown();
+  void shutdown(Duration timeout);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace torchspan

@@ -1,0 +1,39 @@
+#pragma once
+#include <cstdio>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/support/processes.h"
+
+namespace torchspan::testing {
+
+using Scenario = std::function<void()>;
+
+/// main() of a cluster suite: runs the scenario named by the environment, or the tests. A scenario's
+/// exception is printed and makes the exit code 1.
+inline int cluster_main(int argc, char** argv, const std::map<std::string, Scenario>& scenarios) {
+  if (const char* name = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
+    try {
+      scenarios.at(name)();
+      std::fflush(nullptr);
+      return 0;
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      return 1;
+    }
+  }
+  ::testing::InitGoogleMock(&argc, argv);
+  return RUN_ALL_TESTS();
+}
+
+/// Every process of the world ends by itself, with code 0.
+inline void expect_all_end_well(ProcessWorld& world, Duration limit = std::chrono::seconds(60)) {
+  for (std::size_t i = 0; i < world.size(); ++i) {
+    EXPECT_TRUE(world.process(i).wait(world.executor(), limit)) << "rank " << i << " still runs";
+  }
+  for (std::size_t i = 0; i < world.size(); ++i) {
+    EXPECT_EQ(world.process(i).exit_code(), 0) << "rank " << i << ":\n" << world.process(i).output();
+  }
+}
+
+}  // namespace torchspan::testing

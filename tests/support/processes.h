@@ -1,0 +1,168 @@
+#pragma once
+#include <cstdlib>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <memory>
+#include <netinet/in.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+#include <torchspan/core/executor.h>
+
+namespace torchspan::testing {
+
+/// A folder of this test's own, removed with everything in it.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    path_ = (std::filesystem::temp_directory_path() / "torchspan-test-XXXXXX").string();
+    if (mkdtemp(path_.data()) == nullptr) throw std::runtime_error("no temporary folder");
+  }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+/// A TCP port of the loopback interface that was free a moment ago.
+inline int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  bind(fd, reinterpret_cast<sockaddr*>(&address), size);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+/// One child process whose output goes to a file. Killed with its object.
+class Process {
+ public:
+  Process(const std::vector<std::string>& command, const std::map<std::string, std::string>& environment,
+          std::string output)
+      : output_(std::move(output)) {
+    std::vector<std::string> texts;
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string text = *entry;
+      if (!environment.contains(text.substr(0, text.find('=')))) texts.push_back(text);
+    }
+    for (const auto& [name, value] : environment) texts.push_back(name + "=" + value);
+    auto pointers = [](const std::vector<std::string>& strings) {
+      std::vector<char*> list;
+      for (const std::string& text : strings) list.push_back(const_cast<char*>(text.c_str()));
+      list.push_back(nullptr);
+      return list;
+    };
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addopen(&actions, 1, output_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    posix_spawn_file_actions_adddup2(&actions, 1, 2);
+    if (posix_spawn(&pid_, command[0].c_str(), &actions, nullptr, pointers(command).data(),
+                    pointers(texts).data()) != 0) {
+      throw std::runtime_error("could not start " + command[0]);
+    }
+    posix_spawn_file_actions_destroy(&actions);
+  }
+  ~Process() {
+    if (!ended_) {
+      ::kill(pid_, SIGKILL);
+      waitpid(pid_, nullptr, 0);
+    }
+  }
+  Process(const Process&) = delete;
+
+  pid_t pid() const { return pid_; }
+  void kill(int signal) const { ::kill(pid_, signal); }
+  /// Waits for the end; false when it did not come in time.
+  bool wait(Executor& executor, Duration limit) {
+    const Deadline deadline = executor.deadline_in(limit);
+    while (!ended_) {
+      if (waitpid(pid_, &status_, WNOHANG) == pid_) {
+        ended_ = true;
+      } else if (deadline.passed(executor.now())) {
+        return false;
+      } else {
+        executor.sleep(std::chrono::milliseconds(5));
+      }
+    }
+    return true;
+  }
+  /// The exit code, or 128 + the signal's number.
+  int exit_code() const { return WIFEXITED(status_) ? WEXITSTATUS(status_) : 128 + WTERMSIG(status_); }
+  std::string output() const {
+    std::ifstream file(output_);
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+
+ private:
+  const std::string output_;
+  pid_t pid_ = -1;
+  int status_ = 0;
+  bool ended_ = false;
+};
+
+/// A world of real processes: this test's own executable, started once per rank with the variables a launcher
+/// would set and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests.
+class ProcessWorld {
+ public:
+  explicit ProcessWorld(int size) : size_(size), port_(free_port()), executor_(make_executor()) {
+    std::ofstream(folder_.path() + "/secret") << "a secret that only this test knows, long enough\n";
+    std::filesystem::permissions(folder_.path() + "/secret", std::filesystem::perms::owner_read);
+  }
+
+  int port() const { return port_; }
+  Executor& executor() { return *executor_; }
+  std::map<std::string, std::string> environment(int rank) const {
+    return {{"RANK", std::to_string(rank)},
+            {"WORLD_SIZE", std::to_string(size_)},
+            {"LOCAL_RANK", std::to_string(rank)},
+            {"LOCAL_WORLD_SIZE", std::to_string(size_)},
+            {"MASTER_ADDR", "127.0.0.1"},
+            {"MASTER_PORT", std::to_string(port_)},
+            {"TORCHSPAN_SECRET_FILE", folder_.path() + "/secret"},
+            {"TORCHSPAN_RUNTIME_DIR", folder_.path()},
+            {"OMP_NUM_THREADS", "1"}};
+  }
+  /// Starts `scenario` as `rank`; `changes` override variables.
+  Process& start(int rank, const std::string& scenario, std::map<std::string, std::string> changes = {}) {
+    auto variables = environment(rank);
+    variables["TORCHSPAN_TEST_SCENARIO"] = scenario;
+    for (auto& [name, value] : changes) variables[name] = value;
+    processes_.push_back(
+        std::make_unique<Process>(std::vector<std::string>{"/proc/self/exe"}, variables,
+                                  folder_.path() + "/output" + std::to_string(processes_.size())));
+    return *processes_.back();
+  }
+  void start_all(const std::string& scenario) {
+    for (int rank = 0; rank < size_; ++rank) start(rank, scenario);
+  }
+  Process& process(std::size_t index) { return *processes_[index]; }
+  std::size_t size() const { return processes_.size(); }
+
+ private:
+  const int size_;
+  const int port_;
+  TemporaryFolder folder_;
+  const std::unique_ptr<Executor> executor_;
+  std::vector<std::unique_ptr<Process>> processes_;
+};
+
+}  // namespace torchspan::testing
