@@ -1,0 +1,44 @@
+#include <cstdio>
+#include <unistd.h>
+
+#include <torchspan/net/stream.h>
+
+#include "tests/conformance/transport_echo.h"
+
+/// transport_peer ADDRESS: echoes at ADDRESS, prints where it listens, and ends when its standard input does.
+namespace torchspan::net::conformance {
+namespace {
+
+class PeerWorld final : public World {
+ public:
+  explicit PeerWorld(std::string address) : address_(std::move(address)), executor_(make_executor()) {}
+  Executor& executor() override { return *executor_; }
+  std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
+                                            TransportOptions options) override {
+    return make_stream_transport(*executor_, handler, std::move(options));
+  }
+  std::string listen_address(const std::string&) override { return address_; }
+  std::string deserted_address() override { return {}; }
+  std::unique_ptr<Stranger> make_stranger() override { return nullptr; }
+  std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
+
+ private:
+  const std::string address_;
+  const std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace
+}  // namespace torchspan::net::conformance
+
+int main(int count, char** arguments) {
+  using namespace torchspan::net::conformance;
+  if (count != 2) return 2;
+  PeerWorld world(arguments[1]);
+  Node node(world, "echo", echo_options());
+  std::printf("%s\n", node.listen().c_str());
+  std::fflush(stdout);
+  char c;
+  while (::read(STDIN_FILENO, &c, 1) > 0) {
+  }
+  return 0;
+}

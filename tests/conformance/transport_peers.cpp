@@ -1,0 +1,119 @@
+#include <gmock/gmock.h>
+
+#include "tests/conformance/transport_echo.h"
+
+/// What a transport promises about a peer that is only known by its address and may be killed.
+namespace torchspan::net::conformance {
+namespace {
+
+using testing::HasSubstr;
+
+TEST_P(TransportPeerConformance, EchoesWhatWasSent) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  in_world([&](World& world) {
+    std::mt19937 random(seed);
+    const auto echo = world.start_echo("echo");
+    Node node(world, "node");
+    const auto channel = node.connect(echo->address());
+    std::vector<Parcel> sent;
+    for (int i = 0; i < 100; ++i) send(*channel, sent.emplace_back(random_parcel(random)));
+    node.wait_for_messages(sent.size());
+    EXPECT_TRUE(node.journal().parcels() == sent);
+  });
+}
+
+TEST_P(TransportPeerConformance, EchoesBulk) {
+  in_world([](World& world) {
+    const auto echo = world.start_echo("echo");
+    Node node(world, "node");
+    const auto channel = node.connect(echo->address());
+    Parcel parcel{bytes_of("bulk"), {Bytes(64 << 20)}};
+    for (std::size_t i = 0; i < parcel.segments[0].size(); i += 4096)
+      parcel.segments[0][i] = std::byte(i >> 12);
+    send(*channel, parcel);
+    node.wait_for_messages(1);
+    EXPECT_TRUE(node.journal().parcels().at(0) == parcel);
+  });
+}
+
+TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
+  in_world([](World& world) {
+    const auto echo = world.start_echo("echo");
+    Node node(world, "node");
+    const auto channel = node.connect(echo->address());
+    send(*channel, numbered(1));
+    node.wait_for_messages(1);
+    echo->kill();
+    const Error error = node.wait_for_end(channel);
+    EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(error.message(), HasSubstr(echo->address()));
+    EXPECT_THAT(error.message(), HasSubstr("died or was killed"));
+  });
+}
+
+TEST_P(TransportPeerConformance, TellsThatAPeerWasKilledInTheMiddleOfATransfer) {
+  in_world([](World& world) {
+    const auto echo = world.start_echo("echo");
+    Node node(world, "node");
+    const auto channel = node.connect(echo->address());
+    Thread busy = world.executor().spawn("sender", [&] {
+      try {
+        for (std::uint64_t i = 0;;) {
+          if (channel->unsent_bytes() < (std::size_t{64} << 20))
+            send(*channel, {numbered(i++).header, {Bytes(1 << 20)}});
+          world.executor().yield();
+        }
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+      }
+    });
+    node.wait_for_messages(5);
+    echo->kill();
+    EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
+    busy.join();
+    node.stop();
+    EXPECT_EQ(node.journal().reasons(channel).size(), 1u);
+    const auto parcels = node.journal().parcels();
+    for (std::uint64_t i = 0; i < parcels.size(); ++i) {
+      EXPECT_EQ(number_of(parcels[i]), i);
+      EXPECT_EQ(parcels[i].segments.at(0).size(), std::size_t{1} << 20);
+    }
+  });
+}
+
+TEST_P(TransportPeerConformance, ReachesAPeerThatCameBackAtItsOldAddress) {
+  in_world([](World& world) {
+    auto echo = world.start_echo("echo");
+    const std::string address = echo->address();
+    Node node(world, "node");
+    const auto before = node.connect(address);
+    send(*before, numbered(1));
+    node.wait_for_messages(1);
+    echo->kill();
+    node.wait_for_end(before);
+    echo = world.start_echo("echo");
+    ASSERT_EQ(echo->address(), address);
+    send(*node.connect(address), numbered(2));
+    node.wait_for_messages(2);
+  });
+}
+
+TEST_P(TransportPeerConformance, KeepsOtherPeersWhenOneIsKilled) {
+  in_world([](World& world) {
+    const auto mortal = world.start_echo("mortal"), survivor = world.start_echo("survivor");
+    Node node(world, "node");
+    const auto lost = node.connect(mortal->address()), kept = node.connect(survivor->address());
+    send(*lost, numbered(1));
+    send(*kept, numbered(2));
+    node.wait_for_messages(2);
+    mortal->kill();
+    node.wait_for_end(lost);
+    send(*kept, numbered(3));
+    node.wait_for_messages(3);
+    EXPECT_EQ(number_of(node.journal().parcels().at(2)), 3u);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::net::conformance
