@@ -325,6 +325,55 @@ TEST(GraphPass, TakesRootsFromManyThreads) {
   }
 }
 
+/// Two threads meet at `rounds` small passes at the very same moment: one delivers its root; so does the
+/// other, or it aborts. Returns how many passes were left open.
+int race(int rounds, bool abort) {
+  struct Round {
+    Round() : sink(gradients), pass(sink) {
+      for (const auto& send : sends) pass.add_pending(send);
+      pass.prepare();
+    }
+    const Tensor x = leaf();
+    std::vector<std::shared_ptr<Outgoing>> sends{std::make_shared<Outgoing>(std::vector<Tensor>{x}),
+                                                 std::make_shared<Outgoing>(std::vector<Tensor>{x})};
+    GradientMap gradients;
+    MapSink sink;
+    GraphPass pass;
+  };
+  std::vector<std::unique_ptr<Round>> all;
+  for (int i = 0; i < rounds; ++i) all.push_back(std::make_unique<Round>());
+  const auto executor = make_executor();
+  std::atomic<int> arrived{0};
+  {
+    std::vector<Thread> threads;
+    for (int t = 0; t < 2; ++t) {
+      threads.push_back(executor->spawn("race", [&, t] {
+        const Tensor gradient = at::ones({2});
+        for (int i = 0; i < rounds; ++i) {
+          ++arrived;
+          for (int spins = 0; arrived < 2 * (i + 1); ++spins) {
+            if (spins > 1000) executor->yield();
+          }
+          GraphPass& pass = all[i]->pass;
+          if (abort && t == 1) {
+            pass.abort(Error(ErrorKind::kCancelled, "stop"));
+          } else {
+            pass.deliver(*all[i]->sends[t], {gradient});
+            pass.run();
+          }
+        }
+      }));
+    }
+  }
+  int open = 0;
+  for (const auto& round : all) open += !(abort ? round->pass.failed() : round->pass.finished());
+  return open;
+}
+
+TEST(GraphPass, LosesNoRootThatArrivesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/false), 0); }
+
+TEST(GraphPass, LosesNoAbortThatComesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/true), 0); }
+
 TEST(GraphPass, AbortedWhileManyThreadsDeliverEndsOnce) {
   const auto executor = make_executor();
   for (std::uint64_t round = 0; round < 50; ++round) {
