@@ -1,0 +1,25 @@
+#pragma once
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace torchspan::launch {
+
+/// For tests: a descriptor that remembers what is written to it.
+class Captured {
+ public:
+  Captured() : descriptor_(memfd_create("captured", MFD_CLOEXEC)) {}
+  ~Captured() { close(descriptor_); }
+  Captured(const Captured&) = delete;
+  int descriptor() const { return descriptor_; }
+  std::string text() const {
+    std::string all(static_cast<std::size_t>(lseek(descriptor_, 0, SEEK_END)), '\0');
+    all.resize(static_cast<std::size_t>(pread(descriptor_, all.data(), all.size(), 0)));
+    return all;
+  }
+
+ private:
+  int descriptor_;
+};
+
+}  // namespace torchspan::launch

@@ -1,0 +1,68 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "launch/prepare.h"
+
+namespace torchspan::launch {
+
+/// A file descriptor that is closed with its owner.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() { reset(); }
+  int get() const { return fd_; }
+  bool open() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_;
+};
+
+/// How a process ended, as the system tells it.
+struct ExitStatus {
+  int code = 0;
+  int signal = 0;
+};
+
+/// A worker's process in a process group of its own, with pipes from its output, its errors and its progress.
+/// It dies with the launcher (with the thread that started it). The destructor kills the whole group and
+/// waits.
+class Child {
+ public:
+  /// Starts `program` with standard input empty. Throws kInvalid when the system refuses to execute it.
+  Child(const std::string& program, const std::vector<std::string>& arguments,
+        const Environment& environment);
+
+  pid_t pid() const { return process_.pid; }
+  /// Readable once the process has ended.
+  int process_descriptor() const { return watch_.get(); }
+  Descriptor& output() { return output_; }
+  Descriptor& errors() { return errors_; }
+  Descriptor& progress() { return progress_; }
+
+  /// The exit status once the process has ended. It stays a zombie, so that its group's number stays ours.
+  std::optional<ExitStatus> poll_exit() const;
+  /// To the whole group; harmless when nobody is left in it.
+  void signal_group(int signal) const;
+
+ private:
+  /// Kills the group of a started process and reaps it.
+  struct Process {
+    pid_t pid = -1;
+    Process() = default;
+    Process(Process&& other) noexcept : pid(std::exchange(other.pid, -1)) {}
+    ~Process();
+  };
+  Process process_;
+  Descriptor watch_, output_, errors_, progress_;
+};
+
+}  // namespace torchspan::launch

@@ -1,0 +1,144 @@
+#include "launch/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <fmt/format.h>
+#include <sstream>
+
+#include <torchspan/core/error.h>
+
+#include "launch/doctor.h"
+#include "launch/job.h"
+
+namespace torchspan::launch {
+namespace {
+
+constexpr int kWrongUse = 2;
+
+/// What the words of a command line were taken to mean.
+struct CommandLine {
+  CLI::App app{"torchspan: distributed training over LibTorch"};
+  CLI::App* run = nullptr;
+  CLI::App* version = nullptr;
+  CLI::App* doctor = nullptr;
+  JobOptions job;
+  std::vector<std::string> settings;
+};
+
+void describe_run(CommandLine& line) {
+  line.run = line.app.add_subcommand(
+      "run", "Run N workers of a program on this host: torchspan run -n 4 ./train --lr 0.1");
+  CLI::App& run = *line.run;
+  run.add_option("-n,--workers", line.job.workers, "Number of workers")
+      ->required()
+      ->check(CLI::Range(1, 4096));
+  run.add_option("--master-port", line.job.master_port, "Port of the workers' store; 0 is a free one");
+  run.add_option("--log-dir", line.job.log_folder,
+                 "Folder for WORKER.out.log and WORKER.err.log, besides the output here");
+  run.add_option("--name-prefix", line.job.name_prefix, "Workers are named PREFIX0, PREFIX1, …");
+  run.add_option("--env", line.settings, "NAME=VALUE for all workers; may be repeated")
+      ->expected(1)
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  run.footer(
+      "Everything after the first word that is no option is the program and its arguments; '--' before it is "
+      "allowed.\nThe exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 "
+      "when "
+      "nothing was started.");
+}
+
+void describe_all(CommandLine& line) {
+  line.app.require_subcommand(1);
+  describe_run(line);
+  line.version = line.app.add_subcommand("version", "Print the version");
+  line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");
+}
+
+Environment read_settings(const std::vector<std::string>& settings) {
+  Environment environment;
+  for (const auto& setting : settings) {
+    const auto equals = setting.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected is NAME=VALUE", setting));
+    }
+    environment[setting.substr(0, equals)] = setting.substr(equals + 1);
+  }
+  return environment;
+}
+
+/// Takes the program and its arguments off the end of `torchspan run …`, for they are none of the parser's
+/// business: they begin after '--' or at the first word that is neither an option nor an option's value.
+std::vector<std::string> take_command(std::vector<std::string>& arguments, const CLI::App& run) {
+  if (arguments.empty() || arguments.front() != run.get_name()) return {};
+  std::size_t at = 1;
+  while (at < arguments.size() && arguments[at].starts_with("-") && arguments[at] != "--") {
+    const CLI::Option* option = run.get_option_no_throw(arguments[at]);
+    at += option != nullptr && option->get_expected_min() > 0 ? 2 : 1;
+  }
+  at = std::min(at, arguments.size());
+  const bool dashes = at < arguments.size() && arguments[at] == "--";
+  const auto begin = arguments.begin() + static_cast<std::ptrdiff_t>(at);
+  std::vector<std::string> command(begin + (dashes ? 1 : 0), arguments.end());
+  arguments.erase(begin, arguments.end());
+  return command;
+}
+
+void check_subcommand(const std::vector<std::string>& arguments, const CLI::App& app) {
+  if (arguments.empty() || arguments.front().starts_with("-")) return;
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == arguments.front()) return;
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("there is no command '{}'; there are: {}", arguments.front(), names));
+}
+
+int run_workers(Executor& executor, CommandLine& line, const Environment& environment,
+                const DisplayOptions& display) {
+  if (line.job.command.empty()) {
+    throw Error(ErrorKind::kInvalid, "there is no program to run: torchspan run -n 4 ./train ARGUMENTS");
+  }
+  line.job.environment = environment;
+  line.job.extra = read_settings(line.settings);
+  line.job.display = display;
+  return run_job(executor, std::move(line.job));
+}
+
+}  // namespace
+
+int run_command_line(Executor& executor, std::vector<std::string> arguments, const Environment& environment,
+                     const DisplayOptions& display) {
+  Display out(executor, display);
+  CommandLine line;
+  describe_all(line);
+  try {
+    check_subcommand(arguments, line.app);
+    line.job.command = take_command(arguments, *line.run);
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+    line.app.parse(std::move(arguments));
+    if (line.run->parsed()) return run_workers(executor, line, environment, display);
+    if (line.version->parsed()) {
+      out.print_output("", "torchspan " TORCHSPAN_VERSION);
+    } else {
+      std::istringstream text(format_findings(judge(examine_machine())));
+      for (std::string finding; std::getline(text, finding);) out.print_output("", finding);
+    }
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream output, errors;
+    const int code = line.app.exit(error, output, errors);
+    std::string text = output.str() + errors.str();
+    while (!text.empty() && text.back() == '\n') text.pop_back();
+    if (code == 0) {
+      out.print_output("", text);
+      return 0;
+    }
+    out.print_error("torchspan: ", text);
+  } catch (const Error& error) {
+    out.print_error("torchspan: ", error.message());
+  }
+  return kWrongUse;
+}
+
+}  // namespace torchspan::launch

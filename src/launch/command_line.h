@@ -1,0 +1,17 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include <torchspan/core/executor.h>
+
+#include "launch/display.h"
+#include "launch/prepare.h"
+
+namespace torchspan::launch {
+
+/// The `torchspan` command: runs what `arguments` (without the program's name) ask for and returns the exit
+/// code. 2 is a wrong command line or a job that could not start.
+int run_command_line(Executor& executor, std::vector<std::string> arguments, const Environment& environment,
+                     const DisplayOptions& display);
+
+}  // namespace torchspan::launch

@@ -1,0 +1,117 @@
+#include "launch/endings.h"
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstring>
+#include <fmt/format.h>
+#include <map>
+
+namespace torchspan::launch {
+namespace {
+
+bool is_crash(int signal) {
+  constexpr std::array kCrashes = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  return std::find(kCrashes.begin(), kCrashes.end(), signal) != kCrashes.end();
+}
+
+std::string hint(const Ending& ending) {
+  if (ending.signal == SIGKILL && !ending.asked) {
+    return " (by somebody, or by the system for lack of memory: see 'dmesg')";
+  }
+  if (ending.signal == SIGABRT) return " (an uncaught exception or a failed check)";
+  if (ending.signal == SIGSEGV || ending.signal == SIGBUS) return " (a bad memory access)";
+  if (ending.code == 127) return " (often: a program or library was not found)";
+  return "";
+}
+
+std::string who(const Ending& ending) {
+  return fmt::format("{} (rank {}, pid {})", ending.name, ending.rank, ending.pid);
+}
+
+std::string seconds(Duration time) {
+  return fmt::format("{:.1f} s", std::chrono::duration<double>(time).count());
+}
+
+/// "worker0 exited with code 1; worker2, worker3 were stopped".
+std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
+  std::map<std::string, std::string> names;  // by what became of them
+  std::vector<std::string> order;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    if (i == first) continue;
+    const Ending& ending = endings[i];
+    const std::string fate =
+        ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending)) : describe(ending);
+    auto& list = names[fate];
+    if (list.empty()) order.push_back(fate);
+    list += (list.empty() ? "" : ", ") + ending.name;
+  }
+  std::string text;
+  for (const auto& fate : order) text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", names[fate], fate);
+  return text;
+}
+
+}  // namespace
+
+std::string signal_name(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
+}
+
+std::string describe(const Ending& ending) {
+  if (ending.signal != 0) return fmt::format("was killed by {}{}", signal_name(ending.signal), hint(ending));
+  return fmt::format("exited with code {}{}", ending.code, hint(ending));
+}
+
+std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
+  std::optional<std::size_t> first;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    const Ending& ending = endings[i];
+    if (!ending.failed() || ending.asked) continue;
+    if (!first) {
+      first = i;
+      if (is_crash(ending.signal)) return first;
+    } else if (is_crash(ending.signal) && ending.after - endings[*first].after <= kSettleTime) {
+      return i;
+    }
+  }
+  return first;
+}
+
+int exit_code(const std::vector<Ending>& endings, int interrupted_by) {
+  if (interrupted_by != 0) return 128 + interrupted_by;
+  if (const auto first = first_failure(endings)) {
+    const Ending& ending = endings[*first];
+    return ending.signal != 0 ? 128 + ending.signal : ending.code;
+  }
+  return 0;
+}
+
+std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_words,
+                      int interrupted_by) {
+  const auto first = first_failure(endings);
+  std::string text;
+  if (interrupted_by != 0) {
+    text = fmt::format("torchspan: the job was interrupted by {}\n", signal_name(interrupted_by));
+  } else if (!first) {
+    return "";
+  } else {
+    text = "torchspan: the job failed\n";
+  }
+  if (first) {
+    text += fmt::format("  first failure: {} {}, {} after the start\n", who(endings[*first]),
+                        describe(endings[*first]), seconds(endings[*first].after));
+    if (last_words.empty()) {
+      text += "  it wrote nothing to its standard error\n";
+    } else {
+      text += "  its last words:\n";
+      for (const auto& line : last_words) text += "    " + line + "\n";
+    }
+  }
+  if (const std::string others = tell_of_others(endings, first); !others.empty()) {
+    text += fmt::format("  {}: {}\n", first ? "the others" : "the workers", others);
+  }
+  return text + fmt::format("  exit code: {}\n", exit_code(endings, interrupted_by));
+}
+
+}  // namespace torchspan::launch

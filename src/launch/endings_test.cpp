@@ -1,0 +1,92 @@
+#include "launch/endings.h"
+
+#include <csignal>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace torchspan::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+Ending ending(int rank, int code, int signal, Duration after, bool asked = false) {
+  return {rank, "worker" + std::to_string(rank), 100 + rank, code, signal, asked, after};
+}
+
+TEST(Endings, OfAJobThatSucceededGiveZero) {
+  const std::vector<Ending> endings = {ending(0, 0, 0, milliseconds(1)), ending(1, 0, 0, milliseconds(2))};
+  EXPECT_FALSE(first_failure(endings));
+  EXPECT_EQ(exit_code(endings, 0), 0);
+  EXPECT_EQ(summarize(endings, {}, 0), "");
+}
+
+TEST(Endings, FirstFailureGivesTheExitCode) {
+  EXPECT_EQ(exit_code({ending(1, 0, 0, milliseconds(1)), ending(0, 7, 0, milliseconds(2)),
+                       ending(2, 9, 0, milliseconds(3))},
+                      0),
+            7);
+  EXPECT_EQ(exit_code({ending(0, 0, SIGSEGV, milliseconds(2))}, 0), 128 + SIGSEGV);
+}
+
+TEST(Endings, InterruptionGivesTheExitCodeBeforeAnyFailure) {
+  EXPECT_EQ(exit_code({ending(0, 7, 0, milliseconds(2))}, SIGINT), 130);
+  EXPECT_EQ(exit_code({ending(0, 0, 0, milliseconds(2))}, SIGTERM), 143);
+}
+
+TEST(Endings, WhatWeStoppedIsNoFailure) {
+  const std::vector<Ending> endings = {ending(0, 0, SIGTERM, milliseconds(1), true),
+                                       ending(1, 3, 0, milliseconds(2))};
+  EXPECT_EQ(first_failure(endings), 1u);
+}
+
+TEST(Endings, CrashGoesBeforeTheExitCodesItBroughtAbout) {
+  EXPECT_EQ(first_failure({ending(0, 1, 0, milliseconds(100)), ending(1, 0, SIGABRT, milliseconds(110)),
+                           ending(2, 0, SIGKILL, milliseconds(120))}),
+            2u);
+  EXPECT_EQ(first_failure({ending(0, 1, 0, milliseconds(100)), ending(2, 0, SIGKILL, milliseconds(151))}),
+            0u);
+  EXPECT_EQ(first_failure({ending(0, 3, 0, milliseconds(100)), ending(1, 0, SIGABRT, milliseconds(101))}),
+            0u);
+  EXPECT_EQ(
+      first_failure({ending(0, 0, SIGSEGV, milliseconds(100)), ending(1, 0, SIGKILL, milliseconds(101))}),
+      0u);
+}
+
+TEST(Endings, SummaryTellsTheWholeStory) {
+  const std::vector<Ending> endings = {
+      ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),
+      ending(2, 0, SIGTERM, milliseconds(1600), true), ending(3, 0, SIGTERM, milliseconds(1600), true)};
+  const std::string text = summarize(endings, {"Traceback", "boom"}, 0);
+  EXPECT_THAT(
+      text,
+      HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3, 1.5 s after the start\n"));
+  EXPECT_THAT(text, HasSubstr("last words:\n    Traceback\n    boom\n"));
+  EXPECT_THAT(text,
+              HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
+  EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
+}
+
+TEST(Endings, SummaryOfAnInterruptionBlamesNobody) {
+  const std::string text = summarize({ending(0, 0, SIGINT, milliseconds(5), true)}, {}, SIGINT);
+  EXPECT_THAT(text, AllOf(HasSubstr("interrupted by SIGINT"), HasSubstr("exit code: 130"),
+                          Not(HasSubstr("first failure"))));
+}
+
+TEST(Endings, KilledOutrightPointsToTheSystem) {
+  EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1))),
+              AllOf(HasSubstr("SIGKILL"), HasSubstr("dmesg")));
+  EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1), true)), Not(HasSubstr("dmesg")));
+  EXPECT_THAT(summarize({ending(0, 0, SIGKILL, milliseconds(1))}, {}, 0), HasSubstr("wrote nothing"));
+}
+
+TEST(Endings, NameSignals) {
+  EXPECT_EQ(signal_name(SIGKILL), "SIGKILL");
+  EXPECT_EQ(signal_name(SIGTERM), "SIGTERM");
+  EXPECT_EQ(signal_name(99), "signal 99");
+}
+
+}  // namespace
+}  // namespace torchspan::launch

@@ -1,0 +1,43 @@
+#pragma once
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchspan::launch {
+
+/// Cuts a byte stream into lines. A carriage return inside a line starts it anew, as on a terminal; a line of
+/// more than `longest` bytes is handed out in pieces.
+class LineSplitter {
+ public:
+  using Take = std::function<void(std::string_view line)>;
+  explicit LineSplitter(std::size_t longest = std::size_t{1} << 20) : longest_(longest) {}
+
+  /// Calls `take` for every line that is now complete, without its newline.
+  void feed(std::string_view bytes, const Take& take);
+  /// The stream has ended: hands out what had no newline.
+  void finish(const Take& take);
+
+ private:
+  void hand_out(const Take& take);
+
+  const std::size_t longest_;
+  std::string line_;
+  bool returned_ = false;  ///< a carriage return came last
+};
+
+/// The last lines of a stream: what a process said before it ended.
+class LastWords {
+ public:
+  explicit LastWords(std::size_t most = 5) : most_(most) {}
+  void add(std::string_view line);
+  std::vector<std::string> lines() const { return {lines_.begin(), lines_.end()}; }
+
+ private:
+  const std::size_t most_;
+  std::deque<std::string> lines_;
+};
+
+}  // namespace torchspan::launch

@@ -1,0 +1,164 @@
+#include "launch/prepare.h"
+
+#include <algorithm>
+#include <arpa/inet.h>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fmt/format.h>
+#include <random>
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch {
+namespace {
+
+/// Leaves room for the runtime folder's own name within the 60 characters that sockets need.
+constexpr std::size_t kLongestParent = 38;
+constexpr int kFirstPort = 20000;
+constexpr int kLastPort = 32000;
+
+[[noreturn]] void refuse(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
+
+std::string value_of(const Environment& environment, const std::string& name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? "" : found->second;
+}
+
+bool is_folder(const std::string& path) {
+  struct stat about {};
+  return stat(path.c_str(), &about) == 0 && S_ISDIR(about.st_mode);
+}
+
+void check_program(const std::string& path) {
+  if (access(path.c_str(), F_OK) != 0) {
+    refuse(fmt::format("there is no program '{}': {}", path, std::strerror(errno)));
+  }
+  if (is_folder(path)) refuse(fmt::format("'{}' is a folder, not a program", path));
+  if (access(path.c_str(), X_OK) != 0) {
+    refuse(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
+                       std::strerror(errno)));
+  }
+}
+
+bool is_free(std::uint16_t port) {
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int yes = 1;
+  setsockopt(probe, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+  const bool free = bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  close(probe);
+  return free;
+}
+
+}  // namespace
+
+int chosen_threads(const Environment& base, const JobSetting& setting) {
+  if (base.contains("OMP_NUM_THREADS") || setting.extra.contains("OMP_NUM_THREADS")) return 0;
+  return std::max(1, setting.cores / std::max(1, setting.workers));
+}
+
+Environment worker_environment(const Environment& base, const JobSetting& setting, int rank) {
+  Environment environment = base;
+  std::erase_if(environment, [](const auto& entry) { return entry.first.starts_with("TORCHELASTIC_"); });
+  const std::string size = std::to_string(setting.workers);
+  environment["RANK"] = environment["LOCAL_RANK"] = std::to_string(rank);
+  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = size;
+  environment["MASTER_ADDR"] = "127.0.0.1";
+  environment["MASTER_PORT"] = std::to_string(setting.master_port);
+  environment["TORCHSPAN_NAME"] = setting.name_prefix + std::to_string(rank);
+  environment["TORCHSPAN_RUN_ID"] = setting.run_id;
+  environment["TORCHSPAN_SECRET_FILE"] = setting.secret_file;
+  environment["TORCHSPAN_RUNTIME_DIR"] = setting.runtime_folder;
+  if (const int threads = chosen_threads(base, setting); threads > 0) {
+    environment["OMP_NUM_THREADS"] = std::to_string(threads);
+  }
+  for (const auto& [name, value] : setting.extra) environment[name] = value;
+  return environment;
+}
+
+std::string find_program(const std::string& name, const Environment& environment) {
+  if (name.empty()) refuse("the program's name is empty");
+  if (name.find('/') != std::string::npos) {
+    check_program(name);
+    return name;
+  }
+  std::string rest = value_of(environment, "PATH");
+  if (rest.empty()) rest = "/usr/local/bin:/usr/bin:/bin";
+  const std::string searched = rest;
+  while (!rest.empty()) {
+    const std::string folder = rest.substr(0, rest.find(':'));
+    rest.erase(0, std::min(rest.size(), folder.size() + 1));
+    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
+    if (access(path.c_str(), X_OK) == 0 && !is_folder(path)) return path;
+  }
+  if (access(name.c_str(), X_OK) == 0) {
+    refuse(fmt::format("there is no program '{0}' in PATH; for the one in this folder say ./{0}", name));
+  }
+  refuse(fmt::format("there is no program '{}' in PATH ({})", name, searched));
+}
+
+std::uint16_t choose_port(std::uint16_t wanted) {
+  if (wanted != 0) {
+    if (is_free(wanted)) return wanted;
+    refuse(fmt::format(
+        "port {0} is in use ('ss -ltnp sport = :{0}' says by whom); choose another --master-port, or "
+        "none for a free one",
+        wanted));
+  }
+  std::random_device random;
+  std::uniform_int_distribution<int> draw(kFirstPort, kLastPort);
+  for (int attempt = 0; attempt < 200; ++attempt) {
+    const auto port = static_cast<std::uint16_t>(draw(random));
+    if (is_free(port)) return port;
+  }
+  refuse(fmt::format("no free port was found between {} and {}; choose one with --master-port", kFirstPort,
+                     kLastPort));
+}
+
+int usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+}
+
+JobFolder::JobFolder(const Environment& environment) {
+  std::string parent = "/tmp";
+  for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
+    const std::string path = value_of(environment, name);
+    if (!path.empty() && path.size() <= kLongestParent && is_folder(path) &&
+        access(path.c_str(), W_OK) == 0) {
+      parent = path;
+      break;
+    }
+  }
+  path_ = parent + "/torchspan-XXXXXX";
+  if (mkdtemp(path_.data()) == nullptr) {
+    refuse(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",
+                       parent, std::strerror(errno)));
+  }
+  try {
+    net::Secret::random().write_file(secret_file());
+    if (mkdir(runtime_folder().c_str(), 0700) != 0) {
+      refuse(fmt::format("folder '{}' cannot be made: {}", runtime_folder(), std::strerror(errno)));
+    }
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+    throw;
+  }
+}
+
+JobFolder::~JobFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+}  // namespace torchspan::launch

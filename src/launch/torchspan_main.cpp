@@ -1,0 +1,20 @@
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <torchspan/core/executor.h>
+#include <torchspan/rendezvous/environment.h>
+
+#include "launch/command_line.h"
+
+int main(int argc, char** argv) {
+  // Pipes must not become standard descriptors by chance.
+  int descriptor;
+  do {
+    descriptor = open("/dev/null", O_RDWR | O_CLOEXEC);
+  } while (descriptor >= 0 && descriptor <= STDERR_FILENO);
+  close(descriptor);
+  const auto executor = torchspan::make_executor();
+  return torchspan::launch::run_command_line(*executor, {argv + 1, argv + argc},
+                                             torchspan::rendezvous::process_environment(),
+                                             torchspan::launch::DisplayOptions::from_process());
+}
