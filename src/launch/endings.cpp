@@ -33,13 +33,16 @@ std::string seconds(Duration time) {
   return fmt::format("{:.1f} s", std::chrono::duration<double>(time).count());
 }
 
-/// "worker0 exited with code 1; worker2, worker3 were stopped".
+/// "worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)", by rank.
 std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
+  std::vector<Ending> others;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    if (i != first) others.push_back(endings[i]);
+  }
+  std::sort(others.begin(), others.end(), [](const Ending& a, const Ending& b) { return a.rank < b.rank; });
   std::map<std::string, std::string> names;  // by what became of them
   std::vector<std::string> order;
-  for (std::size_t i = 0; i < endings.size(); ++i) {
-    if (i == first) continue;
-    const Ending& ending = endings[i];
+  for (const Ending& ending : others) {
     const std::string fate =
         ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending)) : describe(ending);
     auto& list = names[fate];

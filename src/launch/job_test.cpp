@@ -155,13 +155,15 @@ TEST_F(Jobs, KeepEveryLineOfManyWorkersWhole) {
 }
 
 TEST_F(Jobs, TellWorkersWhoTheyAreAndHideTheSecret) {
-  EXPECT_EQ(run(2,
-                "stat -c '%a %s' $TORCHSPAN_SECRET_FILE; stat -c '%a' $(dirname $TORCHSPAN_SECRET_FILE); "
-                "stat -c '%a' $TORCHSPAN_RUNTIME_DIR; echo $TORCHSPAN_NAME $LOCAL_RANK $LOCAL_WORLD_SIZE "
-                "$MASTER_ADDR $OMP_NUM_THREADS; test $MASTER_PORT -gt 1024 && test -n \"$TORCHSPAN_RUN_ID\""),
-            0);
-  EXPECT_THAT(output(), AllOf(HasSubstr("[worker0] 600 65\n"), HasSubstr("[worker0] 700\n[worker0] 700\n"),
-                              HasSubstr("[worker1] worker1 1 2 127.0.0.1 1\n")));
+  EXPECT_EQ(
+      run(2,
+          "mode() { stat -c %a $1; }; echo $TORCHSPAN_NAME $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR "
+          "$OMP_NUM_THREADS $(stat -c '%a %s' $TORCHSPAN_SECRET_FILE) $(mode $(dirname "
+          "$TORCHSPAN_SECRET_FILE)) "
+          "$(mode $TORCHSPAN_RUNTIME_DIR); test $MASTER_PORT -gt 1024 && test -n \"$TORCHSPAN_RUN_ID\""),
+      0);
+  EXPECT_THAT(output(), AllOf(HasSubstr("[worker0] worker0 0 2 127.0.0.1 1 600 65 700 700\n"),
+                              HasSubstr("[worker1] worker1 1 2 127.0.0.1 1 600 65 700 700\n")));
   EXPECT_EQ(errors(), "");
 }
 
