@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 #include <limits>
 
@@ -9,6 +10,23 @@ namespace {
 
 constexpr std::size_t kHandleSize = 36;
 constexpr std::size_t kLeastBlobSize = 5;
+
+/// The header as it lies in a frame (docs/wire.md); every field is aligned, so there is no padding.
+struct RawHeader {
+  std::uint32_t magic = kFrameMagic;
+  std::uint16_t version = 0;
+  std::uint16_t type = 0;
+  std::uint32_t flags = 0;
+  std::uint32_t features = 0;
+  std::uint64_t epoch = 0;
+  std::uint64_t sequence = 0;
+  std::uint64_t call = 0;
+  std::int64_t remaining = 0;
+  std::uint64_t context = 0;
+  std::uint32_t value_size = 0;
+  std::uint32_t handle_count = 0;
+};
+static_assert(sizeof(RawHeader) == kFrameHeaderSize && std::has_unique_object_representations_v<RawHeader>);
 
 [[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
 
@@ -80,58 +98,48 @@ Handle get_handle(ByteReader& reader) {
   return handle;
 }
 
-/// Reads what comes before the section sizes, and refuses what this build does not speak.
-FrameHeader get_header(ByteReader& reader) {
-  if (reader.get<std::uint32_t>() != kFrameMagic) {
+/// Throws unless this build speaks what the header announces.
+void check_header(const RawHeader& raw) {
+  if (raw.magic != kFrameMagic) {
     throw_invalid("these bytes are no TorchSpan frame: they do not begin with 'TSPN'");
   }
-  FrameHeader header;
-  header.version = reader.get<std::uint16_t>();
-  if (header.version != kProtocolVersion) {
+  if (raw.version != kProtocolVersion) {
     throw Error(
         ErrorKind::kUnsupported,
         fmt::format("the frame speaks protocol version {}, this worker version {}; run the same TorchSpan "
                     "release on every worker",
-                    header.version, kProtocolVersion));
+                    raw.version, kProtocolVersion));
   }
-  header.type = static_cast<MessageType>(reader.get<std::uint16_t>());
-  header.flags = reader.get<std::uint32_t>();
-  header.features = reader.get<std::uint32_t>();
-  if ((header.features & ~kKnownFeatures) != 0) {
+  if ((raw.features & ~kKnownFeatures) != 0) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("the frame uses features {:#x}, this worker knows {:#x}; run the same TorchSpan "
                             "release on every worker",
-                            header.features, kKnownFeatures));
+                            raw.features, kKnownFeatures));
   }
-  header.epoch = reader.get<std::uint64_t>();
-  header.sequence = reader.get<std::uint64_t>();
-  header.call = reader.get<std::uint64_t>();
-  header.remaining = reader.get<std::int64_t>();
-  header.context = reader.get<std::uint64_t>();
-  return header;
 }
 
 }  // namespace
 
 Bytes encode_frame(const Frame& frame) {
   const FrameHeader& header = frame.header;
+  const bool has_blobs = !frame.blobs.empty();
+  RawHeader raw;
+  raw.version = header.version;
+  raw.type = static_cast<std::uint16_t>(header.type);
+  raw.flags = (header.flags & ~std::uint32_t{kFlagHasBlobs}) | (has_blobs ? kFlagHasBlobs : 0u);
+  raw.features = header.features;
+  raw.epoch = header.epoch;
+  raw.sequence = header.sequence;
+  raw.call = header.call;
+  raw.remaining = header.remaining;
+  raw.context = header.context;
+  raw.value_size = narrow(frame.value.size(), "the size of the value");
+  raw.handle_count = narrow(frame.handles.size(), "the number of references");
   Bytes room;
   room.reserve(kFrameHeaderSize + blobs_size(frame.blobs) + frame.handles.size() * kHandleSize +
                frame.value.size() + frame.tensor_metadata.size());
   ByteWriter writer(std::move(room));
-  const bool has_blobs = !frame.blobs.empty();
-  writer.put(kFrameMagic);
-  writer.put(header.version);
-  writer.put(header.type);
-  writer.put((header.flags & ~std::uint32_t{kFlagHasBlobs}) | (has_blobs ? kFlagHasBlobs : 0u));
-  writer.put(header.features);
-  writer.put(header.epoch);
-  writer.put(header.sequence);
-  writer.put(header.call);
-  writer.put(header.remaining);
-  writer.put(header.context);
-  writer.put(narrow(frame.value.size(), "the size of the value"));
-  writer.put(narrow(frame.handles.size(), "the number of references"));
+  writer.put_bytes(std::as_bytes(std::span(&raw, 1)));
   if (has_blobs) put_blobs(writer, frame.blobs);
   for (const Handle& handle : frame.handles) put_handle(writer, handle);
   writer.put_bytes(frame.value);
@@ -140,23 +148,28 @@ Bytes encode_frame(const Frame& frame) {
 }
 
 FrameView decode_frame(BytesView bytes) {
-  ByteReader reader(bytes);
   if (bytes.size() < kFrameHeaderSize) {
     throw_invalid(
         fmt::format("{} bytes are shorter than a frame's header of {}", bytes.size(), kFrameHeaderSize));
   }
+  ByteReader reader(bytes);
+  RawHeader raw;
+  std::memcpy(&raw, reader.get_bytes(kFrameHeaderSize).data(), kFrameHeaderSize);
+  check_header(raw);
   FrameView frame;
-  frame.header = get_header(reader);
-  const std::size_t value_size = reader.get<std::uint32_t>();
-  const std::size_t handle_count = reader.get<std::uint32_t>();
-  if ((frame.header.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
-  if (handle_count > reader.left() / kHandleSize) {
+  frame.header = {raw.version, static_cast<MessageType>(raw.type),
+                  raw.flags,   raw.features,
+                  raw.epoch,   raw.sequence,
+                  raw.call,    raw.remaining,
+                  raw.context};
+  if ((raw.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
+  if (raw.handle_count > reader.left() / kHandleSize) {
     throw_invalid(
-        fmt::format("{} references are announced but only {} bytes follow", handle_count, reader.left()));
+        fmt::format("{} references are announced but only {} bytes follow", raw.handle_count, reader.left()));
   }
-  frame.handles.reserve(handle_count);
-  for (std::size_t i = 0; i < handle_count; ++i) frame.handles.push_back(get_handle(reader));
-  frame.value = reader.get_bytes(value_size);
+  frame.handles.reserve(raw.handle_count);
+  for (std::size_t i = 0; i < raw.handle_count; ++i) frame.handles.push_back(get_handle(reader));
+  frame.value = reader.get_bytes(raw.value_size);
   frame.tensor_metadata = reader.get_bytes(reader.left());
   return frame;
 }

@@ -62,6 +62,9 @@ class Packer {
 
   PackedTensors pack(std::span<const at::Tensor> tensors) {
     if (tensors.empty()) return {};
+    Bytes room;
+    room.reserve(sizeof(std::uint32_t) + tensors.size() * 64);
+    metadata_ = ByteWriter(std::move(room));
     metadata_.put(static_cast<std::uint32_t>(tensors.size()));
     segments_.reserve(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
