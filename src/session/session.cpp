@@ -12,8 +12,7 @@ namespace {
 /// Where this worker's own transport listens; short, since socket paths may have 107 bytes.
 std::string listening_address(const WorkerOptions& options) {
   if (options.environment.world_size == 1) return {};
-  const std::string folder =
-      rendezvous::runtime_folder(options.environment, rendezvous::process_environment());
+  const std::string folder = rendezvous::make_runtime_folder(options.environment);
   return fmt::format("unix:{}/{}-{}.sock", folder, getpid(), options.environment.rank);
 }
 

@@ -148,10 +148,10 @@ TEST(Oracle, AWorldOfOneTrainsAsOneProcessDoes) {
   optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {a});
   for (const Batch& batch : batches(true)) {
     expected.zero_grad();
-    reference(batch.data).pow(2).sum().backward();
+    reference(batch.data).pow(2).mean().backward();
     expected.step();
     autograd::Context context(session);
-    context.backward(a.rpc_sync(kForward, batch.data).pow(2).sum());
+    context.backward(a.rpc_sync(kForward, batch.data).pow(2).mean());
     optimizer.step(context);
   }
   const auto values = a.rpc_sync(kValues);
