@@ -203,19 +203,22 @@ void Client::on_closed_before_welcome(const Error& reason) {
 
 void Client::on_store_gone(const Error& reason) {
   bool rank0_left;
-  Error gone(ErrorKind::kDisconnected, "");
+  const std::string story =
+      reason.kind() == ErrorKind::kDisconnected
+          ? "its process ended, or the connection to it broke; see its own output for why"
+          : reason.message();
   {
     MutexLock lock(mutex_);
     if (presence_.empty()) return;  // refused: nothing was gained, nothing is lost
     rank0_left = presence_[0] == Presence::kLeft;
     const std::string server = describe(members_[0]);
-    gone = Error(ErrorKind::kDisconnected,
-                 rank0_left ? fmt::format("the store closed, since {} left the world", server)
-                            : fmt::format("{} died, and the store with it: {}", server, reason.message()));
+    const Error gone(ErrorKind::kDisconnected,
+                     rank0_left ? fmt::format("the store closed, since {} left the world", server)
+                                : fmt::format("{} died, and the store with it: {}", server, story));
     store_gone_ = gone;
     cancel_slots(gone);
   }
-  if (!rank0_left && self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, reason.message())});
+  if (!rank0_left && self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, story)});
 }
 
 void Client::cancel_slots(const Error& reason) {
@@ -355,8 +358,9 @@ void Client::tell_listeners() {
     std::optional<Member> member;
     {
       MutexLock lock(mutex_);
+      const std::size_t known = events_.size();
       const auto behind = std::find_if(listeners_.begin(), listeners_.end(),
-                                       [&](const auto& one) { return one->next < events_.size(); });
+                                       [&](const auto& one) { return one->next < known; });
       if (behind == listeners_.end()) return;
       listener = *behind;
       event = events_[listener->next++];

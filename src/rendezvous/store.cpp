@@ -24,6 +24,12 @@ std::string only_in(const Register& left, const Register& right) {
                      more > 0 ? fmt::format(" and {} more", more) : "");
 }
 
+/// Why a connection ended, in terms of the worker and not of its socket.
+std::string story_of(const Error& reason) {
+  if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
+  return "its process ended without a good-bye; see its own output for why";
+}
+
 }  // namespace
 
 Store::Store(StoreOptions options, Send send)
@@ -199,12 +205,11 @@ void Store::on_closed(ConnectionId connection, const Error& reason) {
   if (phase_ == Phase::kGathering) {
     told_.insert(rank);
     fail(Error(ErrorKind::kDisconnected,
-               fmt::format("{} died while the world was gathering: {}; look at its own output for why", name,
-                           reason.message())));
+               fmt::format("{} died while the world was gathering: {}", name, story_of(reason))));
     return;
   }
-  tell_others(rank, Died{rank, reason.message()});
-  rounds_.on_gone(rank, fmt::format("{} died: {}", name, reason.message()));
+  tell_others(rank, Died{rank, story_of(reason)});
+  rounds_.on_gone(rank, fmt::format("{} died: {}", name, story_of(reason)));
 }
 
 Error Store::missing_workers() const {

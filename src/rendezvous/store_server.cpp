@@ -11,15 +11,10 @@ std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::
   try {
     transport->listen(address);
   } catch (const Error& error) {
-    const std::string port = address.substr(address.rfind(':') + 1);
     const bool tcp = address.starts_with("tcp:");
-    throw Error(
-        error.kind(),
-        fmt::format("rank 0 cannot serve the store at {}: {}{}", address, error.message(),
-                    tcp ? fmt::format("; if another program or job uses the port ('ss -ltnp sport = :{}' "
-                                      "says which), set MASTER_PORT to a free one for all workers",
-                                      port)
-                        : ""));
+    throw Error(error.kind(),
+                fmt::format("rank 0 cannot serve the store at {}: {}{}", address, error.message(),
+                            tcp ? "; the port is MASTER_PORT, the same for all workers" : ""));
   }
   return transport;
 }
