@@ -1,1 +1,1 @@
-// Exists so that the precompiled header has a target to live in.
+// Exists so that a precompiled header has a target to live in.
