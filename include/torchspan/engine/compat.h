@@ -34,15 +34,6 @@ inline at::Tensor run_leaf_hooks(const AccumulateGrad& node, at::Tensor gradient
   return gradient;
 }
 
-/// Whether anybody hooked into what a leaf gets.
-inline bool has_leaf_hooks(AccumulateGrad& node) {
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
-  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty();
-#else
-  return !torch::autograd::impl::hooks(node.variable).empty() || !node.pre_hooks().empty();
-#endif
-}
-
 /// Runs the hook that 2.1 and later call once `.grad` holds the sum.
 inline void run_post_accumulate_hook(AccumulateGrad& node) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)

@@ -29,6 +29,7 @@ class GradientMap {
   /// copied so otherwise; a first sparse one is adopted when its indices and values are nobody else's. Sparse
   /// + sparse stays sparse; dense and sparse, in either order, become dense.
   void accumulate(const at::Tensor& parameter, at::Tensor gradient);
+  /// Puts `gradient`, which may share memory with others, in the place of what there is.
   void replace(const at::Tensor& parameter, at::Tensor gradient);
   /// Undefined when there is none.
   at::Tensor gradient(const at::Tensor& parameter) const;
