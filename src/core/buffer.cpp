@@ -1,3 +1,4 @@
+#include <cstddef>
 #include <cstdlib>
 #include <fmt/format.h>
 #include <limits>
@@ -11,15 +12,15 @@ namespace {
 constexpr std::size_t kAlignment = 64;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kHugeFrom = std::size_t{1} << 20;
+constexpr std::size_t kMost =
+    std::numeric_limits<std::ptrdiff_t>::max() - kHugePage;  // rounds up without overflow
 }  // namespace
 
 Buffer allocate_buffer(std::size_t size) {
   if (size == 0) return {};
   const std::size_t alignment = size >= kHugeFrom ? kHugePage : kAlignment;
-  void* memory = nullptr;
-  const bool countable = size <= std::numeric_limits<std::size_t>::max() - alignment;
-  const std::size_t rounded = countable ? (size + alignment - 1) / alignment * alignment : size;
-  if (countable) memory = std::aligned_alloc(alignment, rounded);
+  const std::size_t rounded = (size + alignment - 1) / alignment * alignment;
+  void* memory = size <= kMost ? std::aligned_alloc(alignment, rounded) : nullptr;
   if (memory == nullptr) {
     throw Error(
         ErrorKind::kOverloaded,

@@ -154,6 +154,7 @@ TEST(ByteReader, BelievesACountOnlyAsFarAsItsElementsFit) {
   expect_invalid([&] { count_of(1, 0, 1); });
   expect_invalid([&] { count_of(std::numeric_limits<std::uint32_t>::max(), 1000, 1); });
   expect_invalid([&] { count_of(2, 1000, std::numeric_limits<std::size_t>::max()); });
+  expect_invalid([&] { count_of(2, 1000, std::numeric_limits<std::size_t>::max() / 2 + 1); });
   expect_invalid([&] { count_of(std::numeric_limits<std::uint32_t>::max(), 1000, 0); });
 }
 

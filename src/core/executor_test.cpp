@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <fcntl.h>
@@ -77,30 +78,40 @@ TEST_F(RealParker, WakesASleeperInEachOfManyTurns) {
   }
 }
 
-// Each unpark comes about when the deadline does: whichever wins, its token ends this park or the next one.
+// The unparker aims at the moment when the sleeper times out, and corrects its aim by who won: whichever
+// does, the token ends this park or the next one.
 TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
-  constexpr int kTurns = 3000;
+  constexpr int kTurns = 5000;
   const auto parker = executor_->make_parker();
-  std::atomic<int> turn{0};
+  std::atomic<int> turn{0}, aim_ns{30'000};
   Thread thread = executor_->spawn("unparks", [&] {
     for (int i = 1; i <= kTurns; ++i) {
       while (turn.load(std::memory_order_acquire) < i) executor_->yield();
-      const TimePoint when = executor_->now() + std::chrono::microseconds(i % 70);
+      if (turn.load(std::memory_order_acquire) > kTurns) return;
+      const TimePoint when = executor_->now() + std::chrono::nanoseconds(aim_ns.load());
       while (executor_->now() < when) {
       }
       parker->unpark();
     }
   });
   int timed_out = 0;
-  for (int i = 1; i <= kTurns; ++i) {
-    const Deadline deadline = executor_->deadline_in(30us);
+  bool lost = false;
+  for (int i = 1; i <= kTurns && !lost; ++i) {
+    const Deadline deadline = executor_->deadline_in(20us);
     turn.store(i, std::memory_order_release);
-    if (parker->park(deadline)) continue;
-    ++timed_out;
-    ASSERT_TRUE(parker->park(patience())) << "the token of turn " << i << " was lost";
+    if (parker->park(deadline)) {
+      aim_ns += 300;
+    } else {
+      aim_ns = std::max(aim_ns - 300, 0);
+      ++timed_out;
+      lost = !parker->park(patience());
+    }
   }
+  EXPECT_FALSE(lost) << "a token was lost";
   EXPECT_FALSE(parker->park(executor_->deadline_in(0s))) << "a token too many";
-  RecordProperty("timed_out", timed_out);
+  EXPECT_GT(timed_out, 0);
+  EXPECT_LT(timed_out, kTurns);
+  turn.store(kTurns + 1, std::memory_order_release);
 }
 
 // Whatever was written before an unpark must be seen after the park that its token ended, also when a second
@@ -151,6 +162,7 @@ TEST_F(RealExecutor, JoinsAThreadAfterItsBodyAndWhatTheBodyCaptured) {
   const auto ended = std::make_shared<std::atomic<int>>(0);
   struct Tells {
     std::shared_ptr<std::atomic<int>> ended;
+    explicit Tells(std::shared_ptr<std::atomic<int>> ended) : ended(std::move(ended)) {}
     ~Tells() { ++*ended; }
   };
   Thread thread = executor_->spawn("a name longer than the fifteen characters of Linux",
@@ -271,7 +283,9 @@ TEST_F(RealPoller, EndsTheNextWaitWhenWokenBefore) {
   const Deadline deadline = patience();
   EXPECT_EQ(poller_->wait(events_, deadline), 0u);
   EXPECT_FALSE(deadline.passed(executor_->now()));
-  EXPECT_EQ(poller_->wait(events_, executor_->deadline_in(1ms)), 0u);
+  const Deadline soon = executor_->deadline_in(1ms);
+  EXPECT_EQ(poller_->wait(events_, soon), 0u);
+  EXPECT_TRUE(soon.passed(executor_->now())) << "one wait was woken twice";
 }
 
 TEST_F(RealPoller, EndsAWaitWheneverAnotherThreadWakesIt) {

@@ -109,8 +109,7 @@ bool Pool::rest(Worker& self, Deadline deadline) {
     if (unparked) continue;  // by a wake-up that a time-out had already seen
     self.idle = false;
     std::erase(idle_, &self);
-    if (!queue_.empty() && active() <= options_.threads) return true;
-    retire(self);
+    retire(self);  // it was not needed: staff() wakes an idle thread before a job has to wait
     return false;
   }
 }

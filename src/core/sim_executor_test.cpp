@@ -233,6 +233,8 @@ struct AsksTheTimeAtItsEnd {
   SimExecutor& executor;
   TimePoint& ended;
   Duration lasts;
+  AsksTheTimeAtItsEnd(SimExecutor& executor, TimePoint& ended, Duration lasts)
+      : executor(executor), ended(ended), lasts(lasts) {}
   ~AsksTheTimeAtItsEnd() {
     if (lasts > 0s) executor.sleep(lasts);
     ended = executor.now();
@@ -326,6 +328,17 @@ TEST(SimExecutor, MovesTheClockWhenSeveralThreadsOnlyPoll) {
     executor.sleep(100us);
     EXPECT_EQ(executor.now(), TimePoint(100us));
     ready = true;
+  });
+}
+
+TEST(SimParker, MovesTheClockWhenAParkWithAPassedDeadlineIsRepeated) {
+  SimExecutor executor(1);
+  executor.run([&] {
+    bool ready = false;
+    executor.at(TimePoint(50us), [&] { ready = true; });
+    const auto parker = executor.make_parker();
+    while (!ready) parker->park(executor.deadline_in(0s));
+    EXPECT_EQ(executor.now(), TimePoint(50us));
   });
 }
 
