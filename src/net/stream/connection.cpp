@@ -118,8 +118,11 @@ void Connection::shake_hands(BytesView& bytes, Handler& handler) {
 }
 
 void Connection::deliver(Handler& handler) {
+  const bool several = messages_.size() > 1;
+  if (several) channel_->cork();
   for (Message& message : messages_) handler.on_message(channel_, std::move(message));
   messages_.clear();
+  if (several) channel_->uncork();
 }
 
 Error Connection::timed_out() const {

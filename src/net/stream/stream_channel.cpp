@@ -11,6 +11,10 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kPlaces = 64;
+/// Messages up to here wait for their neighbours while the channel is corked, as long as few bytes are
+/// waiting.
+constexpr std::uint64_t kSmallMessage = 4 << 10;
+constexpr std::uint64_t kMostCorked = 64 << 10;
 
 /// Bytes the socket took; 0 when it is full; -1 with errno when it is broken.
 ssize_t write_some(int socket, std::span<iovec> places) {
@@ -38,11 +42,30 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
   MutexLock lock(mutex_);
   if (ended_ || closing_) throw_ended();
   if (!outbox_.empty() && outbox_.size() + size > options_.max_unsent) throw_overloaded(size);
-  const bool direct = socket_ >= 0 && outbox_.empty();
+  const bool held = may_hold(size);
+  if (corked_ && !held) flush_locked(released);
+  if (ended_) throw_ended();
+  const bool direct = socket_ >= 0 && outbox_.empty() && !held;
   if (direct) write_locked(message, released);
   if (message.done()) return;
   queue_locked(message, released);
   if (direct) mailbox_->post_review(options_.token);
+}
+
+bool StreamChannel::may_hold(std::uint64_t size) const {
+  return corked_ && size <= kSmallMessage && outbox_.size() + size <= kMostCorked;
+}
+
+void StreamChannel::cork() {
+  MutexLock lock(mutex_);
+  corked_ = true;
+}
+
+void StreamChannel::uncork() {
+  Released released;
+  MutexLock lock(mutex_);
+  corked_ = false;
+  flush_locked(released);
 }
 
 void StreamChannel::write_locked(Outgoing& message, Released& released) {

@@ -43,12 +43,17 @@ class StreamChannel final : public Channel {
   State open(int socket);
   /// Sends what the socket takes.
   State flush();
+  /// Between these two, small messages are queued and leave together: for the replies to messages that came
+  /// together.
+  void cork();
+  void uncork();
   State state() const;
   /// Nothing more goes through; `reason` is what later callers of send() are told.
   void end(const Error& reason);
 
  private:
   State state_locked() const TORCHSPAN_REQUIRES(mutex_);
+  bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
   void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void write_locked(Outgoing& message, Released& released) TORCHSPAN_REQUIRES(mutex_);
   void queue_locked(const Outgoing& message, Released& released) TORCHSPAN_REQUIRES(mutex_);
@@ -62,6 +67,7 @@ class StreamChannel final : public Channel {
   mutable Mutex mutex_;
   int socket_ TORCHSPAN_GUARDED_BY(mutex_) = -1;  ///< -1 until open() and after end()
   Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
