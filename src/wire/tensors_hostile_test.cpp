@@ -133,6 +133,43 @@ TEST_F(HostileSegments, UsedTwiceAreRefused) {
   EXPECT_EQ(unpack_kind(), ErrorKind::kInvalid);
 }
 
+TEST(HostileTensors, SparseIndicesMustLieInsideTheSizesAndAscendWhereTheyAreCalledCoalesced) {
+  const at::Tensor indices = torch::tensor({{0, 2}}, at::kLong);
+  const at::Tensor sent = at::sparse_coo_tensor(indices, torch::ones({2}), {3}).coalesce();
+  const PackedTensors packed = pack(std::span(&sent, 1));
+  const auto unpack_with = [&](std::int64_t first, std::int64_t second) {
+    std::vector<Buffer> buffers = deliver(packed.segments);
+    std::memcpy(buffers[0].data, &first, sizeof first);
+    std::memcpy(buffers[0].data + sizeof first, &second, sizeof second);
+    return unpack(packed.metadata, buffers);
+  };
+  EXPECT_EQ(unpack_with(1, 2).size(), 1u);
+  for (const auto& [first, second] : std::vector<std::pair<int, int>>{{2, 1}, {1, 1}, {0, 3}, {-1, 0}}) {
+    EXPECT_EQ(kind_thrown_by([&] { unpack_with(first, second); }), ErrorKind::kInvalid)
+        << first << ' ' << second;
+  }
+}
+
+TEST(HostileTensors, AQuantizersChannelsMustFitItsTensor) {
+  const at::Tensor sent = at::quantize_per_channel(torch::randn({4, 2}), torch::ones({4}, at::kDouble),
+                                                   torch::zeros({4}, at::kLong), 0, at::kQInt8);
+  const PackedTensors packed = pack(std::span(&sent, 1));
+  constexpr std::size_t kAxis = 7, kScalesDtype = 15;  // after count, kind, flags and scheme; after the axis
+  const auto unpack_with = [&](std::int64_t axis, std::uint8_t scales_dtype) {
+    ByteWriter metadata(packed.metadata);
+    metadata.patch(kAxis, axis);
+    metadata.patch(kScalesDtype, scales_dtype);
+    std::vector<Buffer> buffers = deliver(packed.segments);
+    return unpack(metadata.bytes(), buffers);
+  };
+  EXPECT_EQ(unpack_with(0, 7).size(), 1u);
+  for (const std::int64_t axis :
+       {std::int64_t{1}, std::int64_t{2}, std::int64_t{-1}, std::int64_t{1} << 40}) {
+    EXPECT_EQ(kind_thrown_by([&] { unpack_with(axis, 7); }), ErrorKind::kInvalid) << axis;
+  }
+  EXPECT_EQ(kind_thrown_by([&] { unpack_with(0, 4); }), ErrorKind::kInvalid);
+}
+
 /// A table of one strided tensor, written by hand.
 Bytes metadata_of(std::uint8_t dtype, std::vector<std::int64_t> sizes,
                   std::vector<std::int64_t> strides = {}) {
