@@ -6,7 +6,6 @@ void RRefTable::add_fork(GlobalId value, GlobalId fork, std::uint32_t holder, co
   if (tombstones_.erase(fork) != 0) return;
   Owned& owned = owned_[value];
   owned.owner = owner;
-  owned.expected = false;
   owned.forks.emplace(fork, holder);
 }
 
