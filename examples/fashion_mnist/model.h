@@ -1,0 +1,86 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <torchspan/rpc/function.h>
+#include <torchspan/wire/types.h>
+
+namespace fashion_mnist {
+
+/// What a part of the program has done, and where.
+struct WorkReport {
+  std::int64_t process = 0;  ///< its id in the operating system
+  std::int64_t parameters = 0;
+  std::int64_t forward_calls = 0;
+  double cpu_seconds = 0;  ///< of its whole process, backward passes included
+};
+
+/// Process id and CPU time of this process.
+WorkReport report_process();
+
+/// What the halves of the model share. Parameters are drawn from a generator of their own, so that the same
+/// seed gives the same parameters in any process, whatever else runs there.
+class HalfImpl : public torch::nn::Module {
+ public:
+  /// In evaluation mode no gradients are recorded.
+  torch::Tensor forward(const torch::Tensor& input);
+  WorkReport report() const;
+
+ protected:
+  virtual torch::Tensor compute(torch::Tensor input) = 0;
+  /// LibTorch's default for convolutions and linear layers: uniform up to 1 / sqrt(inputs of a unit).
+  void initialize(std::uint64_t seed);
+
+ private:
+  std::atomic<std::int64_t> forward_calls_{0};
+};
+
+/// The first half: images [n, 1, 28, 28] to features [n, 1568], by two blocks of convolution, batch
+/// normalization, ReLU and pooling.
+class FeaturesImpl : public HalfImpl {
+ public:
+  explicit FeaturesImpl(std::uint64_t seed);
+
+ protected:
+  torch::Tensor compute(torch::Tensor images) override;
+
+ private:
+  torch::nn::Conv2d first_conv_, second_conv_;
+  torch::nn::BatchNorm2d first_norm_, second_norm_;
+};
+TORCH_MODULE(Features);
+
+/// The second half: features [n, 1568] to the logarithms of ten probabilities [n, 10], by two linear layers.
+class ClassifierImpl : public HalfImpl {
+ public:
+  explicit ClassifierImpl(std::uint64_t seed);
+
+ protected:
+  torch::Tensor compute(torch::Tensor features) override;
+
+ private:
+  torch::nn::Linear hidden_, output_;
+};
+TORCH_MODULE(Classifier);
+
+// What other workers may call.
+inline constexpr torchspan::Class<Features, std::uint64_t> kFeatures{"Features"};
+inline constexpr torchspan::Class<Classifier, std::uint64_t> kClassifier{"Classifier"};
+inline constexpr torchspan::Function<&HalfImpl::forward> kForward{"Half.forward"};
+inline constexpr torchspan::Function<&HalfImpl::report> kReport{"Half.report"};
+inline constexpr torchspan::Function<&torch::nn::Module::train> kTrain{"Module.train"};
+
+}  // namespace fashion_mnist
+
+template <>
+struct torchspan::Wire<fashion_mnist::WorkReport>
+    : torchspan::WireStruct<fashion_mnist::WorkReport, "WorkReport", &fashion_mnist::WorkReport::process,
+                            &fashion_mnist::WorkReport::parameters, &fashion_mnist::WorkReport::forward_calls,
+                            &fashion_mnist::WorkReport::cpu_seconds> {};

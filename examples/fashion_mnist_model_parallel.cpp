@@ -1,0 +1,190 @@
+// A small convolutional network trained on Fashion-MNIST with its two halves in two worker processes:
+//   torchspan run -n 3 fashion_mnist_model_parallel
+// Worker 0 reads the data and trains; worker 1 holds the first half of the model, worker 2 the second. Alone,
+// without the launcher, the same program does all of it in one process.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <fmt/format.h>
+#include <optional>
+#include <string>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
+#include <torch/types.h>
+
+#include <torchspan/torchspan.h>
+
+#include "fashion_mnist/dataset.h"
+#include "fashion_mnist/model.h"
+
+namespace ts = torchspan;
+using namespace fashion_mnist;
+
+namespace {
+
+struct Options {
+  std::string data = kDefaultFolder;
+  std::int64_t epochs = 5;
+  std::int64_t batch = 128;
+  std::uint64_t seed = 1;
+  std::int64_t limit = 0;  ///< images of each split; 0: all
+  std::string optimizer = "sgd";
+  std::optional<double> lr;
+};
+
+void add_options(CLI::App& app, Options& options) {
+  app.add_option("--data", options.data, "folder of the four IDX files, gzipped or not")
+      ->capture_default_str();
+  app.add_option("--epochs", options.epochs)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", options.batch, "images a step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--lr", options.lr, "learning rate [0.05 for sgd, 0.01 for adagrad]");
+  app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
+      ->capture_default_str();
+  app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--optimizer", options.optimizer)
+      ->check(CLI::IsMember({"sgd", "adagrad"}))
+      ->capture_default_str();
+}
+
+ts::optim::Recipe recipe(const Options& options) {
+  if (options.optimizer == "adagrad") return ts::optim::Adagrad{.lr = options.lr.value_or(0.01)};
+  return ts::optim::SGD{.lr = options.lr.value_or(0.05), .momentum = 0.9};
+}
+
+/// The model, in two halves that live where there is room: on workers 1 and 2 of three.
+struct Model {
+  Model(ts::Worker& worker, std::uint64_t seed)
+      : features(worker.remote(std::min(1u, worker.world_size() - 1), kFeatures, seed)),
+        classifier(worker.remote(std::min(2u, worker.world_size() - 1), kClassifier, seed + 1)) {}
+
+  torch::Tensor forward(const torch::Tensor& images) {
+    return classifier.rpc_sync(kForward, features.rpc_sync(kForward, images));
+  }
+  void train(bool on) {
+    features.rpc_sync(kTrain, on);
+    classifier.rpc_sync(kTrain, on);
+  }
+
+  ts::RRef<Features> features;
+  ts::RRef<Classifier> classifier;
+};
+
+/// Shows the live progress line and counts images per second.
+class Meter {
+ public:
+  Meter(ts::Session& session, const Options& options, std::int64_t steps)
+      : executor_(session.runtime().executor), progress_(executor_), began_(executor_.now()) {
+    report_.epochs = options.epochs;
+    report_.steps = steps;
+    report_.unit = "images";
+  }
+  void step(std::int64_t epoch, std::int64_t step, double loss, std::int64_t images) {
+    images_ += images;
+    report_.epoch = epoch;
+    report_.step = step;
+    report_.loss = loss;
+    report_.rate = static_cast<double>(images_) / seconds();
+    progress_.report(report_);
+  }
+  void finish() { progress_.finish(); }
+  double seconds() const { return std::chrono::duration<double>(executor_.now() - began_).count(); }
+  std::int64_t images() const { return images_; }
+
+ private:
+  ts::Executor& executor_;
+  ts::Progress progress_;
+  ts::ProgressReport report_;
+  const ts::TimePoint began_;
+  std::int64_t images_ = 0;
+};
+
+void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
+  ts::optim::DistributedOptimizer optimizer(session, recipe(options), {model.features, model.classifier});
+  const std::int64_t steps = (data.size() + options.batch - 1) / options.batch;
+  Meter meter(session, options, steps);
+  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    std::int64_t step = 0;
+    const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
+    for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {
+      const Batch batch = data.batch(positions);
+      ts::autograd::Context context(session);
+      const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
+      context.backward(loss);
+      optimizer.step(context);
+      meter.step(epoch, ++step, loss.item<double>(), batch.size());
+    }
+  }
+  meter.finish();
+  fmt::print("trained on {} images in {:.1f} s: {:.0f} images/s\n", meter.images(), meter.seconds(),
+             static_cast<double>(meter.images()) / meter.seconds());
+}
+
+double accuracy(Model& model, const Dataset& data) {
+  constexpr std::int64_t kTestBatch = 500;
+  model.train(false);
+  std::int64_t correct = 0;
+  for (const torch::Tensor& positions : batches_in_order(data.size(), kTestBatch)) {
+    const Batch batch = data.batch(positions);
+    correct += model.forward(batch.images).argmax(1).eq(batch.labels).sum().item<std::int64_t>();
+  }
+  return static_cast<double>(correct) / static_cast<double>(data.size());
+}
+
+void print_row(const std::string& worker, const std::string& part, const WorkReport& report) {
+  fmt::print("  {:<10} {:>8}  {:<12} {:>10} {:>14} {:>12.1f}\n", worker, report.process, part,
+             report.parameters, report.forward_calls, report.cpu_seconds);
+}
+
+void print_what_ran_where(const std::string& trainer, Model& model) {
+  fmt::print("  {:<10} {:>8}  {:<12} {:>10} {:>14} {:>12}\n", "worker", "process", "part", "parameters",
+             "forward calls", "CPU seconds");
+  print_row(trainer, "trainer", report_process());
+  print_row(model.features.owner_name(), "features", model.features.rpc_sync(kReport));
+  print_row(model.classifier.owner_name(), "classifier", model.classifier.rpc_sync(kReport));
+}
+
+void run(const Options& options) {
+  recipe(options);  // wrong options, like wrong data, are told before anybody waits for the others
+  const auto worker_options = ts::WorkerOptions::from_env();
+  std::optional<Dataset> train_data, test_data;
+  if (worker_options.environment.rank == 0) {
+    const std::int64_t most = options.limit == 0 ? INT64_MAX : options.limit;
+    train_data = load(options.data, Split::kTrain).first(most);
+    test_data = load(options.data, Split::kTest).first(most);
+  }
+  ts::FunctionTable functions;
+  functions.add(kFeatures, kClassifier, kForward, kReport, kTrain);
+  ts::Session session(worker_options, functions);
+  if (session.rank() == 0) {
+    Model model(session.worker(), options.seed);
+    train(session, model, *train_data, options);
+    fmt::print("test accuracy {:.2f} % on {} images\n", 100 * accuracy(model, *test_data), test_data->size());
+    print_what_ran_where(session.worker().name(), model);
+  }
+  session.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small network on Fashion-MNIST, its two halves in two worker processes.");
+  Options options;
+  add_options(app, options);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);  // the workers share the cores
+  try {
+    run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fashion_mnist_model_parallel: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
