@@ -18,7 +18,7 @@ TEST(RRefTable, FindsAnExpectedValueAfterItsReferenceTravelledAheadOfItsCreation
   table.add_fork(kValue, kFork, kSelf, owner);
   table.accept_at_owner({kSelf, kValue, kFork, 0}, kSelf, effects);
   EXPECT_EQ(table.find_owner(kValue), owner);
-  table.drop_expected(kValue, effects);
+  table.creation_arrived(kValue, effects);
   EXPECT_EQ(table.find_owner(kValue), nullptr);
   EXPECT_EQ(table.counts().owners, 0u);
 }
@@ -29,7 +29,7 @@ TEST(RRefTable, KeepsAnArrivedValueForAsLongAsItHasForks) {
   const auto owner = std::make_shared<int>(42);
   table.expect_owner(kValue, owner);
   table.add_fork(kValue, kFork, kSelf, owner);
-  table.drop_expected(kValue, effects);
+  table.creation_arrived(kValue, effects);
   EXPECT_EQ(table.find_owner(kValue), owner);
   table.on_user_delete(kValue, kFork, effects);
   EXPECT_EQ(table.find_owner(kValue), nullptr);

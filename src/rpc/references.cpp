@@ -139,7 +139,7 @@ std::shared_ptr<OwnerReference> References::arriving_creation(GlobalId value, Gl
   if (auto known = std::static_pointer_cast<OwnerReference>(table_.find_owner(value)))
     owner = std::move(known);
   if (holder != self_) table_.add_fork(value, fork, holder, owner);
-  table_.drop_expected(value, effects);  // it is here
+  table_.creation_arrived(value, effects);  // it is here
   return owner;
 }
 

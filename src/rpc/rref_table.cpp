@@ -17,10 +17,10 @@ RRefTable::Keep RRefTable::find_owner(GlobalId value) const {
 void RRefTable::expect_owner(GlobalId value, const Keep& owner) {
   Owned& owned = owned_[value];
   owned.owner = owner;
-  owned.expected = owned.forks.empty();
+  owned.expected = true;
 }
 
-void RRefTable::drop_expected(GlobalId value, Effects& effects) {
+void RRefTable::creation_arrived(GlobalId value, Effects& effects) {
   auto it = owned_.find(value);
   if (it == owned_.end()) return;
   it->second.expected = false;

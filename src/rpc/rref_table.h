@@ -58,11 +58,11 @@ class RRefTable {
   void add_fork(GlobalId value, GlobalId fork, std::uint32_t holder, const Keep& owner);
   /// Owner: the reference registered under `value`, or null.
   Keep find_owner(GlobalId value) const;
-  /// Owner: keeps `owner` findable under `value`, whatever its forks, until drop_expected(): its creation is
-  /// on the way, and references to it may come and go before it arrives.
+  /// Owner: keeps `owner` findable under `value`, whatever its forks, until creation_arrived(): its creation
+  /// is on the way, and references to it may come and go before it arrives.
   void expect_owner(GlobalId value, const Keep& owner);
   /// Owner: the creation arrived; the value lives by its forks from now on.
-  void drop_expected(GlobalId value, Effects& effects);
+  void creation_arrived(GlobalId value, Effects& effects);
 
   /// Sender: a child fork of the user reference `parent` leaves for another worker; the parent stays alive
   /// until the child is accepted.

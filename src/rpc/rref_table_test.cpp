@@ -95,7 +95,7 @@ class World {
             << "a reference came home to a value that is gone";
         tables_[kOwner].accept_at_owner(handle, from, effects);
       } else {
-        auto user = std::make_shared<User>(User{*this, to, handle.fork});
+        std::shared_ptr<User> user(new User{*this, to, handle.fork});
         users_.push_back(user);
         if (from != kOwner) tables_[to].adopt_child(handle, from, user, effects);
       }
