@@ -5,12 +5,13 @@
 #include <torchspan/optim/distributed_optimizer.h>
 
 #include "optim/messages.h"
+#include "optim/parameters.h"
 
 namespace torchspan::optim {
 
 Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
   if (!module) throw Error(ErrorKind::kInvalid, "a target is a null module; construct it first");
-  tensors_ = module->parameters();
+  tensors_ = parameters_of(*module);
   if (tensors_.empty()) throw Error(ErrorKind::kInvalid, "a target module has no parameters");
 }
 
@@ -33,12 +34,19 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker, Recipe recipe, 
     message.recipe = recipe;
     optimizers_[owner] = message.id.local;
   }
-  for_each_owner("making the optimizer", [&](std::uint32_t owner) {
-    return worker_.request(Destination(owner), messages.at(owner));
-  });
+  try {
+    for_each_owner("making the optimizer", [&](std::uint32_t owner) {
+      return worker_.request(Destination(owner), messages.at(owner));
+    });
+  } catch (...) {
+    drop();
+    throw;
+  }
 }
 
-DistributedOptimizer::~DistributedOptimizer() {
+DistributedOptimizer::~DistributedOptimizer() { drop(); }
+
+void DistributedOptimizer::drop() {
   for (const auto& [owner, id] : optimizers_) {
     worker_.request(Destination(owner), DropOptimizer{{worker_.rank(), id}});
   }

@@ -8,6 +8,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "optim/messages.h"
+#include "optim/parameters.h"
 #include "optim/step_queue.h"
 
 namespace torchspan::optim {
@@ -19,7 +20,7 @@ void list_parameters(rpc::Value& value, std::vector<at::Tensor>& parameters) {
   if (value.type() == typeid(at::Tensor)) {
     parameters.push_back(*static_cast<at::Tensor*>(value.address()));
   } else if (auto* module = value.object<torch::nn::Module>()) {
-    for (const at::Tensor& parameter : module->parameters()) parameters.push_back(parameter);
+    for (at::Tensor& parameter : parameters_of(*module)) parameters.push_back(std::move(parameter));
   } else {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("a target is a '{}', which is neither a module nor a tensor; give the "

@@ -60,6 +60,8 @@ class DistributedOptimizer {
   void step(const autograd::ContextView& context);
 
  private:
+  /// Ends the optimizers on the owners, without waiting for it.
+  void drop();
   void for_each_owner(const std::string& what, const std::function<Future<Unit>(std::uint32_t)>& request);
 
   const Worker worker_;
