@@ -211,7 +211,7 @@ void FrameParser::received(std::size_t size, std::vector<Message>& finished) {
     size -= taken;
     if (filled_ < sizes_[current_]) return;
     filled_ = 0;
-    while (++current_ < segment_count_ && sizes_[current_] == 0) allocate(current_);
+    ++current_;
   }
   settle(finished);
 }

@@ -18,7 +18,7 @@ TransportOptions honest_options();
 class Stranger {
  public:
   virtual ~Stranger() = default;
-  /// Dials and says `bytes`, which may be none.
+  /// Dials and says `bytes`, which may be none. Who dials later comes later.
   virtual void dial(const std::string& address, BytesView bytes) = 0;
   virtual void send(BytesView bytes) = 0;
   /// Waits until the worker hangs up; false when it did not within half a minute.

@@ -43,8 +43,12 @@ TEST_P(TransportConformance, CloseDeliversWhatWasSentBefore) {
     }
     channel->close();
     listener.drive();
-    EXPECT_EQ(listener.wait_for_end(listener.wait_for_caller()).kind(), ErrorKind::kDisconnected);
-    EXPECT_EQ(dialer.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
+    const Error heard = listener.wait_for_end(listener.wait_for_caller());
+    EXPECT_EQ(heard.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(heard.message(), HasSubstr("closed the channel")) << "a close is no death";
+    const Error own = dialer.wait_for_end(channel);
+    EXPECT_EQ(own.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(own.message(), HasSubstr("this side closed the channel to '" + channel->peer() + "'"));
     const auto parcels = listener.journal().parcels();
     ASSERT_EQ(parcels.size(), 100u);
     for (std::uint64_t i = 0; i < 100; ++i) EXPECT_EQ(number_of(parcels[i]), i);
@@ -144,10 +148,11 @@ TEST_P(TransportConformance, QueuesUpToItsLimitAndRecovers) {
     EXPECT_GE(channel->unsent_bytes(), kLimit / 2);
     listener.drive();
     listener.wait_for_messages(sent);
-    send(*channel, numbered(sent));
-    listener.wait_for_messages(sent + 1);
+    const std::uint64_t all = sent + 20;
+    for (; sent < all; ++sent) send(*channel, {numbered(sent).header, {Bytes(100'000)}});
+    listener.wait_for_messages(all);
     const auto parcels = listener.journal().parcels();
-    for (std::uint64_t i = 0; i <= sent; ++i) EXPECT_EQ(number_of(parcels.at(i)), i);
+    for (std::uint64_t i = 0; i < all; ++i) EXPECT_EQ(number_of(parcels.at(i)), i);
   });
 }
 
@@ -323,6 +328,25 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
     EXPECT_TRUE(slow->hears_hang_up());
     listener.wait_until([](const Journal& journal) { return journal.refused.size() == 2; });
     for (const Error& error : listener.journal().refused) EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+  });
+}
+
+TEST_P(TransportConformance, LetsNobodyInWhileTooManyStrangersAreAtTheDoor) {
+  in_world([](World& world) {
+    Node listener(world, "listener", with([](TransportOptions& options) {
+                    options.max_strangers = 2;
+                    options.handshake_timeout = std::chrono::hours(1);
+                  }));
+    const std::string address = listener.listen();
+    auto first = world.make_stranger(), second = world.make_stranger();
+    first->dial(address, {});
+    second->dial(address, {});
+    Node honest(world, "honest");
+    const auto early = honest.connect(address, world.executor().deadline_in(std::chrono::milliseconds(50)));
+    EXPECT_EQ(honest.wait_for_end(early).kind(), ErrorKind::kTimedOut);
+    first.reset();
+    send(*honest.connect(address), numbered(1));
+    listener.wait_for_messages(1);
   });
 }
 

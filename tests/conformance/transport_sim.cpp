@@ -11,12 +11,17 @@
 namespace torchspan::net::conformance {
 namespace {
 
+constexpr Duration kLongestWay = std::chrono::milliseconds(5);
+
 class SimulatedStranger final : public Stranger {
  public:
   SimulatedStranger(SimExecutor& executor, const SimNetwork& network, const std::string& name)
       : executor_(executor), stranger_(network, name) {}
 
-  void dial(const std::string& address, BytesView bytes) override { stranger_.dial(address, bytes); }
+  void dial(const std::string& address, BytesView bytes) override {
+    stranger_.dial(address, bytes);
+    executor_.sleep(kLongestWay);
+  }
   void send(BytesView bytes) override { stranger_.send(bytes); }
   bool hears_hang_up() override {
     const Deadline deadline = executor_.deadline_in(std::chrono::seconds(30));
@@ -81,7 +86,7 @@ Backend sim(const std::string& name, SimNetwork::Options options) {
 }
 
 const Backend kSim = sim("Sim", {});
-const Backend kSimWithJitter = sim("SimWithJitter", {.jitter = std::chrono::milliseconds(3)});
+const Backend kSimWithJitter = sim("SimWithJitter", {.jitter = kLongestWay - std::chrono::milliseconds(1)});
 
 INSTANTIATE_TEST_SUITE_P(Sim, TransportConformance, testing::Values(kSim, kSimWithJitter), backend_name);
 INSTANTIATE_TEST_SUITE_P(Sim, TransportPeerConformance, testing::Values(kSim, kSimWithJitter), backend_name);
