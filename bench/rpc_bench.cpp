@@ -1,14 +1,10 @@
 // Section rpc: calls between two processes of this host. Prints the section's JSON; times are medians over
 // rounds, in which the measurements and the machine's own limits take turns, because timings drift.
-#include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/utsname.h>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -16,11 +12,13 @@
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 
+#include "bench/harness.h"
 #include "tests/support/processes.h"
 
 namespace torchspan {
 namespace {
 
+using bench::Bench;
 using testing::Process;
 using testing::ProcessWorld;
 
@@ -43,62 +41,6 @@ constexpr Function<echo> kEcho{"echo"};
 constexpr Function<cpu_seconds> kCpu{"cpu_seconds"};
 
 FunctionTable functions() { return FunctionTable().add(kNext, kAdd, kEcho, kCpu); }
-
-double percentile(std::vector<double> values, double share) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
-}
-
-/// One figure: samples of all rounds, in microseconds.
-struct Figure {
-  std::string name;
-  int repeats;
-  std::function<void()> once;
-  std::string limit;  ///< the figure that is its physical limit
-  std::vector<double> samples;
-};
-
-class Bench {
- public:
-  explicit Bench(Executor& executor) : executor_(executor) {}
-  void add(std::string name, int repeats, std::function<void()> once, std::string limit = {}) {
-    figures_.push_back({std::move(name), repeats, std::move(once), std::move(limit), {}});
-  }
-  void run(int rounds) {
-    for (int round = 0; round < rounds; ++round) {
-      for (Figure& figure : figures_) {
-        figure.once();
-        for (int i = 0; i < figure.repeats; ++i) {
-          const TimePoint begin = executor_.now();
-          figure.once();
-          figure.samples.push_back(
-              std::chrono::duration<double, std::micro>(executor_.now() - begin).count());
-        }
-      }
-    }
-  }
-  nlohmann::json metrics() const {
-    std::map<std::string, double> medians;
-    for (const Figure& figure : figures_) medians[figure.name] = percentile(figure.samples, 0.5);
-    nlohmann::json list = nlohmann::json::array();
-    for (const Figure& figure : figures_) {
-      nlohmann::json metric{{"name", figure.name},
-                            {"unit", "us"},
-                            {"value", medians.at(figure.name)},
-                            {"p99", percentile(figure.samples, 0.99)}};
-      if (!figure.limit.empty()) {
-        metric["limit"] = figure.limit;
-        metric["limit_value"] = medians.at(figure.limit);
-      }
-      list.push_back(std::move(metric));
-    }
-    return list;
-  }
-
- private:
-  Executor& executor_;
-  std::vector<Figure> figures_;
-};
 
 /// A byte there and back between two threads over a Unix socket: what the machine charges for a wake-up.
 class SocketPing {
@@ -133,13 +75,6 @@ void serve() {
   session.shutdown();
 }
 
-std::string machine() {
-  utsname name{};
-  uname(&name);
-  return std::string(name.machine) + ", " + std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores, Linux " +
-         name.release;
-}
-
 void measure() {
   ProcessWorld world(2);
   world.start(1, "serve");
@@ -157,19 +92,19 @@ void measure() {
   bench.add("limit/memcpy/1MiB", 50,
             [&] { std::memcpy(copy1.data_ptr(), mebibyte.data_ptr(), mebibyte.nbytes()); });
   bench.add("limit/memcpy/64MiB", 3, [&] { std::memcpy(copy64.data_ptr(), bulk.data_ptr(), bulk.nbytes()); });
-  bench.add(
-      "rpc/small_call/local", 400, [&] { worker.rpc_sync(1, kNext, 1); }, "limit/socket_ping");
-  bench.add(
-      "rpc/add_64B/local", 400, [&] { worker.rpc_sync(1, kAdd, small, small); }, "limit/socket_ping");
+  bench.add("rpc/small_call/local", 400, [&] { worker.rpc_sync(1, kNext, 1); },
+            {.limit = "limit/socket_ping"});
+  bench.add("rpc/add_64B/local", 400, [&] { worker.rpc_sync(1, kAdd, small, small); },
+            {.limit = "limit/socket_ping"});
   bench.add("rpc/in_flight_64/local", 20, [&] {
     std::vector<Future<std::int64_t>> calls;
     for (int i = 0; i < 64; ++i) calls.push_back(worker.rpc_async(1, kNext, i));
     for (auto& call : calls) call.wait();
   });
-  bench.add(
-      "rpc/echo/1MiB/local", 50, [&] { worker.rpc_sync(1, kEcho, mebibyte); }, "limit/memcpy/1MiB");
-  bench.add(
-      "rpc/echo/64MiB/local", 3, [&] { worker.rpc_sync(1, kEcho, bulk); }, "limit/memcpy/64MiB");
+  bench.add("rpc/echo/1MiB/local", 50, [&] { worker.rpc_sync(1, kEcho, mebibyte); },
+            {.limit = "limit/memcpy/1MiB"});
+  bench.add("rpc/echo/64MiB/local", 3, [&] { worker.rpc_sync(1, kEcho, bulk); },
+            {.limit = "limit/memcpy/64MiB"});
   bench.run(5);
 
   nlohmann::json metrics = bench.metrics();
@@ -180,7 +115,7 @@ void measure() {
                      {"value", (worker.rpc_sync(1, kCpu) - before) / 3 * 100}});
   session.shutdown();
   world.process(0).wait(executor, std::chrono::seconds(10));
-  std::printf("%s\n", nlohmann::json{{"machine", machine()}, {"metrics", metrics}}.dump(2).c_str());
+  bench::print_section(metrics);
 }
 
 }  // namespace

@@ -1,0 +1,96 @@
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <sys/utsname.h>
+#include <unistd.h>
+#include <vector>
+
+#include <torchspan/core/executor.h>
+
+namespace torchspan::bench {
+
+/// What a figure is held against, by the names of figures of the same run.
+struct Against {
+  std::string limit;  ///< the physical limit of the machine
+  std::string peer;   ///< the same work done by somebody else; a ratio of times is reported, lower is better
+};
+
+/// Times pieces of work in turns, round after round, so that figures of one run share the machine's moods;
+/// reports medians and 99th percentiles in microseconds, in the form of the section files.
+class Bench {
+ public:
+  explicit Bench(Executor& executor) : executor_(executor) {}
+
+  /// Runs `once` `repeats` times in every round, after one run that does not count.
+  void add(std::string name, int repeats, std::function<void()> once, Against against = {}) {
+    figures_.push_back({std::move(name), repeats, std::move(once), std::move(against), {}});
+  }
+
+  void run(int rounds) {
+    for (int round = 0; round < rounds; ++round) {
+      for (Figure& figure : figures_) {
+        figure.once();
+        for (int i = 0; i < figure.repeats; ++i) {
+          const TimePoint begin = executor_.now();
+          figure.once();
+          const auto took = executor_.now() - begin;
+          figure.samples.push_back(std::chrono::duration<double, std::micro>(took).count());
+        }
+      }
+    }
+  }
+
+  nlohmann::json metrics() const {
+    std::map<std::string, double> medians;
+    for (const Figure& figure : figures_) medians[figure.name] = percentile(figure.samples, 0.5);
+    nlohmann::json list = nlohmann::json::array();
+    for (const Figure& figure : figures_) {
+      nlohmann::json metric{{"name", figure.name},
+                            {"unit", "us"},
+                            {"value", medians.at(figure.name)},
+                            {"p99", percentile(figure.samples, 0.99)}};
+      if (!figure.against.limit.empty()) {
+        metric["limit"] = figure.against.limit;
+        metric["limit_value"] = medians.at(figure.against.limit);
+      }
+      if (!figure.against.peer.empty()) {
+        metric["peer"] = figure.against.peer;
+        metric["peer_value"] = medians.at(figure.against.peer);
+        metric["ratio"] = medians.at(figure.name) / medians.at(figure.against.peer);
+      }
+      list.push_back(std::move(metric));
+    }
+    return list;
+  }
+
+ private:
+  struct Figure {
+    std::string name;
+    int repeats;
+    std::function<void()> once;
+    Against against;
+    std::vector<double> samples;
+  };
+  static double percentile(std::vector<double> values, double share) {
+    std::sort(values.begin(), values.end());
+    return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
+  }
+
+  Executor& executor_;
+  std::vector<Figure> figures_;
+};
+
+/// Prints a section's file: the machine and the metrics.
+inline void print_section(const nlohmann::json& metrics) {
+  utsname name{};
+  uname(&name);
+  const std::string machine = std::string(name.machine) + ", " +
+                              std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores, Linux " + name.release;
+  std::printf("%s\n", nlohmann::json{{"machine", machine}, {"metrics", metrics}}.dump(2).c_str());
+}
+
+}  // namespace torchspan::bench
