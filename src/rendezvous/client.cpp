@@ -202,7 +202,6 @@ void Client::on_closed_before_welcome(const Error& reason) {
 }
 
 void Client::on_store_gone(const Error& reason) {
-  bool rank0_left;
   const std::string story =
       reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
@@ -210,7 +209,7 @@ void Client::on_store_gone(const Error& reason) {
   {
     MutexLock lock(mutex_);
     if (presence_.empty()) return;  // refused: nothing was gained, nothing is lost
-    rank0_left = presence_[0] == Presence::kLeft;
+    const bool rank0_left = presence_[0] == Presence::kLeft;
     const std::string server = describe(members_[0]);
     const Error gone(ErrorKind::kDisconnected,
                      rank0_left ? fmt::format("the store closed, since {} left the world", server)
@@ -218,7 +217,7 @@ void Client::on_store_gone(const Error& reason) {
     store_gone_ = gone;
     cancel_slots(gone);
   }
-  if (!rank0_left && self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, story)});
+  if (self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, story)});
 }
 
 void Client::cancel_slots(const Error& reason) {

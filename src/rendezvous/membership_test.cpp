@@ -398,6 +398,22 @@ TEST(Membership, CallbacksMayThrowButNotWait) {
   });
 }
 
+TEST(Membership, LeavingDoesNotWaitForADeadStore) {
+  SimulatedWorld world(21, 2);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    if (rank == 0) {
+      world.executor().sleep(seconds(2));
+      world.kill(0);
+      return;
+    }
+    world.executor().sleep(seconds(1));
+    world.network().drop_if([](const net::SimMessage& message) { return message.to == "sim:member1"; });
+    membership->leave(world.in(seconds(1000)));
+    EXPECT_LT(world.executor().now().time_since_epoch(), seconds(3));
+  });
+}
+
 TEST(Membership, LeavingEndsOtherThreadsBarriers) {
   SimulatedWorld world(17, 2);
   world.run([&](int rank) {
