@@ -54,7 +54,8 @@ void HalfImpl::initialize(std::uint64_t seed) {
     const auto own = layer->named_parameters(false);
     const torch::Tensor* weight = own.find("weight");
     if (weight == nullptr || weight->dim() < 2) continue;
-    const double bound = 1 / std::sqrt(static_cast<double>(weight->numel() / weight->size(0)));
+    const std::int64_t inputs = weight->numel() / weight->size(0);
+    const double bound = 1 / std::sqrt(static_cast<double>(inputs));
     for (const auto& parameter : own) parameter.value().uniform_(-bound, bound, generator);
   }
 }
