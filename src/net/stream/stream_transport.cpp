@@ -33,7 +33,8 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
 
 StreamTransport::~StreamTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
-  for (const auto& connection : mailbox_->close().connections) connection->channel()->end(reason);
+  const Mailbox::Requests left = mailbox_->close();
+  for (const auto& connection : left.connections) connection->channel()->end(reason);
   for (const auto& [token, connection] : connections_) connection->channel()->end(reason);
 }
 
