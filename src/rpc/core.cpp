@@ -55,7 +55,11 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
     link_members.push_back({info, member.address, member.epoch});
     if (info.rank == self_.rank) epoch_ = member.epoch;
   }
-  if (!transport_) return;
+  if (!transport_) {
+    timer_ = runtime_.executor.make_parker();
+    leader_ = runtime_.executor.spawn(self_.name + "/timer", [this] { watch_deadlines(); });
+    return;
+  }
   links_ = std::make_unique<Links>(*transport_, runtime_.executor, self_.rank, std::move(link_members));
   leader_ = runtime_.executor.spawn(self_.name + "/net", [this] { lead(); });
   membership_->on_death([this](const rendezvous::Member& member, const Error& reason) {
@@ -85,9 +89,21 @@ void Core::lead() {
   }
 }
 
+void Core::watch_deadlines() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    fail_expired();
+    timer_->park(calls_.next_deadline());
+  }
+}
+
+void Core::wake_leader() {
+  if (transport_) transport_->wake();
+  if (timer_) timer_->unpark();
+}
+
 void Core::stop() {
   if (stopping_.exchange(true)) return;
-  if (transport_) transport_->wake();
+  wake_leader();
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
   for (const auto& callback : departure_callbacks_) {

@@ -155,6 +155,9 @@ class Core final : public Endpoint, public net::Handler {
   void give_back_references(Deadline deadline);
   void report_leaks();
   void lead();
+  /// The leader of a world of one: calls to oneself have deadlines too.
+  void watch_deadlines();
+  void wake_leader();
   void fail_expired();
   void fail_calls(CallTable::Calls calls, const Error& reason);
   std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
@@ -200,6 +203,7 @@ class Core final : public Endpoint, public net::Handler {
   std::atomic<std::uint64_t> sent_{0};
   std::atomic<std::uint64_t> handled_{0};
   std::atomic<std::uint64_t> running_{0};
+  std::unique_ptr<Parker> timer_;  ///< where the leader of a world of one sleeps
   Thread leader_;
 };
 

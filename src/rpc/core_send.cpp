@@ -119,7 +119,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
       if (!calls_.take(id)) return;  // completed by the closing of its channel already
       throw;
     }
-    if (earliest && transport_) transport_->wake();
+    if (earliest) wake_leader();
   } catch (...) {
     call.completion->fail(annotate(call, std::current_exception()));
   }

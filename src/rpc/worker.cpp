@@ -47,15 +47,23 @@ void Worker::barrier(std::vector<std::string> participants, Deadline deadline) c
   endpoint_->all_gather("user.barrier", {}, participants, deadline);
 }
 
-WorkerInfo RRefBase::owner() const { return state_->endpoint()->workers()[state_->owner()]; }
+rpc::Reference& RRefBase::held() const {
+  if (!state_) {
+    throw Error(ErrorKind::kInvalid,
+                "this RRef is empty: it was default-constructed, or an empty one was sent");
+  }
+  return *state_;
+}
+
+WorkerInfo RRefBase::owner() const { return held().endpoint()->workers()[held().owner()]; }
 
 bool RRefBase::confirmed_by_owner() const {
-  if (state_->is_owner()) return true;
-  const Future<void> ready = state_->ready();
+  if (held().is_owner()) return true;
+  const Future<void> ready = held().ready();
   return ready.done() && !ready.error();
 }
 
-Future<void> RRefBase::creation() const { return state_->ready(); }
+Future<void> RRefBase::creation() const { return held().ready(); }
 
 std::string RRefBase::str() const {
   if (!valid()) return "RRef(empty)";

@@ -39,6 +39,8 @@ constexpr Function<who> kWho{"who"};
 constexpr Function<hop> kHop{"hop"};
 constexpr Function<coroutine_hop> kCoroutineHop{"coroutine_hop"};
 constexpr Function<async_add> kAsyncAdd{"async_add"};
+void sleep_ten_seconds(Worker& worker) { worker.runtime().executor.sleep(std::chrono::seconds(10)); }
+constexpr Function<sleep_ten_seconds> kSleep{"sleep_ten_seconds"};
 constexpr Class<Counter_, std::int64_t> kCounter{"Counter"};
 constexpr Function<&Counter_::add> kCounterAdd{"Counter.add"};
 constexpr Function<&Counter_::get> kCounterGet{"Counter.get"};
@@ -66,7 +68,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed = 1) {
   options.workers = workers;
   options.seed = seed;
   options.functions.add(kAdd, kScale, kNothing, kFail, kWho, kHop, kCoroutineHop, kAsyncAdd, kCounter,
-                        kCounterAdd, kCounterGet, kReadCounter, kReadThrough);
+                        kCounterAdd, kCounterGet, kReadCounter, kReadThrough, kSleep);
   return options;
 }
 
@@ -229,6 +231,28 @@ TEST(RRef, DeliversTheFailureOfItsCreationAtFirstUse) {
       EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure);
       EXPECT_THAT(error.what(), ::testing::HasSubstr("no such luck"));
     }
+  });
+}
+
+TEST(Worker, TimesOutCallsToItselfInAWorldOfOne) {
+  on_first(1, 1, [](Worker& worker) {
+    try {
+      worker.with({.timeout = std::chrono::seconds(5)}).rpc_sync(0, kSleep);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kTimedOut) << error.what();
+    }
+  });
+}
+
+TEST(RRef, RefusesToBeUsedWhenItIsEmpty) {
+  on_first(2, 1, [](Worker& worker) {
+    const RRef<Counter_> empty;
+    EXPECT_THROW(empty.rpc_sync(kCounterGet), Error);
+    EXPECT_THROW(empty.local_value(), Error);
+    EXPECT_THROW(empty.is_owner(), Error);
+    EXPECT_EQ(empty.str(), "RRef(empty)");
+    EXPECT_THROW(worker.rpc_sync("worker1", kReadCounter, empty), Error);
   });
 }
 

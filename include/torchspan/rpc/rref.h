@@ -10,7 +10,8 @@ namespace torchspan {
 class Caller;
 class Worker;
 
-/// What is the same for references of every type.
+/// What is the same for references of every type. A default-constructed one is empty: it may be passed on and
+/// asked valid() and str(); every other use throws Error{kInvalid}.
 class RRefBase {
  public:
   RRefBase() = default;
@@ -18,7 +19,7 @@ class RRefBase {
 
   bool valid() const { return state_ != nullptr; }
   /// Whether the value lives on this worker.
-  bool is_owner() const { return state_->is_owner(); }
+  bool is_owner() const { return held().is_owner(); }
   WorkerInfo owner() const;
   std::string owner_name() const { return owner().name; }
   /// Whether the owner has confirmed this reference; owners always.
@@ -31,6 +32,9 @@ class RRefBase {
   const rpc::ReferencePtr& state() const { return state_; }
 
  protected:
+  /// What an RRef is used through; an empty one throws Error{kInvalid}.
+  rpc::Reference& held() const;
+
   rpc::ReferencePtr state_;
 };
 

@@ -215,14 +215,14 @@ RRef<T>::RRef(const Worker& worker, T value, SourceLocation site)
 
 template <class T>
 Caller RRef<T>::caller() const {
-  return Caller(state()->endpoint(), {});
+  return Caller(held().endpoint(), {});
 }
 
 template <class T>
 Future<T> RRef<T>::fetch(CallOptions options) const {
   static_assert(wire::Transferable<T>,
                 "a T cannot travel: call functions on its RRef, or specialize torchspan::Wire");
-  auto completion = std::make_shared<rpc::PromiseCompletion<T>>(state()->endpoint()->host());
+  auto completion = std::make_shared<rpc::PromiseCompletion<T>>(held().endpoint()->host());
   Future<T> future = completion->future();
   rpc::fetch(state(), options, std::move(completion));
   return future;
@@ -242,7 +242,7 @@ Future<T> RRef<T>::to_here_async() const {
 }
 template <class T>
 T& RRef<T>::local_value() const {
-  return *static_cast<T*>(state()->value(Deadline::never())->address());
+  return *static_cast<T*>(held().value(Deadline::never())->address());
 }
 
 template <class T>
