@@ -1,0 +1,47 @@
+#include <algorithm>
+#include <cstdlib>
+
+#include "rendezvous/store.h"
+
+/// The input is a run of messages, each after a byte that says from which connection and how long; whatever
+/// they are, the store answers with messages that a client can read, or throws Error{kInvalid}.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace torchspan;
+  using namespace torchspan::rendezvous;
+  MessageTable<> client;
+  client.on<Welcome>([](Welcome) {});
+  client.on<Refused>([](Refused) {});
+  client.on<Gathered>([](Gathered) {});
+  client.on<RoundFailed>([](RoundFailed) {});
+  client.on<Farewell>([](Farewell) {});
+  client.on<Left>([](Left) {});
+  client.on<Died>([](Died) {});
+  Store store({.world_size = 3, .job = ""},
+              [&](ConnectionId, const Bytes& bytes) { client.dispatch(bytes); });
+  TimePoint now{};
+  // Some worlds are complete from the start, so that the later messages are reached as well.
+  if (size > 0 && (data[0] & 1) != 0) {
+    for (int rank = 0; rank < 3; ++rank) {
+      Register message;
+      message.member.name = "worker" + std::to_string(rank);
+      message.member.rank = rank;
+      message.world_size = 3;
+      store.on_message(static_cast<ConnectionId>(rank), encode_message(message), now);
+    }
+  }
+  const BytesView bytes = std::as_bytes(std::span(data, size));
+  for (std::size_t at = 1; at + 2 <= bytes.size();) {
+    const ConnectionId connection = data[at] % 5;
+    const std::size_t length = std::min<std::size_t>(data[at + 1], bytes.size() - at - 2);
+    now += std::chrono::milliseconds(data[at] / 5);
+    store.tick(now);
+    try {
+      store.on_message(connection, bytes.subspan(at + 2, length), now);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kInvalid) std::abort();
+      store.on_closed(connection, Error(ErrorKind::kDisconnected, "closed"));
+    }
+    at += 2 + length;
+  }
+  return 0;
+}
