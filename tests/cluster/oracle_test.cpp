@@ -143,6 +143,7 @@ TEST(Oracle, AWorldOfOneTrainsAsOneProcessDoes) {
   Session session(WorkerOptions{}, FunctionTable().add(kHalf, kForward, kValues));
   Worker& worker = session.worker();
   auto a = worker.remote(0, kHalf, 1, kFeatures, kHidden, true);
+  a.creation().wait();  // both draw from this process's one generator, so one after the other
   Half reference(1, kFeatures, kHidden, true);
   torch::optim::SGD expected(reference->parameters(), torch::optim::SGDOptions(0.1));
   optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {a});
