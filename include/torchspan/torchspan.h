@@ -3,6 +3,5 @@
 #include <torchspan/autograd/context.h>
 #include <torchspan/core/progress.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/rpc/rref.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>

@@ -144,9 +144,9 @@ TEST(HostileTensors, SparseIndicesMustLieInsideTheSizesAndAscendWhereTheyAreCall
     return unpack(packed.metadata, buffers);
   };
   EXPECT_EQ(unpack_with(1, 2).size(), 1u);
-  for (const auto& [first, second] : std::vector<std::pair<int, int>>{{2, 1}, {1, 1}, {0, 3}, {-1, 0}}) {
-    EXPECT_EQ(kind_thrown_by([&] { unpack_with(first, second); }), ErrorKind::kInvalid)
-        << first << ' ' << second;
+  for (const auto& pair : std::vector<std::pair<int, int>>{{2, 1}, {1, 1}, {0, 3}, {-1, 0}}) {
+    EXPECT_EQ(kind_thrown_by([&] { unpack_with(pair.first, pair.second); }), ErrorKind::kInvalid)
+        << pair.first << ' ' << pair.second;
   }
 }
 

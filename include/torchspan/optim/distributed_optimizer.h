@@ -7,7 +7,7 @@
 #include <torchspan/optim/adagrad.h>
 #include <torchspan/optim/recipe.h>
 #include <torchspan/optim/sgd.h>
-#include <torchspan/rpc/rref.h>
+#include <torchspan/rpc/worker.h>
 
 namespace torch::nn {
 class Module;

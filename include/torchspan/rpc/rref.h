@@ -40,7 +40,7 @@ class RRefBase {
 
 /// A reference to a T that lives on one worker and is used from any: counted across the world, so the value
 /// lives as long as anybody refers to it. A cheap handle; copy it and pass it to other workers as an argument
-/// or result.
+/// or result. Its verbs are defined in <torchspan/rpc/worker.h>.
 template <class T>
 class RRef : public RRefBase {
  public:
@@ -90,5 +90,3 @@ struct Wire<RRef<T>> {
 };
 
 }  // namespace torchspan
-
-#include <torchspan/rpc/worker.h>  // defines the verbs
