@@ -216,9 +216,8 @@ ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation) {
 }
 
 Totals Core::totals() const {
-  const auto counts = references_->counts();
   return {sent_.load(), handled_.load(),
-          calls_.size() != 0 || running_.load() != 0 || !references_->settled() || counts.pending_users != 0};
+          calls_.size() != 0 || running_.load() != 0 || !references_->settled()};
 }
 
 void Core::member_departed(std::uint32_t rank, const Error& reason) {

@@ -58,7 +58,7 @@ Core::Outgoing Core::prepare(const CallInfo& info, wire::Payload& payload, bool 
 }
 
 void Core::undo(const CallInfo& info, const wire::Frame& frame) {
-  references_->undo(frame.handles, info.peer);
+  references_->undo(frame.handles);
   for (const wire::NamedBlob& blob : frame.blobs) {
     for (Interceptor* interceptor : interceptors_) {
       if (interceptor->name() == blob.name) interceptor->undo(info, blob.bytes);

@@ -165,13 +165,13 @@ std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_p
   try {
     for (const auto& reference : references) handles.push_back(to_handle(reference, to));
   } catch (...) {
-    undo(handles, to);
+    undo(handles);
     throw;
   }
   return handles;
 }
 
-void References::undo(const std::vector<wire::Handle>& handles, std::uint32_t) {
+void References::undo(const std::vector<wire::Handle>& handles) {
   RRefTable::Effects effects;
   {
     MutexLock lock(mutex_);

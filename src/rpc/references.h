@@ -96,7 +96,7 @@ class References : public std::enable_shared_from_this<References> {
   /// Handles for references that travel to `to`. undo() takes them back after a failed send.
   std::vector<wire::Handle> to_handles(const std::vector<std::shared_ptr<void>>& references,
                                        std::uint32_t to);
-  void undo(const std::vector<wire::Handle>& handles, std::uint32_t to);
+  void undo(const std::vector<wire::Handle>& handles);
   /// References for handles that came from `from`.
   std::vector<std::shared_ptr<void>> from_handles(const std::vector<wire::Handle>& handles,
                                                   std::uint32_t from);
