@@ -68,6 +68,7 @@ class SimCluster {
     service_options.listen = "sim:" + name(rank);
     service_options.default_timeout = options_.default_timeout;
     service_options.threads = options_.threads;
+    service_options.stopped_limit = Duration::zero();  // all of them are this process
     rpc::WorkerService service(
         runtime, options_.functions, service_options,
         [&](net::Handler& handler) { return network_.make_transport(name(rank), handler, {}); },
