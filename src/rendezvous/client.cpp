@@ -117,6 +117,7 @@ void Client::run() {
 
 void Client::connect() {
   retry_at_ = Deadline::never();
+  declared_dead_ = false;
   Register message;
   message.job = options_.job;
   message.member = self_;
