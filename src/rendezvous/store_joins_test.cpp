@@ -34,7 +34,7 @@ class OpenStore : public StoreFixture {
 
 TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
   ASSERT_EQ(heard<Welcome>(0).size(), 1u);
-  EXPECT_EQ(heard<Welcome>(0)[0].members.size(), 1u);
+  EXPECT_EQ(heard<Welcome>(0).at(0).members.size(), 1u);
   say(1, visitor("a"));
   say(2, visitor("b", 7));
   say(3, visitor("c"));
@@ -113,7 +113,7 @@ TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
   say(2, Leave{});
   say(3, visitor("c"));
   ASSERT_EQ(heard<Welcome>(3).size(), 1u);
-  const Welcome welcome = heard<Welcome>(3)[0];
+  const Welcome welcome = heard<Welcome>(3).at(0);
   EXPECT_EQ(welcome.members.size(), 4u);
   ASSERT_EQ(welcome.gone.size(), 2u);
   EXPECT_TRUE(welcome.gone[0].died);
@@ -144,7 +144,7 @@ TEST_F(OpenStore, EndsWithRankZero) {
   EXPECT_FALSE(store_->deserted());
   say(3, visitor("c"));
   EXPECT_THAT(refusal(3), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("ends with it")));
-  EXPECT_EQ(heard<Refused>(3)[0].kind, ErrorKind::kDisconnected);
+  EXPECT_EQ(heard<Refused>(3).at(0).kind, ErrorKind::kDisconnected);
   say(1, Leave{});
   EXPECT_FALSE(store_->deserted());
   store_->on_closed(2, closed());
@@ -184,7 +184,7 @@ TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
   say(3, visitor("b"));
   come(1, 1, {0, 0, 0});
   EXPECT_THAT(round_failure(1), HasSubstr("b was replaced meanwhile; call again"));
-  EXPECT_EQ(heard<RoundFailed>(1)[0].kind, ErrorKind::kDisconnected);
+  EXPECT_EQ(heard<RoundFailed>(1).at(0).kind, ErrorKind::kDisconnected);
   come(3, 0, {0, 0, 1});
   come(0, 0, {0, 0, 1});
   come(1, 0, {0, 0, 1});
@@ -211,11 +211,11 @@ TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
   again.member.pid = 777;
   say(13, again);
   ASSERT_EQ(heard<Joined>(0).size(), 1u);
-  EXPECT_EQ(heard<Joined>(2)[0].member.incarnation, 1u);
-  EXPECT_EQ(heard<Joined>(2)[0].member.pid, 777);
+  EXPECT_EQ(heard<Joined>(2).at(0).member.incarnation, 1u);
+  EXPECT_EQ(heard<Joined>(2).at(0).member.pid, 777);
   ASSERT_EQ(heard<Welcome>(13).size(), 1u);
-  EXPECT_EQ(heard<Welcome>(13)[0].members.at(1).incarnation, 1u);
-  EXPECT_TRUE(heard<Welcome>(13)[0].gone.empty());
+  EXPECT_EQ(heard<Welcome>(13).at(0).members.at(1).incarnation, 1u);
+  EXPECT_TRUE(heard<Welcome>(13).at(0).gone.empty());
   say(13, Leave{});
   say(14, registration(1, 3));
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 2u);
@@ -252,7 +252,8 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_TRUE(heard<Died>(0).empty());
   store_->tick(kStart + seconds(9));
   ASSERT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_EQ(heard<Died>(0)[0].reason, "silent for 5.0 s (no heartbeat); its host or the network may be down");
+  EXPECT_EQ(heard<Died>(0).at(0).reason,
+            "silent for 5.0 s (no heartbeat); its host or the network may be down");
   EXPECT_EQ(heard<DeclaredDead>(1).size(), 1u);
   EXPECT_EQ(closed_, std::vector<ConnectionId>{1});
   say(1, Pong{});
