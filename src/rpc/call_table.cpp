@@ -14,14 +14,15 @@ std::string site_text(const SourceLocation& site) {
 
 bool CallTable::add(std::uint64_t id, PendingCall& call) {
   MutexLock lock(mutex_);
-  std::size_t& waiting = per_peer_[call.peer];
-  if (call.user_values && waiting >= most_per_peer_) {
+  PerPeer& waiting = per_peer_[call.peer];
+  if (call.user_values && waiting.user_calls >= most_per_peer_) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("{} calls to this worker wait for replies, which is the limit "
                             "(ServiceOptions::max_pending_calls); wait for some of them before you make more",
-                            waiting));
+                            waiting.user_calls));
   }
-  ++waiting;
+  ++waiting.calls;
+  if (call.user_values) ++waiting.user_calls;
   const Deadline deadline = call.deadline;
   auto [it, fresh] = calls_.emplace(id, Entry{std::move(call), deadlines_.end()});
   if (deadline.is_never()) return false;
@@ -40,7 +41,9 @@ bool CallTable::attach(std::uint64_t id, std::unique_ptr<StopHook>& hook) {
 PendingCall CallTable::remove(Entries::iterator it) {
   if (it->second.deadline != deadlines_.end()) deadlines_.erase(it->second.deadline);
   PendingCall call = std::move(it->second.call);
-  if (auto peer = per_peer_.find(call.peer); --peer->second == 0) per_peer_.erase(peer);
+  const auto peer = per_peer_.find(call.peer);
+  if (call.user_values) --peer->second.user_calls;
+  if (--peer->second.calls == 0) per_peer_.erase(peer);
   calls_.erase(it);
   return call;
 }
@@ -108,16 +111,17 @@ std::vector<std::uint32_t> CallTable::peers() const {
 }
 
 std::vector<DebugInfo::Pending> CallTable::describe(TimePoint now) const {
-  std::vector<DebugInfo::Pending> rows;
+  std::map<std::uint64_t, DebugInfo::Pending> by_id;
   {
     MutexLock lock(mutex_);
     for (const auto& [id, entry] : calls_) {
       const PendingCall& call = entry.call;
-      rows.push_back({call.name, std::to_string(call.peer), call.user_values ? site_text(call.site) : "",
-                      now - call.started, call.deadline.left(now)});
+      by_id[id] = {call.name, std::to_string(call.peer), call.user_values ? site_text(call.site) : "",
+                   now - call.started, call.deadline.left(now)};
     }
   }
-  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.age > b.age; });
+  std::vector<DebugInfo::Pending> rows;
+  for (auto& [id, row] : by_id) rows.push_back(std::move(row));
   return rows;
 }
 

@@ -80,7 +80,11 @@ class CallTable {
   std::atomic<std::uint64_t> counter_{0};
   mutable Mutex mutex_;
   Entries calls_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::unordered_map<std::uint32_t, std::size_t> per_peer_ TORCHSPAN_GUARDED_BY(mutex_);
+  struct PerPeer {
+    std::size_t calls = 0;
+    std::size_t user_calls = 0;
+  };
+  std::unordered_map<std::uint32_t, PerPeer> per_peer_ TORCHSPAN_GUARDED_BY(mutex_);
   Deadlines deadlines_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 

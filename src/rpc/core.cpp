@@ -97,7 +97,7 @@ void Core::stop() {
       if (worker.rank != self_.rank) callback(worker.rank, reason);
     }
   }
-  for (const IncomingPtr& call : serving_.all()) stop_serving(call);
+  for (const IncomingPtr& call : serving_.all()) call->request_stop();
   fail_calls(calls_.take_all(), reason);
   parked_.clear();
   if (links_) links_->close_all();
@@ -169,8 +169,8 @@ std::stop_token Core::stop_token_of(const IncomingPtr& served) {
   bool fresh = false;
   std::stop_token token = served->stop_token(&fresh);
   if (!fresh || served->deadline.is_never()) return token;
-  const auto timer = timers_.at(served->deadline, [host = host_, weak = std::weak_ptr<IncomingCall>(served)] {
-    if (auto call = weak.lock()) host->post([call] { call->request_stop(); });
+  const auto timer = timers_.at(served->deadline, [weak = std::weak_ptr<IncomingCall>(served)] {
+    if (auto call = weak.lock()) call->request_stop();
   });
   serving_.set_stop_timer(*served, timer.id);
   if (timer.earliest) wake_leader();
@@ -226,7 +226,7 @@ void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
                                   channel->peer(), reason.what()));
     return;
   }
-  for (const IncomingPtr& call : serving_.of_channel(channel.get())) stop_serving(call);
+  for (const IncomingPtr& call : serving_.of_channel(channel.get())) call->request_stop();
   auto calls = calls_.take_channel(channel.get());
   if (calls.empty()) return;
   Error error(reason.kind(),

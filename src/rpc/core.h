@@ -170,8 +170,6 @@ class Core final : public Endpoint, public net::Handler {
   void check_may_start(const Request& request, TimePoint now) const;
   void warn_of_detached(const CallInfo& info);
   void answered(const IncomingCall& call);
-  /// Tells a handler to stop, on a pool thread.
-  void stop_serving(const IncomingPtr& call);
   void check_stopped_peers();
   void watch_stopped_peers();
   void transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,

@@ -11,10 +11,6 @@ namespace {
 constexpr std::uint64_t kRequestOverhead = 1024;
 }  // namespace
 
-void Core::stop_serving(const IncomingPtr& call) {
-  host_->post([call] { call->request_stop(); });
-}
-
 void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   try {
     const auto peer = links_->peer_of(channel.get());
@@ -36,7 +32,7 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
   if (header.type == Hello::kType) return;
   call->arrived = runtime_.executor.now();
   if (header.type == kCancelCall) {
-    if (auto served = serving_.find(channel.get(), header.call)) stop_serving(served);
+    if (auto served = serving_.find(channel.get(), header.call)) served->request_stop();
     return;
   }
   if ((header.flags & wire::kFlagHasDeadline) != 0) {
@@ -54,7 +50,12 @@ void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::
   try {
     wire::Payload payload;
     payload.value.assign(frame.value.begin(), frame.value.end());
-    if ((frame.header.flags & wire::kFlagError) != 0) throw wire::from_payload<Error>(payload);
+    if ((frame.header.flags & wire::kFlagError) != 0) {
+      auto story = annotate(*call, std::make_exception_ptr(wire::from_payload<Error>(payload)));
+      if (const auto* typed = frame.blob(kErrorBlob))
+        story = functions_.errors().rebuild(typed->bytes, story);
+      return call->completion->fail(story);
+    }
     payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
     payload.references = references_->from_handles(frame.handles, peer);
     CallInfo info{call->info.type, call->name, peer, frame.header.call, true};
@@ -103,7 +104,8 @@ void Core::receive_request(IncomingPtr call) {
 void Core::unpack(IncomingCall& call) {
   const wire::FrameView& frame = call.frame;
   std::vector<wire::Handle> handles = frame.handles;
-  if (frame.header.type == kCreateRemote || frame.header.type == kCreateByOperator) {
+  const wire::MessageType type = frame.header.type;
+  if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
     if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
     call.creation = handles.front();
     handles.erase(handles.begin());

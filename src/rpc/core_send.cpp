@@ -192,7 +192,7 @@ void Core::cancel(std::uint64_t id) {
   auto call = calls_.take(id);
   if (!call) return;
   if (call->peer == self_.rank) {
-    if (auto served = serving_.find(nullptr, id)) stop_serving(served);
+    if (auto served = serving_.find(nullptr, id)) served->request_stop();
   } else {
     try {
       wire::Frame frame;
@@ -280,6 +280,20 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   core_->answered(*call_);
 }
 
+namespace {
+
+std::optional<Bytes> encoded_type(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const UserFailure& failure) {
+    return failure.encoded();
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
 void ReplyCompletion::fail(std::exception_ptr cause) {
   if (sent_.exchange(true)) return;
   try {
@@ -289,6 +303,7 @@ void ReplyCompletion::fail(std::exception_ptr cause) {
     frame.header.call = call_->info.call;
     frame.header.epoch = core_->epoch_;
     frame.value = wire::to_payload(to_error(cause)).value;
+    if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
     core_->transmit(call_->channel, frame, {});
   } catch (const Error& error) {
     core_->runtime_.log.info(

@@ -36,10 +36,24 @@ const rpc::FunctionEntry* FunctionTable::find(std::uint64_t id) const {
   return it == by_id_.end() ? nullptr : &it->second;
 }
 
+const rpc::ScriptEntry* FunctionTable::find_script(std::string_view name) const {
+  auto it = scripts_.find(name);
+  return it == scripts_.end() ? nullptr : &it->second;
+}
+
+void FunctionTable::insert_script(rpc::ScriptEntry entry) {
+  const std::string name = entry.name;
+  if (!scripts_.emplace(name, std::move(entry)).second) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("two TorchScript functions are named '{}'; every name may be used once", name));
+  }
+}
+
 std::vector<std::string> FunctionTable::descriptions() const {
   std::vector<std::string> texts;
   for (const auto& [name, id] : by_name_)
     texts.push_back(fmt::format("{} {}", name, by_id_.at(id).signature));
+  for (const auto& [name, entry] : scripts_) texts.push_back(fmt::format("{} {}", name, entry.schema));
   return texts;
 }
 

@@ -4,13 +4,13 @@
 #include "rpc/core.h"
 #include "rpc/environment.h"
 #include "rpc/operators.h"
+#include "rpc/script.h"
 
 namespace torchspan::rpc {
 namespace {
 
 /// A user function's exception as its caller sees it: the chain so far, and this hop.
-std::exception_ptr remote_failure(const Core& core, const std::string& call,
-                                  const std::exception_ptr& cause) {
+std::exception_ptr remote_failure(Core& core, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionStory story = describe(cause);
   std::string text = story.text;
   std::vector<RemoteFrame> frames;
@@ -19,11 +19,16 @@ std::exception_ptr remote_failure(const Core& core, const std::string& call,
   } catch (const Error& error) {
     frames = error.frames();
     text = fmt::format("{}: {}", to_string(error.kind()), error.message());
+  } catch (const std::nested_exception& rebuilt) {
+    if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
   } catch (...) {
   }
   Error error(ErrorKind::kRemoteFailure, fmt::format("'{}' threw {}: {}", call, story.type, text));
   for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
   error.with_frame({core.self().name, call, story.type, text});
+  core.runtime().log.info(error.what());
+  if (auto encoded = core.functions().errors().encode(cause))
+    return std::make_exception_ptr(UserFailure(std::move(error), std::move(*encoded)));
   return std::make_exception_ptr(error);
 }
 
@@ -106,40 +111,70 @@ void create(const std::shared_ptr<Core>& core, const IncomingPtr& call,
   }
 }
 
-c10::IValue run_operator(const IncomingPtr& call) {
-  wire::Decoder decoder(call->payload);
-  auto name = wire::decode<std::string>(decoder);
-  auto args = wire::decode<std::vector<c10::IValue>>(decoder);
-  auto kwargs = wire::decode<std::map<std::string, c10::IValue>>(decoder);
+struct DynamicCall {
+  std::string name;
+  std::vector<c10::IValue> args;
+  std::map<std::string, c10::IValue> kwargs;
+};
+
+DynamicCall decode_dynamic(Core& core, IncomingCall& call, wire::Decoder& decoder) {
+  DynamicCall dynamic;
+  dynamic.name = wire::decode<std::string>(decoder);
+  dynamic.args = wire::decode<std::vector<c10::IValue>>(decoder);
+  dynamic.kwargs = wire::decode<std::map<std::string, c10::IValue>>(decoder);
   decoder.expect_end();
-  ServingScope serving(call);
-  return call_operator(name, std::move(args), kwargs);
+  core.serving().name(call, dynamic.name);
+  return dynamic;
 }
 
-/// LibTorch's own errors are user errors too; ours keep their kind.
+/// LibTorch's own errors are user errors; ours keep their kind.
 template <class F>
-auto as_remote(const Core& core, const std::string& name, F&& body) {
+c10::IValue as_remote(Core& core, const IncomingPtr& call, F&& body) {
   try {
+    ServingScope serving(call);
     return body();
   } catch (const Error&) {
     throw;
   } catch (...) {
-    std::rethrow_exception(remote_failure(core, name, std::current_exception()));
+    std::rethrow_exception(remote_failure(core, call->name, std::current_exception()));
   }
 }
 
-void serve_operator(const std::shared_ptr<Core>& core, const IncomingPtr& call,
-                    const std::shared_ptr<Completion>& reply) {
-  wire::Payload payload = wire::to_payload(as_remote(*core, "operator", [&] { return run_operator(call); }));
+/// An ATen operator or a TorchScript function, by name.
+c10::IValue run_by_name(Core& core, const IncomingPtr& call) {
+  wire::Decoder decoder(call->payload);
+  DynamicCall dynamic = decode_dynamic(core, *call, decoder);
+  return as_remote(core, call, [&] {
+    if (const ScriptEntry* script = core.functions().find_script(dynamic.name))
+      return script->run(std::move(dynamic.args), dynamic.kwargs);
+    return call_operator(dynamic.name, std::move(dynamic.args), dynamic.kwargs);
+  });
+}
+
+/// A TorchScript method of the value behind the reference.
+c10::IValue run_method(Core& core, const IncomingPtr& call) {
+  wire::Decoder decoder(call->payload);
+  auto reference = std::static_pointer_cast<Reference>(decoder.reference());
+  if (!reference) throw Error(ErrorKind::kInvalid, "a method was called without its object");
+  DynamicCall dynamic = decode_dynamic(core, *call, decoder);
+  return as_remote(core, call, [&] {
+    const ValuePtr object = reference->value(Deadline::never());  // ready: its call waited for it
+    return call_method(*object, dynamic.name, std::move(dynamic.args), dynamic.kwargs);
+  });
+}
+
+template <auto kRun>
+void serve_dynamic(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+                   const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload = wire::to_payload(kRun(*core, call));
   reply->succeed(payload);
 }
 
-void serve_create_by_operator(const std::shared_ptr<Core>& core, const IncomingPtr& call,
-                              const std::shared_ptr<Completion>& reply) {
-  create(core, call, reply, [&](const Deliver& deliver) {
-    deliver(make_value<c10::IValue>(as_remote(*core, "operator", [&] { return run_operator(call); })),
-            nullptr);
-  });
+template <auto kRun>
+void create_dynamic(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+                    const std::shared_ptr<Completion>& reply) {
+  create(core, call, reply,
+         [&](const Deliver& deliver) { deliver(make_value<c10::IValue>(kRun(*core, call)), nullptr); });
 }
 
 void serve_fetch(const std::shared_ptr<Core>&, const IncomingPtr& call,
@@ -176,8 +211,10 @@ void install_handlers(Core& core) {
     create(core, call, reply, [&](const Deliver& deliver) { run_entry(core, call, deliver); });
   });
   user(kFetch, "to_here", serve_fetch);
-  user(kCallOperator, "operator", serve_operator);
-  user(kCreateByOperator, "remote operator", serve_create_by_operator);
+  user(kCallOperator, "operator", serve_dynamic<run_by_name>);
+  user(kCreateByOperator, "remote operator", create_dynamic<run_by_name>);
+  user(kCallMethod, "method", serve_dynamic<run_method>);
+  user(kCreateByMethod, "remote method", create_dynamic<run_method>);
   References& references = core.references();
   core.add_handler(ForkRequest::kType,
                    control_entry<ForkRequest>([&](const ForkRequest& m, std::uint32_t from) {

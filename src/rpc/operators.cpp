@@ -14,10 +14,12 @@ std::vector<std::shared_ptr<torch::jit::Operator>> overloads_of(const std::strin
   const auto dot = name.find('.');
   const std::string base = name.substr(0, dot);
   if (base.find("::") == std::string::npos) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is no operator name; write it with its namespace, like "
-                            "aten::add",
-                            name));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format(
+            "'{}' is neither a TorchScript function of this worker's table (FunctionTable::add_script) "
+            "nor an operator; those are written with their namespace, like aten::add",
+            name));
   }
   auto all = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(base));
   if (dot != std::string::npos) {
@@ -34,7 +36,7 @@ bool match(const c10::FunctionSchema& schema, std::vector<c10::IValue> args,
            const std::unordered_map<std::string, c10::IValue>& kwargs, std::vector<c10::IValue>& stack) {
   try {
     schema.checkAndNormalizeInputs(args, kwargs);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;
   }
   stack = std::move(args);

@@ -38,6 +38,40 @@ RRef<c10::IValue> Caller::remote(const Destination& to, const std::string& opera
       endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<c10::IValue>()));
 }
 
+namespace {
+
+void encode_method(rpc::Request& request, const RRefBase& rref, const std::string& method,
+                   const std::vector<c10::IValue>& args, const std::map<std::string, c10::IValue>& kwargs) {
+  wire::Encoder encoder(request.payload);
+  encoder.reference(rref.state());
+  wire::encode(encoder, method);
+  wire::encode(encoder, args);
+  wire::encode(encoder, kwargs);
+  encoder.finish();
+}
+
+}  // namespace
+
+Future<c10::IValue> Caller::call_method(const RRefBase& rref, const std::string& method,
+                                        std::vector<c10::IValue> args,
+                                        std::map<std::string, c10::IValue> kwargs,
+                                        SourceLocation site) const {
+  const Destination to(rref.owner().rank, site);
+  auto request = make_request(rpc::kCallMethod, method.c_str(), site);
+  encode_method(request, rref, method, args, kwargs);
+  return send<c10::IValue>(to, std::move(request));
+}
+
+RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::string& method,
+                                           std::vector<c10::IValue> args,
+                                           std::map<std::string, c10::IValue> kwargs,
+                                           SourceLocation site) const {
+  auto request = make_request(rpc::kCreateByMethod, method.c_str(), site);
+  encode_method(request, rref, method, args, kwargs);
+  return RRef<c10::IValue>(
+      endpoint_->create(rref.owner().rank, std::move(request), rpc::type_name_of<c10::IValue>()));
+}
+
 std::map<std::string, Bytes> Worker::all_gather(const Bytes& mine, std::vector<std::string> participants,
                                                 Deadline deadline) const {
   return endpoint_->all_gather("user.all_gather", mine, participants, deadline);

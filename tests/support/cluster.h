@@ -14,12 +14,13 @@ namespace torchspan::testing {
 struct ClusterOptions {
   int workers = 2;
   std::uint64_t seed = 1;
-  FunctionTable functions;
-  std::function<std::vector<std::unique_ptr<rpc::Extension>>()> extensions;
+  FunctionTable functions = {};
+  std::function<std::vector<std::unique_ptr<rpc::Extension>>()> extensions = {};
   Duration default_timeout = std::chrono::seconds(60);
   std::size_t threads = 4;
-  net::SimNetwork::Options network;
-  bool graceful = true;  ///< whether run() ends every worker by shutdown()
+  net::SimNetwork::Options network = {};
+  rpc::ServiceOptions service = {};  ///< limits; name, rank, threads and timeout are set from what is here
+  bool graceful = true;              ///< whether run() ends every worker by shutdown()
 };
 
 /// A world of workers in this process on the simulated network and clock. run() starts them, runs `body` on
@@ -62,7 +63,7 @@ class SimCluster {
  private:
   void live(int rank, const std::function<void(Worker&)>& body) {
     Runtime runtime(executor_, name(rank));
-    rpc::ServiceOptions service_options;
+    rpc::ServiceOptions service_options = options_.service;
     service_options.name = name(rank);
     service_options.rank = static_cast<std::uint32_t>(rank);
     service_options.listen = "sim:" + name(rank);

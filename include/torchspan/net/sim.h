@@ -56,6 +56,9 @@ class SimNetwork {
   /// what it had under way vanishes. The dead transport's own channels close too, so that its threads can
   /// end.
   void kill(const std::string& name);
+  /// Every connection between two names breaks, as a router that restarts breaks them: what was under way is
+  /// lost, both sides hear kDisconnected, and either may dial again.
+  void sever(const std::string& a, const std::string& b);
   /// Cuts or heals the link between two names: cut links deliver nothing and report nothing. What was sent
   /// meanwhile arrives after heal(), as TCP would have it.
   void cut(const std::string& a, const std::string& b);

@@ -20,6 +20,8 @@ inline constexpr wire::MessageType kCreateRemote{0x0011};
 inline constexpr wire::MessageType kFetch{0x0012};
 inline constexpr wire::MessageType kCallOperator{0x0013};
 inline constexpr wire::MessageType kCreateByOperator{0x0014};
+inline constexpr wire::MessageType kCallMethod{0x0015};
+inline constexpr wire::MessageType kCreateByMethod{0x0016};
 
 class Reference;
 using ReferencePtr = std::shared_ptr<Reference>;

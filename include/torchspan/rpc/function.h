@@ -10,8 +10,16 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+
 #include <torchspan/core/task.h>
+#include <torchspan/rpc/error_types.h>
 #include <torchspan/rpc/value.h>
+
+namespace torch::jit {
+struct CompilationUnit;
+struct Module;
+}  // namespace torch::jit
 
 namespace torchspan {
 
@@ -108,6 +116,14 @@ struct FunctionEntry {
   std::string signature;  ///< "(int64, Tensor) -> Tensor", part of the identity
   std::uint64_t id = 0;   ///< digest of name and signature; what travels
   std::function<Outcome(Invocation&)> run;
+};
+
+/// A TorchScript function, or a method of a module, as the callee knows it.
+struct ScriptEntry {
+  std::string name;
+  std::string schema;
+  std::function<c10::IValue(std::vector<c10::IValue> args, const std::map<std::string, c10::IValue>& kwargs)>
+      run;
 };
 
 std::uint64_t function_id(std::string_view name, std::string_view signature);
@@ -226,9 +242,25 @@ class FunctionTable {
     (add_one(tokens), ...);
     return *this;
   }
+  /// Adds every function of a unit under its qualified name: rpc_sync(to, "__torch__.score", {x}).
+  FunctionTable& add_script(const std::shared_ptr<torch::jit::CompilationUnit>& unit);
+  /// Adds the methods of a module that every worker has: rpc_sync(to, "model.forward", {x}) runs the
+  /// callee's.
+  FunctionTable& add_script(const std::string& name, const torch::jit::Module& module);
+  /// Lets exceptions of type E, which has a Wire<E>, travel: the caller catches an E again, in which the
+  /// Error that tells the story is nested (std::rethrow_if_nested). Types are tried in the order of their
+  /// adding: derived ones first.
+  template <class E>
+  FunctionTable& add_error(std::string name) {
+    errors_.add<E>(std::move(name));
+    return *this;
+  }
   /// The entry with that id, or null.
   const rpc::FunctionEntry* find(std::uint64_t id) const;
   bool contains(std::string_view name) const { return by_name_.contains(name); }
+  /// The TorchScript entry of that name, or null.
+  const rpc::ScriptEntry* find_script(std::string_view name) const;
+  const rpc::ErrorTypes& errors() const { return errors_; }
   /// "name signature" of every entry, sorted: what workers compare when they meet.
   std::vector<std::string> descriptions() const;
   /// One number for descriptions().
@@ -244,9 +276,12 @@ class FunctionTable {
     insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>});
   }
   void insert(rpc::FunctionEntry entry);
+  void insert_script(rpc::ScriptEntry entry);
 
   std::map<std::uint64_t, rpc::FunctionEntry> by_id_;
   std::map<std::string, std::uint64_t, std::less<>> by_name_;
+  std::map<std::string, rpc::ScriptEntry, std::less<>> scripts_;
+  rpc::ErrorTypes errors_;
 };
 
 }  // namespace torchspan

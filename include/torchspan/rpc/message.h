@@ -116,7 +116,8 @@ class Destination {
   SourceLocation site_;
 };
 
-/// The call that a handler serves: Worker::current_call().
+/// The call that a handler serves: Worker::current_call(). What is registered with its stop token by a
+/// std::stop_callback runs on the worker's own thread: it must be short and never wait.
 struct CurrentCall {
   WorkerInfo caller;
   std::string name;      ///< of the function, operator or method
@@ -128,13 +129,13 @@ struct CurrentCall {
 struct CallOptions {
   /// How long the caller waits; unset: the worker's default (60 s). Zero: without limit. The callee hears how
   /// much is left.
-  std::optional<Duration> timeout;
+  std::optional<Duration> timeout = {};
   /// Cancels the call: it fails at once with kCancelled, and its handler's stop token is stopped.
-  std::stop_token stop;
+  std::stop_token stop = {};
   /// A call made by a handler ends, like everything its caller asked for, with the call that it serves: at
   /// its deadline and when it is cancelled. True: this one does not.
   bool detached = false;
-  std::shared_ptr<rpc::CallGroup> group;  ///< set by WaitScope
+  std::shared_ptr<rpc::CallGroup> group = {};  ///< set by WaitScope
 };
 
 namespace rpc {

@@ -1,7 +1,9 @@
 #pragma once
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torchspan/rpc/endpoint.h>
 
@@ -9,6 +11,12 @@ namespace torchspan {
 
 class Caller;
 class Worker;
+
+namespace rpc {
+/// Whether a T may hold a TorchScript object, whose methods are called by name.
+template <class T>
+inline constexpr bool kScripted = std::is_same_v<T, c10::IValue> || std::is_same_v<T, torch::jit::Module>;
+}  // namespace rpc
 
 /// What is the same for references of every type. A default-constructed one is empty: it may be passed on and
 /// asked valid() and str(); every other use throws Error{kInvalid}.
@@ -65,6 +73,15 @@ class RRef : public RRefBase {
   Future<rpc::ResultOf<kFunction>> rpc_async(Function<kFunction> token, Args&&... args) const;
   template <auto kFunction, class... Args>
   RRef<Stored<rpc::ResultOf<kFunction>>> remote(Function<kFunction> token, Args&&... args) const;
+
+  /// Calls a method of the TorchScript object that the value is, with positional and keyword arguments.
+  c10::IValue rpc_sync(const std::string& method, std::vector<c10::IValue> args,
+                       std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
+  Future<c10::IValue> rpc_async(
+      const std::string& method, std::vector<c10::IValue> args,
+      std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
+  RRef<c10::IValue> remote(const std::string& method, std::vector<c10::IValue> args,
+                           std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
 
  private:
   Caller caller() const;

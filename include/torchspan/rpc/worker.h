@@ -57,9 +57,10 @@ class Caller {
     return RRef<T>(endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<T>()));
   }
 
-  /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) with positional and keyword
-  /// arguments; the overload that accepts them is chosen on the callee. kInvalid lists the schemas when none
-  /// does.
+  /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) or a TorchScript function
+  /// of the callee's table (FunctionTable::add_script) with positional and keyword arguments; what is left
+  /// out takes its default. The overload that accepts them is chosen on the callee; kInvalid lists the
+  /// schemas when none does.
   Future<c10::IValue> rpc_async(const Destination& to, const std::string& operator_name,
                                 std::vector<c10::IValue> args,
                                 std::map<std::string, c10::IValue> kwargs = {}) const;
@@ -68,6 +69,17 @@ class Caller {
   RRef<c10::IValue> remote(const Destination& to, const std::string& operator_name,
                            std::vector<c10::IValue> args,
                            std::map<std::string, c10::IValue> kwargs = {}) const;
+
+  /// The same for a method of the TorchScript object behind a reference: an RRef<c10::IValue> that holds one,
+  /// or an RRef<torch::jit::Module>.
+  Future<c10::IValue> call_method(const RRefBase& rref, const std::string& method,
+                                  std::vector<c10::IValue> args,
+                                  std::map<std::string, c10::IValue> kwargs = {},
+                                  SourceLocation site = SourceLocation::current()) const;
+  RRef<c10::IValue> create_by_method(const RRefBase& rref, const std::string& method,
+                                     std::vector<c10::IValue> args,
+                                     std::map<std::string, c10::IValue> kwargs = {},
+                                     SourceLocation site = SourceLocation::current()) const;
 
   /// Calls a function on the value of `rref`, where it lives: a member function of it, or a free function
   /// whose first parameter is the RRef.
@@ -263,6 +275,23 @@ template <class T>
 template <auto kFunction, class... Args>
 RRef<Stored<rpc::ResultOf<kFunction>>> RRef<T>::remote(Function<kFunction> token, Args&&... args) const {
   return caller().create_on(*this, token, std::forward<Args>(args)...);
+}
+template <class T>
+c10::IValue RRef<T>::rpc_sync(const std::string& method, std::vector<c10::IValue> args,
+                              std::map<std::string, c10::IValue> kwargs) const requires rpc::kScripted<T> {
+  return caller().call_method(*this, method, std::move(args), std::move(kwargs)).wait();
+}
+template <class T>
+Future<c10::IValue> RRef<T>::rpc_async(
+    const std::string& method, std::vector<c10::IValue> args,
+    std::map<std::string, c10::IValue> kwargs) const requires rpc::kScripted<T> {
+  return caller().call_method(*this, method, std::move(args), std::move(kwargs));
+}
+template <class T>
+RRef<c10::IValue> RRef<T>::remote(
+    const std::string& method, std::vector<c10::IValue> args,
+    std::map<std::string, c10::IValue> kwargs) const requires rpc::kScripted<T> {
+  return caller().create_by_method(*this, method, std::move(args), std::move(kwargs));
 }
 
 }  // namespace torchspan

@@ -143,6 +143,17 @@ void SimNetwork::Impl::kill(const std::string& name) {
   node->wake();
 }
 
+void SimNetwork::Impl::sever(const std::string& a, const std::string& b) {
+  MutexLock lock(mutex);
+  for (const auto& weak : wires_) {
+    const auto wire = weak.lock();
+    if (!wire || wire->dead || link_of(wire->from, wire->to) != link_of(a, b)) continue;
+    wire->packets.clear();
+    transmit(wire, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
+    wire->dead = true;
+  }
+}
+
 void SimNetwork::Impl::cut(const std::string& a, const std::string& b) {
   MutexLock lock(mutex);
   cuts_.insert(link_of(a, b));
@@ -177,6 +188,7 @@ void SimNetwork::delay_if(SimPredicate match, Duration extra) {
   impl_->levers.delay_if(std::move(match), extra);
 }
 void SimNetwork::kill(const std::string& name) { impl_->kill(name); }
+void SimNetwork::sever(const std::string& a, const std::string& b) { impl_->sever(a, b); }
 void SimNetwork::cut(const std::string& a, const std::string& b) { impl_->cut(a, b); }
 void SimNetwork::heal(const std::string& a, const std::string& b) { impl_->heal(a, b); }
 SimNetwork::Counters SimNetwork::counters() const { return impl_->counters(); }

@@ -66,6 +66,7 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   void set_options(Options options);
   void unblock();
   void kill(const std::string& name);
+  void sever(const std::string& a, const std::string& b);
   void cut(const std::string& a, const std::string& b);
   void heal(const std::string& a, const std::string& b);
   Counters counters();

@@ -294,6 +294,23 @@ TEST(SimNetwork, KillClosesChannelsOnBothEndsAndLosesWhatWasUnderWay) {
   });
 }
 
+TEST(SimNetwork, SeversConnectionsThatMayBeDialledAgain) {
+  simulate({}, [](World& world) {
+    say(*world.channel, {"under way"});
+    world.network.sever("b", "a");
+    world.pass(milliseconds(1));
+    EXPECT_THAT(world.b.heard, IsEmpty());
+    ASSERT_EQ(world.a.closed.size(), 1u);
+    ASSERT_EQ(world.b.closed.size(), 1u);
+    EXPECT_EQ(world.a.closed.at(0).kind(), ErrorKind::kDisconnected);
+    EXPECT_THROW(say(*world.channel, {"later"}), Error);
+
+    say(*world.a.connect("b"), {"again"});
+    world.pass(milliseconds(1));
+    EXPECT_THAT(world.b.heard, ElementsAre("again"));
+  });
+}
+
 TEST(SimNetwork, LetsANameComeBackAfterItWasKilled) {
   simulate({}, [](World& world) {
     EXPECT_THROW(Peer(world.executor, world.network, "b"), Error) << "b is alive";

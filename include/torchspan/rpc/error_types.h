@@ -1,0 +1,83 @@
+#pragma once
+#include <exception>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <torchspan/wire/types.h>
+
+namespace torchspan::rpc {
+
+/// An exception type of the user's that travels: thrown by a handler, it is thrown again at the caller.
+struct ErrorType {
+  std::string name;
+  /// The exception's bytes; nothing when it is of another type.
+  std::optional<Bytes> (*encode)(const std::exception_ptr& cause) = nullptr;
+  /// An exception of the type with `story`, an Error, nested in it.
+  std::exception_ptr (*rebuild)(Bytes value, const std::exception_ptr& story) = nullptr;
+};
+
+template <class E>
+std::optional<Bytes> encode_error(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const E& error) {
+    wire::Payload payload = wire::to_payload(error);
+    if (payload.tensors.empty() && payload.references.empty()) return std::move(payload.value);
+  } catch (...) {
+  }
+  return std::nullopt;
+}
+
+template <class E>
+std::exception_ptr rebuild_error(Bytes value, const std::exception_ptr& story) {
+  try {
+    wire::Payload payload;
+    payload.value = std::move(value);
+    E error = wire::from_payload<E>(payload);
+    try {
+      std::rethrow_exception(story);
+    } catch (...) {
+      std::throw_with_nested(std::move(error));
+    }
+  } catch (const E&) {
+    return std::current_exception();
+  } catch (...) {
+    return story;  // its bytes are not an E here: the story is still right
+  }
+}
+
+/// What travels for exceptions of these types; the first type that fits counts.
+class ErrorTypes {
+ public:
+  template <class E>
+  void add(std::string name) {
+    static_assert(wire::Transferable<E>, "an exception that travels needs a torchspan::Wire of its own");
+    static_assert(std::is_class_v<E> && !std::is_final_v<E>, "it is thrown with its story nested in it");
+    insert({std::move(name), &encode_error<E>, &rebuild_error<E>});
+  }
+  /// Type name and value; nothing when no type fits.
+  std::optional<Bytes> encode(const std::exception_ptr& cause) const;
+  /// What encode() made, as an exception; `story` itself when that is not known here.
+  std::exception_ptr rebuild(BytesView encoded, const std::exception_ptr& story) const;
+
+ private:
+  void insert(ErrorType type);
+  std::vector<ErrorType> types_;
+};
+
+/// The blob of an error reply that holds ErrorTypes::encode().
+inline constexpr const char* kErrorBlob = "rpc.error";
+
+/// A user function's failure, with what rebuilds it.
+class UserFailure final : public Error {
+ public:
+  UserFailure(Error error, Bytes encoded) : Error(std::move(error)), encoded_(std::move(encoded)) {}
+  const Bytes& encoded() const { return encoded_; }
+
+ private:
+  Bytes encoded_;
+};
+
+}  // namespace torchspan::rpc

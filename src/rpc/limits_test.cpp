@@ -1,0 +1,156 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/core/when_all.h>
+#include <torchspan/rpc/worker.h>
+
+#include "tests/support/cluster.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::ClusterOptions;
+using ::testing::HasSubstr;
+using testing::SimCluster;
+
+void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
+std::int64_t size_of(const at::Tensor& x) { return x.numel(); }
+struct Cell {
+  std::int64_t value = 7;
+  std::int64_t get() const { return value; }
+};
+constexpr Function<nap> kNap{"nap"};
+constexpr Function<size_of> kSizeOf{"size_of"};
+constexpr Class<Cell> kCell{"Cell"};
+constexpr Function<&Cell::get> kGet{"Cell.get"};
+
+void on_first(ClusterOptions options, const std::function<void(Worker&, SimCluster&)>& body) {
+  options.functions.add(kNap, kSizeOf, kCell, kGet);
+  SimCluster world(std::move(options));
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 0) body(worker, world);
+  });
+}
+
+TEST(Limits, RefuseTheCallThatOneTooManyWaitBefore) {
+  ClusterOptions options;
+  options.service.max_pending_calls = 3;
+  on_first(options, [](Worker& worker, SimCluster&) {
+    std::vector<Future<void>> naps;
+    for (int i = 0; i < 3; ++i) naps.push_back(worker.rpc_async(1, kNap, 100));
+    try {
+      worker.rpc_sync(1, kNap, 100);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
+      EXPECT_EQ(error.worker(), "worker1");
+      EXPECT_THAT(error.message(), HasSubstr("max_pending_calls"));
+    }
+    worker.rpc_sync(0, kNap, 1);  // another peer has its own room
+    wait_all(naps);
+    worker.rpc_sync(1, kNap, 1);
+  });
+}
+
+TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
+  ClusterOptions options;
+  options.threads = 1;
+  options.service.max_waiting_bytes = 64 << 10;
+  on_first(options, [](Worker& worker, SimCluster&) {
+    for (const int to : {1, 0}) {
+      auto busy = worker.rpc_async(to, kNap, 500);
+      worker.runtime().executor.sleep(milliseconds(10));
+      std::vector<Future<std::int64_t>> calls;
+      const at::Tensor ten_kib = at::zeros({10 << 10}, at::kByte);
+      for (int i = 0; i < 20; ++i) calls.push_back(worker.rpc_async(to, kSizeOf, ten_kib));
+      int served = 0, refused = 0;
+      for (auto& call : calls) {
+        try {
+          EXPECT_EQ(call.wait(), 10 << 10);
+          ++served;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
+          EXPECT_THAT(error.message(), HasSubstr("max_waiting_bytes"));
+          ++refused;
+        }
+      }
+      EXPECT_EQ(served, 5) << "five of 11 KiB and something fit into 64 KiB";
+      EXPECT_EQ(refused, 15);
+      busy.wait();
+      EXPECT_EQ(worker.rpc_sync(to, kSizeOf, at::zeros({1 << 20}, at::kByte)), 1 << 20)
+          << "a single request may be larger than the limit";
+    }
+  });
+}
+
+TEST(Limits, NeverRefuseTheReferenceProtocol) {
+  ClusterOptions options;
+  options.service.max_pending_calls = 2;
+  on_first(options, [](Worker& worker, SimCluster&) {
+    for (int round = 0; round < 5; ++round) {
+      auto cell = worker.remote(1, kCell);
+      EXPECT_EQ(cell.rpc_sync(kGet), 7);
+    }
+  });
+}
+
+TEST(Reconnect, FailsWhatWasUnderWayAndDialsAgain) {
+  on_first({}, [](Worker& worker, SimCluster& world) {
+    auto cell = worker.remote(1, kCell);
+    EXPECT_EQ(cell.rpc_sync(kGet), 7);
+    for (int round = 0; round < 3; ++round) {
+      auto call = worker.rpc_async(1, kNap, 200);
+      worker.runtime().executor.sleep(milliseconds(50));
+      world.network().sever("worker0", "worker1");
+      try {
+        call.wait();
+        FAIL() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+        EXPECT_EQ(error.worker(), "worker1");
+      }
+      EXPECT_EQ(cell.rpc_sync(kGet), 7) << "the reference lives on";
+    }
+  });
+}
+
+TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    on_first({.seed = seed}, [](Worker& worker, SimCluster& world) {
+      worker.rpc_sync(1, kNap, 1);
+      world.network().sever("worker0", "worker1");
+      // Nothing was sent yet: whether or not the end was noticed, the call can be made or fails as
+      // disconnected.
+      try {
+        worker.rpc_sync(1, kNap, 1);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+      }
+      worker.rpc_sync(1, kNap, 1);
+    });
+  }
+}
+
+TEST(Reconnect, LosesNoReferenceWhoseDeletionWasUnderWay) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    std::size_t owners = 99;
+    on_first({.workers = 3, .seed = seed}, [&](Worker& worker, SimCluster& world) {
+      {
+        auto cell = worker.remote(1, kCell);
+        EXPECT_EQ(cell.rpc_sync(kGet), 7);
+      }
+      world.network().sever("worker0", "worker1");
+      worker.runtime().executor.sleep(std::chrono::seconds(10));
+      EXPECT_EQ(worker.debug().references.pending_users, 0u);
+      worker.rpc_sync(1, kNap, 1);
+      owners = 0;
+    });
+    EXPECT_EQ(owners, 0u) << "seed " << seed;
+  }
+}
+
+}  // namespace
+}  // namespace torchspan
