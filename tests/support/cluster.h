@@ -11,6 +11,13 @@
 
 namespace torchspan::testing {
 
+/// What one worker of a simulated cluster is made from.
+struct WorkerPlan {
+  FunctionTable functions;
+  rpc::ServiceOptions service;
+  rendezvous::JoinOptions join;
+};
+
 struct ClusterOptions {
   int workers = 2;
   std::uint64_t seed = 1;
@@ -19,7 +26,9 @@ struct ClusterOptions {
   Duration default_timeout = std::chrono::seconds(60);
   std::size_t threads = 4;
   net::SimNetwork::Options network;
-  bool graceful = true;  ///< whether run() ends every worker by shutdown()
+  bool graceful = true;                                    ///< whether run() ends every worker by shutdown()
+  Duration shutdown_limit = std::chrono::minutes(10);      ///< of that shutdown
+  std::function<void(int rank, WorkerPlan& plan)> adjust;  ///< changes a worker's plan before it is made
 };
 
 /// A world of workers in this process on the simulated network and clock. run() starts them, runs `body` on
@@ -41,6 +50,16 @@ class SimCluster {
   }
 
   void run(std::function<void(Worker&)> body) {
+    for (auto& failure : try_services([&](rpc::WorkerService& service) {
+           body(service.worker());
+           if (options_.graceful) service.shutdown(executor_.deadline_in(options_.shutdown_limit));
+         })) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+  /// Runs `body` with each worker's service, which it may shut down; returns what each rank threw, or null.
+  std::vector<std::exception_ptr> try_services(std::function<void(rpc::WorkerService&)> body) {
     std::vector<std::exception_ptr> failures(options_.workers);
     executor_.run([&] {
       std::vector<Thread> threads;
@@ -54,39 +73,44 @@ class SimCluster {
         }));
       }
     });
-    for (auto& failure : failures) {
-      if (failure) std::rethrow_exception(failure);
-    }
+    return failures;
   }
 
  private:
-  void live(int rank, const std::function<void(Worker&)>& body) {
+  WorkerPlan plan(int rank) const {
+    WorkerPlan plan;
+    plan.functions = options_.functions;
+    plan.service.name = name(rank);
+    plan.service.rank = static_cast<std::uint32_t>(rank);
+    plan.service.listen = "sim:" + name(rank);
+    plan.service.default_timeout = options_.default_timeout;
+    plan.service.threads = options_.threads;
+    plan.join.name = name(rank);
+    plan.join.rank = rank;
+    plan.join.world_size = options_.workers;
+    plan.join.store_address = "sim:store";
+    plan.join.epoch = static_cast<std::uint64_t>(rank) + 1;
+    if (options_.adjust) options_.adjust(rank, plan);
+    return plan;
+  }
+
+  void live(int rank, const std::function<void(rpc::WorkerService&)>& body) {
     Runtime runtime(executor_, name(rank));
-    rpc::ServiceOptions service_options;
-    service_options.name = name(rank);
-    service_options.rank = static_cast<std::uint32_t>(rank);
-    service_options.listen = "sim:" + name(rank);
-    service_options.default_timeout = options_.default_timeout;
-    service_options.threads = options_.threads;
+    WorkerPlan plan = this->plan(rank);
     rpc::WorkerService service(
-        runtime, options_.functions, service_options,
+        runtime, std::move(plan.functions), plan.service,
         [&](net::Handler& handler) { return network_.make_transport(name(rank), handler, {}); },
         options_.extensions ? options_.extensions() : std::vector<std::unique_ptr<rpc::Extension>>());
-    rendezvous::JoinOptions join;
-    join.name = name(rank);
-    join.rank = rank;
-    join.world_size = options_.workers;
-    join.store_address = "sim:store";
-    join.address = service.address();
-    join.epoch = static_cast<std::uint64_t>(rank) + 1;
+    plan.join.address = service.address();
+    // The store and the client of a worker that claims another's name still have endpoints of their own.
     service.start(rendezvous::Membership::join(
         runtime,
         [&](const std::string& endpoint, net::Handler& handler) {
-          return network_.make_transport(endpoint, handler, {});
+          return network_.make_transport(endpoint == "store" ? endpoint : name(rank) + ".membership", handler,
+                                         {});
         },
-        join));
-    body(service.worker());
-    if (options_.graceful) service.shutdown();
+        plan.join));
+    body(service);
   }
 
   ClusterOptions options_;
