@@ -85,7 +85,8 @@ std::string PassState::describe_waiting() const {
   std::string text;
   for (auto* node : graph_.report().waiting_for) {
     if (auto* send = dynamic_cast<SendNode*>(node)) {
-      text += fmt::format("\n  '{}' sent to worker '{}'", send->call(), worker_.workers()[send->to()].name);
+      text +=
+          fmt::format("\n  '{}' sent to worker '{}'", send->call(), worker_.endpoint()->name_of(send->to()));
     }
   }
   return text;

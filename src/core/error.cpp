@@ -102,6 +102,9 @@ Error to_error(const std::exception_ptr& exception) {
     std::rethrow_exception(exception);
   } catch (const Error& error) {
     return error;
+  } catch (const std::nested_exception& rebuilt) {
+    if (rebuilt.nested_ptr()) return to_error(rebuilt.nested_ptr());
+    return Error(ErrorKind::kInvalid, describe(exception).text);
   } catch (...) {
     ExceptionStory story = describe(exception);
     return Error(ErrorKind::kInvalid, fmt::format("{}: {}", story.type, story.text));

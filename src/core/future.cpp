@@ -73,4 +73,9 @@ void FutureStateBase::on_done(UniqueFunction<void()> continuation) {
   }
 }
 
+void FutureStateBase::on_done_bound(UniqueFunction<void()> continuation) {
+  if (auto host = host_.lock()) continuation = host->bind(std::move(continuation));
+  on_done(std::move(continuation));
+}
+
 }  // namespace torchspan

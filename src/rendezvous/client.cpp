@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "rendezvous/heartbeats.h"
+
 namespace torchspan::rendezvous {
 namespace {
 
@@ -41,14 +43,7 @@ void Client::stop() {
 }
 
 void Client::add_handlers() {
-  messages_.on<Welcome>([this](Welcome message) {
-    {
-      MutexLock lock(mutex_);
-      members_ = std::move(message.members);
-      presence_.assign(members_.size(), Presence::kPresent);
-    }
-    decide(std::nullopt);
-  });
+  messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
   messages_.on<Refused>([this](Refused message) { decide(Error(message.kind, message.text)); });
   messages_.on<Gathered>([this](Gathered message) {
     finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
@@ -63,10 +58,49 @@ void Client::add_handlers() {
     }
     farewell_->unpark();
   });
-  messages_.on<Left>([this](Left message) { note({message.rank, std::nullopt}); });
-  messages_.on<Died>([this](Died message) {
-    note({message.rank, Error(ErrorKind::kDisconnected, message.reason)});
+  messages_.on<Left>([this](Left message) { note_end(message.rank, std::nullopt); });
+  messages_.on<Died>(
+      [this](Died message) { note_end(message.rank, Error(ErrorKind::kDisconnected, message.reason)); });
+  messages_.on<Joined>([this](Joined message) { note_arrival(std::move(message.member)); });
+  messages_.on<Ping>([this](Ping message) {
+    patience_ = message.dead_after;
+    std::shared_ptr<net::Channel> channel;
+    {
+      MutexLock lock(mutex_);
+      channel = channel_;
+    }
+    try {
+      if (channel) channel->send(encode_message(Pong{}), {});
+    } catch (const Error& error) {
+      runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
+    }
   });
+  messages_.on<DeclaredDead>([this](DeclaredDead message) {
+    declared_dead_ = true;
+    lose_store(Error(ErrorKind::kTimedOut, message.reason));
+  });
+}
+
+void Client::meet(Welcome message) {
+  MutexLock lock(mutex_);
+  if (decided_) return;
+  const bool named = std::any_of(message.members.begin(), message.members.end(),
+                                 [&](const Member& member) { return member.name == self_.name; });
+  if (!named) throw Error(ErrorKind::kInvalid, "the store's welcome is not for this worker");
+  for (Member& member : message.members) {
+    const int rank = member.rank;
+    known_[rank] = {std::move(member)};
+  }
+  for (const Gone& gone : message.gone) {
+    const auto found = known_.find(gone.rank);
+    if (found == known_.end()) continue;
+    found->second.presence = gone.died ? Presence::kDied : Presence::kLeft;
+    events_.push_back(
+        {found->second.member, found->second.presence,
+         gone.died ? std::optional(Error(ErrorKind::kDisconnected, gone.reason)) : std::nullopt});
+  }
+  decided_ = true;
+  verdict_->unpark();
 }
 
 void Client::run() {
@@ -74,9 +108,10 @@ void Client::run() {
   while (!stopping_) {
     while (!stopping_ && transport_->poll()) {
     }
+    if (silent_at_.passed(runtime_.executor.now())) on_silence();
     tell_listeners();
     if (retry_at_.passed(runtime_.executor.now())) connect();
-    transport_->wait(retry_at_);
+    transport_->wait(earlier(retry_at_, silent_at_));
   }
 }
 
@@ -115,14 +150,16 @@ void Client::decide(std::optional<Error> refusal) {
   verdict_->unpark();
 }
 
-std::vector<Member> Client::join() {
+Member Client::join() {
   while (true) {
     Deadline until = join_until_;
     {
       MutexLock lock(mutex_);
       if (decided_) {
-        if (!refusal_) return members_;
-        throw Error(*refusal_).with_elapsed(runtime_.executor.now() - began_);
+        if (refusal_) throw Error(*refusal_).with_elapsed(runtime_.executor.now() - began_);
+        return std::find_if(known_.begin(), known_.end(),
+                            [&](const auto& one) { return one.second.member.name == self_.name; })
+            ->second.member;
       }
       if (channel_) until = with_grace(until);
       if (until.passed(runtime_.executor.now())) break;
@@ -137,15 +174,22 @@ Error Client::unreachable() const {
   MutexLock lock(mutex_);
   return Error(
       ErrorKind::kTimedOut,
-      fmt::format("the store of rank 0 at {} {} within {:g} s ({}); is rank 0 running, and do MASTER_ADDR "
-                  "and MASTER_PORT say where?",
-                  options_.store_address, channel_ ? "did not answer" : "could not be reached", seconds,
-                  last_failure_ ? last_failure_->message() : "no answer at all"));
+      fmt::format("rank 0 at {} never answered within {:g} s ({}); is it running, and do MASTER_ADDR and "
+                  "MASTER_PORT say where?",
+                  options_.store_address, seconds,
+                  channel_        ? "its store was reached, but says nothing"
+                  : last_failure_ ? last_failure_->message()
+                                  : "no answer at all"));
 }
 
 void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  {
+    MutexLock lock(mutex_);
+    if (channel_ != channel) return;
+  }
   try {
     messages_.dispatch(message.header);
+    if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
   } catch (const Error& error) {
     runtime_.log.error(fmt::format("the store at {} said something that is no message: {}", channel->peer(),
                                    error.message()));
@@ -154,10 +198,25 @@ void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Messa
 }
 
 void Client::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
-  bool decided, leaving;
   {
     MutexLock lock(mutex_);
     if (channel_ != channel) return;
+  }
+  lose_store(reason);
+}
+
+void Client::on_silence() {
+  lose_store(Error(ErrorKind::kTimedOut,
+                   silence_story(*patience_) + "; to the other workers this one is dead by now"));
+}
+
+void Client::lose_store(const Error& reason) {
+  patience_.reset();
+  silent_at_ = Deadline::never();
+  bool decided, leaving;
+  {
+    MutexLock lock(mutex_);
+    if (channel_) channel_->close();
     channel_.reset();
     decided = decided_;
     leaving = leaving_;
@@ -203,21 +262,28 @@ void Client::on_closed_before_welcome(const Error& reason) {
 
 void Client::on_store_gone(const Error& reason) {
   const std::string story =
-      reason.kind() == ErrorKind::kDisconnected
+      declared_dead_
+          ? fmt::format(
+                "its store declared this worker dead, which was {}; start this worker again to join "
+                "anew",
+                reason.message())
+      : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
           : reason.message();
   {
     MutexLock lock(mutex_);
-    if (presence_.empty()) return;  // refused: nothing was gained, nothing is lost
-    const bool rank0_left = presence_[0] == Presence::kLeft;
-    const std::string server = describe(members_[0]);
+    const auto found = known_.find(0);
+    if (found == known_.end()) return;  // refused: nothing was gained, nothing is lost
+    const bool rank0_left = found->second.presence == Presence::kLeft;
+    const std::string server = describe(found->second.member);
     const Error gone(ErrorKind::kDisconnected,
-                     rank0_left ? fmt::format("the store closed, since {} left the world", server)
-                                : fmt::format("{} died, and the store with it: {}", server, story));
+                     declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, story)
+                     : rank0_left   ? fmt::format("the store closed, since {} left the world", server)
+                                    : fmt::format("{} died, and the store with it: {}", server, story));
     store_gone_ = gone;
     cancel_slots(gone);
   }
-  if (self_.rank != 0) note({0, Error(ErrorKind::kDisconnected, story)});
+  if (options_.rank != 0) note_end(0, Error(ErrorKind::kDisconnected, story));
 }
 
 void Client::cancel_slots(const Error& reason) {
@@ -255,7 +321,7 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
     if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
     if (store_gone_) throw Error(*store_gone_);
     message.call = next_call_++;
-    message.round = next_round_[{tag, message.ranks}]++;
+    number(message);
     slots_[message.call] = slot;
     channel = channel_;
   }
@@ -285,9 +351,33 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
   throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", options_.store_address));
 }
 
-bool Client::is_present(int rank) const {
+void Client::number(Contribute& message) {
+  for (const int rank : message.ranks) {
+    const auto found = known_.find(rank);
+    message.incarnations.push_back(found == known_.end() ? 0 : found->second.member.incarnation);
+  }
+  RoundCounter& counter = rounds_[{message.tag, message.ranks}];
+  if (counter.incarnations != message.incarnations) counter = {message.incarnations, 0};
+  message.round = counter.next++;
+}
+
+std::optional<Client::Known> Client::find(int rank) const {
   MutexLock lock(mutex_);
-  return presence_.at(static_cast<std::size_t>(rank)) == Presence::kPresent;
+  const auto found = known_.find(rank);
+  return found == known_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::vector<Member> Client::members() const {
+  MutexLock lock(mutex_);
+  std::vector<Member> members;
+  members.reserve(known_.size());
+  for (const auto& [rank, known] : known_) members.push_back(known.member);
+  return members;
+}
+
+int Client::world_size() const {
+  MutexLock lock(mutex_);
+  return static_cast<int>(known_.size());
 }
 
 void Client::leave(Deadline deadline) {
@@ -316,57 +406,65 @@ void Client::leave(Deadline deadline) {
   stop();
 }
 
-void Client::note(Event event) {
+void Client::note_end(int rank, std::optional<Error> death) {
   std::string story;
   {
     MutexLock lock(mutex_);
-    const auto rank = static_cast<std::size_t>(event.rank);
-    if (rank >= presence_.size() || presence_[rank] != Presence::kPresent) return;
-    presence_[rank] = event.death ? Presence::kDied : Presence::kLeft;
-    if (event.death) story = fmt::format("{} died: {}", describe(members_[rank]), event.death->message());
-    events_.push_back(std::move(event));
+    const auto found = known_.find(rank);
+    if (found == known_.end() || found->second.presence != Presence::kPresent) return;
+    Known& known = found->second;
+    known.presence = death ? Presence::kDied : Presence::kLeft;
+    if (death) story = fmt::format("{} died: {}", describe(known.member), death->message());
+    events_.push_back({known.member, known.presence, std::move(death)});
   }
   if (!story.empty()) runtime_.log.warning(story);
   tell_listeners();
 }
 
-void Client::on_death(Membership::DeathCallback callback) {
-  add_listener([callback = std::move(callback)](const Member& member, const Event& event) {
-    if (event.death) callback(member, *event.death);
-  });
-}
-
-void Client::on_departure(Membership::DepartureCallback callback) {
-  add_listener([callback = std::move(callback)](const Member& member, const Event& event) {
-    if (!event.death) callback(member);
-  });
-}
-
-void Client::add_listener(std::function<void(const Member&, const Event&)> callback) {
+void Client::note_arrival(Member member) {
   {
     MutexLock lock(mutex_);
-    listeners_.push_back(std::make_shared<Listener>(Listener{std::move(callback)}));
+    events_.push_back({member, Presence::kPresent, std::nullopt});
+    const int rank = member.rank;
+    known_[rank] = {std::move(member)};
+  }
+  tell_listeners();
+}
+
+void Client::watch(Membership::Callbacks callbacks) {
+  {
+    MutexLock lock(mutex_);
+    listeners_.push_back(std::make_shared<Listener>(Listener{std::move(callbacks)}));
   }
   transport_->wake();
+}
+
+void Client::tell(const Membership::Callbacks& callbacks, const Event& event) {
+  if (event.now == Presence::kPresent) {
+    if (callbacks.joined) callbacks.joined(event.member);
+  } else if (event.now == Presence::kDied) {
+    if (callbacks.died) callbacks.died(event.member, *event.death);
+  } else if (callbacks.left) {
+    callbacks.left(event.member);
+  }
 }
 
 void Client::tell_listeners() {
   while (true) {
     std::shared_ptr<Listener> listener;
     std::optional<Event> event;
-    std::optional<Member> member;
     {
       MutexLock lock(mutex_);
-      const std::size_t known = events_.size();
-      const auto behind = std::find_if(listeners_.begin(), listeners_.end(),
-                                       [&](const auto& one) { return one->next < known; });
-      if (behind == listeners_.end()) return;
+      // Whoever is furthest behind is next, so that all hear of one event before anybody hears of a later
+      // one.
+      const auto behind = std::min_element(listeners_.begin(), listeners_.end(),
+                                           [](const auto& a, const auto& b) { return a->next < b->next; });
+      if (behind == listeners_.end() || (*behind)->next == events_.size()) return;
       listener = *behind;
       event = events_[listener->next++];
-      member = members_[static_cast<std::size_t>(event->rank)];
     }
     try {
-      listener->callback(*member, *event);
+      tell(listener->callbacks, *event);
     } catch (...) {
       runtime_.log.error(
           fmt::format("a membership callback threw: {}", torchspan::describe(std::current_exception()).text));

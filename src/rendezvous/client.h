@@ -25,19 +25,26 @@ class Client final : private net::Handler {
   /// Breaks the connection unless leave() ended it.
   ~Client() override;
 
-  /// Waits for the verdict; throws it if it is a refusal.
-  std::vector<Member> join();
-  bool is_present(int rank) const;
+  enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
+  /// The latest holder of a rank.
+  struct Known {
+    Member member;
+    Presence presence = Presence::kPresent;
+  };
+
+  /// Waits for the verdict and returns this worker as the store knows it; throws a refusal.
+  Member join();
+  std::vector<Member> members() const;
+  int world_size() const;
+  std::optional<Known> find(int rank) const;
   /// `ranks` ascending, this worker's among them.
   std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                             Deadline deadline);
   void leave(Deadline deadline);
-  void on_death(Membership::DeathCallback callback);
-  void on_departure(Membership::DepartureCallback callback);
+  void watch(Membership::Callbacks callbacks);
   bool is_callback_thread() const { return thread_.is_current(); }
 
  private:
-  enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
   /// A barrier or gather somebody waits for.
   struct Slot {
     std::unique_ptr<Parker> parker;
@@ -47,12 +54,18 @@ class Client final : private net::Handler {
   };
   /// What happened to another worker; kept for those who ask later.
   struct Event {
-    int rank;
-    std::optional<Error> death;  ///< none: it left
+    Member member;
+    Presence now;
+    std::optional<Error> death;
   };
   struct Listener {
-    std::function<void(const Member&, const Event&)> callback;
+    Membership::Callbacks callbacks;
     std::size_t next = 0;  ///< index into events_
+  };
+  /// Rounds of some ranks under some tag, counted as long as nobody's place is taken.
+  struct RoundCounter {
+    std::vector<std::uint32_t> incarnations;
+    std::uint64_t next = 0;
   };
 
   void add_handlers();
@@ -63,12 +76,17 @@ class Client final : private net::Handler {
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
   void on_closed_before_welcome(const Error& reason);
   void on_store_gone(const Error& reason);
+  void on_silence();
+  void lose_store(const Error& reason);
   void decide(std::optional<Error> refusal);
-  void note(Event event);
+  void meet(Welcome message);
+  void note_arrival(Member member);
+  void note_end(int rank, std::optional<Error> death);
+  void number(Contribute& message) TORCHSPAN_REQUIRES(mutex_);
   void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
-  void add_listener(std::function<void(const Member&, const Event&)> callback);
   void tell_listeners();
+  static void tell(const Membership::Callbacks& callbacks, const Event& event);
   Error unreachable() const;
   void stop();
 
@@ -82,18 +100,20 @@ class Client final : private net::Handler {
   // Of the client's thread alone.
   Deadline retry_at_;
   Duration backoff_;
+  std::optional<Duration> patience_;  ///< with a silent store; none on its own host
+  Deadline silent_at_;
+  bool declared_dead_ = false;
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialling
   bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Member> members_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Presence> presence_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  std::map<std::pair<std::string, std::vector<int>>, std::uint64_t> next_round_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::pair<std::string, std::vector<int>>, RoundCounter> rounds_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_call_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -11,6 +11,7 @@
 #include "rendezvous/client.h"
 #include "rendezvous/messages.h"
 #include "rendezvous/names.h"
+#include "rendezvous/process_stat.h"
 #include "rendezvous/store_server.h"
 
 namespace torchspan::rendezvous {
@@ -42,13 +43,21 @@ std::uint64_t random_epoch() {
 
 void check_options(const JoinOptions& options) {
   check_name(options.name, "the worker's name");
-  if (options.world_size < 1) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("world_size is {}; expected is 1 or more", options.world_size));
+  const auto refuse = [](std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); };
+  const int size = options.world_size, rank = options.rank;
+  if (size < 0) refuse(fmt::format("world_size is {}; expected is 1 or more, or 0: an open world", size));
+  if (size == kOpenWorld && rank < kAnyRank) {
+    refuse(fmt::format("rank is {}; in an open world expected is 0 or more, or {}: any", rank, kAnyRank));
   }
-  if (options.rank < 0 || options.rank >= options.world_size) {
-    throw Error(ErrorKind::kInvalid, fmt::format("rank is {}; in a world of {} expected is 0 to {}",
-                                                 options.rank, options.world_size, options.world_size - 1));
+  if (size != kOpenWorld && (rank < 0 || rank >= size)) {
+    refuse(fmt::format("rank is {}; in a world of {} expected is 0 to {}", rank, size, size - 1));
+  }
+  if (options.heartbeat <= Duration::zero() || options.dead_after / 2 < options.heartbeat) {
+    const auto seconds = [](Duration time) { return std::chrono::duration<double>(time).count(); };
+    refuse(
+        fmt::format("heartbeat is {:g} s and dead_after {:g} s; expected is a heartbeat of more than nothing "
+                    "and a dead_after of at least two heartbeats",
+                    seconds(options.heartbeat), seconds(options.dead_after)));
   }
 }
 
@@ -59,8 +68,9 @@ Member make_self(const JoinOptions& options) {
   self.address = options.address;
   self.epoch = options.epoch != 0 ? options.epoch : random_epoch();
   self.host = host_name();
-  self.host_id = boot_id();
+  self.host_id = options.host_id.empty() ? boot_id() : options.host_id;
   self.pid = getpid();
+  if (const auto stat = read_process_stat(self.pid)) self.start_ticks = stat->start_ticks;
   self.uid = geteuid();
   self.functions_digest = options.functions_digest;
   return self;
@@ -69,7 +79,8 @@ Member make_self(const JoinOptions& options) {
 }  // namespace
 
 std::string describe(const Member& member) {
-  return fmt::format("{} (rank {}, pid {} on {})", member.name, member.rank, member.pid, member.host);
+  const std::string rank = member.rank == kAnyRank ? "no rank yet" : fmt::format("rank {}", member.rank);
+  return fmt::format("{} ({}, pid {} on {})", member.name, rank, member.pid, member.host);
 }
 
 TransportFactory stream_transports(Executor& executor, net::Secret secret) {
@@ -84,22 +95,21 @@ TransportFactory stream_transports(Executor& executor, net::Secret secret) {
   };
 }
 
-/// `client` and `server` are null in a world of one; `server` is rank 0's, and outlives its client.
+/// `client` and `server` are null in a fixed world of one; `server` is rank 0's, and outlives its client.
 class Membership::Impl {
  public:
   Impl(Runtime& runtime, const TransportFactory& transports, JoinOptions options)
-      : runtime_(runtime), self_(make_self(options)) {
-    if (options.world_size == 1) {
-      members_ = {self_};
-      return;
-    }
+      : runtime_(runtime), open_(options.world_size == kOpenWorld), self_(make_self(options)) {
+    if (options.world_size == 1) return;
     if (options.rank == 0) {
-      server_ = std::make_unique<StoreServer>(runtime, transports, options.store_address,
-                                              StoreOptions{options.world_size, options.job});
+      server_ = std::make_unique<StoreServer>(
+          runtime, transports, options.store_address,
+          StoreOptions{
+              options.world_size, options.job, self_.host_id, {options.heartbeat, options.dead_after}});
     }
     client_ = std::make_unique<Client>(runtime, transports, std::move(options), self_);
     try {
-      members_ = client_->join();
+      self_ = client_->join();
     } catch (...) {
       client_.reset();
       if (server_) server_->finish(runtime.executor.deadline_in(kBadNewsTime));
@@ -144,19 +154,35 @@ class Membership::Impl {
   }
 
   bool is_present(int rank) const {
-    check_rank(rank);
-    return client_ ? client_->is_present(rank) : true;
+    const Client::Known known =
+        open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Client::Presence::kLeft}) : get(rank);
+    return known.presence == Client::Presence::kPresent;
   }
 
-  void check_rank(int rank) const {
-    if (rank >= 0 && rank < static_cast<int>(members_.size())) return;
-    throw Error(ErrorKind::kInvalid, fmt::format("there is no rank {} in this world; ranks go from 0 to {}",
-                                                 rank, members_.size() - 1));
+  Condition condition(int rank) const {
+    const auto [member, presence] = get(rank);
+    if (presence == Client::Presence::kDied) return Condition::kDead;
+    if (presence == Client::Presence::kLeft) return Condition::kLeft;
+    if (rank == self_.rank || member.host_id != self_.host_id) return Condition::kPresent;
+    const auto stat = read_process_stat(member.pid);
+    const bool same = stat && stat->start_ticks == member.start_ticks;
+    return same && stat->stopped() ? Condition::kStopped : Condition::kPresent;
   }
 
-  const Member& member(std::string_view name) const {
+  /// Throws kInvalid with the ranks that exist.
+  Client::Known get(int rank) const {
+    if (auto known = find(rank)) return *std::move(known);
+    std::vector<int> ranks;
+    for (const Member& member : members()) ranks.push_back(member.rank);
+    throw Error(ErrorKind::kInvalid,
+                open_ ? fmt::format("there is no rank {} in this open world yet; there are {}", rank, ranks)
+                      : fmt::format("there is no rank {} in this world; ranks go from 0 to {}", rank,
+                                    ranks.size() - 1));
+  }
+
+  Member member(std::string_view name) const {
     std::vector<std::string> names;
-    for (const Member& member : members_) {
+    for (const Member& member : members()) {
       if (member.name == name) return member;
       names.push_back(member.name);
     }
@@ -165,18 +191,29 @@ class Membership::Impl {
   }
 
   const Member& self() const { return self_; }
-  const std::vector<Member>& members() const { return members_; }
+  bool open() const { return open_; }
+  std::vector<Member> members() const { return client_ ? client_->members() : std::vector<Member>{self_}; }
+  int world_size() const { return client_ ? client_->world_size() : 1; }
   Client* client() const { return client_.get(); }
 
  private:
-  /// Empty means everybody; else ascending, without doubles, ours among them.
+  std::optional<Client::Known> find(int rank) const {
+    if (client_) return client_->find(rank);
+    return rank == self_.rank ? std::optional(Client::Known{self_}) : std::nullopt;
+  }
+
+  /// Empty means everybody of a fixed world; else ascending, without doubles, ours among them.
   void check_ranks(std::vector<int>& ranks) const {
+    if (ranks.empty() && open_) {
+      throw Error(ErrorKind::kInvalid,
+                  "in an open world nobody knows who 'everybody' is: name the ranks that take part");
+    }
     if (ranks.empty()) {
-      for (const Member& member : members_) ranks.push_back(member.rank);
+      for (const Member& member : members()) ranks.push_back(member.rank);
     }
     std::sort(ranks.begin(), ranks.end());
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-    for (const int rank : ranks) check_rank(rank);
+    for (const int rank : ranks) get(rank);
     if (!std::binary_search(ranks.begin(), ranks.end(), self_.rank)) {
       throw Error(
           ErrorKind::kInvalid,
@@ -191,8 +228,8 @@ class Membership::Impl {
   }
 
   Runtime& runtime_;
-  const Member self_;
-  std::vector<Member> members_;
+  const bool open_;
+  Member self_;  ///< complete once the constructor is done
   std::atomic<bool> left_{false};
   std::unique_ptr<StoreServer> server_;
   std::unique_ptr<Client> client_;
@@ -214,23 +251,21 @@ std::unique_ptr<Membership> Membership::join(Runtime& runtime, TransportFactory 
 }
 
 const Member& Membership::self() const { return impl_->self(); }
-const std::vector<Member>& Membership::members() const { return impl_->members(); }
-const Member& Membership::member(std::string_view name) const { return impl_->member(name); }
-
-const Member& Membership::member(int rank) const {
-  impl_->check_rank(rank);
-  return members()[static_cast<std::size_t>(rank)];
-}
-
+bool Membership::open() const { return impl_->open(); }
+std::vector<Member> Membership::members() const { return impl_->members(); }
+int Membership::world_size() const { return impl_->world_size(); }
+Member Membership::member(std::string_view name) const { return impl_->member(name); }
+Member Membership::member(int rank) const { return impl_->get(rank).member; }
 bool Membership::is_present(int rank) const { return impl_->is_present(rank); }
+Condition Membership::condition(int rank) const { return impl_->condition(rank); }
 
-void Membership::on_death(DeathCallback callback) {
-  if (impl_->client() != nullptr) impl_->client()->on_death(std::move(callback));
+void Membership::watch(Callbacks callbacks) {
+  if (impl_->client() != nullptr) impl_->client()->watch(std::move(callbacks));
 }
 
-void Membership::on_departure(DepartureCallback callback) {
-  if (impl_->client() != nullptr) impl_->client()->on_departure(std::move(callback));
-}
+void Membership::on_join(JoinCallback callback) { watch({.joined = std::move(callback)}); }
+void Membership::on_death(DeathCallback callback) { watch({.died = std::move(callback)}); }
+void Membership::on_departure(DepartureCallback callback) { watch({.left = std::move(callback)}); }
 
 void Membership::barrier(const std::string& tag, std::vector<int> ranks, Deadline deadline) {
   impl_->gather("barrier", tag, {}, std::move(ranks), deadline);

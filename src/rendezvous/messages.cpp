@@ -7,7 +7,6 @@
 namespace torchspan::rendezvous {
 namespace {
 
-constexpr int kMostWorkers = 1 << 20;
 constexpr Duration kLongestWait = std::chrono::hours(24 * 365);
 
 template <class T, class Put>
@@ -50,6 +49,14 @@ int get_rank(ByteReader& reader) {
   return rank;
 }
 
+/// A rank, or kAnyRank.
+int get_wish(ByteReader& reader) {
+  ByteReader ahead = reader;
+  if (ahead.get<std::int32_t>() != kAnyRank) return get_rank(reader);
+  reader = ahead;
+  return kAnyRank;
+}
+
 ErrorKind get_kind(ByteReader& reader) {
   const auto number = reader.get<std::uint8_t>();
   if (number < static_cast<std::uint8_t>(ErrorKind::kInvalid) ||
@@ -68,22 +75,40 @@ void put_member(ByteWriter& writer, const Member& member) {
   writer.put_string(member.host_id);
   writer.put(member.pid);
   writer.put(member.uid);
+  writer.put(member.start_ticks);
   writer.put(member.functions_digest);
+  writer.put(member.incarnation);
 }
-constexpr std::size_t kLeastMemberBytes = 4 * 5 + 8 * 4;
+constexpr std::size_t kLeastMemberBytes = 4 * 6 + 8 * 5;
 
-Member get_member(ByteReader& reader) {
+Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) {
   Member member;
   member.name = reader.get_string();
-  member.rank = get_rank(reader);
+  member.rank = read_rank(reader);
   member.address = reader.get_string();
   member.epoch = reader.get<std::uint64_t>();
   member.host = reader.get_string();
   member.host_id = reader.get_string();
   member.pid = reader.get<std::int64_t>();
   member.uid = reader.get<std::int64_t>();
+  member.start_ticks = reader.get<std::uint64_t>();
   member.functions_digest = reader.get<std::uint64_t>();
+  member.incarnation = reader.get<std::uint32_t>();
   return member;
+}
+
+void put_gone(ByteWriter& writer, const Gone& gone) {
+  writer.put(std::int32_t{gone.rank});
+  writer.put(gone.died);
+  writer.put_string(gone.reason);
+}
+
+Gone get_gone(ByteReader& reader) {
+  Gone gone;
+  gone.rank = get_rank(reader);
+  gone.died = reader.get<bool>();
+  gone.reason = reader.get_string();
+  return gone;
 }
 
 }  // namespace
@@ -105,8 +130,12 @@ void Register::encode(ByteWriter& writer) const {
 Register Register::decode(ByteReader& reader) {
   Register message;
   message.version = reader.get<std::uint32_t>();
+  if (message.version != kStoreVersion) {
+    reader.get_bytes(reader.left());
+    return message;
+  }
   message.job = reader.get_string();
-  message.member = get_member(reader);
+  message.member = get_member(reader, get_wish);
   message.world_size = reader.get<std::int32_t>();
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
@@ -116,10 +145,14 @@ Register Register::decode(ByteReader& reader) {
 
 void Welcome::encode(ByteWriter& writer) const {
   put_list(writer, members, [&](const Member& member) { put_member(writer, member); });
+  put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
 }
 
 Welcome Welcome::decode(ByteReader& reader) {
-  return {get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); })};
+  Welcome message;
+  message.members = get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); });
+  message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_gone(reader); });
+  return message;
 }
 
 void Refused::encode(ByteWriter& writer) const {
@@ -139,6 +172,7 @@ void Contribute::encode(ByteWriter& writer) const {
   writer.put(round);
   put_duration(writer, timeout);
   put_blob(writer, bytes);
+  put_list(writer, incarnations, [&](std::uint32_t one) { writer.put(one); });
 }
 
 Contribute Contribute::decode(ByteReader& reader) {
@@ -149,6 +183,7 @@ Contribute Contribute::decode(ByteReader& reader) {
   message.round = reader.get<std::uint64_t>();
   message.timeout = get_duration(reader);
   message.bytes = get_blob(reader);
+  message.incarnations = get_list(reader, 4, [&] { return reader.get<std::uint32_t>(); });
   return message;
 }
 
@@ -191,5 +226,17 @@ Died Died::decode(ByteReader& reader) {
   const int rank = get_rank(reader);
   return {rank, reader.get_string()};
 }
+
+void Joined::encode(ByteWriter& writer) const { put_member(writer, member); }
+
+Joined Joined::decode(ByteReader& reader) { return {get_member(reader)}; }
+
+void Ping::encode(ByteWriter& writer) const { put_duration(writer, dead_after); }
+
+Ping Ping::decode(ByteReader& reader) { return {get_duration(reader)}; }
+
+void DeclaredDead::encode(ByteWriter& writer) const { writer.put_string(reason); }
+
+DeclaredDead DeclaredDead::decode(ByteReader& reader) { return {reader.get_string()}; }
 
 }  // namespace torchspan::rendezvous

@@ -14,13 +14,15 @@
 /// struct here and one handler in a MessageTable.
 namespace torchspan::rendezvous {
 
-inline constexpr std::uint32_t kStoreVersion = 1;
+inline constexpr std::uint32_t kStoreVersion = 2;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
+inline constexpr int kMostWorkers = 1 << 20;
 
 /// The end of a wait that a message asked for; Duration::max() is never.
 Deadline deadline_after(TimePoint now, Duration timeout);
 
-/// Client to store, first message of a connection: lets this worker into the world.
+/// Client to store, first message of a connection: lets this worker into the world. Of another version only
+/// the version is read.
 struct Register {
   static constexpr std::uint16_t kType = 1;
   std::uint32_t version = kStoreVersion;
@@ -35,10 +37,18 @@ struct Register {
   static Register decode(ByteReader& reader);
 };
 
-/// Store to all clients: the world is complete.
+/// A worker that is not in any more: it left, or died for a reason.
+struct Gone {
+  int rank = 0;
+  bool died = false;
+  std::string reason;
+};
+
+/// Store to a client: it is in, since the world is complete or open. It knows itself by its name.
 struct Welcome {
   static constexpr std::uint16_t kType = 2;
-  std::vector<Member> members;  ///< by rank
+  std::vector<Member> members;  ///< the latest of every rank, by rank
+  std::vector<Gone> gone;       ///< which of them are
 
   void encode(ByteWriter& writer) const;
   static Welcome decode(ByteReader& reader);
@@ -63,6 +73,7 @@ struct Contribute {
   std::uint64_t round = 0;
   Duration timeout{0};  ///< Duration::max(): never
   Bytes bytes;
+  std::vector<std::uint32_t> incarnations = {};  ///< of `ranks`, as the client knows them
 
   void encode(ByteWriter& writer) const;
   static Contribute decode(ByteReader& reader);
@@ -112,7 +123,7 @@ struct Left {
   static Left decode(ByteReader& reader);
 };
 
-/// Store to the others: the connection of `rank` ended without a good-bye.
+/// Store to the others: the connection of `rank` ended without a good-bye, or it fell silent.
 struct Died {
   static constexpr std::uint16_t kType = 10;
   int rank = 0;
@@ -120,6 +131,40 @@ struct Died {
 
   void encode(ByteWriter& writer) const;
   static Died decode(ByteReader& reader);
+};
+
+/// Store to the others: a worker came into a running world, perhaps in the place of one that is gone.
+struct Joined {
+  static constexpr std::uint16_t kType = 11;
+  Member member;
+
+  void encode(ByteWriter& writer) const;
+  static Joined decode(ByteReader& reader);
+};
+
+/// Store to a client of another host: give a sign of life. A store that sends none for `dead_after` is dead.
+struct Ping {
+  static constexpr std::uint16_t kType = 12;
+  Duration dead_after{0};
+
+  void encode(ByteWriter& writer) const;
+  static Ping decode(ByteReader& reader);
+};
+
+/// Client to store: here I am.
+struct Pong {
+  static constexpr std::uint16_t kType = 13;
+  void encode(ByteWriter&) const {}
+  static Pong decode(ByteReader&) { return {}; }
+};
+
+/// Store to a client that was silent for too long: to the world it is dead.
+struct DeclaredDead {
+  static constexpr std::uint16_t kType = 14;
+  std::string reason;
+
+  void encode(ByteWriter& writer) const;
+  static DeclaredDead decode(ByteReader& reader);
 };
 
 template <class Message>

@@ -16,7 +16,9 @@ Member make_member(int rank) {
   member.host_id = "boot";
   member.pid = 1000 + rank;
   member.uid = 7;
+  member.start_ticks = 5555;
   member.functions_digest = 99;
+  member.incarnation = 4;
   return member;
 }
 
@@ -39,16 +41,22 @@ Message round_trip(const Message& message) {
 /// One of each, with every field set.
 std::vector<Bytes> examples() {
   return {
-      encode_message(Register{1, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
-      encode_message(Welcome{{make_member(0), make_member(1)}}),
+      encode_message(Register{
+          kStoreVersion, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
+      encode_message(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}}),
       encode_message(Refused{ErrorKind::kDenied, "no"}),
-      encode_message(Contribute{9, "tag", {0, 2, 3}, 5, std::chrono::seconds(1), bytes_of("mine")}),
+      encode_message(
+          Contribute{9, "tag", {0, 2, 3}, 5, std::chrono::seconds(1), bytes_of("mine"), {0, 7, 1}}),
       encode_message(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}}),
       encode_message(RoundFailed{9, ErrorKind::kTimedOut, "late"}),
       encode_message(Leave{}),
       encode_message(Farewell{}),
       encode_message(Left{3}),
       encode_message(Died{2, "killed"}),
+      encode_message(Joined{make_member(5)}),
+      encode_message(Ping{std::chrono::seconds(5)}),
+      encode_message(Pong{}),
+      encode_message(DeclaredDead{"silent"}),
   };
 }
 
@@ -65,13 +73,17 @@ MessageTable<> full_table() {
   table.on<Farewell>([](Farewell) {});
   table.on<Left>([](Left) {});
   table.on<Died>([](Died) {});
+  table.on<Joined>([](Joined) {});
+  table.on<Ping>([](Ping) {});
+  table.on<Pong>([](Pong) {});
+  table.on<DeclaredDead>([](DeclaredDead) {});
   return table;
 }
 
 TEST(StoreMessages, KeepEveryFieldOfARegistration) {
   const Member member = make_member(3);
-  const auto back =
-      round_trip(Register{1, "job", member, 4, true, {"f(int)", "g()"}, std::chrono::milliseconds(1500)});
+  const auto back = round_trip(
+      Register{kStoreVersion, "job", member, 4, true, {"f(int)", "g()"}, std::chrono::milliseconds(1500)});
   EXPECT_EQ(back.job, "job");
   EXPECT_EQ(back.member.name, member.name);
   EXPECT_EQ(back.member.rank, 3);
@@ -81,7 +93,9 @@ TEST(StoreMessages, KeepEveryFieldOfARegistration) {
   EXPECT_EQ(back.member.host_id, "boot");
   EXPECT_EQ(back.member.pid, 1003);
   EXPECT_EQ(back.member.uid, 7);
+  EXPECT_EQ(back.member.start_ticks, 5555u);
   EXPECT_EQ(back.member.functions_digest, 99u);
+  EXPECT_EQ(back.member.incarnation, 4u);
   EXPECT_EQ(back.world_size, 4);
   EXPECT_TRUE(back.require_same_functions);
   EXPECT_EQ(back.functions, (std::vector<std::string>{"f(int)", "g()"}));
@@ -89,17 +103,50 @@ TEST(StoreMessages, KeepEveryFieldOfARegistration) {
 }
 
 TEST(StoreMessages, KeepRoundsAndTheirBytes) {
-  const auto contribute = round_trip(Contribute{9, "tag", {0, 2, 3}, 5, Duration::max(), bytes_of("mine")});
+  const auto contribute =
+      round_trip(Contribute{9, "tag", {0, 2, 3}, 5, Duration::max(), bytes_of("mine"), {0, 7, 1}});
   EXPECT_EQ(contribute.call, 9u);
   EXPECT_EQ(contribute.tag, "tag");
   EXPECT_EQ(contribute.round, 5u);
   EXPECT_EQ(contribute.ranks, (std::vector<int>{0, 2, 3}));
   EXPECT_EQ(contribute.timeout, Duration::max());
   EXPECT_EQ(contribute.bytes, bytes_of("mine"));
+  EXPECT_EQ(contribute.incarnations, (std::vector<std::uint32_t>{0, 7, 1}));
   const auto gathered = round_trip(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}});
   EXPECT_EQ(gathered.bytes, (std::vector<Bytes>{bytes_of("a"), {}, bytes_of("c")}));
   EXPECT_EQ(round_trip(RoundFailed{9, ErrorKind::kTimedOut, "late"}).kind, ErrorKind::kTimedOut);
   EXPECT_EQ(round_trip(Died{2, "killed"}).reason, "killed");
+}
+
+TEST(StoreMessages, KeepWhoIsGoneAndWhoCame) {
+  const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}});
+  ASSERT_EQ(welcome.gone.size(), 1u);
+  EXPECT_EQ(welcome.gone[0].rank, 1);
+  EXPECT_TRUE(welcome.gone[0].died);
+  EXPECT_EQ(welcome.gone[0].reason, "killed");
+  EXPECT_EQ(round_trip(Joined{make_member(5)}).member.incarnation, 4u);
+  EXPECT_EQ(round_trip(Ping{std::chrono::seconds(5)}).dead_after, std::chrono::seconds(5));
+  EXPECT_EQ(round_trip(DeclaredDead{"silent"}).reason, "silent");
+}
+
+TEST(StoreMessages, AllowNoRankInAWishAndNowhereElse) {
+  Register wish{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
+  EXPECT_EQ(round_trip(wish).member.rank, kAnyRank);
+  EXPECT_THROW(full_table().dispatch(encode_message(Joined{make_member(kAnyRank)})), Error);
+  wish.member.rank = kAnyRank - 1;
+  EXPECT_THROW(full_table().dispatch(encode_message(wish)), Error);
+}
+
+TEST(StoreMessages, ReadOnlyTheVersionOfAnotherVersion) {
+  ByteWriter writer;
+  writer.put(Register::kType);
+  writer.put(std::uint32_t{kStoreVersion + 5});
+  writer.put_string("whatever it says there");
+  MessageTable<> table;
+  std::uint32_t version = 0;
+  table.on<Register>([&](Register message) { version = message.version; });
+  table.dispatch(writer.bytes());
+  EXPECT_EQ(version, kStoreVersion + 5);
 }
 
 TEST(StoreMessages, RefuseKindsRanksAndTypesThatDoNotExist) {

@@ -20,7 +20,7 @@ std::string list_members(const std::vector<const Member*>& members) {
 
 std::string Rounds::names_of(const std::vector<int>& ranks) const {
   std::vector<const Member*> members;
-  for (const int rank : ranks) members.push_back(&members_.at(static_cast<std::size_t>(rank)));
+  for (const int rank : ranks) members.push_back(&members_.at(rank));
   return list_members(members);
 }
 
@@ -34,18 +34,54 @@ std::string Rounds::complaint_about(int rank, const Contribute& message) const {
   if (!std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>())) {
     return fmt::format("the ranks {} are not ascending", ranks);
   }
-  if (!ranks.empty() && ranks.back() >= static_cast<int>(members_.size())) {
-    return fmt::format("there is no rank {} in a world of {}", ranks.back(), members_.size());
+  for (const int other : ranks) {
+    if (!members_.contains(other)) return fmt::format("there is no rank {} in this world", other);
   }
   if (!std::binary_search(ranks.begin(), ranks.end(), rank)) {
     return fmt::format("rank {} takes part without being one of its ranks {}", rank, ranks);
   }
+  if (message.incarnations.size() != ranks.size()) {
+    return fmt::format("it names {} incarnations of {} ranks", message.incarnations.size(), ranks.size());
+  }
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::uint32_t latest = members_.at(ranks[i]).incarnation;
+    if (message.incarnations[i] > latest || (ranks[i] == rank && message.incarnations[i] != latest)) {
+      return fmt::format("incarnation {} of rank {} is not known here", message.incarnations[i], ranks[i]);
+    }
+  }
   return "";
+}
+
+std::string Rounds::news_for(const Contribute& message) const {
+  for (std::size_t i = 0; i < message.ranks.size(); ++i) {
+    const Member& member = members_.at(message.ranks[i]);
+    if (message.incarnations[i] == member.incarnation) continue;
+    return fmt::format("{} was replaced meanwhile; call again (its place is taken by {})",
+                       former_names_.at(member.rank), describe(member));
+  }
+  return "";
+}
+
+void Rounds::on_join(Member member) {
+  const int rank = member.rank;
+  if (const auto former = members_.find(rank); former != members_.end()) {
+    former_names_[rank] = former->second.name;
+    on_gone(rank, describe(former->second) + " was replaced");
+    gone_.erase(rank);
+    std::erase_if(rounds_, [&](const auto& entry) {
+      return std::binary_search(entry.first.ranks.begin(), entry.first.ranks.end(), rank);
+    });
+  }
+  members_[rank] = std::move(member);
 }
 
 void Rounds::contribute(int rank, Contribute message, TimePoint now) {
   if (const std::string complaint = complaint_about(rank, message); !complaint.empty()) {
     answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, complaint}));
+    return;
+  }
+  if (const std::string news = news_for(message); !news.empty()) {
+    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kDisconnected, news}));
     return;
   }
   const auto [place, fresh] = rounds_.try_emplace(Key{message.tag, message.ranks, message.round});

@@ -15,14 +15,15 @@ std::string list_members(const std::vector<const Member*>& members);
 
 /// The rounds of barriers and gathers that are under way, as a table without I/O or clock: contributions in,
 /// answers out. A round ends once, in the same way for all its participants; one that failed is remembered
-/// until every participant that can still come was told. One thread at a time.
+/// until every participant that can still come was told. When a gone worker's place is taken, the rounds of
+/// its rank are forgotten and counted anew: who comes without knowing of that is told. One thread at a time.
 class Rounds {
  public:
   using Answer = std::function<void(int rank, Bytes message)>;
   explicit Rounds(Answer answer) : answer_(std::move(answer)) {}
 
-  /// The world, once it is complete.
-  void set_members(std::vector<Member> members) { members_ = std::move(members); }
+  /// A worker is in: a new one, or in the place of one that is gone.
+  void on_join(Member member);
   void contribute(int rank, Contribute message, TimePoint now);
   /// `rank` will not come any more; `story` tells why ("worker1 (…) died: …").
   void on_gone(int rank, std::string story);
@@ -53,6 +54,7 @@ class Rounds {
   };
 
   std::string complaint_about(int rank, const Contribute& message) const;
+  std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
   std::string others_under_this_tag(const Key& key, const Round& round) const;
   void fail(Round& round, ErrorKind kind, std::string text);
@@ -60,7 +62,8 @@ class Rounds {
   void erase_ended();
 
   const Answer answer_;
-  std::vector<Member> members_;
+  std::map<int, Member> members_;
+  std::map<int, std::string> former_names_;  ///< of the ranks whose place was taken
   std::map<int, std::string> gone_;
   std::map<Key, Round> rounds_;
 };

@@ -197,5 +197,76 @@ TEST_F(Sockets, KilledProcessIsHeardOf) {
   membership->leave(in(seconds(10)));
 }
 
+TEST_F(Sockets, StoppedProcessIsNeitherDeadNorPresent) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto executor = make_executor();
+    Runtime runtime(*executor, "worker1", LogLevel::kOff);
+    JoinOptions mine = options(1, kOpenWorld);
+    mine.rank = kAnyRank;
+    const auto membership = Membership::join(runtime, stream_transports(*executor, secret_), mine);
+    membership->barrier("in", {0, 1}, executor->deadline_in(seconds(30)));
+    pause();
+    _exit(0);
+  }
+  Runtime runtime(*executor_, "worker0", LogLevel::kOff);
+  const auto membership = join(runtime, options(0, kOpenWorld));
+  const auto came = executor_->make_parker(), died = executor_->make_parker();
+  membership->watch({.joined = [&](const Member&) { came->unpark(); },
+                     .died = [&](const Member&, const Error&) { died->unpark(); }});
+  ASSERT_TRUE(came->park(in(seconds(30))));
+  membership->barrier("in", {0, 1}, in(seconds(30)));
+  EXPECT_EQ(membership->condition(0), Condition::kPresent);
+  EXPECT_EQ(membership->condition(1), Condition::kPresent);
+  int status = 0;
+  EXPECT_EQ(kill(child, SIGSTOP), 0);
+  EXPECT_EQ(waitpid(child, &status, WUNTRACED), child);
+  EXPECT_EQ(membership->condition(1), Condition::kStopped);
+  EXPECT_TRUE(membership->is_present(1));
+  EXPECT_EQ(kill(child, SIGCONT), 0);
+  EXPECT_EQ(waitpid(child, &status, WCONTINUED), child);
+  EXPECT_EQ(membership->condition(1), Condition::kPresent);
+  EXPECT_EQ(kill(child, SIGKILL), 0);
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(died->park(in(seconds(10))));
+  EXPECT_EQ(membership->condition(1), Condition::kDead);
+  EXPECT_THAT(error_of([&] { membership->condition(2); }).what(), HasSubstr("no rank 2"));
+  membership->leave(in(seconds(10)));
+}
+
+TEST_F(Sockets, WorkersOfAnOpenWorldComeAndGoUnderHeartbeats) {
+  constexpr int kWorkers = 4;
+  constexpr std::uint32_t kLives = 5;
+  run(kWorkers, [&](int number) {
+    Runtime runtime(*executor_, "worker", LogLevel::kOff);
+    JoinOptions mine = options(number, kOpenWorld);
+    mine.host_id = "host" + std::to_string(number);
+    mine.heartbeat = milliseconds(2);
+    mine.dead_after = seconds(20);
+    if (number == 0) {
+      const auto all_left = executor_->make_parker();
+      std::uint32_t left = 0;
+      const auto membership = join(runtime, mine);
+      membership->watch(
+          {.died = [](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; },
+           .left =
+               [&](const Member&) {
+                 if (++left == (kWorkers - 1) * kLives) all_left->unpark();
+               }});
+      EXPECT_TRUE(all_left->park(in(seconds(60))));
+      EXPECT_EQ(membership->world_size(), kWorkers);
+      membership->leave(in(seconds(30)));
+      return;
+    }
+    for (std::uint32_t life = 0; life < kLives; ++life) {
+      const auto membership = join(runtime, mine);
+      EXPECT_EQ(membership->self().incarnation, life);
+      executor_->sleep(milliseconds(10));
+      EXPECT_EQ(membership->all_gather("alone", Bytes(1), {number}, in(seconds(30))).size(), 1u);
+      membership->leave(in(seconds(30)));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::rendezvous

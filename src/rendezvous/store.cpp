@@ -32,10 +32,16 @@ std::string story_of(const Error& reason) {
 
 }  // namespace
 
-Store::Store(StoreOptions options, Send send)
-    : options_(std::move(options)), send_(std::move(send)), rounds_([this](int rank, Bytes message) {
-        if (const auto& connection = workers_.at(rank).connection) send_(*connection, std::move(message));
-      }) {
+Store::Store(StoreOptions options, Wires wires)
+    : options_(std::move(options)),
+      wires_(std::move(wires)),
+      rounds_([this](int rank, Bytes message) {
+        if (const auto& connection = workers_.at(rank).connection) {
+          wires_.send(*connection, std::move(message));
+        }
+      }),
+      heartbeats_(options_.heartbeats),
+      phase_(is_open() ? Phase::kRunning : Phase::kGathering) {
   messages_.on<Register>([this](ConnectionId connection, TimePoint now, Register message) {
     on_register(connection, std::move(message), now);
   });
@@ -43,51 +49,101 @@ Store::Store(StoreOptions options, Send send)
     rounds_.contribute(rank_of(connection), std::move(message), now);
   });
   messages_.on<Leave>([this](ConnectionId connection, TimePoint, Leave) { on_leave(connection); });
+  messages_.on<Pong>([](ConnectionId, TimePoint, Pong) {});
 }
 
 void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) {
+  if (silent_.contains(connection)) return;
+  heartbeats_.heard(connection);
   messages_.dispatch(connection, now, bytes);
 }
 
 int Store::rank_of(ConnectionId connection) const {
   const auto found = ranks_.find(connection);
-  if (found == ranks_.end() || phase_ != Phase::kComplete) {
+  if (found == ranks_.end() || phase_ != Phase::kRunning) {
     throw Error(ErrorKind::kInvalid, "a client spoke before it was welcome in the world");
   }
   return found->second;
 }
 
 void Store::on_register(ConnectionId connection, Register message, TimePoint now) {
-  if (ranks_.contains(connection)) throw Error(ErrorKind::kInvalid, "a client registered twice");
+  const bool waits =
+      std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
+  if (ranks_.contains(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = reason_to_turn_away(message)) {
     refuse(connection, *reason);
     return;
   }
+  if (message.member.host_id != options_.host_id) heartbeats_.watch(connection, now);
+  if (phase_ != Phase::kRunning) {
+    gather(connection, std::move(message), now);
+  } else if (message.member.rank != 0 && !workers_.contains(0)) {
+    waiting_.emplace_back(connection, std::move(message));
+  } else {
+    admit(connection, std::move(message));
+    if (!workers_.contains(0)) return;
+    for (auto& [other, early] : std::exchange(waiting_, {})) admit(other, std::move(early));
+  }
+}
+
+void Store::gather(ConnectionId connection, Register message, TimePoint now) {
+  const int rank = message.member.rank;
   if (phase_ == Phase::kFailed) {
-    told_.insert(message.member.rank);
+    told_.insert(rank);
     refuse(connection, *failure_);
     return;
   }
   if (const auto reason = reason_to_fail(message)) {
-    told_.insert(message.member.rank);
+    told_.insert(rank);
     refuse(connection, *reason);
     fail(*reason);
     return;
   }
   gather_until_ = earlier(gather_until_, deadline_after(now, message.timeout));
-  const int rank = message.member.rank;
+  message.member.incarnation = 0;
   ranks_[connection] = rank;
   workers_[rank] = {std::move(message), connection};
   if (static_cast<int>(workers_.size()) == options_.world_size) welcome_everybody();
+}
+
+void Store::admit(ConnectionId connection, Register message) {
+  if (const auto reason = reason_to_keep_out(message)) {
+    refuse(connection, *reason);
+    return;
+  }
+  Member& member = message.member;
+  member.rank = rank_for(member);
+  const auto former = workers_.find(member.rank);
+  member.incarnation = former == workers_.end() ? 0 : former->second.member().incarnation + 1;
+  const Member copy = member;
+  ranks_[connection] = copy.rank;
+  workers_[copy.rank] = {std::move(message), connection};
+  rounds_.on_join(copy);
+  tell_others(copy.rank, Joined{copy});
+  wires_.send(connection, encode_message(make_welcome()));
+}
+
+const Store::Worker* Store::holder_of(const std::string& name) const {
+  const auto found = std::find_if(workers_.begin(), workers_.end(),
+                                  [&](const auto& one) { return one.second.member().name == name; });
+  return found == workers_.end() ? nullptr : &found->second;
+}
+
+int Store::rank_for(const Member& member) const {
+  if (member.rank != kAnyRank) return member.rank;
+  if (const Worker* former = holder_of(member.name)) return former->member().rank;
+  int rank = 1;
+  while (workers_.contains(rank)) ++rank;
+  return rank;
 }
 
 std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
   if (message.version != kStoreVersion) {
     return Error(
         ErrorKind::kUnsupported,
-        fmt::format("{} speaks version {} of the store's protocol, rank 0 speaks version {}: build all "
-                    "workers from one version of TorchSpan",
-                    describe(message.member), message.version, kStoreVersion));
+        fmt::format("this worker speaks version {} of the store's protocol, rank 0 speaks version {}: build "
+                    "all workers from one version of TorchSpan",
+                    message.version, kStoreVersion));
   }
   if (message.job != options_.job) {
     return Error(
@@ -99,17 +155,91 @@ std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
   if (!is_name(message.member.name)) {
     return Error(ErrorKind::kInvalid, fmt::format("rank {} has no valid name", message.member.rank));
   }
-  if (phase_ == Phase::kComplete) {
-    const auto same = workers_.find(message.member.rank);
+  const int size = message.world_size;
+  if ((size == kOpenWorld) != is_open()) {
+    const auto claim = [](int world_size) {
+      return world_size == kOpenWorld ? "an open world (world_size 0)"
+                                      : fmt::format("a fixed world of {} workers", world_size);
+    };
+    return Error(ErrorKind::kInvalid,
+                 fmt::format("rank 0 serves {}, but {} was started for {}: give all workers of the job the "
+                             "same world_size",
+                             claim(options_.world_size), describe(message.member), claim(size)));
+  }
+  if (!is_open() && message.member.rank == kAnyRank) {
+    return Error(ErrorKind::kInvalid,
+                 fmt::format("'{}' names no rank; a fixed world of {} workers gives none",
+                             message.member.name, options_.world_size));
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
+  if (const auto server = workers_.find(0); server != workers_.end() && !server->second.connection) {
     return Error(
-        ErrorKind::kInvalid,
-        fmt::format("the world of {} workers is complete, so {} cannot join any more{}; a worker that was "
-                    "restarted needs the whole job to start again, and another job needs another "
-                    "MASTER_PORT",
-                    options_.world_size, describe(message.member),
-                    same == workers_.end()
-                        ? ""
-                        : fmt::format("; its rank is {}", describe(same->second.registration.member))));
+        ErrorKind::kDisconnected,
+        fmt::format("{} has left, and the world ends with it: {} cannot join any more; start the job "
+                    "again",
+                    describe(server->second.member()), message.member.name));
+  }
+  const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
+  return reason ? reason : difference_of_functions(message);
+}
+
+std::optional<Error> Store::reason_in_an_open_world(const Register& message) const {
+  const Member& member = message.member;
+  const auto refusal = [](std::string text) { return Error(ErrorKind::kInvalid, std::move(text)); };
+  constexpr const char* kIfDead = "if that one is dead, this is noticed shortly: try again";
+  const Worker* namesake = holder_of(member.name);
+  if (namesake != nullptr && namesake->connection) {
+    return refusal(fmt::format("the name '{}' is taken by {}; choose another, or {}", member.name,
+                               describe(namesake->member()), kIfDead));
+  }
+  if (namesake != nullptr && member.rank != kAnyRank && member.rank != namesake->member().rank) {
+    return refusal(fmt::format(
+        "'{}' wants rank {}, but that name belongs to rank {}, which {} held; come back with that "
+        "rank, with rank {}, or under another name",
+        member.name, member.rank, namesake->member().rank, describe(namesake->member()), kAnyRank));
+  }
+  const auto same_rank = workers_.find(member.rank);
+  if (same_rank != workers_.end() && same_rank->second.connection) {
+    return refusal(fmt::format("rank {} is taken by {}; choose another or none (rank {}), or {}", member.rank,
+                               describe(same_rank->second.member()), kAnyRank, kIfDead));
+  }
+  if (namesake == nullptr && member.rank == kAnyRank &&
+      workers_.size() >= static_cast<std::size_t>(kMostWorkers)) {
+    return Error(ErrorKind::kOverloaded, fmt::format("all {} ranks of this world were used", kMostWorkers));
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> Store::reason_in_a_complete_world(const Register& message) const {
+  const auto same = workers_.find(message.member.rank);
+  const bool known = same != workers_.end();
+  if (known && !same->second.connection && same->second.member().name == message.member.name &&
+      message.world_size == options_.world_size) {
+    return std::nullopt;
+  }
+  return Error(
+      ErrorKind::kInvalid,
+      fmt::format("the world of {} workers is complete, so {} cannot join any more{}; a worker that was "
+                  "restarted takes its place again under the same rank, name and world size once its "
+                  "predecessor is gone, and another job needs another MASTER_PORT",
+                  options_.world_size, describe(message.member),
+                  known ? fmt::format("; its rank is {}", describe(same->second.member())) : ""));
+}
+
+std::optional<Error> Store::difference_of_functions(const Register& message) const {
+  for (const auto& [rank, worker] : workers_) {
+    const Register& other = worker.registration;
+    if (!worker.connection || other.member.functions_digest == message.member.functions_digest ||
+        (!other.require_same_functions && !message.require_same_functions)) {
+      continue;
+    }
+    return Error(ErrorKind::kInvalid,
+                 fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
+                             "allow the difference with require_same_functions = false",
+                             only_in(other, message), only_in(message, other)));
   }
   return std::nullopt;
 }
@@ -117,7 +247,7 @@ std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
 std::optional<Error> Store::reason_to_fail(const Register& message) const {
   const Member& member = message.member;
   std::vector<const Member*> there;
-  for (const auto& [rank, worker] : workers_) there.push_back(&worker.registration.member);
+  for (const auto& [rank, worker] : workers_) there.push_back(&worker.member());
   if (message.world_size != options_.world_size || member.rank >= options_.world_size) {
     return Error(
         ErrorKind::kInvalid,
@@ -128,31 +258,21 @@ std::optional<Error> Store::reason_to_fail(const Register& message) const {
   if (const auto same = workers_.find(member.rank); same != workers_.end()) {
     return Error(ErrorKind::kInvalid,
                  fmt::format("two workers have rank {}: {} and {}; give each its own RANK", member.rank,
-                             describe(same->second.registration.member), describe(member)));
+                             describe(same->second.member()), describe(member)));
   }
-  for (const auto& [rank, worker] : workers_) {
-    const Register& other = worker.registration;
-    if (other.member.name == member.name) {
-      return Error(
-          ErrorKind::kInvalid,
-          fmt::format("two workers are named '{}': {} and {}; give each its own TORCHSPAN_NAME, or none",
-                      member.name, describe(other.member), describe(member)));
-    }
-    if (other.member.functions_digest != member.functions_digest &&
-        (other.require_same_functions || message.require_same_functions)) {
-      return Error(
-          ErrorKind::kInvalid,
-          fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or allow "
-                      "the difference with require_same_functions = false",
-                      only_in(other, message), only_in(message, other)));
-    }
+  if (const Worker* other = holder_of(member.name)) {
+    return Error(
+        ErrorKind::kInvalid,
+        fmt::format("two workers are named '{}': {} and {}; give each its own TORCHSPAN_NAME, or none",
+                    member.name, describe(other->member()), describe(member)));
   }
-  return std::nullopt;
+  return difference_of_functions(message);
 }
 
 void Store::refuse(ConnectionId connection, const Error& reason) {
+  heartbeats_.forget(connection);
   refused_.insert(connection);
-  send_(connection, encode_message(Refused{reason.kind(), reason.message()}));
+  wires_.send(connection, encode_message(Refused{reason.kind(), reason.message()}));
 }
 
 void Store::fail(const Error& reason) {
@@ -166,50 +286,69 @@ void Store::fail(const Error& reason) {
   ranks_.clear();
 }
 
-void Store::welcome_everybody() {
-  phase_ = Phase::kComplete;
+Welcome Store::make_welcome() const {
   Welcome welcome;
-  for (const auto& [rank, worker] : workers_) welcome.members.push_back(worker.registration.member);
-  const Bytes message = encode_message(welcome);
-  rounds_.set_members(std::move(welcome.members));
-  for (const auto& [rank, worker] : workers_) send_(*worker.connection, message);
+  for (const auto& [rank, worker] : workers_) {
+    welcome.members.push_back(worker.member());
+    if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.story});
+  }
+  return welcome;
+}
+
+void Store::welcome_everybody() {
+  phase_ = Phase::kRunning;
+  const Bytes message = encode_message(make_welcome());
+  for (const auto& [rank, worker] : workers_) {
+    rounds_.on_join(worker.member());
+    wires_.send(*worker.connection, message);
+  }
 }
 
 template <class Message>
 void Store::tell_others(int rank, const Message& message) {
   const Bytes bytes = encode_message(message);
   for (const auto& [other, worker] : workers_) {
-    if (other != rank && worker.connection) send_(*worker.connection, bytes);
+    if (other != rank && worker.connection) wires_.send(*worker.connection, bytes);
   }
 }
 
 void Store::on_leave(ConnectionId connection) {
   const int rank = rank_of(connection);
-  send_(connection, encode_message(Farewell{}));
+  wires_.send(connection, encode_message(Farewell{}));
   Worker& worker = workers_.at(rank);
   worker.connection.reset();
   ranks_.erase(connection);
+  heartbeats_.forget(connection);
   tell_others(rank, Left{rank});
-  rounds_.on_gone(rank, describe(worker.registration.member) + " left the world");
+  rounds_.on_gone(rank, describe(worker.member()) + " left the world");
 }
 
 void Store::on_closed(ConnectionId connection, const Error& reason) {
   refused_.erase(connection);
+  silent_.erase(connection);
+  heartbeats_.forget(connection);
+  bury(connection, story_of(reason));
+}
+
+void Store::bury(ConnectionId connection, const std::string& story) {
+  std::erase_if(waiting_, [&](const auto& one) { return one.first == connection; });
   const auto found = ranks_.find(connection);
   if (found == ranks_.end()) return;
   const int rank = found->second;
   ranks_.erase(found);
   Worker& worker = workers_.at(rank);
   worker.connection.reset();
-  const std::string name = describe(worker.registration.member);
+  worker.died = true;
+  worker.story = story;
+  const std::string name = describe(worker.member());
   if (phase_ == Phase::kGathering) {
     told_.insert(rank);
     fail(Error(ErrorKind::kDisconnected,
-               fmt::format("{} died while the world was gathering: {}", name, story_of(reason))));
+               fmt::format("{} died while the world was gathering: {}", name, story)));
     return;
   }
-  tell_others(rank, Died{rank, story_of(reason)});
-  rounds_.on_gone(rank, fmt::format("{} died: {}", name, story_of(reason)));
+  tell_others(rank, Died{rank, story});
+  rounds_.on_gone(rank, fmt::format("{} died: {}", name, story));
 }
 
 Error Store::missing_workers() const {
@@ -218,7 +357,7 @@ Error Store::missing_workers() const {
   for (int rank = 0; rank < options_.world_size; ++rank) {
     const auto found = workers_.find(rank);
     if (found != workers_.end()) {
-      there.push_back(&found->second.registration.member);
+      there.push_back(&found->second.member());
     } else if (missing.size() < 16) {
       missing.push_back(std::to_string(rank));
     } else {
@@ -239,10 +378,21 @@ void Store::tick(TimePoint now) {
     fail(missing_workers());
   }
   rounds_.tick(now);
+  const Heartbeats::Due due = heartbeats_.tick(now);
+  const Duration dead_after = heartbeats_.options().dead_after;
+  for (const ConnectionId connection : due.ask) wires_.send(connection, encode_message(Ping{dead_after}));
+  for (const ConnectionId connection : due.dead) {
+    const std::string story = silence_story(dead_after);
+    silent_.insert(connection);
+    wires_.send(connection, encode_message(DeclaredDead{story}));
+    wires_.close(connection);
+    bury(connection, story);
+  }
 }
 
 Deadline Store::next_deadline() const {
-  return phase_ == Phase::kGathering ? gather_until_ : rounds_.next_deadline();
+  const Deadline next = phase_ == Phase::kGathering ? gather_until_ : rounds_.next_deadline();
+  return earlier(next, heartbeats_.next_deadline());
 }
 
 bool Store::deserted() const {
@@ -255,7 +405,7 @@ bool Store::deserted() const {
 std::vector<const Member*> Store::present() const {
   std::vector<const Member*> members;
   for (const auto& [rank, worker] : workers_) {
-    if (worker.connection) members.push_back(&worker.registration.member);
+    if (worker.connection) members.push_back(&worker.member());
   }
   return members;
 }

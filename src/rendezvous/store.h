@@ -4,7 +4,10 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "rendezvous/heartbeats.h"
 #include "rendezvous/messages.h"
 #include "rendezvous/rounds.h"
 
@@ -13,17 +16,24 @@ namespace torchspan::rendezvous {
 using ConnectionId = std::uint64_t;
 
 struct StoreOptions {
-  int world_size = 1;
+  int world_size = 1;  ///< or kOpenWorld
   std::string job;
+  std::string host_id = {};  ///< of rank 0: workers of other hosts are asked for signs of life
+  Heartbeats::Options heartbeats = {};
 };
 
 /// What rank 0 serves, as a table without I/O or clock: messages and ends of connections in, messages out.
-/// First the world gathers; a registration that cannot be, or the first deadline, fails it for everybody.
-/// Then it is complete: deaths and good-byes are announced and rounds are held. One thread at a time.
+/// A fixed world gathers first; a registration that cannot be, or the first deadline, fails it for everybody.
+/// Then it runs: deaths and good-byes are announced, rounds are held, and who comes in the place of a gone
+/// worker is let in. An open world runs from the moment rank 0 is in. One thread at a time.
 class Store {
  public:
-  using Send = std::function<void(ConnectionId, Bytes)>;
-  Store(StoreOptions options, Send send);
+  /// How the table acts on its connections; close() lets what was sent before arrive.
+  struct Wires {
+    std::function<void(ConnectionId, Bytes)> send;
+    std::function<void(ConnectionId)> close;
+  };
+  Store(StoreOptions options, Wires wires);
 
   /// Throws Error{kInvalid} for bytes that are no message of this phase: close the connection.
   void on_message(ConnectionId connection, BytesView bytes, TimePoint now);
@@ -37,16 +47,30 @@ class Store {
   std::vector<const Member*> present() const;
 
  private:
-  enum class Phase { kGathering, kComplete, kFailed };
+  enum class Phase { kGathering, kRunning, kFailed };
   struct Worker {
     Register registration;
-    std::optional<ConnectionId> connection;  ///< none once it left or died
+    std::optional<ConnectionId> connection = {};  ///< none once it left or died
+    bool died = false;                            ///< else it left
+    std::string story = {};                       ///< of its death
+    const Member& member() const { return registration.member; }
   };
 
   void on_register(ConnectionId connection, Register message, TimePoint now);
   void on_leave(ConnectionId connection);
+  bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> reason_to_turn_away(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
+  std::optional<Error> reason_to_keep_out(const Register& message) const;
+  std::optional<Error> reason_in_an_open_world(const Register& message) const;
+  std::optional<Error> reason_in_a_complete_world(const Register& message) const;
+  std::optional<Error> difference_of_functions(const Register& message) const;
+  void gather(ConnectionId connection, Register message, TimePoint now);
+  void admit(ConnectionId connection, Register message);
+  int rank_for(const Member& member) const;
+  const Worker* holder_of(const std::string& name) const;
+  Welcome make_welcome() const;
+  void bury(ConnectionId connection, const std::string& story);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason);
   void welcome_everybody();
@@ -56,14 +80,17 @@ class Store {
   int rank_of(ConnectionId connection) const;
 
   const StoreOptions options_;
-  const Send send_;
+  const Wires wires_;
   MessageTable<ConnectionId, TimePoint> messages_;
   Rounds rounds_;
-  Phase phase_ = Phase::kGathering;
-  std::map<int, Worker> workers_;
-  std::map<ConnectionId, int> ranks_;  ///< of the registered connections
-  std::set<ConnectionId> refused_;     ///< told, and not yet closed
-  std::set<int> told_;                 ///< ranks that heard why the world failed
+  Heartbeats heartbeats_;
+  Phase phase_;
+  std::map<int, Worker> workers_;                           ///< the latest of every rank
+  std::map<ConnectionId, int> ranks_;                       ///< of the registered connections
+  std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< came to an open world before rank 0
+  std::set<ConnectionId> refused_;                          ///< told, and not yet closed
+  std::set<ConnectionId> silent_;                           ///< declared dead, and not yet closed
+  std::set<int> told_;                                      ///< ranks that heard why the world failed
   Deadline gather_until_;
   std::optional<Error> failure_;
 };

@@ -16,16 +16,27 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   client.on<Farewell>([](Farewell) {});
   client.on<Left>([](Left) {});
   client.on<Died>([](Died) {});
-  Store store({.world_size = 3, .job = ""},
-              [&](ConnectionId, const Bytes& bytes) { client.dispatch(bytes); });
+  client.on<Joined>([](Joined) {});
+  client.on<Ping>([](Ping) {});
+  client.on<DeclaredDead>([](DeclaredDead) {});
+  const bool open = size > 0 && (data[0] & 2) != 0;
+  const int world_size = open ? kOpenWorld : 3;
+  Store store({.world_size = world_size,
+               .job = "",
+               .heartbeats = {.interval = std::chrono::milliseconds(50),
+                              .dead_after = std::chrono::milliseconds(200)}},
+              {.send = [&](ConnectionId, const Bytes& bytes) { client.dispatch(bytes); },
+               .close = [](ConnectionId) {}});
   TimePoint now{};
-  // Some worlds are complete from the start, so that the later messages are reached as well.
+  // Some worlds are open, some span hosts, and some are complete from the start, so that the later messages
+  // are reached as well.
   if (size > 0 && (data[0] & 1) != 0) {
     for (int rank = 0; rank < 3; ++rank) {
       Register message;
       message.member.name = "worker" + std::to_string(rank);
       message.member.rank = rank;
-      message.world_size = 3;
+      message.world_size = world_size;
+      if (rank > 0 && (data[0] & 4) != 0) message.member.host_id = "elsewhere";
       store.on_message(static_cast<ConnectionId>(rank), encode_message(message), now);
     }
   }

@@ -25,7 +25,12 @@ StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, c
                          StoreOptions options)
     : runtime_(runtime),
       store_(std::move(options),
-             [this](ConnectionId connection, const Bytes& message) { send(connection, message); }),
+             {.send = [this](ConnectionId connection, const Bytes& message) { send(connection, message); },
+              .close =
+                  [this](ConnectionId connection) {
+                    const auto found = channels_.find(connection);
+                    if (found != channels_.end()) found->second->close();
+                  }}),
       finished_(runtime.executor.make_parker()),
       transport_(listen(transports, *this, address)) {
   thread_ = runtime_.executor.spawn("torchspan store", [this] { serve(); });

@@ -1,76 +1,14 @@
-#include "rendezvous/store.h"
-
 #include <algorithm>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <random>
+#include <set>
+
+#include "rendezvous/store_fixture.h"
 
 namespace torchspan::rendezvous {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-constexpr TimePoint kStart{};
-
-Register registration(int rank, int world_size) {
-  Register message;
-  message.job = "job";
-  message.member.name = "worker" + std::to_string(rank);
-  message.member.rank = rank;
-  message.member.host = "node";
-  message.member.pid = 100 + rank;
-  message.world_size = world_size;
-  message.functions = {"f()"};
-  message.timeout = std::chrono::seconds(60);
-  return message;
-}
-
-/// A store, and what each of its connections was told.
-class StoreFixture : public ::testing::Test {
- protected:
-  void open(int world_size) {
-    store_ = std::make_unique<Store>(
-        StoreOptions{world_size, "job"},
-        [this](ConnectionId connection, Bytes bytes) { told_[connection].push_back(std::move(bytes)); });
-  }
-  template <class Message>
-  void say(ConnectionId connection, const Message& message, TimePoint now = kStart) {
-    store_->on_message(connection, encode_message(message), now);
-  }
-  /// A complete world whose worker of rank r speaks over connection r.
-  void gather_world(int world_size) {
-    open(world_size);
-    for (int rank = 0; rank < world_size; ++rank) {
-      say(static_cast<ConnectionId>(rank), registration(rank, world_size));
-    }
-    told_.clear();
-  }
-  /// The messages of one kind that `connection` heard.
-  template <class Message>
-  std::vector<Message> heard(ConnectionId connection) const {
-    std::vector<Message> messages;
-    const auto found = told_.find(connection);
-    if (found == told_.end()) return messages;
-    for (const Bytes& bytes : found->second) {
-      ByteReader reader(bytes);
-      if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
-    }
-    return messages;
-  }
-  std::string refusal(ConnectionId connection) const {
-    const auto all = heard<Refused>(connection);
-    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " refusals";
-  }
-  std::string round_failure(ConnectionId connection) const {
-    const auto all = heard<RoundFailed>(connection);
-    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " failures";
-  }
-  static Error closed() { return Error(ErrorKind::kDisconnected, "end of file"); }
-
-  std::unique_ptr<Store> store_;
-  std::map<ConnectionId, std::vector<Bytes>> told_;
-};
 
 TEST_F(StoreFixture, WelcomesEverybodyByRankOnceAllAreIn) {
   open(3);
@@ -312,8 +250,8 @@ TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
   }
 }
 
-/// Any order of contributions, deaths, departures and deadlines: whoever came to a round hears of its end
-/// exactly once, and nothing is remembered once all are gone.
+/// Any order of contributions, deaths, returns, news of them and deadlines: whoever came to a round hears of
+/// its end exactly once, and nothing is remembered once all are gone.
 TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -328,17 +266,31 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
       EXPECT_TRUE(type == Gathered::kType || type == RoundFailed::kType);
       ++answered[rank][reader.get<std::uint64_t>()];
     });
-    std::vector<Member> members;
-    for (int rank = 0; rank < size; ++rank) members.push_back(registration(rank, size).member);
-    rounds.set_members(members);
-    std::vector<std::map<std::string, std::uint64_t>> next(static_cast<std::size_t>(size));
-    for (int rank = 0; rank < size; ++rank) alive.insert(rank);
+    const auto count = static_cast<std::size_t>(size);
+    std::vector<std::uint32_t> latest(count, 0);
+    std::vector<std::vector<std::uint32_t>> believed(count, latest);  // what each worker has heard so far
+    std::vector<std::map<std::pair<std::string, std::vector<std::uint32_t>>, std::uint64_t>> next(count);
+    for (int rank = 0; rank < size; ++rank) {
+      rounds.on_join(registration(rank, size).member);
+      alive.insert(rank);
+    }
     TimePoint now{};
     for (int step = 0; step < 60; ++step) {
-      const int rank = static_cast<int>(random() % static_cast<std::uint64_t>(size));
+      const int rank = static_cast<int>(random() % count);
+      const auto self = static_cast<std::size_t>(rank);
       now += std::chrono::milliseconds(random() % 5);
       if (random() % 40 == 0) {
         if (alive.erase(rank) == 1) rounds.on_gone(rank, "gone");
+      } else if (!alive.contains(rank) && random() % 4 == 0) {
+        Member again = registration(rank, size).member;
+        again.incarnation = ++latest[self];
+        rounds.on_join(again);
+        alive.insert(rank);
+        believed[self] = latest;
+        asked[rank].clear();
+        answered[rank].clear();
+      } else if (random() % 8 == 0) {
+        believed[self] = latest;
       } else if (random() % 10 == 0) {
         rounds.tick(now);
       } else if (alive.contains(rank)) {
@@ -347,11 +299,14 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
         for (int other = 0; other < size; ++other) {
           if (other == rank || tag == "a" || other % 2 == rank % 2) ranks.push_back(other);
         }
-        const std::uint64_t round = next[static_cast<std::size_t>(rank)][tag]++;
+        std::vector<std::uint32_t> incarnations;
+        for (const int other : ranks) incarnations.push_back(believed[self][static_cast<std::size_t>(other)]);
+        const std::uint64_t round = next[self][{tag, incarnations}]++;
         const auto call = static_cast<std::uint64_t>(step);
         ++asked[rank][call];
-        rounds.contribute(rank, {call, tag, ranks, round, std::chrono::milliseconds(1 + random() % 100), {}},
-                          now);
+        rounds.contribute(
+            rank, {call, tag, ranks, round, std::chrono::milliseconds(1 + random() % 100), {}, incarnations},
+            now);
       }
     }
     rounds.tick(now + std::chrono::seconds(1));

@@ -1,42 +1,62 @@
 #include "rpc/call_table.h"
 
 #include <algorithm>
+#include <fmt/format.h>
 
 namespace torchspan::rpc {
 
-std::uint64_t CallTable::next_id() {
-  MutexLock lock(mutex_);
-  return ++counter_;
+std::string site_text(const SourceLocation& site) {
+  if (site.line() == 0) return {};
+  std::string_view file = site.file_name();
+  file.remove_prefix(std::min(file.size(), file.rfind('/') + 1));
+  return fmt::format("{}:{}", file, site.line());
 }
 
-bool CallTable::add(std::uint64_t id, PendingCall call) {
+bool CallTable::add(std::uint64_t id, PendingCall& call) {
   MutexLock lock(mutex_);
+  std::size_t& waiting = per_peer_[call.peer];
+  if (call.user_values && waiting >= most_per_peer_) {
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("{} calls to this worker wait for replies, which is the limit "
+                            "(ServiceOptions::max_pending_calls); wait for some of them before you make more",
+                            waiting));
+  }
+  ++waiting;
   const Deadline deadline = call.deadline;
-  calls_.emplace(id, std::move(call));
+  auto [it, fresh] = calls_.emplace(id, Entry{std::move(call), deadlines_.end()});
   if (deadline.is_never()) return false;
-  return deadlines_.emplace(deadline, id) == deadlines_.begin();
+  it->second.deadline = deadlines_.emplace(deadline, id);
+  return it->second.deadline == deadlines_.begin();
+}
+
+bool CallTable::attach(std::uint64_t id, std::unique_ptr<StopHook>& hook) {
+  MutexLock lock(mutex_);
+  auto it = calls_.find(id);
+  if (it == calls_.end()) return false;
+  it->second.call.stop_hook = std::move(hook);
+  return true;
+}
+
+PendingCall CallTable::remove(Entries::iterator it) {
+  if (it->second.deadline != deadlines_.end()) deadlines_.erase(it->second.deadline);
+  PendingCall call = std::move(it->second.call);
+  if (auto peer = per_peer_.find(call.peer); --peer->second == 0) per_peer_.erase(peer);
+  calls_.erase(it);
+  return call;
 }
 
 std::optional<PendingCall> CallTable::take(std::uint64_t id) {
   MutexLock lock(mutex_);
   auto it = calls_.find(id);
   if (it == calls_.end()) return std::nullopt;
-  PendingCall call = std::move(it->second);
-  calls_.erase(it);
-  while (!deadlines_.empty() && !calls_.contains(deadlines_.begin()->second))
-    deadlines_.erase(deadlines_.begin());
-  return call;
+  return remove(it);
 }
 
 CallTable::Calls CallTable::take_expired(TimePoint now) {
   Calls expired;
   MutexLock lock(mutex_);
   while (!deadlines_.empty() && deadlines_.begin()->first.passed(now)) {
-    auto it = calls_.find(deadlines_.begin()->second);
-    deadlines_.erase(deadlines_.begin());
-    if (it == calls_.end()) continue;
-    expired.push_back(std::move(it->second));
-    calls_.erase(it);
+    expired.push_back(remove(calls_.find(deadlines_.begin()->second)));
   }
   return expired;
 }
@@ -46,12 +66,9 @@ CallTable::Calls CallTable::take_if(Predicate predicate) {
   Calls taken;
   MutexLock lock(mutex_);
   for (auto it = calls_.begin(); it != calls_.end();) {
-    if (predicate(it->second)) {
-      taken.push_back(std::move(it->second));
-      it = calls_.erase(it);
-    } else {
-      ++it;
-    }
+    const auto next = std::next(it);
+    if (predicate(it->second.call)) taken.push_back(remove(it));
+    it = next;
   }
   // In the order they were made, so that simulated runs repeat.
   std::sort(taken.begin(), taken.end(),
@@ -65,6 +82,9 @@ CallTable::Calls CallTable::take_channel(const net::Channel* channel) {
 CallTable::Calls CallTable::take_peer(std::uint32_t peer) {
   return take_if([&](const PendingCall& call) { return call.peer == peer; });
 }
+CallTable::Calls CallTable::take_peer_older(std::uint32_t peer, TimePoint start) {
+  return take_if([&](const PendingCall& call) { return call.peer == peer && call.started < start; });
+}
 CallTable::Calls CallTable::take_all() {
   return take_if([](const PendingCall&) { return true; });
 }
@@ -77,6 +97,28 @@ Deadline CallTable::next_deadline() const {
 std::size_t CallTable::size() const {
   MutexLock lock(mutex_);
   return calls_.size();
+}
+
+std::vector<std::uint32_t> CallTable::peers() const {
+  std::vector<std::uint32_t> peers;
+  MutexLock lock(mutex_);
+  for (const auto& [peer, count] : per_peer_) peers.push_back(peer);
+  std::sort(peers.begin(), peers.end());
+  return peers;
+}
+
+std::vector<DebugInfo::Pending> CallTable::describe(TimePoint now) const {
+  std::vector<DebugInfo::Pending> rows;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [id, entry] : calls_) {
+      const PendingCall& call = entry.call;
+      rows.push_back({call.name, std::to_string(call.peer), call.user_values ? site_text(call.site) : "",
+                      now - call.started, call.deadline.left(now)});
+    }
+  }
+  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.age > b.age; });
+  return rows;
 }
 
 }  // namespace torchspan::rpc

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -11,9 +12,13 @@
 #include <torchspan/core/mutex.h>
 #include <torchspan/core/source_location.h>
 #include <torchspan/net/transport.h>
+#include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/message.h>
 
 namespace torchspan::rpc {
+
+/// What runs on the thread that stops a call's token.
+using StopHook = std::stop_callback<std::function<void()>>;
 
 /// A request that waits for its reply.
 struct PendingCall {
@@ -26,34 +31,57 @@ struct PendingCall {
   TimePoint started;
   SourceLocation site;
   bool user_values = false;
+  std::unique_ptr<StopHook> stop_hook;
 };
+
+/// "train.cpp:41", or nothing.
+std::string site_text(const SourceLocation& site);
 
 /// The requests of one worker that wait for replies. Each is taken out exactly once, by whoever completes it.
 /// Thread-safe.
 class CallTable {
  public:
   using Calls = std::vector<PendingCall>;
+  /// At most this many user calls wait per peer.
+  explicit CallTable(std::size_t most_per_peer) : most_per_peer_(most_per_peer) {}
 
-  std::uint64_t next_id();
-  /// True when its deadline is now the earliest of all.
-  bool add(std::uint64_t id, PendingCall call);
+  std::uint64_t next_id() { return counter_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  /// True when its deadline is now the earliest of all. Throws Error{kOverloaded} when too many user calls
+  /// wait for that peer; then the call is still the caller's.
+  bool add(std::uint64_t id, PendingCall& call);
+  /// False when the call has ended: then the hook is still the caller's.
+  bool attach(std::uint64_t id, std::unique_ptr<StopHook>& hook);
   std::optional<PendingCall> take(std::uint64_t id);
   Calls take_expired(TimePoint now);
   Calls take_channel(const net::Channel* channel);
   Calls take_peer(std::uint32_t peer);
+  /// Those that were started before `start`.
+  Calls take_peer_older(std::uint32_t peer, TimePoint start);
   Calls take_all();
   Deadline next_deadline() const;
   std::size_t size() const;
+  /// Whose replies are waited for.
+  std::vector<std::uint32_t> peers() const;
+  /// Oldest first; `to` holds the rank.
+  std::vector<DebugInfo::Pending> describe(TimePoint now) const;
 
  private:
+  using Deadlines = std::multimap<Deadline, std::uint64_t>;
+  struct Entry {
+    PendingCall call;
+    Deadlines::iterator deadline;  ///< deadlines_.end(): none
+  };
+  using Entries = std::unordered_map<std::uint64_t, Entry>;
   template <class Predicate>
   Calls take_if(Predicate predicate);
+  PendingCall remove(Entries::iterator it) TORCHSPAN_REQUIRES(mutex_);
 
+  const std::size_t most_per_peer_;
+  std::atomic<std::uint64_t> counter_{0};
   mutable Mutex mutex_;
-  std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  std::unordered_map<std::uint64_t, PendingCall> calls_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::multimap<Deadline, std::uint64_t> deadlines_
-      TORCHSPAN_GUARDED_BY(mutex_);  ///< may name calls long gone
+  Entries calls_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unordered_map<std::uint32_t, std::size_t> per_peer_ TORCHSPAN_GUARDED_BY(mutex_);
+  Deadlines deadlines_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::rpc

@@ -15,6 +15,15 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
   pool_.wait(parker, done, deadline);
 }
 
+UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
+  const IncomingPtr& served = ServingScope::current();
+  if (!served) return continuation;
+  return [call = served, continuation = std::move(continuation)]() mutable {
+    ServingScope serving(std::move(call));
+    continuation();
+  };
+}
+
 namespace {
 
 PoolOptions pool_options(const ServiceOptions& options) {
@@ -32,8 +41,10 @@ Core::Core(Runtime& runtime, FunctionTable functions, ServiceOptions options)
       functions_(std::move(functions)),
       options_(std::move(options)),
       self_{options_.name, options_.rank},
-      workers_{self_},
+      roster_(self_),
       host_(std::make_shared<Host>(runtime.executor, pool_options(options_))),
+      calls_(options_.max_pending_calls),
+      serving_(options_.max_waiting_bytes),
       default_timeout_(options_.default_timeout) {}
 
 void Core::open(const WorkerService::MakeTransport& make_transport) {
@@ -45,33 +56,6 @@ void Core::open(const WorkerService::MakeTransport& make_transport) {
   if (!options_.listen.empty()) address_ = transport_->listen(options_.listen);
 }
 
-void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
-  membership_ = std::move(membership);
-  std::vector<LinkMember> link_members;
-  workers_.clear();
-  for (const auto& member : membership_->members()) {
-    WorkerInfo info{member.name, static_cast<std::uint32_t>(member.rank)};
-    workers_.push_back(info);
-    link_members.push_back({info, member.address, member.epoch});
-    if (info.rank == self_.rank) epoch_ = member.epoch;
-  }
-  if (!transport_) {
-    timer_ = runtime_.executor.make_parker();
-    leader_ = runtime_.executor.spawn(self_.name + "/timer", [this] { watch_deadlines(); });
-    return;
-  }
-  links_ = std::make_unique<Links>(*transport_, runtime_.executor, self_.rank, std::move(link_members));
-  leader_ = runtime_.executor.spawn(self_.name + "/net", [this] { lead(); });
-  membership_->on_death([this](const rendezvous::Member& member, const Error& reason) {
-    member_departed(static_cast<std::uint32_t>(member.rank), reason);
-  });
-  membership_->on_departure([this](const rendezvous::Member& member) {
-    member_departed(
-        static_cast<std::uint32_t>(member.rank),
-        Error(ErrorKind::kDisconnected, fmt::format("worker '{}' has left the world", member.name)));
-  });
-}
-
 void Core::lead() {
   Executor& executor = runtime_.executor;
   const Duration spin = executor.spin_limit();
@@ -79,12 +63,13 @@ void Core::lead() {
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool busy = transport_->poll();
     fail_expired();
+    timers_.run_due(executor.now());
     if (busy) {
       last = executor.now();
     } else if (spin > Duration::zero() && executor.now() - last < spin) {
       executor.yield();
     } else {
-      transport_->wait(calls_.next_deadline());
+      transport_->wait(earlier(calls_.next_deadline(), timers_.next()));
     }
   }
 }
@@ -92,7 +77,8 @@ void Core::lead() {
 void Core::watch_deadlines() {
   while (!stopping_.load(std::memory_order_acquire)) {
     fail_expired();
-    timer_->park(calls_.next_deadline());
+    timers_.run_due(runtime_.executor.now());
+    timer_->park(earlier(calls_.next_deadline(), timers_.next()));
   }
 }
 
@@ -107,11 +93,13 @@ void Core::stop() {
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
   for (const auto& callback : departure_callbacks_) {
-    for (const WorkerInfo& worker : workers_) {
+    for (const WorkerInfo& worker : roster_.all()) {
       if (worker.rank != self_.rank) callback(worker.rank, reason);
     }
   }
+  for (const IncomingPtr& call : serving_.all()) stop_serving(call);
   fail_calls(calls_.take_all(), reason);
+  parked_.clear();
   if (links_) links_->close_all();
   if (transport_ && links_) transport_->poll();
   host_->pool().stop();
@@ -133,34 +121,13 @@ void Core::fail_calls(CallTable::Calls calls, const Error& reason) {
 std::exception_ptr Core::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
   const Error plain = to_error(cause);
   std::string text = plain.message();
-  if (call.user_values && call.site.line() != 0) {
-    std::string_view file = call.site.file_name();
-    file.remove_prefix(std::min(file.size(), file.rfind('/') + 1));
-    text += fmt::format(" [called at {}:{}]", file, call.site.line());
-  }
+  const std::string site = call.user_values ? site_text(call.site) : "";
+  if (!site.empty()) text += fmt::format(" [called at {}]", site);
   Error error(plain.kind(), std::move(text));
-  error.with_worker(workers_[call.peer].name).with_call(call.name);
+  error.with_worker(roster_.name(call.peer)).with_call(call.name);
   error.with_elapsed(runtime_.executor.now() - call.started);
   for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);
   return std::make_exception_ptr(error);
-}
-
-std::uint32_t Core::resolve(const Destination& to) const {
-  std::string wanted;
-  if (to.rank()) {
-    if (*to.rank() >= 0 && static_cast<std::size_t>(*to.rank()) < workers_.size()) {
-      return static_cast<std::uint32_t>(*to.rank());
-    }
-    wanted = fmt::format("rank {}", *to.rank());
-  } else {
-    for (const WorkerInfo& worker : workers_) {
-      if (worker.name == to.name()) return worker.rank;
-    }
-    wanted = fmt::format("worker '{}'", to.name());
-  }
-  std::string known;
-  for (const WorkerInfo& worker : workers_) known += fmt::format(" '{}' ({})", worker.name, worker.rank);
-  throw Error(ErrorKind::kInvalid, fmt::format("there is no {} in this world; there are{}", wanted, known));
 }
 
 std::uint64_t Core::id_of(const char* name, std::string (*signature)()) const {
@@ -176,30 +143,61 @@ std::uint64_t Core::id_of(const char* name, std::string (*signature)()) const {
                         name));
 }
 
-Deadline Core::deadline_for(const CallOptions& options) const {
+void Core::apply(const CallOptions& options, Request& request) {
   const Duration timeout = options.timeout.value_or(default_timeout_.load());
-  return timeout == Duration::zero() ? Deadline::never() : runtime_.executor.deadline_in(timeout);
+  if (timeout < Duration::zero()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a timeout of {} ns is negative; zero means without limit", timeout.count()));
+  }
+  if (timeout != Duration::zero()) request.deadline = runtime_.executor.deadline_in(timeout);
+  request.stop = options.stop;
+  request.group = options.group;
+  const IncomingPtr& served = ServingScope::current();
+  if (!served || options.detached) return;
+  request.deadline = earlier(request.deadline, served->deadline);
+  if (!request.stop.stop_possible()) request.stop = stop_token_of(served);
 }
 
-std::map<std::string, Bytes> Core::all_gather(const std::string& tag, const Bytes& mine,
-                                              const std::vector<std::string>& participants,
-                                              Deadline deadline) {
-  std::vector<int> ranks;
-  for (const std::string& name : participants) ranks.push_back(static_cast<int>(resolve(name)));
-  if (ranks.empty()) {
-    for (const WorkerInfo& worker : workers_) ranks.push_back(static_cast<int>(worker.rank));
-  }
-  std::sort(ranks.begin(), ranks.end());
-  if (!membership_)
-    throw Error(ErrorKind::kCancelled, "this worker does not serve: start it, or it was shut down");
-  // Only members wait for each other; the tag tells groups apart, so that their rounds are counted one by
-  // one.
-  std::string group = tag;
-  for (int rank : ranks) group += fmt::format(".{}", rank);
-  const std::vector<Bytes> gathered = membership_->all_gather(group, mine, ranks, deadline);
-  std::map<std::string, Bytes> result;
-  for (std::size_t i = 0; i < ranks.size(); ++i) result[workers_[ranks[i]].name] = gathered[i];
-  return result;
+std::optional<CurrentCall> Core::current_call() {
+  const IncomingPtr& served = ServingScope::current();
+  if (!served) return std::nullopt;
+  return CurrentCall{
+      {roster_.name(served->peer), served->peer}, served->name, served->deadline, stop_token_of(served)};
+}
+
+std::stop_token Core::stop_token_of(const IncomingPtr& served) {
+  bool fresh = false;
+  std::stop_token token = served->stop_token(&fresh);
+  if (!fresh || served->deadline.is_never()) return token;
+  const auto timer = timers_.at(served->deadline, [host = host_, weak = std::weak_ptr<IncomingCall>(served)] {
+    if (auto call = weak.lock()) host->post([call] { call->request_stop(); });
+  });
+  serving_.set_stop_timer(*served, timer.id);
+  if (timer.earliest) wake_leader();
+  return token;
+}
+
+DebugInfo Core::debug() const {
+  const TimePoint now = runtime_.executor.now();
+  DebugInfo info;
+  info.worker = self_.name;
+  info.pending = calls_.describe(now);
+  for (auto& call : info.pending) call.to = roster_.name(static_cast<std::uint32_t>(std::stoul(call.to)));
+  info.serving = serving_.describe(now);
+  for (auto& call : info.serving) call.from = roster_.name(static_cast<std::uint32_t>(std::stoul(call.from)));
+  const RRefTable::Counts counts = references_->counts();
+  info.references = {counts.owners, counts.forks, counts.pending_users, counts.pending_children};
+  info.pool_threads = host_->pool().thread_count();
+  info.pool_queued = host_->pool().queued();
+  info.calls_sent = sent_.load();
+  info.calls_handled = handled_.load();
+  info.late_replies = late_replies_.load();
+  return info;
+}
+
+void Core::after(Duration delay, UniqueFunction<void()> job) {
+  auto posted = [host = host_, job = std::move(job)]() mutable { host->post(std::move(job)); };
+  if (timers_.at(runtime_.executor.deadline_in(delay), std::move(posted)).earliest) wake_leader();
 }
 
 void* Core::find_extension(const std::type_info& type) const {
@@ -220,25 +218,20 @@ Totals Core::totals() const {
           calls_.size() != 0 || running_.load() != 0 || !references_->settled()};
 }
 
-void Core::member_departed(std::uint32_t rank, const Error& reason) {
-  if (rank == self_.rank || !links_ || !links_->departed(rank, reason)) return;
-  fail_calls(calls_.take_peer(rank), reason);
-  references_->on_departure(rank);
-  for (const auto& callback : departure_callbacks_) callback(rank, reason);
-}
-
 void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
   const auto peer = links_->closed(channel.get());
-  auto calls = calls_.take_channel(channel.get());
+  parked_.erase(channel);
   if (!peer) {
     runtime_.log.info(fmt::format("a connection from {} closed before it said who it was: {}",
                                   channel->peer(), reason.what()));
     return;
   }
+  for (const IncomingPtr& call : serving_.of_channel(channel.get())) stop_serving(call);
+  auto calls = calls_.take_channel(channel.get());
   if (calls.empty()) return;
   Error error(reason.kind(),
               fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
-                          workers_[*peer].name, *peer, reason.message()));
+                          roster_.name(*peer), *peer, reason.message()));
   fail_calls(std::move(calls), error);
 }
 

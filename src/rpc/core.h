@@ -16,37 +16,13 @@
 #include "rpc/call_table.h"
 #include "rpc/links.h"
 #include "rpc/references.h"
+#include "rpc/roster.h"
+#include "rpc/serving.h"
+#include "rpc/timers.h"
 
 namespace torchspan::rpc {
 
 class Core;
-
-/// Enters the scopes of a call for as long as it lives.
-class ScopeGuard {
- public:
-  explicit ScopeGuard(const std::vector<std::shared_ptr<CallScope>>& scopes);
-  ~ScopeGuard();
-  ScopeGuard(const ScopeGuard&) = delete;
-
- private:
-  std::vector<std::unique_ptr<CallScope::Entry>> entries_;
-};
-
-/// A request that came in, from its frame to its reply.
-struct IncomingCall {
-  std::uint32_t peer = 0;
-  std::shared_ptr<net::Channel> channel;  ///< null: this worker's own
-  net::Message message;
-  wire::FrameView frame;  ///< views into message.header
-  CallInfo info;
-  std::string name;
-  Deadline deadline;
-  wire::Payload payload;
-  wire::Handle creation;  ///< kCreateRemote: the new reference
-  std::vector<std::shared_ptr<CallScope>> scopes;
-  bool user_values = false;
-};
-using IncomingPtr = std::shared_ptr<IncomingCall>;
 
 /// Sends the reply of an incoming call, once.
 class ReplyCompletion final : public Completion {
@@ -69,6 +45,8 @@ class Host final : public FutureHost {
   Host(Executor& executor, PoolOptions options) : pool_(executor, std::move(options)) {}
   Executor& executor() override { return pool_.executor(); }
   void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
+  /// A handler's continuations belong to the call that it serves.
+  UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
   Pool& pool() { return pool_; }
 
@@ -106,19 +84,26 @@ class Core final : public Endpoint, public net::Handler {
     worker_.reset();
   }
   void stop();
-  void member_departed(std::uint32_t rank, const Error& reason);
+  void member_departed(const rendezvous::Member& member, const Error& reason);
+  void member_joined(const rendezvous::Member& member);
   void add_handler(wire::MessageType type, Entry entry);
 
   // Endpoint
   Runtime& runtime() override { return runtime_; }
   std::weak_ptr<FutureHost> host() override { return host_; }
   const WorkerInfo& self() const override { return self_; }
-  const std::vector<WorkerInfo>& workers() const override { return workers_; }
-  std::uint32_t resolve(const Destination& to) const override;
+  std::vector<WorkerInfo> workers() const override { return roster_.all(); }
+  WorkerInfo info(const Destination& of) const override { return roster_.info(of); }
+  std::string name_of(std::uint32_t rank) const override { return roster_.name(rank); }
+  std::uint32_t resolve(const Destination& to) const override { return roster_.resolve(to); }
   std::uint64_t id_of(const char* name, std::string (*signature)()) const override;
-  Deadline deadline_for(const CallOptions& options) const override;
+  void apply(const CallOptions& options, Request& request) override;
+  std::optional<CurrentCall> current_call() override;
+  DebugInfo debug() const override;
   void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
   Duration default_timeout() const override { return default_timeout_.load(); }
+  bool is_present(std::uint32_t rank) const override;
+  void after(Duration delay, UniqueFunction<void()> job) override;
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
@@ -136,6 +121,7 @@ class Core final : public Endpoint, public net::Handler {
   const std::string& address() const { return address_; }
   const FunctionTable& functions() const { return functions_; }
   References& references() { return *references_; }
+  ServingTable& serving() { return serving_; }
   Worker& worker() { return *worker_; }
   Pool& pool() { return host_->pool(); }
   const ServiceOptions& options() const { return options_; }
@@ -149,11 +135,19 @@ class Core final : public Endpoint, public net::Handler {
     wire::Frame frame;
     wire::PackedTensors tensors;
   };
+  /// What a peer sent whose joining we have not heard of yet.
+  struct Parked {
+    Hello hello;
+    Deadline until;
+    std::vector<net::Message> messages;
+    std::uint64_t bytes = 0;
+  };
 
   bool wait_until_quiet(Deadline deadline);
   void agree_on_quiet(Deadline deadline);
   void give_back_references(Deadline deadline);
   void report_leaks();
+  void leave_open_world(Deadline deadline);
   void lead();
   /// The leader of a world of one: calls to oneself have deadlines too.
   void watch_deadlines();
@@ -165,11 +159,29 @@ class Core final : public Endpoint, public net::Handler {
   /// Interceptors, handles and tensors of a message on its way out; undone by undo() when the send fails.
   Outgoing prepare(const CallInfo& info, wire::Payload& payload, bool user_values);
   void undo(const CallInfo& info, const wire::Frame& frame);
+  /// Puts the call into the table and its frame onto a channel, a fresh one if the first turns out broken.
+  /// False when the call has ended meanwhile. What throws leaves the call with the caller.
+  bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out);
+  /// Lets the token end the call.
+  void watch_stop(std::uint64_t id, const std::stop_token& stop);
+  void cancel(std::uint64_t id);
+  /// The token of a call that this thread serves; stopped at its deadline too.
+  std::stop_token stop_token_of(const IncomingPtr& served);
+  void check_may_start(const Request& request, TimePoint now) const;
+  void warn_of_detached(const CallInfo& info);
+  void answered(const IncomingCall& call);
+  /// Tells a handler to stop, on a pool thread.
+  void stop_serving(const IncomingPtr& call);
+  void check_stopped_peers();
+  void watch_stopped_peers();
   void transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                 const wire::PackedTensors& tensors);
   void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
                const wire::Handle* creation);
 
+  void receive_hello(const std::shared_ptr<net::Channel>& channel, net::Message message);
+  void admit_parked();
+  void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
   void dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
   void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
   void receive_request(IncomingPtr call);
@@ -181,7 +193,7 @@ class Core final : public Endpoint, public net::Handler {
   const FunctionTable functions_;
   const ServiceOptions options_;
   WorkerInfo self_;
-  std::vector<WorkerInfo> workers_;
+  Roster roster_;
   std::uint64_t epoch_ = 0;
   std::string address_;
   std::shared_ptr<Host> host_;
@@ -189,6 +201,8 @@ class Core final : public Endpoint, public net::Handler {
   std::unique_ptr<net::Transport> transport_;
   std::unique_ptr<Links> links_;
   CallTable calls_;
+  ServingTable serving_;
+  Timers timers_;
   std::shared_ptr<References> references_;
   std::unordered_map<std::uint16_t, Entry> handlers_;
   std::vector<Interceptor*> interceptors_;
@@ -203,7 +217,12 @@ class Core final : public Endpoint, public net::Handler {
   std::atomic<std::uint64_t> sent_{0};
   std::atomic<std::uint64_t> handled_{0};
   std::atomic<std::uint64_t> running_{0};
-  std::unique_ptr<Parker> timer_;  ///< where the leader of a world of one sleeps
+  std::atomic<std::uint64_t> late_replies_{0};
+  std::atomic<bool> warned_of_detached_{false};
+  std::atomic<bool> watching_stopped_{false};
+  std::map<std::uint32_t, TimePoint> stopped_since_;        ///< leader only
+  std::map<std::shared_ptr<net::Channel>, Parked> parked_;  ///< leader only
+  std::unique_ptr<Parker> timer_;                           ///< where the leader of a world of one sleeps
   Thread leader_;
 };
 

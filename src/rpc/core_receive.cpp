@@ -6,26 +6,20 @@
 
 namespace torchspan::rpc {
 
-ScopeGuard::ScopeGuard(const std::vector<std::shared_ptr<CallScope>>& scopes) {
-  entries_.reserve(scopes.size());
-  for (const auto& scope : scopes) entries_.push_back(scope->enter());
-}
+namespace {
+/// What a waiting request costs beside its bytes.
+constexpr std::uint64_t kRequestOverhead = 1024;
+}  // namespace
 
-ScopeGuard::~ScopeGuard() {
-  while (!entries_.empty()) entries_.pop_back();
+void Core::stop_serving(const IncomingPtr& call) {
+  host_->post([call] { call->request_stop(); });
 }
 
 void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   try {
     const auto peer = links_->peer_of(channel.get());
     if (peer) return dispatch(*peer, channel, std::move(message));
-    const wire::FrameView frame = wire::decode_frame(message.header);
-    if (frame.header.type != Hello::kType) {
-      throw Error(ErrorKind::kInvalid, "the peer's first message is not a hello");
-    }
-    wire::Payload payload;
-    payload.value.assign(frame.value.begin(), frame.value.end());
-    links_->greet(channel, wire::from_payload<Hello>(payload));
+    receive_hello(channel, std::move(message));
   } catch (const Error& error) {
     protocol_error(channel, error);
   }
@@ -40,6 +34,11 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
   const wire::FrameHeader& header = call->frame.header;
   if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
   if (header.type == Hello::kType) return;
+  call->arrived = runtime_.executor.now();
+  if (header.type == kCancelCall) {
+    if (auto served = serving_.find(channel.get(), header.call)) stop_serving(served);
+    return;
+  }
   if ((header.flags & wire::kFlagHasDeadline) != 0) {
     call->deadline = runtime_.executor.deadline_in(Duration(std::max<std::int64_t>(header.remaining, 0)));
   }
@@ -49,7 +48,7 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
 void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame) {
   auto call = calls_.take(frame.header.call);
   if (!call) {
-    runtime_.metrics.counter("rpc.late_replies").add();
+    late_replies_.fetch_add(1);
     return;
   }
   try {
@@ -89,6 +88,14 @@ void Core::receive_request(IncomingPtr call) {
   call->info.name = call->name;
   call->user_values = entry.user_values;
   if (entry.where == RunOn::kDispatcher) return run(call, entry);
+  call->bytes = kRequestOverhead + call->message.header.size();
+  for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
+  try {
+    serving_.add(call);
+  } catch (...) {
+    ReplyCompletion reply(std::static_pointer_cast<Core>(shared_from_this()), call);
+    return reply.fail(std::current_exception());
+  }
   host_->post(
       [self = std::static_pointer_cast<Core>(shared_from_this()), call, &entry] { self->run(call, entry); });
 }
@@ -142,6 +149,9 @@ void Core::run(const IncomingPtr& call, const Entry& entry) {
         if (call->deadline.passed(runtime_.executor.now())) {
           throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
         }
+        if (call->stop_requested())
+          throw Error(ErrorKind::kCancelled, "the caller gave the call up before the work could begin");
+        serving_.begin(*call);
         entry.serve(call, reply);
       } catch (...) {
         reply->fail(std::current_exception());

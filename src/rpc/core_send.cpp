@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <torchspan/rpc/wait_scope.h>
 #include <torchspan/wire/tensors.h>
 
 #include "rpc/core.h"
@@ -18,16 +19,26 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   return any;
 }
 
-/// A message to ourselves takes the whole path: its bytes are copied like those that cross a wire.
-net::Message loop_back(const Bytes& header, const std::vector<Segment>& segments) {
-  net::Message message{header, {}};
-  for (const Segment& segment : segments) {
-    Buffer buffer = allocate_buffer(segment.size);
-    if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
-    message.segments.push_back(std::move(buffer));
+/// Tells the group too.
+class GroupCompletion final : public Completion {
+ public:
+  GroupCompletion(std::shared_ptr<Completion> inner, std::shared_ptr<CallGroup> group)
+      : inner_(std::move(inner)), group_(std::move(group)) {
+    group_->begin();
   }
-  return message;
-}
+  void succeed(wire::Payload& reply) override {
+    inner_->succeed(reply);
+    group_->end(nullptr);
+  }
+  void fail(std::exception_ptr error) override {
+    inner_->fail(error);
+    group_->end(error);
+  }
+
+ private:
+  const std::shared_ptr<Completion> inner_;
+  const std::shared_ptr<CallGroup> group_;
+};
 
 }  // namespace
 
@@ -39,9 +50,7 @@ Core::Outgoing Core::prepare(const CallInfo& info, wire::Payload& payload, bool 
         Bytes header = interceptor->outgoing(info, payload.tensors);
         if (!header.empty()) out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
       }
-      if (detach_graph_tensors(payload.tensors)) {
-        runtime_.metrics.counter("rpc.detached_tensors").add();
-      }
+      if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
     }
     out.tensors = wire::pack(payload.tensors);
     out.frame.handles = references_->to_handles(payload.references, info.peer);
@@ -66,13 +75,33 @@ void Core::undo(const CallInfo& info, const wire::Frame& frame) {
   }
 }
 
+void Core::warn_of_detached(const CallInfo& info) {
+  runtime_.metrics.counter("rpc.detached_tensors").add();
+  if (warned_of_detached_.exchange(true)) return;
+  runtime_.log.warning(fmt::format(
+      "tensors of '{}' {} worker '{}' are part of an autograd graph and travel detached: outside an "
+      "autograd::Context gradients do not cross workers (said once)",
+      info.name, info.reply ? "back to" : "to", roster_.name(info.peer)));
+}
+
 void Core::transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                     const wire::PackedTensors& tensors) {
   Bytes header = wire::encode_frame(frame);
   if (channel) return channel->send(header, tensors.segments);
-  auto message = std::make_shared<net::Message>(loop_back(header, tensors.segments));
-  host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), message] {
-    self->dispatch(self->self_.rank, nullptr, std::move(*message));
+  loop_back(header, tensors);
+}
+
+/// A message to ourselves takes the whole path: its bytes are copied like those that cross a wire.
+void Core::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
+  net::Message message{header, {}};
+  for (const Segment& segment : tensors.segments) {
+    Buffer buffer = allocate_buffer(segment.size);
+    if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
+    message.segments.push_back(std::move(buffer));
+  }
+  auto shared = std::make_shared<net::Message>(std::move(message));
+  host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), shared] {
+    self->dispatch(self->self_.rank, nullptr, std::move(*shared));
   });
 }
 
@@ -84,7 +113,8 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
                    const wire::Handle* creation) {
   const TimePoint now = runtime_.executor.now();
   PendingCall call;
-  call.completion = std::move(completion);
+  call.completion = request.group ? std::make_shared<GroupCompletion>(std::move(completion), request.group)
+                                  : std::move(completion);
   call.name = request.name;
   call.peer = to;
   call.deadline = request.deadline;
@@ -95,11 +125,8 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
   call.info = {request.type, {}, to, id, false};
   const CallInfo info{request.type, request.name, to, id, false};
   try {
-    if (stopping_.load())
-      throw Error(ErrorKind::kCancelled, "this worker was shut down; make no calls after that");
-    if (request.deadline.passed(now))
-      throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
-    auto channel = to == self_.rank ? nullptr : links_->to(to);
+    check_may_start(request, now);
+    if (to != self_.rank) links_->to(to);  // fails before anything has to be undone
     Outgoing out = prepare(info, request.payload, request.user_values);
     out.frame.header.type = request.type;
     if (!request.deadline.is_never()) {
@@ -107,22 +134,80 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
       out.frame.header.remaining = request.deadline.left(now).count();
     }
     if (creation != nullptr) out.frame.handles.insert(out.frame.handles.begin(), *creation);
+    try {
+      if (!start_call(id, call, out)) return;
+    } catch (...) {
+      if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
+      undo(info, out.frame);
+      throw;
+    }
+    watch_stop(id, request.stop);
+  } catch (...) {
+    call.completion->fail(annotate(call, std::current_exception()));
+  }
+}
+
+void Core::check_may_start(const Request& request, TimePoint now) const {
+  if (stopping_.load())
+    throw Error(ErrorKind::kCancelled, "this worker was shut down; make no calls after that");
+  if (request.stop.stop_requested())
+    throw Error(ErrorKind::kCancelled, "its stop token was stopped before the call was made");
+  if (request.deadline.passed(now))
+    throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
+}
+
+bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) {
+  const std::uint32_t to = call.peer;
+  for (bool again : {true, false}) {
+    const auto channel = to == self_.rank ? nullptr : links_->to(to);
     call.channel = channel.get();
     const bool earliest = calls_.add(id, call);
     sent_.fetch_add(1);
     try {
       transmit(channel, out.frame, out.tensors);
-    } catch (...) {
+      if (earliest) wake_leader();
+      if (channel) watch_stopped_peers();
+      return true;
+    } catch (const Error& error) {
       sent_.fetch_sub(1);
-      if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
-      undo(info, out.frame);
-      if (!calls_.take(id)) return;  // completed by the closing of its channel already
-      throw;
+      auto back = calls_.take(id);
+      if (!back) return false;  // ended by the closing of its channel
+      call = std::move(*back);
+      if (!again || !channel || error.kind() != ErrorKind::kDisconnected) throw;
+      links_->drop(channel.get());  // it broke, and nothing of the call is sent: a fresh connection may do
     }
-    if (earliest) wake_leader();
-  } catch (...) {
-    call.completion->fail(annotate(call, std::current_exception()));
   }
+  return false;
+}
+
+void Core::watch_stop(std::uint64_t id, const std::stop_token& stop) {
+  if (!stop.stop_possible()) return;
+  auto hook = std::make_unique<StopHook>(stop, [core = std::weak_ptr<Endpoint>(weak_from_this()), id] {
+    if (auto alive = core.lock()) static_cast<Core&>(*alive).cancel(id);
+  });
+  calls_.attach(id, hook);
+}
+
+void Core::cancel(std::uint64_t id) {
+  auto call = calls_.take(id);
+  if (!call) return;
+  if (call->peer == self_.rank) {
+    if (auto served = serving_.find(nullptr, id)) stop_serving(served);
+  } else {
+    try {
+      wire::Frame frame;
+      frame.header.type = kCancelCall;
+      frame.header.flags = wire::kFlagOneWay;
+      frame.header.epoch = epoch_;
+      frame.header.call = id;
+      transmit(links_->to(call->peer), frame, {});
+    } catch (const Error&) {  // then its handler hears of the broken connection
+    }
+  }
+  call->completion->fail(annotate(
+      *call,
+      std::make_exception_ptr(Error(ErrorKind::kCancelled,
+                                    "its stop token was stopped; its handler over there is told to stop"))));
 }
 
 ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_name) {
@@ -159,6 +244,12 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
   return user;
 }
 
+void Core::answered(const IncomingCall& call) {
+  if (auto timer = serving_.remove(call)) timers_.cancel(*timer);
+  handled_.fetch_add(1);
+  running_.fetch_sub(1);
+}
+
 ReplyCompletion::~ReplyCompletion() {
   if (!sent_.load()) {
     fail(std::make_exception_ptr(Error(ErrorKind::kCancelled, "the handler was dropped before it replied")));
@@ -170,7 +261,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   CallInfo info = call_->info;
   info.reply = true;
   try {
-    ScopeGuard scopes(call_->scopes);
+    ServingScope serving(call_);
     Core::Outgoing out = core_->prepare(info, reply, call_->user_values);
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;
@@ -186,8 +277,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
     sent_.store(false);
     return fail(std::current_exception());
   }
-  core_->handled_.fetch_add(1);
-  core_->running_.fetch_sub(1);
+  core_->answered(*call_);
 }
 
 void ReplyCompletion::fail(std::exception_ptr cause) {
@@ -204,8 +294,7 @@ void ReplyCompletion::fail(std::exception_ptr cause) {
     core_->runtime_.log.info(
         fmt::format("the failure of '{}' has no way back: {}", call_->name, error.what()));
   }
-  core_->handled_.fetch_add(1);
-  core_->running_.fetch_sub(1);
+  core_->answered(*call_);
 }
 
 }  // namespace torchspan::rpc

@@ -72,12 +72,29 @@ void Core::report_leaks() {
   }
 }
 
+/// Nobody else stops: what this worker began ends, and its references go back to their owners.
+void Core::leave_open_world(Deadline deadline) {
+  auto wait = [&](const char* for_what) {
+    while (!wait_until_quiet(deadline)) {
+      if (deadline.passed(runtime_.executor.now()))
+        throw Error(ErrorKind::kTimedOut,
+                    fmt::format("{} did not end in time:\n{}", for_what, debug().str()));
+    }
+  };
+  wait("its calls");
+  references_->delete_users();
+  wait("the return of its references");
+  membership_->leave(deadline);
+}
+
 void Core::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || stopping_.load()) return;
   std::exception_ptr failure;
   try {
     for (const auto& hook : shutdown_hooks_) hook().wait(deadline);
-    if (membership_ && membership_->world_size() > 1) {
+    if (membership_ && membership_->open()) {
+      leave_open_world(deadline);
+    } else if (membership_ && membership_->world_size() > 1) {
       agree_on_quiet(deadline);
       give_back_references(deadline);
       report_leaks();

@@ -15,7 +15,7 @@ namespace torchspan::rpc {
 /// scopes of its call. Taken from the thread that starts it.
 class HandlerEnvironment final : public TaskEnvironment {
  public:
-  explicit HandlerEnvironment(std::vector<std::shared_ptr<CallScope>> scopes) : scopes_(std::move(scopes)) {}
+  explicit HandlerEnvironment(IncomingPtr call) : call_(std::move(call)) {}
 
   void run(std::coroutine_handle<> step) override {
     struct Restore {
@@ -23,17 +23,17 @@ class HandlerEnvironment final : public TaskEnvironment {
       ~Restore() { at::ThreadLocalState::setThreadLocalState(outside); }
     } restore;
     at::ThreadLocalState::setThreadLocalState(inside_);
-    ScopeGuard guard(scopes_);
+    ServingScope serving(call_);
     step.resume();
   }
   void suspend() override {
     inside_ = at::ThreadLocalState();
-    for (const auto& scope : scopes_) scope->save();
+    for (const auto& scope : call_->scopes) scope->save();
   }
 
  private:
   at::ThreadLocalState inside_;
-  std::vector<std::shared_ptr<CallScope>> scopes_;
+  const IncomingPtr call_;
 };
 
 }  // namespace torchspan::rpc

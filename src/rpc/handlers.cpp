@@ -39,8 +39,7 @@ void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliv
                             "and check that all workers run the same program",
                             core->self().name));
   }
-  call->name = entry->name;
-  call->info.name = call->name;
+  core->serving().name(*call, entry->name);
   const TimePoint begin = core->runtime().executor.now();
   auto finish = [core, call, begin, name = entry->name, deliver](const ValuePtr& value,
                                                                  std::exception_ptr error) {
@@ -49,9 +48,8 @@ void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliv
   };
   Outcome outcome;
   try {
-    ScopeGuard scopes(call->scopes);
-    Invocation invocation{core->worker(), decoder, core->host(),
-                          std::make_shared<HandlerEnvironment>(call->scopes)};
+    ServingScope serving(call);
+    Invocation invocation{core->worker(), decoder, core->host(), std::make_shared<HandlerEnvironment>(call)};
     outcome = entry->run(invocation);
   } catch (...) {
     return finish(nullptr, std::current_exception());
@@ -114,7 +112,7 @@ c10::IValue run_operator(const IncomingPtr& call) {
   auto args = wire::decode<std::vector<c10::IValue>>(decoder);
   auto kwargs = wire::decode<std::map<std::string, c10::IValue>>(decoder);
   decoder.expect_end();
-  ScopeGuard scopes(call->scopes);
+  ServingScope serving(call);
   return call_operator(name, std::move(args), kwargs);
 }
 

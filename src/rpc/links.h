@@ -31,22 +31,32 @@ struct LinkMember {
 /// a break. Thread-safe; never calls the transport's poll().
 class Links {
  public:
-  Links(net::Transport& transport, Executor& executor, std::uint32_t self, std::vector<LinkMember> members);
+  Links(net::Transport& transport, Executor& executor, LinkMember self);
 
+  /// A worker joined, or came back as another process: what the one before it had is closed.
+  void add(LinkMember member);
+
+  /// Whether this very process is known under its rank already.
+  bool knows(const LinkMember& member) const;
   /// The channel for requests to a worker. Throws Error{kDisconnected} when it died or left.
   std::shared_ptr<net::Channel> to(std::uint32_t rank);
   /// Who is on the other side, once it said hello or because we dialled it.
   std::optional<std::uint32_t> peer_of(const net::Channel* channel) const;
-  /// An accepted channel's hello. Throws Error{kDenied} when it names nobody of this world.
-  void greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  /// An accepted channel's hello. False when it names nobody of this world (yet).
+  bool greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  /// The channel turned out broken before the transport said so: the next to() dials anew.
+  void drop(const net::Channel* channel);
   /// The peer of a channel that closed, if it was known.
   std::optional<std::uint32_t> closed(const net::Channel* channel);
-  /// From now on to(rank) throws `reason`. False when that was known before.
-  bool departed(std::uint32_t rank, const Error& reason);
+  /// From now on to() its rank throws `reason`. False when that was known before, or another process has the
+  /// rank now.
+  bool departed(const LinkMember& member, const Error& reason);
+  bool is_present(std::uint32_t rank) const;
   void close_all();
 
  private:
   struct Peer {
+    LinkMember member;
     std::shared_ptr<net::Channel> channel;
     std::optional<Error> departed;
   };
@@ -54,10 +64,9 @@ class Links {
 
   net::Transport& transport_;
   Executor& executor_;
-  const std::uint32_t self_;
-  const std::vector<LinkMember> members_;
+  const LinkMember self_;
   mutable Mutex mutex_;
-  std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint32_t, Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unordered_map<const net::Channel*, std::pair<std::uint32_t, std::shared_ptr<net::Channel>>> known_
       TORCHSPAN_GUARDED_BY(mutex_);
 };

@@ -17,11 +17,16 @@ std::weak_ptr<FutureHost> host_of(const std::weak_ptr<Endpoint>& endpoint) {
   return alive ? alive->host() : std::weak_ptr<FutureHost>();
 }
 
-template <Message M>
-void fill(Request& request, const M& message) {
-  request.type = M::kType;
-  request.name = std::string(M::kName);
-  request.payload = wire::to_payload(message);
+Request to_request(const RRefMessage& message) {
+  switch (message.kind) {
+    case RRefMessage::Kind::kForkRequest:
+      return make_request(ForkRequest{message.value, message.fork});
+    case RRefMessage::Kind::kChildAccept:
+      return make_request(ChildAccept{message.value, message.fork});
+    case RRefMessage::Kind::kUserDelete:
+      break;
+  }
+  return make_request(UserDelete{message.value, message.fork});
 }
 
 std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
@@ -29,6 +34,13 @@ std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
   if (!alive)
     throw Error(ErrorKind::kCancelled, "this RRef's worker was shut down; it cannot be used any more");
   return alive;
+}
+
+/// How long the given attempt waits for its acknowledgement.
+Duration patience(int attempt) {
+  Duration limit = kFirstAttempt;
+  for (int i = 0; i < attempt; ++i) limit = limit * 3 / 2;
+  return limit;
 }
 
 }  // namespace
@@ -67,7 +79,7 @@ ValuePtr UserReference::value(Deadline) const {
       ErrorKind::kInvalid,
       fmt::format("local_value() of a value that lives on worker '{}' was asked for on worker '{}'; call a "
                   "function on the RRef there, or fetch a copy with to_here()",
-                  alive->workers()[ids_.owner].name, alive->self().name));
+                  alive->name_of(ids_.owner), alive->self().name));
 }
 
 std::shared_ptr<Endpoint> UserReference::endpoint() const {
@@ -80,6 +92,12 @@ std::shared_ptr<Endpoint> UserReference::endpoint() const {
 
 References::References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self)
     : endpoint_(std::move(endpoint)), self_(self), table_(self) {}
+
+void References::begin(std::uint32_t self, std::uint32_t incarnation) {
+  MutexLock lock(mutex_);
+  self_ = self;
+  table_.begin(self, incarnation);
+}
 
 GlobalId References::next_id() {
   MutexLock lock(mutex_);
@@ -328,20 +346,26 @@ void References::apply(RRefTable::Effects effects) {
   for (const RRefMessage& message : effects.messages) send(message, 0);
 }
 
-/// Sends again what timed out; a peer that is gone needs no answer.
+/// Sends again what timed out or lost its connection; a peer that is gone needs no answer.
 class References::ControlCompletion final : public Completion {
  public:
   ControlCompletion(std::shared_ptr<References> owner, RRefMessage message, int attempt)
       : owner_(std::move(owner)), message_(message), attempt_(attempt) {}
   void succeed(wire::Payload&) override { owner_->acknowledged(message_, nullptr); }
   void fail(std::exception_ptr error) override {
-    if (to_error(error).kind() == ErrorKind::kTimedOut && attempt_ + 1 < kControlAttempts) {
-      owner_->send(message_, attempt_ + 1);
-      MutexLock lock(owner_->mutex_);
-      --owner_->in_flight_;
-    } else {
-      owner_->acknowledged(message_, error);
+    const ErrorKind kind = to_error(error).kind();
+    const bool lost = kind == ErrorKind::kDisconnected;
+    auto endpoint = owner_->endpoint_.lock();
+    if (!endpoint || (kind != ErrorKind::kTimedOut && !lost) || attempt_ + 1 >= kControlAttempts ||
+        !endpoint->is_present(message_.to)) {
+      return owner_->acknowledged(message_, error);
     }
+    endpoint->after(lost ? patience(attempt_) / 20 : Duration::zero(),
+                    [owner = owner_, message = message_, next = attempt_ + 1] {
+                      owner->send(message, next);
+                      MutexLock lock(owner->mutex_);
+                      --owner->in_flight_;
+                    });
   }
 
  private:
@@ -357,21 +381,8 @@ void References::send(const RRefMessage& message, int attempt) {
     MutexLock lock(mutex_);
     ++in_flight_;
   }
-  Duration limit = kFirstAttempt;
-  for (int i = 0; i < attempt; ++i) limit = limit * 3 / 2;
-  Request request;
-  request.deadline = endpoint->runtime().executor.deadline_in(limit);
-  switch (message.kind) {
-    case RRefMessage::Kind::kForkRequest:
-      fill(request, ForkRequest{message.value, message.fork});
-      break;
-    case RRefMessage::Kind::kChildAccept:
-      fill(request, ChildAccept{message.value, message.fork});
-      break;
-    case RRefMessage::Kind::kUserDelete:
-      fill(request, UserDelete{message.value, message.fork});
-      break;
-  }
+  Request request = to_request(message);
+  request.deadline = endpoint->runtime().executor.deadline_in(patience(attempt));
   endpoint->send(message.to, std::move(request),
                  std::make_shared<ControlCompletion>(shared_from_this(), message, attempt));
 }

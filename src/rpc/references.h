@@ -79,6 +79,8 @@ class UserReference final : public Reference {
 class References : public std::enable_shared_from_this<References> {
  public:
   References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self);
+  /// Before the first message: see RRefTable::begin.
+  void begin(std::uint32_t self, std::uint32_t incarnation);
 
   GlobalId next_id();
   ReferencePtr own(ValuePtr value, std::uint64_t tag);
@@ -125,7 +127,7 @@ class References : public std::enable_shared_from_this<References> {
   std::shared_ptr<void> from_handle(const wire::Handle& handle, std::uint32_t from);
 
   const std::weak_ptr<Endpoint> endpoint_;
-  const std::uint32_t self_;
+  std::uint32_t self_;
   mutable Mutex mutex_;
   RRefTable table_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<GlobalId, std::weak_ptr<UserReference>> users_ TORCHSPAN_GUARDED_BY(mutex_);

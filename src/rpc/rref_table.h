@@ -50,6 +50,11 @@ class RRefTable {
   };
 
   explicit RRefTable(std::uint32_t self) : self_(self) {}
+  /// The worker's place is known: its rank, and how many held it before. Their ids are not used again.
+  void begin(std::uint32_t self, std::uint32_t incarnation) {
+    self_ = self;
+    counter_ += std::uint64_t{incarnation} << 40;
+  }
 
   GlobalId next_id() { return {self_, ++counter_}; }
 
@@ -104,7 +109,7 @@ class RRefTable {
   };
   void erase_if_unused(GlobalId value, Effects& effects);
 
-  const std::uint32_t self_;
+  std::uint32_t self_;
   std::uint64_t counter_ = 0;
   std::map<GlobalId, Owned> owned_;
   std::set<GlobalId> tombstones_;  ///< forks deleted before the owner heard of them

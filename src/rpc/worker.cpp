@@ -55,7 +55,7 @@ rpc::Reference& RRefBase::held() const {
   return *state_;
 }
 
-WorkerInfo RRefBase::owner() const { return held().endpoint()->workers()[held().owner()]; }
+WorkerInfo RRefBase::owner() const { return {held().endpoint()->name_of(held().owner()), held().owner()}; }
 
 bool RRefBase::confirmed_by_owner() const {
   if (held().is_owner()) return true;
@@ -93,7 +93,7 @@ void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<C
   Request request;
   request.type = kFetch;
   request.name = "to_here";
-  request.deadline = endpoint->deadline_for(options);
+  endpoint->apply(options, request);
   request.user_values = true;
   wire::Encoder encoder(request.payload);
   encoder.reference(reference);

@@ -1,6 +1,8 @@
 // Futures and their continuations, on the caller and inside handlers.
 #include <ATen/ATen.h>
 
+#include <torchspan/core/when_all.h>
+
 #include "tests/conformance/rpc_world.h"
 
 namespace torchspan {
@@ -230,12 +232,10 @@ TEST(RpcConformance, WaitAllWithException) {
   on_first(world(), [](Worker& worker) {
     std::vector<Number> futures;
     for (int i = 0; i < 10; ++i) futures.push_back(worker.rpc_async("worker1", kRaise));
-    int failures = 0;
+    expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] { wait_all(futures); });
     for (const auto& future : futures) {
       expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] { future.wait(); });
-      ++failures;
     }
-    EXPECT_EQ(failures, 10);
   });
 }
 
@@ -243,9 +243,37 @@ TEST(RpcConformance, WaitAllWithPartialException) {
   on_first(world(), [](Worker& worker) {
     std::vector<Number> futures;
     for (int i = 0; i < 10; ++i) futures.push_back(worker.rpc_async("worker1", kAdd, i, i));
+    EXPECT_EQ(wait_all(futures), (std::vector<std::int64_t>{0, 2, 4, 6, 8, 10, 12, 14, 16, 18}));
     futures.push_back(worker.rpc_async("worker1", kRaise));
+    expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] { wait_all(futures); });
     for (int i = 0; i < 10; ++i) EXPECT_EQ(futures[i].wait(), 2 * i);
-    expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] { futures.back().wait(); });
+  });
+}
+
+/// The first failure comes while another call still runs.
+template <class T>
+void expect_early_exit(Worker& worker, Future<T> slow, Future<T> failing) {
+  const TimePoint begin = now(worker);
+  expect_error(ErrorKind::kRemoteFailure, "worker1", [&] {
+    wait_all(std::vector<Future<T>>{slow, failing});
+  });
+  EXPECT_LT(now(worker) - begin, milliseconds(100));
+  EXPECT_FALSE(slow.done());
+  slow.wait();
+}
+
+TEST(RpcConformance, WaitAllExitEarlyPython) {
+  on_first(world(3), [](Worker& worker) {
+    expect_early_exit(worker, worker.rpc_async("worker2", kSlowAdd, 1, 2),
+                      worker.rpc_async("worker1", kRaise));
+  });
+}
+
+TEST(RpcConformance, WaitAllExitEarlyBuiltin) {
+  on_first(world(3), [](Worker& worker) {
+    auto slow =
+        worker.rpc_async("worker2", kSlowAdd, 1, 2).then([](Number sum) { return c10::IValue(sum.wait()); });
+    expect_early_exit(worker, slow, worker.rpc_async("worker1", "aten::mm", {at::ones({2}), at::ones({3})}));
   });
 }
 

@@ -85,6 +85,7 @@ class SimCluster {
     plan.service.listen = "sim:" + name(rank);
     plan.service.default_timeout = options_.default_timeout;
     plan.service.threads = options_.threads;
+    plan.service.stopped_limit = Duration::zero();  // all of them are this process
     plan.join.name = name(rank);
     plan.join.rank = rank;
     plan.join.world_size = options_.workers;

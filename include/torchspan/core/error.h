@@ -67,7 +67,8 @@ class Error : public std::exception {
   std::string text_;
 };
 
-/// The Error inside `exception`; any other exception becomes kInvalid with its type and text.
+/// The Error that `exception` is or that is nested in it (std::nested_exception); any other exception becomes
+/// kInvalid with its type and text.
 Error to_error(const std::exception_ptr& exception);
 
 /// Demangled dynamic type and text of any exception, for reports.

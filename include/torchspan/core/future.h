@@ -31,6 +31,9 @@ class FutureHost {
   /// single thread, runs it on the caller's. Never throws for itself: whoever completes a future relies on
   /// it.
   virtual void post(UniqueFunction<void()> job) = 0;
+  /// A continuation as it is kept until its future completes: wrapped, if the host likes, in thread state of
+  /// the thread that adds it.
+  virtual UniqueFunction<void()> bind(UniqueFunction<void()> continuation) { return continuation; }
   /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress meanwhile.
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
 };
@@ -49,6 +52,8 @@ class FutureStateBase {
   /// Runs `continuation` once after completion: posted to the host, or when that is gone on the completing
   /// thread (on this one when already complete). It must not throw.
   void on_done(UniqueFunction<void()> continuation);
+  /// The same, in what FutureHost::bind() adds to it on this thread.
+  void on_done_bound(UniqueFunction<void()> continuation);
   const std::weak_ptr<FutureHost>& host() const { return host_; }
 
  protected:
@@ -126,6 +131,8 @@ class Future {
   T wait(Duration timeout) const { return wait(state_->deadline_in(timeout)); }
   /// The failure of a completed future, or null.
   std::exception_ptr error() const { return state_->error(); }
+  /// Where its waiters wait and its continuations run.
+  const std::weak_ptr<FutureHost>& host() const { return state_->host(); }
 
   /// Runs `callback(Future<T>)` on a pool thread after completion, success or not; what it returns or throws
   /// completes the returned future. Runs on this thread only when the future is complete and its worker gone.
@@ -220,9 +227,10 @@ auto Future<T>::then(F callback) const -> Future<std::invoke_result_t<F&, Future
   using R = std::invoke_result_t<F&, Future<T>>;
   Promise<R> promise(state_->host());
   Future<R> result = promise.future();
-  state_->on_done([self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
-    promise.set_from([&] { return callback(std::move(self)); });
-  });
+  state_->on_done_bound(
+      [self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
+        promise.set_from([&] { return callback(std::move(self)); });
+      });
   return result;
 }
 

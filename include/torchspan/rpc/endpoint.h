@@ -6,12 +6,15 @@
 #include <vector>
 
 #include <torchspan/core/runtime.h>
+#include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/extension.h>
 #include <torchspan/rpc/function.h>
 #include <torchspan/rpc/message.h>
 
 namespace torchspan::rpc {
 
+/// One-way: the caller gave up the call that the header names.
+inline constexpr wire::MessageType kCancelCall{0x0002};
 inline constexpr wire::MessageType kCallFunction{0x0010};
 inline constexpr wire::MessageType kCreateRemote{0x0011};
 inline constexpr wire::MessageType kFetch{0x0012};
@@ -29,14 +32,26 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual Runtime& runtime() = 0;
   virtual std::weak_ptr<FutureHost> host() = 0;
   virtual const WorkerInfo& self() const = 0;
-  virtual const std::vector<WorkerInfo>& workers() const = 0;
+  /// Who is in the world, by rank.
+  virtual std::vector<WorkerInfo> workers() const = 0;
+  virtual WorkerInfo info(const Destination& of) const = 0;
+  /// Of whoever has the rank, or had it.
+  virtual std::string name_of(std::uint32_t rank) const = 0;
   /// The rank that a destination means; throws Error{kInvalid} that lists who is there.
   virtual std::uint32_t resolve(const Destination& to) const = 0;
   /// The id of a token in this worker's table; throws Error{kInvalid} that says to add it.
   virtual std::uint64_t id_of(const char* name, std::string (*signature)()) const = 0;
-  virtual Deadline deadline_for(const CallOptions& options) const = 0;
+  /// Gives a request the deadline, stop token and group that the options and the call being served ask for.
+  virtual void apply(const CallOptions& options, Request& request) = 0;
+  virtual std::optional<CurrentCall> current_call() = 0;
+  virtual DebugInfo debug() const = 0;
   virtual void set_default_timeout(Duration timeout) = 0;
   virtual Duration default_timeout() const = 0;
+
+  /// Whether a worker neither died nor left, as far as this one has heard.
+  virtual bool is_present(std::uint32_t rank) const = 0;
+  /// Runs `job` on a pool thread later, or never when the worker stops first.
+  virtual void after(Duration delay, UniqueFunction<void()> job) = 0;
 
   /// Sends a request; the completion hears of its reply or failure. Never waits for the peer. Throws nothing:
   /// every failure goes to the completion.

@@ -2,6 +2,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <string_view>
 
@@ -48,13 +49,17 @@ struct CallInfo {
   bool reply = false;
 };
 
+class CallGroup;
+
 /// A request on its way out.
 struct Request {
   wire::MessageType type{};
   std::string name;  ///< in errors and spans
   wire::Payload payload;
-  Deadline deadline;         ///< never: no limit
-  bool user_values = false;  ///< interceptors see its tensors, and those of the reply
+  Deadline deadline;                 ///< never: no limit
+  std::stop_token stop;              ///< ends the call, here and on its callee
+  std::shared_ptr<CallGroup> group;  ///< hears when it ends
+  bool user_values = false;          ///< interceptors see its tensors, and those of the reply
   SourceLocation site;
 };
 
@@ -111,11 +116,37 @@ class Destination {
   SourceLocation site_;
 };
 
+/// The call that a handler serves: Worker::current_call().
+struct CurrentCall {
+  WorkerInfo caller;
+  std::string name;      ///< of the function, operator or method
+  Deadline deadline;     ///< the caller's; never: it waits without limit
+  std::stop_token stop;  ///< stopped when the caller cancels or is gone, at the deadline, or at shutdown
+};
+
 /// Options of single calls, for Worker::with().
 struct CallOptions {
   /// How long the caller waits; unset: the worker's default (60 s). Zero: without limit. The callee hears how
   /// much is left.
   std::optional<Duration> timeout;
+  /// Cancels the call: it fails at once with kCancelled, and its handler's stop token is stopped.
+  std::stop_token stop;
+  /// A call made by a handler ends, like everything its caller asked for, with the call that it serves: at
+  /// its deadline and when it is cancelled. True: this one does not.
+  bool detached = false;
+  std::shared_ptr<rpc::CallGroup> group;  ///< set by WaitScope
 };
+
+namespace rpc {
+/// A request that carries message M, without a deadline.
+template <Message M>
+Request make_request(const M& message) {
+  Request request;
+  request.type = M::kType;
+  request.name = std::string(M::kName);
+  request.payload = wire::to_payload(message);
+  return request;
+}
+}  // namespace rpc
 
 }  // namespace torchspan

@@ -19,7 +19,11 @@ struct ServiceOptions {
   Duration default_timeout = std::chrono::seconds(60);  ///< of calls without one of their own; zero: none
   std::size_t threads = 4;                              ///< handlers that run at once
   std::size_t max_threads = 256;                        ///< pool threads, those that wait included
-  bool report_leaks = true;  ///< graceful shutdown logs references that nobody gave back
+  std::size_t max_pending_calls = 1u << 18;             ///< per peer that wait for replies
+  std::uint64_t max_waiting_bytes = std::uint64_t{1} << 30;  ///< per peer of requests that wait for a thread
+  Duration stopped_limit =
+      std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
+  bool report_leaks = true;     ///< graceful shutdown logs references that nobody gave back
 };
 
 /// Runs one worker: its transport, its threads and its tables. Construct, join a world with address(),

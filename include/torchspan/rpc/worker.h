@@ -1,6 +1,7 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +24,7 @@ namespace torchspan {
 class Caller {
  public:
   Caller(std::shared_ptr<rpc::Endpoint> endpoint, CallOptions options)
-      : endpoint_(std::move(endpoint)), options_(options) {}
+      : endpoint_(std::move(endpoint)), options_(std::move(options)) {}
 
   template <auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> rpc_async(const Destination& to, Function<kFunction> token,
@@ -96,19 +97,17 @@ class Caller {
   /// Sends a message of an extension (rpc/message.h) and gives its reply.
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message, Deadline deadline) const {
-    rpc::Request request;
-    request.type = M::kType;
-    request.name = std::string(M::kName);
+    rpc::Request request = rpc::make_request(message);
     request.deadline = deadline;
     request.site = to.site();
-    wire::Encoder encoder(request.payload);
-    wire::encode(encoder, message);
-    encoder.finish();
     return send<typename M::Reply>(to, std::move(request));
   }
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message) const {
-    return request(to, message, endpoint_->deadline_for(options_));
+    rpc::Request request = rpc::make_request(message);
+    endpoint_->apply(options_, request);
+    request.site = to.site();
+    return send<typename M::Reply>(to, std::move(request));
   }
 
   const std::shared_ptr<rpc::Endpoint>& endpoint() const { return endpoint_; }
@@ -127,7 +126,7 @@ class Caller {
     rpc::Request request;
     request.type = type;
     request.name = name;
-    request.deadline = endpoint_->deadline_for(options_);
+    endpoint_->apply(options_, request);
     request.user_values = true;
     request.site = site;
     return request;
@@ -179,18 +178,23 @@ class Worker : public Caller {
  public:
   explicit Worker(std::shared_ptr<rpc::Endpoint> endpoint) : Caller(std::move(endpoint), {}) {}
 
-  const WorkerInfo& info() const { return endpoint_->self(); }
-  const std::string& name() const { return info().name; }
+  WorkerInfo info() const { return endpoint_->self(); }
+  std::string name() const { return info().name; }
   std::uint32_t rank() const { return info().rank; }
   std::uint32_t world_size() const { return static_cast<std::uint32_t>(workers().size()); }
-  /// All workers in the order of their ranks.
-  const std::vector<WorkerInfo>& workers() const { return endpoint_->workers(); }
+  /// All workers in the order of their ranks; in an open world those that are in at this moment.
+  std::vector<WorkerInfo> workers() const { return endpoint_->workers(); }
   /// By name, rank or info; throws Error{kInvalid} that lists who is there.
-  WorkerInfo info(const Destination& of) const { return workers()[endpoint_->resolve(of)]; }
+  WorkerInfo info(const Destination& of) const { return endpoint_->info(of); }
   Runtime& runtime() const { return endpoint_->runtime(); }
 
   /// The same verbs with other options: worker.with({.timeout = 5s}).rpc_sync(…).
-  Caller with(CallOptions options) const { return Caller(endpoint_, options); }
+  Caller with(CallOptions options) const { return Caller(endpoint_, std::move(options)); }
+  /// In a handler: the call that it serves, and its coroutine and the continuations it adds too; elsewhere
+  /// nothing. Calls made here inherit its deadline and stop token (CallOptions::detached: they do not).
+  std::optional<CurrentCall> current_call() const { return endpoint_->current_call(); }
+  /// What waits, runs and is referred to at this moment.
+  DebugInfo debug() const { return endpoint_->debug(); }
   /// The limit of calls made from now on without one of their own; zero: none.
   void set_default_timeout(Duration timeout) { endpoint_->set_default_timeout(timeout); }
   Duration default_timeout() const { return endpoint_->default_timeout(); }

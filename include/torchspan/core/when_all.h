@@ -1,0 +1,68 @@
+#pragma once
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/future.h>
+
+namespace torchspan {
+namespace future_detail {
+
+template <class T>
+using All = std::conditional_t<std::is_void_v<T>, void, std::vector<Stored<T>>>;
+
+/// Collects outcomes; completes with the last value or the first failure.
+template <class T>
+class Collector {
+ public:
+  Collector(std::weak_ptr<FutureHost> host, std::vector<Future<T>> futures)
+      : promise_(std::move(host)), futures_(std::move(futures)), left_(futures_.size()) {}
+
+  Future<All<T>> future() const { return promise_.future(); }
+  void note(const Future<T>& done) {
+    if (done.error()) promise_.set_error(done.error());
+    if (left_.fetch_sub(1) == 1) deliver();
+  }
+
+ private:
+  void deliver() {
+    promise_.set_from([&]() -> All<T> {
+      if constexpr (std::is_void_v<T>) {
+        for (const auto& future : futures_) future.wait();
+      } else {
+        std::vector<T> values;
+        values.reserve(futures_.size());
+        for (const auto& future : futures_) values.push_back(future.wait());
+        return values;
+      }
+    });
+  }
+
+  Promise<All<T>> promise_;
+  const std::vector<Future<T>> futures_;
+  std::atomic<std::size_t> left_;
+};
+
+}  // namespace future_detail
+
+/// The values of all `futures`, in their order (for Future<void>: nothing), as soon as the last is there; or
+/// the first failure as soon as it happens, while others still run. Awaitable. None: complete at once.
+template <class T>
+Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
+  if (futures.empty()) return make_ready_future<future_detail::All<T>>();
+  auto collector = std::make_shared<future_detail::Collector<T>>(futures.front().host(), futures);
+  for (const Future<T>& future : futures) {
+    future.then([collector](Future<T> done) { collector->note(done); });
+  }
+  return collector->future();
+}
+
+/// Waits for all of them and returns their values; throws the first failure as soon as it happens, or
+/// Error{kTimedOut} at the deadline, while the others go on.
+template <class T>
+future_detail::All<T> wait_all(std::vector<Future<T>> futures, Deadline deadline = Deadline::never()) {
+  return when_all(std::move(futures)).wait(deadline);
+}
+
+}  // namespace torchspan

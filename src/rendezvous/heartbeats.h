@@ -1,0 +1,47 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/time.h>
+
+namespace torchspan::rendezvous {
+
+/// "silent for 5.0 s (no heartbeat); its host or the network may be down"
+std::string silence_story(Duration silence);
+
+/// Who must be asked for a sign of life, and who has not given one for too long: a table without I/O or
+/// clock. Time counts from the first question that was not answered, so a store that was itself asleep
+/// accuses nobody. One thread at a time.
+class Heartbeats {
+ public:
+  struct Options {
+    Duration interval = std::chrono::milliseconds(500);
+    Duration dead_after = std::chrono::seconds(5);
+  };
+  struct Due {
+    std::vector<std::uint64_t> ask, dead;
+  };
+  explicit Heartbeats(Options options) : options_(options) {}
+
+  void watch(std::uint64_t connection, TimePoint now) { peers_[connection] = {now, std::nullopt}; }
+  void forget(std::uint64_t connection) { peers_.erase(connection); }
+  /// Any message counts.
+  void heard(std::uint64_t connection);
+  /// Whom to ask now, and who is dead; the dead are forgotten.
+  Due tick(TimePoint now);
+  Deadline next_deadline() const;
+  const Options& options() const { return options_; }
+
+ private:
+  struct Peer {
+    TimePoint ask_at;
+    std::optional<TimePoint> asked_since;  ///< of the first question without an answer
+  };
+  const Options options_;
+  std::map<std::uint64_t, Peer> peers_;
+};
+
+}  // namespace torchspan::rendezvous

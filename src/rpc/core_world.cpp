@@ -1,0 +1,182 @@
+#include <algorithm>
+#include <fmt/format.h>
+
+#include "rpc/core.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// How long a peer may talk before the store told us that it joined, and how much.
+constexpr Duration kParkingLimit = std::chrono::seconds(5);
+constexpr std::uint64_t kParkingBytes = std::uint64_t{64} << 20;
+constexpr Duration kStoppedCheck = std::chrono::seconds(1);
+
+LinkMember link_member(const rendezvous::Member& member) {
+  return {{member.name, static_cast<std::uint32_t>(member.rank)}, member.address, member.epoch};
+}
+
+}  // namespace
+
+void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
+  membership_ = std::move(membership);
+  const rendezvous::Member& self = membership_->self();
+  self_ = {self.name, static_cast<std::uint32_t>(self.rank)};
+  epoch_ = self.epoch;
+  references_->begin(self_.rank, self.incarnation);
+  roster_.clear();
+  roster_.set(self_);
+  if (!transport_) {
+    timer_ = runtime_.executor.make_parker();
+    leader_ = runtime_.executor.spawn(self_.name + "/timer", [this] { watch_deadlines(); });
+    return;
+  }
+  links_ = std::make_unique<Links>(*transport_, runtime_.executor, link_member(self));
+  for (const rendezvous::Member& member : membership_->members()) {
+    if (member.rank == self.rank) continue;
+    links_->add(link_member(member));
+    roster_.set({member.name, static_cast<std::uint32_t>(member.rank)});
+  }
+  leader_ = runtime_.executor.spawn(self_.name + "/net", [this] { lead(); });
+  membership_->watch({.joined = [this](const rendezvous::Member& member) { member_joined(member); },
+                      .died = [this](const rendezvous::Member& member,
+                                     const Error& reason) { member_departed(member, reason); },
+                      .left =
+                          [this](const rendezvous::Member& member) {
+                            member_departed(
+                                member, Error(ErrorKind::kDisconnected,
+                                              fmt::format("worker '{}' has left the world", member.name)));
+                          }});
+}
+
+void Core::member_joined(const rendezvous::Member& member) {
+  const LinkMember link = link_member(member);
+  if (link.info.rank == self_.rank || links_->knows(link)) return;
+  links_->add(link);
+  roster_.set(link.info);
+  timers_.at(Deadline(runtime_.executor.now()), [this] { admit_parked(); });
+  wake_leader();
+}
+
+void Core::member_departed(const rendezvous::Member& member, const Error& reason) {
+  const LinkMember link = link_member(member);
+  const std::uint32_t rank = link.info.rank;
+  if (rank == self_.rank || !links_->departed(link, reason)) return;
+  fail_calls(calls_.take_peer(rank), reason);
+  references_->on_departure(rank);
+  for (const auto& callback : departure_callbacks_) callback(rank, reason);
+  if (membership_->open()) roster_.remove(rank);
+}
+
+bool Core::is_present(std::uint32_t rank) const {
+  return rank == self_.rank || (links_ && links_->is_present(rank));
+}
+
+void Core::receive_hello(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  if (auto parked = parked_.find(channel); parked != parked_.end()) {
+    parked->second.bytes += message.header.size();
+    for (const Buffer& segment : message.segments) parked->second.bytes += segment.size;
+    parked->second.messages.push_back(std::move(message));
+    if (parked->second.bytes <= kParkingBytes) return;
+    parked_.erase(parked);
+    throw Error(ErrorKind::kOverloaded, "the peer sends too much before anybody told us that it joined");
+  }
+  const wire::FrameView frame = wire::decode_frame(message.header);
+  if (frame.header.type != Hello::kType) {
+    throw Error(ErrorKind::kInvalid, "the peer's first message is not a hello");
+  }
+  wire::Payload payload;
+  payload.value.assign(frame.value.begin(), frame.value.end());
+  const auto hello = wire::from_payload<Hello>(payload);
+  if (links_->greet(channel, hello)) return;
+  // Perhaps it joined a moment ago, and the news is on its way.
+  const Deadline until = runtime_.executor.deadline_in(kParkingLimit);
+  parked_[channel] = {hello, until, {}, 0};
+  timers_.at(until, [this] { admit_parked(); });
+}
+
+/// Dispatches what parked peers sent, if they are known by now, and turns away those that waited too long.
+void Core::admit_parked() {
+  const TimePoint now = runtime_.executor.now();
+  for (auto it = parked_.begin(); it != parked_.end();) {
+    const std::shared_ptr<net::Channel> channel = it->first;
+    const Hello hello = it->second.hello;
+    const bool known = links_->greet(channel, hello);
+    if (!known && !it->second.until.passed(now)) {
+      ++it;
+      continue;
+    }
+    std::vector<net::Message> messages = std::move(it->second.messages);
+    it = parked_.erase(it);
+    if (!known) {
+      protocol_error(
+          channel,
+          Error(ErrorKind::kDenied,
+                fmt::format("a peer calls itself '{}' (rank {}, epoch {:x}), which is no member of this "
+                            "world; a worker of an earlier run may still be alive",
+                            hello.name, hello.rank, hello.epoch)));
+      continue;
+    }
+    for (net::Message& message : messages) on_message(channel, std::move(message));
+  }
+}
+
+/// A stopped or debugged process keeps its connections: its calls would wait for as long as it sleeps.
+void Core::watch_stopped_peers() {
+  if (options_.stopped_limit == Duration::zero() || !links_ || watching_stopped_.exchange(true)) return;
+  const auto added =
+      timers_.at(runtime_.executor.deadline_in(kStoppedCheck), [this] { check_stopped_peers(); });
+  if (added.earliest) wake_leader();
+}
+
+void Core::check_stopped_peers() {
+  const TimePoint now = runtime_.executor.now();
+  std::map<std::uint32_t, TimePoint> stopped;
+  for (const std::uint32_t peer : calls_.peers()) {
+    if (peer == self_.rank ||
+        membership_->condition(static_cast<int>(peer)) != rendezvous::Condition::kStopped)
+      continue;
+    const auto before = stopped_since_.find(peer);
+    stopped[peer] = before == stopped_since_.end() ? now : before->second;
+    if (now - stopped[peer] < options_.stopped_limit) continue;
+    fail_calls(
+        calls_.take_peer_older(peer, now - options_.stopped_limit),
+        Error(ErrorKind::kDisconnected,
+              fmt::format("worker '{}' (rank {}) is stopped, by a signal or a debugger, and has not gone "
+                          "on for {:.0f} s; continue it (kill -CONT) and call again",
+                          roster_.name(peer), peer,
+                          std::chrono::duration<double>(now - stopped[peer]).count())));
+  }
+  stopped_since_ = std::move(stopped);
+  watching_stopped_.store(false);
+  if (calls_.size() != 0) watch_stopped_peers();
+}
+
+std::map<std::string, Bytes> Core::all_gather(const std::string& tag, const Bytes& mine,
+                                              const std::vector<std::string>& participants,
+                                              Deadline deadline) {
+  if (!membership_)
+    throw Error(ErrorKind::kCancelled, "this worker does not serve: start it, or it was shut down");
+  std::map<int, std::string> who;
+  for (const std::string& name : participants) who.emplace(static_cast<int>(resolve(name)), name);
+  if (who.empty() && membership_->open()) {
+    throw Error(ErrorKind::kInvalid,
+                "in an open world nobody knows who is meant by everybody: name the participants");
+  }
+  if (who.empty()) {
+    for (const WorkerInfo& worker : roster_.all()) who.emplace(static_cast<int>(worker.rank), worker.name);
+  }
+  // Only members wait for each other; the tag tells groups apart, so that their rounds are counted one by
+  // one.
+  std::string group = tag;
+  std::vector<int> ranks;
+  for (const auto& [rank, name] : who) {
+    group += fmt::format(".{}", rank);
+    ranks.push_back(rank);
+  }
+  const std::vector<Bytes> gathered = membership_->all_gather(group, mine, ranks, deadline);
+  std::map<std::string, Bytes> result;
+  for (std::size_t i = 0; i < ranks.size(); ++i) result[who.at(ranks[i])] = gathered[i];
+  return result;
+}
+
+}  // namespace torchspan::rpc

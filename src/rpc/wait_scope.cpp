@@ -1,0 +1,60 @@
+#include <torchspan/rpc/wait_scope.h>
+
+namespace torchspan {
+namespace rpc {
+
+void CallGroup::begin() {
+  MutexLock lock(mutex_);
+  ++out_;
+}
+
+void CallGroup::end(std::exception_ptr error) {
+  Promises settled, all_ended;
+  std::exception_ptr failure;
+  {
+    MutexLock lock(mutex_);
+    if (error && !failure_) failure_ = std::move(error);
+    failure = failure_;
+    if (--out_ == 0) all_ended.swap(all_ended_);
+    if (out_ == 0 || failure_) settled.swap(settled_);
+  }
+  for (auto& promise : settled) {
+    failure ? promise.set_error(failure) : promise.set_value();
+  }
+  for (auto& promise : all_ended) promise.set_value();
+}
+
+Future<void> CallGroup::settled() {
+  MutexLock lock(mutex_);
+  if (failure_) return make_failed_future<void>(failure_);
+  if (out_ == 0) return make_ready_future<void>();
+  settled_.emplace_back(host_);
+  return settled_.back().future();
+}
+
+Future<void> CallGroup::all_ended() {
+  MutexLock lock(mutex_);
+  if (out_ == 0) return make_ready_future<void>();
+  all_ended_.emplace_back(host_);
+  return all_ended_.back().future();
+}
+
+}  // namespace rpc
+
+WaitScope::WaitScope(const Worker& worker, CallOptions options)
+    : Caller(worker.endpoint(), std::move(options)) {
+  options_.group = std::make_shared<rpc::CallGroup>(endpoint_->host());
+}
+
+WaitScope::~WaitScope() {
+  try {
+    options_.group->all_ended().wait();
+  } catch (const Error&) {
+    // Only a worker that is gone throws here: then no call of it is out.
+  }
+}
+
+void WaitScope::wait(Deadline deadline) { options_.group->settled().wait(deadline); }
+void WaitScope::wait(Duration timeout) { options_.group->settled().wait(timeout); }
+
+}  // namespace torchspan
