@@ -313,13 +313,23 @@ TEST(RpcConformance, MoreThanNeededArgsAreSpecified) {
   expect_no_overload({at::ones({2}), at::ones({2}), 1, 2}, {}, "Tensor, Tensor, Int, Int");
 }
 
-TEST(RpcConformance, DISABLED_KwargsChooseTheOverload) {
+TEST(RpcConformance, KwargsChooseTheOverload) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
     const at::Tensor& x = matrix(memory);
-    const auto sums = worker.rpc_sync("worker1", "aten::sum", {x},
-                                      {{"dim", std::vector<std::int64_t>{1}}, {"keepdim", true}});
-    EXPECT_TRUE(at::equal(sums.toTensor(), x.sum({1}, true)));
+    const std::map<std::string, c10::IValue> kwargs{{"dim", std::vector<std::int64_t>{1}}, {"keepdim", true}};
+    EXPECT_TRUE(at::equal(worker.rpc_sync("worker1", "aten::sum", {x}, kwargs).toTensor(), x.sum({1}, true)));
+  });
+}
+
+TEST(RpcConformance, DISABLED_KwargsPassOverloadsThatDoNotKnowThem) {
+  on_first(world(), [](Worker& worker) {
+    at::Tensor memory;
+    const at::Tensor& x = matrix(memory);
+    const std::map<std::string, c10::IValue> kwargs{{"dim", 1}, {"keepdim", true}};
+    for (const std::string name : {"aten::max", "aten::min", "aten::argmax", "aten::all", "aten::prod"}) {
+      EXPECT_NO_THROW(worker.rpc_sync("worker1", name, {x}, kwargs)) << name;
+    }
   });
 }
 

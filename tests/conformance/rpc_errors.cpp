@@ -140,7 +140,8 @@ TEST(RpcConformance, OpWithInvalidArgs) {
   });
 }
 
-TEST(RpcConformance, ResultCannotTravel) {
+TEST(RpcConformance, ResultThatCannotTravelStaysThere) {
+  static_assert(!wire::Transferable<Opaque>);  // so rpc_sync(…, kMakeOpaque) does not compile
   on_first(world_of(2, functions()), [](Worker& worker) {
     auto opaque = worker.remote("worker1", kMakeOpaque);
     opaque.creation().wait();
