@@ -121,10 +121,12 @@ void Core::fail_calls(CallTable::Calls calls, const Error& reason) {
 std::exception_ptr Core::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
   const Error plain = to_error(cause);
   std::string text = plain.message();
+  // A failure that was told once, of the creation that this call uses, keeps its own worker and call.
+  const bool told = !plain.call().empty();
   const std::string site = call.user_values ? site_text(call.site) : "";
-  if (!site.empty()) text += fmt::format(" [called at {}]", site);
+  if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);
   Error error(plain.kind(), std::move(text));
-  error.with_worker(roster_.name(call.peer)).with_call(call.name);
+  error.with_worker(told ? plain.worker() : roster_.name(call.peer)).with_call(told ? plain.call() : call.name);
   error.with_elapsed(runtime_.executor.now() - call.started);
   for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);
   return std::make_exception_ptr(error);

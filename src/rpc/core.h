@@ -184,7 +184,10 @@ class Core final : public Endpoint, public net::Handler {
   void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
   void receive_request(IncomingPtr call);
   void unpack(IncomingCall& call);
+  /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
   void run(const IncomingPtr& call, const Entry& entry);
+  void serve(const IncomingPtr& call, const Entry& entry, const std::shared_ptr<ReplyCompletion>& reply,
+             const std::vector<Future<void>>& references);
   void protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error);
 
   Runtime& runtime_;

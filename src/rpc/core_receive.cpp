@@ -134,36 +134,51 @@ void when_done(const std::vector<Future<void>>& futures, std::function<void()> n
   }
 }
 
+void throw_first_failure(const std::vector<Future<void>>& futures) {
+  for (const Future<void>& future : futures) {
+    if (future.error()) std::rethrow_exception(future.error());
+  }
+}
+
 }  // namespace
 
-void Core::run(const IncomingPtr& call, const Entry& entry) {
-  auto reply = std::make_shared<ReplyCompletion>(std::static_pointer_cast<Core>(shared_from_this()), call);
+void Core::serve(const IncomingPtr& call, const Entry& entry, const std::shared_ptr<ReplyCompletion>& reply,
+                 const std::vector<Future<void>>& references) {
   try {
-    unpack(*call);
-    std::vector<Future<void>> waits;
-    for (const auto& reference : call->payload.references) {
-      if (!reference) continue;
-      Future<void> ready = std::static_pointer_cast<Reference>(reference)->ready();
-      if (!ready.done()) waits.push_back(std::move(ready));
-    }
-    auto serve = [call, &entry, reply, this] {
-      try {
-        if (call->deadline.passed(runtime_.executor.now())) {
-          throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
-        }
-        if (call->stop_requested())
-          throw Error(ErrorKind::kCancelled, "the caller gave the call up before the work could begin");
-        serving_.begin(*call);
-        entry.serve(call, reply);
-      } catch (...) {
-        reply->fail(std::current_exception());
-      }
-    };
-    if (waits.empty()) return serve();
-    when_done(waits, serve);
+    if (call->deadline.passed(runtime_.executor.now()))
+      throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
+    if (call->stop_requested())
+      throw Error(ErrorKind::kCancelled, "the caller gave the call up before the work could begin");
+    throw_first_failure(references);
+    serving_.begin(*call);
+    entry.serve(call, reply);
   } catch (...) {
     reply->fail(std::current_exception());
   }
+}
+
+void Core::run(const IncomingPtr& call, const Entry& entry) {
+  auto reply = std::make_shared<ReplyCompletion>(std::static_pointer_cast<Core>(shared_from_this()), call);
+  std::vector<Future<void>> references, waits;
+  try {
+    unpack(*call);
+    for (const auto& reference : call->payload.references) {
+      if (!reference) continue;
+      references.push_back(std::static_pointer_cast<Reference>(reference)->ready());
+      if (!references.back().done()) waits.push_back(references.back());
+    }
+  } catch (...) {
+    return reply->fail(std::current_exception());
+  }
+  if (waits.empty()) return serve(call, entry, reply, references);
+  // What it waits for may never come: the end of the call ends the wait.
+  auto hook = std::make_shared<StopHook>(stop_token_of(call), [reply, call] {
+    reply->fail(std::make_exception_ptr(
+        Error(ErrorKind::kTimedOut,
+              "a reference among the arguments was not confirmed before the call ended; the "
+              "creation of its value may have been lost")));
+  });
+  when_done(waits, [this, call, &entry, reply, references, hook] { serve(call, entry, reply, references); });
 }
 
 }  // namespace torchspan::rpc

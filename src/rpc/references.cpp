@@ -55,7 +55,9 @@ OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, std::uint32_t s
       slot_(promise_.future()) {}
 
 Future<void> OwnerReference::ready() const {
-  if (slot_.done() && !slot_.error()) return make_ready_future<void>();
+  if (slot_.done()) {
+    return slot_.error() ? make_failed_future<void>(slot_.error()) : make_ready_future<void>();
+  }
   return slot_.then([](Future<ValuePtr> value) { value.wait(); });
 }
 
@@ -165,7 +167,11 @@ wire::Handle References::to_handle(const std::shared_ptr<void>& reference, std::
   auto state = std::static_pointer_cast<Reference>(reference);
   if (!state) return {};
   wire::Handle handle{state->owner(), state->value_id(), {}, state->type_tag()};
-  if (!state->is_owner()) state->endpoint();  // a deleted reference cannot travel
+  if (!state->is_owner()) {
+    state->endpoint();  // a deleted reference cannot travel
+    const Future<void> ready = state->ready();
+    if (ready.done()) ready.wait();  // nor can one whose creation failed
+  }
   MutexLock lock(mutex_);
   if (state->is_owner()) {
     handle.fork = table_.next_id();

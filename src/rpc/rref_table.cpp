@@ -49,8 +49,8 @@ void RRefTable::adopt_child(const wire::Handle& handle, std::uint32_t parent, co
 void RRefTable::confirm_user(GlobalId fork, Effects& effects) {
   auto it = pending_users_.find(fork);
   if (it == pending_users_.end()) return;
-  if (it->second.parent != self_) {
-    effects.messages.push_back({RRefMessage::Kind::kChildAccept, it->second.parent, {}, fork});
+  if (it->second.parent) {
+    effects.messages.push_back({RRefMessage::Kind::kChildAccept, *it->second.parent, {}, fork});
   }
   effects.released.push_back(std::move(it->second.user));
   pending_users_.erase(it);

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -76,7 +77,7 @@ class RRefTable {
   void undo_child(GlobalId child, Effects& effects);
 
   /// User: a reference whose creation is on its way stays alive until confirm_user().
-  void add_pending_user(GlobalId fork, const Keep& user) { pending_users_[fork] = {user, self_}; }
+  void add_pending_user(GlobalId fork, const Keep& user) { pending_users_[fork] = {user, std::nullopt}; }
   /// User: a child made by `parent`, who is not the owner: asks the owner for its fork.
   void adopt_child(const wire::Handle& handle, std::uint32_t parent, const Keep& user, Effects& effects);
   /// User: the owner knows the fork, or never will; a waiting parent may let go.
@@ -105,7 +106,7 @@ class RRefTable {
   };
   struct PendingUser {
     Keep user;
-    std::uint32_t parent = 0;  ///< who waits for the acceptance; ourselves: nobody
+    std::optional<std::uint32_t> parent;  ///< who waits for the acceptance
   };
   void erase_if_unused(GlobalId value, Effects& effects);
 

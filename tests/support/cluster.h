@@ -11,6 +11,13 @@
 
 namespace torchspan::testing {
 
+/// What one worker of a simulated cluster is made from.
+struct WorkerPlan {
+  FunctionTable functions;
+  rpc::ServiceOptions service;
+  rendezvous::JoinOptions join;
+};
+
 struct ClusterOptions {
   int workers = 2;
   std::uint64_t seed = 1;
@@ -19,8 +26,12 @@ struct ClusterOptions {
   Duration default_timeout = std::chrono::seconds(60);
   std::size_t threads = 4;
   net::SimNetwork::Options network = {};
-  rpc::ServiceOptions service = {};  ///< limits; name, rank, threads and timeout are set from what is here
-  bool graceful = true;              ///< whether run() ends every worker by shutdown()
+  rpc::ServiceOptions service = {};   ///< limits; name, rank, threads and timeout are set from what is here
+  bool open = false;                  ///< the world is open: workers may start() later
+  rendezvous::JoinOptions join = {};  ///< heartbeats; name, rank, size and addresses are set
+  bool graceful = true;               ///< whether run() ends every worker by shutdown()
+  Duration shutdown_limit = std::chrono::minutes(10);           ///< of that shutdown
+  std::function<void(int rank, WorkerPlan& plan)> adjust = {};  ///< changes a worker's plan before it is made
 };
 
 /// A world of workers in this process on the simulated network and clock. run() starts them, runs `body` on
@@ -41,54 +52,78 @@ class SimCluster {
     if (rank == 0) network_.kill("store");
   }
 
+  /// Starts another worker from inside a running simulation: one that was not there yet, or the next
+  /// incarnation of one that is gone. A failure of `body` ends the process.
+  Thread start(int rank, int incarnation, std::function<void(rpc::WorkerService&)> body) {
+    return executor_.spawn(
+        name(rank), [this, rank, incarnation, body = std::move(body)] { live(rank, incarnation, body); });
+  }
+
   void run(std::function<void(Worker&)> body) {
+    for (auto& failure : try_services([&](rpc::WorkerService& service) {
+           body(service.worker());
+           if (options_.graceful) service.shutdown(executor_.deadline_in(options_.shutdown_limit));
+         })) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+  /// Runs `body` with each worker's service, which it may shut down; returns what each rank threw, or null.
+  std::vector<std::exception_ptr> try_services(std::function<void(rpc::WorkerService&)> body) {
     std::vector<std::exception_ptr> failures(options_.workers);
     executor_.run([&] {
       std::vector<Thread> threads;
       for (int rank = 0; rank < options_.workers; ++rank) {
         threads.push_back(executor_.spawn(name(rank), [&, rank] {
           try {
-            live(rank, body);
+            live(rank, 0, body);
           } catch (...) {
             failures[rank] = std::current_exception();
           }
         }));
       }
     });
-    for (auto& failure : failures) {
-      if (failure) std::rethrow_exception(failure);
-    }
+    return failures;
   }
 
  private:
-  void live(int rank, const std::function<void(Worker&)>& body) {
+  WorkerPlan plan(int rank, int incarnation) const {
+    WorkerPlan plan;
+    plan.functions = options_.functions;
+    plan.service = options_.service;
+    plan.join = options_.join;
+    plan.service.name = name(rank);
+    plan.service.rank = static_cast<std::uint32_t>(rank);
+    plan.service.listen = "sim:" + name(rank);
+    plan.service.default_timeout = options_.default_timeout;
+    plan.service.threads = options_.threads;
+    plan.service.stopped_limit = Duration::zero();  // all of them are this process
+    plan.join.name = name(rank);
+    plan.join.rank = rank;
+    plan.join.world_size = options_.open ? rendezvous::kOpenWorld : options_.workers;
+    plan.join.store_address = "sim:store";
+    plan.join.epoch = static_cast<std::uint64_t>(rank + 1 + 1000 * incarnation);
+    if (options_.adjust) options_.adjust(rank, plan);
+    return plan;
+  }
+
+  void live(int rank, int incarnation, const std::function<void(rpc::WorkerService&)>& body) {
     Runtime runtime(executor_, name(rank));
-    rpc::ServiceOptions service_options = options_.service;
-    service_options.name = name(rank);
-    service_options.rank = static_cast<std::uint32_t>(rank);
-    service_options.listen = "sim:" + name(rank);
-    service_options.default_timeout = options_.default_timeout;
-    service_options.threads = options_.threads;
-    service_options.stopped_limit = Duration::zero();  // all of them are this process
+    WorkerPlan plan = this->plan(rank, incarnation);
     rpc::WorkerService service(
-        runtime, options_.functions, service_options,
+        runtime, std::move(plan.functions), plan.service,
         [&](net::Handler& handler) { return network_.make_transport(name(rank), handler, {}); },
         options_.extensions ? options_.extensions() : std::vector<std::unique_ptr<rpc::Extension>>());
-    rendezvous::JoinOptions join;
-    join.name = name(rank);
-    join.rank = rank;
-    join.world_size = options_.workers;
-    join.store_address = "sim:store";
-    join.address = service.address();
-    join.epoch = static_cast<std::uint64_t>(rank) + 1;
+    plan.join.address = service.address();
+    // The store and the client of a worker that claims another's name still have endpoints of their own.
     service.start(rendezvous::Membership::join(
         runtime,
         [&](const std::string& endpoint, net::Handler& handler) {
-          return network_.make_transport(endpoint, handler, {});
+          return network_.make_transport(endpoint == "store" ? endpoint : name(rank) + ".membership", handler,
+                                         {});
         },
-        join));
-    body(service.worker());
-    if (options_.graceful) service.shutdown();
+        plan.join));
+    body(service);
   }
 
   ClusterOptions options_;

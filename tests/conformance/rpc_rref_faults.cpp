@@ -1,0 +1,320 @@
+// References whose messages are late or lost, whose creation failed, or whose worker shut down.
+#include <map>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/wire/frame.h>
+
+#include "rpc/control.h"
+#include "tests/conformance/rpc_world.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+struct Lives {
+  int made = 0;
+  int alive = 0;
+};
+class Witness {
+ public:
+  explicit Witness(Lives& lives) : lives_(&lives) {
+    ++lives.made;
+    ++lives.alive;
+  }
+  Witness(Witness&& other) noexcept : lives_(std::exchange(other.lives_, nullptr)) {}
+  ~Witness() {
+    if (lives_ != nullptr) --lives_->alive;
+  }
+  std::int64_t number() const { return 35; }
+
+ private:
+  Lives* lives_;
+};
+
+std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
+Witness make_tracked(Worker& worker) { return Witness(state_of<Lives>(worker)); }
+Witness make_slowly(Worker& worker) {
+  nap(worker, seconds(2));
+  return Witness(state_of<Lives>(worker));
+}
+std::int64_t read_tracked(const RRef<Witness>& tracked);
+RRef<Witness> same(const RRef<Witness>& tracked) { return tracked; }
+struct Keeper {
+  explicit Keeper(const RRef<Witness>& kept) : kept(kept) {}
+  RRef<Witness> kept;
+};
+
+constexpr Function<add> kAdd{"add"};
+constexpr Function<make_tracked> kMakeTracked{"make_tracked"};
+constexpr Function<make_slowly> kMakeSlowly{"make_slowly"};
+constexpr Function<&Witness::number> kNumber{"Witness.number"};
+constexpr Function<read_tracked> kReadTracked{"read_tracked"};
+constexpr Function<same> kSame{"same"};
+constexpr Class<Keeper, RRef<Witness>> kKeeper{"Keeper"};
+
+std::int64_t read_tracked(const RRef<Witness>& tracked) { return tracked.rpc_sync(kNumber); }
+
+ClusterOptions world(Lives& lives, int workers = 3) {
+  return with_state(world_of(workers, FunctionTable().add(kAdd, kMakeTracked, kMakeSlowly, kNumber,
+                                                          kReadTracked, kSame, kKeeper)),
+                    lives);
+}
+
+/// The type of a request between workers; nothing for replies and for messages of the membership.
+std::optional<wire::MessageType> request_type(const net::SimMessage& message) {
+  if (!message.from.starts_with("sim:worker") || message.from.ends_with(".membership")) return std::nullopt;
+  const wire::FrameView frame = wire::decode_frame(message.header);
+  if ((frame.header.flags & wire::kFlagReply) != 0) return std::nullopt;
+  return frame.header.type;
+}
+net::SimPredicate requests_of(wire::MessageType type) {
+  return [type](const net::SimMessage& message) { return request_type(message) == type; };
+}
+
+/// Runs `body` on worker 0 under seeds 1 to 3, with the network at hand; shuts down gracefully afterwards and
+/// expects that no value is left.
+void with_network(int workers, const std::function<void(Worker&, SimCluster&, Lives&)>& body) {
+  for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
+    Lives lives;
+    ClusterOptions options = world(lives, workers);
+    options.seed = seed;
+    SimCluster cluster(options);
+    try {
+      cluster.run([&](Worker& worker) {
+        if (worker.rank() != 0) return;
+        body(worker, cluster, lives);
+        cluster.network().drop_if({});
+        cluster.network().delay_if({}, {});
+      });
+    } catch (const std::exception& failure) {
+      ADD_FAILURE() << failure.what();
+    }
+    EXPECT_EQ(lives.alive, 0);
+    if (::testing::Test::HasFailure()) ADD_FAILURE() << "seed " << seed;
+  }
+}
+
+TEST(RpcConformance, CheckFailedMessages) {
+  std::map<wire::MessageType, int> seen;
+  with_network(3, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
+    seen.clear();
+    cluster.network().drop_if([&](const net::SimMessage& message) {
+      const auto type = request_type(message);
+      if (type != rpc::ForkRequest::kType && type != rpc::ChildAccept::kType &&
+          type != rpc::UserDelete::kType)
+        return false;
+      return seen[*type]++ < 3;
+    });
+    {
+      auto tracked = worker.remote("worker1", kMakeTracked);
+      EXPECT_EQ(worker.rpc_sync("worker2", kReadTracked, tracked), 35);
+      EXPECT_EQ(lives.made, 1);
+    }
+    nap(worker, seconds(30));
+    EXPECT_EQ(lives.alive, 0);
+    for (const auto type : {rpc::ForkRequest::kType, rpc::ChildAccept::kType, rpc::UserDelete::kType}) {
+      EXPECT_GT(seen[type], 3) << "sent again until it arrived: " << static_cast<int>(type);
+    }
+  });
+}
+
+void expect_no_creation(const RRef<Witness>& tracked) {
+  const Error error = error_of([&] { tracked.creation().wait(); });
+  EXPECT_EQ(error.kind(), ErrorKind::kTimedOut) << error.what();
+  EXPECT_EQ(error.worker(), "worker1");
+}
+
+TEST(RpcConformance, RemoteMessageDroppedPickle) {
+  with_network(3, [](Worker& worker, SimCluster& cluster, Lives& lives) {
+    cluster.network().drop_if(requests_of(rpc::kCreateRemote));
+    auto tracked = worker.with({.timeout = milliseconds(500)}).remote("worker1", kMakeTracked);
+    expect_no_creation(tracked);
+    const TimePoint begin = now(worker);
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { worker.rpc_sync("worker2", kReadTracked, tracked); });
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { worker.rpc_sync("worker1", kReadTracked, tracked); });
+    EXPECT_LT(now(worker) - begin, milliseconds(100)) << "refused at once, not after the caller's limit";
+    EXPECT_EQ(lives.made, 0);
+  });
+}
+
+TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
+  with_network(2, [](Worker& worker, SimCluster& cluster, Lives& lives) {
+    cluster.network().drop_if(requests_of(rpc::kCreateRemote));
+    auto sum = worker.with({.timeout = milliseconds(500)}).remote("worker1", kAdd, 1, 2);
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
+    const TimePoint begin = now(worker);
+    for (int i = 0; i < 2; ++i) expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
+    EXPECT_EQ(now(worker), begin) << "what is known to have failed is not asked for";
+    EXPECT_FALSE(sum.confirmed_by_owner());
+    EXPECT_EQ(lives.made, 0);
+  });
+}
+
+TEST(RpcConformance, BuiltinRemoteMessageDroppedTimeout) {
+  with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
+    cluster.network().drop_if(requests_of(rpc::kCreateByOperator));
+    auto sum = worker.with({.timeout = milliseconds(500)}).remote("worker1", "aten::add", {1, 2});
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
+  });
+}
+
+TEST(RpcConformance, ToHereOfADroppedCreationEndsBeforeItIsKnown) {
+  with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
+    cluster.network().drop_if(requests_of(rpc::kCreateRemote));
+    auto sum = worker.with({.timeout = milliseconds(500)}).remote("worker1", kAdd, 1, 2);
+    expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(milliseconds(100)); });
+  });
+}
+
+void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name = "") {
+  with_network(2, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
+    EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);  // connected before anything may overtake
+    cluster.network().set_options({.reorder = reorder});
+    const bool udf = operator_name.empty();
+    cluster.network().delay_if(requests_of(udf ? rpc::kCreateRemote : rpc::kCreateByOperator), seconds(2));
+    const Caller hurried = worker.with({.timeout = milliseconds(1)});
+    if (udf) {
+      auto tracked = hurried.remote("worker1", kMakeTracked);
+      expect_no_creation(tracked);
+    } else {
+      auto sum = hurried.remote("worker1", operator_name, {1, 2});
+      expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
+      expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
+    }
+    nap(worker, seconds(10));
+    EXPECT_EQ(lives.made, udf ? 1 : 0);
+    EXPECT_EQ(lives.alive, 0);
+    cluster.network().set_options({});
+  });
+}
+
+TEST(RpcConformance, UdfRemoteMessageDelayTimeout) {
+  expect_late_creation_is_cleaned_up(false);
+  expect_late_creation_is_cleaned_up(true);
+}
+
+TEST(RpcConformance, RemoteMessageBuiltinDelayTimeout) {
+  expect_late_creation_is_cleaned_up(false, "aten::add");
+  expect_late_creation_is_cleaned_up(true, "aten::add");
+}
+
+TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
+  with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
+    auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
+    expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.local_value(); });
+    nap(worker, seconds(5));
+    expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.creation().wait(); });
+    EXPECT_EQ(lives.made, 1);
+    EXPECT_EQ(lives.alive, 0);
+  });
+}
+
+TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
+  with_network(1, [](Worker& worker, SimCluster&, Lives&) {
+    auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
+    expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.rpc_sync(kNumber); });
+  });
+}
+
+TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
+  with_network(2, [](Worker& worker, SimCluster&, Lives& lives) {
+    {
+      auto tracked = worker.with({.timeout = milliseconds(500)}).remote("worker1", kMakeSlowly);
+      expect_no_creation(tracked);
+    }
+    nap(worker, seconds(10));
+    EXPECT_EQ(lives.made, 1);
+    EXPECT_EQ(lives.alive, 0);
+  });
+}
+
+/// Every worker's shutdown, with what it threw.
+std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
+                                                const std::function<void(Worker&)>& first) {
+  return cluster.try_services([&](rpc::WorkerService& service) {
+    if (service.worker().rank() == 0) first(service.worker());
+    service.shutdown(cluster.executor().deadline_in(std::chrono::minutes(5)));
+  });
+}
+
+std::string warnings_of_a_lost_delete(bool report_leaks) {
+  Lives lives;
+  ClusterOptions options = world(lives, 2);
+  options.adjust = [&](int, WorkerPlan& plan) { plan.service.report_leaks = report_leaks; };
+  SimCluster cluster(options);
+  ::testing::internal::CaptureStderr();
+  const auto failures = shut_down_after(cluster, [&](Worker& worker) {
+    auto tracked = worker.remote("worker1", kMakeTracked);
+    EXPECT_EQ(tracked.rpc_sync(kNumber), 35);
+    cluster.network().drop_if(requests_of(rpc::UserDelete::kType));
+  });
+  const std::string warnings = ::testing::internal::GetCapturedStderr();
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+  EXPECT_EQ(lives.alive, 0) << "the end of its worker ends the value";
+  return warnings;
+}
+
+TEST(RpcConformance, RrefLeak) {
+  EXPECT_THAT(warnings_of_a_lost_delete(true),
+              AllOf(HasSubstr("torchspan[worker1] warning"), HasSubstr("still has 1 forks")));
+}
+
+TEST(RpcConformance, IgnoreRrefLeak) {
+  EXPECT_THAT(warnings_of_a_lost_delete(false), Not(HasSubstr("forks")));
+}
+
+TEST(RpcConformance, UseRrefAfterShutdown) {
+  Lives lives;
+  SimCluster cluster(world(lives, 2));
+  RRef<Witness> outlives;
+  const auto failures = cluster.try_services([&](rpc::WorkerService& service) {
+    Worker& worker = service.worker();
+    RRef<Witness> tracked;
+    RRef<std::int64_t> sum;
+    if (worker.rank() == 0) {
+      tracked = worker.remote("worker1", kMakeTracked);
+      sum = worker.remote("worker1", kAdd, 1, 2);
+      EXPECT_EQ(tracked.rpc_sync(kNumber), 35);
+    }
+    service.shutdown();
+    if (worker.rank() != 0) return;
+    expect_error(ErrorKind::kCancelled, "shut down", [&] { sum.to_here(); });
+    expect_error(ErrorKind::kCancelled, "shut down", [&] { tracked.rpc_sync(kNumber); });
+    expect_error(ErrorKind::kCancelled, "shut down", [&] { worker.rpc_sync("worker1", kSame, tracked); });
+    outlives = tracked;
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+  expect_error(ErrorKind::kCancelled, "shut down", [&] { outlives.rpc_sync(kNumber); });
+  EXPECT_EQ(lives.made, 1);
+  EXPECT_EQ(lives.alive, 0);
+}
+
+/// A value that holds a reference to a value that holds a reference, and the program keeps both ends.
+TEST(RpcConformance, NonGarbageCollectedUserRrefDueToLocalCircularDependency) {
+  struct Ring {
+    std::shared_ptr<Ring> self;
+    RRef<Witness> tracked;
+  };
+  Lives lives;
+  SimCluster cluster(world(lives));
+  auto ring = std::make_shared<Ring>();
+  ring->self = ring;
+  const auto failures = shut_down_after(cluster, [&](Worker& worker) {
+    ring->tracked = worker.remote("worker1", kMakeTracked);
+    auto keeper = worker.remote("worker2", kKeeper, ring->tracked);
+    keeper.creation().wait();
+    EXPECT_EQ(ring->tracked.rpc_sync(kNumber), 35);
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+  EXPECT_EQ(lives.made, 1);
+  EXPECT_EQ(lives.alive, 0);
+  ring->self.reset();
+}
+
+}  // namespace
+}  // namespace torchspan

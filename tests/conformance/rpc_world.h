@@ -1,0 +1,95 @@
+#pragma once
+#include <functional>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/rpc/worker.h>
+
+#include "tests/support/cluster.h"
+
+namespace torchspan::testing {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// The Error that `call` throws; a test failure when it throws none.
+template <class F>
+Error error_of(F&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(ErrorKind::kInvalid, "nothing was thrown");
+}
+
+/// Expects that `call` throws an Error of that kind whose text contains `text`.
+template <class F>
+void expect_error(ErrorKind kind, const std::string& text, F&& call) {
+  const Error error = error_of(std::forward<F>(call));
+  EXPECT_EQ(error.kind(), kind) << error.what();
+  EXPECT_THAT(error.what(), HasSubstr(text));
+}
+
+inline ClusterOptions world_of(int workers, FunctionTable functions = {}) {
+  ClusterOptions options;
+  options.workers = workers;
+  options.functions = std::move(functions);
+  return options;
+}
+
+/// Runs `body` on every worker of a world, under the seeds 1, 2 and 3.
+inline void on_all(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
+  for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
+    ClusterOptions seeded = options;
+    seeded.seed = seed;
+    SimCluster world(std::move(seeded));
+    try {
+      world.run(body);
+    } catch (const std::exception& failure) {
+      ADD_FAILURE() << failure.what();
+    }
+    if (::testing::Test::HasFailure()) ADD_FAILURE() << "seed " << seed;
+  }
+}
+
+/// Runs `body` on worker 0 of a world; the others serve.
+inline void on_first(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
+  on_all(options, [&](Worker& worker) {
+    if (worker.rank() == 0) body(worker);
+  });
+}
+
+/// Puts a test's own state within reach of the functions it serves: state_of<T>(worker).
+template <class T>
+class StateExtension final : public rpc::Extension {
+ public:
+  explicit StateExtension(T& state) : state(state) {}
+  void attach(rpc::Registrar&) override {}
+  T& state;
+};
+template <class T>
+T& state_of(const Worker& worker) {
+  return worker.extension<StateExtension<T>>().state;
+}
+/// All workers share `state`.
+template <class T>
+ClusterOptions with_state(ClusterOptions options, T& state) {
+  options.extensions = [&state] {
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<StateExtension<T>>(state));
+    return extensions;
+  };
+  return options;
+}
+
+inline void nap(const Worker& worker, Duration time) { worker.runtime().executor.sleep(time); }
+inline TimePoint now(const Worker& worker) { return worker.runtime().executor.now(); }
+
+}  // namespace torchspan::testing
