@@ -28,7 +28,7 @@ enum class Launcher : std::uint8_t {
 struct WorkerEnvironment {
   std::string name = "worker0";
   int rank = 0;
-  int world_size = 1;
+  int world_size = 1;  ///< 0: an open world
   int local_rank = 0;
   int local_world_size = 1;
   std::string master_host = "127.0.0.1";
@@ -50,8 +50,9 @@ struct WorkerEnvironment {
 
 /// Reads who we are; the first complete convention wins: RANK and WORLD_SIZE (with MASTER_ADDR, MASTER_PORT,
 /// LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RESTART_COUNT; when TORCHELASTIC_USE_AGENT_STORE is "True" the
-/// agent owns MASTER_PORT and we take the next one), OMPI_COMM_WORLD_*, PMI_*, SLURM_*. Pure. Throws
-/// kInvalid with the variable, its value and what is expected.
+/// agent owns MASTER_PORT and we take the next one), OMPI_COMM_WORLD_*, PMI_*, SLURM_*. WORLD_SIZE=0 is an open
+/// world (membership.h): RANK may be left out, then TORCHSPAN_NAME names the worker. Pure. Throws kInvalid with
+/// the variable, its value and what is expected.
 WorkerEnvironment read_environment(const Environment& environment);
 
 /// First host of a Slurm node list in its compressed form: "gpu[03-05,9],login1" gives "gpu03". Throws
