@@ -11,8 +11,8 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using ::testing::HasSubstr;
 using testing::ClusterOptions;
+using ::testing::HasSubstr;
 using testing::SimCluster;
 
 struct Tally {

@@ -74,15 +74,19 @@ WorkerOptions options() {
   return options;
 }
 
+std::vector<std::unique_ptr<rpc::Extension>> extensions() {
+  std::vector<std::unique_ptr<rpc::Extension>> all;
+  all.push_back(std::make_unique<Finish>());
+  return all;
+}
+
 /// A worker that lives until the driver says finish, or until it is killed.
 int worker_main() {
-  Session session(options(), functions());
-  Executor& executor = session.runtime().executor;
+  Session session(options(), functions(), extensions());
   Outcomes outcomes;
   make_traffic(session.worker(), number_from("SOAK_SEED", 1) + static_cast<std::uint64_t>(getpid()),
                Deadline::never(), outcomes);
   session.shutdown(seconds(30));
-  (void)executor;
   return outcomes.wrong == 0 && outcomes.stuck == 0 ? 0 : 3;
 }
 
@@ -115,7 +119,7 @@ struct Watch {
 int driver_main() {
   const Duration time = seconds(number_from("SOAK_SECONDS", 600));
   const std::uint64_t seed = number_from("SOAK_SEED", 1);
-  Session session(options(), functions());
+  Session session(options(), functions(), extensions());
   Worker& worker = session.worker();
   Executor& executor = session.runtime().executor;
   const std::size_t descriptors = open_descriptors();

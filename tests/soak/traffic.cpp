@@ -15,11 +15,6 @@ using std::chrono::seconds;
 /// What futures may need beyond their own deadline on a machine that is busy restarting workers.
 constexpr Duration kGrace = seconds(30);
 
-std::atomic<bool>& finishing() {
-  static std::atomic<bool> flag{false};  // of the process: a soak worker is one
-  return flag;
-}
-
 std::uint32_t somebody(Worker& worker, std::uint64_t draw) {
   const auto workers = worker.workers();
   return workers[draw % workers.size()].rank;
@@ -197,8 +192,7 @@ FunctionTable functions() {
                              kFinish);
 }
 
-void finish(Worker&) { finishing().store(true); }
-bool is_finishing() { return finishing().load(); }
+void finish(Worker& worker) { worker.extension<Finish>().asked.store(true); }
 
 std::string Outcomes::str() const {
   std::string text = fmt::format("{} good", good.load());
@@ -211,7 +205,8 @@ std::string Outcomes::str() const {
 
 void make_traffic(Worker& worker, std::uint64_t seed, Deadline until, Outcomes& outcomes) {
   Traffic traffic(worker, seed, outcomes);
-  while (!until.passed(worker.runtime().executor.now()) && !is_finishing()) traffic.one();
+  while (!until.passed(worker.runtime().executor.now()) && !worker.extension<Finish>().asked.load())
+    traffic.one();
 }
 
 }  // namespace torchspan::soak

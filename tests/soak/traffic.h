@@ -5,6 +5,7 @@
 #include <random>
 #include <string>
 
+#include <torchspan/rpc/extension.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan::soak {
@@ -12,9 +13,12 @@ namespace torchspan::soak {
 /// What the workers of the soak call on each other.
 FunctionTable functions();
 
-/// Ends this worker's own traffic and lets its process leave the world.
+/// Whether this worker is to end its own traffic and leave the world.
+struct Finish final : rpc::Extension {
+  void attach(rpc::Registrar&) override {}
+  std::atomic<bool> asked{false};
+};
 void finish(Worker& worker);
-bool is_finishing();
 
 /// How random calls ended.
 struct Outcomes {
