@@ -167,5 +167,41 @@ TEST(FixedWorld, TakesAReplacementForADeadWorker) {
   });
 }
 
+TEST(Hosts, ThatVanishFailTheirCallsWithinTheLivenessInterval) {
+  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+    ClusterOptions options = open_world(seed, 3);
+    options.open = false;
+    options.graceful = false;
+    options.adjust = [](int rank, testing::WorkerPlan& plan) {
+      plan.join.host_id = "host" + std::to_string(rank);
+    };
+    SimCluster world(options);
+    world.run([&](Worker& worker) {
+      if (worker.rank() != 0) return worker.runtime().executor.sleep(seconds(60));
+      auto lost = worker.rpc_async(1, kNap, 30'000);
+      auto kept = worker.rpc_async(2, kNap, 10'000);
+      world.executor().sleep(seconds(1));
+      const TimePoint before = world.executor().now();
+      for (const char* other : {"worker0", "worker2", "store", "worker0.membership"}) {
+        world.network().cut("worker1", other);
+        world.network().cut("worker1.membership", other);
+      }
+      try {
+        lost.wait();
+        FAIL() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << "seed " << seed;
+        EXPECT_EQ(error.worker(), "worker1");
+        EXPECT_THAT(error.message(), HasSubstr("silent for"));
+      }
+      EXPECT_LT(world.executor().now() - before, milliseconds(6000));
+      EXPECT_GT(world.executor().now() - before, milliseconds(4000));
+      EXPECT_THROW(worker.rpc_sync(1, kWho), Error) << "at once from now on";
+      kept.wait();
+      EXPECT_EQ(worker.rpc_sync(2, kWho), "worker2");
+    });
+  }
+}
+
 }  // namespace
 }  // namespace torchspan

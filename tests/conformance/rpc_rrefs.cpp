@@ -75,9 +75,9 @@ TEST(RpcConformance, OwnerEquality) {
     EXPECT_EQ(first.owner(), second.owner());
     EXPECT_NE(first.owner(), third.owner());
     EXPECT_EQ(first.owner(), worker.info("worker1"));
-    std::map<std::string, int> by_owner;
-    for (const auto* rref : {&first, &second, &third}) ++by_owner[rref->owner().name];
-    EXPECT_EQ(by_owner, (std::map<std::string, int>{{"worker1", 2}, {"worker2", 1}}));
+    std::unordered_map<WorkerInfo, int> by_owner;
+    for (const auto* rref : {&first, &second, &third}) ++by_owner[rref->owner()];
+    EXPECT_EQ(by_owner, (std::unordered_map<WorkerInfo, int>{{{"worker1", 1}, 2}, {{"worker2", 2}, 1}}));
   });
 }
 

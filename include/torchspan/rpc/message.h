@@ -151,3 +151,10 @@ Request make_request(const M& message) {
 }  // namespace rpc
 
 }  // namespace torchspan
+
+template <>
+struct std::hash<torchspan::WorkerInfo> {
+  std::size_t operator()(const torchspan::WorkerInfo& worker) const noexcept {
+    return std::hash<std::string>()(worker.name) ^ worker.rank;
+  }
+};
