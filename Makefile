@@ -5,16 +5,18 @@
 #   make check                      arrows, house rules, format, spelling, headers, clang-tidy
 #   make bench SECTION=rpc          measure, and write build/bench/rpc.json
 #   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
+#   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted
 #   make docs | format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz docs format clean help
+.PHONY: demo test check bench fuzz soak docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
 WORKERS ?= 3
 FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 600
 ARGS ?=
 # Worker processes share the cores; a pool of threads in each would fight for them.
 export OMP_NUM_THREADS ?= 1
@@ -56,6 +58,12 @@ fuzz:
 	@$(call configure,fuzz)
 	@ninja -C build/fuzz -j $(JOBS) fuzzers
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) tools/run-fuzz $(ARGS)
+
+soak:
+	@tools/install-deps build
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS) torchspan_soak
+	@SOAK_SECONDS=$(SOAK_SECONDS) build/dev/bin/torchspan_soak
 
 docs:
 	@tools/install-deps docs

@@ -8,6 +8,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/rendezvous/environment.h>
+#include <torchspan/rendezvous/membership.h>
 
 #include "rendezvous/names.h"
 #include "rendezvous/slurm.h"
@@ -162,6 +163,21 @@ void read_local_ranks(const Variables& variables, const Convention& convention, 
   }
 }
 
+bool is_open_world(const Variables& variables) { return variables.text_or("WORLD_SIZE", "") == "0"; }
+
+/// WORLD_SIZE=0: workers come and go, and whoever names no rank is given one.
+void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
+  worker.launcher = Launcher::kExplicit;
+  worker.world_size = kOpenWorld;
+  worker.rank = variables.index("RANK").value_or(kAnyRank);
+  worker.local_rank = variables.index("LOCAL_RANK").value_or(std::max(worker.rank, 0));
+  worker.local_world_size = is_loopback(variables.text_or("MASTER_ADDR", "")) ? worker.world_size : 1;
+  if (worker.rank == kAnyRank && !variables.text("TORCHSPAN_NAME")) {
+    refuse("WORLD_SIZE is 0, an open world, and neither RANK nor TORCHSPAN_NAME is set; give this worker a rank, or a "
+           "name of its own and it gets the next free rank");
+  }
+}
+
 /// Ports below the system's range for outgoing connections, spread by what tells jobs apart.
 std::uint16_t derived_port(std::uint64_t key) {
   return static_cast<std::uint16_t>(kFirstDerivedPort + key % kDerivedPorts);
@@ -271,7 +287,9 @@ std::string WorkerEnvironment::store_address() const {
 WorkerEnvironment read_environment(const Environment& environment) {
   const Variables variables(environment);
   WorkerEnvironment worker;
-  if (const auto convention = find_convention(variables)) {
+  if (is_open_world(variables)) {
+    read_open_world(variables, worker);
+  } else if (const auto convention = find_convention(variables)) {
     read_ranks(variables, *convention, worker);
     read_local_ranks(variables, *convention, worker);
   } else if (const auto size = variables.count("WORLD_SIZE"); size && *size != 1) {

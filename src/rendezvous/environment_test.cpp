@@ -3,6 +3,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/rendezvous/environment.h>
+#include <torchspan/rendezvous/membership.h>
 
 namespace torchspan::rendezvous {
 namespace {
@@ -48,6 +49,20 @@ TEST(Environment, IsAWorldOfOneWhenNothingIsSet) {
   EXPECT_EQ(worker.store_address(), "tcp:127.0.0.1:29500");
   EXPECT_EQ(worker.secret_file, "");
   EXPECT_EQ(worker.restart_count, 0);
+}
+
+TEST(Environment, ReadsAnOpenWorld) {
+  const Environment base{{"WORLD_SIZE", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1234"}};
+  const WorkerEnvironment first = read_environment(with(base, {{"RANK", "0"}}));
+  EXPECT_EQ(first.world_size, kOpenWorld);
+  EXPECT_EQ(first.rank, 0);
+  EXPECT_EQ(first.name, "worker0");
+  EXPECT_TRUE(first.one_host());
+  const WorkerEnvironment any = read_environment(with(base, {{"TORCHSPAN_NAME", "actor-a"}}));
+  EXPECT_EQ(any.rank, kAnyRank);
+  EXPECT_EQ(any.name, "actor-a");
+  EXPECT_FALSE(read_environment(with(base, {{"RANK", "2"}, {"MASTER_ADDR", "node7"}})).one_host());
+  EXPECT_THAT(complaint(base), AllOf(HasSubstr("RANK"), HasSubstr("TORCHSPAN_NAME")));
 }
 
 TEST(Environment, ReadsTorchrunsVariables) {
@@ -193,7 +208,7 @@ TEST(Environment, NamesTheVariableItsValueAndWhatIsExpected) {
       {{{"RANK", "-1"}}, {"RANK is '-1'", "from 0"}},
       {{{"RANK", "3 "}}, {"RANK is '3 '"}},
       {{{"RANK", "4"}}, {"RANK is 4", "WORLD_SIZE is 4", "0 to 3"}},
-      {{{"WORLD_SIZE", "0"}}, {"WORLD_SIZE is '0'", "from 1"}},
+      {{{"WORLD_SIZE", "-1"}}, {"WORLD_SIZE is '-1'", "from 1"}},
       {{{"WORLD_SIZE", "99999999999999999999"}}, {"WORLD_SIZE is '99999999999999999999'"}},
       {{{"WORLD_SIZE", ""}}, {"RANK is 3", "WORLD_SIZE is not set"}},
       {{{"RANK", ""}}, {"WORLD_SIZE is 4", "RANK is not set", "0 to 3"}},

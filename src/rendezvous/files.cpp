@@ -1,7 +1,11 @@
 #include <cerrno>
 #include <cstring>
+#include <ctime>
+#include <filesystem>
 #include <fmt/format.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
@@ -57,6 +61,38 @@ net::Secret load_secret(const WorkerEnvironment& worker) {
   return net::Secret::from_file(path);
 }
 
+namespace {
+
+/// A socket that is bound but does not listen yet refuses too: only old ones are judged.
+constexpr std::time_t kStaleAfterSeconds = 60;
+
+bool nobody_listens(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) return false;
+  path.copy(address.sun_path, path.size());
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool refused =
+      connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 && errno == ECONNREFUSED;
+  close(fd);
+  return refused;
+}
+
+/// Workers that were killed leave their sockets behind.
+void remove_stale_sockets(const std::string& folder) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    const std::string path = entry.path().string();
+    struct stat about {};
+    if (!path.ends_with(".sock") || lstat(path.c_str(), &about) != 0 || !S_ISSOCK(about.st_mode)) continue;
+    if (std::time(nullptr) - about.st_mtime > kStaleAfterSeconds && nobody_listens(path))
+      unlink(path.c_str());
+  }
+}
+
+}  // namespace
+
 std::string make_runtime_folder(const WorkerEnvironment& worker) {
   const std::string path = worker.runtime_folder.empty()
                                ? fmt::format("{}/torchspan-{}", worker.temporary_folder, geteuid())
@@ -82,6 +118,7 @@ std::string make_runtime_folder(const WorkerEnvironment& worker) {
                     "with mode 0700: correct it, or set TORCHSPAN_RUNTIME_DIR to another one",
                     path, about.st_uid, about.st_mode & 07777, geteuid()));
   }
+  remove_stale_sockets(path);
   return path;
 }
 

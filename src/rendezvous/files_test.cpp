@@ -1,9 +1,12 @@
 #include <algorithm>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
@@ -101,6 +104,38 @@ TEST_F(Files, RuntimeFolderIsPrivateAndReused) {
   EXPECT_EQ(make_runtime_folder(worker_), path);
   worker_.runtime_folder = folder_ + "/named";
   EXPECT_EQ(make_runtime_folder(worker_), folder_ + "/named");
+}
+
+/// A socket file as a worker leaves it that was killed a while ago, or as one has it that lives.
+int make_socket(const std::string& path, bool old) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const timespec when[2] = {{1'000'000'000, 0}, {1'000'000'000, 0}};
+  if (old) {
+    EXPECT_EQ(utimensat(AT_FDCWD, path.c_str(), when, 0), 0);
+  }
+  return fd;
+}
+
+TEST_F(Files, RuntimeFolderLosesTheSocketsOfTheKilled) {
+  worker_.runtime_folder = folder_ + "/run";
+  const std::string run = make_runtime_folder(worker_);
+  const int dead = make_socket(run + "/dead.sock", true);
+  const int young = make_socket(run + "/young.sock", false);
+  const int alive = make_socket(run + "/alive.sock", true);
+  ASSERT_EQ(listen(alive, 1), 0);
+  close(dead);
+  std::ofstream(run + "/notes.sock") << "no socket";
+  make_runtime_folder(worker_);
+  EXPECT_FALSE(std::filesystem::exists(run + "/dead.sock"));
+  EXPECT_TRUE(std::filesystem::exists(run + "/young.sock")) << "it may be about to listen";
+  EXPECT_TRUE(std::filesystem::exists(run + "/alive.sock"));
+  EXPECT_TRUE(std::filesystem::exists(run + "/notes.sock"));
+  close(young);
+  close(alive);
 }
 
 TEST_F(Files, RuntimeFolderOpenToOthersIsDenied) {

@@ -126,7 +126,8 @@ std::exception_ptr Core::annotate(const PendingCall& call, const std::exception_
   const std::string site = call.user_values ? site_text(call.site) : "";
   if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);
   Error error(plain.kind(), std::move(text));
-  error.with_worker(told ? plain.worker() : roster_.name(call.peer)).with_call(told ? plain.call() : call.name);
+  error.with_worker(told ? plain.worker() : roster_.name(call.peer))
+      .with_call(told ? plain.call() : call.name);
   error.with_elapsed(runtime_.executor.now() - call.started);
   for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);
   return std::make_exception_ptr(error);

@@ -91,6 +91,7 @@ class Core final : public Endpoint, public net::Handler {
   // Endpoint
   Runtime& runtime() override { return runtime_; }
   std::weak_ptr<FutureHost> host() override { return host_; }
+  Pool& pool() override { return host_->pool(); }
   const WorkerInfo& self() const override { return self_; }
   std::vector<WorkerInfo> workers() const override { return roster_.all(); }
   WorkerInfo info(const Destination& of) const override { return roster_.info(of); }
@@ -123,7 +124,6 @@ class Core final : public Endpoint, public net::Handler {
   References& references() { return *references_; }
   ServingTable& serving() { return serving_; }
   Worker& worker() { return *worker_; }
-  Pool& pool() { return host_->pool(); }
   const ServiceOptions& options() const { return options_; }
   Totals totals() const;
   const std::vector<std::function<Future<void>()>>& shutdown_hooks() const { return shutdown_hooks_; }

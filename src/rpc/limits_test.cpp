@@ -17,18 +17,23 @@ using ::testing::HasSubstr;
 using testing::SimCluster;
 
 void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
+void block(Worker& worker, std::int64_t ms) {
+  BlockingScope blocking(worker);
+  worker.runtime().executor.sleep(milliseconds(ms));
+}
 std::int64_t size_of(const at::Tensor& x) { return x.numel(); }
 struct Cell {
   std::int64_t value = 7;
   std::int64_t get() const { return value; }
 };
 constexpr Function<nap> kNap{"nap"};
+constexpr Function<block> kBlock{"block"};
 constexpr Function<size_of> kSizeOf{"size_of"};
 constexpr Class<Cell> kCell{"Cell"};
 constexpr Function<&Cell::get> kGet{"Cell.get"};
 
 void on_first(ClusterOptions options, const std::function<void(Worker&, SimCluster&)>& body) {
-  options.functions.add(kNap, kSizeOf, kCell, kGet);
+  options.functions.add(kNap, kBlock, kSizeOf, kCell, kGet);
   SimCluster world(std::move(options));
   world.run([&](Worker& worker) {
     if (worker.rank() == 0) body(worker, world);
@@ -83,6 +88,25 @@ TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
       EXPECT_EQ(worker.rpc_sync(to, kSizeOf, at::zeros({1 << 20}, at::kByte)), 1 << 20)
           << "a single request may be larger than the limit";
     }
+  });
+}
+
+TEST(Limits, AreLiftedForHandlersThatSayThatTheyBlock) {
+  ClusterOptions options;
+  options.threads = 2;
+  on_first(options, [](Worker& worker, SimCluster&) {
+    std::vector<Future<void>> blocked;
+    for (int i = 0; i < 10; ++i) blocked.push_back(worker.rpc_async(1, kBlock, 1000));
+    worker.runtime().executor.sleep(milliseconds(10));
+    const TimePoint before = worker.runtime().executor.now();
+    EXPECT_EQ(worker.rpc_sync(1, kSizeOf, at::zeros({3})), 3);
+    EXPECT_LT(worker.runtime().executor.now() - before, milliseconds(100));
+    wait_all(blocked);
+    auto napping = worker.rpc_async(1, kNap, 1000), too = worker.rpc_async(1, kNap, 1000);
+    worker.runtime().executor.sleep(milliseconds(10));
+    EXPECT_THROW(worker.with({.timeout = milliseconds(500)}).rpc_sync(1, kSizeOf, at::zeros({3})), Error)
+        << "without a word both threads are taken";
+    wait_all(std::vector<Future<void>>{napping, too});
   });
 }
 

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <fmt/format.h>
+#include <random>
 #include <unistd.h>
 
 #include <torchspan/core/executor.h>
@@ -13,7 +15,10 @@ namespace {
 std::string listening_address(const WorkerOptions& options) {
   if (options.environment.world_size == 1) return {};
   const std::string folder = rendezvous::make_runtime_folder(options.environment);
-  return fmt::format("unix:{}/{}-{}.sock", folder, getpid(), options.environment.rank);
+  if (options.environment.rank != rendezvous::kAnyRank)
+    return fmt::format("unix:{}/{}-{}.sock", folder, getpid(), options.environment.rank);
+  std::random_device random;
+  return fmt::format("unix:{}/{}-{:08x}.sock", folder, getpid(), random());
 }
 
 rendezvous::JoinOptions join_options(const WorkerOptions& options, const FunctionTable& functions,
@@ -35,11 +40,13 @@ rendezvous::JoinOptions join_options(const WorkerOptions& options, const Functio
 rpc::ServiceOptions service_options(const WorkerOptions& options) {
   rpc::ServiceOptions service;
   service.name = options.environment.name;
-  service.rank = static_cast<std::uint32_t>(options.environment.rank);
+  service.rank = static_cast<std::uint32_t>(std::max(options.environment.rank, 0));
   service.listen = listening_address(options);
   service.default_timeout = options.rpc_timeout;
   service.threads = options.threads;
   service.max_threads = options.max_threads;
+  service.max_pending_calls = options.max_pending_calls;
+  service.max_waiting_bytes = options.max_waiting_bytes;
   return service;
 }
 
@@ -70,6 +77,7 @@ class Session::Impl {
       make_transport = [&](net::Handler& handler) {
         net::TransportOptions transport;
         transport.secret = secret;
+        transport.max_unsent = options.max_unsent_bytes;
         return net::make_stream_transport(*executor_, handler, std::move(transport));
       };
     }

@@ -28,7 +28,7 @@ enum class Launcher : std::uint8_t {
 struct WorkerEnvironment {
   std::string name = "worker0";
   int rank = 0;
-  int world_size = 1;
+  int world_size = 1;  ///< 0: an open world
   int local_rank = 0;
   int local_world_size = 1;
   std::string master_host = "127.0.0.1";
@@ -50,7 +50,8 @@ struct WorkerEnvironment {
 
 /// Reads who we are; the first complete convention wins: RANK and WORLD_SIZE (with MASTER_ADDR, MASTER_PORT,
 /// LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RESTART_COUNT; when TORCHELASTIC_USE_AGENT_STORE is "True" the
-/// agent owns MASTER_PORT and we take the next one), OMPI_COMM_WORLD_*, PMI_*, SLURM_*. Pure. Throws
+/// agent owns MASTER_PORT and we take the next one), OMPI_COMM_WORLD_*, PMI_*, SLURM_*. WORLD_SIZE=0 is an
+/// open world (membership.h): RANK may be left out, then TORCHSPAN_NAME names the worker. Pure. Throws
 /// kInvalid with the variable, its value and what is expected.
 WorkerEnvironment read_environment(const Environment& environment);
 
@@ -64,8 +65,9 @@ std::string first_slurm_host(const std::string& list);
 net::Secret load_secret(const WorkerEnvironment& worker);
 
 /// A folder of mode 0700 that belongs to this user, for sockets: `worker.runtime_folder` if named, else
-/// torchspan-<uid> in `worker.temporary_folder`; made when missing. Throws kDenied when it belongs to
-/// somebody else or is open to others, kInvalid when it cannot be made or its path is too long for sockets.
+/// torchspan-<uid> in `worker.temporary_folder`; made when missing, and rid of the sockets of workers that
+/// were killed. Throws kDenied when it belongs to somebody else or is open to others, kInvalid when it cannot
+/// be made or its path is too long for sockets.
 std::string make_runtime_folder(const WorkerEnvironment& worker);
 
 }  // namespace torchspan::rendezvous

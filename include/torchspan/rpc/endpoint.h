@@ -5,6 +5,7 @@
 #include <typeindex>
 #include <vector>
 
+#include <torchspan/core/pool.h>
 #include <torchspan/core/runtime.h>
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/extension.h>
@@ -33,6 +34,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   virtual Runtime& runtime() = 0;
   virtual std::weak_ptr<FutureHost> host() = 0;
+  /// Where handlers run.
+  virtual Pool& pool() = 0;
   virtual const WorkerInfo& self() const = 0;
   /// Who is in the world, by rank.
   virtual std::vector<WorkerInfo> workers() const = 0;

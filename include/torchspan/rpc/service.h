@@ -20,7 +20,7 @@ struct ServiceOptions {
   std::size_t threads = 4;                              ///< handlers that run at once
   std::size_t max_threads = 256;                        ///< pool threads, those that wait included
   std::size_t max_pending_calls = 1u << 18;             ///< per peer that wait for replies
-  std::uint64_t max_waiting_bytes = std::uint64_t{1} << 30;  ///< per peer of requests that wait for a thread
+  std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per peer of requests that wait for a thread
   Duration stopped_limit =
       std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
   bool report_leaks = true;     ///< graceful shutdown logs references that nobody gave back

@@ -225,6 +225,17 @@ class Worker : public Caller {
   void barrier(std::vector<std::string> participants = {}, Deadline deadline = Deadline::never()) const;
 };
 
+/// Put around what a handler waits for outside this library (a lock, a file, another system): another thread
+/// takes over its place among the handlers that run at once, so that waiting handlers starve nobody. Waits on
+/// futures need none. Throws Error{kOverloaded} when no thread is left for those who could end the wait.
+class BlockingScope {
+ public:
+  explicit BlockingScope(const Worker& worker) : scope_(worker.endpoint()->pool()) {}
+
+ private:
+  Pool::BlockingScope scope_;
+};
+
 template <class T>
 RRef<T>::RRef(const Worker& worker, T value, SourceLocation site)
     : RRefBase(worker.endpoint()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}

@@ -18,8 +18,13 @@ struct WorkerOptions {
   rendezvous::WorkerEnvironment environment;
   net::Secret secret;  ///< empty: the job's, from environment.secret_file
   Duration rpc_timeout = std::chrono::seconds(60);
-  std::size_t threads = 4;        ///< handlers that run at once
-  std::size_t max_threads = 256;  ///< pool threads, those that wait included
+  std::size_t threads = 4;                   ///< handlers that run at once
+  std::size_t max_threads = 256;             ///< pool threads, those that wait included
+  std::size_t max_pending_calls = 1u << 18;  ///< per peer: further ones fail with kOverloaded
+  std::uint64_t max_unsent_bytes = std::uint64_t{4}
+                                   << 30;  ///< per peer that the wire has not taken: the same
+  std::uint64_t max_waiting_bytes = std::uint64_t{4}
+                                    << 30;  ///< per caller of requests that wait for a thread
   LogLevel log_level = LogLevel::kWarning;
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 

@@ -1,0 +1,171 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torchspan/core/when_all.h>
+#include <torchspan/rpc/worker.h>
+
+#include "tests/support/cluster.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::ClusterOptions;
+using ::testing::HasSubstr;
+using testing::SimCluster;
+
+struct Tally {
+  std::int64_t count = 0;
+  std::int64_t add(std::int64_t by) { return count += by; }
+};
+std::string who(Worker& worker) { return worker.name(); }
+void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
+constexpr Function<who> kWho{"who"};
+constexpr Function<nap> kNap{"nap"};
+constexpr Class<Tally> kTally{"Tally"};
+constexpr Function<&Tally::add> kAdd{"Tally.add"};
+
+ClusterOptions open_world(std::uint64_t seed, int workers = 1) {
+  ClusterOptions options;
+  options.workers = workers;
+  options.seed = seed;
+  options.open = true;
+  options.functions.add(kWho, kNap, kTally, kAdd);
+  return options;
+}
+
+/// Until somebody of that name is in.
+void await(Worker& worker, const std::string& name) {
+  for (int i = 0; i < 1000; ++i) {
+    for (const WorkerInfo& one : worker.workers()) {
+      if (one.name == name) return;
+    }
+    worker.runtime().executor.sleep(milliseconds(1));
+  }
+  FAIL() << name << " did not join";
+}
+
+class OpenWorld : public ::testing::TestWithParam<std::uint64_t> {};
+INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 11));
+
+TEST_P(OpenWorld, LetsWorkersComeAndGo) {
+  SimCluster world(open_world(GetParam()));
+  world.run([&](Worker& worker) {
+    EXPECT_EQ(worker.world_size(), 1u);
+    EXPECT_THROW(worker.rpc_sync("worker1", kWho), Error);
+    std::vector<Thread> others;
+    for (int rank = 1; rank <= 3; ++rank) {
+      others.push_back(world.start(rank, 0, [&, rank](rpc::WorkerService& service) {
+        // The joiner can call at once, in both directions, without waiting for anybody's news.
+        EXPECT_EQ(service.worker().rpc_sync(0, kWho), "worker0");
+        service.worker().rpc_sync(0, kNap, 50 * rank);
+        service.shutdown(world.executor().deadline_in(seconds(60)));
+      }));
+    }
+    for (int rank = 1; rank <= 3; ++rank) {
+      await(worker, SimCluster::name(rank));
+      EXPECT_EQ(worker.rpc_sync(SimCluster::name(rank), kWho), SimCluster::name(rank));
+    }
+    for (Thread& other : others) other.join();
+    for (int i = 0; i < 100 && worker.world_size() > 1; ++i) worker.runtime().executor.sleep(milliseconds(1));
+    EXPECT_EQ(worker.world_size(), 1u);
+    try {
+      worker.rpc_sync("worker2", kWho);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_THAT(error.message(), HasSubstr("'worker0' (0)"));
+    }
+  });
+}
+
+TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
+  SimCluster world(open_world(GetParam()));
+  world.run([&](Worker& worker) {
+    std::vector<Thread> lives;
+    for (int incarnation = 0; incarnation < 3; ++incarnation) {
+      lives.push_back(world.start(1, incarnation, [&, incarnation](rpc::WorkerService& service) {
+        world.executor().sleep(seconds(incarnation == 2 ? 5 : 100));
+        if (incarnation == 2) service.shutdown(world.executor().deadline_in(seconds(60)));
+      }));
+      await(worker, "worker1");
+      auto tally = worker.remote("worker1", kTally);
+      EXPECT_EQ(tally.rpc_sync(kAdd, 5), 5) << "a value of its own, not one of its predecessor's";
+      if (incarnation == 2) break;
+      auto lost = worker.rpc_async("worker1", kNap, 1000);
+      world.executor().sleep(milliseconds(10));
+      const TimePoint before = world.executor().now();
+      world.kill(1);
+      try {
+        lost.wait();
+        FAIL() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+        EXPECT_LT(world.executor().now() - before, seconds(1));
+      }
+      for (int i = 0; i < 100 && worker.world_size() > 1; ++i) world.executor().sleep(milliseconds(1));
+      EXPECT_EQ(worker.world_size(), 1u);
+      EXPECT_THROW(tally.rpc_sync(kAdd, 5), Error);
+      EXPECT_EQ(worker.debug().pending.size(), 0u);
+    }
+    for (Thread& life : lives) life.join();
+  });
+}
+
+TEST_P(OpenWorld, FreesWhatTheDeadReferredTo) {
+  SimCluster world(open_world(GetParam()));
+  world.run([&](Worker& worker) {
+    Thread life = world.start(1, 0, [&](rpc::WorkerService& service) {
+      auto tally = service.worker().remote(0, kTally);
+      tally.rpc_sync(kAdd, 1);
+      world.executor().sleep(seconds(100));
+    });
+    await(worker, "worker1");
+    world.executor().sleep(milliseconds(100));
+    EXPECT_EQ(worker.debug().references.forks, 1u);
+    world.kill(1);
+    world.executor().sleep(seconds(1));
+    EXPECT_EQ(worker.debug().references.owners, 0u);
+    EXPECT_EQ(worker.debug().references.forks, 0u);
+    life.join();
+  });
+}
+
+TEST(OpenWorldRounds, NameTheirParticipants) {
+  SimCluster world(open_world(1, 3));
+  world.run([&](Worker& worker) {
+    for (int rank = 0; rank < 3; ++rank) await(worker, SimCluster::name(rank));
+    EXPECT_THROW(worker.barrier(), Error);
+    worker.barrier({"worker0", "worker1", "worker2"}, world.executor().deadline_in(seconds(10)));
+  });
+}
+
+TEST(FixedWorld, TakesAReplacementForADeadWorker) {
+  ClusterOptions options = open_world(3, 3);
+  options.open = false;
+  options.graceful = false;
+  SimCluster world(options);
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 1) return worker.runtime().executor.sleep(seconds(100));
+    if (worker.rank() == 2) return worker.runtime().executor.sleep(seconds(100));
+    auto old = worker.remote("worker1", kTally);
+    EXPECT_EQ(old.rpc_sync(kAdd, 1), 1);
+    world.kill(1);
+    EXPECT_THROW(old.rpc_sync(kAdd, 1), Error);
+    world.executor().sleep(seconds(1));
+    EXPECT_EQ(worker.world_size(), 3u) << "a fixed world keeps its places";
+    Thread life = world.start(1, 1, [&](rpc::WorkerService& service) {
+      EXPECT_EQ(service.worker().rpc_sync(2, kWho), "worker2");
+      world.executor().sleep(seconds(50));
+    });
+    world.executor().sleep(seconds(1));
+    auto fresh = worker.remote("worker1", kTally);
+    EXPECT_EQ(fresh.rpc_sync(kAdd, 5), 5);
+    EXPECT_THROW(old.rpc_sync(kAdd, 1), Error) << "what the dead worker owned is gone";
+    life.join();
+  });
+}
+
+}  // namespace
+}  // namespace torchspan

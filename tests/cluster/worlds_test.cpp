@@ -1,0 +1,190 @@
+// Workers that stop, come back and go, across real processes.
+#include <ATen/ATen.h>
+
+#include <torchspan/rpc/worker.h>
+#include <torchspan/session/session.h>
+
+#include "tests/support/cluster_main.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::expect_all_end_well;
+using testing::ProcessWorld;
+
+std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
+std::int64_t pid() { return getpid(); }
+void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
+constexpr Function<add> kAdd{"add"};
+constexpr Function<pid> kPid{"pid"};
+constexpr Function<nap> kNap{"nap"};
+
+FunctionTable functions() { return FunctionTable().add(kAdd, kPid, kNap); }
+
+template <class F>
+Error error_of(F&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  throw std::runtime_error("nothing was thrown");
+}
+
+void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+double seconds_since(Worker& worker, TimePoint start) {
+  return std::chrono::duration<double>(worker.runtime().executor.now() - start).count();
+}
+
+/// A worker stops for a while: its calls fail after five seconds, those of others go on, and so does it.
+void stopped_worker() {
+  Session session(WorkerOptions::from_env(), functions());
+  Worker& worker = session.worker();
+  if (session.rank() == 0) {
+    const auto victim = static_cast<pid_t>(worker.rpc_sync("worker1", kPid));
+    ::kill(victim, SIGSTOP);
+    worker.runtime().executor.sleep(milliseconds(200));  // its threads stop one after another
+    const TimePoint start = worker.runtime().executor.now();
+    auto quick = worker.with({.timeout = milliseconds(500)}).rpc_async("worker1", kAdd, 1, 1);
+    auto patient = worker.with({.timeout = seconds(60)}).rpc_async("worker1", kAdd, 1, 1);
+    require(worker.rpc_sync("worker2", kAdd, 1, 1) == 2, "worker2 is not concerned");
+    require(error_of([&] { quick.wait(); }).kind() == ErrorKind::kTimedOut, "the deadline holds");
+    const Error error = error_of([&] { patient.wait(); });
+    require(error.kind() == ErrorKind::kDisconnected, error.what());
+    require(error.message().find("is stopped") != std::string::npos, error.what());
+    require(error.worker() == "worker1", error.what());
+    require(seconds_since(worker, start) > 4 && seconds_since(worker, start) < 9, "after about five seconds");
+    ::kill(victim, SIGCONT);
+    require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "it goes on where it was");
+  }
+  session.shutdown(seconds(30));
+}
+
+/// A handler that takes long is no stopped worker.
+void slow_handler() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 0) session.worker().rpc_sync("worker1", kNap, 7000);
+  session.shutdown(seconds(30));
+}
+
+void init_twice() {
+  for (int round = 0; round < 2; ++round) {
+    Session session(WorkerOptions::from_env(), functions());
+    Worker& worker = session.worker();
+    require(worker.rpc_sync((worker.rank() + 1) % 2, kAdd, round, 1) == round + 1, "calls in every round");
+    session.shutdown(seconds(30));
+    require(error_of([&] { worker.rpc_sync(0, kAdd, 1, 1); }).kind() == ErrorKind::kCancelled,
+            "none after shutdown");
+  }
+}
+
+void wait_for(Worker& worker, std::uint32_t size) {
+  for (int i = 0; i < 3000 && worker.world_size() != size; ++i)
+    worker.runtime().executor.sleep(milliseconds(10));
+  require(worker.world_size() == size, "a world of " + std::to_string(size));
+}
+
+/// Rank 0 of an open world: kills worker1, meets the next one, and sees it go.
+void open_first() {
+  Session session(WorkerOptions::from_env(), functions());
+  Worker& worker = session.worker();
+  wait_for(worker, 2);
+  const auto first = worker.rpc_sync("worker1", kPid);
+  auto lost = worker.rpc_async("worker1", kNap, 20'000);
+  worker.rpc_sync("worker1", kAdd, 1, 1);
+  const TimePoint start = worker.runtime().executor.now();
+  ::kill(static_cast<pid_t>(first), SIGKILL);
+  require(error_of([&] { lost.wait(); }).kind() == ErrorKind::kDisconnected, "the call is lost");
+  require(seconds_since(worker, start) < 1, "within a second");
+  wait_for(worker, 1);
+  wait_for(worker, 2);
+  require(worker.rpc_sync("worker1", kPid) != first, "another process has its place");
+  require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "and serves");
+  wait_for(worker, 1);
+  session.shutdown(seconds(30));
+}
+
+void open_member() {
+  Session session(WorkerOptions::from_env(), functions());
+  require(session.worker().rpc_sync(0, kAdd, 1, 2) == 3, "a joiner can call at once");
+  require(session.worker().name() == "worker1", session.worker().name());
+  session.runtime().executor.sleep(seconds(3));
+  session.shutdown(seconds(30));
+}
+
+/// Gets its rank from the store.
+void open_anybody() {
+  Session session(WorkerOptions::from_env(), functions());
+  Worker& worker = session.worker();
+  require(worker.rank() >= 1, "a rank of its own");
+  require(worker.rpc_sync(0, kAdd, 1, 2) == 3, "calls");
+  require(worker.rpc_sync(worker.rank(), kPid) == getpid(), "calls to itself");
+  session.runtime().executor.sleep(seconds(2));
+  session.shutdown(seconds(30));
+}
+
+void open_host() {
+  Session session(WorkerOptions::from_env(), functions());
+  wait_for(session.worker(), 3);
+  wait_for(session.worker(), 1);
+  session.shutdown(seconds(30));
+}
+
+TEST(Worlds, TellAStoppedWorkerFromADeadOne) {
+  ProcessWorld world(3);
+  world.start_all("stopped_worker");
+  expect_all_end_well(world);
+}
+
+TEST(Worlds, LetAHandlerTakeItsTime) {
+  ProcessWorld world(2);
+  world.start_all("slow_handler");
+  expect_all_end_well(world);
+}
+
+TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
+  ProcessWorld world(2);
+  world.start_all("init_twice");
+  expect_all_end_well(world);
+}
+
+TEST(Worlds, TakeAKilledWorkerBack) {
+  ProcessWorld world(2);
+  const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
+  auto& first = world.start(0, "open_first", open);
+  auto& killed = world.start(1, "open_member", open);
+  ASSERT_TRUE(killed.wait(world.executor(), seconds(60)));
+  EXPECT_EQ(killed.exit_code(), 128 + SIGKILL) << killed.output();
+  auto& next = world.start(1, "open_member", open);
+  ASSERT_TRUE(next.wait(world.executor(), seconds(60)));
+  EXPECT_EQ(next.exit_code(), 0) << next.output();
+  ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
+  EXPECT_EQ(first.exit_code(), 0) << first.output();
+}
+
+TEST(Worlds, GiveRanksToWhoeverNamesNone) {
+  ProcessWorld world(3);
+  world.start(0, "open_host", {{"WORLD_SIZE", "0"}});
+  for (const char* name : {"anna", "bert"})
+    world.start(1, "open_anybody", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
+  expect_all_end_well(world);
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"stopped_worker", torchspan::stopped_worker},
+                                           {"slow_handler", torchspan::slow_handler},
+                                           {"init_twice", torchspan::init_twice},
+                                           {"open_first", torchspan::open_first},
+                                           {"open_member", torchspan::open_member},
+                                           {"open_anybody", torchspan::open_anybody},
+                                           {"open_host", torchspan::open_host}});
+}
