@@ -167,6 +167,11 @@ std::size_t Pool::thread_count() const {
   return live_;
 }
 
+bool Pool::busy() const {
+  MutexLock lock(mutex_);
+  return !queue_.empty() || live_ > idle_.size();
+}
+
 std::size_t Pool::queued() const {
   MutexLock lock(mutex_);
   return queue_.size();

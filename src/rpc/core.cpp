@@ -92,10 +92,8 @@ void Core::stop() {
   wake_leader();
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
-  for (const auto& callback : departure_callbacks_) {
-    for (const WorkerInfo& worker : roster_.all()) {
-      if (worker.rank != self_.rank) callback(worker.rank, reason);
-    }
+  if (links_) {
+    for (const LinkMember& member : links_->present()) member_departed(member, reason);
   }
   for (const IncomingPtr& call : serving_.all()) call->request_stop();
   fail_calls(calls_.take_all(), reason);
@@ -154,11 +152,10 @@ void Core::apply(const CallOptions& options, Request& request) {
   }
   if (timeout != Duration::zero()) request.deadline = runtime_.executor.deadline_in(timeout);
   request.stop = options.stop;
-  request.group = options.group;
   const IncomingPtr& served = ServingScope::current();
   if (!served || options.detached) return;
   request.deadline = earlier(request.deadline, served->deadline);
-  if (!request.stop.stop_possible()) request.stop = stop_token_of(served);
+  request.inherited_stop = stop_token_of(served);
 }
 
 std::optional<CurrentCall> Core::current_call() {
@@ -218,12 +215,12 @@ ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation) {
 
 Totals Core::totals() const {
   return {sent_.load(), handled_.load(),
-          calls_.size() != 0 || running_.load() != 0 || !references_->settled()};
+          calls_.size() != 0 || running_.load() != 0 || host_->pool().busy() || !references_->settled()};
 }
 
 void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
   const auto peer = links_->closed(channel.get());
-  parked_.erase(channel);
+  std::erase_if(parked_, [&](const Parked& parked) { return parked.channel == channel; });
   if (!peer) {
     runtime_.log.info(fmt::format("a connection from {} closed before it said who it was: {}",
                                   channel->peer(), reason.what()));
@@ -231,6 +228,7 @@ void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
   }
   for (const IncomingPtr& call : serving_.of_channel(channel.get())) call->request_stop();
   auto calls = calls_.take_channel(channel.get());
+  if (!stopping_.load() && links_->is_present(*peer)) references_->on_broken(*peer);
   if (calls.empty()) return;
   Error error(reason.kind(),
               fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",

@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -84,7 +85,7 @@ class Core final : public Endpoint, public net::Handler {
     worker_.reset();
   }
   void stop();
-  void member_departed(const rendezvous::Member& member, const Error& reason);
+  void member_departed(const LinkMember& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void add_handler(wire::MessageType type, Entry entry);
 
@@ -137,6 +138,7 @@ class Core final : public Endpoint, public net::Handler {
   };
   /// What a peer sent whose joining we have not heard of yet.
   struct Parked {
+    std::shared_ptr<net::Channel> channel;
     Hello hello;
     Deadline until;
     std::vector<net::Message> messages;
@@ -163,7 +165,7 @@ class Core final : public Endpoint, public net::Handler {
   /// False when the call has ended meanwhile. What throws leaves the call with the caller.
   bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out);
   /// Lets the token end the call.
-  void watch_stop(std::uint64_t id, const std::stop_token& stop);
+  void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
   /// The token of a call that this thread serves; stopped at its deadline too.
   std::stop_token stop_token_of(const IncomingPtr& served);
@@ -183,6 +185,9 @@ class Core final : public Endpoint, public net::Handler {
   void dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
   void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
   void receive_request(IncomingPtr call);
+  void take_handles(IncomingCall& call);
+  void refuse(const IncomingPtr& call, std::exception_ptr error);
+  void drop(std::vector<std::shared_ptr<void>> references);
   void unpack(IncomingCall& call);
   /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
   void run(const IncomingPtr& call, const Entry& entry);
@@ -196,6 +201,7 @@ class Core final : public Endpoint, public net::Handler {
   WorkerInfo self_;
   Roster roster_;
   std::uint64_t epoch_ = 0;
+  bool open_world_ = false;
   std::string address_;
   std::shared_ptr<Host> host_;
   std::unique_ptr<rendezvous::Membership> membership_;
@@ -221,9 +227,9 @@ class Core final : public Endpoint, public net::Handler {
   std::atomic<std::uint64_t> late_replies_{0};
   std::atomic<bool> warned_of_detached_{false};
   std::atomic<bool> watching_stopped_{false};
-  std::map<std::uint32_t, TimePoint> stopped_since_;        ///< leader only
-  std::map<std::shared_ptr<net::Channel>, Parked> parked_;  ///< leader only
-  std::unique_ptr<Parker> timer_;                           ///< where the leader of a world of one sleeps
+  std::map<std::uint32_t, TimePoint> stopped_since_;  ///< leader only
+  std::vector<Parked> parked_;                        ///< leader only
+  std::unique_ptr<Parker> timer_;                     ///< where the leader of a world of one sleeps
   Thread leader_;
 };
 

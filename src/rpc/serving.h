@@ -106,6 +106,8 @@ class ServingScope {
   static const IncomingPtr& current();
 
  private:
+  void leave();
+
   IncomingPtr outer_;
   std::vector<std::unique_ptr<CallScope::Entry>> entries_;
 };

@@ -6,7 +6,7 @@ namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
 
-TEST(RpcDefects, DISABLED_CancelledCallToItselfDoesNotBegin) {
+TEST(RpcDefects, CancelledCallToItselfDoesNotBegin) {
   Marks marks;
   ClusterOptions options = world(marks, 1);
   options.threads = 1;
@@ -24,7 +24,7 @@ TEST(RpcDefects, DISABLED_CancelledCallToItselfDoesNotBegin) {
   });
 }
 
-TEST(RpcDefects, DISABLED_ExpiredCallToItselfDoesNotBegin) {
+TEST(RpcDefects, ExpiredCallToItselfDoesNotBegin) {
   Marks marks;
   ClusterOptions options = world(marks, 1);
   options.threads = 1;
@@ -39,7 +39,7 @@ TEST(RpcDefects, DISABLED_ExpiredCallToItselfDoesNotBegin) {
   });
 }
 
-TEST(RpcDefects, DISABLED_NestedCallWithATokenOfItsOwnEndsWithTheCallItServes) {
+TEST(RpcDefects, NestedCallWithATokenOfItsOwnEndsWithTheCallItServes) {
   Marks marks;
   first(world(marks, 3), [&](Worker& worker, SimCluster&) {
     std::stop_source source;
@@ -53,7 +53,7 @@ TEST(RpcDefects, DISABLED_NestedCallWithATokenOfItsOwnEndsWithTheCallItServes) {
   });
 }
 
-TEST(RpcDefects, DISABLED_HandlersOfACallerThatFellSilentAreStopped) {
+TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -88,7 +88,7 @@ TEST(RpcDefects, DISABLED_HandlersOfACallerThatFellSilentAreStopped) {
 }
 
 /// A member that the world took for dead goes on after a cut: its old connections serve it still.
-TEST(RpcDefects, DISABLED_CallsOfAWorkerThatWasTakenForDeadAreRefused) {
+TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -124,7 +124,7 @@ TEST(RpcDefects, DISABLED_CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   });
 }
 
-TEST(RpcDefects, DISABLED_WaitScopeHearsOfAResultThatCannotBeRead) {
+TEST(RpcDefects, WaitScopeHearsOfAResultThatCannotBeRead) {
   Marks marks;
   first(world(marks, 2), [](Worker& worker, SimCluster&) {
     WaitScope calls(worker);
@@ -134,7 +134,7 @@ TEST(RpcDefects, DISABLED_WaitScopeHearsOfAResultThatCannotBeRead) {
   });
 }
 
-TEST(RpcDefects, DISABLED_WhenAllTakesAFutureThatIsReadyFirst) {
+TEST(RpcDefects, WhenAllTakesAFutureThatIsReadyFirst) {
   Marks marks;
   first(world(marks, 2), [](Worker& worker, SimCluster&) {
     std::vector<Future<void>> futures{make_ready_future<void>(), worker.rpc_async(1, kDoze, 100)};
@@ -143,7 +143,7 @@ TEST(RpcDefects, DISABLED_WhenAllTakesAFutureThatIsReadyFirst) {
   });
 }
 
-TEST(RpcDefects, DISABLED_ShutdownWaitsForContinuations) {
+TEST(RpcDefects, ShutdownWaitsForContinuations) {
   Marks marks;
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {
@@ -175,7 +175,7 @@ class SlowInterceptor final : public rpc::Extension, public rpc::Interceptor {
  private:
   Runtime* runtime_ = nullptr;
 };
-TEST(RpcDefects, DISABLED_CallThatIsBeingMadeWhileTheWorkerStopsEnds) {
+TEST(RpcDefects, CallThatIsBeingMadeWhileTheWorkerStopsEnds) {
   Marks marks;
   ClusterOptions options = world(marks, 2);
   options.extensions = [] {
@@ -217,7 +217,7 @@ class CountingDepartures final : public rpc::Extension {
  private:
   std::vector<std::uint32_t>& heard_;
 };
-TEST(RpcDefects, DISABLED_DepartureIsToldOnce) {
+TEST(RpcDefects, DepartureIsToldOnce) {
   Marks marks;
   std::vector<std::uint32_t> heard;
   ClusterOptions options = world(marks, 3);
@@ -244,7 +244,7 @@ class SlowDepartures final : public rpc::Extension {
         [&runtime](std::uint32_t, const Error&) { runtime.executor.sleep(milliseconds(100)); });
   }
 };
-TEST(RpcDefects, DISABLED_DepartureWhileTheServiceEndsIsHarmless) {
+TEST(RpcDefects, DepartureWhileTheServiceEndsIsHarmless) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -269,7 +269,7 @@ struct Order {
 };
 void sign(Worker& worker) { state_of<Order>(worker).callers.push_back(worker.current_call()->caller.name); }
 /// Peers that call before the news of their joining is there are served in an order of their own.
-TEST(RpcDefects, DISABLED_EarlyCallersAreServedInTheSameOrderUnderOneSeed) {
+TEST(RpcDefects, EarlyCallersAreServedInTheSameOrderUnderOneSeed) {
   constexpr Function<sign> kSign{"sign"};
   std::vector<std::string> orders;
   std::vector<std::unique_ptr<char[]>> litter;
@@ -304,7 +304,7 @@ TEST(RpcDefects, DISABLED_EarlyCallersAreServedInTheSameOrderUnderOneSeed) {
   for (const auto& one : orders) EXPECT_EQ(one, orders.front());
 }
 
-TEST(RpcDefects, DISABLED_BusyWorkerMayLeaveAnOpenWorld) {
+TEST(RpcDefects, BusyWorkerMayLeaveAnOpenWorld) {
   Marks marks;
   ClusterOptions options = world(marks, 2);
   options.open = true;

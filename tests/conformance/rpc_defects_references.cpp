@@ -6,7 +6,7 @@ namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
 
-TEST(RpcDefects, DISABLED_ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
+TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
   Marks marks;
   SimCluster cluster(world(marks, 3));
   cluster.run([&](Worker& worker) {
@@ -24,7 +24,7 @@ TEST(RpcDefects, DISABLED_ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
   });
 }
 
-TEST(RpcDefects, DISABLED_ReplyThatComesTooLateGivesItsReferencesBackToTheirOwner) {
+TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToTheirOwner) {
   Marks marks;
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {
@@ -38,7 +38,7 @@ TEST(RpcDefects, DISABLED_ReplyThatComesTooLateGivesItsReferencesBackToTheirOwne
   });
 }
 
-TEST(RpcDefects, DISABLED_RefusedRequestGivesItsReferencesBack) {
+TEST(RpcDefects, RefusedRequestGivesItsReferencesBack) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.threads = 1;
@@ -67,7 +67,7 @@ TEST(RpcDefects, DISABLED_RefusedRequestGivesItsReferencesBack) {
   });
 }
 
-TEST(RpcDefects, DISABLED_RequestLostWithItsConnectionGivesItsReferencesBack) {
+TEST(RpcDefects, RequestLostWithItsConnectionGivesItsReferencesBack) {
   for (std::uint64_t seed = 1; seed <= 5; ++seed) {
     Marks marks;
     ClusterOptions options = world(marks, 3);
@@ -88,7 +88,7 @@ TEST(RpcDefects, DISABLED_RequestLostWithItsConnectionGivesItsReferencesBack) {
   }
 }
 
-TEST(RpcDefects, DISABLED_RequestLostWithItsConnectionGivesTheOwnersForkBack) {
+TEST(RpcDefects, RequestLostWithItsConnectionGivesTheOwnersForkBack) {
   Marks marks;
   ClusterOptions options = world(marks, 2);
   options.network.latency = milliseconds(10);
@@ -106,7 +106,7 @@ TEST(RpcDefects, DISABLED_RequestLostWithItsConnectionGivesTheOwnersForkBack) {
   });
 }
 
-TEST(RpcDefects, DISABLED_ChildOfAReceiverThatDiedIsForgotten) {
+TEST(RpcDefects, ChildOfAReceiverThatDiedIsForgotten) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -127,7 +127,7 @@ TEST(RpcDefects, DISABLED_ChildOfAReceiverThatDiedIsForgotten) {
   });
 }
 
-TEST(RpcDefects, DISABLED_OwnCreationThatNeverBeganIsForgotten) {
+TEST(RpcDefects, OwnCreationThatNeverBeganIsForgotten) {
   Marks marks;
   first(world(marks, 1), [](Worker& worker, SimCluster&) {
     std::stop_source source;
@@ -146,7 +146,7 @@ RRef<Cell> pass_on(Worker& worker, const RRef<Cell>& cell, std::int64_t hops) {
                          hops - 1);
 }
 
-TEST(RpcDefects, DISABLED_RandomBreaksLoseNoReference) {
+TEST(RpcDefects, RandomBreaksLoseNoReference) {
   int stuck = 0;
   for (std::uint64_t seed = 1; seed <= 30; ++seed) {
     Marks marks;

@@ -43,6 +43,8 @@ class Pool final : public FutureHost {
   bool is_pool_thread() const;
   std::size_t thread_count() const;
   std::size_t queued() const;
+  /// Whether a job is queued or runs.
+  bool busy() const;
 
   /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads. May be
   /// nested. Throws kOverloaded when jobs are queued and this was the last thread that could run them.
