@@ -32,7 +32,9 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
   if (header.type == Hello::kType) return;
   call->arrived = runtime_.executor.now();
   if (header.type == kCancelCall) {
-    if (auto served = serving_.find(channel.get(), header.call)) served->request_stop();
+    auto served = serving_.find(channel.get(), header.call);
+    if (served && driven_by_caller_) return host_->post([served] { served->request_stop(); });
+    if (served) served->request_stop();
     return;
   }
   if ((header.flags & wire::kFlagHasDeadline) != 0) {
@@ -101,10 +103,11 @@ void Core::receive_request(IncomingPtr call) {
     call->name = entry.name;
     call->info.name = call->name;
     call->user_values = entry.user_values;
-    if (entry.where == RunOn::kDispatcher && call->channel) return run(call, entry);
+    if (entry.where == RunOn::kDispatcher && call->channel && !driven_by_caller_) return run(call, entry);
     call->bytes = kRequestOverhead + call->message.header.size();
     for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
     if (entry.where == RunOn::kPool) serving_.add(call);
+    if (is_inline(*call)) return inline_calls_.emplace_back(call, &entry), void();
     host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), call, &entry] {
       self->run(call, entry);
     });

@@ -135,7 +135,8 @@ bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) 
   for (bool again : {true, false}) {
     const auto channel = to == self_.rank ? nullptr : links_->to(to);
     call.channel = channel.get();
-    if (calls_.add(id, call)) wake_leader();
+    const Deadline deadline = call.deadline;
+    if (calls_.add(id, call)) wake_leader_by(deadline);
     sent_.fetch_add(1);
     try {
       // Whoever ends all calls, or all of this peer, did so before the call was added: then it sees to

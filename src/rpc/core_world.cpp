@@ -100,6 +100,7 @@ void Core::receive_hello(const std::shared_ptr<net::Channel>& channel, net::Mess
 
 /// Dispatches what parked peers sent, if they are known by now, and turns away those that waited too long.
 void Core::admit_parked() {
+  BatonHold hold(baton_, runtime_.executor);
   const TimePoint now = runtime_.executor.now();
   std::vector<Parked> still, admitted;
   for (Parked& parked : std::exchange(parked_, {})) {
@@ -125,9 +126,8 @@ void Core::admit_parked() {
 /// A stopped or debugged process keeps its connections: its calls would wait for as long as it sleeps.
 void Core::watch_stopped_peers() {
   if (options_.stopped_limit == Duration::zero() || !links_ || watching_stopped_.exchange(true)) return;
-  const auto added =
-      timers_.at(runtime_.executor.deadline_in(kStoppedCheck), [this] { check_stopped_peers(); });
-  if (added.earliest) wake_leader();
+  const Deadline when = runtime_.executor.deadline_in(kStoppedCheck);
+  if (timers_.at(when, [this] { check_stopped_peers(); }).earliest) wake_leader_by(when);
 }
 
 void Core::check_stopped_peers() {
