@@ -34,8 +34,8 @@ namespace {
 
 /// How long the leader stands aside for callers that drive, before it looks again.
 constexpr Duration kAside = std::chrono::microseconds(200);
-/// What a function declared kInline may take.
-constexpr Duration kShort = std::chrono::milliseconds(1);
+/// What a function declared kInline may take, the time included for which others have its core.
+constexpr Duration kShort = std::chrono::milliseconds(10);
 
 PoolOptions pool_options(const ServiceOptions& options) {
   PoolOptions pool;

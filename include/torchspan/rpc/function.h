@@ -30,7 +30,7 @@ class RRef;
 /// A function that takes microseconds and waits for nothing may be declared kInline: it then runs where its
 /// request was read, which saves the hand-over to the pool:
 ///   inline constexpr torchspan::Function<next> kNext{"next", torchspan::kInline};
-/// A wait inside it throws kInvalid; when it takes longer than a millisecond it is served on the pool from
+/// A wait inside it throws kInvalid; when it takes longer than ten milliseconds it is served on the pool from
 /// then on, and the log says so.
 enum class Serve : std::uint8_t { kOnPool, kInline };
 inline constexpr Serve kInline = Serve::kInline;
