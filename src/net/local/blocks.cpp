@@ -95,17 +95,24 @@ void BlockPool::close() {
 }
 
 BlockPool::Block* BlockPool::take(std::size_t room) {
+  const std::size_t size = room + kBlockHeaderBytes;
+  bool reserved = false;
   {
     MutexLock lock(mutex_);
     if (notes_ == nullptr) return nullptr;
-    if (Block* block = find_free(shelves_[room])) return block;
+    if (Block* block = find_free(shelves_[room], kProbes)) return block;
+    reserved = blocks_.size() < kMostBlocks && share_->reserve(size);
+    if (!reserved) {
+      if (Block* block = find_free(shelves_[room], kMostBlocks)) return block;
+    }
   }
-  return make(room);
+  Retired retired;
+  return reserved || make_room(size, retired) ? make(room) : nullptr;
 }
 
-BlockPool::Block* BlockPool::find_free(Shelf& shelf) {
+BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
   const std::size_t count = shelf.blocks.size();
-  for (std::size_t i = 0; i < std::min(count, kProbes); ++i) {
+  for (std::size_t i = 0; i < std::min(count, probes); ++i) {
     Block& block = *shelf.blocks[(shelf.next + i) % count];
     if (!block.free()) continue;
     shelf.next = (shelf.next + i) % count;
@@ -113,18 +120,17 @@ BlockPool::Block* BlockPool::find_free(Shelf& shelf) {
     block.taken = true;
     return &block;
   }
-  shelf.next = count == 0 ? 0 : (shelf.next + kProbes) % count;
+  shelf.next = count == 0 ? 0 : (shelf.next + probes) % count;
   return nullptr;
 }
 
 BlockPool::Block* BlockPool::make(std::size_t room) {
   const std::size_t size = room + kBlockHeaderBytes;
-  Retired retired;
-  if (!make_room(size, retired)) return nullptr;
   auto made = make_memory(share_->options, size);
   MutexLock lock(mutex_);
   const std::uint64_t number = next_number_++;
-  if (!made || notes_ == nullptr || !notes_->pass(number, size, made->descriptor)) {
+  if (!made || notes_ == nullptr || blocks_.size() >= kMostBlocks ||
+      !notes_->pass(number, size, made->descriptor)) {
     share_->release(size);
     return nullptr;
   }
@@ -137,11 +143,7 @@ BlockPool::Block* BlockPool::make(std::size_t room) {
 }
 
 bool BlockPool::make_room(std::uint64_t size, Retired& retired) {
-  {
-    MutexLock lock(mutex_);
-    if (blocks_.size() >= kMostBlocks) return false;
-  }
-  if (share_->reserve(size) || shed(size, retired)) return true;
+  if (shed(size, retired)) return true;
   for (const auto& other : share_->pools()) {
     if (other.get() != this && other->shed(size, retired)) return true;
   }
@@ -166,7 +168,7 @@ bool BlockPool::shed(std::uint64_t size, Retired& retired) {
       if (share_->reserve(size)) return true;
     }
   }
-  return false;
+  return share_->reserve(size);
 }
 
 struct BlockShelf::Block {

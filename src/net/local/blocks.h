@@ -90,7 +90,8 @@ class BlockPool final : public Lender {
   using Retired = std::vector<SharedMemory>;
 
   Block* take(std::size_t room);
-  Block* find_free(Shelf& shelf) TORCHSPAN_REQUIRES(mutex_);
+  Block* find_free(Shelf& shelf, std::size_t probes) TORCHSPAN_REQUIRES(mutex_);
+  /// With the room for it reserved.
   Block* make(std::size_t room);
   /// Reserves room for a block of `size` bytes, at the cost of free ones if need be: of this pool first.
   bool make_room(std::uint64_t size, Retired& retired);
