@@ -16,6 +16,11 @@ constexpr std::size_t kStepsPerDoubling = 8;
 /// Blocks looked at before a new one is made; the rest only when none can be.
 constexpr std::size_t kProbes = 32;
 
+bool has_own_allocator(const TransportOptions& options) {
+  const auto* function = options.allocator.target<Buffer (*)(std::size_t)>();
+  return function == nullptr || *function != allocate_buffer;
+}
+
 Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
   return options.metrics != nullptr ? *options.metrics : own;
 }
@@ -81,12 +86,18 @@ std::uint64_t BlockPool::lend(const Segment& segment) {
   }
   std::memcpy(block->bytes(), segment.data, segment.size);
   share_->lent.add();
-  return block->number;
+  const std::uint64_t number = block->number;
+  // From here on the peer decides when the block goes: only its number is safe to use.
+  block->filling.store(false, std::memory_order_release);
+  return number;
 }
 
 void BlockPool::take_back(std::uint64_t block) {
   MutexLock lock(mutex_);
-  if (const auto found = blocks_.find(block); found != blocks_.end()) found->second->taken = false;
+  const auto found = blocks_.find(block);
+  if (found != blocks_.end() && !found->second->filling.load(std::memory_order_acquire)) {
+    found->second->taken = false;
+  }
 }
 
 void BlockPool::close() {
@@ -118,6 +129,7 @@ BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
     shelf.next = (shelf.next + i) % count;
     block.lent().store(1, std::memory_order_relaxed);
     block.taken = true;
+    block.filling.store(true, std::memory_order_relaxed);
     return &block;
   }
   shelf.next = count == 0 ? 0 : (shelf.next + probes) % count;
@@ -134,7 +146,7 @@ BlockPool::Block* BlockPool::make(std::size_t room) {
     share_->release(size);
     return nullptr;
   }
-  auto owned = std::make_unique<Block>(Block{number, std::move(made->memory)});
+  auto owned = std::make_unique<Block>(number, std::move(made->memory));
   Block* block = owned.get();
   block->lent().store(1, std::memory_order_relaxed);
   shelves_[room].blocks.push_back(std::move(owned));
@@ -188,10 +200,7 @@ struct BlockShelf::Block {
 };
 
 BlockShelf::BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options)
-    : share_(std::move(share)), allocator_(options.allocator), always_copies_([&] {
-        Buffer (*const* own)(std::size_t) = options.allocator.target<Buffer (*)(std::size_t)>();
-        return own == nullptr || *own != allocate_buffer;
-      }()) {}
+    : share_(std::move(share)), allocator_(options.allocator), always_copies_(has_own_allocator(options)) {}
 
 void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
   if (blocks_.size() >= kMostBlocks) {

@@ -47,7 +47,7 @@ inline constexpr std::size_t kBlockHeaderBytes = 4096;
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
 /// Blocks of one connection and direction at most.
-inline constexpr std::size_t kMostBlocks = 4096;
+inline constexpr std::size_t kMostBlocks = 1024;
 
 /// Tells the peer about blocks, over the socket: false when it cannot be told now.
 class BlockNotes {
@@ -75,13 +75,19 @@ class BlockPool final : public Lender {
 
  private:
   struct Block {
-    std::uint64_t number;
+    Block(std::uint64_t name, SharedMemory mapped) : number(name), memory(std::move(mapped)) {}
+
+    const std::uint64_t number;
     SharedMemory memory;
-    bool taken = true;  ///< being filled, or lent for what this side knows
+    bool taken = true;                 ///< not free for what this side knows
+    std::atomic<bool> filling = true;  ///< by one thread; whatever the peer says, nobody else touches it
 
     std::atomic<std::uint32_t>& lent() const { return reinterpret_cast<BlockHeader*>(memory.data())->lent; }
     std::byte* bytes() const { return memory.data() + kBlockHeaderBytes; }
-    bool free() const { return !taken || lent().load(std::memory_order_acquire) == 0; }
+    bool free() const {
+      if (filling.load(std::memory_order_acquire)) return false;
+      return !taken || lent().load(std::memory_order_acquire) == 0;
+    }
   };
   struct Shelf {
     std::vector<std::unique_ptr<Block>> blocks;

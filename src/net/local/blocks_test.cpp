@@ -1,6 +1,7 @@
 #include "net/local/blocks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <fcntl.h>
 #include <functional>
@@ -8,6 +9,8 @@
 #include <random>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include <torchspan/core/executor.h>
 
 namespace torchspan::net {
 namespace {
@@ -41,6 +44,7 @@ struct Lane : BlockNotes {
   bool pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) override {
     if (!listens) return false;
     shelf->add(block, size, descriptor);
+    if (on_pass) on_pass(size, descriptor);
     ++passed;
     return true;
   }
@@ -56,7 +60,8 @@ struct Lane : BlockNotes {
 
   std::shared_ptr<LocalShare> sender, receiver;
   bool listens = true;
-  int passed = 0, retired = 0;
+  std::function<void(std::size_t, const Descriptor&)> on_pass;
+  std::atomic<int> passed = 0, retired = 0;
   std::shared_ptr<BlockPool> pool;
   std::unique_ptr<BlockShelf> shelf;
 };
@@ -239,6 +244,37 @@ TEST(Blocks, OfAHostileSenderAreRefused) {
   lane.shelf->retire(block);
   EXPECT_EQ(kind_of([&] { lane.shelf->retire(block); }), ErrorKind::kInvalid) << "gone";
   EXPECT_EQ(kind_of([&] { lane.shelf->adopt(block, kSize); }), ErrorKind::kInvalid);
+}
+
+TEST(Blocks, StayWithTheThreadThatFillsThemWhateverTheReceiverSays) {
+  const auto executor = make_executor();
+  const Deadline deadline = executor->deadline_in(std::chrono::seconds(20));
+  Lane lane({.pool_bytes = 1 << 20});
+  std::vector<SharedMemory> mapped;
+  Mutex mutex;
+  lane.on_pass = [&](std::size_t size, const Descriptor& descriptor) {
+    MutexLock lock(mutex);
+    mapped.push_back(map_memory({}, descriptor, size));
+  };
+  std::atomic<int> running{2};
+  std::vector<Thread> senders;
+  for (const std::size_t size : {600'000, 900'000}) {
+    senders.push_back(executor->spawn("sender", [&, size] {
+      for (int i = 0; lane.retired < 20 && !deadline.passed(executor->now()); ++i) {
+        if (const std::uint64_t block = lane.lend(size); block != 0 && i % 3 == 0)
+          lane.pool->take_back(block);
+      }
+      --running;
+    }));
+  }
+  while (running.load() != 0) {
+    MutexLock lock(mutex);
+    if (mapped.size() > 50) mapped.erase(mapped.begin(), mapped.end() - 50);
+    for (const SharedMemory& memory : mapped) reinterpret_cast<BlockHeader*>(memory.data())->lent = 0;
+  }
+  senders.clear();
+  EXPECT_GE(lane.retired, 20) << "they did not take each other's blocks away";
+  EXPECT_LE(lane.sender->reserved, 1u << 20);
 }
 
 TEST(Blocks, OfMemoryThatCouldShrinkOrIsAnotherSizeAreRefused) {
