@@ -60,7 +60,10 @@ void take_ring(BytesView bytes, std::size_t lump, BlockShelf& shelf) {
     }
     for (const Message& message : finished) {
       for (const Buffer& buffer : message.segments) {
-        for (std::size_t i = 0; i < buffer.size; ++i) sum += static_cast<std::uint8_t>(buffer.data[i]++);
+        for (std::size_t i = 0; i < buffer.size; ++i) {
+          sum += static_cast<std::uint8_t>(buffer.data[i]);
+          buffer.data[i] = std::byte{0};
+        }
       }
     }
     if (part % 2 == 0) finished.clear();
