@@ -147,7 +147,11 @@ class LocalTransportTest : public testing::Test {
     }
   }
 
-  RawPeer dial_raw();
+  /// A peer that has proved the secret and not settled yet.
+  RawPeer dial_proven();
+  enum class Verdict : std::uint8_t { kYes, kNo, kLie };
+  /// One that has settled to share, or not to; a lie is a yes without the nonce in the ring.
+  RawPeer dial_raw(Verdict verdict = Verdict::kYes);
   Error end_of_raw() {
     drive_until([&] { return !listener_->journal.closed.empty(); });
     return listener_->journal.closed.at(0);
@@ -160,7 +164,7 @@ class LocalTransportTest : public testing::Test {
   std::shared_ptr<Channel> channel_, back_;
 };
 
-RawPeer LocalTransportTest::dial_raw() {
+RawPeer LocalTransportTest::dial_proven() {
   start();
   dialer_.reset();
   const Address address = parse_address(address_);
@@ -177,16 +181,24 @@ RawPeer LocalTransportTest::dial_raw() {
     if (got > 0) handshake.receive(std::span(bytes).first(static_cast<std::size_t>(got)));
     return handshake.done();
   });
-  const auto record = [&](bool offers, bool accepts, BytesView nonce) {
-    ByteWriter writer;
-    writer.put(std::uint32_t{0x4c505354});
-    writer.put(offers);
-    writer.put(accepts);
-    writer.put(std::uint16_t{0});
-    writer.put(std::uint64_t{kRing});
-    writer.put_bytes(nonce);
-    return writer.take();
-  };
+  return peer;
+}
+
+/// What two sides say to settle.
+Bytes record(bool offers, bool accepts, BytesView nonce) {
+  ByteWriter writer;
+  writer.put(std::uint32_t{0x4c505354});
+  writer.put(offers);
+  writer.put(accepts);
+  writer.put(std::uint16_t{0});
+  writer.put(std::uint64_t{kRing});
+  writer.put_bytes(nonce);
+  return writer.take();
+}
+
+RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
+  RawPeer peer = dial_proven();
+  std::array<std::byte, 128> bytes;
   auto made = make_memory({}, kRingHeaderBytes + kRing);
   new (made->memory.data()) RingHeader{};
   peer.out = std::make_unique<RingProducer>(std::move(made->memory));
@@ -194,9 +206,10 @@ RawPeer LocalTransportTest::dial_raw() {
   std::deque<Descriptor> descriptors;
   drive_until([&] { return receive_with_descriptors(peer.socket.get(), bytes, descriptors, {}).size == 48; });
   peer.in = std::make_unique<RingConsumer>(map_memory({}, descriptors.at(0), kRingHeaderBytes + kRing));
-  peer.say(record(false, true, peer.in->header().nonce));
-  drive_until([&] { return !listener_->journal.accepted.empty(); });
-  channel_ = listener_->journal.accepted.at(0);
+  const Bytes nonce(begin(peer.in->header().nonce), end(peer.in->header().nonce));
+  peer.say(record(false, verdict != Verdict::kNo, verdict == Verdict::kLie ? Bytes(kNonceBytes) : nonce));
+  drive_until([&] { return !listener_->journal.accepted.empty() || !listener_->journal.refused.empty(); });
+  if (!listener_->journal.accepted.empty()) channel_ = listener_->journal.accepted.at(0);
   return peer;
 }
 
@@ -376,6 +389,29 @@ TEST_F(LocalTransportTest, SleepsWhenNothingHappensAndWakesWhenSomethingDoes) {
       if (!listener_->transport->poll()) listener_->transport->wait(deadline);
     }
   }
+}
+
+TEST_F(LocalTransportTest, TalksThroughTheSocketToAPeerThatDeclinesAtLast) {
+  const RawPeer peer = dial_raw(Verdict::kNo);
+  const Bytes header(10, std::byte{3});
+  peer.say(FramePrefix(header, {}).bytes());
+  peer.say(header);
+  drive_until([&] { return !listener_->journal.received.empty(); });
+  EXPECT_EQ(listener_->journal.received.at(0).header, header);
+}
+
+TEST_F(LocalTransportTest, RefusesAPeerThatCannotReadWhatStandsInTheRing) {
+  const RawPeer peer = dial_raw(Verdict::kLie);
+  ASSERT_FALSE(listener_->journal.refused.empty());
+  EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);
+}
+
+TEST_F(LocalTransportTest, RefusesAPeerThatSettlesInAnotherTongue) {
+  const RawPeer peer = dial_proven();
+  peer.say(Bytes(48, std::byte{0x7f}));
+  drive_until([&] { return !listener_->journal.refused.empty(); });
+  EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);
+  EXPECT_TRUE(listener_->journal.accepted.empty());
 }
 
 TEST_F(LocalTransportTest, CutsOffAPeerWhoseCountersAreImpossible) {

@@ -124,7 +124,13 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
     send_record();
     return passed_ && incoming_ ? Outcome::kUnsettled : Outcome::kDeclined;
   }
-  if (role_ == Role::kListener) return proves(record) ? Outcome::kOpen : Outcome::kDeclined;
+  if (role_ == Role::kListener) {
+    // It would write into the ring from now on, and only the socket would be read.
+    if (record.accepts && !proves(record)) {
+      throw Error(ErrorKind::kInvalid, "says that it shares memory, but cannot read what stands in it");
+    }
+    return record.accepts ? Outcome::kOpen : Outcome::kDeclined;
+  }
   // What the listener declined is settled for both.
   if (!record.offers || !record.accepts) return Outcome::kDeclined;
   if (proves(record)) take_ring(record);

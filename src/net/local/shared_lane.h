@@ -20,7 +20,7 @@ namespace torchspan::net {
 /// dialer → its offer, listener → its offer and verdict, dialer → its verdict; the first "no" is the last
 /// record, and frames then follow on the socket. An offer passes the descriptor of the ring that its sender
 /// will write. An acceptance has the nonce that stands in the other's ring: who can read it there shares the
-/// memory, and so the host.
+/// memory, and so the host. A dialer to whom the nonce does not come back says no; at the end it is an error.
 class SharedLane final : public Lane, private BlockNotes {
  public:
   SharedLane(std::shared_ptr<LocalShare> share, const TransportOptions& options, Role role);
