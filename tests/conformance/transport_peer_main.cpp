@@ -1,21 +1,25 @@
 #include <cstdio>
 #include <unistd.h>
 
+#include <torchspan/net/local.h>
 #include <torchspan/net/stream.h>
 
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer ADDRESS: echoes at ADDRESS, prints where it listens, and ends when its standard input does.
+/// transport_peer stream|local ADDRESS: echoes at ADDRESS, prints where it listens, and ends when its
+/// standard input does.
 namespace torchspan::net::conformance {
 namespace {
 
 class PeerWorld final : public World {
  public:
-  explicit PeerWorld(std::string address) : address_(std::move(address)), executor_(make_executor()) {}
+  PeerWorld(std::string kind, std::string address)
+      : kind_(std::move(kind)), address_(std::move(address)), executor_(make_executor()) {}
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
-    return make_stream_transport(*executor_, handler, std::move(options));
+    return kind_ == "local" ? make_local_transport(*executor_, handler, std::move(options))
+                            : make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }
   std::string deserted_address() override { return {}; }
@@ -23,6 +27,7 @@ class PeerWorld final : public World {
   std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
 
  private:
+  const std::string kind_;
   const std::string address_;
   const std::unique_ptr<Executor> executor_;
 };
@@ -32,8 +37,8 @@ class PeerWorld final : public World {
 
 int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
-  if (count != 2) return 2;
-  PeerWorld world(arguments[1]);
+  if (count != 3) return 2;
+  PeerWorld world(arguments[1], arguments[2]);
   Node node(world, "echo", echo_options());
   std::printf("%s\n", node.listen().c_str());
   std::fflush(stdout);
