@@ -15,8 +15,9 @@ namespace torchspan::bench {
 
 /// What a figure is held against, by the names of figures of the same run.
 struct Against {
-  std::string limit;  ///< the physical limit of the machine
-  std::string peer;   ///< the same work done by somebody else; a ratio of times is reported, lower is better
+  std::string limit = {};  ///< the physical limit of the machine
+  std::string peer =
+      {};  ///< the same work done by somebody else; a ratio of times is reported, lower is better
 };
 
 /// Times pieces of work in turns, round after round, so that figures of one run share the machine's moods;
