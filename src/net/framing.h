@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <sys/uio.h>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/buffer.h>
@@ -17,8 +18,13 @@ namespace torchspan::net {
 ///   frame    u16 0x5354  u8 type  u8 0  u32 segments  u64 header  u64 size[segments]  header bytes  segment
 ///   bytes…
 ///
-/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it.
-enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2 };
+/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Only where a channel has
+/// several lanes: type 3 is a message whose segments' bytes come over other lanes and are not in the frame;
+/// type 4 is a sign of life, all its numbers zero.
+enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
+
+/// Which types a parser knows.
+enum class FrameDialect : std::uint8_t { kPlain, kLanes };
 
 inline constexpr std::size_t kPrefixBytes = 16;
 
@@ -37,7 +43,7 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
 /// The bytes before a message's header: prefix and segment sizes. Small messages need no heap.
 class FramePrefix {
  public:
-  FramePrefix(BytesView header, std::span<const Segment> segments);
+  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type = FrameType::kMessage);
   BytesView bytes() const { return bytes_; }
 
  private:
@@ -47,8 +53,9 @@ class FramePrefix {
   BytesView bytes_;
 };
 
-/// The whole goodbye frame.
+/// The whole frame of a goodbye or a heartbeat.
 std::array<std::byte, kPrefixBytes> goodbye_frame();
+std::array<std::byte, kPrefixBytes> heartbeat_frame();
 
 /// Bytes in, messages out: pure and incremental. Every number is checked against the limits before memory
 /// follows it, headers and size tables grow only with the bytes that really came, and segments are allocated
@@ -56,7 +63,7 @@ std::array<std::byte, kPrefixBytes> goodbye_frame();
 /// be dropped.
 class FrameParser {
  public:
-  FrameParser(FrameLimits limits, BufferAllocator allocator);
+  FrameParser(FrameLimits limits, BufferAllocator allocator, FrameDialect dialect = FrameDialect::kPlain);
 
   /// Takes all bytes, in pieces of any size, and appends the messages they complete. Throws kInvalid for a
   /// frame that is malformed or beyond the limits, kOverloaded when the allocator gave no memory; messages
@@ -70,6 +77,14 @@ class FrameParser {
   /// Tells how many bytes were received into the places of the last targets().
   void received(std::size_t size, std::vector<Message>& finished);
 
+  /// The striped messages among those finished since the last call: where in `finished` they are, without
+  /// segments, and the sizes of their segments.
+  struct Striped {
+    std::size_t index;
+    std::vector<std::uint64_t> sizes;
+  };
+  std::vector<Striped> take_striped() { return std::exchange(striped_, {}); }
+
   /// Whether the stream would end in the middle of a frame if it ended here.
   bool mid_frame() const { return !goodbye() && (stage_ != Stage::kPrefix || filled_ != 0); }
   bool goodbye() const { return stage_ == Stage::kGoodbye; }
@@ -81,6 +96,7 @@ class FrameParser {
   BytesView feed_header(BytesView bytes);
   BytesView feed_segment(BytesView bytes);
   void take_prefix();
+  bool knows(FrameType type) const;
   void take_size();
   void add_to_message(std::uint64_t size);
   void allocate(std::size_t index);
@@ -89,6 +105,8 @@ class FrameParser {
 
   const FrameLimits limits_;
   const BufferAllocator allocator_;
+  const FrameDialect dialect_;
+  bool is_striped_ = false;  ///< the message that is coming in
   Stage stage_ = Stage::kPrefix;
   std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is coming in
   std::uint64_t filled_ = 0;                    ///< bytes of the number or of the segment that are there
@@ -98,6 +116,7 @@ class FrameParser {
   std::vector<std::uint64_t> sizes_;
   std::size_t current_ = 0;  ///< the segment that is coming in
   Message message_;
+  std::vector<Striped> striped_;
 };
 
 }  // namespace torchspan::net
