@@ -54,8 +54,7 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
 }
 
 FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type) {
-  const Prefix prefix{kFrameMagic, type, 0, static_cast<std::uint32_t>(segments.size()),
-                      header.size()};
+  const Prefix prefix{kFrameMagic, type, 0, static_cast<std::uint32_t>(segments.size()), header.size()};
   const std::size_t size = kPrefixBytes + segments.size() * sizeof(std::uint64_t);
   std::byte* to = small_.data();
   if (size > small_.size()) {

@@ -18,9 +18,9 @@ namespace torchspan::net {
 ///   frame    u16 0x5354  u8 type  u8 0  u32 segments  u64 header  u64 size[segments]  header bytes  segment
 ///   bytes…
 ///
-/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Only where a channel has
-/// several lanes: type 3 is a message whose segments' bytes come over other lanes and are not in the frame;
-/// type 4 is a sign of life, all its numbers zero.
+/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Only where a channel
+/// has several lanes: type 3 is a message whose segments' bytes come over other lanes and are not in the
+/// frame; type 4 is a sign of life, all its numbers zero.
 enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
 
 /// Which types a parser knows.

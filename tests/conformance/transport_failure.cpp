@@ -331,7 +331,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
     const std::string address = listener.listen();
     const auto silent = world.make_stranger(), slow = world.make_stranger();
     silent->dial(address, {});
-    slow->dial(address, bytes_of("\x89TSPAN"));
+    slow->dial(address, bytes_of(world.greeting_start()));
     slow->send(bytes_of("\r"));
     EXPECT_TRUE(silent->hears_hang_up());
     EXPECT_TRUE(slow->hears_hang_up());

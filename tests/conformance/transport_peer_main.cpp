@@ -2,19 +2,25 @@
 #include <unistd.h>
 
 #include <torchspan/net/stream.h>
+#include <torchspan/net/tls.h>
 
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer ADDRESS: echoes at ADDRESS, prints where it listens, and ends when its standard input does.
+/// transport_peer ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS, prints where it listens, and ends
+/// when its standard input does.
 namespace torchspan::net::conformance {
 namespace {
 
 class PeerWorld final : public World {
  public:
-  explicit PeerWorld(std::string address) : address_(std::move(address)), executor_(make_executor()) {}
+  PeerWorld(std::string address, TlsOptions tls)
+      : address_(std::move(address)), tls_(std::move(tls)), executor_(make_executor()) {}
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
+    if (address_.starts_with("tls:")) {
+      return make_tls_transport(*executor_, handler, std::move(options), tls_);
+    }
     return make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }
@@ -24,6 +30,7 @@ class PeerWorld final : public World {
 
  private:
   const std::string address_;
+  const TlsOptions tls_;
   const std::unique_ptr<Executor> executor_;
 };
 
@@ -32,8 +39,14 @@ class PeerWorld final : public World {
 
 int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
-  if (count != 2) return 2;
-  PeerWorld world(arguments[1]);
+  if (count != 2 && count != 5) return 2;
+  torchspan::net::TlsOptions tls;
+  if (count == 5) {
+    tls.certificate_file = arguments[2];
+    tls.key_file = arguments[3];
+    tls.authority_file = arguments[4];
+  }
+  PeerWorld world(arguments[1], tls);
   Node node(world, "echo", echo_options());
   std::printf("%s\n", node.listen().c_str());
   std::fflush(stdout);
