@@ -17,9 +17,9 @@ struct TlsOptions {
 
   /// PEM files. With them both sides must show a certificate that the authority signed, and
   /// TransportOptions::secret plays no part; without them both prove the secret.
-  std::string certificate_file;
-  std::string key_file;
-  std::string authority_file;
+  std::string certificate_file = {};
+  std::string key_file = {};
+  std::string authority_file = {};
   /// With certificates: who dials a host also checks that the certificate is made out to it. Otherwise every
   /// holder of a certificate of the authority may stand for every other.
   bool check_names = false;

@@ -32,8 +32,8 @@ void TlsTransport::welcome(Descriptor socket, const Listener& listener) {
   std::string peer = name_accepted(socket.get(), listener.socket->address());
   std::shared_ptr<TlsSession> session;
   try {
-    session = std::make_shared<TlsSession>(context_, std::move(socket),
-                                           TlsSession::Start{Role::kListener, peer, {}});
+    session = std::make_shared<TlsSession>(
+        context_, std::move(socket), TlsSession::Start{.role = Role::kListener, .peer = peer, .host = {}});
   } catch (const Error& error) {
     return handler_.on_refused(peer, error);
   }

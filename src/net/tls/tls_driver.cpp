@@ -52,8 +52,9 @@ void TlsTransport::dial_rest(TlsLink& link) {
 void TlsTransport::start_dialing(TlsLane& lane) {
   TlsLink& link = *lane.link;
   Dialed dialed = dial(link.addresses.at(link.address));
-  auto session = std::make_shared<TlsSession>(context_, std::move(dialed.socket),
-                                              TlsSession::Start{Role::kDialer, lane.peer(), link.place.host});
+  auto session = std::make_shared<TlsSession>(
+      context_, std::move(dialed.socket),
+      TlsSession::Start{.role = Role::kDialer, .peer = lane.peer(), .host = link.place.host});
   lane.start(std::move(session), dialed.connected);
   lane.watched = lane.watches_writing = true;
   poller_->add(lane.session()->socket(), lane.token(), true);

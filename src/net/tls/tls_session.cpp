@@ -18,8 +18,6 @@ constexpr std::size_t kBatch = 4 * kRecord;
 constexpr std::size_t kStrangerRoom = 4 << 10;
 constexpr std::size_t kStrangerBytes = 64 << 10;
 constexpr std::size_t kTrustedRoom = 128 << 10;
-/// AES-128-GCM may protect 2^24.5 full records under one key (RFC 8446, 5.5); we change it long before.
-constexpr std::uint64_t kBytesPerKey = std::uint64_t{64} << 30;
 
 }  // namespace
 
@@ -222,9 +220,9 @@ std::size_t TlsSession::encrypt(std::span<const iovec> places, std::size_t from)
 
 void TlsSession::renew_key(std::size_t bytes) {
   under_this_key_ += bytes;
-  if (under_this_key_ < kBytesPerKey) return;
+  if (under_this_key_ < start_.bytes_per_key) return;
   under_this_key_ = 0;
-  SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED);
+  if (SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) ++key_renewals_;
 }
 
 ssize_t TlsSession::write(std::span<const iovec> places) {
@@ -251,6 +249,11 @@ bool TlsSession::flush() {
 std::string TlsSession::broken() const {
   MutexLock lock(mutex_);
   return broken_;
+}
+
+std::uint64_t TlsSession::key_renewals() const {
+  MutexLock lock(mutex_);
+  return key_renewals_;
 }
 
 void TlsSession::close(bool at_once) {

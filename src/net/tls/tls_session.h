@@ -26,6 +26,8 @@ class TlsSession {
     Role role;
     std::string peer;  ///< as errors name it
     std::string host;  ///< whom the certificate is made out to, where that is checked
+    /// AES-128-GCM may protect 2^24.5 full records under one key (RFC 8446, 5.5); we change it long before.
+    std::uint64_t bytes_per_key = std::uint64_t{64} << 30;
   };
   TlsSession(std::shared_ptr<const TlsContext> context, Descriptor socket, Start start);
   ~TlsSession();
@@ -54,6 +56,8 @@ class TlsSession {
   /// Encrypted bytes that the socket did not take yet.
   std::size_t unsent() const { return unsent_.load(std::memory_order_relaxed); }
   std::string broken() const;
+  /// How often this side changed the key it encrypts with.
+  std::uint64_t key_renewals() const;
 
   /// Ends the connection; what the peer did not take yet is lost if `at_once`. The socket's number stays
   /// taken until the session goes.
@@ -95,6 +99,7 @@ class TlsSession {
   std::unique_ptr<char[]> record_
       TORCHSPAN_GUARDED_BY(mutex_);  ///< small pieces on their way into one record
   std::uint64_t under_this_key_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::uint64_t key_renewals_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::string broken_ TORCHSPAN_GUARDED_BY(mutex_);
   std::atomic<std::size_t> unsent_{0};
 };
