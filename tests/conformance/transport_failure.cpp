@@ -130,9 +130,9 @@ TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForADeafPeer) {
     channel->close();
     EXPECT_EQ(dialer.wait_for_end(channel).kind(), ErrorKind::kTimedOut);
 
-    Node second(world, "second"), third(world, "third", with([](TransportOptions& options) {
-                                          options.linger = std::chrono::milliseconds(20);
-                                        }));
+    Node second(world, "second"),
+        third(world, "third",
+              with([](TransportOptions&options) { options.linger = std::chrono::milliseconds(20); }));
     const auto other = third.connect(second.listen());
     second.wait_for_caller();
     send(*other, numbered(1));

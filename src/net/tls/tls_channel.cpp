@@ -15,6 +15,11 @@ constexpr std::size_t kPlaces = 64;
 /// waiting.
 constexpr std::uint64_t kSmallMessage = 4 << 10;
 constexpr std::uint64_t kMostCorked = 64 << 10;
+/// A socket whose peer keeps up takes a message of any size. The lock is not held for all of it: what is
+/// beyond this is queued by send(), and left for the next event by the driver, whose heartbeats other peers
+/// await.
+constexpr std::uint64_t kMostDirect = 16 << 20;
+constexpr std::uint64_t kMostFlushed = 4 << 20;
 
 /// Cuts segments, as one row of bytes, into slices.
 class Slicer {
@@ -73,6 +78,7 @@ void TlsChannel::send(BytesView header, std::span<const Segment> segments) {
   if (corked_) flush_lane(lanes_[0], released);
   if (ended_) throw_ended();
   const bool was_idle = waiting == 0 || corked_;
+  direct_left_ = kMostDirect;
   put(lanes_[0], message, released);
   if (striped) stripe(segments, released);
   note_unsent();
@@ -96,7 +102,7 @@ bool TlsChannel::may_hold(std::uint64_t size) const {
 void TlsChannel::put(Lane& lane, Outgoing& bytes, Released& released) {
   std::array<iovec, kPlaces> places;
   if (lane.idle()) {
-    while (!bytes.done()) {
+    while (!bytes.done() && direct_left_ != 0) {
       const std::size_t count = bytes.front(places);
       const ssize_t written = lane.session->write(std::span(places).first(count));
       if (written < 0) {
@@ -105,6 +111,7 @@ void TlsChannel::put(Lane& lane, Outgoing& bytes, Released& released) {
       }
       if (written == 0) break;
       wrote_ = true;
+      direct_left_ -= std::min(direct_left_, static_cast<std::uint64_t>(written));
       bytes.consume(static_cast<std::size_t>(written));
     }
   }
@@ -191,12 +198,14 @@ void TlsChannel::flush_lane(Lane& lane, Released& released) {
   if (lane.session->unsent() != 0 && !lane.session->flush()) {
     return break_locked(lane.session->broken(), released);
   }
-  while (!lane.outbox.empty()) {
+  std::uint64_t flushed = 0;
+  while (!lane.outbox.empty() && flushed < kMostFlushed) {
     const std::size_t count = lane.outbox.front(places);
     const ssize_t written = lane.session->write(std::span(places).first(count));
     if (written < 0) return break_locked(lane.session->broken(), released);
     if (written == 0) return;
     wrote_ = true;
+    flushed += static_cast<std::uint64_t>(written);
     lane.outbox.consume(static_cast<std::size_t>(written), released);
   }
 }

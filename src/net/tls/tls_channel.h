@@ -88,7 +88,8 @@ class TlsChannel final : public Channel {
   std::uint64_t striped_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< striped messages so far
   bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  bool wrote_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< since the last beat()
+  bool wrote_ TORCHSPAN_GUARDED_BY(mutex_) = false;             ///< since the last beat()
+  std::uint64_t direct_left_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< bytes this send() may still write itself
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
 };

@@ -215,7 +215,11 @@ void TlsTransport::end_broken(TlsLink& link, const std::string& why) {
 void TlsTransport::end(TlsLink& link, const Error& reason, bool at_once) {
   const LinkPtr kept = links_.at(link.token());
   const bool announced = link.dialed() || link.open;
-  accepted_.erase(link.shared_token);
+  // A transport that dialled itself has the other end under the same token.
+  if (const auto found = accepted_.find(link.shared_token);
+      found != accepted_.end() && found->second == &link) {
+    accepted_.erase(found);
+  }
   links_.erase(link.token());
   link.channel()->end(reason);
   for (const std::uint64_t token : std::exchange(link.lanes, {})) {

@@ -29,9 +29,9 @@ class TlsTransportTest : public TlsTest {
  protected:
   TlsTransportTest() { start({}); }
 
-  Error end_of_dial(const std::string& text, Deadline deadline = Deadline::never()) {
+  Error end_of_dial(const std::string& text) {
     journal_.closed.clear();
-    transport_->connect(text, deadline);
+    transport_->connect(text, Deadline::never());
     drive_until([&] { return !journal_.closed.empty(); });
     return journal_.closed.at(0);
   }
@@ -102,10 +102,11 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
 }
 
 TEST_F(TlsTransportTest, TellsThatANameIsUnknown) {
-  const Error error =
-      end_of_dial("tls:no-such-host.invalid:80", executor_->deadline_in(std::chrono::seconds(20)));
+  // No name has a label of 70 letters: the resolver knows without asking anybody.
+  const std::string name(70, 'x');
+  const Error error = end_of_dial("tls:" + name + ":80");
   EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.message();
-  EXPECT_THAT(error.message(), HasSubstr("no-such-host.invalid"));
+  EXPECT_THAT(error.message(), HasSubstr("getent hosts '" + name + "'"));
 }
 
 TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
