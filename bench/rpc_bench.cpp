@@ -35,8 +35,8 @@ double cpu_seconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-constexpr Function<next> kNext{"next"};
-constexpr Function<add> kAdd{"add"};
+constexpr Function<next> kNext{"next", kInline};
+constexpr Function<add> kAdd{"add", kInline};
 constexpr Function<echo> kEcho{"echo"};
 constexpr Function<cpu_seconds> kCpu{"cpu_seconds"};
 

@@ -198,7 +198,7 @@ class ThreadExecutor final : public Executor {
   Duration spin_limit() const override { return spin_limit_; }
 
  private:
-  Duration spin_limit_ = std::thread::hardware_concurrency() > 1 ? std::chrono::microseconds(50)
+  Duration spin_limit_ = std::thread::hardware_concurrency() > 1 ? std::chrono::microseconds(150)
                                                                  : Duration::zero();
 };
 

@@ -39,9 +39,11 @@ void Pool::post(UniqueFunction<void()> job) {
 void Pool::staff() {
   if (queue_.empty() || active() >= options_.threads) return;
   if (!idle_.empty()) {
-    idle_.back()->idle = false;
-    idle_.back()->parker->unpark();
-    idle_.pop_back();
+    auto chosen = std::find(idle_.begin(), idle_.end(), lookout_.load());
+    if (chosen == idle_.end()) --chosen;
+    (*chosen)->idle.store(false, std::memory_order_release);
+    if (lookout_.load() != *chosen) (*chosen)->parker->unpark();
+    idle_.erase(chosen);
   } else if (live_ < options_.max_threads) {
     add_worker();
   }
@@ -101,8 +103,22 @@ UniqueFunction<void()> Pool::next_job() {
   return job;
 }
 
+void Pool::look_out(const Worker& self) {
+  const Duration limit = executor_.spin_limit();
+  const Worker* nobody = nullptr;
+  if (limit == Duration::zero() || !lookout_.compare_exchange_strong(nobody, &self)) return;
+  const TimePoint end = executor_.now() + limit;
+  while (self.idle.load(std::memory_order_acquire) && executor_.now() < end) executor_.yield();
+  lookout_.store(nullptr);
+}
+
 bool Pool::rest(Worker& self, Deadline deadline) {
+  look_out(self);
   for (;;) {
+    {
+      MutexLock lock(mutex_);
+      if (!self.idle) return true;
+    }
     const bool unparked = self.parker->park(deadline);
     MutexLock lock(mutex_);
     if (!self.idle) return true;
@@ -165,6 +181,11 @@ bool Pool::is_pool_thread() const {
 std::size_t Pool::thread_count() const {
   MutexLock lock(mutex_);
   return live_;
+}
+
+bool Pool::busy() const {
+  MutexLock lock(mutex_);
+  return !queue_.empty() || live_ > idle_.size();
 }
 
 std::size_t Pool::queued() const {

@@ -3,10 +3,11 @@
 #include <algorithm>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/SparseTensorUtils.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <torchspan/engine/compat.h>
 
 namespace torchspan::engine {
 namespace {
@@ -23,9 +24,9 @@ void order_after(const c10::Stream& later, const c10::Stream& earlier) {
 
 void keep_memory_for(const at::Tensor& tensor, const c10::Stream& stream) {
   if (tensor.is_sparse()) {
-    const auto* sparse = at::sparse::get_sparse_impl(tensor);
-    keep_memory_for(sparse->indices(), stream);
-    keep_memory_for(sparse->values(), stream);
+    const at::SparseTensorImpl& sparse = compat::sparse_impl(tensor);
+    keep_memory_for(sparse.indices(), stream);
+    keep_memory_for(sparse.values(), stream);
   } else if (tensor.has_storage()) {
     c10::impl::VirtualGuardImpl(stream.device_type())
         .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);

@@ -3,10 +3,11 @@
 #include <utility>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/SparseTensorUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#include <torchspan/engine/compat.h>
 
 namespace torchspan::engine {
 namespace {
@@ -22,8 +23,8 @@ bool part_is_unshared(const at::Tensor& part) {
 
 bool sparse_is_ours_alone(const at::Tensor& tensor) {
   if (tensor.use_count() != 1 || at::isTensorSubclassLike(tensor)) return false;
-  const auto* sparse = at::sparse::get_sparse_impl(tensor);
-  return part_is_unshared(sparse->indices()) && part_is_unshared(sparse->values());
+  const at::SparseTensorImpl& sparse = compat::sparse_impl(tensor);
+  return part_is_unshared(sparse.indices()) && part_is_unshared(sparse.values());
 }
 
 bool can_take_in_place(const at::Tensor& held, const at::Tensor& incoming) {

@@ -53,7 +53,18 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
   return size + kPrefixBytes + segments.size() * sizeof(std::uint64_t);
 }
 
-FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type) {
+Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size) {
+  Buffer buffer = allocator(size);
+  if (buffer.size < size || (size != 0 && buffer.data == nullptr)) {
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("no memory for a segment of {} bytes that came in", size));
+  }
+  buffer.size = size;
+  return buffer;
+}
+
+FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type,
+                         std::span<const std::uint64_t> blocks) {
   const Prefix prefix{kFrameMagic, type, 0, static_cast<std::uint32_t>(segments.size()), header.size()};
   const std::size_t size = kPrefixBytes + segments.size() * sizeof(std::uint64_t);
   std::byte* to = small_.data();
@@ -64,7 +75,8 @@ FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments, Fr
   bytes_ = {to, size};
   std::memcpy(to, &prefix, kPrefixBytes);
   for (std::size_t i = 0; i < segments.size(); ++i) {
-    const std::uint64_t length = segments[i].size;
+    const bool lent = !blocks.empty() && blocks[i] != 0;
+    const std::uint64_t length = segments[i].size | (lent ? kLent : 0);
     std::memcpy(to + kPrefixBytes + i * sizeof length, &length, sizeof length);
   }
 }
@@ -153,7 +165,7 @@ void FrameParser::take_size() {
   std::uint64_t size;
   std::memcpy(&size, number_.data(), sizeof size);
   filled_ = 0;
-  add_to_message(size);
+  add_to_message(adopter_ && !is_striped_ ? size & ~kLent : size);
   sizes_.push_back(size);
 }
 
@@ -171,6 +183,7 @@ BytesView FrameParser::feed_header(BytesView bytes) {
 }
 
 BytesView FrameParser::feed_segment(BytesView bytes) {
+  if (lent(current_)) return feed_block(bytes);
   allocate(current_);
   const std::size_t taken = std::min<std::size_t>(bytes.size(), sizes_[current_] - filled_);
   std::memcpy(message_.segments[current_].data + filled_, bytes.data(), taken);
@@ -178,16 +191,20 @@ BytesView FrameParser::feed_segment(BytesView bytes) {
   return bytes.subspan(taken);
 }
 
+BytesView FrameParser::feed_block(BytesView bytes) {
+  bytes = feed_number(bytes, kBlockNumberBytes);
+  if (filled_ < kBlockNumberBytes) return bytes;
+  std::uint64_t block;
+  std::memcpy(&block, number_.data(), sizeof block);
+  message_.segments.push_back(adopter_(block, sizes_[current_] & ~kLent));
+  ++current_;
+  filled_ = 0;
+  return bytes;
+}
+
 void FrameParser::allocate(std::size_t index) {
   while (message_.segments.size() <= index) {
-    const std::size_t size = sizes_[message_.segments.size()];
-    Buffer buffer = allocator_(size);
-    if (buffer.size < size || (size != 0 && buffer.data == nullptr)) {
-      throw Error(ErrorKind::kOverloaded,
-                  fmt::format("no memory for a segment of {} bytes that came in", size));
-    }
-    buffer.size = size;
-    message_.segments.push_back(std::move(buffer));
+    message_.segments.push_back(allocate_segment(allocator_, sizes_[message_.segments.size()]));
   }
 }
 
@@ -216,6 +233,7 @@ std::size_t FrameParser::targets(std::span<iovec> places) {
   std::size_t count = 0;
   std::uint64_t offset = filled_;
   for (std::size_t i = current_; i < segment_count_ && count < places.size(); ++i, offset = 0) {
+    if (lent(i)) break;
     allocate(i);
     if (sizes_[i] != 0) places[count++] = {message_.segments[i].data + offset, sizes_[i] - offset};
   }

@@ -2,6 +2,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <sys/uio.h>
 #include <utility>
@@ -18,15 +19,23 @@ namespace torchspan::net {
 ///   frame    u16 0x5354  u8 type  u8 0  u32 segments  u64 header  u64 size[segments]  header bytes  segment
 ///   bytes…
 ///
-/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Only where a channel
-/// has several lanes: type 3 is a message whose segments' bytes come over other lanes and are not in the
-/// frame; type 4 is a sign of life, all its numbers zero.
+/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Where both sides share
+/// memory, a size in a message of type 1 may have kLent set: then a u64 number of a block stands in the place
+/// of the segment's bytes, which are in that block. Only where a channel has several lanes: type 3 is a
+/// message whose segments' bytes come over other lanes and are not in the frame; type 4 is a sign of life,
+/// all its numbers zero.
 enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
 
 /// Which types a parser knows.
 enum class FrameDialect : std::uint8_t { kPlain, kLanes };
 
 inline constexpr std::size_t kPrefixBytes = 16;
+inline constexpr std::uint64_t kLent = std::uint64_t{1} << 63;
+inline constexpr std::size_t kBlockNumberBytes = sizeof(std::uint64_t);
+
+/// Makes the Buffer of a segment that lies in a block of shared memory. Throws kInvalid for a block that does
+/// not exist, is too small, or is lent already; kOverloaded without memory.
+using BlockAdopter = std::function<Buffer(std::uint64_t block, std::size_t size)>;
 
 struct FrameLimits {
   std::uint64_t max_header;
@@ -40,13 +49,23 @@ FrameLimits limits_of(const TransportOptions& options);
 /// Throws kInvalid, naming the limit, for a message that these limits forbid; returns its bytes on the wire.
 std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits);
 
+/// Memory of `size` bytes from `allocator`; throws kOverloaded when it gave none.
+Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size);
+
 /// The bytes before a message's header: prefix and segment sizes. Small messages need no heap.
 class FramePrefix {
  public:
-  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type = FrameType::kMessage);
+  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type = FrameType::kMessage)
+      : FramePrefix(header, segments, type, {}) {}
+  /// Of a message; `blocks` is empty, or has for each segment the number of the block it lies in, 0 for none.
+  FramePrefix(BytesView header, std::span<const Segment> segments, std::span<const std::uint64_t> blocks)
+      : FramePrefix(header, segments, FrameType::kMessage, blocks) {}
   BytesView bytes() const { return bytes_; }
 
  private:
+  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type,
+              std::span<const std::uint64_t> blocks);
+
   static constexpr std::size_t kInline = 14;
   std::array<std::byte, kPrefixBytes + kInline * sizeof(std::uint64_t)> small_;
   Bytes large_;
@@ -64,6 +83,8 @@ std::array<std::byte, kPrefixBytes> heartbeat_frame();
 class FrameParser {
  public:
   FrameParser(FrameLimits limits, BufferAllocator allocator, FrameDialect dialect = FrameDialect::kPlain);
+  /// From now on segments may be lent. Not in the middle of a frame.
+  void adopt_with(BlockAdopter adopter) { adopter_ = std::move(adopter); }
 
   /// Takes all bytes, in pieces of any size, and appends the messages they complete. Throws kInvalid for a
   /// frame that is malformed or beyond the limits, kOverloaded when the allocator gave no memory; messages
@@ -95,17 +116,20 @@ class FrameParser {
   BytesView feed_number(BytesView bytes, std::size_t size);
   BytesView feed_header(BytesView bytes);
   BytesView feed_segment(BytesView bytes);
+  BytesView feed_block(BytesView bytes);
   void take_prefix();
   bool knows(FrameType type) const;
   void take_size();
   void add_to_message(std::uint64_t size);
   void allocate(std::size_t index);
+  bool lent(std::size_t index) const { return adopter_ && (sizes_[index] & kLent) != 0; }
   /// Passes over all stages that need no further byte.
   void settle(std::vector<Message>& finished);
 
   const FrameLimits limits_;
   const BufferAllocator allocator_;
   const FrameDialect dialect_;
+  BlockAdopter adopter_;
   bool is_striped_ = false;  ///< the message that is coming in
   Stage stage_ = Stage::kPrefix;
   std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is coming in

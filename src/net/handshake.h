@@ -14,6 +14,9 @@ inline constexpr std::size_t kNonceBytes = 32;
 inline constexpr std::uint16_t kProtocolLowest = 1;
 inline constexpr std::uint16_t kProtocolHighest = 1;
 
+/// Feature: can share memory with peers of this host.
+inline constexpr std::uint64_t kSharesMemory = 1;
+
 enum class Role : std::uint8_t { kDialer = 1, kListener = 2 };
 
 struct HandshakeOptions {

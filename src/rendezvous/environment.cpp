@@ -173,8 +173,10 @@ void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
   worker.local_rank = variables.index("LOCAL_RANK").value_or(std::max(worker.rank, 0));
   worker.local_world_size = is_loopback(variables.text_or("MASTER_ADDR", "")) ? worker.world_size : 1;
   if (worker.rank == kAnyRank && !variables.text("TORCHSPAN_NAME")) {
-    refuse("WORLD_SIZE is 0, an open world, and neither RANK nor TORCHSPAN_NAME is set; give this worker a rank, or a "
-           "name of its own and it gets the next free rank");
+    refuse(
+        "WORLD_SIZE is 0, an open world, and neither RANK nor TORCHSPAN_NAME is set; give this worker a "
+        "rank, or a "
+        "name of its own and it gets the next free rank");
   }
 }
 

@@ -34,7 +34,8 @@ bool CallTable::attach(std::uint64_t id, std::unique_ptr<StopHook>& hook) {
   MutexLock lock(mutex_);
   auto it = calls_.find(id);
   if (it == calls_.end()) return false;
-  it->second.call.stop_hook = std::move(hook);
+  auto& hooks = it->second.call.stop_hooks;
+  (hooks[0] ? hooks[1] : hooks[0]) = std::move(hook);
   return true;
 }
 
@@ -52,6 +53,13 @@ std::optional<PendingCall> CallTable::take(std::uint64_t id) {
   MutexLock lock(mutex_);
   auto it = calls_.find(id);
   if (it == calls_.end()) return std::nullopt;
+  return remove(it);
+}
+
+std::optional<PendingCall> CallTable::take(std::uint64_t id, std::uint32_t peer) {
+  MutexLock lock(mutex_);
+  auto it = calls_.find(id);
+  if (it == calls_.end() || it->second.call.peer != peer) return std::nullopt;
   return remove(it);
 }
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,7 +33,7 @@ struct PendingCall {
   TimePoint started;
   SourceLocation site;
   bool user_values = false;
-  std::unique_ptr<StopHook> stop_hook;
+  std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
 };
 
 /// "train.cpp:41", or nothing.
@@ -52,6 +54,8 @@ class CallTable {
   /// False when the call has ended: then the hook is still the caller's.
   bool attach(std::uint64_t id, std::unique_ptr<StopHook>& hook);
   std::optional<PendingCall> take(std::uint64_t id);
+  /// Only if it was made to that peer.
+  std::optional<PendingCall> take(std::uint64_t id, std::uint32_t peer);
   Calls take_expired(TimePoint now);
   Calls take_channel(const net::Channel* channel);
   Calls take_peer(std::uint32_t peer);

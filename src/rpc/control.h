@@ -1,4 +1,6 @@
 #pragma once
+#include <vector>
+
 #include <torchspan/rpc/message.h>
 
 namespace torchspan::rpc {
@@ -24,6 +26,15 @@ struct UserDelete {
   GlobalId value, fork;
 };
 
+/// After a connection broke: "which of these forks, that I made for you or that you hold, do you not know?"
+/// What is named in the reply was lost on its way; should it come later all the same, it is refused.
+struct ForkAudit {
+  static constexpr wire::MessageType kType{0x0023};
+  static constexpr std::string_view kName = "rref.fork_audit";
+  using Reply = std::vector<GlobalId>;
+  std::vector<GlobalId> forks;
+};
+
 }  // namespace torchspan::rpc
 
 namespace torchspan {
@@ -36,4 +47,6 @@ struct Wire<rpc::ChildAccept>
 template <>
 struct Wire<rpc::UserDelete>
     : WireStruct<rpc::UserDelete, "rref.UserDelete", &rpc::UserDelete::value, &rpc::UserDelete::fork> {};
+template <>
+struct Wire<rpc::ForkAudit> : WireStruct<rpc::ForkAudit, "rref.ForkAudit", &rpc::ForkAudit::forks> {};
 }  // namespace torchspan

@@ -7,10 +7,16 @@ namespace torchspan::rpc {
 
 void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
   Executor& executor = pool_.executor();
+  const auto driver = driver_.lock();
+  if (driver) driver->check_may_wait();
   const Duration spin = executor.spin_limit();
   if (spin > Duration::zero()) {
     const TimePoint end = executor.now() + spin;
-    while (!done.load(std::memory_order_acquire) && executor.now() < end) executor.yield();
+    if (driver) driver->begin_driving();
+    while (!done.load(std::memory_order_acquire) && executor.now() < end) {
+      if (!driver || !driver->drive()) executor.yield();
+    }
+    if (driver) driver->end_driving(!done.load(std::memory_order_acquire));
   }
   pool_.wait(parker, done, deadline);
 }
@@ -25,6 +31,11 @@ UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
 }
 
 namespace {
+
+/// How long the leader stands aside for callers that drive, before it looks again.
+constexpr Duration kAside = std::chrono::microseconds(200);
+/// What a function declared kInline may take, the time included for which others have its core.
+constexpr Duration kShort = std::chrono::milliseconds(10);
 
 PoolOptions pool_options(const ServiceOptions& options) {
   PoolOptions pool;
@@ -50,6 +61,8 @@ Core::Core(Runtime& runtime, FunctionTable functions, ServiceOptions options)
 void Core::open(const WorkerService::MakeTransport& make_transport) {
   references_ = std::make_shared<References>(weak_from_this(), self_.rank);
   worker_ = std::make_unique<Worker>(shared_from_this());
+  leader_parker_ = runtime_.executor.make_parker();
+  host_->set_driver(std::static_pointer_cast<Core>(shared_from_this()));
   install_handlers(*this);
   if (!make_transport) return;
   transport_ = make_transport(*this);
@@ -61,25 +74,114 @@ void Core::lead() {
   const Duration spin = executor.spin_limit();
   TimePoint last = executor.now();
   while (!stopping_.load(std::memory_order_acquire)) {
-    const bool busy = transport_->poll();
+    const bool busy = lead_once();
     fail_expired();
     timers_.run_due(executor.now());
     if (busy) {
       last = executor.now();
+    } else if (spin > Duration::zero() && drivers_.load(std::memory_order_relaxed) > 0) {
+      aside_.store(true);
+      leader_parker_->park(executor.deadline_in(kAside));
+      aside_.store(false);
+      last = executor.now();
     } else if (spin > Duration::zero() && executor.now() - last < spin) {
       executor.yield();
     } else {
-      transport_->wait(earlier(calls_.next_deadline(), timers_.next()));
+      rest_in_transport();
     }
   }
+}
+
+bool Core::lead_once() {
+  std::vector<std::pair<IncomingPtr, const Entry*>> calls;
+  bool busy = false;
+  {
+    BatonHold hold(baton_, runtime_.executor);
+    busy = transport_->poll();
+    calls.swap(inline_calls_);
+  }
+  for (const auto& [call, entry] : calls) run_inline(call, *entry);
+  return busy;
+}
+
+void Core::rest_in_transport() {
+  leader_until_.store(TimePoint::max());  // a deadline that comes now wakes, even if we count it below
+  const Deadline until = earlier(calls_.next_deadline(), timers_.next());
+  leader_until_.store(until.at());
+  if (!stopping_.load()) {
+    BatonHold hold(baton_, runtime_.executor);
+    transport_->wait(until);
+  }
+  leader_until_.store(TimePoint::min());
+}
+
+void Core::run_inline(const IncomingPtr& call, const Entry& entry) {
+  const TimePoint begin = runtime_.executor.now();
+  call->on_leader.store(true);
+  run(call, entry);
+  call->on_leader.store(false);
+  const Duration took = runtime_.executor.now() - begin;
+  if (took <= kShort) return;
+  const std::uint64_t id = ByteReader(call->frame.value).get<std::uint64_t>();
+  BatonHold hold(baton_, runtime_.executor);
+  if (!not_short_.insert(id).second) return;
+  runtime_.log.warning(fmt::format(
+      "function '{}' is declared kInline but took {:.3f} ms; it is served on the pool from now on",
+      call->name, std::chrono::duration<double, std::milli>(took).count()));
+}
+
+bool Core::is_inline(const IncomingCall& call) {
+  if (call.info.type != kCallFunction || !call.channel || !call.payload.references.empty()) return false;
+  if (call.frame.value.size() < sizeof(std::uint64_t)) return false;
+  const std::uint64_t id = ByteReader(call.frame.value).get<std::uint64_t>();
+  const FunctionEntry* function = functions_.find(id);
+  return function != nullptr && function->serve == torchspan::Serve::kInline && !not_short_.contains(id);
+}
+
+bool Core::drive() {
+  if (stopping_.load(std::memory_order_relaxed) || !links_ || !baton_.try_take()) return false;
+  driven_by_caller_ = true;
+  transport_->poll();
+  driven_by_caller_ = false;
+  std::vector<std::pair<IncomingPtr, const Entry*>> calls;
+  calls.swap(inline_calls_);
+  baton_.give();
+  for (const auto& [call, entry] : calls) {
+    host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), call = call, entry = entry] {
+      self->run(call, *entry);
+    });
+  }
+  return true;
+}
+
+void Core::end_driving(bool unserved) {
+  drivers_.fetch_sub(1, std::memory_order_relaxed);
+  if (unserved && aside_.load()) leader_parker_->unpark();
+}
+
+void Core::check_may_wait() const {
+  const IncomingPtr& served = ServingScope::current();
+  if (!served || !served->on_leader.load()) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      "a function declared kInline waits for a future, on the thread that would bring it; declare it without "
+      "kInline, or make it a coroutine");
 }
 
 void Core::watch_deadlines() {
   while (!stopping_.load(std::memory_order_acquire)) {
     fail_expired();
     timers_.run_due(runtime_.executor.now());
-    timer_->park(earlier(calls_.next_deadline(), timers_.next()));
+    leader_until_.store(TimePoint::max());
+    const Deadline until = earlier(calls_.next_deadline(), timers_.next());
+    leader_until_.store(until.at());
+    timer_->park(until);
+    leader_until_.store(TimePoint::min());
   }
+}
+
+void Core::wake_leader_by(Deadline deadline) {
+  if (deadline.at() < leader_until_.load()) wake_leader();
 }
 
 void Core::wake_leader() {
@@ -92,16 +194,17 @@ void Core::stop() {
   wake_leader();
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
-  for (const auto& callback : departure_callbacks_) {
-    for (const WorkerInfo& worker : roster_.all()) {
-      if (worker.rank != self_.rank) callback(worker.rank, reason);
-    }
+  if (links_) {
+    for (const LinkMember& member : links_->present()) member_departed(member, reason);
   }
   for (const IncomingPtr& call : serving_.all()) call->request_stop();
   fail_calls(calls_.take_all(), reason);
   parked_.clear();
   if (links_) links_->close_all();
-  if (transport_ && links_) transport_->poll();
+  if (transport_ && links_) {
+    BatonHold hold(baton_, runtime_.executor);
+    transport_->poll();
+  }
   host_->pool().stop();
   references_->clear();
 }
@@ -154,11 +257,10 @@ void Core::apply(const CallOptions& options, Request& request) {
   }
   if (timeout != Duration::zero()) request.deadline = runtime_.executor.deadline_in(timeout);
   request.stop = options.stop;
-  request.group = options.group;
   const IncomingPtr& served = ServingScope::current();
   if (!served || options.detached) return;
   request.deadline = earlier(request.deadline, served->deadline);
-  if (!request.stop.stop_possible()) request.stop = stop_token_of(served);
+  request.inherited_stop = stop_token_of(served);
 }
 
 std::optional<CurrentCall> Core::current_call() {
@@ -176,7 +278,7 @@ std::stop_token Core::stop_token_of(const IncomingPtr& served) {
     if (auto call = weak.lock()) call->request_stop();
   });
   serving_.set_stop_timer(*served, timer.id);
-  if (timer.earliest) wake_leader();
+  if (timer.earliest) wake_leader_by(served->deadline);
   return token;
 }
 
@@ -200,7 +302,8 @@ DebugInfo Core::debug() const {
 
 void Core::after(Duration delay, UniqueFunction<void()> job) {
   auto posted = [host = host_, job = std::move(job)]() mutable { host->post(std::move(job)); };
-  if (timers_.at(runtime_.executor.deadline_in(delay), std::move(posted)).earliest) wake_leader();
+  const Deadline when = runtime_.executor.deadline_in(delay);
+  if (timers_.at(when, std::move(posted)).earliest) wake_leader_by(when);
 }
 
 void* Core::find_extension(const std::type_info& type) const {
@@ -218,12 +321,22 @@ ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation) {
 
 Totals Core::totals() const {
   return {sent_.load(), handled_.load(),
-          calls_.size() != 0 || running_.load() != 0 || !references_->settled()};
+          calls_.size() != 0 || running_.load() != 0 || host_->pool().busy() || !references_->settled()};
 }
 
 void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
   const auto peer = links_->closed(channel.get());
-  parked_.erase(channel);
+  std::erase_if(parked_, [&](const Parked& parked) { return parked.channel == channel; });
+  if (driven_by_caller_) {
+    return host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), channel, peer, reason] {
+      self->forget_channel(channel, peer, reason);
+    });
+  }
+  forget_channel(channel, peer, reason);
+}
+
+void Core::forget_channel(const std::shared_ptr<net::Channel>& channel, std::optional<std::uint32_t> peer,
+                          const Error& reason) {
   if (!peer) {
     runtime_.log.info(fmt::format("a connection from {} closed before it said who it was: {}",
                                   channel->peer(), reason.what()));
@@ -231,6 +344,7 @@ void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
   }
   for (const IncomingPtr& call : serving_.of_channel(channel.get())) call->request_stop();
   auto calls = calls_.take_channel(channel.get());
+  if (!stopping_.load() && links_->is_present(*peer)) references_->on_broken(*peer);
   if (calls.empty()) return;
   Error error(reason.kind(),
               fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",

@@ -1,7 +1,9 @@
 #pragma once
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <typeindex>
 #include <unordered_map>
@@ -13,6 +15,7 @@
 #include <torchspan/rpc/service.h>
 #include <torchspan/wire/tensors.h>
 
+#include "rpc/baton.h"
 #include "rpc/call_table.h"
 #include "rpc/links.h"
 #include "rpc/references.h"
@@ -47,11 +50,14 @@ class Host final : public FutureHost {
   void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
   /// A handler's continuations belong to the call that it serves.
   UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
+  /// A caller drives the transport itself for a while before it sleeps.
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
   Pool& pool() { return pool_; }
+  void set_driver(std::weak_ptr<Driver> driver) { driver_ = std::move(driver); }
 
  private:
   Pool pool_;
+  std::weak_ptr<Driver> driver_;  ///< set once, before anybody waits
 };
 
 /// Totals that the workers compare to know that all is quiet.
@@ -63,7 +69,7 @@ struct Totals {
 
 /// The worker itself: dispatches frames, keeps the tables, runs handlers. Its parts have locks of their own,
 /// held for microseconds and never across user code, a send or each other.
-class Core final : public Endpoint, public net::Handler {
+class Core final : public Endpoint, public net::Handler, public Driver {
  public:
   using Serve = std::function<void(const IncomingPtr&, const std::shared_ptr<Completion>&)>;
   struct Entry {
@@ -84,7 +90,7 @@ class Core final : public Endpoint, public net::Handler {
     worker_.reset();
   }
   void stop();
-  void member_departed(const rendezvous::Member& member, const Error& reason);
+  void member_departed(const LinkMember& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void add_handler(wire::MessageType type, Entry entry);
 
@@ -119,6 +125,12 @@ class Core final : public Endpoint, public net::Handler {
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
 
+  // Driver
+  bool drive() override;
+  void begin_driving() override { drivers_.fetch_add(1, std::memory_order_relaxed); }
+  void end_driving(bool unserved) override;
+  void check_may_wait() const override;
+
   const std::string& address() const { return address_; }
   const FunctionTable& functions() const { return functions_; }
   References& references() { return *references_; }
@@ -137,6 +149,7 @@ class Core final : public Endpoint, public net::Handler {
   };
   /// What a peer sent whose joining we have not heard of yet.
   struct Parked {
+    std::shared_ptr<net::Channel> channel;
     Hello hello;
     Deadline until;
     std::vector<net::Message> messages;
@@ -149,8 +162,16 @@ class Core final : public Endpoint, public net::Handler {
   void report_leaks();
   void leave_open_world(Deadline deadline);
   void lead();
+  /// One poll by the leader, and the short handlers that it brought. False when there was nothing.
+  bool lead_once();
+  /// Sleeps in the transport until something comes or is due.
+  void rest_in_transport();
+  void run_inline(const IncomingPtr& call, const Entry& entry);
+  bool is_inline(const IncomingCall& call);
   /// The leader of a world of one: calls to oneself have deadlines too.
   void watch_deadlines();
+  /// The leader, if it sleeps, must be awake by then.
+  void wake_leader_by(Deadline deadline);
   void wake_leader();
   void fail_expired();
   void fail_calls(CallTable::Calls calls, const Error& reason);
@@ -163,7 +184,7 @@ class Core final : public Endpoint, public net::Handler {
   /// False when the call has ended meanwhile. What throws leaves the call with the caller.
   bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out);
   /// Lets the token end the call.
-  void watch_stop(std::uint64_t id, const std::stop_token& stop);
+  void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
   /// The token of a call that this thread serves; stopped at its deadline too.
   std::stop_token stop_token_of(const IncomingPtr& served);
@@ -183,11 +204,16 @@ class Core final : public Endpoint, public net::Handler {
   void dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
   void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
   void receive_request(IncomingPtr call);
+  void take_handles(IncomingCall& call);
+  void refuse(const IncomingPtr& call, std::exception_ptr error);
+  void drop(std::vector<std::shared_ptr<void>> references);
   void unpack(IncomingCall& call);
   /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
   void run(const IncomingPtr& call, const Entry& entry);
   void serve(const IncomingPtr& call, const Entry& entry, const std::shared_ptr<ReplyCompletion>& reply,
              const std::vector<Future<void>>& references);
+  void forget_channel(const std::shared_ptr<net::Channel>& channel, std::optional<std::uint32_t> peer,
+                      const Error& reason);
   void protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error);
 
   Runtime& runtime_;
@@ -196,6 +222,7 @@ class Core final : public Endpoint, public net::Handler {
   WorkerInfo self_;
   Roster roster_;
   std::uint64_t epoch_ = 0;
+  bool open_world_ = false;
   std::string address_;
   std::shared_ptr<Host> host_;
   std::unique_ptr<rendezvous::Membership> membership_;
@@ -220,10 +247,18 @@ class Core final : public Endpoint, public net::Handler {
   std::atomic<std::uint64_t> running_{0};
   std::atomic<std::uint64_t> late_replies_{0};
   std::atomic<bool> warned_of_detached_{false};
+  Baton baton_;
+  bool driven_by_caller_ = false;                                   ///< the holder of the baton
+  std::vector<std::pair<IncomingPtr, const Entry*>> inline_calls_;  ///< the same
+  std::set<std::uint64_t> not_short_;                               ///< the same: functions declared kInline
+  std::atomic<int> drivers_{0};
+  std::atomic<bool> aside_{false};  ///< the leader lets waiting callers drive
+  std::unique_ptr<Parker> leader_parker_;
+  std::atomic<TimePoint> leader_until_{TimePoint::min()};  ///< until when it sleeps; min(): it is awake
   std::atomic<bool> watching_stopped_{false};
-  std::map<std::uint32_t, TimePoint> stopped_since_;        ///< leader only
-  std::map<std::shared_ptr<net::Channel>, Parked> parked_;  ///< leader only
-  std::unique_ptr<Parker> timer_;                           ///< where the leader of a world of one sleeps
+  std::map<std::uint32_t, TimePoint> stopped_since_;  ///< leader only
+  std::vector<Parked> parked_;                        ///< leader only
+  std::unique_ptr<Parker> timer_;                     ///< where the leader of a world of one sleeps
   Thread leader_;
 };
 

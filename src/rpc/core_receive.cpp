@@ -32,7 +32,9 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
   if (header.type == Hello::kType) return;
   call->arrived = runtime_.executor.now();
   if (header.type == kCancelCall) {
-    if (auto served = serving_.find(channel.get(), header.call)) served->request_stop();
+    auto served = serving_.find(channel.get(), header.call);
+    if (served && driven_by_caller_) return host_->post([served] { served->request_stop(); });
+    if (served) served->request_stop();
     return;
   }
   if ((header.flags & wire::kFlagHasDeadline) != 0) {
@@ -42,10 +44,10 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
 }
 
 void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame) {
-  auto call = calls_.take(frame.header.call);
+  auto call = calls_.take(frame.header.call, peer);
   if (!call) {
     late_replies_.fetch_add(1);
-    return;
+    return drop(references_->from_handles(frame.handles, peer));
   }
   try {
     wire::Payload payload;
@@ -56,8 +58,8 @@ void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::
         story = functions_.errors().rebuild(typed->bytes, story);
       return call->completion->fail(story);
     }
-    payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
     payload.references = references_->from_handles(frame.handles, peer);
+    payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
     CallInfo info{call->info.type, call->name, peer, frame.header.call, true};
     for (Interceptor* interceptor : interceptors_) {
       if (const auto* blob = frame.blob(interceptor->name()))
@@ -72,47 +74,64 @@ void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::
   }
 }
 
-void Core::receive_request(IncomingPtr call) {
-  running_.fetch_add(1);
-  auto it = handlers_.find(static_cast<std::uint16_t>(call->frame.header.type));
-  call->info = {call->frame.header.type, {}, call->peer, call->frame.header.call, false};
-  if (it == handlers_.end()) {
-    ReplyCompletion reply(std::static_pointer_cast<Core>(shared_from_this()), call);
-    return reply.fail(std::make_exception_ptr(Error(
-        ErrorKind::kUnsupported,
-        fmt::format(
-            "worker '{}' does not serve messages of type {:#06x}: its session lacks the extension that does",
-            self_.name, static_cast<int>(call->frame.header.type)))));
-  }
-  const Entry& entry = it->second;
-  call->name = entry.name;
-  call->info.name = call->name;
-  call->user_values = entry.user_values;
-  if (entry.where == RunOn::kDispatcher) return run(call, entry);
-  call->bytes = kRequestOverhead + call->message.header.size();
-  for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
-  try {
-    serving_.add(call);
-  } catch (...) {
-    ReplyCompletion reply(std::static_pointer_cast<Core>(shared_from_this()), call);
-    return reply.fail(std::current_exception());
-  }
-  host_->post(
-      [self = std::static_pointer_cast<Core>(shared_from_this()), call, &entry] { self->run(call, entry); });
+/// References that arrived and that nobody takes are given back like others, by a thread that may run
+/// destructors.
+void Core::drop(std::vector<std::shared_ptr<void>> references) {
+  if (!references.empty()) host_->post([kept = std::move(references)] {});
 }
 
-void Core::unpack(IncomingCall& call) {
-  const wire::FrameView& frame = call.frame;
-  std::vector<wire::Handle> handles = frame.handles;
-  const wire::MessageType type = frame.header.type;
+void Core::refuse(const IncomingPtr& call, std::exception_ptr error) {
+  ReplyCompletion(std::static_pointer_cast<Core>(shared_from_this()), call).fail(std::move(error));
+  drop(std::move(call->payload.references));
+}
+
+void Core::receive_request(IncomingPtr call) {
+  running_.fetch_add(1);
+  const wire::MessageType type = call->frame.header.type;
+  call->info = {type, {}, call->peer, call->frame.header.call, false};
+  try {
+    take_handles(*call);
+    auto it = handlers_.find(static_cast<std::uint16_t>(type));
+    if (it == handlers_.end()) {
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("worker '{}' does not serve messages of type {:#06x}: its session lacks the extension "
+                      "that does",
+                      self_.name, static_cast<int>(type)));
+    }
+    const Entry& entry = it->second;
+    call->name = entry.name;
+    call->info.name = call->name;
+    call->user_values = entry.user_values;
+    if (entry.where == RunOn::kDispatcher && call->channel && !driven_by_caller_) return run(call, entry);
+    call->bytes = kRequestOverhead + call->message.header.size();
+    for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
+    if (entry.where == RunOn::kPool) serving_.add(call);
+    if (is_inline(*call)) return inline_calls_.emplace_back(call, &entry), void();
+    host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), call, &entry] {
+      self->run(call, entry);
+    });
+  } catch (...) {
+    refuse(call, std::current_exception());
+  }
+}
+
+/// At once, in the order of arrival: what comes later on this channel may ask what became of them.
+void Core::take_handles(IncomingCall& call) {
+  std::vector<wire::Handle> handles = call.frame.handles;
+  const wire::MessageType type = call.frame.header.type;
   if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
     if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
     call.creation = handles.front();
     handles.erase(handles.begin());
   }
+  call.payload.references = references_->from_handles(handles, call.peer);
+}
+
+void Core::unpack(IncomingCall& call) {
+  const wire::FrameView& frame = call.frame;
   call.payload.value.assign(frame.value.begin(), frame.value.end());
   call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments);
-  call.payload.references = references_->from_handles(handles, call.peer);
   if (!call.user_values) return;
   for (Interceptor* interceptor : interceptors_) {
     const auto* blob = frame.blob(interceptor->name());
@@ -172,13 +191,17 @@ void Core::run(const IncomingPtr& call, const Entry& entry) {
   }
   if (waits.empty()) return serve(call, entry, reply, references);
   // What it waits for may never come: the end of the call ends the wait.
-  auto hook = std::make_shared<StopHook>(stop_token_of(call), [reply, call] {
+  auto hook = std::make_shared<std::unique_ptr<StopHook>>();
+  *hook = std::make_unique<StopHook>(stop_token_of(call), [reply] {
     reply->fail(std::make_exception_ptr(
         Error(ErrorKind::kTimedOut,
               "a reference among the arguments was not confirmed before the call ended; the "
               "creation of its value may have been lost")));
   });
-  when_done(waits, [this, call, &entry, reply, references, hook] { serve(call, entry, reply, references); });
+  when_done(waits, [this, call, &entry, reply, references, hook] {
+    hook->reset();
+    serve(call, entry, reply, references);
+  });
 }
 
 }  // namespace torchspan::rpc

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <torchspan/rpc/wait_scope.h>
 #include <torchspan/wire/tensors.h>
 
 #include "rpc/core.h"
@@ -18,27 +17,6 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   }
   return any;
 }
-
-/// Tells the group too.
-class GroupCompletion final : public Completion {
- public:
-  GroupCompletion(std::shared_ptr<Completion> inner, std::shared_ptr<CallGroup> group)
-      : inner_(std::move(inner)), group_(std::move(group)) {
-    group_->begin();
-  }
-  void succeed(wire::Payload& reply) override {
-    inner_->succeed(reply);
-    group_->end(nullptr);
-  }
-  void fail(std::exception_ptr error) override {
-    inner_->fail(error);
-    group_->end(error);
-  }
-
- private:
-  const std::shared_ptr<Completion> inner_;
-  const std::shared_ptr<CallGroup> group_;
-};
 
 }  // namespace
 
@@ -99,10 +77,7 @@ void Core::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
     if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
     message.segments.push_back(std::move(buffer));
   }
-  auto shared = std::make_shared<net::Message>(std::move(message));
-  host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), shared] {
-    self->dispatch(self->self_.rank, nullptr, std::move(*shared));
-  });
+  dispatch(self_.rank, nullptr, std::move(message));
 }
 
 void Core::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
@@ -113,8 +88,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
                    const wire::Handle* creation) {
   const TimePoint now = runtime_.executor.now();
   PendingCall call;
-  call.completion = request.group ? std::make_shared<GroupCompletion>(std::move(completion), request.group)
-                                  : std::move(completion);
+  call.completion = std::move(completion);
   call.name = request.name;
   call.peer = to;
   call.deadline = request.deadline;
@@ -141,7 +115,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
       undo(info, out.frame);
       throw;
     }
-    watch_stop(id, request.stop);
+    watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
     call.completion->fail(annotate(call, std::current_exception()));
   }
@@ -150,7 +124,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
 void Core::check_may_start(const Request& request, TimePoint now) const {
   if (stopping_.load())
     throw Error(ErrorKind::kCancelled, "this worker was shut down; make no calls after that");
-  if (request.stop.stop_requested())
+  if (request.stop.stop_requested() || request.inherited_stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "its stop token was stopped before the call was made");
   if (request.deadline.passed(now))
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
@@ -161,11 +135,15 @@ bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) 
   for (bool again : {true, false}) {
     const auto channel = to == self_.rank ? nullptr : links_->to(to);
     call.channel = channel.get();
-    const bool earliest = calls_.add(id, call);
+    const Deadline deadline = call.deadline;
+    if (calls_.add(id, call)) wake_leader_by(deadline);
     sent_.fetch_add(1);
     try {
+      // Whoever ends all calls, or all of this peer, did so before the call was added: then it sees to
+      // itself.
+      if (stopping_.load()) throw Error(ErrorKind::kCancelled, "this worker is shutting down");
+      if (channel && !links_->is_present(to)) links_->to(to);
       transmit(channel, out.frame, out.tensors);
-      if (earliest) wake_leader();
       if (channel) watch_stopped_peers();
       return true;
     } catch (const Error& error) {
@@ -173,19 +151,21 @@ bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) 
       auto back = calls_.take(id);
       if (!back) return false;  // ended by the closing of its channel
       call = std::move(*back);
-      if (!again || !channel || error.kind() != ErrorKind::kDisconnected) throw;
+      if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !links_->is_present(to)) throw;
       links_->drop(channel.get());  // it broke, and nothing of the call is sent: a fresh connection may do
     }
   }
   return false;
 }
 
-void Core::watch_stop(std::uint64_t id, const std::stop_token& stop) {
-  if (!stop.stop_possible()) return;
-  auto hook = std::make_unique<StopHook>(stop, [core = std::weak_ptr<Endpoint>(weak_from_this()), id] {
-    if (auto alive = core.lock()) static_cast<Core&>(*alive).cancel(id);
-  });
-  calls_.attach(id, hook);
+void Core::watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens) {
+  for (const std::stop_token& stop : tokens) {
+    if (!stop.stop_possible()) continue;
+    auto hook = std::make_unique<StopHook>(stop, [core = std::weak_ptr<Endpoint>(weak_from_this()), id] {
+      if (auto alive = core.lock()) static_cast<Core&>(*alive).cancel(id);
+    });
+    if (!calls_.attach(id, hook)) return;
+  }
 }
 
 void Core::cancel(std::uint64_t id) {
@@ -215,16 +195,18 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
   if (to == self_.rank) {
     class Ignore final : public Completion {
      public:
-      explicit Ignore(std::shared_ptr<OwnerReference> owner) : owner_(std::move(owner)) {}
+      Ignore(std::shared_ptr<References> references, std::shared_ptr<OwnerReference> owner)
+          : references_(std::move(references)), owner_(std::move(owner)) {}
       void succeed(wire::Payload&) override {}
-      void fail(std::exception_ptr error) override { owner_->set_error(error); }
+      void fail(std::exception_ptr error) override { references_->own_creation_failed(owner_, error); }
 
      private:
+      std::shared_ptr<References> references_;
       std::shared_ptr<OwnerReference> owner_;
     };
     auto owner = references_->begin_own_creation(tag);
     const wire::Handle handle{to, owner->value_id(), {}, tag};
-    do_send(to, std::move(request), std::make_shared<Ignore>(owner), &handle);
+    do_send(to, std::move(request), std::make_shared<Ignore>(references_, owner), &handle);
     return owner;
   }
   class Created final : public Completion {
@@ -261,8 +243,10 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   CallInfo info = call_->info;
   info.reply = true;
   try {
-    ServingScope serving(call_);
-    Core::Outgoing out = core_->prepare(info, reply, call_->user_values);
+    Core::Outgoing out = [&] {
+      ServingScope serving(call_);
+      return core_->prepare(info, reply, call_->user_values);
+    }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;
     try {

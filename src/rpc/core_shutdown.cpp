@@ -72,13 +72,15 @@ void Core::report_leaks() {
   }
 }
 
-/// Nobody else stops: what this worker began ends, and its references go back to their owners.
+/// Nobody else stops: what this worker began ends, and its references go back to their owners. What it serves
+/// for others may never end; their calls fail as it leaves.
 void Core::leave_open_world(Deadline deadline) {
   auto wait = [&](const char* for_what) {
-    while (!wait_until_quiet(deadline)) {
+    while (calls_.size() != 0 || !references_->settled()) {
       if (deadline.passed(runtime_.executor.now()))
         throw Error(ErrorKind::kTimedOut,
                     fmt::format("{} did not end in time:\n{}", for_what, debug().str()));
+      runtime_.executor.sleep(kQuietCheck);
     }
   };
   wait("its calls");

@@ -22,6 +22,7 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
   const rendezvous::Member& self = membership_->self();
   self_ = {self.name, static_cast<std::uint32_t>(self.rank)};
   epoch_ = self.epoch;
+  open_world_ = membership_->open();
   references_->begin(self_.rank, self.incarnation);
   roster_.clear();
   roster_.set(self_);
@@ -37,15 +38,16 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
     roster_.set({member.name, static_cast<std::uint32_t>(member.rank)});
   }
   leader_ = runtime_.executor.spawn(self_.name + "/net", [this] { lead(); });
-  membership_->watch({.joined = [this](const rendezvous::Member& member) { member_joined(member); },
-                      .died = [this](const rendezvous::Member& member,
-                                     const Error& reason) { member_departed(member, reason); },
-                      .left =
-                          [this](const rendezvous::Member& member) {
-                            member_departed(
-                                member, Error(ErrorKind::kDisconnected,
-                                              fmt::format("worker '{}' has left the world", member.name)));
-                          }});
+  membership_->watch(
+      {.joined = [this](const rendezvous::Member& member) { member_joined(member); },
+       .died = [this](const rendezvous::Member& member,
+                      const Error& reason) { member_departed(link_member(member), reason); },
+       .left =
+           [this](const rendezvous::Member& member) {
+             member_departed(
+                 link_member(member),
+                 Error(ErrorKind::kDisconnected, fmt::format("worker '{}' has left the world", member.name)));
+           }});
 }
 
 void Core::member_joined(const rendezvous::Member& member) {
@@ -57,14 +59,16 @@ void Core::member_joined(const rendezvous::Member& member) {
   wake_leader();
 }
 
-void Core::member_departed(const rendezvous::Member& member, const Error& reason) {
-  const LinkMember link = link_member(member);
-  const std::uint32_t rank = link.info.rank;
-  if (rank == self_.rank || !links_->departed(link, reason)) return;
+void Core::member_departed(const LinkMember& member, const Error& reason) {
+  const std::uint32_t rank = member.info.rank;
+  if (rank == self_.rank || !links_->departed(member, reason)) return;
   fail_calls(calls_.take_peer(rank), reason);
+  for (const IncomingPtr& call : serving_.all()) {
+    if (call->peer == rank) call->request_stop();
+  }
   references_->on_departure(rank);
   for (const auto& callback : departure_callbacks_) callback(rank, reason);
-  if (membership_->open()) roster_.remove(rank);
+  if (open_world_) roster_.remove(rank);
 }
 
 bool Core::is_present(std::uint32_t rank) const {
@@ -72,13 +76,13 @@ bool Core::is_present(std::uint32_t rank) const {
 }
 
 void Core::receive_hello(const std::shared_ptr<net::Channel>& channel, net::Message message) {
-  if (auto parked = parked_.find(channel); parked != parked_.end()) {
-    parked->second.bytes += message.header.size();
-    for (const Buffer& segment : message.segments) parked->second.bytes += segment.size;
-    parked->second.messages.push_back(std::move(message));
-    if (parked->second.bytes <= kParkingBytes) return;
-    parked_.erase(parked);
-    throw Error(ErrorKind::kOverloaded, "the peer sends too much before anybody told us that it joined");
+  for (Parked& parked : parked_) {
+    if (parked.channel != channel) continue;
+    parked.bytes += message.header.size();
+    for (const Buffer& segment : message.segments) parked.bytes += segment.size;
+    if (parked.bytes > kParkingBytes)
+      throw Error(ErrorKind::kOverloaded, "the peer sends too much before anybody told us that it joined");
+    return parked.messages.push_back(std::move(message));
   }
   const wire::FrameView frame = wire::decode_frame(message.header);
   if (frame.header.type != Hello::kType) {
@@ -90,42 +94,40 @@ void Core::receive_hello(const std::shared_ptr<net::Channel>& channel, net::Mess
   if (links_->greet(channel, hello)) return;
   // Perhaps it joined a moment ago, and the news is on its way.
   const Deadline until = runtime_.executor.deadline_in(kParkingLimit);
-  parked_[channel] = {hello, until, {}, 0};
+  parked_.push_back({channel, hello, until, {}, 0});
   timers_.at(until, [this] { admit_parked(); });
 }
 
 /// Dispatches what parked peers sent, if they are known by now, and turns away those that waited too long.
 void Core::admit_parked() {
+  BatonHold hold(baton_, runtime_.executor);
   const TimePoint now = runtime_.executor.now();
-  for (auto it = parked_.begin(); it != parked_.end();) {
-    const std::shared_ptr<net::Channel> channel = it->first;
-    const Hello hello = it->second.hello;
-    const bool known = links_->greet(channel, hello);
-    if (!known && !it->second.until.passed(now)) {
-      ++it;
-      continue;
-    }
-    std::vector<net::Message> messages = std::move(it->second.messages);
-    it = parked_.erase(it);
-    if (!known) {
+  std::vector<Parked> still, admitted;
+  for (Parked& parked : std::exchange(parked_, {})) {
+    if (links_->greet(parked.channel, parked.hello)) {
+      admitted.push_back(std::move(parked));
+    } else if (!parked.until.passed(now)) {
+      still.push_back(std::move(parked));
+    } else {
       protocol_error(
-          channel,
+          parked.channel,
           Error(ErrorKind::kDenied,
                 fmt::format("a peer calls itself '{}' (rank {}, epoch {:x}), which is no member of this "
                             "world; a worker of an earlier run may still be alive",
-                            hello.name, hello.rank, hello.epoch)));
-      continue;
+                            parked.hello.name, parked.hello.rank, parked.hello.epoch)));
     }
-    for (net::Message& message : messages) on_message(channel, std::move(message));
+  }
+  parked_ = std::move(still);
+  for (Parked& parked : admitted) {
+    for (net::Message& message : parked.messages) on_message(parked.channel, std::move(message));
   }
 }
 
 /// A stopped or debugged process keeps its connections: its calls would wait for as long as it sleeps.
 void Core::watch_stopped_peers() {
   if (options_.stopped_limit == Duration::zero() || !links_ || watching_stopped_.exchange(true)) return;
-  const auto added =
-      timers_.at(runtime_.executor.deadline_in(kStoppedCheck), [this] { check_stopped_peers(); });
-  if (added.earliest) wake_leader();
+  const Deadline when = runtime_.executor.deadline_in(kStoppedCheck);
+  if (timers_.at(when, [this] { check_stopped_peers(); }).earliest) wake_leader_by(when);
 }
 
 void Core::check_stopped_peers() {

@@ -226,6 +226,13 @@ void install_handlers(Core& core) {
   core.add_handler(UserDelete::kType, control_entry<UserDelete>([&](const UserDelete& m, std::uint32_t) {
                      references.on_user_delete(m.value, m.fork);
                    }));
+  core.add_handler(ForkAudit::kType,
+                   {std::string(ForkAudit::kName), RunOn::kDispatcher, false,
+                    [&](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                      const auto audit = wire::from_payload<ForkAudit>(call->payload);
+                      auto lost = wire::to_payload(references.on_fork_audit(audit.forks, call->peer));
+                      reply->succeed(lost);
+                    }});
 }
 
 }  // namespace torchspan::rpc

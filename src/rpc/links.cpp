@@ -21,16 +21,10 @@ Bytes Links::hello_frame() const {
 }
 
 void Links::add(LinkMember member) {
-  std::vector<std::shared_ptr<net::Channel>> old;
-  {
-    MutexLock lock(mutex_);
-    const std::uint32_t rank = member.info.rank;
-    for (auto& [key, known] : known_) {
-      if (known.first == rank) old.push_back(known.second);
-    }
-    peers_[rank] = Peer{std::move(member), nullptr, std::nullopt};
-  }
-  for (const auto& channel : old) channel->close();
+  const std::uint32_t rank = member.info.rank;
+  close_channels_of(rank);
+  MutexLock lock(mutex_);
+  peers_[rank] = Peer{std::move(member), nullptr, std::nullopt};
 }
 
 bool Links::knows(const LinkMember& member) const {
@@ -50,7 +44,7 @@ std::shared_ptr<net::Channel> Links::to(std::uint32_t rank) {
   if (!peer.channel) {
     auto channel = transport_.connect(peer.member.address, executor_.deadline_in(kDialLimit));
     channel->send(hello_frame(), {});
-    known_[channel.get()] = {rank, channel};
+    known_[channel.get()] = {rank, ++counter_, channel};
     peer.channel = std::move(channel);
   }
   return peer.channel;
@@ -59,7 +53,7 @@ std::shared_ptr<net::Channel> Links::to(std::uint32_t rank) {
 std::optional<std::uint32_t> Links::peer_of(const net::Channel* channel) const {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
-  return it == known_.end() ? std::nullopt : std::optional(it->second.first);
+  return it == known_.end() ? std::nullopt : std::optional(it->second.rank);
 }
 
 bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
@@ -68,7 +62,7 @@ bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hel
   if (found == peers_.end() || found->second.departed || hello.rank == self_.info.rank) return false;
   Peer& peer = found->second;
   if (peer.member.info.name != hello.name || peer.member.epoch != hello.epoch) return false;
-  known_[channel.get()] = {hello.rank, channel};
+  known_[channel.get()] = {hello.rank, ++counter_, channel};
   if (!peer.channel) peer.channel = channel;
   return true;
 }
@@ -77,7 +71,7 @@ void Links::drop(const net::Channel* channel) {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
   if (it == known_.end()) return;
-  Peer& peer = peers_[it->second.first];
+  Peer& peer = peers_[it->second.rank];
   if (peer.channel.get() == channel) peer.channel = nullptr;
 }
 
@@ -85,19 +79,48 @@ std::optional<std::uint32_t> Links::closed(const net::Channel* channel) {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
   if (it == known_.end()) return std::nullopt;
-  const std::uint32_t rank = it->second.first;
+  const std::uint32_t rank = it->second.rank;
   if (peers_[rank].channel.get() == channel) peers_[rank].channel = nullptr;
   known_.erase(it);
   return rank;
 }
 
 bool Links::departed(const LinkMember& member, const Error& reason) {
-  MutexLock lock(mutex_);
-  auto found = peers_.find(member.info.rank);
-  if (found == peers_.end() || found->second.departed || found->second.member.epoch != member.epoch)
-    return false;
-  found->second.departed = reason;
+  {
+    MutexLock lock(mutex_);
+    auto found = peers_.find(member.info.rank);
+    if (found == peers_.end() || found->second.departed || found->second.member.epoch != member.epoch)
+      return false;
+    found->second.departed = reason;
+  }
+  close_channels_of(member.info.rank);
   return true;
+}
+
+std::vector<LinkMember> Links::present() const {
+  std::vector<LinkMember> members;
+  MutexLock lock(mutex_);
+  for (const auto& [rank, peer] : peers_) {
+    if (!peer.departed) members.push_back(peer.member);
+  }
+  return members;
+}
+
+/// What they still send is not heard any more.
+void Links::close_channels_of(std::optional<std::uint32_t> rank) {
+  std::map<std::uint64_t, std::shared_ptr<net::Channel>> channels;  // in the order in which they became known
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [key, known] : known_) {
+      if (!rank || known.rank == *rank) channels[known.number] = known.channel;
+    }
+    for (const auto& [number, channel] : channels) {
+      const auto peer = peers_.find(known_.at(channel.get()).rank);
+      if (peer != peers_.end() && peer->second.channel == channel) peer->second.channel = nullptr;
+      known_.erase(channel.get());
+    }
+  }
+  for (const auto& [number, channel] : channels) channel->close();
 }
 
 bool Links::is_present(std::uint32_t rank) const {
@@ -106,13 +129,6 @@ bool Links::is_present(std::uint32_t rank) const {
   return found != peers_.end() && !found->second.departed;
 }
 
-void Links::close_all() {
-  std::vector<std::shared_ptr<net::Channel>> channels;
-  {
-    MutexLock lock(mutex_);
-    for (auto& [key, known] : known_) channels.push_back(known.second);
-  }
-  for (auto& channel : channels) channel->close();
-}
+void Links::close_all() { close_channels_of(std::nullopt); }
 
 }  // namespace torchspan::rpc

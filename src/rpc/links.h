@@ -48,10 +48,11 @@ class Links {
   void drop(const net::Channel* channel);
   /// The peer of a channel that closed, if it was known.
   std::optional<std::uint32_t> closed(const net::Channel* channel);
-  /// From now on to() its rank throws `reason`. False when that was known before, or another process has the
-  /// rank now.
+  /// From now on to() its rank throws `reason`, and its channels are closed. False when that was known
+  /// before, or another process has the rank now.
   bool departed(const LinkMember& member, const Error& reason);
   bool is_present(std::uint32_t rank) const;
+  std::vector<LinkMember> present() const;
   void close_all();
 
  private:
@@ -60,15 +61,21 @@ class Links {
     std::shared_ptr<net::Channel> channel;
     std::optional<Error> departed;
   };
+  struct Known {
+    std::uint32_t rank = 0;
+    std::uint64_t number = 0;
+    std::shared_ptr<net::Channel> channel;
+  };
   Bytes hello_frame() const;
+  void close_channels_of(std::optional<std::uint32_t> rank);
 
   net::Transport& transport_;
   Executor& executor_;
   const LinkMember self_;
   mutable Mutex mutex_;
   std::map<std::uint32_t, Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::unordered_map<const net::Channel*, std::pair<std::uint32_t, std::shared_ptr<net::Channel>>> known_
-      TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::unordered_map<const net::Channel*, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::rpc

@@ -10,6 +10,8 @@ namespace torchspan::rpc {
 namespace {
 
 constexpr int kControlAttempts = 6;
+constexpr Duration kAuditPatience = std::chrono::seconds(10);
+constexpr Duration kReconnectDelay = std::chrono::milliseconds(100);
 constexpr Duration kFirstAttempt = std::chrono::seconds(1);
 
 std::weak_ptr<FutureHost> host_of(const std::weak_ptr<Endpoint>& endpoint) {
@@ -120,6 +122,16 @@ std::shared_ptr<OwnerReference> References::begin_own_creation(std::uint64_t tag
   return owner;
 }
 
+void References::own_creation_failed(const std::shared_ptr<OwnerReference>& owner, std::exception_ptr error) {
+  owner->set_error(std::move(error));
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.creation_arrived(owner->value_id(), effects);
+  }
+  apply(std::move(effects));
+}
+
 std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, std::uint64_t tag) {
   GlobalId value, fork;
   {
@@ -177,7 +189,7 @@ wire::Handle References::to_handle(const std::shared_ptr<void>& reference, std::
     handle.fork = table_.next_id();
     table_.add_fork(handle.value, handle.fork, to, reference);
   } else {
-    handle.fork = table_.send_child(reference);
+    handle.fork = table_.send_child(reference, to);
   }
   return handle;
 }
@@ -210,8 +222,17 @@ void References::undo(const std::vector<wire::Handle>& handles) {
   apply(std::move(effects));
 }
 
+void References::refuse_lost(const wire::Handle& handle, std::uint32_t from) const {
+  MutexLock lock(mutex_);
+  auto refused = refused_.find(from);
+  if (refused == refused_.end() || !refused->second.contains(handle.fork)) return;
+  throw Error(ErrorKind::kDisconnected,
+              "a reference in this message was taken for lost when a connection broke; send it again");
+}
+
 std::shared_ptr<void> References::from_handle(const wire::Handle& handle, std::uint32_t from) {
   if (handle == wire::Handle{}) return nullptr;
+  refuse_lost(handle, from);
   RRefTable::Effects effects;
   std::shared_ptr<void> result;
   if (handle.owner == self_) {
@@ -276,8 +297,83 @@ void References::on_departure(std::uint32_t rank) {
   {
     MutexLock lock(mutex_);
     table_.on_departure(rank, effects);
+    refused_.erase(rank);
   }
   apply(std::move(effects));
+}
+
+std::vector<GlobalId> References::on_fork_audit(const std::vector<GlobalId>& forks, std::uint32_t from) {
+  std::vector<GlobalId> lost;
+  MutexLock lock(mutex_);
+  for (const GlobalId& fork : forks) {
+    if (users_.contains(fork)) continue;
+    refused_[from].insert(fork);
+    lost.push_back(fork);
+  }
+  return lost;
+}
+
+/// Asks again when this connection breaks too.
+class References::AuditCompletion final : public Completion {
+ public:
+  AuditCompletion(std::shared_ptr<References> owner, std::uint32_t peer, RRefTable::Forks asked)
+      : owner_(std::move(owner)), peer_(peer), asked_(std::move(asked)) {}
+  void succeed(wire::Payload& reply) override {
+    owner_->audited(peer_, asked_, wire::from_payload<ForkAudit::Reply>(reply));
+  }
+  void fail(std::exception_ptr) override {
+    auto endpoint = owner_->endpoint_.lock();
+    if (!endpoint || !endpoint->is_present(peer_)) return owner_->audited(peer_, asked_, {});
+    endpoint->after(kReconnectDelay, [owner = owner_, peer = peer_] { owner->audit(peer); });
+  }
+
+ private:
+  const std::shared_ptr<References> owner_;
+  const std::uint32_t peer_;
+  const RRefTable::Forks asked_;
+};
+
+void References::on_broken(std::uint32_t rank) {
+  {
+    MutexLock lock(mutex_);
+    auto [it, fresh] = audits_.emplace(rank, false);
+    it->second = !fresh;  // one is under way: once more after it
+    if (!fresh) return;
+  }
+  audit(rank);
+}
+
+void References::audit(std::uint32_t rank) {
+  RRefTable::Forks asked;
+  {
+    MutexLock lock(mutex_);
+    asked = table_.forks_at(rank);
+  }
+  auto endpoint = endpoint_.lock();
+  if (!endpoint || asked.empty()) return audited(rank, {}, {});
+  ForkAudit question;
+  for (const auto& [fork, value] : asked) question.forks.push_back(fork);
+  Request request = make_request(question);
+  request.deadline = endpoint->runtime().executor.deadline_in(kAuditPatience);
+  endpoint->send(rank, std::move(request),
+                 std::make_shared<AuditCompletion>(shared_from_this(), rank, std::move(asked)));
+}
+
+void References::audited(std::uint32_t rank, const RRefTable::Forks& asked,
+                         const std::vector<GlobalId>& lost) {
+  RRefTable::Effects effects;
+  bool again = false;
+  {
+    MutexLock lock(mutex_);
+    for (const GlobalId& fork : lost) {
+      if (auto it = asked.find(fork); it != asked.end()) table_.on_lost(it->second, fork, effects);
+    }
+    auto it = audits_.find(rank);
+    again = it != audits_.end() && it->second;
+    if (it != audits_.end()) audits_.erase(it);
+  }
+  apply(std::move(effects));
+  if (again) on_broken(rank);
 }
 
 void References::release(const UserReference::Ids& ids) {
@@ -301,7 +397,7 @@ std::vector<RRefTable::Leak> References::leaks() const {
 bool References::settled() const {
   MutexLock lock(mutex_);
   const auto counts = table_.counts();
-  return counts.pending_users == 0 && counts.pending_children == 0 && in_flight_ == 0;
+  return counts.pending_users == 0 && counts.pending_children == 0 && in_flight_ == 0 && audits_.empty();
 }
 
 void References::delete_users() {
@@ -362,12 +458,11 @@ class References::ControlCompletion final : public Completion {
     const ErrorKind kind = to_error(error).kind();
     const bool lost = kind == ErrorKind::kDisconnected;
     auto endpoint = owner_->endpoint_.lock();
-    if (!endpoint || (kind != ErrorKind::kTimedOut && !lost) || attempt_ + 1 >= kControlAttempts ||
-        !endpoint->is_present(message_.to)) {
+    const bool again = lost || (kind == ErrorKind::kTimedOut && attempt_ + 1 < kControlAttempts);
+    if (!endpoint || !again || !endpoint->is_present(message_.to))
       return owner_->acknowledged(message_, error);
-    }
-    endpoint->after(lost ? patience(attempt_) / 20 : Duration::zero(),
-                    [owner = owner_, message = message_, next = attempt_ + 1] {
+    endpoint->after(lost ? kReconnectDelay : Duration::zero(),
+                    [owner = owner_, message = message_, next = lost ? attempt_ : attempt_ + 1] {
                       owner->send(message, next);
                       MutexLock lock(owner->mutex_);
                       --owner->in_flight_;

@@ -1,6 +1,8 @@
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -86,6 +88,7 @@ class References : public std::enable_shared_from_this<References> {
   ReferencePtr own(ValuePtr value, std::uint64_t tag);
   /// The same for a value that a creation on this worker will bring.
   std::shared_ptr<OwnerReference> begin_own_creation(std::uint64_t tag);
+  void own_creation_failed(const std::shared_ptr<OwnerReference>& owner, std::exception_ptr error);
   /// A user reference to a value that `to` will create; kept until created() or creation_failed().
   std::shared_ptr<UserReference> begin_creation(std::uint32_t to, std::uint64_t tag);
   void created(const std::shared_ptr<UserReference>& user);
@@ -107,6 +110,9 @@ class References : public std::enable_shared_from_this<References> {
   void on_child_accept(GlobalId fork);
   void on_user_delete(GlobalId value, GlobalId fork);
   void on_departure(std::uint32_t rank);
+  /// A connection to a worker that lives broke: asks it which references were lost with it.
+  void on_broken(std::uint32_t rank);
+  std::vector<GlobalId> on_fork_audit(const std::vector<GlobalId>& forks, std::uint32_t from);
   /// A user reference ended.
   void release(const UserReference::Ids& ids);
 
@@ -120,9 +126,13 @@ class References : public std::enable_shared_from_this<References> {
 
  private:
   class ControlCompletion;
+  class AuditCompletion;
+  void audit(std::uint32_t rank);
+  void audited(std::uint32_t rank, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost);
   void acknowledged(const RRefMessage& message, std::exception_ptr error);
   void apply(RRefTable::Effects effects);
   void send(const RRefMessage& message, int attempt);
+  void refuse_lost(const wire::Handle& handle, std::uint32_t from) const;
   wire::Handle to_handle(const std::shared_ptr<void>& reference, std::uint32_t to);
   std::shared_ptr<void> from_handle(const wire::Handle& handle, std::uint32_t from);
 
@@ -131,6 +141,9 @@ class References : public std::enable_shared_from_this<References> {
   mutable Mutex mutex_;
   RRefTable table_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<GlobalId, std::weak_ptr<UserReference>> users_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint32_t, std::set<GlobalId>> refused_
+      TORCHSPAN_GUARDED_BY(mutex_);                                    ///< by sender: told lost
+  std::map<std::uint32_t, bool> audits_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way; whether once more
   std::size_t in_flight_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 

@@ -6,7 +6,7 @@ namespace torchspan::rpc {
 
 void Roster::set(WorkerInfo worker) {
   MutexLock lock(mutex_);
-  if (auto old = present_.find(worker.rank); old != present_.end()) ranks_.erase(old->second.name);
+  forget_name(worker.rank);
   names_[worker.rank] = worker.name;
   ranks_[worker.name] = worker.rank;
   present_[worker.rank] = std::move(worker);
@@ -16,8 +16,16 @@ void Roster::remove(std::uint32_t rank) {
   MutexLock lock(mutex_);
   auto found = present_.find(rank);
   if (found == present_.end()) return;
-  ranks_.erase(found->second.name);
+  forget_name(rank);
   present_.erase(found);
+}
+
+/// Unless somebody else has the name by now.
+void Roster::forget_name(std::uint32_t rank) {
+  auto found = present_.find(rank);
+  if (found == present_.end()) return;
+  auto named = ranks_.find(found->second.name);
+  if (named != ranks_.end() && named->second == rank) ranks_.erase(named);
 }
 
 void Roster::clear() {

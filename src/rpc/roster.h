@@ -28,6 +28,7 @@ class Roster {
   std::string name(std::uint32_t rank) const;
 
  private:
+  void forget_name(std::uint32_t rank) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_unknown(const Destination& to) const TORCHSPAN_REQUIRES(mutex_);
 
   mutable Mutex mutex_;

@@ -27,16 +27,16 @@ void RRefTable::creation_arrived(GlobalId value, Effects& effects) {
   erase_if_unused(value, effects);
 }
 
-GlobalId RRefTable::send_child(const Keep& parent) {
+GlobalId RRefTable::send_child(const Keep& parent, std::uint32_t to) {
   const GlobalId child = next_id();
-  pending_children_.emplace(child, parent);
+  pending_children_.emplace(child, PendingChild{parent, to});
   return child;
 }
 
 void RRefTable::undo_child(GlobalId child, Effects& effects) {
   auto it = pending_children_.find(child);
   if (it == pending_children_.end()) return;
-  effects.released.push_back(std::move(it->second));
+  effects.released.push_back(std::move(it->second.parent));
   pending_children_.erase(it);
 }
 
@@ -87,6 +87,31 @@ void RRefTable::on_departure(std::uint32_t rank, Effects& effects) {
       touched.push_back(value);
   }
   for (GlobalId value : touched) erase_if_unused(value, effects);
+  std::erase_if(pending_children_, [&](auto& child) {
+    if (child.second.to != rank) return false;
+    effects.released.push_back(std::move(child.second.parent));
+    return true;
+  });
+}
+
+RRefTable::Forks RRefTable::forks_at(std::uint32_t rank) const {
+  Forks forks;
+  for (const auto& [value, owned] : owned_) {
+    for (const auto& [fork, holder] : owned.forks) {
+      if (holder == rank) forks[fork] = value;
+    }
+  }
+  for (const auto& [fork, child] : pending_children_) {
+    if (child.to == rank) forks[fork] = {};
+  }
+  return forks;
+}
+
+void RRefTable::on_lost(GlobalId value, GlobalId fork, Effects& effects) {
+  undo_child(fork, effects);
+  auto it = owned_.find(value);
+  if (it == owned_.end() || it->second.forks.erase(fork) == 0) return;
+  erase_if_unused(value, effects);
 }
 
 void RRefTable::erase_if_unused(GlobalId value, Effects& effects) {
@@ -118,7 +143,7 @@ std::vector<RRefTable::Leak> RRefTable::leaks() const {
 void RRefTable::clear(Effects& effects) {
   for (auto& [value, owned] : owned_) effects.released.push_back(std::move(owned.owner));
   for (auto& [fork, user] : pending_users_) effects.released.push_back(std::move(user.user));
-  for (auto& [fork, parent] : pending_children_) effects.released.push_back(std::move(parent));
+  for (auto& [fork, child] : pending_children_) effects.released.push_back(std::move(child.parent));
   owned_.clear();
   pending_users_.clear();
   pending_children_.clear();

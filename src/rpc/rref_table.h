@@ -72,7 +72,7 @@ class RRefTable {
 
   /// Sender: a child fork of the user reference `parent` leaves for another worker; the parent stays alive
   /// until the child is accepted.
-  GlobalId send_child(const Keep& parent);
+  GlobalId send_child(const Keep& parent, std::uint32_t to);
   /// Sender: the message with the child could not be sent.
   void undo_child(GlobalId child, Effects& effects);
 
@@ -90,8 +90,14 @@ class RRefTable {
   void on_fork_request(GlobalId value, GlobalId fork, std::uint32_t holder);
   void on_child_accept(GlobalId child, Effects& effects) { undo_child(child, effects); }
   void on_user_delete(GlobalId value, GlobalId fork, Effects& effects);
-  /// A worker died or left: its forks of our values are gone with it.
+  /// A worker died or left: its forks of our values are gone with it, and the children on their way to it.
   void on_departure(std::uint32_t rank, Effects& effects);
+
+  /// The forks that `rank` holds of our values, and the children on their way to it: value and fork.
+  using Forks = std::map<GlobalId, GlobalId>;  ///< fork -> value
+  Forks forks_at(std::uint32_t rank) const;
+  /// `rank` says that it never got the fork.
+  void on_lost(GlobalId value, GlobalId fork, Effects& effects);
 
   Counts counts() const;
   std::vector<Leak> leaks() const;
@@ -108,6 +114,10 @@ class RRefTable {
     Keep user;
     std::optional<std::uint32_t> parent;  ///< who waits for the acceptance
   };
+  struct PendingChild {
+    Keep parent;
+    std::uint32_t to = 0;
+  };
   void erase_if_unused(GlobalId value, Effects& effects);
 
   std::uint32_t self_;
@@ -115,7 +125,7 @@ class RRefTable {
   std::map<GlobalId, Owned> owned_;
   std::set<GlobalId> tombstones_;  ///< forks deleted before the owner heard of them
   std::map<GlobalId, PendingUser> pending_users_;
-  std::map<GlobalId, Keep> pending_children_;
+  std::map<GlobalId, PendingChild> pending_children_;
 };
 
 }  // namespace torchspan::rpc

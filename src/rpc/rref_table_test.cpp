@@ -83,7 +83,7 @@ class World {
     const std::shared_ptr<User> user = *it;
     const auto to = static_cast<std::uint32_t>(random_() % tables_.size());
     if (to == user->rank) return;
-    carry({kOwner, kValue, tables_[user->rank].send_child(user), 0}, user->rank, to);
+    carry({kOwner, kValue, tables_[user->rank].send_child(user, to), 0}, user->rank, to);
   }
 
   void carry(wire::Handle handle, std::uint32_t from, std::uint32_t to) {
@@ -193,7 +193,7 @@ TEST(RRefTable, ReclaimsTheForksOfAWorkerThatDied) {
 TEST(RRefTable, TakesBackAChildWhoseMessageCouldNotBeSent) {
   RRefTable table(2);
   auto parent = std::make_shared<int>(1);
-  const GlobalId child = table.send_child(parent);
+  const GlobalId child = table.send_child(parent, 1);
   EXPECT_EQ(table.counts().pending_children, 1u);
   EXPECT_EQ(parent.use_count(), 2);
   RRefTable::Effects effects;

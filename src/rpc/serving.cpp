@@ -27,6 +27,9 @@ std::stop_token IncomingCall::stop_token(bool* fresh) {
 
 void ServingTable::add(const IncomingPtr& call) {
   MutexLock lock(mutex_);
+  if (calls_.contains(key_of(*call)))
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("call number {} of this caller is being served already", call->info.call));
   std::uint64_t& waiting = waiting_bytes_[call->peer];
   if (waiting != 0 && waiting + call->bytes > most_waiting_bytes_) {
     throw Error(
@@ -119,11 +122,18 @@ thread_local IncomingPtr served;
 }  // namespace
 
 ServingScope::ServingScope(IncomingPtr call) : outer_(std::exchange(served, std::move(call))) {
-  entries_.reserve(served->scopes.size());
-  for (const auto& scope : served->scopes) entries_.push_back(scope->enter());
+  try {
+    entries_.reserve(served->scopes.size());
+    for (const auto& scope : served->scopes) entries_.push_back(scope->enter());
+  } catch (...) {
+    leave();
+    throw;
+  }
 }
 
-ServingScope::~ServingScope() {
+ServingScope::~ServingScope() { leave(); }
+
+void ServingScope::leave() {
   while (!entries_.empty()) entries_.pop_back();
   served = std::move(outer_);
 }

@@ -40,6 +40,7 @@ struct IncomingCall {
   /// What the handler and the calls it makes watch. `fresh` tells whether this is the first time.
   std::stop_token stop_token(bool* fresh = nullptr);
 
+  std::atomic<bool> on_leader{false};    ///< its handler runs where requests are read, and must not wait
   std::optional<Timers::Id> stop_timer;  ///< guarded by the ServingTable
 
  private:
@@ -106,6 +107,8 @@ class ServingScope {
   static const IncomingPtr& current();
 
  private:
+  void leave();
+
   IncomingPtr outer_;
   std::vector<std::unique_ptr<CallScope::Entry>> entries_;
 };

@@ -34,8 +34,7 @@ RRef<c10::IValue> Caller::remote(const Destination& to, const std::string& opera
                                  std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCreateByOperator, operator_name.c_str(), to.site());
   encode_operator(request, operator_name, args, kwargs);
-  return RRef<c10::IValue>(
-      endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<c10::IValue>()));
+  return begin_creation<c10::IValue>(endpoint_->resolve(to), std::move(request));
 }
 
 namespace {
@@ -68,8 +67,7 @@ RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::stri
                                            SourceLocation site) const {
   auto request = make_request(rpc::kCreateByMethod, method.c_str(), site);
   encode_method(request, rref, method, args, kwargs);
-  return RRef<c10::IValue>(
-      endpoint_->create(rref.owner().rank, std::move(request), rpc::type_name_of<c10::IValue>()));
+  return begin_creation<c10::IValue>(rref.owner().rank, std::move(request));
 }
 
 std::map<std::string, Bytes> Worker::all_gather(const Bytes& mine, std::vector<std::string> participants,

@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/executor.h>
-#include <torchspan/net/stream.h>
+#include <torchspan/net/local.h>
 #include <torchspan/optim/steps.h>
 #include <torchspan/session/session.h>
 
@@ -78,7 +78,7 @@ class Session::Impl {
         net::TransportOptions transport;
         transport.secret = secret;
         transport.max_unsent = options.max_unsent_bytes;
-        return net::make_stream_transport(*executor_, handler, std::move(transport));
+        return net::make_local_transport(*executor_, handler, std::move(transport));
       };
     }
     service_ = std::make_unique<rpc::WorkerService>(runtime_, functions, service_options(options),

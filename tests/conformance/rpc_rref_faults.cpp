@@ -3,10 +3,8 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/wire/frame.h>
-
 #include "rpc/control.h"
-#include "tests/conformance/rpc_world.h"
+#include "tests/conformance/rpc_faults.h"
 
 namespace torchspan {
 namespace {
@@ -62,17 +60,6 @@ ClusterOptions world(Lives& lives, int workers = 3) {
   return with_state(world_of(workers, FunctionTable().add(kAdd, kMakeTracked, kMakeSlowly, kNumber,
                                                           kReadTracked, kSame, kKeeper)),
                     lives);
-}
-
-/// The type of a request between workers; nothing for replies and for messages of the membership.
-std::optional<wire::MessageType> request_type(const net::SimMessage& message) {
-  if (!message.from.starts_with("sim:worker") || message.from.ends_with(".membership")) return std::nullopt;
-  const wire::FrameView frame = wire::decode_frame(message.header);
-  if ((frame.header.flags & wire::kFlagReply) != 0) return std::nullopt;
-  return frame.header.type;
-}
-net::SimPredicate requests_of(wire::MessageType type) {
-  return [type](const net::SimMessage& message) { return request_type(message) == type; };
 }
 
 /// Runs `body` on worker 0 under seeds 1 to 3, with the network at hand; shuts down gracefully afterwards and

@@ -55,7 +55,7 @@ class SocketStranger final : public Stranger {
 /// An echo in a process of its own, which ends with our end of its standard input.
 class ProcessEcho final : public EchoPeer {
  public:
-  /// `arguments` of transport_peer; the first is where it listens.
+  /// `arguments` of transport_peer: which transport, where it listens, and what that transport takes.
   explicit ProcessEcho(std::vector<std::string> arguments) {
     int input[2], output[2];
     if (::pipe2(input, O_CLOEXEC) != 0 || ::pipe2(output, O_CLOEXEC) != 0) std::abort();

@@ -2,18 +2,27 @@
 #include <filesystem>
 #include <map>
 
+#include <torchspan/net/local.h>
 #include <torchspan/net/stream.h>
 
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"
 
-/// The socket transport's rows in the suite: Unix and TCP, peers as threads and as processes.
+/// The rows of the transports that dial sockets: stream over Unix and TCP, local, and one of each; peers as
+/// threads and as processes.
 namespace torchspan::net::conformance {
 namespace {
 
+/// Which transport this side makes, and which an echo in its own process.
+struct Kinds {
+  std::string own;
+  std::string echo;
+};
+
 class StreamWorld final : public World {
  public:
-  StreamWorld(Address::Kind kind, Peers peers) : kind_(kind), peers_(peers), executor_(make_executor()) {
+  StreamWorld(Address::Kind kind, Peers peers, Kinds kinds)
+      : kind_(kind), peers_(peers), kinds_(std::move(kinds)), executor_(make_executor()) {
     std::string name = testing::TempDir() + "torchspan-XXXXXX";
     directory_ = mkdtemp(name.data());
   }
@@ -22,7 +31,8 @@ class StreamWorld final : public World {
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
-    return make_stream_transport(*executor_, handler, std::move(options));
+    return kinds_.own == "local" ? make_local_transport(*executor_, handler, std::move(options))
+                                 : make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string& name) override {
     if (kind_ == Address::Kind::kUnix) return "unix:" + directory_ + "/" + name;
@@ -37,7 +47,7 @@ class StreamWorld final : public World {
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;
     if (peers_ == Peers::kProcesses) {
-      echo = std::make_unique<ProcessEcho>(std::vector{listen_address(name)});
+      echo = std::make_unique<ProcessEcho>(std::vector{kinds_.echo, listen_address(name)});
     } else {
       echo = std::make_unique<LocalEcho>(*this, name);
     }
@@ -48,27 +58,38 @@ class StreamWorld final : public World {
  private:
   const Address::Kind kind_;
   const Peers peers_;
+  const Kinds kinds_;
   const std::unique_ptr<Executor> executor_;
   std::string directory_;
   Descriptor reserved_;
   std::map<std::string, std::string> echoes_;
 };
 
-Backend stream(const std::string& name, Address::Kind kind, Peers peers) {
+Backend sockets(const std::string& name, Address::Kind kind, Peers peers,
+                const Kinds& kinds = {"stream", "stream"}) {
   return {name, [=](const std::function<void(World&)>& body) {
-            StreamWorld world(kind, peers);
+            StreamWorld world(kind, peers, kinds);
             body(world);
           }};
 }
 
-const Backend kUnix = stream("Unix", Address::Kind::kUnix, Peers::kThreads);
-const Backend kTcp = stream("Tcp", Address::Kind::kTcp, Peers::kThreads);
-const Backend kUnixProcesses = stream("UnixProcesses", Address::Kind::kUnix, Peers::kProcesses);
-const Backend kTcpProcesses = stream("TcpProcesses", Address::Kind::kTcp, Peers::kProcesses);
+const Backend kUnix = sockets("Unix", Address::Kind::kUnix, Peers::kThreads);
+const Backend kTcp = sockets("Tcp", Address::Kind::kTcp, Peers::kThreads);
+const Backend kLocal = sockets("Local", Address::Kind::kUnix, Peers::kThreads, {"local", "local"});
+const Backend kUnixProcesses = sockets("UnixProcesses", Address::Kind::kUnix, Peers::kProcesses);
+const Backend kTcpProcesses = sockets("TcpProcesses", Address::Kind::kTcp, Peers::kProcesses);
+const Backend kLocalProcesses =
+    sockets("LocalProcesses", Address::Kind::kUnix, Peers::kProcesses, {"local", "local"});
+const Backend kLocalToStream =
+    sockets("LocalToStream", Address::Kind::kUnix, Peers::kProcesses, {"local", "stream"});
+const Backend kStreamToLocal =
+    sockets("StreamToLocal", Address::Kind::kUnix, Peers::kProcesses, {"stream", "local"});
 
-INSTANTIATE_TEST_SUITE_P(Stream, TransportConformance, testing::Values(kUnix, kTcp), backend_name);
+INSTANTIATE_TEST_SUITE_P(Stream, TransportConformance, testing::Values(kUnix, kTcp, kLocal), backend_name);
 INSTANTIATE_TEST_SUITE_P(Stream, TransportPeerConformance,
-                         testing::Values(kUnix, kTcp, kUnixProcesses, kTcpProcesses), backend_name);
+                         testing::Values(kUnix, kTcp, kLocal, kUnixProcesses, kTcpProcesses, kLocalProcesses,
+                                         kLocalToStream, kStreamToLocal),
+                         backend_name);
 
 }  // namespace
 }  // namespace torchspan::net::conformance

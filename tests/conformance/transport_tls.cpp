@@ -45,7 +45,7 @@ class TlsWorld final : public World {
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;
     if (peers_ == Peers::kProcesses) {
-      std::vector<std::string> arguments = {listen_address(name)};
+      std::vector<std::string> arguments = {"tls", listen_address(name)};
       if (proof_ == Proof::kCertificate) {
         const TlsOptions tls = tls_options(*ours_);
         arguments.insert(arguments.end(), {tls.certificate_file, tls.key_file, tls.authority_file});

@@ -192,6 +192,10 @@ class Chaos {
       revive();
     }
     for (auto& [rank, process] : processes_) process->kill(SIGCONT);
+    for (int i = 0; i < 10; ++i) {
+      executor_->sleep(milliseconds(100));
+      revive();
+    }
     const bool ended = processes_.at(0)->wait(*executor_, time_ + seconds(120));
     fmt::print("{}", processes_.at(0)->output());
     fmt::print("soak: {} killed, {} stopped for a while, {} restarts\n", killed_, stopped_, restarts_);

@@ -43,6 +43,8 @@ class Pool final : public FutureHost {
   bool is_pool_thread() const;
   std::size_t thread_count() const;
   std::size_t queued() const;
+  /// Whether a job is queued or runs.
+  bool busy() const;
 
   /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads. May be
   /// nested. Throws kOverloaded when jobs are queued and this was the last thread that could run them.
@@ -52,7 +54,7 @@ class Pool final : public FutureHost {
   struct Worker {
     std::unique_ptr<Parker> parker;  // before the thread, which uses it to its end
     std::size_t scopes = 0;          ///< nested waits and BlockingScopes
-    bool idle = false;
+    std::atomic<bool> idle{false};
     Thread thread;
   };
   /// A pool thread inside wait().
@@ -64,6 +66,8 @@ class Pool final : public FutureHost {
   using Workers = std::vector<std::unique_ptr<Worker>>;
 
   void run(Worker& self);
+  /// A thread that has just become idle looks for the next job for a moment before it sleeps; one at a time.
+  void look_out(const Worker& self);
   UniqueFunction<void()> next_job() TORCHSPAN_REQUIRES(mutex_);
   /// Sleeps until there is work; false when this thread has been idle for too long and ends.
   bool rest(Worker& self, Deadline deadline);
@@ -90,6 +94,7 @@ class Pool final : public FutureHost {
   Workers workers_ TORCHSPAN_GUARDED_BY(mutex_);
   Workers retired_ TORCHSPAN_GUARDED_BY(mutex_);  ///< returning from run(), to be joined
   std::unordered_map<std::thread::id, Worker*> by_thread_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::atomic<const Worker*> lookout_{nullptr};
   std::vector<Worker*> idle_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Waiter*> waiters_ TORCHSPAN_GUARDED_BY(mutex_);  ///< oldest first
   std::size_t live_ TORCHSPAN_GUARDED_BY(mutex_) = 0;

@@ -51,7 +51,11 @@ class Collector {
 template <class T>
 Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   if (futures.empty()) return make_ready_future<future_detail::All<T>>();
-  auto collector = std::make_shared<future_detail::Collector<T>>(futures.front().host(), futures);
+  std::weak_ptr<FutureHost> host;
+  for (const Future<T>& future : futures) {
+    if (host.expired()) host = future.host();  // those that were ready from the start have none
+  }
+  auto collector = std::make_shared<future_detail::Collector<T>>(host, futures);
   for (const Future<T>& future : futures) {
     future.then([collector](Future<T> done) { collector->note(done); });
   }

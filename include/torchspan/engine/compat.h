@@ -1,6 +1,7 @@
 #pragma once
 // Every difference between the LibTorch versions we build against (1.13 to 2.x) that concerns autograd.
 #include <ATen/core/ivalue.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -14,6 +15,12 @@ namespace torchspan::engine::compat {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+
+/// What holds the indices and values of a sparse COO tensor; some versions lack the header with LibTorch's
+/// own way to it.
+inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
+  return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
 
 /// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, and returns what
 /// they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own pre-hooks.

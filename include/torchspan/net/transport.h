@@ -60,8 +60,10 @@ class Handler {
 };
 
 struct TransportOptions {
-  Secret secret;                                       ///< both sides prove it before the first message
-  BufferAllocator allocator = allocate_buffer;         ///< where segments are received
+  Secret secret;  ///< both sides prove it before the first message
+  /// Where segments are received. A transport may hand over memory of its own instead as long as it is this
+  /// one.
+  BufferAllocator allocator = allocate_buffer;
   std::uint64_t max_header = std::uint64_t{1} << 30;   ///< bytes of one message's header
   std::uint64_t max_message = std::uint64_t{1} << 40;  ///< bytes of one message in all
   std::uint32_t max_segments = 1u << 20;               ///< segments of one message

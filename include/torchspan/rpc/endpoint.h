@@ -46,7 +46,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual std::uint32_t resolve(const Destination& to) const = 0;
   /// The id of a token in this worker's table; throws Error{kInvalid} that says to add it.
   virtual std::uint64_t id_of(const char* name, std::string (*signature)()) const = 0;
-  /// Gives a request the deadline, stop token and group that the options and the call being served ask for.
+  /// Gives a request the deadline and stop tokens that the options and the call being served ask for.
   virtual void apply(const CallOptions& options, Request& request) = 0;
   virtual std::optional<CurrentCall> current_call() = 0;
   virtual DebugInfo debug() const = 0;

@@ -27,6 +27,14 @@ class Worker;
 template <class T>
 class RRef;
 
+/// A function that takes microseconds and waits for nothing may be declared kInline: it then runs where its
+/// request was read, which saves the hand-over to the pool:
+///   inline constexpr torchspan::Function<next> kNext{"next", torchspan::kInline};
+/// A wait inside it throws kInvalid; when it takes longer than ten milliseconds it is served on the pool from
+/// then on, and the log says so.
+enum class Serve : std::uint8_t { kOnPool, kInline };
+inline constexpr Serve kInline = Serve::kInline;
+
 /// Names a function or member function that other workers may call: a name on the wire, a type at compile
 /// time.
 ///   inline constexpr torchspan::Function<mean_of> kMeanOf{"mean_of"};
@@ -35,6 +43,7 @@ class RRef;
 template <auto kFunction>
 struct Function {
   const char* name;
+  Serve serve = Serve::kOnPool;
 };
 
 /// Names a class whose objects other workers may create with these constructor arguments.
@@ -116,6 +125,7 @@ struct FunctionEntry {
   std::string signature;  ///< "(int64, Tensor) -> Tensor", part of the identity
   std::uint64_t id = 0;   ///< digest of name and signature; what travels
   std::function<Outcome(Invocation&)> run;
+  Serve serve = Serve::kOnPool;
 };
 
 /// A TorchScript function, or a method of a module, as the callee knows it.
@@ -269,11 +279,12 @@ class FunctionTable {
  private:
   template <auto kFunction>
   void add_one(const Function<kFunction>& token) {
-    insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>});
+    insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>, token.serve});
   }
   template <class T, class... Args>
   void add_one(const Class<T, Args...>& token) {
-    insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>});
+    insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>,
+            Serve::kOnPool});
   }
   void insert(rpc::FunctionEntry entry);
   void insert_script(rpc::ScriptEntry entry);

@@ -49,17 +49,17 @@ struct CallInfo {
   bool reply = false;
 };
 
-class CallGroup;
+class CallGroup;  // call_group.h
 
 /// A request on its way out.
 struct Request {
   wire::MessageType type{};
   std::string name;  ///< in errors and spans
   wire::Payload payload;
-  Deadline deadline;                 ///< never: no limit
-  std::stop_token stop;              ///< ends the call, here and on its callee
-  std::shared_ptr<CallGroup> group;  ///< hears when it ends
-  bool user_values = false;          ///< interceptors see its tensors, and those of the reply
+  Deadline deadline;               ///< never: no limit
+  std::stop_token stop;            ///< ends the call, here and on its callee
+  std::stop_token inherited_stop;  ///< of the call being served: ends it as well
+  bool user_values = false;        ///< interceptors see its tensors, and those of the reply
   SourceLocation site;
 };
 

@@ -8,6 +8,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <torchspan/rpc/call_group.h>
 #include <torchspan/rpc/endpoint.h>
 #include <torchspan/rpc/rref.h>
 
@@ -54,7 +55,7 @@ class Caller {
     wire::encode(encoder, endpoint_->id_of(token.name, &rpc::constructor_signature<T, Params...>));
     encode_all(encoder, std::tuple<std::remove_cvref_t<Params>...>(std::forward<Args>(args)...));
     encoder.finish();
-    return RRef<T>(endpoint_->create(endpoint_->resolve(to), std::move(request), rpc::type_name_of<T>()));
+    return begin_creation<T>(endpoint_->resolve(to), std::move(request));
   }
 
   /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) or a TorchScript function
@@ -171,15 +172,21 @@ class Caller {
   RRef<Stored<rpc::ResultOf<kFunction>>> create(const Destination& to, Function<kFunction> token,
                                                 const rpc::ReferencePtr* object, Args&&... args) const {
     using R = Stored<rpc::ResultOf<kFunction>>;
-    return RRef<R>(endpoint_->create(endpoint_->resolve(to),
-                                     plan(rpc::kCreateRemote, to, token, object, std::forward<Args>(args)...),
-                                     rpc::type_name_of<R>()));
+    return begin_creation<R>(endpoint_->resolve(to),
+                             plan(rpc::kCreateRemote, to, token, object, std::forward<Args>(args)...));
+  }
+  template <class R>
+  RRef<R> begin_creation(std::uint32_t to, rpc::Request request) const {
+    auto reference = endpoint_->create(to, std::move(request), rpc::type_name_of<R>());
+    if (options_.group) rpc::CallGroup::track(options_.group, reference->ready());
+    return RRef<R>(std::move(reference));
   }
   template <class R>
   Future<R> send(const Destination& to, rpc::Request request) const {
     auto completion = std::make_shared<rpc::PromiseCompletion<R>>(endpoint_->host());
     Future<R> future = completion->future();
     endpoint_->send(endpoint_->resolve(to), std::move(request), std::move(completion));
+    if (options_.group) rpc::CallGroup::track(options_.group, future);
     return future;
   }
 };

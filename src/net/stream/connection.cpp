@@ -16,9 +16,12 @@ namespace {
 /// Reads of one connection before the others get their turn.
 constexpr int kRounds = 16;
 constexpr std::size_t kPlaces = 15;
+/// Of a lane, in rings' capacities, before the others get their turn.
+constexpr std::size_t kLaneRounds = 4;
 
-HandshakeOptions handshake_options(const TransportOptions& options, std::string peer) {
+HandshakeOptions handshake_options(const TransportOptions& options, std::string peer, bool shares) {
   HandshakeOptions handshake{.secret = options.secret, .peer = std::move(peer)};
+  handshake.features = shares ? kSharesMemory : 0;
   draw_nonce(handshake.nonce);
   return handshake;
 }
@@ -32,7 +35,9 @@ Connection::Connection(Start start, const TransportOptions& options)
       dial_(std::move(start.dial)),
       stillborn_(std::move(start.stillborn)),
       stage_(start.connected ? Stage::kHandshake : Stage::kConnecting),
-      handshake_(dial_ ? Role::kDialer : Role::kListener, handshake_options(options, channel_->peer())),
+      handshake_(dial_ ? Role::kDialer : Role::kListener,
+                 handshake_options(options, channel_->peer(), start.lane != nullptr)),
+      lane_(std::move(start.lane)),
       parser_(limits_of(options), options.allocator) {}
 
 void Connection::greet() { send_handshake(); }
@@ -56,6 +61,8 @@ void Connection::on_event(const Poller::Event& event, std::span<std::byte> scrat
     greet();
     return;
   }
+  if (stage_ == Stage::kSettling) return settle(handler);
+  if (shares()) return receive_notes(event.hung_up, handler);
   if (event.writable && stage_ == Stage::kOpen) channel_->flush();
   if (event.readable || event.hung_up) receive(event.hung_up, scratch, handler);
 }
@@ -88,19 +95,25 @@ void Connection::receive(bool hung_up, std::span<std::byte> scratch, Handler& ha
 
 void Connection::take(std::size_t direct, BytesView rest, Handler& handler) {
   if (stage_ == Stage::kHandshake) shake_hands(rest, handler);
-  if (stage_ != Stage::kOpen) return;
-  std::exception_ptr failure;
+  if (stage_ != Stage::kOpen || shares()) return;
+  const std::exception_ptr failure = parse(direct, rest);
+  deliver(handler);
+  if (failure) cut_off(failure);
+}
+
+std::exception_ptr Connection::parse(std::size_t direct, BytesView rest) {
   try {
     parser_.received(direct, messages_);
     parser_.feed(rest, messages_);
   } catch (...) {
-    failure = std::current_exception();
+    return std::current_exception();
   }
-  deliver(handler);
-  if (failure) {
-    const Error error = to_error(failure);
-    throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
-  }
+  return nullptr;
+}
+
+void Connection::cut_off(const std::exception_ptr& failure) const {
+  const Error error = to_error(failure);
+  throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
 }
 
 void Connection::shake_hands(BytesView& bytes, Handler& handler) {
@@ -112,9 +125,83 @@ void Connection::shake_hands(BytesView& bytes, Handler& handler) {
   }
   send_handshake();
   if (!handshake_.done()) return;
+  if (lane_ == nullptr || (handshake_.features() & kSharesMemory) == 0) {
+    lane_.reset();
+    return open(handler);
+  }
+  stage_ = Stage::kSettling;
+  try {
+    lane_->begin(socket());
+  } catch (const Error&) {
+    throw_lane(std::current_exception());
+  }
+}
+
+void Connection::settle(Handler& handler) {
+  Lane::Outcome outcome;
+  try {
+    outcome = lane_->settle();
+  } catch (const Error&) {
+    throw_lane(std::current_exception());
+  }
+  if (outcome == Lane::Outcome::kUnsettled) return;
+  if (outcome == Lane::Outcome::kDeclined) lane_.reset();
+  if (lane_)
+    parser_.adopt_with([this](std::uint64_t block, std::size_t size) { return lane_->adopt(block, size); });
+  open(handler);
+}
+
+void Connection::open(Handler& handler) {
   stage_ = Stage::kOpen;
   if (!dialed()) handler.on_accepted(channel_);
-  channel_->open(socket());
+  channel_->open(socket(), lane_.get());
+}
+
+void Connection::receive_notes(bool hung_up, Handler& handler) {
+  bool ended;
+  try {
+    ended = lane_->read_notes() || hung_up;
+  } catch (const Error&) {
+    throw_lane(std::current_exception());
+  }
+  if (!ended) return;
+  // What the peer wrote before it went is still to be had; nobody keeps adding to it for ever.
+  drain_lane(lane_->capacity(), handler);
+  throw_end_of_stream();
+}
+
+bool Connection::serve_lane(Handler& handler) {
+  bool any = drain_lane(kLaneRounds * lane_->capacity(), handler);
+  const std::size_t unsent = channel_->unsent_bytes();
+  if (unsent != 0) {
+    channel_->flush();
+    any |= channel_->unsent_bytes() != unsent;
+  }
+  return any;
+}
+
+bool Connection::drain_lane(std::size_t most, Handler& handler) {
+  std::size_t drained = 0;
+  while (drained < most) {
+    BytesView bytes;
+    try {
+      bytes = lane_->readable();
+    } catch (const Error&) {
+      throw_lane(std::current_exception());
+    }
+    if (bytes.empty()) break;
+    drained += bytes.size();
+    const std::exception_ptr failure = parse(0, bytes);
+    lane_->consume(bytes.size());
+    deliver(handler);
+    if (failure) cut_off(failure);
+  }
+  return drained != 0;
+}
+
+void Connection::throw_lane(const std::exception_ptr& failure) const {
+  const Error error = to_error(failure);
+  throw Error(error.kind(), fmt::format("'{}' {}", channel_->peer(), error.message()));
 }
 
 void Connection::deliver(Handler& handler) {
@@ -131,7 +218,7 @@ Error Connection::timed_out() const {
         ErrorKind::kTimedOut,
         fmt::format("'{}' did not take the call in time: is that host overloaded?", channel_->peer()));
   }
-  if (stage_ == Stage::kHandshake) {
+  if (stage_ == Stage::kHandshake || stage_ == Stage::kSettling) {
     return Error(
         ErrorKind::kTimedOut,
         fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or no worker",

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -13,6 +14,7 @@
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/stream/address.h"
+#include "net/stream/lane.h"
 #include "net/stream/stream_channel.h"
 
 namespace torchspan::net {
@@ -21,7 +23,7 @@ namespace torchspan::net {
 /// a time, the one in poll(). Methods that throw Error thereby tell how the connection ends.
 class Connection {
  public:
-  enum class Stage : std::uint8_t { kConnecting, kHandshake, kOpen };
+  enum class Stage : std::uint8_t { kConnecting, kHandshake, kSettling, kOpen };
 
   struct Dial {
     Address address;
@@ -34,6 +36,7 @@ class Connection {
     std::optional<Dial> dial;        ///< set for the side that dials
     std::optional<Error> stillborn;  ///< dialling failed at once
     bool connected = false;
+    std::unique_ptr<Lane> lane = {};  ///< tried when the peer knows of lanes
   };
   Connection(Start start, const TransportOptions& options);
 
@@ -51,6 +54,13 @@ class Connection {
   /// Works off what the system reports, telling `handler`. `scratch` is memory to receive into.
   void on_event(const Poller::Event& event, std::span<std::byte> scratch, Handler& handler);
 
+  /// Whether frames take the lane.
+  bool shares() const { return stage_ == Stage::kOpen && lane_ != nullptr; }
+  /// Valid while it shares.
+  Lane& lane() const { return *lane_; }
+  /// Delivers what came through the lane and sends what waits for room; true when there was any.
+  bool serve_lane(Handler& handler);
+
   bool handshake_pending = true;   ///< cleared by the transport once it took note
   bool watches_writing = false;    ///< what the poller was told
   std::optional<TimePoint> timer;  ///< when on_timer() is due
@@ -60,6 +70,15 @@ class Connection {
  private:
   void receive(bool hung_up, std::span<std::byte> scratch, Handler& handler);
   void take(std::size_t direct, BytesView rest, Handler& handler);
+  std::exception_ptr parse(std::size_t direct, BytesView rest);
+  [[noreturn]] void cut_off(const std::exception_ptr& failure) const;
+  /// What the lane throws does not name the peer.
+  [[noreturn]] void throw_lane(const std::exception_ptr& failure) const;
+  void settle(Handler& handler);
+  void open(Handler& handler);
+  void receive_notes(bool hung_up, Handler& handler);
+  /// Delivers up to `most` bytes of the lane, or a little more; true when there were any.
+  bool drain_lane(std::size_t most, Handler& handler);
   void shake_hands(BytesView& bytes, Handler& handler);
   void send_handshake();
   void deliver(Handler& handler);
@@ -72,6 +91,7 @@ class Connection {
   const std::optional<Error> stillborn_;
   Stage stage_;
   Handshake handshake_;
+  std::unique_ptr<Lane> lane_;
   FrameParser parser_;
   std::vector<Message> messages_;
 };

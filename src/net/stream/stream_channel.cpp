@@ -1,9 +1,11 @@
 #include "net/stream/stream_channel.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <fmt/format.h>
+#include <limits>
 #include <new>
 #include <sys/socket.h>
 
@@ -31,13 +33,65 @@ ssize_t write_some(int socket, std::span<iovec> places) {
 
 }  // namespace
 
+/// The segments of a message, some of them as blocks that the peer adopts. Gives the blocks back unless they
+/// were sent.
+class StreamChannel::Lending {
+ public:
+  Lending(std::shared_ptr<Lender> lender, std::size_t from, std::span<const Segment> segments)
+      : lender_(std::move(lender)), pieces_(segments) {
+    if (lender_ == nullptr) return;
+    blocks_.resize(segments.size());
+    replaced_.assign(segments.begin(), segments.end());
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      if (segments[i].size < from || (blocks_[i] = lender_->lend(segments[i])) == 0) continue;
+      saved_ += segments[i].size - kBlockNumberBytes;
+      replaced_[i] = {reinterpret_cast<const std::byte*>(&blocks_[i]), kBlockNumberBytes, nullptr};
+    }
+    pieces_ = replaced_;
+  }
+  ~Lending() {
+    for (const std::uint64_t block : blocks_) {
+      if (!sent_ && block != 0) lender_->take_back(block);
+    }
+  }
+  Lending(const Lending&) = delete;
+  Lending& operator=(const Lending&) = delete;
+
+  std::span<const std::uint64_t> blocks() const { return blocks_; }
+  std::span<const Segment> pieces() const { return pieces_; }
+  /// Bytes that need not be sent.
+  std::uint64_t saved() const { return saved_; }
+  void sent() { sent_ = true; }
+
+ private:
+  const std::shared_ptr<Lender> lender_;
+  std::span<const Segment> pieces_;
+  std::vector<std::uint64_t> blocks_;
+  std::vector<Segment> replaced_;
+  std::uint64_t saved_ = 0;
+  bool sent_ = false;
+};
+
 StreamChannel::StreamChannel(Options options, std::shared_ptr<Mailbox> mailbox)
-    : options_(std::move(options)), mailbox_(std::move(mailbox)) {}
+    : options_(std::move(options)),
+      mailbox_(std::move(mailbox)),
+      lend_from_(std::numeric_limits<std::size_t>::max()) {}
+
+std::shared_ptr<Lender> StreamChannel::lender_for(std::span<const Segment> segments) const {
+  const std::size_t from = lend_from_.load(std::memory_order_relaxed);
+  if (std::ranges::none_of(segments, [&](const Segment& segment) { return segment.size >= from; })) {
+    return nullptr;
+  }
+  MutexLock lock(mutex_);
+  return closing_ ? nullptr : lender_;
+}
 
 void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
-  const std::uint64_t size = check_message(header, segments, options_.limits);
-  const FramePrefix prefix(header, segments);
-  Outgoing message(prefix.bytes(), header, segments);
+  std::uint64_t size = check_message(header, segments, options_.limits);
+  Lending lending(lender_for(segments), lend_from_.load(std::memory_order_relaxed), segments);
+  size -= lending.saved();
+  const FramePrefix prefix(header, segments, lending.blocks());
+  Outgoing message(prefix.bytes(), header, lending.pieces());
   Released released;
   MutexLock lock(mutex_);
   if (ended_ || closing_) throw_ended();
@@ -47,13 +101,13 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
   if (ended_) throw_ended();
   const bool direct = socket_ >= 0 && outbox_.empty() && !held;
   if (direct) write_locked(message, released);
-  if (message.done()) return;
-  queue_locked(message, released);
-  if (direct) mailbox_->post_review(options_.token);
+  if (!message.done()) queue_locked(message, released);
+  lending.sent();
+  if (direct && !message.done()) mailbox_->post_review(options_.token);
 }
 
 bool StreamChannel::may_hold(std::uint64_t size) const {
-  return corked_ && size <= kSmallMessage && outbox_.size() + size <= kMostCorked;
+  return corked_ && lane_ == nullptr && size <= kSmallMessage && outbox_.size() + size <= kMostCorked;
 }
 
 void StreamChannel::cork() {
@@ -72,7 +126,7 @@ void StreamChannel::write_locked(Outgoing& message, Released& released) {
   std::array<iovec, kPlaces> places;
   while (!message.done()) {
     const std::size_t count = message.front(places);
-    const ssize_t written = write_some(socket_, std::span(places).first(count));
+    const ssize_t written = put_locked(std::span(places).first(count));
     if (written == 0) return;
     if (written < 0) {
       break_locked(std::strerror(errno), released);
@@ -80,6 +134,13 @@ void StreamChannel::write_locked(Outgoing& message, Released& released) {
     }
     message.consume(static_cast<std::size_t>(written));
   }
+}
+
+ssize_t StreamChannel::put_locked(std::span<iovec> places) {
+  if (lane_ == nullptr) return write_some(socket_, places);
+  const ssize_t written = lane_->write(places);
+  if (written < 0) errno = EPROTO;
+  return written;
 }
 
 void StreamChannel::queue_locked(const Outgoing& message, Released& released) {
@@ -104,10 +165,15 @@ void StreamChannel::close() {
   mailbox_->post_review(options_.token);
 }
 
-StreamChannel::State StreamChannel::open(int socket) {
+StreamChannel::State StreamChannel::open(int socket, Lane* lane) {
   Released released;
   MutexLock lock(mutex_);
   socket_ = socket;
+  lane_ = lane;
+  if (lane != nullptr) {
+    lender_ = lane->lender();
+    lend_from_.store(lane->lend_from(), std::memory_order_relaxed);
+  }
   flush_locked(released);
   return state_locked();
 }
@@ -123,7 +189,7 @@ void StreamChannel::flush_locked(Released& released) {
   std::array<iovec, kPlaces> places;
   while (!outbox_.empty() && socket_ >= 0 && !broken_) {
     const std::size_t count = outbox_.front(places);
-    const ssize_t written = write_some(socket_, std::span(places).first(count));
+    const ssize_t written = put_locked(std::span(places).first(count));
     if (written == 0) break;
     if (written < 0) return break_locked(std::strerror(errno), released);
     outbox_.consume(static_cast<std::size_t>(written), released);
@@ -145,7 +211,7 @@ StreamChannel::State StreamChannel::state() const {
 }
 
 StreamChannel::State StreamChannel::state_locked() const {
-  return {.flushing = socket_ >= 0 && !outbox_.empty(),
+  return {.flushing = socket_ >= 0 && lane_ == nullptr && !outbox_.empty(),
           .closing = closing_,
           .said_goodbye = closing_ && socket_ >= 0 && outbox_.empty() && !broken_,
           .broken = broken_};
@@ -155,6 +221,9 @@ void StreamChannel::end(const Error& reason) {
   Released released;
   MutexLock lock(mutex_);
   socket_ = -1;
+  lane_ = nullptr;
+  lend_from_.store(std::numeric_limits<std::size_t>::max(), std::memory_order_relaxed);
+  released.push_back(std::move(lender_));
   ended_ = reason.message();
   outbox_.clear(released);
   unsent_.store(0, std::memory_order_relaxed);

@@ -9,6 +9,7 @@
 #include <torchspan/net/transport.h>
 
 #include "net/framing.h"
+#include "net/stream/lane.h"
 #include "net/stream/mailbox.h"
 #include "net/stream/outbox.h"
 
@@ -39,8 +40,9 @@ class StreamChannel final : public Channel {
     bool said_goodbye = false;          ///< and the goodbye is with the system
     std::optional<std::string> broken;  ///< why the socket takes no more
   };
-  /// The peer is proven: sends what was queued and lets send() write to `socket`.
-  State open(int socket);
+  /// The peer is proven: sends what was queued and lets send() write to `lane` if there is one, else to
+  /// `socket`. Both are used until end().
+  State open(int socket, Lane* lane);
   /// Sends what the socket takes.
   State flush();
   /// Between these two, small messages are queued and leave together: for the replies to messages that came
@@ -52,6 +54,10 @@ class StreamChannel final : public Channel {
   void end(const Error& reason);
 
  private:
+  class Lending;
+
+  std::shared_ptr<Lender> lender_for(std::span<const Segment> segments) const;
+  ssize_t put_locked(std::span<iovec> places) TORCHSPAN_REQUIRES(mutex_);
   State state_locked() const TORCHSPAN_REQUIRES(mutex_);
   bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
   void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
@@ -64,8 +70,11 @@ class StreamChannel final : public Channel {
   const Options options_;
   const std::shared_ptr<Mailbox> mailbox_;
   std::atomic<std::size_t> unsent_{0};
+  std::atomic<std::size_t> lend_from_;  ///< no segment is that large while there is no lane
   mutable Mutex mutex_;
   int socket_ TORCHSPAN_GUARDED_BY(mutex_) = -1;  ///< -1 until open() and after end()
+  Lane* lane_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
+  std::shared_ptr<Lender> lender_ TORCHSPAN_GUARDED_BY(mutex_);
   Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);
   bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;

@@ -14,13 +14,17 @@ constexpr std::size_t kScratchBytes = 64 << 10;
 constexpr int kAcceptsAtOnce = 64;
 constexpr Duration kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 constexpr Deadline kAtOnce{TimePoint::min()};
+/// While frames take lanes the sockets have little to say, and looking at them costs a system call.
+constexpr std::size_t kPollsBetweenLooks = 64;
 
 }  // namespace
 
-StreamTransport::StreamTransport(Executor& executor, Handler& handler, TransportOptions options)
+StreamTransport::StreamTransport(Executor& executor, Handler& handler, TransportOptions options,
+                                 MakeLane make_lane)
     : executor_(executor),
       handler_(handler),
       options_(std::move(options)),
+      make_lane_(std::move(make_lane)),
       poller_(executor.make_poller()),
       mailbox_(std::make_shared<Mailbox>(*poller_)),
       scratch_(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes)) {
@@ -64,6 +68,7 @@ std::shared_ptr<Channel> StreamTransport::connect(const std::string& text, Deadl
   start.dial = Connection::Dial{parse_address(text), deadline};
   start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
   start.channel = make_channel(text, start.token);
+  start.lane = make_lane(start.dial->address, Role::kDialer);
   std::shared_ptr<Channel> channel = start.channel;
   try {
     Dialed dialed = dial(start.dial->address);
@@ -76,6 +81,10 @@ std::shared_ptr<Channel> StreamTransport::connect(const std::string& text, Deadl
   return channel;
 }
 
+std::unique_ptr<Lane> StreamTransport::make_lane(const Address& address, Role role) const {
+  return make_lane_ && address.kind == Address::Kind::kUnix ? make_lane_(role) : nullptr;
+}
+
 void StreamTransport::wake() {
   woken_.store(true, std::memory_order_release);
   poller_->wake();
@@ -85,17 +94,54 @@ void StreamTransport::wait(Deadline deadline) {
   // poll() may have swallowed the poller's own token: what woke it is remembered here.
   if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return;
   if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
-  ready_ = poller_->wait(events_, deadline);
+  if (may_sleep()) ready_ = poller_->wait(events_, deadline);
+  for (Connection* connection : sharing_) connection->lane().end_sleep();
   woken_.store(false, std::memory_order_relaxed);
+}
+
+bool StreamTransport::may_sleep() {
+  bool may = true;
+  for (Connection* connection : sharing_) {
+    may &= connection->lane().prepare_sleep(connection->channel()->unsent_bytes() != 0);
+  }
+  return may;
 }
 
 bool StreamTransport::poll() {
   bool any = mailbox_->pending() && take_requests();
-  if (ready_ == 0) ready_ = poller_->wait(events_, kAtOnce);
+  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kAtOnce);
+  polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
   for (std::size_t i = 0; i < count; ++i) serve(events_[i]);
+  any |= serve_lanes();
   if (!timers_.empty()) any |= run_timers();
   return any || count != 0;
+}
+
+bool StreamTransport::must_look() const {
+  return sharing_.size() != connections_.size() || sharing_.empty() || polls_ >= kPollsBetweenLooks;
+}
+
+bool StreamTransport::serve_lanes() {
+  bool any = false;
+  for (std::size_t i = 0; i < sharing_.size();) {
+    Connection* connection = sharing_[i];
+    any |= serve_lane(*connection);
+    // One that ended has left its place to the last.
+    if (i < sharing_.size() && sharing_[i] == connection) ++i;
+  }
+  return any;
+}
+
+bool StreamTransport::serve_lane(Connection& connection) {
+  try {
+    if (!connection.serve_lane(handler_)) return false;
+  } catch (const Error& error) {
+    end(connection, error);
+    return true;
+  }
+  review(connection);
+  return true;
 }
 
 bool StreamTransport::take_requests() {
@@ -148,6 +194,7 @@ void StreamTransport::handle(Connection& connection, const Poller::Event& event)
   if (connection.handshake_pending && connection.stage() == Connection::Stage::kOpen) {
     set_timer(connection, std::nullopt);
     end_handshake(connection);
+    if (connection.shares()) sharing_.push_back(&connection);
   }
   failure ? end(connection, *failure) : review(connection);
 }
@@ -181,7 +228,8 @@ void StreamTransport::end_broken(Connection& connection, const std::string& why)
   // What the peer sent before it went is still to be had.
   try {
     connection.on_event({connection.token(), true, false, true}, {scratch_.get(), kScratchBytes}, handler_);
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kInvalid) return end(connection, error);
     end(connection,
         Error(ErrorKind::kDisconnected, fmt::format("'{}' is gone: {}", connection.channel()->peer(), why)));
   }
@@ -194,6 +242,10 @@ void StreamTransport::end(Connection& connection, Error reason) {
   if (connection.handshake_pending) end_handshake(connection);
   if (connection.socket() >= 0) poller_->remove(connection.socket());
   channel->end(reason);
+  if (const auto found = std::ranges::find(sharing_, &connection); found != sharing_.end()) {
+    std::swap(*found, sharing_.back());
+    sharing_.pop_back();
+  }
   connections_.erase(connection.token());
   announced ? handler_.on_closed(channel, reason) : handler_.on_refused(channel->peer(), reason);
 }
@@ -248,6 +300,7 @@ void StreamTransport::welcome(Descriptor socket, const Listener& listener) {
   start.connected = true;
   start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
   start.channel = make_channel(std::move(peer), start.token);
+  start.lane = make_lane(address, Role::kListener);
   ++strangers_;
   adopt(std::make_unique<Connection>(std::move(start), options_));
 }

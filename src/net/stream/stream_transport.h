@@ -1,12 +1,14 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torchspan/net/stream.h>
 
@@ -16,11 +18,14 @@
 
 namespace torchspan::net {
 
-/// Transport over the sockets of one host. Everything but `mailbox_` and the atomics belongs to the thread
-/// that is in poll() or wait().
+/// Transport over the sockets of one host, or over lanes beside them. Everything but `mailbox_` and the
+/// atomics belongs to the thread that is in poll() or wait().
 class StreamTransport final : public Transport {
  public:
-  StreamTransport(Executor& executor, Handler& handler, TransportOptions options);
+  /// Makes the lanes of connections over Unix sockets.
+  using MakeLane = std::function<std::unique_ptr<Lane>(Role role)>;
+
+  StreamTransport(Executor& executor, Handler& handler, TransportOptions options, MakeLane make_lane = {});
   ~StreamTransport() override;
 
   std::string listen(const std::string& address) override;
@@ -39,6 +44,12 @@ class StreamTransport final : public Transport {
   using Connections = std::map<std::uint64_t, std::unique_ptr<Connection>>;
 
   std::shared_ptr<StreamChannel> make_channel(std::string peer, std::uint64_t token) const;
+
+  std::unique_ptr<Lane> make_lane(const Address& address, Role role) const;
+  bool may_sleep();
+  bool must_look() const;
+  bool serve_lanes();
+  bool serve_lane(Connection& connection);
 
   bool take_requests();
   void adopt(std::unique_ptr<Connection> connection);
@@ -62,12 +73,15 @@ class StreamTransport final : public Transport {
   Executor& executor_;
   Handler& handler_;
   const TransportOptions options_;
+  const MakeLane make_lane_;
   const std::unique_ptr<Poller> poller_;
   const std::shared_ptr<Mailbox> mailbox_;
   std::atomic<std::uint64_t> next_token_{1};
   std::atomic<bool> woken_{false};
 
   Connections connections_;
+  std::vector<Connection*> sharing_;  ///< those of the connections whose frames take a lane
+  std::size_t polls_ = 0;             ///< since the sockets were looked at
   std::map<std::uint64_t, Listener> listeners_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   std::size_t strangers_ = 0;

@@ -1,0 +1,38 @@
+#pragma once
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <torchspan/core/future.h>
+
+namespace torchspan::rpc {
+
+/// The calls made through one WaitScope. Thread-safe.
+class CallGroup {
+ public:
+  explicit CallGroup(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
+  template <class T>
+  static void track(const std::shared_ptr<CallGroup>& group, const Future<T>& call) {
+    group->begin();
+    call.then([group](Future<T> done) { group->end(done.error()); });
+  }
+  /// Done when no call is out, or failed as the first one that fails.
+  Future<void> settled();
+  /// The same, but waits for all of them in any case.
+  Future<void> all_ended();
+
+ private:
+  void begin();
+  void end(std::exception_ptr error);
+
+  using Promises = std::vector<Promise<void>>;
+  const std::weak_ptr<FutureHost> host_;
+  Mutex mutex_;
+  std::size_t out_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  Promises settled_ TORCHSPAN_GUARDED_BY(mutex_);
+  Promises all_ended_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,252 @@
+#include "net/local/blocks.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <fmt/format.h>
+
+#include "net/framing.h"
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::size_t kGrain = std::size_t{16} << 10;
+/// Rooms between two powers of two, so that little of a block stays empty.
+constexpr std::size_t kStepsPerDoubling = 8;
+/// Blocks looked at before a new one is made; the rest only when none can be.
+constexpr std::size_t kProbes = 32;
+
+bool has_own_allocator(const TransportOptions& options) {
+  const auto* function = options.allocator.target<Buffer (*)(std::size_t)>();
+  return function == nullptr || *function != allocate_buffer;
+}
+
+Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
+  return options.metrics != nullptr ? *options.metrics : own;
+}
+
+}  // namespace
+
+LocalShare::LocalShare(LocalOptions given)
+    : options(std::move(given)),
+      lent(metrics_of(options, own_metrics).counter("net.local.lent")),
+      adopted(metrics_of(options, own_metrics).counter("net.local.adopted")),
+      copied(metrics_of(options, own_metrics).counter("net.local.copied")),
+      inlined(metrics_of(options, own_metrics).counter("net.local.inlined")),
+      pooled(metrics_of(options, own_metrics).counter("net.local.pool_bytes")) {}
+
+bool LocalShare::reserve(std::uint64_t size) {
+  std::uint64_t before = reserved.load(std::memory_order_relaxed);
+  do {
+    if (size > options.pool_bytes || before > options.pool_bytes - size) return false;
+  } while (!reserved.compare_exchange_weak(before, before + size, std::memory_order_relaxed));
+  pooled.add(size);
+  return true;
+}
+
+void LocalShare::release(std::uint64_t size) {
+  reserved.fetch_sub(size, std::memory_order_relaxed);
+  pooled.subtract(size);
+}
+
+void LocalShare::enrol(std::weak_ptr<BlockPool> pool) {
+  MutexLock lock(mutex_);
+  std::erase_if(pools_, [](const auto& known) { return known.expired(); });
+  pools_.push_back(std::move(pool));
+}
+
+std::vector<std::shared_ptr<BlockPool>> LocalShare::pools() {
+  std::vector<std::shared_ptr<BlockPool>> all;
+  MutexLock lock(mutex_);
+  for (const auto& known : pools_) {
+    if (auto pool = known.lock()) all.push_back(std::move(pool));
+  }
+  return all;
+}
+
+BlockPool::BlockPool(std::shared_ptr<LocalShare> share, BlockNotes& notes)
+    : share_(std::move(share)), notes_(&notes) {}
+
+BlockPool::~BlockPool() {
+  for (const auto& [room, shelf] : shelves_)
+    share_->release(shelf.blocks.size() * (room + kBlockHeaderBytes));
+}
+
+std::size_t BlockPool::room_for(std::size_t size) {
+  const std::size_t step = std::max(kGrain, std::bit_floor(std::max(size, kGrain)) / kStepsPerDoubling);
+  return (size + step - 1) / step * step;
+}
+
+std::uint64_t BlockPool::lend(const Segment& segment) {
+  // What is larger than the pool is not worth trying, and its room could overflow.
+  Block* block = segment.size <= share_->options.pool_bytes ? take(room_for(segment.size)) : nullptr;
+  if (block == nullptr) {
+    share_->inlined.add();
+    return 0;
+  }
+  std::memcpy(block->bytes(), segment.data, segment.size);
+  share_->lent.add();
+  const std::uint64_t number = block->number;
+  // From here on the peer decides when the block goes: only its number is safe to use.
+  block->filling.store(false, std::memory_order_release);
+  return number;
+}
+
+void BlockPool::take_back(std::uint64_t block) {
+  MutexLock lock(mutex_);
+  const auto found = blocks_.find(block);
+  if (found != blocks_.end() && !found->second->filling.load(std::memory_order_acquire)) {
+    found->second->taken = false;
+  }
+}
+
+void BlockPool::close() {
+  MutexLock lock(mutex_);
+  notes_ = nullptr;
+}
+
+BlockPool::Block* BlockPool::take(std::size_t room) {
+  const std::size_t size = room + kBlockHeaderBytes;
+  bool reserved = false;
+  {
+    MutexLock lock(mutex_);
+    if (notes_ == nullptr) return nullptr;
+    if (Block* block = find_free(shelves_[room], kProbes)) return block;
+    reserved = blocks_.size() < kMostBlocks && share_->reserve(size);
+    if (!reserved) {
+      if (Block* block = find_free(shelves_[room], kMostBlocks)) return block;
+    }
+  }
+  Retired retired;
+  return reserved || make_room(size, retired) ? make(room) : nullptr;
+}
+
+BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
+  const std::size_t count = shelf.blocks.size();
+  for (std::size_t i = 0; i < std::min(count, probes); ++i) {
+    Block& block = *shelf.blocks[(shelf.next + i) % count];
+    if (!block.free()) continue;
+    shelf.next = (shelf.next + i) % count;
+    block.lent().store(1, std::memory_order_relaxed);
+    block.taken = true;
+    block.filling.store(true, std::memory_order_relaxed);
+    return &block;
+  }
+  shelf.next = count == 0 ? 0 : (shelf.next + probes) % count;
+  return nullptr;
+}
+
+BlockPool::Block* BlockPool::make(std::size_t room) {
+  const std::size_t size = room + kBlockHeaderBytes;
+  auto made = make_memory(share_->options, size);
+  MutexLock lock(mutex_);
+  const std::uint64_t number = next_number_++;
+  if (!made || notes_ == nullptr || blocks_.size() >= kMostBlocks ||
+      !notes_->pass(number, size, made->descriptor)) {
+    share_->release(size);
+    return nullptr;
+  }
+  auto owned = std::make_unique<Block>(number, std::move(made->memory));
+  Block* block = owned.get();
+  block->lent().store(1, std::memory_order_relaxed);
+  shelves_[room].blocks.push_back(std::move(owned));
+  blocks_.emplace(number, block);
+  return block;
+}
+
+bool BlockPool::make_room(std::uint64_t size, Retired& retired) {
+  if (shed(size, retired)) return true;
+  for (const auto& other : share_->pools()) {
+    if (other.get() != this && other->shed(size, retired)) return true;
+  }
+  return false;
+}
+
+bool BlockPool::shed(std::uint64_t size, Retired& retired) {
+  MutexLock lock(mutex_);
+  if (notes_ == nullptr) return false;
+  for (auto& [room, shelf] : shelves_) {
+    for (std::size_t i = 0; i < shelf.blocks.size();) {
+      Block& block = *shelf.blocks[i];
+      if (!block.free() || !notes_->retire(block.number)) {
+        ++i;
+        continue;
+      }
+      share_->release(block.memory.size());
+      retired.push_back(std::move(block.memory));
+      blocks_.erase(block.number);
+      std::swap(shelf.blocks[i], shelf.blocks.back());
+      shelf.blocks.pop_back();
+      if (share_->reserve(size)) return true;
+    }
+  }
+  return share_->reserve(size);
+}
+
+struct BlockShelf::Block {
+  Block(std::shared_ptr<LocalShare> owner, SharedMemory mapped)
+      : share(std::move(owner)), memory(std::move(mapped)) {}
+
+  std::byte* bytes() const { return memory.data() + kBlockHeaderBytes; }
+  std::size_t room() const { return memory.size() - kBlockHeaderBytes; }
+  void give_back() {
+    held.store(false, std::memory_order_release);
+    reinterpret_cast<BlockHeader*>(memory.data())->lent.store(0, std::memory_order_release);
+  }
+
+  const std::shared_ptr<LocalShare> share;
+  const SharedMemory memory;
+  std::atomic<bool> held{false};
+};
+
+BlockShelf::BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options)
+    : share_(std::move(share)), allocator_(options.allocator), always_copies_(has_own_allocator(options)) {}
+
+void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
+  if (blocks_.size() >= kMostBlocks) {
+    throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
+  }
+  if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
+    throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or empty", block));
+  }
+  blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->options, descriptor, size)));
+}
+
+void BlockShelf::retire(std::uint64_t block) {
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end() || found->second->held.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("retired block {}, which is not its to retire", block));
+  }
+  blocks_.erase(found);
+}
+
+Buffer BlockShelf::adopt(std::uint64_t number, std::size_t size) {
+  const auto found = blocks_.find(number);
+  if (found == blocks_.end() || size > found->second->room()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("lent {} bytes of block {}, which it has not", size, number));
+  }
+  const std::shared_ptr<Block>& block = found->second;
+  if (block->held.exchange(true, std::memory_order_acquire)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("lent block {} twice", number));
+  }
+  const std::uint64_t room = block->room();
+  const std::uint64_t most = share_->options.pool_bytes / 2;
+  const bool copies =
+      always_copies_ || share_->adopted_bytes.fetch_add(room, std::memory_order_relaxed) + room > most;
+  if (copies) {
+    if (!always_copies_) share_->adopted_bytes.fetch_sub(room, std::memory_order_relaxed);
+    Buffer buffer = allocate_segment(allocator_, size);
+    if (size != 0) std::memcpy(buffer.data, block->bytes(), size);
+    block->give_back();
+    share_->copied.add();
+    return buffer;
+  }
+  share_->adopted.add();
+  return {block->bytes(), size, std::shared_ptr<void>(block->bytes(), [block](void*) {
+            block->share->adopted_bytes.fetch_sub(block->room(), std::memory_order_relaxed);
+            block->give_back();
+          })};
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,93 @@
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <sys/mman.h>
+
+#include "net/framing.h"
+#include "net/local/blocks.h"
+#include "net/local/notes.h"
+#include "net/local/ring.h"
+
+namespace {
+
+using namespace torchspan;
+using namespace torchspan::net;
+
+constexpr std::size_t kRing = 4096;
+constexpr std::size_t kBlock = kBlockHeaderBytes + 4096;
+constexpr std::uint64_t kBlocks = 3;
+
+SharedMemory plain_memory(std::size_t size) {
+  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  return {static_cast<std::byte*>(memory), size};
+}
+
+void take_notes(BytesView bytes, BlockShelf& shelf) {
+  NoteParser parser;
+  std::deque<Note> notes;
+  try {
+    parser.feed(bytes, false, notes);
+    for (const Note& note : notes) {
+      if (note.kind == Note::Kind::kRetired) shelf.retire(note.number);
+    }
+  } catch (const Error&) {
+  }
+}
+
+/// What the ring says, in lumps as the producer's counter grows, with blocks that it may lend.
+void take_ring(BytesView bytes, std::size_t lump, BlockShelf& shelf) {
+  RingConsumer ring([] {
+    SharedMemory memory = plain_memory(kRingHeaderBytes + kRing);
+    new (memory.data()) RingHeader{};
+    return memory;
+  }());
+  std::byte* data = reinterpret_cast<std::byte*>(&ring.header()) + kRingHeaderBytes;
+  FrameParser parser({1 << 16, 1 << 20, 1 << 10}, allocate_buffer);
+  parser.adopt_with([&](std::uint64_t block, std::size_t size) { return shelf.adopt(block, size); });
+  std::vector<Message> finished;
+  std::uint64_t sum = 0;
+  while (!bytes.empty()) {
+    const std::size_t part = std::min(lump, bytes.size());
+    const std::uint64_t tail = ring.header().tail;
+    for (std::size_t i = 0; i < part; ++i) data[(tail + i) % kRing] = bytes[i];
+    ring.header().tail = tail + part;
+    bytes = bytes.subspan(part);
+    for (BytesView some = ring.readable(); !some.empty(); some = ring.readable()) {
+      parser.feed(some, finished);
+      ring.consume(some.size());
+    }
+    for (const Message& message : finished) {
+      for (const Buffer& buffer : message.segments) {
+        for (std::size_t i = 0; i < buffer.size; ++i) {
+          sum += static_cast<std::uint8_t>(buffer.data[i]);
+          buffer.data[i] = std::byte{0};
+        }
+      }
+    }
+    if (part % 2 == 0) finished.clear();
+  }
+  if (sum == 1) finished.clear();
+}
+
+}  // namespace
+
+/// Whatever a peer writes into ring, counters and socket, nothing outside their memory is touched.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  if (size < 2) return 0;
+  const BytesView bytes = std::as_bytes(std::span(data + 2, size - 2));
+  const auto share = std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 64 << 10});
+  BlockShelf shelf(share, {});
+  for (std::uint64_t i = 1; i <= kBlocks; ++i) {
+    const auto made = make_memory({}, kBlock);
+    if (made) shelf.add(i, kBlock, made->descriptor);
+  }
+  const std::size_t cut = std::min<std::size_t>(data[0] % 64, bytes.size());
+  take_notes(bytes.first(cut), shelf);
+  try {
+    take_ring(bytes.subspan(cut), 1 + 20 * data[1], shelf);
+  } catch (const Error&) {
+  }
+  return 0;
+}

@@ -1,0 +1,97 @@
+#include "net/local/ring.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::uint64_t kLeastRing = 4096;
+constexpr std::uint64_t kMostRing = std::uint64_t{1} << 30;
+/// A long row of bytes is handed out in parts, so that both sides work at the same time.
+constexpr std::size_t kParts = 4;
+
+/// Sequentially consistent, as are the counters: of "I wrote, do you sleep?" and "I sleep, did you write?"
+/// one gets a yes.
+bool take_flag(std::atomic<std::uint32_t>& flag) { return flag.load() != 0 && flag.exchange(0) != 0; }
+
+}  // namespace
+
+bool is_ring_size(std::uint64_t size) {
+  return std::has_single_bit(size) && size >= kLeastRing && size <= kMostRing;
+}
+
+RingProducer::RingProducer(SharedMemory memory)
+    : memory_(std::move(memory)), capacity_(memory_.size() - kRingHeaderBytes) {}
+
+std::size_t RingProducer::room() const {
+  const std::uint64_t used = tail_.load(std::memory_order_relaxed) - header().head.load();
+  if (used > capacity_) throw Error(ErrorKind::kInvalid, "says it has read more than was written");
+  return capacity_ - used;
+}
+
+std::size_t RingProducer::write(std::span<const iovec> places) {
+  std::size_t wanted = 0;
+  for (const iovec& place : places) wanted += place.iov_len;
+  // The consumer's counter costs a cache miss: it is asked only when what it said last is not enough.
+  if (wanted > room_seen_) room_seen_ = room();
+  const std::size_t room = room_seen_;
+  const std::uint64_t start = tail_.load(std::memory_order_relaxed);
+  std::size_t written = 0;
+  for (const iovec& place : places) {
+    const std::size_t size = std::min(place.iov_len, room - written);
+    put(start + written, {static_cast<const std::byte*>(place.iov_base), size});
+    written += size;
+    if (size < place.iov_len) break;
+  }
+  if (written == 0) return 0;
+  room_seen_ -= written;
+  tail_.store(start + written, std::memory_order_relaxed);
+  header().tail.store(start + written);
+  return written;
+}
+
+void RingProducer::put(std::uint64_t at, BytesView bytes) {
+  if (bytes.empty()) return;
+  std::byte* ring = memory_.data() + kRingHeaderBytes;
+  const std::size_t offset = at & (capacity_ - 1);
+  const std::size_t first = std::min(bytes.size(), capacity_ - offset);
+  std::memcpy(ring + offset, bytes.data(), first);
+  if (first < bytes.size()) std::memcpy(ring, bytes.data() + first, bytes.size() - first);
+}
+
+bool RingProducer::consumer_wants_wake() const { return take_flag(header().consumer_sleeps); }
+
+bool RingProducer::ask_for_room() {
+  header().producer_waits.store(1);
+  return tail_.load(std::memory_order_relaxed) - header().head.load() == capacity_;
+}
+
+RingConsumer::RingConsumer(SharedMemory memory)
+    : memory_(std::move(memory)), capacity_(memory_.size() - kRingHeaderBytes) {}
+
+std::size_t RingConsumer::available() const {
+  const std::uint64_t size = header().tail.load() - head_;
+  if (size > capacity_) throw Error(ErrorKind::kInvalid, "says it has written more than its ring holds");
+  return size;
+}
+
+BytesView RingConsumer::readable() const {
+  const std::size_t offset = head_ & (capacity_ - 1);
+  const std::size_t size = std::min({available(), capacity_ - offset, capacity_ / kParts});
+  return {memory_.data() + kRingHeaderBytes + offset, size};
+}
+
+bool RingConsumer::consume(std::size_t size) {
+  head_ += size;
+  header().head.store(head_);
+  return take_flag(header().producer_waits);
+}
+
+bool RingConsumer::ask_for_bytes() {
+  header().consumer_sleeps.store(1);
+  return header().tail.load() == head_;
+}
+
+}  // namespace torchspan::net

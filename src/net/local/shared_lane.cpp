@@ -1,0 +1,227 @@
+#include "net/local/shared_lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::uint32_t kRecordMagic = 0x4c505354;
+constexpr std::size_t kNotesAtOnce = 4096;
+constexpr int kReadsAtOnce = 16;
+
+}  // namespace
+
+SharedLane::SharedLane(std::shared_ptr<LocalShare> share, const TransportOptions& options, Role role)
+    : share_(std::move(share)),
+      role_(role),
+      shelf_(share_, options),
+      pool_(std::make_shared<BlockPool>(share_, static_cast<BlockNotes&>(*this))) {
+  share_->enrol(pool_);
+}
+
+SharedLane::~SharedLane() { pool_->close(); }
+
+void SharedLane::begin(int socket) {
+  socket_ = socket;
+  if (role_ == Role::kListener) return;
+  make_ring();
+  send_record();
+}
+
+void SharedLane::make_ring() {
+  const std::size_t bytes = share_->options.ring_bytes;
+  auto made = make_memory(share_->options, kRingHeaderBytes + bytes);
+  if (!made) return;
+  draw_nonce(nonce_);
+  new (made->memory.data())
+      RingHeader{.nonce = nonce_, .tail = 0, .head = 0, .consumer_sleeps = 0, .producer_waits = 0};
+  outgoing_.emplace(std::move(made->memory));
+  offered_ = std::move(made->descriptor);
+}
+
+void SharedLane::take_ring(const Record& record) {
+  std::deque<Descriptor>& descriptors = parser_.descriptors();
+  if (!record.offers || descriptors.size() != 1 || !is_ring_size(record.ring_bytes)) return;
+  const Descriptor descriptor = std::move(descriptors.front());
+  descriptors.clear();
+  try {
+    incoming_.emplace(map_memory(share_->options, descriptor, kRingHeaderBytes + record.ring_bytes));
+  } catch (const Error&) {
+    // Then there is no sharing, and the socket has to do.
+  }
+}
+
+void SharedLane::send_record() {
+  Record record{.offers = offered_.get() >= 0,
+                .accepts = incoming_.has_value(),
+                .ring_bytes = share_->options.ring_bytes,
+                .nonce = {}};
+  if (record.accepts) record.nonce = incoming_->header().nonce;
+  const auto send = [&] {
+    ByteWriter writer;
+    writer.put(kRecordMagic);
+    writer.put(static_cast<std::uint8_t>(record.offers));
+    writer.put(static_cast<std::uint8_t>(record.accepts));
+    writer.put(std::uint16_t{0});
+    writer.put(record.ring_bytes);
+    writer.put_bytes(record.nonce);
+    const bool refuses = record.offers && refused(share_->options, LocalStep::kPassDescriptor);
+    return !refuses && send_with_descriptor(socket_, writer.bytes(), record.offers ? offered_.get() : -1);
+  };
+  bool sent = send();
+  if (!sent && record.offers) {
+    // The system passes no descriptor; without one there is no sharing.
+    record.offers = record.accepts = false;
+    sent = send();
+  }
+  if (!sent) throw Error(ErrorKind::kDisconnected, "went away during the handshake");
+  passed_ |= record.offers;
+  offered_.reset();
+  ++records_sent_;
+  if (!record.accepts) incoming_.reset();
+}
+
+std::optional<SharedLane::Record> SharedLane::receive_record() {
+  std::array<std::byte, kRecordBytes> bytes;
+  const Reception reception = receive_with_descriptors(
+      socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->options);
+  if (reception.ended) {
+    throw Error(ErrorKind::kDisconnected, "went away during the handshake: see its log for the reason");
+  }
+  record_.insert(record_.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(reception.size));
+  if (record_.size() < kRecordBytes) return std::nullopt;
+  ByteReader reader(record_);
+  Record record;
+  const auto magic = reader.get<std::uint32_t>();
+  record.offers = reader.get<bool>();
+  record.accepts = reader.get<bool>();
+  const auto zero = reader.get<std::uint16_t>();
+  record.ring_bytes = reader.get<std::uint64_t>();
+  std::ranges::copy(reader.get_bytes(kNonceBytes), record.nonce.begin());
+  record_.clear();
+  if (magic != kRecordMagic || zero != 0) {
+    throw Error(ErrorKind::kInvalid, "broke the handshake: no offer to share memory came");
+  }
+  return record;
+}
+
+bool SharedLane::proves(const Record& record) const {
+  return record.accepts && passed_ && record.nonce == nonce_;
+}
+
+Lane::Outcome SharedLane::settle() {
+  const auto record = receive_record();
+  return record ? take_record(*record) : Outcome::kUnsettled;
+}
+
+Lane::Outcome SharedLane::take_record(const Record& record) {
+  if (role_ == Role::kListener && records_sent_ == 0) {
+    take_ring(record);
+    if (incoming_) make_ring();
+    if (!outgoing_) incoming_.reset();
+    send_record();
+    return passed_ && incoming_ ? Outcome::kUnsettled : Outcome::kDeclined;
+  }
+  if (role_ == Role::kListener) {
+    // It would write into the ring from now on, and only the socket would be read.
+    if (record.accepts && !proves(record)) {
+      throw Error(ErrorKind::kInvalid, "says that it shares memory, but cannot read what stands in it");
+    }
+    return record.accepts ? Outcome::kOpen : Outcome::kDeclined;
+  }
+  // What the listener declined is settled for both.
+  if (!record.offers || !record.accepts) return Outcome::kDeclined;
+  if (proves(record)) take_ring(record);
+  send_record();
+  return incoming_ ? Outcome::kOpen : Outcome::kDeclined;
+}
+
+bool SharedLane::read_some_notes() {
+  std::array<std::byte, kNotesAtOnce> bytes;
+  const Reception reception =
+      receive_with_descriptors(socket_, bytes, parser_.descriptors(), share_->options);
+  ended_ |= reception.ended;
+  if (reception.size == 0) return false;
+  parser_.feed(std::span(bytes).first(reception.size), reception.truncated, notes_);
+  for (Note& note : notes_) {
+    if (note.kind == Note::Kind::kBlock) shelf_.add(note.number, note.size, note.descriptor);
+    if (note.kind == Note::Kind::kRetired) shelf_.retire(note.number);
+  }
+  notes_.clear();
+  return true;
+}
+
+bool SharedLane::read_notes() {
+  for (int i = 0; i < kReadsAtOnce && read_some_notes(); ++i) {
+  }
+  return ended_;
+}
+
+BytesView SharedLane::readable() {
+  if (broken_.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kInvalid, "says it has read more than was written");
+  }
+  return incoming_->readable();
+}
+
+void SharedLane::consume(std::size_t size) {
+  if (incoming_->consume(size)) wake_peer();
+}
+
+Buffer SharedLane::adopt(std::uint64_t block, std::size_t size) {
+  // A block's note was sent before the frame that lends it.
+  while (!shelf_.has(block) && read_some_notes()) {
+  }
+  return shelf_.adopt(block, size);
+}
+
+bool SharedLane::prepare_sleep(bool unsent) {
+  const bool nothing_came = incoming_->ask_for_bytes();
+  const bool no_room = !unsent || outgoing_->ask_for_room();
+  return nothing_came && no_room;
+}
+
+void SharedLane::end_sleep() {
+  incoming_->stop_asking();
+  outgoing_->stop_asking();
+}
+
+ssize_t SharedLane::write(std::span<const iovec> places) {
+  try {
+    const std::size_t written = outgoing_->write(places);
+    if (written != 0 && outgoing_->consumer_wants_wake()) wake_peer();
+    return static_cast<ssize_t>(written);
+  } catch (const Error&) {
+    broken_.store(true, std::memory_order_release);
+    return -1;
+  }
+}
+
+void SharedLane::wake_peer() {
+  // Not sent means that much lies there unread, which wakes the peer as well, or that it is gone.
+  const std::byte wake{static_cast<std::uint8_t>(Note::Kind::kWake)};
+  send_with_descriptor(socket_, {&wake, 1}, -1);
+}
+
+bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) {
+  if (refused(share_->options, LocalStep::kPassDescriptor)) return false;
+  ByteWriter note;
+  note.put(Note::Kind::kBlock);
+  note.put_bytes(std::array<std::byte, 7>{});
+  note.put(block);
+  note.put(std::uint64_t{size});
+  return send_with_descriptor(socket_, note.bytes(), descriptor.get());
+}
+
+bool SharedLane::retire(std::uint64_t block) {
+  ByteWriter note;
+  note.put(Note::Kind::kRetired);
+  note.put_bytes(std::array<std::byte, 7>{});
+  note.put(block);
+  note.put(std::uint64_t{0});
+  return send_with_descriptor(socket_, note.bytes(), -1);
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,82 @@
+#pragma once
+#include <array>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "net/local/blocks.h"
+#include "net/local/notes.h"
+#include "net/local/ring.h"
+#include "net/stream/lane.h"
+
+namespace torchspan::net {
+
+/// A ring for each direction and the blocks that are lent through them. How two sides settle, after the
+/// handshake, on the socket:
+///
+///   record   u32 0x4c505354  u8 offers  u8 accepts  u16 0  u64 bytes of the ring  u8 nonce[32]
+///
+/// dialer → its offer, listener → its offer and verdict, dialer → its verdict; the first "no" is the last
+/// record, and frames then follow on the socket. An offer passes the descriptor of the ring that its sender
+/// will write. An acceptance has the nonce that stands in the other's ring: who can read it there shares the
+/// memory, and so the host. A dialer to whom the nonce does not come back says no; at the end it is an error.
+class SharedLane final : public Lane, private BlockNotes {
+ public:
+  SharedLane(std::shared_ptr<LocalShare> share, const TransportOptions& options, Role role);
+  ~SharedLane() override;
+
+  void begin(int socket) override;
+  Outcome settle() override;
+  bool read_notes() override;
+  BytesView readable() override;
+  void consume(std::size_t size) override;
+  std::size_t capacity() const override { return incoming_->capacity(); }
+  Buffer adopt(std::uint64_t block, std::size_t size) override;
+  bool prepare_sleep(bool unsent) override;
+  void end_sleep() override;
+  ssize_t write(std::span<const iovec> places) override;
+  std::size_t lend_from() const override { return share_->options.lend_from; }
+  std::shared_ptr<Lender> lender() const override { return pool_; }
+
+ private:
+  static constexpr std::size_t kRecordBytes = 48;
+  struct Record {
+    bool offers;
+    bool accepts;
+    std::uint64_t ring_bytes;
+    std::array<std::byte, kNonceBytes> nonce;
+  };
+
+  bool pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) override;
+  bool retire(std::uint64_t block) override;
+
+  void make_ring();
+  void take_ring(const Record& record);
+  void send_record();
+  std::optional<Record> receive_record();
+  Outcome take_record(const Record& record);
+  bool proves(const Record& record) const;
+  /// Reads once; false when there was nothing to read.
+  bool read_some_notes();
+  void wake_peer();
+
+  const std::shared_ptr<LocalShare> share_;
+  const Role role_;
+  int socket_ = -1;
+  std::optional<RingProducer> outgoing_;
+  std::optional<RingConsumer> incoming_;
+  Descriptor offered_;  ///< of the outgoing ring, until it is passed
+  std::array<std::byte, kNonceBytes> nonce_{};
+  bool passed_ = false;  ///< the outgoing ring's descriptor
+  Bytes record_;         ///< that is coming in
+  NoteParser parser_;
+  std::deque<Note> notes_;
+  std::size_t records_sent_ = 0;
+  bool ended_ = false;
+  std::atomic<bool> broken_{false};  ///< the peer's counters are impossible
+  BlockShelf shelf_;
+  std::shared_ptr<BlockPool> pool_;
+};
+
+}  // namespace torchspan::net
