@@ -20,6 +20,13 @@ struct Prefix {
 };
 static_assert(sizeof(Prefix) == kPrefixBytes && std::endian::native == std::endian::little);
 
+std::array<std::byte, kPrefixBytes> bare_frame(FrameType type) {
+  const Prefix prefix{kFrameMagic, type, 0, 0, 0};
+  std::array<std::byte, kPrefixBytes> bytes;
+  std::memcpy(bytes.data(), &prefix, kPrefixBytes);
+  return bytes;
+}
+
 [[noreturn]] void throw_limit(const char* what, std::uint64_t size, const char* option, std::uint64_t limit) {
   throw Error(ErrorKind::kInvalid,
               fmt::format("a message with {} {} is beyond this worker's limit of {}; raise "
@@ -56,10 +63,9 @@ Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size) {
   return buffer;
 }
 
-FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments,
+FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type,
                          std::span<const std::uint64_t> blocks) {
-  const Prefix prefix{kFrameMagic, FrameType::kMessage, 0, static_cast<std::uint32_t>(segments.size()),
-                      header.size()};
+  const Prefix prefix{kFrameMagic, type, 0, static_cast<std::uint32_t>(segments.size()), header.size()};
   const std::size_t size = kPrefixBytes + segments.size() * sizeof(std::uint64_t);
   std::byte* to = small_.data();
   if (size > small_.size()) {
@@ -75,15 +81,11 @@ FramePrefix::FramePrefix(BytesView header, std::span<const Segment> segments,
   }
 }
 
-std::array<std::byte, kPrefixBytes> goodbye_frame() {
-  const Prefix prefix{kFrameMagic, FrameType::kGoodbye, 0, 0, 0};
-  std::array<std::byte, kPrefixBytes> bytes;
-  std::memcpy(bytes.data(), &prefix, kPrefixBytes);
-  return bytes;
-}
+std::array<std::byte, kPrefixBytes> goodbye_frame() { return bare_frame(FrameType::kGoodbye); }
+std::array<std::byte, kPrefixBytes> heartbeat_frame() { return bare_frame(FrameType::kHeartbeat); }
 
-FrameParser::FrameParser(FrameLimits limits, BufferAllocator allocator)
-    : limits_(limits), allocator_(std::move(allocator)) {}
+FrameParser::FrameParser(FrameLimits limits, BufferAllocator allocator, FrameDialect dialect)
+    : limits_(limits), allocator_(std::move(allocator)), dialect_(dialect) {}
 
 void FrameParser::feed(BytesView bytes, std::vector<Message>& finished) {
   while (!bytes.empty()) {
@@ -116,21 +118,33 @@ BytesView FrameParser::feed_number(BytesView bytes, std::size_t size) {
   return bytes.subspan(taken);
 }
 
+bool FrameParser::knows(FrameType type) const {
+  switch (type) {
+    case FrameType::kMessage:
+    case FrameType::kGoodbye:
+      return true;
+    case FrameType::kStriped:
+    case FrameType::kHeartbeat:
+      return dialect_ == FrameDialect::kLanes;
+  }
+  return false;
+}
+
 void FrameParser::take_prefix() {
   Prefix prefix;
   std::memcpy(&prefix, number_.data(), kPrefixBytes);
   filled_ = 0;
-  const bool is_goodbye = prefix.type == FrameType::kGoodbye;
-  if (prefix.magic != kFrameMagic || prefix.zero != 0 ||
-      (prefix.type != FrameType::kMessage && !is_goodbye) ||
-      (is_goodbye && (prefix.segments != 0 || prefix.header != 0))) {
+  const bool is_bare = prefix.type == FrameType::kGoodbye || prefix.type == FrameType::kHeartbeat;
+  if (prefix.magic != kFrameMagic || prefix.zero != 0 || !knows(prefix.type) ||
+      (is_bare && (prefix.segments != 0 || prefix.header != 0))) {
     throw Error(ErrorKind::kInvalid, fmt::format("bytes that are no frame came (magic {:#06x}, type {})",
                                                  prefix.magic, static_cast<unsigned>(prefix.type)));
   }
-  if (is_goodbye) {
-    stage_ = Stage::kGoodbye;
+  if (is_bare) {
+    if (prefix.type == FrameType::kGoodbye) stage_ = Stage::kGoodbye;
     return;
   }
+  is_striped_ = prefix.type == FrameType::kStriped;
   if (prefix.segments > limits_.max_segments) {
     throw_limit("segments", prefix.segments, "max_segments", limits_.max_segments);
   }
@@ -151,7 +165,7 @@ void FrameParser::take_size() {
   std::uint64_t size;
   std::memcpy(&size, number_.data(), sizeof size);
   filled_ = 0;
-  add_to_message(adopter_ ? size & ~kLent : size);
+  add_to_message(adopter_ && !is_striped_ ? size & ~kLent : size);
   sizes_.push_back(size);
 }
 
@@ -201,6 +215,10 @@ void FrameParser::settle(std::vector<Message>& finished) {
     current_ = 0;
   }
   if (stage_ != Stage::kSegments) return;
+  if (is_striped_) {
+    striped_.push_back({finished.size(), std::exchange(sizes_, {})});
+    current_ = segment_count_;
+  }
   while (current_ < segment_count_ && filled_ == sizes_[current_]) {
     allocate(current_++);
     filled_ = 0;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <span>
 #include <sys/uio.h>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/buffer.h>
@@ -19,9 +20,14 @@ namespace torchspan::net {
 ///   bytes…
 ///
 /// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Where both sides share
-/// memory, a size may have kLent set: then a u64 number of a block stands in the place of the segment's
-/// bytes, which are in that block.
-enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2 };
+/// memory, a size in a message of type 1 may have kLent set: then a u64 number of a block stands in the place
+/// of the segment's bytes, which are in that block. Only where a channel has several lanes: type 3 is a
+/// message whose segments' bytes come over other lanes and are not in the frame; type 4 is a sign of life,
+/// all its numbers zero.
+enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
+
+/// Which types a parser knows.
+enum class FrameDialect : std::uint8_t { kPlain, kLanes };
 
 inline constexpr std::size_t kPrefixBytes = 16;
 inline constexpr std::uint64_t kLent = std::uint64_t{1} << 63;
@@ -49,20 +55,26 @@ Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size);
 /// The bytes before a message's header: prefix and segment sizes. Small messages need no heap.
 class FramePrefix {
  public:
-  /// `blocks` is empty, or has for each segment the number of the block it lies in, 0 for none.
-  FramePrefix(BytesView header, std::span<const Segment> segments,
-              std::span<const std::uint64_t> blocks = {});
+  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type = FrameType::kMessage)
+      : FramePrefix(header, segments, type, {}) {}
+  /// Of a message; `blocks` is empty, or has for each segment the number of the block it lies in, 0 for none.
+  FramePrefix(BytesView header, std::span<const Segment> segments, std::span<const std::uint64_t> blocks)
+      : FramePrefix(header, segments, FrameType::kMessage, blocks) {}
   BytesView bytes() const { return bytes_; }
 
  private:
+  FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type,
+              std::span<const std::uint64_t> blocks);
+
   static constexpr std::size_t kInline = 14;
   std::array<std::byte, kPrefixBytes + kInline * sizeof(std::uint64_t)> small_;
   Bytes large_;
   BytesView bytes_;
 };
 
-/// The whole goodbye frame.
+/// The whole frame of a goodbye or a heartbeat.
 std::array<std::byte, kPrefixBytes> goodbye_frame();
+std::array<std::byte, kPrefixBytes> heartbeat_frame();
 
 /// Bytes in, messages out: pure and incremental. Every number is checked against the limits before memory
 /// follows it, headers and size tables grow only with the bytes that really came, and segments are allocated
@@ -70,7 +82,7 @@ std::array<std::byte, kPrefixBytes> goodbye_frame();
 /// be dropped.
 class FrameParser {
  public:
-  FrameParser(FrameLimits limits, BufferAllocator allocator);
+  FrameParser(FrameLimits limits, BufferAllocator allocator, FrameDialect dialect = FrameDialect::kPlain);
   /// From now on segments may be lent. Not in the middle of a frame.
   void adopt_with(BlockAdopter adopter) { adopter_ = std::move(adopter); }
 
@@ -86,6 +98,14 @@ class FrameParser {
   /// Tells how many bytes were received into the places of the last targets().
   void received(std::size_t size, std::vector<Message>& finished);
 
+  /// The striped messages among those finished since the last call: where in `finished` they are, without
+  /// segments, and the sizes of their segments.
+  struct Striped {
+    std::size_t index;
+    std::vector<std::uint64_t> sizes;
+  };
+  std::vector<Striped> take_striped() { return std::exchange(striped_, {}); }
+
   /// Whether the stream would end in the middle of a frame if it ended here.
   bool mid_frame() const { return !goodbye() && (stage_ != Stage::kPrefix || filled_ != 0); }
   bool goodbye() const { return stage_ == Stage::kGoodbye; }
@@ -98,16 +118,19 @@ class FrameParser {
   BytesView feed_segment(BytesView bytes);
   BytesView feed_block(BytesView bytes);
   void take_prefix();
+  bool knows(FrameType type) const;
   void take_size();
   void add_to_message(std::uint64_t size);
   void allocate(std::size_t index);
-  bool lent(std::size_t index) const { return (sizes_[index] & kLent) != 0; }
+  bool lent(std::size_t index) const { return adopter_ && (sizes_[index] & kLent) != 0; }
   /// Passes over all stages that need no further byte.
   void settle(std::vector<Message>& finished);
 
   const FrameLimits limits_;
   const BufferAllocator allocator_;
+  const FrameDialect dialect_;
   BlockAdopter adopter_;
+  bool is_striped_ = false;  ///< the message that is coming in
   Stage stage_ = Stage::kPrefix;
   std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is coming in
   std::uint64_t filled_ = 0;                    ///< bytes of the number or of the segment that are there
@@ -117,6 +140,7 @@ class FrameParser {
   std::vector<std::uint64_t> sizes_;
   std::size_t current_ = 0;  ///< the segment that is coming in
   Message message_;
+  std::vector<Striped> striped_;
 };
 
 }  // namespace torchspan::net

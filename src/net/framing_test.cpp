@@ -67,6 +67,12 @@ Bytes raw_frame(std::uint32_t segments, std::uint64_t header, const std::vector<
   return writer.take();
 }
 
+Bytes striped_frame(std::uint64_t size) {
+  Bytes wire = raw_frame(1, 0, {size});
+  wire[2] = static_cast<std::byte>(FrameType::kStriped);
+  return wire;
+}
+
 Error failure_of(BytesView wire, FrameLimits limits = kLimits, BufferAllocator allocator = allocate_buffer) {
   FrameParser parser(limits, std::move(allocator));
   std::vector<Message> finished;
@@ -233,6 +239,45 @@ TEST(Framing, DeliversTheMessagesBeforeABrokenFrame) {
   std::vector<Message> finished;
   EXPECT_THROW(parser.feed(wire, finished), Error);
   EXPECT_EQ(finished.size(), 1u);
+}
+
+TEST(Framing, KnowsStripedMessagesAndHeartbeatsOnlyAmongLanes) {
+  const Bytes striped = striped_frame(7);
+  EXPECT_THAT(failure_of(striped).message(), HasSubstr("type 3"));
+  EXPECT_THAT(failure_of(heartbeat_frame()).message(), HasSubstr("type 4"));
+  FrameParser parser(kLimits, allocate_buffer, FrameDialect::kLanes);
+  std::vector<Message> finished;
+  parser.feed(heartbeat_frame(), finished);
+  EXPECT_TRUE(finished.empty());
+  parser.feed(wire_of({Bytes(5), {Bytes(7)}}), finished);
+  parser.feed(striped, finished);
+  ASSERT_EQ(finished.size(), 2u);
+  const std::vector<FrameParser::Striped> all = parser.take_striped();
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].index, 1u);
+  EXPECT_EQ(all[0].sizes, std::vector<std::uint64_t>{7});
+  EXPECT_FALSE(parser.mid_frame());
+}
+
+TEST(Framing, TakesLentSegmentsOnlyWithAnAdopterAndNeverInStripedMessages) {
+  Bytes wire = raw_frame(1, 0, {9 | kLent});
+  EXPECT_THAT(failure_of(wire).message(), HasSubstr("max_message"));
+  const BufferAllocator none = [](std::size_t) { return Buffer{}; };
+  wire.resize(wire.size() + kBlockNumberBytes, std::byte{3});
+  EXPECT_EQ(failure_of(wire, {1 << 20, ~std::uint64_t{0}, 1000}, none).kind(), ErrorKind::kOverloaded);
+
+  FrameParser parser(kLimits, none, FrameDialect::kLanes);
+  std::vector<std::uint64_t> adopted;
+  parser.adopt_with([&](std::uint64_t block, std::size_t size) {
+    adopted.push_back(block);
+    return allocate_buffer(size);
+  });
+  std::vector<Message> finished;
+  parser.feed(wire, finished);
+  ASSERT_EQ(finished.size(), 1u);
+  EXPECT_EQ(finished[0].segments.at(0).size, 9u);
+  EXPECT_EQ(adopted, std::vector<std::uint64_t>{0x0303'0303'0303'0303});
+  EXPECT_THROW(parser.feed(striped_frame(9 | kLent), finished), Error);
 }
 
 TEST(Framing, ChecksAMessageBeforeItIsSent) {

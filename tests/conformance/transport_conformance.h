@@ -46,6 +46,8 @@ class World {
   /// A good address at which nobody listens.
   virtual std::string deserted_address() = 0;
   virtual std::unique_ptr<Stranger> make_stranger() = 0;
+  /// How an honest dialer's first bytes begin: not enough to tell him from a stranger.
+  virtual std::string greeting_start() { return "\x89TSPAN"; }
   /// An echo at listen_address(name). Of the same name again after kill(): it came back.
   virtual std::unique_ptr<EchoPeer> start_echo(const std::string& name) = 0;
 };

@@ -130,14 +130,16 @@ TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForADeafPeer) {
     channel->close();
     EXPECT_EQ(dialer.wait_for_end(channel).kind(), ErrorKind::kTimedOut);
 
-    Node second(world, "second");
-    const auto other = dialer.connect(second.listen());
+    Node second(world, "second"),
+        third(world, "third",
+              with([](TransportOptions&options) { options.linger = std::chrono::milliseconds(20); }));
+    const auto other = third.connect(second.listen());
     second.wait_for_caller();
     send(*other, numbered(1));
     second.wait_for_messages(1);
     second.stop();
     other->close();
-    dialer.wait_for_end(other);
+    third.wait_for_end(other);
   });
 }
 
@@ -331,7 +333,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
     const std::string address = listener.listen();
     const auto silent = world.make_stranger(), slow = world.make_stranger();
     silent->dial(address, {});
-    slow->dial(address, bytes_of("\x89TSPAN"));
+    slow->dial(address, bytes_of(world.greeting_start()));
     slow->send(bytes_of("\r"));
     EXPECT_TRUE(silent->hears_hang_up());
     EXPECT_TRUE(slow->hears_hang_up());
@@ -363,7 +365,7 @@ TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.max_strangers = 2;
-                    options.handshake_timeout = std::chrono::milliseconds(30);
+                    options.handshake_timeout = std::chrono::milliseconds(100);
                   }));
     const std::string address = listener.listen();
     std::vector<std::unique_ptr<Stranger>> strangers;

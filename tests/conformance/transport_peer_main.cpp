@@ -3,23 +3,28 @@
 
 #include <torchspan/net/local.h>
 #include <torchspan/net/stream.h>
+#include <torchspan/net/tls.h>
 
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer stream|local ADDRESS: echoes at ADDRESS, prints where it listens, and ends when its
-/// standard input does.
+/// transport_peer stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS, prints where it
+/// listens, and ends when its standard input does.
 namespace torchspan::net::conformance {
 namespace {
 
 class PeerWorld final : public World {
  public:
-  PeerWorld(std::string kind, std::string address)
-      : kind_(std::move(kind)), address_(std::move(address)), executor_(make_executor()) {}
+  PeerWorld(std::string kind, std::string address, TlsOptions tls)
+      : kind_(std::move(kind)),
+        address_(std::move(address)),
+        tls_(std::move(tls)),
+        executor_(make_executor()) {}
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
-    return kind_ == "local" ? make_local_transport(*executor_, handler, std::move(options))
-                            : make_stream_transport(*executor_, handler, std::move(options));
+    if (kind_ == "local") return make_local_transport(*executor_, handler, std::move(options));
+    if (kind_ == "tls") return make_tls_transport(*executor_, handler, std::move(options), tls_);
+    return make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }
   std::string deserted_address() override { return {}; }
@@ -29,6 +34,7 @@ class PeerWorld final : public World {
  private:
   const std::string kind_;
   const std::string address_;
+  const TlsOptions tls_;
   const std::unique_ptr<Executor> executor_;
 };
 
@@ -37,8 +43,14 @@ class PeerWorld final : public World {
 
 int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
-  if (count != 3) return 2;
-  PeerWorld world(arguments[1], arguments[2]);
+  if (count != 3 && count != 6) return 2;
+  torchspan::net::TlsOptions tls;
+  if (count == 6) {
+    tls.certificate_file = arguments[3];
+    tls.key_file = arguments[4];
+    tls.authority_file = arguments[5];
+  }
+  PeerWorld world(arguments[1], arguments[2], tls);
   Node node(world, "echo", echo_options());
   std::printf("%s\n", node.listen().c_str());
   std::fflush(stdout);

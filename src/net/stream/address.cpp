@@ -5,8 +5,6 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <netinet/in.h>
-#include <optional>
-#include <string_view>
 
 #include <torchspan/core/error.h>
 
@@ -44,13 +42,6 @@ Address parse_unix(const std::string& text) {
   socket.sun_family = AF_UNIX;
   std::memcpy(socket.sun_path, address.path.data(), address.path.size());
   return address;
-}
-
-std::optional<std::uint16_t> parse_port(std::string_view text) {
-  std::uint16_t port = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return port;
 }
 
 /// Fills in the socket address of a loopback host; false when the host is another one.
@@ -103,16 +94,23 @@ Address parse_address(const std::string& text) {
   throw_unreadable(text, "it begins with neither unix: nor tcp:");
 }
 
-std::string tcp_text(const sockaddr_storage& socket) {
+std::optional<std::uint16_t> parse_port(std::string_view text) {
+  std::uint16_t port = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return port;
+}
+
+std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme) {
   char host[INET6_ADDRSTRLEN] = "?";
   if (socket.ss_family == AF_INET6) {
     const auto& six = reinterpret_cast<const sockaddr_in6&>(socket);
     ::inet_ntop(AF_INET6, &six.sin6_addr, host, sizeof host);
-    return fmt::format("tcp:[{}]:{}", host, ntohs(six.sin6_port));
+    return fmt::format("{}:[{}]:{}", scheme, host, ntohs(six.sin6_port));
   }
   const auto& four = reinterpret_cast<const sockaddr_in&>(socket);
   ::inet_ntop(AF_INET, &four.sin_addr, host, sizeof host);
-  return fmt::format("tcp:{}:{}", host, ntohs(four.sin_port));
+  return fmt::format("{}:{}:{}", scheme, host, ntohs(four.sin_port));
 }
 
 }  // namespace torchspan::net

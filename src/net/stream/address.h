@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -23,7 +25,10 @@ struct Address {
 /// that leaves this host.
 Address parse_address(const std::string& text);
 
-/// The address of a TCP socket as parse_address() reads it.
-std::string tcp_text(const sockaddr_storage& socket);
+/// A number from 0 to 65535, and nothing else.
+std::optional<std::uint16_t> parse_port(std::string_view text);
+
+/// The address of a TCP socket as it is written: "scheme:host:port".
+std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme = "tcp");
 
 }  // namespace torchspan::net

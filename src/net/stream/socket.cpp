@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <string_view>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -69,6 +70,10 @@ void check_connected(int socket, const Address& address) {
   }
   if (is_own_mirror(socket)) throw_dial(address, ECONNREFUSED);
   send_small_messages_at_once(socket);
+}
+
+std::string_view scheme_of(const Address& address) {
+  return std::string_view(address.text).substr(0, address.text.find(':'));
 }
 
 std::string directory_of(const std::string& path) {
@@ -171,7 +176,7 @@ std::string name_accepted(int socket, const Address& listener) {
   sockaddr_storage peer{};
   socklen_t size = sizeof peer;
   ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size);
-  return tcp_text(peer);
+  return tcp_text(peer, scheme_of(listener));
 }
 
 ListeningSocket::ListeningSocket(Address address)
@@ -219,10 +224,10 @@ void ListeningSocket::open_tcp() {
                 fmt::format("cannot listen at '{}': {}{}", address_.text, std::strerror(reason),
                             reason == EACCES ? "; ports below 1024 need privileges" : ""));
   }
-  sockaddr_storage bound{};
-  socklen_t size = sizeof bound;
-  ::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&bound), &size);
-  address_ = parse_address(tcp_text(bound));
+  address_.socket_size = sizeof address_.socket;
+  ::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&address_.socket), &address_.socket_size);
+  address_.text = tcp_text(address_.socket, scheme_of(address_));
+  address_.port = ntohs(reinterpret_cast<const sockaddr_in&>(address_.socket).sin_port);
 }
 
 }  // namespace torchspan::net

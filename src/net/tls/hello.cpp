@@ -1,0 +1,50 @@
+#include "net/tls/hello.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+constexpr std::array<std::uint8_t, 8> kMagic = {0x89, 'T', 'S', 'T', 'L', 'S', '\r', '\n'};
+}  // namespace
+
+Bytes encode(const LaneHello& hello) {
+  ByteWriter writer;
+  writer.put_bytes(std::as_bytes(std::span(kMagic)));
+  writer.put(hello.lowest);
+  writer.put(hello.highest);
+  writer.put(hello.lanes);
+  writer.put(hello.lane);
+  writer.put(std::uint16_t{0});
+  writer.put(hello.features);
+  writer.put_bytes(hello.token);
+  return writer.take();
+}
+
+LaneHello decode_lane_hello(BytesView bytes, const std::string& peer) {
+  ByteReader reader(bytes);
+  const bool ours = std::ranges::equal(reader.get_bytes(kMagic.size()), std::as_bytes(std::span(kMagic)));
+  LaneHello hello;
+  hello.lowest = reader.get<std::uint16_t>();
+  hello.highest = reader.get<std::uint16_t>();
+  hello.lanes = reader.get<std::uint8_t>();
+  hello.lane = reader.get<std::uint8_t>();
+  const auto zero = reader.get<std::uint16_t>();
+  hello.features = reader.get<std::uint64_t>();
+  std::ranges::copy(reader.get_bytes(hello.token.size()), hello.token.begin());
+  reader.expect_end();
+  if (!ours || zero != 0 || hello.lowest > hello.highest || hello.lane > kMostLanes) {
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent a malformed greeting", peer));
+  }
+  return hello;
+}
+
+void check_version(const LaneHello& theirs, const std::string& peer) {
+  if (theirs.highest >= kProtocolLowest && theirs.lowest <= kProtocolHighest) return;
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("'{}' speaks protocol version {} to {}, this side {} to {}: run the same "
+                          "TorchSpan on all workers",
+                          peer, theirs.lowest, theirs.highest, kProtocolLowest, kProtocolHighest));
+}
+
+}  // namespace torchspan::net

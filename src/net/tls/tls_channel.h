@@ -1,0 +1,97 @@
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/net/transport.h>
+
+#include "net/framing.h"
+#include "net/stream/mailbox.h"
+#include "net/stream/outbox.h"
+#include "net/tls/tls_session.h"
+
+namespace torchspan::net {
+
+struct TlsErrand;
+using TlsMailbox = MailboxOf<TlsErrand>;
+
+/// The sending half of a channel over one or more TLS connections, shared by all threads. Encrypts and writes
+/// in the calling thread as long as nothing is queued; the driver flushes the rest.
+class TlsChannel final : public Channel {
+ public:
+  struct Options {
+    std::string peer;
+    std::uint64_t token;  ///< the channel's, for the mailbox
+    FrameLimits limits;
+    std::uint64_t max_unsent;
+  };
+  TlsChannel(Options options, std::shared_ptr<TlsMailbox> mailbox);
+
+  void send(BytesView header, std::span<const Segment> segments) override;
+  std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
+  void close() override;
+  std::string peer() const override { return options_.peer; }
+
+  /// What the driver has to know after every event.
+  struct State {
+    std::uint32_t flushing = 0;         ///< a bit for each lane where bytes wait for room in the socket
+    bool closing = false;               ///< close() was called
+    bool said_goodbye = false;          ///< and the goodbye and all before it are with the system
+    std::optional<std::string> broken;  ///< why nothing more can be written
+  };
+  /// The peer is proven: sends what was queued over `first`, and lets send() write to it.
+  void open(std::shared_ptr<TlsSession> first);
+  /// Adds a connection for pieces; returns its bit in State::flushing.
+  std::size_t add_lane(std::shared_ptr<TlsSession> lane);
+  /// Sends what the sockets take.
+  void flush();
+  /// Between these two, small messages are queued and leave together.
+  void cork();
+  void uncork();
+  /// Shows the peer that this side lives, unless something was sent since the last call or waits to be.
+  void beat();
+  State state() const;
+  /// Nothing more goes through; `reason` is what later callers of send() are told.
+  void end(const Error& reason);
+
+ private:
+  struct Lane {
+    std::shared_ptr<TlsSession> session;
+    Outbox outbox;
+    bool idle() const { return session && outbox.empty() && session->unsent() == 0; }
+    std::size_t waiting() const { return outbox.size() + (session ? session->unsent() : 0); }
+  };
+  std::uint64_t waiting_locked() const TORCHSPAN_REQUIRES(mutex_);
+  bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
+  void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
+  void flush_lane(Lane& lane, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  /// Writes what the lane takes and queues the rest.
+  void put(Lane& lane, Outgoing& bytes, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  void stripe(std::span<const Segment> segments, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  Lane& emptiest_lane() TORCHSPAN_REQUIRES(mutex_);
+  void note_unsent() TORCHSPAN_REQUIRES(mutex_);
+  void break_locked(const std::string& why, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);
+  [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
+
+  const Options options_;
+  const std::shared_ptr<TlsMailbox> mailbox_;
+  std::atomic<std::size_t> unsent_{0};
+  mutable Mutex mutex_;
+  std::vector<Lane> lanes_
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< the first is there always, perhaps without session
+  std::uint64_t striped_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< striped messages so far
+  bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool wrote_ TORCHSPAN_GUARDED_BY(mutex_) = false;             ///< since the last beat()
+  std::uint64_t direct_left_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< bytes this send() may still write itself
+  std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
+};
+
+}  // namespace torchspan::net

@@ -1,0 +1,111 @@
+#include "net/tls/tls_lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+
+/// Reads of one connection before the others get their turn.
+constexpr int kRounds = 16;
+constexpr std::size_t kPlaces = 15;
+
+}  // namespace
+
+void TlsLane::start(std::shared_ptr<TlsSession> session, bool connected) {
+  session_ = std::move(session);
+  stage_ = connected ? Stage::kTls : Stage::kConnecting;
+}
+
+std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
+  if (stage_ == Stage::kTls) {
+    if (!session_->shake_hands()) return std::nullopt;
+    stage_ = Stage::kHello;
+    if (role_ == Role::kDialer) say(mine);
+  }
+  while (hello_filled_ < hello_.size()) {
+    const iovec place{hello_.data() + hello_filled_, hello_.size() - hello_filled_};
+    const TlsSession::Got got = session_->read(std::span(&place, 1));
+    hello_filled_ += got.size;
+    if (got.ended || got.broken != 0) {
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("'{}' went away during the handshake: see its log for the reason", peer_));
+    }
+    if (!got.more) return std::nullopt;
+  }
+  return decode_lane_hello(hello_, peer_);
+}
+
+void TlsLane::say(const LaneHello& hello) {
+  Bytes bytes = encode(hello);
+  const iovec place{bytes.data(), bytes.size()};
+  // A new socket has room for a greeting; one that has not is no peer of ours.
+  if (session_->write(std::span(&place, 1)) != static_cast<ssize_t>(bytes.size())) {
+    throw Error(ErrorKind::kDisconnected, fmt::format("'{}' went away during the handshake", peer_));
+  }
+}
+
+void TlsLane::join(std::shared_ptr<TlsLink> whose, std::uint8_t number, std::size_t its_slot) {
+  link = std::move(whose);
+  number_ = number;
+  slot = its_slot;
+  stage_ = Stage::kOpen;
+  session_->trust();
+  if (!first()) pieces_.emplace(link->assembly());
+}
+
+bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->choked()); }
+
+bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
+  heard = false;
+  more = false;
+  return pieces_ ? receive_pieces(handler) : receive_frames(scratch, handler);
+}
+
+bool TlsLane::note(const TlsSession::Got& got) {
+  heard |= got.heard;
+  return !got.ended && got.broken == 0;
+}
+
+bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
+  std::array<iovec, kPlaces + 1> places;
+  for (int round = 0; round < kRounds; ++round) {
+    if (!can_receive()) return true;
+    const std::size_t count = link->targets(std::span(places).first(kPlaces));
+    std::size_t direct = 0;
+    for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
+    places[count] = {scratch.data(), scratch.size()};
+    const TlsSession::Got got = session_->read(std::span(places).first(count + 1));
+    const bool alive = note(got);
+    const std::size_t in_place = std::min(got.size, direct);
+    link->take(in_place, scratch.first(got.size - in_place), handler);
+    if (!alive) return false;
+    if (!got.more) return true;
+  }
+  more = true;
+  return true;
+}
+
+bool TlsLane::receive_pieces(Handler& handler) {
+  std::array<iovec, kPlaces + 1> places;
+  for (int round = 0; round < kRounds; ++round) {
+    if (!pieces_->ready()) return true;
+    TlsSession::Got got;
+    try {
+      const std::size_t count = pieces_->targets(places);
+      got = session_->read(std::span(places).first(count));
+    } catch (const Error& error) {
+      throw Error(error.kind(), fmt::format("'{}' is cut off: {}", link->channel()->peer(), error.message()));
+    }
+    const bool alive = note(got);
+    pieces_->received(got.size);
+    if (got.size != 0) link->deliver_assembled(handler);
+    if (!alive) return false;
+    if (!got.more) return true;
+  }
+  more = true;
+  return true;
+}
+
+}  // namespace torchspan::net

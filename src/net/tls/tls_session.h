@@ -1,0 +1,107 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <vector>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/mutex.h>
+
+#include "net/descriptor.h"
+#include "net/tls/tls_context.h"
+
+namespace torchspan::net {
+
+/// TLS over one socket of its own that never blocks. One thread shakes hands and reads, any thread writes; a
+/// call holds the lock for at most kBatch bytes. Until trust() was called it takes few bytes from the peer
+/// and spends little memory on it.
+class TlsSession {
+ public:
+  struct Start {
+    Role role;
+    std::string peer;  ///< as errors name it
+    std::string host;  ///< whom the certificate is made out to, where that is checked
+    /// AES-128-GCM may protect 2^24.5 full records under one key (RFC 8446, 5.5); we change it long before.
+    std::uint64_t bytes_per_key = std::uint64_t{64} << 30;
+  };
+  TlsSession(std::shared_ptr<const TlsContext> context, Descriptor socket, Start start);
+  ~TlsSession();
+
+  int socket() const { return socket_.get(); }
+  /// Goes on with the handshake; true once it is done. Throws kDenied, kUnsupported, kInvalid or
+  /// kDisconnected; the peer is told as far as TLS does.
+  bool shake_hands();
+  /// The peer has shown that it belongs here.
+  void trust();
+
+  struct Got {
+    std::size_t size = 0;  ///< bytes in the places, in order
+    bool heard = false;    ///< anything came, be it half a record
+    bool more = false;     ///< the places are full; there may be more
+    bool ended = false;    ///< the stream is at its end
+    int broken = 0;        ///< or the socket failed, with this error number
+  };
+  /// Throws kInvalid for bytes that are not the peer's; before trust() also as shake_hands().
+  Got read(std::span<const iovec> places);
+
+  /// How many of the bytes it took, 0 when the socket is full, -1 when it is broken (broken() says why).
+  ssize_t write(std::span<const iovec> places);
+  /// Sends what was encrypted and not sent; false when the socket is broken.
+  bool flush();
+  /// Encrypted bytes that the socket did not take yet.
+  std::size_t unsent() const { return unsent_.load(std::memory_order_relaxed); }
+  std::string broken() const;
+  /// How often this side changed the key it encrypts with.
+  std::uint64_t key_renewals() const;
+
+  /// Ends the connection; what the peer did not take yet is lost if `at_once`. The socket's number stays
+  /// taken until the session goes.
+  void close(bool at_once);
+
+  /// For the BIO, with the lock held.
+  int pull(BIO* bio, char* to, int size) TORCHSPAN_UNCHECKED;
+  int push(const char* from, int size) TORCHSPAN_UNCHECKED;
+
+ private:
+  void refill() TORCHSPAN_REQUIRES(mutex_);
+  bool flush_locked() TORCHSPAN_REQUIRES(mutex_);
+  std::size_t encrypt(std::span<const iovec> places, std::size_t from) TORCHSPAN_REQUIRES(mutex_);
+  void renew_key(std::size_t bytes) TORCHSPAN_REQUIRES(mutex_);
+  [[noreturn]] void fail() TORCHSPAN_REQUIRES(mutex_);
+  void check_proof() TORCHSPAN_REQUIRES(mutex_);
+
+  const std::shared_ptr<const TlsContext> context_;
+  const Start start_;
+  const Descriptor socket_;
+  mutable Mutex mutex_;
+  SslPtr ssl_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool trusted_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  /// Bytes read ahead of what OpenSSL asked for.
+  std::unique_ptr<char[]> ahead_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t ahead_room_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t ahead_at_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t ahead_end_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t stranger_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< taken before trust()
+  bool drained_ TORCHSPAN_GUARDED_BY(mutex_) = false;            ///< the socket had less than was asked for
+  bool heard_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool ended_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool flooded_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< a stranger said too much
+  int read_error_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  /// Encrypted bytes from sent_ on wait for the socket.
+  std::vector<char> cipher_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t sent_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::unique_ptr<char[]> record_
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< small pieces on their way into one record
+  std::uint64_t under_this_key_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::uint64_t key_renewals_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::string broken_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::atomic<std::size_t> unsent_{0};
+};
+
+}  // namespace torchspan::net

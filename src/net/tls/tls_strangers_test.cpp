@@ -1,0 +1,256 @@
+#include <fstream>
+#include <gmock/gmock.h>
+#include <openssl/ssl.h>
+
+#include "net/tls/pieces.h"
+#include "net/tls/tls_test_tools.h"
+
+/// Those who dial a TLS transport without being let in, and those who are in and break the rules.
+namespace torchspan::net {
+namespace {
+
+using testing::HasSubstr;
+
+class TlsStrangersTest : public TlsTest {
+ protected:
+  TlsStrangersTest() { start({}); }
+
+  void expect_refused(ErrorKind kind) {
+    drive_until([&] { return !journal_.refused.empty(); });
+    ASSERT_EQ(journal_.refused.size(), 1u);
+    EXPECT_EQ(journal_.refused.at(0).kind(), kind) << journal_.refused.at(0).message();
+    EXPECT_TRUE(journal_.accepted.empty());
+    journal_.refused.clear();
+    expect_honest_peer_served();
+  }
+  void expect_honest_peer_served() {
+    const std::size_t before = journal_.received.size();
+    transport_->connect(address_, Deadline::never())->send(Bytes(1), {});
+    drive_until([&] { return journal_.received.size() == before + 1; });
+  }
+  /// A peer that has proved the secret and made a channel with `lanes` further lanes.
+  std::unique_ptr<BarePeer> join(LaneHello hello, LaneHello* answer = nullptr) {
+    auto peer = std::make_unique<BarePeer>(dial_raw(address_));
+    drive_until([&] { return peer->shake_hands(); });
+    peer->say(encode(hello));
+    drive_until([&] { return peer->hears(kLaneHelloBytes); });
+    const LaneHello got = decode_lane_hello(peer->take(kLaneHelloBytes), "listener");
+    if (answer != nullptr) *answer = got;
+    return peer;
+  }
+  void expect_cut_off(ErrorKind kind, const std::string& why) {
+    drive_until([&] { return !journal_.closed.empty(); });
+    EXPECT_EQ(journal_.closed.at(0).kind(), kind);
+    EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr(why));
+    expect_honest_peer_served();
+  }
+  /// Dials with OpenSSL as others do, until it is done or refused.
+  void dial_with(SSL_CTX* context) {
+    const Descriptor socket = dial_raw(address_);
+    const SslPtr ssl(SSL_new(context));
+    SSL_set_fd(ssl.get(), socket.get());
+    drive_until([&] {
+      const int result = SSL_connect(ssl.get());
+      EXPECT_TRUE(result != 1 || journal_.accepted.empty());
+      return !journal_.refused.empty();
+    });
+  }
+};
+
+using ContextPtr = std::unique_ptr<SSL_CTX, Release<SSL_CTX_free>>;
+
+TEST_F(TlsStrangersTest, RefusesTls12) {
+  const ContextPtr context(SSL_CTX_new(TLS_client_method()));
+  SSL_CTX_set_max_proto_version(context.get(), TLS1_2_VERSION);
+  dial_with(context.get());
+  expect_refused(ErrorKind::kUnsupported);
+}
+
+TEST_F(TlsStrangersTest, RefusesTls13WithoutTheKey) {
+  const ContextPtr context(SSL_CTX_new(TLS_client_method()));
+  dial_with(context.get());
+  expect_refused(ErrorKind::kDenied);
+}
+
+TEST_F(TlsStrangersTest, RefusesOneThatDripsItsGreeting) {
+  TransportOptions options;
+  options.handshake_timeout = std::chrono::milliseconds(200);
+  start(options);
+  const Descriptor loris = dial_raw(address_);
+  // A greeting of 16 KiB, a byte a millisecond.
+  const std::uint8_t start[] = {0x16, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc};
+  std::size_t said = 0;
+  TimePoint next{};
+  drive_until([&] {
+    if (executor_->now() < next) return !journal_.refused.empty();
+    next = executor_->now() + std::chrono::milliseconds(1);
+    const std::uint8_t byte = said < sizeof start ? start[said] : 0;
+    if (::send(loris.get(), &byte, 1, MSG_NOSIGNAL) == 1) ++said;
+    return !journal_.refused.empty();
+  });
+  EXPECT_GT(said, 6u);
+  expect_refused(ErrorKind::kTimedOut);
+}
+
+TEST_F(TlsStrangersTest, TakesLittleFromOneThatTalksMuch) {
+  // A greeting of 128 KiB, as large as TLS lets it be, in records of 16 KiB.
+  const Descriptor talker = dial_raw(address_);
+  Bytes record(5 + 16384);
+  record[0] = std::byte{0x16};
+  record[1] = std::byte{3};
+  record[2] = std::byte{1};
+  record[3] = std::byte{0x40};
+  Bytes bytes;
+  for (int i = 0; i < 8; ++i) bytes.insert(bytes.end(), record.begin(), record.end());
+  bytes[5] = std::byte{1};
+  bytes[6] = std::byte{1};
+  std::size_t said = 0;
+  drive_until([&] {
+    const ssize_t sent = ::send(talker.get(), bytes.data() + said, bytes.size() - said, MSG_NOSIGNAL);
+    if (sent > 0) said += static_cast<std::size_t>(sent);
+    return !journal_.refused.empty();
+  });
+  EXPECT_THAT(journal_.refused.at(0).message(), HasSubstr("65536 bytes before it proved anything"));
+  expect_refused(ErrorKind::kInvalid);
+}
+
+TEST_F(TlsStrangersTest, RefusesAReplayOfAnHonestCall) {
+  // Between an honest dialer and the listener sits one that copies what the dialer says.
+  const auto listening = numeric_address(parse_tls_address("tls:127.0.0.1:0"));
+  ListeningSocket door(*listening);
+  TlsJournal dialer_journal;
+  TransportOptions options;
+  options.secret = test_secret();
+  const auto dialer = make_tls_transport(*executor_, dialer_journal, options, {.lanes = 0});
+  dialer->connect(with_port(parse_tls_address(address_), door.address().port), Deadline::never())
+      ->send(Bytes(10), {});
+  dialer->poll();
+  Descriptor near(::accept(door.get(), nullptr, nullptr));
+  ASSERT_EQ(::fcntl(near.get(), F_SETFL, O_NONBLOCK), 0);
+  Descriptor far = dial_raw(address_);
+  Bytes recorded;
+  const auto forward = [](const Descriptor& from, const Descriptor& to, Bytes* record) {
+    std::byte bytes[4096];
+    const ssize_t got = ::recv(from.get(), bytes, sizeof bytes, 0);
+    if (got <= 0) return;
+    if (record != nullptr) record->insert(record->end(), bytes, bytes + got);
+    ASSERT_EQ(::send(to.get(), bytes, static_cast<std::size_t>(got), MSG_NOSIGNAL), got);
+  };
+  drive_until([&] {
+    dialer->poll();
+    forward(near, far, &recorded);
+    forward(far, near, nullptr);
+    return !journal_.received.empty();
+  });
+  ASSERT_EQ(journal_.accepted.size(), 1u);
+  journal_.accepted.clear();
+  const Descriptor replay = dial_raw(address_);
+  say(replay, recorded);
+  expect_refused(ErrorKind::kInvalid);
+}
+
+TEST_F(TlsStrangersTest, RefusesAProvenPeerThatSpeaksAnotherProtocol) {
+  BarePeer peer(dial_raw(address_));
+  drive_until([&] { return peer.shake_hands(); });
+  peer.say(Bytes(kLaneHelloBytes, std::byte{'G'}));
+  expect_refused(ErrorKind::kInvalid);
+}
+
+TEST_F(TlsStrangersTest, TellsAPeerOfAnotherVersionBeforeItHangsUp) {
+  LaneHello answer;
+  const auto peer = join({.lowest = 7, .highest = 9}, &answer);
+  EXPECT_EQ(answer.highest, kProtocolHighest);
+  expect_refused(ErrorKind::kUnsupported);
+}
+
+TEST_F(TlsStrangersTest, HangsUpOnALaneOfAChannelThatIsNotThere) {
+  BarePeer peer(dial_raw(address_));
+  drive_until([&] { return peer.shake_hands(); });
+  LaneHello hello;
+  hello.lane = 1;
+  hello.token.fill(std::byte{0x5a});
+  peer.say(encode(hello));
+  drive_until([&] { return peer.hears_hang_up(); });
+  EXPECT_TRUE(journal_.accepted.empty());
+  EXPECT_TRUE(journal_.refused.empty()) << "it knows the secret: most likely it came late";
+  expect_honest_peer_served();
+}
+
+TEST_F(TlsStrangersTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims) {
+  for (const std::uint64_t claim : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1} << 50}) {
+    for (const FrameType type : {FrameType::kMessage, FrameType::kStriped}) {
+      TransportOptions options;
+      options.allocator = [](std::size_t size) -> Buffer {
+        EXPECT_LE(size, 100u);
+        return allocate_buffer(size);
+      };
+      journal_ = {};
+      start(options);
+      const auto peer = join({.lanes = 1});
+      const std::vector<Segment> segments = {{nullptr, claim, nullptr}};
+      peer->say(FramePrefix({}, segments, type).bytes());
+      expect_cut_off(ErrorKind::kInvalid, "max_message");
+    }
+  }
+}
+
+TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhosePiecesMakeNoSense) {
+  const Bytes whole(kPieceBytes);
+  const auto piece = [&](std::uint64_t message, std::uint32_t index, BytesView bytes) {
+    Bytes all(kPiecePrefixBytes);
+    std::ranges::copy(piece_prefix(message, index), all.begin());
+    all.insert(all.end(), bytes.begin(), bytes.end());
+    return all;
+  };
+  Bytes twice = piece(0, 0, BytesView(whole).first(10));
+  const Bytes again = piece(0, 0, {});
+  twice.insert(twice.end(), again.begin(), again.end());
+  Bytes no_piece = piece(0, 0, {});
+  no_piece.back() = std::byte{1};
+  for (const Bytes& bytes : {piece(0, 1, {}), piece(0, ~0u, {}), no_piece, twice}) {
+    journal_ = {};
+    start({});
+    LaneHello answer;
+    const auto first = join({.lanes = 1}, &answer);
+    LaneHello second;
+    second.lane = 1;
+    second.token = answer.token;
+    const auto lane = join(second);
+    const std::vector<Segment> segments = {{nullptr, 10, nullptr}, {nullptr, 0, nullptr}};
+    // Striped again, so that the first one's completion does not end the assembly.
+    first->say(FramePrefix({}, segments, FrameType::kStriped).bytes());
+    first->say(FramePrefix({}, segments, FrameType::kStriped).bytes());
+    lane->say(bytes);
+    expect_cut_off(ErrorKind::kInvalid, "cut off");
+  }
+}
+
+TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
+  // A bare TLS session whose next record is damaged on the way.
+  const Descriptor raw = dial_raw(address_);
+  BarePeer peer{Descriptor(::dup(raw.get()))};
+  drive_until([&] { return peer.shake_hands(); });
+  peer.say(encode(LaneHello{}));
+  drive_until([&] { return !journal_.accepted.empty(); });
+  Bytes record(5 + 64, std::byte{0x42});
+  record[0] = std::byte{0x17};
+  record[1] = record[2] = std::byte{3};
+  record[3] = std::byte{0};
+  record[4] = std::byte{64};
+  say(raw, record);
+  expect_cut_off(ErrorKind::kInvalid, "no TLS of this connection");
+}
+
+TEST_F(TlsStrangersTest, TellsACutConnectionFromAGoodbye) {
+  // Without a goodbye inside TLS an end is a death, whoever closed the TCP connection.
+  { const auto peer = join({}); }
+  drive_until([&] { return !journal_.closed.empty(); });
+  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("died or was killed"));
+  const auto polite = join({});
+  polite->say(goodbye_frame());
+  drive_until([&] { return journal_.closed.size() == 2; });
+  EXPECT_THAT(journal_.closed.at(1).message(), HasSubstr("closed the channel"));
+}
+
+}  // namespace
+}  // namespace torchspan::net

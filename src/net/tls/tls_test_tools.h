@@ -1,0 +1,118 @@
+#pragma once
+#include <fcntl.h>
+#include <functional>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <sys/socket.h>
+#include <utility>
+#include <vector>
+
+#include <torchspan/net/tls.h>
+
+#include "net/framing.h"
+#include "net/stream/socket.h"
+#include "net/tls/hello.h"
+#include "net/tls/tls_address.h"
+#include "net/tls/tls_session.h"
+
+/// For the tests of the TLS transport: a transport that the test drives, and peers made of bare parts.
+namespace torchspan::net {
+
+inline Secret test_secret() { return Secret::from_bytes(Bytes(32, std::byte{'k'})); }
+
+struct TlsJournal : Handler {
+  void on_accepted(const std::shared_ptr<Channel>& channel) override { accepted.push_back(channel); }
+  void on_message(const std::shared_ptr<Channel>&, Message message) override {
+    received.push_back(std::move(message));
+  }
+  void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override { closed.push_back(reason); }
+  void on_refused(const std::string&, const Error& reason) override { refused.push_back(reason); }
+
+  std::vector<std::shared_ptr<Channel>> accepted;
+  std::vector<Message> received;
+  std::vector<Error> closed;
+  std::vector<Error> refused;
+};
+
+/// A transport that the test itself drives.
+class TlsTest : public testing::Test {
+ protected:
+  void start(TransportOptions options, TlsOptions tls = {}) {
+    options.secret = test_secret();
+    transport_ = make_tls_transport(*executor_, journal_, std::move(options), std::move(tls));
+    address_ = transport_->listen("tls:127.0.0.1:0");
+  }
+  /// Drives the transport, calling `happened` in between, until that is true.
+  void drive_until(const std::function<bool()>& happened) {
+    const Deadline deadline = executor_->deadline_in(std::chrono::seconds(30));
+    while (!happened()) {
+      ASSERT_FALSE(deadline.passed(executor_->now())) << "waited in vain";
+      if (!transport_->poll()) transport_->wait(executor_->deadline_in(std::chrono::milliseconds(1)));
+    }
+  }
+  static Descriptor dial_raw(const std::string& text) {
+    const auto address = numeric_address(parse_tls_address(text));
+    Descriptor socket(::socket(address->socket.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(::connect(socket.get(), address->raw(), address->socket_size), 0);
+    EXPECT_EQ(::fcntl(socket.get(), F_SETFL, O_NONBLOCK), 0);
+    return socket;
+  }
+  static void say(const Descriptor& socket, BytesView bytes) {
+    ASSERT_EQ(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+
+  const std::unique_ptr<Executor> executor_ = make_executor();
+  TlsJournal journal_;
+  std::unique_ptr<Transport> transport_;
+  std::string address_;
+};
+
+/// TLS to the transport of a test, with nothing of ours above it.
+class BarePeer {
+ public:
+  explicit BarePeer(Descriptor socket, Role role = Role::kDialer)
+      : context_(std::make_shared<const TlsContext>(test_secret(), TlsOptions())),
+        session_(std::make_unique<TlsSession>(context_, std::move(socket),
+                                              TlsSession::Start{.role = role, .peer = "bare", .host = {}})) {}
+
+  TlsSession& session() { return *session_; }
+  /// One step of the handshake; true once it is done.
+  bool shake_hands() {
+    if (!done_ && session_->shake_hands()) {
+      done_ = true;
+      session_->trust();
+    }
+    return done_;
+  }
+  void say(BytesView bytes) {
+    const iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
+    ASSERT_EQ(session_->write(std::span(&place, 1)), static_cast<ssize_t>(bytes.size()));
+  }
+  /// Receives what is there; true once it has `size` bytes that take() did not take.
+  bool hears(std::size_t size) {
+    Bytes bytes(64 << 10);
+    const iovec place{bytes.data(), bytes.size()};
+    const TlsSession::Got got = session_->read(std::span(&place, 1));
+    heard_.insert(heard_.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(got.size));
+    ended_ = got.ended || got.broken != 0;
+    return heard_.size() >= size;
+  }
+  bool hears_hang_up() { return hears(~std::size_t{0}) || ended_; }
+  Bytes take(std::size_t size) {
+    const auto end = heard_.begin() + static_cast<std::ptrdiff_t>(size);
+    const Bytes taken(heard_.begin(), end);
+    heard_.erase(heard_.begin(), end);
+    return taken;
+  }
+
+ private:
+  const std::shared_ptr<const TlsContext> context_;
+  std::unique_ptr<TlsSession> session_;
+  bool done_ = false;
+  bool ended_ = false;
+  Bytes heard_;
+};
+
+}  // namespace torchspan::net

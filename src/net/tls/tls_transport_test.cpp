@@ -1,0 +1,300 @@
+#include <gmock/gmock.h>
+#include <random>
+
+#include "net/tls/pieces.h"
+#include "net/tls/tls_test_tools.h"
+#include "tests/support/certificates.h"
+#include "tests/support/processes.h"
+
+/// What only the TLS transport has: names, lanes, heartbeats, certificates, keys that are renewed. Everything
+/// else is in tests/conformance.
+namespace torchspan::net {
+namespace {
+
+using ::testing::HasSubstr;
+using torchspan::testing::TemporaryFolder;
+using torchspan::testing::TestAuthority;
+
+Error failure_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(ErrorKind::kInvalid, "");
+}
+
+class TlsTransportTest : public TlsTest {
+ protected:
+  TlsTransportTest() { start({}); }
+
+  Error end_of_dial(const std::string& text) {
+    journal_.closed.clear();
+    transport_->connect(text, Deadline::never());
+    drive_until([&] { return !journal_.closed.empty(); });
+    return journal_.closed.at(0);
+  }
+  /// A bare listener that a transport of ours dialled and that has proved the secret.
+  std::unique_ptr<BarePeer> be_dialed(std::shared_ptr<Channel>& channel) {
+    ListeningSocket door(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
+    channel = transport_->connect(with_port(parse_tls_address(address_), door.address().port), {});
+    transport_->poll();
+    Descriptor socket(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    auto peer = std::make_unique<BarePeer>(std::move(socket), Role::kListener);
+    drive_until([&] { return peer->shake_hands(); });
+    drive_until([&] { return peer->hears(kLaneHelloBytes); });
+    peer->take(kLaneHelloBytes);
+    peer->say(encode(LaneHello{}));
+    return peer;
+  }
+};
+
+TEST_F(TlsTransportTest, NeedsASecretOrCertificates) {
+  const auto make = [&](const TlsOptions& tls, bool secret) {
+    return failure_of([&] {
+      TransportOptions options;
+      if (secret) options.secret = test_secret();
+      make_tls_transport(*executor_, journal_, options, tls);
+    });
+  };
+  EXPECT_THAT(make({}, false).message(), HasSubstr("TransportOptions::secret"));
+  EXPECT_THAT(make({.certificate_file = "certificate.pem"}, true).message(), HasSubstr("key_file"));
+  EXPECT_THAT(make({.key_file = "key.pem"}, true).message(), HasSubstr("certificate_file"));
+  EXPECT_THAT(make({.check_names = true}, true).message(), HasSubstr("check_names"));
+  EXPECT_THAT(make({.lanes = 17}, true).message(), HasSubstr("lanes"));
+  EXPECT_THAT(make({.dead_after = std::chrono::milliseconds(300)}, true).message(), HasSubstr("dead_after"));
+  const TlsOptions missing{
+      .certificate_file = "/nowhere/c.pem", .key_file = "/nowhere/k.pem", .authority_file = "/nowhere/a.pem"};
+  EXPECT_THAT(make(missing, true).message(), HasSubstr("'/nowhere/c.pem'"));
+}
+
+TEST_F(TlsTransportTest, ReadsAddresses) {
+  for (const char* wrong :
+       {"tls:", "tls:host", "tls:host:", "tls::80", "tls:host:65536", "tls:host:12x", "tls:::1:80",
+        "tls:[::1:80", "tls:[name]:80", "tls:a b:80", "tls:a/b:80", "tcp:127.0.0.1:80"}) {
+    SCOPED_TRACE(wrong);
+    EXPECT_FALSE(transport_->can_reach(wrong));
+    EXPECT_EQ(failure_of([&] { transport_->connect(wrong, {}); }).kind(), ErrorKind::kInvalid);
+    EXPECT_EQ(failure_of([&] { transport_->listen(wrong); }).kind(), ErrorKind::kInvalid);
+  }
+  for (const char* right :
+       {"tls:10.0.0.1:80", "tls:[::1]:80", "tls:[2001:db8::7]:1", "tls:worker-3.job.local:29500"}) {
+    EXPECT_TRUE(transport_->can_reach(right)) << right;
+  }
+}
+
+TEST_F(TlsTransportTest, SpeaksOverIpv6AndToNames) {
+  for (const char* place : {"tls:[::1]:0", "tls:localhost:0"}) {
+    SCOPED_TRACE(place);
+    const std::string bound = transport_->listen(place);
+    EXPECT_THAT(bound, ::testing::StartsWith(std::string(place).substr(0, std::string(place).rfind(':'))));
+    const std::size_t before = journal_.received.size();
+    transport_->connect(bound, Deadline::never())->send(Bytes(3), {});
+    drive_until([&] { return journal_.received.size() == before + 1; });
+  }
+}
+
+TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
+  const Error error = failure_of([&] { transport_->listen(address_); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.message(), HasSubstr("'" + address_ + "'"));
+}
+
+TEST_F(TlsTransportTest, TellsThatANameIsUnknown) {
+  // No name has a label of 70 letters: the resolver knows without asking anybody.
+  const std::string name(70, 'x');
+  const Error error = end_of_dial("tls:" + name + ":80");
+  EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.message();
+  EXPECT_THAT(error.message(), HasSubstr("getent hosts '" + name + "'"));
+}
+
+TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
+  BarePeer first(dial_raw(address_));
+  drive_until([&] { return first.shake_hands(); });
+  first.say(encode(LaneHello{.lanes = 1}));
+  drive_until([&] { return first.hears(kLaneHelloBytes); });
+  LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
+  EXPECT_EQ(hello.lanes, 1);
+  BarePeer lane(dial_raw(address_));
+  drive_until([&] { return lane.shake_hands(); });
+  hello.lane = 1;
+  lane.say(encode(hello));
+  drive_until([&] { return lane.hears(kLaneHelloBytes); });
+  lane.take(kLaneHelloBytes);
+
+  const Bytes header(20, std::byte{'h'}), small(kWorthStriping - 1, std::byte{'s'});
+  Bytes large(kPieceBytes * 4 + 100);
+  for (std::size_t i = 0; i < large.size(); ++i) large[i] = static_cast<std::byte>(i * 7 >> 3);
+  const Segment striped[] = {{large.data(), 1000, nullptr},
+                             {large.data() + 1000, large.size() - 1000, nullptr}};
+  const Segment whole[] = {{small.data(), small.size(), nullptr}};
+  journal_.accepted.at(0)->send(header, striped);
+  journal_.accepted.at(0)->send({}, whole);
+
+  const std::size_t announced = kPrefixBytes + 16 + header.size();
+  drive_until([&] { return first.hears(announced + kPrefixBytes + 8 + small.size()); });
+  const FramePrefix prefix(header, striped, FrameType::kStriped);
+  EXPECT_THAT(first.take(kPrefixBytes + 16), ::testing::ElementsAreArray(prefix.bytes()));
+  EXPECT_EQ(first.take(header.size()), header);
+  drive_until([&] { return lane.hears(large.size() + 5 * kPiecePrefixBytes); });
+  for (std::uint32_t index = 0; index < 5; ++index) {
+    const std::size_t at = index * kPieceBytes, size = std::min(kPieceBytes, large.size() - at);
+    EXPECT_THAT(lane.take(kPiecePrefixBytes), ::testing::ElementsAreArray(piece_prefix(0, index)));
+    EXPECT_TRUE(std::ranges::equal(lane.take(size), BytesView(large).subspan(at, size)));
+  }
+
+  // And back, with the pieces before the frame they belong to, and a small message in between.
+  lane.say(piece_prefix(0, 4));
+  for (std::size_t at = 4 * kPieceBytes; at < large.size(); at += 50)
+    lane.say(BytesView(large).subspan(at, 50));
+  for (std::uint32_t index = 0; index < 4; ++index) {
+    lane.say(piece_prefix(0, index));
+    for (std::size_t at = 0; at < kPieceBytes; at += 16384) {
+      lane.say(BytesView(large).subspan(index * kPieceBytes + at, 16384));
+    }
+    for (int i = 0; i < 5; ++i) transport_->poll();
+  }
+  EXPECT_TRUE(journal_.received.empty());
+  first.say(prefix.bytes());
+  first.say(header);
+  first.say(FramePrefix(header, {}).bytes());
+  first.say(header);
+  drive_until([&] { return journal_.received.size() == 2; });
+  ASSERT_EQ(journal_.received.at(0).segments.size(), 2u);
+  const Buffer& rest = journal_.received.at(0).segments.at(1);
+  EXPECT_TRUE(std::ranges::equal(BytesView(rest.data, rest.size), BytesView(large).subspan(1000)));
+  EXPECT_TRUE(journal_.received.at(1).segments.empty());
+  EXPECT_TRUE(journal_.closed.empty());
+}
+
+TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
+  TransportOptions options;
+  options.linger = std::chrono::milliseconds(50);
+  start(options);
+  BarePeer first(dial_raw(address_));
+  drive_until([&] { return first.shake_hands(); });
+  first.say(encode(LaneHello{.lanes = 1}));
+  drive_until([&] { return first.hears(kLaneHelloBytes); });
+  LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
+  hello.lane = 1;
+  {
+    BarePeer lane(dial_raw(address_));
+    drive_until([&] { return lane.shake_hands(); });
+    lane.say(encode(hello));
+    drive_until([&] { return lane.hears(kLaneHelloBytes); });
+  }
+  drive_until([&] { return !journal_.closed.empty(); });
+  EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
+  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("one of its connections"));
+}
+
+TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
+  start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(300)});
+  std::shared_ptr<Channel> channel;
+  const auto peer = be_dialed(channel);
+  channel->send(Bytes(8), {});
+  drive_until([&] { return peer->hears(kPrefixBytes + 8); });
+  const TimePoint start = executor_->now();
+  drive_until([&] {
+    peer->hears(0);
+    return !journal_.closed.empty();
+  });
+  EXPECT_GE(executor_->now() - start, std::chrono::milliseconds(250));
+  EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
+  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));
+  // It showed that it lives all that time.
+  peer->take(kPrefixBytes + 8);
+  ASSERT_TRUE(peer->hears(3 * kPrefixBytes));
+  EXPECT_THAT(peer->take(kPrefixBytes), ::testing::ElementsAreArray(heartbeat_frame()));
+  EXPECT_EQ(failure_of([&] { channel->send({}, {}); }).kind(), ErrorKind::kDisconnected);
+}
+
+TEST_F(TlsTransportTest, KeepsAnIdleChannelAndOneWithoutMessagesInOneDirection) {
+  start({}, {.heartbeat = std::chrono::milliseconds(100), .dead_after = std::chrono::seconds(1)});
+  const auto idle = transport_->connect(address_, Deadline::never());
+  const auto busy = transport_->connect(address_, Deadline::never());
+  const Deadline later = executor_->deadline_in(std::chrono::milliseconds(2200));
+  drive_until([&] {
+    if (busy->unsent_bytes() == 0) busy->send(Bytes(1000), {});
+    return later.passed(executor_->now());
+  });
+  EXPECT_TRUE(journal_.closed.empty());
+}
+
+TEST_F(TlsTransportTest, DoesNotTakeAPeerForDeadBecauseNobodyLookedAtIt) {
+  start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(200)});
+  std::shared_ptr<Channel> channel;
+  const auto peer = be_dialed(channel);
+  drive_until([&] { return peer->hears(kPrefixBytes); });
+  executor_->sleep(std::chrono::milliseconds(400));
+  peer->say(heartbeat_frame());
+  transport_->poll();
+  transport_->poll();
+  EXPECT_TRUE(journal_.closed.empty());
+}
+
+TEST_F(TlsTransportTest, ChecksNamesInCertificatesWhenAsked) {
+  const TemporaryFolder folder;
+  const TestAuthority authority(folder.path(), "authority");
+  authority.issue("right", "DNS:localhost,IP:127.0.0.1");
+  authority.issue("wrong", "DNS:elsewhere.example");
+  const auto options = [&](const std::string& who, bool check) {
+    return TlsOptions{.certificate_file = authority.certificate_file(who),
+                      .key_file = authority.key_file(who),
+                      .authority_file = authority.authority_file(),
+                      .check_names = check};
+  };
+  for (const bool check : {false, true}) {
+    for (const char* who : {"right", "wrong"}) {
+      for (const char* place : {"tls:127.0.0.1:0", "tls:localhost:0"}) {
+        SCOPED_TRACE(::testing::Message() << who << " at " << place << (check ? ", checked" : ""));
+        journal_ = {};
+        transport_ = make_tls_transport(*executor_, journal_, {}, options(who, check));
+        const std::string bound = transport_->listen(place);
+        transport_->connect(bound, Deadline::never());
+        drive_until([&] { return !journal_.accepted.empty() || !journal_.closed.empty(); });
+        EXPECT_EQ(journal_.closed.empty(), !check || who == std::string("right"));
+        for (const Error& reason : journal_.closed) EXPECT_EQ(reason.kind(), ErrorKind::kDenied);
+      }
+    }
+  }
+}
+
+TEST(TlsSessionTest, RenewsItsKeysOnTheWay) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+  const auto context = std::make_shared<const TlsContext>(test_secret(), TlsOptions());
+  const auto start = [&](Role role) {
+    return TlsSession::Start{.role = role, .peer = "peer", .host = {}, .bytes_per_key = 100'000};
+  };
+  TlsSession dialer(context, Descriptor(ends[0]), start(Role::kDialer));
+  TlsSession listener(context, Descriptor(ends[1]), start(Role::kListener));
+  for (bool one = false, other = false; !one || !other;) {
+    if (!one) one = dialer.shake_hands();
+    if (!other) other = listener.shake_hands();
+  }
+  dialer.trust();
+  listener.trust();
+  Bytes sent(2'000'000), got(sent.size());
+  std::mt19937 random(1);
+  for (std::byte& byte : sent) byte = static_cast<std::byte>(random());
+  std::size_t written = 0, read = 0;
+  while (read < got.size()) {
+    if (written < sent.size()) {
+      const iovec place{sent.data() + written, sent.size() - written};
+      const ssize_t taken = dialer.write(std::span(&place, 1));
+      ASSERT_GE(taken, 0);
+      written += static_cast<std::size_t>(taken);
+    } else {
+      ASSERT_TRUE(dialer.flush());
+    }
+    const iovec place{got.data() + read, got.size() - read};
+    read += listener.read(std::span(&place, 1)).size;
+  }
+  EXPECT_EQ(got, sent);
+  EXPECT_GE(dialer.key_renewals(), 10u);
+}
+
+}  // namespace
+}  // namespace torchspan::net

@@ -1,0 +1,186 @@
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <functional>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <optional>
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <torchspan/net/tls.h>
+
+#include "net/descriptor.h"
+
+/// Two hosts that lose sight of each other without a word. The hosts are two processes in network namespaces
+/// of their own, joined by a pair of virtual Ethernet ends; everything goes with the processes.
+namespace torchspan::net {
+namespace {
+
+constexpr const char* kNear = "10.77.0.1";
+constexpr const char* kFar = "10.77.0.2";
+
+class Listening : public Handler {
+ public:
+  void on_accepted(const std::shared_ptr<Channel>& channel) override { peer = channel; }
+  void on_message(const std::shared_ptr<Channel>& channel, Message message) override {
+    ++messages;
+    if (echo) channel->send(message.header, {});
+  }
+  void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override { closed.push_back(reason); }
+
+  bool echo = false;
+  std::size_t messages = 0;
+  std::shared_ptr<Channel> peer;
+  std::vector<Error> closed;
+};
+
+/// One end of a pipe pair: lines to and from the other process.
+class Wire {
+ public:
+  Wire(int in, int out) : in_(in), out_(out) {}
+  void say(const std::string& line) const {
+    const std::string text = line + "\n";
+    if (::write(out_.get(), text.data(), text.size()) != static_cast<ssize_t>(text.size())) std::abort();
+  }
+  std::string hear() const {
+    std::string line;
+    for (char c; ::read(in_.get(), &c, 1) == 1 && c != '\n';) line += c;
+    return line;
+  }
+
+ private:
+  Descriptor in_, out_;
+};
+
+bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
+
+std::unique_ptr<Transport> make_transport(Executor& executor, Handler& handler) {
+  TransportOptions options;
+  options.secret = Secret::from_bytes(Bytes(32, std::byte{'k'}));
+  return make_tls_transport(executor, handler, std::move(options));
+}
+
+bool drive_until(Executor& executor, Transport& transport, const std::function<bool()>& happened) {
+  const Deadline deadline = executor.deadline_in(std::chrono::seconds(30));
+  while (!happened()) {
+    if (deadline.passed(executor.now())) return false;
+    if (!transport.poll())
+      transport.wait(earlier(deadline, executor.deadline_in(std::chrono::milliseconds(50))));
+  }
+  return true;
+}
+
+/// The far host: echoes, and tells when and why its channel ended.
+[[noreturn]] void be_far_host(const Wire& wire) {
+  if (::unshare(CLONE_NEWNET) != 0) {
+    wire.say(std::string("no namespace: ") + std::strerror(errno));
+    ::_exit(0);
+  }
+  wire.say("here");
+  wire.hear();
+  const bool up =
+      run("ip link set lo up") && run("ip addr add 10.77.0.2/24 dev far") && run("ip link set far up");
+  const auto executor = make_executor();
+  Listening far;
+  far.echo = true;
+  const auto transport = make_transport(*executor, far);
+  wire.say(up ? transport->listen(std::string("tls:") + kFar + ":0") : "no link");
+  drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
+  wire.say(std::to_string(executor->now().time_since_epoch().count()));
+  wire.say(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
+  ::_exit(0);
+}
+
+class TwoHosts : public ::testing::Test {
+ protected:
+  ~TwoHosts() override {
+    if (far_ > 0) {
+      ::kill(far_, SIGKILL);
+      ::waitpid(far_, nullptr, 0);
+    }
+    if (home_ && ::setns(home_.get(), CLONE_NEWNET) != 0) ADD_FAILURE() << std::strerror(errno);
+  }
+
+  /// Empty, or why there cannot be two hosts here.
+  std::string connect_hosts() {
+    if (::geteuid() != 0) return "this user is not root, so it may make no network namespaces";
+    if (!run("ip -V")) return "there is no program 'ip' (package iproute2)";
+    int there[2], back[2];
+    if (::pipe2(there, O_CLOEXEC) != 0 || ::pipe2(back, O_CLOEXEC) != 0) return std::strerror(errno);
+    far_ = ::fork();
+    if (far_ == 0) {
+      ::close(there[1]);
+      ::close(back[0]);
+      be_far_host(Wire(there[0], back[1]));
+    }
+    ::close(there[0]);
+    ::close(back[1]);
+    wire_.emplace(back[0], there[1]);
+    if (const std::string word = wire_->hear(); word != "here") return word;
+    home_.reset(::open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC));
+    if (::unshare(CLONE_NEWNET) != 0) return std::string("no namespace: ") + std::strerror(errno);
+    if (!run("ip link add near type veth peer name far netns " + std::to_string(far_)) ||
+        !run(std::string("ip addr add ") + kNear + "/24 dev near") || !run("ip link set near up")) {
+      return "this system makes no pair of virtual Ethernet ends (veth)";
+    }
+    wire_->say("linked");
+    address_ = wire_->hear();
+    return address_.starts_with("tls:") ? "" : "the far host has no network: " + address_;
+  }
+
+  /// Pulls the cable, and checks that both sides hear of it in time.
+  void pull_cable_and_listen(bool busy) {
+    const auto executor = make_executor();
+    Listening near;
+    const auto transport = make_transport(*executor, near);
+    const auto channel = transport->connect(address_, Deadline::never());
+    channel->send(Bytes(8), {});
+    ASSERT_TRUE(
+        drive_until(*executor, *transport, [&] { return near.messages == 1 || !near.closed.empty(); }));
+    ASSERT_TRUE(near.closed.empty()) << near.closed.at(0).what();
+    const Buffer bulk = allocate_buffer(4 << 20);
+    const Segment segment{bulk.data, bulk.size, bulk.owner};
+    if (busy) {
+      for (int i = 0; i < 64; ++i) channel->send(Bytes(8), std::span(&segment, 1));
+      ASSERT_TRUE(drive_until(*executor, *transport, [&] { return near.messages >= 3; }));
+    }
+    ASSERT_TRUE(run("ip link set near down"));
+    const TimePoint pulled = executor->now();
+    ASSERT_TRUE(drive_until(*executor, *transport, [&] { return !near.closed.empty(); }));
+    const Duration here = executor->now() - pulled;
+    const TimePoint heard{Duration(std::stoll(wire_->hear()))};
+    const std::string there = wire_->hear();
+    EXPECT_EQ(near.closed.at(0).kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(near.closed.at(0).message(), ::testing::HasSubstr("silent for 5.0 s"));
+    EXPECT_THAT(there, ::testing::HasSubstr("disconnected"));
+    EXPECT_THAT(there, ::testing::HasSubstr("silent for 5.0 s"));
+    for (const Duration time : {here, heard - pulled}) {
+      EXPECT_LT(time, std::chrono::seconds(6));
+      EXPECT_GT(time, std::chrono::seconds(4));
+    }
+  }
+
+  std::optional<Wire> wire_;
+  std::string address_;
+
+ private:
+  pid_t far_ = 0;
+  Descriptor home_;
+};
+
+TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledWhileIdle) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  pull_cable_and_listen(false);
+}
+
+TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledInTheMiddleOfBulk) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  pull_cable_and_listen(true);
+}
+
+}  // namespace
+}  // namespace torchspan::net
