@@ -426,6 +426,10 @@ void References::clear() {
   for (const auto& [fork, user] : users) {
     if (auto alive = user.lock()) alive->detach();
   }
+  // Calls that wait for a reference hold it too: they let go when it is settled.
+  const auto reason = std::make_exception_ptr(
+      Error(ErrorKind::kCancelled, "this worker was shut down before the value came"));
+  for (const auto& kept : effects.released) std::static_pointer_cast<Reference>(kept)->abandon(reason);
 }
 
 void References::acknowledged(const RRefMessage& message, std::exception_ptr error) {

@@ -32,6 +32,7 @@ class OwnerReference final : public Reference {
   Future<void> ready() const override;
   ValuePtr value(Deadline deadline) const override { return slot_.wait(deadline); }
   std::shared_ptr<Endpoint> endpoint() const override;
+  void abandon(const std::exception_ptr& reason) override { promise_.set_error(reason); }
 
  private:
   std::weak_ptr<Endpoint> endpoint_;
@@ -66,6 +67,7 @@ class UserReference final : public Reference {
   Future<void> ready() const override { return ready_future_; }
   ValuePtr value(Deadline deadline) const override;
   std::shared_ptr<Endpoint> endpoint() const override;
+  void abandon(const std::exception_ptr& reason) override { ready_.set_error(reason); }
 
  private:
   std::weak_ptr<Endpoint> endpoint_;
