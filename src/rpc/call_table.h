@@ -17,6 +17,8 @@
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/message.h>
 
+#include "rpc/roster.h"
+
 namespace torchspan::rpc {
 
 /// What runs on the thread that stops a call's token.
@@ -66,8 +68,8 @@ class CallTable {
   std::size_t size() const;
   /// Whose replies are waited for.
   std::vector<std::uint32_t> peers() const;
-  /// Oldest first; `to` holds the rank.
-  std::vector<DebugInfo::Pending> describe(TimePoint now) const;
+  /// Oldest first.
+  std::vector<DebugInfo::Pending> describe(TimePoint now, const Roster& roster) const;
 
  private:
   using Deadlines = std::multimap<Deadline, std::uint64_t>;

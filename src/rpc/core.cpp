@@ -286,10 +286,8 @@ DebugInfo Core::debug() const {
   const TimePoint now = runtime_.executor.now();
   DebugInfo info;
   info.worker = self_.name;
-  info.pending = calls_.describe(now);
-  for (auto& call : info.pending) call.to = roster_.name(static_cast<std::uint32_t>(std::stoul(call.to)));
-  info.serving = serving_.describe(now);
-  for (auto& call : info.serving) call.from = roster_.name(static_cast<std::uint32_t>(std::stoul(call.from)));
+  info.pending = calls_.describe(now, roster_);
+  info.serving = serving_.describe(now, roster_);
   const RRefTable::Counts counts = references_->counts();
   info.references = {counts.owners, counts.forks, counts.pending_users, counts.pending_children};
   info.pool_threads = host_->pool().thread_count();

@@ -180,9 +180,10 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   /// Interceptors, handles and tensors of a message on its way out; undone by undo() when the send fails.
   Outgoing prepare(const CallInfo& info, wire::Payload& payload, bool user_values);
   void undo(const CallInfo& info, const wire::Frame& frame);
-  /// Puts the call into the table and its frame onto a channel, a fresh one if the first turns out broken.
+  /// Puts the call into the table and its frame onto `channel`, or a fresh one if that turns out broken.
   /// False when the call has ended meanwhile. What throws leaves the call with the caller.
-  bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out);
+  bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out,
+                  std::shared_ptr<net::Channel> channel);
   /// Lets the token end the call.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);

@@ -100,7 +100,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
   const CallInfo info{request.type, request.name, to, id, false};
   try {
     check_may_start(request, now);
-    if (to != self_.rank) links_->to(to);  // fails before anything has to be undone
+    auto channel = to == self_.rank ? nullptr : links_->to(to);  // fails before anything has to be undone
     Outgoing out = prepare(info, request.payload, request.user_values);
     out.frame.header.type = request.type;
     if (!request.deadline.is_never()) {
@@ -109,7 +109,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
     }
     if (creation != nullptr) out.frame.handles.insert(out.frame.handles.begin(), *creation);
     try {
-      if (!start_call(id, call, out)) return;
+      if (!start_call(id, call, out, std::move(channel))) return;
     } catch (...) {
       if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
       undo(info, out.frame);
@@ -130,10 +130,10 @@ void Core::check_may_start(const Request& request, TimePoint now) const {
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
 }
 
-bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) {
+bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out,
+                      std::shared_ptr<net::Channel> channel) {
   const std::uint32_t to = call.peer;
   for (bool again : {true, false}) {
-    const auto channel = to == self_.rank ? nullptr : links_->to(to);
     call.channel = channel.get();
     const Deadline deadline = call.deadline;
     if (calls_.add(id, call)) wake_leader_by(deadline);
@@ -153,6 +153,7 @@ bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out) 
       call = std::move(*back);
       if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !links_->is_present(to)) throw;
       links_->drop(channel.get());  // it broke, and nothing of the call is sent: a fresh connection may do
+      channel = links_->to(to);
     }
   }
   return false;

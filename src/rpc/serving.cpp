@@ -105,13 +105,13 @@ std::vector<IncomingPtr> ServingTable::all() const {
   return calls;
 }
 
-std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now) const {
+std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now, const Roster& roster) const {
   std::vector<DebugInfo::Serving> rows;
   for (const IncomingPtr& call : all()) {
     MutexLock lock(mutex_);
     auto found = calls_.find(key_of(*call));
     if (found == calls_.end()) continue;
-    rows.push_back({call->name, std::to_string(call->peer), now - call->arrived, found->second.begun});
+    rows.push_back({call->name, roster.name(call->peer), now - call->arrived, found->second.begun});
   }
   return rows;
 }

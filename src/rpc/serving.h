@@ -13,6 +13,7 @@
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/extension.h>
 
+#include "rpc/roster.h"
 #include "rpc/timers.h"
 
 namespace torchspan::rpc {
@@ -69,7 +70,7 @@ class ServingTable {
   IncomingPtr find(const net::Channel* channel, std::uint64_t call) const;
   std::vector<IncomingPtr> of_channel(const net::Channel* channel) const;
   std::vector<IncomingPtr> all() const;
-  std::vector<DebugInfo::Serving> describe(TimePoint now) const;
+  std::vector<DebugInfo::Serving> describe(TimePoint now, const Roster& roster) const;
 
  private:
   struct Key {

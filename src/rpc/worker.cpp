@@ -5,9 +5,11 @@
 namespace torchspan {
 namespace {
 
-void encode_operator(rpc::Request& request, const std::string& name, const std::vector<c10::IValue>& args,
-                     const std::map<std::string, c10::IValue>& kwargs) {
+/// What is called by name: an operator, a script function, or a method of `object`.
+void encode_by_name(rpc::Request& request, const RRefBase* object, const std::string& name,
+                    const std::vector<c10::IValue>& args, const std::map<std::string, c10::IValue>& kwargs) {
   wire::Encoder encoder(request.payload);
+  if (object != nullptr) encoder.reference(object->state());
   wire::encode(encoder, name);
   wire::encode(encoder, args);
   wire::encode(encoder, kwargs);
@@ -20,7 +22,7 @@ Future<c10::IValue> Caller::rpc_async(const Destination& to, const std::string& 
                                       std::vector<c10::IValue> args,
                                       std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCallOperator, operator_name.c_str(), to.site());
-  encode_operator(request, operator_name, args, kwargs);
+  encode_by_name(request, nullptr, operator_name, args, kwargs);
   return send<c10::IValue>(to, std::move(request));
 }
 
@@ -33,23 +35,9 @@ RRef<c10::IValue> Caller::remote(const Destination& to, const std::string& opera
                                  std::vector<c10::IValue> args,
                                  std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCreateByOperator, operator_name.c_str(), to.site());
-  encode_operator(request, operator_name, args, kwargs);
+  encode_by_name(request, nullptr, operator_name, args, kwargs);
   return begin_creation<c10::IValue>(endpoint_->resolve(to), std::move(request));
 }
-
-namespace {
-
-void encode_method(rpc::Request& request, const RRefBase& rref, const std::string& method,
-                   const std::vector<c10::IValue>& args, const std::map<std::string, c10::IValue>& kwargs) {
-  wire::Encoder encoder(request.payload);
-  encoder.reference(rref.state());
-  wire::encode(encoder, method);
-  wire::encode(encoder, args);
-  wire::encode(encoder, kwargs);
-  encoder.finish();
-}
-
-}  // namespace
 
 Future<c10::IValue> Caller::call_method(const RRefBase& rref, const std::string& method,
                                         std::vector<c10::IValue> args,
@@ -57,7 +45,7 @@ Future<c10::IValue> Caller::call_method(const RRefBase& rref, const std::string&
                                         SourceLocation site) const {
   const Destination to(rref.owner().rank, site);
   auto request = make_request(rpc::kCallMethod, method.c_str(), site);
-  encode_method(request, rref, method, args, kwargs);
+  encode_by_name(request, &rref, method, args, kwargs);
   return send<c10::IValue>(to, std::move(request));
 }
 
@@ -66,7 +54,7 @@ RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::stri
                                            std::map<std::string, c10::IValue> kwargs,
                                            SourceLocation site) const {
   auto request = make_request(rpc::kCreateByMethod, method.c_str(), site);
-  encode_method(request, rref, method, args, kwargs);
+  encode_by_name(request, &rref, method, args, kwargs);
   return begin_creation<c10::IValue>(rref.owner().rank, std::move(request));
 }
 

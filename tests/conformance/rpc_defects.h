@@ -21,7 +21,7 @@ struct Wire<Unreadable> {
   }
 };
 
-/// What the tests of known defects share. Each test fails while its defect is there.
+/// What the tests of defects that were found and mended share.
 namespace defects {
 
 using std::chrono::milliseconds;

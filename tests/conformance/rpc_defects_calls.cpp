@@ -1,4 +1,4 @@
-// Known defects: calls that begin, end or are told of in the wrong way.
+// Regressions: calls that once began, ended or were told of in the wrong way.
 #include "tests/conformance/rpc_defects.h"
 
 namespace torchspan {

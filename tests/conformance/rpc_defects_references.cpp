@@ -1,4 +1,4 @@
-// Known defects: references whose messages are lost or refused.
+// Regressions: references whose messages are lost or refused, and that once were never given back.
 #include "tests/conformance/rpc_defects.h"
 
 namespace torchspan {
