@@ -125,6 +125,8 @@ class EpollPoller final : public Poller {
     [[maybe_unused]] const auto written = write(wake_.fd, &one, sizeof one);
   }
 
+  int descriptor() const override { return epoll_.fd; }
+
  private:
   static constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 

@@ -45,6 +45,8 @@ class World {
   virtual std::string listen_address(const std::string& name) = 0;
   /// A good address at which nobody listens.
   virtual std::string deserted_address() = 0;
+  /// What errors call the peer that was dialled at `address`.
+  virtual std::string named(const std::string& address) { return address; }
   virtual std::unique_ptr<Stranger> make_stranger() = 0;
   /// How an honest dialer's first bytes begin: not enough to tell him from a stranger.
   virtual std::string greeting_start() { return "\x89TSPAN"; }

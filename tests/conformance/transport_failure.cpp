@@ -243,7 +243,7 @@ TEST_P(TransportConformance, TellsThatNobodyListensAndReachesHimOnceHeDoes) {
     send_if_open(*channel, numbered(1));
     const Error error = dialer.wait_for_end(channel);
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
-    EXPECT_THAT(error.message(), HasSubstr(deserted));
+    EXPECT_THAT(error.message(), HasSubstr(world.named(deserted)));
     EXPECT_EQ(channel->unsent_bytes(), 0u);
 
     Node late(world, "late");
@@ -260,7 +260,7 @@ TEST_P(TransportConformance, GivesUpOnAListenerThatNeverAnswers) {
     const auto channel = dialer.connect(address, world.executor().deadline_in(std::chrono::milliseconds(20)));
     const Error error = dialer.wait_for_end(channel);
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
-    EXPECT_THAT(error.message(), HasSubstr(address));
+    EXPECT_THAT(error.message(), HasSubstr(world.named(address)));
   });
 }
 

@@ -2,28 +2,30 @@
 #include <unistd.h>
 
 #include <torchspan/net/local.h>
+#include <torchspan/net/network.h>
 #include <torchspan/net/stream.h>
 #include <torchspan/net/tls.h>
 
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS, prints where it
-/// listens, and ends when its standard input does.
+/// transport_peer stream|local|tls|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
+/// prints where it listens, and ends when its standard input does.
 namespace torchspan::net::conformance {
 namespace {
 
 class PeerWorld final : public World {
  public:
-  PeerWorld(std::string kind, std::string address, TlsOptions tls)
+  PeerWorld(std::string kind, std::string address, NetworkOptions network)
       : kind_(std::move(kind)),
         address_(std::move(address)),
-        tls_(std::move(tls)),
+        network_(std::move(network)),
         executor_(make_executor()) {}
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
     if (kind_ == "local") return make_local_transport(*executor_, handler, std::move(options));
-    if (kind_ == "tls") return make_tls_transport(*executor_, handler, std::move(options), tls_);
+    if (kind_ == "tls") return make_tls_transport(*executor_, handler, std::move(options), network_.tls);
+    if (kind_ == "network") return make_network_transport(*executor_, handler, std::move(options), network_);
     return make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }
@@ -34,7 +36,7 @@ class PeerWorld final : public World {
  private:
   const std::string kind_;
   const std::string address_;
-  const TlsOptions tls_;
+  const NetworkOptions network_;
   const std::unique_ptr<Executor> executor_;
 };
 
@@ -43,14 +45,15 @@ class PeerWorld final : public World {
 
 int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
-  if (count != 3 && count != 6) return 2;
-  torchspan::net::TlsOptions tls;
+  if (count < 3 || count == 5 || count > 6) return 2;
+  torchspan::net::NetworkOptions network;
+  if (count == 4) network.host_mark = arguments[3];
   if (count == 6) {
-    tls.certificate_file = arguments[3];
-    tls.key_file = arguments[4];
-    tls.authority_file = arguments[5];
+    network.tls.certificate_file = arguments[3];
+    network.tls.key_file = arguments[4];
+    network.tls.authority_file = arguments[5];
   }
-  PeerWorld world(arguments[1], arguments[2], tls);
+  PeerWorld world(arguments[1], arguments[2], network);
   Node node(world, "echo", echo_options());
   std::printf("%s\n", node.listen().c_str());
   std::fflush(stdout);

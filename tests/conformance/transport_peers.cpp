@@ -44,10 +44,11 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
     const auto channel = node.connect(echo->address());
     send(*channel, numbered(1));
     node.wait_for_messages(1);
+    const std::string name = world.named(echo->address());
     echo->kill();
     const Error error = node.wait_for_end(channel);
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
-    EXPECT_THAT(error.message(), HasSubstr(echo->address()));
+    EXPECT_THAT(error.message(), HasSubstr(name));
     EXPECT_THAT(error.message(), HasSubstr("died or was killed"));
   });
 }

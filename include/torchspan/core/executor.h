@@ -43,6 +43,9 @@ class Poller {
   virtual std::size_t wait(std::span<Event> events, Deadline deadline) = 0;
   /// Ends the current wait(), or the next one.
   virtual void wake() = 0;
+  /// Readable while wait() would return at once, so that one poller may watch another; -1 if this one cannot
+  /// be watched (simulated).
+  virtual int descriptor() const { return -1; }
 };
 
 /// A running thread; its destructor waits for the thread's end (through the executor, so it may be

@@ -1,14 +1,13 @@
+#include "net/local/local_transport.h"
+
 #include <fmt/format.h>
 
-#include <torchspan/net/local.h>
-
 #include "net/local/shared_lane.h"
-#include "net/stream/stream_transport.h"
 
 namespace torchspan::net {
 
-std::unique_ptr<Transport> make_local_transport(Executor& executor, Handler& handler,
-                                                TransportOptions options, LocalOptions local) {
+std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& handler,
+                                                 TransportOptions options, LocalOptions local) {
   if (!is_ring_size(local.ring_bytes)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("LocalOptions::ring_bytes is {}: take a power of two from 4 KiB to 1 GiB",
@@ -18,6 +17,11 @@ std::unique_ptr<Transport> make_local_transport(Executor& executor, Handler& han
   return std::make_unique<StreamTransport>(executor, handler, options, [share, options](Role role) {
     return std::make_unique<SharedLane>(share, options, role);
   });
+}
+
+std::unique_ptr<Transport> make_local_transport(Executor& executor, Handler& handler,
+                                                TransportOptions options, LocalOptions local) {
+  return make_local_part(executor, handler, std::move(options), std::move(local));
 }
 
 }  // namespace torchspan::net

@@ -91,20 +91,25 @@ void StreamTransport::wake() {
 }
 
 void StreamTransport::wait(Deadline deadline) {
-  // poll() may have swallowed the poller's own token: what woke it is remembered here.
-  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return;
-  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
-  if (may_sleep()) ready_ = poller_->wait(events_, deadline);
-  for (Connection* connection : sharing_) connection->lane().end_sleep();
-  woken_.store(false, std::memory_order_relaxed);
+  if (prepare_sleep(deadline)) ready_ = poller_->wait(events_, deadline);
+  end_sleep(false);
 }
 
-bool StreamTransport::may_sleep() {
+bool StreamTransport::prepare_sleep(Deadline& until) {
+  // poll() may have swallowed the poller's own token: what woke it is remembered here.
+  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return false;
+  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
   bool may = true;
   for (Connection* connection : sharing_) {
     may &= connection->lane().prepare_sleep(connection->channel()->unsent_bytes() != 0);
   }
   return may;
+}
+
+void StreamTransport::end_sleep(bool ready) {
+  for (Connection* connection : sharing_) connection->lane().end_sleep();
+  woken_.store(false, std::memory_order_relaxed);
+  if (ready) polls_ = kPollsBetweenLooks;
 }
 
 bool StreamTransport::poll() {

@@ -12,6 +12,7 @@
 
 #include <torchspan/net/stream.h>
 
+#include "net/polled.h"
 #include "net/stream/connection.h"
 #include "net/stream/mailbox.h"
 #include "net/stream/socket.h"
@@ -20,7 +21,7 @@ namespace torchspan::net {
 
 /// Transport over the sockets of one host, or over lanes beside them. Everything but `mailbox_` and the
 /// atomics belongs to the thread that is in poll() or wait().
-class StreamTransport final : public Transport {
+class StreamTransport final : public PolledTransport {
  public:
   /// Makes the lanes of connections over Unix sockets.
   using MakeLane = std::function<std::unique_ptr<Lane>(Role role)>;
@@ -34,6 +35,9 @@ class StreamTransport final : public Transport {
   bool poll() override;
   void wait(Deadline deadline) override;
   void wake() override;
+  bool prepare_sleep(Deadline& until) override;
+  void end_sleep(bool ready) override;
+  int descriptor() const override { return poller_->descriptor(); }
 
  private:
   struct Listener {
@@ -46,7 +50,6 @@ class StreamTransport final : public Transport {
   std::shared_ptr<StreamChannel> make_channel(std::string peer, std::uint64_t token) const;
 
   std::unique_ptr<Lane> make_lane(const Address& address, Role role) const;
-  bool may_sleep();
   bool must_look() const;
   bool serve_lanes();
   bool serve_lane(Connection& connection);

@@ -7,6 +7,8 @@ namespace torchspan::net {
 namespace {
 
 constexpr Deadline kAtOnce{TimePoint::min()};
+/// Without a connection there are only callers to come, and looking for them costs a system call.
+constexpr std::size_t kPollsBetweenLooks = 64;
 
 TlsOptions checked(TlsOptions options) {
   if (options.lanes > kMostLanes) {
@@ -106,21 +108,31 @@ void TlsTransport::wake() {
 }
 
 void TlsTransport::wait(Deadline deadline) {
+  if (prepare_sleep(deadline)) ready_ = poller_->wait(events_, deadline);
+  end_sleep(false);
+}
+
+bool TlsTransport::prepare_sleep(Deadline& until) {
   // poll() may have swallowed the poller's own token: what woke it is remembered here.
   if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending() ||
       !backlog_.empty()) {
-    return;
+    return false;
   }
-  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
-  if (!links_.empty()) deadline = earlier(deadline, Deadline(next_tick_));
-  ready_ = poller_->wait(events_, deadline);
+  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  if (!links_.empty()) until = earlier(until, Deadline(next_tick_));
+  return true;
+}
+
+void TlsTransport::end_sleep(bool ready) {
   woken_.store(false, std::memory_order_relaxed);
+  if (ready) polls_ = kPollsBetweenLooks;
 }
 
 bool TlsTransport::poll() {
   now_ = executor_.now();
   bool any = mailbox_->pending() && take_requests();
-  if (ready_ == 0) ready_ = poller_->wait(events_, kAtOnce);
+  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kAtOnce);
+  polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
   const std::vector<std::uint64_t> unfinished = std::exchange(backlog_, {});
   for (std::size_t i = 0; i < count; ++i) serve(events_[i]);
@@ -129,6 +141,8 @@ bool TlsTransport::poll() {
   if (!links_.empty() && now_ >= next_tick_) tick();
   return any || count != 0 || !unfinished.empty();
 }
+
+bool TlsTransport::must_look() const { return !lanes_.empty() || polls_ >= kPollsBetweenLooks; }
 
 bool TlsTransport::take_requests() {
   TlsMailbox::Requests requests = mailbox_->take();

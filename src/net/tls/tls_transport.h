@@ -11,6 +11,7 @@
 
 #include <torchspan/net/tls.h>
 
+#include "net/polled.h"
 #include "net/stream/socket.h"
 #include "net/tls/errand.h"
 #include "net/tls/resolver.h"
@@ -22,7 +23,7 @@ namespace torchspan::net {
 /// Transport over TLS 1.3 between hosts. A channel is a TlsLink with one or more TlsLanes, its connections; a
 /// caller is a lane without a link until it has proved itself and said which it is. Everything but the
 /// mailbox, the resolver and the atomics belongs to the thread that is in poll() or wait().
-class TlsTransport final : public Transport {
+class TlsTransport final : public PolledTransport {
  public:
   TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls);
   ~TlsTransport() override;
@@ -33,6 +34,9 @@ class TlsTransport final : public Transport {
   bool poll() override;
   void wait(Deadline deadline) override;
   void wake() override;
+  bool prepare_sleep(Deadline& until) override;
+  void end_sleep(bool ready) override;
+  int descriptor() const override { return poller_->descriptor(); }
 
  private:
   struct Listener {
@@ -45,6 +49,7 @@ class TlsTransport final : public Transport {
 
   // Channels (tls_transport.cpp)
   std::shared_ptr<TlsChannel> make_channel(std::string peer, std::uint64_t token) const;
+  bool must_look() const;
   bool take_requests();
   void run(TlsErrand& errand);
   void open_link(TlsLane& lane, const LinkPtr& link);
@@ -106,6 +111,7 @@ class TlsTransport final : public Transport {
   std::map<std::uint64_t, Listener> listeners_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   std::vector<std::uint64_t> backlog_;  ///< lanes with bytes that the system does not report any more
+  std::size_t polls_ = 0;               ///< since the sockets were looked at
   std::size_t strangers_ = 0;
   TimePoint now_{};
   TimePoint next_tick_{};

@@ -1,0 +1,39 @@
+#pragma once
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include <torchspan/net/network.h>
+
+#include "net/network/place.h"
+#include "net/polled.h"
+
+namespace torchspan::net {
+
+/// Two transports behind one: `near_` for this host, `far_` for the others. Channels are theirs, and so are
+/// the callbacks, which come one after the other because poll() drives one after the other.
+class NetworkTransport final : public Transport {
+ public:
+  NetworkTransport(Executor& executor, std::unique_ptr<PolledTransport> near,
+                   std::unique_ptr<PolledTransport> far, std::string mark);
+
+  std::string listen(const std::string& address) override;
+  bool can_reach(const std::string& address) const override;
+  std::shared_ptr<Channel> connect(const std::string& address, Deadline deadline) override;
+  bool poll() override;
+  void wait(Deadline deadline) override;
+  void wake() override;
+
+ private:
+  bool is_here(const NetworkPlace& place) const;
+
+  const std::string mark_;
+  const std::unique_ptr<Poller> poller_;
+  const std::array<std::unique_ptr<PolledTransport>, 2> parts_;
+  PolledTransport& near_;
+  PolledTransport& far_;
+  std::atomic<bool> woken_{false};
+};
+
+}  // namespace torchspan::net
