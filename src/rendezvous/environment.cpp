@@ -260,6 +260,25 @@ void read_secret_place(const Variables& variables, WorkerEnvironment& worker) {
   }
 }
 
+/// What workers of several hosts need beside it: where to listen, and perhaps certificates.
+void read_network(const Variables& variables, WorkerEnvironment& worker) {
+  worker.listen_host = variables.text_or("TORCHSPAN_LISTEN_HOST", "");
+  const std::pair<const char*, std::string*> files[] = {
+      {"TORCHSPAN_CERTIFICATE_FILE", &worker.certificate_file},
+      {"TORCHSPAN_KEY_FILE", &worker.key_file},
+      {"TORCHSPAN_AUTHORITY_FILE", &worker.authority_file}};
+  std::string given, missing;
+  for (const auto& [name, file] : files) {
+    *file = variables.text_or(name, "");
+    (file->empty() ? missing : given) = name;
+  }
+  if (given.empty() || missing.empty()) return;
+  refuse(
+      fmt::format("{} is set but {} is not; certificates need all three: TORCHSPAN_CERTIFICATE_FILE, "
+                  "TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE",
+                  given, missing));
+}
+
 void read_job(const Variables& variables, WorkerEnvironment& worker) {
   worker.restart_count =
       static_cast<int>(variables.integer("TORCHELASTIC_RESTART_COUNT", 0, kMostWorkers).value_or(0));
@@ -282,8 +301,10 @@ Environment process_environment() {
 }
 
 std::string WorkerEnvironment::store_address() const {
-  const bool here = one_host() || master_host == "localhost";
-  return fmt::format("tcp:{}:{}", here ? "127.0.0.1" : master_host, master_port);
+  if (one_host() || master_host == "localhost") return fmt::format("tcp:127.0.0.1:{}", master_port);
+  const bool bare = master_host.find(':') != std::string::npos && !master_host.starts_with('[');
+  const std::string host = bare ? fmt::format("[{}]", master_host) : master_host;
+  return fmt::format("{}:{}:{}", is_loopback(master_host) ? "tcp" : "tls", host, master_port);
 }
 
 WorkerEnvironment read_environment(const Environment& environment) {
@@ -301,6 +322,7 @@ WorkerEnvironment read_environment(const Environment& environment) {
   read_master(variables, worker);
   read_job(variables, worker);
   read_secret_place(variables, worker);
+  read_network(variables, worker);
   worker.name = variables.text_or("TORCHSPAN_NAME", fmt::format("worker{}", worker.rank));
   check_name(worker.name, "TORCHSPAN_NAME");
   if (const auto named = variables.text("TORCHSPAN_RUNTIME_DIR")) {

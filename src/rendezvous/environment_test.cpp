@@ -73,7 +73,7 @@ TEST(Environment, ReadsTorchrunsVariables) {
   EXPECT_EQ(worker.local_rank, 1);
   EXPECT_EQ(worker.local_world_size, 2);
   EXPECT_EQ(worker.name, "worker3");
-  EXPECT_EQ(worker.store_address(), "tcp:node7:29400");
+  EXPECT_EQ(worker.store_address(), "tls:node7:29400");
   EXPECT_FALSE(worker.one_host());
   EXPECT_EQ(worker.restart_count, 2);
   EXPECT_EQ(worker.job, "run5/attempt 2");
@@ -99,12 +99,35 @@ TEST(Environment, MeetsOnLoopbackWhenAllWorkersAreOnOneHost) {
   EXPECT_EQ(by_hand.local_rank, 1);
 }
 
+TEST(Environment, MeetsOverTlsBetweenHosts) {
+  const auto at = [](const std::string& host) {
+    return read_environment(with(torchrun(), {{"MASTER_ADDR", host}})).store_address();
+  };
+  EXPECT_EQ(at("10.0.0.7"), "tls:10.0.0.7:29400");
+  EXPECT_EQ(at("2001:db8::7"), "tls:[2001:db8::7]:29400");
+  EXPECT_EQ(at("[2001:db8::7]"), "tls:[2001:db8::7]:29400");
+}
+
+TEST(Environment, ReadsWhereToListenAndWhichCertificatesToShow) {
+  const Environment all = {{"TORCHSPAN_LISTEN_HOST", "10.0.0.7"},
+                           {"TORCHSPAN_CERTIFICATE_FILE", "c.pem"},
+                           {"TORCHSPAN_KEY_FILE", "k.pem"},
+                           {"TORCHSPAN_AUTHORITY_FILE", "a.pem"}};
+  const auto worker = read_environment(with(torchrun(), all));
+  EXPECT_EQ(worker.listen_host, "10.0.0.7");
+  EXPECT_EQ(worker.certificate_file + worker.key_file + worker.authority_file, "c.pemk.pema.pem");
+  for (const auto& [name, value] : all) {
+    if (name == "TORCHSPAN_LISTEN_HOST") continue;
+    EXPECT_THAT(complaint(with(torchrun(), {{name, value}})), HasSubstr(name + " is set but"));
+  }
+}
+
 TEST(Environment, AssumesOneWorkerPerHostUnderAForeignMasterWithoutLocalVariables) {
   const auto worker = read_environment(
       {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node1"}, {"MASTER_PORT", "1234"}});
   EXPECT_EQ(worker.local_world_size, 1);
   EXPECT_EQ(worker.local_rank, 0);
-  EXPECT_EQ(worker.store_address(), "tcp:node1:1234");
+  EXPECT_EQ(worker.store_address(), "tls:node1:1234");
 }
 
 TEST(Environment, ReadsOpenMpisVariables) {

@@ -44,7 +44,7 @@ net::Secret load_secret(const WorkerEnvironment& worker) {
     throw Error(ErrorKind::kInvalid, fmt::format("TORCHSPAN_SECRET_FILE is '{}', which does not exist; {}",
                                                  path, how_to_make(path)));
   }
-  if (!worker.one_host()) {
+  if (!worker.one_host() && worker.certificate_file.empty()) {
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("there is no cluster secret in '{0}', and the workers of this job run on several "

@@ -83,15 +83,32 @@ std::string describe(const Member& member) {
   return fmt::format("{} ({}, pid {} on {})", member.name, rank, member.pid, member.host);
 }
 
+namespace {
+
+net::TransportOptions transport_options(net::Secret secret) {
+  net::TransportOptions options;
+  options.secret = std::move(secret);
+  options.max_header = kMostMessageBytes;
+  options.max_message = kMostMessageBytes;
+  options.max_segments = 0;
+  options.max_unsent = 2 * kMostMessageBytes;
+  return options;
+}
+
+}  // namespace
+
 TransportFactory stream_transports(Executor& executor, net::Secret secret) {
-  return [&executor, secret = std::move(secret)](const std::string&, net::Handler& handler) {
-    net::TransportOptions options;
-    options.secret = secret;
-    options.max_header = kMostMessageBytes;
-    options.max_message = kMostMessageBytes;
-    options.max_segments = 0;
-    options.max_unsent = 2 * kMostMessageBytes;
-    return net::make_stream_transport(executor, handler, std::move(options));
+  return
+      [&executor, options = transport_options(std::move(secret))](const std::string&, net::Handler& handler) {
+        return net::make_stream_transport(executor, handler, options);
+      };
+}
+
+TransportFactory tls_transports(Executor& executor, net::Secret secret, net::TlsOptions tls) {
+  tls.lanes = 0;
+  return [&executor, options = transport_options(std::move(secret)), tls = std::move(tls)](
+             const std::string&, net::Handler& handler) {
+    return net::make_tls_transport(executor, handler, options, tls);
   };
 }
 
@@ -103,7 +120,7 @@ class Membership::Impl {
     if (options.world_size == 1) return;
     if (options.rank == 0) {
       server_ = std::make_unique<StoreServer>(
-          runtime, transports, options.store_address,
+          runtime, transports, options.store_listen.empty() ? options.store_address : options.store_listen,
           StoreOptions{
               options.world_size, options.job, self_.host_id, {options.heartbeat, options.dead_after}});
     }

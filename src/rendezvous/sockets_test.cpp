@@ -75,7 +75,12 @@ class Sockets : public ::testing::Test {
   }
   Deadline in(Duration time) const { return executor_->deadline_in(time); }
   std::unique_ptr<Membership> join(Runtime& runtime, JoinOptions options) const {
-    return Membership::join(runtime, stream_transports(*executor_, secret_), std::move(options));
+    const TransportFactory transports = transports_to(options.store_address, secret_);
+    return Membership::join(runtime, transports, std::move(options));
+  }
+  TransportFactory transports_to(const std::string& store, net::Secret secret) const {
+    return store.starts_with("tls:") ? tls_transports(*executor_, std::move(secret))
+                                     : stream_transports(*executor_, std::move(secret));
   }
   void run(int count, const std::function<void(int)>& body) const {
     std::vector<Thread> threads;
@@ -115,34 +120,65 @@ TEST_F(Sockets, WorkersMeetOverLoopback) {
   meet(6, [&](JoinOptions& options) { options.store_address = store; });
 }
 
-TEST_F(Sockets, WrongSecretIsDeniedWithAdvice) {
+TEST_F(Sockets, WorkersMeetOverTls) {
+  const std::string store = "tls:127.0.0.1:" + std::to_string(free_port());
+  meet(6, [&](JoinOptions& options) { options.store_address = store; });
+}
+
+TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanItIsFoundAt) {
+  const std::string port = std::to_string(free_port());
+  meet(3, [&](JoinOptions& options) {
+    options.store_address = "tls:localhost:" + port;
+    options.store_listen = "tls:127.0.0.1:" + port;
+  });
+}
+
+TEST_F(Sockets, AnAddressOfAnotherMachineIsNoPlaceForTheStore) {
+  Runtime runtime(*executor_, "worker", LogLevel::kOff);
+  JoinOptions mine = options(0, 2);
+  mine.store_address = "tls:192.0.2.1:29500";
+  const Error error = error_of([&] { join(runtime, mine); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.what(),
+              AllOf(HasSubstr("192.0.2.1"), HasSubstr("MASTER_ADDR"), HasSubstr("TORCHSPAN_LISTEN_HOST")));
+}
+
+/// Workers that meet at a port of the loopback interface, plainly and over TLS.
+class Ports : public Sockets, public ::testing::WithParamInterface<std::string> {
+ protected:
+  std::string at(int port) const { return GetParam() + ":127.0.0.1:" + std::to_string(port); }
+};
+
+TEST_P(Ports, WrongSecretIsDeniedWithAdvice) {
+  const std::string store = at(free_port());
   run(2, [&](int rank) {
     Runtime runtime(*executor_, "worker", LogLevel::kOff);
     JoinOptions mine = options(rank, 2);
+    mine.store_address = store;
     if (rank == 0) {
       mine.timeout = seconds(2);
       EXPECT_EQ(error_of([&] { join(runtime, mine); }).kind(), ErrorKind::kTimedOut);
       return;
     }
-    const auto transports = stream_transports(*executor_, net::Secret::random());
+    const auto transports = transports_to(store, net::Secret::random());
     const Error error = error_of([&] { Membership::join(runtime, transports, mine); });
     EXPECT_EQ(error.kind(), ErrorKind::kDenied);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("TORCHSPAN_SECRET_FILE"), HasSubstr("MASTER_PORT")));
   });
 }
 
-TEST_F(Sockets, PortInUseIsNamedWithAdvice) {
+TEST_P(Ports, PortInUseIsNamedWithAdvice) {
   const ForeignListener other;
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   JoinOptions mine = options(0, 2);
-  mine.store_address = "tcp:127.0.0.1:" + std::to_string(other.port());
+  mine.store_address = at(other.port());
   const Error error = error_of([&] { join(runtime, mine); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.what(), AllOf(HasSubstr(std::to_string(other.port())), HasSubstr("MASTER_PORT"),
                                   HasSubstr("ss -ltnp")));
 }
 
-TEST_F(Sockets, ForeignProgramAtTheAddressIsRecognized) {
+TEST_P(Ports, ForeignProgramAtTheAddressIsRecognized) {
   const ForeignListener other;
   const Thread server = executor_->spawn("foreign", [&] {
     other.answer_once(
@@ -152,13 +188,15 @@ TEST_F(Sockets, ForeignProgramAtTheAddressIsRecognized) {
   });
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   JoinOptions mine = options(1, 2);
-  mine.store_address = "tcp:127.0.0.1:" + std::to_string(other.port());
+  mine.store_address = at(other.port());
   const Error error = error_of([&] { join(runtime, mine); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.what(), AllOf(HasSubstr(mine.store_address), HasSubstr("MASTER_PORT")));
 }
 
-TEST_F(Sockets, AddressOfAnotherHostIsUnsupportedInThisVersion) {
+INSTANTIATE_TEST_SUITE_P(Sockets, Ports, ::testing::Values("tcp", "tls"));
+
+TEST_F(Sockets, PlainTcpToAnotherHostIsUnsupported) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   for (const int rank : {0, 1}) {
     JoinOptions mine = options(rank, 2);

@@ -42,9 +42,15 @@ struct WorkerEnvironment {
   std::string temporary_folder = "/tmp";  ///< TMPDIR
   Duration join_timeout = std::chrono::seconds(60);
 
+  std::string listen_host;       ///< TORCHSPAN_LISTEN_HOST: instead of the address that leads to the master
+  std::string certificate_file;  ///< TORCHSPAN_CERTIFICATE_FILE, with the next two: instead of the secret
+  std::string key_file;          ///< TORCHSPAN_KEY_FILE
+  std::string authority_file;    ///< TORCHSPAN_AUTHORITY_FILE
+
   /// Whether the launcher said that all workers run on this host.
   bool one_host() const { return local_world_size == world_size; }
-  /// Where rank 0 serves the store: "tcp:<host>:<port>", on the loopback interface when all are on one host.
+  /// Where workers find the store of rank 0: "tcp:127.0.0.1:<port>" when all are on one host, else
+  /// "tls:<host>:<port>".
   std::string store_address() const;
 };
 
@@ -61,7 +67,8 @@ std::string first_slurm_host(const std::string& list);
 
 /// The job's secret from `worker.secret_file`. The default file is made once, mode 0600, when all workers run
 /// on one host; a named file that is missing, or a missing default file of a world of several hosts, throws
-/// kInvalid with the command that makes one. Safe against several processes at once.
+/// kInvalid with the command that makes one, unless certificates prove who workers of other hosts are. Safe
+/// against several processes at once.
 net::Secret load_secret(const WorkerEnvironment& worker);
 
 /// A folder of mode 0700 that belongs to this user, for sockets: `worker.runtime_folder` if named, else

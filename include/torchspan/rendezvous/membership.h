@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <torchspan/core/runtime.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/net/tls.h>
 
 namespace torchspan::rendezvous {
 
@@ -49,15 +49,19 @@ using TransportFactory =
 
 /// Socket transports of one host, with small limits, that prove `secret`.
 TransportFactory stream_transports(Executor& executor, net::Secret secret);
+/// The same between hosts, over TLS.
+TransportFactory tls_transports(Executor& executor, net::Secret secret, net::TlsOptions tls = {});
 
 struct JoinOptions {
-  std::string name;           ///< 1 to 127 of A-Z a-z 0-9 _ . : -
-  int rank = 0;               ///< kAnyRank: see there
-  int world_size = 1;         ///< kOpenWorld: see there
-  std::string store_address;  ///< where rank 0 serves: "tcp:127.0.0.1:29500", "unix:/path", "sim:store"
-  std::string address;        ///< this worker's own listening address, told to everybody
-  std::string job;            ///< a store of another job refuses us without harm to its own world
-  std::uint64_t epoch = 0;    ///< 0: drawn from the system's random source
+  std::string name;    ///< 1 to 127 of A-Z a-z 0-9 _ . : -
+  int rank = 0;        ///< kAnyRank: see there
+  int world_size = 1;  ///< kOpenWorld: see there
+  /// Where workers find the store: "tcp:127.0.0.1:29500", "tls:node0:29500", "unix:/path", "sim:store".
+  std::string store_address;
+  std::string store_listen;  ///< where rank 0 serves it, if that is another address; else empty
+  std::string address;       ///< this worker's own listening address, told to everybody
+  std::string job;           ///< a store of another job refuses us without harm to its own world
+  std::uint64_t epoch = 0;   ///< 0: drawn from the system's random source
   std::uint64_t functions_digest = 0;
   std::vector<std::string> functions;  ///< "name(signature)" behind the digest, so that a difference is named
   bool require_same_functions = true;
