@@ -129,6 +129,7 @@ class ProcessWorld {
   }
 
   int port() const { return port_; }
+  const std::string& folder() const { return folder_.path(); }
   Executor& executor() { return *executor_; }
   std::map<std::string, std::string> environment(int rank) const {
     return {{"RANK", std::to_string(rank)},
@@ -141,14 +142,16 @@ class ProcessWorld {
             {"TORCHSPAN_RUNTIME_DIR", folder_.path()},
             {"OMP_NUM_THREADS", "1"}};
   }
-  /// Starts `scenario` as `rank`; `changes` override variables.
-  Process& start(int rank, const std::string& scenario, std::map<std::string, std::string> changes = {}) {
+  /// Starts `scenario` as `rank`; `changes` override variables, and `through` is the program that starts it,
+  /// with its arguments, if there is one between.
+  Process& start(int rank, const std::string& scenario, std::map<std::string, std::string> changes = {},
+                 std::vector<std::string> through = {}) {
     auto variables = environment(rank);
     variables["TORCHSPAN_TEST_SCENARIO"] = scenario;
     for (auto& [name, value] : changes) variables[name] = value;
-    processes_.push_back(
-        std::make_unique<Process>(std::vector<std::string>{"/proc/self/exe"}, variables,
-                                  folder_.path() + "/output" + std::to_string(processes_.size())));
+    through.push_back(std::filesystem::read_symlink("/proc/self/exe"));
+    processes_.push_back(std::make_unique<Process>(
+        through, variables, folder_.path() + "/output" + std::to_string(processes_.size())));
     return *processes_.back();
   }
   void start_all(const std::string& scenario) {

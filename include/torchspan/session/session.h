@@ -6,7 +6,7 @@
 
 #include <torchspan/autograd/passes.h>
 #include <torchspan/core/log.h>
-#include <torchspan/net/secret.h>
+#include <torchspan/net/network.h>
 #include <torchspan/rendezvous/environment.h>
 #include <torchspan/rpc/service.h>
 
@@ -16,7 +16,8 @@ namespace torchspan {
 /// world of one, so the same program runs on a laptop and on a cluster.
 struct WorkerOptions {
   rendezvous::WorkerEnvironment environment;
-  net::Secret secret;  ///< empty: the job's, from environment.secret_file
+  net::Secret secret;           ///< empty: the job's, from environment.secret_file
+  net::NetworkOptions network;  ///< memory shared on one host; certificates and heartbeats between hosts
   Duration rpc_timeout = std::chrono::seconds(60);
   std::size_t threads = 4;                   ///< handlers that run at once
   std::size_t max_threads = 256;             ///< pool threads, those that wait included
@@ -29,6 +30,7 @@ struct WorkerOptions {
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 
   /// RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the other conventions (rendezvous/environment.h);
+  /// certificates from TORCHSPAN_CERTIFICATE_FILE, TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE;
   /// TORCHSPAN_LOG_LEVEL. Throws Error{kInvalid} naming the variable that is wrong.
   static WorkerOptions from_env();
 };

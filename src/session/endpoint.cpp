@@ -1,0 +1,68 @@
+#include "session/endpoint.h"
+
+#include <fmt/format.h>
+#include <random>
+
+namespace torchspan {
+namespace {
+
+/// A place that nobody can guess and no two workers share: short, since socket paths may have 107 bytes.
+std::string socket_in(const std::string& folder, int rank) {
+  std::random_device random;
+  const std::uint64_t number = (std::uint64_t{random()} << 32) | random();
+  return rank == rendezvous::kAnyRank ? fmt::format("unix:{}/any-{:016x}.sock", folder, number)
+                                      : fmt::format("unix:{}/{}-{:016x}.sock", folder, rank, number);
+}
+
+std::string tls_at(const std::string& host, int port) {
+  const bool bare = host.find(':') != std::string::npos && !host.starts_with('[');
+  return bare ? fmt::format("tls:[{}]:{}", host, port) : fmt::format("tls:{}:{}", host, port);
+}
+
+}  // namespace
+
+Endpoint::Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret)
+    : runtime_(runtime),
+      secret_(std::move(secret)),
+      network_(options.network),
+      one_host_(options.environment.one_host()),
+      store_over_tls_(options.environment.store_address().starts_with("tls:")) {
+  transport_.secret = secret_;
+  transport_.max_unsent = options.max_unsent_bytes;
+  network_.local.metrics = &runtime_.metrics;
+  const rendezvous::WorkerEnvironment& environment = options.environment;
+  listen_ = socket_in(rendezvous::make_runtime_folder(environment), environment.rank);
+  if (!one_host_) choose_hosts(environment);
+}
+
+void Endpoint::choose_hosts(const rendezvous::WorkerEnvironment& environment) {
+  const std::string& named = environment.listen_host;
+  const std::string route = net::route_to(environment.master_host);
+  const std::string host = named.empty() ? route : named;
+  if (net::is_any_host(host)) told_host_ = route;
+  listen_ += "," + tls_at(host, 0);
+  if (environment.rank != 0) return;
+  if (!named.empty() && store_over_tls_) store_listen_ = tls_at(named, environment.master_port);
+  if (net::is_loopback_host(route) && !net::is_loopback_host(environment.master_host)) {
+    runtime_.log.warning(fmt::format(
+        "MASTER_ADDR is '{}', which is {} on this host (see /etc/hosts), so workers of other hosts "
+        "cannot reach this one; set MASTER_ADDR to an address that they can",
+        environment.master_host, route));
+  }
+}
+
+std::string Endpoint::told(const std::string& bound) const {
+  return told_host_.empty() ? bound : net::with_tls_host(bound, told_host_);
+}
+
+std::unique_ptr<net::Transport> Endpoint::make_transport(net::Handler& handler) const {
+  return one_host_ ? net::make_local_transport(runtime_.executor, handler, transport_, network_.local)
+                   : net::make_network_transport(runtime_.executor, handler, transport_, network_);
+}
+
+rendezvous::TransportFactory Endpoint::store_transports() const {
+  return store_over_tls_ ? rendezvous::tls_transports(runtime_.executor, secret_, network_.tls)
+                         : rendezvous::stream_transports(runtime_.executor, secret_);
+}
+
+}  // namespace torchspan

@@ -1,0 +1,43 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include <torchspan/core/runtime.h>
+#include <torchspan/net/network.h>
+#include <torchspan/rendezvous/membership.h>
+#include <torchspan/session/session.h>
+
+namespace torchspan {
+
+/// How one worker is reached and reaches the others, as its options say: shared memory when all workers are
+/// on one host; else that and TLS, on the address that leads to the master. Outlives the transports it makes.
+class Endpoint {
+ public:
+  /// Looks for the route to the master, which may ask the name service. Throws Error{kInvalid} when there is
+  /// none.
+  Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret);
+
+  /// Where the worker's transport listens.
+  const std::string& listen() const { return listen_; }
+  /// What peers are told, when the transport listens at `bound`.
+  std::string told(const std::string& bound) const;
+  /// Where rank 0 serves the store; empty: where workers look for it.
+  const std::string& store_listen() const { return store_listen_; }
+  std::unique_ptr<net::Transport> make_transport(net::Handler& handler) const;
+  rendezvous::TransportFactory store_transports() const;
+
+ private:
+  void choose_hosts(const rendezvous::WorkerEnvironment& environment);
+
+  Runtime& runtime_;
+  const net::Secret secret_;
+  net::TransportOptions transport_;
+  net::NetworkOptions network_;
+  bool one_host_;
+  bool store_over_tls_;
+  std::string listen_;
+  std::string store_listen_;
+  std::string told_host_;  ///< in place of "every interface"
+};
+
+}  // namespace torchspan

@@ -1,0 +1,195 @@
+// Worlds of several hosts, which are network namespaces joined by a cable. Workers of one of them share
+// memory, all others speak TLS.
+#include "tests/support/hosts.h"
+
+#include <ATen/ATen.h>
+
+#include <torchspan/net/network.h>
+#include <torchspan/rpc/worker.h>
+#include <torchspan/session/session.h>
+
+#include "tests/support/certificates.h"
+#include "tests/support/cluster_main.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::expect_all_end_well;
+using testing::Process;
+using testing::ProcessWorld;
+using testing::TestHost;
+using testing::TestNetwork;
+
+at::Tensor twice(const at::Tensor& x) { return x * 2; }
+/// Sleeps until nobody waits for it any more.
+void nap(Worker& worker) {
+  while (!worker.current_call()->stop.stop_requested()) worker.runtime().executor.sleep(milliseconds(20));
+}
+std::int64_t adopted(Worker& worker) {
+  return static_cast<std::int64_t>(worker.runtime().metrics.counter("net.local.adopted").value());
+}
+constexpr Function<twice> kTwice{"twice"};
+constexpr Function<nap> kNap{"nap"};
+constexpr Function<adopted> kAdopted{"adopted"};
+
+FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); }
+
+/// All namespaces are of one kernel: which host a worker believes to be on is the test's to say.
+WorkerOptions options() {
+  WorkerOptions options = WorkerOptions::from_env();
+  options.network.host_mark = std::getenv("TEST_HOST");
+  return options;
+}
+
+void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+/// Everybody calls everybody, with small and with large tensors. Two workers per host: one neighbour sends
+/// each worker a tensor that it adopts and gets one back that it adopts.
+void meet() {
+  Session session(options(), functions());
+  Worker& worker = session.worker();
+  for (std::uint32_t peer = 0; peer < session.world_size(); ++peer) {
+    if (peer == session.rank()) continue;
+    for (const std::int64_t size : {1, 1 << 10, 3 << 20}) {
+      const at::Tensor x = at::arange(size, at::kFloat);
+      require(at::equal(worker.rpc_sync(peer, kTwice, x), x * 2), "twice " + std::to_string(size));
+    }
+  }
+  worker.barrier();
+  require(adopted(worker) == 2, "memory is shared with one neighbour: " + std::to_string(adopted(worker)));
+  session.shutdown(seconds(30));
+}
+
+/// Prints "ready" with a call to the far host under way, and "lost" when that was reported.
+void watch_far_host() {
+  Session session(options(), functions());
+  Worker& worker = session.worker();
+  auto lost = worker.with({.timeout = seconds(60)}).rpc_async("worker2", kNap);
+  worker.rpc_sync("worker2", kTwice, at::ones({4}));
+  std::printf("ready\n");
+  std::fflush(stdout);
+  bool told = false;
+  try {
+    lost.wait();
+  } catch (const Error& error) {
+    told = error.kind() == ErrorKind::kDisconnected && error.worker() == "worker2";
+    std::printf("lost: %s\n", error.what());
+    std::fflush(stdout);
+  }
+  require(told, "worker2 is named as lost");
+  for (int i = 0; i < 100; ++i) {
+    const at::Tensor x = at::ones({1 << 18});
+    require(at::equal(worker.rpc_sync(1 - session.rank(), kTwice, x), x * 2),
+            "the neighbour is not concerned");
+  }
+  worker.barrier({"worker0", "worker1"});
+}
+
+/// Serves until the world breaks; a far host that hears of it ends well.
+void serve_far_host() {
+  Session session(options(), functions());
+  try {
+    session.shutdown(seconds(60));
+  } catch (const Error& error) {
+    std::printf("lost: %s\n", error.what());
+    return;
+  }
+  require(false, "the world broke");
+}
+
+class Hosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!network_.trouble().empty()) GTEST_SKIP() << "no two hosts: " << network_.trouble();
+  }
+  /// Starts `scenario` on one of the hosts, as torchrun would.
+  Process& start(ProcessWorld& world, int rank, const TestHost& host, const std::string& scenario,
+                 std::map<std::string, std::string> changes = {}) {
+    changes.insert({{"MASTER_ADDR", TestNetwork::kNear},
+                    {"LOCAL_WORLD_SIZE", "2"},
+                    {"LOCAL_RANK", std::to_string(rank % 2)},
+                    {"TEST_HOST", &host == &network_.near ? "near" : "far"}});
+    return world.start(rank, scenario, std::move(changes), host.through());
+  }
+  static bool says(ProcessWorld& world, Process& process, const std::string& word, Duration limit) {
+    const Deadline deadline = world.executor().deadline_in(limit);
+    while (process.output().find(word) == std::string::npos) {
+      if (deadline.passed(world.executor().now())) return false;
+      world.executor().sleep(milliseconds(10));
+    }
+    return true;
+  }
+
+  const TestNetwork network_;
+};
+
+TEST_F(Hosts, WorkersOfTwoHostsMeetAndCallEachOther) {
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank) start(world, rank, rank < 2 ? network_.near : network_.far, "meet");
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
+  ProcessWorld world(4);
+  testing::TestAuthority authority(world.folder(), "ours");
+  authority.issue("worker", "IP:10.77.0.1,IP:10.77.0.2");
+  for (int rank = 0; rank < 4; ++rank) {
+    const bool near = rank < 2;
+    const std::string home = world.folder() + (near ? "/near" : "/far");
+    std::filesystem::create_directory(home);
+    start(world, rank, near ? network_.near : network_.far, "meet",
+          {{"TORCHSPAN_SECRET_FILE", ""},
+           {"HOME", home},
+           {"TORCHSPAN_CERTIFICATE_FILE", authority.certificate_file("worker")},
+           {"TORCHSPAN_KEY_FILE", authority.key_file("worker")},
+           {"TORCHSPAN_AUTHORITY_FILE", authority.authority_file()}});
+  }
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
+  ProcessWorld world(2);
+  std::map<std::string, std::string> alone{{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}};
+  alone["TORCHSPAN_JOIN_TIMEOUT"] = "10";
+  Process& first = start(world, 0, network_.near, "meet", alone);
+  const std::string secret = world.folder() + "/other";
+  net::Secret::random().write_file(secret);
+  alone["TORCHSPAN_SECRET_FILE"] = secret;
+  Process& stranger = start(world, 1, network_.far, "meet", alone);
+  ASSERT_TRUE(stranger.wait(world.executor(), seconds(60))) << stranger.output();
+  EXPECT_EQ(stranger.exit_code(), 1);
+  EXPECT_THAT(stranger.output(), ::testing::AllOf(::testing::HasSubstr("denied"),
+                                                  ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
+  ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
+  EXPECT_THAT(first.output(), ::testing::HasSubstr("rank 1"));
+}
+
+TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersGoOn) {
+  ProcessWorld world(3);
+  Process& first = start(world, 0, network_.near, "watch_far_host");
+  Process& second = start(world, 1, network_.near, "watch_far_host");
+  Process& third = start(world, 2, network_.far, "serve_far_host");
+  ASSERT_TRUE(says(world, first, "ready", seconds(30))) << first.output();
+  ASSERT_TRUE(says(world, second, "ready", seconds(30))) << second.output();
+  const TimePoint pulled = world.executor().now();
+  ASSERT_TRUE(network_.pull_cable());
+  for (Process* process : {&first, &second, &third}) {
+    EXPECT_TRUE(says(world, *process, "lost", seconds(20))) << process->output();
+    EXPECT_LT(world.executor().now() - pulled, seconds(7)) << process->output();
+  }
+  expect_all_end_well(world);
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"meet", torchspan::meet},
+                                           {"watch_far_host", torchspan::watch_far_host},
+                                           {"serve_far_host", torchspan::serve_far_host}});
+}

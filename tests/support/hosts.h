@@ -1,0 +1,93 @@
+#pragma once
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <sched.h>
+#include <signal.h>
+#include <string>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+namespace torchspan::testing {
+
+inline bool run_quietly(const std::string& command) {
+  return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+}
+
+/// A host of its own as far as the network goes: a namespace, held by a process that sleeps until the end.
+class TestHost {
+ public:
+  TestHost() {
+    int ready[2];
+    if (pipe(ready) != 0) return;
+    pid_ = fork();
+    if (pid_ == 0) {
+      const char answer = unshare(CLONE_NEWNET) == 0 ? 'y' : 'n';
+      if (write(ready[1], &answer, 1) != 1) _exit(1);
+      while (true) pause();
+    }
+    char answer = 'n';
+    good_ = read(ready[0], &answer, 1) == 1 && answer == 'y';
+    close(ready[0]);
+    close(ready[1]);
+  }
+  ~TestHost() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  TestHost(const TestHost&) = delete;
+
+  bool good() const { return good_; }
+  pid_t pid() const { return pid_; }
+  /// The program, with its arguments, that runs another one on this host.
+  std::vector<std::string> through() const {
+    return {"/usr/bin/nsenter", "--net=/proc/" + std::to_string(pid_) + "/ns/net", "--"};
+  }
+  bool run(const std::string& command) const {
+    std::string line;
+    for (const std::string& word : through()) line += word + " ";
+    return run_quietly(line + command);
+  }
+
+ private:
+  pid_t pid_ = -1;
+  bool good_ = false;
+};
+
+/// Two hosts, 10.77.0.1 and 10.77.0.2, joined by a cable. Everything goes with the object.
+class TestNetwork {
+ public:
+  static constexpr const char* kNear = "10.77.0.1";
+  static constexpr const char* kFar = "10.77.0.2";
+
+  TestNetwork() {
+    if (geteuid() != 0) {
+      trouble_ = "this user is not root, so it may make no network namespaces";
+    } else if (!run_quietly("ip -V") || access("/usr/bin/nsenter", X_OK) != 0) {
+      trouble_ = "there is no program 'ip' (package iproute2) or 'nsenter' (package util-linux)";
+    } else if (!near.good() || !far.good()) {
+      trouble_ = "this system gives no network namespaces";
+    } else if (!near.run("ip link add near type veth peer name far netns " + std::to_string(far.pid())) ||
+               !near.run(std::string("ip addr add ") + kNear + "/24 dev near") ||
+               !far.run(std::string("ip addr add ") + kFar + "/24 dev far") || !start(near, "near") ||
+               !start(far, "far")) {
+      trouble_ = "this system makes no pair of virtual Ethernet ends (veth)";
+    }
+  }
+
+  /// Empty, or why there cannot be two hosts here.
+  const std::string& trouble() const { return trouble_; }
+  bool pull_cable() const { return near.run("ip link set near down"); }
+
+  const TestHost near, far;
+
+ private:
+  static bool start(const TestHost& host, const std::string& device) {
+    return host.run("ip link set lo up") && host.run("ip link set " + device + " up");
+  }
+  std::string trouble_;
+};
+
+}  // namespace torchspan::testing
