@@ -27,6 +27,7 @@ std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::
 StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, const std::string& address,
                          StoreOptions options)
     : runtime_(runtime),
+      refusals_(runtime.log, runtime.executor),
       store_(std::move(options),
              {.send = [this](ConnectionId connection, const Bytes& message) { send(connection, message); },
               .close =
@@ -110,6 +111,10 @@ void StoreServer::on_closed(const std::shared_ptr<net::Channel>& channel, const 
   connections_.erase(found);
   channels_.erase(connection);
   store_.on_closed(connection, reason);
+}
+
+void StoreServer::on_refused(const std::string& peer, const Error& reason) {
+  refusals_.write(fmt::format("the store turned '{}' away: {}", peer, reason.message()));
 }
 
 }  // namespace torchspan::rendezvous

@@ -6,6 +6,7 @@
 
 #include <torchspan/core/mutex.h>
 #include <torchspan/core/runtime.h>
+#include <torchspan/core/seldom.h>
 #include <torchspan/net/transport.h>
 
 #include "rendezvous/store.h"
@@ -31,8 +32,10 @@ class StoreServer final : private net::Handler {
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void on_refused(const std::string& peer, const Error& reason) override;
 
   Runtime& runtime_;
+  SeldomWarning refusals_;
   Store store_;
   std::map<ConnectionId, std::shared_ptr<net::Channel>> channels_;
   std::map<const net::Channel*, ConnectionId> connections_;

@@ -350,6 +350,10 @@ void Core::forget_channel(const std::shared_ptr<net::Channel>& channel, std::opt
   fail_calls(std::move(calls), error);
 }
 
+void Core::on_refused(const std::string& peer, const Error& reason) {
+  refusals_.write(fmt::format("somebody at '{}' was turned away: {}", peer, reason.message()));
+}
+
 void Core::protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error) {
   runtime_.log.warning(fmt::format("closing the connection to {}: {}", channel->peer(), error.what()));
   channel->close();

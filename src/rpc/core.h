@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <torchspan/core/pool.h>
+#include <torchspan/core/seldom.h>
 #include <torchspan/net/transport.h>
 #include <torchspan/rendezvous/membership.h>
 #include <torchspan/rpc/service.h>
@@ -124,6 +125,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override {}
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void on_refused(const std::string& peer, const Error& reason) override;
 
   // Driver
   bool drive() override;
@@ -218,6 +220,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error);
 
   Runtime& runtime_;
+  SeldomWarning refusals_{runtime_.log, runtime_.executor};
   const FunctionTable functions_;
   const ServiceOptions options_;
   WorkerInfo self_;
