@@ -21,8 +21,10 @@ struct LocalOptions {
   std::size_t ring_bytes = std::size_t{1} << 20;      ///< of each direction; a power of two from 4096 on
   std::size_t lend_from = std::size_t{16} << 10;      ///< smaller segments go through the ring
   std::uint64_t pool_bytes = std::uint64_t{1} << 30;  ///< lent blocks of the whole transport, used or not
-  Metrics* metrics = nullptr;                         ///< gets net.local.*; outlives the transport
-  std::function<bool(LocalStep)> refuse = {};         ///< for tests: true makes the system refuse; any thread
+  /// Blocks that lay unused for so long are given back to the system; zero: never.
+  Duration idle_after = std::chrono::seconds(30);
+  Metrics* metrics = nullptr;                  ///< gets net.local.*; outlives the transport
+  std::function<bool(LocalStep)> refuse = {};  ///< for tests: true makes the system refuse; any thread
 };
 
 /// As make_stream_transport(), and over "unix:/path" peers share memory: bytes go through a ring in each

@@ -128,7 +128,7 @@ BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
     if (!block.free()) continue;
     shelf.next = (shelf.next + i) % count;
     block.lent().store(1, std::memory_order_relaxed);
-    block.taken = true;
+    block.used = block.taken = true;
     block.filling.store(true, std::memory_order_relaxed);
     return &block;
   }
@@ -164,11 +164,18 @@ bool BlockPool::make_room(std::uint64_t size, Retired& retired) {
 
 bool BlockPool::shed(std::uint64_t size, Retired& retired) {
   MutexLock lock(mutex_);
-  if (notes_ == nullptr) return false;
+  bool reserved = false;
+  retire_if([](Block&) { return true; }, [&] { return reserved = share_->reserve(size); }, retired);
+  return reserved || share_->reserve(size);
+}
+
+void BlockPool::retire_if(const std::function<bool(Block&)>& unwanted, const std::function<bool()>& enough,
+                          Retired& retired) {
+  if (notes_ == nullptr) return;
   for (auto& [room, shelf] : shelves_) {
     for (std::size_t i = 0; i < shelf.blocks.size();) {
       Block& block = *shelf.blocks[i];
-      if (!block.free() || !notes_->retire(block.number)) {
+      if (!unwanted(block) || !block.free() || !notes_->retire(block.number)) {
         ++i;
         continue;
       }
@@ -177,10 +184,23 @@ bool BlockPool::shed(std::uint64_t size, Retired& retired) {
       blocks_.erase(block.number);
       std::swap(shelf.blocks[i], shelf.blocks.back());
       shelf.blocks.pop_back();
-      if (share_->reserve(size)) return true;
+      if (enough()) return;
     }
   }
-  return share_->reserve(size);
+}
+
+Deadline BlockPool::tidy(TimePoint now) {
+  const Duration idle = share_->options.idle_after;
+  Retired retired;
+  MutexLock lock(mutex_);
+  if (idle == Duration::zero() || blocks_.empty()) return next_tidy_ = Deadline::never();
+  if (next_tidy_.passed(now)) {
+    retire_if([](Block& block) { return !std::exchange(block.used, false); }, [] { return false; }, retired);
+    next_tidy_ = Deadline::never();
+  }
+  if (blocks_.empty()) return Deadline::never();
+  if (next_tidy_.is_never()) next_tidy_ = Deadline(now + idle);
+  return next_tidy_;
 }
 
 struct BlockShelf::Block {

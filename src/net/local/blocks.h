@@ -1,6 +1,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <unordered_map>
@@ -67,6 +68,9 @@ class BlockPool final : public Lender {
 
   std::uint64_t lend(const Segment& segment) override;
   void take_back(std::uint64_t block) override;
+  /// Retires free blocks that were not lent for LocalOptions::idle_after, or up to twice that; returns when
+  /// to come again. For the driver.
+  Deadline tidy(TimePoint now);
   /// The connection has ended: nothing more is lent.
   void close();
 
@@ -79,6 +83,7 @@ class BlockPool final : public Lender {
 
     const std::uint64_t number;
     SharedMemory memory;
+    bool used = true;                  ///< since tidy() last looked
     bool taken = true;                 ///< not free for what this side knows
     std::atomic<bool> filling = true;  ///< by one thread; whatever the peer says, nobody else touches it
 
@@ -103,6 +108,9 @@ class BlockPool final : public Lender {
   bool make_room(std::uint64_t size, Retired& retired);
   /// Retires free blocks until `size` bytes can be reserved, and reserves them.
   bool shed(std::uint64_t size, Retired& retired);
+  /// Retires free blocks of which `unwanted` is true, until `enough`.
+  void retire_if(const std::function<bool(Block&)>& unwanted, const std::function<bool()>& enough,
+                 Retired& retired) TORCHSPAN_REQUIRES(mutex_);
 
   const std::shared_ptr<LocalShare> share_;
   Mutex mutex_;
@@ -110,6 +118,7 @@ class BlockPool final : public Lender {
   std::map<std::size_t, Shelf> shelves_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by room
   std::unordered_map<std::uint64_t, Block*> blocks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_number_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
+  Deadline next_tidy_ TORCHSPAN_GUARDED_BY(mutex_) = Deadline::never();
 };
 
 /// The peer's blocks as the receiver has mapped them. For one thread; the Buffers are for any.

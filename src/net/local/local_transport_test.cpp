@@ -251,6 +251,28 @@ TEST_F(LocalTransportTest, RecyclesBlocksThatTheReceiverIsDoneWith) {
   EXPECT_LE(dialer_->count("pool_bytes"), 3u << 20);
 }
 
+TEST_F(LocalTransportTest, GivesIdleBlocksBackButNoneThatIsInUse) {
+  start({.idle_after = std::chrono::milliseconds(20)});
+  join();
+  for (std::uint8_t i = 0; i < 3; ++i) send(*channel_, 1 << 20, i);
+  drive_until([&] { return listener_->journal.received.size() == 3; });
+  const std::uint64_t all = dialer_->count("pool_bytes");
+  EXPECT_GE(all, 3u << 20);
+  const Message kept = std::move(listener_->journal.received.at(1));
+  listener_->journal.received.clear();
+  const auto rest = [&] { dialer_->transport->wait(executor_->deadline_in(std::chrono::milliseconds(25))); };
+  drive_until([&] {
+    rest();
+    return dialer_->count("pool_bytes") <= all / 3;
+  });
+  for (int rounds = 0; rounds < 5; ++rounds) rest();
+  EXPECT_EQ(dialer_->count("pool_bytes"), all / 3);
+  EXPECT_TRUE(is_filled(kept.segments.at(0), 1 << 20, 1));
+  send(*channel_, 1 << 20, 4);
+  drive_until([&] { return listener_->journal.received.size() == 1; });
+  EXPECT_TRUE(is_filled(listener_->journal.received.at(0).segments.at(0), 1 << 20, 4));
+}
+
 TEST_F(LocalTransportTest, KeepsAdoptedMemoryWhenBothSidesAreGone) {
   start();
   join();

@@ -35,6 +35,7 @@ class SharedLane final : public Lane, private BlockNotes {
   Buffer adopt(std::uint64_t block, std::size_t size) override;
   bool prepare_sleep(bool unsent) override;
   void end_sleep() override;
+  Deadline tidy(TimePoint now) override { return pool_->tidy(now); }
   ssize_t write(std::span<const iovec> places) override;
   std::size_t lend_from() const override { return share_->options.lend_from; }
   std::shared_ptr<Lender> lender() const override { return pool_; }

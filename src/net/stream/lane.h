@@ -8,6 +8,7 @@
 
 #include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
+#include <torchspan/core/time.h>
 
 namespace torchspan::net {
 
@@ -49,6 +50,8 @@ class Lane {
   /// bytes wait for room.
   virtual bool prepare_sleep(bool unsent) = 0;
   virtual void end_sleep() = 0;
+  /// Gives memory that lies idle back to the system; returns when to come again.
+  virtual Deadline tidy(TimePoint now) = 0;
 
   /// Bytes taken, 0 when there is no room, -1 when the peer broke the lane, as readable() will tell. One
   /// thread at a time, any thread.

@@ -100,7 +100,9 @@ bool StreamTransport::prepare_sleep(Deadline& until) {
   if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return false;
   if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
   bool may = true;
+  const TimePoint now = sharing_.empty() ? TimePoint{} : executor_.now();
   for (Connection* connection : sharing_) {
+    until = earlier(until, connection->lane().tidy(now));
     may &= connection->lane().prepare_sleep(connection->channel()->unsent_bytes() != 0);
   }
   return may;
