@@ -1,11 +1,15 @@
-# torchspan_room(name [TORCH] [ROOMS r…] [LINK lib…] [PRIVATE lib…])
-#   One static library from src/<name>/*.cpp (subfolders too), its public headers in include/torchspan/<name>.
+# torchspan_room(name [TORCH] [ROOMS r…] [LINK lib…] [PRIVATE lib…] [WITHOUT regex])
+#   One static library from src/<name>/*.cpp (subfolders too), its public headers in include/torchspan/<name>. Paths
+#   that match WITHOUT are left out.
 #   Files named *_test.cpp become the test executable <name>_test. A room with headers only is an interface.
 set_property(GLOBAL PROPERTY TORCHSPAN_ROOMS "")
 
 function(torchspan_room name)
-  cmake_parse_arguments(ROOM "TORCH" "" "ROOMS;LINK;PRIVATE" ${ARGN})
+  cmake_parse_arguments(ROOM "TORCH" "WITHOUT" "ROOMS;LINK;PRIVATE" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${name}/*.cpp)
+  if(ROOM_WITHOUT)
+    list(FILTER sources EXCLUDE REGEX "${ROOM_WITHOUT}")
+  endif()
   set(tests ${sources})
   list(FILTER sources EXCLUDE REGEX "(_test|_fuzz|_main)\\.cpp$")
   list(FILTER tests INCLUDE REGEX "_test\\.cpp$")

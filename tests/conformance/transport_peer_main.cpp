@@ -5,10 +5,11 @@
 #include <torchspan/net/network.h>
 #include <torchspan/net/stream.h>
 #include <torchspan/net/tls.h>
+#include <torchspan/net/ucx.h>
 
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer stream|local|tls|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
+/// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
 /// prints where it listens, and ends when its standard input does.
 namespace torchspan::net::conformance {
 namespace {
@@ -26,6 +27,10 @@ class PeerWorld final : public World {
     if (kind_ == "local") return make_local_transport(*executor_, handler, std::move(options));
     if (kind_ == "tls") return make_tls_transport(*executor_, handler, std::move(options), network_.tls);
     if (kind_ == "network") return make_network_transport(*executor_, handler, std::move(options), network_);
+    if (kind_ == "ucx") {
+      return make_ucx_transport(*executor_, handler, std::move(options),
+                                {.network = UcxNetwork::kIsolated, .devices = "lo", .tls = network_.tls});
+    }
     return make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }

@@ -2,13 +2,14 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "net/stream/address.h"
 
 namespace torchspan::net {
 
-/// "tls:host:port", read and checked.
+/// "scheme:host:port", read and checked.
 struct TlsPlace {
   std::string text;
   std::string host;  ///< a name, or an address without brackets
@@ -16,7 +17,7 @@ struct TlsPlace {
 };
 
 /// Throws kInvalid for what is no such address.
-TlsPlace parse_tls_address(const std::string& text);
+TlsPlace parse_tls_address(const std::string& text, std::string_view scheme = "tls");
 
 /// The address, if the host is one and not a name.
 std::optional<Address> numeric_address(const TlsPlace& place);

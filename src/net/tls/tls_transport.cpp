@@ -26,11 +26,13 @@ double seconds(Duration time) { return std::chrono::duration<double>(time).count
 
 }  // namespace
 
-TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls)
+TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls,
+                           std::string scheme)
     : executor_(executor),
       handler_(handler),
       options_(std::move(options)),
       tls_(checked(std::move(tls))),
+      scheme_(std::move(scheme)),
       context_(std::make_shared<const TlsContext>(options_.secret, tls_)),
       poller_(executor.make_poller()),
       mailbox_(std::make_shared<TlsMailbox>(*poller_)),
@@ -52,7 +54,7 @@ std::shared_ptr<TlsChannel> TlsTransport::make_channel(std::string peer, std::ui
 }
 
 std::string TlsTransport::listen(const std::string& text) {
-  const TlsPlace place = parse_tls_address(text);
+  const TlsPlace place = parse_tls_address(text, scheme_);
   std::optional<Address> address = numeric_address(place);
   try {
     if (!address) address = look_up(place).front();
@@ -67,7 +69,7 @@ std::string TlsTransport::listen(const std::string& text) {
 
 bool TlsTransport::can_reach(const std::string& address) const {
   try {
-    parse_tls_address(address);
+    parse_tls_address(address, scheme_);
     return true;
   } catch (const Error&) {
     return false;
@@ -78,7 +80,7 @@ std::shared_ptr<Channel> TlsTransport::connect(const std::string& text, Deadline
   auto errand = std::make_unique<TlsErrand>();
   errand->token = next_token_.fetch_add(1, std::memory_order_relaxed);
   TlsErrand::Dial& dial = errand->dial.emplace();
-  dial.place = parse_tls_address(text);
+  dial.place = parse_tls_address(text, scheme_);
   dial.deadline = deadline;
   dial.channel = make_channel(text, errand->token);
   std::shared_ptr<Channel> channel = dial.channel;

@@ -25,7 +25,9 @@ namespace torchspan::net {
 /// mailbox, the resolver and the atomics belongs to the thread that is in poll() or wait().
 class TlsTransport final : public PolledTransport {
  public:
-  TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls);
+  /// Addresses begin with `scheme`, which another transport that is built on this one sets.
+  TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls,
+               std::string scheme = "tls");
   ~TlsTransport() override;
 
   std::string listen(const std::string& address) override;
@@ -37,6 +39,11 @@ class TlsTransport final : public PolledTransport {
   bool prepare_sleep(Deadline& until) override;
   void end_sleep(bool ready) override;
   int descriptor() const override { return poller_->descriptor(); }
+
+  /// What wait() sleeps on. A transport built on this one adds descriptors that end wait(), under tokens from
+  /// kForeignTokens on.
+  Poller& poller() { return *poller_; }
+  static constexpr std::uint64_t kForeignTokens = std::uint64_t{1} << 63;
 
  private:
   struct Listener {
@@ -99,6 +106,7 @@ class TlsTransport final : public PolledTransport {
   Handler& handler_;
   const TransportOptions options_;
   const TlsOptions tls_;
+  const std::string scheme_;
   const std::shared_ptr<const TlsContext> context_;
   const std::unique_ptr<Poller> poller_;
   const std::shared_ptr<TlsMailbox> mailbox_;

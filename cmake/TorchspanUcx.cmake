@@ -1,0 +1,20 @@
+# TORCHSPAN_UCX: the transport over UCX (src/net/ucx), which needs its headers here and libucp.so.0 at run time, where it
+# is loaded when asked for. Files there named ucx_* are built with it only, absent.cpp without it only.
+set(TORCHSPAN_UCX AUTO CACHE STRING "build the UCX transport: AUTO (if UCX is installed), ON or OFF")
+set_property(CACHE TORCHSPAN_UCX PROPERTY STRINGS AUTO ON OFF)
+
+set(TORCHSPAN_HAS_UCX OFF)
+if(TORCHSPAN_UCX STREQUAL "AUTO")
+  pkg_check_modules(UCX QUIET ucx>=1.13)
+  set(TORCHSPAN_HAS_UCX ${UCX_FOUND})
+elseif(TORCHSPAN_UCX)
+  pkg_check_modules(UCX REQUIRED ucx>=1.13)
+  set(TORCHSPAN_HAS_UCX ON)
+endif()
+if(TORCHSPAN_HAS_UCX)
+  message(STATUS "UCX transport: built with UCX ${UCX_VERSION}")
+  set(TORCHSPAN_WITHOUT "/src/net/ucx/absent\\.cpp$")
+else()
+  message(STATUS "UCX transport: not built (libucx-dev is not installed, or TORCHSPAN_UCX is OFF)")
+  set(TORCHSPAN_WITHOUT "/src/net/ucx/ucx_[^/]*\\.cpp$")
+endif()

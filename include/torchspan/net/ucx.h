@@ -1,0 +1,43 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <torchspan/core/metrics.h>
+#include <torchspan/net/tls.h>
+#include <torchspan/net/transport.h>
+
+namespace torchspan::net {
+
+/// Who can reach the network that UCX uses. UCX neither authenticates nor encrypts: whoever reaches one of
+/// its TCP ports can crash the worker or write its memory.
+enum class UcxNetwork : std::uint8_t {
+  kRdma,      ///< RDMA devices only; UCX opens no port that TCP reaches
+  kIsolated,  ///< TCP as well: this network carries the job's workers and nobody else, which you vouch for
+};
+
+struct UcxOptions {
+  UcxNetwork network = UcxNetwork::kRdma;  ///< the same on all workers of a job
+  std::string devices = {};                ///< as UCX names them, "mlx5_0:1,mlx5_1:1"; empty: all
+  /// Lets UCX patch mmap, munmap and the like in this process, so that it may remember what memory it has
+  /// registered with the devices. Without it large segments are registered for each message.
+  bool memory_hooks = false;
+  /// Of the connections that introduce the peers to one another and tell their deaths; `lanes` plays no part.
+  TlsOptions tls = {};
+  Metrics* metrics = nullptr;  ///< gets net.ucx.*; outlives the transport
+};
+
+/// UCX (openucx.org) between hosts with fast fabrics: "ucx:host:port". Peers meet over TLS at that place and
+/// prove the secret or a certificate there, as with make_tls_transport(); inside TLS they exchange the
+/// addresses of their UCX workers, then messages go through UCX, and segments from 64 KiB on straight into
+/// the allocator's memory. Heartbeats, deaths and goodbyes stay with TLS. UCX (libucp) is loaded when the
+/// first such transport is made. Counts net.ucx.segments (received by rendezvous) and .dropped (UCX messages
+/// for channels that are not there, or not any more). Throws kUnsupported when this build has no UCX, when it
+/// is not installed, or when it finds no device that `network` allows; kInvalid as make_tls_transport().
+///
+/// Tested over UCX's TCP on one host only: no RDMA device was at hand. Verify it on yours before you rely on
+/// it, with the conformance suite's row "Ucx".
+std::unique_ptr<Transport> make_ucx_transport(Executor& executor, Handler& handler, TransportOptions options,
+                                              UcxOptions ucx = {});
+
+}  // namespace torchspan::net

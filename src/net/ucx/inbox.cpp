@@ -1,0 +1,149 @@
+#include "net/ucx/inbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+
+/// Beyond these a peer does not keep to the bounds that senders keep to.
+constexpr std::size_t kMostEarly = 1024;
+constexpr std::uint64_t kMostHeld = 2 * kUcxAhead;
+
+[[noreturn]] void throw_invalid(std::string_view what, std::uint64_t number) {
+  throw Error(ErrorKind::kInvalid, fmt::format("{} (number {})", what, number));
+}
+
+}  // namespace
+
+UcxInbox::UcxInbox(const TransportOptions& options)
+    : allocator_(options.allocator), parser_(limits_of(options), options.allocator) {
+  parser_.adopt_with([this](std::uint64_t number, std::size_t size) { return announce(number, size); });
+}
+
+void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
+  if (bytes.empty() || bytes.size() > kUcxChunkBytes) throw_invalid("a chunk of a wrong size came", number);
+  if (number < next_chunk_ || number - next_chunk_ >= kMostEarly) {
+    throw_invalid("a chunk that was not due came", number);
+  }
+  if (number != next_chunk_) {
+    if (!early_chunks_.try_emplace(number, std::move(bytes)).second) throw_invalid("a chunk came twice", number);
+    return;
+  }
+  parse(bytes);
+  ++next_chunk_;
+  while (!early_chunks_.empty() && early_chunks_.begin()->first == next_chunk_) {
+    parse(early_chunks_.extract(early_chunks_.begin()).mapped());
+    ++next_chunk_;
+  }
+}
+
+void UcxInbox::parse(BytesView bytes) {
+  std::vector<Message> finished;
+  std::exception_ptr failure;
+  try {
+    parser_.feed(bytes, finished);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  for (Message& message : finished) add_pending(std::move(message));
+  if (failure) std::rethrow_exception(failure);
+}
+
+Buffer UcxInbox::announce(std::uint64_t number, std::size_t size) {
+  if (number != announced_ || size == 0) throw_invalid("a frame announced a segment that was not due", number);
+  ++announced_;
+  awaited_.emplace(number, Awaited{.size = size});
+  if (offers_.contains(number)) match(number);
+  return {.data = nullptr, .size = size, .owner = nullptr};
+}
+
+void UcxInbox::add_pending(Message message) {
+  Pending pending{std::move(message), {}, kPrefixBytes};
+  pending.bytes += pending.message.header.size() + sizeof(std::uint64_t) * pending.message.segments.size();
+  for (std::size_t i = 0; i < pending.message.segments.size(); ++i) {
+    const Buffer& segment = pending.message.segments[i];
+    if (segment.size != 0 && segment.data == nullptr) {
+      pending.missing.emplace_back(i, assigned_++);
+    } else {
+      pending.bytes += segment.size;
+    }
+  }
+  std::ranges::reverse(pending.missing);
+  if (!pending_.empty()) held_ += pending.bytes;
+  pending_.push_back(std::move(pending));
+}
+
+void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
+  const auto awaited = awaited_.find(number);
+  const bool due = number >= announced_ ? number - announced_ < kMostEarly
+                                        : awaited != awaited_.end() && awaited->second.buffer.data == nullptr;
+  if (!due || offers_.contains(number) || offers_.size() >= kMostEarly) {
+    throw_invalid("a segment that was not due came", number);
+  }
+  if (awaited != awaited_.end() && awaited->second.size != offer.size) {
+    throw_invalid("a segment came whose size is not the one announced", number);
+  }
+  offers_.emplace(number, std::move(offer));
+  if (awaited != awaited_.end()) ready_.push_back(number);
+}
+
+void UcxInbox::match(std::uint64_t number) {
+  if (offers_.at(number).size != awaited_.at(number).size) {
+    throw_invalid("a segment came whose size is not the one announced", number);
+  }
+  ready_.push_back(number);
+}
+
+std::optional<UcxInbox::Fetch> UcxInbox::next_fetch() {
+  while (!ready_.empty()) {
+    const std::uint64_t number = ready_.front();
+    Awaited& awaited = awaited_.at(number);
+    awaited.buffer = allocate_segment(allocator_, awaited.size);
+    ready_.pop_front();
+    const UcxOffer offer = std::move(offers_.extract(number).mapped());
+    if (offer.descriptor != nullptr) return Fetch{number, offer.descriptor, awaited.buffer};
+    std::memcpy(awaited.buffer.data, offer.bytes.data(), awaited.size);
+    awaited.done = true;
+  }
+  return std::nullopt;
+}
+
+void UcxInbox::fetched(std::uint64_t number) {
+  const auto found = awaited_.find(number);
+  if (found != awaited_.end()) found->second.done = true;
+}
+
+void UcxInbox::take(std::vector<Message>& messages) {
+  while (!pending_.empty()) {
+    Pending& first = pending_.front();
+    while (!first.missing.empty()) {
+      const auto [index, number] = first.missing.back();
+      const auto found = awaited_.find(number);
+      if (!found->second.done) {
+        if (held_ > kMostHeld) throw_invalid("too much came behind a segment that is missing", number);
+        return;
+      }
+      first.message.segments[index] = std::move(found->second.buffer);
+      awaited_.erase(found);
+      first.missing.pop_back();
+    }
+    messages.push_back(std::move(first.message));
+    pending_.pop_front();
+    if (!pending_.empty()) held_ -= pending_.front().bytes;
+  }
+}
+
+std::vector<void*> UcxInbox::abandon() {
+  std::vector<void*> descriptors;
+  for (const auto& [number, offer] : offers_) {
+    if (offer.descriptor != nullptr) descriptors.push_back(offer.descriptor);
+  }
+  offers_.clear();
+  ready_.clear();
+  return descriptors;
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,96 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <torchspan/net/transport.h>
+
+#include "net/framing.h"
+
+namespace torchspan::net {
+
+/// How messages lie on UCX. Each side of a channel sends a stream of frames (framing.h) in chunks, each an
+/// active message whose header is a UcxLabel with the chunk's number, from 0 on. A segment from
+/// kUcxSegmentFrom bytes on is no part of the frame: as a lent segment it has a number there, from 1 on, and
+/// comes by rendezvous as an active message of its own. UCX may let one active message overtake another.
+struct UcxLabel {
+  std::uint64_t channel;  ///< as the receiver's greeting named it
+  std::uint64_t number;   ///< of the chunk, or of the segment
+};
+
+inline constexpr std::size_t kUcxChunkBytes = 32 << 10;
+inline constexpr std::size_t kUcxSegmentFrom = 64 << 10;
+/// A sender offers so many segments before the receiver has fetched the first of them, and sends so many
+/// bytes of the stream past a segment that was not fetched: what the receiver has to hold is bounded.
+inline constexpr std::size_t kUcxSegmentsUnderWay = 64;
+inline constexpr std::uint64_t kUcxAhead = 16 << 20;
+
+/// A segment that waits at the peer until it is fetched, or that came with the offer.
+struct UcxOffer {
+  std::uint64_t size = 0;
+  void* descriptor = nullptr;  ///< UCX's, to fetch it with; none when `bytes` are here
+  Bytes bytes = {};
+};
+
+/// The receiving half of a channel over UCX: puts chunks and segments back in order and checks everything the
+/// peer says before memory follows it. Knows nothing of UCX. For one thread at a time; after a throw the
+/// channel must end, for the Error's reason.
+class UcxInbox {
+ public:
+  explicit UcxInbox(const TransportOptions& options);
+  UcxInbox(const UcxInbox&) = delete;
+  UcxInbox& operator=(const UcxInbox&) = delete;
+
+  void add_chunk(std::uint64_t number, Bytes bytes);
+  /// Takes the offer over, unless it throws.
+  void add_offer(std::uint64_t number, UcxOffer offer);
+
+  struct Fetch {
+    std::uint64_t number;
+    void* descriptor;
+    Buffer into;
+  };
+  /// A segment that a frame has announced and whose offer is here, with the memory to receive it into.
+  std::optional<Fetch> next_fetch();
+  void fetched(std::uint64_t number);
+  /// Appends the messages that are complete, in order.
+  void take(std::vector<Message>& messages);
+  /// The peer said goodbye and everything before it was taken.
+  bool goodbye() const { return parser_.goodbye() && pending_.empty(); }
+  /// The channel ends: UCX's descriptors that nobody will fetch.
+  std::vector<void*> abandon();
+
+ private:
+  struct Awaited {
+    std::uint64_t size;
+    Buffer buffer = {};
+    bool done = false;
+  };
+  struct Pending {
+    Message message;
+    std::vector<std::pair<std::size_t, std::uint64_t>> missing;  ///< segments and their numbers, last first
+    std::uint64_t bytes;                                         ///< of its frame
+  };
+  Buffer announce(std::uint64_t number, std::size_t size);
+  void match(std::uint64_t number);
+  void parse(BytesView bytes);
+  void add_pending(Message message);
+
+  const BufferAllocator allocator_;
+  FrameParser parser_;
+  std::uint64_t next_chunk_ = 0;
+  std::map<std::uint64_t, Bytes> early_chunks_;
+  std::uint64_t announced_ = 1;  ///< the next segment that a frame announces
+  std::uint64_t assigned_ = 1;   ///< the next announced segment whose frame is not complete
+  std::map<std::uint64_t, Awaited> awaited_;
+  std::map<std::uint64_t, UcxOffer> offers_;
+  std::deque<std::uint64_t> ready_;  ///< awaited and offered
+  std::deque<Pending> pending_;
+  std::uint64_t held_ = 0;  ///< bytes of frames in pending_ behind the first
+};
+
+}  // namespace torchspan::net

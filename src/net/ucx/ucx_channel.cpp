@@ -1,0 +1,276 @@
+#include "net/ucx/ucx_channel.h"
+
+#include <array>
+#include <cstring>
+#include <exception>
+#include <fmt/format.h>
+#include <utility>
+
+#include "net/ucx/ucx_errand.h"
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::size_t kMostChunksUnderWay = 64;
+constexpr std::size_t kPlaces = 16;
+
+bool goes_apart(const Segment& segment) { return segment.size >= kUcxSegmentFrom; }
+
+}  // namespace
+
+UcxChannel::UcxChannel(Options options, std::shared_ptr<UcxMailbox> mailbox)
+    : options_(std::move(options)), mailbox_(std::move(mailbox)) {}
+
+std::vector<Segment> UcxChannel::hold_large(std::span<const Segment> segments) const {
+  std::vector<Segment> large;
+  for (const Segment& segment : segments) {
+    if (!goes_apart(segment)) continue;
+    large.push_back(segment);
+    if (segment.keep) continue;
+    const Buffer copy = allocate_buffer(segment.size);
+    std::memcpy(copy.data, segment.data, segment.size);
+    large.back() = {copy.data, segment.size, copy.owner};
+  }
+  return large;
+}
+
+void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
+  const std::uint64_t size = check_message(header, segments, options_.limits);
+  {
+    MutexLock lock(mutex_);
+    if (ended_ || broken_ || closing_) throw_ended();
+    const std::uint64_t waiting = unsent_bytes();
+    if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
+  }
+  // Copies of what is borrowed are made without the lock.
+  const std::vector<Segment> large = hold_large(segments);
+  Released released;
+  MutexLock lock(mutex_);
+  if (ended_ || broken_ || closing_) throw_ended();
+  try {
+    queue(header, segments, large);
+  } catch (const std::exception&) {
+    // Part of the message may be in the stream, which cannot be continued.
+    broken_ = "no memory left to queue a message";
+    mailbox_->post_review(options_.token);
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("no memory left to queue a message to '{}'", options_.peer));
+  }
+  flush_locked(false, released);
+}
+
+void UcxChannel::queue(BytesView header, std::span<const Segment> segments, std::span<const Segment> large) {
+  std::vector<std::uint64_t> numbers;
+  if (!large.empty()) {
+    numbers.resize(segments.size());
+    std::uint64_t next = first_apart_ + apart_.size();
+    for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = goes_apart(segments[i]) ? next++ : 0;
+  }
+  const std::size_t before = outbox_.size();
+  outbox_.copy(FramePrefix(header, segments, numbers).bytes());
+  outbox_.copy(header);
+  auto its_copy = large.begin();
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const Segment& segment = segments[i];
+    if (!goes_apart(segment)) {
+      outbox_.add({segment.data, segment.size}, segment.keep);
+      continue;
+    }
+    outbox_.copy(std::as_bytes(std::span(&numbers[i], 1)));
+    apart_.push_back({*its_copy++, queued_ + outbox_.size() - before});
+    bytes += segment.size;
+  }
+  queued_ += outbox_.size() - before;
+  unsent_.fetch_add(bytes + outbox_.size() - before, std::memory_order_relaxed);
+}
+
+void UcxChannel::close() {
+  Released released;
+  MutexLock lock(mutex_);
+  if (ended_ || closing_) return;
+  closing_ = true;
+  const auto goodbye = goodbye_frame();
+  outbox_.copy(goodbye);
+  queued_ += goodbye.size();
+  unsent_.fetch_add(goodbye.size(), std::memory_order_relaxed);
+  flush_locked(false, released);
+  mailbox_->post_review(options_.token);
+}
+
+void UcxChannel::open(UcxWorker& worker, std::shared_ptr<UcxRoute> route, std::uint64_t peer_label) {
+  Released released;
+  MutexLock lock(mutex_);
+  if (ended_) return;
+  worker_ = &worker;
+  route_ = std::move(route);
+  peer_label_ = peer_label;
+  flush_locked(true, released);
+}
+
+void UcxChannel::flush() {
+  Released released;
+  MutexLock lock(mutex_);
+  flush_locked(true, released);
+}
+
+bool UcxChannel::may_go_on() const { return apart_.empty() || sent_ < apart_.front().position + kUcxAhead; }
+
+void UcxChannel::flush_locked(bool patient, Released& released) {
+  if (route_ == nullptr || ended_ || broken_) return;
+  // A segment that UCX sends at once lets the stream go on.
+  bool goes_on = true;
+  while (goes_on) goes_on = send_chunks(patient, released) && send_segments(patient, released);
+  // The driver goes on with what is left, and UCX with what it took over, once the driver wakes.
+  if (patient) {
+    posted_ = false;
+  } else if (!posted_ && !quiet()) {
+    posted_ = true;
+    mailbox_->post_review(options_.token);
+  }
+}
+
+void UcxChannel::prepare_chunk(Released& released) {
+  next_chunk_ = std::make_unique<UcxTask>();
+  next_chunk_->kind = UcxTask::Kind::kChunk;
+  next_chunk_->label = {peer_label_, chunks_++};
+  next_chunk_->channel = shared_from_this();
+  next_chunk_->link = options_.token;
+  Bytes& chunk = next_chunk_->chunk;
+  chunk.reserve(std::min(outbox_.size(), kUcxChunkBytes));
+  std::array<iovec, kPlaces> places;
+  while (!outbox_.empty() && chunk.size() < kUcxChunkBytes) {
+    const std::size_t count = outbox_.front(places);
+    std::size_t taken = 0;
+    for (const iovec& place : std::span(places).first(count)) {
+      const auto* const bytes = static_cast<const std::byte*>(place.iov_base);
+      const std::size_t size = std::min(place.iov_len, kUcxChunkBytes - chunk.size());
+      chunk.insert(chunk.end(), bytes, bytes + size);
+      taken += size;
+    }
+    outbox_.consume(taken, released);
+  }
+}
+
+bool UcxChannel::send_chunks(bool patient, Released& released) {
+  while (chunks_under_way_ < kMostChunksUnderWay && may_go_on() && (next_chunk_ || !outbox_.empty())) {
+    if (!next_chunk_) prepare_chunk(released);
+    const std::size_t size = next_chunk_->chunk.size();
+    switch (worker_->send(*route_, next_chunk_, patient)) {
+      case UcxWorker::Outcome::kBusy:
+      case UcxWorker::Outcome::kFailed:
+        return false;
+      case UcxWorker::Outcome::kDone:
+        unsent_.fetch_sub(size, std::memory_order_relaxed);
+        next_chunk_.reset();
+        break;
+      case UcxWorker::Outcome::kUnderWay:
+        ++under_way_;
+        ++chunks_under_way_;
+        break;
+    }
+    sent_ += size;
+  }
+  return true;
+}
+
+/// False when there is nothing more to do for now.
+bool UcxChannel::send_segments(bool patient, Released& released) {
+  bool freed = false;
+  while (offered_ < apart_.size() && offered_ < kUcxSegmentsUnderWay && apart_[offered_].position <= sent_) {
+    auto task = std::make_unique<UcxTask>();
+    task->kind = UcxTask::Kind::kSegment;
+    task->label = {peer_label_, first_apart_ + offered_};
+    task->segment = apart_[offered_].segment;
+    task->channel = shared_from_this();
+    task->link = options_.token;
+    const UcxWorker::Outcome outcome = worker_->send(*route_, task, patient);
+    if (outcome == UcxWorker::Outcome::kUnderWay) {
+      apart_[offered_++].segment.keep.reset();
+      ++under_way_;
+      continue;
+    }
+    task->channel.reset();
+    if (outcome != UcxWorker::Outcome::kDone) return false;
+    released.push_back(std::move(task->segment.keep));
+    released.push_back(std::move(apart_[offered_].segment.keep));
+    segment_done(first_apart_ + offered_++);
+    freed = true;
+  }
+  return freed;
+}
+
+void UcxChannel::segment_done(std::uint64_t number) {
+  if (number < first_apart_ || number - first_apart_ >= apart_.size()) return;
+  Apart& segment = apart_[number - first_apart_];
+  segment.done = true;
+  unsent_.fetch_sub(segment.segment.size, std::memory_order_relaxed);
+  while (!apart_.empty() && apart_.front().done) {
+    apart_.pop_front();
+    ++first_apart_;
+    --offered_;
+  }
+}
+
+void UcxChannel::finished(const UcxTask& task) {
+  Released released;
+  MutexLock lock(mutex_);
+  --under_way_;
+  const bool is_chunk = task.kind == UcxTask::Kind::kChunk;
+  if (is_chunk) --chunks_under_way_;
+  if (ended_) return;
+  if (task.status != UCS_OK) {
+    if (!broken_) broken_ = "UCX could not send";
+    return;
+  }
+  is_chunk ? (void)unsent_.fetch_sub(task.chunk.size(), std::memory_order_relaxed)
+           : segment_done(task.label.number);
+  flush_locked(true, released);
+}
+
+bool UcxChannel::quiet() const {
+  return under_way_ == 0 && (broken_ || (outbox_.empty() && !next_chunk_ && apart_.empty()));
+}
+
+UcxChannel::State UcxChannel::state() const {
+  MutexLock lock(mutex_);
+  return {.closing = closing_, .quiet = quiet(), .broken = broken_};
+}
+
+void UcxChannel::break_off(const std::string& why) {
+  MutexLock lock(mutex_);
+  if (!broken_) broken_ = why;
+}
+
+void UcxChannel::end(const Error& reason) {
+  Released released;
+  UcxTaskPtr chunk;
+  MutexLock lock(mutex_);
+  ended_ = reason.message();
+  drop_all(released);
+  chunk = std::move(next_chunk_);
+  route_.reset();
+  worker_ = nullptr;
+}
+
+void UcxChannel::drop_all(Released& released) {
+  outbox_.clear(released);
+  for (Apart& segment : apart_) released.push_back(std::move(segment.segment.keep));
+  apart_.clear();
+  offered_ = 0;
+  unsent_.store(0, std::memory_order_relaxed);
+}
+
+void UcxChannel::throw_ended() const {
+  const std::string why = ended_ ? *ended_ : broken_ ? *broken_ : "this side closed the channel";
+  throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", options_.peer, why));
+}
+
+void UcxChannel::throw_overloaded(std::uint64_t size) const {
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
+                          "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                          options_.peer, unsent_bytes(), size, options_.max_unsent));
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,38 @@
+#pragma once
+#include <ucp/api/ucp.h>
+
+namespace torchspan::net {
+
+/// UCX's functions, found when they are needed. It is loaded, not linked: merely by being there it would
+/// answer for the signals of every program of ours (a backtrace on SIGSEGV, a debugger on SIGHUP). Loading
+/// puts the signals' handlers back. Never unloaded.
+struct UcxLibrary {
+  /// Throws kUnsupported when it is not installed or too old. `memory_hooks`: whether it may patch the
+  /// process's memory functions; decided by whoever loads it first.
+  explicit UcxLibrary(bool memory_hooks);
+
+  unsigned major = 0;
+  unsigned minor = 0;
+  decltype(&::ucp_config_read) config_read = nullptr;
+  decltype(&::ucp_config_modify) config_modify = nullptr;
+  decltype(&::ucp_config_release) config_release = nullptr;
+  decltype(&::ucp_init_version) init_version = nullptr;
+  decltype(&::ucp_cleanup) cleanup = nullptr;
+  decltype(&::ucp_worker_create) worker_create = nullptr;
+  decltype(&::ucp_worker_destroy) worker_destroy = nullptr;
+  decltype(&::ucp_worker_get_address) worker_get_address = nullptr;
+  decltype(&::ucp_worker_release_address) worker_release_address = nullptr;
+  decltype(&::ucp_worker_get_efd) worker_get_efd = nullptr;
+  decltype(&::ucp_worker_arm) worker_arm = nullptr;
+  decltype(&::ucp_worker_progress) worker_progress = nullptr;
+  decltype(&::ucp_worker_set_am_recv_handler) set_am_handler = nullptr;
+  decltype(&::ucp_ep_create) ep_create = nullptr;
+  decltype(&::ucp_ep_close_nbx) ep_close = nullptr;
+  decltype(&::ucp_am_send_nbx) am_send = nullptr;
+  decltype(&::ucp_am_recv_data_nbx) am_receive = nullptr;
+  decltype(&::ucp_am_data_release) am_release = nullptr;
+  decltype(&::ucp_request_free) request_free = nullptr;
+  decltype(&::ucs_status_string) status_string = nullptr;
+};
+
+}  // namespace torchspan::net

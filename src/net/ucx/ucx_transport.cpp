@@ -1,0 +1,288 @@
+#include "net/ucx/ucx_transport.h"
+
+#include <fmt/format.h>
+
+namespace torchspan::net {
+namespace {
+
+constexpr std::uint64_t kWorkerToken = TlsTransport::kForeignTokens;
+/// When UCX loses a peer, TLS most likely knows why, a moment later.
+constexpr Duration kGrace = std::chrono::seconds(1);
+
+TransportOptions options_beneath(const TransportOptions& options) {
+  TransportOptions beneath;
+  beneath.secret = options.secret;
+  beneath.max_header = kLongestNote;
+  beneath.max_message = kLongestNote;
+  beneath.max_segments = 0;
+  beneath.max_unsent = 4 * kLongestNote;
+  beneath.max_strangers = options.max_strangers;
+  beneath.handshake_timeout = options.handshake_timeout;
+  beneath.linger = options.linger;
+  return beneath;
+}
+
+TlsOptions without_lanes(TlsOptions tls) {
+  tls.lanes = 0;
+  return tls;
+}
+
+}  // namespace
+
+UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx)
+    : executor_(executor),
+      handler_(handler),
+      options_(std::move(options)),
+      ucx_(std::move(ucx)),
+      segments_((ucx_.metrics != nullptr ? *ucx_.metrics : own_metrics_).counter("net.ucx.segments")),
+      dropped_((ucx_.metrics != nullptr ? *ucx_.metrics : own_metrics_).counter("net.ucx.dropped")),
+      front_(*this),
+      tls_(executor, front_, options_beneath(options_), without_lanes(ucx_.tls), "ucx"),
+      mailbox_(std::make_shared<UcxMailbox>(tls_.poller())),
+      worker_(executor, ucx_) {
+  tls_.poller().add(worker_.event_descriptor(), kWorkerToken, false);
+}
+
+UcxTransport::~UcxTransport() {
+  const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
+  const UcxMailbox::Requests left = mailbox_->close();
+  for (const auto& errand : left.connections) errand->channel->end(reason);
+  for (const auto& [token, link] : links_) {
+    link->channel->end(reason);
+    for (void* descriptor : link->inbox.abandon()) worker_.release(descriptor);
+  }
+  tls_.poller().remove(worker_.event_descriptor());
+}
+
+std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadline deadline) {
+  parse_tls_address(address, "ucx");
+  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  auto channel = std::make_shared<UcxChannel>(
+      UcxChannel::Options{address, token, limits_of(options_), options_.max_unsent}, mailbox_);
+  mailbox_->post(std::make_unique<UcxErrand>(UcxErrand{token, channel, address, deadline}));
+  return channel;
+}
+
+void UcxTransport::wait(Deadline deadline) {
+  if (mailbox_->pending() || worker_.has_news()) return;
+  while (!worker_.arm()) {
+    worker_.progress();
+    if (worker_.has_news()) return;
+  }
+  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
+  tls_.wait(deadline);
+}
+
+bool UcxTransport::poll() {
+  now_ = executor_.now();
+  bool any = mailbox_->pending() && take_requests();
+  any |= tls_.poll();
+  any |= serve_worker();
+  if (!timers_.empty()) any |= run_timers();
+  return any;
+}
+
+bool UcxTransport::take_requests() {
+  UcxMailbox::Requests requests = mailbox_->take();
+  for (const auto& errand : requests.connections) dial(*errand);
+  for (const std::uint64_t token : requests.reviews) {
+    const auto found = links_.find(token);
+    if (found == links_.end()) continue;
+    const LinkPtr link = found->second;
+    link->channel->flush();
+    review(*link);
+  }
+  return true;
+}
+
+void UcxTransport::attempt(const LinkPtr& link, const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const Error& error) {
+    if (links_.contains(link->token)) end(*link, error);
+  }
+}
+
+bool UcxTransport::serve_worker() {
+  worker_.progress();
+  UcxWorker::News news = worker_.take_news();
+  if (news.empty()) return false;
+  take_arrivals(std::move(news.arrivals));
+  for (UcxTaskPtr& task : news.finished) {
+    if (task->kind != UcxTask::Kind::kFetch) {
+      task->channel->finished(*task);
+      continue;
+    }
+    const auto found = links_.find(task->link);
+    if (found == links_.end()) continue;
+    const LinkPtr link = found->second;
+    if (task->status == UCS_OK) {
+      segments_.add();
+      link->inbox.fetched(task->label.number);
+      attempt(link, [&] { fetch_and_deliver(*link); });
+    } else {
+      link->channel->break_off("a segment did not arrive: " + worker_.text_of(task->status));
+      review(*link);
+    }
+  }
+  for (const UcxWorker::FailedRoute& failed : news.failed) lose(failed);
+  for (const UcxTaskPtr& task : news.finished) {
+    if (!task->channel) continue;
+    const auto found = links_.find(task->link);
+    if (found != links_.end()) review(*LinkPtr(found->second));
+  }
+  return true;
+}
+
+void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
+  std::set<std::uint64_t> touched;
+  for (UcxWorker::Arrival& arrival : arrivals) {
+    const auto found = by_label_.find(arrival.label.channel);
+    if (found == by_label_.end()) {
+      drop(arrival);
+      continue;
+    }
+    const LinkPtr link = found->second;
+    touched.insert(link->token);
+    attempt(link, [&] {
+      try {
+        if (arrival.kind == UcxTask::Kind::kChunk) {
+          link->inbox.add_chunk(arrival.label.number, std::move(arrival.offer.bytes));
+        } else {
+          link->inbox.add_offer(arrival.label.number, std::move(arrival.offer));
+        }
+      } catch (const Error& error) {
+        drop(arrival);
+        // What came before is the receiver's.
+        const std::string peer = link->channel->peer();
+        fetch_and_deliver(*link);
+        throw Error(error.kind(), fmt::format("'{}' is cut off: {}", peer, error.message()));
+      }
+    });
+  }
+  for (const std::uint64_t token : touched) {
+    const auto found = links_.find(token);
+    if (found == links_.end()) continue;
+    const LinkPtr link = found->second;
+    attempt(link, [&] { fetch_and_deliver(*link); });
+  }
+}
+
+void UcxTransport::drop(UcxWorker::Arrival& arrival) {
+  dropped_.add();
+  if (arrival.offer.descriptor != nullptr) worker_.release(arrival.offer.descriptor);
+}
+
+void UcxTransport::fetch_and_deliver(UcxLink& link) {
+  while (std::optional<UcxInbox::Fetch> fetch = link.inbox.next_fetch()) {
+    auto task = std::make_unique<UcxTask>();
+    task->kind = UcxTask::Kind::kFetch;
+    task->label = {link.label, fetch->number};
+    task->into = std::move(fetch->into);
+    task->link = link.token;
+    switch (worker_.fetch(fetch->descriptor, task)) {
+      case UcxWorker::Outcome::kDone:
+        segments_.add();
+        link.inbox.fetched(fetch->number);
+        break;
+      case UcxWorker::Outcome::kUnderWay:
+        break;
+      default:
+        link.channel->break_off("a segment could not be received");
+    }
+  }
+  std::vector<Message> messages;
+  link.inbox.take(messages);
+  for (Message& message : messages) handler_.on_message(link.channel, std::move(message));
+  review(link);
+}
+
+void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
+  std::erase_if(routes_, [&](const auto& entry) { return entry.second.get() == failed.route; });
+  std::vector<LinkPtr> hit;
+  for (const auto& [token, link] : links_) {
+    if (link->route.get() == failed.route) hit.push_back(link);
+  }
+  for (const LinkPtr& link : hit) {
+    link->channel->break_off(fmt::format("UCX lost it ({})", failed.reason));
+    if (links_.contains(link->token)) review(*link);
+  }
+}
+
+void UcxTransport::review(UcxLink& link) {
+  if (!link.route || !links_.contains(link.token)) return;
+  const UcxChannel::State state = link.channel->state();
+  const std::string peer = link.channel->peer();
+  const bool heard_goodbye = link.inbox.goodbye();
+  if (heard_goodbye && !std::exchange(link.said_farewell, true)) say(link, encode(UcxSignal::kFarewell));
+  if (heard_goodbye && !state.closing) {
+    return end(link, Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer)));
+  }
+  if (link.heard_farewell && state.quiet && (heard_goodbye || link.wire_gone)) {
+    return end(link, Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
+  }
+  if (link.timer) return;
+  if (state.broken) {
+    set_timer(link, now_ + kGrace);
+  } else if (state.closing && state.quiet && link.may_send) {
+    set_timer(link, now_ + options_.linger);
+  }
+}
+
+void UcxTransport::end(UcxLink& link, const Error& reason) {
+  const LinkPtr kept = links_.at(link.token);
+  const bool announced = link.dialed || link.route;
+  set_timer(link, std::nullopt);
+  links_.erase(link.token);
+  by_label_.erase(link.label);
+  by_wire_.erase(link.wire.get());
+  link.channel->end(reason);
+  for (void* descriptor : link.inbox.abandon()) worker_.release(descriptor);
+  link.wire->close();
+  announced ? handler_.on_closed(link.channel, reason) : handler_.on_refused(link.channel->peer(), reason);
+}
+
+void UcxTransport::set_timer(UcxLink& link, std::optional<TimePoint> when) {
+  if (link.timer) timers_.erase({*link.timer, link.token});
+  link.timer = when;
+  if (when && *when != TimePoint::max()) timers_.emplace(*when, link.token);
+}
+
+bool UcxTransport::run_timers() {
+  bool any = false;
+  while (!timers_.empty() && timers_.begin()->first <= now_) {
+    any = true;
+    const auto found = links_.find(timers_.begin()->second);
+    timers_.erase(timers_.begin());
+    if (found != links_.end()) end(*LinkPtr(found->second), timed_out(*found->second));
+  }
+  return any;
+}
+
+Error UcxTransport::timed_out(const UcxLink& link) const {
+  const std::string peer = link.channel->peer();
+  if (!link.route) {
+    return Error(ErrorKind::kTimedOut,
+                 fmt::format("'{}' did not introduce itself in time: it is stopped, overloaded, or no UCX "
+                             "transport",
+                             peer));
+  }
+  const UcxChannel::State state = link.channel->state();
+  if (state.closing && link.heard_farewell) {
+    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
+  }
+  if (state.closing) {
+    return Error(ErrorKind::kDisconnected,
+                 fmt::format("this side closed the channel to '{}', which did not take note in time", peer));
+  }
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' cannot be reached through UCX any more: {}; it still answers over TLS", peer,
+                           state.broken.value_or("")));
+}
+
+std::unique_ptr<Transport> make_ucx_transport(Executor& executor, Handler& handler, TransportOptions options,
+                                              UcxOptions ucx) {
+  return std::make_unique<UcxTransport>(executor, handler, std::move(options), std::move(ucx));
+}
+
+}  // namespace torchspan::net

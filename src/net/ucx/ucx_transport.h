@@ -1,0 +1,131 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torchspan/net/ucx.h>
+
+#include "net/tls/tls_transport.h"
+#include "net/ucx/greeting.h"
+#include "net/ucx/inbox.h"
+#include "net/ucx/ucx_channel.h"
+#include "net/ucx/ucx_errand.h"
+#include "net/ucx/ucx_worker.h"
+
+namespace torchspan::net {
+
+/// The driver's half of a channel: its TLS channel (the wire), and what came through UCX.
+struct UcxLink {
+  UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options)
+      : channel(std::move(its_channel)), token(its_token), inbox(options) {}
+
+  const std::shared_ptr<UcxChannel> channel;
+  const std::uint64_t token;
+  UcxInbox inbox;
+  bool dialed = false;
+  std::uint64_t label = 0;  ///< by which the peer addresses it
+  std::shared_ptr<Channel> wire;
+  std::shared_ptr<UcxRoute> route;  ///< once the peer's greeting came: the channel is open
+  std::uint64_t peer_label = 0;     ///< by which the peer is addressed
+  bool may_send = false;            ///< the peer has our greeting
+  bool said_farewell = false;       ///< the peer's goodbye came through UCX
+  bool heard_farewell = false;      ///< ours did
+  bool wire_gone = false;
+  std::optional<TimePoint> timer;  ///< when it has to be done with its stage
+};
+
+/// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
+/// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the mailbox and the
+/// worker belongs to the thread in poll() or wait().
+class UcxTransport final : public Transport {
+ public:
+  UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx);
+  ~UcxTransport() override;
+
+  std::string listen(const std::string& address) override { return tls_.listen(address); }
+  bool can_reach(const std::string& address) const override { return tls_.can_reach(address); }
+  std::shared_ptr<Channel> connect(const std::string& address, Deadline deadline) override;
+  bool poll() override;
+  void wait(Deadline deadline) override;
+  void wake() override { tls_.wake(); }
+
+ private:
+  using LinkPtr = std::shared_ptr<UcxLink>;
+  /// Hears what the TLS transport beneath has to say.
+  class Front final : public Handler {
+   public:
+    explicit Front(UcxTransport& transport) : transport_(transport) {}
+    void on_accepted(const std::shared_ptr<Channel>& wire) override { transport_.wire_accepted(wire); }
+    void on_message(const std::shared_ptr<Channel>& wire, Message message) override {
+      transport_.note_came(wire, message);
+    }
+    void on_closed(const std::shared_ptr<Channel>& wire, const Error& reason) override {
+      transport_.wire_closed(wire, reason);
+    }
+    void on_refused(const std::string& peer, const Error& reason) override {
+      transport_.handler_.on_refused(peer, reason);
+    }
+
+   private:
+    UcxTransport& transport_;
+  };
+
+  // Wires (ucx_wires.cpp)
+  void dial(UcxErrand& errand);
+  void wire_accepted(const std::shared_ptr<Channel>& wire);
+  void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
+  void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
+  void take_note(UcxLink& link, const Message& message);
+  void open(UcxLink& link, const UcxGreeting& greeting);
+  std::shared_ptr<UcxRoute> route_to(const Bytes& address);
+  void say(UcxLink& link, const Bytes& note);
+  void wire_closed(const std::shared_ptr<Channel>& wire, const Error& reason);
+  LinkPtr find(const std::shared_ptr<Channel>& wire) const;
+
+  // Links (ucx_transport.cpp)
+  bool take_requests();
+  /// Passes on what UCX has done; true when there was anything.
+  bool serve_worker();
+  void take_arrivals(std::vector<UcxWorker::Arrival> arrivals);
+  void drop(UcxWorker::Arrival& arrival);
+  /// Runs `step`, which may throw for how the link ends, and ends it then.
+  void attempt(const LinkPtr& link, const std::function<void()>& step);
+  void fetch_and_deliver(UcxLink& link);
+  void lose(const UcxWorker::FailedRoute& failed);
+  /// Ends the link, or goes on with its goodbyes, as its state says.
+  void review(UcxLink& link);
+  void end(UcxLink& link, const Error& reason);
+  void set_timer(UcxLink& link, std::optional<TimePoint> when);
+  bool run_timers();
+  Error timed_out(const UcxLink& link) const;
+
+  Executor& executor_;
+  Handler& handler_;
+  const TransportOptions options_;
+  const UcxOptions ucx_;
+  Metrics own_metrics_;
+  Counter& segments_;
+  Counter& dropped_;
+  Front front_;
+  TlsTransport tls_;
+  const std::shared_ptr<UcxMailbox> mailbox_;
+  std::atomic<std::uint64_t> next_token_{1};
+  UcxWorker worker_;
+
+  std::map<std::uint64_t, LinkPtr> links_;
+  std::unordered_map<const Channel*, LinkPtr> by_wire_;
+  std::unordered_map<std::uint64_t, LinkPtr> by_label_;  ///< open ones
+  std::map<Bytes, std::shared_ptr<UcxRoute>> routes_;    ///< by the peer worker's address
+  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
+  TimePoint now_{};
+};
+
+}  // namespace torchspan::net

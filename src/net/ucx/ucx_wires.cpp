@@ -1,0 +1,135 @@
+#include <fmt/format.h>
+#include <openssl/rand.h>
+
+#include "net/ucx/ucx_transport.h"
+
+/// What UcxTransport does with the TLS channels beneath its own.
+namespace torchspan::net {
+namespace {
+
+/// Nobody hits upon another channel's label by a mistake in counting.
+std::uint64_t draw_label() {
+  std::uint64_t label = 0;
+  if (RAND_bytes(reinterpret_cast<unsigned char*>(&label), sizeof label) != 1) {
+    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a channel's label");
+  }
+  return label;
+}
+
+}  // namespace
+
+void UcxTransport::dial(UcxErrand& errand) {
+  const auto link = std::make_shared<UcxLink>(errand.channel, errand.token, options_);
+  link->dialed = true;
+  try {
+    link->label = draw_label();
+    adopt(link, tls_.connect(errand.address, errand.deadline));
+  } catch (const Error& error) {
+    errand.channel->end(error);
+    handler_.on_closed(errand.channel, error);
+    return;
+  }
+  set_timer(*link, earlier(Deadline(now_ + 2 * options_.handshake_timeout), errand.deadline).at());
+}
+
+void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
+  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  const auto channel = std::make_shared<UcxChannel>(
+      UcxChannel::Options{wire->peer(), token, limits_of(options_), options_.max_unsent}, mailbox_);
+  const auto link = std::make_shared<UcxLink>(channel, token, options_);
+  try {
+    link->label = draw_label();
+    adopt(link, wire);
+  } catch (const Error& error) {
+    wire->close();
+    return handler_.on_refused(wire->peer(), error);
+  }
+  set_timer(*link, now_ + options_.handshake_timeout);
+}
+
+void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
+  const UcxLibrary& library = worker_.library();
+  wire->send(encode(UcxGreeting{library.major, library.minor, link->label, worker_.address()}), {});
+  link->wire = std::move(wire);
+  by_wire_.emplace(link->wire.get(), link);
+  links_.emplace(link->token, link);
+}
+
+UcxTransport::LinkPtr UcxTransport::find(const std::shared_ptr<Channel>& wire) const {
+  const auto found = by_wire_.find(wire.get());
+  return found == by_wire_.end() ? nullptr : found->second;
+}
+
+void UcxTransport::note_came(const std::shared_ptr<Channel>& wire, const Message& message) {
+  if (const LinkPtr link = find(wire)) attempt(link, [&] { take_note(*link, message); });
+}
+
+void UcxTransport::take_note(UcxLink& link, const Message& message) {
+  const std::string peer = link.channel->peer();
+  const UcxNote note = decode_ucx_note(message.header, peer);
+  if (const auto* greeting = std::get_if<UcxGreeting>(&note); greeting != nullptr && !link.route) {
+    return open(link, *greeting);
+  }
+  if (note == UcxNote(UcxSignal::kReady) && link.route && !link.may_send) {
+    link.may_send = true;
+    link.channel->open(worker_, link.route, link.peer_label);
+  } else if (note == UcxNote(UcxSignal::kFarewell) && link.route && link.channel->state().closing) {
+    link.heard_farewell = true;
+  } else {
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' said something out of turn", peer));
+  }
+  review(link);
+}
+
+void UcxTransport::open(UcxLink& link, const UcxGreeting& greeting) {
+  const UcxLibrary& library = worker_.library();
+  const std::string peer = link.channel->peer();
+  check_ucx_versions(greeting, {library.major, library.minor, 0, {}}, peer);
+  try {
+    link.route = route_to(greeting.address);
+  } catch (const Error& error) {
+    throw Error(error.kind(), fmt::format("'{}': {}", peer, error.message()));
+  }
+  link.peer_label = greeting.channel;
+  const LinkPtr kept = links_.at(link.token);
+  by_label_.emplace(link.label, kept);
+  set_timer(link, std::nullopt);
+  say(link, encode(UcxSignal::kReady));
+  if (!link.dialed) handler_.on_accepted(link.channel);
+}
+
+std::shared_ptr<UcxRoute> UcxTransport::route_to(const Bytes& address) {
+  const auto known = routes_.find(address);
+  if (known != routes_.end()) return known->second;
+  return routes_.emplace(address, worker_.open_route(address)).first->second;
+}
+
+void UcxTransport::say(UcxLink& link, const Bytes& note) {
+  try {
+    link.wire->send(note, {});
+  } catch (const Error&) {
+    // The wire has ended, and says so itself.
+  }
+}
+
+void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error& reason) {
+  const LinkPtr link = find(wire);
+  if (!link) return;
+  by_wire_.erase(wire.get());
+  link->wire_gone = true;
+  if (!link->route) return end(*link, reason);
+  // What came through UCX before the end is still to be had.
+  while (serve_worker() && links_.contains(link->token)) {
+  }
+  if (!links_.contains(link->token)) return;
+  const UcxChannel::State state = link->channel->state();
+  if (state.closing && link->heard_farewell) {
+    if (!link->timer) set_timer(*link, now_ + options_.linger);
+    return review(*link);
+  }
+  if (!state.closing || !state.quiet) return end(*link, reason);
+  end(*link, Error(ErrorKind::kDisconnected,
+                   fmt::format("this side closed the channel to '{}'", link->channel->peer())));
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,318 @@
+#include "net/ucx/ucx_worker.h"
+
+#include <cstring>
+#include <fmt/format.h>
+#include <optional>
+#include <utility>
+
+namespace torchspan::net {
+namespace {
+
+constexpr int kSteps = 32;
+constexpr std::size_t kMostArrivedBytes = 4 << 20;
+constexpr Duration kPatienceAtEnd = std::chrono::seconds(2);
+
+unsigned id_of(UcxTask::Kind kind) { return static_cast<unsigned>(kind); }
+
+std::optional<UcxLabel> label_of(const void* header, std::size_t size) {
+  UcxLabel label;
+  if (size != sizeof label) return std::nullopt;
+  std::memcpy(&label, header, sizeof label);
+  return label;
+}
+
+std::string advice(const UcxOptions& options) {
+  if (options.network == UcxNetwork::kIsolated) {
+    return "name the network's devices in UcxOptions::devices as 'ucx_info -d' does, or use the tls transport";
+  }
+  return "'ucx_info -d' lists the devices. On a network that carries the job's workers and nobody else, "
+         "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
+}
+
+}  // namespace
+
+UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options)
+    : executor_(executor), library_(options.memory_hooks) {
+  try {
+    make_context(options);
+    make_worker();
+  } catch (...) {
+    tear_down();
+    throw;
+  }
+}
+
+void UcxWorker::make_context(const UcxOptions& options) {
+  ucp_config_t* config = nullptr;
+  ucs_status_t status = library_.config_read(nullptr, nullptr, &config);
+  if (status != UCS_OK) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("UCX refuses its configuration ({}): look at the environment variables UCX_*",
+                            text_of(status)));
+  }
+  const std::shared_ptr<ucp_config_t> kept(config, library_.config_release);
+  const auto set = [&](const char* name, const std::string& value) {
+    status = library_.config_modify(config, name, value.c_str());
+    if (status == UCS_OK) return;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("UCX does not take {}={}: {}", name, value, text_of(status)));
+  };
+  set("TLS", options.network == UcxNetwork::kIsolated ? "self,ib,tcp" : "self,ib");
+  if (!options.devices.empty()) set("NET_DEVICES", options.devices);
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES;
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  status = library_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
+  if (status == UCS_OK) return;
+  context_ = nullptr;
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("UCX finds no device that it may use ({}): {}", text_of(status), advice(options)));
+}
+
+void UcxWorker::make_worker() {
+  ucp_worker_params_t params{};
+  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  ucs_status_t status = library_.worker_create(context_, &params, &worker_);
+  if (status == UCS_OK) status = library_.worker_get_efd(worker_, &event_descriptor_);
+  ucp_address_t* address = nullptr;
+  std::size_t size = 0;
+  if (status == UCS_OK) status = library_.worker_get_address(worker_, &address, &size);
+  if (status != UCS_OK) {
+    throw Error(ErrorKind::kUnsupported, fmt::format("UCX cannot start on its devices ({}): see UCX_LOG_LEVEL",
+                                                     text_of(status)));
+  }
+  address_.assign(reinterpret_cast<const std::byte*>(address),
+                  reinterpret_cast<const std::byte*>(address) + size);
+  library_.worker_release_address(worker_, address);
+  listen_for(UcxTask::Kind::kChunk, chunk_came);
+  listen_for(UcxTask::Kind::kSegment, segment_came);
+}
+
+void UcxWorker::listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback) {
+  ucp_am_handler_param_t param{};
+  param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+                     UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  param.id = id_of(kind);
+  param.flags = UCP_AM_FLAG_WHOLE_MSG;
+  param.cb = callback;
+  param.arg = this;
+  const ucs_status_t status = library_.set_am_handler(worker_, &param);
+  if (status != UCS_OK) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("this UCX has no active messages ({}): install UCX 1.13 or later", text_of(status)));
+  }
+}
+
+UcxWorker::~UcxWorker() { tear_down(); }
+
+void UcxWorker::tear_down() {
+  if (worker_ != nullptr) {
+    const Deadline deadline = executor_.deadline_in(kPatienceAtEnd);
+    {
+      MutexLock lock(mutex_);
+      for (const auto& route : routes_) {
+        if (route->endpoint_ != nullptr) close(std::exchange(route->endpoint_, nullptr));
+      }
+    }
+    for (bool done = false; !done && !deadline.passed(executor_.now()); executor_.yield()) {
+      progress();
+      const News dropped = take_news();
+      for (const Arrival& arrival : dropped.arrivals) {
+        if (arrival.offer.descriptor != nullptr) release(arrival.offer.descriptor);
+      }
+      MutexLock lock(mutex_);
+      done = under_way_.empty() && closing_ == 0;
+    }
+    library_.worker_destroy(worker_);
+  }
+  if (context_ != nullptr) library_.cleanup(context_);
+}
+
+std::shared_ptr<UcxRoute> UcxWorker::open_route(BytesView address) {
+  auto route = std::make_shared<UcxRoute>();
+  route->worker_ = this;
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = failed;
+  params.err_handler.arg = route.get();
+  MutexLock lock(mutex_);
+  std::erase_if(routes_, [](const auto& old) { return old->endpoint_ == nullptr && old.use_count() == 1; });
+  const ucs_status_t status = library_.ep_create(worker_, &params, &route->endpoint_);
+  if (status != UCS_OK) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("UCX does not reach it ({}): UcxOptions must be the same on all workers, and their "
+                            "devices on one network",
+                            text_of(status)));
+  }
+  routes_.push_back(route);
+  return route;
+}
+
+UcxWorker::Outcome UcxWorker::send(UcxRoute& route, UcxTaskPtr& task, bool patient) {
+  if (patient) {
+    MutexLock lock(mutex_);
+    return send_locked(route, task);
+  }
+  if (!mutex_.try_lock()) return Outcome::kBusy;
+  const Outcome outcome = send_locked(route, task);
+  mutex_.unlock();
+  return outcome;
+}
+
+UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
+  if (route.endpoint_ == nullptr) return Outcome::kFailed;
+  const bool is_chunk = task->kind == UcxTask::Kind::kChunk;
+  task->worker = this;
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = is_chunk ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
+  param.cb.send = finished;
+  param.user_data = task.get();
+  const void* const data = is_chunk ? task->chunk.data() : task->segment.data;
+  const std::size_t size = is_chunk ? task->chunk.size() : task->segment.size;
+  return started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label, sizeof task->label, data,
+                                  size, &param),
+                 task);
+}
+
+UcxWorker::Outcome UcxWorker::fetch(void* descriptor, UcxTaskPtr& task) {
+  MutexLock lock(mutex_);
+  task->worker = this;
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.cb.recv_am = fetched;
+  param.user_data = task.get();
+  return started(library_.am_receive(worker_, descriptor, task->into.data, task->into.size, &param), task);
+}
+
+UcxWorker::Outcome UcxWorker::started(ucs_status_ptr_t request, UcxTaskPtr& task) {
+  if (request == nullptr) return Outcome::kDone;
+  if (UCS_PTR_IS_ERR(request)) return Outcome::kFailed;
+  const UcxTask* const key = task.get();
+  under_way_.emplace(key, std::move(task));
+  return Outcome::kUnderWay;
+}
+
+void UcxWorker::release(void* descriptor) {
+  MutexLock lock(mutex_);
+  library_.am_release(worker_, descriptor);
+}
+
+bool UcxWorker::progress() {
+  MutexLock lock(mutex_);
+  bool any = false;
+  for (int step = 0; step < kSteps && arrived_bytes_ < kMostArrivedBytes; ++step) {
+    if (library_.worker_progress(worker_) == 0) break;
+    any = true;
+  }
+  close_failed();
+  return any;
+}
+
+bool UcxWorker::has_news() const {
+  MutexLock lock(mutex_);
+  return !news_.empty();
+}
+
+UcxWorker::News UcxWorker::take_news() {
+  MutexLock lock(mutex_);
+  arrived_bytes_ = 0;
+  return std::exchange(news_, {});
+}
+
+bool UcxWorker::arm() {
+  MutexLock lock(mutex_);
+  return library_.worker_arm(worker_) != UCS_ERR_BUSY;
+}
+
+// UCX calls what follows from inside its own functions, that is, with the lock held by the thread that called.
+
+void UcxWorker::finish(UcxTask* task, void* request, ucs_status_t status) {
+  library_.request_free(request);
+  auto taken = under_way_.extract(task);
+  if (taken.empty()) return;
+  taken.mapped()->status = status;
+  news_.finished.push_back(std::move(taken.mapped()));
+}
+
+void UcxWorker::finished(void* request, ucs_status_t status, void* task) {
+  auto* const its = static_cast<UcxTask*>(task);
+  its->worker->finish(its, request, status);
+}
+
+void UcxWorker::fetched(void* request, ucs_status_t status, std::size_t /*size*/,
+                        void* task) {
+  auto* const its = static_cast<UcxTask*>(task);
+  its->worker->finish(its, request, status);
+}
+
+void UcxWorker::closed(void* request, ucs_status_t /*status*/, void* worker) {
+  auto& self = *static_cast<UcxWorker*>(worker);
+  self.library_.request_free(request);
+  --self.closing_;
+}
+
+void UcxWorker::failed(void* route, ucp_ep_h endpoint, ucs_status_t status) {
+  auto& its = *static_cast<UcxRoute*>(route);
+  UcxWorker& self = *its.worker_;
+  if (its.endpoint_ == nullptr) return;
+  its.endpoint_ = nullptr;
+  self.to_close_.push_back(endpoint);
+  self.news_.failed.push_back({&its, self.library_.status_string(status)});
+}
+
+ucs_status_t UcxWorker::chunk_came(void* worker, const void* header, std::size_t header_size, void* data,
+                                   std::size_t size, const ucp_am_recv_param_t* param) {
+  auto& self = *static_cast<UcxWorker*>(worker);
+  const auto label = label_of(header, header_size);
+  const bool is_here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
+  if (!label) return UCS_OK;
+  UcxOffer offer{.size = size};
+  // What is no chunk keeps its size, and no bytes: its channel ends for it.
+  if (is_here && size <= kUcxChunkBytes) {
+    const auto* const bytes = static_cast<const std::byte*>(data);
+    offer.bytes.assign(bytes, bytes + size);
+  }
+  self.arrived_bytes_ += offer.bytes.size();
+  self.news_.arrivals.push_back({UcxTask::Kind::kChunk, *label, std::move(offer)});
+  return UCS_OK;
+}
+
+ucs_status_t UcxWorker::segment_came(void* worker, const void* header, std::size_t header_size, void* data,
+                                     std::size_t size, const ucp_am_recv_param_t* param) {
+  auto& self = *static_cast<UcxWorker*>(worker);
+  const auto label = label_of(header, header_size);
+  if (!label) return UCS_OK;
+  UcxOffer offer{.size = size};
+  ucs_status_t answer = UCS_OK;
+  if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+    offer.descriptor = data;
+    answer = UCS_INPROGRESS;
+  } else {
+    const auto* const bytes = static_cast<const std::byte*>(data);
+    offer.bytes.assign(bytes, bytes + size);
+  }
+  self.arrived_bytes_ += offer.bytes.size();
+  self.news_.arrivals.push_back({UcxTask::Kind::kSegment, *label, std::move(offer)});
+  return answer;
+}
+
+void UcxWorker::close_failed() {
+  for (ucp_ep_h endpoint : std::exchange(to_close_, {})) close(endpoint);
+}
+
+void UcxWorker::close(ucp_ep_h endpoint) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  param.cb.send = closed;
+  param.user_data = this;
+  ucs_status_ptr_t request = library_.ep_close(endpoint, &param);
+  if (request != nullptr && !UCS_PTR_IS_ERR(request)) ++closing_;
+}
+
+}  // namespace torchspan::net

@@ -1,0 +1,138 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <torchspan/core/buffer.h>
+#include <torchspan/core/bytes.h>
+#include <torchspan/core/executor.h>
+#include <torchspan/core/mutex.h>
+#include <torchspan/net/ucx.h>
+
+#include "net/ucx/inbox.h"
+#include "net/ucx/ucx_library.h"
+
+namespace torchspan::net {
+
+class UcxChannel;
+class UcxWorker;
+
+/// The way to one peer's UCX worker, shared by all channels to it. It stays until UCX says that it failed or
+/// the worker goes: UCX pairs the two sides' endpoints by how many there were, so neither may close one alone.
+class UcxRoute {
+ private:
+  friend class UcxWorker;
+  UcxWorker* worker_ = nullptr;
+  ucp_ep_h endpoint_ = nullptr;  ///< guarded by the worker's lock; none once it failed
+  std::string failure_;          ///< likewise
+};
+
+/// What UCX is doing for us, with the memory that it uses meanwhile.
+struct UcxTask {
+  enum class Kind : std::uint8_t { kChunk, kSegment, kFetch };
+  Kind kind;
+  UcxLabel label;
+  Bytes chunk = {};
+  Segment segment = {};
+  Buffer into = {};
+  std::shared_ptr<UcxChannel> channel = {};  ///< that sends; none for what is fetched
+  std::uint64_t link = 0;                    ///< token of the channel
+  ucs_status_t status = UCS_OK;
+  UcxWorker* worker = nullptr;
+};
+using UcxTaskPtr = std::unique_ptr<UcxTask>;
+
+/// UCX's context and worker. Every call takes its lock, for one step of UCX; UCX calls back under it only into
+/// lists that take_news() empties. For any thread.
+class UcxWorker {
+ public:
+  /// Throws kUnsupported when UCX has no device that `options` allow.
+  UcxWorker(Executor& executor, const UcxOptions& options);
+  /// Closes all routes; nothing of what was under way uses its memory afterwards.
+  ~UcxWorker();
+  UcxWorker(const UcxWorker&) = delete;
+  UcxWorker& operator=(const UcxWorker&) = delete;
+
+  const UcxLibrary& library() const { return library_; }
+  /// Where peers reach it, in UCX's own form.
+  const Bytes& address() const { return address_; }
+  /// Readable when there is something to progress(), after arm() said so.
+  int event_descriptor() const { return event_descriptor_; }
+  std::string text_of(ucs_status_t status) const { return library_.status_string(status); }
+
+  /// Throws kUnsupported for an address that no device here reaches.
+  std::shared_ptr<UcxRoute> open_route(BytesView address);
+  enum class Outcome : std::uint8_t {
+    kBusy,      ///< another thread is at it; `task` is untouched
+    kDone,      ///< `task` is finished
+    kUnderWay,  ///< `task` is taken over, and comes back with the news
+    kFailed,    ///< the route is no more; `task` is untouched
+  };
+  /// Without patience it never waits for another thread.
+  Outcome send(UcxRoute& route, UcxTaskPtr& task, bool patient);
+  /// Fetches what `descriptor` stands for into the task's memory; consumes the descriptor.
+  Outcome fetch(void* descriptor, UcxTaskPtr& task);
+  /// Nobody wants what `descriptor` stands for.
+  void release(void* descriptor);
+
+  struct Arrival {
+    UcxTask::Kind kind;
+    UcxLabel label;
+    UcxOffer offer;
+  };
+  struct FailedRoute {
+    const UcxRoute* route;
+    std::string reason;
+  };
+  struct News {
+    std::vector<Arrival> arrivals;
+    std::vector<UcxTaskPtr> finished;
+    std::vector<FailedRoute> failed;
+    bool empty() const { return arrivals.empty() && finished.empty() && failed.empty(); }
+  };
+  /// Lets UCX work for a while. True when it did anything.
+  bool progress();
+  bool has_news() const;
+  News take_news();
+  /// Makes the descriptor tell of what comes from now on; false when there is something to progress already.
+  bool arm();
+
+ private:
+  static void finished(void* request, ucs_status_t status, void* task) TORCHSPAN_UNCHECKED;
+  static void fetched(void* request, ucs_status_t status, std::size_t size,
+                      void* task) TORCHSPAN_UNCHECKED;
+  static void closed(void* request, ucs_status_t status, void* worker) TORCHSPAN_UNCHECKED;
+  static void failed(void* route, ucp_ep_h endpoint, ucs_status_t status) TORCHSPAN_UNCHECKED;
+  static ucs_status_t chunk_came(void* worker, const void* header, std::size_t header_size, void* data,
+                                 std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
+  static ucs_status_t segment_came(void* worker, const void* header, std::size_t header_size, void* data,
+                                   std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
+  void make_context(const UcxOptions& options);
+  void make_worker();
+  void tear_down();
+  void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
+  Outcome send_locked(UcxRoute& route, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
+  Outcome started(ucs_status_ptr_t request, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
+  void finish(UcxTask* task, void* request, ucs_status_t status) TORCHSPAN_REQUIRES(mutex_);
+  void close_failed() TORCHSPAN_REQUIRES(mutex_);
+  void close(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
+
+  Executor& executor_;
+  const UcxLibrary library_;
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  int event_descriptor_ = -1;
+  Bytes address_;
+  mutable Mutex mutex_;
+  std::vector<std::shared_ptr<UcxRoute>> routes_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unordered_map<const UcxTask*, UcxTaskPtr> under_way_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<ucp_ep_h> to_close_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t arrived_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  News news_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::net

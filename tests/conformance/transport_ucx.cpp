@@ -1,0 +1,66 @@
+#include <map>
+
+#include <torchspan/net/ucx.h>
+
+#include "net/tls/tls_address.h"
+#include "tests/conformance/transport_echo.h"
+#include "tests/conformance/transport_sockets.h"
+
+/// The UCX transport's rows in the suite: over UCX's TCP on the loopback interface, which is no more than a
+/// stand-in for RDMA; peers as threads and as processes.
+namespace torchspan::net::conformance {
+namespace {
+
+class UcxWorld final : public World {
+ public:
+  explicit UcxWorld(Peers peers) : peers_(peers) {}
+
+  Executor& executor() override { return *executor_; }
+  std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
+                                            TransportOptions options) override {
+    return make_ucx_transport(*executor_, handler, std::move(options),
+                              {.network = UcxNetwork::kIsolated, .devices = "lo"});
+  }
+  std::string listen_address(const std::string& name) override {
+    const auto known = echoes_.find(name);
+    return known == echoes_.end() ? "ucx:127.0.0.1:0" : known->second;
+  }
+  std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
+  std::unique_ptr<Stranger> make_stranger() override {
+    return std::make_unique<SocketStranger>(
+        [](const std::string& text) { return *numeric_address(parse_tls_address(text, "ucx")); });
+  }
+  std::string greeting_start() override { return {"\x16\x03\x01\x02\x00\x01", 6}; }
+  std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
+    std::unique_ptr<EchoPeer> echo;
+    if (peers_ == Peers::kProcesses) {
+      echo = std::make_unique<ProcessEcho>(std::vector<std::string>{"ucx", listen_address(name)});
+    } else {
+      echo = std::make_unique<LocalEcho>(*this, name);
+    }
+    echoes_[name] = echo->address();
+    return echo;
+  }
+
+ private:
+  const Peers peers_;
+  const std::unique_ptr<Executor> executor_ = make_executor();
+  Descriptor reserved_;
+  std::map<std::string, std::string> echoes_;
+};
+
+Backend ucx(const std::string& name, Peers peers) {
+  return {name, [=](const std::function<void(World&)>& body) {
+            UcxWorld world(peers);
+            body(world);
+          }};
+}
+
+const Backend kUcx = ucx("Ucx", Peers::kThreads);
+const Backend kUcxProcesses = ucx("UcxProcesses", Peers::kProcesses);
+
+INSTANTIATE_TEST_SUITE_P(Ucx, TransportConformance, ::testing::Values(kUcx), backend_name);
+INSTANTIATE_TEST_SUITE_P(Ucx, TransportPeerConformance, ::testing::Values(kUcx, kUcxProcesses), backend_name);
+
+}  // namespace
+}  // namespace torchspan::net::conformance
