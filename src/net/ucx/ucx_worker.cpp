@@ -58,6 +58,7 @@ void UcxWorker::make_context(const UcxOptions& options) {
                 fmt::format("UCX does not take {}={}: {}", name, value, text_of(status)));
   };
   set("TLS", options.network == UcxNetwork::kIsolated ? "self,ib,tcp" : "self,ib");
+  set("TCP_PUT_ENABLE", "n");
   if (!options.devices.empty()) set("NET_DEVICES", options.devices);
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
