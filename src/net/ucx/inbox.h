@@ -14,16 +14,15 @@
 namespace torchspan::net {
 
 /// How messages lie on UCX. Each side of a channel sends a stream of frames (framing.h) in chunks, each an
-/// active message whose header is a UcxLabel with the chunk's number, from 0 on. A segment from
-/// kUcxSegmentFrom bytes on is no part of the frame: as a lent segment it has a number there, from 1 on, and
-/// comes by rendezvous as an active message of its own. UCX may let one active message overtake another.
+/// active message whose header is a UcxLabel with the chunk's number, from 0 on. A segment that its
+/// sender thinks large is no part of the frame: as a lent segment it has a number there, from 1 on, and comes
+/// by rendezvous as an active message of its own. UCX may let one active message overtake another.
 struct UcxLabel {
   std::uint64_t channel;  ///< as the receiver's greeting named it
   std::uint64_t number;   ///< of the chunk, or of the segment
 };
 
 inline constexpr std::size_t kUcxChunkBytes = 32 << 10;
-inline constexpr std::size_t kUcxSegmentFrom = 64 << 10;
 /// A sender offers so many segments before the receiver has fetched the first of them, and sends so many
 /// bytes of the stream past a segment that was not fetched: what the receiver has to hold is bounded.
 inline constexpr std::size_t kUcxSegmentsUnderWay = 64;

@@ -1,5 +1,6 @@
 #include "net/ucx/ucx_channel.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
@@ -12,27 +13,29 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kMostChunksUnderWay = 64;
+/// Segments are offered while those that the peer has not fetched yet are less than this.
+constexpr std::size_t kMostOffered = 16 << 20;
 constexpr std::size_t kPlaces = 16;
+constexpr std::size_t kLargeCopy = 256 << 10;
+/// Bytes of the stream that one call sends; the rest is for the driver's next turn.
+constexpr std::size_t kMostAtOnce = 4 << 20;
 
-bool goes_apart(const Segment& segment) { return segment.size >= kUcxSegmentFrom; }
+/// The same, with copies of borrowed segments that go beside the stream, or are large.
+std::vector<Segment> hold_large(std::span<const Segment> segments, std::size_t apart_from) {
+  std::vector<Segment> held(segments.begin(), segments.end());
+  for (Segment& segment : held) {
+    if (segment.keep || segment.size < std::min(apart_from, kLargeCopy)) continue;
+    const Buffer copy = allocate_buffer(segment.size);
+    std::memcpy(copy.data, segment.data, segment.size);
+    segment = {copy.data, segment.size, copy.owner};
+  }
+  return held;
+}
 
 }  // namespace
 
 UcxChannel::UcxChannel(Options options, std::shared_ptr<UcxMailbox> mailbox)
     : options_(std::move(options)), mailbox_(std::move(mailbox)) {}
-
-std::vector<Segment> UcxChannel::hold_large(std::span<const Segment> segments) const {
-  std::vector<Segment> large;
-  for (const Segment& segment : segments) {
-    if (!goes_apart(segment)) continue;
-    large.push_back(segment);
-    if (segment.keep) continue;
-    const Buffer copy = allocate_buffer(segment.size);
-    std::memcpy(copy.data, segment.data, segment.size);
-    large.back() = {copy.data, segment.size, copy.owner};
-  }
-  return large;
-}
 
 void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
   const std::uint64_t size = check_message(header, segments, options_.limits);
@@ -42,13 +45,13 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
     const std::uint64_t waiting = unsent_bytes();
     if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
   }
-  // Copies of what is borrowed are made without the lock.
-  const std::vector<Segment> large = hold_large(segments);
+  // Large copies of what is borrowed are made without the lock.
+  const std::vector<Segment> held = hold_large(segments, options_.rendezvous_from);
   Released released;
   MutexLock lock(mutex_);
   if (ended_ || broken_ || closing_) throw_ended();
   try {
-    queue(header, segments, large);
+    queue(header, held);
   } catch (const std::exception&) {
     // Part of the message may be in the stream, which cannot be continued.
     broken_ = "no memory left to queue a message";
@@ -59,26 +62,22 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
   flush_locked(false, released);
 }
 
-void UcxChannel::queue(BytesView header, std::span<const Segment> segments, std::span<const Segment> large) {
-  std::vector<std::uint64_t> numbers;
-  if (!large.empty()) {
-    numbers.resize(segments.size());
-    std::uint64_t next = first_apart_ + apart_.size();
-    for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = goes_apart(segments[i]) ? next++ : 0;
-  }
+void UcxChannel::queue(BytesView header, std::span<const Segment> segments) {
+  std::vector<std::uint64_t> numbers(segments.size());
+  std::uint64_t next = first_apart_ + apart_.size();
+  for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = goes_apart(segments[i]) ? next++ : 0;
   const std::size_t before = outbox_.size();
   outbox_.copy(FramePrefix(header, segments, numbers).bytes());
   outbox_.copy(header);
-  auto its_copy = large.begin();
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = segments[i];
-    if (!goes_apart(segment)) {
+    if (numbers[i] == 0) {
       outbox_.add({segment.data, segment.size}, segment.keep);
       continue;
     }
     outbox_.copy(std::as_bytes(std::span(&numbers[i], 1)));
-    apart_.push_back({*its_copy++, queued_ + outbox_.size() - before});
+    apart_.push_back({segment, queued_ + outbox_.size() - before});
     bytes += segment.size;
   }
   queued_ += outbox_.size() - before;
@@ -114,6 +113,11 @@ void UcxChannel::flush() {
   flush_locked(true, released);
 }
 
+/// Whether there is something for UCX that only the driver's turn kept back.
+bool UcxChannel::more_to_send() const {
+  return (next_chunk_ || !outbox_.empty()) && chunks_under_way_ < kMostChunksUnderWay && may_go_on();
+}
+
 bool UcxChannel::may_go_on() const { return apart_.empty() || sent_ < apart_.front().position + kUcxAhead; }
 
 void UcxChannel::flush_locked(bool patient, Released& released) {
@@ -122,9 +126,8 @@ void UcxChannel::flush_locked(bool patient, Released& released) {
   bool goes_on = true;
   while (goes_on) goes_on = send_chunks(patient, released) && send_segments(patient, released);
   // The driver goes on with what is left, and UCX with what it took over, once the driver wakes.
-  if (patient) {
-    posted_ = false;
-  } else if (!posted_ && !quiet()) {
+  if (patient) posted_ = false;
+  if (!posted_ && (patient ? more_to_send() : !quiet())) {
     posted_ = true;
     mailbox_->post_review(options_.token);
   }
@@ -153,7 +156,9 @@ void UcxChannel::prepare_chunk(Released& released) {
 }
 
 bool UcxChannel::send_chunks(bool patient, Released& released) {
-  while (chunks_under_way_ < kMostChunksUnderWay && may_go_on() && (next_chunk_ || !outbox_.empty())) {
+  const std::uint64_t limit = sent_ + kMostAtOnce;
+  while (chunks_under_way_ < kMostChunksUnderWay && sent_ < limit && may_go_on() &&
+         (next_chunk_ || !outbox_.empty())) {
     if (!next_chunk_) prepare_chunk(released);
     const std::size_t size = next_chunk_->chunk.size();
     switch (worker_->send(*route_, next_chunk_, patient)) {
@@ -161,7 +166,6 @@ bool UcxChannel::send_chunks(bool patient, Released& released) {
       case UcxWorker::Outcome::kFailed:
         return false;
       case UcxWorker::Outcome::kDone:
-        unsent_.fetch_sub(size, std::memory_order_relaxed);
         next_chunk_.reset();
         break;
       case UcxWorker::Outcome::kUnderWay:
@@ -170,6 +174,7 @@ bool UcxChannel::send_chunks(bool patient, Released& released) {
         break;
     }
     sent_ += size;
+    unsent_.fetch_sub(size, std::memory_order_relaxed);
   }
   return true;
 }
@@ -177,7 +182,9 @@ bool UcxChannel::send_chunks(bool patient, Released& released) {
 /// False when there is nothing more to do for now.
 bool UcxChannel::send_segments(bool patient, Released& released) {
   bool freed = false;
-  while (offered_ < apart_.size() && offered_ < kUcxSegmentsUnderWay && apart_[offered_].position <= sent_) {
+  while (offered_ < apart_.size() && offered_ < kUcxSegmentsUnderWay && offered_bytes_ < kMostOffered &&
+         apart_[offered_].position <= sent_) {
+    const std::size_t size = apart_[offered_].segment.size;
     auto task = std::make_unique<UcxTask>();
     task->kind = UcxTask::Kind::kSegment;
     task->label = {peer_label_, first_apart_ + offered_};
@@ -185,16 +192,16 @@ bool UcxChannel::send_segments(bool patient, Released& released) {
     task->channel = shared_from_this();
     task->link = options_.token;
     const UcxWorker::Outcome outcome = worker_->send(*route_, task, patient);
+    if (outcome != UcxWorker::Outcome::kUnderWay && outcome != UcxWorker::Outcome::kDone) return false;
+    unsent_.fetch_sub(size, std::memory_order_relaxed);
+    offered_bytes_ += size;
+    released.push_back(std::move(apart_[offered_++].segment.keep));
     if (outcome == UcxWorker::Outcome::kUnderWay) {
-      apart_[offered_++].segment.keep.reset();
       ++under_way_;
       continue;
     }
-    task->channel.reset();
-    if (outcome != UcxWorker::Outcome::kDone) return false;
     released.push_back(std::move(task->segment.keep));
-    released.push_back(std::move(apart_[offered_].segment.keep));
-    segment_done(first_apart_ + offered_++);
+    segment_done(first_apart_ + offered_ - 1);
     freed = true;
   }
   return freed;
@@ -204,7 +211,7 @@ void UcxChannel::segment_done(std::uint64_t number) {
   if (number < first_apart_ || number - first_apart_ >= apart_.size()) return;
   Apart& segment = apart_[number - first_apart_];
   segment.done = true;
-  unsent_.fetch_sub(segment.segment.size, std::memory_order_relaxed);
+  offered_bytes_ -= segment.segment.size;
   while (!apart_.empty() && apart_.front().done) {
     apart_.pop_front();
     ++first_apart_;
@@ -223,8 +230,7 @@ void UcxChannel::finished(const UcxTask& task) {
     if (!broken_) broken_ = "UCX could not send";
     return;
   }
-  is_chunk ? (void)unsent_.fetch_sub(task.chunk.size(), std::memory_order_relaxed)
-           : segment_done(task.label.number);
+  if (!is_chunk) segment_done(task.label.number);
   flush_locked(true, released);
 }
 

@@ -28,6 +28,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t token;  ///< the channel's, for the mailbox
     FrameLimits limits;
     std::uint64_t max_unsent;
+    std::size_t rendezvous_from;  ///< size of segments that go beside the stream
   };
   UcxChannel(Options options, std::shared_ptr<UcxMailbox> mailbox);
 
@@ -61,15 +62,15 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t position;  ///< in the stream, behind the segment's announcement
     bool done = false;
   };
-  std::vector<Segment> hold_large(std::span<const Segment> segments) const;
-  void queue(BytesView header, std::span<const Segment> segments, std::span<const Segment> large)
-      TORCHSPAN_REQUIRES(mutex_);
+  bool goes_apart(const Segment& segment) const { return segment.size >= options_.rendezvous_from; }
+  void queue(BytesView header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
   /// Of the driver, which is patient, or of others, who leave to it what they do not come to.
   void flush_locked(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
   bool send_chunks(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
   bool send_segments(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
   void prepare_chunk(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void segment_done(std::uint64_t number) TORCHSPAN_REQUIRES(mutex_);
+  bool more_to_send() const TORCHSPAN_REQUIRES(mutex_);
   bool may_go_on() const TORCHSPAN_REQUIRES(mutex_);
   bool quiet() const TORCHSPAN_REQUIRES(mutex_);
   void drop_all(Released& released) TORCHSPAN_REQUIRES(mutex_);
@@ -91,6 +92,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   std::deque<Apart> apart_ TORCHSPAN_GUARDED_BY(mutex_);   ///< from the first that is not done
   std::uint64_t first_apart_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  ///< the number of the first in apart_
   std::size_t offered_ TORCHSPAN_GUARDED_BY(mutex_) = 0;        ///< in apart_, UCX took over
+  std::size_t offered_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< of those, not fetched yet
   std::size_t under_way_ TORCHSPAN_GUARDED_BY(mutex_) = 0;      ///< tasks that UCX has
   std::size_t chunks_under_way_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool posted_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the driver is asked to flush

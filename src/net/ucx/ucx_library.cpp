@@ -95,6 +95,7 @@ UcxLibrary::UcxLibrary(bool memory_hooks) {
   find(library, "ucp_worker_progress", worker_progress);
   find(library, "ucp_worker_set_am_recv_handler", set_am_handler);
   find(library, "ucp_ep_create", ep_create);
+  find(library, "ucp_ep_flush_nbx", ep_flush);
   find(library, "ucp_ep_close_nbx", ep_close);
   find(library, "ucp_am_send_nbx", am_send);
   find(library, "ucp_am_recv_data_nbx", am_receive);

@@ -27,6 +27,7 @@ struct UcxLibrary {
   decltype(&::ucp_worker_progress) worker_progress = nullptr;
   decltype(&::ucp_worker_set_am_recv_handler) set_am_handler = nullptr;
   decltype(&::ucp_ep_create) ep_create = nullptr;
+  decltype(&::ucp_ep_flush_nbx) ep_flush = nullptr;
   decltype(&::ucp_ep_close_nbx) ep_close = nullptr;
   decltype(&::ucp_am_send_nbx) am_send = nullptr;
   decltype(&::ucp_am_recv_data_nbx) am_receive = nullptr;

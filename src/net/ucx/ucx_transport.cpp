@@ -1,6 +1,7 @@
 #include "net/ucx/ucx_transport.h"
 
 #include <fmt/format.h>
+#include <limits>
 
 namespace torchspan::net {
 namespace {
@@ -27,6 +28,11 @@ TlsOptions without_lanes(TlsOptions tls) {
   return tls;
 }
 
+std::size_t rendezvous_from(const UcxOptions& ucx) {
+  if (ucx.rendezvous_from != 0) return ucx.rendezvous_from;
+  return ucx.network == UcxNetwork::kRdma ? std::size_t{64} << 10 : std::numeric_limits<std::size_t>::max();
+}
+
 }  // namespace
 
 UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx)
@@ -34,6 +40,7 @@ UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOption
       handler_(handler),
       options_(std::move(options)),
       ucx_(std::move(ucx)),
+      rendezvous_from_(rendezvous_from(ucx_)),
       segments_((ucx_.metrics != nullptr ? *ucx_.metrics : own_metrics_).counter("net.ucx.segments")),
       dropped_((ucx_.metrics != nullptr ? *ucx_.metrics : own_metrics_).counter("net.ucx.dropped")),
       front_(*this),
@@ -57,10 +64,15 @@ UcxTransport::~UcxTransport() {
 std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadline deadline) {
   parse_tls_address(address, "ucx");
   const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
-  auto channel = std::make_shared<UcxChannel>(
-      UcxChannel::Options{address, token, limits_of(options_), options_.max_unsent}, mailbox_);
+  auto channel = make_channel(address, token);
   mailbox_->post(std::make_unique<UcxErrand>(UcxErrand{token, channel, address, deadline}));
   return channel;
+}
+
+std::shared_ptr<UcxChannel> UcxTransport::make_channel(std::string peer, std::uint64_t token) const {
+  return std::make_shared<UcxChannel>(
+      UcxChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent, rendezvous_from_},
+      mailbox_);
 }
 
 void UcxTransport::wait(Deadline deadline) {

@@ -91,6 +91,7 @@ class UcxTransport final : public Transport {
   LinkPtr find(const std::shared_ptr<Channel>& wire) const;
 
   // Links (ucx_transport.cpp)
+  std::shared_ptr<UcxChannel> make_channel(std::string peer, std::uint64_t token) const;
   bool take_requests();
   /// Passes on what UCX has done; true when there was anything.
   bool serve_worker();
@@ -111,6 +112,7 @@ class UcxTransport final : public Transport {
   Handler& handler_;
   const TransportOptions options_;
   const UcxOptions ucx_;
+  const std::size_t rendezvous_from_;
   Metrics own_metrics_;
   Counter& segments_;
   Counter& dropped_;

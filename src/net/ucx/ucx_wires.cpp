@@ -34,8 +34,7 @@ void UcxTransport::dial(UcxErrand& errand) {
 
 void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
   const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
-  const auto channel = std::make_shared<UcxChannel>(
-      UcxChannel::Options{wire->peer(), token, limits_of(options_), options_.max_unsent}, mailbox_);
+  const auto channel = make_channel(wire->peer(), token);
   const auto link = std::make_shared<UcxLink>(channel, token, options_);
   try {
     link->label = draw_label();

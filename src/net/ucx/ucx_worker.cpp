@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kSteps = 32;
 constexpr std::size_t kMostArrivedBytes = 4 << 20;
+/// At the end: with peers that take what was sent, and with UCX itself.
+constexpr Duration kPatienceWithPeers = std::chrono::milliseconds(200);
 constexpr Duration kPatienceAtEnd = std::chrono::seconds(2);
 
 unsigned id_of(UcxTask::Kind kind) { return static_cast<unsigned>(kind); }
@@ -58,7 +60,10 @@ void UcxWorker::make_context(const UcxOptions& options) {
                 fmt::format("UCX does not take {}={}: {}", name, value, text_of(status)));
   };
   set("TLS", options.network == UcxNetwork::kIsolated ? "self,ib,tcp" : "self,ib");
-  set("TCP_PUT_ENABLE", "n");
+  if (options.network == UcxNetwork::kIsolated) {
+    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to whom TCP sends memory without a copy.
+    set("ZCOPY_THRESH", "inf");
+  }
   if (!options.devices.empty()) set("NET_DEVICES", options.devices);
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
@@ -109,25 +114,35 @@ UcxWorker::~UcxWorker() { tear_down(); }
 
 void UcxWorker::tear_down() {
   if (worker_ != nullptr) {
-    const Deadline deadline = executor_.deadline_in(kPatienceAtEnd);
-    {
-      MutexLock lock(mutex_);
-      for (const auto& route : routes_) {
-        if (route->endpoint_ != nullptr) close(std::exchange(route->endpoint_, nullptr));
-      }
-    }
-    for (bool done = false; !done && !deadline.passed(executor_.now()); executor_.yield()) {
-      progress();
-      const News dropped = take_news();
-      for (const Arrival& arrival : dropped.arrivals) {
-        if (arrival.offer.descriptor != nullptr) release(arrival.offer.descriptor);
-      }
-      MutexLock lock(mutex_);
-      done = under_way_.empty() && closing_ == 0;
-    }
+    // UCX 1.13 aborts when an endpoint is closed by force whose introduction is still to be sent.
+    for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
+    settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
+    for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { close(std::exchange(route.endpoint_, nullptr)); });
+    settle(kPatienceAtEnd, [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
     library_.worker_destroy(worker_);
   }
   if (context_ != nullptr) library_.cleanup(context_);
+}
+
+void UcxWorker::for_routes(const std::function<void(UcxRoute&)>& step) {
+  MutexLock lock(mutex_);
+  for (const auto& route : routes_) {
+    if (route->endpoint_ != nullptr) step(*route);
+  }
+}
+
+void UcxWorker::settle(Duration patience, const std::function<bool()>& done) {
+  const Deadline deadline = executor_.deadline_in(patience);
+  for (;; executor_.yield()) {
+    progress();
+    const News dropped = take_news();
+    for (const Arrival& arrival : dropped.arrivals) {
+      if (arrival.offer.descriptor != nullptr) release(arrival.offer.descriptor);
+    }
+    if (deadline.passed(executor_.now())) return;
+    MutexLock lock(mutex_);
+    if (done()) return;
+  }
 }
 
 std::shared_ptr<UcxRoute> UcxWorker::open_route(BytesView address) {
@@ -312,7 +327,16 @@ void UcxWorker::close(ucp_ep_h endpoint) {
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
   param.cb.send = closed;
   param.user_data = this;
-  ucs_status_ptr_t request = library_.ep_close(endpoint, &param);
+  const ucs_status_ptr_t request = library_.ep_close(endpoint, &param);
+  if (request != nullptr && !UCS_PTR_IS_ERR(request)) ++closing_;
+}
+
+void UcxWorker::flush(ucp_ep_h endpoint) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.cb.send = closed;
+  param.user_data = this;
+  const ucs_status_ptr_t request = library_.ep_flush(endpoint, &param);
   if (request != nullptr && !UCS_PTR_IS_ERR(request)) ++closing_;
 }
 

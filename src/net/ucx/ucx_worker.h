@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -119,6 +120,11 @@ class UcxWorker {
   void finish(UcxTask* task, void* request, ucs_status_t status) TORCHSPAN_REQUIRES(mutex_);
   void close_failed() TORCHSPAN_REQUIRES(mutex_);
   void close(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
+  void flush(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
+  /// For the open ones, under the lock.
+  void for_routes(const std::function<void(UcxRoute&)>& step);
+  /// Lets UCX work and drops all news until `done`, which is asked under the lock.
+  void settle(Duration patience, const std::function<bool()>& done);
 
   Executor& executor_;
   const UcxLibrary library_;
@@ -130,7 +136,7 @@ class UcxWorker {
   std::vector<std::shared_ptr<UcxRoute>> routes_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unordered_map<const UcxTask*, UcxTaskPtr> under_way_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<ucp_ep_h> to_close_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< endpoints that are being flushed or closed
   std::size_t arrived_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   News news_ TORCHSPAN_GUARDED_BY(mutex_);
 };
