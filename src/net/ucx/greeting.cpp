@@ -9,6 +9,7 @@ namespace {
 constexpr std::uint32_t kMagic = 0x58435554;
 constexpr std::uint8_t kVersion = 1;
 constexpr std::uint8_t kGreeting = 1;
+constexpr std::uint8_t kFarewell = 2;
 
 ByteWriter begin(std::uint8_t type) {
   ByteWriter writer;
@@ -41,7 +42,7 @@ Bytes encode(const UcxGreeting& greeting) {
   return writer.take();
 }
 
-Bytes encode(UcxSignal signal) { return begin(static_cast<std::uint8_t>(signal)).take(); }
+Bytes encode(const UcxFarewell& /*farewell*/) { return begin(kFarewell).take(); }
 
 UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
   try {
@@ -50,11 +51,11 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     const auto version = reader.get<std::uint8_t>();
     const auto type = reader.get<std::uint8_t>();
     const auto zero = reader.get<std::uint16_t>();
-    const bool known = type >= kGreeting && type <= static_cast<std::uint8_t>(UcxSignal::kFarewell);
+    const bool known = type == kGreeting || type == kFarewell;
     if (magic != kMagic || version != kVersion || !known || zero != 0) {
       throw Error(ErrorKind::kInvalid, "these bytes are no note of it");
     }
-    UcxNote note = static_cast<UcxSignal>(type);
+    UcxNote note = UcxFarewell{};
     if (type == kGreeting) note = read_greeting(reader);
     reader.expect_end();
     return note;

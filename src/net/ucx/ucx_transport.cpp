@@ -122,7 +122,7 @@ bool UcxTransport::serve_worker() {
   take_arrivals(std::move(news.arrivals));
   for (UcxTaskPtr& task : news.finished) {
     if (task->kind != UcxTask::Kind::kFetch) {
-      task->channel->finished(*task);
+      if (task->channel) task->channel->finished(*task);
       continue;
     }
     const auto found = links_.find(task->link);
@@ -155,6 +155,15 @@ void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
       continue;
     }
     const LinkPtr link = found->second;
+    if (arrival.kind == UcxTask::Kind::kHello) {
+      link->heard_hello = true;
+      attempt(link, [&] { introduce(*link); });
+      continue;
+    }
+    if (!link->open) {
+      drop(arrival);
+      continue;
+    }
     touched.insert(link->token);
     attempt(link, [&] {
       try {
@@ -217,16 +226,18 @@ void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
   }
   for (const LinkPtr& link : hit) {
     link->channel->break_off(fmt::format("UCX lost it ({})", failed.reason));
-    if (links_.contains(link->token)) review(*link);
+    if (!links_.contains(link->token)) continue;
+    if (!link->open) set_timer(*link, now_ + kGrace);
+    review(*link);
   }
 }
 
 void UcxTransport::review(UcxLink& link) {
-  if (!link.route || !links_.contains(link.token)) return;
+  if (!link.open || !links_.contains(link.token)) return;
   const UcxChannel::State state = link.channel->state();
   const std::string peer = link.channel->peer();
   const bool heard_goodbye = link.inbox.goodbye();
-  if (heard_goodbye && !std::exchange(link.said_farewell, true)) say(link, encode(UcxSignal::kFarewell));
+  if (heard_goodbye && !std::exchange(link.said_farewell, true)) say(link, encode(UcxFarewell{}));
   if (heard_goodbye && !state.closing) {
     return end(link, Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer)));
   }
@@ -236,14 +247,14 @@ void UcxTransport::review(UcxLink& link) {
   if (link.timer) return;
   if (state.broken) {
     set_timer(link, now_ + kGrace);
-  } else if (state.closing && state.quiet && link.may_send) {
+  } else if (state.closing && state.quiet) {
     set_timer(link, now_ + options_.linger);
   }
 }
 
 void UcxTransport::end(UcxLink& link, const Error& reason) {
   const LinkPtr kept = links_.at(link.token);
-  const bool announced = link.dialed || link.route;
+  const bool announced = link.dialed || link.open;
   set_timer(link, std::nullopt);
   links_.erase(link.token);
   by_label_.erase(link.label);
@@ -273,10 +284,16 @@ bool UcxTransport::run_timers() {
 
 Error UcxTransport::timed_out(const UcxLink& link) const {
   const std::string peer = link.channel->peer();
-  if (!link.route) {
+  if (!link.greeting) {
     return Error(ErrorKind::kTimedOut,
                  fmt::format("'{}' did not introduce itself in time: it is stopped, overloaded, or no UCX "
                              "transport",
+                             peer));
+  }
+  if (!link.open) {
+    return Error(ErrorKind::kTimedOut,
+                 fmt::format("'{}' answers over TLS, and not through UCX: UcxOptions must be the same on both "
+                             "sides, and their devices on one network",
                              peer));
   }
   const UcxChannel::State state = link.channel->state();

@@ -51,6 +51,7 @@ void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
   wire->send(encode(UcxGreeting{library.major, library.minor, link->label, worker_.address()}), {});
   link->wire = std::move(wire);
   by_wire_.emplace(link->wire.get(), link);
+  by_label_.emplace(link->label, link);
   links_.emplace(link->token, link);
 }
 
@@ -66,35 +67,40 @@ void UcxTransport::note_came(const std::shared_ptr<Channel>& wire, const Message
 void UcxTransport::take_note(UcxLink& link, const Message& message) {
   const std::string peer = link.channel->peer();
   const UcxNote note = decode_ucx_note(message.header, peer);
-  if (const auto* greeting = std::get_if<UcxGreeting>(&note); greeting != nullptr && !link.route) {
-    return open(link, *greeting);
+  if (const auto* greeting = std::get_if<UcxGreeting>(&note); greeting != nullptr && !link.greeting) {
+    const UcxLibrary& library = worker_.library();
+    check_ucx_versions(*greeting, {library.major, library.minor, 0, {}}, peer);
+    link.greeting = *greeting;
+    return introduce(link);
   }
-  if (note == UcxNote(UcxSignal::kReady) && link.route && !link.may_send) {
-    link.may_send = true;
-    link.channel->open(worker_, link.route, link.peer_label);
-  } else if (note == UcxNote(UcxSignal::kFarewell) && link.route && link.channel->state().closing) {
-    link.heard_farewell = true;
-  } else {
+  if (std::holds_alternative<UcxGreeting>(note) || !link.channel->state().closing) {
     throw Error(ErrorKind::kInvalid, fmt::format("'{}' said something out of turn", peer));
   }
+  link.heard_farewell = true;
   review(link);
 }
 
-void UcxTransport::open(UcxLink& link, const UcxGreeting& greeting) {
-  const UcxLibrary& library = worker_.library();
-  const std::string peer = link.channel->peer();
-  check_ucx_versions(greeting, {library.major, library.minor, 0, {}}, peer);
-  try {
-    link.route = route_to(greeting.address);
-  } catch (const Error& error) {
-    throw Error(error.kind(), fmt::format("'{}': {}", peer, error.message()));
+void UcxTransport::introduce(UcxLink& link) {
+  if (!link.greeting || link.open) return;
+  const Bytes& address = link.greeting->address;
+  if (!link.route && (link.heard_hello || worker_.address() <= address)) {
+    try {
+      link.route = route_to(address);
+    } catch (const Error& error) {
+      throw Error(error.kind(), fmt::format("'{}': {}", link.channel->peer(), error.message()));
+    }
+    auto hello = std::make_unique<UcxTask>();
+    hello->kind = UcxTask::Kind::kHello;
+    hello->label = {link.greeting->channel, 0};
+    hello->link = link.token;
+    worker_.send(*link.route, hello, true);
   }
-  link.peer_label = greeting.channel;
-  const LinkPtr kept = links_.at(link.token);
-  by_label_.emplace(link.label, kept);
+  if (!link.route || !link.heard_hello) return;
+  link.open = true;
   set_timer(link, std::nullopt);
-  say(link, encode(UcxSignal::kReady));
   if (!link.dialed) handler_.on_accepted(link.channel);
+  link.channel->open(worker_, link.route, link.greeting->channel);
+  review(link);
 }
 
 std::shared_ptr<UcxRoute> UcxTransport::route_to(const Bytes& address) {
@@ -116,7 +122,7 @@ void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error
   if (!link) return;
   by_wire_.erase(wire.get());
   link->wire_gone = true;
-  if (!link->route) return end(*link, reason);
+  if (!link->open) return end(*link, reason);
   // What came through UCX before the end is still to be had.
   while (serve_worker() && links_.contains(link->token)) {
   }

@@ -91,6 +91,7 @@ void UcxWorker::make_worker() {
   address_.assign(reinterpret_cast<const std::byte*>(address),
                   reinterpret_cast<const std::byte*>(address) + size);
   library_.worker_release_address(worker_, address);
+  listen_for(UcxTask::Kind::kHello, hello_came);
   listen_for(UcxTask::Kind::kChunk, chunk_came);
   listen_for(UcxTask::Kind::kSegment, segment_came);
 }
@@ -181,15 +182,15 @@ UcxWorker::Outcome UcxWorker::send(UcxRoute& route, UcxTaskPtr& task, bool patie
 
 UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   if (route.endpoint_ == nullptr) return Outcome::kFailed;
-  const bool is_chunk = task->kind == UcxTask::Kind::kChunk;
+  const bool is_eager = task->kind != UcxTask::Kind::kSegment;
   task->worker = this;
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = is_chunk ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
+  param.flags = is_eager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.cb.send = finished;
   param.user_data = task.get();
-  const void* const data = is_chunk ? task->chunk.data() : task->segment.data;
-  const std::size_t size = is_chunk ? task->chunk.size() : task->segment.size;
+  const void* const data = is_eager ? task->chunk.data() : task->segment.data;
+  const std::size_t size = is_eager ? task->chunk.size() : task->segment.size;
   return started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label, sizeof task->label, data,
                                   size, &param),
                  task);
@@ -279,6 +280,14 @@ void UcxWorker::failed(void* route, ucp_ep_h endpoint, ucs_status_t status) {
   its.endpoint_ = nullptr;
   self.to_close_.push_back(endpoint);
   self.news_.failed.push_back({&its, self.library_.status_string(status)});
+}
+
+ucs_status_t UcxWorker::hello_came(void* worker, const void* header, std::size_t header_size, void* /*data*/,
+                                   std::size_t size, const ucp_am_recv_param_t* /*param*/) {
+  auto& self = *static_cast<UcxWorker*>(worker);
+  const auto label = label_of(header, header_size);
+  if (label) self.news_.arrivals.push_back({UcxTask::Kind::kHello, *label, UcxOffer{.size = size}});
+  return UCS_OK;
 }
 
 ucs_status_t UcxWorker::chunk_came(void* worker, const void* header, std::size_t header_size, void* data,

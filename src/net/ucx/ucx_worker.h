@@ -33,7 +33,7 @@ class UcxRoute {
 
 /// What UCX is doing for us, with the memory that it uses meanwhile.
 struct UcxTask {
-  enum class Kind : std::uint8_t { kChunk, kSegment, kFetch };
+  enum class Kind : std::uint8_t { kHello, kChunk, kSegment, kFetch };
   Kind kind;
   UcxLabel label;
   Bytes chunk = {};
@@ -107,6 +107,8 @@ class UcxWorker {
                       void* task) TORCHSPAN_UNCHECKED;
   static void closed(void* request, ucs_status_t status, void* worker) TORCHSPAN_UNCHECKED;
   static void failed(void* route, ucp_ep_h endpoint, ucs_status_t status) TORCHSPAN_UNCHECKED;
+  static ucs_status_t hello_came(void* worker, const void* header, std::size_t header_size, void* data,
+                                 std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
   static ucs_status_t chunk_came(void* worker, const void* header, std::size_t header_size, void* data,
                                  std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
   static ucs_status_t segment_came(void* worker, const void* header, std::size_t header_size, void* data,
