@@ -12,6 +12,8 @@ constexpr int kSteps = 32;
 constexpr std::size_t kMostArrivedBytes = 4 << 20;
 /// At the end: with peers that take what was sent, and with UCX itself.
 constexpr Duration kPatienceWithPeers = std::chrono::milliseconds(200);
+/// Peers that have just connected have endpoints here that we cannot name, and may not know of.
+constexpr Duration kCalm = std::chrono::milliseconds(5);
 constexpr Duration kPatienceAtEnd = std::chrono::seconds(2);
 
 unsigned id_of(UcxTask::Kind kind) { return static_cast<unsigned>(kind); }
@@ -59,7 +61,7 @@ void UcxWorker::make_context(const UcxOptions& options) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("UCX does not take {}={}: {}", name, value, text_of(status)));
   };
-  set("TLS", options.network == UcxNetwork::kIsolated ? "self,ib,tcp" : "self,ib");
+  set("TLS", options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib");
   if (options.network == UcxNetwork::kIsolated) {
     // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to whom TCP sends memory without a copy.
     set("ZCOPY_THRESH", "inf");
@@ -115,7 +117,7 @@ UcxWorker::~UcxWorker() { tear_down(); }
 
 void UcxWorker::tear_down() {
   if (worker_ != nullptr) {
-    // UCX 1.13 aborts when an endpoint is closed by force whose introduction is still to be sent.
+    // UCX 1.13 aborts when an endpoint goes whose part in connecting is still to be sent.
     for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
     settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
     for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { close(std::exchange(route.endpoint_, nullptr)); });
@@ -134,15 +136,17 @@ void UcxWorker::for_routes(const std::function<void(UcxRoute&)>& step) {
 
 void UcxWorker::settle(Duration patience, const std::function<bool()>& done) {
   const Deadline deadline = executor_.deadline_in(patience);
+  Deadline calm = executor_.deadline_in(kCalm);
   for (;; executor_.yield()) {
-    progress();
+    if (progress()) calm = executor_.deadline_in(kCalm);
     const News dropped = take_news();
     for (const Arrival& arrival : dropped.arrivals) {
       if (arrival.offer.descriptor != nullptr) release(arrival.offer.descriptor);
     }
-    if (deadline.passed(executor_.now())) return;
+    const TimePoint now = executor_.now();
+    if (deadline.passed(now)) return;
     MutexLock lock(mutex_);
-    if (done()) return;
+    if (calm.passed(now) && done()) return;
   }
 }
 

@@ -125,7 +125,7 @@ class UcxWorker {
   void flush(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
   /// For the open ones, under the lock.
   void for_routes(const std::function<void(UcxRoute&)>& step);
-  /// Lets UCX work and drops all news until `done`, which is asked under the lock.
+  /// Lets UCX work and drops all news until it has no more to do and `done`, which is asked under the lock.
   void settle(Duration patience, const std::function<bool()>& done);
 
   Executor& executor_;
