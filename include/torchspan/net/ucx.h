@@ -23,9 +23,9 @@ struct UcxOptions {
   /// Lets UCX patch mmap, munmap and the like in this process, so that it may remember what memory it has
   /// registered with the devices. Without it large segments are registered for each message.
   bool memory_hooks = false;
-  /// Segments from so many bytes on come by UCX's rendezvous, straight into the receiver's memory; smaller ones
-  /// are copied into the stream. 0: from 64 KiB on with RDMA, never with TCP, where UCX 1.13 aborts the process
-  /// when a peer dies in the middle of a rendezvous.
+  /// Segments from so many bytes on come by UCX's rendezvous, straight into the receiver's memory; smaller
+  /// ones are copied into the stream. 0: from 64 KiB on with RDMA, never with TCP, where UCX 1.13 aborts the
+  /// process when a peer dies in the middle of a rendezvous.
   std::size_t rendezvous_from = 0;
   /// Of the connections that introduce the peers to one another and tell their deaths; `lanes` plays no part.
   TlsOptions tls = {};
@@ -34,10 +34,11 @@ struct UcxOptions {
 
 /// UCX (openucx.org) between hosts with fast fabrics: "ucx:host:port". Peers meet over TLS at that place and
 /// prove the secret or a certificate there, as with make_tls_transport(); inside TLS they exchange the
-/// addresses of their UCX workers, then messages go through UCX. Heartbeats, deaths and goodbyes stay with TLS. UCX (libucp) is loaded when the
-/// first such transport is made. Counts net.ucx.segments (received by rendezvous) and .dropped (UCX messages
-/// for channels that are not there, or not any more). Throws kUnsupported when this build has no UCX, when it
-/// is not installed, or when it finds no device that `network` allows; kInvalid as make_tls_transport().
+/// addresses of their UCX workers, then messages go through UCX. Heartbeats, deaths and goodbyes stay with
+/// TLS. UCX (libucp) is loaded when the first such transport is made. Counts net.ucx.segments (received by
+/// rendezvous) and .dropped (UCX messages for channels that are not there, or not any more). Throws
+/// kUnsupported when this build has no UCX, when it is not installed, or when it finds no device that
+/// `network` allows; kInvalid as make_tls_transport().
 ///
 /// Tested over UCX's TCP on one host only: no RDMA device was at hand. Verify it on yours before you rely on
 /// it, with the conformance suite's row "Ucx".

@@ -74,7 +74,8 @@ TlsPlace parse_tls_address(const std::string& text, std::string_view scheme) {
     throw_unreadable(text, scheme, "an IPv6 address goes in brackets");
   }
   const TlsPlace place{text, std::move(host), *port};
-  if (bracketed && !numeric_address(place)) throw_unreadable(text, scheme, "what is in brackets is no IPv6 address");
+  if (bracketed && !numeric_address(place))
+    throw_unreadable(text, scheme, "what is in brackets is no IPv6 address");
   return place;
 }
 

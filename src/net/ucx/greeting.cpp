@@ -60,8 +60,8 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     reader.expect_end();
     return note;
   } catch (const Error& error) {
-    throw Error(error.kind(), fmt::format("'{}' does not speak as a UCX transport: {}; is it one?", peer,
-                                          error.message()));
+    throw Error(error.kind(),
+                fmt::format("'{}' does not speak as a UCX transport: {}; is it one?", peer, error.message()));
   }
 }
 

@@ -29,7 +29,8 @@ void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
     throw_invalid("a chunk that was not due came", number);
   }
   if (number != next_chunk_) {
-    if (!early_chunks_.try_emplace(number, std::move(bytes)).second) throw_invalid("a chunk came twice", number);
+    if (!early_chunks_.try_emplace(number, std::move(bytes)).second)
+      throw_invalid("a chunk came twice", number);
     return;
   }
   parse(bytes);
@@ -53,7 +54,8 @@ void UcxInbox::parse(BytesView bytes) {
 }
 
 Buffer UcxInbox::announce(std::uint64_t number, std::size_t size) {
-  if (number != announced_ || size == 0) throw_invalid("a frame announced a segment that was not due", number);
+  if (number != announced_ || size == 0)
+    throw_invalid("a frame announced a segment that was not due", number);
   ++announced_;
   awaited_.emplace(number, Awaited{.size = size});
   if (offers_.contains(number)) match(number);

@@ -13,11 +13,11 @@
 
 namespace torchspan::net {
 
-/// How messages lie on UCX. Active messages of type 0 are hellos: the way that they took works. Then each side
-/// of a channel sends a stream of frames (framing.h) in chunks, each an active message of type 1 whose header
-/// is a UcxLabel with the chunk's number, from 0 on. A segment that its
-/// sender thinks large is no part of the frame: as a lent segment it has a number there, from 1 on, and comes
-/// by rendezvous as an active message of type 2. UCX may let one active message overtake another.
+/// How messages lie on UCX. Active messages of type 0 are hellos: the way that they took works. Then each
+/// side of a channel sends a stream of frames (framing.h) in chunks, each an active message of type 1 whose
+/// header is a UcxLabel with the chunk's number, from 0 on. A segment that its sender thinks large is no part
+/// of the frame: as a lent segment it has a number there, from 1 on, and comes by rendezvous as an active
+/// message of type 2. UCX may let one active message overtake another.
 struct UcxLabel {
   std::uint64_t channel;  ///< as the receiver's greeting named it
   std::uint64_t number;   ///< of the chunk, or of the segment

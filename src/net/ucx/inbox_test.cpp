@@ -81,8 +81,7 @@ TEST(UcxInboxTest, PutsChunksAndSegmentsBackInOrderHoweverTheyCome) {
     for (std::size_t at = 0; at < sender.stream.size(); ++number) {
       const std::size_t size = std::min<std::size_t>(sender.stream.size() - at, random() % 700 + 1);
       Bytes chunk(sender.stream.begin() + at, sender.stream.begin() + at + size);
-      events.emplace_back(number + random() % 20,
-                          [=](UcxInbox& inbox) { inbox.add_chunk(number, chunk); });
+      events.emplace_back(number + random() % 20, [=](UcxInbox& inbox) { inbox.add_chunk(number, chunk); });
       at += size;
     }
     std::map<void*, const Bytes*> remote;
@@ -206,9 +205,8 @@ TEST_F(LyingPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
   Sender large;
   large.send({}, {Bytes(2 << 20)}, 1000);
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, large.stream); }), ErrorKind::kInvalid);
-  UcxInbox poor{limited([](TransportOptions& options) {
-    options.allocator = [](std::size_t) { return Buffer(); };
-  })};
+  UcxInbox poor{
+      limited([](TransportOptions& options) { options.allocator = [](std::size_t) { return Buffer(); }; })};
   poor.add_chunk(0, frame(0, sender_.stream.size() - 10));
   poor.add_offer(1, offer(2000));
   EXPECT_EQ(kind_of([&] { poor.next_fetch(); }), ErrorKind::kOverloaded);

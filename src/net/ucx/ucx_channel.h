@@ -84,12 +84,12 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   UcxWorker* worker_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::shared_ptr<UcxRoute> route_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t peer_label_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);            ///< the stream, as far as it is not in chunks
-  UcxTaskPtr next_chunk_ TORCHSPAN_GUARDED_BY(mutex_);    ///< ready to go
-  std::uint64_t chunks_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< made so far
-  std::uint64_t queued_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< bytes of the stream so far
-  std::uint64_t sent_ TORCHSPAN_GUARDED_BY(mutex_) = 0;    ///< of which UCX took over
-  std::deque<Apart> apart_ TORCHSPAN_GUARDED_BY(mutex_);   ///< from the first that is not done
+  Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);                  ///< the stream, as far as it is not in chunks
+  UcxTaskPtr next_chunk_ TORCHSPAN_GUARDED_BY(mutex_);          ///< ready to go
+  std::uint64_t chunks_ TORCHSPAN_GUARDED_BY(mutex_) = 0;       ///< made so far
+  std::uint64_t queued_ TORCHSPAN_GUARDED_BY(mutex_) = 0;       ///< bytes of the stream so far
+  std::uint64_t sent_ TORCHSPAN_GUARDED_BY(mutex_) = 0;         ///< of which UCX took over
+  std::deque<Apart> apart_ TORCHSPAN_GUARDED_BY(mutex_);        ///< from the first that is not done
   std::uint64_t first_apart_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  ///< the number of the first in apart_
   std::size_t offered_ TORCHSPAN_GUARDED_BY(mutex_) = 0;        ///< in apart_, UCX took over
   std::size_t offered_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< of those, not fetched yet

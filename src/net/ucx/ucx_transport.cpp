@@ -242,7 +242,8 @@ void UcxTransport::review(UcxLink& link) {
     return end(link, Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer)));
   }
   if (link.heard_farewell && state.quiet && (heard_goodbye || link.wire_gone)) {
-    return end(link, Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
+    return end(link,
+               Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
   }
   if (link.timer) return;
   if (state.broken) {
@@ -291,10 +292,11 @@ Error UcxTransport::timed_out(const UcxLink& link) const {
                              peer));
   }
   if (!link.open) {
-    return Error(ErrorKind::kTimedOut,
-                 fmt::format("'{}' answers over TLS, and not through UCX: UcxOptions must be the same on both "
-                             "sides, and their devices on one network",
-                             peer));
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' answers over TLS, and not through UCX: UcxOptions must be the same on both "
+                    "sides, and their devices on one network",
+                    peer));
   }
   const UcxChannel::State state = link.channel->state();
   if (state.closing && link.heard_farewell) {

@@ -37,8 +37,8 @@ struct UcxLink {
   bool heard_hello = false;             ///< through UCX
   std::shared_ptr<UcxRoute> route;      ///< to the peer, once a hello went there
   bool open = false;                    ///< messages go both ways
-  bool said_farewell = false;       ///< the peer's goodbye came through UCX
-  bool heard_farewell = false;      ///< ours did
+  bool said_farewell = false;           ///< the peer's goodbye came through UCX
+  bool heard_farewell = false;          ///< ours did
   bool wire_gone = false;
   std::optional<TimePoint> timer;  ///< when it has to be done with its stage
 };
@@ -85,8 +85,8 @@ class UcxTransport final : public Transport {
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
   void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
-  /// Makes the way through UCX. The side whose worker's address is the lesser begins: UCX 1.13 aborts at times
-  /// when both connect at once.
+  /// Makes the way through UCX. The side whose worker's address is the lesser begins: UCX 1.13 aborts at
+  /// times when both connect at once.
   void introduce(UcxLink& link);
   std::shared_ptr<UcxRoute> route_to(const Bytes& address);
   void say(UcxLink& link, const Bytes& note);
@@ -128,7 +128,7 @@ class UcxTransport final : public Transport {
   std::map<std::uint64_t, LinkPtr> links_;
   std::unordered_map<const Channel*, LinkPtr> by_wire_;
   std::unordered_map<std::uint64_t, LinkPtr> by_label_;
-  std::map<Bytes, std::shared_ptr<UcxRoute>> routes_;    ///< by the peer worker's address
+  std::map<Bytes, std::shared_ptr<UcxRoute>> routes_;  ///< by the peer worker's address
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   TimePoint now_{};
 };

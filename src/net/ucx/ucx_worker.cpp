@@ -27,7 +27,8 @@ std::optional<UcxLabel> label_of(const void* header, std::size_t size) {
 
 std::string advice(const UcxOptions& options) {
   if (options.network == UcxNetwork::kIsolated) {
-    return "name the network's devices in UcxOptions::devices as 'ucx_info -d' does, or use the tls transport";
+    return "name the network's devices in UcxOptions::devices as 'ucx_info -d' does, or use the tls "
+           "transport";
   }
   return "'ucx_info -d' lists the devices. On a network that carries the job's workers and nobody else, "
          "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
@@ -63,7 +64,8 @@ void UcxWorker::make_context(const UcxOptions& options) {
   };
   set("TLS", options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib");
   if (options.network == UcxNetwork::kIsolated) {
-    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to whom TCP sends memory without a copy.
+    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to whom TCP sends memory without a
+    // copy.
     set("ZCOPY_THRESH", "inf");
   }
   if (!options.devices.empty()) set("NET_DEVICES", options.devices);
@@ -87,8 +89,8 @@ void UcxWorker::make_worker() {
   std::size_t size = 0;
   if (status == UCS_OK) status = library_.worker_get_address(worker_, &address, &size);
   if (status != UCS_OK) {
-    throw Error(ErrorKind::kUnsupported, fmt::format("UCX cannot start on its devices ({}): see UCX_LOG_LEVEL",
-                                                     text_of(status)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("UCX cannot start on its devices ({}): see UCX_LOG_LEVEL", text_of(status)));
   }
   address_.assign(reinterpret_cast<const std::byte*>(address),
                   reinterpret_cast<const std::byte*>(address) + size);
@@ -108,8 +110,9 @@ void UcxWorker::listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback) 
   param.arg = this;
   const ucs_status_t status = library_.set_am_handler(worker_, &param);
   if (status != UCS_OK) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("this UCX has no active messages ({}): install UCX 1.13 or later", text_of(status)));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("this UCX has no active messages ({}): install UCX 1.13 or later", text_of(status)));
   }
 }
 
@@ -120,7 +123,8 @@ void UcxWorker::tear_down() {
     // UCX 1.13 aborts when an endpoint goes whose part in connecting is still to be sent.
     for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
     settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
-    for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { close(std::exchange(route.endpoint_, nullptr)); });
+    for_routes([this](UcxRoute& route)
+                   TORCHSPAN_UNCHECKED { close(std::exchange(route.endpoint_, nullptr)); });
     settle(kPatienceAtEnd, [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
     library_.worker_destroy(worker_);
   }
@@ -164,10 +168,11 @@ std::shared_ptr<UcxRoute> UcxWorker::open_route(BytesView address) {
   std::erase_if(routes_, [](const auto& old) { return old->endpoint_ == nullptr && old.use_count() == 1; });
   const ucs_status_t status = library_.ep_create(worker_, &params, &route->endpoint_);
   if (status != UCS_OK) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("UCX does not reach it ({}): UcxOptions must be the same on all workers, and their "
-                            "devices on one network",
-                            text_of(status)));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("UCX does not reach it ({}): UcxOptions must be the same on all workers, and their "
+                    "devices on one network",
+                    text_of(status)));
   }
   routes_.push_back(route);
   return route;
@@ -250,7 +255,8 @@ bool UcxWorker::arm() {
   return library_.worker_arm(worker_) != UCS_ERR_BUSY;
 }
 
-// UCX calls what follows from inside its own functions, that is, with the lock held by the thread that called.
+// UCX calls what follows from inside its own functions, that is, with the lock held by the thread that
+// called.
 
 void UcxWorker::finish(UcxTask* task, void* request, ucs_status_t status) {
   library_.request_free(request);
@@ -265,8 +271,7 @@ void UcxWorker::finished(void* request, ucs_status_t status, void* task) {
   its->worker->finish(its, request, status);
 }
 
-void UcxWorker::fetched(void* request, ucs_status_t status, std::size_t /*size*/,
-                        void* task) {
+void UcxWorker::fetched(void* request, ucs_status_t status, std::size_t /*size*/, void* task) {
   auto* const its = static_cast<UcxTask*>(task);
   its->worker->finish(its, request, status);
 }

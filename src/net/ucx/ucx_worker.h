@@ -22,7 +22,8 @@ class UcxChannel;
 class UcxWorker;
 
 /// The way to one peer's UCX worker, shared by all channels to it. It stays until UCX says that it failed or
-/// the worker goes: UCX pairs the two sides' endpoints by how many there were, so neither may close one alone.
+/// the worker goes: UCX pairs the two sides' endpoints by how many there were, so neither may close one
+/// alone.
 class UcxRoute {
  private:
   friend class UcxWorker;
@@ -46,8 +47,8 @@ struct UcxTask {
 };
 using UcxTaskPtr = std::unique_ptr<UcxTask>;
 
-/// UCX's context and worker. Every call takes its lock, for one step of UCX; UCX calls back under it only into
-/// lists that take_news() empties. For any thread.
+/// UCX's context and worker. Every call takes its lock, for one step of UCX; UCX calls back under it only
+/// into lists that take_news() empties. For any thread.
 class UcxWorker {
  public:
   /// Throws kUnsupported when UCX has no device that `options` allow.
@@ -103,8 +104,7 @@ class UcxWorker {
 
  private:
   static void finished(void* request, ucs_status_t status, void* task) TORCHSPAN_UNCHECKED;
-  static void fetched(void* request, ucs_status_t status, std::size_t size,
-                      void* task) TORCHSPAN_UNCHECKED;
+  static void fetched(void* request, ucs_status_t status, std::size_t size, void* task) TORCHSPAN_UNCHECKED;
   static void closed(void* request, ucs_status_t status, void* worker) TORCHSPAN_UNCHECKED;
   static void failed(void* route, ucp_ep_h endpoint, ucs_status_t status) TORCHSPAN_UNCHECKED;
   static ucs_status_t hello_came(void* worker, const void* header, std::size_t header_size, void* data,
