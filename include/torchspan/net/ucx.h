@@ -20,9 +20,6 @@ enum class UcxNetwork : std::uint8_t {
 struct UcxOptions {
   UcxNetwork network = UcxNetwork::kRdma;  ///< the same on all workers of a job
   std::string devices = {};                ///< as UCX names them, "mlx5_0:1,mlx5_1:1"; empty: all
-  /// Lets UCX patch mmap, munmap and the like in this process, so that it may remember what memory it has
-  /// registered with the devices. Without it large segments are registered for each message.
-  bool memory_hooks = false;
   /// Segments from so many bytes on come by UCX's rendezvous, straight into the receiver's memory; smaller
   /// ones are copied into the stream. 0: from 64 KiB on with RDMA, never with TCP, where UCX 1.13 aborts the
   /// process when a peer dies in the middle of a rendezvous.

@@ -6,7 +6,6 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <string>
-#include <ucm/api/ucm.h>
 #include <ucs/config/global_opts.h>
 
 #include <torchspan/core/error.h>
@@ -43,10 +42,13 @@ class SignalsKept {
 void* open_library() {
   const SignalsKept kept;
   void* library = ::dlopen(kFile, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (library != nullptr) return library;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("UCX cannot be loaded ({}): install it (Debian: libucx0), or use the tls transport",
-                          ::dlerror()));
+  if (library == nullptr) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("UCX cannot be loaded ({}): install it (Debian: libucx0), or use the tls transport",
+                    ::dlerror()));
+  }
+  return library;
 }
 
 template <class Function>
@@ -65,22 +67,15 @@ void be_quiet(void* library) {
   set("LOG_LEVEL", "fatal");
 }
 
-/// Only where the layout of the options is surely that of the headers this was compiled with.
-void leave_memory_alone(void* library) {
-  auto* options = static_cast<ucm_global_config_t*>(::dlsym(library, "ucm_global_opts"));
-  if (options != nullptr) options->enable_events = 0;
-}
-
 }  // namespace
 
-UcxLibrary::UcxLibrary(bool memory_hooks) {
+UcxLibrary::UcxLibrary() {
   void* const library = open_library();
   decltype(&::ucp_get_version) get_version = nullptr;
   find(library, "ucp_get_version", get_version);
   unsigned release = 0;
   get_version(&major, &minor, &release);
   be_quiet(library);
-  if (!memory_hooks && major == UCP_API_MAJOR && minor == UCP_API_MINOR) leave_memory_alone(library);
   find(library, "ucp_config_read", config_read);
   find(library, "ucp_config_modify", config_modify);
   find(library, "ucp_config_release", config_release);

@@ -7,9 +7,8 @@ namespace torchspan::net {
 /// answer for the signals of every program of ours (a backtrace on SIGSEGV, a debugger on SIGHUP). Loading
 /// puts the signals' handlers back. Never unloaded.
 struct UcxLibrary {
-  /// Throws kUnsupported when it is not installed or too old. `memory_hooks`: whether it may patch the
-  /// process's memory functions; decided by whoever loads it first.
-  explicit UcxLibrary(bool memory_hooks);
+  /// Throws kUnsupported when it is not installed or too old.
+  UcxLibrary();
 
   unsigned major = 0;
   unsigned minor = 0;

@@ -36,8 +36,7 @@ std::string advice(const UcxOptions& options) {
 
 }  // namespace
 
-UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options)
-    : executor_(executor), library_(options.memory_hooks) {
+UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options) : executor_(executor) {
   try {
     make_context(options);
     make_worker();
