@@ -14,9 +14,9 @@ std::string socket_in(const std::string& folder, int rank) {
                                       : fmt::format("unix:{}/{}-{:016x}.sock", folder, rank, number);
 }
 
-std::string tls_at(const std::string& host, int port) {
+std::string at(const char* scheme, const std::string& host, int port) {
   const bool bare = host.find(':') != std::string::npos && !host.starts_with('[');
-  return bare ? fmt::format("tls:[{}]:{}", host, port) : fmt::format("tls:{}:{}", host, port);
+  return bare ? fmt::format("{}:[{}]:{}", scheme, host, port) : fmt::format("{}:{}:{}", scheme, host, port);
 }
 
 }  // namespace
@@ -30,6 +30,7 @@ Endpoint::Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret s
   transport_.secret = secret_;
   transport_.max_unsent = options.max_unsent_bytes;
   network_.local.metrics = &runtime_.metrics;
+  if (network_.ucx) network_.ucx->metrics = &runtime_.metrics;
   const rendezvous::WorkerEnvironment& environment = options.environment;
   listen_ = socket_in(rendezvous::make_runtime_folder(environment), environment.rank);
   if (!one_host_) choose_hosts(environment);
@@ -40,9 +41,9 @@ void Endpoint::choose_hosts(const rendezvous::WorkerEnvironment& environment) {
   const std::string route = net::route_to(environment.master_host);
   const std::string host = named.empty() ? route : named;
   if (net::is_any_host(host)) told_host_ = route;
-  listen_ += "," + tls_at(host, 0);
+  listen_ += "," + at(network_.ucx ? "ucx" : "tls", host, 0);
   if (environment.rank != 0) return;
-  if (!named.empty() && store_over_tls_) store_listen_ = tls_at(named, environment.master_port);
+  if (!named.empty() && store_over_tls_) store_listen_ = at("tls", named, environment.master_port);
   if (net::is_loopback_host(route) && !net::is_loopback_host(environment.master_host)) {
     runtime_.log.warning(fmt::format(
         "MASTER_ADDR is '{}', which is {} on this host (see /etc/hosts), so workers of other hosts "
@@ -52,7 +53,7 @@ void Endpoint::choose_hosts(const rendezvous::WorkerEnvironment& environment) {
 }
 
 std::string Endpoint::told(const std::string& bound) const {
-  return told_host_.empty() ? bound : net::with_tls_host(bound, told_host_);
+  return told_host_.empty() ? bound : net::with_far_host(bound, told_host_);
 }
 
 std::unique_ptr<net::Transport> Endpoint::make_transport(net::Handler& handler) const {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <fmt/format.h>
 #include <optional>
 
 #include <torchspan/core/executor.h>
@@ -37,6 +38,18 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   return service;
 }
 
+/// TORCHSPAN_NETWORK: what carries the messages between hosts.
+std::optional<net::UcxOptions> read_network(const std::string& name) {
+  if (name.empty() || name == "tls") return std::nullopt;
+  if (name == "ucx") return net::UcxOptions{.network = net::UcxNetwork::kRdma};
+  if (name == "ucx-isolated") return net::UcxOptions{.network = net::UcxNetwork::kIsolated};
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("TORCHSPAN_NETWORK is '{}'; expected is tls, ucx (RDMA devices only), or ucx-isolated "
+                  "(TCP too, on a network that carries this job and nobody else)",
+                  name));
+}
+
 }  // namespace
 
 WorkerOptions WorkerOptions::from_env() {
@@ -46,6 +59,9 @@ WorkerOptions WorkerOptions::from_env() {
   options.network.tls.certificate_file = options.environment.certificate_file;
   options.network.tls.key_file = options.environment.key_file;
   options.network.tls.authority_file = options.environment.authority_file;
+  if (auto network = environment.find("TORCHSPAN_NETWORK"); network != environment.end()) {
+    options.network.ucx = read_network(network->second);
+  }
   if (auto level = environment.find("TORCHSPAN_LOG_LEVEL"); level != environment.end()) {
     options.log_level = parse_log_level(level->second);
   }

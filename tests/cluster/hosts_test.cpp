@@ -39,7 +39,9 @@ FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); 
 /// All namespaces are of one kernel: which host a worker believes to be on is the test's to say.
 WorkerOptions options() {
   WorkerOptions options = WorkerOptions::from_env();
-  options.network.host_mark = std::getenv("TEST_HOST");
+  const std::string host = options.network.host_mark = std::getenv("TEST_HOST");
+  // UCX takes the loopback devices of one kernel for one, too. The cables are called like the hosts.
+  if (options.network.ucx) options.network.ucx->devices = host;
   return options;
 }
 
@@ -149,6 +151,25 @@ TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
            {"TORCHSPAN_AUTHORITY_FILE", authority.authority_file()}});
   }
   expect_all_end_well(world);
+}
+
+TEST_F(Hosts, WorkersMeetOverUcxWhenTheNetworkIsSaidToBeIsolated) {
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    start(world, rank, rank < 2 ? network_.near : network_.far, "meet",
+          {{"TORCHSPAN_NETWORK", "ucx-isolated"}});
+  }
+  world.process(0).wait(world.executor(), seconds(60));
+  if (world.process(0).output().find("built without UCX") != std::string::npos) GTEST_SKIP() << "no UCX";
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, AnUnknownNetworkIsRefusedByName) {
+  ProcessWorld world(2);
+  Process& worker = start(world, 0, network_.near, "meet", {{"TORCHSPAN_NETWORK", "infiniband"}});
+  ASSERT_TRUE(worker.wait(world.executor(), seconds(30)));
+  EXPECT_EQ(worker.exit_code(), 1);
+  EXPECT_THAT(worker.output(), ::testing::HasSubstr("TORCHSPAN_NETWORK is 'infiniband'"));
 }
 
 TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {

@@ -41,17 +41,18 @@ class TestHost {
 
   bool good() const { return good_; }
   pid_t pid() const { return pid_; }
-  /// The program, with its arguments, that runs another one on this host.
+  /// The program, with its arguments, that runs another one on this host, where it sees this host's devices.
   std::vector<std::string> through() const {
-    return {"/usr/bin/nsenter", "--net=/proc/" + std::to_string(pid_) + "/ns/net", "--"};
+    return {"/usr/bin/nsenter", enter(),   "--", "/usr/bin/unshare",
+            "--mount",          "/bin/sh", "-c", "mount -t sysfs sysfs /sys && exec \"$0\" \"$@\""};
   }
   bool run(const std::string& command) const {
-    std::string line;
-    for (const std::string& word : through()) line += word + " ";
-    return run_quietly(line + command);
+    return run_quietly("/usr/bin/nsenter " + enter() + " -- " + command);
   }
 
  private:
+  std::string enter() const { return "--net=/proc/" + std::to_string(pid_) + "/ns/net"; }
+
   pid_t pid_ = -1;
   bool good_ = false;
 };

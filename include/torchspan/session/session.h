@@ -30,7 +30,8 @@ struct WorkerOptions {
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 
   /// RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the other conventions (rendezvous/environment.h);
-  /// certificates from TORCHSPAN_CERTIFICATE_FILE, TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE;
+  /// certificates from TORCHSPAN_CERTIFICATE_FILE, TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE; the way
+  /// between hosts from TORCHSPAN_NETWORK (tls, ucx or ucx-isolated);
   /// TORCHSPAN_LOG_LEVEL. Throws Error{kInvalid} naming the variable that is wrong.
   static WorkerOptions from_env();
 };

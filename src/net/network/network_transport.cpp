@@ -4,6 +4,7 @@
 
 #include "net/local/local_transport.h"
 #include "net/tls/tls_transport.h"
+#include "net/ucx/ucx_part.h"
 
 namespace torchspan::net {
 namespace {
@@ -79,7 +80,13 @@ void NetworkTransport::wake() {
 std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,
                                                   TransportOptions options, NetworkOptions network) {
   auto near = make_local_part(executor, handler, options, std::move(network.local));
-  auto far = std::make_unique<TlsTransport>(executor, handler, std::move(options), std::move(network.tls));
+  std::unique_ptr<PolledTransport> far;
+  if (network.ucx) {
+    network.ucx->tls = std::move(network.tls);
+    far = make_ucx_part(executor, handler, std::move(options), *std::move(network.ucx));
+  } else {
+    far = std::make_unique<TlsTransport>(executor, handler, std::move(options), std::move(network.tls));
+  }
   std::string mark = network.host_mark.empty() ? boot_mark() : std::move(network.host_mark);
   return std::make_unique<NetworkTransport>(executor, std::move(near), std::move(far), std::move(mark));
 }

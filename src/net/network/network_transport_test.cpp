@@ -89,8 +89,9 @@ class NetworkTransportTest : public ::testing::Test {
 };
 
 TEST(NetworkPlaceTest, ReadsWhatItWrites) {
-  for (const std::string text : {"unix:/a/b@mark,tls:10.0.0.1:5", "unix:/a/b,tls:[::1]:0", "unix:/a/b@mark",
-                                 "tls:node3:29500", "unix:/odd,tls:name/x@m,tls:10.0.0.1:5"}) {
+  for (const std::string text :
+       {"unix:/a/b@mark,tls:10.0.0.1:5", "unix:/a/b,tls:[::1]:0", "unix:/a/b@mark", "tls:node3:29500",
+        "ucx:node3:1", "unix:/a@m,ucx:10.0.0.1:5", "unix:/odd,tls:name/x@m,tls:10.0.0.1:5"}) {
     EXPECT_EQ(parse_network_place(text).text(), text);
   }
   const NetworkPlace place = parse_network_place("unix:/home/a@b/sock@mark,tls:10.0.0.1:5");
@@ -217,9 +218,9 @@ TEST(RouteTest, SaysThatANameIsNotKnown) {
 }
 
 TEST(RouteTest, TellsPeersAnotherHostThanItListensAt) {
-  EXPECT_EQ(with_tls_host("unix:/a@m,tls:0.0.0.0:77", "10.0.0.1"), "unix:/a@m,tls:10.0.0.1:77");
-  EXPECT_EQ(with_tls_host("tls:[::]:77", "2001:db8::1"), "tls:[2001:db8::1]:77");
-  EXPECT_EQ(with_tls_host("unix:/a@m", "10.0.0.1"), "unix:/a@m");
+  EXPECT_EQ(with_far_host("unix:/a@m,tls:0.0.0.0:77", "10.0.0.1"), "unix:/a@m,tls:10.0.0.1:77");
+  EXPECT_EQ(with_far_host("tls:[::]:77", "2001:db8::1"), "tls:[2001:db8::1]:77");
+  EXPECT_EQ(with_far_host("unix:/a@m", "10.0.0.1"), "unix:/a@m");
   EXPECT_TRUE(is_any_host("0.0.0.0") && is_any_host("::") && !is_any_host("10.0.0.1"));
   EXPECT_TRUE(is_loopback_host("127.0.1.1") && is_loopback_host("localhost") &&
               !is_loopback_host("10.0.0.1"));

@@ -10,7 +10,8 @@
 namespace torchspan::net {
 namespace {
 
-constexpr std::string_view kNear = "unix:", kFar = "tls:", kBetween = ",tls:";
+constexpr std::string_view kNear = "unix:";
+constexpr std::string_view kFar[] = {"tls:", "ucx:"};
 
 }  // namespace
 
@@ -23,17 +24,23 @@ std::string NetworkPlace::text() const {
 
 NetworkPlace parse_network_place(const std::string& text) {
   NetworkPlace place;
-  if (text.starts_with(kFar)) {
-    place.far = text;
-    return place;
+  for (const std::string_view far : kFar) {
+    if (text.starts_with(far)) {
+      place.far = text;
+      return place;
+    }
   }
   if (!text.starts_with(kNear)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is no address of this transport: write unix:/path,tls:host:port, or one of "
-                            "the two",
+                fmt::format("'{}' is no address of this transport: write unix:/path,tls:host:port (or ucx:), "
+                            "or one of the two",
                             text));
   }
-  const std::size_t comma = text.rfind(kBetween);
+  std::size_t comma = std::string::npos;
+  for (const std::string_view far : kFar) {
+    const std::size_t found = text.rfind("," + std::string(far));
+    if (found != std::string::npos && (comma == std::string::npos || found > comma)) comma = found;
+  }
   place.near = text.substr(0, comma);
   if (comma != std::string::npos) place.far = text.substr(comma + 1);
   const std::size_t at = place.near.rfind('@');

@@ -4,11 +4,11 @@
 namespace torchspan::net {
 
 /// An address of the network transport, taken apart: "unix:/path@mark,tls:host:port", where either half may
-/// be missing, and the mark in addresses to listen at.
+/// be missing, and the mark in addresses to listen at; "ucx:" may stand for "tls:".
 struct NetworkPlace {
   std::string near;  ///< "unix:/path", or empty
   std::string mark;  ///< of the host where `near` is
-  std::string far;   ///< "tls:host:port", or empty
+  std::string far;   ///< "tls:host:port", "ucx:host:port", or empty
 
   std::string text() const;
 };

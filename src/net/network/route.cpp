@@ -53,10 +53,11 @@ std::string route_to(const std::string& host) {
                                                host, std::strerror(failure)));
 }
 
-std::string with_tls_host(const std::string& address, const std::string& host) {
+std::string with_far_host(const std::string& address, const std::string& host) {
   NetworkPlace place = parse_network_place(address);
   if (place.far.empty()) return address;
-  place.far = fmt::format("tls:{}{}", in_address(host), place.far.substr(place.far.rfind(':')));
+  place.far = fmt::format("{}{}{}", place.far.substr(0, place.far.find(':') + 1), in_address(host),
+                          place.far.substr(place.far.rfind(':')));
   return place.text();
 }
 

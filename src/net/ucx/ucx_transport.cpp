@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <limits>
 
+#include "net/ucx/ucx_part.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -76,13 +78,19 @@ std::shared_ptr<UcxChannel> UcxTransport::make_channel(std::string peer, std::ui
 }
 
 void UcxTransport::wait(Deadline deadline) {
-  if (mailbox_->pending() || worker_.has_news()) return;
+  if (may_sleep(deadline)) tls_.wait(deadline);
+}
+
+bool UcxTransport::prepare_sleep(Deadline& until) { return may_sleep(until) && tls_.prepare_sleep(until); }
+
+bool UcxTransport::may_sleep(Deadline& until) {
+  if (mailbox_->pending() || worker_.has_news()) return false;
   while (!worker_.arm()) {
     worker_.progress();
-    if (worker_.has_news()) return;
+    if (worker_.has_news()) return false;
   }
-  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
-  tls_.wait(deadline);
+  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  return true;
 }
 
 bool UcxTransport::poll() {
@@ -311,9 +319,14 @@ Error UcxTransport::timed_out(const UcxLink& link) const {
                            state.broken.value_or("")));
 }
 
+std::unique_ptr<PolledTransport> make_ucx_part(Executor& executor, Handler& handler, TransportOptions options,
+                                               UcxOptions ucx) {
+  return std::make_unique<UcxTransport>(executor, handler, std::move(options), std::move(ucx));
+}
+
 std::unique_ptr<Transport> make_ucx_transport(Executor& executor, Handler& handler, TransportOptions options,
                                               UcxOptions ucx) {
-  return std::make_unique<UcxTransport>(executor, handler, std::move(options), std::move(ucx));
+  return make_ucx_part(executor, handler, std::move(options), std::move(ucx));
 }
 
 }  // namespace torchspan::net

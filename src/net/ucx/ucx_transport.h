@@ -46,7 +46,7 @@ struct UcxLink {
 /// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
 /// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the mailbox and the
 /// worker belongs to the thread in poll() or wait().
-class UcxTransport final : public Transport {
+class UcxTransport final : public PolledTransport {
  public:
   UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx);
   ~UcxTransport() override;
@@ -57,6 +57,9 @@ class UcxTransport final : public Transport {
   bool poll() override;
   void wait(Deadline deadline) override;
   void wake() override { tls_.wake(); }
+  bool prepare_sleep(Deadline& until) override;
+  void end_sleep(bool ready) override { tls_.end_sleep(ready); }
+  int descriptor() const override { return tls_.descriptor(); }
 
  private:
   using LinkPtr = std::shared_ptr<UcxLink>;
@@ -95,6 +98,8 @@ class UcxTransport final : public Transport {
 
   // Links (ucx_transport.cpp)
   std::shared_ptr<UcxChannel> make_channel(std::string peer, std::uint64_t token) const;
+  /// As prepare_sleep(), for what is not TLS.
+  bool may_sleep(Deadline& until);
   bool take_requests();
   /// Passes on what UCX has done; true when there was anything.
   bool serve_worker();
