@@ -113,14 +113,18 @@ class HonestMember final : public Honest {
     join.timeout = kPatience;
     membership_ = rendezvous::Membership::join(
         runtime_,
-        [&door](const std::string&, Handler& handler) { return door.make_transport(handler, honest_options()); }, join);
+        [&door](const std::string&, Handler& handler) {
+          return door.make_transport(handler, honest_options());
+        },
+        join);
   }
   ~HonestMember() override { membership_->leave(door_.executor().deadline_in(kPatience)); }
   bool exchange() override {
     Bytes mine(1 + (number_ * 37) % 3000, static_cast<std::byte>(number_));
     ++number_;
     try {
-      const auto all = membership_->all_gather("alone", mine, {membership_->self().rank}, door_.executor().deadline_in(kPatience));
+      const auto all = membership_->all_gather("alone", mine, {membership_->self().rank},
+                                               door_.executor().deadline_in(kPatience));
       EXPECT_TRUE(all == std::vector<Bytes>{mine});
       return true;
     } catch (const Error&) {
@@ -149,7 +153,8 @@ Door::Door(DoorKind kind, int descriptors) : kind_(std::move(kind)) {
   if (kind_.certificates) {
     ours_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "ours");
     foreign_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "foreign");
-    for (const auto* authority : {&ours_, &foreign_}) (*authority)->issue("worker", "DNS:localhost,IP:127.0.0.1");
+    for (const auto* authority : {&ours_, &foreign_})
+      (*authority)->issue("worker", "DNS:localhost,IP:127.0.0.1");
     const TlsOptions tls = tls_options(true);
     arguments.insert(arguments.end(), {tls.certificate_file, tls.key_file, tls.authority_file});
   }
@@ -162,7 +167,8 @@ Door::Door(DoorKind kind, int descriptors) : kind_(std::move(kind)) {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, its_input.get(), 0);
   posix_spawn_file_actions_adddup2(&actions, its_output.get(), 1);
-  const std::string program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "strangers_victim";
+  const std::string program =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path() / "strangers_victim";
   std::vector<std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) variables.emplace_back(*entry);
   if (descriptors != 0) variables.push_back("TORCHSPAN_TEST_DESCRIPTORS=" + std::to_string(descriptors));
@@ -254,7 +260,8 @@ Bytes Door::opening() const {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) std::abort();
   const Descriptor ours(ends[0]);
-  TlsSession session(std::make_shared<const TlsContext>(another_secret(), tls_options(false)), Descriptor(ends[1]),
+  TlsSession session(std::make_shared<const TlsContext>(another_secret(), tls_options(false)),
+                     Descriptor(ends[1]),
                      TlsSession::Start{.role = Role::kDialer, .peer = "victim", .host = "127.0.0.1"});
   session.shake_hands();
   Bytes bytes(16 << 10);

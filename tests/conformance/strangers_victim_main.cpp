@@ -14,8 +14,8 @@
 #include "tests/conformance/transport_echo.h"
 
 /// strangers_victim stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS; with "store-" in
-/// front it is rank 0 of an open world and serves its store there. TORCHSPAN_TEST_DESCRIPTORS limits the files
-/// it may open. Prints where it listens, then a line of counts for every byte on its standard input.
+/// front it is rank 0 of an open world and serves its store there. TORCHSPAN_TEST_DESCRIPTORS limits the
+/// files it may open. Prints where it listens, then a line of counts for every byte on its standard input.
 namespace torchspan::net::conformance {
 namespace {
 
