@@ -59,7 +59,7 @@ class SimTransport final : public Transport {
   Channels channels_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
-  std::deque<Arrival> backlog_;  ///< calls that wait until there are fewer strangers
+  std::deque<Arrival> backlog_;                   ///< calls that wait until there are fewer strangers
 };
 
 }  // namespace torchspan::net
