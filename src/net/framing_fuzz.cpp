@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "net/framing.h"
+#include "tests/support/fuzz_seeds.h"
 
 namespace {
 
@@ -63,4 +64,24 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const Outcome whole = parse(bytes, bytes.size() + 1, false);
   if (parse(bytes, 1 + data[0], false) != whole || parse(bytes, 1 + data[0], true) != whole) std::abort();
   return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using torchspan::testing::bytes_of, torchspan::testing::joined;
+    std::vector<Bytes> seeds;
+    const Bytes text = bytes_of({'h', 'e', 'a', 'd', 'e', 'r'});
+    const Bytes body(100, std::byte{'b'});
+    const std::vector<Segment> none,
+        some = {{body.data(), 3, nullptr}, {body.data(), 0, nullptr}, {body.data(), 100, nullptr}};
+    const Bytes small = joined({FramePrefix(text, none).bytes(), text});
+    const Bytes large = joined({FramePrefix(text, some).bytes(), text, BytesView(body).first(3), body});
+    for (const int cut : {0, 6, 255}) {
+      seeds.push_back(joined({bytes_of({cut}), small, large, small, goodbye_frame()}));
+      seeds.push_back(joined({bytes_of({cut}), large}));
+    }
+    const std::vector<Segment> endless = {{nullptr, ~std::size_t{0} >> 1, nullptr}};
+    seeds.push_back(joined({bytes_of({1}), FramePrefix({}, endless).bytes()}));
+    return seeds;
+  });
 }

@@ -6,6 +6,7 @@
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
+#include <torchspan/core/time.h>
 #include <torchspan/net/secret.h>
 
 namespace torchspan::net {
@@ -16,6 +17,9 @@ inline constexpr std::uint16_t kProtocolHighest = 1;
 
 /// Feature: can share memory with peers of this host.
 inline constexpr std::uint64_t kSharesMemory = 1;
+
+/// What a caller who proved nothing is granted even while the door is full and others wait.
+inline constexpr Duration kLeastPatience = std::chrono::milliseconds(100);
 
 enum class Role : std::uint8_t { kDialer = 1, kListener = 2 };
 

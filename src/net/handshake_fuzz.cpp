@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "net/handshake.h"
+#include "tests/support/fuzz_seeds.h"
 
 /// The first byte chooses the role and how the rest is cut; no bytes may finish a handshake without the
 /// secret, and cutting may not change its outcome.
@@ -28,4 +29,37 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   };
   if (run(piece) != run(bytes.size() + 1)) std::abort();
   return 0;
+}
+
+/// What the other side says, with another secret and with a refusal, and what it must not say.
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using namespace torchspan;
+    using namespace torchspan::net;
+    using testing::bytes_of, testing::joined;
+    std::vector<Bytes> seeds;
+    for (const Role role : {Role::kDialer, Role::kListener}) {
+      const Role other = role == Role::kDialer ? Role::kListener : Role::kDialer;
+      const auto side = [](Role which, char secret, char nonce) {
+        HandshakeOptions options{.secret = Secret::from_bytes(Bytes(32, static_cast<std::byte>(secret))),
+                                 .peer = "peer"};
+        options.nonce.fill(static_cast<std::byte>(nonce));
+        return Handshake(which, options);
+      };
+      Handshake theirs = side(other, 'x', 1), ours = side(role, 'x', 0);
+      const Bytes hello = theirs.take_output();
+      theirs.receive(ours.take_output());
+      if (other == Role::kListener) ours.receive(hello);
+      const Bytes mine = ours.take_output();
+      if (!mine.empty()) theirs.receive(mine);
+      const Bytes proof = theirs.take_output();
+      for (const int cut : {0, 2, 254}) {
+        const Bytes first = bytes_of({cut | (role == Role::kDialer ? 1 : 0)});
+        seeds.push_back(joined({first, hello, proof}));
+        seeds.push_back(joined({first, hello, bytes_of({3})}));
+        seeds.push_back(joined({first, side(role, 's', 0).take_output()}));
+      }
+    }
+    return seeds;
+  });
 }

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
 #include <openssl/rand.h>
 #include <string_view>
 #include <sys/stat.h>
@@ -141,6 +143,19 @@ Secret Secret::from_file(const std::string& path) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("secret file '{}' holds {} bytes, a secret has at least {}; {}", path,
                             bytes.size(), kLeastBytes, how_to_make(path)));
+  }
+  return from_bytes(std::move(bytes));
+}
+
+Secret Secret::derived(std::string_view use) const {
+  if (empty()) throw Error(ErrorKind::kInvalid, "nothing can be derived from an empty cluster secret");
+  Bytes bytes(kRandomBytes);
+  unsigned int size = 0;
+  if (HMAC(EVP_sha256(), bytes_.data(), static_cast<int>(bytes_.size()),
+           reinterpret_cast<const unsigned char*>(use.data()), use.size(),
+           reinterpret_cast<unsigned char*>(bytes.data()), &size) == nullptr ||
+      size != bytes.size()) {
+    throw Error(ErrorKind::kUnsupported, "OpenSSL cannot compute HMAC-SHA-256 here");
   }
   return from_bytes(std::move(bytes));
 }

@@ -55,6 +55,17 @@ TEST(Secret, RandomGivesThirtyTwoNewBytesEachTime) {
   EXPECT_FALSE(std::ranges::equal(one.bytes(), other.bytes()));
 }
 
+TEST(Secret, GivesOneOfItsOwnForEachUse) {
+  const Secret secret = Secret::from_bytes(Bytes(16, std::byte{1})), other = Secret::from_bytes(Bytes(16));
+  const auto bytes = [](const Secret& one) { return Bytes(one.bytes().begin(), one.bytes().end()); };
+  const Bytes store = bytes(secret.derived("store"));
+  EXPECT_EQ(store.size(), 32u);
+  EXPECT_EQ(store, bytes(secret.derived("store")));
+  EXPECT_NE(store, bytes(secret.derived("stores")));
+  EXPECT_NE(store, bytes(other.derived("store")));
+  EXPECT_THROW(Secret().derived("store"), Error);
+}
+
 TEST_F(SecretFile, GivesBackWhatWasWritten) {
   const Secret secret = Secret::random();
   secret.write_file(path());

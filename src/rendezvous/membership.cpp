@@ -87,7 +87,8 @@ namespace {
 
 net::TransportOptions transport_options(net::Secret secret) {
   net::TransportOptions options;
-  options.secret = std::move(secret);
+  // What a store and its members prove is no proof between workers.
+  options.secret = secret.empty() ? std::move(secret) : secret.derived("torchspan store");
   options.max_header = kMostMessageBytes;
   options.max_message = kMostMessageBytes;
   options.max_segments = 0;

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/runtime.h>
+#include <torchspan/net/stream.h>
 #include <torchspan/rendezvous/membership.h>
 
 #include "rendezvous/simulated_world.h"
@@ -195,6 +196,19 @@ TEST_P(Ports, ForeignProgramAtTheAddressIsRecognized) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sockets, Ports, ::testing::Values("tcp", "tls"));
+
+TEST_F(Sockets, WhatIsProvenBetweenWorkersIsNoProofToTheStore) {
+  Runtime runtime(*executor_, "worker", LogLevel::kOff);
+  const auto membership = join(runtime, options(0, kOpenWorld));
+  const TransportFactory as_worker = [&](const std::string&, net::Handler& handler) {
+    net::TransportOptions options;
+    options.secret = secret_;
+    return net::make_stream_transport(*executor_, handler, options);
+  };
+  const Error error = error_of([&] { Membership::join(runtime, as_worker, options(1, kOpenWorld)); });
+  EXPECT_EQ(error.kind(), ErrorKind::kDenied);
+  membership->leave(in(seconds(30)));
+}
 
 TEST_F(Sockets, PlainTcpToAnotherHostIsUnsupported) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);

@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "rendezvous/store.h"
+#include "tests/support/fuzz_seeds.h"
 
 /// The input is a run of messages, each after a byte that says from which connection and how long; whatever
 /// they are, the store answers with messages that a client can read, or throws Error{kInvalid}.
@@ -55,4 +56,41 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     at += 2 + length;
   }
   return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using namespace torchspan;
+    using namespace torchspan::rendezvous;
+    using testing::bytes_of, testing::joined;
+    const auto from = [](int connection, const Bytes& message) {
+      return joined({bytes_of({connection, static_cast<int>(message.size())}), message});
+    };
+    const auto entry = [](int rank, int size) {
+      Register message;
+      message.member.name = "worker" + std::to_string(rank);
+      message.member.rank = rank;
+      message.world_size = size;
+      message.functions = {"f()"};
+      message.timeout = std::chrono::seconds(1);
+      return encode_message(message);
+    };
+    Contribute contribute;
+    contribute.tag = "tag";
+    contribute.ranks = {0, 1, 2};
+    contribute.incarnations = {0, 0, 0};
+    contribute.timeout = std::chrono::seconds(1);
+    contribute.bytes = Bytes(3);
+    const Bytes come = encode_message(contribute), leave = encode_message(Leave{}),
+                pong = encode_message(Pong{});
+    std::vector<Bytes> seeds;
+    seeds.push_back(joined(
+        {bytes_of({0}), from(0, entry(0, 3)), from(1, entry(1, 3)), from(2, entry(2, 3)), from(0, come)}));
+    seeds.push_back(joined({bytes_of({1}), from(0, come), from(1, come), from(2, come), from(1, leave)}));
+    seeds.push_back(joined(
+        {bytes_of({2}), from(1, entry(kAnyRank, kOpenWorld)), from(0, entry(0, kOpenWorld)), from(1, pong)}));
+    seeds.push_back(joined({bytes_of({3}), from(1, leave), from(3, entry(1, kOpenWorld)), from(3, come)}));
+    seeds.push_back(joined({bytes_of({5}), from(251, pong), from(252, pong), from(3, entry(1, 3))}));
+    return seeds;
+  });
 }

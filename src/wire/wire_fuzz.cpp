@@ -12,6 +12,8 @@
 #include <torchspan/wire/tensors.h>
 #include <torchspan/wire/types.h>
 
+#include "tests/support/fuzz_seeds.h"
+
 namespace torchspan::wire {
 namespace {
 
@@ -71,4 +73,55 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using namespace torchspan;
+    using namespace torchspan::wire;
+    using testing::bytes_of, testing::joined;
+    std::vector<Bytes> seeds;
+    Frame frame;
+    frame.header.flags = kFlagHasDeadline;
+    frame.blobs = {{"trace", Bytes(3)}, {"autograd", Bytes(20)}};
+    frame.handles = {Handle{1, {0, 3}, {0, 4}, 5}};
+    frame.value = Bytes(10);
+    frame.tensor_metadata = Bytes(4);
+    seeds.push_back(joined({bytes_of({0}), encode_frame(frame)}));
+    const at::Tensor dense = at::ones({2, 3});
+    for (const at::Tensor& tensor : {dense, dense.t(), dense.to_sparse(), dense.expand({4, 2, 3}),
+                                     at::Tensor(), at::ones({0, 2}), dense.to(at::kHalf)}) {
+      const PackedTensors packed = pack(std::vector{tensor, dense});
+      Bytes seed = bytes_of({1, static_cast<int>(packed.segments.size())});
+      for (const Segment& segment : packed.segments) {
+        seed.push_back(static_cast<std::byte>(segment.size - 1));
+        seed.push_back(std::byte{0});
+      }
+      seeds.push_back(joined({seed, packed.metadata}));
+    }
+    const auto value = [&](int kind, const auto& of) {
+      seeds.push_back(joined({bytes_of({kind}), to_payload(of).value}));
+    };
+    c10::List<std::int64_t> list({1, 2, 3});
+    c10::Dict<std::string, double> dict;
+    dict.insert("key", 1.5);
+    for (const c10::IValue& one : {c10::IValue(), c10::IValue(true), c10::IValue(1.5), c10::IValue("text"),
+                                   c10::IValue(list), c10::IValue(dict), c10::IValue(dense),
+                                   c10::IValue(std::make_tuple(std::int64_t{1}, std::string("b")))}) {
+      value(2, one);
+    }
+    value(3, Everything{{{"key", {1, 2}}},
+                        {"a", std::nullopt},
+                        std::vector<bool>{true, false},
+                        Duration(5),
+                        c10::Scalar(1.5),
+                        Error(ErrorKind::kInvalid, "text")});
+    value(3, Everything{{},
+                        {},
+                        c10::Device("cuda:0"),
+                        Duration(0),
+                        c10::Scalar(1),
+                        Error(ErrorKind::kTimedOut, "").with_worker("w")});
+    return seeds;
+  });
 }

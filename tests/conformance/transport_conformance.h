@@ -32,6 +32,9 @@ class EchoPeer {
   virtual std::string address() const = 0;
   /// Dies without a word, as a killed process does. Once.
   virtual void kill() = 0;
+  /// Stops it where it is, as SIGSTOP does, until go_on(). False when this one cannot be stopped.
+  virtual bool stop() { return false; }
+  virtual void go_on() {}
 };
 
 /// The surroundings of one test on one back end.
@@ -50,6 +53,8 @@ class World {
   virtual std::unique_ptr<Stranger> make_stranger() = 0;
   /// How an honest dialer's first bytes begin: not enough to tell him from a stranger.
   virtual std::string greeting_start() { return "\x89TSPAN"; }
+  /// Whether a peer that says nothing for five seconds counts as dead.
+  virtual bool silence_is_death() const { return false; }
   /// An echo at listen_address(name). Of the same name again after kill(): it came back.
   virtual std::unique_ptr<EchoPeer> start_echo(const std::string& name) = 0;
 };

@@ -74,7 +74,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   return true;
 }
 
-/// The far host: echoes, and tells when and why its channel ended.
+/// The far host: echoes, tells when and why its channel ended, and serves one more.
 [[noreturn]] void be_far_host(const Wire& wire) {
   if (::unshare(CLONE_NEWNET) != 0) {
     wire.say(std::string("no namespace: ") + std::strerror(errno));
@@ -92,6 +92,8 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
   wire.say(std::to_string(executor->now().time_since_epoch().count()));
   wire.say(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
+  // The cable may be plugged in again.
+  drive_until(*executor, *transport, [&] { return far.closed.size() == 2; });
   ::_exit(0);
 }
 
@@ -123,7 +125,8 @@ class TwoHosts : public ::testing::Test {
     if (const std::string word = wire_->hear(); word != "here") return word;
     home_.reset(::open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC));
     if (::unshare(CLONE_NEWNET) != 0) return std::string("no namespace: ") + std::strerror(errno);
-    if (!run("ip link add near type veth peer name far netns " + std::to_string(far_)) ||
+    if (!run("ip link set lo up") ||
+        !run("ip link add near type veth peer name far netns " + std::to_string(far_)) ||
         !run(std::string("ip addr add ") + kNear + "/24 dev near") || !run("ip link set near up")) {
       return "this system makes no pair of virtual Ethernet ends (veth)";
     }
@@ -142,6 +145,8 @@ class TwoHosts : public ::testing::Test {
     ASSERT_TRUE(
         drive_until(*executor, *transport, [&] { return near.messages == 1 || !near.closed.empty(); }));
     ASSERT_TRUE(near.closed.empty()) << near.closed.at(0).what();
+    // Somebody on this host, whom nothing of this concerns.
+    const auto kept = transport->connect(transport->listen("tls:127.0.0.1:0"), Deadline::never());
     const Buffer bulk = allocate_buffer(4 << 20);
     const Segment segment{bulk.data, bulk.size, bulk.owner};
     if (busy) {
@@ -162,6 +167,13 @@ class TwoHosts : public ::testing::Test {
       EXPECT_LT(time, std::chrono::seconds(6));
       EXPECT_GT(time, std::chrono::seconds(4));
     }
+    ASSERT_TRUE(run("ip link set near up"));
+    const std::size_t before = near.messages;
+    kept->send(Bytes(8), {});
+    transport->connect(address_, Deadline::never())->send(Bytes(8), {});
+    EXPECT_TRUE(drive_until(*executor, *transport, [&] { return near.messages == before + 2; }))
+        << "one message arrives on this host, the other comes back from the far one";
+    EXPECT_EQ(near.closed.size(), 1u);
   }
 
   std::optional<Wire> wire_;

@@ -46,6 +46,7 @@ class NetworkWorld final : public World {
                                    : *numeric_address(parse_tls_address(place.far));
     });
   }
+  bool silence_is_death() const override { return hosts_ == Hosts::kSeveral; }
   std::string greeting_start() override {
     return hosts_ == Hosts::kOne ? World::greeting_start() : std::string("\x16\x03\x01\x02\x00\x01", 6);
   }

@@ -116,6 +116,7 @@ Node::Callback::Callback(Node& node) : node_(node) {
 }
 
 void Node::note(const std::function<void(Journal&)>& entry) {
+  if (!options_.keep_journal) return;
   {
     MutexLock lock(mutex_);
     entry(journal_);

@@ -61,6 +61,7 @@ class Node final : public Handler {
     std::function<void(const std::shared_ptr<Channel>&)> on_accepted = {};
     std::function<void(const std::shared_ptr<Channel>&)> on_closed = {};
     bool keep_parcels = true;  ///< put received messages into the journal
+    bool keep_journal = true;  ///< otherwise it stays empty: for peers that serve for long
   };
   Node(World& world, std::string name, Options options);
   Node(World& world, std::string name) : Node(world, std::move(name), Options()) {}

@@ -45,8 +45,10 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
     send(*channel, numbered(1));
     node.wait_for_messages(1);
     const std::string name = world.named(echo->address());
+    const TimePoint killed = world.executor().now();
     echo->kill();
     const Error error = node.wait_for_end(channel);
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.message(), HasSubstr(name));
     EXPECT_THAT(error.message(), HasSubstr("died or was killed"));
@@ -70,8 +72,10 @@ TEST_P(TransportPeerConformance, TellsThatAPeerWasKilledInTheMiddleOfATransfer) 
       }
     });
     node.wait_for_messages(5);
+    const TimePoint killed = world.executor().now();
     echo->kill();
     EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
     busy.join();
     node.stop();
     EXPECT_EQ(node.journal().reasons(channel).size(), 1u);

@@ -90,6 +90,11 @@ class ProcessEcho final : public EchoPeer {
     ::kill(process_, SIGKILL);
     reap();
   }
+  bool stop() override {
+    int status = 0;
+    return ::kill(process_, SIGSTOP) == 0 && ::waitpid(process_, &status, WUNTRACED) == process_;
+  }
+  void go_on() override { ::kill(process_, SIGCONT); }
 
  private:
   void reap() {

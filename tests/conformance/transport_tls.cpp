@@ -41,6 +41,7 @@ class TlsWorld final : public World {
     return std::make_unique<SocketStranger>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text)); });
   }
+  bool silence_is_death() const override { return true; }
   std::string greeting_start() override { return {"\x16\x03\x01\x02\x00\x01", 6}; }
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;

@@ -1,5 +1,6 @@
 #pragma once
 #include <string>
+#include <string_view>
 
 #include <torchspan/core/bytes.h>
 
@@ -19,6 +20,10 @@ class Secret {
   static Secret from_file(const std::string& path);
   /// Writes the secret to a new file of mode 0600. Throws kInvalid when the file exists or cannot be made.
   void write_file(const std::string& path) const;
+
+  /// 32 bytes for one use of this secret, from which neither it nor those for other uses can be told. Throws
+  /// kInvalid for an empty one.
+  Secret derived(std::string_view use) const;
 
   bool empty() const { return bytes_.empty(); }
   BytesView bytes() const { return bytes_; }

@@ -68,7 +68,9 @@ struct TransportOptions {
   std::uint64_t max_message = std::uint64_t{1} << 40;  ///< bytes of one message in all
   std::uint32_t max_segments = 1u << 20;               ///< segments of one message
   std::uint64_t max_unsent = std::uint64_t{8} << 30;   ///< bytes queued per channel
-  std::uint32_t max_strangers = 128;  ///< accepted connections that have not proved the secret
+  /// Accepted connections that have not proved the secret. While there are as many and others wait, the one
+  /// that came first has only a tenth of a second.
+  std::uint32_t max_strangers = 128;
   Duration handshake_timeout = std::chrono::seconds(5);
   Duration linger = std::chrono::seconds(5);  ///< how long a closed channel waits for the peer to take note
 };

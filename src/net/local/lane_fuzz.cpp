@@ -8,6 +8,7 @@
 #include "net/local/blocks.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"
+#include "tests/support/fuzz_seeds.h"
 
 namespace {
 
@@ -90,4 +91,38 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const Error&) {
   }
   return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using torchspan::testing::bytes_of, torchspan::testing::joined;
+    const auto note = [](Note::Kind kind, std::uint64_t number, std::uint64_t size) {
+      ByteWriter writer;
+      writer.put(kind);
+      writer.put_bytes(Bytes(7));
+      writer.put(number);
+      writer.put(size);
+      return writer.take();
+    };
+    const auto lent = [](std::uint64_t block, std::size_t size) {
+      const Segment segment{nullptr, size, nullptr};
+      ByteWriter writer;
+      writer.put_bytes(FramePrefix({}, {&segment, 1}, {&block, 1}).bytes());
+      writer.put(block);
+      return writer.take();
+    };
+    const Bytes text(200, std::byte{'t'});
+    const Segment plain{text.data(), text.size(), nullptr};
+    const Bytes frame = joined({FramePrefix(text, {&plain, 1}).bytes(), text, text});
+    std::vector<Bytes> seeds;
+    for (const int lump : {0, 1, 12}) {
+      seeds.push_back(joined({bytes_of({0, lump}), frame, lent(1, 100), frame, lent(2, 4096)}));
+      seeds.push_back(joined({bytes_of({0, lump}), lent(1, 100), lent(1, 100)}));
+      seeds.push_back(joined({bytes_of({static_cast<int>(kNoteBytes) + 1, lump}), bytes_of({1}),
+                              note(Note::Kind::kRetired, 1, 0), frame, lent(1, 10)}));
+    }
+    seeds.push_back(joined(
+        {bytes_of({static_cast<int>(kNoteBytes), 1}), note(Note::Kind::kBlock, 9, kBlock), goodbye_frame()}));
+    return seeds;
+  });
 }

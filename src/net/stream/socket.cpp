@@ -1,5 +1,6 @@
 #include "net/stream/socket.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -8,6 +9,7 @@
 #include <netinet/tcp.h>
 #include <string_view>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,6 +18,8 @@ namespace torchspan::net {
 namespace {
 
 constexpr int kBacklog = 4096;
+/// Descriptors that callers cannot have: peers need some for a moment when they pass memory.
+constexpr rlim_t kSpareDescriptors = 32;
 
 int family_of(const Address& address) { return address.socket.ss_family; }
 
@@ -177,6 +181,20 @@ std::string name_accepted(int socket, const Address& listener) {
   socklen_t size = sizeof peer;
   ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size);
   return tcp_text(peer, scheme_of(listener));
+}
+
+Descriptor accept_caller(int listener) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    // The system gives the lowest number that is free.
+    const Descriptor next(::fcntl(listener, F_DUPFD_CLOEXEC, 0));
+    const rlim_t spare = std::min(kSpareDescriptors, limit.rlim_cur / 4);
+    if (next && static_cast<rlim_t>(next.get()) >= limit.rlim_cur - spare) {
+      errno = EMFILE;
+      return {};
+    }
+  }
+  return Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
 ListeningSocket::ListeningSocket(Address address)

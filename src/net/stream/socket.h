@@ -27,6 +27,10 @@ void check_peer_user(int socket, const std::string& peer, uid_t expected);
 /// one.
 std::string name_accepted(int socket, const Address& listener);
 
+/// The next caller, or nothing with errno set. EMFILE also while the process has hardly any descriptors left:
+/// its peers need some, and callers can wait.
+Descriptor accept_caller(int listener);
+
 /// An open listening socket; removes a Unix socket's file when it goes.
 class ListeningSocket {
  public:

@@ -157,7 +157,7 @@ bool StreamTransport::take_requests() {
     const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
     Listener& listener = listeners_[token];
     listener.socket = std::move(socket);
-    if (strangers_ < options_.max_strangers) watch(token, listener, true);
+    watch(token, listener, true);
   }
   for (auto& connection : requests.connections) adopt(std::move(connection));
   for (std::uint64_t token : requests.reviews) {
@@ -209,7 +209,7 @@ void StreamTransport::handle(Connection& connection, const Poller::Event& event)
 void StreamTransport::end_handshake(Connection& connection) {
   connection.handshake_pending = false;
   if (connection.dialed()) return;
-  --strangers_;
+  strangers_.erase(connection.token());
   resume_listeners();
 }
 
@@ -282,8 +282,11 @@ bool StreamTransport::run_timers() {
 
 void StreamTransport::accept_from(std::uint64_t token, Listener& listener) {
   for (int i = 0; i < kAcceptsAtOnce; ++i) {
-    if (strangers_ >= options_.max_strangers) return watch(token, listener, false);
-    Descriptor socket(::accept4(listener.socket->get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (strangers_.size() >= options_.max_strangers) {
+      hurry_strangers();
+      return watch(token, listener, false);
+    }
+    Descriptor socket = accept_caller(listener.socket->get());
     if (socket) {
       welcome(std::move(socket), listener);
       continue;
@@ -308,7 +311,7 @@ void StreamTransport::welcome(Descriptor socket, const Listener& listener) {
   start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
   start.channel = make_channel(std::move(peer), start.token);
   start.lane = make_lane(address, Role::kListener);
-  ++strangers_;
+  strangers_.emplace(start.token, executor_.now());
   adopt(std::make_unique<Connection>(std::move(start), options_));
 }
 
@@ -328,8 +331,16 @@ void StreamTransport::pause(std::uint64_t token, Listener& listener, int reason)
                                         std::strerror(reason))));
 }
 
+void StreamTransport::hurry_strangers() {
+  if (strangers_.empty()) return;
+  const auto& [token, arrived] = *strangers_.begin();
+  Connection& first = *connections_.at(token);
+  const TimePoint due = arrived + kLeastPatience;
+  if (first.timer && due < *first.timer) set_timer(first, due);
+}
+
 void StreamTransport::resume_listeners() {
-  if (strangers_ >= options_.max_strangers) return;
+  if (strangers_.size() >= options_.max_strangers) return;
   for (auto& [token, listener] : listeners_) {
     if (!listener.resume) watch(token, listener, true);
   }

@@ -71,6 +71,8 @@ class StreamTransport final : public PolledTransport {
   void welcome(Descriptor socket, const Listener& listener);
   void watch(std::uint64_t token, Listener& listener, bool on);
   void pause(std::uint64_t token, Listener& listener, int reason);
+  /// Others wait at the door: the stranger who came first must be done soon.
+  void hurry_strangers();
   void resume_listeners();
 
   Executor& executor_;
@@ -87,7 +89,7 @@ class StreamTransport final : public PolledTransport {
   std::size_t polls_ = 0;             ///< since the sockets were looked at
   std::map<std::uint64_t, Listener> listeners_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
-  std::size_t strangers_ = 0;
+  std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
   std::array<Poller::Event, 64> events_;
   std::size_t ready_ = 0;  ///< events that wait() left for poll()
   const std::unique_ptr<std::byte[]> scratch_;

@@ -5,6 +5,7 @@
 #include "net/framing.h"
 #include "net/tls/hello.h"
 #include "net/tls/pieces.h"
+#include "tests/support/fuzz_seeds.h"
 
 namespace {
 
@@ -91,4 +92,34 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     bytes = bytes.subspan(1 + part);
   }
   return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return torchspan::testing::offer_seeds(count, arguments, [] {
+    using torchspan::testing::bytes_of, torchspan::testing::joined;
+    const auto on_lane = [](int lane, BytesView bytes) {
+      Bytes all;
+      for (std::size_t at = 0; at < bytes.size(); at += 128) {
+        const BytesView part = bytes.subspan(at, std::min<std::size_t>(128, bytes.size() - at));
+        all.push_back(static_cast<std::byte>(((part.size() - 1) << 1) | static_cast<unsigned>(lane)));
+        all.insert(all.end(), part.begin(), part.end());
+      }
+      return all;
+    };
+    const Bytes text(300, std::byte{'t'});
+    const std::vector<Segment> segments = {
+        {text.data(), 200, nullptr}, {text.data(), 0, nullptr}, {text.data(), 100, nullptr}};
+    const Bytes striped = joined({FramePrefix(text, segments, FrameType::kStriped).bytes(), text});
+    const Bytes whole = joined({FramePrefix(text, {}).bytes(), text});
+    const Bytes piece = joined({piece_prefix(0, 0), text}), second = joined({piece_prefix(1, 0), text});
+    LaneHello hello{.lanes = 2, .lane = 1};
+    std::vector<Bytes> seeds = {encode(hello), encode(LaneHello{})};
+    seeds.push_back(joined({on_lane(0, striped), on_lane(1, piece), on_lane(0, whole)}));
+    seeds.push_back(joined({on_lane(0, striped), on_lane(0, whole), on_lane(0, striped), on_lane(1, piece),
+                            on_lane(1, second)}));
+    seeds.push_back(joined({on_lane(1, BytesView(piece).first(20)), on_lane(0, striped),
+                            on_lane(1, BytesView(piece).subspan(20))}));
+    seeds.push_back(joined({on_lane(0, heartbeat_frame()), on_lane(0, whole), on_lane(0, goodbye_frame())}));
+    return seeds;
+  });
 }

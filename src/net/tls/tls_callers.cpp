@@ -16,8 +16,11 @@ constexpr Duration kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 
 void TlsTransport::accept_from(std::uint64_t token, Listener& listener) {
   for (int i = 0; i < kAcceptsAtOnce; ++i) {
-    if (strangers_ >= options_.max_strangers) return watch(token, listener, false);
-    Descriptor socket(::accept4(listener.socket->get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (strangers_.size() >= options_.max_strangers) {
+      hurry_strangers();
+      return watch(token, listener, false);
+    }
+    Descriptor socket = accept_caller(listener.socket->get());
     if (socket) {
       welcome(std::move(socket), listener);
       continue;
@@ -39,8 +42,7 @@ void TlsTransport::welcome(Descriptor socket, const Listener& listener) {
   }
   TlsLane& lane = add_lane(Role::kListener, std::move(peer), 0, nullptr);
   lane.start(std::move(session), true);
-  lane.stranger = true;
-  ++strangers_;
+  strangers_.emplace(lane.token(), now_);
   watch(lane, false);
 }
 
@@ -60,8 +62,16 @@ void TlsTransport::pause(std::uint64_t token, Listener& listener, int reason) {
                                         std::strerror(reason))));
 }
 
+void TlsTransport::hurry_strangers() {
+  if (strangers_.empty()) return;
+  const auto& [token, arrived] = *strangers_.begin();
+  TlsLane& first = *lanes_.at(token);
+  const TimePoint due = arrived + kLeastPatience;
+  if (first.timer && due < *first.timer) set_timer(first, due);
+}
+
 void TlsTransport::resume_listeners() {
-  if (strangers_ >= options_.max_strangers) return;
+  if (strangers_.size() >= options_.max_strangers) return;
   for (auto& [token, listener] : listeners_) {
     if (!listener.resume) watch(token, listener, true);
   }

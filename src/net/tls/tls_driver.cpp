@@ -262,9 +262,7 @@ void TlsTransport::go_on_with(TlsLink& link) {
 }
 
 void TlsTransport::forget_stranger(TlsLane& lane) {
-  if (!std::exchange(lane.stranger, false)) return;
-  --strangers_;
-  resume_listeners();
+  if (strangers_.erase(lane.token()) != 0) resume_listeners();
 }
 
 }  // namespace torchspan::net

@@ -52,7 +52,6 @@ class TlsLane {
 
   std::shared_ptr<TlsLink> link;   ///< none for a caller that has not said hello
   std::size_t slot = 0;            ///< its bit in TlsChannel::State::flushing
-  bool stranger = false;           ///< counts as one
   bool heard = false;              ///< bytes came in the last receive()
   bool more = false;               ///< there is more to receive that the system does not report
   bool over = false;               ///< nothing comes any more

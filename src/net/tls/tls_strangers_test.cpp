@@ -72,6 +72,31 @@ TEST_F(TlsStrangersTest, RefusesTls13WithoutTheKey) {
   expect_refused(ErrorKind::kDenied);
 }
 
+TEST_F(TlsStrangersTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) {
+  const TlsContext context(test_secret(), TlsOptions());
+  const SslPtr ssl = context.make_connection(Role::kDialer, "127.0.0.1");
+  SSL_CTX* dialing = SSL_get_SSL_CTX(ssl.get());
+  SSL_CTX_set_session_cache_mode(dialing, SSL_SESS_CACHE_CLIENT);
+  SSL_CTX_sess_set_new_cb(dialing, [](SSL*, SSL_SESSION*) {
+    ADD_FAILURE() << "the listener gave a ticket";
+    return 0;
+  });
+  // It would do with the pre-shared key alone.
+  SSL_set_options(ssl.get(), SSL_OP_ALLOW_NO_DHE_KEX);
+  const Descriptor socket = dial_raw(address_);
+  SSL_set_fd(ssl.get(), socket.get());
+  drive_until([&] { return SSL_do_handshake(ssl.get()) == 1; });
+  EXPECT_EQ(SSL_SESSION_get_max_early_data(SSL_get0_session(ssl.get())), 0u);
+  EXPECT_NE(SSL_get_negotiated_group(ssl.get()), 0) << "a leaked secret would open what was said";
+  EXPECT_EQ(SSL_get_cipher_name(ssl.get()), std::string("TLS_AES_128_GCM_SHA256"));
+  const Bytes hello = encode(LaneHello{});
+  ASSERT_EQ(SSL_write(ssl.get(), hello.data(), static_cast<int>(hello.size())),
+            static_cast<int>(hello.size()));
+  Bytes answer(kLaneHelloBytes);
+  drive_until([&] { return SSL_read(ssl.get(), answer.data(), static_cast<int>(answer.size())) > 0; });
+  EXPECT_EQ(journal_.accepted.size(), 1u);
+}
+
 TEST_F(TlsStrangersTest, RefusesOneThatDripsItsGreeting) {
   TransportOptions options;
   options.handshake_timeout = std::chrono::milliseconds(200);

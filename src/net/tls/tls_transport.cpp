@@ -152,7 +152,7 @@ bool TlsTransport::take_requests() {
     const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
     Listener& listener = listeners_[token];
     listener.socket = std::move(socket);
-    if (strangers_ < options_.max_strangers) watch(token, listener, true);
+    watch(token, listener, true);
   }
   for (const auto& errand : requests.connections) run(*errand);
   for (std::uint64_t token : requests.reviews) {

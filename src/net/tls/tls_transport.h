@@ -100,6 +100,8 @@ class TlsTransport final : public PolledTransport {
   void welcome(Descriptor socket, const Listener& listener);
   void watch(std::uint64_t token, Listener& listener, bool on);
   void pause(std::uint64_t token, Listener& listener, int reason);
+  /// Others wait at the door: the stranger who came first must be done soon.
+  void hurry_strangers();
   void resume_listeners();
 
   Executor& executor_;
@@ -120,7 +122,7 @@ class TlsTransport final : public PolledTransport {
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   std::vector<std::uint64_t> backlog_;  ///< lanes with bytes that the system does not report any more
   std::size_t polls_ = 0;               ///< since the sockets were looked at
-  std::size_t strangers_ = 0;
+  std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
   TimePoint now_{};
   TimePoint next_tick_{};
   std::array<Poller::Event, 64> events_;

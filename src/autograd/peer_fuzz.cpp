@@ -1,0 +1,267 @@
+#include <algorithm>
+#include <cstdlib>
+
+#include <ATen/ops/ones.h>
+
+#include <torchspan/autograd/passes.h>
+#include <torchspan/core/sim_executor.h>
+#include <torchspan/net/sim.h>
+#include <torchspan/rpc/service.h>
+#include <torchspan/wire/frame.h>
+#include <torchspan/wire/tensors.h>
+#include <torchspan/wire/types.h>
+
+#include "tests/support/fuzz_seeds.h"
+
+/// A worker with functions, references and autograd, and a peer that knows the secret and says anything.
+namespace {
+
+using namespace torchspan;
+
+at::Tensor same(const at::Tensor& x) { return x; }
+std::int64_t count(const std::vector<std::int64_t>& numbers) {
+  return static_cast<std::int64_t>(numbers.size());
+}
+constexpr Function<same> kSame{"same"};
+constexpr Function<count> kCount{"count"};
+
+constexpr std::uint64_t kEpoch = 1000;
+
+struct Hearing final : net::Handler {
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>&, net::Message) override {}
+  void on_closed(const std::shared_ptr<net::Channel>&, const Error&) override { closed = true; }
+  bool closed = false;
+};
+
+/// Who the peer says it is: a value of the same bytes as the hello's.
+Bytes hello() {
+  wire::Frame frame;
+  frame.header.type = wire::MessageType{0x0001};
+  frame.header.flags = wire::kFlagOneWay;
+  frame.value = wire::to_payload(std::make_tuple(std::string("peer"), std::uint32_t{1}, kEpoch)).value;
+  return wire::encode_frame(frame);
+}
+
+rendezvous::JoinOptions join_options(int rank, const std::string& address) {
+  rendezvous::JoinOptions join;
+  join.name = rank == 0 ? "worker" : "peer";
+  join.rank = rank;
+  join.world_size = 2;
+  join.store_address = "sim:store";
+  join.address = address;
+  join.epoch = kEpoch;
+  return join;
+}
+
+/// LibTorch's operators are not what is tried here, nor how much memory it takes when tensors are large.
+bool is_modest(BytesView bytes, std::span<const Segment> sent) {
+  try {
+    const wire::FrameView frame = wire::decode_frame(bytes);
+    const auto type = static_cast<int>(frame.header.type);
+    if ((type == 0x0013 || type == 0x0014) && (frame.header.flags & wire::kFlagReply) == 0) {
+      ByteReader reader(frame.value);
+      const std::string name = reader.get_string();
+      if (name != "aten::alias" && name != "aten::detach") return false;
+    }
+    std::vector<Buffer> segments;
+    for (const Segment& segment : sent) segments.push_back(allocate_buffer(segment.size));
+    for (const at::Tensor& tensor : wire::unpack(frame.tensor_metadata, segments)) {
+      if (tensor.defined() && tensor.numel() > 4096) return false;
+    }
+  } catch (const Error&) {
+  }
+  return true;
+}
+
+class World {
+ public:
+  void run(BytesView script) {
+    executor_.run([&] {
+      const Thread worker = executor_.spawn("worker", [&] { serve(); });
+      const Thread peer = executor_.spawn("peer", [&] { lie(script); });
+    });
+  }
+
+ private:
+  std::unique_ptr<rendezvous::Membership> join(Runtime& runtime, int rank, const std::string& address) {
+    return rendezvous::Membership::join(
+        runtime,
+        [this, rank](const std::string& endpoint, net::Handler& handler) {
+          return network_.make_transport(endpoint == "store" ? endpoint : "member" + std::to_string(rank),
+                                         handler, {});
+        },
+        join_options(rank, address));
+  }
+
+  /// Serves for as long as its peer is in the world.
+  void serve() {
+    Runtime runtime(executor_, "worker", LogLevel::kOff);
+    FunctionTable functions;
+    functions.add(kSame, kCount);
+    rpc::ServiceOptions options;
+    options.name = "worker";
+    options.listen = "sim:worker";
+    options.threads = 1;
+    options.stopped_limit = Duration::zero();
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<autograd::Passes>());
+    rpc::WorkerService service(
+        runtime, functions, options,
+        [&](net::Handler& handler) { return network_.make_transport("worker", handler, {}); },
+        std::move(extensions));
+    service.start(join(runtime, 0, service.address()));
+    while (service.worker().endpoint()->is_present(1)) executor_.sleep(std::chrono::milliseconds(100));
+    if (service.worker().rpc_sync(0, kCount, std::vector<std::int64_t>(3)) != 3) std::abort();
+    service.stop();
+  }
+
+  void lie(BytesView script) {
+    Runtime runtime(executor_, "peer", LogLevel::kOff);
+    Hearing hearing;
+    const auto transport = network_.make_transport("peer", hearing, {});
+    const auto membership = join(runtime, 1, transport->listen("sim:peer"));
+    std::shared_ptr<net::Channel> channel;
+    const auto say = [&](BytesView header, std::vector<Segment> segments) {
+      if (!channel || hearing.closed) {
+        hearing.closed = false;
+        channel = transport->connect("sim:worker", Deadline::never());
+        channel->send(hello(), {});
+      }
+      try {
+        channel->send(header, segments);
+      } catch (const Error&) {
+        hearing.closed = true;
+      }
+      for (int i = 0; i < 2; ++i) {
+        executor_.sleep(std::chrono::microseconds(100));
+        while (transport->poll()) {
+        }
+      }
+    };
+    for (int messages = 0; script.size() > 2 && messages < 32; ++messages) say_next(script, say);
+    executor_.sleep(std::chrono::milliseconds(200));
+    while (transport->poll()) {
+    }
+    membership->leave(executor_.deadline_in(std::chrono::seconds(1)));
+  }
+
+  /// Takes from the script a byte with the number of segments, and two with the length of the frame.
+  template <class Say>
+  void say_next(BytesView& script, const Say& say) {
+    const auto at = [&](std::size_t i) { return static_cast<std::size_t>(script[i]); };
+    const std::size_t count = at(0) % 4, length = std::min(at(1) + 256 * at(2), script.size() - 3);
+    const BytesView frame = script.subspan(3, length);
+    script = script.subspan(3 + length);
+    std::vector<Segment> segments;
+    for (std::size_t i = 0; i < count && !script.empty(); ++i) {
+      segments.push_back({kMemory.data(), 1 + static_cast<std::size_t>(script[0]), nullptr});
+      script = script.subspan(1);
+    }
+    if (is_modest(frame, segments)) say(frame, segments);
+  }
+
+  const Bytes kMemory = Bytes(256);
+  SimExecutor executor_{1};
+  net::SimNetwork network_{executor_, {}};
+};
+
+}  // namespace
+
+/// Whatever a peer says, the worker neither dies nor hangs, and still serves itself once the peer has left.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  if (size <= 1 << 13) World().run(std::as_bytes(std::span(data, size)));
+  return 0;
+}
+
+namespace {
+
+class Seeds {
+ public:
+  Seeds& message(int type, std::uint32_t flags, wire::Payload payload, std::vector<wire::Handle> handles = {},
+                 std::vector<wire::NamedBlob> blobs = {}) {
+    wire::Frame frame;
+    frame.header.type = static_cast<wire::MessageType>(type);
+    frame.header.flags = flags;
+    frame.header.epoch = kEpoch;
+    frame.header.sequence = frame.header.call = ++calls_;
+    frame.header.remaining = 1'000'000'000;
+    frame.blobs = std::move(blobs);
+    frame.handles = std::move(handles);
+    frame.value = payload.value;
+    const wire::PackedTensors packed = wire::pack(payload.tensors);
+    frame.tensor_metadata = packed.metadata;
+    const Bytes bytes = wire::encode_frame(frame);
+    seed_.push_back(static_cast<std::byte>(packed.segments.size()));
+    seed_.push_back(static_cast<std::byte>(bytes.size() % 256));
+    seed_.push_back(static_cast<std::byte>(bytes.size() / 256));
+    seed_.insert(seed_.end(), bytes.begin(), bytes.end());
+    for (const Segment& segment : packed.segments) seed_.push_back(static_cast<std::byte>(segment.size - 1));
+    return *this;
+  }
+  template <class... T>
+  Seeds& say(int type, std::vector<wire::Handle> handles, const T&... values) {
+    return message(type, wire::kFlagHasDeadline, wire::to_payload(std::make_tuple(values...)),
+                   std::move(handles));
+  }
+  void end() { all_.push_back(std::exchange(seed_, {})); }
+  std::vector<Bytes> take() { return std::move(all_); }
+
+ private:
+  std::uint64_t calls_ = 0;
+  Bytes seed_;
+  std::vector<Bytes> all_;
+};
+
+std::vector<Bytes> make_seeds() {
+  Seeds seeds;
+  const std::uint64_t same_id = rpc::function_id("same", rpc::signature_of<same>());
+  const std::uint64_t count_id = rpc::function_id("count", rpc::signature_of<count>());
+  const at::Tensor tensor = at::ones({2, 2});
+  const GlobalId value{1, 5}, fork{1, 6};
+  const wire::Handle handle{0, value, fork, wire::type_tag<at::Tensor>()};
+  const std::vector<c10::IValue> args = {tensor};
+  const std::map<std::string, c10::IValue> kwargs = {{"self", tensor}};
+  const auto edges = [](std::uint64_t context, std::uint64_t message) {
+    return wire::NamedBlob{
+        "autograd", wire::to_payload(std::make_tuple(context, message, std::vector<std::uint32_t>{0})).value};
+  };
+  const std::uint64_t context = std::uint64_t{1} << 48, pass = context + 1;
+  // Calls, by function and by name, with and without edges.
+  seeds.say(0x0010, {}, same_id, tensor).say(0x0010, {}, count_id, std::vector<std::int64_t>{1, 2}).end();
+  seeds.say(0x0013, {}, std::string("aten::alias"), args, kwargs).say(0x0002, {}).end();
+  seeds
+      .message(0x0013, 0,
+               wire::to_payload(
+                   std::make_tuple(std::string("aten::alias"), args, std::map<std::string, c10::IValue>())),
+               {}, {edges(context, pass)})
+      .say(0x0101, {}, context, pass, std::uint64_t{1}, false, std::vector<at::Tensor>{tensor})
+      .say(0x0102, {}, context, pass, std::string("no more"))
+      .say(0x0103, {}, context)
+      .end();
+  // References: made, fetched, forked, deleted, asked about.
+  seeds
+      .say(0x0014, {handle}, std::string("aten::detach"), std::vector<c10::IValue>{tensor},
+           std::map<std::string, c10::IValue>())
+      .say(0x0012, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
+      .say(0x0020, {}, value, GlobalId{1, 8})
+      .say(0x0021, {}, value, GlobalId{1, 8})
+      .say(0x0023, {}, std::vector<GlobalId>{fork, {1, 9}})
+      .say(0x0022, {}, value, fork)
+      .end();
+  seeds.say(0x0016, {handle, {0, value, {1, 7}, 1}}, std::uint32_t{0}, std::string("forward"), args, kwargs)
+      .end();
+  // Replies to what nobody asked, and errors with frames.
+  seeds.message(0x0010, wire::kFlagReply, wire::to_payload(tensor), {handle}).end();
+  seeds
+      .message(0x0010, wire::kFlagReply | wire::kFlagError,
+               wire::to_payload(Error(ErrorKind::kInvalid, "no")), {}, {{"rpc.error", Bytes(9)}})
+      .end();
+  return seeds.take();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return testing::offer_seeds(count, arguments, make_seeds);
+}

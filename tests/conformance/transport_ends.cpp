@@ -1,0 +1,118 @@
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+
+#include "tests/conformance/transport_echo.h"
+
+/// What is left when a peer stops, dies or comes back.
+namespace torchspan::net::conformance {
+namespace {
+
+using testing::HasSubstr;
+
+/// What this process has of the system, and what it left lying about.
+struct Belongings {
+  std::size_t files = 0;     ///< open
+  std::size_t memory = 0;    ///< mappings that others may share
+  std::size_t segments = 0;  ///< in the system's folder of shared memory
+  friend bool operator==(const Belongings&, const Belongings&) = default;
+  friend std::ostream& operator<<(std::ostream& out, const Belongings& one) {
+    return out << one.files << " files, " << one.memory << " mappings, " << one.segments << " segments";
+  }
+};
+
+std::size_t count_in(const std::string& folder) {
+  std::error_code none;
+  const std::filesystem::directory_iterator all(folder, none);
+  return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+Belongings belongings() {
+  Belongings now{count_in("/proc/self/fd"), 0, count_in("/dev/shm")};
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) now.memory += line.find("memfd:") != std::string::npos;
+  return now;
+}
+
+/// The file of a Unix socket in an address, or nothing.
+std::string socket_file(const std::string& address) {
+  if (!address.starts_with("unix:")) return {};
+  return address.substr(5, address.find_first_of("@,") - 5);
+}
+
+void talk(Node& node, const std::shared_ptr<Channel>& channel, std::uint64_t rounds) {
+  for (std::uint64_t i = 0; i < rounds; ++i) {
+    const std::size_t before = node.journal().received.size();
+    send(*channel, {numbered(i).header, {Bytes(i % 5 == 0 ? 100'000 : 10)}});
+    node.wait_for_messages(before + 1);
+    EXPECT_EQ(number_of(node.journal().parcels().at(before)), i);
+  }
+}
+
+TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
+  in_world([](World& world) {
+    const auto live = [&] {
+      auto mortal = world.start_echo("mortal");
+      const std::string file = socket_file(mortal->address());
+      {
+        Node node(world, "node");
+        const auto first = node.connect(mortal->address());
+        talk(node, first, 20);
+        send(*first, {{}, {Bytes(8 << 20)}});
+        mortal->kill();
+        node.wait_for_end(first);
+        // It comes back, and is closed on; another one is still talked to when this side ends.
+        mortal = world.start_echo("mortal");
+        const auto second = node.connect(mortal->address()), third = node.connect(mortal->address());
+        talk(node, second, 20);
+        second->close();
+        node.wait_for_end(second);
+        talk(node, third, 1);
+      }
+      mortal.reset();
+      EXPECT_TRUE(file.empty() || !std::filesystem::exists(file)) << file;
+    };
+    live();  // what a first time loads for ever
+    const Belongings before = belongings();
+    live();
+    EXPECT_EQ(belongings(), before);
+  });
+}
+
+TEST_P(TransportPeerConformance, TellsAStoppedPeerFromADeadOneAsItsKindCan) {
+  in_world([](World& world) {
+    const auto sleeper = world.start_echo("sleeper"), other = world.start_echo("other");
+    Node node(world, "node"), friends(world, "friends");
+    const auto channel = node.connect(sleeper->address()), kept = friends.connect(other->address());
+    talk(node, channel, 3);
+    talk(friends, kept, 3);
+    if (!sleeper->stop()) return;  // a thread of this process cannot be
+    const TimePoint stopped = world.executor().now();
+    send(*channel, {numbered(7).header, {Bytes(300'000)}});
+    if (world.silence_is_death()) {
+      const Error error = node.wait_for_end(channel);
+      const Duration time = world.executor().now() - stopped;
+      EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+      EXPECT_THAT(error.message(), HasSubstr("silent for 5.0 s"));
+      EXPECT_LT(time, std::chrono::seconds(7));
+      EXPECT_GT(time, std::chrono::seconds(3));
+      talk(friends, kept, 3);
+      sleeper->go_on();
+      talk(node, node.connect(sleeper->address()), 3);
+      return;
+    }
+    while (world.executor().now() - stopped < std::chrono::seconds(6)) {
+      talk(friends, kept, 3);
+      world.executor().sleep(std::chrono::milliseconds(200));
+    }
+    EXPECT_TRUE(node.journal().closed.empty()) << "silence alone is no death on one host";
+    EXPECT_EQ(node.journal().received.size(), 3u);
+    sleeper->go_on();
+    node.wait_for_messages(4);
+    EXPECT_EQ(number_of(node.journal().parcels().at(3)), 7u);
+    talk(node, channel, 3);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::net::conformance
