@@ -25,6 +25,9 @@ constexpr Function<add> kAdd{"add", kInline};
 constexpr Function<count> kCount{"count", kInline};
 constexpr Function<echo> kEcho{"echo", kInline};
 
+/// How long the others of a world may take for all of their calls.
+constexpr Duration kLongest = std::chrono::minutes(3);
+
 FunctionTable functions() { return FunctionTable().add(kNext, kAdd, kCount, kEcho); }
 
 /// A worker on the way that the seat asks for.
@@ -39,7 +42,7 @@ class LocalSession final : public Joined {
  public:
   LocalSession() : session_(WorkerOptions::from_env(), functions()) {}
   Worker& worker() override { return session_.worker(); }
-  void shutdown() override { session_.shutdown(std::chrono::seconds(20)); }
+  void shutdown() override { session_.shutdown(kLongest); }
 
  private:
   Session session_;
@@ -72,7 +75,7 @@ class TlsService final : public Joined {
         runtime_, rendezvous::stream_transports(*executor_, secret), join_options()));
   }
   Worker& worker() override { return service_->worker(); }
-  void shutdown() override { service_->shutdown(executor_->deadline_in(std::chrono::seconds(20))); }
+  void shutdown() override { service_->shutdown(executor_->deadline_in(kLongest)); }
 
  private:
   rendezvous::JoinOptions join_options() const {
