@@ -22,8 +22,8 @@ at::Tensor echo(const at::Tensor& x) { return x; }
 
 constexpr Function<next> kNext{"next", kInline};
 constexpr Function<add> kAdd{"add", kInline};
-constexpr Function<count> kCount{"count", kInline};
-constexpr Function<echo> kEcho{"echo", kInline};
+constexpr Function<count> kCount{"count"};
+constexpr Function<echo> kEcho{"echo"};
 
 /// How long the others of a world may take for all of their calls.
 constexpr Duration kLongest = std::chrono::minutes(3);
