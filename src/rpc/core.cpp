@@ -23,6 +23,7 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
         idle = 0;
       } else if (!driver || ++idle % kPollsPerYield == 0) {
         executor.yield();
+        if (executor.spin_limit() == Duration::zero()) break;
       }
     }
     if (driver) driver->end_driving(!done.load(std::memory_order_acquire));
@@ -80,12 +81,12 @@ void Core::open(const WorkerService::MakeTransport& make_transport) {
 
 void Core::lead() {
   Executor& executor = runtime_.executor;
-  const Duration spin = executor.spin_limit();
   TimePoint last = executor.now();
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool busy = lead_once();
     fail_expired();
     timers_.run_due(executor.now());
+    const Duration spin = executor.spin_limit();
     if (busy) {
       last = executor.now();
     } else if (spin > Duration::zero() && drivers_.load(std::memory_order_relaxed) > 0) {
