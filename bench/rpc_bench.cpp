@@ -3,6 +3,7 @@
 //   --filter TEXT   only rows whose names contain TEXT
 //   --rounds N      how often everything is measured (5)
 //   --no-peer       leave LibTorch's RPC out
+//   --longer N      N times as many calls in a round, for a profiler
 // In every round each measurement starts its processes anew and ends them before the next, for the peer's
 // idle processes would burn the cores of the others.
 #include <csignal>
@@ -30,6 +31,7 @@ struct Arguments {
   std::string filter = {};
   int rounds = 5;
   bool peer = true;
+  int longer = 1;
 };
 
 /// One measurement: the processes of one side, on one way, in a world of one size.
@@ -57,6 +59,7 @@ struct Part {
   std::string folder = variable("TORCHSPAN_RUNTIME_DIR");
   std::string filter = variable("TORCHSPAN_BENCH_FILTER");
   pid_t worker = std::stoi(variable("TORCHSPAN_BENCH_WORKER"));
+  int longer = std::stoi(variable("TORCHSPAN_BENCH_LONGER"));
 
   Part() {
     trial.side = variable("TORCHSPAN_TEST_SCENARIO");
@@ -72,7 +75,7 @@ std::unique_ptr<Side> join(const Part& part) {
 
 void call(const Part& part, Executor& executor) {
   Samples samples;
-  const Meter meter(executor, part.worker);
+  const Meter meter(executor, part.worker, part.longer);
   const auto side = join(part);
   for (const Row& row : rpc_rows()) {
     if (row.way == part.trial.way && row.size == part.trial.size && wanted(row.name, part.filter))
@@ -122,6 +125,7 @@ Samples run(const Trial& trial, const Arguments& arguments) {
       {"TORCHSPAN_BENCH_FILTER", arguments.filter},
       {"TORCHSPAN_BENCH_WAY", trial.way == Way::kHosts ? "hosts" : "local"},
       {"TORCHSPAN_BENCH_WORKER", "0"},
+      {"TORCHSPAN_BENCH_LONGER", std::to_string(arguments.longer)},
       {"TP_SOCKET_IFNAME", "lo"}};
   for (int rank = 1; rank < trial.size; ++rank) {
     const Process& worker = world.start(rank, trial.side, variables);
@@ -172,9 +176,11 @@ Arguments read_arguments(int count, char** values) {
       arguments.filter = values[++i];
     } else if (name == "--rounds" && i + 1 < count) {
       arguments.rounds = std::max(1, std::stoi(values[++i]));
+    } else if (name == "--longer" && i + 1 < count) {
+      arguments.longer = std::max(1, std::stoi(values[++i]));
     } else {
       throw std::runtime_error("unknown argument '" + std::string(name) +
-                               "'; there are --filter TEXT, --rounds N and --no-peer");
+                               "'; there are --filter TEXT, --rounds N, --no-peer and --longer N");
     }
   }
   if (trials(arguments).size() == 1)

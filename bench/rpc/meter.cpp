@@ -26,8 +26,8 @@ double cpu_seconds(pid_t pid) {
 std::vector<double> Meter::times(int most, const std::function<void()>& once, int calls) const {
   std::vector<double> samples;
   for (int i = 0; i < std::max(2, most / 10); ++i) once();
-  const Deadline enough = executor_.deadline_in(std::chrono::milliseconds(500));
-  for (int i = 0; i < most; ++i) {
+  const Deadline enough = executor_.deadline_in(longer_ * std::chrono::milliseconds(500));
+  for (int i = 0; i < longer_ * most; ++i) {
     const TimePoint begin = executor_.now();
     once();
     const TimePoint end = executor_.now();
