@@ -1,132 +1,214 @@
-// Section rpc: calls between two processes of this host. Prints the section's JSON; times are medians over
-// rounds, in which the measurements and the machine's own limits take turns, because timings drift.
+// Section rpc: calls between processes of this host, against LibTorch's own RPC driven from C++ and against
+// what the machine allows. Prints the section's JSON, and a table for people on stderr.
+//   --filter TEXT   only rows whose names contain TEXT
+//   --rounds N      how often everything is measured (5)
+//   --no-peer       leave LibTorch's RPC out
+//   --longer N      N times as many calls in a round, for a profiler
+// In every round each measurement starts its processes anew and ends them before the next, for the peer's
+// idle processes would burn the cores of the others.
+#include <csignal>
 #include <cstdio>
-#include <cstring>
-#include <nlohmann/json.hpp>
-#include <sys/resource.h>
-#include <sys/socket.h>
-#include <vector>
-
-#include <ATen/ATen.h>
-
-#include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <fstream>
+#include <set>
+#include <string_view>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 #include "bench/harness.h"
+#include "bench/peers/torch_rpc.h"
+#include "bench/rpc/report.h"
+#include "bench/rpc/rows.h"
+#include "bench/rpc/side.h"
 #include "tests/support/processes.h"
 
-namespace torchspan {
+namespace torchspan::bench {
 namespace {
 
-using bench::Bench;
 using testing::Process;
 using testing::ProcessWorld;
 
-std::int64_t next(std::int64_t n) { return n + 1; }
-at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return a + b; }
-at::Tensor echo(const at::Tensor& x) { return x; }
-/// CPU seconds of this process.
-double cpu_seconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  auto seconds = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
-
-constexpr Function<next> kNext{"next", kInline};
-constexpr Function<add> kAdd{"add", kInline};
-constexpr Function<echo> kEcho{"echo"};
-constexpr Function<cpu_seconds> kCpu{"cpu_seconds"};
-
-FunctionTable functions() { return FunctionTable().add(kNext, kAdd, kEcho, kCpu); }
-
-/// A byte there and back between two threads over a Unix socket: what the machine charges for a wake-up.
-class SocketPing {
- public:
-  explicit SocketPing(Executor& executor) {
-    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends_) != 0) throw std::runtime_error("socketpair failed");
-    echo_ = executor.spawn("echo", [this] {
-      char byte;
-      while (read(ends_[1], &byte, 1) == 1 && write(ends_[1], &byte, 1) == 1) {
-      }
-    });
-  }
-  ~SocketPing() {
-    ::shutdown(ends_[0], SHUT_RDWR);
-    echo_.join();
-    close(ends_[0]);
-    close(ends_[1]);
-  }
-  void once() {
-    char byte = 1;
-    if (write(ends_[0], &byte, 1) != 1 || read(ends_[0], &byte, 1) != 1)
-      throw std::runtime_error("socket ping failed");
-  }
-
- private:
-  int ends_[2];
-  Thread echo_;
+struct Arguments {
+  std::string filter = {};
+  int rounds = 5;
+  bool peer = true;
+  int longer = 1;
 };
 
-void serve() {
-  Session session(WorkerOptions::from_env(), functions());
-  session.shutdown();
+/// One measurement: the processes of one side, on one way, in a world of one size.
+struct Trial {
+  std::string side;
+  Way way = Way::kLocal;
+  int size = 1;
+};
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
 }
 
-void measure() {
-  ProcessWorld world(2);
-  world.start(1, "serve");
-  for (const auto& [name, value] : world.environment(0)) setenv(name.c_str(), value.c_str(), 1);
-  Session session(WorkerOptions::from_env(), functions());
-  Worker& worker = session.worker();
-  Executor& executor = session.runtime().executor;
-  Bench bench(executor);
-  SocketPing ping(executor);
+bool wanted(const std::string& name, const std::string& filter) {
+  return name.find(filter) != std::string::npos;
+}
 
-  const at::Tensor small = at::ones({16});
-  const at::Tensor mebibyte = at::ones({1 << 18}), bulk = at::ones({1 << 24});
-  at::Tensor copy1 = at::empty_like(mebibyte), copy64 = at::empty_like(bulk);
-  bench.add("limit/socket_ping", 400, [&] { ping.once(); });
-  bench.add("limit/memcpy/1MiB", 50,
-            [&] { std::memcpy(copy1.data_ptr(), mebibyte.data_ptr(), mebibyte.nbytes()); });
-  bench.add("limit/memcpy/64MiB", 3, [&] { std::memcpy(copy64.data_ptr(), bulk.data_ptr(), bulk.nbytes()); });
-  bench.add("rpc/small_call/local", 400, [&] { worker.rpc_sync(1, kNext, 1); },
-            {.limit = "limit/socket_ping"});
-  bench.add("rpc/add_64B/local", 400, [&] { worker.rpc_sync(1, kAdd, small, small); },
-            {.limit = "limit/socket_ping"});
-  bench.add("rpc/in_flight_64/local", 20, [&] {
-    std::vector<Future<std::int64_t>> calls;
-    for (int i = 0; i < 64; ++i) calls.push_back(worker.rpc_async(1, kNext, i));
-    for (auto& call : calls) call.wait();
-  });
-  bench.add("rpc/echo/1MiB/local", 50, [&] { worker.rpc_sync(1, kEcho, mebibyte); },
-            {.limit = "limit/memcpy/1MiB"});
-  bench.add("rpc/echo/64MiB/local", 3, [&] { worker.rpc_sync(1, kEcho, bulk); },
-            {.limit = "limit/memcpy/64MiB"});
-  bench.run(5);
+std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
 
-  nlohmann::json metrics = bench.metrics();
-  const double before = worker.rpc_sync(1, kCpu);
-  executor.sleep(std::chrono::seconds(3));
-  metrics.push_back({{"name", "rpc/idle_cpu"},
-                     {"unit", "percent"},
-                     {"value", (worker.rpc_sync(1, kCpu) - before) / 3 * 100}});
-  session.shutdown();
-  world.process(0).wait(executor, std::chrono::seconds(10));
-  bench::print_section(metrics);
+/// The part of a process that the conductor started: what its variables say.
+struct Part {
+  Trial trial;
+  int rank = std::stoi(variable("RANK"));
+  std::string folder = variable("TORCHSPAN_RUNTIME_DIR");
+  std::string filter = variable("TORCHSPAN_BENCH_FILTER");
+  pid_t worker = std::stoi(variable("TORCHSPAN_BENCH_WORKER"));
+  int longer = std::stoi(variable("TORCHSPAN_BENCH_LONGER"));
+
+  Part() {
+    trial.side = variable("TORCHSPAN_TEST_SCENARIO");
+    trial.way = variable("TORCHSPAN_BENCH_WAY") == "hosts" ? Way::kHosts : Way::kLocal;
+    trial.size = std::stoi(variable("WORLD_SIZE"));
+  }
+};
+
+std::unique_ptr<Side> join(const Part& part) {
+  const Seat seat{part.trial.way, part.rank, part.trial.size, part.folder};
+  return part.trial.side == kPeer ? join_torch_rpc(seat) : join_torchspan(seat);
+}
+
+void call(const Part& part, Executor& executor) {
+  Samples samples;
+  const Meter meter(executor, part.worker, part.longer);
+  const auto side = join(part);
+  for (const Row& row : rpc_rows()) {
+    if (row.way == part.trial.way && row.size == part.trial.size && wanted(row.name, part.filter))
+      samples[row.name] = row.measure(*side, meter);
+  }
+  std::ofstream(samples_file(part.folder)) << nlohmann::json(samples);
+  if (part.trial.side == kPeer) _exit(0);
+  side->leave();
+}
+
+void serve(const Part& part, Executor& executor) {
+  const auto side = join(part);
+  if (part.trial.side == kPeer) executor.sleep(std::chrono::minutes(5));  // until it is killed
+  side->leave();
+}
+
+void measure_limits(const Part& part, Executor& executor) {
+  Samples samples;
+  for (const Limit& limit : rpc_limits()) samples[limit.name] = limit.measure(Meter(executor));
+  std::ofstream(samples_file(part.folder)) << nlohmann::json(samples);
+}
+
+void play(const Part& part) {
+  const auto executor = make_executor();
+  if (part.trial.side == kLimits) return measure_limits(part, *executor);
+  part.rank == 0 ? call(part, *executor) : serve(part, *executor);
+}
+
+std::vector<Trial> trials(const Arguments& arguments) {
+  std::set<std::pair<Way, int>> worlds;
+  for (const Row& row : rpc_rows()) {
+    if (wanted(row.name, arguments.filter)) worlds.emplace(row.way, row.size);
+  }
+  std::vector<Trial> list{{kLimits, Way::kLocal, 1}};
+  for (const auto& [way, size] : worlds) {
+    list.push_back({kOurs, way, size});
+    if (arguments.peer) list.push_back({kPeer, way, size});
+  }
+  return list;
+}
+
+/// Runs one trial to its end; throws with what its caller said when there are no samples.
+Samples run(const Trial& trial, const Arguments& arguments) {
+  ProcessWorld world(trial.size);
+  std::map<std::string, std::string> variables{
+      {"TORCHSPAN_BENCH_PARENT", std::to_string(getpid())},
+      {"TORCHSPAN_BENCH_FILTER", arguments.filter},
+      {"TORCHSPAN_BENCH_WAY", trial.way == Way::kHosts ? "hosts" : "local"},
+      {"TORCHSPAN_BENCH_WORKER", "0"},
+      {"TORCHSPAN_BENCH_LONGER", std::to_string(arguments.longer)},
+      {"TP_SOCKET_IFNAME", "lo"}};
+  for (int rank = 1; rank < trial.size; ++rank) {
+    const Process& worker = world.start(rank, trial.side, variables);
+    if (rank == 1) variables["TORCHSPAN_BENCH_WORKER"] = std::to_string(worker.pid());
+  }
+  Process& caller = world.start(0, trial.side, variables);
+  const bool ended = caller.wait(world.executor(), std::chrono::seconds(150));
+  if (!ended || caller.exit_code() != 0) {
+    std::string text = ended ? "" : "it did not end in time\n";
+    for (std::size_t i = 0; i < world.size(); ++i) text += world.process(i).output();
+    throw std::runtime_error(text);
+  }
+  if (trial.side == kOurs) {
+    for (std::size_t i = 0; i + 1 < world.size(); ++i)
+      world.process(i).wait(world.executor(), std::chrono::seconds(20));
+  }
+  std::ifstream file(samples_file(world.environment(0).at("TORCHSPAN_RUNTIME_DIR")));
+  return nlohmann::json::parse(file).get<Samples>();
+}
+
+void conduct(const Arguments& arguments) {
+  Report report;
+  const auto list = trials(arguments);
+  for (int round = 0; round < arguments.rounds; ++round) {
+    for (const Trial& trial : list) {
+      std::fprintf(stderr, "\rround %d of %d: %-14s", round + 1, arguments.rounds, trial.side.c_str());
+      try {
+        report.add(trial.side, run(trial, arguments));
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "\n%s, world of %d: no figures in this round: %s\n", trial.side.c_str(),
+                     trial.size, error.what());
+        if (trial.side == kOurs) throw;
+      }
+    }
+  }
+  const nlohmann::json metrics = report.metrics();
+  std::fprintf(stderr, "\r%s", table_of(metrics).c_str());
+  print_section(metrics);
+}
+
+Arguments read_arguments(int count, char** values) {
+  Arguments arguments;
+  for (int i = 1; i < count; ++i) {
+    const std::string_view name = values[i];
+    if (name == "--no-peer") {
+      arguments.peer = false;
+    } else if (name == "--filter" && i + 1 < count) {
+      arguments.filter = values[++i];
+    } else if (name == "--rounds" && i + 1 < count) {
+      arguments.rounds = std::max(1, std::stoi(values[++i]));
+    } else if (name == "--longer" && i + 1 < count) {
+      arguments.longer = std::max(1, std::stoi(values[++i]));
+    } else {
+      throw std::runtime_error("unknown argument '" + std::string(name) +
+                               "'; there are --filter TEXT, --rounds N, --no-peer and --longer N");
+    }
+  }
+  if (trials(arguments).size() == 1)
+    throw std::runtime_error("no row's name contains '" + arguments.filter + "'");
+  if (arguments.peer && !has_torch_rpc()) {
+    std::fprintf(stderr, "no peer: this LibTorch was built without its RPC\n");
+    arguments.peer = false;
+  }
+  return arguments;
+}
+
+/// A process that was started here ends with the one that started it, however that ends.
+void end_with_parent() {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const std::string parent = variable("TORCHSPAN_BENCH_PARENT");  // none: a tracer started it, say
+  if (!parent.empty() && std::to_string(getppid()) != parent) _exit(1);
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::bench
 
-int main() {
+int main(int count, char** values) {
   try {
     if (std::getenv("TORCHSPAN_TEST_SCENARIO") != nullptr) {
-      torchspan::serve();
+      torchspan::bench::end_with_parent();
+      torchspan::bench::play({});
     } else {
-      torchspan::measure();
+      torchspan::bench::conduct(torchspan::bench::read_arguments(count, values));
     }
     return 0;
   } catch (const std::exception& error) {

@@ -196,12 +196,25 @@ class ThreadExecutor final : public Executor {
                               name, error.what()));
     }
   }
-  void yield() override { sched_yield(); }
-  Duration spin_limit() const override { return spin_limit_; }
+  void yield() override {
+    const TimePoint begin = real_now();
+    sched_yield();
+    const TimePoint end = real_now();
+    if (end - begin > kLostCore) crowded_until_.store(end + kCrowded, std::memory_order_relaxed);
+  }
+  Duration spin_limit() const override {
+    const TimePoint crowded_until = crowded_until_.load(std::memory_order_relaxed);
+    return crowded_until != TimePoint::min() && real_now() < crowded_until ? Duration::zero() : most_;
+  }
 
  private:
-  Duration spin_limit_ = std::thread::hardware_concurrency() > 1 ? std::chrono::microseconds(150)
+  /// A yield that took longer gave the core to other work for a whole turn.
+  static constexpr Duration kLostCore = std::chrono::milliseconds(1);
+  static constexpr Duration kCrowded = std::chrono::milliseconds(200);
+
+  const Duration most_ = std::thread::hardware_concurrency() > 1 ? std::chrono::microseconds(150)
                                                                  : Duration::zero();
+  std::atomic<TimePoint> crowded_until_{TimePoint::min()};
 };
 
 }  // namespace

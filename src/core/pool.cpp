@@ -108,7 +108,10 @@ void Pool::look_out(const Worker& self) {
   const Worker* nobody = nullptr;
   if (limit == Duration::zero() || !lookout_.compare_exchange_strong(nobody, &self)) return;
   const TimePoint end = executor_.now() + limit;
-  while (self.idle.load(std::memory_order_acquire) && executor_.now() < end) executor_.yield();
+  while (self.idle.load(std::memory_order_acquire) && executor_.now() < end &&
+         executor_.spin_limit() != Duration::zero()) {
+    executor_.yield();
+  }
   lookout_.store(nullptr);
 }
 

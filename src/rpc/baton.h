@@ -34,7 +34,7 @@ class BatonHold {
 class Driver {
  public:
   virtual ~Driver() = default;
-  /// Polls once if nobody else does; false when somebody does, or when there is nothing to drive.
+  /// Polls once if nobody else does; false when that brought nothing, or when somebody does.
   virtual bool drive() = 0;
   /// A caller begins to drive, and gives up: `unserved` when what it waits for has not come.
   virtual void begin_driving() = 0;

@@ -5,6 +5,11 @@
 
 namespace torchspan::rpc {
 
+namespace {
+/// How often a waiting caller polls in vain before it lets others have its core: the peer may be among them.
+constexpr unsigned kPollsPerYield = 8;
+}  // namespace
+
 void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
   Executor& executor = pool_.executor();
   const auto driver = driver_.lock();
@@ -13,8 +18,13 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
   if (spin > Duration::zero()) {
     const TimePoint end = executor.now() + spin;
     if (driver) driver->begin_driving();
-    while (!done.load(std::memory_order_acquire) && executor.now() < end) {
-      if (!driver || !driver->drive()) executor.yield();
+    for (unsigned idle = 0; !done.load(std::memory_order_acquire) && executor.now() < end;) {
+      if (driver && driver->drive()) {
+        idle = 0;
+      } else if (!driver || ++idle % kPollsPerYield == 0) {
+        executor.yield();
+        if (executor.spin_limit() == Duration::zero()) break;
+      }
     }
     if (driver) driver->end_driving(!done.load(std::memory_order_acquire));
   }
@@ -71,12 +81,12 @@ void Core::open(const WorkerService::MakeTransport& make_transport) {
 
 void Core::lead() {
   Executor& executor = runtime_.executor;
-  const Duration spin = executor.spin_limit();
   TimePoint last = executor.now();
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool busy = lead_once();
     fail_expired();
     timers_.run_due(executor.now());
+    const Duration spin = executor.spin_limit();
     if (busy) {
       last = executor.now();
     } else if (spin > Duration::zero() && drivers_.load(std::memory_order_relaxed) > 0) {
@@ -141,7 +151,7 @@ bool Core::is_inline(const IncomingCall& call) {
 bool Core::drive() {
   if (stopping_.load(std::memory_order_relaxed) || !links_ || !baton_.try_take()) return false;
   driven_by_caller_ = true;
-  transport_->poll();
+  const bool busy = transport_->poll();
   driven_by_caller_ = false;
   std::vector<std::pair<IncomingPtr, const Entry*>> calls;
   calls.swap(inline_calls_);
@@ -151,7 +161,7 @@ bool Core::drive() {
       self->run(call, *entry);
     });
   }
-  return true;
+  return busy;
 }
 
 void Core::end_driving(bool unserved) {

@@ -80,7 +80,8 @@ class Executor {
   virtual Thread spawn(std::string name, std::function<void()> body) = 0;
   /// Lets another thread run.
   virtual void yield() = 0;
-  /// How long a waiting thread may spin before it sleeps: zero in simulation and on a single core.
+  /// How long a waiting thread may spin before it sleeps: zero in simulation, on a single core, and for a
+  /// while after a yield has lost its core to other work, which wake-ups come by sooner.
   virtual Duration spin_limit() const = 0;
 
   Deadline deadline_in(Duration timeout) const;

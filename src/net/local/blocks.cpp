@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "net/framing.h"
+#include "net/receive_buffers.h"
 
 namespace torchspan::net {
 namespace {
@@ -15,11 +16,6 @@ constexpr std::size_t kGrain = std::size_t{16} << 10;
 constexpr std::size_t kStepsPerDoubling = 8;
 /// Blocks looked at before a new one is made; the rest only when none can be.
 constexpr std::size_t kProbes = 32;
-
-bool has_own_allocator(const TransportOptions& options) {
-  const auto* function = options.allocator.target<Buffer (*)(std::size_t)>();
-  return function == nullptr || *function != allocate_buffer;
-}
 
 Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
   return options.metrics != nullptr ? *options.metrics : own;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "net/local/shared_lane.h"
+#include "net/receive_buffers.h"
 
 namespace torchspan::net {
 
@@ -14,6 +15,7 @@ std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& ha
                             local.ring_bytes));
   }
   auto share = std::make_shared<LocalShare>(std::move(local));
+  options = with_receive_buffers(std::move(options));
   return std::make_unique<StreamTransport>(executor, handler, options, [share, options](Role role) {
     return std::make_unique<SharedLane>(share, options, role);
   });

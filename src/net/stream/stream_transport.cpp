@@ -7,6 +7,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "net/receive_buffers.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -23,7 +25,7 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
                                  MakeLane make_lane)
     : executor_(executor),
       handler_(handler),
-      options_(std::move(options)),
+      options_(with_receive_buffers(std::move(options))),
       make_lane_(std::move(make_lane)),
       poller_(executor.make_poller()),
       mailbox_(std::make_shared<Mailbox>(*poller_)),
@@ -99,6 +101,8 @@ bool StreamTransport::prepare_sleep(Deadline& until) {
   // poll() may have swallowed the poller's own token: what woke it is remembered here.
   if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return false;
   if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  if (const auto* buffers = ReceiveBuffers::of(options_))
+    until = earlier(until, buffers->tidy(executor_.now()));
   bool may = true;
   const TimePoint now = sharing_.empty() ? TimePoint{} : executor_.now();
   for (Connection* connection : sharing_) {

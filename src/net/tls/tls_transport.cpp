@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "net/receive_buffers.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -30,7 +32,7 @@ TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOption
                            std::string scheme)
     : executor_(executor),
       handler_(handler),
-      options_(std::move(options)),
+      options_(with_receive_buffers(std::move(options))),
       tls_(checked(std::move(tls))),
       scheme_(std::move(scheme)),
       context_(std::make_shared<const TlsContext>(options_.secret, tls_)),
@@ -121,6 +123,8 @@ bool TlsTransport::prepare_sleep(Deadline& until) {
     return false;
   }
   if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  if (const auto* buffers = ReceiveBuffers::of(options_))
+    until = earlier(until, buffers->tidy(executor_.now()));
   if (!links_.empty()) until = earlier(until, Deadline(next_tick_));
   return true;
 }
