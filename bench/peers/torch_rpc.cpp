@@ -39,8 +39,8 @@ std::shared_ptr<peer::TensorPipeAgent> start_agent(const Seat& seat) {
   using Names = c10::optional<std::vector<std::string>>;
   const bool tcp = seat.way == Way::kHosts;
   const peer::TensorPipeRpcBackendOptions options(
-      peer::kDefaultNumWorkerThreads, tcp ? Names({"uv"}) : c10::nullopt, tcp ? Names({"basic"}) : c10::nullopt,
-      kCallSeconds, peer::kDefaultInitMethod);
+      peer::kDefaultNumWorkerThreads, tcp ? Names({"uv"}) : c10::nullopt,
+      tcp ? Names({"basic"}) : c10::nullopt, kCallSeconds, peer::kDefaultInitMethod);
   auto store = c10::make_intrusive<c10d::FileStore>(seat.folder + "/torch-rpc-store", seat.size);
   store->setTimeout(std::chrono::seconds(20));
   auto agent = std::make_shared<peer::TensorPipeAgent>(

@@ -116,14 +116,10 @@ Limit copying(const std::string& name, std::size_t bytes, int repeats) {
 
 std::vector<Limit> rpc_limits() {
   constexpr std::size_t kMiB = std::size_t{1} << 20;
-  return {{"limit/ring_ping", ring_ping},
-          {"limit/socket_ping", socket_ping},
-          copying("4KiB", 4096, 1000),
-          copying("64KiB", 65536, 1000),
-          copying("1MiB", kMiB, 500),
-          copying("16MiB", 16 * kMiB, 50),
-          copying("64MiB", 64 * kMiB, 20),
-          copying("256MiB", 256 * kMiB, 8)};
+  return {{"limit/ring_ping", ring_ping},  {"limit/socket_ping", socket_ping},
+          copying("4KiB", 4096, 1000),     copying("64KiB", 65536, 1000),
+          copying("1MiB", kMiB, 500),      copying("16MiB", 16 * kMiB, 50),
+          copying("64MiB", 64 * kMiB, 20), copying("256MiB", 256 * kMiB, 8)};
 }
 
 }  // namespace torchspan::bench

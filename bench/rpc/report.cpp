@@ -86,11 +86,12 @@ std::string table_of(const nlohmann::json& metrics) {
     if (metric.contains("ratio")) ratio = fmt::format("{:.3f}", metric.at("ratio").get<double>());
     if (metric.contains("limit")) {
       limit = metric.at("limit");
-      share = fmt::format("{:.2f}", metric.at("limit_value").get<double>() / metric.at("value").get<double>());
+      share =
+          fmt::format("{:.2f}", metric.at("limit_value").get<double>() / metric.at("value").get<double>());
     }
-    text += fmt::format("{:<26}{:>12}{:>12}{:>12}{:>8}{:>12}{:>8}  {}\n", metric.at("name").get<std::string>(),
-                        amount(metric, "value"), amount(metric, "p99"), amount(metric, "peer_value"), ratio,
-                        amount(metric, "limit_value"), share, limit);
+    text += fmt::format("{:<26}{:>12}{:>12}{:>12}{:>8}{:>12}{:>8}  {}\n",
+                        metric.at("name").get<std::string>(), amount(metric, "value"), amount(metric, "p99"),
+                        amount(metric, "peer_value"), ratio, amount(metric, "limit_value"), share, limit);
   }
   return text + "ratio: ours to the peer's, of times; share: how much of the limit's speed is reached\n";
 }

@@ -10,9 +10,8 @@ struct Size {
   std::int64_t bytes;
   int repeats;
 };
-constexpr Size kSizes[] = {{"4KiB", 1 << 12, 1000},     {"64KiB", 1 << 16, 500},
-                           {"1MiB", 1 << 20, 200},      {"16MiB", 16 << 20, 30},
-                           {"64MiB", 64 << 20, 12},     {"256MiB", 256 << 20, 6}};
+constexpr Size kSizes[] = {{"4KiB", 1 << 12, 1000}, {"64KiB", 1 << 16, 500}, {"1MiB", 1 << 20, 200},
+                           {"16MiB", 16 << 20, 30}, {"64MiB", 64 << 20, 12}, {"256MiB", 256 << 20, 6}};
 
 /// Its ends change with every call, so that an old result is not taken for a new one.
 at::Tensor& touched(at::Tensor& x, float& mark) {
@@ -39,7 +38,8 @@ std::vector<Row> small_rows(Way way, const std::string& suffix) {
                   },
                   ping});
   rows.push_back({"rpc/in_flight_64" + suffix, way, 2, [](Side& side, const Meter& meter) {
-                    return meter.times(20, [&] { side.in_flight_64(1024); }, 1024);
+                    return meter.times(
+                        20, [&] { side.in_flight_64(1024); }, 1024);
                   }});
   return rows;
 }

@@ -71,8 +71,8 @@ class TlsService final : public Joined {
           return net::make_tls_transport(*executor_, handler, transport);
         },
         std::move(extensions));
-    service_->start(rendezvous::Membership::join(
-        runtime_, rendezvous::stream_transports(*executor_, secret), join_options()));
+    service_->start(rendezvous::Membership::join(runtime_, rendezvous::stream_transports(*executor_, secret),
+                                                 join_options()));
   }
   Worker& worker() override { return service_->worker(); }
   void shutdown() override { service_->shutdown(executor_->deadline_in(kLongest)); }

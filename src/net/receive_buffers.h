@@ -7,9 +7,9 @@
 
 namespace torchspan::net {
 
-/// Where a transport receives large segments: an allocator that keeps memory when its user lets go of it, for memory
-/// that was touched before is received into faster than what the system hands out anew. Copies share what is
-/// kept; it is freed with the last of them, and what is still out by its users. For any thread.
+/// Where a transport receives large segments: an allocator that keeps memory when its user lets go of it, for
+/// memory that was touched before is received into faster than what the system hands out anew. Copies share
+/// what is kept; it is freed with the last of them, and what is still out by its users. For any thread.
 class ReceiveBuffers {
  public:
   struct Limits {

@@ -1,3 +1,5 @@
+#include "net/receive_buffers.h"
+
 #include <atomic>
 #include <cstring>
 #include <gtest/gtest.h>
@@ -6,8 +8,6 @@
 #include <vector>
 
 #include <torchspan/core/executor.h>
-
-#include "net/receive_buffers.h"
 
 namespace torchspan::net {
 namespace {

@@ -46,6 +46,9 @@ namespace {
 constexpr Duration kAside = std::chrono::microseconds(200);
 /// What a function declared kInline may take, the time included for which others have its core.
 constexpr Duration kShort = std::chrono::milliseconds(10);
+/// What a long run counts for, against one for each short run after it, and what moves a function to the
+/// pool: three long runs in a row do, a long one now and then, when others took the core, does not.
+constexpr int kLongRun = 8, kTooLong = 17;
 
 PoolOptions pool_options(const ServiceOptions& options) {
   PoolOptions pool;
@@ -131,8 +134,15 @@ void Core::run_inline(const IncomingPtr& call, const Entry& entry) {
   run(call, entry);
   call->on_leader.store(false);
   const Duration took = runtime_.executor.now() - begin;
-  if (took <= kShort) return;
+  if (took <= kShort && long_runs_.empty()) return;
   const std::uint64_t id = ByteReader(call->frame.value).get<std::uint64_t>();
+  if (took <= kShort) {
+    if (const auto found = long_runs_.find(id); found != long_runs_.end() && --found->second == 0)
+      long_runs_.erase(found);
+    return;
+  }
+  if ((long_runs_[id] += kLongRun) < kTooLong) return;
+  long_runs_.erase(id);
   BatonHold hold(baton_, runtime_.executor);
   if (!not_short_.insert(id).second) return;
   runtime_.log.warning(fmt::format(
@@ -247,12 +257,14 @@ std::exception_ptr Core::annotate(const PendingCall& call, const std::exception_
 }
 
 std::uint64_t Core::id_of(const char* name, std::string (*signature)()) const {
+  const FunctionEntry* named = functions_.find_named(name);
+  if (named != nullptr && named->describe == signature) return named->id;
   const std::string text = signature();
   const std::uint64_t id = function_id(name, text);
   if (functions_.find(id) != nullptr) return id;
   throw Error(
       ErrorKind::kInvalid,
-      functions_.contains(name)
+      named != nullptr
           ? fmt::format("the function table's '{}' has another signature than this token's {}", name, text)
           : fmt::format("'{}' is not in this worker's function table; add its token to the FunctionTable in "
                         "main(), on every worker",

@@ -254,7 +254,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   Baton baton_;
   bool driven_by_caller_ = false;                                   ///< the holder of the baton
   std::vector<std::pair<IncomingPtr, const Entry*>> inline_calls_;  ///< the same
-  std::set<std::uint64_t> not_short_;                               ///< the same: functions declared kInline
+  std::map<std::uint64_t, int> long_runs_;  ///< leader only: what speaks against functions declared kInline
+  std::set<std::uint64_t> not_short_;       ///< the same: functions declared kInline
   std::atomic<int> drivers_{0};
   std::atomic<bool> aside_{false};  ///< the leader lets waiting callers drive
   std::unique_ptr<Parker> leader_parker_;

@@ -36,6 +36,11 @@ const rpc::FunctionEntry* FunctionTable::find(std::uint64_t id) const {
   return it == by_id_.end() ? nullptr : &it->second;
 }
 
+const rpc::FunctionEntry* FunctionTable::find_named(std::string_view name) const {
+  auto it = by_name_.find(name);
+  return it == by_name_.end() ? nullptr : &by_id_.at(it->second);
+}
+
 const rpc::ScriptEntry* FunctionTable::find_script(std::string_view name) const {
   auto it = scripts_.find(name);
   return it == scripts_.end() ? nullptr : &it->second;

@@ -80,13 +80,25 @@ TEST(Inline, MustNotWaitButMayAwait) {
 
 TEST(Inline, MovesToThePoolWhenItIsNotShort) {
   on_first({}, [](Worker& worker) {
-    worker.rpc_sync(1, kNap, 100);
+    for (int i = 0; i < 3; ++i) worker.rpc_sync(1, kNap, 100);
     auto nap = worker.rpc_async(1, kNap, 1000);
     worker.runtime().executor.sleep(milliseconds(10));
     const TimePoint before = worker.runtime().executor.now();
     EXPECT_EQ(worker.rpc_sync(1, kNext, 41), 42) << "the nap does not stand in the way any more";
     EXPECT_LT(worker.runtime().executor.now() - before, milliseconds(5));
     nap.wait();
+  });
+}
+
+TEST(Inline, StaysInlineWhenItIsLongNowAndThen) {
+  on_first({.threads = 1}, [](Worker& worker) {
+    for (int i = 0; i < 45; ++i) worker.rpc_sync(1, kNap, i % 9 == 0 ? 100 : 0);
+    auto busy = worker.rpc_async(1, kNapOnPool, 1000);
+    worker.runtime().executor.sleep(milliseconds(10));
+    const TimePoint before = worker.runtime().executor.now();
+    worker.rpc_sync(1, kNap, 0);
+    EXPECT_LT(worker.runtime().executor.now() - before, milliseconds(5));
+    busy.wait();
   });
 }
 

@@ -126,6 +126,7 @@ struct FunctionEntry {
   std::uint64_t id = 0;   ///< digest of name and signature; what travels
   std::function<Outcome(Invocation&)> run;
   Serve serve = Serve::kOnPool;
+  std::string (*describe)() = nullptr;  ///< wrote the signature
 };
 
 /// A TorchScript function, or a method of a module, as the callee knows it.
@@ -267,7 +268,7 @@ class FunctionTable {
   }
   /// The entry with that id, or null.
   const rpc::FunctionEntry* find(std::uint64_t id) const;
-  bool contains(std::string_view name) const { return by_name_.contains(name); }
+  const rpc::FunctionEntry* find_named(std::string_view name) const;
   /// The TorchScript entry of that name, or null.
   const rpc::ScriptEntry* find_script(std::string_view name) const;
   const rpc::ErrorTypes& errors() const { return errors_; }
@@ -279,12 +280,13 @@ class FunctionTable {
  private:
   template <auto kFunction>
   void add_one(const Function<kFunction>& token) {
-    insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>, token.serve});
+    insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>, token.serve,
+            &rpc::signature_of<kFunction>});
   }
   template <class T, class... Args>
   void add_one(const Class<T, Args...>& token) {
     insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>,
-            Serve::kOnPool});
+            Serve::kOnPool, &rpc::constructor_signature<T, Args...>});
   }
   void insert(rpc::FunctionEntry entry);
   void insert_script(rpc::ScriptEntry entry);
