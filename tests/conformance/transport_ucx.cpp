@@ -26,6 +26,7 @@ class UcxWorld final : public World {
     return known == echoes_.end() ? "ucx:127.0.0.1:0" : known->second;
   }
   std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
+  bool silence_is_death() const override { return true; }
   std::unique_ptr<Stranger> make_stranger() override {
     return std::make_unique<SocketStranger>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text, "ucx")); });
