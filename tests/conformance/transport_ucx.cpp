@@ -27,6 +27,8 @@ class UcxWorld final : public World {
   }
   std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
   bool silence_is_death() const override { return true; }
+  /// UCX takes its time to end the endpoints of a transport that lives in a thread.
+  bool dies_at_once() const override { return peers_ == Peers::kProcesses; }
   std::unique_ptr<Stranger> make_stranger() override {
     return std::make_unique<SocketStranger>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text, "ucx")); });
