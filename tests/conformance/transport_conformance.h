@@ -53,9 +53,9 @@ class World {
   virtual std::unique_ptr<Stranger> make_stranger() = 0;
   /// How an honest dialer's first bytes begin: not enough to tell him from a stranger.
   virtual std::string greeting_start() { return "\x89TSPAN"; }
-  /// Whether a peer that says nothing for five seconds counts as dead.
   /// Whether EchoPeer::kill() is over at once, as the end of a process is, so that its report has to be.
   virtual bool dies_at_once() const { return true; }
+  /// Whether a peer that says nothing for five seconds counts as dead.
   virtual bool silence_is_death() const { return false; }
   /// An echo at listen_address(name). Of the same name again after kill(): it came back.
   virtual std::unique_ptr<EchoPeer> start_echo(const std::string& name) = 0;
