@@ -62,13 +62,18 @@ class HonestPeer final : public Honest, private Handler {
           received_.clear();
           return true;
         }
-        if (closed_) return false;
+        if (!closed_.empty()) return false;
       }
       if (!news_->park(deadline)) {
         ADD_FAILURE() << "no answer came";
         return false;
       }
     }
+  }
+
+  std::string why() const override {
+    MutexLock lock(mutex_);
+    return closed_;
   }
 
  private:
@@ -80,10 +85,10 @@ class HonestPeer final : public Honest, private Handler {
     }
     news_->unpark();
   }
-  void on_closed(const std::shared_ptr<Channel>&, const Error&) override {
+  void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override {
     {
       MutexLock lock(mutex_);
-      closed_ = true;
+      closed_ = reason.what();
     }
     news_->unpark();
   }
@@ -91,9 +96,9 @@ class HonestPeer final : public Honest, private Handler {
   Executor& executor_;
   std::mt19937 random_;
   const std::unique_ptr<Parker> news_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::vector<Parcel> received_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::string closed_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why, once it is
   std::atomic<bool> stopping_{false};
   std::unique_ptr<Transport> transport_;
   std::shared_ptr<Channel> channel_;
@@ -127,13 +132,16 @@ class HonestMember final : public Honest {
                                                door_.executor().deadline_in(kPatience));
       EXPECT_TRUE(all == std::vector<Bytes>{mine});
       return true;
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      why_ = error.what();
       return false;
     }
   }
+  std::string why() const override { return why_; }
 
  private:
   Door& door_;
+  std::string why_;
   Runtime runtime_;
   std::uint64_t number_ = 0;
   std::unique_ptr<rendezvous::Membership> membership_;

@@ -36,6 +36,8 @@ class Honest {
   virtual ~Honest() = default;
   /// One message there and back, or with the others of the world. False when the connection ended.
   virtual bool exchange() = 0;
+  /// Why the last exchange() was false.
+  virtual std::string why() const = 0;
 };
 
 /// What the victim said about its callers so far.
