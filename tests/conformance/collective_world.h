@@ -1,0 +1,81 @@
+#pragma once
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/core/runtime.h>
+#include <torchspan/rendezvous/membership.h>
+
+#include "tests/support/processes.h"
+
+namespace torchspan::testing {
+
+/// Ranks as threads of this process, over real sockets and the system's clock.
+class CollectiveWorld {
+ public:
+  explicit CollectiveWorld(int size) : size_(size), executor_(make_executor()) {}
+
+  int size() const { return size_; }
+  Executor& executor() { return *executor_; }
+
+  struct Rank {
+    Runtime& runtime;
+    rendezvous::Membership& membership;
+    int rank;
+  };
+
+  /// Runs `body` on every rank at once; returns what each threw, or null.
+  std::vector<std::exception_ptr> try_each(std::function<void(Rank)> body) {
+    std::vector<std::exception_ptr> failures(size_);
+    {
+      std::vector<Thread> threads;
+      for (int rank = 0; rank < size_; ++rank) {
+        threads.push_back(executor_->spawn("rank" + std::to_string(rank), [&, rank] {
+          try {
+            live(rank, body);
+          } catch (...) {
+            failures[rank] = std::current_exception();
+          }
+        }));
+      }
+    }
+    return failures;
+  }
+
+  /// The same with a group of all ranks; rethrows the first failure.
+  void run(std::function<void(collective::Group&)> body, collective::GroupOptions options = {}) {
+    options.timeout = std::min<Duration>(options.timeout, std::chrono::seconds(60));
+    for (const auto& failure : try_each([&](Rank self) {
+           collective::Group group = collective::Group::make(self.runtime, self.membership, options);
+           body(group);
+         })) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+ private:
+  void live(int rank, const std::function<void(Rank)>& body) {
+    Runtime runtime(*executor_, "worker" + std::to_string(rank));
+    rendezvous::JoinOptions options;
+    options.name = "worker" + std::to_string(rank);
+    options.rank = rank;
+    options.world_size = size_;
+    options.store_address = "unix:" + folder_.path() + "/store";
+    options.address = "unix:" + folder_.path() + "/" + options.name;
+    options.timeout = std::chrono::seconds(60);
+    const auto membership =
+        rendezvous::Membership::join(runtime, rendezvous::stream_transports(*executor_, secret_), options);
+    body({runtime, *membership, rank});
+    membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
+  }
+
+  const int size_;
+  TemporaryFolder folder_;
+  const net::Secret secret_ = net::Secret::random();
+  const std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace torchspan::testing
