@@ -2,7 +2,6 @@
 
 #include <torchspan/collective/group.h>
 
-
 namespace torchspan::collective {
 namespace {
 
@@ -29,11 +28,16 @@ void check_rank(const char* what, int rank, int size) {
 
 std::string to_string(Reduction reduction) {
   switch (reduction) {
-    case kSum: return "sum";
-    case kAverage: return "average";
-    case kMinimum: return "minimum";
-    case kMaximum: return "maximum";
-    case kProduct: return "product";
+    case kSum:
+      return "sum";
+    case kAverage:
+      return "average";
+    case kMinimum:
+      return "minimum";
+    case kMaximum:
+      return "maximum";
+    case kProduct:
+      return "product";
   }
   return fmt::format("reduction {}", static_cast<int>(reduction));
 }
@@ -47,7 +51,8 @@ int Group::size() const { return back_end_->size(); }
 const std::vector<int>& Group::ranks() const { return back_end_->ranks(); }
 
 Group Group::split(int color, int key) const {
-  check(color >= 0, fmt::format("color is {}; expected is 0 or more: ranks that should not meet differ in it", color));
+  check(color >= 0,
+        fmt::format("color is {}; expected is 0 or more: ranks that should not meet differ in it", color));
   return Group(back_end_->split(color, key));
 }
 
@@ -59,8 +64,8 @@ Future<at::Tensor> Group::all_reduce(at::Tensor tensor, Reduction reduction) con
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, Reduction reduction) const {
   check_tensor("reduce_scatter", tensor);
   check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
-        fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}", size(),
-                    tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
+        fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}",
+                    size(), tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
   return back_end_->reduce_scatter(std::move(tensor), reduction);
 }
 

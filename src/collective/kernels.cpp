@@ -78,12 +78,10 @@ struct Maximum {
 
 /// Sums of signed integers wrap around, as LibTorch's do.
 template <class T>
-using Wrapping =
-    typename std::conditional_t<std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) >= 4,
-                                std::make_unsigned<std::conditional_t<std::is_same_v<T, bool> ||
-                                                                          !std::is_integral_v<T>,
-                                                                      int, T>>,
-                                std::type_identity<T>>::type;
+using Wrapping = typename std::conditional_t<
+    std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) >= 4,
+    std::make_unsigned<std::conditional_t<std::is_same_v<T, bool> || !std::is_integral_v<T>, int, T>>,
+    std::type_identity<T>>::type;
 
 template <class Join, class T>
 T join(T a, T b) {
@@ -120,9 +118,7 @@ void reduce(const Reducing& work) {
   std::array<T, kBlock> results;
   for (std::size_t at = 0; at < work.count; at += kBlock) {
     const std::size_t count = std::min(kBlock, work.count - at);
-    const auto source = [&](std::size_t rank) {
-      return reinterpret_cast<const T*>(work.sources[rank]) + at;
-    };
+    const auto source = [&](std::size_t rank) { return reinterpret_cast<const T*>(work.sources[rank]) + at; };
     Wide<T>::widen(source(0), sums.data(), count);
     for (std::size_t rank = 1; rank < work.sources.size(); ++rank) {
       const W* values = more.data();
@@ -148,8 +144,10 @@ void reduce(const Reducing& work) {
 template <class T>
 Kernel kernel_of(Reduction reduction) {
   switch (reduction) {
-    case kSum: return reduce<T, Sum, false>;
-    case kProduct: return reduce<T, Product, false>;
+    case kSum:
+      return reduce<T, Sum, false>;
+    case kProduct:
+      return reduce<T, Product, false>;
     case kAverage:
       if constexpr (!std::is_integral_v<T>) return reduce<T, Sum, true>;
       return nullptr;
@@ -165,19 +163,32 @@ Kernel kernel_of(Reduction reduction) {
 
 Kernel kernel_of(at::ScalarType dtype, Reduction reduction) {
   switch (dtype) {
-    case at::kFloat: return kernel_of<float>(reduction);
-    case at::kDouble: return kernel_of<double>(reduction);
-    case at::kHalf: return kernel_of<c10::Half>(reduction);
-    case at::kBFloat16: return kernel_of<c10::BFloat16>(reduction);
-    case at::kByte: return kernel_of<std::uint8_t>(reduction);
-    case at::kChar: return kernel_of<std::int8_t>(reduction);
-    case at::kShort: return kernel_of<std::int16_t>(reduction);
-    case at::kInt: return kernel_of<std::int32_t>(reduction);
-    case at::kLong: return kernel_of<std::int64_t>(reduction);
-    case at::kBool: return kernel_of<bool>(reduction);
-    case at::kComplexFloat: return kernel_of<std::complex<float>>(reduction);
-    case at::kComplexDouble: return kernel_of<std::complex<double>>(reduction);
-    default: return nullptr;
+    case at::kFloat:
+      return kernel_of<float>(reduction);
+    case at::kDouble:
+      return kernel_of<double>(reduction);
+    case at::kHalf:
+      return kernel_of<c10::Half>(reduction);
+    case at::kBFloat16:
+      return kernel_of<c10::BFloat16>(reduction);
+    case at::kByte:
+      return kernel_of<std::uint8_t>(reduction);
+    case at::kChar:
+      return kernel_of<std::int8_t>(reduction);
+    case at::kShort:
+      return kernel_of<std::int16_t>(reduction);
+    case at::kInt:
+      return kernel_of<std::int32_t>(reduction);
+    case at::kLong:
+      return kernel_of<std::int64_t>(reduction);
+    case at::kBool:
+      return kernel_of<bool>(reduction);
+    case at::kComplexFloat:
+      return kernel_of<std::complex<float>>(reduction);
+    case at::kComplexDouble:
+      return kernel_of<std::complex<double>>(reduction);
+    default:
+      return nullptr;
   }
 }
 
@@ -185,11 +196,12 @@ Kernel kernel_of(at::ScalarType dtype, Reduction reduction) {
 
 Kernel find_kernel(at::ScalarType dtype, Reduction reduction) {
   if (Kernel kernel = kernel_of(dtype, reduction)) return kernel;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("no {} of {} values: averages need a floating or complex dtype, minima and maxima one "
-                          "with an order, and ComplexHalf and quantized tensors cannot be reduced; convert the "
-                          "tensor first",
-                          to_string(reduction), c10::toString(dtype)));
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("no {} of {} values: averages need a floating or complex dtype, minima and maxima one "
+                  "with an order, and ComplexHalf and quantized tensors cannot be reduced; convert the "
+                  "tensor first",
+                  to_string(reduction), c10::toString(dtype)));
 }
 
 }  // namespace torchspan::collective

@@ -8,9 +8,7 @@ namespace torchspan::collective {
 namespace {
 
 /// What other groups refuse is refused here too, so that a program that works alone works with others.
-void check(const at::Tensor& tensor, Reduction reduction) {
-  find_kernel(tensor.scalar_type(), reduction);
-}
+void check(const at::Tensor& tensor, Reduction reduction) { find_kernel(tensor.scalar_type(), reduction); }
 
 template <class T, class Make>
 Future<T> ready(Make make) {

@@ -13,9 +13,9 @@ namespace torchspan::testing {
 namespace {
 
 using namespace collective;
-using ::testing::HasSubstr;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using ::testing::HasSubstr;
 
 constexpr int kVictim = 1;
 
@@ -48,15 +48,14 @@ void expect_error(ErrorKind kind, const std::vector<std::string>& words, const s
   } catch (const Error& error) {
     const std::string text = error.what();
     require(error.kind() == kind, text);
-    for (const std::string& word : words) require(text.find(word) != std::string::npos, word + " in: " + text);
+    for (const std::string& word : words)
+      require(text.find(word) != std::string::npos, word + " in: " + text);
     return;
   }
   throw std::runtime_error("nothing was thrown");
 }
 
-GroupOptions shared_memory() {
-  return {.back_end = BackEndKind::kSharedMemory, .timeout = seconds(60)};
-}
+GroupOptions shared_memory() { return {.back_end = BackEndKind::kSharedMemory, .timeout = seconds(60)}; }
 
 /// Dies before a call that the others make.
 void dies_between_calls() {
@@ -118,7 +117,8 @@ TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
     world.executor().sleep(milliseconds(3 + 37 * time));
     world.process(kVictim).kill(SIGKILL);
     for (const int rank : {0, 2}) {
-      ASSERT_TRUE(world.process(rank).wait(world.executor(), seconds(60))) << "rank " << rank << " still runs";
+      ASSERT_TRUE(world.process(rank).wait(world.executor(), seconds(60)))
+          << "rank " << rank << " still runs";
       EXPECT_EQ(world.process(rank).exit_code(), 0) << world.process(rank).output();
     }
   }
@@ -138,8 +138,7 @@ TEST(CollectiveDeaths, AStoppedRankIsLate) {
 
 int main(int argc, char** argv) {
   using namespace torchspan::testing;
-  return cluster_main(argc, argv,
-                      {{"dies_between_calls", dies_between_calls},
-                       {"dies_at_any_time", dies_at_any_time},
-                       {"stops", stops}});
+  return cluster_main(
+      argc, argv,
+      {{"dies_between_calls", dies_between_calls}, {"dies_at_any_time", dies_at_any_time}, {"stops", stops}});
 }

@@ -25,8 +25,9 @@ inline std::vector<at::Tensor> random_inputs(int ranks, at::IntArrayRef sizes, a
       const std::int64_t high = dtype == at::kBool ? 2 : 100;
       inputs.push_back(at::randint(high, sizes, generator, at::kLong).to(dtype));
     } else if (at::isComplexType(dtype)) {
-      inputs.push_back(at::complex(at::randn(sizes, generator, at::kDouble), at::randn(sizes, generator, at::kDouble))
-                           .to(dtype));
+      inputs.push_back(
+          at::complex(at::randn(sizes, generator, at::kDouble), at::randn(sizes, generator, at::kDouble))
+              .to(dtype));
     } else {
       inputs.push_back(at::randn(sizes, generator, at::kDouble).to(dtype));
     }
@@ -45,12 +46,18 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
     const at::Tensor next = wide(inputs[rank]);
     switch (reduction) {
       case collective::kSum:
-      case collective::kAverage: result = dtype == at::kBool ? result.logical_or(next) : result + next; break;
+      case collective::kAverage:
+        result = dtype == at::kBool ? result.logical_or(next) : result + next;
+        break;
       case collective::kProduct:
         result = dtype == at::kBool ? result.logical_and(next) : result * next;
         break;
-      case collective::kMinimum: result = at::minimum(result, next); break;
-      case collective::kMaximum: result = at::maximum(result, next); break;
+      case collective::kMinimum:
+        result = at::minimum(result, next);
+        break;
+      case collective::kMaximum:
+        result = at::maximum(result, next);
+        break;
     }
   }
   if (reduction == collective::kAverage) result = result / static_cast<std::int64_t>(inputs.size());

@@ -13,10 +13,12 @@
 
 namespace torchspan::testing {
 
-/// Ranks as threads of this process, over real sockets and the system's clock.
+/// Ranks as threads of this process, over real sockets and the system's clock. With several hosts they claim,
+/// in turns, to be on one or another.
 class CollectiveWorld {
  public:
-  explicit CollectiveWorld(int size) : size_(size), executor_(make_executor()) {}
+  explicit CollectiveWorld(int size, int hosts = 1)
+      : size_(size), hosts_(hosts), executor_(make_executor()) {}
 
   int size() const { return size_; }
   Executor& executor() { return *executor_; }
@@ -66,6 +68,8 @@ class CollectiveWorld {
     options.store_address = "unix:" + folder_.path() + "/store";
     options.address = "unix:" + folder_.path() + "/" + options.name;
     options.timeout = std::chrono::seconds(60);
+    options.dead_after = std::chrono::seconds(60);
+    if (hosts_ > 1) options.host_id = "host" + std::to_string(rank % hosts_);
     const auto membership =
         rendezvous::Membership::join(runtime, rendezvous::stream_transports(*executor_, secret_), options);
     body({runtime, *membership, rank});
@@ -73,6 +77,7 @@ class CollectiveWorld {
   }
 
   const int size_;
+  const int hosts_;
   TemporaryFolder folder_;
   const net::Secret secret_ = net::Secret::random();
   const std::unique_ptr<Executor> executor_;

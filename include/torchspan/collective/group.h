@@ -52,9 +52,9 @@ struct GroupOptions {
 class Group {
  public:
   /// Collective over options.ranks (kInvalid if these differ between ranks, or this rank is not among them).
-  /// `runtime` must outlive the group; `world` is used until this returns, and its deaths and departures are
-  /// listened to as long as both live. Throws kTimedOut naming who did not come, kUnsupported when the ranks
-  /// have no back end in common, with what to do about it.
+  /// `runtime` and `world` must outlive the group and what is split from it; deaths and departures that
+  /// `world` hears of end what waits for those ranks. Throws kTimedOut naming who did not come, kUnsupported
+  /// when the ranks have no back end in common, with what to do about it.
   static Group make(Runtime& runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over a back end that exists already; not null.
   explicit Group(std::shared_ptr<BackEnd> back_end);

@@ -26,15 +26,17 @@ Mapping::Mapping(const Descriptor& descriptor, std::uint64_t size) {
   struct stat about {};
   if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
       static_cast<std::uint64_t>(about.st_size) != size) {
-    throw Error(ErrorKind::kInvalid, "the memory passed for a group is not sealed, or not of the size it said");
+    throw Error(ErrorKind::kInvalid,
+                "the memory passed for a group is not sealed, or not of the size it said");
   }
   void* memory =
       ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
   if (memory == MAP_FAILED) {
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("no address space for the {} bytes that a rank of this group may share: {}; lower "
-                            "GroupOptions::shared_bytes, or raise this process's limit (ulimit -v)",
-                            size, std::strerror(errno)));
+    throw Error(
+        ErrorKind::kOverloaded,
+        fmt::format("no address space for the {} bytes that a rank of this group may share: {}; lower "
+                    "GroupOptions::shared_bytes, or raise this process's limit (ulimit -v)",
+                    size, std::strerror(errno)));
   }
   data_ = static_cast<std::byte*>(memory);
   size_ = size;
@@ -59,9 +61,10 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
   Descriptor descriptor(::memfd_create("torchspan group", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!descriptor || ::ftruncate(descriptor.get(), static_cast<off_t>(size)) != 0 ||
       ::fcntl(descriptor.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("this system gives no sealed memory files (memfd_create): {}; use another back end",
-                            std::strerror(errno)));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("this system gives no sealed memory files (memfd_create): {}; use another back end",
+                    std::strerror(errno)));
   }
   return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
 }
@@ -108,7 +111,8 @@ void Arena::give_back(std::uint64_t offset, std::uint64_t bytes) {
               static_cast<off_t>(bytes));
   MutexLock lock(mutex_);
   auto place = free_.emplace(offset, bytes).first;
-  if (const auto next = std::next(place); next != free_.end() && place->first + place->second == next->first) {
+  if (const auto next = std::next(place);
+      next != free_.end() && place->first + place->second == next->first) {
     place->second += next->second;
     free_.erase(next);
   }

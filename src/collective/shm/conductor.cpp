@@ -20,8 +20,8 @@ bool is_small(const Call& call) { return call.in_slot != 0; }
 
 }  // namespace
 
-/// Where the futures of a group wait and continue. Apart from the conductor, so that a thread that completes a
-/// future never holds the last reference to the conductor, which joins that thread.
+/// Where the futures of a group wait and continue. Apart from the conductor, so that a thread that completes
+/// a future never holds the last reference to the conductor, which joins that thread.
 class Conductor::Host final : public FutureHost {
  public:
   explicit Host(Executor& executor)
@@ -118,8 +118,7 @@ void Conductor::submit(std::unique_ptr<Operation> operation) {
     }
   }
   if (failure) {
-    operation->fail(
-        std::make_exception_ptr(Error(*failure).with_call(describe(operation->call))));
+    operation->fail(std::make_exception_ptr(Error(*failure).with_call(describe(operation->call))));
   } else if (wake) {
     parker_->unpark();
   }
@@ -127,8 +126,8 @@ void Conductor::submit(std::unique_ptr<Operation> operation) {
 
 void Conductor::abort(const Error& cause) {
   signals_.break_group(
-      Error(cause.kind(), fmt::format("{} aborted the group: {}", memory_->person(memory_->rank()).text,
-                                      cause.message())));
+      Error(cause.kind(),
+            fmt::format("{} aborted the group: {}", memory_->person(memory_->rank()).text, cause.message())));
   parker_->unpark();
 }
 
@@ -220,8 +219,8 @@ void Conductor::drive(const std::atomic<bool>* done, Deadline deadline) {
       }
     } catch (...) {
       const Error error = to_error(std::current_exception());
-      signals_.break_group(Error(error.kind(), fmt::format("{}: {}", describe_numbered(operation->call),
-                                                           error.message())));
+      signals_.break_group(
+          Error(error.kind(), fmt::format("{}: {}", describe_numbered(operation->call), error.message())));
     }
   }
 }
@@ -253,19 +252,19 @@ void Conductor::compare_calls(const Operation& operation) {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     calls.push_back(memory_->slot(rank, operation.call.sequence).call);
     if (agree(calls[0], calls.back())) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and "
-                            "{} called {}",
-                            memory_->person(0).text, describe(calls[0]), memory_->person(rank).text,
-                            describe(calls.back())));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and "
+                    "{} called {}",
+                    memory_->person(0).text, describe(calls[0]), memory_->person(rank).text,
+                    describe(calls.back())));
   }
 }
 
 bool Conductor::await(const Operation& operation, Wish wish, const std::atomic<bool>* done,
                       Deadline deadline) {
   const TimePoint began = executor_.now();
-  const Deadline limit =
-      operation.deadline.is_never() ? executor_.deadline_in(timeout_) : operation.deadline;
+  const Deadline limit = operation.deadline.is_never() ? executor_.deadline_in(timeout_) : operation.deadline;
   const auto interrupted = [&] {
     return stopping_.load(std::memory_order_relaxed) || somebody_gone_.load(std::memory_order_relaxed) ||
            (done != nullptr && done->load(std::memory_order_relaxed));
@@ -274,9 +273,11 @@ bool Conductor::await(const Operation& operation, Wish wish, const std::atomic<b
     const Deadline watch = executor_.deadline_in(kWatch);
     switch (signals_.wait(wish, earlier(watch, earlier(limit, deadline)), interrupted)) {
       case Signals::Outcome::kReached:
-      case Signals::Outcome::kBroken: return true;
+      case Signals::Outcome::kBroken:
+        return true;
       case Signals::Outcome::kInterrupted:
-      case Signals::Outcome::kExpired: break;
+      case Signals::Outcome::kExpired:
+        break;
     }
     if (stopping_.load()) return false;
     somebody_gone_.store(false);
@@ -327,9 +328,9 @@ void Conductor::look_for_the_gone(const Operation& operation, Wish wish) {
         wish.count == Count::kUnits ? signals_.is_in_unit(rank) : !signals_.reached_by(rank, wish);
     if (!needed) continue;
     signals_.break_group(
-        Error(ErrorKind::kDisconnected, fmt::format("{} is needed for {}, but it is gone: {}",
-                                                    memory_->person(rank).text,
-                                                    describe_numbered(operation.call), *how)));
+        Error(ErrorKind::kDisconnected,
+              fmt::format("{} is needed for {}, but it is gone: {}", memory_->person(rank).text,
+                          describe_numbered(operation.call), *how)));
     return;
   }
 }

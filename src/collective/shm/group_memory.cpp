@@ -52,7 +52,8 @@ std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<Hub> hub, std::ve
   const bool oversubscribed = static_cast<long>(size) > ::sysconf(_SC_NPROCESSORS_ONLN);
   memory->chunk_bytes_ = oversubscribed ? kOversubscribedChunk : kChunk;
   memory->rank_ = static_cast<int>(std::find(members.begin(), members.end(), hub->self()) - members.begin());
-  const std::size_t desk_bytes = Desk::bytes_for(memory->chunk_bytes_), control_bytes = Control::bytes_for(size);
+  const std::size_t desk_bytes = Desk::bytes_for(memory->chunk_bytes_),
+                    control_bytes = Control::bytes_for(size);
   Places mine;
   try {
     memory->own_desk_ = hub->own()->allocate(desk_bytes);
@@ -81,7 +82,8 @@ std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<Hub> hub, std::ve
   check_place(root, places[0].control, control_bytes);
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != size || control.chunk_bytes != memory->chunk_bytes_) {
-    throw Error(ErrorKind::kInvalid, "the ranks of this group see different machines: they differ in its cores");
+    throw Error(ErrorKind::kInvalid,
+                "the ranks of this group see different machines: they differ in its cores");
   }
   for (std::size_t rank = 0; rank < size; ++rank) {
     const Mapping& place = hub->memory(members[rank]);

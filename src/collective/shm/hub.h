@@ -19,8 +19,8 @@ struct Person {
   std::string text = {};    ///< "worker1 (rank 1, pid 4711 on node3)"
 };
 
-/// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the news
-/// of who is gone. Made by meet(), kept by a group and all that split from it. Thread-safe.
+/// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the
+/// news of who is gone. Made by meet(), kept by a group and all that split from it. Thread-safe.
 class Hub {
  public:
   /// `people` by hub rank, `self` is ours.

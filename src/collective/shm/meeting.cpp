@@ -112,7 +112,8 @@ class Meeting {
       if (hello.token != token_ || hello.rank == 0 || hello.rank >= plan_.people.size()) return std::nullopt;
       return std::pair(hello.rank, Guest{std::move(passage), std::move(parcel.descriptor), hello.size});
     } catch (const Error& error) {
-      runtime_.log.warning(fmt::format("a caller of the group's socket was turned away: {}", error.message()));
+      runtime_.log.warning(
+          fmt::format("a caller of the group's socket was turned away: {}", error.message()));
       return std::nullopt;
     }
   }

@@ -21,10 +21,10 @@ struct MeetingPlan {
 };
 
 /// Members of one host pass each other their memory: all dial rank 0, which passes everybody's on. Proof that
-/// it is one host is that this works at all: a Unix socket without a name in any folder, whose ends check each
-/// other's user and a random token that only `gather` told. Each keeps its connection with rank 0, as a sign
-/// of life. Throws, on every rank alike, kUnsupported when somebody could not be reached that way, saying who
-/// and why.
+/// it is one host is that this works at all: a Unix socket without a name in any folder, whose ends check
+/// each other's user and a random token that only `gather` told. Each keeps its connection with rank 0, as a
+/// sign of life. Throws, on every rank alike, kUnsupported when somebody could not be reached that way,
+/// saying who and why.
 std::shared_ptr<Hub> meet(Runtime& runtime, const MeetingPlan& plan, const Gather& gather);
 
 }  // namespace torchspan::collective::shm

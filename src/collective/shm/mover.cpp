@@ -77,7 +77,8 @@ bool Mover::all_in_slots() const {
 
 BytesView Mover::note(int rank) const {
   const Call& call = calls_[static_cast<std::size_t>(rank)];
-  return BytesView(memory_.slot(rank, call.sequence).bytes).first(std::min<std::size_t>(call.note, kSlotBytes));
+  return BytesView(memory_.slot(rank, call.sequence).bytes)
+      .first(std::min<std::size_t>(call.note, kSlotBytes));
 }
 
 const std::byte* Mover::in_slot(int rank) const {
@@ -155,8 +156,8 @@ Script Mover::scatter_shared(Dense work, std::byte* into) {
   co_await reach(Count::kTaken, chunk);
 }
 
-/// Per chunk: everybody stages what the others reduce, reduces its own slice, takes the others' results. Steps
-/// of neighbouring chunks overlap, so that nobody waits for what was just begun.
+/// Per chunk: everybody stages what the others reduce, reduces its own slice, takes the others' results.
+/// Steps of neighbouring chunks overlap, so that nobody waits for what was just begun.
 Script Mover::reduce_private(Dense work) {
   const auto ranks = static_cast<std::size_t>(size());
   const std::size_t step = memory_.chunk_bytes() / work.item;

@@ -14,13 +14,20 @@ namespace {
 
 std::string_view name_of(Verb verb) {
   switch (verb) {
-    case Verb::kAllReduce: return "all_reduce";
-    case Verb::kReduceScatter: return "reduce_scatter";
-    case Verb::kAllGather: return "all_gather";
-    case Verb::kBroadcast: return "broadcast";
-    case Verb::kAllToAll: return "all_to_all";
-    case Verb::kExchange: return "exchange";
-    case Verb::kBarrier: return "barrier";
+    case Verb::kAllReduce:
+      return "all_reduce";
+    case Verb::kReduceScatter:
+      return "reduce_scatter";
+    case Verb::kAllGather:
+      return "all_gather";
+    case Verb::kBroadcast:
+      return "broadcast";
+    case Verb::kAllToAll:
+      return "all_to_all";
+    case Verb::kExchange:
+      return "exchange";
+    case Verb::kBarrier:
+      return "barrier";
   }
   return "an unknown operation";
 }
@@ -34,7 +41,8 @@ std::span<const std::int64_t> sizes_of(const Call& call) {
 std::string describe(const Call& call) {
   const std::string_view verb = name_of(call.verb);
   if (call.verb == Verb::kBarrier || call.verb == Verb::kExchange) return fmt::format("{}()", verb);
-  std::string text = fmt::format("{}({}{}", verb, call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
+  std::string text =
+      fmt::format("{}({}{}", verb, call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
   if (call.verb == Verb::kAllToAll) return text + " parts)";
   text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
   if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);

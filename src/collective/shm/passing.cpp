@@ -45,9 +45,8 @@ bool is_of_this_user(const Descriptor& socket) {
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
 Error disconnected(const char* what) {
-  return {ErrorKind::kDisconnected,
-          fmt::format("{} while the group was being made: {}", what,
-                      errno == 0 ? "the other end closed" : std::strerror(errno))};
+  return {ErrorKind::kDisconnected, fmt::format("{} while the group was being made: {}", what,
+                                                errno == 0 ? "the other end closed" : std::strerror(errno))};
 }
 
 void wait_for(Executor& executor, int socket, bool writable, Deadline deadline) {
@@ -141,10 +140,11 @@ Passage dial(Executor& executor, const std::string& name) {
   Descriptor socket = make_socket();
   const Place place = place_of(name);
   if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) != 0) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("rank 0's socket cannot be reached from here ({}): are all ranks on one host, in one "
-                            "network namespace?",
-                            std::strerror(errno)));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("rank 0's socket cannot be reached from here ({}): are all ranks on one host, in one "
+                    "network namespace?",
+                    std::strerror(errno)));
   }
   if (!is_of_this_user(socket)) {
     throw Error(ErrorKind::kDenied, "rank 0 of the group runs as another user");

@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
 
@@ -33,8 +33,8 @@ std::uint64_t bytes_of(at::IntArrayRef sizes, std::size_t item) {
 void put_sizes(Call& call, at::IntArrayRef sizes) {
   if (sizes.size() > kMostDimensions) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("a tensor with {} dimensions; this back end takes {} at most: flatten it", sizes.size(),
-                            kMostDimensions));
+                fmt::format("a tensor with {} dimensions; this back end takes {} at most: flatten it",
+                            sizes.size(), kMostDimensions));
   }
   call.dimensions = static_cast<std::uint32_t>(sizes.size());
   std::copy(sizes.begin(), sizes.end(), call.sizes.begin());
@@ -76,7 +76,8 @@ void SparseParts::add(const Call& call, at::ScalarType dtype) {
   if (call.dimensions > kMostDimensions || call.sparse_dimensions > call.dimensions) throw_nonsense();
   const auto entries = static_cast<std::int64_t>(checked_size(call.entries));
   std::vector<std::int64_t> shape{entries};
-  shape.insert(shape.end(), call.sizes.begin() + call.sparse_dimensions, call.sizes.begin() + call.dimensions);
+  shape.insert(shape.end(), call.sizes.begin() + call.sparse_dimensions,
+               call.sizes.begin() + call.dimensions);
   const std::vector<std::int64_t> places{call.sparse_dimensions, entries};
   if (bytes_of(shape, c10::elementSize(dtype)) + bytes_of(places, sizeof(std::int64_t)) != call.bytes) {
     throw_nonsense();

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
 #include "collective/shm/shapes.h"
@@ -49,8 +49,7 @@ std::shared_ptr<ShmBackEnd> ShmBackEnd::make(std::shared_ptr<Hub> hub, std::vect
   for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
   Runtime& runtime = hub->runtime();
   auto memory = GroupMemory::make(std::move(hub), std::move(members), gather, answering);
-  return std::shared_ptr<ShmBackEnd>(
-      new ShmBackEnd(Conductor::make(runtime, std::move(memory), timeout)));
+  return std::shared_ptr<ShmBackEnd>(new ShmBackEnd(Conductor::make(runtime, std::move(memory), timeout)));
 }
 
 std::shared_ptr<BackEnd> ShmBackEnd::split(int color, int key) {
@@ -108,7 +107,8 @@ Future<at::Tensor> ShmBackEnd::all_reduce(at::Tensor tensor, Reduction reduction
   operation->call.reduction = static_cast<std::uint8_t>(reduction);
   place(*operation);
   const Piece piece = piece_of(work);
-  operation->begin = [this_mover = &conductor_->mover(), piece, kernel, item = work.element_size()] {
+  operation->begin = [this_mover = &conductor_->mover(), piece, kernel,
+                      item = static_cast<std::size_t>(work.element_size())] {
     return this_mover->reduce({piece.data, piece.size, item, kernel}, nullptr);
   };
   return submit<at::Tensor>(std::move(operation), [work, tensor] { return put_back(work, tensor); });
@@ -124,7 +124,7 @@ Future<at::Tensor> ShmBackEnd::reduce_scatter(at::Tensor tensor, Reduction reduc
   sizes[0] /= size();
   const at::Tensor part = empty(sizes, work.scalar_type());
   operation->begin = [this_mover = &conductor_->mover(), piece = piece_of(work), kernel,
-                      item = work.element_size(), into = piece_of(part).data] {
+                      item = static_cast<std::size_t>(work.element_size()), into = piece_of(part).data] {
     return this_mover->reduce({piece.data, piece.size, item, kernel}, into);
   };
   return submit<at::Tensor>(std::move(operation), [work, part] { return part; });
@@ -164,9 +164,8 @@ Future<at::Tensor> ShmBackEnd::broadcast(at::Tensor tensor, int root) {
     if (!sends) wants[static_cast<std::size_t>(root)].into = {piece};
     return mover->fetch(std::move(wants), pieces);
   };
-  return submit<at::Tensor>(std::move(operation), [work, tensor, sends] {
-    return sends ? tensor : put_back(work, tensor);
-  });
+  return submit<at::Tensor>(std::move(operation),
+                            [work, tensor, sends] { return sends ? tensor : put_back(work, tensor); });
 }
 
 Future<std::vector<at::Tensor>> ShmBackEnd::all_to_all(std::vector<at::Tensor> parts) {
@@ -187,16 +186,15 @@ Future<std::vector<at::Tensor>> ShmBackEnd::all_to_all(std::vector<at::Tensor> p
                       pieces = operation->pieces] {
     std::vector<Want> wants;
     for (std::size_t from = 0; from < mover->calls().size(); ++from) {
-      const PartOfRow part =
-          read_part(mover->note(static_cast<int>(from)), static_cast<std::size_t>(rank),
-                    mover->calls().size(), c10::elementSize(dtype));
+      const PartOfRow part = read_part(mover->note(static_cast<int>(from)), static_cast<std::size_t>(rank),
+                                       mover->calls().size(), c10::elementSize(dtype));
       results->push_back(empty(part.sizes, dtype));
       wants.push_back({part.offset, {piece_of(results->back())}});
     }
     return mover->fetch(std::move(wants), pieces);
   };
-  return submit<std::vector<at::Tensor>>(
-      std::move(operation), [parts = std::move(parts), results] { return std::move(*results); });
+  return submit<std::vector<at::Tensor>>(std::move(operation),
+                                         [parts = std::move(parts), results] { return std::move(*results); });
 }
 
 std::vector<Bytes> ShmBackEnd::exchange(BytesView mine, Deadline deadline) {
@@ -231,7 +229,8 @@ at::Tensor ShmBackEnd::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   std::shared_ptr<std::byte> block = memory().hub()->own()->allocate(bytes);
   std::byte* const data = block.get();
-  return at::from_blob(data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
+  return at::from_blob(
+      data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
 }
 
 Future<at::Tensor> ShmBackEnd::all_reduce_sparse(const at::Tensor& tensor, Reduction reduction) {
@@ -266,10 +265,10 @@ Future<at::Tensor> ShmBackEnd::all_reduce_sparse(const at::Tensor& tensor, Reduc
     }
     return mover->fetch(std::move(wants), pieces);
   };
-  return submit<at::Tensor>(
-      std::move(operation), [parts, indices, values, sizes = work.sizes().vec(), reduction, ranks = size()] {
-        return parts->sum(sizes, reduction == kAverage ? ranks : 1);
-      });
+  return submit<at::Tensor>(std::move(operation),
+                            [parts, indices, values, sizes = work.sizes().vec(), reduction, ranks = size()] {
+                              return parts->sum(sizes, reduction == kAverage ? ranks : 1);
+                            });
 }
 
 }  // namespace torchspan::collective::shm

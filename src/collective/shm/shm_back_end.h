@@ -15,8 +15,8 @@ namespace torchspan::collective::shm {
 class ShmBackEnd final : public BackEnd {
  public:
   /// Collective over `members`, hub ranks by rank of the group; see GroupMemory::make().
-  static std::shared_ptr<ShmBackEnd> make(std::shared_ptr<Hub> hub, std::vector<int> members, Duration timeout,
-                                          const Gather& gather);
+  static std::shared_ptr<ShmBackEnd> make(std::shared_ptr<Hub> hub, std::vector<int> members,
+                                          Duration timeout, const Gather& gather);
 
   std::string name() const override { return "shm"; }
   int rank() const override { return memory().rank(); }

@@ -130,8 +130,7 @@ void Signals::break_group(const Error& cause) {
   std::uint32_t whole = 0;
   if (breakage.state.compare_exchange_strong(whole, 1)) {
     breakage.kind = static_cast<std::uint32_t>(cause.kind());
-    breakage.text_size =
-        static_cast<std::uint32_t>(std::min(cause.message().size(), breakage.text.size()));
+    breakage.text_size = static_cast<std::uint32_t>(std::min(cause.message().size(), breakage.text.size()));
     std::memcpy(breakage.text.data(), cause.message().data(), breakage.text_size);
     breakage.state.store(2, std::memory_order_release);
   }
@@ -148,7 +147,8 @@ Error Signals::breakage() {
     executor_.yield();
   }
   const std::size_t size = std::min<std::size_t>(breakage.text_size, breakage.text.size());
-  const bool known = breakage.kind >= 1 && breakage.kind <= static_cast<std::uint32_t>(ErrorKind::kUnsupported);
+  const bool known =
+      breakage.kind >= 1 && breakage.kind <= static_cast<std::uint32_t>(ErrorKind::kUnsupported);
   return {known ? static_cast<ErrorKind>(breakage.kind) : ErrorKind::kDisconnected,
           std::string(breakage.text.data(), size)};
 }
