@@ -9,7 +9,7 @@
 namespace torchspan::collective {
 namespace {
 
-c10d::ReduceOp op_of(Reduction reduction) {
+c10d::ReduceOp c10d_op(Reduction reduction) {
   switch (reduction) {
     case kMinimum:
       return c10d::ReduceOp::MIN;
@@ -41,7 +41,7 @@ bool C10dWire::reduces(at::ScalarType dtype, Reduction) const {
 void C10dWire::all_reduce(at::Tensor tensor, Reduction reduction) {
   std::vector<at::Tensor> tensors{std::move(tensor)};
   c10d::AllreduceOptions options;
-  options.reduceOp = op_of(reduction);
+  options.reduceOp = c10d_op(reduction);
   group_->allreduce(tensors, options)->wait();
 }
 

@@ -8,7 +8,7 @@
 namespace torchspan::collective {
 namespace {
 
-at::Tensor empty_bytes(at::IntArrayRef sizes) {
+at::Tensor bytes_for(at::IntArrayRef sizes) {
   return at::empty(sizes, at::TensorOptions().dtype(at::kByte));
 }
 
@@ -75,7 +75,7 @@ void HierarchicalWire::all_gather(at::Tensor mine, at::Tensor all) {
   for (std::size_t host = 0; host < hosts_.size(); ++host) {
     const auto& ranks = hosts_[host];
     const bool here = static_cast<int>(host) == host_of(plan_.rank);
-    const at::Tensor block = here ? rows : empty_bytes({static_cast<std::int64_t>(ranks.size()), length});
+    const at::Tensor block = here ? rows : bytes_for({static_cast<std::int64_t>(ranks.size()), length});
     if (leaders_ && length != 0) leaders_->broadcast(block.view({-1}), static_cast<int>(host));
     for (std::size_t i = 0; i < ranks.size(); ++i) all[ranks[i]].copy_(block[static_cast<std::int64_t>(i)]);
   }
@@ -94,7 +94,7 @@ void HierarchicalWire::all_to_all(at::Tensor mine, const std::vector<std::int64_
   if (most == 0) return;
   const at::Tensor padded = at::zeros({most}, at::TensorOptions().dtype(at::kByte));
   padded.narrow(0, 0, sum_of(mine_counts)).copy_(mine);
-  const at::Tensor everything = empty_bytes({ranks, most});
+  const at::Tensor everything = bytes_for({ranks, most});
   all_gather(padded, everything);
   std::int64_t at = 0;
   for (std::int64_t from = 0; from < ranks; ++from) {

@@ -22,7 +22,7 @@ void check(int outcome, const char* call) {
   throw Error(ErrorKind::kDisconnected, fmt::format("{}: {}", call, text));
 }
 
-MPI_Datatype type_of(at::ScalarType dtype) {
+MPI_Datatype mpi_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
       return MPI_FLOAT;
@@ -43,7 +43,7 @@ MPI_Datatype type_of(at::ScalarType dtype) {
   }
 }
 
-MPI_Op op_of(Reduction reduction) {
+MPI_Op mpi_op(Reduction reduction) {
   switch (reduction) {
     case kMinimum:
       return MPI_MIN;
@@ -69,7 +69,7 @@ class MpiWire final : public Wire {
   }
 
   std::string name() const override { return "mpi"; }
-  bool reduces(at::ScalarType dtype, Reduction) const override { return type_of(dtype) != MPI_DATATYPE_NULL; }
+  bool reduces(at::ScalarType dtype, Reduction) const override { return mpi_type(dtype) != MPI_DATATYPE_NULL; }
 
   void all_reduce(at::Tensor tensor, Reduction reduction) override {
     const at::Tensor flat = tensor.view({-1});
@@ -77,7 +77,7 @@ class MpiWire final : public Wire {
     for (std::int64_t at = 0; at < flat.numel(); at += step) {
       const std::int64_t count = std::min(step, flat.numel() - at);
       check(MPI_Allreduce(MPI_IN_PLACE, flat.narrow(0, at, count).data_ptr(), static_cast<int>(count),
-                          type_of(tensor.scalar_type()), op_of(reduction), communicator_),
+                          mpi_type(tensor.scalar_type()), mpi_op(reduction), communicator_),
             "MPI_Allreduce");
     }
   }
