@@ -96,7 +96,7 @@ TEST(DistributedDataParallel, TrainsAsOneProcessOnTheWholeBatch) {
               expect_close(mine->parameters()[p].detach(), whole->parameters()[p].detach(), tolerance(dtype));
           }
         },
-        {}, seed);
+        seed);
   }
 }
 

@@ -261,11 +261,11 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
       std::move(outputs), record,
       {.listener = weak_from_this(), .passes = passes_, .together = options_.find_unused_parameters});
   MutexLock lock(mutex_);
+  std::erase_if(outstanding_, [](const auto& other) { return other.expired(); });
+  outstanding_.push_back(record);
   if (options.synchronize) {
     ++stats_.forwards;
     if (forward_began_ != TimePoint{}) stats_.forward = runtime_.executor.now() - forward_began_;
-    std::erase_if(outstanding_, [](const auto& other) { return other.expired(); });
-    outstanding_.push_back(record);
   }
   return outputs;
 }

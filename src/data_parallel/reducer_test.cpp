@@ -67,7 +67,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
           }
           EXPECT_EQ(reducer.stats().reductions, 4U);
         },
-        {}, seed);
+        seed);
     for (int rank = 1; rank < size; ++rank) {
       ASSERT_EQ(gradients[rank].size(), gradients[0].size());
       for (std::size_t i = 0; i < gradients[0].size(); ++i)
@@ -243,7 +243,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
              EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
            },
-           {.timeout = std::chrono::seconds(5)});
+           1, {.timeout = std::chrono::seconds(5)});
 }
 
 TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {

@@ -49,7 +49,7 @@ inline void on_shared_memory_ranks(int size, const RankBody& body) {
 
 /// Runs `body` once a rank, each on a thread of its own, over groups in this process on a simulated executor:
 /// the same seed runs the same way. What a body throws is a failure of the test.
-inline void on_ranks(int size, const RankBody& body, InProcessOptions options = {}, std::uint64_t seed = 1) {
+inline void on_ranks(int size, const RankBody& body, std::uint64_t seed = 1, InProcessOptions options = {}) {
   if (over_shared_memory()) return on_shared_memory_ranks(size, body);
   SimExecutor executor(seed);
   executor.run([&] {
