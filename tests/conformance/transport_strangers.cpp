@@ -257,7 +257,11 @@ TEST_P(TransportStrangers, WhoClaimEndlessLengthsGetNoMemory) {
 enum class Lied : std::uint8_t { kTurnedAway, kCutOff, kKept };
 
 /// A member is told goodbye before the store hangs up, which then waits for an answer.
-bool says_goodbye(const Bytes& heard) { return !std::ranges::search(heard, goodbye_frame()).empty(); }
+// clang 14 cannot read libstdc++'s std::ranges::search.
+bool says_goodbye(const Bytes& heard) {
+  const auto goodbye = goodbye_frame();
+  return std::search(heard.begin(), heard.end(), goodbye.begin(), goodbye.end()) != heard.end();
+}
 
 /// Waits for the end of what `ended` looks at.
 Lied wait_for_cut(Door& door, const std::function<bool()>& ended) {
