@@ -1,0 +1,98 @@
+#include "collective/c10d/c10d_wire.h"
+
+#include <fmt/format.h>
+
+#include <ATen/Functions.h>
+
+#include "collective/serial/serial_back_end.h"
+
+namespace torchspan::collective {
+namespace {
+
+c10d::ReduceOp c10d_op(Reduction reduction) {
+  switch (reduction) {
+    case kMinimum:
+      return c10d::ReduceOp::MIN;
+    case kMaximum:
+      return c10d::ReduceOp::MAX;
+    case kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    default:
+      return c10d::ReduceOp::SUM;
+  }
+}
+
+}  // namespace
+
+bool C10dWire::reduces(at::ScalarType dtype, Reduction) const {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void C10dWire::all_reduce(at::Tensor tensor, Reduction reduction) {
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d_op(reduction);
+  group_->allreduce(tensors, options)->wait();
+}
+
+void C10dWire::broadcast(at::Tensor tensor, int root) {
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  group_->broadcast(tensors, options)->wait();
+}
+
+void C10dWire::all_gather(at::Tensor mine, at::Tensor all) {
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) outputs[0].push_back(all[rank]);
+  std::vector<at::Tensor> inputs{std::move(mine)};
+  group_->allgather(outputs, inputs)->wait();
+}
+
+void C10dWire::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
+                          const std::vector<std::int64_t>& all_counts) {
+  std::vector<std::int64_t> in = mine_counts, out = all_counts;
+  group_->alltoall_base(all, mine, out, in)->wait();
+}
+
+std::unique_ptr<Wire> C10dWire::split(const std::vector<int>& members) {
+  if (!split_) {
+    throw Error(ErrorKind::kUnsupported,
+                "this process group cannot be split: give C10dOptions::split, which makes one of its parts");
+  }
+  if (members.size() == 1) return nullptr;
+  return std::make_unique<C10dWire>(split_(members));
+}
+
+std::shared_ptr<BackEnd> make_c10d_back_end(Runtime& runtime,
+                                            c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                            C10dOptions options) {
+  const int size = process_group->getSize();
+  SerialOptions serial{.ranks = std::move(options.ranks), .people = std::move(options.people)};
+  serial.rank = process_group->getRank();
+  serial.compare_calls = options.compare_calls;
+  for (int rank = static_cast<int>(serial.ranks.size()); rank < size; ++rank) serial.ranks.push_back(rank);
+  for (auto rank = serial.people.size(); rank < serial.ranks.size(); ++rank) {
+    serial.people.push_back(fmt::format("rank {}", serial.ranks[rank]));
+  }
+  C10dGroup group{std::move(process_group)};
+  if (options.split) {
+    group.split = [split = std::move(options.split)](const std::vector<int>& members) {
+      return C10dGroup{split(members)};
+    };
+  }
+  return std::make_shared<SerialBackEnd>(runtime, std::make_unique<C10dWire>(std::move(group)),
+                                         std::move(serial));
+}
+
+}  // namespace torchspan::collective

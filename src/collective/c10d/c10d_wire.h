@@ -1,0 +1,35 @@
+#pragma once
+#include <functional>
+
+#include <torchspan/collective/c10d.h>
+
+#include "collective/serial/wire.h"
+
+namespace torchspan::collective {
+
+/// A process group, and how to make that of some of its ranks.
+struct C10dGroup {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::function<C10dGroup(const std::vector<int>& members)> split = {};
+};
+
+/// One of LibTorch's process groups as a wire.
+class C10dWire final : public Wire {
+ public:
+  explicit C10dWire(C10dGroup group) : group_(std::move(group.group)), split_(std::move(group.split)) {}
+
+  std::string name() const override { return "c10d:" + group_->getBackendName(); }
+  void all_reduce(at::Tensor tensor, Reduction reduction) override;
+  bool reduces(at::ScalarType dtype, Reduction reduction) const override;
+  void broadcast(at::Tensor tensor, int root) override;
+  void all_gather(at::Tensor mine, at::Tensor all) override;
+  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
+                  const std::vector<std::int64_t>& all_counts) override;
+  std::unique_ptr<Wire> split(const std::vector<int>& members) override;
+
+ private:
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::function<C10dGroup(const std::vector<int>& members)> split_;
+};
+
+}  // namespace torchspan::collective

@@ -1,0 +1,239 @@
+#include "collective/c10d/gloo.h"
+
+#include "collective/c10d/c10d_wire.h"
+
+#if defined(TORCHSPAN_GLOO)
+#include <algorithm>
+#include <csignal>
+#include <fmt/format.h>
+#include <map>
+#include <optional>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <torchspan/core/mutex.h>
+
+namespace torchspan::collective {
+namespace {
+
+using rendezvous::Membership;
+
+constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
+
+/// The store over which Gloo's ranks find each other. What a rank sets travels with gathers of all ranks, one
+/// after the other until everybody is connected, on a thread of its own: who waits for whom is Gloo's affair.
+class MeetingStore final : public c10d::Store {
+ public:
+  MeetingStore(Executor& executor, Membership& world, std::vector<int> ranks, Deadline deadline)
+      : executor_(executor),
+        world_(world),
+        ranks_(std::move(ranks)),
+        deadline_(deadline),
+        parker_(executor.make_parker()),
+        thread_(executor.spawn("gloo store", [this] { run(); })) {}
+
+  /// Waits until every rank is connected; throws what kept one of them from it. `trouble`: why this one is
+  /// not.
+  void finish(const std::string& trouble) {
+    {
+      MutexLock lock(mutex_);
+      own_.connected = trouble.empty();
+      own_.trouble = trouble;
+    }
+    thread_.join();
+    MutexLock lock(mutex_);
+    if (failure_) throw Error(*failure_);
+  }
+
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    MutexLock lock(mutex_);
+    own_.values[key] = value;
+    values_[key] = value;
+  }
+  std::vector<std::uint8_t> get(const std::string& key) override {
+    wait({key});
+    MutexLock lock(mutex_);
+    return values_.at(key);
+  }
+  void wait(const std::vector<std::string>& keys) override {
+    while (!check(keys)) {
+      {
+        MutexLock lock(mutex_);
+        if (failure_) throw Error(*failure_);
+      }
+      parker_->park(deadline_);
+      if (deadline_.passed(executor_.now())) {
+        throw Error(ErrorKind::kTimedOut, "Gloo's ranks did not find each other in time");
+      }
+    }
+  }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds&) override { wait(keys); }
+  bool check(const std::vector<std::string>& keys) override {
+    MutexLock lock(mutex_);
+    for (const std::string& key : keys) {
+      if (!values_.contains(key)) return false;
+    }
+    return true;
+  }
+  std::int64_t getNumKeys() override {
+    MutexLock lock(mutex_);
+    return static_cast<std::int64_t>(values_.size());
+  }
+  bool deleteKey(const std::string&) override { return false; }
+  std::int64_t add(const std::string&, std::int64_t) override {
+    throw Error(ErrorKind::kUnsupported, "Gloo asked its store to count, which it never did before");
+  }
+
+ private:
+  using Values = std::map<std::string, std::vector<std::uint8_t>>;
+  /// One rank's part of a gather.
+  struct Part {
+    bool connected = false;
+    std::string trouble = {};
+    Values values = {};
+
+    bool ended() const { return connected || !trouble.empty(); }
+    Bytes encode() const {
+      ByteWriter writer;
+      writer.put(static_cast<std::uint8_t>(connected ? 1 : 0));
+      writer.put_string(trouble);
+      writer.put(static_cast<std::uint32_t>(values.size()));
+      for (const auto& [key, value] : values) {
+        writer.put_string(key);
+        writer.put_string(std::string(value.begin(), value.end()));
+      }
+      return writer.take();
+    }
+    static Part decode(BytesView bytes) {
+      ByteReader reader(bytes);
+      Part part;
+      part.connected = reader.get<std::uint8_t>() != 0;
+      part.trouble = reader.get_string();
+      for (std::size_t left = reader.get_count(8); left > 0; --left) {
+        const std::string key = reader.get_string(), value = reader.get_string();
+        part.values[key].assign(value.begin(), value.end());
+      }
+      return part;
+    }
+  };
+
+  void run() {
+    std::vector<int> sorted = ranks_;
+    std::sort(sorted.begin(), sorted.end());
+    try {
+      while (!gather_once(sorted)) executor_.sleep(kBetweenGathers);
+    } catch (const Error& error) {
+      MutexLock lock(mutex_);
+      failure_ = error;
+    }
+    parker_->unpark();
+  }
+
+  /// True when everybody's attempt has ended.
+  bool gather_once(const std::vector<int>& sorted) {
+    Bytes mine;
+    {
+      MutexLock lock(mutex_);
+      mine = own_.encode();
+    }
+    bool all_ended = true;
+    std::size_t place = 0;
+    for (const Bytes& theirs : world_.all_gather("torchspan.gloo", mine, sorted, deadline_)) {
+      const Part part = Part::decode(theirs);
+      all_ended = all_ended && part.ended();
+      const int rank = sorted[place++];
+      MutexLock lock(mutex_);
+      values_.insert(part.values.begin(), part.values.end());
+      if (!part.trouble.empty() && !failure_) {
+        failure_ = Error(ErrorKind::kDisconnected, fmt::format("{} could not connect through Gloo: {}",
+                                                               describe(world_.member(rank)), part.trouble));
+      }
+    }
+    parker_->unpark();
+    return all_ended;
+  }
+
+  Executor& executor_;
+  Membership& world_;
+  const std::vector<int> ranks_;
+  const Deadline deadline_;
+  Mutex mutex_;
+  Values values_ TORCHSPAN_GUARDED_BY(mutex_);
+  Part own_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  const std::unique_ptr<Parker> parker_;
+  Thread thread_;
+};
+
+/// Gloo writes to sockets whose peer may be gone, and does not keep the signal of that from ending the
+/// process: the threads that it starts meanwhile inherit this thread's mask.
+class WithoutPipeSignal {
+ public:
+  WithoutPipeSignal() {
+    sigset_t pipe;
+    sigemptyset(&pipe);
+    sigaddset(&pipe, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
+  }
+  ~WithoutPipeSignal() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  WithoutPipeSignal(const WithoutPipeSignal&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+bool on_one_host(const Membership& world, const std::vector<int>& ranks) {
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [&](int rank) { return world.member(rank).host_id == world.self().host_id; });
+}
+
+C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration timeout, Executor& executor) {
+  auto options =
+      c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(timeout));
+  options->threads = 2;
+  options->devices.push_back(on_one_host(world, ranks)
+                                 ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                                 : c10d::ProcessGroupGloo::createDefaultDevice());
+  auto store = c10::make_intrusive<MeetingStore>(executor, world, ranks, executor.deadline_in(timeout));
+  const auto rank = std::find(ranks.begin(), ranks.end(), world.self().rank) - ranks.begin();
+  C10dGroup group;
+  std::string trouble;
+  try {
+    const WithoutPipeSignal without_pipe_signal;
+    group.group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(rank),
+                                                              static_cast<int>(ranks.size()), options);
+  } catch (...) {
+    trouble = torchspan::describe(std::current_exception()).text;
+  }
+  store->finish(trouble);
+  group.split = [&world, &executor, ranks, timeout](const std::vector<int>& members) {
+    std::vector<int> part;
+    for (const int member : members) part.push_back(ranks[static_cast<std::size_t>(member)]);
+    return connect(world, part, timeout, executor);
+  };
+  return group;
+}
+
+}  // namespace
+
+std::unique_ptr<Wire> connect_gloo(Runtime& runtime, Membership& world, const std::vector<int>& ranks,
+                                   Duration timeout) {
+  if (ranks.size() == 1) return nullptr;
+  return std::make_unique<C10dWire>(connect(world, ranks, timeout, runtime.executor));
+}
+
+}  // namespace torchspan::collective
+
+#else
+
+namespace torchspan::collective {
+
+std::unique_ptr<Wire> connect_gloo(Runtime&, rendezvous::Membership&, const std::vector<int>&, Duration) {
+  throw Error(ErrorKind::kUnsupported,
+              "this build has no Gloo: install libgloo-dev and configure again, or use another back end");
+}
+
+}  // namespace torchspan::collective
+
+#endif

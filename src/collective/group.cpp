@@ -1,0 +1,110 @@
+#include <fmt/format.h>
+
+#include <torchspan/collective/group.h>
+
+namespace torchspan::collective {
+namespace {
+
+void check(bool good, std::string text) {
+  if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
+}
+
+void check_tensor(const char* call, const at::Tensor& tensor, bool sparse_too = false) {
+  check(tensor.defined(), fmt::format("{} of an undefined tensor: give every rank one", call));
+  if (tensor.layout() == at::kStrided || (sparse_too && tensor.layout() == at::kSparse)) {
+    if (!tensor.is_quantized()) return;
+  }
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("{} takes {}tensors that are not quantized; convert this one first", call,
+                          sparse_too ? "dense and sparse COO " : "dense "));
+}
+
+void check_rank(const char* what, int rank, int size) {
+  check(rank >= 0 && rank < size,
+        fmt::format("{} is {}, but the ranks of this group go from 0 to {}", what, rank, size - 1));
+}
+
+}  // namespace
+
+std::string to_string(Reduction reduction) {
+  switch (reduction) {
+    case kSum:
+      return "sum";
+    case kAverage:
+      return "average";
+    case kMinimum:
+      return "minimum";
+    case kMaximum:
+      return "maximum";
+    case kProduct:
+      return "product";
+  }
+  return fmt::format("reduction {}", static_cast<int>(reduction));
+}
+
+Group::Group(std::shared_ptr<BackEnd> back_end) : back_end_(std::move(back_end)) {
+  check(back_end_ != nullptr, "a group needs a back end: use Group::make()");
+}
+
+int Group::rank() const { return back_end_->rank(); }
+int Group::size() const { return back_end_->size(); }
+const std::vector<int>& Group::ranks() const { return back_end_->ranks(); }
+
+Group Group::split(int color, int key) const {
+  check(color >= 0,
+        fmt::format("color is {}; expected is 0 or more: ranks that should not meet differ in it", color));
+  return Group(back_end_->split(color, key));
+}
+
+Future<at::Tensor> Group::all_reduce(at::Tensor tensor, Reduction reduction) const {
+  check_tensor("all_reduce", tensor, /*sparse_too=*/true);
+  return back_end_->all_reduce(std::move(tensor), reduction);
+}
+
+Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, Reduction reduction) const {
+  check_tensor("reduce_scatter", tensor);
+  check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
+        fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}",
+                    size(), tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
+  return back_end_->reduce_scatter(std::move(tensor), reduction);
+}
+
+Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
+  check_tensor("all_gather", tensor);
+  return back_end_->all_gather(std::move(tensor));
+}
+
+Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
+  check_tensor("broadcast", tensor);
+  check_rank("root", root, size());
+  return back_end_->broadcast(std::move(tensor), root);
+}
+
+Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts) const {
+  check(parts.size() == static_cast<std::size_t>(size()),
+        fmt::format("all_to_all needs one part for each of the {} ranks, but has {}", size(), parts.size()));
+  for (const at::Tensor& part : parts) {
+    check_tensor("all_to_all", part);
+    check(part.scalar_type() == parts[0].scalar_type(),
+          fmt::format("the parts of all_to_all have dtypes {} and {}; they must have one",
+                      c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
+  }
+  return back_end_->all_to_all(std::move(parts));
+}
+
+std::vector<Bytes> Group::exchange(BytesView mine, Deadline deadline) const {
+  return back_end_->exchange(mine, deadline);
+}
+
+void Group::barrier(Deadline deadline) const { back_end_->barrier(deadline); }
+
+at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
+  for (const std::int64_t size : sizes) {
+    check(size >= 0, fmt::format("allocate: a dimension of {}; expected is 0 or more", size));
+  }
+  return back_end_->allocate(sizes, dtype);
+}
+
+void Group::abort(const Error& cause) const { back_end_->abort(cause); }
+
+}  // namespace torchspan::collective

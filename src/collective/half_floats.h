@@ -1,0 +1,16 @@
+#pragma once
+#include <cstddef>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+namespace torchspan::collective {
+
+/// Between float and its halves, rounded to nearest, ties to even; as c10's own conversions, but many at a
+/// time.
+void widen_half(const c10::Half* from, float* to, std::size_t count);
+void narrow_half(const float* from, c10::Half* to, std::size_t count);
+void widen_bfloat(const c10::BFloat16* from, float* to, std::size_t count);
+void narrow_bfloat(const float* from, c10::BFloat16* to, std::size_t count);
+
+}  // namespace torchspan::collective

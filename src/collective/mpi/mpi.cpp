@@ -1,0 +1,207 @@
+#include "collective/mpi/mpi.h"
+
+#if defined(TORCHSPAN_MPI)
+#include <algorithm>
+#include <climits>
+#include <cstdlib>
+#include <fmt/format.h>
+#include <mpi.h>
+#include <numeric>
+
+namespace torchspan::collective {
+namespace {
+
+/// Most bytes of one call: MPI counts in int.
+constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
+
+void check(int outcome, const char* call) {
+  if (outcome == MPI_SUCCESS) return;
+  std::string text(MPI_MAX_ERROR_STRING, '\0');
+  int size = 0;
+  MPI_Error_string(outcome, text.data(), &size);
+  text.resize(static_cast<std::size_t>(size));
+  throw Error(ErrorKind::kDisconnected, fmt::format("{}: {}", call, text));
+}
+
+/// Not the narrow integers: with vector instructions, Open MPI 4.1 adds those with saturation.
+MPI_Datatype mpi_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return MPI_FLOAT;
+    case at::kDouble:
+      return MPI_DOUBLE;
+    case at::kInt:
+      return MPI_INT32_T;
+    case at::kLong:
+      return MPI_INT64_T;
+    default:
+      return MPI_DATATYPE_NULL;
+  }
+}
+
+MPI_Op mpi_op(Reduction reduction) {
+  switch (reduction) {
+    case kMinimum:
+      return MPI_MIN;
+    case kMaximum:
+      return MPI_MAX;
+    case kProduct:
+      return MPI_PROD;
+    default:
+      return MPI_SUM;
+  }
+}
+
+/// A communicator of one's own, so that nobody else's messages meet ours.
+class MpiWire final : public Wire {
+ public:
+  explicit MpiWire(MPI_Comm communicator) : communicator_(communicator) {
+    MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+  }
+  ~MpiWire() override {
+    int ended = 0;
+    MPI_Finalized(&ended);
+    if (ended == 0) MPI_Comm_free(&communicator_);
+  }
+
+  std::string name() const override { return "mpi"; }
+  bool reduces(at::ScalarType dtype, Reduction) const override {
+    return mpi_type(dtype) != MPI_DATATYPE_NULL;
+  }
+
+  void all_reduce(at::Tensor tensor, Reduction reduction) override {
+    const at::Tensor flat = tensor.view({-1});
+    const std::int64_t step = kMostAtOnce / static_cast<std::int64_t>(tensor.element_size());
+    for (std::int64_t at = 0; at < flat.numel(); at += step) {
+      const std::int64_t count = std::min(step, flat.numel() - at);
+      check(MPI_Allreduce(MPI_IN_PLACE, flat.narrow(0, at, count).data_ptr(), static_cast<int>(count),
+                          mpi_type(tensor.scalar_type()), mpi_op(reduction), communicator_),
+            "MPI_Allreduce");
+    }
+  }
+
+  void broadcast(at::Tensor tensor, int root) override {
+    auto* data = static_cast<char*>(tensor.data_ptr());
+    for (std::int64_t left = tensor.numel(); left > 0;) {
+      const std::int64_t count = std::min(left, kMostAtOnce);
+      check(MPI_Bcast(data, static_cast<int>(count), MPI_BYTE, root, communicator_), "MPI_Bcast");
+      data += count;
+      left -= count;
+    }
+  }
+
+  void all_gather(at::Tensor mine, at::Tensor all) override {
+    if (all.numel() <= kMostAtOnce) {
+      const int count = static_cast<int>(mine.numel());
+      check(MPI_Allgather(mine.data_ptr(), count, MPI_BYTE, all.data_ptr(), count, MPI_BYTE, communicator_),
+            "MPI_Allgather");
+      return;
+    }
+    for (int rank = 0; rank < static_cast<int>(all.size(0)); ++rank) {
+      if (rank == this->rank()) all[rank].copy_(mine);
+      broadcast(all[rank], rank);
+    }
+  }
+
+  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
+                  const std::vector<std::int64_t>& all_counts) override {
+    const auto [sent, sent_at] = layout(mine_counts);
+    const auto [received, received_at] = layout(all_counts);
+    check(MPI_Alltoallv(mine.data_ptr(), sent.data(), sent_at.data(), MPI_BYTE, all.data_ptr(),
+                        received.data(), received_at.data(), MPI_BYTE, communicator_),
+          "MPI_Alltoallv");
+  }
+
+  std::unique_ptr<Wire> split(const std::vector<int>& members) override {
+    const int color = *std::min_element(members.begin(), members.end());
+    const auto key = std::find(members.begin(), members.end(), rank()) - members.begin();
+    MPI_Comm part = MPI_COMM_NULL;
+    check(MPI_Comm_split(communicator_, color, static_cast<int>(key), &part), "MPI_Comm_split");
+    return std::make_unique<MpiWire>(part);
+  }
+
+ private:
+  struct Layout {
+    std::vector<int> counts;
+    std::vector<int> places;
+  };
+  static Layout layout(const std::vector<std::int64_t>& counts) {
+    Layout layout;
+    std::int64_t at = 0;
+    for (const std::int64_t count : counts) {
+      layout.counts.push_back(static_cast<int>(count));
+      layout.places.push_back(static_cast<int>(at));
+      at += count;
+    }
+    if (at > INT_MAX) throw Error(ErrorKind::kUnsupported, "all_to_all of more than 2 GiB over Open MPI");
+    return layout;
+  }
+  int rank() const {
+    int rank = 0;
+    MPI_Comm_rank(communicator_, &rank);
+    return rank;
+  }
+
+  MPI_Comm communicator_;
+};
+
+/// At the end of the process: mpirun calls it a failure when a worker ends without.
+void finalize() {
+  int ended = 0;
+  MPI_Finalized(&ended);
+  if (ended == 0) MPI_Finalize();
+}
+
+/// MPI's world, if this process belongs to one that equals ours.
+void check_world(int world_rank, int world_size) {
+  int begun = 0, level = 0, rank = 0, size = 0;
+  MPI_Initialized(&begun);
+  if (begun == 0) {
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+    std::atexit(finalize);
+  } else {
+    MPI_Query_thread(&level);
+  }
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (level < MPI_THREAD_MULTIPLE) {
+    throw Error(ErrorKind::kUnsupported,
+                "MPI was initialized for fewer threads than MPI_THREAD_MULTIPLE, which a group needs");
+  }
+  if (rank != world_rank || size != world_size) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("Open MPI sees rank {} of {}, but this is rank {} of {}: start the workers by mpirun",
+                    rank, size, world_rank, world_size));
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Wire> connect_mpi(const std::vector<int>& ranks, int world_rank, int world_size) {
+  check_world(world_rank, world_size);
+  MPI_Group everybody = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+  MPI_Comm communicator = MPI_COMM_NULL;
+  check(MPI_Comm_group(MPI_COMM_WORLD, &everybody), "MPI_Comm_group");
+  check(MPI_Group_incl(everybody, static_cast<int>(ranks.size()), ranks.data(), &members), "MPI_Group_incl");
+  check(MPI_Comm_create_group(MPI_COMM_WORLD, members, 0, &communicator), "MPI_Comm_create_group");
+  MPI_Group_free(&members);
+  MPI_Group_free(&everybody);
+  return std::make_unique<MpiWire>(communicator);
+}
+
+}  // namespace torchspan::collective
+
+#else
+
+namespace torchspan::collective {
+
+std::unique_ptr<Wire> connect_mpi(const std::vector<int>&, int, int) {
+  throw Error(
+      ErrorKind::kUnsupported,
+      "this build has no Open MPI: install libopenmpi-dev and configure again, or use another back end");
+}
+
+}  // namespace torchspan::collective
+
+#endif

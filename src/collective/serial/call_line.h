@@ -1,0 +1,25 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include <torchspan/collective/back_end.h>
+
+namespace torchspan::collective {
+
+/// What a rank called, as one line of text: "all_reduce(Float [3, 4], sum)". Ranks agree when the lines do.
+struct CallLine {
+  std::string text;
+};
+
+/// `first_free`: the first dimension may differ.
+CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
+                        bool first_free = false);
+
+/// Lines travel as fixed rows: longer ones are cut, and told apart by a sum of the whole.
+inline constexpr std::size_t kLineBytes = 192;
+using LineBytes = std::array<char, kLineBytes>;
+LineBytes pack_line(const CallLine& line, std::uint64_t number);
+std::string unpack_line(const LineBytes& bytes);
+
+}  // namespace torchspan::collective

@@ -1,0 +1,131 @@
+#include "collective/shm/arena.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::collective::shm {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr std::uint64_t kPage = 4096;
+
+std::uint64_t whole_pages(std::uint64_t bytes) {
+  return bytes == 0 ? kPage : (bytes + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace
+
+Mapping::Mapping(const Descriptor& descriptor, std::uint64_t size) {
+  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
+  struct stat about {};
+  if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
+      static_cast<std::uint64_t>(about.st_size) != size) {
+    throw Error(ErrorKind::kInvalid,
+                "the memory passed for a group is not sealed, or not of the size it said");
+  }
+  void* memory =
+      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
+  if (memory == MAP_FAILED) {
+    throw Error(
+        ErrorKind::kOverloaded,
+        fmt::format("no address space for the {} bytes that a rank of this group may share: {}; lower "
+                    "GroupOptions::shared_bytes, or raise this process's limit (ulimit -v)",
+                    size, std::strerror(errno)));
+  }
+  data_ = static_cast<std::byte*>(memory);
+  size_ = size;
+  ::madvise(memory, size, MADV_DONTDUMP);
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+Arena::Arena(Descriptor descriptor, std::uint64_t size)
+    : descriptor_(std::move(descriptor)), mapping_(descriptor_, size) {
+  free_.emplace(0, size);
+}
+
+std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
+  if (size == 0) {
+    size = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+           static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  }
+  size = whole_pages(size);
+  Descriptor descriptor(::memfd_create("torchspan group", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!descriptor || ::ftruncate(descriptor.get(), static_cast<off_t>(size)) != 0 ||
+      ::fcntl(descriptor.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("this system gives no sealed memory files (memfd_create): {}; use another back end",
+                    std::strerror(errno)));
+  }
+  return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
+}
+
+bool Arena::holds(const void* data, std::size_t bytes) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_.data());
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  return at >= begin && mapping_.holds(at - begin, bytes);
+}
+
+Arena::Stretch Arena::reserve(std::size_t bytes) {
+  const std::uint64_t taken = whole_pages(bytes);
+  const std::uint64_t offset = take(taken);
+  if (::fallocate(descriptor_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(taken)) != 0) {
+    const int reason = errno;
+    give_back(offset, taken);
+    throw Error(ErrorKind::kOverloaded, fmt::format("the system has no {} bytes of shared memory left: {}",
+                                                    bytes, std::strerror(reason)));
+  }
+#if defined(MADV_POPULATE_WRITE)
+  ::madvise(mapping_.data() + offset, taken, MADV_POPULATE_WRITE);
+#endif
+  return {offset, taken};
+}
+
+std::shared_ptr<std::byte> Arena::allocate(std::size_t bytes) {
+  const Stretch stretch = reserve(bytes);
+  return {mapping_.data() + stretch.offset,
+          [self = shared_from_this(), stretch](std::byte*) { self->release(stretch); }};
+}
+
+std::uint64_t Arena::take(std::uint64_t bytes) {
+  MutexLock lock(mutex_);
+  for (auto place = free_.begin(); place != free_.end(); ++place) {
+    const auto [offset, size] = *place;
+    if (size < bytes) continue;
+    free_.erase(place);
+    if (size > bytes) free_.emplace(offset + bytes, size - bytes);
+    return offset;
+  }
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("{} bytes do not fit into what is left of the {} that this rank may share; raise "
+                          "GroupOptions::shared_bytes, or let go of tensors from allocate()",
+                          bytes, mapping_.size()));
+}
+
+void Arena::give_back(std::uint64_t offset, std::uint64_t bytes) {
+  ::fallocate(descriptor_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+              static_cast<off_t>(bytes));
+  MutexLock lock(mutex_);
+  auto place = free_.emplace(offset, bytes).first;
+  if (const auto next = std::next(place);
+      next != free_.end() && place->first + place->second == next->first) {
+    place->second += next->second;
+    free_.erase(next);
+  }
+  if (place == free_.begin()) return;
+  const auto before = std::prev(place);
+  if (before->first + before->second != place->first) return;
+  before->second += place->second;
+  free_.erase(place);
+}
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,102 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <unistd.h>
+#include <utility>
+
+#include <torchspan/core/mutex.h>
+
+namespace torchspan::collective::shm {
+
+/// A file descriptor that is closed with its owner; -1 is none.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+/// Where the shared memory of one rank is mapped in this process; unmapped with its owner.
+class Mapping {
+ public:
+  Mapping() = default;
+  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid when it is something else, which
+  /// could vanish under our feet; kOverloaded without address space.
+  Mapping(const Descriptor& descriptor, std::uint64_t size);
+  Mapping(Mapping&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+  std::uint64_t size() const { return size_; }
+  /// Whether `bytes` bytes from `offset` on lie inside: asked of every place that a peer names.
+  bool holds(std::uint64_t offset, std::uint64_t bytes) const {
+    return offset <= size_ && bytes <= size_ - offset;
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::uint64_t size_ = 0;
+};
+
+/// The shared memory that one rank hands out: a memory file with no name, as long as all that it may ever
+/// hold, whose pages exist only where something was allocated. Thread-safe.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  /// `size` zero: as much as the machine has memory. Throws kUnsupported when the system has no sealed memory
+  /// files, kOverloaded without address space.
+  static std::shared_ptr<Arena> make(std::uint64_t size);
+
+  /// Zeroed memory from a page's start, given back with the last copy of the pointer, which keeps the arena.
+  /// Throws kOverloaded when the arena or the machine is full.
+  std::shared_ptr<std::byte> allocate(std::size_t bytes);
+
+  /// A stretch that nobody's destructor gives back: other processes may still look at it.
+  struct Stretch {
+    std::uint64_t offset = 0;
+    std::uint64_t bytes = 0;
+  };
+  /// As allocate(). What is never released lasts as long as somebody maps the arena.
+  Stretch reserve(std::size_t bytes);
+  void release(const Stretch& stretch) { give_back(stretch.offset, stretch.bytes); }
+
+  const Descriptor& descriptor() const { return descriptor_; }
+  const Mapping& mapping() const { return mapping_; }
+  bool holds(const void* data, std::size_t bytes) const;
+  std::uint64_t offset_of(const void* data) const {
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(data) - mapping_.data());
+  }
+
+ private:
+  Arena(Descriptor descriptor, std::uint64_t size);
+  /// The place of a free stretch of `bytes` bytes, taken out of the list; throws when there is none.
+  std::uint64_t take(std::uint64_t bytes);
+  /// The pages go back to the system at once.
+  void give_back(std::uint64_t offset, std::uint64_t bytes);
+
+  const Descriptor descriptor_;
+  const Mapping mapping_;
+  Mutex mutex_;
+  std::map<std::uint64_t, std::uint64_t> free_ TORCHSPAN_GUARDED_BY(mutex_);  ///< offset → bytes
+};
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,119 @@
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+/// What the ranks of a group see of each other: plain memory that all of them map. Written by peers of one
+/// job, and yet every place and length that is read here is checked against the mapping before it is used.
+namespace torchspan::collective::shm {
+
+inline constexpr std::size_t kLine = 64;
+inline constexpr std::size_t kMostDimensions = 10;
+inline constexpr std::size_t kMostBreakageText = 2048;
+
+/// Numbers that only their rank writes and that only grow.
+enum class Count : std::uint8_t {
+  kPosted,    ///< calls whose Call is in its slot
+  kFinished,  ///< calls whose slot and memory this rank no longer looks at
+  kStaged,    ///< chunks written to the rank's staging buffers
+  kReduced,   ///< chunks of which the rank's slice is reduced
+  kTaken,     ///< chunks of which the rank has what it wants
+  kUnits,     ///< not a rank's but the group's: units of shared tensors that are reduced
+};
+inline constexpr std::size_t kRankCounts = 5;
+
+struct alignas(kLine) RankCounts {
+  std::array<std::atomic<std::uint64_t>, kRankCounts> of{};
+  std::atomic<std::uint64_t> units_claimed{0};  ///< of the rank's own region, by anybody
+  std::atomic<std::uint32_t> in_unit{0};        ///< the rank writes to everybody's tensors right now
+  std::atomic<std::uint32_t> left{0};           ///< the rank has let go of its group
+};
+
+/// Where a rank sleeps, and what for.
+struct alignas(kLine) Bed {
+  std::atomic<std::uint32_t> bell{0};  ///< the futex
+  std::atomic<std::uint32_t> asleep{0};
+  std::atomic<std::uint64_t> target{0};
+  std::atomic<Count> count{Count::kPosted};
+};
+
+struct RankControl {
+  RankCounts counts;
+  Bed bed;
+};
+
+/// Why the group is broken; written once, by whoever finds out first.
+struct Breakage {
+  std::atomic<std::uint32_t> state{0};  ///< 0: whole, 1: being written, 2: written
+  std::uint32_t kind = 0;
+  std::uint32_t text_size = 0;
+  std::array<char, kMostBreakageText> text{};
+};
+
+struct Control {
+  alignas(kLine) std::uint32_t ranks = 0;
+  std::uint32_t oversubscribed = 0;  ///< more ranks than cores
+  std::uint64_t chunk_bytes = 0;
+  alignas(kLine) std::atomic<std::uint64_t> units_done{0};
+  alignas(kLine) Breakage breakage;
+  /// Followed by `ranks` RankControls.
+  RankControl* ranks_control() { return reinterpret_cast<RankControl*>(this + 1); }
+  static std::size_t bytes_for(std::size_t ranks) { return sizeof(Control) + ranks * sizeof(RankControl); }
+};
+static_assert(sizeof(Control) % kLine == 0 && sizeof(RankControl) % kLine == 0);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+enum class Verb : std::uint8_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kAllToAll,
+  kExchange,
+  kBarrier,
+};
+
+/// What one rank called. Equal on all ranks but for `place` and what the verb lets differ.
+struct Call {
+  std::uint64_t sequence = 0;
+  Verb verb = Verb::kBarrier;
+  std::int8_t dtype = 0;
+  std::uint8_t reduction = 0;
+  std::uint8_t sparse = 0;
+  std::int32_t root = -1;
+  std::uint32_t dimensions = 0;
+  std::uint32_t sparse_dimensions = 0;
+  std::array<std::int64_t, kMostDimensions> sizes{};
+  std::uint64_t bytes = 0;    ///< what this rank contributes
+  std::uint64_t note = 0;     ///< bytes before those in the slot: shapes
+  std::uint64_t place = 0;    ///< offset in the rank's arena, if `shared`
+  std::uint64_t entries = 0;  ///< of a sparse tensor
+  std::uint8_t shared = 0;    ///< the contribution lies in the rank's arena
+  std::uint8_t in_slot = 0;   ///< it lies in the slot
+};
+static_assert(std::is_trivially_copyable_v<Call>);
+
+inline constexpr std::size_t kSlots = 8;
+inline constexpr std::size_t kSlotBytes = std::size_t{32} << 10;
+inline constexpr std::size_t kStagingBuffers = 3;
+
+/// A call and what is small enough to go with it.
+struct Slot {
+  alignas(kLine) Call call;
+  alignas(kLine) std::array<std::byte, kSlotBytes> bytes;
+};
+
+/// A rank's own part of the group's memory, in its arena: slots, then staging buffers of chunk_bytes each.
+struct Desk {
+  /// The group's token as long as the rank looks at the others' desks; anything else says that it does not.
+  alignas(kLine) std::atomic<std::uint64_t> member_of{0};
+  std::array<Slot, kSlots> slots;
+  std::byte* staging() { return reinterpret_cast<std::byte*>(this + 1); }
+  static std::size_t bytes_for(std::uint64_t chunk_bytes) {
+    return sizeof(Desk) + kStagingBuffers * chunk_bytes;
+  }
+};
+
+}  // namespace torchspan::collective::shm

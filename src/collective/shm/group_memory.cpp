@@ -1,0 +1,153 @@
+#include "collective/shm/group_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fmt/format.h>
+#include <new>
+#include <unistd.h>
+
+#include "collective/shm/passing.h"
+
+namespace torchspan::collective::shm {
+namespace {
+
+/// Small enough for the chunks of all ranks to stay in a core's own cache.
+constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
+/// Where ranks take turns on a core each turn costs more than the cache gives.
+constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
+
+[[noreturn]] void throw_outside() {
+  throw Error(ErrorKind::kInvalid, "a member of the group named a place outside its shared memory");
+}
+
+void check_place(const Mapping& memory, std::uint64_t offset, std::size_t bytes) {
+  if (!memory.holds(offset, bytes) || offset % kLine != 0) throw_outside();
+}
+
+std::uint64_t new_token() {
+  std::uint64_t token = 0;
+  const Bytes bytes = random_bytes(sizeof token);
+  std::memcpy(&token, bytes.data(), sizeof token);
+  return token | 1;  // never that of fresh memory
+}
+
+}  // namespace
+
+struct GroupMemory::Places {
+  std::string trouble = {};
+  std::uint64_t desk = 0;
+  std::uint64_t control = 0;
+  std::uint64_t token = 0;
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put_string(trouble);
+    writer.put(desk);
+    writer.put(control);
+    writer.put(token);
+    return writer.take();
+  }
+  static Places decode(BytesView bytes) {
+    ByteReader reader(bytes);
+    Places places;
+    places.trouble = reader.get_string();
+    places.desk = reader.get<std::uint64_t>();
+    places.control = reader.get<std::uint64_t>();
+    places.token = reader.get<std::uint64_t>();
+    return places;
+  }
+};
+
+GroupMemory::~GroupMemory() {
+  if (desks_.empty()) return;
+  desk(rank_).member_of.store(0, std::memory_order_release);
+  const auto unseen = [hub = hub_.get(), members = members_, desks = desks_, tokens = tokens_] {
+    for (std::size_t rank = 0; rank < desks.size(); ++rank) {
+      const bool here = desks[rank]->member_of.load(std::memory_order_acquire) == tokens[rank];
+      if (here && !hub->gone(members[rank])) return false;
+    }
+    return true;
+  };
+  hub_->retire(*own_desk_, unseen);
+  if (own_control_) hub_->retire(*own_control_, unseen);
+}
+
+GroupMemory::Places GroupMemory::reserve(std::size_t desk_bytes, std::size_t control_bytes,
+                                         bool oversubscribed) {
+  hub_->reclaim();
+  Arena& arena = *hub_->own();
+  own_desk_ = arena.reserve(desk_bytes);
+  Places mine{.desk = own_desk_->offset, .token = new_token()};
+  auto* desk = new (arena.mapping().data() + own_desk_->offset) Desk;
+  desk->member_of.store(mine.token, std::memory_order_release);
+  if (rank_ != 0) return mine;
+  own_control_ = arena.reserve(control_bytes);
+  mine.control = own_control_->offset;
+  auto* control = new (arena.mapping().data() + own_control_->offset) Control;
+  control->ranks = static_cast<std::uint32_t>(members_.size());
+  control->oversubscribed = oversubscribed ? 1 : 0;
+  control->chunk_bytes = chunk_bytes_;
+  for (std::size_t rank = 0; rank < members_.size(); ++rank)
+    new (control->ranks_control() + rank) RankControl;
+  return mine;
+}
+
+std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<Hub> hub, std::vector<int> members,
+                                               const Gather& gather, const std::vector<int>& answering) {
+  std::unique_ptr<GroupMemory> memory(new GroupMemory);
+  const std::size_t size = members.size();
+  const bool oversubscribed = static_cast<long>(size) > ::sysconf(_SC_NPROCESSORS_ONLN);
+  memory->chunk_bytes_ = oversubscribed ? kOversubscribedChunk : kChunk;
+  memory->rank_ = static_cast<int>(std::find(members.begin(), members.end(), hub->self()) - members.begin());
+  memory->members_ = std::move(members);
+  memory->hub_ = std::move(hub);
+  const std::size_t desk_bytes = Desk::bytes_for(memory->chunk_bytes_),
+                    control_bytes = Control::bytes_for(size);
+  Places mine;
+  try {
+    mine = memory->reserve(desk_bytes, control_bytes, oversubscribed);
+  } catch (const Error& error) {
+    mine.trouble = error.message();
+  }
+  const std::vector<Bytes> answers = gather(mine.encode());
+  std::vector<Places> places;
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    places.push_back(Places::decode(answers.at(static_cast<std::size_t>(answering[rank]))));
+    if (places.back().trouble.empty()) continue;
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("{} has no memory for this group: {}",
+                            memory->person(static_cast<int>(rank)).text, places.back().trouble));
+  }
+  memory->open(places, desk_bytes, control_bytes);
+  return memory;
+}
+
+void GroupMemory::open(const std::vector<Places>& places, std::size_t desk_bytes, std::size_t control_bytes) {
+  const Mapping& root = hub_->memory(members_[0]);
+  check_place(root, places[0].control, control_bytes);
+  auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
+  if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
+    throw Error(ErrorKind::kInvalid,
+                "the ranks of this group see different machines: they differ in its cores");
+  }
+  for (std::size_t rank = 0; rank < members_.size(); ++rank) {
+    const Mapping& place = hub_->memory(members_[rank]);
+    check_place(place, places[rank].desk, desk_bytes);
+    desks_.push_back(reinterpret_cast<Desk*>(place.data() + places[rank].desk));
+    tokens_.push_back(places[rank].token);
+  }
+  signals_.emplace(hub_->runtime().executor, control, rank_);
+}
+
+std::byte* GroupMemory::place(int rank, const Call& call) const {
+  const Mapping& memory = hub_->memory(members_[static_cast<std::size_t>(rank)]);
+  if (!memory.holds(call.place, call.bytes)) throw_outside();
+  return memory.data() + call.place;
+}
+
+std::optional<std::uint64_t> GroupMemory::place_of(const void* data, std::size_t bytes) const {
+  if (!hub_->own()->holds(data, bytes)) return std::nullopt;
+  return hub_->own()->offset_of(data);
+}
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,87 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/runtime.h>
+
+#include "collective/shm/arena.h"
+
+namespace torchspan::collective::shm {
+
+/// A rank of the world as the messages of a group name it.
+struct Person {
+  int world_rank = 0;
+  std::uint64_t epoch = 0;  ///< of its process: another one may hold the rank later
+  std::string text = {};    ///< "worker1 (rank 1, pid 4711 on node3)"
+};
+
+/// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the
+/// news of who is gone. Made by meet(), kept by a group and all that split from it. Thread-safe.
+class Hub {
+ public:
+  /// `people` by hub rank, `self` is ours.
+  Hub(Runtime& runtime, std::vector<Person> people, int self, std::shared_ptr<Arena> own)
+      : runtime_(runtime), people_(std::move(people)), self_(self), own_(std::move(own)) {
+    peers_.resize(people_.size());
+    ends_.resize(people_.size());
+    gone_.resize(people_.size());
+  }
+
+  Runtime& runtime() const { return runtime_; }
+  int self() const { return self_; }
+  int size() const { return static_cast<int>(people_.size()); }
+  const Person& person(int hub_rank) const { return people_[static_cast<std::size_t>(hub_rank)]; }
+  const std::shared_ptr<Arena>& own() const { return own_; }
+  const Mapping& memory(int hub_rank) const {
+    return hub_rank == self_ ? own_->mapping() : peers_[static_cast<std::size_t>(hub_rank)];
+  }
+
+  /// A peer's memory, and the socket whose end is the peer's. Before the hub is shared between threads.
+  void add_peer(int hub_rank, Mapping memory) {
+    peers_[static_cast<std::size_t>(hub_rank)] = std::move(memory);
+  }
+  void add_end(int hub_rank, Descriptor socket) {
+    ends_[static_cast<std::size_t>(hub_rank)] = std::move(socket);
+  }
+
+  /// `how`: "it died", "it left the world". Not for threads that a listener's owner joins.
+  void note_gone(int hub_rank, const std::string& how);
+  void note_gone_by_epoch(std::uint64_t epoch, const std::string& how);
+  /// Why a rank can never answer again, if that is known; looks at its connection.
+  std::optional<std::string> gone(int hub_rank);
+  /// Takes a stretch of this process's arena whose group it has let go of: it is given back once `unseen`
+  /// says that no other process looks at it any more, which is asked now and then.
+  void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);
+  void reclaim();
+
+  /// Called by note_gone(), under no lock, as long as `owner` lives, which is held meanwhile.
+  void on_gone(const std::weak_ptr<void>& owner, std::function<void()> callback);
+
+ private:
+  struct Retired {
+    Arena::Stretch stretch;
+    std::function<bool()> unseen;
+  };
+  struct Listener {
+    std::weak_ptr<void> owner;
+    std::function<void()> callback;
+  };
+
+  Runtime& runtime_;
+  const std::vector<Person> people_;
+  const int self_;
+  const std::shared_ptr<Arena> own_;
+  std::vector<Mapping> peers_;
+  std::vector<Descriptor> ends_;
+  Mutex mutex_;
+  std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Listener> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  Mutex retired_mutex_;
+  std::vector<Retired> retired_ TORCHSPAN_GUARDED_BY(retired_mutex_);
+};
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,70 @@
+#include "collective/shm/operation.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <span>
+
+#include <torchspan/collective/back_end.h>
+
+#include "collective/dtypes.h"
+
+namespace torchspan::collective::shm {
+namespace {
+
+std::string_view name_of(Verb verb) {
+  switch (verb) {
+    case Verb::kAllReduce:
+      return "all_reduce";
+    case Verb::kReduceScatter:
+      return "reduce_scatter";
+    case Verb::kAllGather:
+      return "all_gather";
+    case Verb::kBroadcast:
+      return "broadcast";
+    case Verb::kAllToAll:
+      return "all_to_all";
+    case Verb::kExchange:
+      return "exchange";
+    case Verb::kBarrier:
+      return "barrier";
+  }
+  return "an unknown operation";
+}
+
+std::span<const std::int64_t> sizes_of(const Call& call) {
+  return {call.sizes.data(), std::min<std::size_t>(call.dimensions, kMostDimensions)};
+}
+
+}  // namespace
+
+std::string describe(const Call& call) {
+  const std::string_view verb = name_of(call.verb);
+  if (call.verb == Verb::kBarrier || call.verb == Verb::kExchange) return fmt::format("{}()", verb);
+  std::string text =
+      fmt::format("{}({}{}", verb, call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
+  if (call.verb == Verb::kAllToAll) return text + " parts)";
+  text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
+  if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);
+  if (call.verb == Verb::kAllGather) return text + ")";
+  return text + fmt::format(", {})", to_string(static_cast<Reduction>(call.reduction)));
+}
+
+std::string describe_numbered(const Call& call) {
+  return fmt::format("{}, call {} of the group", describe(call), call.sequence + 1);
+}
+
+bool agree(const Call& a, const Call& b) {
+  if (a.sequence != b.sequence || a.verb != b.verb || a.dtype != b.dtype || a.root != b.root ||
+      a.reduction != b.reduction || a.sparse != b.sparse) {
+    return false;
+  }
+  if (a.verb == Verb::kAllToAll || a.verb == Verb::kExchange || a.verb == Verb::kBarrier) return true;
+  const auto sizes_a = sizes_of(a), sizes_b = sizes_of(b);
+  const std::size_t free = a.verb == Verb::kAllGather && !sizes_a.empty() ? 1 : 0;
+  return a.dimensions == b.dimensions && a.sparse_dimensions == b.sparse_dimensions &&
+         std::equal(sizes_a.begin() + static_cast<std::ptrdiff_t>(free), sizes_a.end(),
+                    sizes_b.begin() + static_cast<std::ptrdiff_t>(free), sizes_b.end());
+}
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,87 @@
+#include "collective/single.h"
+
+#include <ATen/Functions.h>
+
+#include "collective/kernels.h"
+
+namespace torchspan::collective {
+namespace {
+
+/// What other groups refuse is refused here too, so that a program that works alone works with others.
+void check(const at::Tensor& tensor, Reduction reduction) { find_kernel(tensor.scalar_type(), reduction); }
+
+template <class T, class Make>
+Future<T> ready(Make make) {
+  try {
+    return make_ready_future<T>(make());
+  } catch (const Error&) {
+    return make_failed_future<T>(std::current_exception());
+  }
+}
+
+}  // namespace
+
+void SingleBackEnd::throw_if_aborted() {
+  MutexLock lock(mutex_);
+  if (aborted_) throw Error(*aborted_);
+}
+
+std::shared_ptr<BackEnd> SingleBackEnd::split(int, int) {
+  throw_if_aborted();
+  return std::make_shared<SingleBackEnd>(ranks_[0]);
+}
+
+Future<at::Tensor> SingleBackEnd::all_reduce(at::Tensor tensor, Reduction reduction) {
+  check(tensor, reduction);
+  return ready<at::Tensor>([&] {
+    throw_if_aborted();
+    return tensor.is_sparse() ? tensor.detach().coalesce() : tensor;
+  });
+}
+
+Future<at::Tensor> SingleBackEnd::reduce_scatter(at::Tensor tensor, Reduction reduction) {
+  check(tensor, reduction);
+  return ready<at::Tensor>([&] {
+    throw_if_aborted();
+    return tensor.detach().clone(at::MemoryFormat::Contiguous);
+  });
+}
+
+Future<std::vector<at::Tensor>> SingleBackEnd::all_gather(at::Tensor tensor) {
+  return ready<std::vector<at::Tensor>>([&] {
+    throw_if_aborted();
+    return std::vector<at::Tensor>{tensor.detach().clone(at::MemoryFormat::Contiguous)};
+  });
+}
+
+Future<at::Tensor> SingleBackEnd::broadcast(at::Tensor tensor, int) {
+  return ready<at::Tensor>([&] {
+    throw_if_aborted();
+    return tensor;
+  });
+}
+
+Future<std::vector<at::Tensor>> SingleBackEnd::all_to_all(std::vector<at::Tensor> parts) {
+  return ready<std::vector<at::Tensor>>([&] {
+    throw_if_aborted();
+    return std::vector<at::Tensor>{parts[0].detach().clone(at::MemoryFormat::Contiguous)};
+  });
+}
+
+std::vector<Bytes> SingleBackEnd::exchange(BytesView mine, Deadline) {
+  throw_if_aborted();
+  return {Bytes(mine.begin(), mine.end())};
+}
+
+void SingleBackEnd::barrier(Deadline) { throw_if_aborted(); }
+
+at::Tensor SingleBackEnd::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty(sizes, at::TensorOptions().dtype(dtype));
+}
+
+void SingleBackEnd::abort(const Error& cause) {
+  MutexLock lock(mutex_);
+  if (!aborted_) aborted_ = cause;
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,76 @@
+#pragma once
+#include <gtest/gtest.h>
+
+#include "tests/conformance/collective_oracle.h"
+#include "tests/conformance/collective_world.h"
+
+namespace torchspan::testing {
+
+/// One row of the suite: a back end, and how many ranks.
+struct CollectiveRow {
+  collective::BackEndKind back_end;
+  int ranks;
+  int hosts = 1;
+
+  /// Whether sums are those of ranks 0 to P-1 in this order, to the bit.
+  bool in_rank_order() const { return ranks == 1 || back_end == collective::BackEndKind::kSharedMemory; }
+};
+
+inline std::string name_of(collective::BackEndKind kind) {
+  switch (kind) {
+    case collective::BackEndKind::kAutomatic:
+      return "automatic";
+    case collective::BackEndKind::kSharedMemory:
+      return "shm";
+    case collective::BackEndKind::kC10d:
+      return "c10d";
+    case collective::BackEndKind::kMpi:
+      return "mpi";
+    case collective::BackEndKind::kHierarchical:
+      return "hierarchical";
+  }
+  return "unknown";
+}
+
+/// The list of back ends: one line each.
+inline std::vector<CollectiveRow> collective_rows() {
+  std::vector<CollectiveRow> rows;
+  if (const auto mpi = mpi_place()) return {{collective::BackEndKind::kMpi, mpi->size}};
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    rows.push_back({collective::BackEndKind::kSharedMemory, ranks});
+  }
+#if defined(TORCHSPAN_GLOO)
+  for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackEndKind::kC10d, ranks});
+  for (const int ranks : {2, 3, 5})
+    rows.push_back({collective::BackEndKind::kHierarchical, ranks, /*hosts=*/2});
+#endif
+  return rows;
+}
+
+inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info) {
+  return name_of(info.param.back_end) + "_" + std::to_string(info.param.ranks);
+}
+
+/// A test that runs on every row.
+class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
+ protected:
+  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) {}
+  int ranks() const { return GetParam().ranks; }
+  collective::GroupOptions options() const {
+    return {.back_end = GetParam().back_end, .network = collective::Network::kIsolated};
+  }
+  /// Whether a result is what the oracle says: to the bit, where the back end promises that.
+  static bool is_right(const at::Tensor& result, const at::Tensor& oracle) {
+    if (GetParam().in_rank_order() ||
+        !(at::isFloatingType(oracle.scalar_type()) || at::isComplexType(oracle.scalar_type()))) {
+      return same_bits(result, oracle);
+    }
+    const double tolerance = oracle.element_size() <= 2 ? 1e-2 : 1e-4;
+    return result.sizes() == oracle.sizes() && at::allclose(result, oracle, tolerance, tolerance);
+  }
+  void run(std::function<void(collective::Group&)> body) { world_.run(std::move(body), options()); }
+
+  CollectiveWorld world_;
+};
+
+}  // namespace torchspan::testing

@@ -1,0 +1,200 @@
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include "tests/conformance/collective_backends.h"
+#include "tests/conformance/collective_oracle.h"
+
+namespace torchspan::testing {
+namespace {
+
+using namespace collective;
+
+class CollectiveDense : public CollectiveSuite {};
+INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveDense, ::testing::ValuesIn(collective_rows()), row_name);
+
+const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf,         at::kBFloat16,
+                                             at::kByte,  at::kChar,   at::kShort,        at::kInt,
+                                             at::kLong,  at::kBool,   at::kComplexFloat, at::kComplexDouble};
+const std::vector<Reduction> kReductions = {kSum, kAverage, kMinimum, kMaximum, kProduct};
+
+bool makes_sense(at::ScalarType dtype, Reduction reduction) {
+  if (reduction == kAverage) return at::isFloatingType(dtype) || at::isComplexType(dtype);
+  if (reduction == kMinimum || reduction == kMaximum) return !at::isComplexType(dtype);
+  return true;
+}
+
+TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRankOrder) {
+  run([&](Group& group) {
+    std::uint64_t seed = 1;
+    for (const at::ScalarType dtype : kDtypes) {
+      for (const Reduction reduction : kReductions) {
+        for (const std::int64_t length : {7L, 1000L, 70001L}) {
+          const auto inputs = random_inputs(ranks(), {length}, dtype, ++seed);
+          at::Tensor mine = inputs[group.rank()].clone();
+          if (!makes_sense(dtype, reduction)) {
+            EXPECT_THROW(group.all_reduce(mine, reduction), Error);
+            continue;
+          }
+          const at::Tensor result = group.all_reduce(mine, reduction).wait();
+          EXPECT_TRUE(result.is_same(mine));
+          EXPECT_TRUE(is_right(mine, reduce_alone(inputs, reduction)))
+              << to_string(reduction) << " of " << c10::toString(dtype) << " " << length;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
+  run([&](Group& group) {
+    for (const std::int64_t length : {0L, 1L, 2L, 3L, 15L, 16L, 17L, 8191L, 8192L, 8193L, 65535L, 65536L,
+                                      65537L, (1L << 18) + 3, (1L << 20) - 1, (1L << 20) + 5}) {
+      const auto inputs = random_inputs(ranks(), {length}, at::kFloat, length + 1);
+      at::Tensor mine = inputs[group.rank()].clone();
+      group.all_reduce(mine).wait();
+      EXPECT_TRUE(is_right(mine, reduce_alone(inputs, kSum))) << length;
+    }
+  });
+}
+
+TEST_P(CollectiveDense, AllReducesWhatLiesInSharedBuckets) {
+  run([&](Group& group) {
+    const at::Tensor bucket = group.allocate({1 << 20}, at::kFloat);
+    for (const std::int64_t length : {1L, 100L, 8193L, 65537L, (1L << 20) - 3}) {
+      for (const std::int64_t offset : {0L, 1L, 2L}) {
+        const auto inputs = random_inputs(ranks(), {length}, at::kFloat, 31 * length + offset);
+        const at::Tensor mine = bucket.narrow(0, offset, length);
+        mine.copy_(inputs[group.rank()]);
+        group.all_reduce(mine, kAverage).wait();
+        EXPECT_TRUE(is_right(mine, reduce_alone(inputs, kAverage))) << length << " at " << offset;
+        group.barrier();
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, WorksOnTensorsOfAnyStridesInPlace) {
+  run([&](Group& group) {
+    for (const std::int64_t side : {5L, 301L}) {
+      const auto inputs = random_inputs(ranks(), {side, side + 1}, at::kDouble, side);
+      at::Tensor whole = at::zeros({side + 1, 2 * side});
+      whole = whole.to(at::kDouble);
+      const at::Tensor mine = whole.t().slice(0, 0, 2 * side, 2);
+      mine.copy_(inputs[group.rank()]);
+      group.all_reduce(mine).wait();
+      EXPECT_TRUE(is_right(mine.contiguous(), reduce_alone(inputs, kSum)));
+      EXPECT_EQ(whole.t().slice(0, 1, 2 * side, 2).abs().sum().item<double>(), 0)
+          << "neighbours were touched";
+      mine.fill_(group.rank());
+      group.broadcast(mine, ranks() - 1).wait();
+      EXPECT_TRUE((mine == ranks() - 1).all().item<bool>());
+    }
+  });
+}
+
+TEST_P(CollectiveDense, ScattersReducedPartsAndGathersThemAgain) {
+  run([&](Group& group) {
+    for (const std::int64_t rows : {0L, 1L, 13L, 4001L}) {
+      for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kLong}) {
+        const auto inputs = random_inputs(ranks(), {rows * ranks(), 17}, dtype, rows + 5);
+        const at::Tensor mine = inputs[group.rank()].clone();
+        const at::Tensor sum = reduce_alone(inputs, kSum);
+        const at::Tensor part = group.reduce_scatter(mine).wait();
+        EXPECT_TRUE(is_right(part, sum.narrow(0, rows * group.rank(), rows)));
+        EXPECT_TRUE(same_bits(mine, inputs[group.rank()])) << "the input was changed";
+        const auto parts = group.all_gather(part).wait();
+        EXPECT_TRUE(is_right(at::cat(parts), sum));
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, ScattersWhatLiesInSharedBuckets) {
+  run([&](Group& group) {
+    const std::int64_t length = 40000L * ranks();
+    const auto inputs = random_inputs(ranks(), {length}, at::kFloat, 9);
+    const at::Tensor mine = group.allocate({length}, at::kFloat);
+    for (int time = 0; time < 3; ++time) {
+      mine.copy_(inputs[group.rank()]);
+      const at::Tensor part = group.reduce_scatter(mine, kAverage).wait();
+      mine.zero_();
+      EXPECT_TRUE(is_right(part, reduce_alone(inputs, kAverage).narrow(0, 40000L * group.rank(), 40000)));
+    }
+  });
+}
+
+TEST_P(CollectiveDense, GathersTensorsWhoseFirstDimensionsDiffer) {
+  run([&](Group& group) {
+    for (const std::int64_t unit : {0L, 1L, 999L, 30011L}) {
+      std::vector<at::Tensor> inputs;
+      for (int rank = 0; rank < ranks(); ++rank) {
+        inputs.push_back(random_inputs(1, {unit * (ranks() - rank), 3}, at::kInt, rank + 100)[0]);
+      }
+      const auto results = group.all_gather(inputs[group.rank()]).wait();
+      ASSERT_EQ(results.size(), inputs.size());
+      for (std::size_t i = 0; i < results.size(); ++i) EXPECT_TRUE(same_bits(results[i], inputs[i])) << unit;
+    }
+    EXPECT_EQ(group.all_gather(at::scalar_tensor(group.rank())).wait().back().item<int>(), ranks() - 1);
+  });
+}
+
+TEST_P(CollectiveDense, BroadcastsFromEveryRoot) {
+  run([&](Group& group) {
+    for (int root = 0; root < ranks(); ++root) {
+      for (const std::int64_t length : {0L, 1L, 9000L, 400001L}) {
+        const at::Tensor input = random_inputs(1, {length}, at::kDouble, root + length)[0];
+        at::Tensor mine = group.rank() == root ? input.clone() : at::zeros_like(input);
+        EXPECT_TRUE(group.broadcast(mine, root).wait().is_same(mine));
+        EXPECT_TRUE(same_bits(mine, input));
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, SendsPartsOfAllShapesToEverybody) {
+  run([&](Group& group) {
+    for (const std::int64_t unit : {0L, 3L, 50000L}) {
+      const auto part = [&](int from, int to) {
+        return random_inputs(1, {unit * ((from + 2 * to) % 3), to + 1}, at::kShort, 10 * from + to)[0];
+      };
+      std::vector<at::Tensor> parts;
+      for (int to = 0; to < ranks(); ++to) parts.push_back(part(group.rank(), to));
+      const auto results = group.all_to_all(parts).wait();
+      ASSERT_EQ(static_cast<int>(results.size()), ranks());
+      for (int from = 0; from < ranks(); ++from) {
+        EXPECT_TRUE(same_bits(results[from], part(from, group.rank()))) << from << " " << unit;
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, ExchangesBytesOfAnyLength) {
+  run([&](Group& group) {
+    for (const std::size_t length : {std::size_t{0}, std::size_t{5}, std::size_t{700000}}) {
+      const Bytes mine(length * static_cast<std::size_t>(group.rank() + 1), std::byte(group.rank()));
+      const auto all = group.exchange(mine);
+      ASSERT_EQ(static_cast<int>(all.size()), ranks());
+      for (int rank = 0; rank < ranks(); ++rank) {
+        EXPECT_EQ(all[rank], Bytes(length * static_cast<std::size_t>(rank + 1), std::byte(rank)));
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveDense, LeavesAutogradAloneAndCountsVersions) {
+  run([&](Group& group) {
+    at::Tensor leaf = at::ones({4}).requires_grad_();
+    const auto version = leaf._version();
+    group.all_reduce(leaf).wait();
+    EXPECT_TRUE(leaf.is_leaf());
+    EXPECT_FALSE(leaf.grad_fn());
+    if (ranks() > 1) {
+      EXPECT_GT(leaf._version(), version);
+    }
+    EXPECT_EQ(leaf.sum().item<float>(), 4.0F * static_cast<float>(ranks()));
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::testing

@@ -1,0 +1,198 @@
+// Whatever goes wrong in a group is told to all its ranks, who are named.
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include "tests/conformance/collective_backends.h"
+
+namespace torchspan::testing {
+namespace {
+
+using namespace collective;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+class CollectiveFailures : public CollectiveSuite {
+ protected:
+  /// Runs `body` with a group of all ranks and returns what each of them threw.
+  std::vector<Error> errors_of(std::function<void(Group&)> body) {
+    std::vector<Error> errors;
+    for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+           Group group = Group::make(self.runtime, self.membership, options());
+           try {
+             body(group);
+           } catch (...) {
+             // Nobody's end must be what the others hear of.
+             self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+             throw;
+           }
+           self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+         })) {
+      errors.push_back(failure ? to_error(failure) : Error(ErrorKind::kInvalid, "nothing was thrown"));
+    }
+    return errors;
+  }
+};
+/// What only our own back end can do: tell the other ranks. Foreign engines leave them to their time-outs.
+class CollectiveNews : public CollectiveFailures {};
+
+/// A group of one depends on nobody.
+std::vector<CollectiveRow> rows_of_several(bool ours_only) {
+  std::vector<CollectiveRow> rows = collective_rows();
+  std::erase_if(rows, [=](const CollectiveRow& row) {
+    return row.ranks == 1 || (ours_only && row.back_end != BackEndKind::kSharedMemory);
+  });
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
+INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
+
+TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
+  for (const Error& error : errors_of([&](Group& group) {
+         group.barrier();
+         if (group.rank() == 1) {
+           group.broadcast(at::ones({3}), 0).wait();
+         } else {
+           group.all_reduce(at::ones({3})).wait();
+         }
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0"), HasSubstr("all_reduce(Float [3], sum)"),
+                                    HasSubstr("worker1"), HasSubstr("broadcast(Float [3] from rank 0)")));
+  }
+}
+
+TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
+  const std::vector<std::function<void(Group&, bool)>> calls = {
+      [](Group& group, bool odd) { group.all_reduce(at::ones({3}, odd ? at::kFloat : at::kInt)).wait(); },
+      [](Group& group, bool odd) { group.all_reduce(at::ones({odd ? 3 : 4})).wait(); },
+      [](Group& group, bool odd) { group.all_reduce(at::ones({odd ? 300000 : 300001})).wait(); },
+      [](Group& group, bool odd) { group.all_reduce(at::ones({3}), odd ? kSum : kProduct).wait(); },
+      [](Group& group, bool odd) { group.broadcast(at::ones({3}), odd ? 0 : 1).wait(); },
+      [](Group& group, bool odd) {
+        group.all_gather(at::ones({3, odd ? 1 : 2})).wait();
+      },
+  };
+  for (const auto& call : calls) {
+    for (const Error& error : errors_of([&](Group& group) { call(group, group.rank() == ranks() - 1); })) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
+      EXPECT_THAT(error.what(),
+                  AllOf(HasSubstr("worker0"), HasSubstr("worker" + std::to_string(ranks() - 1))));
+    }
+  }
+}
+
+TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
+  for (const Error& error : errors_of([&](Group& group) {
+         const Error cause(ErrorKind::kCancelled, "the trainer gave up");
+         if (group.rank() == 0) group.abort(cause);
+         EXPECT_THROW(group.all_reduce(at::ones({3})).wait(), Error);
+         EXPECT_THROW(group.barrier(), Error);
+         group.all_gather(at::ones({400000})).wait();
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("the trainer gave up"), HasSubstr("worker0")));
+  }
+}
+
+TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
+  for (const Error& error : errors_of([&](Group& group) {
+         if (group.rank() == 1) {
+           group.abort(Error(ErrorKind::kCancelled, "enough"));
+           group.barrier();
+         } else {
+           group.all_reduce(at::ones({1 << 18})).wait();
+         }
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    EXPECT_THAT(error.what(), HasSubstr("enough"));
+  }
+}
+
+TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
+  const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = Group::make(self.runtime, self.membership, options());
+         group.all_reduce(at::ones({2})).wait();
+         const bool late = self.rank == ranks() - 1;
+         if (!late) {
+           EXPECT_THROW(group.barrier(in(milliseconds(50))), Error);
+         }
+         self.membership.barrier("test.late", {}, in(seconds(60)));
+         try {
+           group.barrier(in(seconds(60)));
+         } catch (...) {
+           self.membership.barrier("test.end", {}, in(seconds(60)));
+           throw;
+         }
+       })) {
+    ASSERT_TRUE(failure);
+    const Error error = to_error(failure);
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("barrier()"), HasSubstr("call 2 of the group"),
+                      HasSubstr("worker" + std::to_string(ranks() - 1)), HasSubstr("made 1 calls so far")));
+  }
+}
+
+TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
+  const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
+  GroupOptions options = this->options();
+  options.timeout = seconds(5);
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = Group::make(self.runtime, self.membership, options);
+         group.all_reduce(at::ones({2})).wait();
+         const bool late = self.rank == ranks() - 1;
+         try {
+           if (!late) group.barrier(in(milliseconds(50)));
+         } catch (...) {
+           self.membership.barrier("test.end", {}, in(seconds(60)));
+           throw;
+         }
+         self.membership.barrier("test.end", {}, in(seconds(60)));
+         if (late) throw std::runtime_error("the late one");
+       })) {
+    ASSERT_TRUE(failure);
+    if (describe(failure).text.find("the late one") != std::string::npos) continue;
+    const Error error = to_error(failure);
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("barrier()"), HasSubstr("call 2 of the group"),
+                                    HasSubstr("worker" + std::to_string(ranks() - 1))));
+  }
+}
+
+TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
+  int failed = 0;
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         {
+           Group group = Group::make(self.runtime, self.membership, options());
+           group.barrier();
+           if (self.rank != 0) group.all_reduce(at::ones({3})).wait();
+         }
+       })) {
+    if (!failure) continue;
+    ++failed;
+    const Error error = to_error(failure);
+    EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0"), HasSubstr("all_reduce(Float [3], sum)")));
+  }
+  EXPECT_EQ(failed, ranks() - 1);
+}
+
+TEST_P(CollectiveFailures, RanksThatWantDifferentGroupsAreTold) {
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         GroupOptions options = this->options();
+         if (self.rank == 1) options.network = Network::kThisHostOnly;
+         Group::make(self.runtime, self.membership, options);
+       })) {
+    ASSERT_TRUE(failure);
+    EXPECT_THAT(to_error(failure).what(),
+                AllOf(HasSubstr("worker0"), HasSubstr("worker1"), HasSubstr("network")));
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::testing

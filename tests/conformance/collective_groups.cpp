@@ -1,0 +1,157 @@
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/core/when_all.h>
+
+#include "tests/conformance/collective_backends.h"
+#include "tests/conformance/collective_oracle.h"
+
+namespace torchspan::testing {
+namespace {
+
+using namespace collective;
+
+class CollectiveGroups : public CollectiveSuite {};
+INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
+
+TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
+  run([&](Group& group) {
+    std::vector<at::Tensor> mine;
+    std::vector<Future<at::Tensor>> pending;
+    for (int i = 0; i < 60; ++i) {
+      const std::int64_t length = i % 3 == 0 ? 200000 + i : 10 + i;
+      mine.push_back(at::full({length}, group.rank() + i, at::kLong));
+      pending.push_back(group.all_reduce(mine.back()));
+    }
+    for (int i = 59; i >= 0; --i) {
+      pending[i].wait();
+      const std::int64_t sum = ranks() * i + ranks() * (ranks() - 1) / 2;
+      EXPECT_TRUE((mine[i] == sum).all().item<bool>()) << i;
+    }
+  });
+}
+
+TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
+  run([&](Group& group) {
+    std::vector<Future<int>> done;
+    std::atomic<int> sum{0};
+    for (int i = 0; i < 20; ++i) {
+      done.push_back(
+          group.all_reduce(at::ones({i % 2 == 0 ? 3 : 100000})).then([&](Future<at::Tensor> result) {
+            sum += result.wait()[0].item<int>();
+            return 0;
+          }));
+    }
+    wait_all(done, world_.executor().deadline_in(std::chrono::seconds(60)));
+    EXPECT_EQ(sum.load(), 20 * ranks());
+  });
+}
+
+TEST_P(CollectiveGroups, SplitsByColorAndKey) {
+  run([&](Group& group) {
+    const int color = group.rank() % 2;
+    const Group part = group.split(color, /*key=*/-group.rank());
+    std::vector<int> expected;
+    for (int rank = ranks() - 1; rank >= 0; --rank) {
+      if (rank % 2 == color) expected.push_back(rank);
+    }
+    EXPECT_EQ(part.ranks(), expected);
+    EXPECT_EQ(part.ranks()[part.rank()], group.rank());
+    at::Tensor small = at::full({3}, group.rank()), large = at::full({300000}, group.rank());
+    at::Tensor bucket = part.allocate({100000}, at::kFloat);
+    bucket.fill_(group.rank());
+    const auto waits = {part.all_reduce(small), group.all_reduce(large), part.all_reduce(bucket)};
+    for (const auto& future : waits) future.wait();
+    float sum = 0;
+    for (const int rank : expected) sum += static_cast<float>(rank);
+    EXPECT_TRUE((small == sum).all().item<bool>());
+    EXPECT_TRUE((bucket == sum).all().item<bool>());
+    EXPECT_TRUE((large == ranks() * (ranks() - 1) / 2).all().item<bool>());
+  });
+}
+
+TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
+  run([&](Group& group) {
+    for (const std::int64_t unit : {0L, 1L, 400L}) {
+      for (const Reduction reduction : {kSum, kAverage}) {
+        std::vector<at::Tensor> inputs;
+        at::Tensor sum = at::zeros({50, 70, 4}, at::kDouble);
+        for (int rank = 0; rank < ranks(); ++rank) {
+          const std::int64_t entries = unit * rank;
+          auto generator = at::detail::createCPUGenerator(unit + rank);
+          const at::Tensor indices = at::stack({at::randint(50, {entries}, generator, at::kLong),
+                                                at::randint(70, {entries}, generator, at::kLong)});
+          // Whole numbers, so that every order of summing gives the same.
+          const at::Tensor values = at::randint(-50, 50, {entries, 4}, generator, at::kDouble);
+          inputs.push_back(at::sparse_coo_tensor(indices, values, {50, 70, 4}));
+          sum += inputs.back().to_dense();
+        }
+        if (reduction == kAverage) sum = sum / ranks();
+        const at::Tensor result = group.all_reduce(inputs[group.rank()], reduction).wait();
+        EXPECT_TRUE(result.is_sparse() && result.is_coalesced());
+        EXPECT_TRUE(is_right(result.to_dense(), sum)) << unit;
+        const auto all = group.all_gather(result.values()).wait();
+        for (const at::Tensor& values : all) EXPECT_TRUE(same_bits(values, result.values()));
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
+  run([&](Group& group) {
+    for (const std::int64_t length : {11L, 30000L, 1000003L}) {
+      at::Tensor mine = random_inputs(ranks(), {length}, at::kFloat, length)[group.rank()] * 1e3;
+      group.all_reduce(mine).wait();
+      for (const at::Tensor& other : group.all_gather(mine).wait()) EXPECT_TRUE(same_bits(other, mine));
+    }
+  });
+}
+
+TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
+  const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
+    GroupOptions backwards = options();
+    for (int rank = ranks() - 1; rank >= 0; --rank) backwards.ranks.push_back(rank);
+    const Group first = Group::make(self.runtime, self.membership, options());
+    const Group second = Group::make(self.runtime, self.membership, backwards);
+    EXPECT_EQ(second.rank(), ranks() - 1 - self.rank);
+    at::Tensor a = at::full({50000}, self.rank), b = at::full({50000}, 2 * self.rank);
+    const auto fa = first.all_reduce(a), fb = second.all_reduce(b);
+    fb.wait();
+    fa.wait();
+    EXPECT_TRUE(at::equal(2 * a, b));
+    at::Tensor c = at::full({2}, self.rank);
+    second.broadcast(c, 0).wait();
+    EXPECT_EQ(c[0].item<int>(), ranks() - 1);
+    second.barrier();
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
+TEST_P(CollectiveGroups, RefusesArgumentsThatMakeNoSenseAndGoesOn) {
+  run([&](Group& group) {
+    EXPECT_THROW(group.all_reduce(at::Tensor()), Error);
+    EXPECT_THROW(group.broadcast(at::ones({1}), ranks()), Error);
+    EXPECT_THROW(group.broadcast(at::ones({1}), -1), Error);
+    EXPECT_THROW(group.all_to_all({}), Error);
+    EXPECT_THROW(group.reduce_scatter(at::scalar_tensor(1)), Error);
+    EXPECT_THROW(group.split(-1, 0), Error);
+    EXPECT_THROW(group.allocate({-1}, at::kFloat), Error);
+    EXPECT_THROW(Group(nullptr), Error);
+    EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+  });
+}
+
+TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
+  run([&](Group& group) {
+    at::Tensor mine = at::ones({16}, at::kLong);
+    for (int i = 0; i < 300; ++i) {
+      mine.fill_(1);
+      group.all_reduce(mine).wait();
+      ASSERT_EQ(mine[15].item<int>(), ranks());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::testing

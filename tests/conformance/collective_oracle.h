@@ -1,0 +1,83 @@
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/collective/group.h>
+
+namespace torchspan::testing {
+
+/// Whether two dense tensors have one dtype, one shape and the same bits.
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
+  const at::Tensor x = a.detach().contiguous(), y = b.detach().contiguous();
+  return x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
+}
+
+/// The tensors of all ranks, which every rank can make for itself.
+inline std::vector<at::Tensor> random_inputs(int ranks, at::IntArrayRef sizes, at::ScalarType dtype,
+                                             std::uint64_t seed) {
+  auto generator = at::detail::createCPUGenerator(seed);
+  std::vector<at::Tensor> inputs;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (at::isIntegralType(dtype, /*includeBool=*/true)) {
+      const std::int64_t high = dtype == at::kBool ? 2 : 100;
+      inputs.push_back(at::randint(high, sizes, generator, at::kLong).to(dtype));
+    } else if (at::isComplexType(dtype)) {
+      inputs.push_back(
+          at::complex(at::randn(sizes, generator, at::kDouble), at::randn(sizes, generator, at::kDouble))
+              .to(dtype));
+    } else {
+      inputs.push_back(at::randn(sizes, generator, at::kDouble).to(dtype));
+    }
+  }
+  return inputs;
+}
+
+/// A product of complex numbers by its four real products: LibTorch's own rounds differently at the end of a
+/// row.
+inline at::Tensor complex_product(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = at::real(a), y = at::imag(a), u = at::real(b), v = at::imag(b);
+  return at::complex(x * u - y * v, x * v + y * u);
+}
+
+/// The same reduction by LibTorch alone, in the order of the ranks; halves in float, rounded once.
+inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective::Reduction reduction) {
+  if (inputs.size() == 1) return inputs[0];
+  const at::ScalarType dtype = inputs[0].scalar_type();
+  const bool widen = dtype == at::kHalf || dtype == at::kBFloat16;
+  const auto wide = [&](const at::Tensor& tensor) { return widen ? tensor.to(at::kFloat) : tensor; };
+  at::Tensor result = wide(inputs[0]).clone();
+  for (std::size_t rank = 1; rank < inputs.size(); ++rank) {
+    const at::Tensor next = wide(inputs[rank]);
+    switch (reduction) {
+      case collective::kSum:
+      case collective::kAverage:
+        result = dtype == at::kBool ? result.logical_or(next) : result + next;
+        break;
+      case collective::kProduct:
+        if (at::isComplexType(dtype)) {
+          result = complex_product(result, next);
+        } else {
+          result = dtype == at::kBool ? result.logical_and(next) : result * next;
+        }
+        break;
+      case collective::kMinimum:
+        result = at::minimum(result, next);
+        break;
+      case collective::kMaximum:
+        result = at::maximum(result, next);
+        break;
+    }
+  }
+  const auto ranks = static_cast<std::int64_t>(inputs.size());
+  if (reduction == collective::kAverage && at::isComplexType(dtype)) {
+    result = at::view_as_complex(at::view_as_real(result) / ranks);  // part by part
+  } else if (reduction == collective::kAverage) {
+    result = result / ranks;
+  }
+  return result.to(dtype);
+}
+
+}  // namespace torchspan::testing

@@ -1,0 +1,111 @@
+#pragma once
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/core/runtime.h>
+#include <torchspan/rendezvous/membership.h>
+
+#include "tests/conformance/collective_mpi.h"
+#include "tests/support/processes.h"
+
+namespace torchspan::testing {
+
+/// Ranks as threads of this process, over real sockets and the system's clock. With several hosts they claim,
+/// in turns, to be on one or another. Under mpirun every process is one rank of the same world.
+class CollectiveWorld {
+ public:
+  explicit CollectiveWorld(int size, int hosts = 1)
+      : size_(size),
+        hosts_(hosts),
+        mpi_(mpi_place()),
+        secret_(mpi_ ? net::Secret::from_file(mpi_->folder + "/secret") : net::Secret::random()),
+        executor_(make_executor()) {}
+
+  int size() const { return size_; }
+  Executor& executor() { return *executor_; }
+
+  struct Rank {
+    Runtime& runtime;
+    rendezvous::Membership& membership;
+    int rank;
+  };
+
+  /// Runs `body` on every rank at once; returns what each threw, or null. Under mpirun: on this rank.
+  std::vector<std::exception_ptr> try_each(std::function<void(Rank)> body) {
+    std::vector<std::exception_ptr> failures(mpi_ ? 1 : size_);
+    store_ = name_of_store();
+    if (mpi_) {
+      try {
+        live(mpi_->rank, body);
+      } catch (...) {
+        failures[0] = std::current_exception();
+      }
+    } else {
+      std::vector<Thread> threads;
+      for (int rank = 0; rank < size_; ++rank) {
+        threads.push_back(executor_->spawn("rank" + std::to_string(rank), [&, rank] {
+          try {
+            live(rank, body);
+          } catch (...) {
+            failures[rank] = std::current_exception();
+          }
+        }));
+      }
+    }
+    return failures;
+  }
+
+  /// The same with a group of all ranks; rethrows the first failure.
+  void run(std::function<void(collective::Group&)> body, collective::GroupOptions options = {}) {
+    options.timeout = std::min<Duration>(options.timeout, std::chrono::seconds(60));
+    for (const auto& failure : try_each([&](Rank self) {
+           collective::Group group = collective::Group::make(self.runtime, self.membership, options);
+           body(group);
+         })) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+ private:
+  void live(int rank, const std::function<void(Rank)>& body) {
+    Runtime runtime(*executor_, "worker" + std::to_string(rank));
+    rendezvous::JoinOptions options;
+    options.name = "worker" + std::to_string(rank);
+    options.rank = rank;
+    options.world_size = size_;
+    options.store_address = "unix:" + store_;
+    options.address = "unix:" + folder_.path() + "/" + options.name;
+    options.timeout = std::chrono::seconds(60);
+    options.dead_after = std::chrono::seconds(60);
+    if (hosts_ > 1) options.host_id = "host" + std::to_string(rank % hosts_);
+    const auto membership =
+        rendezvous::Membership::join(runtime, rendezvous::stream_transports(*executor_, secret_), options);
+    body({runtime, *membership, rank});
+    membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
+  }
+
+  /// The same in all processes: they run the same tests.
+  std::string name_of_store() {
+    if (!mpi_) return folder_.path() + "/store";
+    std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    std::replace(test.begin(), test.end(), '/', '-');
+    return mpi_->folder + "/" + test.substr(0, 40) + std::to_string(++worlds_);
+  }
+
+  const int size_;
+  const int hosts_;
+  const std::optional<MpiPlace> mpi_;
+  TemporaryFolder folder_;
+  const net::Secret secret_;
+  int worlds_ = 0;
+  std::string store_;
+  const std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace torchspan::testing
