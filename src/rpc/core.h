@@ -84,6 +84,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void open(const WorkerService::MakeTransport& make_transport);
   void attach(std::vector<std::unique_ptr<Extension>> extensions);
   void start(std::unique_ptr<rendezvous::Membership> membership);
+  rendezvous::Membership& membership() { return *membership_; }
   void shutdown(Deadline deadline);
   /// After stop(): lets go of what refers back to this object, so that it can end.
   void release() {

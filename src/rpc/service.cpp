@@ -76,6 +76,7 @@ const std::string& WorkerService::address() const { return impl_->core->address(
 void WorkerService::start(std::unique_ptr<rendezvous::Membership> membership) {
   impl_->core->start(std::move(membership));
 }
+rendezvous::Membership& WorkerService::membership() { return impl_->core->membership(); }
 Worker& WorkerService::worker() { return impl_->core->worker(); }
 void WorkerService::shutdown(Deadline deadline) { impl_->core->shutdown(deadline); }
 void WorkerService::stop() { impl_->core->stop(); }

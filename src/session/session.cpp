@@ -110,6 +110,9 @@ Session::~Session() = default;
 
 Worker& Session::worker() { return impl_->service().worker(); }
 Runtime& Session::runtime() { return impl_->runtime(); }
+collective::Group Session::group(collective::GroupOptions options) {
+  return collective::Group::make(impl_->runtime(), impl_->service().membership(), std::move(options));
+}
 void Session::shutdown() { impl_->service().shutdown(); }
 void Session::shutdown(Duration timeout) {
   impl_->service().shutdown(impl_->runtime().executor.deadline_in(timeout));

@@ -42,6 +42,8 @@ class WorkerService {
   const std::string& address() const;
   /// Begins to serve: the members are the world. Calls that peers sent earlier wait until now.
   void start(std::unique_ptr<rendezvous::Membership> membership);
+  /// The world, once start() was called.
+  rendezvous::Membership& membership();
   Worker& worker();
 
   /// Waits until no worker has calls outstanding and all references are given back, then leaves together with

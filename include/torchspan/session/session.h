@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <torchspan/autograd/passes.h>
+#include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
 #include <torchspan/net/network.h>
 #include <torchspan/rendezvous/environment.h>
@@ -54,6 +55,10 @@ class Session {
   Runtime& runtime();
   std::uint32_t rank() { return worker().rank(); }
   std::uint32_t world_size() { return worker().world_size(); }
+
+  /// Collective over options.ranks (all workers, unless it says otherwise): a group for all-reduce and its kin
+  /// (collective/group.h). To be let go of before the session ends.
+  collective::Group group(collective::GroupOptions options = {});
 
   /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others
   /// meanwhile; then leaves. Throws Error naming the worker that died, or what was waited for at the
