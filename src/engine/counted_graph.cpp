@@ -157,7 +157,7 @@ void CountedGraph::execute(std::uint32_t index, GradientSink& sink, bool retain)
   if (state.leaf) {
     run_leaf(*state.leaf, std::move(inputs), sink);
   } else {
-    distribute(index, run_node(*state.node, std::move(inputs), retain));
+    distribute(index, run_node(*state.node, std::move(inputs), sink, retain));
   }
   if (state.edge_count == 0 && scope.stream()) caller_streams_.leaf_used(*scope.stream());
   state.settled = true;

@@ -81,6 +81,16 @@ void check_for_nan(const variable_list& gradients) {
   }
 }
 
+/// How a pass of ours calls a node's pre-hooks: those that want to know the pass are told.
+auto pre_hook_caller(GradientSink& sink) {
+  return [&sink](torch::autograd::FunctionPreHook& hook, const variable_list& gradients) {
+    auto* ours = dynamic_cast<PassHook*>(&hook);
+    if (ours == nullptr) return hook(gradients);
+    ours->pass_arrives(sink);
+    return gradients;
+  };
+}
+
 bool is_gradient_hook(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
   return dynamic_cast<GradientHook*>(hook.get()) != nullptr;
 }
@@ -112,8 +122,8 @@ void fit_gradients(const torch::autograd::edge_list& edges, variable_list& gradi
   }
 }
 
-variable_list run_node(Node& node, variable_list inputs, bool retain) {
-  inputs = compat::run_pre_hooks(node, std::move(inputs));
+variable_list run_node(Node& node, variable_list inputs, GradientSink& sink, bool retain) {
+  inputs = compat::run_pre_hooks(node, std::move(inputs), pre_hook_caller(sink));
   if (!retain) node.will_release_variables();
   const bool hooked = !node.post_hooks().empty();
   const variable_list seen = hooked ? inputs : variable_list();
@@ -132,7 +142,7 @@ variable_list run_node(Node& node, variable_list inputs, bool retain) {
 }
 
 void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, GradientSink& sink) {
-  inputs = compat::run_pre_hooks(node, std::move(inputs));
+  inputs = compat::run_pre_hooks(node, std::move(inputs), pre_hook_caller(sink));
   if (inputs.size() != 1) {
     throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, but {} came", inputs.size()));
   }

@@ -12,9 +12,9 @@
 namespace torchspan::engine {
 
 /// Runs one node that is not a leaf: pre-hooks, apply, checks, post-hooks; then frees what it had saved,
-/// unless `retain`. Returns one gradient an edge.
+/// unless `retain`. Returns one gradient an edge. `sink` is for the hooks that want to know the pass.
 torch::autograd::variable_list run_node(torch::autograd::Node& node, torch::autograd::variable_list inputs,
-                                        bool retain);
+                                        GradientSink& sink, bool retain);
 
 /// Stands in for a leaf's AccumulateGrad node: runs its hooks and those of its tensor, but gives the gradient
 /// to `sink`.

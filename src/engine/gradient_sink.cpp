@@ -17,6 +17,12 @@ void PassEnd::after(Callback callback) {
   callback(status);
 }
 
+void PassEnd::after_work(Callback callback) {
+  MutexLock lock(mutex_);
+  if (ended_) throw Error(ErrorKind::kInvalid, "this pass's work is over; ask for its end while it runs");
+  work_callbacks_.push_back(std::move(callback));
+}
+
 void PassEnd::hold(Future<void> future) {
   {
     MutexLock lock(mutex_);
@@ -31,11 +37,25 @@ void PassEnd::hold(Future<void> future) {
 }
 
 void PassEnd::end(std::exception_ptr error) {
+  std::vector<Callback> callbacks;
+  PassStatus status{pass_, std::move(error)};
   {
     MutexLock lock(mutex_);
     if (std::exchange(ended_, true)) return;
+    callbacks.swap(work_callbacks_);
   }
-  release(std::move(error));
+  call_all(callbacks, status);
+  release(status.error);
+}
+
+void PassEnd::call_all(std::vector<Callback>& callbacks, PassStatus& status) {
+  for (Callback& callback : callbacks) {
+    try {
+      callback(status);
+    } catch (...) {
+      if (!status.error) status.error = std::current_exception();
+    }
+  }
 }
 
 void PassEnd::release(std::exception_ptr error) {
@@ -49,13 +69,7 @@ void PassEnd::release(std::exception_ptr error) {
     callbacks.swap(callbacks_);
     status.error = error_;
   }
-  for (Callback& callback : callbacks) {
-    try {
-      callback(status);
-    } catch (...) {
-      if (!status.error) status.error = std::current_exception();
-    }
-  }
+  call_all(callbacks, status);
   MutexLock lock(mutex_);
   error_ = status.error;
 }

@@ -169,6 +169,32 @@ TEST(PassEnd, KeepsTheFirstFailure) {
   EXPECT_THROW(end->wait(), std::logic_error);
 }
 
+TEST(PassEnd, TellsThatTheWorkIsOverBeforeItWaitsForHeldFutures) {
+  auto end = std::make_shared<PassEnd>(1);
+  Promise<void> late({});
+  std::vector<std::string> order;
+  end->after([&](const PassStatus&) { order.push_back("end"); });
+  end->after_work([&](const PassStatus& status) {
+    order.push_back(status.ok() ? "work" : "failed work");
+    end->hold(late.future());
+  });
+  end->end(nullptr);
+  EXPECT_EQ(order, std::vector<std::string>{"work"});
+  EXPECT_THROW(end->after_work([](const PassStatus&) {}), Error);
+  late.set_value();
+  EXPECT_EQ(order, (std::vector<std::string>{"work", "end"}));
+}
+
+TEST(PassEnd, TakesTheFailureOfWhoLooksAtTheWork) {
+  auto end = std::make_shared<PassEnd>(1);
+  bool later_one_failed = false;
+  end->after_work([](const PassStatus&) { throw std::logic_error("incomplete"); });
+  end->after_work([&](const PassStatus& status) { later_one_failed = !status.ok(); });
+  end->end(nullptr);
+  EXPECT_TRUE(later_one_failed);
+  EXPECT_THROW(end->wait(), std::logic_error);
+}
+
 TEST(StockSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
   const auto mine = as_leaves({at::randn({3, 3})}), theirs = as_leaves({mine[0]});
   for (int pass = 0; pass < 2; ++pass) {
@@ -270,6 +296,27 @@ TEST(GradientHook, LearnsThatTheStockEngineGaveThePassUp) {
   EXPECT_EQ(hooked.log.ok, (std::vector<bool>{false}));
   hooked.loss().backward();
   EXPECT_EQ(hooked.log.ok, (std::vector<bool>{false, true}));
+}
+
+struct Arrivals : PassHook {
+  Arrivals(std::shared_ptr<StockPasses> passes, std::vector<std::uint64_t>& seen)
+      : PassHook(std::move(passes)), seen(seen) {}
+  void pass_arrives(GradientSink& sink) override { seen.push_back(sink.pass()); }
+  std::vector<std::uint64_t>& seen;
+};
+
+TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
+  const Tensor x = as_leaves({at::ones({2})})[0];
+  const auto passes = std::make_shared<StockPasses>();
+  std::vector<std::uint64_t> seen;
+  Tensor y = x * 3;
+  y.grad_fn()->add_pre_hook(std::make_unique<Arrivals>(passes, seen));
+  y.sum().backward({}, /*retain_graph=*/true);
+  GradientMap gradients;
+  MapSink sink(gradients, 77);
+  backward({y.sum()}, {}, sink);
+  EXPECT_EQ(seen, (std::vector<std::uint64_t>{1, 77}));
+  EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 3.0)));
 }
 
 TEST(StockPasses, HaveNoCurrentOneOutsideThem) {

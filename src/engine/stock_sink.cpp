@@ -33,26 +33,26 @@ void StockSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
 /// Owned by the engine's callback queue, which runs it when the pass succeeds and destroys it in any case.
 class StockPasses::Ending {
  public:
-  Ending(std::shared_ptr<StockPasses> passes, const void* task, std::shared_ptr<PassEnd> end)
-      : passes_(std::move(passes)), task_(task), end_(std::move(end)) {}
+  Ending(std::shared_ptr<StockPasses> passes, const void* task, std::shared_ptr<StockSink> sink)
+      : passes_(std::move(passes)), task_(task), sink_(std::move(sink)) {}
   ~Ending() {
     if (completed_) return;
     passes_->forget(task_);
-    end_->end(std::make_exception_ptr(
+    sink_->end()->end(std::make_exception_ptr(
         Error(ErrorKind::kCancelled,
               "LibTorch's engine gave this backward pass up: see the error that backward() threw")));
   }
   void complete() {
     completed_ = true;
     passes_->forget(task_);
-    end_->end(nullptr);
-    end_->wait();
+    sink_->end()->end(nullptr);
+    sink_->end()->wait();
   }
 
  private:
   const std::shared_ptr<StockPasses> passes_;
   const void* const task_;
-  const std::shared_ptr<PassEnd> end_;
+  const std::shared_ptr<StockSink> sink_;  // whoever held the end off may still use it
   bool completed_ = false;
 };
 
@@ -71,7 +71,7 @@ std::shared_ptr<StockSink> StockPasses::current() {
     known = std::make_shared<StockSink>(next_pass_++);
     sink = known;
   }
-  auto ending = std::make_shared<Ending>(shared_from_this(), task, sink->end());
+  auto ending = std::make_shared<Ending>(shared_from_this(), task, sink);
   torch::autograd::Engine::get_default_engine().queue_callback([ending] { ending->complete(); });
   return sink;
 }
@@ -89,6 +89,11 @@ torch::autograd::variable_list GradientHook::operator()(const torch::autograd::v
                                                         const torch::autograd::variable_list& inputs) {
   gradient_ready(*passes_->current(), parameter_);
   return outputs;
+}
+
+torch::autograd::variable_list PassHook::operator()(const torch::autograd::variable_list& gradients) {
+  pass_arrives(*passes_->current());
+  return gradients;
 }
 
 }  // namespace torchspan::engine

@@ -23,13 +23,15 @@ inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
 }
 
 /// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, and returns what
-/// they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own pre-hooks.
-inline variable_list run_pre_hooks(Node& node, variable_list gradients) {
+/// they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own pre-hooks, which
+/// are called through `call`.
+template <class Call>
+variable_list run_pre_hooks(Node& node, variable_list gradients, const Call& call) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
   for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
   for (const auto& [input, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
 #endif
-  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& hook : node.pre_hooks()) gradients = call(*hook, gradients);
   return gradients;
 }
 

@@ -33,6 +33,10 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   /// Calls back after the end; at once when it has come. An exception that leaves a callback becomes the
   /// error of the callbacks after it.
   void after(Callback callback);
+  /// Calls back when the graph's work is over, before the held futures are waited for: the callback sees how
+  /// the work ended and may still hold(). What it throws becomes the pass's error unless there is one. Throws
+  /// Error{kInvalid} when the work is over already.
+  void after_work(Callback callback);
   /// Puts the end off until `future` completes; its failure becomes the pass's, unless the pass has one.
   /// Throws Error{kInvalid} when the end has come.
   void hold(Future<void> future);
@@ -46,6 +50,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
 
  private:
   void release(std::exception_ptr error);
+  static void call_all(std::vector<Callback>& callbacks, PassStatus& status);
 
   const std::uint64_t pass_;
   mutable Mutex mutex_;
@@ -53,6 +58,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   bool ended_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool come_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Callback> work_callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Callback> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Future<void>> continuations_ TORCHSPAN_GUARDED_BY(mutex_);
 };
@@ -78,6 +84,7 @@ class GradientSink {
   virtual bool writes_grad_field() const { return false; }
 
   std::uint64_t pass() const { return end_->pass(); }
+  void after_work(PassEnd::Callback callback) { end_->after_work(std::move(callback)); }
   void after_pass(PassEnd::Callback callback) { end_->after(std::move(callback)); }
   void hold(Future<void> future) { end_->hold(std::move(future)); }
   const std::shared_ptr<PassEnd>& end() const { return end_; }

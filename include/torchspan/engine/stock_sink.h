@@ -62,4 +62,18 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   const std::shared_ptr<StockPasses> passes_;
 };
 
+/// Tells its owner that a pass goes through a node that is no leaf: add it to the node as a pre hook. The
+/// gradients pass unchanged.
+class PassHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit PassHook(std::shared_ptr<StockPasses> passes) : passes_(std::move(passes)) {}
+  /// Before the node runs, on the thread that drives the pass; what it throws fails the pass.
+  virtual void pass_arrives(GradientSink& sink) = 0;
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) final;
+
+ private:
+  const std::shared_ptr<StockPasses> passes_;
+};
+
 }  // namespace torchspan::engine

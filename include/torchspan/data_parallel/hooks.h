@@ -1,0 +1,41 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/core/future.h>
+
+namespace torchspan::data_parallel {
+
+/// One bucket on its way: the gradients of some parameters of this rank, not divided by anything.
+struct GradientBucket {
+  std::size_t index = 0;  ///< position in the order of reduction
+  bool is_last = false;
+  at::Tensor buffer;                    ///< flat; or the one sparse gradient. The hook may overwrite it
+  std::vector<at::Tensor> gradients;    ///< views of `buffer`, shaped like the parameters
+  std::vector<std::string> parameters;  ///< their names
+  std::vector<at::Tensor> parameter_tensors;
+  double divisor = 1;  ///< what turns a sum over all ranks into the average
+};
+
+/// Reduces one bucket over all ranks: the future gives the average, shaped like the buffer, which may be the
+/// buffer itself. Called in the order of buckets, by the thread that runs backward, with no lock held;
+/// buckets overlap. An exception, or a failed future, fails the backward pass here and on the other ranks.
+using CommHook =
+    std::function<Future<at::Tensor>(const GradientBucket& bucket, const collective::Group& group)>;
+
+/// Sends `buffer` / divisor and sums: what happens without a hook.
+CommHook all_reduce_hook();
+/// Sends gradients as half or bfloat16, in half of the bytes of float, divided before they are sent.
+CommHook fp16_compress_hook();
+CommHook bf16_compress_hook();
+/// The same around another hook, which then sees, and answers, 16-bit buckets.
+CommHook fp16_compress_wrapper(CommHook inner);
+CommHook bf16_compress_wrapper(CommHook inner);
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,65 @@
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/data_parallel/assignment.h>
+#include <torchspan/data_parallel/options.h>
+
+namespace torchspan::data_parallel {
+
+/// The memory in which gradients travel: flat buffers, and a view of them for each parameter of each replica.
+/// A slot is replica · (number of parameters) + parameter. Different slots may be filled by different
+/// threads.
+class Buckets {
+ public:
+  /// Buffers come from `group`, so that its ranks may share them.
+  Buckets(const std::vector<std::vector<Parameter>>& replicas, const BucketAssignment& assignment,
+          const collective::Group& group);
+
+  std::size_t size() const { return buckets_.size(); }
+  /// Parameters of a bucket, in the order of its buffer.
+  const std::vector<std::size_t>& parameters(std::size_t bucket) const { return buckets_[bucket].parameters; }
+  bool sparse(std::size_t bucket) const { return buckets_[bucket].sparse; }
+  /// Of the first replica; dense buckets only.
+  const at::Tensor& buffer(std::size_t bucket) const { return buckets_[bucket].buffers[0]; }
+  at::ScalarType dtype(std::size_t bucket) const { return buckets_[bucket].dtype; }
+  std::size_t bytes(std::size_t bucket) const { return buckets_[bucket].bytes; }
+  std::size_t bucket_of(std::size_t slot) const { return bucket_of_[slot % bucket_of_.size()]; }
+
+  /// The slot's part of its buffer; for a sparse gradient, the last that was put.
+  const at::Tensor& view(std::size_t slot) const { return views_[slot]; }
+  /// Whether `gradient` is the slot's view, in memory and shape.
+  bool holds(std::size_t slot, const at::Tensor& gradient) const;
+  /// Makes the slot's part factor · gradient, or zero for an undefined one. True when it was there already.
+  /// Throws Error{kInvalid} for a dense gradient in a sparse bucket and the other way round.
+  bool put(std::size_t slot, const at::Tensor& gradient, double factor);
+  void put_nothing(std::size_t slot);
+
+  /// What is to be reduced: the sum over replicas.
+  at::Tensor outgoing(std::size_t bucket);
+  /// Takes the reduced bucket, which may be in the buffer already, into all replicas.
+  void take(std::size_t bucket, const at::Tensor& reduced);
+
+ private:
+  struct Bucket {
+    std::vector<std::size_t> parameters;
+    std::vector<at::Tensor> buffers;  // by replica; none when sparse
+    bool sparse = false;
+    at::ScalarType dtype = at::kFloat;
+    std::size_t bytes = 0;
+  };
+  void add(const std::vector<std::vector<Parameter>>& replicas, const std::vector<std::size_t>& parameters,
+           const collective::Group& group);
+
+  std::vector<Bucket> buckets_;
+  std::vector<std::size_t> bucket_of_;  // by parameter
+  std::vector<at::Tensor> views_;       // by slot
+  std::vector<at::Tensor> likes_;       // by slot: the parameters, for the shape of empty sparse gradients
+  std::size_t replicas_;
+};
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,190 @@
+#include <gtest/gtest.h>
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <torchspan/core/error.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Hidden {
+  Tensors weights;
+};
+
+/// x · w₀ · w₁ …, recomputed in backward by a pass inside the pass, which gives the weights their gradients.
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  static at::Tensor body(at::Tensor x, const Tensors& weights) {
+    for (const at::Tensor& weight : weights) x = (x * weight).tanh();
+    return x;
+  }
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const std::shared_ptr<Hidden>& hidden) {
+    context->save_for_backward({x});
+    context->saved_data["weights"] = c10::IValue(hidden->weights);
+    return body(x, hidden->weights);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const at::AutoGradMode grad_mode(true);
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    body(x, context->saved_data["weights"].toTensorVector()).backward(gradients[0]);
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+at::Tensor checkpoint(const at::Tensor& x, const Tensors& weights) {
+  return Checkpoint::apply(x, std::make_shared<Hidden>(Hidden{weights}));
+}
+
+/// What one process gets for the average over ranks of f's gradients.
+Tensors alone(const Tensors& parameters, int size, const std::function<at::Tensor(const Tensors&, int)>& f) {
+  Tensors copies;
+  for (const auto& parameter : parameters)
+    copies.push_back(parameter.detach().clone().set_requires_grad(true));
+  for (int rank = 0; rank < size; ++rank) (f(copies, rank) / size).backward();
+  Tensors gradients;
+  for (const auto& copy : copies) gradients.push_back(copy.grad());
+  return gradients;
+}
+
+void expect_as_alone(const Rank& self, const DataParallelOptions& options,
+                     const std::function<at::Tensor(const Tensors&, int)>& f) {
+  const Tensors parameters{leaf({4}), leaf({4}), leaf({4}), leaf({4})};
+  Reducer reducer(self.runtime, named(parameters), self.group, options);
+  const Tensors wanted = alone(parameters, self.size, f);
+  for (int i = 0; i < 4; ++i) {
+    zero(parameters, i % 2 == 0);
+    step(reducer, f(parameters, self.rank));
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      ASSERT_EQ(parameters[p].grad().defined(), wanted[p].defined()) << p;
+      if (wanted[p].defined()) expect_close(parameters[p].grad(), wanted[p], 1e-6);
+    }
+  }
+}
+
+DataParallelOptions small(DataParallelOptions options) {
+  options.bucket_cap_mb = options.first_bucket_mb = 1e-6;
+  return options;
+}
+
+at::Tensor input(int rank) { return leaf({4}) * (1 + rank); }
+
+TEST(Checkpointed, SegmentsThatUseAParameterOnceAreReduced) {
+  for (const bool fixed : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      expect_as_alone(self, small({.static_graph = fixed}), [](const Tensors& p, int rank) {
+        return (checkpoint(checkpoint(input(rank) * p[0], {p[1]}), {p[2]}) * p[3]).sum();
+      });
+    });
+  }
+}
+
+TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
+  const auto twice = [](const Tensors& p, int rank) {
+    return (checkpoint(checkpoint(input(rank) * p[0], {p[1], p[2]}), {p[2]}) * p[3]).sum();
+  };
+  on_ranks(2, [&](const Rank& self) { expect_as_alone(self, small({.static_graph = true}), twice); });
+  on_ranks(2, [&](const Rank& self) {
+    const Tensors parameters{leaf({4}), leaf({4}), leaf({4}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, small({}));
+    const std::string text = error_of([&] { step(reducer, twice(parameters, self.rank)); });
+    EXPECT_NE(text.find("'p2'"), std::string::npos) << text;
+    EXPECT_NE(text.find("static_graph"), std::string::npos) << text;
+  });
+}
+
+TEST(Checkpointed, SegmentsWithUnusedParametersNeedTheGraphStaticOrOutside) {
+  on_ranks(2, [](const Rank& self) {
+    expect_as_alone(self, small({.static_graph = true}), [](const Tensors& p, int rank) {
+      return checkpoint(checkpoint(input(rank) * p[0], {p[1]}), {p[3]}).sum();
+    });
+  });
+}
+
+TEST(StaticGraph, LearnsUnusedParametersAndOverlapsLater) {
+  on_ranks(3, [](const Rank& self) {
+    expect_as_alone(self, small({.static_graph = true}), [](const Tensors& p, int rank) {
+      return (p[0] * p[2].sin() * input(rank) + p[3]).sum();
+    });
+  });
+}
+
+TEST(StaticGraph, ThatChangesFailsByName) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({4}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
+    step(reducer, loss_of(parameters, self.rank, 0));
+    zero(parameters, true);
+    const std::string fewer = error_of([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
+    EXPECT_NE(fewer.find("'p0'"), std::string::npos) << fewer;
+    EXPECT_NE(fewer.find("static_graph"), std::string::npos) << fewer;
+  });
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({4}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
+    step(reducer, loss_of({parameters[0]}, self.rank, 0));
+    const std::string more = error_of([&] { step(reducer, loss_of(parameters, self.rank, 0)); });
+    EXPECT_NE(more.find("'p1'"), std::string::npos) << more;
+  });
+}
+
+at::Tensor looked_up(const at::Tensor& weight, std::vector<std::int64_t> rows) {
+  return at::embedding(weight, at::tensor(rows), -1, false, /*sparse=*/true);
+}
+
+TEST(Sparse, GradientsWithDifferentRowsAreAveraged) {
+  for (const bool unused : {false, true}) {
+    on_ranks(3, [&](const Rank& self) {
+      const Tensors parameters{leaf({6, 2}), leaf({2})};
+      auto list = named(parameters);
+      list[0].sparse_gradient = true;
+      Reducer reducer(self.runtime, list, self.group, {.find_unused_parameters = unused});
+      const auto loss = [](const Tensors& p, int rank) {
+        std::vector<std::int64_t> rows{rank, 5};
+        if (rank == 1) rows.push_back(rank);
+        return (looked_up(p[0], rows) * p[1]).sum();
+      };
+      const Tensors wanted = alone(parameters, 3, loss);
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, true);
+        step(reducer, loss(parameters, self.rank));
+        EXPECT_TRUE(parameters[0].grad().is_sparse());
+        for (std::size_t p = 0; p < 2; ++p)
+          expect_close(parameters[p].grad(), wanted[p].is_sparse() ? wanted[p].to_dense() : wanted[p], 1e-6);
+      }
+    });
+  }
+}
+
+TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
+  for (const bool declared : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      auto list = named({leaf({6, 2})});
+      list[0].sparse_gradient = declared;
+      Reducer reducer(self.runtime, list, self.group);
+      const std::string text = error_of(
+          [&] { step(reducer, declared ? list[0].tensor.sum() : looked_up(list[0].tensor, {1}).sum()); });
+      EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
+    });
+  }
+}
+
+TEST(Autograd, GradNeverReachesTheReducer) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, 0)}).at(0);
+    EXPECT_TRUE(torch::autograd::grad({loss}, {parameters[0]}, {}, /*retain_graph=*/true)[0].defined());
+    EXPECT_FALSE(parameters[0].grad().defined());
+    loss.backward();
+    expect_close(parameters[0].grad(), expected(parameters, 2, 0)[0], 1e-6);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

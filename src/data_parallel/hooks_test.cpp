@@ -1,0 +1,162 @@
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+
+const DataParallelOptions kSmall{.bucket_cap_mb = 20 / 1048576.0, .first_bucket_mb = 8 / 1048576.0};
+
+void expect_average(CommHook (*make)(), double tolerance) {
+  on_ranks(3, [&](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2}), leaf({5})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+    reducer.set_hook(make(), "the hook");
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, i % 2 == 0);
+      const Tensors wanted = expected(parameters, 3, i);
+      step(reducer, loss_of(parameters, self.rank, i));
+      for (std::size_t p = 0; p < parameters.size(); ++p)
+        expect_close(parameters[p].grad(), wanted[p], tolerance);
+    }
+  });
+}
+
+TEST(Hook, AllReduceIsTheDefaultToTheBit) {
+  PerRank<Tensors> with(2), without(2);
+  for (const bool hooked : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({40})};
+      Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+      if (hooked) reducer.set_hook(all_reduce_hook(), "all_reduce");
+      step(reducer, loss_of(parameters, self.rank, 0));
+      for (const auto& parameter : parameters)
+        (hooked ? with : without)[self.rank].push_back(parameter.grad().clone());
+    });
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    for (std::size_t p = 0; p < 2; ++p) EXPECT_TRUE(at::equal(with[rank][p], without[rank][p]));
+  }
+}
+
+TEST(Hook, OfHalfAveragesToItsPrecision) { expect_average(fp16_compress_hook, 4e-3); }
+TEST(Hook, OfBfloat16AveragesToItsPrecision) { expect_average(bf16_compress_hook, 3e-2); }
+
+TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({2, 2})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    int calls = 0;
+    reducer.set_hook(fp16_compress_wrapper([&](const GradientBucket& bucket, const collective::Group& group) {
+                       ++calls;
+                       EXPECT_EQ(bucket.buffer.scalar_type(), at::kHalf);
+                       EXPECT_EQ(bucket.gradients.size(), 2U);
+                       for (std::size_t i = 0; i < 2; ++i) {
+                         EXPECT_EQ(bucket.gradients[i].sizes(), bucket.parameter_tensors[i].sizes());
+                         EXPECT_TRUE(bucket.gradients[i].is_alias_of(bucket.buffer));
+                       }
+                       return all_reduce_hook()(bucket, group);
+                     }),
+                     "wrapped");
+    step(reducer, loss_of(parameters, self.rank, 0));
+    EXPECT_EQ(calls, 1);
+    for (std::size_t p = 0; p < 2; ++p)
+      expect_close(parameters[p].grad(), expected(parameters, 2, 0)[p], 4e-3);
+  });
+}
+
+TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
+  for (const bool view : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({2, 2})};
+      DataParallelOptions options = kSmall;
+      options.gradient_as_bucket_view = view;
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      std::vector<std::size_t> seen;
+      reducer.set_hook(
+          [&](const GradientBucket& bucket, const collective::Group& group) {
+            seen.push_back(bucket.index);
+            EXPECT_EQ(bucket.is_last, bucket.index == 1);
+            return group.all_reduce(bucket.buffer.clone()).then([](const Future<at::Tensor>& sum) {
+              return sum.wait() * 10;
+            });
+          },
+          "ten times");
+      for (int i = 0; i < 2; ++i) {
+        zero(parameters, true);
+        step(reducer, loss_of(parameters, self.rank, i));
+        for (std::size_t p = 0; p < 2; ++p)
+          expect_close(parameters[p].grad(), expected(parameters, 2, i)[p] * 20, 1e-5);
+      }
+      EXPECT_EQ(seen, (std::vector<std::size_t>{0, 1, 0, 1}));
+    });
+  }
+}
+
+TEST(Hook, OfSparseGradientsAveragesThem) {
+  on_ranks(2, [](const Rank& self) {
+    auto list = named({leaf({4, 2})});
+    list[0].sparse_gradient = true;
+    Reducer reducer(self.runtime, list, self.group);
+    reducer.set_hook(fp16_compress_hook(), "fp16");
+    step(reducer,
+         at::embedding(list[0].tensor, at::tensor(std::vector<std::int64_t>{self.rank}), -1, false, true)
+             .sum());
+    at::Tensor wanted = at::zeros({4, 2});
+    wanted.narrow(0, 0, 2).fill_(0.5);
+    expect_close(list[0].tensor.grad(), wanted, 1e-6);
+  });
+}
+
+TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const std::string differs =
+        error_of([&] { reducer.set_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
+    EXPECT_NE(differs.find("'another'"), std::string::npos) << differs;
+    EXPECT_NE(error_of([&] { reducer.set_hook(nullptr, "none"); }).find("empty"), std::string::npos);
+    reducer.set_hook(all_reduce_hook(), "one");
+    EXPECT_NE(error_of([&] { reducer.set_hook(all_reduce_hook(), "one"); }).find("already"),
+              std::string::npos);
+    Reducer late(self.runtime, named(parameters), self.group);
+    {
+      const at::Tensor loss =
+          reducer.prepare_for_backward(late.prepare_for_backward({loss_of(parameters, self.rank, 0)})).at(0);
+      loss.backward();
+    }
+    EXPECT_NE(error_of([&] { late.set_hook(all_reduce_hook(), "late"); }).find("before the first backward"),
+              std::string::npos);
+  });
+}
+
+TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
+  for (const int kind : {0, 1, 2, 3}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3})};
+      Reducer reducer(self.runtime, named(parameters), self.group);
+      reducer.set_hook(
+          [&](const GradientBucket& bucket, const collective::Group& group) -> Future<at::Tensor> {
+            if (kind == 0) throw Error(ErrorKind::kInvalid, "no hook today");
+            if (kind == 1) return {};
+            return group.all_reduce(bucket.buffer).then([&](const Future<at::Tensor>&) {
+              return kind == 2 ? at::Tensor() : at::zeros({7});
+            });
+          },
+          "nonsense");
+      const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 0)); });
+      EXPECT_NE(text.find(kind == 0   ? "no hook today"
+                          : kind == 1 ? "hook gave no future"
+                                      : "hook answered bucket 0"),
+                std::string::npos)
+          << text;
+    });
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

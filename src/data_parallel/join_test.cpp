@@ -1,0 +1,147 @@
+#include <gtest/gtest.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel/data_parallel.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+namespace nn = torch::nn;
+
+nn::Linear linear() {
+  nn::Linear made(nn::LinearOptions(1, 1).bias(false));
+  const at::NoGradGuard no_grad;
+  made->weight.fill_(2);
+  return made;
+}
+
+at::Tensor rows(double value) { return at::full({1, 1}, value); }
+
+TEST(Join, LetsRanksWithFewerBatchesShadowTheOthers) {
+  for (const bool initial : {true, false}) {
+    on_ranks(3, [&](const Rank& self) {
+      nn::Linear net = linear();
+      DistributedDataParallel model(self.runtime, net, self.group);
+      const int batches = 1 + 2 * self.rank;  // 1, 3 and 5
+      int done = 0;
+      model.join(
+          [&] {
+            for (; done < batches; ++done) {
+              net->zero_grad();
+              model(rows(self.rank + 1)).sum().backward();
+              const double live = done < 1   ? 6
+                                  : done < 3 ? 5
+                                             : 3,
+                           count = initial    ? 3
+                                   : done < 1 ? 3
+                                   : done < 3 ? 2
+                                              : 1;
+              expect_close(net->weight.grad(), at::full({1, 1}, live / count), 1e-6);
+              const at::NoGradGuard no_grad;
+              net->weight.sub_(net->weight.grad());
+            }
+          },
+          {.divide_by_initial_world_size = initial});
+      EXPECT_EQ(done, batches);
+      const auto weights = self.group.all_gather(net->weight.detach()).wait();
+      for (const auto& weight : weights)
+        EXPECT_TRUE(at::equal(weight, weights[2])) << "not as the last joiner's";
+      const double steps = initial ? 6.0 / 3 + 2 * 5.0 / 3 + 2 * 3.0 / 3 : 6.0 / 3 + 2 * 5.0 / 2 + 2 * 3.0;
+      expect_close(weights[0], at::full({1, 1}, 2 - steps), 1e-5);
+    });
+  }
+}
+
+TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
+  for (const int kind : {0, 1, 2}) {
+    on_ranks(3, [&](const Rank& self) {
+      nn::Sequential net(nn::Linear(2, 4), nn::BatchNorm1d(4), nn::Linear(4, 1));
+      DistributedDataParallel model(self.runtime, net, self.group,
+                                    {.bucket_cap_mb = 1e-5,
+                                     .first_bucket_mb = 1e-5,
+                                     .find_unused_parameters = kind == 1,
+                                     .static_graph = kind == 2});
+      if (kind == 0) model.set_hook(all_reduce_hook(), "all_reduce");
+      torch::optim::SGD optimizer(net->parameters(), 0.01);
+      model.join([&] {
+        for (int i = 0; i < 2 + 2 * (2 - self.rank); ++i) {
+          optimizer.zero_grad();
+          model(at::ones({3, 2}) * (i + self.rank) + at::arange(3, at::kFloat).unsqueeze(1))
+              .pow(2)
+              .sum()
+              .backward();
+          optimizer.step();
+        }
+      });
+      for (const auto& parameter : net->parameters()) {
+        const auto all = self.group.all_gather(parameter.detach()).wait();
+        for (const auto& one : all) EXPECT_TRUE(at::equal(one, all[0]));
+      }
+    });
+  }
+}
+
+TEST(Join, OfEvenInputsAndOfNoneAreFine) {
+  on_ranks(2, [](const Rank& self) {
+    nn::Linear net = linear();
+    DistributedDataParallel model(self.runtime, net, self.group);
+    model.join([] {});
+    model.join([&] {
+      for (int i = 0; i < 2; ++i) {
+        net->zero_grad();
+        const auto guard = model.no_sync();
+        model(rows(1)).sum().backward();
+      }
+    });
+    model(rows(1 + self.rank)).sum().backward();
+    expect_close(net->weight.grad(), at::full({1, 1}, 1 + 1.5), 1e-6);
+  });
+}
+
+TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
+  on_ranks(3, [](const Rank& self) {
+    nn::Linear net = linear();
+    DistributedDataParallel model(self.runtime, net, self.group);
+    const std::string text = error_of([&] {
+      model.join(
+          [&] {
+            for (int i = 0; i < (self.rank == 1 ? 2 : 4); ++i) model(rows(1)).sum().backward();
+          },
+          {.throw_on_early_termination = true});
+    });
+    EXPECT_NE(text.find("rank 1 has run out of batches"), std::string::npos) << text;
+  });
+}
+
+TEST(Join, TellsTheOthersOfALoopThatThrew) {
+  on_ranks(3, [](const Rank& self) {
+    nn::Linear net = linear();
+    DistributedDataParallel model(self.runtime, net, self.group);
+    const auto train = [&] {
+      model.join([&] {
+        for (int i = 0; i < 2 + self.rank; ++i) {
+          if (self.rank == 2 && i == 1) throw std::runtime_error("no such file");
+          model(rows(1)).sum().backward();
+        }
+      });
+    };
+    if (self.rank == 2) {
+      EXPECT_THROW(train(), std::runtime_error);
+    } else {
+      const std::string text = error_of(train);
+      EXPECT_NE(text.find("the training loop of rank 2"), std::string::npos) << text;
+    }
+    net->zero_grad();
+    model(rows(self.rank)).sum().backward();
+    expect_close(net->weight.grad(), at::full({1, 1}, 1.0), 1e-6);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,317 @@
+#include <fmt/format.h>
+#include <numeric>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/engine/backward.h>
+
+#include "data_parallel/agreement.h"
+#include "data_parallel/reducer_impl.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+constexpr double kMebibyte = 1024.0 * 1024.0;
+
+std::string on(bool flag) { return flag ? "true" : "false"; }
+
+void check_replicas(const Reducer::Replicas& replicas) {
+  if (replicas.empty() || replicas[0].empty()) {
+    throw Error(ErrorKind::kInvalid, "there are no parameters to reduce gradients of");
+  }
+  bool trainable = false;
+  for (const auto& replica : replicas) {
+    if (replica.size() != replicas[0].size()) {
+      throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another {}",
+                                                   replicas[0].size(), replica.size()));
+    }
+    for (std::size_t i = 0; i < replica.size(); ++i) {
+      const Parameter& parameter = replica[i];
+      const at::Tensor& like = replicas[0][i].tensor;
+      const auto refuse = [&](const char* why) {
+        throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
+      };
+      if (!parameter.tensor.defined()) refuse("is undefined");
+      if (parameter.tensor.is_sparse()) refuse("is sparse itself; only its gradient may be");
+      if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {
+        refuse("is no leaf of the graph: it was computed, so it has no gradient of its own");
+      }
+      if (parameter.tensor.device().type() != replicas[0][0].tensor.device().type()) {
+        refuse("is on another kind of device than the first parameter");
+      }
+      if (parameter.tensor.sizes() != like.sizes() || parameter.tensor.strides() != like.strides() ||
+          parameter.tensor.scalar_type() != like.scalar_type() ||
+          parameter.tensor.requires_grad() != like.requires_grad()) {
+        refuse("differs between the replicas of this process in shape, strides, dtype or requires_grad");
+      }
+      trainable = trainable || parameter.tensor.requires_grad();
+    }
+  }
+  if (!trainable) {
+    throw Error(ErrorKind::kInvalid,
+                "no parameter requires a gradient, so there is nothing to reduce; use the module as it is");
+  }
+}
+
+Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions& options) {
+  Agreement mine;
+  try {
+    options.validate();
+    check_replicas(replicas);
+  } catch (const Error& error) {
+    mine.failure = error.message();
+    return mine;
+  }
+  mine.settings = {{"the layout of this handshake", "1"},
+                   {"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+                   {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+                   {"find_unused_parameters", on(options.find_unused_parameters)},
+                   {"static_graph", on(options.static_graph)},
+                   {"rebuild_buckets", on(options.rebuild_buckets)},
+                   {"broadcast_buffers", on(options.broadcast_buffers)},
+                   {"initial_sync", on(options.initial_sync)},
+                   {"partial_backward", on(options.partial_backward)},
+                   {"the number of replicas in a process", fmt::format("{}", replicas.size())}};
+  for (const Parameter& parameter : replicas[0])
+    mine.add(parameter.name, parameter.tensor, parameter.sparse_gradient);
+  return mine;
+}
+
+/// Those that need gradients: what is reduced.
+Reducer::Replicas trainable(Reducer::Replicas replicas) {
+  for (auto& replica : replicas) {
+    std::erase_if(replica, [](const Parameter& parameter) { return !parameter.tensor.requires_grad(); });
+  }
+  return replicas;
+}
+
+}  // namespace
+
+class Reducer::Impl::SlotHook final : public engine::GradientHook {
+ public:
+  SlotHook(const std::shared_ptr<Impl>& reducer, std::size_t slot)
+      : GradientHook(reducer->tensor(slot), reducer->passes_), reducer_(reducer), slot_(slot) {}
+  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
+    const auto reducer = reducer_.lock();
+    if (!reducer) return;
+    try {
+      reducer->gradient_ready(sink, slot_);
+    } catch (const std::exception& error) {
+      reducer->note_reason(error.what());
+      throw;
+    }
+  }
+
+ private:
+  const std::weak_ptr<Impl> reducer_;
+  const std::size_t slot_;
+};
+
+Reducer::Impl::Impl(Runtime& runtime, Replicas replicas, const collective::Group& group,
+                    DataParallelOptions options)
+    : runtime_(runtime),
+      replicas_(trainable(replicas)),
+      count_(replicas_[0].size()),
+      options_(std::move(options)),
+      group_(group.split(0, group.rank())),
+      tracks_use_(options_.find_unused_parameters || options_.static_graph) {
+  for (const Parameter& parameter : replicas[0]) {
+    if (parameter.tensor.requires_grad()) continue;
+    frozen_.push_back(parameter.tensor);
+    frozen_names_.push_back(parameter.name);
+  }
+  for (std::size_t slot = 0; slot < slots(); ++slot)
+    slot_of_.emplace(tensor(slot).unsafeGetTensorImpl(), slot);
+  fired_locally_.resize(slots());
+  used_.resize(count_);
+  firings_.resize(slots());
+  fired_last_.resize(slots());
+  status_ = group_.allocate({static_cast<std::int64_t>(tracks_use_ ? 1 + count_ : 1)}, at::kInt);
+  std::vector<std::size_t> order(count_);
+  std::iota(order.rbegin(), order.rend(), 0U);
+  build_buckets(order);
+}
+
+Reducer::Impl::~Impl() = default;
+
+void Reducer::Impl::build_buckets(const std::vector<std::size_t>& order) {
+  std::vector<at::Tensor> tensors;
+  AssignmentOptions assignment{.order = order};
+  for (const Parameter& parameter : replicas_[0]) {
+    tensors.push_back(parameter.tensor);
+    assignment.sparse.push_back(parameter.sparse_gradient);
+  }
+  const auto bytes = [](double mebibytes) {
+    return std::max<std::size_t>(static_cast<std::size_t>(mebibytes * kMebibyte), 1);
+  };
+  const std::vector<std::size_t> limits{bytes(options_.first_bucket_mb), bytes(options_.bucket_cap_mb)};
+  buckets_ = std::make_unique<Buckets>(
+      replicas_, compute_bucket_assignment_by_size(tensors, limits, assignment), group_);
+  MutexLock lock(mutex_);
+  stats_.bucket_bytes.clear();
+  stats_.bucket_parameters.clear();
+  for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
+    stats_.bucket_bytes.push_back(buckets_->bytes(bucket));
+    stats_.bucket_parameters.emplace_back();
+    for (const std::size_t parameter : buckets_->parameters(bucket))
+      stats_.bucket_parameters.back().push_back(name(parameter));
+  }
+}
+
+void Reducer::Impl::attach() {
+  for (std::size_t slot = 0; slot < slots(); ++slot) {
+    auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
+    const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
+    hooked_.emplace_back(std::move(node), key);
+  }
+}
+
+void Reducer::Impl::note_reason(const std::string& text) {
+  MutexLock lock(mutex_);
+  if (round_ && round_->reason.empty()) round_->reason = text;
+}
+
+void Reducer::Impl::detach() {
+  for (const auto& [node, key] : hooked_) node->del_post_hook(key);
+  hooked_.clear();
+  RoundPtr round;
+  {
+    MutexLock lock(mutex_);
+    round = round_;
+  }
+  if (round) give_up(round, "the reducer was destroyed in the middle of a reduction");
+  wait_for_given_up();
+}
+
+void Reducer::Impl::begin_forward() {
+  MutexLock lock(mutex_);
+  forward_began_ = runtime_.executor.now();
+}
+
+std::vector<std::size_t> Reducer::Impl::unused_slots(const std::vector<at::Tensor>& outputs) const {
+  std::vector<bool> reached(slots());
+  for (const at::Tensor& leaf : engine::leaf_tensors(outputs)) {
+    const auto found = slot_of_.find(leaf.unsafeGetTensorImpl());
+    if (found != slot_of_.end()) reached[found->second] = true;
+  }
+  std::vector<std::size_t> unused;
+  for (std::size_t slot = 0; slot < slots(); ++slot) {
+    if (!reached[slot]) unused.push_back(slot);
+  }
+  return unused;
+}
+
+void Reducer::Impl::wait_for_given_up() {
+  Future<void> given_up;
+  {
+    MutexLock lock(mutex_);
+    given_up = given_up_;
+  }
+  if (!given_up.valid()) return;
+  try {
+    given_up.wait();
+  } catch (const Error&) {  // it was reported when it happened; a broken group says so at the next operation
+  }
+  MutexLock lock(mutex_);
+  given_up_ = {};
+}
+
+void Reducer::Impl::refuse_unfinished_round() {
+  RoundPtr round;
+  {
+    MutexLock lock(mutex_);
+    if (!round_ || round_->concluded || round_->sink != nullptr) return;
+    round = round_;
+  }
+  const std::string text = "the backward passes of the previous forward left parameters without gradients: " +
+                           missing_text(missing(round)) + "; finish them before the next forward";
+  give_up(round, text);
+  wait_for_given_up();
+  throw Error(ErrorKind::kInvalid, text);
+}
+
+void Reducer::Impl::refuse_thawed_parameters() const {
+  for (std::size_t i = 0; i < frozen_.size(); ++i) {
+    if (!frozen_[i].requires_grad()) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("parameter '{}' required no gradient when it was wrapped, and does now; wrap the module "
+                    "again to have it reduced",
+                    frozen_names_[i]));
+  }
+}
+
+std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
+                                               const ForwardOptions& options) {
+  if (!c10::GradMode::is_enabled()) return outputs;
+  wait_for_given_up();
+  if (options.synchronize) refuse_unfinished_round();
+  refuse_thawed_parameters();
+  auto record = std::make_shared<ForwardRecord>();
+  record->synchronize = options.synchronize;
+  record->divisor = options.divisor > 0 ? options.divisor : group_.size();
+  record->leader = options.leader;
+  const bool walk = options_.find_unused_parameters && !options_.static_graph;
+  if (walk) record->unused = unused_slots(outputs);
+  outputs = mark_outputs(
+      std::move(outputs), record,
+      {.listener = weak_from_this(), .passes = passes_, .together = options_.find_unused_parameters});
+  MutexLock lock(mutex_);
+  std::erase_if(outstanding_, [](const auto& other) { return other.expired(); });
+  outstanding_.push_back(record);
+  if (options.synchronize) {
+    ++stats_.forwards;
+    if (forward_began_ != TimePoint{}) stats_.forward = runtime_.executor.now() - forward_began_;
+  }
+  return outputs;
+}
+
+void Reducer::Impl::set_hook(CommHook hook, const std::string& name) {
+  Agreement mine;
+  {
+    MutexLock lock(mutex_);
+    if (!hook) {
+      mine.failure = "the communication hook is empty";
+    } else if (hook_) {
+      mine.failure = "a communication hook is set already; there is one for the life of the wrapper";
+    } else if (rounds_ > 0) {
+      mine.failure = "a communication hook must be set before the first backward pass";
+    }
+  }
+  mine.settings = {{"the communication hook", "'" + name + "'"}};
+  agree(group_, mine);
+  hook_ = std::move(hook);
+}
+
+ReducerStats Reducer::Impl::stats() const {
+  MutexLock lock(mutex_);
+  return stats_;
+}
+
+Reducer::Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective::Group group,
+                 DataParallelOptions options)
+    : Reducer(runtime, Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
+
+Reducer::Reducer(Runtime& runtime, Replicas replicas, collective::Group group, DataParallelOptions options) {
+  agree(group, describe(replicas, options));
+  impl_ = std::make_shared<Impl>(runtime, std::move(replicas), group, std::move(options));
+  impl_->attach();
+}
+
+Reducer::~Reducer() { impl_->detach(); }
+
+void Reducer::begin_forward() { impl_->begin_forward(); }
+std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> outputs,
+                                                      ForwardOptions options) {
+  return impl_->prepare(std::move(outputs), options);
+}
+void Reducer::set_hook(CommHook hook, std::string name) { impl_->set_hook(std::move(hook), name); }
+void Reducer::shadow(ForwardOptions options) { impl_->shadow(options); }
+ReducerStats Reducer::stats() const { return impl_->stats(); }
+const collective::Group& Reducer::group() const { return impl_->group(); }
+
+}  // namespace torchspan::data_parallel

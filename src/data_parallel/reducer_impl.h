@@ -1,0 +1,176 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/data_parallel/reducer.h>
+#include <torchspan/engine/gradient_sink.h>
+#include <torchspan/engine/stock_sink.h>
+
+#include "data_parallel/buckets.h"
+#include "data_parallel/forward_mark.h"
+
+namespace torchspan::data_parallel {
+
+/// One reduction of all buckets, from the first mark or gradient of its pass to the last bucket's end.
+struct Round {
+  std::uint64_t number = 0;
+  engine::GradientSink* sink = nullptr;  ///< null: gradients are not to be touched (any more)
+  std::shared_ptr<engine::PassEnd> end;
+  std::vector<std::shared_ptr<ForwardRecord>> records;
+  double divisor = 1;
+  int leader = 0;
+  bool in_place = false;  ///< gradients become views of buckets
+  bool delayed = false;   ///< everything is reduced when the pass's work is over: a static graph's first
+  bool deferred = false;  ///< unused parameters are told apart at the end: other forwards may use them
+
+  std::vector<std::uint8_t> ready;   ///< by slot
+  std::vector<std::size_t> pending;  ///< by bucket: slots that are still to be filled
+  std::vector<std::uint32_t> order;  ///< parameters as their gradients came
+  std::vector<std::pair<std::size_t, at::Tensor>>
+      kept;              ///< gradients of slots that were not used, as they were
+  std::size_t next = 0;  ///< the bucket to be launched next
+  bool launching = false;
+  bool broken = false;  ///< a launch failed half-way: the others cannot be kept in step
+  bool concluding = false;
+  bool concluded = false;  ///< everything is launched, and `finished` is there
+  bool aborted = false;
+  std::string reason;
+
+  std::vector<Future<at::Tensor>> works;  ///< by bucket
+  Future<at::Tensor> status;
+  std::optional<Promise<void>> promise;
+  Future<void> finished;
+
+  bool measured = false;
+  TimePoint first_gradient, last_gradient, first_launch;
+};
+
+/// The state machine. Every method but the public ones of Reducer may run on a thread of a backward pass or
+/// of the group; the mutex is never held while a tensor is touched, a bucket launched, or anything waited
+/// for.
+class Reducer::Impl final : public MarkListener, public std::enable_shared_from_this<Impl> {
+ public:
+  using RoundPtr = std::shared_ptr<Round>;
+  Impl(Runtime& runtime, Replicas replicas, const collective::Group& group, DataParallelOptions options);
+  ~Impl() override;
+
+  /// Puts hooks on the parameters; once, when a shared_ptr owns this.
+  void attach();
+  /// Takes them off, gives up what is under way and waits for its end.
+  void detach();
+
+  void begin_forward();
+  std::vector<at::Tensor> prepare(std::vector<at::Tensor> outputs, const ForwardOptions& options);
+  void set_hook(CommHook hook, const std::string& name);
+  void shadow(const ForwardOptions& options);
+  ReducerStats stats() const;
+  const collective::Group& group() const { return group_; }
+
+  void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
+                    std::size_t mark) override;
+  /// From the hook of a slot's parameter.
+  void gradient_ready(engine::GradientSink& sink, std::size_t slot);
+  /// Why the pass is about to fail: LibTorch's engine tells only that it did.
+  void note_reason(const std::string& text);
+
+ private:
+  class SlotHook;
+
+  // reducer.cpp
+  void build_buckets(const std::vector<std::size_t>& order);
+  std::size_t slots() const { return replicas_.size() * count_; }
+  const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
+  const std::string& name(std::size_t slot) const { return replicas_[slot / count_][slot % count_].name; }
+  std::vector<std::size_t> unused_slots(const std::vector<at::Tensor>& outputs) const;
+  void refuse_unfinished_round();
+  void refuse_thawed_parameters() const;
+  void wait_for_given_up();
+
+  // passes.cpp: what a backward pass tells
+  RoundPtr new_round(const ForwardOptions& options, engine::GradientSink* sink) TORCHSPAN_REQUIRES(mutex_);
+  /// Slots whose gradients are there already, and those that will get none.
+  struct Start {
+    std::vector<std::size_t> arrived, unused;
+  };
+  Start begin_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record)
+      TORCHSPAN_REQUIRES(mutex_);
+  bool join_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record)
+      TORCHSPAN_REQUIRES(mutex_);
+  void listen(engine::GradientSink& sink, const RoundPtr& round);
+  void listen_locally(engine::GradientSink& sink);
+  RoundPtr admit(std::size_t slot, bool& unwrapped) TORCHSPAN_REQUIRES(mutex_);
+  void fill(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient);
+  void fill_unused(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot);
+  void note_unwrapped(std::size_t slot);
+  void work_over(const RoundPtr& round, const engine::PassStatus& status);
+  void end_delayed(const RoundPtr& round);
+  void end_deferred(const RoundPtr& round);
+  void pass_over(const RoundPtr& round);
+  std::vector<std::size_t> missing(const RoundPtr& round) const;
+  std::string missing_text(const std::vector<std::size_t>& slots) const;
+
+  // launching.cpp: from full buckets to averaged gradients
+  /// Whether the group divides, rather than we.
+  bool averages(const Round& round, std::size_t bucket) const;
+  double factor(const Round& round, std::size_t bucket) const;
+  void launch_full_buckets(const RoundPtr& round);
+  void launch(Round& round, std::size_t bucket);
+  GradientBucket as_hook_sees(const Round& round, std::size_t bucket);
+  void conclude(const RoundPtr& round);
+  void finish(const RoundPtr& round);
+  void write_back(Round& round);
+  void write_slot(Round& round, std::size_t slot);
+  void count_finished(Round& round);
+  void hear_why(const RoundPtr& round, int rank);
+  void rebuild(const RoundPtr& round);
+  void take_new_order(Round& round, const at::Tensor& order);
+  /// Lets the others finish with nothing from here; `reason` is told to them.
+  void give_up(const RoundPtr& round, const std::string& reason);
+  void launch_the_rest_empty(const RoundPtr& round);
+
+  Runtime& runtime_;
+  const Replicas replicas_;  ///< those parameters that need gradients
+  const std::size_t count_;  ///< of parameters in one replica
+  const DataParallelOptions options_;
+  const collective::Group group_;
+  const bool tracks_use_;
+  std::vector<at::Tensor> frozen_;  ///< the first replica's other parameters
+  std::vector<std::string> frozen_names_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> slot_of_;
+  const std::shared_ptr<engine::StockPasses> passes_ = std::make_shared<engine::StockPasses>();
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;
+  CommHook hook_;                     ///< set before the first reduction, by the thread that trains
+  std::unique_ptr<Buckets> buckets_;  ///< changed between reductions only
+  bool rebuilt_ = false;
+  at::Tensor
+      status_;  ///< int32: 1 + the rank that gave up, then which parameters were used; in shared memory
+
+  mutable Mutex mutex_;
+  RoundPtr round_ TORCHSPAN_GUARDED_BY(mutex_);
+  Future<void> given_up_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the end of a round that has no pass any more
+  std::vector<std::weak_ptr<ForwardRecord>> outstanding_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::shared_ptr<engine::PassEnd> local_end_ TORCHSPAN_GUARDED_BY(mutex_);  ///< a pass that reduces nothing
+  std::vector<std::uint8_t> fired_locally_ TORCHSPAN_GUARDED_BY(mutex_);     ///< by slot, in that pass
+  std::vector<std::uint8_t> used_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by parameter, since the last reduction
+  std::vector<std::uint32_t> firings_ TORCHSPAN_GUARDED_BY(mutex_);    ///< static graph: by slot, in one pass
+  std::vector<std::uint32_t> remaining_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the same, still to come
+  std::vector<std::uint32_t> fired_last_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint32_t firing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool graph_known_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool warned_unwrapped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::uint64_t rounds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  TimePoint forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
+  ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,302 @@
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/engine/backward.h>
+#include <torchspan/engine/gradient_map.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+
+Tensors random_parameters(std::mt19937& random) {
+  Tensors parameters;
+  const auto up_to = [&](std::int64_t most) { return 1 + static_cast<std::int64_t>(random()) % most; };
+  const std::int64_t count = up_to(12);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const at::ScalarType dtype = random() % 3 == 0 ? at::kDouble : at::kFloat;
+    switch (random() % 4) {
+      case 0:
+        parameters.push_back(leaf({}, dtype));
+        break;
+      case 1:
+        parameters.push_back(leaf({up_to(20)}, dtype));
+        break;
+      case 2:
+        parameters.push_back(leaf({up_to(5), up_to(7)}, dtype));
+        break;
+      default:
+        parameters.push_back(leaf({3, 4}, dtype).detach().t().set_requires_grad(true));  // strides of its own
+    }
+  }
+  return parameters;
+}
+
+TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
+  for (unsigned seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const int size = 1 + static_cast<int>(random() % 4);
+    DataParallelOptions options;
+    options.bucket_cap_mb = (1 + random() % 200) / 1048576.0;
+    options.first_bucket_mb = (1 + random() % 100) / 1048576.0;
+    options.gradient_as_bucket_view = random() % 2 == 0;
+    options.static_graph = random() % 3 == 0;
+    options.find_unused_parameters = random() % 3 == 0;
+    const bool to_none = random() % 2 == 0;
+    const auto shapes = static_cast<unsigned>(random());
+    PerRank<Tensors> gradients(size);
+    on_ranks(
+        size,
+        [&](const Rank& self) {
+          std::mt19937 same(shapes);
+          const Tensors parameters = random_parameters(same);
+          Reducer reducer(self.runtime, named(parameters), self.group, options);
+          for (int i = 0; i < 4; ++i) {
+            zero(parameters, to_none);
+            const Tensors wanted = expected(parameters, size, i);
+            step(reducer, loss_of(parameters, self.rank, i));
+            for (std::size_t p = 0; p < parameters.size(); ++p) {
+              const at::Tensor gradient = parameters[p].grad();
+              expect_close(gradient, wanted[p], tolerance(gradient.scalar_type()));
+              EXPECT_EQ(gradient.strides(), parameters[p].strides());
+              gradients[self.rank].push_back(gradient.clone());
+            }
+          }
+          EXPECT_EQ(reducer.stats().reductions, 4U);
+        },
+        seed);
+    for (int rank = 1; rank < size; ++rank) {
+      ASSERT_EQ(gradients[rank].size(), gradients[0].size());
+      for (std::size_t i = 0; i < gradients[0].size(); ++i)
+        EXPECT_TRUE(at::equal(gradients[rank][i], gradients[0][i])) << "not the same bits";
+    }
+  }
+}
+
+TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    Tensors sums = expected(parameters, 2, 0);
+    for (std::size_t p = 0; p < 2; ++p) sums[p] = sums[p] + expected(parameters, 2, 1)[p];
+    for (int i = 0; i < 2; ++i) step(reducer, loss_of(parameters, self.rank, i));
+    for (std::size_t p = 0; p < 2; ++p) expect_close(parameters[p].grad(), sums[p], 1e-6);
+  });
+}
+
+TEST(Reducer, WorksOverAnAutogradContext) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({2, 2})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    std::vector<engine::GradientMap> contexts(3);
+    for (int i = 0; i < 3; ++i) {
+      engine::MapSink sink(contexts[i]);
+      engine::backward(reducer.prepare_for_backward({loss_of(parameters, self.rank, i)}), {}, sink);
+    }
+    for (int i = 0; i < 3; ++i) {  // afterwards: a later pass must not have changed an earlier context
+      for (std::size_t p = 0; p < 2; ++p)
+        expect_close(contexts[i].gradient(parameters[p]), expected(parameters, 2, i)[p], 1e-6);
+    }
+    EXPECT_FALSE(parameters[0].grad().defined());
+  });
+}
+
+TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
+  for (const bool view : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      step(reducer, loss_of(parameters, self.rank, 0));
+      const auto* storage = parameters[0].grad().storage().unsafeGetStorageImpl();
+      EXPECT_EQ(storage == parameters[1].grad().storage().unsafeGetStorageImpl(), view);
+      const void* memory = parameters[0].grad().data_ptr();
+      zero(parameters, false);
+      step(reducer, loss_of(parameters, self.rank, 1));
+      EXPECT_EQ(parameters[0].grad().data_ptr(), memory);
+      EXPECT_NO_THROW(parameters[0].grad().detach_()) << "optimizers do so";
+    });
+  }
+}
+
+TEST(Reducer, DoesNotOverflowHalf) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{at::ones({4}, at::kHalf).set_requires_grad(true)};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const at::Tensor factor = at::full({4}, 32768.0, at::kHalf);
+    const at::Tensor output = reducer.prepare_for_backward({parameters[0] * factor}).at(0);
+    output.backward(at::ones({4}, at::kHalf));
+    EXPECT_TRUE(at::equal(parameters[0].grad(), factor));
+  });
+}
+
+TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
+  on_ranks(3, [](const Rank& self) {
+    Tensors parameters;
+    for (int i = 0; i < 6; ++i) parameters.push_back(leaf({10}));
+    Reducer reducer(self.runtime, named(parameters), self.group,
+                    {.bucket_cap_mb = 80 / 1048576.0, .first_bucket_mb = 40 / 1048576.0});
+    EXPECT_EQ(reducer.stats().bucket_parameters[0], std::vector<std::string>{"p5"});
+    const auto chain = [&] {  // gradients come in the order 2 1 0 3 4 5 on rank 0, reversed elsewhere
+      std::vector<int> order{5, 4, 3, 0, 1, 2};
+      if (self.rank != 0) std::reverse(order.begin(), order.end());
+      at::Tensor value = at::ones({10});
+      for (const int i : order) value = (value * parameters[i]).sin();
+      return value.sum();
+    };
+    step(reducer, chain());
+    const ReducerStats stats = reducer.stats();
+    EXPECT_TRUE(stats.rebuilt);
+    EXPECT_EQ(stats.bucket_parameters,
+              (std::vector<std::vector<std::string>>{{"p2"}, {"p1", "p0"}, {"p3", "p4"}, {"p5"}}));
+    const at::Tensor before = parameters[3].grad().clone();
+    zero(parameters, false);
+    step(reducer, chain());
+    EXPECT_TRUE(at::equal(parameters[3].grad(), before));
+    EXPECT_EQ(reducer.stats().bucket_parameters, stats.bucket_parameters);
+  });
+}
+
+TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const std::string text = error_of([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
+    EXPECT_NE(text.find("'p0', 'p2'"), std::string::npos) << text;
+    EXPECT_NE(text.find("find_unused_parameters"), std::string::npos) << text;
+    for (int i = 0; i < 2; ++i) {
+      zero(parameters, true);
+      step(reducer, loss_of(parameters, self.rank, i));
+      for (std::size_t p = 0; p < 3; ++p)
+        expect_close(parameters[p].grad(), expected(parameters, 2, i)[p], 1e-6);
+    }
+  });
+}
+
+TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
+  on_ranks(3, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const std::string text = error_of([&] {
+      step(reducer, self.rank == 1 ? loss_of({parameters[1]}, 1, 0) : loss_of(parameters, self.rank, 0));
+    });
+    EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
+    if (self.rank != 1) {
+      EXPECT_NE(text.find("rank 1 gave up"), std::string::npos) << text;
+    }
+    zero(parameters, true);
+    step(reducer, loss_of(parameters, self.rank, 0));
+    expect_close(parameters[0].grad(), expected(parameters, 3, 0)[0], 1e-6);
+  });
+}
+
+TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4}), leaf({5})};
+    Reducer reducer(self.runtime, named(parameters), self.group,
+                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
+    at::Tensor inner = (parameters[0] * 2).sin();
+    if (self.rank == 1) {
+      inner.register_hook(
+          [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the gradient exploded"); });
+    }
+    const at::Tensor loss =
+        inner.sum() + loss_of({parameters[1], parameters[2]}, self.rank, 0).to(at::kFloat);
+    if (self.rank == 1) {
+      EXPECT_THROW(step(reducer, loss), std::runtime_error);
+    } else {
+      const std::string text = error_of([&] { step(reducer, loss); });
+      EXPECT_NE(text.find("rank 1 gave up its backward pass"), std::string::npos) << text;
+    }
+    EXPECT_EQ(reducer.stats().aborted, 1U);
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, i % 2 == 0);
+      step(reducer, loss_of(parameters, self.rank, i));
+      for (std::size_t p = 0; p < 3; ++p)
+        expect_close(parameters[p].grad(), expected(parameters, 2, i)[p], 1e-6);
+    }
+  });
+}
+
+TEST(Reducer, FailsEverywhereWhenARankDies) {
+  if (over_shared_memory()) GTEST_SKIP() << "needs a rank that can die alone";
+  on_ranks(3, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    step(reducer, loss_of(parameters, self.rank, 0));
+    if (self.rank == 2) return self.die();
+    const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
+    EXPECT_NE(text.find("rank 2 died"), std::string::npos) << text;
+  });
+}
+
+TEST(Reducer, NamesTheRankThatIsLate) {
+  if (over_shared_memory()) GTEST_SKIP() << "needs a clock that jumps";
+  on_ranks(2,
+           [](const Rank& self) {
+             const Tensors parameters{leaf({3})};
+             Reducer reducer(self.runtime, named(parameters), self.group);
+             step(reducer, loss_of(parameters, self.rank, 0));
+             if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
+             const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
+             EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
+           },
+           1, {.timeout = std::chrono::seconds(5)});
+}
+
+TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    for (int life = 0; life < 3; ++life) {
+      Reducer reducer(self.runtime, named(parameters), self.group);
+      for (int i = 0; i < 6; ++i) {
+        zero(parameters, true);
+        step(reducer, loss_of(parameters, self.rank, i));
+        expect_close(parameters[1].grad(), expected(parameters, 2, i)[1], 1e-6);
+      }
+    }
+    zero(parameters, true);
+    loss_of(parameters, self.rank, 0).backward();
+    expect_close(parameters[0].grad(), (1 + self.rank) * (parameters[0].detach() * (1 + self.rank)).cos(),
+                 1e-6);
+  });
+}
+
+TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors first{leaf({3}), leaf({2})}, second{leaf({3}), leaf({2})};
+    Reducer reducer(self.runtime, Reducer::Replicas{named(first), named(second)}, self.group);
+    step(reducer, loss_of(first, 2 * self.rank, 0) + loss_of(second, 2 * self.rank + 1, 0));
+    for (std::size_t p = 0; p < 2; ++p) {
+      expect_close(first[p].grad(), expected(first, 4, 0)[p] * 2, 1e-6);
+      EXPECT_TRUE(at::equal(first[p].grad(), second[p].grad()));
+      EXPECT_NE(first[p].grad().data_ptr(), second[p].grad().data_ptr());
+    }
+  });
+}
+
+TEST(Reducer, KeepsStatisticsAndSpans) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group,
+                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
+    reducer.begin_forward();
+    self.runtime.executor.sleep(std::chrono::milliseconds(7));
+    step(reducer, loss_of(parameters, self.rank, 0));
+    const ReducerStats stats = reducer.stats();
+    EXPECT_EQ(stats.forwards, 1U);
+    EXPECT_EQ(stats.reductions, 1U);
+    EXPECT_GE(stats.forward, std::chrono::milliseconds(7));
+    EXPECT_EQ(stats.gradient_order.size(), 2U);
+    EXPECT_EQ(stats.bucket_bytes.size(), 2U);
+    std::vector<std::string> names;
+    for (const Span& span : self.runtime.spans.snapshot()) names.emplace_back(span.name.data());
+    for (const char* wanted : {"bucket 0", "bucket 1", "reduction"})
+      EXPECT_NE(std::find(names.begin(), names.end(), wanted), names.end()) << wanted;
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

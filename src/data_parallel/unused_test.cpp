@@ -1,0 +1,244 @@
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+
+const DataParallelOptions kFindUnused{
+    .bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6, .find_unused_parameters = true};
+
+at::Tensor squares(const Tensors& parameters, double factor) {
+  at::Tensor loss = at::zeros({});
+  for (const auto& parameter : parameters) loss = loss + (parameter * parameter).sum() * factor;
+  return loss;
+}
+
+TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
+  for (const bool view : {true, false}) {
+    on_ranks(3, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
+      DataParallelOptions options = kFindUnused;
+      options.gradient_as_bucket_view = view;
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, true);
+        // p0 by nobody, p1 by rank 1, p2 by all
+        step(reducer,
+             self.rank == 1 ? squares({parameters[1], parameters[2]}, 1) : squares({parameters[2]}, 1));
+        EXPECT_FALSE(parameters[0].grad().defined());
+        expect_close(parameters[1].grad(), parameters[1].detach() * 2 / 3, 1e-6);
+        expect_close(parameters[2].grad(), parameters[2].detach() * 2, 1e-6);
+      }
+      EXPECT_EQ(reducer.stats().unused, self.rank == 1 ? 3U : 6U);
+      EXPECT_FALSE(reducer.stats().rebuilt);
+    });
+  }
+}
+
+TEST(Unused, KeepExactlyTheGradientTheyHadFromEarlierSteps) {
+  for (const bool view : {true, false}) {
+    on_ranks(3, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      DataParallelOptions options = kFindUnused;
+      options.gradient_as_bucket_view = view;
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      step(reducer, squares(parameters, 1 + self.rank));
+      const at::Tensor before = parameters[0].grad().clone();
+      step(reducer, squares({parameters[1]}, 1));
+      EXPECT_TRUE(at::equal(parameters[0].grad(), before));
+      step(reducer, self.rank == 0 ? squares(parameters, 3) : squares({parameters[1]}, 3));
+      expect_close(parameters[0].grad(), before + parameters[0].detach() * 2, 1e-6);
+    });
+  }
+}
+
+TEST(Unused, BehindAnOutputThatTheLossLeavesOutAreNoError) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    for (int i = 0; i < 2; ++i) {
+      zero(parameters, true);
+      const Tensors outputs =
+          reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
+      outputs[0].backward();
+      expect_close(parameters[0].grad(), parameters[0].detach() * 2, 1e-6);
+      EXPECT_FALSE(parameters[1].grad().defined());
+    }
+  });
+}
+
+TEST(Unused, AllOfThemOnOneRankDoNotHangTheOthers) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    const at::Tensor input = leaf({3});
+    step(reducer, self.rank == 0 ? squares({parameters[0]}, 1) : squares({input}, 1));
+    expect_close(parameters[0].grad(), parameters[0].detach(), 1e-6);
+  });
+}
+
+TEST(Unused, OfOneForwardMayBeUsedByAnotherThatTheSamePassGoesThrough) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    for (const bool first_later : {false, true}) {
+      zero(parameters, true);
+      const at::Tensor one = reducer.prepare_for_backward({squares({parameters[0]}, 1 + self.rank)}).at(0);
+      const at::Tensor two = reducer.prepare_for_backward({squares({parameters[1]}, 1)}).at(0);
+      (first_later ? two + one : one + two).backward();
+      expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+      expect_close(parameters[1].grad(), parameters[1].detach() * 2, 1e-6);
+      EXPECT_FALSE(parameters[2].grad().defined());
+    }
+  });
+}
+
+TEST(NoSync, AccumulatesHereAndAveragesTheSumLater) {
+  for (const bool view : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, i % 2 == 0);
+        step(reducer, squares(parameters, 1 + self.rank), {.synchronize = false});
+        expect_close(parameters[0].grad(), parameters[0].detach() * 2 * (1 + self.rank), 1e-6);
+        step(reducer, squares(parameters, 5));
+        expect_close(parameters[0].grad(), parameters[0].detach() * (3 + 10), 1e-6);
+        expect_close(parameters[1].grad(), parameters[1].detach() * (3 + 10), 1e-6);
+      }
+      EXPECT_EQ(reducer.stats().reductions, 3U);
+    });
+  }
+}
+
+TEST(NoSync, AndAReducedForwardInOnePassAreReducedTogether) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    for (const bool reduced_first : {true, false}) {
+      zero(parameters, true);
+      const auto prepare = [&](bool reduce) {
+        return reducer
+            .prepare_for_backward({squares({parameters[reduce ? 0 : 1]}, 1 + self.rank)},
+                                  {.synchronize = reduce})
+            .at(0);
+      };
+      const at::Tensor one = prepare(reduced_first), two = prepare(!reduced_first);
+      (one + two).backward();
+      expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+      expect_close(parameters[1].grad(), parameters[1].detach() * 3, 1e-6);
+    }
+  });
+}
+
+TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, i != 1);
+      const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
+      const at::Tensor two = reducer.prepare_for_backward({squares(parameters, 3 + self.rank)}).at(0);
+      one.backward();
+      two.backward();
+      expect_close(parameters[0].grad(), parameters[0].detach() * (3 + 7), 1e-6);
+    }
+  });
+}
+
+TEST(OneForward, MayBeWalkedBackTwice) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const at::Tensor loss = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
+    loss.backward({}, /*retain_graph=*/true);
+    loss.backward();
+    expect_close(parameters[0].grad(), parameters[0].detach() * 6, 1e-6);
+  });
+}
+
+TEST(OneForward, WithoutABackwardIsLegal) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, true);
+      const Tensors ignored = reducer.prepare_for_backward({squares(parameters, 7)});
+      step(reducer, squares(parameters, 1 + self.rank));
+      expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+    }
+  });
+}
+
+TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, {.partial_backward = true});
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, true);
+      const Tensors outputs = reducer.prepare_for_backward(
+          {squares({parameters[0]}, 1 + self.rank), squares({parameters[1]}, 1 + self.rank)});
+      outputs[i % 2].backward();
+      outputs[1 - i % 2].backward();
+      for (const auto& parameter : parameters) expect_close(parameter.grad(), parameter.detach() * 3, 1e-6);
+    }
+    EXPECT_EQ(reducer.stats().reductions, 3U);
+  });
+}
+
+TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, {.partial_backward = true});
+    const Tensors outputs =
+        reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
+    outputs[0].backward();
+    const std::string text = error_of([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
+    EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
+    zero(parameters, true);
+    step(reducer, squares(parameters, 1 + self.rank));
+    expect_close(parameters[1].grad(), parameters[1].detach() * 3, 1e-6);
+  });
+}
+
+TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const Tensors outputs =
+        reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
+    const std::string text = error_of([&] { outputs[0].backward(); });
+    EXPECT_NE(text.find("partial_backward"), std::string::npos) << text;
+  });
+}
+
+TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer strict(self.runtime, named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    const std::string text = error_of([&] { squares(parameters, 1).backward(); });
+    EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
+    zero(parameters, true);
+    step(strict, squares(parameters, 1 + self.rank));
+    expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+  });
+}
+
+TEST(FrozenParameters, ThatThawAreRefusedByName) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4}).set_requires_grad(false)};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    step(reducer, squares({parameters[0]}, 1));
+    parameters[1].set_requires_grad(true);
+    const std::string text = error_of([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
+    EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

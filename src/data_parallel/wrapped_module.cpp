@@ -1,0 +1,178 @@
+#include <fmt/format.h>
+#include <optional>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel/wrapped_module.h>
+
+#include "data_parallel/agreement.h"
+#include "data_parallel/broadcast.h"
+#include "data_parallel/join.h"
+#include "data_parallel/module_parts.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+/// The parts, once all ranks are known to have the same.
+ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
+                         const DataParallelOptions& options) {
+  Agreement mine;
+  ModuleParts parts;
+  try {
+    if (!module) throw Error(ErrorKind::kInvalid, "the module is null");
+    parts = parts_of(*module, options);
+    for (const auto& [name, buffer] : parts.buffers) mine.add(name, buffer);
+  } catch (const Error& error) {
+    mine.failure = error.message();
+  }
+  std::string ignored;
+  for (const std::string& name : options.ignored_parameters) ignored += " '" + name + "'";
+  mine.settings = {{"ignored_parameters", "[" + ignored + " ]"}};
+  agree(group, mine);
+  return parts;
+}
+
+std::vector<at::Tensor> buffers_of(const ModuleParts& parts) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, buffer] : parts.buffers) tensors.push_back(buffer);
+  return tensors;
+}
+
+}  // namespace
+
+class WrappedModule::Impl {
+ public:
+  Impl(Runtime& runtime, const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
+       const DataParallelOptions& options)
+      : options_(options),
+        parts_(agreed_parts(module, group, options)),
+        buffers_(buffers_of(parts_)),
+        reducer_(runtime, parts_.parameters, group, options) {
+    if (options_.initial_sync) synchronize_state(0);
+  }
+
+  const collective::Group& group() const { return reducer_.group(); }
+
+  void begin_forward() {
+    reducer_.begin_forward();
+    next_ = {.synchronize = synchronize_};
+    if (!at::GradMode::is_enabled()) return;
+    int root = 0;
+    if (join_) {
+      heed(hear({.live = true, .synchronize = synchronize_}));
+      root = next_.leader;
+    }
+    if (synchronize_ && options_.broadcast_buffers) broadcast_coalesced(group(), buffers_, root);
+  }
+
+  std::vector<at::Tensor> end_forward(std::vector<at::Tensor> outputs) {
+    return reducer_.prepare_for_backward(std::move(outputs), next_);
+  }
+
+  void synchronize_state(int root) {
+    std::vector<at::Tensor> tensors = buffers_;
+    for (const Parameter& parameter : parts_.parameters) tensors.push_back(parameter.tensor);
+    broadcast_coalesced(group(), tensors, root);
+  }
+
+  void join(const std::function<void()>& body, const JoinOptions& options) {
+    if (join_) throw Error(ErrorKind::kInvalid, "join() inside join()");
+    join_ = options;
+    heard_failure_ = false;
+    last_live_ = 0;
+    struct Leave {
+      std::optional<JoinOptions>& join;
+      ~Leave() { join.reset(); }
+    } leave{join_};
+    try {
+      body();
+      shadow_the_others();
+    } catch (...) {
+      if (!heard_failure_) tell_of_failure();
+      throw;
+    }
+    synchronize_state(last_live_);
+  }
+
+  bool synchronize_ = true;
+  const Reducer& reducer() const { return reducer_; }
+  Reducer& reducer() { return reducer_; }
+
+ private:
+  /// Says `word` and listens; what is wrong there is known to all.
+  JoinRound hear(const JoinWord& word) {
+    heard_failure_ = true;
+    JoinRound round = tell(group(), word);
+    heard_failure_ = false;
+    return round;
+  }
+
+  /// What one round of a join says about the forward that follows.
+  void heed(const JoinRound& round) {
+    last_live_ = round.last_live();
+    next_.synchronize = round.synchronize;
+    next_.leader = round.first_live();
+    next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
+    if (!join_->throw_on_early_termination || round.live_count() == group().size()) return;
+    heard_failure_ = true;
+    for (int rank = 0; rank < group().size(); ++rank) {
+      if (round.live[static_cast<std::size_t>(rank)]) continue;
+      throw Error(ErrorKind::kCancelled,
+                  fmt::format("rank {} has run out of batches, and throw_on_early_termination is set",
+                              group().ranks()[static_cast<std::size_t>(rank)]));
+    }
+  }
+
+  void shadow_the_others() {
+    for (;;) {
+      const JoinRound round = hear({});
+      if (round.live_count() == 0) return;
+      heed(round);
+      if (!round.synchronize) continue;
+      if (options_.broadcast_buffers) broadcast_coalesced(group(), buffers_, next_.leader);
+      reducer_.shadow(next_);
+    }
+  }
+
+  void tell_of_failure() {
+    try {
+      tell(group(), {.failed = true});
+    } catch (const Error&) {  // the body's own exception is what is thrown
+    }
+  }
+
+  const DataParallelOptions options_;
+  const ModuleParts parts_;
+  const std::vector<at::Tensor> buffers_;
+  Reducer reducer_;
+  ForwardOptions next_;
+  std::optional<JoinOptions> join_;
+  int last_live_ = 0;
+  bool heard_failure_ = false;
+};
+
+WrappedModule::WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module,
+                             collective::Group group, DataParallelOptions options)
+    : impl_(std::make_unique<Impl>(runtime, module, group, options)) {}
+WrappedModule::~WrappedModule() = default;
+
+void WrappedModule::begin_forward() { impl_->begin_forward(); }
+std::vector<at::Tensor> WrappedModule::end_forward(std::vector<at::Tensor> outputs) {
+  return impl_->end_forward(std::move(outputs));
+}
+bool WrappedModule::set_synchronize(bool synchronize) {
+  return std::exchange(impl_->synchronize_, synchronize);
+}
+void WrappedModule::set_hook(CommHook hook, std::string name) {
+  impl_->reducer().set_hook(std::move(hook), std::move(name));
+}
+void WrappedModule::join(const std::function<void()>& body, const JoinOptions& options) {
+  impl_->join(body, options);
+}
+void WrappedModule::synchronize_state(int root) { impl_->synchronize_state(root); }
+const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }
+
+}  // namespace torchspan::data_parallel

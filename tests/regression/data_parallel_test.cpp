@@ -1,0 +1,131 @@
+// What LibTorch's data parallelism computes wrongly without a word, tried with release 1.13 over Gloo and two
+// ranks, and what ours does instead. Each test tells one story; "theirs" are the numbers that came out there.
+#include <gtest/gtest.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/data_parallel/data_parallel.h>
+
+#include "tests/support/ranks.h"
+
+namespace torchspan {
+namespace {
+
+using data_parallel::DataParallelOptions;
+using data_parallel::Unwrapped;
+using testing::error_of;
+using testing::on_ranks;
+using testing::Rank;
+namespace nn = torch::nn;
+
+/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either is what it is fed.
+struct TwoImpl : nn::Module {
+  TwoImpl() : TwoImpl(false) {}
+  explicit TwoImpl(bool b_first) {
+    if (b_first) b = register_parameter("b", at::ones({1}));
+    a = register_parameter("a", at::ones({1}));
+    if (!b_first) b = register_parameter("b", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& to_a, const at::Tensor& to_b) {
+    at::Tensor y = at::zeros({1});
+    if (to_a.defined()) y = y + a * to_a;
+    if (to_b.defined()) y = y + b * to_b;
+    return y;
+  }
+  at::Tensor a, b;
+};
+TORCH_MODULE(Two);
+
+at::Tensor fed(double value) { return at::full({1}, value); }
+double gradient(const at::Tensor& parameter) {
+  return parameter.grad().defined() ? parameter.grad().item<double>() : -1;
+}
+
+// Rank 0 trains layer a and freezes b, rank 1 the other way round; the shapes are the same. Theirs compares
+// shapes only, so rank 0's gradient of a was averaged with rank 1's of b, on both.
+TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    (self.rank == 0 ? two->b : two->a).set_requires_grad(false);
+    const std::string text = error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    EXPECT_NE(text.find("'a' is"), std::string::npos) << text;
+    EXPECT_NE(text.find("without gradient"), std::string::npos) << text;
+  });
+}
+
+// The same layers, registered in another order on rank 1. Theirs matches parameters by position: averages
+// came out as 1.5 and 1.5 where 1 and 2 were right.
+TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
+  on_ranks(2, [](const Rank& self) {
+    Two two(self.rank == 1);
+    const std::string text = error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    EXPECT_NE(text.find("'a' on rank 0 and 'b' on rank 1"), std::string::npos) << text;
+  });
+}
+
+// The loss does not depend on b and nobody said so. Theirs: in the first step backward() returned, nothing
+// was reduced (1 on rank 0, 2 on rank 1, where 1.5 was right), the optimizer stepped apart, and the error
+// came with the next forward, by index.
+TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    DistributedDataParallel model(self.runtime, two, self.group);
+    const std::string text = error_of([&] { model(fed(1 + self.rank), at::Tensor()).sum().backward(); });
+    EXPECT_NE(text.find("'b'"), std::string::npos) << text;
+    two->zero_grad();
+    model(fed(1 + self.rank), fed(1)).sum().backward();
+    EXPECT_EQ(gradient(two->a), 1.5);
+  });
+}
+
+// Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. Theirs saw b
+// unused in the reduced step and left it alone: 1 on rank 0, 2 on rank 1, for ever different.
+TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    DistributedDataParallel model(self.runtime, two, self.group, {.find_unused_parameters = true});
+    {
+      const auto guard = model.no_sync();
+      model(at::Tensor(), fed(1 + self.rank)).sum().backward();
+    }
+    model(fed(3 + self.rank), at::Tensor()).sum().backward();
+    EXPECT_EQ(gradient(two->a), 3.5);
+    EXPECT_EQ(gradient(two->b), 1.5);
+  });
+}
+
+// Two forwards, then two backwards, as in adversarial training. Theirs armed itself at the last forward,
+// reduced the first backward and left the second local: 2.5 on rank 0 and 3.5 on rank 1, where 3 was right.
+TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    DistributedDataParallel model(self.runtime, two, self.group);
+    const at::Tensor one = model(fed(1 + self.rank), fed(1)).sum();
+    const at::Tensor two_ = model(fed(1 + self.rank), fed(1)).sum();
+    one.backward();
+    two_.backward();
+    EXPECT_EQ(gradient(two->a), 3);
+    EXPECT_EQ(gradient(two->b), 2);
+  });
+}
+
+// A program keeps the module it wrapped and calls that. Theirs trains on, every rank for itself.
+TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    {
+      DistributedDataParallel model(self.runtime, two, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      const std::string text = error_of([&] { two->forward(fed(1), fed(1)).sum().backward(); });
+      EXPECT_NE(text.find("Call the wrapper"), std::string::npos) << text;
+    }
+    two->zero_grad();
+    DistributedDataParallel model(self.runtime, two, self.group);
+    two->forward(fed(1 + self.rank), fed(0)).sum().backward();  // warns; and the next reduced step has it
+    model(fed(3), fed(0)).sum().backward();
+    EXPECT_EQ(gradient(two->a), 4.5);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan
