@@ -38,7 +38,7 @@ struct TwoImpl : nn::Module {
 TORCH_MODULE(Two);
 
 at::Tensor fed(double value) { return at::full({1}, value); }
-double gradient(const at::Tensor& parameter) {
+double averaged(const at::Tensor& parameter) {
   return parameter.grad().defined() ? parameter.grad().item<double>() : -1;
 }
 
@@ -75,7 +75,7 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
     EXPECT_NE(text.find("'b'"), std::string::npos) << text;
     two->zero_grad();
     model(fed(1 + self.rank), fed(1)).sum().backward();
-    EXPECT_EQ(gradient(two->a), 1.5);
+    EXPECT_EQ(averaged(two->a), 1.5);
   });
 }
 
@@ -90,8 +90,8 @@ TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
       model(at::Tensor(), fed(1 + self.rank)).sum().backward();
     }
     model(fed(3 + self.rank), at::Tensor()).sum().backward();
-    EXPECT_EQ(gradient(two->a), 3.5);
-    EXPECT_EQ(gradient(two->b), 1.5);
+    EXPECT_EQ(averaged(two->a), 3.5);
+    EXPECT_EQ(averaged(two->b), 1.5);
   });
 }
 
@@ -105,8 +105,8 @@ TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
     const at::Tensor two_ = model(fed(1 + self.rank), fed(1)).sum();
     one.backward();
     two_.backward();
-    EXPECT_EQ(gradient(two->a), 3);
-    EXPECT_EQ(gradient(two->b), 2);
+    EXPECT_EQ(averaged(two->a), 3);
+    EXPECT_EQ(averaged(two->b), 2);
   });
 }
 
@@ -123,7 +123,7 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
     DistributedDataParallel model(self.runtime, two, self.group);
     two->forward(fed(1 + self.rank), fed(0)).sum().backward();  // warns; and the next reduced step has it
     model(fed(3), fed(0)).sum().backward();
-    EXPECT_EQ(gradient(two->a), 4.5);
+    EXPECT_EQ(averaged(two->a), 4.5);
   });
 }
 
