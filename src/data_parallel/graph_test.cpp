@@ -174,6 +174,45 @@ TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
   }
 }
 
+TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
+  for (const bool view : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3})};
+      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, true);
+        const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, i)}).at(0);
+        loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+        expect_close(parameters[0].grad().detach(), expected(parameters, 2, i)[0], 1e-6);
+      }
+      parameters[0].mutable_grad() = at::Tensor();  // it may refer to itself
+    });
+  }
+}
+
+TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({2})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, 0)}).at(0);
+    const std::string text = error_of(
+        [&] { torch::autograd::backward({loss}, {}, /*retain_graph=*/true, false, {parameters[0]}); });
+    EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
+    EXPECT_EQ(text.find("'p0'"), std::string::npos) << text;
+  });
+}
+
+TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    const at::Tensor output = reducer.prepare_for_backward({parameters[0] * (1 + self.rank)}).at(0);
+    output.mul_(4);
+    output.sum().backward();
+    expect_close(parameters[0].grad(), at::full({3}, 6.0), 1e-6);
+  });
+}
+
 TEST(Autograd, GradNeverReachesTheReducer) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};

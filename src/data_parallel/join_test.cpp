@@ -143,5 +143,31 @@ TEST(Join, TellsTheOthersOfALoopThatThrew) {
   });
 }
 
+TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
+  on_ranks(3, [](const Rank& self) {
+    nn::Linear net = linear();
+    DistributedDataParallel model(self.runtime, net, self.group);
+    const auto train = [&] {
+      model.join([&] {
+        for (int i = 0; i < 3; ++i) {
+          const at::Tensor loss = model(rows(1)).sum();
+          if (self.rank == 2 && i == 1) throw std::runtime_error("the loss is not a number");
+          loss.backward();
+        }
+      });
+    };
+    if (self.rank == 2) {
+      EXPECT_THROW(train(), std::runtime_error);
+    } else {
+      const std::string text = error_of(train);
+      EXPECT_NE(text.find("rank 2 gave up"), std::string::npos) << text;
+      EXPECT_NE(text.find("the loss is not a number"), std::string::npos) << text;
+    }
+    net->zero_grad();
+    model(rows(self.rank)).sum().backward();
+    expect_close(net->weight.grad(), at::full({1, 1}, 1.0), 1e-6);
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::data_parallel

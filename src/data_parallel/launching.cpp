@@ -114,7 +114,13 @@ void Reducer::Impl::conclude(const RoundPtr& round) {
       status[1 + i] = round->sink != nullptr ? used_[i] : 0;
     if (round->sink != nullptr || round->aborted) std::fill(used_.begin(), used_.end(), 0);
   }
-  round->status = group_.all_reduce(status_, collective::kMaximum);
+  try {
+    round->status = group_.all_reduce(status_, collective::kMaximum);
+  } catch (...) {  // as if it had failed later: who waits for this round must not wait for ever
+    round->status = make_failed_future<at::Tensor>(std::current_exception());
+  }
+  if (round->measured && round->first_gradient)
+    runtime_.spans.record(SpanKind::kBucket, "backward", *round->first_gradient, round->number);
   {
     MutexLock lock(mutex_);
     round->promise.emplace(round->status.host());
@@ -150,7 +156,32 @@ void Reducer::Impl::finish(const RoundPtr& round) {
     if (may_move && !rebuilt_) return rebuild(round);
     round->promise->set_value();
   } catch (...) {
-    round->promise->set_error(std::current_exception());
+    set_failure(*round);
+  }
+}
+
+/// Of what is being thrown; failures of the group are told with the bucket that they befell.
+void Reducer::Impl::set_failure(Round& round) {
+  Promise<void>& promise = *round.promise;
+  try {
+    throw;
+  } catch (const Error& error) {
+    std::size_t bucket = 0;
+    const auto failed = [](const Future<at::Tensor>& work) { return work.done() && work.error(); };
+    while (bucket < round.works.size() && !failed(round.works[bucket])) ++bucket;
+    if (!failed(round.status) && bucket == round.works.size()) {
+      promise.set_error(error);
+      return;
+    }
+    std::string where = "the flags of parameters";
+    if (bucket < round.works.size()) {
+      where = fmt::format("bucket {} of {} (with '{}')", bucket, round.works.size(),
+                          name(buckets_->parameters(bucket)[0]));
+    }
+    Error placed(error.kind(), fmt::format("in reduction {}, {}: {}", round.number, where, error.message()));
+    promise.set_error(placed.with_worker(error.worker()).with_call(error.call()));
+  } catch (...) {
+    promise.set_error(std::current_exception());
   }
 }
 
@@ -197,7 +228,7 @@ void Reducer::Impl::count_finished(Round& round) {
   }
   if (!round.measured || round.sink == nullptr) return;
   stats_.measured = round.number;
-  stats_.backward = round.last_gradient - round.first_gradient;
+  stats_.backward = round.first_gradient ? round.last_gradient - *round.first_gradient : Duration::zero();
   stats_.communication = now - round.first_launch;
   stats_.overlap = std::max(Duration::zero(), std::min(round.last_gradient, now) - round.first_launch);
 }
@@ -265,15 +296,17 @@ void Reducer::Impl::take_new_order(Round& round, const at::Tensor& order) {
 }
 
 void Reducer::Impl::give_up(const RoundPtr& round, const std::string& reason) {
+  engine::GradientSink* sink = nullptr;
   {
     MutexLock lock(mutex_);
     if (round->concluding || std::exchange(round->aborted, true)) return;
-    round->sink = nullptr;
+    sink = std::exchange(round->sink, nullptr);
     if (round->reason.empty()) round->reason = reason;
     if (round_ == round) round_.reset();
     ++stats_.aborted;
   }
   try {
+    if (sink != nullptr && round->in_place) leave_buckets(*sink);
     if (round->broken) throw Error(ErrorKind::kCancelled, round->reason);
     launch_the_rest_empty(round);
   } catch (...) {
@@ -283,6 +316,14 @@ void Reducer::Impl::give_up(const RoundPtr& round, const std::string& reason) {
   }
   MutexLock lock(mutex_);
   given_up_ = round->finished;
+}
+
+void Reducer::Impl::leave_buckets(engine::GradientSink& sink) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t slot = 0; slot < slots(); ++slot) {
+    if (!buckets_->holds(slot, sink.gradient(tensor(slot)))) continue;
+    sink.replace(tensor(slot), at::zeros_like(buckets_->view(slot)));
+  }
 }
 
 void Reducer::Impl::launch_the_rest_empty(const RoundPtr& round) {
@@ -297,16 +338,23 @@ void Reducer::Impl::launch_the_rest_empty(const RoundPtr& round) {
   conclude(round);
 }
 
-void Reducer::Impl::shadow(const ForwardOptions& options) {
-  wait_for_given_up();
+void Reducer::Impl::shadow(const ForwardOptions& options, const std::string& refusal) {
+  settle();
   refuse_unfinished_round();
   RoundPtr round;
   {
     MutexLock lock(mutex_);
     round = new_round(options, nullptr);
+    round->aborted = !refusal.empty();
+    round->reason = refusal;
+    if (round->aborted) ++stats_.aborted;
   }
   launch_the_rest_empty(round);
-  round->finished.wait();
+  try {
+    round->finished.wait();
+  } catch (const Error&) {
+    if (!round->aborted) throw;
+  }
 }
 
 }  // namespace torchspan::data_parallel

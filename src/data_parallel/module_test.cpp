@@ -193,6 +193,32 @@ TEST(DistributedDataParallel, BroadcastsBuffersBetweenTwoForwardsOfOneBackward) 
   });
 }
 
+TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    SCOPED_TRACE(seed);
+    on_ranks(
+        3,
+        [](const Rank& self) {
+          nn::Sequential net(nn::Linear(2, 3), nn::BatchNorm1d(3));
+          DistributedDataParallel model(self.runtime, net, self.group);
+          const at::Tensor input = batch(4, 2, self.rank).to(at::kFloat);
+          {
+            at::Tensor output = model.forward(input);
+            if (self.rank == 1) {
+              output.register_hook(
+                  [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("it exploded"); });
+            }
+            EXPECT_ANY_THROW(output.pow(2).sum().backward());
+          }
+          net->zero_grad();
+          model.forward(input).pow(3).sum().backward();
+          const auto gradients = self.group.all_gather(net->parameters()[0].grad()).wait();
+          for (const auto& gradient : gradients) EXPECT_TRUE(at::equal(gradient, gradients[0]));
+        },
+        seed);
+  }
+}
+
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});

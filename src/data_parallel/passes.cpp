@@ -42,12 +42,7 @@ Reducer::Impl::Start Reducer::Impl::begin_round(engine::GradientSink& sink,
   Start start;
   round_ = new_round({.divisor = record->divisor, .leader = record->leader}, &sink);
   round_->records.push_back(record);
-  if (local_end_ == sink.end()) {  // they came before this pass was known to be one that reduces
-    for (std::size_t slot = 0; slot < slots(); ++slot) {
-      if (fired_locally_[slot] != 0) start.arrived.push_back(slot);
-    }
-  }
-  local_end_.reset();
+  start.arrived = take_arrived(sink);
   if (round_->delayed) {
     std::fill(firings_.begin(), firings_.end(), 0U);
   } else if (graph_known_) {
@@ -63,6 +58,15 @@ Reducer::Impl::Start Reducer::Impl::begin_round(engine::GradientSink& sink,
     if (!round_->deferred) start.unused = record->unused;
   }
   return start;
+}
+
+std::vector<std::size_t> Reducer::Impl::take_arrived(const engine::GradientSink& sink) {
+  std::vector<std::size_t> arrived;
+  for (std::size_t slot = 0; local_end_ == sink.end() && slot < slots(); ++slot) {
+    if (fired_locally_[slot] != 0) arrived.push_back(slot);
+  }
+  local_end_.reset();
+  return arrived;
 }
 
 bool Reducer::Impl::join_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record) {
@@ -102,7 +106,8 @@ void Reducer::Impl::listen_locally(engine::GradientSink& sink) {
 
 void Reducer::Impl::mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                                  std::size_t mark) {
-  wait_for_given_up();
+  if (!reaches_parameters()) return;
+  settle();
   RoundPtr round;
   Start start;
   bool local = false;
@@ -110,13 +115,16 @@ void Reducer::Impl::mark_reached(engine::GradientSink& sink, const std::shared_p
     MutexLock lock(mutex_);
     record->passed[mark] = true;
     if (!record->synchronize) {
-      if (round_ || local_end_ == sink.end()) return;
+      if (round_) return;
+      stray_ = false;
+      if (local_end_ == sink.end()) return;
       local = true;
       local_end_ = sink.end();
       std::fill(fired_locally_.begin(), fired_locally_.end(), 0);
     } else if (round_) {
       if (!join_round(sink, record)) return;
       round = round_;
+      start.arrived = take_arrived(sink);
     } else {
       start = begin_round(sink, record);
       round = round_;
@@ -129,9 +137,19 @@ void Reducer::Impl::mark_reached(engine::GradientSink& sink, const std::shared_p
   launch_full_buckets(round);
 }
 
-Reducer::Impl::RoundPtr Reducer::Impl::admit(std::size_t slot, bool& unwrapped) {
+bool Reducer::Impl::reaches_parameters() const {
+  return std::any_of(hooked_.begin(), hooked_.end(),
+                     [](const auto& hooked) { return engine::pass_accumulates_at(*hooked.first); });
+}
+
+Reducer::Impl::RoundPtr Reducer::Impl::admit(const engine::GradientSink& sink, std::size_t slot,
+                                             bool& stray) {
   if (!round_ || round_->sink == nullptr) {
-    unwrapped = local_end_ == nullptr;
+    if (!local_end_) {
+      stray = stray_ = true;
+      local_end_ = sink.end();
+      std::fill(fired_locally_.begin(), fired_locally_.end(), 0);
+    }
     fired_locally_[slot] = 1;
     return nullptr;
   }
@@ -167,15 +185,15 @@ Reducer::Impl::RoundPtr Reducer::Impl::admit(std::size_t slot, bool& unwrapped) 
 void Reducer::Impl::gradient_ready(engine::GradientSink& sink, std::size_t slot) {
   const at::Tensor gradient = sink.gradient(tensor(slot));
   RoundPtr round;
-  bool unwrapped = false;
+  bool stray = false;
   {
     MutexLock lock(mutex_);
     if (tracks_use_ && gradient.defined()) used_[slot % count_] = 1;
-    round = admit(slot, unwrapped);
+    round = admit(sink, slot, stray);
     if (round && slot < count_) round->order.push_back(static_cast<std::uint32_t>(slot));
   }
   if (!round) {
-    if (unwrapped) note_unwrapped(slot);
+    if (stray) listen_to_stray(sink, slot);
     return;
   }
   fill(round, sink, slot, gradient);
@@ -198,7 +216,7 @@ void Reducer::Impl::fill(const RoundPtr& round, engine::GradientSink& sink, std:
   --round->pending[bucket];
   if (!round->measured) return;
   round->last_gradient = runtime_.executor.now();
-  if (round->first_gradient == TimePoint{}) round->first_gradient = round->last_gradient;
+  if (!round->first_gradient) round->first_gradient = round->last_gradient;
 }
 
 void Reducer::Impl::fill_unused(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot) {
@@ -215,6 +233,19 @@ void Reducer::Impl::fill_unused(const RoundPtr& round, engine::GradientSink& sin
     round->kept.emplace_back(slot, std::move(kept));
   }
   fill(round, sink, slot, gradient);
+}
+
+void Reducer::Impl::listen_to_stray(engine::GradientSink& sink, std::size_t slot) {
+  sink.after_work([weak = weak_from_this(), slot, end = sink.end().get()](const engine::PassStatus& status) {
+    const auto self = weak.lock();
+    if (!self || !status.ok()) return;
+    {
+      MutexLock lock(self->mutex_);
+      if (self->local_end_.get() != end || !self->stray_) return;
+    }
+    self->note_unwrapped(slot);
+  });
+  listen_locally(sink);
 }
 
 void Reducer::Impl::note_unwrapped(std::size_t slot) {

@@ -184,10 +184,11 @@ void Reducer::Impl::detach() {
     round = round_;
   }
   if (round) give_up(round, "the reducer was destroyed in the middle of a reduction");
-  wait_for_given_up();
+  settle();
 }
 
 void Reducer::Impl::begin_forward() {
+  if (c10::GradMode::is_enabled()) settle();
   MutexLock lock(mutex_);
   forward_began_ = runtime_.executor.now();
 }
@@ -205,7 +206,7 @@ std::vector<std::size_t> Reducer::Impl::unused_slots(const std::vector<at::Tenso
   return unused;
 }
 
-void Reducer::Impl::wait_for_given_up() {
+void Reducer::Impl::settle() {
   Future<void> given_up;
   {
     MutexLock lock(mutex_);
@@ -230,7 +231,7 @@ void Reducer::Impl::refuse_unfinished_round() {
   const std::string text = "the backward passes of the previous forward left parameters without gradients: " +
                            missing_text(missing(round)) + "; finish them before the next forward";
   give_up(round, text);
-  wait_for_given_up();
+  settle();
   throw Error(ErrorKind::kInvalid, text);
 }
 
@@ -248,7 +249,7 @@ void Reducer::Impl::refuse_thawed_parameters() const {
 std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
                                                const ForwardOptions& options) {
   if (!c10::GradMode::is_enabled()) return outputs;
-  wait_for_given_up();
+  settle();
   if (options.synchronize) refuse_unfinished_round();
   refuse_thawed_parameters();
   auto record = std::make_shared<ForwardRecord>();
@@ -265,12 +266,16 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   outstanding_.push_back(record);
   if (options.synchronize) {
     ++stats_.forwards;
-    if (forward_began_ != TimePoint{}) stats_.forward = runtime_.executor.now() - forward_began_;
+    if (const auto began = std::exchange(forward_began_, std::nullopt)) {
+      stats_.forward = runtime_.executor.now() - *began;
+      runtime_.spans.record(SpanKind::kBucket, "forward", *began, stats_.forwards);
+    }
   }
   return outputs;
 }
 
 void Reducer::Impl::set_hook(CommHook hook, const std::string& name) {
+  settle();
   Agreement mine;
   {
     MutexLock lock(mutex_);
@@ -292,6 +297,11 @@ ReducerStats Reducer::Impl::stats() const {
   return stats_;
 }
 
+std::uint64_t Reducer::Impl::rounds() const {
+  MutexLock lock(mutex_);
+  return rounds_;
+}
+
 Reducer::Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective::Group group,
                  DataParallelOptions options)
     : Reducer(runtime, Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
@@ -310,7 +320,9 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> ou
   return impl_->prepare(std::move(outputs), options);
 }
 void Reducer::set_hook(CommHook hook, std::string name) { impl_->set_hook(std::move(hook), name); }
-void Reducer::shadow(ForwardOptions options) { impl_->shadow(options); }
+void Reducer::shadow(ForwardOptions options, const std::string& refusal) { impl_->shadow(options, refusal); }
+void Reducer::settle() { impl_->settle(); }
+std::uint64_t Reducer::rounds() const { return impl_->rounds(); }
 ReducerStats Reducer::stats() const { return impl_->stats(); }
 const collective::Group& Reducer::group() const { return impl_->group(); }
 

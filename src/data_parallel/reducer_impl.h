@@ -52,7 +52,8 @@ struct Round {
   Future<void> finished;
 
   bool measured = false;
-  TimePoint first_gradient, last_gradient, first_launch;
+  std::optional<TimePoint> first_gradient;
+  TimePoint last_gradient, first_launch;
 };
 
 /// The state machine. Every method but the public ones of Reducer may run on a thread of a backward pass or
@@ -72,7 +73,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   void begin_forward();
   std::vector<at::Tensor> prepare(std::vector<at::Tensor> outputs, const ForwardOptions& options);
   void set_hook(CommHook hook, const std::string& name);
-  void shadow(const ForwardOptions& options);
+  void shadow(const ForwardOptions& options, const std::string& refusal);
+  std::uint64_t rounds() const;
+  void settle();
   ReducerStats stats() const;
   const collective::Group& group() const { return group_; }
 
@@ -94,7 +97,6 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::vector<std::size_t> unused_slots(const std::vector<at::Tensor>& outputs) const;
   void refuse_unfinished_round();
   void refuse_thawed_parameters() const;
-  void wait_for_given_up();
 
   // passes.cpp: what a backward pass tells
   RoundPtr new_round(const ForwardOptions& options, engine::GradientSink* sink) TORCHSPAN_REQUIRES(mutex_);
@@ -108,7 +110,13 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
       TORCHSPAN_REQUIRES(mutex_);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void listen_locally(engine::GradientSink& sink);
-  RoundPtr admit(std::size_t slot, bool& unwrapped) TORCHSPAN_REQUIRES(mutex_);
+  /// Slots whose gradients came in this pass before it was known to be one that reduces.
+  std::vector<std::size_t> take_arrived(const engine::GradientSink& sink) TORCHSPAN_REQUIRES(mutex_);
+  bool reaches_parameters() const;
+  /// Null: the gradient is not, or not yet, to be reduced. Sets `stray` when it is the first of a pass that
+  /// no mark has told of.
+  RoundPtr admit(const engine::GradientSink& sink, std::size_t slot, bool& stray) TORCHSPAN_REQUIRES(mutex_);
+  void listen_to_stray(engine::GradientSink& sink, std::size_t slot);
   void fill(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient);
   void fill_unused(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot);
   void note_unwrapped(std::size_t slot);
@@ -136,6 +144,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   void take_new_order(Round& round, const at::Tensor& order);
   /// Lets the others finish with nothing from here; `reason` is told to them.
   void give_up(const RoundPtr& round, const std::string& reason);
+  /// Gives gradients memory of their own: the others' reduction still writes to the buckets.
+  void leave_buckets(engine::GradientSink& sink);
+  void set_failure(Round& round);
   void launch_the_rest_empty(const RoundPtr& round);
 
   Runtime& runtime_;
@@ -159,8 +170,11 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   RoundPtr round_ TORCHSPAN_GUARDED_BY(mutex_);
   Future<void> given_up_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the end of a round that has no pass any more
   std::vector<std::weak_ptr<ForwardRecord>> outstanding_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::shared_ptr<engine::PassEnd> local_end_ TORCHSPAN_GUARDED_BY(mutex_);  ///< a pass that reduces nothing
-  std::vector<std::uint8_t> fired_locally_ TORCHSPAN_GUARDED_BY(mutex_);     ///< by slot, in that pass
+  /// A pass that reduces nothing, as far as is known: under no_sync, or, when `stray_`, one that has not come
+  /// through a mark.
+  std::shared_ptr<engine::PassEnd> local_end_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool stray_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::vector<std::uint8_t> fired_locally_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by slot, in that pass
   std::vector<std::uint8_t> used_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by parameter, since the last reduction
   std::vector<std::uint32_t> firings_ TORCHSPAN_GUARDED_BY(mutex_);    ///< static graph: by slot, in one pass
   std::vector<std::uint32_t> remaining_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the same, still to come
@@ -169,7 +183,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   bool graph_known_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool warned_unwrapped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::uint64_t rounds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  TimePoint forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<TimePoint> forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
   ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 

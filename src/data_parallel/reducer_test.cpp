@@ -132,6 +132,20 @@ TEST(Reducer, DoesNotOverflowHalf) {
   });
 }
 
+TEST(Reducer, AveragesComplexGradientsInBucketsOfTheirOwn) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({2}, at::kComplexFloat)};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    EXPECT_EQ(reducer.stats().bucket_parameters.size(), 2U);
+    for (int i = 0; i < 2; ++i) {
+      zero(parameters, false);
+      step(reducer, (at::view_as_real(parameters[1]).sum() + parameters[0].sum()) * (1 + self.rank));
+      expect_close(parameters[0].grad(), at::full({3}, 1.5), 1e-6);
+      expect_close(at::view_as_real(parameters[1].grad()), at::full({2, 2}, 1.5), 1e-6);
+    }
+  });
+}
+
 TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   on_ranks(3, [](const Rank& self) {
     Tensors parameters;
@@ -192,18 +206,21 @@ TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
   });
 }
 
-TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
-  on_ranks(2, [](const Rank& self) {
+/// One rank's backward throws before or after some of its buckets were sent; then gradients are zeroed in
+/// place, where the others' reduction must not write any more, or set to none.
+void survive_a_throwing_backward(bool early, bool to_none, bool view, std::uint64_t seed) {
+  const auto body = [=](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({5})};
     Reducer reducer(self.runtime, named(parameters), self.group,
-                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
-    at::Tensor inner = (parameters[0] * 2).sin();
+                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6, .gradient_as_bucket_view = view});
+    step(reducer, loss_of(parameters, self.rank, 7));
+    at::Tensor inner = (parameters[early ? 2 : 0] * 2).sin();
     if (self.rank == 1) {
       inner.register_hook(
           [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the gradient exploded"); });
     }
     const at::Tensor loss =
-        inner.sum() + loss_of({parameters[1], parameters[2]}, self.rank, 0).to(at::kFloat);
+        inner.sum() + loss_of({parameters[1], parameters[early ? 0 : 2]}, self.rank, 0).to(at::kFloat);
     if (self.rank == 1) {
       EXPECT_THROW(step(reducer, loss), std::runtime_error);
     } else {
@@ -212,12 +229,20 @@ TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
     }
     EXPECT_EQ(reducer.stats().aborted, 1U);
     for (int i = 0; i < 3; ++i) {
-      zero(parameters, i % 2 == 0);
+      zero(parameters, to_none);
       step(reducer, loss_of(parameters, self.rank, i));
       for (std::size_t p = 0; p < 3; ++p)
         expect_close(parameters[p].grad(), expected(parameters, 2, i)[p], 1e-6);
     }
-  });
+  };
+  on_ranks(2, body, seed);
+}
+
+TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
+  for (unsigned seed = 0; seed < 16; ++seed) {
+    SCOPED_TRACE(seed);
+    survive_a_throwing_backward(seed & 1, seed & 2, seed & 4, seed);
+  }
 }
 
 TEST(Reducer, FailsEverywhereWhenARankDies) {
@@ -242,6 +267,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
              const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
              EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
+             EXPECT_NE(text.find("in reduction 2, bucket 0 of 1 (with 'p0')"), std::string::npos) << text;
            },
            1, {.timeout = std::chrono::seconds(5)});
 }
@@ -289,11 +315,13 @@ TEST(Reducer, KeepsStatisticsAndSpans) {
     EXPECT_EQ(stats.forwards, 1U);
     EXPECT_EQ(stats.reductions, 1U);
     EXPECT_GE(stats.forward, std::chrono::milliseconds(7));
+    EXPECT_EQ(stats.measured, 1U);
+    EXPECT_GE(stats.communication, stats.overlap);
     EXPECT_EQ(stats.gradient_order.size(), 2U);
     EXPECT_EQ(stats.bucket_bytes.size(), 2U);
     std::vector<std::string> names;
     for (const Span& span : self.runtime.spans.snapshot()) names.emplace_back(span.name.data());
-    for (const char* wanted : {"bucket 0", "bucket 1", "reduction"})
+    for (const char* wanted : {"forward", "backward", "bucket 0", "bucket 1", "reduction"})
       EXPECT_NE(std::find(names.begin(), names.end(), wanted), names.end()) << wanted;
   });
 }

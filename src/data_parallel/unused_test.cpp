@@ -229,6 +229,25 @@ TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   });
 }
 
+TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
+  for (const bool only : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, i % 2 == 0);
+        const at::Tensor inside =
+            only ? squares({parameters[0]}, 1 + self.rank) : squares(parameters, 1 + self.rank);
+        const at::Tensor output = reducer.prepare_for_backward({inside}).at(0);
+        const at::Tensor penalty = squares({parameters[1]}, 5 + self.rank);
+        (i == 0 ? penalty + output : output + penalty).backward();
+        expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+        expect_close(parameters[1].grad(), parameters[1].detach() * (only ? 11 : 14), 1e-6);
+      }
+    });
+  }
+}
+
 TEST(FrozenParameters, ThatThawAreRefusedByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}).set_requires_grad(false)};

@@ -63,6 +63,8 @@ class WrappedModule::Impl {
     int root = 0;
     if (join_) {
       heed(hear({.live = true, .synchronize = synchronize_}));
+      owes_ = synchronize_;
+      rounds_before_ = reducer_.rounds();
       root = next_.leader;
     }
     if (synchronize_ && options_.broadcast_buffers) broadcast_coalesced(group(), buffers_, root);
@@ -73,6 +75,7 @@ class WrappedModule::Impl {
   }
 
   void synchronize_state(int root) {
+    reducer_.settle();
     std::vector<at::Tensor> tensors = buffers_;
     for (const Parameter& parameter : parts_.parameters) tensors.push_back(parameter.tensor);
     broadcast_coalesced(group(), tensors, root);
@@ -81,7 +84,7 @@ class WrappedModule::Impl {
   void join(const std::function<void()>& body, const JoinOptions& options) {
     if (join_) throw Error(ErrorKind::kInvalid, "join() inside join()");
     join_ = options;
-    heard_failure_ = false;
+    heard_failure_ = owes_ = false;
     last_live_ = 0;
     struct Leave {
       std::optional<JoinOptions>& join;
@@ -91,7 +94,7 @@ class WrappedModule::Impl {
       body();
       shadow_the_others();
     } catch (...) {
-      if (!heard_failure_) tell_of_failure();
+      if (!heard_failure_) tell_of_failure(describe(std::current_exception()).text);
       throw;
     }
     synchronize_state(last_live_);
@@ -104,6 +107,7 @@ class WrappedModule::Impl {
  private:
   /// Says `word` and listens; what is wrong there is known to all.
   JoinRound hear(const JoinWord& word) {
+    reducer_.settle();
     heard_failure_ = true;
     JoinRound round = tell(group(), word);
     heard_failure_ = false;
@@ -137,8 +141,13 @@ class WrappedModule::Impl {
     }
   }
 
-  void tell_of_failure() {
+  /// The others may wait for this rank in the reduction of the last forward.
+  void tell_of_failure(const std::string& reason) {
     try {
+      if (owes_ && reducer_.rounds() == rounds_before_) {
+        reducer_.shadow(next_, "its training loop inside join() threw: " + reason);
+      }
+      reducer_.settle();
       tell(group(), {.failed = true});
     } catch (const Error&) {  // the body's own exception is what is thrown
     }
@@ -152,6 +161,8 @@ class WrappedModule::Impl {
   std::optional<JoinOptions> join_;
   int last_live_ = 0;
   bool heard_failure_ = false;
+  bool owes_ = false;  ///< a reduction, unless one has begun since the last forward
+  std::uint64_t rounds_before_ = 0;
 };
 
 WrappedModule::WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module,

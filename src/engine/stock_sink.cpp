@@ -91,6 +91,13 @@ torch::autograd::variable_list GradientHook::operator()(const torch::autograd::v
   return outputs;
 }
 
+bool pass_accumulates_at(torch::autograd::Node& leaf) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;
+  const auto found = chosen->find(&leaf);
+  return found != chosen->end() && found->second.needed_;
+}
+
 torch::autograd::variable_list PassHook::operator()(const torch::autograd::variable_list& gradients) {
   pass_arrives(*passes_->current());
   return gradients;

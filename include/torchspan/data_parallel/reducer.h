@@ -59,8 +59,15 @@ class Reducer {
   /// ranks.
   void set_hook(CommHook hook, std::string name);
 
-  /// Takes part in one reduction of the others with nothing of its own; gradients here stay as they are.
-  void shadow(ForwardOptions options = {});
+  /// Takes part in one reduction of the others with nothing of its own; gradients here stay as they are. With
+  /// a refusal, the others' backward passes fail, and tell that text.
+  void shadow(ForwardOptions options = {}, const std::string& refusal = {});
+
+  /// Waits for the end of a reduction that was given up here and that other ranks may still be in: call it
+  /// before you use group(). A forward does so by itself.
+  void settle();
+  /// How many reductions have begun here.
+  std::uint64_t rounds() const;
 
   ReducerStats stats() const;
   /// The group of its own that this reducer's traffic goes through.

@@ -62,6 +62,11 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   const std::shared_ptr<StockPasses> passes_;
 };
 
+/// Whether the pass of LibTorch's engine on this thread is to give a gradient to the parameter behind `leaf`,
+/// its AccumulateGrad node: torch::autograd::grad() gives none, backward() with inputs those it was asked
+/// for. True outside of LibTorch's passes.
+bool pass_accumulates_at(torch::autograd::Node& leaf);
+
 /// Tells its owner that a pass goes through a node that is no leaf: add it to the node as a pre hook. The
 /// gradients pass unchanged.
 class PassHook : public torch::autograd::FunctionPreHook {
