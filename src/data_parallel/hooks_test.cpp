@@ -158,5 +158,52 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
   }
 }
 
+TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
+  for (const bool nonsense : {true, false}) {
+    on_ranks(3, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+      int calls = 0;
+      reducer.set_hook(
+          [&](const GradientBucket& bucket, const collective::Group& group) {
+            const bool fails = self.rank == 1 && ++calls == 1;
+            bucket.buffer.div_(3);
+            return group.all_reduce(bucket.buffer).then([=](const Future<at::Tensor>& sum) {
+              if (fails && !nonsense) throw std::runtime_error("out of paper");
+              return fails ? at::zeros({7}) : sum.wait();
+            });
+          },
+          "fails once");
+      std::string text;
+      try {
+        step(reducer, loss_of(parameters, self.rank, 0));
+      } catch (const std::exception& error) {
+        text = error.what();
+      }
+      EXPECT_NE(text.find(nonsense ? "hook answered bucket 0" : "out of paper"), std::string::npos) << text;
+      EXPECT_EQ(text.find("rank 1 gave up") == std::string::npos, self.rank == 1) << text;
+      zero(parameters, false);
+      step(reducer, loss_of(parameters, self.rank, 1));
+      for (std::size_t p = 0; p < 2; ++p)
+        expect_close(parameters[p].grad(), expected(parameters, 3, 1)[p], 1e-6);
+    });
+  }
+}
+
+TEST(Hook, MayAnswerAtOnce) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+    reducer.set_hook([](const GradientBucket& bucket,
+                        const collective::Group&) { return make_ready_future<at::Tensor>(bucket.buffer); },
+                     "nothing is sent");
+    for (int i = 0; i < 2; ++i) {
+      zero(parameters, false);
+      step(reducer, parameters[0].sum() * (1 + self.rank) + parameters[1].sum());
+      expect_close(parameters[0].grad(), at::full({3}, 1.0 + self.rank), 1e-6);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::data_parallel

@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/when_all.h>
 
 #include "data_parallel/reducer_impl.h"
 
@@ -108,34 +107,66 @@ void Reducer::Impl::conclude(const RoundPtr& round) {
   {
     MutexLock lock(mutex_);
     if (std::exchange(round->concluding, true)) return;
-    auto* status = status_.data_ptr<std::int32_t>();
-    status[0] = round->aborted ? group_.rank() + 1 : 0;
-    for (std::size_t i = 0; tracks_use_ && i < count_; ++i)
-      status[1 + i] = round->sink != nullptr ? used_[i] : 0;
-    if (round->sink != nullptr || round->aborted) std::fill(used_.begin(), used_.end(), 0);
-  }
-  try {
-    round->status = group_.all_reduce(status_, collective::kMaximum);
-  } catch (...) {  // as if it had failed later: who waits for this round must not wait for ever
-    round->status = make_failed_future<at::Tensor>(std::current_exception());
   }
   if (round->measured && round->first_gradient)
     runtime_.spans.record(SpanKind::kBucket, "backward", *round->first_gradient, round->number);
+  std::weak_ptr<FutureHost> host;
+  for (const auto& work : round->works) {
+    if (hook_ && host.expired()) host = work.host();
+  }
+  if (host.expired()) {  // no hook, or one that answers at once
+    send_status(*round);
+    host = round->status.host();
+  }
   {
     MutexLock lock(mutex_);
-    round->promise.emplace(round->status.host());
+    round->promise.emplace(host);
     round->finished = round->promise->future();
     round->concluded = true;
   }
   if (round->sink != nullptr) round->end->hold(round->finished);
+  if (!round->status.valid()) return await_hooks(round, 0);
+  round->status.then([self = shared_from_this(), round](const Future<at::Tensor>&) { self->finish(round); });
+}
+
+void Reducer::Impl::await_hooks(const RoundPtr& round, std::size_t bucket) {
   const auto self = shared_from_this();
-  if (!hook_) {
-    round->status.then([self, round](const Future<at::Tensor>&) { self->finish(round); });
+  if (bucket < round->works.size()) {
+    round->works[bucket].then(
+        [self, round, bucket](const Future<at::Tensor>&) { self->await_hooks(round, bucket + 1); });
     return;
   }
-  when_all(round->works).then([self, round](const auto&) {
-    round->status.then([self, round](const Future<at::Tensor>&) { self->finish(round); });
-  });
+  send_status(*round);
+  round->status.then([self, round](const Future<at::Tensor>&) { self->finish(round); });
+}
+
+void Reducer::Impl::send_status(Round& round) {
+  if (hook_) check_hooks(round);
+  {
+    MutexLock lock(mutex_);
+    auto* status = status_.data_ptr<std::int32_t>();
+    status[0] = round.aborted || round.failure ? group_.rank() + 1 : 0;
+    for (std::size_t i = 0; tracks_use_ && i < count_; ++i)
+      status[1 + i] = round.sink != nullptr ? used_[i] : 0;
+    if (round.sink != nullptr || round.aborted) std::fill(used_.begin(), used_.end(), 0);
+  }
+  try {
+    round.status = group_.all_reduce(status_, collective::kMaximum);
+  } catch (...) {  // as if it had failed later: who waits for this round must not wait for ever
+    round.status = make_failed_future<at::Tensor>(std::current_exception());
+  }
+}
+
+void Reducer::Impl::check_hooks(Round& round) {
+  try {
+    for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
+      const at::Tensor reduced = round.works[bucket].wait();
+      if (!buckets_->sparse(bucket)) check_reduced(reduced, buckets_->buffer(bucket), bucket);
+    }
+  } catch (...) {
+    round.failure = std::current_exception();
+    if (!round.aborted) round.reason = describe(round.failure).text;
+  }
 }
 
 void Reducer::Impl::finish(const RoundPtr& round) {
@@ -145,9 +176,7 @@ void Reducer::Impl::finish(const RoundPtr& round) {
     const int who = status_.data_ptr<std::int32_t>()[0];
     if (who > 0) return hear_why(round, who - 1);
     for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
-      const at::Tensor reduced = round->works[bucket].wait();
-      if (hook_ && !buckets_->sparse(bucket)) check_reduced(reduced, buckets_->buffer(bucket), bucket);
-      buckets_->take(bucket, reduced);
+      buckets_->take(bucket, round->works[bucket].wait());
     }
     if (round->sink != nullptr) write_back(*round);
     count_finished(*round);
@@ -242,6 +271,7 @@ void Reducer::Impl::hear_why(const RoundPtr& round, int rank) {
   }
   group_.broadcast(reason, rank)
       .then([round, reason, world_rank = group_.ranks()[rank]](const Future<at::Tensor>& heard) {
+        if (round->failure) return static_cast<void>(round->promise->set_error(round->failure));
         if (heard.error()) return static_cast<void>(round->promise->set_error(heard.error()));
         const std::string text(static_cast<const char*>(reason.data_ptr()));
         round->promise->set_error(

@@ -45,6 +45,7 @@ struct Round {
   bool concluded = false;  ///< everything is launched, and `finished` is there
   bool aborted = false;
   std::string reason;
+  std::exception_ptr failure;  ///< of a hook, on this rank
 
   std::vector<Future<at::Tensor>> works;  ///< by bucket
   Future<at::Tensor> status;
@@ -135,6 +136,10 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   void launch(Round& round, std::size_t bucket);
   GradientBucket as_hook_sees(const Round& round, std::size_t bucket);
   void conclude(const RoundPtr& round);
+  /// Waits for one hook's answer after the other: the status comes after all that hooks send.
+  void await_hooks(const RoundPtr& round, std::size_t bucket);
+  void send_status(Round& round);
+  void check_hooks(Round& round);
   void finish(const RoundPtr& round);
   void write_back(Round& round);
   void write_slot(Round& round, std::size_t slot);

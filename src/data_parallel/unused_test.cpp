@@ -98,11 +98,22 @@ TEST(Unused, OfOneForwardMayBeUsedByAnotherThatTheSamePassGoesThrough) {
   });
 }
 
+/// What changes the path of a gradient, one by one.
+std::vector<DataParallelOptions> variants() {
+  return {{},
+          {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6},
+          {.find_unused_parameters = true},
+          {.static_graph = true},
+          {.gradient_as_bucket_view = false},
+          {.find_unused_parameters = true, .gradient_as_bucket_view = false},
+          {.static_graph = true, .gradient_as_bucket_view = false}};
+}
+
 TEST(NoSync, AccumulatesHereAndAveragesTheSumLater) {
-  for (const bool view : {true, false}) {
+  for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
       for (int i = 0; i < 3; ++i) {
         zero(parameters, i % 2 == 0);
         step(reducer, squares(parameters, 1 + self.rank), {.synchronize = false});
@@ -137,18 +148,40 @@ TEST(NoSync, AndAReducedForwardInOnePassAreReducedTogether) {
 }
 
 TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
-  on_ranks(2, [](const Rank& self) {
-    const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
-    for (int i = 0; i < 3; ++i) {
-      zero(parameters, i != 1);
-      const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
-      const at::Tensor two = reducer.prepare_for_backward({squares(parameters, 3 + self.rank)}).at(0);
-      one.backward();
-      two.backward();
-      expect_close(parameters[0].grad(), parameters[0].detach() * (3 + 7), 1e-6);
-    }
-  });
+  for (const DataParallelOptions& options : variants()) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      for (int i = 0; i < 4; ++i) {
+        zero(parameters, i % 2 == 0);
+        const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
+        const at::Tensor two = reducer.prepare_for_backward({squares(parameters, 3 + self.rank)}).at(0);
+        (i == 3 ? two : one).backward();
+        (i == 3 ? one : two).backward();
+        for (const auto& parameter : parameters)
+          expect_close(parameter.grad(), parameter.detach() * (3 + 7), 1e-6);
+      }
+      EXPECT_EQ(reducer.stats().reductions, 8U);
+    });
+  }
+}
+
+TEST(TwoForwards, ThenOneBackwardAreAveragedTogether) {
+  for (const DataParallelOptions& options : variants()) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, i % 2 == 0);
+        const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
+        const at::Tensor two = reducer.prepare_for_backward({squares(parameters, 3 + self.rank)}).at(0);
+        (one + two).backward();
+        for (const auto& parameter : parameters)
+          expect_close(parameter.grad(), parameter.detach() * (3 + 7), 1e-6);
+      }
+      EXPECT_EQ(reducer.stats().reductions, 3U);
+    });
+  }
 }
 
 TEST(OneForward, MayBeWalkedBackTwice) {

@@ -25,7 +25,9 @@ struct GradientBucket {
 
 /// Reduces one bucket over all ranks: the future gives the average, shaped like the buffer, which may be the
 /// buffer itself. Called in the order of buckets, by the thread that runs backward, with no lock held;
-/// buckets overlap. An exception, or a failed future, fails the backward pass here and on the other ranks.
+/// buckets overlap. It issues its operations on `group` before it returns: later ones would not come in one
+/// order on all ranks. A failed future, or a wrong answer, fails the backward pass here and on the other
+/// ranks; an exception also ends the reducer's group, since the others may be waiting inside the hook.
 using CommHook =
     std::function<Future<at::Tensor>(const GradientBucket& bucket, const collective::Group& group)>;
 
