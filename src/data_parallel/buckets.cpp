@@ -103,6 +103,11 @@ bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
     view = factor == 1 ? gradient : at::mul(gradient, at::Scalar(factor));
     return false;
   }
+  if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes()) {
+    throw Error(ErrorKind::kInvalid,
+                "its gradient is not of the dtype or shape that it had when it was wrapped; wrap the module "
+                "after it is converted");
+  }
   if (holds(slot, gradient)) {
     if (factor != 1) view.mul_(factor);
     return true;

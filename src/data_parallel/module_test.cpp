@@ -219,6 +219,18 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
   }
 }
 
+TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
+  on_ranks(2, [](const Rank& self) {
+    Mlp mlp(std::vector<std::int64_t>{2, 2});
+    DistributedDataParallel model(self.runtime, mlp, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    model(batch(2, 2, 0).to(at::kFloat)).sum().backward();
+    mlp->zero_grad();
+    mlp->to(at::kDouble);
+    const std::string text = error_of([&] { model(batch(2, 2, 0)).sum().backward(); });
+    EXPECT_NE(text.find("'layer0.weight' was converted"), std::string::npos) << text;
+  });
+}
+
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});

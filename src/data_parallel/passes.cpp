@@ -4,6 +4,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
 
@@ -279,6 +280,13 @@ std::string Reducer::Impl::missing_text(const std::vector<std::size_t>& missing_
   }
   if (missing_slots.size() > kNamesInAMessage) {
     text += fmt::format(" and {} more", missing_slots.size() - kNamesInAMessage);
+  }
+  for (const std::size_t slot : missing_slots) {
+    if (torch::autograd::impl::grad_accumulator(tensor(slot)) == hooked_[slot].first) continue;
+    return text + fmt::format(
+                      " ('{}' was converted to another dtype or device after it was wrapped: wrap the "
+                      "module afterwards)",
+                      name(slot));
   }
   return text;
 }
