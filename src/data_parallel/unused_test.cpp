@@ -1,5 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <torchspan/core/error.h>
 
 #include "data_parallel/toy_model.h"
@@ -70,6 +73,35 @@ TEST(Unused, BehindAnOutputThatTheLossLeavesOutAreNoError) {
       EXPECT_FALSE(parameters[1].grad().defined());
     }
   });
+}
+
+/// Passes the first gradient on and keeps the second to itself.
+struct Withhold : torch::autograd::Function<Withhold> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor& b) {
+    return a.sum() + b.sum();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0].expand({3}), at::Tensor()};
+  }
+};
+
+TEST(Unused, WhoseGradientIsUndefinedInThePassCountsAsNone) {
+  for (const bool withheld_by_all : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+      for (int i = 0; i < 2; ++i) {
+        zero(parameters, true);
+        const bool withheld = withheld_by_all || self.rank == 1;
+        step(reducer, withheld ? Withhold::apply(parameters[0], parameters[1])
+                               : parameters[0].sum() + squares({parameters[1]}, 1));
+        expect_close(parameters[0].grad(), at::ones({3}), 1e-6);
+        EXPECT_EQ(parameters[1].grad().defined(), !withheld_by_all);
+        if (!withheld_by_all) expect_close(parameters[1].grad(), parameters[1].detach(), 1e-6);
+      }
+    });
+  }
 }
 
 TEST(Unused, AllOfThemOnOneRankDoNotHangTheOthers) {
