@@ -258,9 +258,10 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   record->leader = options.leader;
   const bool walk = options_.find_unused_parameters && !options_.static_graph;
   if (walk) record->unused = unused_slots(outputs);
-  outputs = mark_outputs(
-      std::move(outputs), record,
-      {.listener = weak_from_this(), .passes = passes_, .together = options_.find_unused_parameters});
+  outputs = mark_outputs(std::move(outputs), record,
+                         {.listener = weak_from_this(),
+                          .passes = passes_,
+                          .together = options_.find_unused_parameters && !options_.partial_backward});
   MutexLock lock(mutex_);
   std::erase_if(outstanding_, [](const auto& other) { return other.expired(); });
   outstanding_.push_back(record);

@@ -241,19 +241,24 @@ TEST(OneForward, WithoutABackwardIsLegal) {
 }
 
 TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
-  on_ranks(2, [](const Rank& self) {
-    const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, {.partial_backward = true});
-    for (int i = 0; i < 3; ++i) {
-      zero(parameters, true);
-      const Tensors outputs = reducer.prepare_for_backward(
-          {squares({parameters[0]}, 1 + self.rank), squares({parameters[1]}, 1 + self.rank)});
-      outputs[i % 2].backward();
-      outputs[1 - i % 2].backward();
-      for (const auto& parameter : parameters) expect_close(parameter.grad(), parameter.detach() * 3, 1e-6);
-    }
-    EXPECT_EQ(reducer.stats().reductions, 3U);
-  });
+  for (const bool find_unused : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      Tensors parameters{leaf({3}), leaf({4})};
+      Tensors all = parameters;
+      if (find_unused) all.push_back(leaf({2}));
+      Reducer reducer(self.runtime, named(all), self.group,
+                      {.find_unused_parameters = find_unused, .partial_backward = true});
+      for (int i = 0; i < 3; ++i) {
+        zero(parameters, true);
+        const Tensors outputs = reducer.prepare_for_backward(
+            {squares({parameters[0]}, 1 + self.rank), squares({parameters[1]}, 1 + self.rank)});
+        outputs[i % 2].backward();
+        outputs[1 - i % 2].backward();
+        for (const auto& parameter : parameters) expect_close(parameter.grad(), parameter.detach() * 3, 1e-6);
+      }
+      EXPECT_EQ(reducer.stats().reductions, 3U);
+    });
+  }
 }
 
 TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
