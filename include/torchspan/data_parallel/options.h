@@ -26,8 +26,8 @@ struct DataParallelOptions {
   bool initial_sync = true;             ///< everybody begins with rank 0's parameters and buffers
   bool rebuild_buckets = true;          ///< after the first step, in the order in which gradients really come
   /// One forward is followed by several backward passes over parts of its outputs, which together give every
-  /// parameter that they reach its gradient, and every other one must be found unused. Without it, a pass that
-  /// leaves parameters out fails.
+  /// parameter that they reach its gradient, and every other one must be found unused. Without it, a pass
+  /// that leaves parameters out fails.
   bool partial_backward = false;
   Unwrapped unwrapped_backward = Unwrapped::kWarnOnce;
   std::vector<std::string> ignored_parameters =
