@@ -21,7 +21,7 @@ void require(bool condition, const std::string& text) {
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 constexpr Function<add> kAdd{"add"};
 
-/// Sums over all workers and over part of them, while calls go to and fro.
+/// Sums over all workers and over part of them, while calls go back and forth.
 void sums_and_calls() {
   Session session(WorkerOptions::from_env(), FunctionTable().add(kAdd));
   {

@@ -11,24 +11,10 @@
 #include "tests/support/processes.h"
 
 namespace torchspan::testing {
-namespace {
-
-constexpr const char* kFolder = "TORCHSPAN_TEST_MPI_FOLDER";
-
-}  // namespace
-
-std::optional<MpiPlace> mpi_place() {
-  const char* folder = std::getenv(kFolder);
-  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
-  const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
-  if (folder == nullptr || rank == nullptr || size == nullptr) return std::nullopt;
-  return MpiPlace{std::atoi(rank), std::atoi(size), folder};
-}
-
 int run_over_mpi(int ranks, int argc, char** argv) {
   const TemporaryFolder folder;
   net::Secret::random().write_file(folder.path() + "/secret");
-  setenv(kFolder, folder.path().c_str(), 1);
+  setenv(kMpiFolder, folder.path().c_str(), 1);
   // Open MPI wants to be told that a container's root is nobody special.
   setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
   setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);

@@ -1,8 +1,11 @@
 #pragma once
+#include <cstdlib>
 #include <optional>
 #include <string>
 
 namespace torchspan::testing {
+
+inline constexpr const char* kMpiFolder = "TORCHSPAN_TEST_MPI_FOLDER";
 
 /// This process's place among those that run_over_mpi() started; none in an ordinary run.
 struct MpiPlace {
@@ -10,7 +13,13 @@ struct MpiPlace {
   int size = 1;
   std::string folder;  ///< shared by all of them; holds the file "secret"
 };
-std::optional<MpiPlace> mpi_place();
+inline std::optional<MpiPlace> mpi_place() {
+  const char* folder = std::getenv(kMpiFolder);
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
+  if (folder == nullptr || rank == nullptr || size == nullptr) return std::nullopt;
+  return MpiPlace{std::atoi(rank), std::atoi(size), folder};
+}
 
 /// Runs this program again as `ranks` processes under mpirun, which all run the same tests; its exit code.
 int run_over_mpi(int ranks, int argc, char** argv);

@@ -56,8 +56,8 @@ class Session {
   std::uint32_t rank() { return worker().rank(); }
   std::uint32_t world_size() { return worker().world_size(); }
 
-  /// Collective over options.ranks (all workers, unless it says otherwise): a group for all-reduce and its kin
-  /// (collective/group.h). To be let go of before the session ends.
+  /// Collective over options.ranks (all workers, unless it says otherwise): a group for all-reduce and its
+  /// kin (collective/group.h). To be let go of before the session ends.
   collective::Group group(collective::GroupOptions options = {});
 
   /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others
