@@ -91,6 +91,6 @@ TEST(Groups, AWorldOfOneHasAGroupToo) {
 
 int main(int argc, char** argv) {
   using namespace torchspan;
-  return testing::cluster_main(argc, argv,
-                               {{"sums_and_calls", sums_and_calls}, {"group_of_some", group_of_some}});
+  return torchspan::testing::cluster_main(
+      argc, argv, {{"sums_and_calls", sums_and_calls}, {"group_of_some", group_of_some}});
 }
