@@ -93,15 +93,26 @@ T join(T a, T b) {
   }
 }
 
-/// Two ranks with nothing to convert: straight from the sources to the first target.
-template <class T, class Join>
+template <class T>
+auto divisor_of(const Reducing& work) {
+  using Real = decltype(std::abs(T()));
+  return static_cast<Real>(work.ranks);
+}
+
+/// Two ranks with nothing to convert: straight from the sources to a block.
+template <class T, class Join, bool kDivide>
 void reduce_two(const Reducing& work) {
   const auto* a = reinterpret_cast<const T*>(work.sources[0]);
   const auto* b = reinterpret_cast<const T*>(work.sources[1]);
   std::array<T, kBlock> block;
   for (std::size_t at = 0; at < work.count; at += kBlock) {
     const std::size_t count = std::min(kBlock, work.count - at);
-    for (std::size_t i = 0; i < count; ++i) block[i] = join<Join>(a[at + i], b[at + i]);
+    if constexpr (kDivide) {
+      const auto divisor = divisor_of<T>(work);
+      for (std::size_t i = 0; i < count; ++i) block[i] = join<Join>(a[at + i], b[at + i]) / divisor;
+    } else {
+      for (std::size_t i = 0; i < count; ++i) block[i] = join<Join>(a[at + i], b[at + i]);
+    }
     for (std::byte* target : work.targets) {
       std::memcpy(target + at * sizeof(T), block.data(), count * sizeof(T));
     }
@@ -111,8 +122,8 @@ void reduce_two(const Reducing& work) {
 template <class T, class Join, bool kDivide>
 void reduce(const Reducing& work) {
   using W = typename Wide<T>::Type;
-  if constexpr (std::is_same_v<T, W> && !kDivide) {
-    if (work.sources.size() == 2) return reduce_two<T, Join>(work);
+  if constexpr (std::is_same_v<T, W>) {
+    if (work.sources.size() == 2) return reduce_two<T, Join, kDivide>(work);
   }
   std::array<W, kBlock> sums, more;
   std::array<T, kBlock> results;
@@ -130,8 +141,7 @@ void reduce(const Reducing& work) {
       for (std::size_t i = 0; i < count; ++i) sums[i] = join<Join>(sums[i], values[i]);
     }
     if constexpr (kDivide) {
-      using Real = decltype(std::abs(W()));
-      const auto divisor = static_cast<Real>(work.ranks);
+      const auto divisor = divisor_of<W>(work);
       for (std::size_t i = 0; i < count; ++i) sums[i] /= divisor;
     }
     Wide<T>::narrow(sums.data(), results.data(), count);
