@@ -85,10 +85,11 @@ std::shared_ptr<BackEnd> make_c10d_back_end(Runtime& runtime,
   for (auto rank = serial.people.size(); rank < serial.ranks.size(); ++rank) {
     serial.people.push_back(fmt::format("rank {}", serial.ranks[rank]));
   }
-  C10dGroup group{std::move(process_group)};
+  const std::string engine = process_group->getBackendName();
+  C10dGroup group{std::move(process_group), engine};
   if (options.split) {
-    group.split = [split = std::move(options.split)](const std::vector<int>& members) {
-      return C10dGroup{split(members)};
+    group.split = [split = std::move(options.split), engine](const std::vector<int>& members) {
+      return C10dGroup{split(members), engine};
     };
   }
   return std::make_shared<SerialBackEnd>(runtime, std::make_unique<C10dWire>(std::move(group)),

@@ -9,16 +9,18 @@ namespace torchspan::collective {
 
 /// A process group, and how to make that of some of its ranks.
 struct C10dGroup {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::intrusive_ptr<c10d::ProcessGroup> group = {};
+  std::string engine = {};  ///< for messages
   std::function<C10dGroup(const std::vector<int>& members)> split = {};
 };
 
 /// One of LibTorch's process groups as a wire.
 class C10dWire final : public Wire {
  public:
-  explicit C10dWire(C10dGroup group) : group_(std::move(group.group)), split_(std::move(group.split)) {}
+  explicit C10dWire(C10dGroup group)
+      : group_(std::move(group.group)), engine_(std::move(group.engine)), split_(std::move(group.split)) {}
 
-  std::string name() const override { return "c10d:" + group_->getBackendName(); }
+  std::string name() const override { return "c10d:" + engine_; }
   void all_reduce(at::Tensor tensor, Reduction reduction) override;
   bool reduces(at::ScalarType dtype, Reduction reduction) const override;
   void broadcast(at::Tensor tensor, int root) override;
@@ -29,6 +31,7 @@ class C10dWire final : public Wire {
 
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::string engine_;
   const std::function<C10dGroup(const std::vector<int>& members)> split_;
 };
 

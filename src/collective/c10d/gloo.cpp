@@ -11,6 +11,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/version.h>
 
 #include <torchspan/core/mutex.h>
 
@@ -188,6 +189,17 @@ bool on_one_host(const Membership& world, const std::vector<int>& ranks) {
                      [&](int rank) { return world.member(rank).host_id == world.self().host_id; });
 }
 
+/// In LibTorch 2 an engine stands inside a process group; in 1.13 it is one.
+c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo) {
+#if TORCH_VERSION_MAJOR >= 2
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
+  return group;
+#else
+  return gloo;
+#endif
+}
+
 C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration timeout, Executor& executor) {
   auto options =
       c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(timeout));
@@ -201,8 +213,9 @@ C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration tim
   std::string trouble;
   try {
     const WithoutPipeSignal without_pipe_signal;
-    group.group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(rank),
-                                                              static_cast<int>(ranks.size()), options);
+    group.group = as_process_group(c10::make_intrusive<c10d::ProcessGroupGloo>(
+        store, static_cast<int>(rank), static_cast<int>(ranks.size()), options));
+    group.engine = "gloo";
   } catch (...) {
     trouble = torchspan::describe(std::current_exception()).text;
   }
