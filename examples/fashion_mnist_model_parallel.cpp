@@ -4,7 +4,6 @@
 // without the launcher, the same program does all of it in one process.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -20,35 +19,21 @@
 
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
+#include "fashion_mnist/training.h"
 
 namespace ts = torchspan;
 using namespace fashion_mnist;
 
 namespace {
 
-struct Options {
-  std::string data = kDefaultFolder;
-  std::int64_t epochs = 5;
-  std::int64_t batch = 128;
-  std::uint64_t seed = 1;
-  std::int64_t limit = 0;  ///< images of each split; 0: all
+struct Options : TrainingOptions {
   std::string optimizer = "sgd";
   std::optional<double> lr;
 };
 
 void add_options(CLI::App& app, Options& options) {
-  app.add_option("--data", options.data, "folder of the four IDX files, gzipped or not")
-      ->capture_default_str();
-  app.add_option("--epochs", options.epochs)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", options.batch, "images a step")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  add_training_options(app, options);
   app.add_option("--lr", options.lr, "learning rate [0.05 for sgd, 0.01 for adagrad]");
-  app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
-      ->capture_default_str();
-  app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
   app.add_option("--optimizer", options.optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad"}))
       ->capture_default_str();
@@ -77,41 +62,10 @@ struct Model {
   ts::RRef<Classifier> classifier;
 };
 
-/// Shows the live progress line and counts images per second.
-class Meter {
- public:
-  Meter(ts::Session& session, const Options& options, std::int64_t steps)
-      : executor_(session.runtime().executor), progress_(executor_), began_(executor_.now()) {
-    report_.epochs = options.epochs;
-    report_.steps = steps;
-    report_.unit = "images";
-  }
-  void step(std::int64_t epoch, std::int64_t step, double loss, std::int64_t images) {
-    images_ += images;
-    report_.epoch = epoch;
-    report_.step = step;
-    report_.loss = loss;
-    report_.rate = static_cast<double>(images_) / seconds();
-    progress_.report(report_);
-  }
-  void finish() { progress_.finish(); }
-  double seconds() const { return std::chrono::duration<double>(executor_.now() - began_).count(); }
-  std::int64_t images() const { return images_; }
-
- private:
-  ts::Executor& executor_;
-  ts::Progress progress_;
-  ts::ProgressReport report_;
-  const ts::TimePoint began_;
-  std::int64_t images_ = 0;
-};
-
 void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
   ts::optim::DistributedOptimizer optimizer(session, recipe(options), {model.features, model.classifier});
-  const std::int64_t steps = (data.size() + options.batch - 1) / options.batch;
-  Meter meter(session, options, steps);
+  Meter meter(session.runtime().executor, options, data.size());
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    std::int64_t step = 0;
     const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
     for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {
       const Batch batch = data.batch(positions);
@@ -119,12 +73,11 @@ void train(ts::Session& session, Model& model, const Dataset& data, const Option
       const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
       context.backward(loss);
       optimizer.step(context);
-      meter.step(epoch, ++step, loss.item<double>(), batch.size());
+      meter.step(epoch, loss.item<double>(), batch.size());
     }
   }
   meter.finish();
-  fmt::print("trained on {} images in {:.1f} s: {:.0f} images/s\n", meter.images(), meter.seconds(),
-             static_cast<double>(meter.images()) / meter.seconds());
+  fmt::print("{}\n", meter.summary());
 }
 
 double accuracy(Model& model, const Dataset& data) {
@@ -156,9 +109,8 @@ void run(const Options& options) {
   const auto worker_options = ts::WorkerOptions::from_env();
   std::optional<Dataset> train_data, test_data;
   if (worker_options.environment.rank == 0) {
-    const std::int64_t most = options.limit == 0 ? INT64_MAX : options.limit;
-    train_data = load(options.data, Split::kTrain).first(most);
-    test_data = load(options.data, Split::kTest).first(most);
+    train_data = load(options, Split::kTrain);
+    test_data = load(options, Split::kTest);
   }
   ts::FunctionTable functions;
   functions.add(kFeatures, kClassifier, kForward, kReport, kTrain);

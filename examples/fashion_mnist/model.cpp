@@ -16,10 +16,10 @@ namespace {
 
 constexpr std::int64_t kFirstChannels = 16, kSecondChannels = 32, kKernel = 3, kHidden = 128;
 constexpr std::int64_t kPooledSide = kSide / 4;
+constexpr std::int64_t kFeatureCount = kSecondChannels * kPooledSide * kPooledSide;
 
-torch::nn::Conv2d convolution(std::int64_t in, std::int64_t out) {
-  // The batch norm that follows has a bias of its own.
-  return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kKernel).padding(kKernel / 2).bias(false));
+torch::nn::Conv2d convolution(std::int64_t in, std::int64_t out, bool bias) {
+  return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kKernel).padding(kKernel / 2).bias(bias));
 }
 
 double seconds(const timeval& time) {
@@ -47,10 +47,10 @@ WorkReport HalfImpl::report() const {
   return report;
 }
 
-void HalfImpl::initialize(std::uint64_t seed) {
+void draw_parameters(const torch::nn::Module& module, std::uint64_t seed) {
   const torch::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed);
-  for (const auto& layer : children()) {
+  for (const auto& layer : module.children()) {
     const auto own = layer->named_parameters(false);
     const torch::Tensor* weight = own.find("weight");
     if (weight == nullptr || weight->dim() < 2) continue;
@@ -60,12 +60,13 @@ void HalfImpl::initialize(std::uint64_t seed) {
   }
 }
 
+// Each batch norm has a bias of its own, so the convolution before it needs none.
 FeaturesImpl::FeaturesImpl(std::uint64_t seed)
-    : first_conv_(register_module("first_conv", convolution(1, kFirstChannels))),
-      second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels))),
+    : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, false))),
+      second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, false))),
       first_norm_(register_module("first_norm", torch::nn::BatchNorm2d(kFirstChannels))),
       second_norm_(register_module("second_norm", torch::nn::BatchNorm2d(kSecondChannels))) {
-  initialize(seed);
+  draw_parameters(*this, seed);
 }
 
 torch::Tensor FeaturesImpl::compute(torch::Tensor images) {
@@ -75,13 +76,26 @@ torch::Tensor FeaturesImpl::compute(torch::Tensor images) {
 }
 
 ClassifierImpl::ClassifierImpl(std::uint64_t seed)
-    : hidden_(
-          register_module("hidden", torch::nn::Linear(kSecondChannels * kPooledSide * kPooledSide, kHidden))),
+    : hidden_(register_module("hidden", torch::nn::Linear(kFeatureCount, kHidden))),
       output_(register_module("output", torch::nn::Linear(kHidden, kClasses))) {
-  initialize(seed);
+  draw_parameters(*this, seed);
 }
 
 torch::Tensor ClassifierImpl::compute(torch::Tensor features) {
+  return torch::log_softmax(output_(torch::relu(hidden_(features))), 1);
+}
+
+ConvNetImpl::ConvNetImpl(std::uint64_t seed)
+    : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, true))),
+      second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, true))),
+      hidden_(register_module("hidden", torch::nn::Linear(kFeatureCount, kHidden))),
+      output_(register_module("output", torch::nn::Linear(kHidden, kClasses))) {
+  draw_parameters(*this, seed);
+}
+
+torch::Tensor ConvNetImpl::forward(const torch::Tensor& images) {
+  torch::Tensor features = torch::max_pool2d(torch::relu(first_conv_(images)), 2);
+  features = torch::max_pool2d(torch::relu(second_conv_(features)), 2).flatten(1);
   return torch::log_softmax(output_(torch::relu(hidden_(features))), 1);
 }
 

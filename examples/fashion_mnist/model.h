@@ -25,8 +25,12 @@ struct WorkReport {
 /// Process id and CPU time of this process.
 WorkReport report_process();
 
-/// What the halves of the model share. Parameters are drawn from a generator of their own, so that the same
-/// seed gives the same parameters in any process, whatever else runs there.
+/// Draws the weights and biases of a module's layers (normalizations aside) as LibTorch does, uniformly up to
+/// 1 / sqrt(inputs of a unit), but from a generator of that seed: the same in any process, whatever else
+/// draws.
+void draw_parameters(const torch::nn::Module& module, std::uint64_t seed);
+
+/// What the halves of the model share. Their parameters are those of draw_parameters().
 class HalfImpl : public torch::nn::Module {
  public:
   /// In evaluation mode no gradients are recorded.
@@ -35,8 +39,6 @@ class HalfImpl : public torch::nn::Module {
 
  protected:
   virtual torch::Tensor compute(torch::Tensor input) = 0;
-  /// LibTorch's default for convolutions and linear layers: uniform up to 1 / sqrt(inputs of a unit).
-  void initialize(std::uint64_t seed);
 
  private:
   std::atomic<std::int64_t> forward_calls_{0};
@@ -69,6 +71,20 @@ class ClassifierImpl : public HalfImpl {
   torch::nn::Linear hidden_, output_;
 };
 TORCH_MODULE(Classifier);
+
+/// A model in one piece: images [n, 1, 28, 28] to the logarithms of ten probabilities [n, 10], by two blocks
+/// of convolution, ReLU and pooling and two linear layers. Nothing in it looks across the images of a batch,
+/// so it makes no difference to a gradient where a batch is cut.
+class ConvNetImpl : public torch::nn::Module {
+ public:
+  explicit ConvNetImpl(std::uint64_t seed);
+  torch::Tensor forward(const torch::Tensor& images);
+
+ private:
+  torch::nn::Conv2d first_conv_, second_conv_;
+  torch::nn::Linear hidden_, output_;
+};
+TORCH_MODULE(ConvNet);
 
 // What other workers may call.
 inline constexpr torchspan::Class<Features, std::uint64_t> kFeatures{"Features"};

@@ -1,0 +1,57 @@
+#include "fashion_mnist/training.h"
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <fmt/format.h>
+#include <utility>
+
+namespace fashion_mnist {
+
+void add_training_options(CLI::App& app, TrainingOptions& options) {
+  app.add_option("--data", options.data, "folder of the four IDX files, gzipped or not")
+      ->capture_default_str();
+  app.add_option("--epochs", options.epochs)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", options.batch, "images a step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
+      ->capture_default_str();
+  app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+}
+
+Dataset load(const TrainingOptions& options, Split split) {
+  const Dataset all = load(options.data, split);
+  return options.limit == 0 ? all : all.first(options.limit);
+}
+
+Meter::Meter(torchspan::Executor& executor, const TrainingOptions& options, std::int64_t images,
+             std::string text)
+    : executor_(executor), progress_(executor), began_(executor.now()), ended_(began_) {
+  report_.epochs = options.epochs;
+  report_.steps = (images + options.batch - 1) / options.batch;
+  report_.unit = "images";
+  report_.text = std::move(text);
+}
+
+void Meter::step(std::int64_t epoch, double loss, std::int64_t images) {
+  images_ += images;
+  ended_ = executor_.now();
+  report_.step = epoch == report_.epoch ? report_.step + 1 : 1;
+  report_.epoch = epoch;
+  report_.loss = loss;
+  report_.rate = images_per_second();
+  progress_.report(report_);
+}
+
+void Meter::finish() { progress_.finish(); }
+
+double Meter::seconds() const { return std::chrono::duration<double>(ended_ - began_).count(); }
+
+std::string Meter::summary() const {
+  return fmt::format("trained on {} images in {:.1f} s: {:.0f} images/s", images_, seconds(),
+                     images_per_second());
+}
+
+}  // namespace fashion_mnist

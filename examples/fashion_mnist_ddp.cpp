@@ -1,0 +1,235 @@
+// A small convolutional network trained on Fashion-MNIST by several ranks, each with a replica of the model:
+//   torchspan run -n 2 fashion_mnist_ddp
+// Every rank takes its part of every batch; gradients are averaged while backward runs. Then rank 0 trains
+// the same model on the same batches alone, and says how far the two came out alike, and how fast each was.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <fmt/format.h>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/torchspan.h>
+
+#include "fashion_mnist/dataset.h"
+#include "fashion_mnist/model.h"
+#include "fashion_mnist/training.h"
+
+namespace ts = torchspan;
+using namespace fashion_mnist;
+
+namespace {
+
+struct Options : TrainingOptions {
+  double lr = 0.05;
+  double momentum = 0.9;
+  int threads = 1;
+  bool compare = true;
+};
+
+void add_options(CLI::App& app, Options& options) {
+  add_training_options(app, options);
+  app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
+  app.add_option("--momentum", options.momentum)->capture_default_str();
+  app.add_option("--threads", options.threads, "of LibTorch, in each process")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_flag("--compare,!--no-compare", options.compare,
+               "afterwards, train the same in one process and compare [on]");
+}
+
+void refuse(const std::string& text) { throw ts::Error(ts::ErrorKind::kInvalid, text); }
+
+void check(const Options& options, int world_size) {
+  if (!std::isfinite(options.lr) || options.lr <= 0) {
+    refuse(fmt::format("--lr {}: give a learning rate above 0, such as 0.05", options.lr));
+  }
+  if (!(options.momentum >= 0 && options.momentum < 1)) {
+    refuse(fmt::format("--momentum {}: give a number from 0 to below 1", options.momentum));
+  }
+  if (world_size < 1)
+    refuse("this program needs a world of a fixed size; this one is open (WORLD_SIZE is 0)");
+  if (options.batch < world_size) {
+    refuse(fmt::format("--batch {} is less than the {} ranks that share each batch: give at least {}",
+                       options.batch, world_size, world_size));
+  }
+}
+
+/// Who trains together: the ranks of a group, or this process alone.
+struct Team {
+  const ts::collective::Group* group = nullptr;
+  int rank = 0;
+  int size = 1;
+
+  std::string name() const {
+    return group == nullptr ? "one process" : fmt::format("{} rank{}", size, size == 1 ? "" : "s");
+  }
+  /// This rank's part of what all work on. Parts differ by one at most; of a last batch that is smaller than
+  /// the team, some are empty.
+  torch::Tensor part(const torch::Tensor& positions) const {
+    return positions.tensor_split(size)[static_cast<std::size_t>(rank)];
+  }
+  double sum(double mine) const {
+    if (group == nullptr) return mine;
+    return group->all_reduce(torch::full({1}, mine, torch::kDouble)).wait().item<double>();
+  }
+  void wait_for_each_other() const {
+    if (group != nullptr) group->barrier();
+  }
+};
+
+/// What every training here is given.
+struct Job {
+  const Options& options;
+  const Dataset train_data, test_data;
+  ts::Executor& executor;
+};
+
+/// What a training came to; the speed is known on rank 0.
+struct Result {
+  std::vector<double> losses;  ///< by epoch: the mean over all images
+  double accuracy = 0;
+  double images_per_second = 0;
+};
+
+/// The sum of the losses of this rank's images, after one step on them. `weight` is ranks / images of the
+/// whole batch: then the average of the weighted sums over ranks is the mean over the whole batch, however
+/// uneven the ranks' parts are.
+template <class Model>
+double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch& mine, double weight) {
+  optimizer.zero_grad();
+  const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::Reduction::Sum);
+  (sum * weight).backward();
+  optimizer.step();
+  return sum.template item<double>();
+}
+
+template <class Model>
+double accuracy(Model& model, const Dataset& data, const Team& team) {
+  constexpr std::int64_t kTestBatch = 500;
+  const torch::NoGradGuard no_grad;  // ranks test without waiting for each other
+  std::int64_t correct = 0;
+  for (const torch::Tensor& positions : batches_in_order(data.size(), kTestBatch)) {
+    const Batch batch = data.batch(team.part(positions));
+    correct += model.forward(batch.images).argmax(1).eq(batch.labels).sum().template item<std::int64_t>();
+  }
+  return team.sum(static_cast<double>(correct)) / static_cast<double>(data.size());
+}
+
+/// Trains and tests `model`, whose parameters are those of `network`; rank 0 shows how it goes.
+template <class Model>
+Result train(const Job& job, const Team& team, Model& model, const ConvNet& network) {
+  const Options& options = job.options;
+  const auto sgd = torch::optim::SGDOptions(options.lr).momentum(options.momentum);
+  torch::optim::SGD optimizer(network->parameters(), sgd);
+  Result result;
+  team.wait_for_each_other();  // reading the data is not part of what is measured
+  std::optional<Meter> meter;
+  if (team.rank == 0) meter.emplace(job.executor, options, job.train_data.size(), team.name());
+  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    double loss = 0;
+    const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
+    for (const torch::Tensor& positions : shuffled_batches(job.train_data.size(), options.batch, order)) {
+      const Batch mine = job.train_data.batch(team.part(positions));
+      const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
+      const double sum = train_step(model, optimizer, mine, weight);
+      loss += sum;
+      if (meter) meter->step(epoch, sum / static_cast<double>(mine.size()), positions.numel());
+    }
+    result.losses.push_back(team.sum(loss) / static_cast<double>(job.train_data.size()));
+  }
+  if (meter) meter->finish();
+  result.accuracy = accuracy(model, job.test_data, team);
+  if (!meter) return result;
+  result.images_per_second = meter->images_per_second();
+  for (std::size_t epoch = 0; epoch < result.losses.size(); ++epoch) {
+    fmt::print("{}: epoch {}, mean loss {:.6f}\n", team.name(), epoch + 1, result.losses[epoch]);
+  }
+  fmt::print("{}: {}\n", team.name(), meter->summary());
+  fmt::print("{}: test accuracy {:.2f} % on {} images\n", team.name(), 100 * result.accuracy,
+             job.test_data.size());
+  return result;
+}
+
+torch::Tensor flat_parameters(const ConvNet& network) {
+  std::vector<torch::Tensor> flat;
+  for (const torch::Tensor& parameter : network->parameters()) flat.push_back(parameter.detach().flatten());
+  return torch::cat(flat);
+}
+
+/// Throws on all ranks if a single bit of a parameter differs.
+void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& network) {
+  const torch::Tensor most = group.all_reduce(flat_parameters(network), ts::collective::kMaximum).wait();
+  const torch::Tensor least = group.all_reduce(flat_parameters(network), ts::collective::kMinimum).wait();
+  if (most.equal(least)) return;
+  throw ts::Error(
+      ts::ErrorKind::kInvalid,
+      fmt::format("parameters of the ranks differ by up to {:.1e}{}", (most - least).max().item<double>(),
+                  most.isnan().any().item<bool>() ? ", and some are no numbers: lower --lr" : ""));
+}
+
+void compare(const Job& job, const Team& team, const Result& together, const ConvNet& trained) {
+  ConvNet network(job.options.seed);
+  const Result alone = train(job, Team{}, *network, network);
+  const torch::Tensor reference = flat_parameters(network);
+  const double difference = (flat_parameters(trained) - reference).abs().max().item<double>();
+  double loss_difference = 0;
+  for (std::size_t epoch = 0; epoch < alone.losses.size(); ++epoch)
+    loss_difference = std::max(loss_difference, std::abs(alone.losses[epoch] - together.losses[epoch]));
+  fmt::print("{} against one process: losses differ by at most {:.1e}, parameters (up to {:.2f}) by {:.1e}\n",
+             team.name(), loss_difference, reference.abs().max().item<double>(), difference);
+  fmt::print(
+      "speed-up {:.2f}: {:.0f} images/s with {}, {:.0f} with one process; {} thread{} each, {} cores\n",
+      together.images_per_second / alone.images_per_second, together.images_per_second, team.name(),
+      alone.images_per_second, job.options.threads, job.options.threads == 1 ? "" : "s",
+      std::thread::hardware_concurrency());
+}
+
+void train_together(ts::Session& session, const Job& job) {
+  const ts::collective::Group group = session.group();
+  const Team team{.group = &group, .rank = group.rank(), .size = group.size()};
+  ConvNet network(job.options.seed);
+  ts::DistributedDataParallel model(session.runtime(), network, group);
+  const Result result = train(job, team, model, network);
+  expect_equal_replicas(group, network);
+  if (team.rank == 0 && job.options.compare) compare(job, team, result, network);
+}
+
+void run(const Options& options) {
+  // Wrong options, like wrong data, are told before anybody waits for the others.
+  const auto worker_options = ts::WorkerOptions::from_env();
+  check(options, worker_options.environment.world_size);
+  const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);
+  ts::Session session(worker_options);
+  train_together(session, {options, train_data, test_data, session.runtime().executor});
+  session.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small network on Fashion-MNIST, a part of each batch in each worker process.");
+  Options options;
+  add_options(app, options);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(options.threads);
+  try {
+    run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fashion_mnist_ddp: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
