@@ -44,7 +44,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
   app.add_option("--momentum", options.momentum)->capture_default_str();
   app.add_option("--threads", options.threads, "of LibTorch, in each process")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1024))
       ->capture_default_str();
   app.add_flag("--compare,!--no-compare", options.compare,
                "afterwards, train the same in one process and compare [on]");
@@ -149,6 +149,9 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
       if (meter) meter->step(epoch, sum / static_cast<double>(mine.size()), positions.numel());
     }
     result.losses.push_back(team.sum(loss) / static_cast<double>(job.train_data.size()));
+    if (!std::isfinite(result.losses.back())) {
+      refuse(fmt::format("{}: the loss is no finite number after epoch {}: lower --lr", team.name(), epoch));
+    }
   }
   if (meter) meter->finish();
   result.accuracy = accuracy(model, job.test_data, team);
@@ -174,10 +177,9 @@ void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& ne
   const torch::Tensor most = group.all_reduce(flat_parameters(network), ts::collective::kMaximum).wait();
   const torch::Tensor least = group.all_reduce(flat_parameters(network), ts::collective::kMinimum).wait();
   if (most.equal(least)) return;
-  throw ts::Error(
-      ts::ErrorKind::kInvalid,
-      fmt::format("parameters of the ranks differ by up to {:.1e}{}", (most - least).max().item<double>(),
-                  most.isnan().any().item<bool>() ? ", and some are no numbers: lower --lr" : ""));
+  refuse(fmt::format(
+      "parameters of the ranks differ by up to {:.1e}: they were not trained with equal gradients",
+      (most - least).max().item<double>()));
 }
 
 void compare(const Job& job, const Team& team, const Result& together, const ConvNet& trained) {

@@ -36,6 +36,7 @@ void expect_parameters_of_the_seed() {
 TEST(Model, HasTheSameParametersForTheSameSeedWhateverElseDraws) {
   expect_parameters_of_the_seed<Features>();
   expect_parameters_of_the_seed<Classifier>();
+  expect_parameters_of_the_seed<ConvNet>();
 }
 
 TEST(Model, StartsWithParametersSpreadAsLibTorchSpreadsThem) {
@@ -53,6 +54,16 @@ TEST(Model, TurnsImagesIntoLogarithmsOfProbabilities) {
   EXPECT_EQ(scores.sizes(), (std::vector<std::int64_t>{3, kClasses}));
   EXPECT_TRUE(torch::allclose(scores.exp().sum(1), torch::ones(3)));
   EXPECT_TRUE(scores.requires_grad());
+}
+
+TEST(Model, InOnePieceTreatsEachImageByItself) {
+  ConvNet network(1);
+  const torch::Tensor images = torch::randn({5, 1, kSide, kSide});
+  const torch::Tensor scores = network->forward(images);
+  EXPECT_TRUE(torch::allclose(scores.exp().sum(1), torch::ones(5)));
+  const torch::Tensor parts =
+      torch::cat({network->forward(images.narrow(0, 0, 2)), network->forward(images.narrow(0, 2, 3))});
+  EXPECT_TRUE(torch::allclose(scores, parts, 1e-5, 1e-6));
 }
 
 TEST(Model, RecordsNoGradientsInEvaluationAndReportsItsWork) {

@@ -1,4 +1,4 @@
-// The example as its users start it, on images whose classes are easy to see.
+// The examples as their users start them, on images whose classes are easy to see.
 #include <chrono>
 #include <cstdlib>
 #include <gmock/gmock.h>
@@ -20,6 +20,8 @@ struct Outcome {
   std::string output;
 };
 
+constexpr const char *kModelParallel = "fashion_mnist_model_parallel", *kDataParallel = "fashion_mnist_ddp";
+
 class Program : public ::testing::Test {
  protected:
   void SetUp() override { testing::write_dataset(folder_.path(), 320, 60); }
@@ -28,20 +30,31 @@ class Program : public ::testing::Test {
     const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
     const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
     for (std::string& word : command) {
-      if (word == "torchspan" || word == "fashion_mnist_model_parallel") word = binaries + "/" + word;
+      if (word == "torchspan" || word == kModelParallel || word == kDataParallel)
+        word = binaries + "/" + word;
     }
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
     EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();
     return {process.exit_code(), process.output()};
   }
-  Outcome run_workers(int count, const std::vector<std::string>& arguments) {
-    return run({"torchspan", "run", "-n", std::to_string(count), "fashion_mnist_model_parallel"}, arguments);
+  Outcome run_workers(int count, const std::vector<std::string>& arguments,
+                      const std::string& program = kModelParallel) {
+    return run({"torchspan", "run", "-n", std::to_string(count), program}, arguments);
   }
   static double accuracy_in(const std::string& output) {
     std::smatch match;
     return std::regex_search(output, match, std::regex("test accuracy ([0-9.]+) %")) ? std::stod(match[1])
                                                                                      : -1;
+  }
+
+  /// What the pattern's group stands for, at each place where it is found.
+  static std::vector<double> numbers_in(const std::string& output, const std::string& pattern) {
+    const std::regex regex(pattern);
+    std::vector<double> numbers;
+    for (std::sregex_iterator found(output.begin(), output.end(), regex), end; found != end; ++found)
+      numbers.push_back(std::stod((*found)[1]));
+    return numbers;
   }
 
   torchspan::testing::TemporaryFolder folder_;
@@ -62,7 +75,7 @@ TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {
   const std::vector<std::string> arguments = {"--data",      folder_.path(), "--batch",  "32",
                                               "--limit",     "160",          "--epochs", "1",
                                               "--optimizer", "adagrad",      "--seed",   "5"};
-  const Outcome alone = run({"fashion_mnist_model_parallel"}, arguments);
+  const Outcome alone = run({kModelParallel}, arguments);
   const Outcome together = run_workers(3, arguments);
   EXPECT_EQ(alone.exit_code, 0) << alone.output;
   EXPECT_EQ(together.exit_code, 0) << together.output;
@@ -78,9 +91,59 @@ TEST_F(Program, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
 }
 
 TEST_F(Program, RefusesAWrongOptionBeforeItWaitsForAnybody) {
-  const Outcome outcome = run({"fashion_mnist_model_parallel"}, {"--data", folder_.path(), "--lr", "-1"});
+  const Outcome outcome = run({kModelParallel}, {"--data", folder_.path(), "--lr", "-1"});
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
+}
+
+// Batches of 32 from 161 images: parts of 11, 11 and 10 images, and a last batch of one, of which the other
+// ranks have no part.
+TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
+  const std::vector<std::string> arguments = {"--data", folder_.path(), "--batch", "32", "--limit",  "161",
+                                              "--lr",   "0.02",         "--seed",  "5",  "--epochs", "4"};
+  const Outcome alone = run({kDataParallel}, arguments);
+  EXPECT_EQ(alone.exit_code, 0) << alone.output;
+  const std::vector<double> expected =
+      numbers_in(alone.output, "one process: epoch [0-9]+, mean loss ([0-9.]+)");
+  ASSERT_EQ(expected.size(), 4U) << alone.output;
+  EXPECT_LT(expected[3], expected[0] - 0.1) << "it learned nothing, so there is nothing to compare";
+  for (const int ranks : {1, 2, 3}) {
+    const Outcome outcome = ranks == 1 ? alone : run_workers(ranks, arguments, kDataParallel);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    const std::vector<double> losses =
+        numbers_in(outcome.output, std::to_string(ranks) + " ranks?: epoch [0-9]+, mean loss ([0-9.]+)");
+    ASSERT_EQ(losses.size(), 4U) << outcome.output;
+    for (std::size_t epoch = 0; epoch < 4; ++epoch)
+      EXPECT_NEAR(losses[epoch], expected[epoch], 1e-4) << epoch;
+    const std::vector<double> difference =
+        numbers_in(outcome.output, "against one process: .* parameters .* by ([0-9.e+-]+)");
+    ASSERT_EQ(difference.size(), 1U) << outcome.output;
+    EXPECT_LT(difference[0], 1e-4) << outcome.output;
+    EXPECT_EQ(numbers_in(outcome.output, "test accuracy ([0-9.]+) %").size(), 2U) << outcome.output;
+  }
+}
+
+TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
+  const Outcome outcome = run_workers(
+      2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
+  EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));
+}
+
+TEST_F(Program, TellsWhatIsWrongWithOptionsOfDataParallelTraining) {
+  const auto output_of = [&](const std::vector<std::string>& options) {
+    std::vector<std::string> arguments = {"--data", folder_.path(), "--epochs", "1"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const Outcome outcome = run_workers(2, arguments, kDataParallel);
+    EXPECT_NE(outcome.exit_code, 0) << outcome.output;
+    return outcome.output;
+  };
+  EXPECT_THAT(output_of({"--lr", "nan"}), HasSubstr("--lr nan: give a learning rate above 0"));
+  EXPECT_THAT(output_of({"--momentum", "1"}), HasSubstr("--momentum 1: give a number from 0"));
+  EXPECT_THAT(output_of({"--batch", "1"}), HasSubstr("--batch 1 is less than the 2 ranks"));
+  EXPECT_THAT(output_of({"--lr", "1e9"}),
+              HasSubstr("the loss is no finite number after epoch 1: lower --lr"));
 }
 
 }  // namespace

@@ -8,16 +8,17 @@
 namespace fashion_mnist {
 
 void add_training_options(CLI::App& app, TrainingOptions& options) {
+  constexpr std::int64_t kOne = 1, kMost = 1'000'000'000;
   app.add_option("--data", options.data, "folder of the four IDX files, gzipped or not")
       ->capture_default_str();
-  app.add_option("--epochs", options.epochs)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--epochs", options.epochs)->check(CLI::Range(kOne, kMost))->capture_default_str();
   app.add_option("--batch", options.batch, "images a step")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(kOne, kMost))
       ->capture_default_str();
   app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
       ->capture_default_str();
   app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(std::int64_t{0}, kMost))
       ->capture_default_str();
 }
 
