@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 #include <optional>
 #include <string>
-#include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -37,6 +37,7 @@ struct Options : TrainingOptions {
   double momentum = 0.9;
   int threads = 1;
   bool compare = true;
+  bool use_double = false;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -46,6 +47,9 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--threads", options.threads, "of LibTorch, in each process")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
+  app.add_flag(
+      "--double", options.use_double,
+      "compute in double, whose rounding is too small for training to amplify it to anything visible");
   app.add_flag("--compare,!--no-compare", options.compare,
                "afterwards, train the same in one process and compare [on]");
 }
@@ -95,6 +99,12 @@ struct Job {
   const Options& options;
   const Dataset train_data, test_data;
   ts::Executor& executor;
+
+  Batch batch(const Dataset& data, const torch::Tensor& positions) const {
+    Batch batch = data.batch(positions);
+    if (options.use_double) batch.images = batch.images.to(torch::kDouble);
+    return batch;
+  }
 };
 
 /// What a training came to; the speed is known on rank 0.
@@ -117,15 +127,15 @@ double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch&
 }
 
 template <class Model>
-double accuracy(Model& model, const Dataset& data, const Team& team) {
+double accuracy(const Job& job, const Team& team, Model& model) {
   constexpr std::int64_t kTestBatch = 500;
   const torch::NoGradGuard no_grad;  // ranks test without waiting for each other
   std::int64_t correct = 0;
-  for (const torch::Tensor& positions : batches_in_order(data.size(), kTestBatch)) {
-    const Batch batch = data.batch(team.part(positions));
+  for (const torch::Tensor& positions : batches_in_order(job.test_data.size(), kTestBatch)) {
+    const Batch batch = job.batch(job.test_data, team.part(positions));
     correct += model.forward(batch.images).argmax(1).eq(batch.labels).sum().template item<std::int64_t>();
   }
-  return team.sum(static_cast<double>(correct)) / static_cast<double>(data.size());
+  return team.sum(static_cast<double>(correct)) / static_cast<double>(job.test_data.size());
 }
 
 /// Trains and tests `model`, whose parameters are those of `network`; rank 0 shows how it goes.
@@ -142,7 +152,7 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
     double loss = 0;
     const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
     for (const torch::Tensor& positions : shuffled_batches(job.train_data.size(), options.batch, order)) {
-      const Batch mine = job.train_data.batch(team.part(positions));
+      const Batch mine = job.batch(job.train_data, team.part(positions));
       const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
       const double sum = train_step(model, optimizer, mine, weight);
       loss += sum;
@@ -154,7 +164,7 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
     }
   }
   if (meter) meter->finish();
-  result.accuracy = accuracy(model, job.test_data, team);
+  result.accuracy = accuracy(job, team, model);
   if (!meter) return result;
   result.images_per_second = meter->images_per_second();
   for (std::size_t epoch = 0; epoch < result.losses.size(); ++epoch) {
@@ -164,6 +174,12 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   fmt::print("{}: test accuracy {:.2f} % on {} images\n", team.name(), 100 * result.accuracy,
              job.test_data.size());
   return result;
+}
+
+ConvNet new_network(const Options& options) {
+  ConvNet network(options.seed);
+  if (options.use_double) network->to(torch::kDouble);
+  return network;
 }
 
 torch::Tensor flat_parameters(const ConvNet& network) {
@@ -183,7 +199,7 @@ void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& ne
 }
 
 void compare(const Job& job, const Team& team, const Result& together, const ConvNet& trained) {
-  ConvNet network(job.options.seed);
+  ConvNet network = new_network(job.options);
   const Result alone = train(job, Team{}, *network, network);
   const torch::Tensor reference = flat_parameters(network);
   const double difference = (flat_parameters(trained) - reference).abs().max().item<double>();
@@ -196,13 +212,13 @@ void compare(const Job& job, const Team& team, const Result& together, const Con
       "speed-up {:.2f}: {:.0f} images/s with {}, {:.0f} with one process; {} thread{} each, {} cores\n",
       together.images_per_second / alone.images_per_second, together.images_per_second, team.name(),
       alone.images_per_second, job.options.threads, job.options.threads == 1 ? "" : "s",
-      std::thread::hardware_concurrency());
+      sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 void train_together(ts::Session& session, const Job& job) {
   const ts::collective::Group group = session.group();
   const Team team{.group = &group, .rank = group.rank(), .size = group.size()};
-  ConvNet network(job.options.seed);
+  ConvNet network = new_network(job.options);
   ts::DistributedDataParallel model(session.runtime(), network, group);
   const Result result = train(job, team, model, network);
   expect_equal_replicas(group, network);
