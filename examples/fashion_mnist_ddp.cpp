@@ -123,7 +123,7 @@ double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch&
   const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::Reduction::Sum);
   (sum * weight).backward();
   optimizer.step();
-  return sum.template item<double>();
+  return sum.item<double>();
 }
 
 template <class Model>

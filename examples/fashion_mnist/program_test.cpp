@@ -123,6 +123,20 @@ TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
   }
 }
 
+TEST_F(Program, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
+  const Outcome outcome =
+      run_workers(3, {"--data", folder_.path(), "--batch", "50", "--epochs", "2", "--lr", "0.02", "--double"},
+                  kDataParallel);
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  const std::string line = "against one process: losses differ by at most ([0-9.e+-]+), ";
+  for (const std::string& pattern :
+       {line, line.substr(0, line.find('(')) + ".* parameters .* by ([0-9.e+-]+)"}) {
+    const std::vector<double> difference = numbers_in(outcome.output, pattern);
+    ASSERT_EQ(difference.size(), 1U) << outcome.output;
+    EXPECT_LT(difference[0], 1e-12) << outcome.output;
+  }
+}
+
 TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
   const Outcome outcome = run_workers(
       2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
