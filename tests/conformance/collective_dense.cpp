@@ -58,6 +58,31 @@ TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
   });
 }
 
+/// Much more than any cache or buffer; whole numbers, which every order of summing sums alike.
+class CollectiveLarge : public CollectiveSuite {};
+std::vector<CollectiveRow> rows_of_two() {
+  std::vector<CollectiveRow> rows = collective_rows();
+  std::erase_if(rows, [](const CollectiveRow& row) { return row.ranks != 2; });
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveLarge, ::testing::ValuesIn(rows_of_two()), row_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CollectiveLarge);
+
+TEST_P(CollectiveLarge, AllReducesAQuarterOfAGibibyteAndABit) {
+  run([&](Group& group) {
+    const std::int64_t length = (std::int64_t{64} << 20) + 7;
+    const at::Tensor pattern = at::arange(length, at::kInt).remainder_(1009).to(at::kFloat);
+    at::Tensor mine = pattern + group.rank();
+    const at::Tensor bucket = group.allocate({length}, at::kFloat);
+    bucket.copy_(mine);
+    const auto first = group.all_reduce(mine), second = group.all_reduce(bucket, kMaximum);
+    first.wait();
+    second.wait();
+    EXPECT_TRUE(at::equal(mine, pattern * 2 + 1));
+    EXPECT_TRUE(at::equal(bucket, pattern + 1));
+  });
+}
+
 TEST_P(CollectiveDense, AllReducesWhatLiesInSharedBuckets) {
   run([&](Group& group) {
     const at::Tensor bucket = group.allocate({1 << 20}, at::kFloat);
