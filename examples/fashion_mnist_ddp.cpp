@@ -47,9 +47,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--threads", options.threads, "of LibTorch, in each process")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  app.add_flag(
-      "--double", options.use_double,
-      "compute in double, whose rounding is too small for training to amplify it to anything visible");
+  app.add_flag("--double", options.use_double,
+               "compute in double, whose rounding is too small to be seen in the comparison");
   app.add_flag("--compare,!--no-compare", options.compare,
                "afterwards, train the same in one process and compare [on]");
 }
