@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <torchspan/collective/group.h>
 #include <torchspan/net/network.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
@@ -63,6 +64,30 @@ void meet() {
   }
   worker.barrier();
   require(adopted(worker) == 2, "memory is shared with one neighbour: " + std::to_string(adopted(worker)));
+  session.shutdown(seconds(30));
+}
+
+/// Shared memory inside each host, Gloo between their first workers.
+void sum_over_hosts() {
+  Session session(options(), functions());
+  const auto rank = static_cast<double>(session.rank());
+  try {
+    session.group();
+    require(false, "engines without proof run only where the user says that the network is closed");
+  } catch (const Error& error) {
+    require(error.kind() == ErrorKind::kUnsupported, error.what());
+  }
+  {
+    const collective::Group group = session.group({.network = collective::Network::kIsolated});
+    for (const std::int64_t size : {1, 1 << 10, 3 << 20}) {
+      at::Tensor mine = at::full({size}, rank);
+      group.all_reduce(mine).wait();
+      require(at::equal(mine, at::full({size}, 6.0)), "a sum over all hosts of " + std::to_string(size));
+      group.broadcast(mine.fill_(rank), 3).wait();
+      require(at::equal(mine, at::full({size}, 3.0)), "the last rank's tensor");
+    }
+    require(group.back_end()->name().find("hierarchical") != std::string::npos, group.back_end()->name());
+  }
   session.shutdown(seconds(30));
 }
 
@@ -132,6 +157,14 @@ class Hosts : public ::testing::Test {
 TEST_F(Hosts, WorkersOfTwoHostsMeetAndCallEachOther) {
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) start(world, rank, rank < 2 ? network_.near : network_.far, "meet");
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, GroupsSumOverTwoHosts) {
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    start(world, rank, rank < 2 ? network_.near : network_.far, "sum_over_hosts");
+  }
   expect_all_end_well(world);
 }
 
@@ -212,6 +245,7 @@ TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersGoOn) {
 int main(int argc, char** argv) {
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"meet", torchspan::meet},
+                                           {"sum_over_hosts", torchspan::sum_over_hosts},
                                            {"watch_far_host", torchspan::watch_far_host},
                                            {"serve_far_host", torchspan::serve_far_host}});
 }

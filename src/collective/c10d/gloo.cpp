@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <map>
 #include <optional>
+#include <string_view>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -200,13 +201,33 @@ c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d:
 #endif
 }
 
+/// Where other hosts reach this one, as the transport between hosts has it: "…,tls:10.0.0.2:4711" or
+/// "…,tls:[fd00::2]:4711". Nothing for a worker that listens to its own host only.
+std::string host_of_route(const std::string& address) {
+  for (const std::string_view scheme : {"tls:", "ucx:"}) {
+    const std::size_t begin = address.rfind(scheme);
+    if (begin == std::string::npos || (begin != 0 && address[begin - 1] != ',')) continue;
+    std::string host = address.substr(begin + scheme.size());
+    host = host.substr(0, host.rfind(':'));
+    if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+    return host;
+  }
+  return {};
+}
+
+/// Gloo would take the address of the host's name, which other hosts may not reach.
+std::shared_ptr<gloo::transport::Device> make_device(const Membership& world, const std::vector<int>& ranks) {
+  if (on_one_host(world, ranks)) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
+  const std::string host = host_of_route(world.self().address);
+  return host.empty() ? c10d::ProcessGroupGloo::createDefaultDevice()
+                      : c10d::ProcessGroupGloo::createDeviceForHostname(host);
+}
+
 C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration timeout, Executor& executor) {
   auto options =
       c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(timeout));
   options->threads = 2;
-  options->devices.push_back(on_one_host(world, ranks)
-                                 ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                                 : c10d::ProcessGroupGloo::createDefaultDevice());
+  options->devices.push_back(make_device(world, ranks));
   auto store = c10::make_intrusive<MeetingStore>(executor, world, ranks, executor.deadline_in(timeout));
   const auto rank = std::find(ranks.begin(), ranks.end(), world.self().rank) - ranks.begin();
   C10dGroup group;
