@@ -131,9 +131,8 @@ void agree(const collective::Group& group, const Agreement& mine) {
   for (const Bytes& bytes : group.exchange(all)) by_rank.push_back(Agreement::decode(bytes));
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format(
-          "the ranks cannot train together: {}. Build the same model with the same options on every rank",
-          first_difference(by_rank)));
+      fmt::format("the ranks cannot train together: {}. Give every rank the same model, options and hooks",
+                  first_difference(by_rank)));
 }
 
 }  // namespace torchspan::data_parallel
