@@ -32,6 +32,8 @@ using Samples = std::map<std::string, std::vector<double>>;
 constexpr int kWarmUp = 3;
 /// More of them where a small difference is wanted.
 constexpr int kStepsAlone = 4;
+/// From the repository's root, where `make bench` runs.
+constexpr const char* kPeer = "bench/peers/torch_ddp.py";
 constexpr const char* kPython = "/usr/bin/python3";
 
 std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
@@ -88,7 +90,7 @@ std::map<std::string, double> measure(const std::string& model, int ranks, bool 
   const int steps = make_workload(model).steps * (ranks == 1 ? kStepsAlone : 1);
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<std::string> through;
-    if (peer) through = {kPython, TORCHSPAN_BENCH_PEERS "/torch_ddp.py", model, std::to_string(steps)};
+    if (peer) through = {kPython, kPeer, model, std::to_string(steps)};
     world.start(rank, model, {}, through);
   }
   std::map<std::string, double> middles;
@@ -170,7 +172,9 @@ Arguments parse(int argc, char** argv) {
 
 void conduct(const Arguments& arguments) {
   Report report;
-  const bool peer = arguments.peer && std::filesystem::exists(kPython);
+  const bool peer = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kPeer);
+  if (arguments.peer && !peer)
+    std::fprintf(stderr, "ddp: without the peer: no %s or no %s\n", kPython, kPeer);
   for (int round = 0; round < arguments.rounds; ++round) {
     for (const std::string& model : workload_names()) {
       if (!arguments.model.empty() && model != arguments.model) continue;

@@ -42,8 +42,15 @@ class Flags:
     def _relative(self, text):
         return text.replace(f"{self.root}/", "").replace(str(self.root), ".")
 
+    def _of_neighbour(self, path):
+        """For a header of the examples, which have a folder of includes of their own: what compiles beside it."""
+        folder = str(Path(path).parent) + "/"
+        if not folder.startswith("examples/"):
+            return None
+        return next((flags for known, flags in self.known.items() if known.startswith(folder)), None)
+
     def of(self, path, torch):
-        extra = self.known.get(str(path)) or (self.torch if torch else [])
+        extra = self.known.get(str(path)) or self._of_neighbour(path) or (self.torch if torch else [])
         ours = ["-std=c++20", "-Iinclude", "-Isrc", "-I."]
         return ours + [flag for flag in dict.fromkeys(extra) if flag not in ours]
 

@@ -37,8 +37,9 @@ TEST(Agreement, NamesTheParameterWhoseShapeStridesDtypeOrFlagsDiffer) {
       {[](int rank) { return leaf({3}, rank == 1 ? at::kDouble : at::kFloat); }, "Double"},
       {[](int rank) { return leaf({3}).set_requires_grad(rank != 1); }, "without gradient"},
   };
-  for (const auto& [make, detail] : cases) {
-    const std::string text = disagreement([&](int rank) { return two(make(rank)); });
+  for (const auto& example : cases) {
+    const std::string& detail = example.second;
+    const std::string text = disagreement([&example](int rank) { return two(example.first(rank)); });
     EXPECT_NE(text.find("'second' is"), std::string::npos) << text;
     EXPECT_NE(text.find("rank 1"), std::string::npos) << text;
     EXPECT_NE(text.find(detail), std::string::npos) << text;
