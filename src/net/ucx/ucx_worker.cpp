@@ -34,6 +34,10 @@ std::string advice(const UcxOptions& options) {
          "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
 }
 
+/// A network device that was just switched on may take a second until it counts as running.
+constexpr Duration kDevicesComeUp = std::chrono::seconds(3);
+constexpr Duration kDeviceLook = std::chrono::milliseconds(100);
+
 }  // namespace
 
 UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options) : executor_(executor) {
@@ -71,8 +75,12 @@ void UcxWorker::make_context(const UcxOptions& options) {
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
   params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
-  status = library_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
-  if (status == UCS_OK) return;
+  const Deadline patience = executor_.deadline_in(kDevicesComeUp);
+  do {
+    status = library_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
+    if (status == UCS_OK) return;
+    if (status == UCS_ERR_NO_DEVICE) executor_.sleep(kDeviceLook);
+  } while (status == UCS_ERR_NO_DEVICE && !patience.passed(executor_.now()));
   context_ = nullptr;
   throw Error(ErrorKind::kUnsupported,
               fmt::format("UCX finds no device that it may use ({}): {}", text_of(status), advice(options)));
