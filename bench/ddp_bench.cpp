@@ -66,7 +66,7 @@ void run_rank(const std::string& name) {
         {"plain", make_step(*plain.net, plain, make_optimizer(plain))},
         {"together", make_step(*plain.net, plain, make_optimizer(plain))},
         {"step", make_step(wrapped, replicated, make_optimizer(replicated))}};
-    const int steps = plain.steps * (group.size() == 1 ? kStepsAlone : 1);
+    const int steps = workload_steps(name) * (group.size() == 1 ? kStepsAlone : 1);
     for (int i = 0; i < steps + kWarmUp; ++i) {
       for (const auto& [side, step] : sides) {
         group.barrier();
@@ -87,7 +87,7 @@ void run_rank(const std::string& name) {
 /// The middle one of each round's samples; nothing when the processes failed.
 std::map<std::string, double> measure(const std::string& model, int ranks, bool peer) {
   ProcessWorld world(ranks);
-  const int steps = make_workload(model).steps * (ranks == 1 ? kStepsAlone : 1);
+  const int steps = workload_steps(model) * (ranks == 1 ? kStepsAlone : 1);
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<std::string> through;
     if (peer) through = {kPython, kPeer, model, std::to_string(steps)};

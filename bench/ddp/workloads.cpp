@@ -88,12 +88,14 @@ struct Many final : Net {
 
 std::vector<std::string> workload_names() { return {"mlp", "resnet18", "many"}; }
 
+int workload_steps(const std::string& name) { return name == "mlp" ? 12 : name == "resnet18" ? 5 : 15; }
+
 Workload make_workload(const std::string& name) {
   torch::manual_seed(7);
-  if (name == "mlp") return {std::make_shared<Mlp>(), at::randn({64, 1024}), at::randn({64, 10}), 12};
+  if (name == "mlp") return {std::make_shared<Mlp>(), at::randn({64, 1024}), at::randn({64, 10})};
   if (name == "resnet18")
-    return {std::make_shared<Resnet18>(), at::randn({8, 3, 32, 32}), at::randn({8, 10}), 5};
-  if (name == "many") return {std::make_shared<Many>(), at::randn({16, 32}), at::randn({16, 32}), 15};
+    return {std::make_shared<Resnet18>(), at::randn({8, 3, 32, 32}), at::randn({8, 10})};
+  if (name == "many") return {std::make_shared<Many>(), at::randn({16, 32}), at::randn({16, 32})};
   throw std::out_of_range("there is no model '" + name + "'; there are mlp, resnet18 and many");
 }
 

@@ -19,11 +19,12 @@ struct Workload {
   std::shared_ptr<Net> net;
   at::Tensor input;
   at::Tensor target;
-  int steps = 1;  ///< in a round
 };
 
 /// "mlp": 24 MiB in six parameters; "resnet18": 43 MiB in 62; "many": 2,000 parameters of a few KiB.
 std::vector<std::string> workload_names();
+/// How many steps of it are measured in a round.
+int workload_steps(const std::string& name);
 /// The weights follow from the name: all ranks make the same. Throws std::out_of_range for other names.
 Workload make_workload(const std::string& name);
 

@@ -11,10 +11,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <torchspan/core/descriptor.h>
 #include <torchspan/core/error.h>
 #include <torchspan/net/secret.h>
-
-#include "net/descriptor.h"
 
 namespace torchspan::net {
 namespace {

@@ -11,7 +11,8 @@
 #include <sys/wait.h>
 #include <vector>
 
-#include "net/descriptor.h"
+#include <torchspan/core/descriptor.h>
+
 #include "net/stream/address.h"
 #include "tests/conformance/transport_conformance.h"
 

@@ -9,13 +9,10 @@
 #include "collective/kernels.h"
 #include "collective/single.h"
 #include "collective/splits.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {
-
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), {static_cast<std::int64_t>(tensor.nbytes())}, at::kByte);
@@ -29,46 +26,15 @@ at::Tensor empty_bytes(at::IntArrayRef sizes) {
   return at::empty(sizes, at::TensorOptions().dtype(at::kByte));
 }
 
-at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor) {
-  if (worked_on.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(worked_on);
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  return tensor;
-}
-
 std::string comma(Reduction reduction) { return ", " + to_string(reduction); }
 
 }  // namespace
-
-/// Apart from the back end, so that a thread that completes a future never holds the last reference to it.
-class SerialBackEnd::Host final : public FutureHost {
- public:
-  explicit Host(Executor& executor)
-      : executor_(executor),
-        pool_(std::make_shared<Pool>(executor, PoolOptions{.name = "group", .threads = 1})) {}
-  Executor& executor() override { return executor_; }
-  void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
-  void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
-    pool_->wait(parker, done, deadline);
-  }
-  /// A pool cannot be ended by a thread of its own: that thread then ends with the process.
-  static void close(const std::shared_ptr<Host>& host) {
-    if (host->pool_->is_pool_thread()) {
-      new std::shared_ptr<Host>(host);
-    } else {
-      host->pool_->stop();
-    }
-  }
-
- private:
-  Executor& executor_;
-  const std::shared_ptr<Pool> pool_;
-};
 
 SerialBackEnd::SerialBackEnd(Runtime& runtime, std::unique_ptr<Wire> wire, SerialOptions options)
     : runtime_(runtime),
       options_(std::move(options)),
       wire_(std::move(wire)),
-      host_(std::make_shared<Host>(runtime.executor)),
+      host_(std::make_shared<GroupHost>(runtime.executor)),
       parker_(runtime.executor.make_parker()) {
   thread_ = runtime.executor.spawn("group", [this] { run(); });
 }
@@ -78,7 +44,7 @@ SerialBackEnd::~SerialBackEnd() {
   stopping_.store(true);
   parker_->unpark();
   thread_.join();
-  Host::close(host_);
+  GroupHost::close(host_);
 }
 
 template <class T>

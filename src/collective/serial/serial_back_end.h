@@ -10,6 +10,7 @@
 #include <torchspan/core/pool.h>
 #include <torchspan/core/runtime.h>
 
+#include "collective/group_host.h"
 #include "collective/serial/call_line.h"
 #include "collective/serial/wire.h"
 
@@ -54,7 +55,6 @@ class SerialBackEnd final : public BackEnd {
   void abort(const Error& cause) override;
 
  private:
-  class Host;
   struct Job {
     CallLine call;
     UniqueFunction<void()> run;
@@ -86,7 +86,7 @@ class SerialBackEnd final : public BackEnd {
   Runtime& runtime_;
   const SerialOptions options_;
   const std::unique_ptr<Wire> wire_;
-  const std::shared_ptr<Host> host_;
+  const std::shared_ptr<GroupHost> host_;
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};
   Mutex mutex_;

@@ -3,32 +3,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <unistd.h>
 #include <utility>
 
+#include <torchspan/core/descriptor.h>
 #include <torchspan/core/mutex.h>
 
 namespace torchspan::collective::shm {
-
-/// A file descriptor that is closed with its owner; -1 is none.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 /// Where the shared memory of one rank is mapped in this process; unmapped with its owner.
 class Mapping {

@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "collective/group_host.h"
+
 namespace torchspan::collective::shm {
 namespace {
 
@@ -18,44 +20,25 @@ constexpr Duration kWatch = std::chrono::milliseconds(200);
 
 }  // namespace
 
-/// Where the futures of a group wait and continue. Apart from the conductor, so that a thread that completes
-/// a future never holds the last reference to the conductor, which joins that thread.
-class Conductor::Host final : public FutureHost {
+/// A waiting thread takes the baton, if it is free.
+class Conductor::Host final : public GroupHost {
  public:
-  explicit Host(Executor& executor)
-      : executor_(executor),
-        pool_(std::make_shared<Pool>(executor, PoolOptions{.name = "group", .threads = 1})) {}
-
-  Executor& executor() override { return executor_; }
-  void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
+  using GroupHost::GroupHost;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
     if (const auto conductor = conductor_.lock()) {
-      const Pool::BlockingScope scope(*pool_);
+      const Pool::BlockingScope scope(pool());
       if (conductor->take_baton()) {
         conductor->drive(&done, deadline);
         conductor->release_baton();
       }
     }
-    while (!done.load(std::memory_order_acquire) && !deadline.passed(executor_.now())) {
-      pool_->wait(parker, done, deadline);
+    while (!done.load(std::memory_order_acquire) && !deadline.passed(executor().now())) {
+      GroupHost::wait(parker, done, deadline);
     }
   }
-
   void set_conductor(std::weak_ptr<Conductor> conductor) { conductor_ = std::move(conductor); }
-  /// A pool cannot be ended by a thread of its own: dropping the last handle of a group in a continuation
-  /// leaves that thread to end with the process.
-  static void close(std::shared_ptr<Host> host) {
-    const std::shared_ptr<Pool> pool = host->pool_;
-    if (pool->is_pool_thread()) {
-      new std::shared_ptr<Host>(std::move(host));
-    } else {
-      pool->stop();
-    }
-  }
 
  private:
-  Executor& executor_;
-  const std::shared_ptr<Pool> pool_;
   std::weak_ptr<Conductor> conductor_;
 };
 

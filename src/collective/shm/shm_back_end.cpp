@@ -9,28 +9,13 @@
 
 #include "collective/shm/shapes.h"
 #include "collective/splits.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective::shm {
 namespace {
 
 Piece piece_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
-}
-
-/// What is read of a tensor: itself, or a plain copy.
-at::Tensor plain(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
-
-/// Puts a result into the tensor that the caller gave, if that was worked on in a copy.
-at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  if (worked_on.data_ptr() != tensor.data_ptr()) {
-    tensor.detach().copy_(worked_on);
-  }
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  return tensor;
 }
 
 at::Tensor empty(const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {

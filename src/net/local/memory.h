@@ -3,9 +3,8 @@
 #include <optional>
 #include <utility>
 
+#include <torchspan/core/descriptor.h>
 #include <torchspan/net/local.h>
-
-#include "net/descriptor.h"
 
 namespace torchspan::net {
 

@@ -4,9 +4,8 @@
 #include <span>
 
 #include <torchspan/core/bytes.h>
+#include <torchspan/core/descriptor.h>
 #include <torchspan/net/local.h>
-
-#include "net/descriptor.h"
 
 namespace torchspan::net {
 

@@ -2,7 +2,7 @@
 #include <unistd.h>
 #include <utility>
 
-namespace torchspan::net {
+namespace torchspan {
 
 /// A file descriptor that is closed with its owner; -1 is none.
 class Descriptor {
@@ -27,4 +27,4 @@ class Descriptor {
   int fd_ = -1;
 };
 
-}  // namespace torchspan::net
+}  // namespace torchspan

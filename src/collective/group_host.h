@@ -1,0 +1,42 @@
+#pragma once
+#include <memory>
+
+#include <torchspan/core/future.h>
+#include <torchspan/core/pool.h>
+
+namespace torchspan::collective {
+
+/// Where the futures of a group wait and continue: one thread. Apart from the back end, so that a thread that
+/// completes a future never holds the last reference to the back end, which joins that thread.
+class GroupHost : public FutureHost {
+ public:
+  explicit GroupHost(Executor& executor)
+      : executor_(executor),
+        pool_(std::make_shared<Pool>(executor, PoolOptions{.name = "group", .threads = 1})) {}
+
+  Executor& executor() override { return executor_; }
+  void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
+  void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
+    pool_->wait(parker, done, deadline);
+  }
+
+  /// Ends the thread. A pool cannot be ended by a thread of its own: dropping the last handle of a group in a
+  /// continuation leaves that thread to end with the process.
+  static void close(std::shared_ptr<GroupHost> host) {
+    const std::shared_ptr<Pool> pool = host->pool_;
+    if (pool->is_pool_thread()) {
+      new std::shared_ptr<GroupHost>(std::move(host));
+    } else {
+      pool->stop();
+    }
+  }
+
+ protected:
+  Pool& pool() { return *pool_; }
+
+ private:
+  Executor& executor_;
+  const std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace torchspan::collective
