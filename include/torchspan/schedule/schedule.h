@@ -1,23 +1,14 @@
 #pragma once
+#include <compare>
 #include <cstdint>
 #include <string>
-#include <string_view>
-#include <type_traits>
 #include <vector>
 
 #include <torchspan/core/time.h>
 
-/// Pipeline schedules as pure functions. This room is not built yet: what follows is the interface it is
-/// meant to have. Including it is harmless; calling any of its functions stops the compilation and says so.
+/// Pipeline schedules as pure functions: a shape goes in, each rank's tasks in their order come out. No clock,
+/// no thread, no tensor. Functions throw Error{kInvalid} that names the parameter.
 namespace torchspan::schedule {
-
-template <class Use>
-struct Built {
-  static_assert(!std::is_same_v<Use, Use>, "torchspan::schedule is not built yet: see docs/status.md");
-  using Yes = int;
-};
-template <class Use>
-using NotBuilt = typename Built<Use>::Yes;
 
 /// What a stage does with one micro-batch. kBackward is kInputGradient and kWeightGradient in one; schedules
 /// that fill the bubble split the two.
@@ -28,81 +19,99 @@ struct Task {
   TaskKind kind = TaskKind::kForward;
   int stage = 0;
   int micro_batch = 0;
+  friend auto operator<=>(const Task&, const Task&) = default;
 };
 
-/// How large a pipeline is: stage s lives on rank s modulo `ranks`, unless the schedule folds it into a V.
+/// Stage, letter (F, B, I, W) and micro-batch: "2F5".
+std::string to_string(const Task& task);
+
+/// How large a pipeline is; stage s lives on rank s modulo `ranks`.
 struct Shape {
   int ranks = 1;
   int micro_batches = 1;
   int stages_per_rank = 1;
 };
 
-/// A whole step: which rank owns each stage, and each rank's tasks in the order it runs them.
+/// Stages anywhere, in the order of the model: a rank may be visited any number of times, and next to itself.
+struct Placement {
+  std::vector<int> rank_of_stage;
+  int micro_batches = 1;
+  int ranks = 0;  ///< 0: one more than the largest in rank_of_stage
+};
+
+/// Stage s on rank s modulo ranks.
+Placement looped(Shape shape);
+
+/// A whole step: which rank owns each stage, and each rank's tasks in the order in which it runs them.
 struct Table {
   std::string name;
   std::vector<int> rank_of_stage;
-  std::vector<std::vector<Task>> tasks;
+  int micro_batches = 1;
+  std::vector<std::vector<Task>> tasks;  ///< by rank
+  int ranks() const { return static_cast<int>(tasks.size()); }
+  int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
-/// All forwards, then all backwards (Huang et al., GPipe, 2019).
-template <class Use = void, NotBuilt<Use> = 0>
-Table gpipe(Shape shape);
-/// Each rank keeps at most ranks − rank micro-batches alive (Narayanan et al., PipeDream-Flush, 2020).
-template <class Use = void, NotBuilt<Use> = 0>
+/// Forwards only, micro-batch by micro-batch: inference.
+Table forward_only(const Placement& placement);
+/// All forwards, then all backwards, the last micro-batch first (Huang et al., GPipe, 2019).
+Table gpipe(const Placement& placement);
+/// One stage a rank; rank r keeps at most ranks − r micro-batches alive (Narayanan et al., PipeDream-Flush,
+/// 2020).
 Table one_forward_one_backward(Shape shape);
-/// Several stages a rank; the bubble shrinks by their number (Narayanan et al., Megatron-LM, 2021).
-template <class Use = void, NotBuilt<Use> = 0>
+/// The same idea for stages anywhere: a backward that is ready goes before any forward, and at most
+/// `most_in_flight` micro-batches are between their first forward and their last backward (0: as many as
+/// there are ranks). What is ready when is taken from unit costs. Equal to the one above for its shapes.
+Table one_forward_one_backward(const Placement& placement, int most_in_flight = 0);
+/// Several stages a rank; the bubble shrinks by their number (Narayanan et al., Megatron-LM, 2021). Needs
+/// micro_batches to be a multiple of ranks, unless there are fewer than ranks.
 Table interleaved(Shape shape);
 /// All micro-batches through one stage of a rank before its next stage (Lamy-Poirier, 2022).
-template <class Use = void, NotBuilt<Use> = 0>
 Table looped_breadth_first(Shape shape);
-/// Weight gradients fill the bubble, with the memory of 1F1B (Qi et al., Zero Bubble, 2023: ZB-H1).
-template <class Use = void, NotBuilt<Use> = 0>
-Table zero_bubble(Shape shape);
-/// Two stages a rank, folded into a V (Qi et al., Controllable Memory, 2024: ZB-V).
-template <class Use = void, NotBuilt<Use> = 0>
-Table zero_bubble_v(Shape shape);
-/// Forwards and backwards of both ends at once, folded into a V (DeepSeek-AI, DualPipe, 2025).
-template <class Use = void, NotBuilt<Use> = 0>
-Table dual_pipe_v(Shape shape);
-/// A schedule of the user's own: one line a rank, cells like "0F1" (stage 0, forward, micro-batch 1). A cell
-/// that cannot be read throws Error{kInvalid} with its line and column.
-template <class Use = void, NotBuilt<Use> = 0>
-Table read_csv(std::string_view text);
 
-/// What the tasks of one stage cost, and a hop between ranks.
+/// What the tasks of one stage cost, what a micro-batch of it keeps in memory from its forward to its
+/// backward (any unit), and a hop to another rank. kBackward takes input_gradient + weight_gradient.
 struct Costs {
   Duration forward{1};
   Duration input_gradient{1};
   Duration weight_gradient{1};
   Duration transfer{0};
+  double activation = 1;
 };
 
-/// When a task ran in a simulated step.
+/// When a task ran, in a simulated or in a measured step, from the step's start.
 struct Span {
   Task task;
   Duration start{0};
   Duration end{0};
 };
 
-/// A simulated step, by rank: its spans, its idle time between start and makespan, and the most micro-batches
-/// whose activations it held at once.
-struct Simulation {
+/// A simulated or measured step, by rank.
+struct Timeline {
+  std::string name;
   std::vector<std::vector<Span>> spans;
   Duration makespan{0};
-  std::vector<Duration> idle;
-  std::vector<int> peak_activations;
+  std::vector<Duration> idle;     ///< between 0 and the makespan
+  std::vector<double> peak_live;  ///< the most activation held at once
+  /// How much activation a rank holds after each of its spans; as long as `spans`.
+  std::vector<std::vector<double>> live;
 };
 
-/// Throws Error{kInvalid} unless every micro-batch passes every stage forwards and backwards exactly once and
-/// no rank waits for ever; names the rank, the task and what it waits for.
-template <class Use = void, NotBuilt<Use> = 0>
+/// Throws Error{kInvalid} unless every micro-batch passes every stage forwards exactly once and, if it goes
+/// backwards anywhere, backwards exactly once (kBackward, or kInputGradient and kWeightGradient), every task
+/// is on its stage's rank, and no rank waits for ever; names the rank, the task and what it waits for.
 void validate(const Table& table);
-/// Runs a valid table on a virtual clock; `costs` holds one entry a stage.
-template <class Use = void, NotBuilt<Use> = 0>
-Simulation simulate(const Table& table, const std::vector<Costs>& costs);
-/// A text grid, a line a rank and a column a time slot.
-template <class Use = void, NotBuilt<Use> = 0>
-std::string draw(const Simulation& simulation);
+
+/// Runs a table on a virtual clock; `costs` holds one entry a stage, or one for all. Throws as validate()
+/// does.
+Timeline simulate(const Table& table, const std::vector<Costs>& costs);
+
+/// A text grid, a line a rank and a column a time slot of the shortest task, for terminals and tests.
+std::string draw_text(const Timeline& timeline);
+
+/// A self-contained SVG: one grid for each timeline, one row a rank, tasks coloured by kind and numbered by
+/// micro-batch, idle time hatched, below each row its memory curve. A second timeline (the measured step) is
+/// drawn under the first (the plan) on the same time scale.
+std::string draw_svg(const std::vector<Timeline>& timelines);
 
 }  // namespace torchspan::schedule
