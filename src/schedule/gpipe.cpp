@@ -1,0 +1,19 @@
+#include "schedule/tables.h"
+
+namespace torchspan::schedule {
+
+Table gpipe(const Placement& placement) {
+  const int ranks = check(placement, "gpipe");
+  Table table = empty_table("gpipe", placement, ranks);
+  append_forwards(table);
+  // The way back is the way there, mirrored: what was last is ready first.
+  for (auto& tasks : table.tasks) {
+    for (std::size_t left = tasks.size(); left > 0; --left) {
+      const Task forward = tasks[left - 1];
+      tasks.push_back({TaskKind::kBackward, forward.stage, forward.micro_batch});
+    }
+  }
+  return table;
+}
+
+}  // namespace torchspan::schedule

@@ -1,0 +1,54 @@
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+#include "schedule/tables.h"
+
+namespace torchspan::schedule {
+namespace {
+
+/// A rank's tasks of one direction are numbered: `group` micro-batches pass its first stage, then its second,
+/// and so on through all of them; then come the next `group` micro-batches. Backwards the stages come in
+/// reverse.
+Task numbered(TaskKind kind, int rank, const Shape& shape, int number) {
+  const int group = std::min(shape.ranks, shape.micro_batches);
+  const int round = group * shape.stages_per_rank;
+  const int forward_chunk = number % round / group;
+  const int chunk = kind == TaskKind::kForward ? forward_chunk : shape.stages_per_rank - 1 - forward_chunk;
+  return {kind, chunk * shape.ranks + rank, number / round * group + number % group};
+}
+
+void check_interleaved(const Shape& shape) {
+  check(shape, "interleaved");
+  if (shape.micro_batches > shape.ranks && shape.micro_batches % shape.ranks != 0) {
+    const int below = shape.micro_batches / shape.ranks * shape.ranks;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("interleaved: micro_batches is {}, which is no multiple of the {} ranks; take {} or {}",
+                            shape.micro_batches, shape.ranks, below, below + shape.ranks));
+  }
+}
+
+}  // namespace
+
+Table interleaved(Shape shape) {
+  check_interleaved(shape);
+  Table table = empty_table("interleaved", looped(shape), shape.ranks);
+  const int group = std::min(shape.ranks, shape.micro_batches);
+  const int all = shape.micro_batches * shape.stages_per_rank;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    // With several stages a rank a micro-batch comes back after ranks steps, not at once: a rank runs ahead
+    // twice as far as with one.
+    const int hops = shape.ranks - 1 - rank;
+    const int ahead = shape.stages_per_rank == 1 ? hops : 2 * hops + (shape.stages_per_rank - 1) * group;
+    const int warm_up = std::min(all, ahead);
+    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    for (int number = 0; number < all + warm_up; ++number) {
+      if (number < all) tasks.push_back(numbered(TaskKind::kForward, rank, shape, number));
+      if (number >= warm_up) tasks.push_back(numbered(TaskKind::kBackward, rank, shape, number - warm_up));
+    }
+  }
+  return table;
+}
+
+}  // namespace torchspan::schedule

@@ -1,0 +1,137 @@
+#include <algorithm>
+#include <fmt/format.h>
+#include <queue>
+#include <set>
+#include <tuple>
+
+#include <torchspan/core/error.h>
+
+#include "schedule/tables.h"
+
+namespace torchspan::schedule {
+namespace {
+
+/// Runs a placement in unit costs, a forward 1 and a backward 2, each rank taking the best of what is ready,
+/// and writes down what each rank did. Such a record cannot deadlock: it has happened.
+class ListScheduler {
+ public:
+  ListScheduler(const Placement& placement, int ranks, int most_in_flight)
+      : table_(empty_table("1f1b", placement, ranks)),
+        most_(most_in_flight),
+        ready_(static_cast<std::size_t>(ranks)),
+        busy_(static_cast<std::size_t>(ranks), false),
+        alive_(placement.rank_of_stage.size(), 0) {}
+
+  Table run() {
+    make_ready({TaskKind::kForward, 0, 0});
+    start(rank_of(0), 0);
+    while (!running_.empty()) {
+      const int now = std::get<0>(running_.top());
+      std::set<int> touched;
+      while (!running_.empty() && std::get<0>(running_.top()) == now) {
+        const Task task = std::get<1>(running_.top());
+        running_.pop();
+        finish(task, touched);
+      }
+      for (int rank : touched) start(rank, now);
+    }
+    return std::move(table_);
+  }
+
+ private:
+  /// Backwards first, then the oldest micro-batch, then the earliest stage.
+  struct Better {
+    bool operator()(const Task& a, const Task& b) const { return key(a) < key(b); }
+    static std::tuple<bool, int, int> key(const Task& task) {
+      return {task.kind == TaskKind::kForward, task.micro_batch, task.stage};
+    }
+  };
+  struct Later {
+    bool operator()(const std::tuple<int, Task>& a, const std::tuple<int, Task>& b) const { return a > b; }
+  };
+
+  int rank_of(int stage) const { return table_.rank_of_stage[static_cast<std::size_t>(stage)]; }
+  int& alive(int stage) { return alive_[static_cast<std::size_t>(stage)]; }
+  void make_ready(const Task& task) { ready_[static_cast<std::size_t>(rank_of(task.stage))].insert(task); }
+
+  /// How many micro-batches may be between their forward and their backward at a stage. The closer the end of
+  /// the model, the sooner they come back, and the fewer keep it busy. Micro-batches beyond some stage can
+  /// always go on, so a limit of 1 or more never stops all.
+  int limit(int stage) const { return std::min(most_, std::max(most_, table_.stages()) - stage); }
+
+  void start(int rank, int now) {
+    const auto at = static_cast<std::size_t>(rank);
+    if (busy_[at]) return;
+    const auto best = std::find_if(ready_[at].begin(), ready_[at].end(), [&](const Task& task) {
+      return task.kind == TaskKind::kBackward || alive(task.stage) < limit(task.stage);
+    });
+    if (best == ready_[at].end()) return;
+    const Task task = *best;
+    ready_[at].erase(best);
+    busy_[at] = true;
+    table_.tasks[at].push_back(task);
+    const bool forward = task.kind == TaskKind::kForward;
+    if (forward) ++alive(task.stage);
+    if (forward && task.stage == 0 && task.micro_batch + 1 < table_.micro_batches) {
+      make_ready({TaskKind::kForward, 0, task.micro_batch + 1});
+    }
+    running_.emplace(now + (forward ? 1 : 2), task);
+  }
+
+  void finish(const Task& task, std::set<int>& touched) {
+    busy_[static_cast<std::size_t>(rank_of(task.stage))] = false;
+    touched.insert(rank_of(task.stage));
+    Task next = task;
+    if (task.kind == TaskKind::kForward && task.stage + 1 < table_.stages()) {
+      ++next.stage;
+    } else if (task.kind == TaskKind::kForward) {
+      next.kind = TaskKind::kBackward;
+    } else {
+      --alive(task.stage);
+      if (--next.stage < 0) return;
+    }
+    make_ready(next);
+    touched.insert(rank_of(next.stage));
+  }
+
+  Table table_;
+  const int most_;
+  std::vector<std::set<Task, Better>> ready_;  ///< by rank
+  std::vector<bool> busy_;                     ///< by rank
+  std::vector<int> alive_;                     ///< by stage: micro-batches between forward and backward
+  std::priority_queue<std::tuple<int, Task>, std::vector<std::tuple<int, Task>>, Later> running_;
+};
+
+}  // namespace
+
+Table one_forward_one_backward(Shape shape) {
+  check(shape, "one_forward_one_backward");
+  if (shape.stages_per_rank != 1) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage a rank. "
+                            "interleaved() has several, and a Placement may have any",
+                            shape.stages_per_rank));
+  }
+  Table table = empty_table("1f1b", looped(shape), shape.ranks);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    const int warm_up = std::min(shape.micro_batches, shape.ranks - 1 - rank);
+    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    for (int i = 0; i < shape.micro_batches + warm_up; ++i) {
+      if (i < shape.micro_batches) tasks.push_back({TaskKind::kForward, rank, i});
+      if (i >= warm_up) tasks.push_back({TaskKind::kBackward, rank, i - warm_up});
+    }
+  }
+  return table;
+}
+
+Table one_forward_one_backward(const Placement& placement, int most_in_flight) {
+  const int ranks = check(placement, "one_forward_one_backward");
+  if (most_in_flight < 0) {
+    throw Error(ErrorKind::kInvalid, fmt::format("one_forward_one_backward: most_in_flight is {}; 0 stands for "
+                                                 "the number of ranks",
+                                                 most_in_flight));
+  }
+  return ListScheduler(placement, ranks, most_in_flight == 0 ? ranks : most_in_flight).run();
+}
+
+}  // namespace torchspan::schedule

@@ -1,0 +1,213 @@
+#include "schedule/replay.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+#include "schedule/tables.h"
+
+namespace torchspan::schedule {
+namespace {
+
+constexpr std::size_t kKinds = 4;
+
+[[noreturn]] void refuse(const Table& table, const std::string& text) {
+  throw Error(ErrorKind::kInvalid, fmt::format("schedule '{}': {}", table.name, text));
+}
+
+void check_frame(const Table& table) {
+  if (table.micro_batches < 1) refuse(table, fmt::format("micro_batches is {}", table.micro_batches));
+  if (table.rank_of_stage.empty()) refuse(table, "rank_of_stage is empty");
+  for (std::size_t stage = 0; stage < table.rank_of_stage.size(); ++stage) {
+    const int rank = table.rank_of_stage[stage];
+    if (rank < 0 || rank >= table.ranks()) {
+      refuse(table, fmt::format("rank_of_stage[{}] is {}; tasks has {} ranks", stage, rank, table.ranks()));
+    }
+  }
+  const auto cells = static_cast<std::int64_t>(table.rank_of_stage.size()) * table.micro_batches;
+  if (cells > kMostCells) {
+    refuse(table, fmt::format("{} stages times {} micro_batches are more than {} cells",
+                              table.rank_of_stage.size(), table.micro_batches, kMostCells));
+  }
+}
+
+void check_task(const Table& table, int rank, std::size_t place, const Task& task) {
+  const std::string here = fmt::format("rank {}, task {} of its list: {}", rank, place, to_string(task));
+  if (static_cast<std::size_t>(task.kind) >= kKinds) refuse(table, here + " is of no known kind");
+  if (task.stage < 0 || task.stage >= table.stages()) {
+    refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, task.stage, table.stages()));
+  }
+  if (task.micro_batch < 0 || task.micro_batch >= table.micro_batches) {
+    refuse(table, fmt::format("{} is of micro-batch {}; there are {}", here, task.micro_batch,
+                              table.micro_batches));
+  }
+  const int owner = table.rank_of_stage[static_cast<std::size_t>(task.stage)];
+  if (owner != rank) {
+    refuse(table, fmt::format("{} belongs to rank {}, which owns stage {}", here, owner, task.stage));
+  }
+}
+
+/// Who waits for whom when no rank can go on. `next` holds each rank's next task.
+class Deadlock {
+ public:
+  Deadlock(const Table& table, const Positions& positions, const std::vector<std::size_t>& next)
+      : table_(table), positions_(positions), next_(next) {}
+
+  std::string text() const {
+    const std::vector<int> ring = find_ring();
+    std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a ring";
+    for (int rank : ring) {
+      const Task mine = head(rank);
+      const Task other = missing(mine);
+      const int owner = positions_.rank_of(other);
+      text += fmt::format("; rank {} at {} (task {} of its list) waits for {} ", rank, to_string(mine),
+                          positions_.place(mine), to_string(other));
+      text += owner == rank ? std::string("of its own") : fmt::format("of rank {}", owner);
+      const Task theirs = head(owner);
+      text += other == theirs ? ", which is that one's next"
+                              : fmt::format(", which comes after {}", to_string(theirs));
+    }
+    return text;
+  }
+
+ private:
+  const std::vector<Task>& tasks(int rank) const { return table_.tasks[static_cast<std::size_t>(rank)]; }
+  std::size_t next(int rank) const { return next_[static_cast<std::size_t>(rank)]; }
+  const Task& head(int rank) const { return tasks(rank)[next(rank)]; }
+  bool is_done(const Task& task) const {
+    return positions_.place(task) < next(positions_.rank_of(task));
+  }
+  Task missing(const Task& task) const {
+    const auto needs = positions_.needs(task);
+    return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
+  }
+
+  /// Whoever waits, waits for a rank that waits; following them long enough ends in a ring.
+  std::vector<int> find_ring() const {
+    int rank = 0;
+    while (next(rank) == tasks(rank).size()) ++rank;
+    std::vector<int> path;
+    while (std::find(path.begin(), path.end(), rank) == path.end()) {
+      path.push_back(rank);
+      rank = positions_.rank_of(missing(head(rank)));
+    }
+    return {std::find(path.begin(), path.end(), rank), path.end()};
+  }
+
+  const Table& table_;
+  const Positions& positions_;
+  const std::vector<std::size_t>& next_;
+};
+
+}  // namespace
+
+Positions::Positions(const Table& table) : table_(table) {
+  check_frame(table);
+  place_.assign(kKinds * table.rank_of_stage.size() * static_cast<std::size_t>(table.micro_batches), -1);
+  place_all();
+  for (int micro_batch = 0; micro_batch < table.micro_batches; ++micro_batch) {
+    const bool back = goes_back(micro_batch);
+    for (int stage = 0; stage < table.stages(); ++stage) check_complete(stage, micro_batch, back);
+  }
+}
+
+void Positions::place_all() {
+  for (int rank = 0; rank < table_.ranks(); ++rank) {
+    const auto& tasks = table_.tasks[static_cast<std::size_t>(rank)];
+    for (std::size_t place = 0; place < tasks.size(); ++place) {
+      check_task(table_, rank, place, tasks[place]);
+      auto& known = place_[number(tasks[place])];
+      if (known >= 0) {
+        refuse(table_, fmt::format("rank {} runs {} twice: tasks {} and {} of its list", rank,
+                                   to_string(tasks[place]), known, place));
+      }
+      known = static_cast<std::ptrdiff_t>(place);
+    }
+  }
+}
+
+void Positions::check_complete(int stage, int micro_batch, bool back) const {
+  const auto name = [&](TaskKind kind) { return to_string({kind, stage, micro_batch}); };
+  const auto is_there = [&](TaskKind kind) { return has({kind, stage, micro_batch}); };
+  const int rank = table_.rank_of_stage[static_cast<std::size_t>(stage)];
+  if (!is_there(TaskKind::kForward)) {
+    refuse(table_, fmt::format("rank {} never runs {}", rank, name(TaskKind::kForward)));
+  }
+  const bool whole = is_there(TaskKind::kBackward);
+  const bool input = is_there(TaskKind::kInputGradient);
+  const bool weight = is_there(TaskKind::kWeightGradient);
+  if (whole && (input || weight)) {
+    const auto half = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
+    refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank, name(TaskKind::kBackward),
+                               name(half)));
+  }
+  if (input != weight) {
+    const auto here = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
+    const auto other = input ? TaskKind::kWeightGradient : TaskKind::kInputGradient;
+    refuse(table_, fmt::format("rank {} runs {} but never {}", rank, name(here), name(other)));
+  }
+  if (back && !whole && !input) {
+    refuse(table_, fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages",
+                               rank, name(TaskKind::kBackward), micro_batch));
+  }
+}
+
+bool Positions::goes_back(int micro_batch) const {
+  for (int stage = 0; stage < table_.stages(); ++stage) {
+    for (const auto kind : {TaskKind::kBackward, TaskKind::kInputGradient, TaskKind::kWeightGradient}) {
+      if (has({kind, stage, micro_batch})) return true;
+    }
+  }
+  return false;
+}
+
+std::array<std::optional<Task>, 2> Positions::needs(const Task& task) const {
+  const auto [kind, stage, i] = task;
+  if (kind == TaskKind::kForward) {
+    if (stage == 0) return {};
+    return {Task{kind, stage - 1, i}, std::nullopt};
+  }
+  if (kind == TaskKind::kWeightGradient) return {Task{TaskKind::kInputGradient, stage, i}, std::nullopt};
+  const Task forward{TaskKind::kForward, stage, i};
+  if (stage + 1 == table_.stages()) return {forward, std::nullopt};
+  const Task whole{TaskKind::kBackward, stage + 1, i};
+  return {forward, has(whole) ? whole : Task{TaskKind::kInputGradient, stage + 1, i}};
+}
+
+std::size_t Positions::number(const Task& task) const {
+  const auto row = static_cast<std::size_t>(task.kind) * table_.rank_of_stage.size() +
+                   static_cast<std::size_t>(task.stage);
+  return row * static_cast<std::size_t>(table_.micro_batches) + static_cast<std::size_t>(task.micro_batch);
+}
+
+void replay(const Table& table, const Positions& positions, const std::function<void(const Task&)>& run) {
+  std::vector<std::size_t> next(table.tasks.size(), 0);
+  const auto is_ready = [&](const Task& task) {
+    for (const auto& need : positions.needs(task)) {
+      if (need && positions.place(*need) >= next[static_cast<std::size_t>(positions.rank_of(*need))]) return false;
+    }
+    return true;
+  };
+  std::vector<int> to_try;
+  for (int rank = table.ranks() - 1; rank >= 0; --rank) to_try.push_back(rank);
+  while (!to_try.empty()) {
+    const auto rank = static_cast<std::size_t>(to_try.back());
+    to_try.pop_back();
+    const auto& tasks = table.tasks[rank];
+    while (next[rank] < tasks.size() && is_ready(tasks[next[rank]])) {
+      const Task& task = tasks[next[rank]++];
+      run(task);
+      // Only the neighbour in the model can have waited for it.
+      const int neighbour = task.kind == TaskKind::kForward ? task.stage + 1 : task.stage - 1;
+      if (neighbour >= 0 && neighbour < table.stages()) {
+        to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);
+      }
+    }
+  }
+  for (std::size_t rank = 0; rank < next.size(); ++rank) {
+    if (next[rank] < table.tasks[rank].size()) refuse(table, Deadlock(table, positions, next).text());
+  }
+}
+
+}  // namespace torchspan::schedule

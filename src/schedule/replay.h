@@ -1,0 +1,43 @@
+#pragma once
+#include <array>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include <torchspan/schedule/schedule.h>
+
+namespace torchspan::schedule {
+
+/// Where each task of a table is. Making one proves the table complete: every task once, on its rank.
+class Positions {
+ public:
+  /// Throws Error{kInvalid} as validate() does, for all but a deadlock. The table must outlive this.
+  explicit Positions(const Table& table);
+
+  /// Whether the table has the task.
+  bool has(const Task& task) const { return place_[number(task)] >= 0; }
+  /// The task's place among its rank's tasks.
+  std::size_t place(const Task& task) const { return static_cast<std::size_t>(place_[number(task)]); }
+  int rank_of(const Task& task) const { return table_.rank_of_stage[static_cast<std::size_t>(task.stage)]; }
+
+  /// Whether the micro-batch goes backwards (in a checked table: everywhere or nowhere).
+  bool goes_back(int micro_batch) const;
+  /// The tasks that must have ended before `task` begins: at most two.
+  std::array<std::optional<Task>, 2> needs(const Task& task) const;
+  /// A number for each task that could be, below numbers().
+  std::size_t number(const Task& task) const;
+  std::size_t numbers() const { return place_.size(); }
+
+ private:
+  void place_all();
+  void check_complete(int stage, int micro_batch, bool goes_back) const;
+
+  const Table& table_;
+  std::vector<std::ptrdiff_t> place_;
+};
+
+/// Calls `run` for each task, never before what it needs and in the order of its rank. Throws Error{kInvalid}
+/// with the ring of ranks that wait for each other when there is no such order.
+void replay(const Table& table, const Positions& positions, const std::function<void(const Task&)>& run);
+
+}  // namespace torchspan::schedule

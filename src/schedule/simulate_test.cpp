@@ -1,0 +1,272 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <map>
+
+#include <torchspan/core/error.h>
+
+#include "schedule/test_tables.h"
+
+namespace torchspan::schedule {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// What of a simulated step the tables of the papers speak of, in units; the idle time must be all ranks'.
+struct Outcome {
+  double makespan = 0, idle = 0, peak = 0;
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+  friend void PrintTo(const Outcome& outcome, std::ostream* out) {
+    *out << "makespan " << outcome.makespan << ", idle " << outcome.idle << ", peak " << outcome.peak;
+  }
+};
+
+Outcome outcome(const Table& table, int chunks = 1) {
+  const Timeline timeline = simulate(table, unit_costs(chunks));
+  for (const Duration idle : timeline.idle) EXPECT_EQ(idle, timeline.idle.front());
+  return {in_units(timeline.makespan), in_units(timeline.idle.front()),
+          *std::max_element(timeline.peak_live.begin(), timeline.peak_live.end())};
+}
+
+TEST(Simulate, ReproducesThePapersFiguresForFourRanksAndEightMicroBatches) {
+  const Shape shape{.ranks = 4, .micro_batches = 8};
+  const Shape two{.ranks = 4, .micro_batches = 8, .stages_per_rank = 2};
+  const Shape four{.ranks = 4, .micro_batches = 8, .stages_per_rank = 4};
+  EXPECT_EQ(outcome(gpipe(looped(shape))), (Outcome{33, 9, 8}));
+  EXPECT_EQ(outcome(one_forward_one_backward(shape)), (Outcome{33, 9, 4}));
+  EXPECT_EQ(outcome(interleaved(two), 2), (Outcome{28.5, 4.5, 5.5}));
+  EXPECT_EQ(outcome(interleaved(four), 4), (Outcome{26.25, 2.25, 4.75}));
+  EXPECT_EQ(outcome(looped_breadth_first(two), 2), (Outcome{28.5, 4.5, 8}));
+}
+
+TEST(Simulate, ReproducesThePapersFiguresForEightRanksAndSixteenMicroBatches) {
+  const auto makespan_and_idle = [](const Table& table, int chunks) {
+    const Outcome all = outcome(table, chunks);
+    return std::pair(all.makespan, all.idle);
+  };
+  const Shape shape{.ranks = 8, .micro_batches = 16};
+  EXPECT_EQ(makespan_and_idle(one_forward_one_backward(shape), 1), std::pair(69.0, 21.0));
+  EXPECT_EQ(makespan_and_idle(gpipe(looped(shape)), 1), std::pair(69.0, 21.0));
+  EXPECT_EQ(makespan_and_idle(interleaved({.ranks = 8, .micro_batches = 16, .stages_per_rank = 2}), 2),
+            std::pair(58.5, 10.5));
+  EXPECT_EQ(makespan_and_idle(interleaved({.ranks = 8, .micro_batches = 16, .stages_per_rank = 4}), 4),
+            std::pair(53.25, 5.25));
+}
+
+TEST(Simulate, HasRoomForBackwardsInTwoHalves) {
+  EXPECT_EQ(outcome(zero_bubble_h1({.ranks = 4, .micro_batches = 8})), (Outcome{27, 3, 4}));
+  EXPECT_EQ(outcome(zero_bubble_h1({.ranks = 8, .micro_batches = 16})), (Outcome{55, 7, 8}));
+}
+
+/// What a schedule's formula says of a shape: idle time of every rank, and each rank's most activations.
+struct Formula {
+  Duration idle{0};
+  std::vector<double> peak;
+};
+
+void expect_formula(const Table& table, const std::vector<Costs>& costs, const Formula& formula) {
+  const Timeline timeline = simulate(table, costs);
+  const Costs& cost = costs.front();
+  for (std::size_t rank = 0; rank < formula.peak.size(); ++rank) {
+    const Duration busy = (cost.forward + cost.input_gradient + cost.weight_gradient) *
+                          (static_cast<int>(timeline.spans[rank].size()) / 2);
+    ASSERT_EQ(timeline.makespan, busy + formula.idle) << table.name;
+    ASSERT_EQ(timeline.idle[rank], formula.idle) << table.name << " rank " << rank;
+    ASSERT_NEAR(timeline.peak_live[rank], formula.peak[rank], 1e-9) << table.name << " rank " << rank;
+    ASSERT_NEAR(timeline.live[rank].back(), 0, 1e-9);
+  }
+}
+
+/// Idle time of a pipeline of which each rank passes `v` rounds of all micro-batches: it waits for the first to
+/// come and, with fewer micro-batches than ranks, for each round to come back.
+Duration idle_of_rounds(int p, int m, int v, Duration both) {
+  return m >= p ? (p - 1) * both : (p * v + m - 1 - m * v) * both;
+}
+
+TEST(Simulate, AgreesWithEveryFormulaForEveryShapeAndCost) {
+  for (const auto& [forward, input, weight] : {std::tuple(1, 1, 1), {2, 1, 1}, {1, 3, 1}, {3, 1, 0}}) {
+    for (int p = 1; p <= 8; ++p) {
+      for (int m = 1; m <= 32; ++m) {
+        SCOPED_TRACE(testing::Message() << p << " ranks, " << m << " micro-batches, costs " << forward << ", "
+                                        << input << " and " << weight);
+        const auto whole = unit_costs(1, forward, input, weight);
+        const Duration both = (forward + input + weight) * Duration{kUnit};
+        const Shape shape{.ranks = p, .micro_batches = m};
+        const auto ranks = static_cast<std::size_t>(p);
+        const std::vector<double> all(ranks, m);
+        expect_formula(gpipe(looped(shape)), whole, {(p - 1) * both, all});
+        std::vector<double> follow(ranks);
+        for (int r = 0; r < p; ++r) follow[static_cast<std::size_t>(r)] = std::min(m, p - r);
+        expect_formula(one_forward_one_backward(shape), whole, {(p - 1) * both, follow});
+        for (int v = 2; v <= 4; ++v) {
+          const Shape chunked{.ranks = p, .micro_batches = m, .stages_per_rank = v};
+          const auto part = unit_costs(v, forward, input, weight);
+          const Duration idle = idle_of_rounds(p, m, v, both / v);
+          expect_formula(looped_breadth_first(chunked), part, {idle, all});
+          if (m % p != 0) continue;
+          std::vector<double> ahead(ranks);
+          for (int r = 0; r < p; ++r) {
+            ahead[static_cast<std::size_t>(r)] =
+                std::min<double>(m, p + static_cast<double>(p - 1 - 2 * r) / v);
+          }
+          expect_formula(interleaved(chunked), part, {idle, ahead});
+        }
+      }
+    }
+  }
+}
+
+TEST(Simulate, ForwardsOnlyHoldNothingAndFillLikeAPipeline) {
+  for (int p = 1; p <= 8; ++p) {
+    for (int m = 1; m <= 32; ++m) {
+      const Timeline timeline = simulate(forward_only(looped({.ranks = p, .micro_batches = m})), unit_costs());
+      EXPECT_EQ(in_units(timeline.makespan), m + p - 1);
+      EXPECT_THAT(timeline.peak_live, ::testing::Each(0));
+    }
+  }
+}
+
+TEST(Simulate, CostsAreTheStagesAndATransferIsPaidBetweenRanksOnly) {
+  // Stages 0 and 1 on rank 0, stage 2 on rank 1.
+  const Table table = gpipe({.rank_of_stage = {0, 0, 1}, .micro_batches = 1});
+  const auto costs = [](int forward, int input, int weight, int transfer, double activation) {
+    return Costs{Duration{forward}, Duration{input}, Duration{weight}, Duration{transfer}, activation};
+  };
+  const Timeline timeline =
+      simulate(table, {costs(1, 10, 20, 1000, 0.5), costs(2, 30, 40, 100, 1.5), costs(4, 50, 60, 200, 8)});
+  ASSERT_EQ(timeline.spans[0].size(), 4u);
+  ASSERT_EQ(timeline.spans[1].size(), 2u);
+  const auto expect_span = [](const Span& span, const char* task, int start, int end) {
+    EXPECT_EQ(to_string(span.task), task);
+    EXPECT_EQ(span.start, Duration{start}) << task;
+    EXPECT_EQ(span.end, Duration{end}) << task;
+  };
+  expect_span(timeline.spans[0][0], "0F0", 0, 1);
+  expect_span(timeline.spans[0][1], "1F0", 1, 3);
+  expect_span(timeline.spans[1][0], "2F0", 103, 107);
+  expect_span(timeline.spans[1][1], "2B0", 107, 217);
+  expect_span(timeline.spans[0][2], "1B0", 417, 487);
+  expect_span(timeline.spans[0][3], "0B0", 487, 517);
+  EXPECT_EQ(timeline.makespan, Duration{517});
+  EXPECT_EQ(timeline.idle, (std::vector<Duration>{Duration{517 - 103}, Duration{517 - 114}}));
+  EXPECT_EQ(timeline.peak_live, (std::vector<double>{2, 8}));
+  EXPECT_EQ(timeline.live[0], (std::vector<double>{0.5, 2, 0.5, 0}));
+  EXPECT_EQ(timeline.live[1], (std::vector<double>{8, 0}));
+}
+
+TEST(Simulate, AnActivationIsKeptUntilItsWeightGradient) {
+  const Table table{.name = "halves",
+                    .rank_of_stage = {0},
+                    .micro_batches = 2,
+                    .tasks = {tasks_of("0F0 0I0 0F1 0I1 0W0 0W1")}};
+  EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{1, 1, 2, 2, 1, 0}));
+}
+
+TEST(Simulate, MicroBatchesThatNeverGoBackwardsAreNotKept) {
+  const Table table{.name = "mixed",
+                    .rank_of_stage = {0},
+                    .micro_batches = 2,
+                    .tasks = {tasks_of("0F0 0F1 0B1")}};
+  EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{0, 1, 0}));
+}
+
+TEST(Simulate, ARankWithoutStagesIsIdleAllTheTime) {
+  const Timeline timeline = simulate(gpipe({.rank_of_stage = {2}, .micro_batches = 1}), {Costs{}});
+  EXPECT_EQ(timeline.idle, (std::vector<Duration>{Duration{3}, Duration{3}, Duration{0}}));
+  EXPECT_TRUE(timeline.spans[0].empty());
+}
+
+TEST(Simulate, RefusesCostsThatDoNotFit) {
+  const Table table = gpipe({.rank_of_stage = {0, 1, 1}, .micro_batches = 1});
+  const auto complaint = [&](const std::vector<Costs>& costs) {
+    try {
+      simulate(table, costs);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return std::string("accepted");
+  };
+  EXPECT_THAT(complaint({}), HasSubstr("costs has 0 entries"));
+  EXPECT_THAT(complaint(std::vector<Costs>(2)), HasSubstr("costs has 2 entries; needed is one for all stages, or "
+                                                          "one for each of the 3"));
+  EXPECT_THAT(complaint({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}), HasSubstr("costs[2] has a negative"));
+  EXPECT_THAT(complaint({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
+}
+
+/// The start of each task as the least that satisfies every order, by repetition until nothing changes.
+std::map<Task, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
+  const auto cost = [&](const Task& task) {
+    const Costs& of = costs[static_cast<std::size_t>(task.stage)];
+    if (task.kind == TaskKind::kForward) return of.forward;
+    if (task.kind == TaskKind::kInputGradient) return of.input_gradient;
+    if (task.kind == TaskKind::kWeightGradient) return of.weight_gradient;
+    return of.input_gradient + of.weight_gradient;
+  };
+  std::map<Task, Duration> starts;
+  for (const auto& tasks : table.tasks) {
+    for (const Task& task : tasks) starts[task] = Duration{0};
+  }
+  for (bool changed = true; changed;) {
+    changed = false;
+    const auto after = [&](const Task& task, const Task& before, Duration hop) {
+      const auto known = starts.find(before);
+      if (known == starts.end() || starts[task] >= known->second + cost(before) + hop) return;
+      starts[task] = known->second + cost(before) + hop;
+      changed = true;
+    };
+    for (const auto& tasks : table.tasks) {
+      for (std::size_t at = 0; at < tasks.size(); ++at) {
+        const Task& task = tasks[at];
+        const int upstream = task.kind == TaskKind::kForward ? task.stage - 1 : task.stage + 1;
+        if (at > 0) after(task, tasks[at - 1], Duration{0});
+        if (task.kind == TaskKind::kWeightGradient || upstream < 0 || upstream == table.stages()) continue;
+        const auto other = static_cast<std::size_t>(upstream);
+        const bool hops = table.rank_of_stage[other] != table.rank_of_stage[static_cast<std::size_t>(task.stage)];
+        const Duration hop = hops ? costs[other].transfer : Duration{0};
+        for (const auto kind : {TaskKind::kForward, TaskKind::kBackward, TaskKind::kInputGradient}) {
+          if ((kind == TaskKind::kForward) == (task.kind == TaskKind::kForward)) {
+            after(task, {kind, upstream, task.micro_batch}, hop);
+          }
+        }
+      }
+    }
+  }
+  return starts;
+}
+
+class SimulateSeed : public ::testing::TestWithParam<std::uint64_t> {};
+INSTANTIATE_TEST_SUITE_P(Seeds, SimulateSeed, ::testing::Range<std::uint64_t>(1, 101));
+
+TEST_P(SimulateSeed, AgreesWithRelaxationForAnyPlacementAndCosts) {
+  std::mt19937_64 random(GetParam());
+  const auto up_to = [&](unsigned most) { return static_cast<int>(random() % most); };
+  const Placement placement = random_placement(random);
+  SCOPED_TRACE(describe(placement));
+  const Shape shape{.ranks = 1 + up_to(5), .micro_batches = 1 + up_to(9)};
+  for (const Table& table : {gpipe(placement), one_forward_one_backward(placement), zero_bubble_h1(shape)}) {
+    std::vector<Costs> costs;
+    for (int stage = 0; stage < table.stages(); ++stage) {
+      costs.push_back({.forward = Duration{up_to(9)},
+                       .input_gradient = Duration{up_to(9)},
+                       .weight_gradient = Duration{up_to(9)},
+                       .transfer = Duration{up_to(4)},
+                       .activation = up_to(5) / 4.0});
+    }
+    const auto starts = relaxed(table, costs);
+    const Timeline timeline = simulate(table, costs);
+    for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank) {
+      const auto& spans = timeline.spans[rank];
+      Duration busy{0};
+      ASSERT_EQ(spans.size(), table.tasks[rank].size());
+      for (std::size_t at = 0; at < spans.size(); ++at) {
+        EXPECT_EQ(spans[at].task, table.tasks[rank][at]);
+        ASSERT_EQ(spans[at].start, starts.at(spans[at].task)) << table.name << " " << to_string(spans[at].task);
+        EXPECT_LE(spans[at].end, timeline.makespan);
+        busy += spans[at].end - spans[at].start;
+      }
+      EXPECT_EQ(timeline.idle[rank], timeline.makespan - busy);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::schedule

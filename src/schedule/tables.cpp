@@ -1,0 +1,89 @@
+#include "schedule/tables.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::schedule {
+namespace {
+
+void at_least_one(const std::string& schedule, const char* field, int value) {
+  if (value < 1) {
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: {} is {}; at least 1 is needed", schedule, field, value));
+  }
+}
+
+void check_size(const std::string& schedule, std::int64_t stages, std::int64_t micro_batches) {
+  if (stages > kMostCells || stages * micro_batches > kMostCells) {
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: {} stages times {} micro_batches are more than {} cells",
+                                                 schedule, stages, micro_batches, kMostCells));
+  }
+}
+
+}  // namespace
+
+std::string to_string(const Task& task) {
+  const auto kind = static_cast<std::size_t>(task.kind);
+  return fmt::format("{}{}{}", task.stage, kind < 4 ? "FBIW"[kind] : '?', task.micro_batch);
+}
+
+Placement looped(Shape shape) {
+  check(shape, "looped");
+  Placement placement{.rank_of_stage = {}, .micro_batches = shape.micro_batches, .ranks = shape.ranks};
+  for (int stage = 0; stage < shape.ranks * shape.stages_per_rank; ++stage) {
+    placement.rank_of_stage.push_back(stage % shape.ranks);
+  }
+  return placement;
+}
+
+void check(const Shape& shape, const std::string& schedule) {
+  at_least_one(schedule, "ranks", shape.ranks);
+  at_least_one(schedule, "micro_batches", shape.micro_batches);
+  at_least_one(schedule, "stages_per_rank", shape.stages_per_rank);
+  check_size(schedule, static_cast<std::int64_t>(shape.ranks) * shape.stages_per_rank, shape.micro_batches);
+}
+
+int check(const Placement& placement, const std::string& schedule) {
+  if (placement.rank_of_stage.empty()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage is empty; a pipeline has a stage at least",
+                                                 schedule));
+  }
+  at_least_one(schedule, "micro_batches", placement.micro_batches);
+  const auto stages = static_cast<std::int64_t>(placement.rank_of_stage.size());
+  check_size(schedule, stages, placement.micro_batches);
+  const std::int64_t largest =
+      *std::max_element(placement.rank_of_stage.begin(), placement.rank_of_stage.end());
+  const std::int64_t ranks = placement.ranks == 0 ? largest + 1 : placement.ranks;
+  for (std::size_t stage = 0; stage < placement.rank_of_stage.size(); ++stage) {
+    const int rank = placement.rank_of_stage[stage];
+    if (rank < 0 || rank >= ranks || rank >= kMostCells) {
+      throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage[{}] is {}; there are {} ranks", schedule,
+                                                   stage, rank, std::min(ranks, kMostCells)));
+    }
+  }
+  if (ranks > kMostCells) {
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: ranks is {}; at most {} can be", schedule, ranks, kMostCells));
+  }
+  return static_cast<int>(ranks);
+}
+
+Table empty_table(std::string name, const Placement& placement, int ranks) {
+  return {.name = std::move(name),
+          .rank_of_stage = placement.rank_of_stage,
+          .micro_batches = placement.micro_batches,
+          .tasks = std::vector<std::vector<Task>>(static_cast<std::size_t>(ranks))};
+}
+
+void append_forwards(Table& table) {
+  for (int step = 0; step < table.stages() + table.micro_batches - 1; ++step) {
+    const int latest = std::min(step, table.stages() - 1);
+    const int earliest = std::max(0, step - table.micro_batches + 1);
+    for (int stage = latest; stage >= earliest; --stage) {
+      const auto rank = static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)]);
+      table.tasks[rank].push_back({TaskKind::kForward, stage, step - stage});
+    }
+  }
+}
+
+}  // namespace torchspan::schedule

@@ -1,0 +1,90 @@
+#pragma once
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <torchspan/schedule/schedule.h>
+
+namespace torchspan::schedule {
+
+/// What a rank does in a step costs this many nanoseconds forwards, so that its parts by any number of chunks
+/// up to 8 are whole.
+inline constexpr int kUnit = 840;
+
+/// Costs of one of `chunks` stages of a rank whose whole share costs `forward` and `input` + `weight` units and
+/// holds one activation.
+inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input = 1, int weight = 1) {
+  const Duration unit{kUnit / chunks};
+  return {{.forward = forward * unit,
+           .input_gradient = input * unit,
+           .weight_gradient = weight * unit,
+           .transfer = Duration{0},
+           .activation = 1.0 / chunks}};
+}
+
+inline double in_units(Duration time) { return static_cast<double>(time.count()) / kUnit; }
+
+/// "0F0 0F1 0B0": a rank's tasks in one line.
+inline std::string line_of(const std::vector<Task>& tasks) {
+  std::string line;
+  for (const Task& task : tasks) line += (line.empty() ? "" : " ") + to_string(task);
+  return line;
+}
+
+/// A rank's tasks from such a line.
+inline std::vector<Task> tasks_of(const std::string& line) {
+  std::vector<Task> tasks;
+  std::istringstream words(line);
+  for (Task task; words >> task.stage;) {
+    char kind = ' ';
+    words >> kind >> task.micro_batch;
+    task.kind = static_cast<TaskKind>(std::string("FBIW").find(kind));
+    tasks.push_back(task);
+  }
+  return tasks;
+}
+
+/// A placement of up to 8 stages on up to 5 ranks, re-used and repeated as it comes; some ranks may have none.
+inline Placement random_placement(std::mt19937_64& random) {
+  const auto up_to = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most)); };
+  Placement placement{.rank_of_stage = {}, .micro_batches = 1 + up_to(9), .ranks = 1 + up_to(5)};
+  for (int stage = 1 + up_to(8); stage > 0; --stage) {
+    const bool repeat = !placement.rank_of_stage.empty() && up_to(3) == 0;
+    placement.rank_of_stage.push_back(repeat ? placement.rank_of_stage.back() : up_to(placement.ranks));
+  }
+  return placement;
+}
+
+inline std::string describe(const Placement& placement) {
+  std::string text = std::to_string(placement.micro_batches) + " micro-batches, ranks of stages:";
+  for (int rank : placement.rank_of_stage) text += " " + std::to_string(rank);
+  return text;
+}
+
+/// Zero bubble with 1F1B's memory (Qi et al., 2024, "ZB-H1"): rank r runs its weight gradients r micro-batches
+/// late, so that they fill what is idle at the end.
+inline Table zero_bubble_h1(Shape shape) {
+  Table table{.name = "zb-h1",
+              .rank_of_stage = looped(shape).rank_of_stage,
+              .micro_batches = shape.micro_batches,
+              .tasks = std::vector<std::vector<Task>>(static_cast<std::size_t>(shape.ranks))};
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    const auto add = [&](TaskKind kind, int i) {
+      if (i >= 0 && i < shape.micro_batches) tasks.push_back({kind, rank, i});
+    };
+    const int warm_up = shape.ranks - 1 - rank;
+    for (int i = 0; i < warm_up; ++i) add(TaskKind::kForward, i);
+    for (int i = 0; i < shape.micro_batches + rank; ++i) {
+      add(TaskKind::kForward, i + warm_up);
+      add(TaskKind::kInputGradient, i);
+      add(TaskKind::kWeightGradient, i - rank);
+    }
+  }
+  return table;
+}
+
+}  // namespace torchspan::schedule
