@@ -23,9 +23,10 @@ void check_interleaved(const Shape& shape) {
   check(shape, "interleaved");
   if (shape.micro_batches > shape.ranks && shape.micro_batches % shape.ranks != 0) {
     const int below = shape.micro_batches / shape.ranks * shape.ranks;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("interleaved: micro_batches is {}, which is no multiple of the {} ranks; take {} or {}",
-                            shape.micro_batches, shape.ranks, below, below + shape.ranks));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("interleaved: micro_batches is {}, which is no multiple of the {} ranks; take {} or {}",
+                    shape.micro_batches, shape.ranks, below, below + shape.ranks));
   }
 }
 

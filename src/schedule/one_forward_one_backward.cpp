@@ -107,10 +107,11 @@ class ListScheduler {
 Table one_forward_one_backward(Shape shape) {
   check(shape, "one_forward_one_backward");
   if (shape.stages_per_rank != 1) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage a rank. "
-                            "interleaved() has several, and a Placement may have any",
-                            shape.stages_per_rank));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage a rank. "
+                    "interleaved() has several, and a Placement may have any",
+                    shape.stages_per_rank));
   }
   Table table = empty_table("1f1b", looped(shape), shape.ranks);
   for (int rank = 0; rank < shape.ranks; ++rank) {
@@ -127,9 +128,10 @@ Table one_forward_one_backward(Shape shape) {
 Table one_forward_one_backward(const Placement& placement, int most_in_flight) {
   const int ranks = check(placement, "one_forward_one_backward");
   if (most_in_flight < 0) {
-    throw Error(ErrorKind::kInvalid, fmt::format("one_forward_one_backward: most_in_flight is {}; 0 stands for "
-                                                 "the number of ranks",
-                                                 most_in_flight));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("one_forward_one_backward: most_in_flight is {}; 0 stands for "
+                            "the number of ranks",
+                            most_in_flight));
   }
   return ListScheduler(placement, ranks, most_in_flight == 0 ? ranks : most_in_flight).run();
 }

@@ -39,8 +39,8 @@ void check_task(const Table& table, int rank, std::size_t place, const Task& tas
     refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, task.stage, table.stages()));
   }
   if (task.micro_batch < 0 || task.micro_batch >= table.micro_batches) {
-    refuse(table, fmt::format("{} is of micro-batch {}; there are {}", here, task.micro_batch,
-                              table.micro_batches));
+    refuse(table,
+           fmt::format("{} is of micro-batch {}; there are {}", here, task.micro_batch, table.micro_batches));
   }
   const int owner = table.rank_of_stage[static_cast<std::size_t>(task.stage)];
   if (owner != rank) {
@@ -75,9 +75,7 @@ class Deadlock {
   const std::vector<Task>& tasks(int rank) const { return table_.tasks[static_cast<std::size_t>(rank)]; }
   std::size_t next(int rank) const { return next_[static_cast<std::size_t>(rank)]; }
   const Task& head(int rank) const { return tasks(rank)[next(rank)]; }
-  bool is_done(const Task& task) const {
-    return positions_.place(task) < next(positions_.rank_of(task));
-  }
+  bool is_done(const Task& task) const { return positions_.place(task) < next(positions_.rank_of(task)); }
   Task missing(const Task& task) const {
     const auto needs = positions_.needs(task);
     return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
@@ -139,8 +137,8 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
   const bool weight = is_there(TaskKind::kWeightGradient);
   if (whole && (input || weight)) {
     const auto half = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
-    refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank, name(TaskKind::kBackward),
-                               name(half)));
+    refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank,
+                               name(TaskKind::kBackward), name(half)));
   }
   if (input != weight) {
     const auto here = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
@@ -148,8 +146,9 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
     refuse(table_, fmt::format("rank {} runs {} but never {}", rank, name(here), name(other)));
   }
   if (back && !whole && !input) {
-    refuse(table_, fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages",
-                               rank, name(TaskKind::kBackward), micro_batch));
+    refuse(table_,
+           fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages", rank,
+                       name(TaskKind::kBackward), micro_batch));
   }
 }
 
@@ -185,7 +184,8 @@ void replay(const Table& table, const Positions& positions, const std::function<
   std::vector<std::size_t> next(table.tasks.size(), 0);
   const auto is_ready = [&](const Task& task) {
     for (const auto& need : positions.needs(task)) {
-      if (need && positions.place(*need) >= next[static_cast<std::size_t>(positions.rank_of(*need))]) return false;
+      if (need && positions.place(*need) >= next[static_cast<std::size_t>(positions.rank_of(*need))])
+        return false;
     }
     return true;
   };

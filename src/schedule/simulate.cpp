@@ -10,9 +10,10 @@ namespace {
 
 void check_costs(const Table& table, const std::vector<Costs>& costs) {
   if (costs.size() != 1 && costs.size() != table.rank_of_stage.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("simulate: costs has {} entries; needed is one for all stages, or "
-                                                 "one for each of the {}",
-                                                 costs.size(), table.rank_of_stage.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("simulate: costs has {} entries; needed is one for all stages, or "
+                            "one for each of the {}",
+                            costs.size(), table.rank_of_stage.size()));
   }
   for (std::size_t stage = 0; stage < costs.size(); ++stage) {
     const Costs& cost = costs[stage];
@@ -56,10 +57,14 @@ class Simulation {
   Duration cost_of(const Task& task) const {
     const Costs& costs = costs_of(task.stage);
     switch (task.kind) {
-      case TaskKind::kForward: return costs.forward;
-      case TaskKind::kInputGradient: return costs.input_gradient;
-      case TaskKind::kWeightGradient: return costs.weight_gradient;
-      case TaskKind::kBackward: break;
+      case TaskKind::kForward:
+        return costs.forward;
+      case TaskKind::kInputGradient:
+        return costs.input_gradient;
+      case TaskKind::kWeightGradient:
+        return costs.weight_gradient;
+      case TaskKind::kBackward:
+        break;
     }
     return costs.input_gradient + costs.weight_gradient;
   }

@@ -5,27 +5,30 @@
 
 #include <torchspan/core/error.h>
 
+#include "schedule/drawing.h"
+
 namespace torchspan::schedule {
 namespace {
 
 void at_least_one(const std::string& schedule, const char* field, int value) {
   if (value < 1) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: {} is {}; at least 1 is needed", schedule, field, value));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{}: {} is {}; at least 1 is needed", schedule, field, value));
   }
 }
 
 void check_size(const std::string& schedule, std::int64_t stages, std::int64_t micro_batches) {
   if (stages > kMostCells || stages * micro_batches > kMostCells) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: {} stages times {} micro_batches are more than {} cells",
-                                                 schedule, stages, micro_batches, kMostCells));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{}: {} stages times {} micro_batches are more than {} cells", schedule, stages,
+                            micro_batches, kMostCells));
   }
 }
 
 }  // namespace
 
 std::string to_string(const Task& task) {
-  const auto kind = static_cast<std::size_t>(task.kind);
-  return fmt::format("{}{}{}", task.stage, kind < 4 ? "FBIW"[kind] : '?', task.micro_batch);
+  return fmt::format("{}{}{}", task.stage, letter(task.kind), task.micro_batch);
 }
 
 Placement looped(Shape shape) {
@@ -46,8 +49,8 @@ void check(const Shape& shape, const std::string& schedule) {
 
 int check(const Placement& placement, const std::string& schedule) {
   if (placement.rank_of_stage.empty()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage is empty; a pipeline has a stage at least",
-                                                 schedule));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{}: rank_of_stage is empty; a pipeline has a stage at least", schedule));
   }
   at_least_one(schedule, "micro_batches", placement.micro_batches);
   const auto stages = static_cast<std::int64_t>(placement.rank_of_stage.size());
@@ -58,12 +61,13 @@ int check(const Placement& placement, const std::string& schedule) {
   for (std::size_t stage = 0; stage < placement.rank_of_stage.size(); ++stage) {
     const int rank = placement.rank_of_stage[stage];
     if (rank < 0 || rank >= ranks || rank >= kMostCells) {
-      throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage[{}] is {}; there are {} ranks", schedule,
-                                                   stage, rank, std::min(ranks, kMostCells)));
+      throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage[{}] is {}; there are {} ranks",
+                                                   schedule, stage, rank, std::min(ranks, kMostCells)));
     }
   }
   if (ranks > kMostCells) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: ranks is {}; at most {} can be", schedule, ranks, kMostCells));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{}: ranks is {}; at most {} can be", schedule, ranks, kMostCells));
   }
   return static_cast<int>(ranks);
 }

@@ -18,8 +18,8 @@ int check(const Placement& placement, const std::string& schedule);
 /// A table without tasks for a checked placement.
 Table empty_table(std::string name, const Placement& placement, int ranks);
 
-/// Appends to each rank its forwards in the order of s + i, the step at which stage s would meet micro-batch i
-/// if every stage had a rank of its own; of two stages of a rank that meet theirs at once the later comes
+/// Appends to each rank its forwards in the order of s + i, the step at which stage s would meet micro-batch
+/// i if every stage had a rank of its own; of two stages of a rank that meet theirs at once the later comes
 /// first, which sends work on. No order among ranks can deadlock in it: whatever a task waits for has a
 /// smaller s + i.
 void append_forwards(Table& table);

@@ -14,7 +14,8 @@ using ::testing::HasSubstr;
 /// The most micro-batches between their forward and their backward at one stage, by its rank's order alone.
 int most_alive(const Table& table, int stage) {
   int alive = 0, most = 0;
-  for (const Task& task : table.tasks[static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)])]) {
+  for (const Task& task :
+       table.tasks[static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)])]) {
     if (task.stage != stage) continue;
     alive += task.kind == TaskKind::kForward ? 1 : -1;
     most = std::max(most, alive);
@@ -57,7 +58,8 @@ TEST(Tables, ARankThatFollowsItselfSendsEachMicroBatchOnAtOnce) {
   const Table table = gpipe({.rank_of_stage = {0, 0, 1}, .micro_batches = 2});
   EXPECT_EQ(line_of(table.tasks[0]), "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0");
   EXPECT_EQ(line_of(table.tasks[1]), "2F0 2F1 2B1 2B0");
-  EXPECT_EQ(line_of(forward_only({.rank_of_stage = {0, 0, 1}, .micro_batches = 2}).tasks[0]), "0F0 1F0 0F1 1F1");
+  EXPECT_EQ(line_of(forward_only({.rank_of_stage = {0, 0, 1}, .micro_batches = 2}).tasks[0]),
+            "0F0 1F0 0F1 1F1");
 }
 
 TEST(Tables, OneForwardOneBackwardWarmsUpByTheRanksThatFollow) {
@@ -69,10 +71,8 @@ TEST(Tables, OneForwardOneBackwardWarmsUpByTheRanksThatFollow) {
 
 TEST(Tables, InterleavedTakesItsStagesInGroupsOfMicroBatches) {
   const Table table = interleaved({.ranks = 2, .micro_batches = 4, .stages_per_rank = 2});
-  EXPECT_EQ(line_of(table.tasks[0]),
-            "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3");
-  EXPECT_EQ(line_of(table.tasks[1]),
-            "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3");
+  EXPECT_EQ(line_of(table.tasks[0]), "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3");
+  EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3");
 }
 
 TEST(Tables, LoopedBreadthFirstFinishesAStageBeforeTheNext) {
@@ -87,9 +87,10 @@ TEST(Tables, EveryScheduleOfEveryShapeIsValid) {
       ASSERT_NO_THROW(validate(one_forward_one_backward(Shape{.ranks = p, .micro_batches = m})));
       for (int v = 1; v <= 4; ++v) {
         const Shape shape{.ranks = p, .micro_batches = m, .stages_per_rank = v};
-        SCOPED_TRACE(testing::Message() << p << " ranks, " << m << " micro-batches, " << v << " stages a rank");
-        for (const Table& table : {forward_only(looped(shape)), gpipe(looped(shape)), looped_breadth_first(shape),
-                                   one_forward_one_backward(looped(shape))}) {
+        SCOPED_TRACE(testing::Message()
+                     << p << " ranks, " << m << " micro-batches, " << v << " stages a rank");
+        for (const Table& table : {forward_only(looped(shape)), gpipe(looped(shape)),
+                                   looped_breadth_first(shape), one_forward_one_backward(looped(shape))}) {
           ASSERT_NO_THROW(validate(table));
         }
         if (m < p || m % p == 0) {
@@ -122,7 +123,8 @@ TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsTasks) {
   const Placement placement = random_placement(random);
   SCOPED_TRACE(describe(placement));
   const int most = static_cast<int>(random() % 7);
-  const std::size_t cells = placement.rank_of_stage.size() * static_cast<std::size_t>(placement.micro_batches);
+  const std::size_t cells =
+      placement.rank_of_stage.size() * static_cast<std::size_t>(placement.micro_batches);
   const std::map<std::string, Table> tables = {{"forward-only", forward_only(placement)},
                                                {"gpipe", gpipe(placement)},
                                                {"1f1b", one_forward_one_backward(placement, most)}};
@@ -145,16 +147,24 @@ TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
   expect_refused([] { one_forward_one_backward(Shape{.ranks = 0}); }, "ranks is 0; at least 1");
   expect_refused([] { looped({.ranks = 2, .micro_batches = -1}); }, "micro_batches is -1; at least 1");
   expect_refused([] { looped_breadth_first({.stages_per_rank = 0}); }, "stages_per_rank is 0; at least 1");
-  expect_refused([] { one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 2, .stages_per_rank = 2}); },
-                 "stages_per_rank is 2; this schedule has one stage a rank. interleaved()");
+  expect_refused(
+      [] { one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 2, .stages_per_rank = 2}); },
+      "stages_per_rank is 2; this schedule has one stage a rank. interleaved()");
   expect_refused([] { interleaved({.ranks = 4, .micro_batches = 10, .stages_per_rank = 2}); },
                  "micro_batches is 10, which is no multiple of the 4 ranks; take 8 or 12");
   expect_refused([] { gpipe({}); }, "rank_of_stage is empty");
   expect_refused([] { gpipe({.rank_of_stage = {0, -1}}); }, "rank_of_stage[1] is -1");
-  expect_refused([] { forward_only({.rank_of_stage = {0, 3}, .micro_batches = 1, .ranks = 3}); },
-                 "rank_of_stage[1] is 3; there are 3 ranks");
+  expect_refused(
+      [] {
+        forward_only({.rank_of_stage = {0, 3}, .micro_batches = 1, .ranks = 3});
+      },
+      "rank_of_stage[1] is 3; there are 3 ranks");
   expect_refused([] { gpipe({.rank_of_stage = {2147483647}}); }, "rank_of_stage[0] is 2147483647");
-  expect_refused([] { one_forward_one_backward(Placement{.rank_of_stage = {0, 1}}, -1); }, "most_in_flight is -1");
+  expect_refused(
+      [] {
+        one_forward_one_backward(Placement{.rank_of_stage = {0, 1}}, -1);
+      },
+      "most_in_flight is -1");
   expect_refused([] { looped({.ranks = 1 << 20, .micro_batches = 1 << 20, .stages_per_rank = 1 << 20}); },
                  "are more than");
 }

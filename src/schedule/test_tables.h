@@ -14,8 +14,8 @@ namespace torchspan::schedule {
 /// up to 8 are whole.
 inline constexpr int kUnit = 840;
 
-/// Costs of one of `chunks` stages of a rank whose whole share costs `forward` and `input` + `weight` units and
-/// holds one activation.
+/// Costs of one of `chunks` stages of a rank whose whole share costs `forward` and `input` + `weight` units
+/// and holds one activation.
 inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input = 1, int weight = 1) {
   const Duration unit{kUnit / chunks};
   return {{.forward = forward * unit,
@@ -47,7 +47,8 @@ inline std::vector<Task> tasks_of(const std::string& line) {
   return tasks;
 }
 
-/// A placement of up to 8 stages on up to 5 ranks, re-used and repeated as it comes; some ranks may have none.
+/// A placement of up to 8 stages on up to 5 ranks, re-used and repeated as it comes; some ranks may have
+/// none.
 inline Placement random_placement(std::mt19937_64& random) {
   const auto up_to = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most)); };
   Placement placement{.rank_of_stage = {}, .micro_batches = 1 + up_to(9), .ranks = 1 + up_to(5)};
@@ -64,8 +65,8 @@ inline std::string describe(const Placement& placement) {
   return text;
 }
 
-/// Zero bubble with 1F1B's memory (Qi et al., 2024, "ZB-H1"): rank r runs its weight gradients r micro-batches
-/// late, so that they fill what is idle at the end.
+/// Zero bubble with 1F1B's memory (Qi et al., 2024, "ZB-H1"): rank r runs its weight gradients r
+/// micro-batches late, so that they fill what is idle at the end.
 inline Table zero_bubble_h1(Shape shape) {
   Table table{.name = "zb-h1",
               .rank_of_stage = looped(shape).rank_of_stage,

@@ -25,7 +25,8 @@ std::string complaint(const Table& table) {
 }
 
 Table table_of(std::vector<int> rank_of_stage, int micro_batches, const std::vector<std::string>& lines) {
-  Table table{.name = "mine", .rank_of_stage = std::move(rank_of_stage), .micro_batches = micro_batches, .tasks = {}};
+  Table table{
+      .name = "mine", .rank_of_stage = std::move(rank_of_stage), .micro_batches = micro_batches, .tasks = {}};
   for (const auto& line : lines) table.tasks.push_back(tasks_of(line));
   return table;
 }
@@ -44,13 +45,15 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
   };
   const std::vector<Row> rows = {
       {table_of({0, 1}, 2, {"0F0 0F1", "1F0"}), "rank 1 never runs 1F1"},
-      {table_of({0, 1}, 1, {"0F0", "1F0 1B0"}), "rank 0 never runs 0B0, although micro-batch 0 goes backwards"},
+      {table_of({0, 1}, 1, {"0F0", "1F0 1B0"}),
+       "rank 0 never runs 0B0, although micro-batch 0 goes backwards"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0"}), "rank 1 runs 1I0 but never 1W0"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1W0"}), "rank 1 runs 1W0 but never 1I0"},
       {table_of({0}, 1, {"0F0 0B0 0W0"}), "rank 0 runs 0B0 and 0W0, which is a part of it"},
       {table_of({0}, 1, {"0F0 0I0 0B0 0W0"}), "rank 0 runs 0B0 and 0I0, which is a part of it"},
       {table_of({0, 1}, 1, {"0F0 0F0", "1F0"}), "rank 0 runs 0F0 twice: tasks 0 and 1 of its list"},
-      {table_of({0, 1}, 1, {"0F0 1F0", ""}), "rank 0, task 1 of its list: 1F0 belongs to rank 1, which owns stage 1"},
+      {table_of({0, 1}, 1, {"0F0 1F0", ""}),
+       "rank 0, task 1 of its list: 1F0 belongs to rank 1, which owns stage 1"},
       {table_of({0}, 1, {"0F0 3F0"}), "rank 0, task 1 of its list: 3F0 is of stage 3; there are 1 stages"},
       {table_of({0}, 1, {"0F0 0F1"}), "rank 0, task 1 of its list: 0F1 is of micro-batch 1; there are 1"},
       {table_of({0}, 1, {"0F0 0F-1"}), "0F-1 is of micro-batch -1"},
@@ -70,24 +73,30 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
 TEST(Validate, ShowsTheRingOfADeadlock) {
   // Rank 0 wants its backward before it sends on what rank 1 needs to get there.
   EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
-            "schedule 'mine': ranks wait for each other in a ring; rank 0 at 0B0 (task 1 of its list) waits for 1B0 of "
-            "rank 1, which comes after 1F1; rank 1 at 1F1 (task 1 of its list) waits for 0F1 of rank 0, which comes "
+            "schedule 'mine': ranks wait for each other in a ring; rank 0 at 0B0 (task 1 of its list) waits "
+            "for 1B0 of "
+            "rank 1, which comes after 1F1; rank 1 at 1F1 (task 1 of its list) waits for 0F1 of rank 0, "
+            "which comes "
             "after 0B0");
 }
 
 TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
   const std::string text =
       complaint(table_of({0, 1, 2}, 2, {"0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B1 2B0"}));
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 at 1B0 (task 1 of its list) waits for 2B0 of rank 2, which comes after 2F1"),
-                          HasSubstr("rank 2 at 2F1 (task 1 of its list) waits for 1F1 of rank 1, which comes after 1B0")));
+  EXPECT_THAT(
+      text,
+      AllOf(HasSubstr("rank 1 at 1B0 (task 1 of its list) waits for 2B0 of rank 2, which comes after 2F1"),
+            HasSubstr("rank 2 at 2F1 (task 1 of its list) waits for 1F1 of rank 1, which comes after 1B0")));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("rank 0 at")));
 }
 
 TEST(Validate, SaysWhenARankWaitsForItself) {
   EXPECT_EQ(complaint(table_of({0}, 1, {"0B0 0F0"})),
-            "schedule 'mine': a rank waits for itself; rank 0 at 0B0 (task 0 of its list) waits for 0F0 of its own, which "
+            "schedule 'mine': a rank waits for itself; rank 0 at 0B0 (task 0 of its list) waits for 0F0 of "
+            "its own, which "
             "comes after 0B0");
-  EXPECT_THAT(complaint(table_of({0}, 1, {"0F0 0W0 0I0"})), HasSubstr("rank 0 at 0W0 (task 1 of its list) waits for 0I0"));
+  EXPECT_THAT(complaint(table_of({0}, 1, {"0F0 0W0 0I0"})),
+              HasSubstr("rank 0 at 0W0 (task 1 of its list) waits for 0I0"));
 }
 
 /// Whether the tasks can be run to the end, by trying every rank again and again.
