@@ -9,6 +9,7 @@
 
 #include "launch/doctor.h"
 #include "launch/job.h"
+#include "launch/schedule_command.h"
 
 namespace torchspan::launch {
 namespace {
@@ -21,7 +22,9 @@ struct CommandLine {
   CLI::App* run = nullptr;
   CLI::App* version = nullptr;
   CLI::App* doctor = nullptr;
+  CLI::App* schedule = nullptr;
   JobOptions job;
+  ScheduleOptions shown;
   std::vector<std::string> settings;
 };
 
@@ -47,11 +50,34 @@ void describe_run(CommandLine& line) {
       "nothing was started.");
 }
 
+void describe_schedule(CommandLine& line) {
+  line.schedule = line.app.add_subcommand(
+      "schedule",
+      "Draw a pipeline schedule: torchspan schedule 1f1b --stages 4 --micro-batches 8 --out plan.svg");
+  CLI::App& command = *line.schedule;
+  ScheduleOptions& shown = line.shown;
+  command.add_option("name", shown.name, "One of " + schedule_names());
+  command.add_option("--stages", shown.stages, "Stages of the pipeline, each on a rank of its own")
+      ->required()
+      ->check(CLI::Range(1, 256));
+  command.add_option("--micro-batches", shown.micro_batches, "Micro-batches of a step")
+      ->required()
+      ->check(CLI::Range(1, 1024));
+  command
+      .add_option("--chunks", shown.chunks, "Parts of each stage, which lie that many times around the ranks")
+      ->check(CLI::Range(1, 16));
+  command.add_option("--forward", shown.forward, "Milliseconds of a micro-batch's forward through a stage");
+  command.add_option("--backward", shown.backward, "The same for its backward");
+  command.add_option("--transfer", shown.transfer, "Milliseconds from one rank to the next");
+  command.add_option("--out", shown.file, "File for the drawing, as SVG");
+}
+
 void describe_all(CommandLine& line) {
   line.app.require_subcommand(1);
   describe_run(line);
   line.version = line.app.add_subcommand("version", "Print the version");
   line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");
+  describe_schedule(line);
 }
 
 Environment read_settings(const std::vector<std::string>& settings) {
@@ -105,6 +131,11 @@ int run_workers(Executor& executor, CommandLine& line, const Environment& enviro
   return run_job(executor, std::move(line.job));
 }
 
+void print_lines(Display& out, const std::string& text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) out.print_output("", line);
+}
+
 }  // namespace
 
 int run_command_line(Executor& executor, std::vector<std::string> arguments, const Environment& environment,
@@ -120,9 +151,10 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     if (line.run->parsed()) return run_workers(executor, line, environment, display);
     if (line.version->parsed()) {
       out.print_output("", "torchspan " TORCHSPAN_VERSION);
+    } else if (line.schedule->parsed()) {
+      print_lines(out, show_schedule(line.shown));
     } else {
-      std::istringstream text(format_findings(judge(examine_machine())));
-      for (std::string finding; std::getline(text, finding);) out.print_output("", finding);
+      print_lines(out, format_findings(judge(examine_machine())));
     }
     return 0;
   } catch (const CLI::ParseError& error) {

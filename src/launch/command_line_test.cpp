@@ -1,7 +1,10 @@
 #include "launch/command_line.h"
 
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <iterator>
+#include <unistd.h>
 
 #include "launch/captured.h"
 
@@ -60,7 +63,7 @@ TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
   };
   const std::vector<Row> rows = {
       {{}, "subcommand is required"},
-      {{"walk"}, "no command 'walk'; there are: run, version, doctor"},
+      {{"walk"}, "no command 'walk'; there are: run, version, doctor, schedule"},
       {{"run", "-n", "0", "sh"}, "0 not in range"},
       {{"run", "-n", "two", "sh"}, "two"},
       {{"run", "sh"}, "--workers is required"},
@@ -70,6 +73,21 @@ TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
       {{"run", "-n", "2", "--master-port", "70000", "sh"}, "70000"},
       {{"run", "-n", "2", "--env", "novalue", "sh"}, "NAME=VALUE"},
       {{"run", "-n", "2", "no-such-program"}, "no program 'no-such-program'"},
+      {{"schedule", "--stages", "2", "--micro-batches", "2"}, "the name is missing; there are: gpipe, 1f1b"},
+      {{"schedule", "gpip", "--stages", "2", "--micro-batches", "2"},
+       "no schedule 'gpip'; there are: gpipe, 1f1b, interleaved, bfs, forward-only"},
+      {{"schedule", "gpipe", "--micro-batches", "2"}, "--stages is required"},
+      {{"schedule", "gpipe", "--stages", "2"}, "--micro-batches is required"},
+      {{"schedule", "gpipe", "--stages", "0", "--micro-batches", "2"}, "0 not in range"},
+      {{"schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--chunks", "2"},
+       "1f1b has one chunk a stage; with --chunks 2 there are: gpipe, interleaved, bfs, forward-only"},
+      {{"schedule", "interleaved", "--stages", "4", "--micro-batches", "6", "--chunks", "2"},
+       "micro_batches is 6, which is no multiple of the 4 ranks; take 4 or 8"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--forward", "-1"},
+       "--forward -1: from 0"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--transfer", "nan"}, "--transfer nan"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--out", "/no/such/folder/plan.svg"},
+       "--out /no/such/folder/plan.svg: No such file"},
   };
   for (const Row& row : rows) {
     Captured output, errors;
@@ -78,6 +96,44 @@ TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
     EXPECT_EQ(code, 2) << row.complaint;
     EXPECT_THAT(errors.text(), HasSubstr(row.complaint));
     EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
+  }
+}
+
+TEST_F(CommandLineTest, ShowsAScheduleAsTextAndInFigures) {
+  EXPECT_EQ(run({"schedule", "1f1b", "--stages", "2", "--micro-batches", "3"}), 0);
+  EXPECT_EQ(output_.text(),
+            "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---\n"
+            "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .\n"
+            "\n"
+            "1f1b: a step of 3 micro-batches takes 12 ms; the ranks are idle for 25.0 % of it\n"
+            "rank  idle          peak (activations of a micro-batch on a rank)\n"
+            "0     3 ms          2\n"
+            "1     3 ms          1\n");
+}
+
+TEST_F(CommandLineTest, SimulatesASchedulesChunksAndCosts) {
+  // Two chunks of 1.5 + 2.5 ms and an idle time of (ranks - 1) such chunks; a hop of 0.25 ms from rank to
+  // rank.
+  EXPECT_EQ(run({"schedule", "bfs", "--stages", "2", "--micro-batches", "4", "--chunks", "2", "--forward",
+                 "3", "--backward", "5"}),
+            0);
+  EXPECT_THAT(output_.text(),
+              AllOf(HasSubstr("2F0"), HasSubstr("takes 36 ms"), HasSubstr("0     4 ms          4\n")));
+  EXPECT_EQ(run({"schedule", "forward-only", "--stages", "2", "--micro-batches", "4", "--transfer", "0.25"}),
+            0);
+  EXPECT_THAT(output_.text(), HasSubstr("takes 5.25 ms"));
+}
+
+TEST_F(CommandLineTest, DrawsEveryScheduleIntoAFile) {
+  const std::string file = ::testing::TempDir() + "schedule-" + std::to_string(getpid()) + ".svg";
+  for (const std::string name : {"gpipe", "1f1b", "interleaved", "bfs", "forward-only"}) {
+    EXPECT_EQ(run({"schedule", name, "--stages", "4", "--micro-batches", "8", "--out", file}), 0);
+    EXPECT_THAT(output_.text(), HasSubstr("drawn in " + file));
+    std::ifstream written(file);
+    const std::string svg{std::istreambuf_iterator<char>(written), {}};
+    EXPECT_THAT(svg, AllOf(::testing::StartsWith("<svg"), HasSubstr(">" + name + ": "),
+                           ::testing::EndsWith("</svg>\n")));
+    unlink(file.c_str());
   }
 }
 
