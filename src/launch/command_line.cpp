@@ -64,9 +64,11 @@ void describe_schedule(CommandLine& line) {
       ->required()
       ->check(CLI::Range(1, 1024));
   command
-      .add_option("--chunks", shown.chunks, "Parts of each stage, which lie that many times around the ranks")
+      .add_option("--chunks", shown.chunks,
+                  "Parts of each stage: the model then goes that many times around the ranks")
       ->check(CLI::Range(1, 16));
-  command.add_option("--forward", shown.forward, "Milliseconds of a micro-batch's forward through a stage");
+  command.add_option("--forward", shown.forward,
+                     "Milliseconds of a micro-batch's forward through all of a stage");
   command.add_option("--backward", shown.backward, "The same for its backward");
   command.add_option("--transfer", shown.transfer, "Milliseconds from one rank to the next");
   command.add_option("--out", shown.file, "File for the drawing, as SVG");

@@ -6,8 +6,8 @@
 
 #include <torchspan/core/time.h>
 
-/// Pipeline schedules as pure functions: a shape goes in, each rank's tasks in their order come out. No clock,
-/// no thread, no tensor. Functions throw Error{kInvalid} that names the parameter.
+/// Pipeline schedules as pure functions: a shape goes in, each rank's tasks in their order come out. No
+/// clock, no thread, no tensor. Functions throw Error{kInvalid} that names the parameter.
 namespace torchspan::schedule {
 
 /// What a stage does with one micro-batch. kBackward is kInputGradient and kWeightGradient in one; schedules
@@ -52,25 +52,32 @@ struct Table {
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
-/// Forwards only, micro-batch by micro-batch: inference.
+/// Forwards only: inference. Each rank runs them in the order of stage + micro-batch, of equals the later
+/// stage first, so that early micro-batches come out early.
 Table forward_only(const Placement& placement);
-/// All forwards, then all backwards, the last micro-batch first (Huang et al., GPipe, 2019).
+/// All forwards, in the order of forward_only(), then all backwards in the reverse order, so that each stage
+/// takes the last micro-batch first (Huang et al., GPipe, 2019).
 Table gpipe(const Placement& placement);
 /// One stage a rank; rank r keeps at most ranks − r micro-batches alive (Narayanan et al., PipeDream-Flush,
 /// 2020).
 Table one_forward_one_backward(Shape shape);
 /// The same idea for stages anywhere: a backward that is ready goes before any forward, and at most
 /// `most_in_flight` micro-batches are between their first forward and their last backward (0: as many as
-/// there are ranks). What is ready when is taken from unit costs. Equal to the one above for its shapes.
+/// there are ranks). Near the end of the model fewer keep a stage busy: with n = max(most_in_flight, stages),
+/// stage s holds at most n − s. What is ready when is taken from unit costs (a forward 1, a backward 2).
+/// Equal to the one above for its shapes.
 Table one_forward_one_backward(const Placement& placement, int most_in_flight = 0);
 /// Several stages a rank; the bubble shrinks by their number (Narayanan et al., Megatron-LM, 2021). Needs
 /// micro_batches to be a multiple of ranks, unless there are fewer than ranks.
 Table interleaved(Shape shape);
-/// All micro-batches through one stage of a rank before its next stage (Lamy-Poirier, 2022).
+/// All micro-batches through one stage of a rank before its next stage; backwards in the reverse order
+/// (Lamy-Poirier, 2022).
 Table looped_breadth_first(Shape shape);
 
-/// What the tasks of one stage cost, what a micro-batch of it keeps in memory from its forward to its
-/// backward (any unit), and a hop to another rank. kBackward takes input_gradient + weight_gradient.
+/// What the tasks of one stage cost, and what a micro-batch of it keeps in memory (any unit) from the start
+/// of its forward to the end of its kBackward or kWeightGradient; one that never goes backwards keeps
+/// nothing. kBackward takes input_gradient + weight_gradient. What the stage sends to another rank, either
+/// way, arrives `transfer` later; the rank goes on meanwhile.
 struct Costs {
   Duration forward{1};
   Duration input_gradient{1};
@@ -106,12 +113,13 @@ void validate(const Table& table);
 /// does.
 Timeline simulate(const Table& table, const std::vector<Costs>& costs);
 
-/// A text grid, a line a rank and a column a time slot of the shortest task, for terminals and tests.
+/// A text grid, a line a rank and a column a time slot of the shortest task, for terminals and tests. Throws
+/// Error{kInvalid} that names the field of a timeline that contradicts itself.
 std::string draw_text(const Timeline& timeline);
 
 /// A self-contained SVG: one grid for each timeline, one row a rank, tasks coloured by kind and numbered by
 /// micro-batch, idle time hatched, below each row its memory curve. A second timeline (the measured step) is
-/// drawn under the first (the plan) on the same time scale.
+/// drawn under the first (the plan) on the same time scale. Throws as draw_text() does, and for no timeline.
 std::string draw_svg(const std::vector<Timeline>& timelines);
 
 }  // namespace torchspan::schedule
