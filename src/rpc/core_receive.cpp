@@ -103,7 +103,9 @@ void Core::receive_request(IncomingPtr call) {
     call->name = entry.name;
     call->info.name = call->name;
     call->user_values = entry.user_values;
-    if (entry.where == RunOn::kDispatcher && call->channel && !driven_by_caller_) return run(call, entry);
+    const bool here =
+        entry.where == RunOn::kReceiver || (entry.where == RunOn::kDispatcher && !driven_by_caller_);
+    if (here && call->channel) return run(call, entry);
     call->bytes = kRequestOverhead + call->message.header.size();
     for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
     if (entry.where == RunOn::kPool) serving_.add(call);

@@ -4,6 +4,7 @@
 
 #include <torchspan/core/executor.h>
 #include <torchspan/optim/steps.h>
+#include <torchspan/pipeline/pipelines.h>
 #include <torchspan/session/session.h>
 
 #include "session/endpoint.h"
@@ -75,6 +76,7 @@ class Session::Impl {
       : executor_(make_executor()), runtime_(*executor_, options.environment.name, options.log_level) {
     extensions.insert(extensions.begin(), std::make_unique<optim::Steps>());
     extensions.insert(extensions.begin(), std::make_unique<autograd::Passes>());
+    extensions.insert(extensions.begin(), std::make_unique<pipeline::Pipelines>());
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;

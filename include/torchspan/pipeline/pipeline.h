@@ -1,105 +1,99 @@
 #pragma once
-#include <cstdint>
 #include <functional>
-#include <string>
+#include <memory>
+#include <optional>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/pipeline/layers.h>
+#include <torchspan/pipeline/options.h>
+#include <torchspan/pipeline/plan.h>
+#include <torchspan/rpc/worker.h>
 #include <torchspan/schedule/schedule.h>
 
-/// A model's layers spread over workers, micro-batches flowing through them. This room is not built yet: what
-/// follows is the interface it is meant to have. Including it is harmless; making a pipeline stops the
-/// compilation and says so.
+/// A model's layers spread over workers, micro-batches flowing through them.
 namespace torchspan::pipeline {
 
-template <class Use>
-struct Built {
-  static_assert(!std::is_same_v<Use, Use>, "torchspan::pipeline is not built yet: see docs/status.md");
-  using Yes = int;
-};
-template <class Use>
-using NotBuilt = typename Built<Use>::Yes;
+/// The loss of one micro-batch: a scalar, the mean over its rows.
+using Loss = std::function<at::Tensor(const Batch& output, const Batch& target)>;
 
-/// What decides the next task of a stage: the order of arrival, or a table of torchspan::schedule.
-enum class Schedule : std::uint8_t {
-  kArrival,
-  kGPipe,
-  kOneFOneB,
-  kInterleaved,
-  kLoopedBreadthFirst,
-  kZeroBubble,
-  kZeroBubbleV,
-  kDualPipeV,
-  kTable,  ///< PipelineOptions::table
-};
+/// A Loss from a function of two tensors, or of whatever the last layer returns and the target is.
+template <class Output = at::Tensor, class Target = at::Tensor, class F>
+Loss loss_of(F function) {
+  return [function = std::move(function)](const Batch& output, const Batch& target) {
+    return function(BatchOf<Output>::to(output), BatchOf<Target>::to(target));
+  };
+}
 
-/// Which micro-batches keep only their inputs and are computed again for their backward.
-enum class Checkpoint : std::uint8_t { kNever, kExceptLast, kAlways };
-
-struct PipelineOptions {
-  std::vector<int> balance;          ///< distinct layers of each stage; empty: by measured time
-  std::vector<std::string> workers;  ///< who owns each stage; empty: ranks in order
-  int micro_batches = 1;
-  Schedule schedule = Schedule::kOneFOneB;
-  Checkpoint checkpoint = Checkpoint::kExceptLast;
-  schedule::Table table;        ///< for Schedule::kTable
-  int most_in_flight = 0;       ///< micro-batches a stage may hold; 0: what the schedule needs
-  bool split_backward = false;  ///< weight gradients as tasks of their own
+/// How a step went, over all workers.
+struct StepReport {
+  std::uint64_t step = 0;
+  int micro_batches = 0;
+  /// What the schedule planned; empty under Schedule::kArrival.
+  schedule::Table table;
+  /// What was run and when, by worker of the plan; stages are segments of the plan. Peaks count the segments'
+  /// micro-batches whose activations were alive.
+  schedule::Timeline measured;
 };
 
-/// Where a layer lives: the stage, and its place among the stage's layers.
-struct Location {
-  int stage = 0;
-  int index = 0;
-};
-
-/// One use of a layer in the order of the model. A layer may be used many times, also from different stages;
-/// it has one owner and one set of parameters.
-struct Invocation {
-  int order = 0;
-  Location here;
-  Location source;
-  Location destination;
-};
-
-/// A list of layers, each described by its class and constructor arguments and built on its owner only.
-class Layers {
- public:
-  /// Appends a layer; the returned number appends it again elsewhere through `again`.
-  template <class Module, class... Args, NotBuilt<Module> = 0>
-  int add(Args&&... args);
-  template <class Use = void, NotBuilt<Use> = 0>
-  void again(int layer);
-};
-
-/// The loss of an output and its target: a scalar, the mean over the micro-batch.
-using Loss = std::function<at::Tensor(at::Tensor output, at::Tensor target)>;
-
-/// Splits each batch into micro-batches and drives them through the stages' owners. Results and gradients
-/// equal those of the plain model, up to the order of floating-point sums. A stage that fails or dies ends
-/// the step on all stages with one Error that names it. A world of one is a plain loop. To be used by the
-/// thread that trains.
+/// Splits each batch into micro-batches and drives them through the layers' owners. Results and gradients
+/// equal those of the plain model on the micro-batches one by one, up to the order of floating-point sums.
+/// Every worker of the plan makes it and then calls the same functions in the same order, from the thread
+/// that trains. A stage that fails, dies or stalls ends the step on all workers with one Error that names it;
+/// after a failure gradients are incomplete, and the next step works unless a worker died. One worker is a
+/// plain loop.
 class Pipeline {
  public:
-  /// Collective: every worker makes it with the same layers and options. `session` is a torchspan::Session.
-  template <class Session, NotBuilt<Session> = 0>
-  Pipeline(Session& session, Layers layers, PipelineOptions options = {});
+  /// Collective over the plan's workers: throws on all of them, naming the difference, unless they have equal
+  /// layers and options. Builds the layers that this worker owns.
+  Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options);
+  ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
 
-  /// Forward, loss and backward of one batch; gradients land in the owners' parameters. Returns the mean
-  /// loss, on every worker. `loss` runs on the last stage. The last micro-batch may
-  /// be smaller.
-  template <class Use = void, NotBuilt<Use> = 0>
-  at::Tensor train_step(at::Tensor input, at::Tensor target, Loss loss);
-  /// Forward only, without gradients; the output, on every worker.
-  template <class Use = void, NotBuilt<Use> = 0>
-  at::Tensor infer(at::Tensor input);
-  /// The order of layer uses that this pipeline follows.
-  template <class Use = void, NotBuilt<Use> = 0>
-  std::vector<Invocation> plan() const;
+  /// Forward, loss and backward of one batch; gradients add up in the parameters' `.grad`. `input` is used on
+  /// the worker of the first use, `target` on that of the last; elsewhere they may be empty. All tensors are
+  /// split along their first dimension. Returns the loss, the mean over the batch's rows, on every worker.
+  /// Where gradients are switched off on the first worker, only the loss is computed.
+  double train_step(const Batch& input, const Batch& target, const Loss& loss,
+                    const StepOptions& options = {});
+  /// For losses of two tensors.
+  template <class F>
+  requires std::is_invocable_r_v<at::Tensor, F, at::Tensor, at::Tensor>
+  double train_step(const Batch& input, const Batch& target, F loss, const StepOptions& options = {}) {
+    return train_step(input, target, loss_of(std::move(loss)), options);
+  }
+
+  /// Forward only, without gradients: the whole output on the worker of the last use, an empty batch
+  /// elsewhere.
+  Batch infer(const Batch& input);
+
+  /// Forward that keeps what a backward needs: the whole output on the worker of the last use, as leaves that
+  /// require gradients; an empty batch elsewhere. Whoever does not call backward() next gives the step up.
+  Batch forward(const Batch& input);
+  /// The backward of the last forward(), from the gradients of its output (its leaves' `.grad`, unless
+  /// `gradients` has them) on the worker of the last use.
+  void backward(const std::vector<at::Tensor>& gradients = {});
+
+  /// Training or evaluation mode of the layers that this worker owns.
+  void train(bool on = true);
+  void eval() { train(false); }
+  /// The parameters of the layers that this worker owns, each once, in the order of the layers.
+  std::vector<at::Tensor> parameters() const;
+  /// The module of a layer that this worker owns; null for others and for functions.
+  std::shared_ptr<torch::nn::Module> module(int layer) const;
+
+  const Plan& plan() const;
+  /// The last step that succeeded.
+  const StepReport& last_step() const;
+
+  class Impl;
+
+ private:
+  const std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace torchspan::pipeline

@@ -47,9 +47,11 @@ class Interceptor {
                                               BytesView header) = 0;
 };
 
-/// Where a handler runs: on the pool, or on the dispatching thread, which is for microseconds without
-/// waiting.
-enum class RunOn { kPool, kDispatcher };
+/// Where a handler runs: on the pool; on the worker's dispatching thread, which is for microseconds without
+/// waiting; or on whichever thread receives the message. The last may be a user's that waits for something
+/// else and holds locks: such a handler takes only locks that nobody holds while waiting, and runs no code of
+/// the user's.
+enum class RunOn { kPool, kDispatcher, kReceiver };
 
 /// What an extension may install, before the worker serves its first message.
 class Registrar {

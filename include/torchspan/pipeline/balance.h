@@ -1,0 +1,39 @@
+#pragma once
+#include <vector>
+
+#include <torchspan/core/executor.h>
+#include <torchspan/pipeline/layers.h>
+
+namespace torchspan::pipeline {
+
+/// How many consecutive items each of `parts` gets so that the most expensive part is as cheap as it can be
+/// (exact, by dynamic programming); among those, parts as even as they can be. No part is empty. Throws
+/// Error{kInvalid} for negative costs, or fewer items than parts.
+std::vector<int> balance_costs(const std::vector<double>& costs, int parts);
+
+/// What a layer costs, all its uses together.
+struct LayerCost {
+  double forward_seconds = 0;
+  double backward_seconds = 0;
+  double parameter_bytes = 0;
+  double activation_bytes = 0;  ///< its outputs for the sample
+};
+
+struct ProfileOptions {
+  int repeats = 3;  ///< the fastest counts
+};
+
+/// Builds every layer here, once, and drives `sample`, one micro-batch, through all of them forwards and
+/// backwards, use by use. Modules that are there already keep their parameters, gradients, buffers and modes.
+std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
+                               const ProfileOptions& options = {});
+
+/// Balance for PipelineOptions by measured forward and backward time.
+std::vector<int> balance_by_time(Executor& executor, const Layers& layers, int stages, const Batch& sample,
+                                 const ProfileOptions& options = {});
+/// Balance by memory: parameters times `parameter_scale` (themselves, gradients, optimizer's state) and
+/// activations.
+std::vector<int> balance_by_size(Executor& executor, const Layers& layers, int stages, const Batch& sample,
+                                 double parameter_scale = 2);
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,133 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Optional.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::pipeline {
+
+/// What one layer hands to the next for one micro-batch: one tensor, or a tuple of members. A member is a
+/// tensor, a number, a bool or nothing (None). Cheap to copy; tensors are shared.
+struct Batch {
+  std::vector<c10::IValue> members;
+  bool tuple = false;  ///< a tuple, even if it has one member
+
+  Batch() = default;
+  Batch(at::Tensor tensor) { members.emplace_back(std::move(tensor)); }
+  explicit Batch(std::vector<c10::IValue> all) : members(std::move(all)), tuple(true) {}
+  std::size_t size() const { return members.size(); }
+  /// The tensor of a batch that is one; throws Error{kInvalid} otherwise.
+  const at::Tensor& tensor() const;
+};
+
+/// How a C++ type is a member of a batch. Tensors that are undefined are nothing.
+template <class T>
+struct Member {
+  static c10::IValue from(T value) { return c10::IValue(std::move(value)); }
+  static T to(const c10::IValue& value) { return value.to<T>(); }
+};
+template <>
+struct Member<at::Tensor> {
+  static c10::IValue from(at::Tensor value) {
+    return value.defined() ? c10::IValue(std::move(value)) : c10::IValue();
+  }
+  static at::Tensor to(const c10::IValue& value) { return value.isNone() ? at::Tensor() : value.toTensor(); }
+};
+template <class T>
+struct OptionalMember {
+  using Value = typename T::value_type;
+  static c10::IValue from(T value) { return value ? Member<Value>::from(std::move(*value)) : c10::IValue(); }
+  static T to(const c10::IValue& value) { return value.isNone() ? T() : T(Member<Value>::to(value)); }
+};
+template <class T>
+struct Member<std::optional<T>> : OptionalMember<std::optional<T>> {};
+template <class T>
+requires(!std::is_same_v<c10::optional<T>, std::optional<T>>) struct Member<c10::optional<T>>
+    : OptionalMember<c10::optional<T>> {
+};
+template <std::integral T>
+requires(!std::is_same_v<T, bool>) struct Member<T> {
+  static c10::IValue from(T value) { return c10::IValue(static_cast<std::int64_t>(value)); }
+  static T to(const c10::IValue& value) { return static_cast<T>(value.toInt()); }
+};
+template <std::floating_point T>
+struct Member<T> {
+  static c10::IValue from(T value) { return c10::IValue(static_cast<double>(value)); }
+  static T to(const c10::IValue& value) { return static_cast<T>(value.toDouble()); }
+};
+
+/// How a C++ type is a whole batch: what a layer takes as its only argument, or returns. Specialize it for a
+/// struct of your own.
+template <class T>
+struct BatchOf {
+  static Batch from(T value) {
+    Batch batch;
+    batch.members.push_back(Member<T>::from(std::move(value)));
+    return batch;
+  }
+  static T to(const Batch& batch) {
+    check(batch.size(), 1);
+    return Member<T>::to(batch.members.front());
+  }
+  static void check(std::size_t there, std::size_t wanted) {
+    if (there != wanted) {
+      throw Error(ErrorKind::kInvalid, "the layer takes " + std::to_string(wanted) +
+                                           " values, but what reaches it has " + std::to_string(there));
+    }
+  }
+};
+template <>
+struct BatchOf<Batch> {
+  static Batch from(Batch value) { return value; }
+  static Batch to(const Batch& batch) { return batch; }
+};
+template <>
+struct BatchOf<std::vector<at::Tensor>> {
+  static Batch from(std::vector<at::Tensor> values) {
+    Batch batch{std::vector<c10::IValue>()};
+    for (at::Tensor& value : values) batch.members.push_back(Member<at::Tensor>::from(std::move(value)));
+    return batch;
+  }
+  static std::vector<at::Tensor> to(const Batch& batch) {
+    std::vector<at::Tensor> values;
+    for (const c10::IValue& member : batch.members) values.push_back(Member<at::Tensor>::to(member));
+    return values;
+  }
+};
+template <class... T>
+struct BatchOf<std::tuple<T...>> {
+  static Batch from(std::tuple<T...> values) {
+    return std::apply(
+        [](auto&... value) {
+          Batch batch{std::vector<c10::IValue>()};
+          (batch.members.push_back(Member<T>::from(std::move(value))), ...);
+          return batch;
+        },
+        values);
+  }
+  static std::tuple<T...> to(const Batch& batch) {
+    BatchOf<Batch*>::check(batch.size(), sizeof...(T));
+    std::size_t next = 0;
+    return std::tuple<T...>{Member<T>::to(batch.members[next++])...};
+  }
+};
+template <class A, class B>
+struct BatchOf<std::pair<A, B>> {
+  static Batch from(std::pair<A, B> values) {
+    return BatchOf<std::tuple<A, B>>::from({std::move(values.first), std::move(values.second)});
+  }
+  static std::pair<A, B> to(const Batch& batch) {
+    auto [a, b] = BatchOf<std::tuple<A, B>>::to(batch);
+    return {std::move(a), std::move(b)};
+  }
+};
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,75 @@
+#pragma once
+#include <cstdint>
+#include <map>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+namespace torchspan::pipeline {
+
+/// What the pipeline tells a module that keeps statistics over micro-batches.
+class StepStatistics {
+ public:
+  virtual ~StepStatistics() = default;
+  /// The forward that comes next is of this use of its layer; it is `repeated` when it is computed again for
+  /// a backward.
+  virtual void begin_use(int order, bool repeated) = 0;
+  /// The step is over: it succeeded, or what was gathered is to be forgotten.
+  virtual void end_step(bool succeeded) = 0;
+};
+
+/// Batch normalization for micro-batches: normalizes each with its own statistics, as BatchNorm does, but
+/// updates the running statistics once a step with those of the whole batch (mean and unbiased variance,
+/// merged in double precision after Chan et al.), for each use of its layer in order. Takes inputs of 2 to 5
+/// dimensions, channels second. Outside a pipeline every forward is a step. State names are BatchNorm's.
+class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>, public StepStatistics {
+ public:
+  explicit DeferredBatchNormImpl(std::int64_t channels)
+      : DeferredBatchNormImpl(torch::nn::BatchNormOptions(channels)) {}
+  explicit DeferredBatchNormImpl(torch::nn::BatchNormOptions options);
+  /// Parameters and running statistics that somebody else has as well.
+  struct State {
+    at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
+  };
+  DeferredBatchNormImpl(const torch::nn::BatchNormOptions& options, const State& state);
+
+  void reset() override;
+  at::Tensor forward(const at::Tensor& input);
+  void begin_use(int order, bool repeated) override;
+  void end_step(bool succeeded) override;
+
+  torch::nn::BatchNormOptions options;
+  at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
+
+ private:
+  struct Moments {
+    double count = 0;
+    at::Tensor mean;            ///< in double precision
+    at::Tensor squared_spread;  ///< sum of squared distances from the mean
+  };
+  void gather(const at::Tensor& input);
+  void commit(const Moments& moments);
+
+  int order_ = -1;  ///< -1: outside a pipeline
+  bool repeated_ = false;
+  std::map<int, Moments> gathered_;  ///< by order
+};
+TORCH_MODULE(DeferredBatchNorm);
+
+/// A module that shares the parameters and running statistics of a batch normalization.
+template <class Holder>
+DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
+  DeferredBatchNorm converted(std::make_shared<DeferredBatchNormImpl>(
+      norm->options, DeferredBatchNormImpl::State{norm->weight, norm->bias, norm->running_mean,
+                                                  norm->running_var, norm->num_batches_tracked}));
+  converted->train(norm->is_training());
+  return converted;
+}
+
+/// The same modules in the same order, with every batch normalization converted.
+torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules);
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,270 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/pipeline/batch.h>
+#include <torchspan/pipeline/skips.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace torchspan::pipeline {
+
+/// One layer as its owner built it. A function without state has no module.
+struct BuiltLayer {
+  std::shared_ptr<void> object;
+  std::shared_ptr<torch::nn::Module> module;
+};
+
+/// Runs a layer (or one method of it) on what reaches it.
+using LayerCall = std::function<Batch(void* object, const Batch& input, Skips& skips)>;
+
+/// A layer that only its owner builds, when the pipeline is made.
+struct LayerRecipe {
+  std::string name;
+  std::function<BuiltLayer()> build;
+};
+
+/// One use of a layer, in the order of the model.
+struct LayerUse {
+  int layer = 0;  ///< index among the recipes
+  std::string method;
+  LayerCall call;
+  std::vector<std::string> stashes;
+  std::vector<std::string> pops;
+  std::string space;  ///< names of stashes and pops are looked up in it
+};
+
+namespace layers_detail {
+
+std::string type_name(const std::type_info& type);
+
+template <class T>
+inline constexpr bool kIsSkips = std::is_same_v<std::remove_cvref_t<T>, Skips>;
+
+/// The object whose methods are called: what a module holder holds, or the object itself.
+template <class T>
+struct ObjectHelper {
+  using type = T;
+  static std::shared_ptr<T> share(T value) { return std::make_shared<T>(std::move(value)); }
+};
+template <class T>
+requires requires { typename T::ContainedType; }
+struct ObjectHelper<T> {
+  using type = typename T::ContainedType;
+  static std::shared_ptr<type> share(T value) { return value.ptr(); }
+};
+template <class T>
+using ObjectOf = typename ObjectHelper<std::remove_cvref_t<T>>::type;
+
+/// Fits what reaches a layer to its parameters: one parameter takes the whole of it, several take a member
+/// each; a parameter Skips& takes the skips.
+template <class... A>
+struct Fit {
+  static constexpr std::size_t kPlain = ((kIsSkips<A> ? 0 : 1) + ... + 0);
+  template <class T>
+  struct Argument {
+    static decltype(auto) get(const Batch& input, Skips& skips, std::size_t& next) {
+      if constexpr (kIsSkips<T>) {
+        return static_cast<Skips&>(skips);
+      } else if constexpr (kPlain == 1) {
+        return BatchOf<std::remove_cvref_t<T>>::to(input);
+      } else {
+        return Member<std::remove_cvref_t<T>>::to(input.members[next++]);
+      }
+    }
+  };
+  template <class Call>
+  static Batch run(const Batch& input, Skips& skips, const Call& call) {
+    if constexpr (kPlain != 1) BatchOf<int>::check(input.size(), kPlain);
+    std::size_t next = 0;
+    // Braces: the arguments are made from left to right.
+    std::tuple<decltype(Argument<A>::get(input, skips, next))...> arguments{
+        Argument<A>::get(input, skips, next)...};
+    using R = std::remove_cvref_t<decltype(std::apply(call, std::move(arguments)))>;
+    return BatchOf<R>::from(std::apply(call, std::move(arguments)));
+  }
+};
+
+template <class Object, class R, class Base, class... A>
+LayerCall method_call(R (Base::*method)(A...)) {
+  return [method](void* object, const Batch& input, Skips& skips) {
+    Base& self = *static_cast<Object*>(object);
+    return Fit<A...>::run(input, skips,
+                          [&](auto&&... a) { return (self.*method)(std::forward<decltype(a)>(a)...); });
+  };
+}
+template <class Object, class R, class Base, class... A>
+LayerCall method_call(R (Base::*method)(A...) const) {
+  return [method](void* object, const Batch& input, Skips& skips) {
+    const Base& self = *static_cast<Object*>(object);
+    return Fit<A...>::run(input, skips,
+                          [&](auto&&... a) { return (self.*method)(std::forward<decltype(a)>(a)...); });
+  };
+}
+
+template <class F, class R, class... A>
+LayerCall function_call(F function, R (F::*)(A...) const) {
+  return [function = std::move(function)](void*, const Batch& input, Skips& skips) {
+    return Fit<A...>::run(input, skips, function);
+  };
+}
+
+/// forward() of an object; one that is overloaded or a template is called with tensors.
+template <class Object>
+LayerCall forward_call() {
+  if constexpr (requires { &Object::forward; }) {
+    return method_call<Object>(&Object::forward);
+  } else {
+    return [](void* object, const Batch& input, Skips&) {
+      Object& self = *static_cast<Object*>(object);
+      using R = std::remove_cvref_t<decltype(self.forward(at::Tensor()))>;
+      return BatchOf<R>::from(self.forward(BatchOf<at::Tensor>::to(input)));
+    };
+  }
+}
+
+}  // namespace layers_detail
+
+class Layers;
+
+/// A layer's place in the model, as Layers::add and Layers::again return it; goes on describing that use. To
+/// be used while its Layers is there and nothing else was added.
+template <class Object>
+class Use {
+ public:
+  /// Names that the layer puts aside for later layers, through Skips.
+  template <class... Names>
+  Use& stashes(Names... names);
+  /// Names that the layer takes from what earlier layers put aside.
+  template <class... Names>
+  Use& pops(Names... names);
+  /// The space in which the names of this use are looked up, so that a layer used twice meets itself not.
+  Use& in_space(std::string space);
+  /// What errors, plans and drawings call the layer; otherwise its type's name.
+  Use& named(std::string name);
+  int layer() const { return layer_; }
+
+ private:
+  friend class Layers;
+  Use(Layers& layers, int layer, std::size_t use) : layers_(&layers), layer_(layer), use_(use) {}
+  Layers* layers_;
+  int layer_;
+  std::size_t use_;
+};
+
+/// The layers of a model in the order in which a micro-batch passes them. A layer is described by its class
+/// and constructor arguments and built on its owner only; it may be used again any number of times, also
+/// from elsewhere and through another method, with one owner and one set of parameters. A layer's forward
+/// takes and returns tensors, tuples of them, numbers, optionals (batch.h).
+class Layers {
+ public:
+  /// A layer of class T (a torch::nn::Module, its holder, or any class with a forward) made from `arguments`.
+  /// Captured by copy.
+  template <class T, class... Args>
+  Use<layers_detail::ObjectOf<T>> add(Args... arguments) {
+    using Object = layers_detail::ObjectOf<T>;
+    return append<Object>(layers_detail::type_name(typeid(T)), [... arguments = std::move(arguments)] {
+      return layers_detail::ObjectHelper<T>::share(T(arguments...));
+    });
+  }
+  /// A module that is there already, by its holder or a shared pointer. Every worker has one; only the
+  /// owner's is used.
+  template <class T>
+  requires requires { typename T::ContainedType; }
+  Use<typename T::ContainedType> add_existing(T holder) { return add_existing(holder.ptr()); }
+  template <class Object>
+  Use<Object> add_existing(std::shared_ptr<Object> module) {
+    return append<Object>(layers_detail::type_name(typeid(Object)), [module] { return module; });
+  }
+  /// A function without parameters of its own: a lambda or a function object whose call operator is not
+  /// overloaded.
+  template <class F>
+  Use<void> add_function(std::string name, F function) {
+    recipes_.push_back({std::move(name), [] { return BuiltLayer(); }});
+    uses_.push_back(
+        {last_layer(), "", layers_detail::function_call(std::move(function), &F::operator()), {}, {}, ""});
+    return Use<void>(*this, last_layer(), uses_.size() - 1);
+  }
+  /// The layer of an earlier use, once more, through its forward.
+  template <class Object>
+  Use<Object> again(const Use<Object>& earlier) {
+    LayerUse use = uses_[first_use(earlier.layer())];
+    use.stashes.clear();
+    use.pops.clear();
+    use.space.clear();
+    uses_.push_back(std::move(use));
+    return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
+  }
+  /// The same through another method, called `method_name` in errors.
+  template <class Object, class Method>
+  Use<Object> again(const Use<Object>& earlier, std::string method_name, Method method) {
+    uses_.push_back(
+        {earlier.layer(), std::move(method_name), layers_detail::method_call<Object>(method), {}, {}, ""});
+    return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
+  }
+
+  const std::vector<LayerRecipe>& recipes() const { return recipes_; }
+  const std::vector<LayerUse>& uses() const { return uses_; }
+
+ private:
+  template <class Object>
+  friend class Use;
+
+  template <class Object, class Make>
+  Use<Object> append(std::string name, Make make) {
+    recipes_.push_back({std::move(name), [make = std::move(make)] {
+                          const std::shared_ptr<Object> object = make();
+                          BuiltLayer built;
+                          built.object = object;
+                          if constexpr (std::is_convertible_v<Object*, torch::nn::Module*>)
+                            built.module = object;
+                          return built;
+                        }});
+    uses_.push_back({last_layer(), "", layers_detail::forward_call<Object>(), {}, {}, ""});
+    return Use<Object>(*this, last_layer(), uses_.size() - 1);
+  }
+  int last_layer() const { return static_cast<int>(recipes_.size()) - 1; }
+  std::size_t first_use(int layer) const {
+    std::size_t use = 0;
+    while (uses_[use].layer != layer) ++use;
+    return use;
+  }
+
+  std::vector<LayerRecipe> recipes_;
+  std::vector<LayerUse> uses_;
+};
+
+template <class Object>
+template <class... Names>
+Use<Object>& Use<Object>::stashes(Names... names) {
+  (layers_->uses_[use_].stashes.emplace_back(std::move(names)), ...);
+  return *this;
+}
+template <class Object>
+template <class... Names>
+Use<Object>& Use<Object>::pops(Names... names) {
+  (layers_->uses_[use_].pops.emplace_back(std::move(names)), ...);
+  return *this;
+}
+template <class Object>
+Use<Object>& Use<Object>::in_space(std::string space) {
+  layers_->uses_[use_].space = std::move(space);
+  return *this;
+}
+template <class Object>
+Use<Object>& Use<Object>::named(std::string name) {
+  layers_->recipes_[static_cast<std::size_t>(layer_)].name = std::move(name);
+  return *this;
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,124 @@
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/functional/batchnorm.h>
+
+#include <torchspan/pipeline/deferred_batch_norm.h>
+
+namespace torchspan::pipeline {
+namespace {
+
+/// All dimensions but the second, the channels'.
+std::vector<std::int64_t> reduced_dimensions(const at::Tensor& input) {
+  std::vector<std::int64_t> dimensions{0};
+  for (std::int64_t d = 2; d < input.dim(); ++d) dimensions.push_back(d);
+  return dimensions;
+}
+
+}  // namespace
+
+DeferredBatchNormImpl::DeferredBatchNormImpl(torch::nn::BatchNormOptions given) : options(std::move(given)) {
+  reset();
+}
+
+DeferredBatchNormImpl::DeferredBatchNormImpl(const torch::nn::BatchNormOptions& given, const State& state)
+    : options(given) {
+  weight = register_parameter("weight", state.weight);
+  bias = register_parameter("bias", state.bias);
+  running_mean = register_buffer("running_mean", state.running_mean);
+  running_var = register_buffer("running_var", state.running_var);
+  num_batches_tracked = register_buffer("num_batches_tracked", state.num_batches_tracked);
+}
+
+void DeferredBatchNormImpl::reset() {
+  const std::int64_t channels = options.num_features();
+  weight = register_parameter("weight", options.affine() ? at::ones({channels}) : at::Tensor());
+  bias = register_parameter("bias", options.affine() ? at::zeros({channels}) : at::Tensor());
+  running_mean = register_buffer("running_mean", at::zeros({channels}));
+  running_var = register_buffer("running_var", at::ones({channels}));
+  num_batches_tracked = register_buffer("num_batches_tracked", at::tensor(0, at::kLong));
+}
+
+at::Tensor DeferredBatchNormImpl::forward(const at::Tensor& input) {
+  if (input.dim() < 2 || input.dim() > 5) {
+    TORCH_CHECK(false, "DeferredBatchNorm takes inputs of 2 to 5 dimensions, channels second, not of ",
+                input.dim());
+  }
+  if (is_training() && !repeated_) {
+    gather(input);
+    if (order_ < 0) end_step(true);
+  }
+  namespace F = torch::nn::functional;
+  // With its own statistics, and without touching the running ones.
+  return F::detail::batch_norm(input, is_training() ? at::Tensor() : running_mean,
+                               is_training() ? at::Tensor() : running_var, weight, bias, is_training(), 0.0,
+                               options.eps());
+}
+
+void DeferredBatchNormImpl::begin_use(int order, bool repeated) {
+  order_ = order;
+  repeated_ = repeated;
+}
+
+/// Chan, Golub and LeVeque: the moments of two sets from those of each, without cancellation.
+void DeferredBatchNormImpl::gather(const at::Tensor& input) {
+  const torch::autograd::AutoGradMode mode(false);
+  const at::Tensor values = input.detach().to(at::kDouble);
+  const auto dimensions = reduced_dimensions(values);
+  const double count = static_cast<double>(values.numel() / values.size(1));
+  const at::Tensor mean = values.mean(dimensions, true);
+  const at::Tensor spread = (values - mean).square().sum(dimensions);
+  const at::Tensor flat_mean = mean.reshape({-1});
+  Moments& moments = gathered_[order_];
+  if (moments.count == 0) {
+    moments = {count, flat_mean, spread};
+    return;
+  }
+  const at::Tensor apart = flat_mean - moments.mean;
+  const double total = moments.count + count;
+  moments.mean = moments.mean + apart * (count / total);
+  moments.squared_spread = moments.squared_spread + spread + apart.square() * (moments.count * count / total);
+  moments.count = total;
+}
+
+void DeferredBatchNormImpl::commit(const Moments& moments) {
+  const torch::autograd::AutoGradMode mode(false);
+  num_batches_tracked.add_(1);
+  const double share = options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
+  const at::Tensor variance = moments.squared_spread / (moments.count - 1);
+  running_mean.mul_(1 - share).add_(moments.mean.to(running_mean.dtype()), share);
+  running_var.mul_(1 - share).add_(variance.to(running_var.dtype()), share);
+}
+
+void DeferredBatchNormImpl::end_step(bool succeeded) {
+  if (succeeded) {
+    for (const auto& [order, moments] : gathered_) commit(moments);
+  }
+  gathered_.clear();
+  order_ = -1;
+  repeated_ = false;
+}
+
+torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules) {
+  torch::nn::Sequential converted;
+  const auto children = modules->named_children();
+  std::size_t index = 0;
+  for (auto module = modules->begin(); module != modules->end(); ++module, ++index) {
+    std::string name = children[index].key();
+    const auto pointer = module->ptr();
+    if (auto norm = std::dynamic_pointer_cast<torch::nn::BatchNorm1dImpl>(pointer)) {
+      converted->push_back(std::move(name),
+                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm1d(norm))));
+    } else if (auto norm2 = std::dynamic_pointer_cast<torch::nn::BatchNorm2dImpl>(pointer)) {
+      converted->push_back(std::move(name),
+                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm2d(norm2))));
+    } else if (auto norm3 = std::dynamic_pointer_cast<torch::nn::BatchNorm3dImpl>(pointer)) {
+      converted->push_back(std::move(name),
+                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm3d(norm3))));
+    } else {
+      converted->push_back(std::move(name), *module);
+    }
+  }
+  converted->train(modules->is_training());
+  return converted;
+}
+
+}  // namespace torchspan::pipeline

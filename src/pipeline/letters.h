@@ -1,0 +1,20 @@
+#pragma once
+#include <string>
+
+#include "pipeline/station.h"
+
+namespace torchspan::pipeline {
+
+/// The step was ended by another worker, which has told everybody.
+class EndedElsewhere : public Error {
+ public:
+  using Error::Error;
+  explicit EndedElsewhere(const Error& error) : Error(error) {}
+};
+
+/// Throws what a letter of failure says: EndedElsewhere for StepFailed, an Error for a worker of the pipeline
+/// that is gone or cannot be reached. Returns for other letters, and for workers that the pipeline does not
+/// need.
+void throw_failure(const Station& station, std::uint64_t step, const Letter& letter);
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,183 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/pipeline/batch.h>
+#include <torchspan/rpc/message.h>
+#include <torchspan/schedule/schedule.h>
+#include <torchspan/wire/errors.h>
+#include <torchspan/wire/torch_types.h>
+
+namespace torchspan::pipeline {
+
+/// The step of one pipeline that a message belongs to.
+struct StepId {
+  std::uint64_t pipeline = 0;
+  std::uint64_t step = 0;
+};
+
+/// What a step computes.
+enum class StepKind : std::uint8_t {
+  kTrain = 1,  ///< forwards, loss, backwards
+  kLoss,       ///< the same without gradients: no backwards
+  kInfer,      ///< forwards only
+  kForward,    ///< forwards whose backwards come by a call of their own
+};
+
+/// The first worker of the plan split its batch: the step has begun.
+struct StepBegin {
+  static constexpr wire::MessageType kType{0x0301};
+  static constexpr std::string_view kName = "pipeline.begin";
+  using Reply = Unit;
+  StepId id;
+  StepKind kind = StepKind::kTrain;
+  std::vector<std::int64_t> rows;  ///< by micro-batch
+  double gradient_scale = 1;
+};
+
+/// What a link carries forwards for one micro-batch.
+struct Activations {
+  static constexpr wire::MessageType kType{0x0302};
+  static constexpr std::string_view kName = "pipeline.activations";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+  std::int32_t link = 0;
+  bool tuple = false;
+  std::vector<c10::IValue> members;
+  std::vector<std::uint8_t> wants_gradient;  ///< by member
+};
+
+/// What the link carries back: one tensor a member, undefined where there is no gradient. Sent if any member
+/// wants one.
+struct Gradients {
+  static constexpr wire::MessageType kType{0x0303};
+  static constexpr std::string_view kName = "pipeline.gradients";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+  std::int32_t link = 0;
+  std::vector<at::Tensor> gradients;
+};
+
+/// The step failed on the sender: it ends everywhere.
+struct StepFailed {
+  static constexpr wire::MessageType kType{0x0304};
+  static constexpr std::string_view kName = "pipeline.failed";
+  using Reply = Unit;
+  StepId id;
+  Error error{ErrorKind::kCancelled, ""};
+};
+
+/// One task as it was run; times in nanoseconds from the step's start.
+struct RanTask {
+  schedule::TaskKind kind = schedule::TaskKind::kForward;
+  std::int32_t segment = 0;
+  std::int32_t micro_batch = 0;
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+  std::int32_t live = 0;  ///< passes whose activations the worker holds after it
+};
+
+/// The sender's part of the step is done; to the first worker.
+struct PartDone {
+  static constexpr wire::MessageType kType{0x0305};
+  static constexpr std::string_view kName = "pipeline.done";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t worker = 0;  ///< index in the plan
+  double loss = 0;
+  std::int32_t peak = 0;
+  std::vector<RanTask> tasks;
+};
+
+/// Everybody's part is done; from the first worker.
+struct StepClosed {
+  static constexpr wire::MessageType kType{0x0306};
+  static constexpr std::string_view kName = "pipeline.closed";
+  using Reply = Unit;
+  StepId id;
+  double loss = 0;
+  std::vector<std::int32_t> peaks;          ///< by worker
+  std::vector<std::vector<RanTask>> tasks;  ///< by worker
+};
+
+/// A micro-batch has left the pipeline without a backward: the first worker may let another one in.
+struct Credit {
+  static constexpr wire::MessageType kType{0x0307};
+  static constexpr std::string_view kName = "pipeline.credit";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+};
+
+/// What a worker of the pipeline does at this moment.
+struct WorkerState {
+  std::uint64_t step = 0;  ///< the one it is in, or the last one it was in
+  bool in_step = false;
+  bool busy = false;   ///< runs a task, and is not waiting for others
+  std::string doing;   ///< the task, or what it waits for
+  double seconds = 0;  ///< for how long
+};
+
+/// Asked by a worker that has been waiting.
+struct AskState {
+  static constexpr wire::MessageType kType{0x0308};
+  static constexpr std::string_view kName = "pipeline.state";
+  using Reply = WorkerState;
+  StepId id;
+};
+
+}  // namespace torchspan::pipeline
+
+namespace torchspan {
+template <>
+struct Wire<pipeline::StepId>
+    : WireStruct<pipeline::StepId, "pipeline.StepId", &pipeline::StepId::pipeline, &pipeline::StepId::step> {
+};
+template <>
+struct Wire<pipeline::StepBegin>
+    : WireStruct<pipeline::StepBegin, "pipeline.StepBegin", &pipeline::StepBegin::id,
+                 &pipeline::StepBegin::kind, &pipeline::StepBegin::rows,
+                 &pipeline::StepBegin::gradient_scale> {};
+template <>
+struct Wire<pipeline::Activations>
+    : WireStruct<pipeline::Activations, "pipeline.Activations", &pipeline::Activations::id,
+                 &pipeline::Activations::micro_batch, &pipeline::Activations::link,
+                 &pipeline::Activations::tuple, &pipeline::Activations::members,
+                 &pipeline::Activations::wants_gradient> {};
+template <>
+struct Wire<pipeline::Gradients> : WireStruct<pipeline::Gradients, "pipeline.Gradients",
+                                              &pipeline::Gradients::id, &pipeline::Gradients::micro_batch,
+                                              &pipeline::Gradients::link, &pipeline::Gradients::gradients> {};
+template <>
+struct Wire<pipeline::StepFailed> : WireStruct<pipeline::StepFailed, "pipeline.StepFailed",
+                                               &pipeline::StepFailed::id, &pipeline::StepFailed::error> {};
+template <>
+struct Wire<pipeline::RanTask>
+    : WireStruct<pipeline::RanTask, "pipeline.RanTask", &pipeline::RanTask::kind, &pipeline::RanTask::segment,
+                 &pipeline::RanTask::micro_batch, &pipeline::RanTask::start, &pipeline::RanTask::end,
+                 &pipeline::RanTask::live> {};
+template <>
+struct Wire<pipeline::PartDone> : WireStruct<pipeline::PartDone, "pipeline.PartDone", &pipeline::PartDone::id,
+                                             &pipeline::PartDone::worker, &pipeline::PartDone::loss,
+                                             &pipeline::PartDone::peak, &pipeline::PartDone::tasks> {};
+template <>
+struct Wire<pipeline::StepClosed>
+    : WireStruct<pipeline::StepClosed, "pipeline.StepClosed", &pipeline::StepClosed::id,
+                 &pipeline::StepClosed::loss, &pipeline::StepClosed::peaks, &pipeline::StepClosed::tasks> {};
+template <>
+struct Wire<pipeline::Credit>
+    : WireStruct<pipeline::Credit, "pipeline.Credit", &pipeline::Credit::id, &pipeline::Credit::micro_batch> {
+};
+template <>
+struct Wire<pipeline::WorkerState>
+    : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,
+                 &pipeline::WorkerState::in_step, &pipeline::WorkerState::busy, &pipeline::WorkerState::doing,
+                 &pipeline::WorkerState::seconds> {};
+template <>
+struct Wire<pipeline::AskState>
+    : WireStruct<pipeline::AskState, "pipeline.AskState", &pipeline::AskState::id> {};
+}  // namespace torchspan

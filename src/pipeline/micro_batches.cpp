@@ -1,0 +1,74 @@
+#include "pipeline/micro_batches.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <optional>
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+namespace torchspan::pipeline {
+namespace {
+
+bool is_split(const c10::IValue& member) {
+  return member.isTensor() && member.toTensor().defined() && member.toTensor().dim() > 0;
+}
+
+}  // namespace
+
+const at::Tensor& Batch::tensor() const {
+  if (members.size() != 1 || !members.front().isTensor()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a single tensor was expected; the batch has {} members", members.size()));
+  }
+  return members.front().toTensor();
+}
+
+std::int64_t count_rows(const Batch& batch, const std::string& what) {
+  std::optional<std::int64_t> rows;
+  for (std::size_t i = 0; i < batch.members.size(); ++i) {
+    if (!is_split(batch.members[i])) continue;
+    const std::int64_t here = batch.members[i].toTensor().size(0);
+    if (rows && *rows != here) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {})",
+                              what, *rows, here, i));
+    }
+    rows = here;
+  }
+  if (!rows) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no tensor with rows to split", what));
+  if (*rows == 0) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no rows", what));
+  return *rows;
+}
+
+std::vector<std::int64_t> split_rows(std::int64_t rows, int parts) {
+  const std::int64_t pieces = std::min<std::int64_t>(rows, parts);
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t piece = 0; piece < pieces; ++piece)
+    sizes.push_back(rows / pieces + (piece < rows % pieces ? 1 : 0));
+  return sizes;
+}
+
+Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows) {
+  Batch piece;
+  piece.tuple = batch.tuple;
+  for (const c10::IValue& member : batch.members) {
+    piece.members.push_back(is_split(member) ? c10::IValue(member.toTensor().narrow(0, first, rows))
+                                             : member);
+  }
+  return piece;
+}
+
+Batch join(const std::vector<Batch>& pieces) {
+  if (pieces.size() == 1) return pieces.front();
+  Batch whole = pieces.empty() ? Batch() : pieces.front();
+  for (std::size_t member = 0; member < whole.members.size(); ++member) {
+    if (!whole.members[member].isTensor()) continue;
+    std::vector<at::Tensor> tensors;
+    for (const Batch& piece : pieces) tensors.push_back(piece.members.at(member).toTensor());
+    whole.members[member] = tensors.front().dim() == 0 ? at::stack(tensors) : at::cat(tensors);
+  }
+  return whole;
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,280 @@
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <set>
+
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/pipeline/deferred_batch_norm.h>
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline/pipelines.h>
+
+#include "pipeline/handshake.h"
+#include "pipeline/letters.h"
+#include "pipeline/micro_batches.h"
+#include "pipeline/step.h"
+#include "pipeline/tables.h"
+
+namespace torchspan::pipeline {
+
+class Pipeline::Impl {
+ public:
+  Impl(const Worker& worker, const Layers& layers, PipelineOptions options)
+      : station_(make_station(worker, layers, std::move(options))), tables_(station_) {
+    tables_.check();
+  }
+  ~Impl() { give_up("the pipeline was destroyed before its backward()"); }
+
+  double train(const Batch& input, const Batch& target, const Loss* loss, const StepOptions& options);
+  Batch infer(const Batch& input);
+  Batch forward(const Batch& input);
+  void backward(std::vector<at::Tensor> gradients);
+
+  void train_mode(bool on) {
+    for (const BuiltLayer& layer : station_.layers) {
+      if (layer.module) layer.module->train(on);
+    }
+  }
+  std::vector<at::Tensor> parameters() const;
+
+  const Station& station() const { return station_; }
+  const StepReport& last_step() const { return report_; }
+
+ private:
+  template <class Body>
+  auto in_step(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
+               const StepOptions& options, const Body& body);
+  template <class Body>
+  auto guarded(const Body& body);
+  StepWork prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
+                   const StepOptions& options);
+  StepBegin begin_first(StepKind kind, const Batch& input, const StepOptions& options);
+  StepBegin await_begin(StepKind kind);
+  void end_step(bool succeeded);
+  void give_up(const char* why);
+  bool is_first() const { return station_.me == station_.first_worker(); }
+  bool is_last() const { return station_.me == station_.last_worker(); }
+
+  Station station_;
+  Tables tables_;
+  std::uint64_t next_step_ = 0;
+  std::unique_ptr<Step> step_;  ///< between forward() and backward() too
+  Batch output_;
+  StepReport report_;
+};
+
+/// Runs what belongs to a step: a failure that began here is told to all, and ends the step.
+template <class Body>
+auto Pipeline::Impl::guarded(const Body& body) {
+  const std::uint64_t step = next_step_ - 1;
+  try {
+    return body();
+  } catch (const EndedElsewhere& error) {
+    end_step(false);
+    throw Error(error);
+  } catch (...) {
+    Error error = to_error(std::current_exception());
+    station_.post_to_all(StepFailed{{station_.id, step}, error});
+    end_step(false);
+    throw error;
+  }
+}
+
+template <class Body>
+auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
+                             const StepOptions& options, const Body& body) {
+  give_up("its worker began another step without calling backward()");
+  ++next_step_;
+  return guarded([&] {
+    step_ = std::make_unique<Step>(station_, prepare(kind, input, target, loss, options));
+    auto result = body(*step_);
+    if (kind != StepKind::kForward) end_step(true);
+    return result;
+  });
+}
+
+StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
+                                 const StepOptions& options) {
+  station_.mailbox->set_state(next_step_ - 1, true, false, "", station_.executor().now());
+  StepWork work;
+  work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
+  if (is_first()) work.input = input;
+  if (is_last() && loss != nullptr) {
+    work.loss = loss;
+    work.target = target;
+    std::int64_t rows = 0;
+    for (const std::int64_t part : work.begin.rows) rows += part;
+    const std::int64_t there = count_rows(target, "target");
+    if (there != rows) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format(
+              "the target has {} rows, the input {}: worker '{}' and worker '{}' were given different "
+              "batches",
+              there, rows, station_.worker.name(),
+              station_.plan.workers[static_cast<std::size_t>(station_.first_worker())]));
+    }
+  }
+  work.before_first_backward = options.before_first_backward;
+  work.table = tables_.find(work.begin.kind, static_cast<int>(work.begin.rows.size()));
+  return work;
+}
+
+StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const StepOptions& options) {
+  StepBegin begin;
+  begin.id = {station_.id, next_step_ - 1};
+  begin.kind = kind;
+  begin.rows = split_rows(count_rows(input, "input"), station_.options.micro_batches);
+  begin.gradient_scale = options.gradient_scale;
+  station_.post_to_all(begin);
+  return begin;
+}
+
+StepBegin Pipeline::Impl::await_begin(StepKind kind) {
+  const std::uint64_t step = next_step_ - 1;
+  Watch watch(station_);
+  for (;;) {
+    const Future<void> arrival = station_.mailbox->arrival();
+    std::deque<Letter> letters = station_.mailbox->take(step);
+    std::optional<StepBegin> begin;
+    for (const Letter& letter : letters) {
+      throw_failure(station_, step, letter);
+      if (const auto* found = std::get_if<StepBegin>(&letter)) begin = *found;
+    }
+    // What came with it or before it belongs to the loop.
+    station_.mailbox->put_back(std::move(letters));
+    if (begin) {
+      const bool training = kind == StepKind::kTrain || kind == StepKind::kLoss;
+      const bool begun_training = begin->kind == StepKind::kTrain || begin->kind == StepKind::kLoss;
+      if (training != begun_training || (!training && kind != begin->kind)) {
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format(
+                "the workers of pipeline '{}' call different functions in step {}: one of train_step(), "
+                "infer() and forward() on worker '{}', another one on worker '{}'",
+                station_.options.name, step,
+                station_.plan.workers[static_cast<std::size_t>(station_.first_worker())],
+                station_.worker.name()));
+      }
+      return *begin;
+    }
+    try {
+      arrival.wait(watch.patience());
+    } catch (const Error& error) {
+      if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
+      if (const auto stall = watch.look(step, "the step to begin")) throw *stall;
+    }
+  }
+}
+
+void Pipeline::Impl::end_step(bool succeeded) {
+  if (succeeded) report_ = step_->report();
+  step_.reset();
+  output_ = Batch();
+  for (const BuiltLayer& layer : station_.layers) {
+    if (!layer.module) continue;
+    for (const auto& module : layer.module->modules()) {
+      if (auto* statistics = dynamic_cast<StepStatistics*>(module.get())) statistics->end_step(succeeded);
+    }
+  }
+  station_.mailbox->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
+                              station_.executor().now());
+}
+
+/// A forward() whose backward() never came: whoever waits in it shall not.
+void Pipeline::Impl::give_up(const char* why) {
+  if (!step_) return;
+  station_.post_to_all(
+      StepFailed{{station_.id, step_->id()},
+                 Error(ErrorKind::kCancelled,
+                       fmt::format("step {} of pipeline '{}' was given up on worker '{}': {}", step_->id(),
+                                   station_.options.name, station_.worker.name(), why))
+                     .with_worker(station_.worker.name())});
+  end_step(false);
+}
+
+double Pipeline::Impl::train(const Batch& input, const Batch& target, const Loss* loss,
+                             const StepOptions& options) {
+  const StepKind kind = torch::autograd::GradMode::is_enabled() ? StepKind::kTrain : StepKind::kLoss;
+  return in_step(kind, input, target, loss, options, [&](Step& step) {
+    step.run_part(false);
+    step.close();
+    return step.loss();
+  });
+}
+
+Batch Pipeline::Impl::infer(const Batch& input) {
+  return in_step(StepKind::kInfer, input, {}, nullptr, {}, [&](Step& step) {
+    step.run_part(false);
+    step.close();
+    return is_last() ? step.output() : Batch();
+  });
+}
+
+Batch Pipeline::Impl::forward(const Batch& input) {
+  output_ = in_step(StepKind::kForward, input, {}, nullptr, {}, [&](Step& step) {
+    step.run_part(false);
+    return is_last() ? step.output() : Batch();
+  });
+  return output_;
+}
+
+void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
+  if (!step_) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("backward() of pipeline '{}' without a forward() before it, or after "
+                            "one that failed",
+                            station_.options.name));
+  }
+  guarded([&] {
+    if (is_last() && gradients.empty()) {
+      for (const c10::IValue& member : output_.members) {
+        gradients.push_back(member.isTensor() && member.toTensor().defined() ? member.toTensor().grad()
+                                                                             : at::Tensor());
+      }
+    }
+    if (is_last() && gradients.size() != output_.members.size()) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("backward() was given {} gradients for an output of {} members",
+                              gradients.size(), output_.members.size()));
+    }
+    step_->put_output_gradients(gradients);
+    step_->run_part(true);
+    step_->close();
+    end_step(true);
+  });
+}
+
+std::vector<at::Tensor> Pipeline::Impl::parameters() const {
+  std::vector<at::Tensor> all;
+  std::set<const void*> seen;
+  for (const BuiltLayer& layer : station_.layers) {
+    if (!layer.module) continue;
+    for (const at::Tensor& parameter : layer.module->parameters()) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) all.push_back(parameter);
+    }
+  }
+  return all;
+}
+
+Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)
+    : impl_(std::make_unique<Impl>(worker, layers, std::move(options))) {}
+Pipeline::~Pipeline() = default;
+
+double Pipeline::train_step(const Batch& input, const Batch& target, const Loss& loss,
+                            const StepOptions& options) {
+  return impl_->train(input, target, &loss, options);
+}
+Batch Pipeline::infer(const Batch& input) { return impl_->infer(input); }
+Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }
+void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backward(gradients); }
+void Pipeline::train(bool on) { impl_->train_mode(on); }
+std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
+std::shared_ptr<torch::nn::Module> Pipeline::module(int layer) const {
+  return impl_->station().layers.at(static_cast<std::size_t>(layer)).module;
+}
+const Plan& Pipeline::plan() const { return impl_->station().plan; }
+const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,36 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::pipeline {
+
+/// The state of LibTorch's CPU generator, to be had back later.
+class RandomState {
+ public:
+  static RandomState capture();
+  void restore() const;
+
+ private:
+  explicit RandomState(at::Tensor state) : state_(std::move(state)) {}
+  at::Tensor state_;
+};
+
+/// Gives the generator its present state back at the end of a scope.
+class RandomScope {
+ public:
+  RandomScope() : before_(RandomState::capture()) {}
+  ~RandomScope() { before_.restore(); }
+  RandomScope(const RandomScope&) = delete;
+  RandomScope& operator=(const RandomScope&) = delete;
+
+ private:
+  const RandomState before_;
+};
+
+/// Seeds LibTorch's CPU generator.
+void seed_generator(std::uint64_t seed);
+
+}  // namespace torchspan::pipeline

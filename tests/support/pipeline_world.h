@@ -1,0 +1,34 @@
+#pragma once
+#include <functional>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline/pipelines.h>
+
+#include "tests/support/cluster.h"
+
+namespace torchspan::testing {
+
+/// A simulated cluster whose workers can make pipelines.
+inline ClusterOptions pipeline_cluster(int workers, std::uint64_t seed = 1) {
+  ClusterOptions options;
+  options.workers = workers;
+  options.seed = seed;
+  options.extensions = [] {
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<pipeline::Pipelines>());
+    return extensions;
+  };
+  return options;
+}
+
+/// Runs `body` on each worker of a simulated cluster.
+inline void on_workers(int workers, std::uint64_t seed, const std::function<void(Worker&)>& body) {
+  SimCluster world(pipeline_cluster(workers, seed));
+  world.run([&](Worker& worker) { body(worker); });
+}
+
+}  // namespace torchspan::testing
