@@ -132,8 +132,21 @@ TEST(DrawSvg, ExplainsTheKindsThatAreThere) {
 
 TEST(DrawSvg, LaterStagesOfARankAreOfALighterColour) {
   const Table table = interleaved({.ranks = 2, .micro_batches = 2, .stages_per_rank = 2});
-  for (const Cell& cell : cells_of(draw_svg({simulated(table)}))) {
+  const std::string svg = draw_svg({simulated(table)});
+  for (const Cell& cell : cells_of(svg)) {
     EXPECT_EQ(cell.colour.back(), cell.task.front() < '2' ? '0' : '1') << cell.task;
+  }
+  const auto brightness = [&](const std::string& colour) {
+    std::smatch parts;
+    if (!std::regex_search(svg, parts, std::regex("\\." + colour + "\\{fill:#(\\w\\w)(\\w\\w)(\\w\\w)\\}")))
+      return -1;
+    int sum = 0;
+    for (std::size_t part = 1; part <= 3; ++part) sum += std::stoi(parts[part], nullptr, 16);
+    return sum;
+  };
+  for (const std::string kind : {"F", "B", "I", "W"}) {
+    EXPECT_GT(brightness(kind + "0"), 0);
+    EXPECT_GT(brightness(kind + "1"), brightness(kind + "0") + 50);
   }
 }
 

@@ -146,6 +146,31 @@ TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsTasks) {
   }
 }
 
+TEST_P(TablesOfSeed, NoForwardGoesBeforeABackwardThatIsReady) {
+  std::mt19937_64 random(GetParam());
+  const Placement placement = random_placement(random);
+  SCOPED_TRACE(describe(placement));
+  const Table table = one_forward_one_backward(placement, static_cast<int>(random() % 7));
+  const Timeline timeline = simulate(table, {Costs{}});
+  std::map<Task, Duration> ends;
+  for (const auto& spans : timeline.spans) {
+    for (const Span& span : spans) ends[span.task] = span.end;
+  }
+  for (const auto& spans : timeline.spans) {
+    for (auto forward = spans.begin(); forward != spans.end(); ++forward) {
+      if (forward->task.kind != TaskKind::kForward) continue;
+      for (auto later = forward + 1; later != spans.end(); ++later) {
+        const auto [kind, stage, i] = later->task;
+        if (kind == TaskKind::kForward) continue;
+        const bool last = stage + 1 == table.stages();
+        const Task before = last ? Task{TaskKind::kForward, stage, i} : Task{kind, stage + 1, i};
+        ASSERT_GT(ends.at(before), forward->start)
+            << to_string(forward->task) << " before " << to_string(later->task);
+      }
+    }
+  }
+}
+
 TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
   expect_refused([] { one_forward_one_backward(Shape{.ranks = 0}); }, "ranks is 0; at least 1");
   expect_refused([] { looped({.ranks = 2, .micro_batches = -1}); }, "micro_batches is -1; at least 1");
