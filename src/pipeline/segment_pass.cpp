@@ -203,19 +203,6 @@ SegmentPass::Outputs SegmentPass::run_layers(const std::map<int, Freight>& input
   return outputs;
 }
 
-bool SegmentPass::any_layer_learns() const {
-  const Segment& segment = station_.plan.segments[static_cast<std::size_t>(segment_)];
-  for (int order = segment.first; order <= segment.last; ++order) {
-    const LayerUse& use = station_.uses[static_cast<std::size_t>(order)];
-    const auto& module = station_.layers[static_cast<std::size_t>(use.layer)].module;
-    if (!module) continue;
-    for (const at::Tensor& parameter : module->parameters()) {
-      if (parameter.requires_grad()) return true;
-    }
-  }
-  return false;
-}
-
 void SegmentPass::keep_exits(const Outputs& outputs) {
   exits_.clear();
   for (const auto& [link, batch] : outputs.batches) {
@@ -252,12 +239,11 @@ std::map<int, Freight> SegmentPass::freight_of(Outputs& outputs) const {
 
 std::map<int, Freight> SegmentPass::forward(std::optional<LossTask> loss) {
   loss_ = std::move(loss);
-  bool inputs_want = false;
-  for (const auto& [link, freight] : inputs_) inputs_want = inputs_want || freight.wants_any();
-  needs_backward_ = mode_.gradients && (inputs_want || any_layer_learns());
+  // Without a graph nobody knows what it would lead to: a function may hold parameters of its own.
+  needs_backward_ = mode_.gradients && mode_.checkpoint;
   const bool records = mode_.gradients && !mode_.checkpoint;
   std::optional<InPlaceWatch> watch;
-  if (mode_.checkpoint && needs_backward_) {
+  if (needs_backward_) {
     if (!station_.options.seed) random_ = RandomState::capture();
     thread_state_.emplace();
     watch.emplace(inputs_);
@@ -274,13 +260,12 @@ std::map<int, Freight> SegmentPass::forward(std::optional<LossTask> loss) {
   }
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
   if (records) keep_exits(outputs);
-  // A graph may begin at tensors of the user's own, which no layer's parameters show.
-  if (records) needs_backward_ = needs_backward_ || !exits_.empty() || loss_edge_.is_valid();
+  if (records) needs_backward_ = !exits_.empty() || loss_edge_.is_valid();
   std::map<int, Freight> freight = freight_of(outputs);
   for (const auto& [link, load] : freight) {
     if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
   }
-  if (!mode_.checkpoint || !needs_backward_) {
+  if (!mode_.checkpoint) {
     for (auto& [link, load] : inputs_) load.batch = Batch();  // what wants gradients is remembered
   }
   forward_done_ = true;
