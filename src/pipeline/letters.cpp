@@ -35,4 +35,11 @@ void throw_failure(const Station& station, std::uint64_t step, const Letter& let
   if (const auto* lost = std::get_if<NotSent>(&letter)) throw_gone(station, step, lost->rank, lost->error);
 }
 
+void check_presence(const Station& station, std::uint64_t step) {
+  for (const std::uint32_t rank : station.ranks) {
+    if (station.worker.endpoint()->is_present(rank)) continue;
+    throw_gone(station, step, rank, Error(ErrorKind::kDisconnected, "it died or left before the step"));
+  }
+}
+
 }  // namespace torchspan::pipeline

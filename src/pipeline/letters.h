@@ -17,4 +17,7 @@ class EndedElsewhere : public Error {
 /// need.
 void throw_failure(const Station& station, std::uint64_t step, const Letter& letter);
 
+/// Throws when a worker of the pipeline has died or left before the step.
+void check_presence(const Station& station, std::uint64_t step);
+
 }  // namespace torchspan::pipeline

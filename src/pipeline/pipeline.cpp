@@ -97,6 +97,7 @@ auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& tar
 StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                                  const StepOptions& options) {
   station_.mailbox->set_state(next_step_ - 1, true, false, "", station_.executor().now());
+  check_presence(station_, next_step_ - 1);
   StepWork work;
   work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
   if (is_first()) work.input = input;
@@ -215,6 +216,7 @@ Batch Pipeline::Impl::infer(const Batch& input) {
 Batch Pipeline::Impl::forward(const Batch& input) {
   output_ = in_step(StepKind::kForward, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
+    step.meet();
     return is_last() ? step.output() : Batch();
   });
   return output_;

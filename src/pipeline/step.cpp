@@ -259,7 +259,10 @@ void Step::wait() {
 }
 
 void Step::take_letters() {
-  for (Letter& letter : station_.mailbox->take(step_id().step)) {
+  std::deque<Letter> letters = station_.mailbox->take(step_id().step);
+  while (!letters.empty()) {
+    Letter letter = std::move(letters.front());
+    letters.pop_front();
     throw_failure(station_, step_id().step, letter);
     watch_.progress();
     std::visit(
@@ -272,6 +275,8 @@ void Step::take_letters() {
           }
         },
         letter);
+    // What follows the end of a part belongs to the next one.
+    if (std::holds_alternative<StepClosed>(letter)) return station_.mailbox->put_back(std::move(letters));
   }
 }
 
@@ -318,14 +323,16 @@ void Step::accept(StepClosed& letter) {
   closed_ = true;
 }
 
-void Step::close() {
-  const PartDone mine{step_id(), station_.me, loss_, peak_, std::move(ran_)};
+void Step::meet() {
+  const PartDone mine{step_id(), station_.me, loss_, peak_, ran_};
+  closed_ = false;
   if (station_.me == station_.first_worker()) {
     accept(mine);
     while (parts_done_ < static_cast<int>(station_.ranks.size())) {
       take_letters();
       if (parts_done_ < static_cast<int>(station_.ranks.size())) wait();
     }
+    parts_done_ = 0;
     station_.post_to_all(closing_);
   } else {
     station_.post_to(station_.first_worker(), mine);
@@ -334,6 +341,10 @@ void Step::close() {
       if (!closed_) wait();
     }
   }
+}
+
+void Step::close() {
+  meet();
   loss_ = closing_.loss;
   finish_input_gradients();
 }

@@ -34,7 +34,9 @@ class Step {
   /// Runs tasks until this worker's forwards (backwards) of a StepKind::kForward are done, or its part of any
   /// other step. Throws the error that ends the step, after telling the others if it began here.
   void run_part(bool backwards);
-  /// Waits until every worker's part is done; then gives the input its gradients.
+  /// Waits until every worker is done with its part.
+  void meet();
+  /// The same at the end of the step; then gives the input its gradients.
   void close();
 
   /// The whole output, on the worker of the last segment.
