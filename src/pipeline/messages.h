@@ -35,6 +35,7 @@ struct StepBegin {
   StepKind kind = StepKind::kTrain;
   std::vector<std::int64_t> rows;  ///< by micro-batch
   double gradient_scale = 1;
+  TimePoint arrived = {};  ///< here; does not travel
 };
 
 /// What a link carries forwards for one micro-batch.

@@ -128,6 +128,7 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
   begin.kind = kind;
   begin.rows = split_rows(count_rows(input, "input"), station_.options.micro_batches);
   begin.gradient_scale = options.gradient_scale;
+  begin.arrived = station_.executor().now();
   station_.post_to_all(begin);
   return begin;
 }

@@ -17,7 +17,7 @@ using schedule::Task;
 using schedule::TaskKind;
 
 Step::Step(const Station& station, StepWork work)
-    : station_(station), work_(std::move(work)), start_(station.executor().now()), watch_(station) {
+    : station_(station), work_(std::move(work)), start_(work_.begin.arrived), watch_(station) {
   std::int64_t first = 0;
   for (const std::int64_t rows : work_.begin.rows) {
     first_row_.push_back(first);

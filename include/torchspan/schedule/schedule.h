@@ -113,6 +113,10 @@ void validate(const Table& table);
 /// does.
 Timeline simulate(const Table& table, const std::vector<Costs>& costs);
 
+/// What the tasks of each of `stages` stages took on average in a measured step: the costs to simulate its
+/// plan with. kBackward counts as an input gradient.
+std::vector<Costs> mean_costs(const Timeline& measured, int stages);
+
 /// A text grid, a line a rank and a column a time slot of the shortest task, for terminals and tests. Throws
 /// Error{kInvalid} that names the field of a timeline that contradicts itself.
 std::string draw_text(const Timeline& timeline);

@@ -1,0 +1,105 @@
+#include "char_transformer/model.h"
+
+#include <cmath>
+#include <limits>
+
+#include <torch/nn/functional/activation.h>
+#include <torch/nn/functional/dropout.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/init.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+namespace char_transformer {
+namespace {
+
+namespace F = torch::nn::functional;
+
+/// Small random weights that follow from the seed and the layer's number, on whichever worker it is built.
+void initialize(torch::nn::Module& module, const ModelOptions& options, std::int64_t number) {
+  torch::manual_seed(options.seed * 1000 + static_cast<std::uint64_t>(number));
+  for (const auto& parameter : module.named_parameters()) {
+    if (parameter.value().dim() > 1) torch::nn::init::normal_(parameter.value(), 0, 0.05);
+  }
+}
+
+}  // namespace
+
+EmbeddingImpl::EmbeddingImpl(const ModelOptions& options) {
+  characters = register_module("characters", torch::nn::Embedding(options.vocabulary, options.width));
+  places = register_module("places", torch::nn::Embedding(options.context, options.width));
+  initialize(*this, options, 0);
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& rows) {
+  return characters(rows) + places(torch::arange(rows.size(1), torch::kLong));
+}
+
+at::Tensor EmbeddingImpl::project(const at::Tensor& vectors) {
+  return torch::matmul(vectors, characters->weight.t());
+}
+
+BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
+    : heads(options.heads), dropout(options.dropout) {
+  const std::int64_t width = options.width;
+  before_attention =
+      register_module("before_attention", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+  before_network =
+      register_module("before_network", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+  attention = register_module("attention", torch::nn::Linear(width, 3 * width));
+  merged = register_module("merged", torch::nn::Linear(width, width));
+  up = register_module("up", torch::nn::Linear(width, 4 * width));
+  down = register_module("down", torch::nn::Linear(4 * width, width));
+  initialize(*this, options, number);
+}
+
+at::Tensor BlockImpl::attend(const at::Tensor& x) {
+  const std::int64_t rows = x.size(0), length = x.size(1), width = x.size(2);
+  // [3, rows, heads, length, width / heads]
+  const auto parts = attention(x).view({rows, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
+  at::Tensor scores = torch::matmul(parts[0], parts[1].transpose(-2, -1)) / std::sqrt(double(width / heads));
+  const auto later = torch::ones({length, length}, torch::kBool).triu(1);
+  scores = scores.masked_fill(later, -std::numeric_limits<float>::infinity());
+  const at::Tensor seen = torch::matmul(scores.softmax(-1), parts[2]);
+  return merged(seen.transpose(1, 2).reshape({rows, length, width}));
+}
+
+at::Tensor BlockImpl::forward(at::Tensor x) {
+  const auto thin = [&](const at::Tensor& y) { return torch::dropout(y, dropout, is_training()); };
+  x = x + thin(attend(before_attention(x)));
+  return x + thin(down(torch::gelu(up(before_network(x)))));
+}
+
+HeadImpl::HeadImpl(const ModelOptions& options) {
+  norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
+  if (!options.tied) scores = register_module("scores", torch::nn::Linear(options.width, options.vocabulary));
+  initialize(*this, options, 999);
+}
+
+at::Tensor HeadImpl::forward(const at::Tensor& x) { return scores ? scores(norm(x)) : norm(x); }
+
+torchspan::pipeline::Layers layers(const ModelOptions& options) {
+  torchspan::pipeline::Layers layers;
+  const auto embedding = layers.add<Embedding>(options).named("embedding");
+  for (std::int64_t block = 1; block <= options.blocks; ++block) {
+    layers.add<Block>(options, block).named("block" + std::to_string(block));
+  }
+  layers.add<Head>(options).named("head");
+  if (options.tied) layers.again(embedding, "project", &EmbeddingImpl::project);
+  return layers;
+}
+
+std::vector<int> balance(const ModelOptions& options, int stages) {
+  std::vector<int> balance;
+  for (int stage = 0; stage < stages; ++stage) {
+    const auto blocks = static_cast<int>(options.blocks / stages + (stage < options.blocks % stages ? 1 : 0));
+    balance.push_back(blocks + (stage == 0 ? 1 : 0) + (stage == stages - 1 ? 1 : 0));
+  }
+  return balance;
+}
+
+at::Tensor loss(const at::Tensor& scores, const at::Tensor& next) {
+  return F::cross_entropy(scores.reshape({-1, scores.size(-1)}), next.reshape({-1}));
+}
+
+}  // namespace char_transformer

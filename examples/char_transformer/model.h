@@ -1,0 +1,71 @@
+#pragma once
+#include <cstdint>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/nn/pimpl.h>
+
+#include <torchspan/pipeline/layers.h>
+
+namespace char_transformer {
+
+struct ModelOptions {
+  std::int64_t vocabulary = 0;
+  std::int64_t width = 96;
+  std::int64_t blocks = 4;
+  std::int64_t heads = 4;
+  std::int64_t context = 64;
+  double dropout = 0.1;
+  bool tied = false;  ///< the output uses the embedding's matrix
+  std::uint64_t seed = 1;
+};
+
+/// Characters [rows, context] -> vectors [rows, context, width]; and back to a score for each character.
+struct EmbeddingImpl : torch::nn::Module {
+  explicit EmbeddingImpl(const ModelOptions& options);
+  at::Tensor forward(const at::Tensor& characters);
+  at::Tensor project(const at::Tensor& vectors);
+
+  torch::nn::Embedding characters{nullptr};
+  torch::nn::Embedding places{nullptr};
+};
+TORCH_MODULE(Embedding);
+
+/// Causal self-attention and a two-layer network, each behind a layer norm and beside a residual (Radford et
+/// al., 2019).
+struct BlockImpl : torch::nn::Module {
+  BlockImpl(const ModelOptions& options, std::int64_t number);
+  at::Tensor forward(at::Tensor x);
+
+  std::int64_t heads;
+  double dropout;
+  torch::nn::LayerNorm before_attention{nullptr}, before_network{nullptr};
+  torch::nn::Linear attention{nullptr}, merged{nullptr}, up{nullptr}, down{nullptr};
+
+ private:
+  at::Tensor attend(const at::Tensor& x);
+};
+TORCH_MODULE(Block);
+
+/// The last layer norm, and the scores unless the embedding gives them.
+struct HeadImpl : torch::nn::Module {
+  explicit HeadImpl(const ModelOptions& options);
+  at::Tensor forward(const at::Tensor& x);
+
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear scores{nullptr};  ///< none when tied
+};
+TORCH_MODULE(Head);
+
+/// Embedding, blocks, head; and the embedding's matrix again when tied.
+torchspan::pipeline::Layers layers(const ModelOptions& options);
+/// How many of the layers each of two stages has: the blocks are shared evenly.
+std::vector<int> balance(const ModelOptions& options, int stages);
+
+/// Mean over all characters of the scores' cross entropy.
+at::Tensor loss(const at::Tensor& scores, const at::Tensor& next);
+
+}  // namespace char_transformer

@@ -1,0 +1,233 @@
+// A small GPT that learns to write like Melville, its blocks spread over worker processes:
+//   tools/fetch-data moby-dick.txt
+//   torchspan run -n 2 char_transformer_pipeline
+// Micro-batches flow through the stages, a backward as soon as one is ready (1F1B). With --tied the scores
+// are computed with the embedding's matrix: the last use of a layer that lives on the first worker.
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <fmt/format.h>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
+#include <torch/optim/adamw.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/progress.h>
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/torchspan.h>
+
+#include "char_transformer/model.h"
+#include "char_transformer/text.h"
+
+namespace ts = torchspan;
+using namespace char_transformer;
+
+namespace {
+
+struct Options {
+  std::string text = "build/data/moby-dick.txt";
+  ModelOptions model;
+  std::int64_t steps = 400;
+  std::int64_t batch = 32;
+  int micro_batches = 4;
+  double lr = 0.003;
+  std::int64_t sample = 300;
+  std::string prompt = "Call me ";
+  std::string drawing;
+  std::string schedule = "1f1b";
+};
+
+void add_options(CLI::App& app, Options& options) {
+  const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
+  app.add_option("--text", options.text, "a UTF-8 file")->capture_default_str();
+  app.add_option("--steps", options.steps)->check(positive)->capture_default_str();
+  app.add_option("--batch", options.batch, "rows of a step")->check(positive)->capture_default_str();
+  app.add_option("--micro-batches", options.micro_batches)->check(CLI::Range(1, 4096))->capture_default_str();
+  app.add_option("--context", options.model.context, "characters of a row")
+      ->check(positive)
+      ->capture_default_str();
+  app.add_option("--width", options.model.width)->check(positive)->capture_default_str();
+  app.add_option("--blocks", options.model.blocks)->check(positive)->capture_default_str();
+  app.add_option("--heads", options.model.heads)->check(positive)->capture_default_str();
+  app.add_option("--dropout", options.model.dropout)->check(CLI::Range(0.0, 0.9))->capture_default_str();
+  app.add_option("--lr", options.lr, "learning rate")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--seed", options.model.seed)->capture_default_str();
+  app.add_flag("--tied", options.model.tied, "share the embedding's matrix between first and last layer");
+  app.add_option("--schedule", options.schedule)
+      ->check(CLI::IsMember({"1f1b", "gpipe", "arrival"}))
+      ->capture_default_str();
+  app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
+  app.add_option("--prompt", options.prompt, "how the sample begins")->capture_default_str();
+  app.add_option("--draw", options.drawing, "an SVG of the last step, beside its plan");
+}
+
+ts::pipeline::PipelineOptions pipeline_options(const Options& options, int workers) {
+  ts::pipeline::PipelineOptions made;
+  made.balance = balance(options.model, workers);
+  made.micro_batches = options.micro_batches;
+  made.schedule = options.schedule == "gpipe"     ? ts::pipeline::Schedule::kGPipe
+                  : options.schedule == "arrival" ? ts::pipeline::Schedule::kArrival
+                                                  : ts::pipeline::Schedule::kOneFOneB;
+  made.checkpoint = ts::pipeline::Checkpoint::kNever;
+  made.seed = options.model.seed;  // the same dropout on any number of workers
+  return made;
+}
+
+/// One program, the same on every worker.
+class Training {
+ public:
+  Training(ts::Session& session, const Options& options, const Text& text)
+      : session_(session),
+        options_(options),
+        text_(text),
+        pipe_(session.worker(), layers(options.model),
+              pipeline_options(options, static_cast<int>(session.world_size()))),
+        optimizer_(pipe_.parameters(), torch::optim::AdamWOptions(options.lr)) {}
+
+  void run() {
+    if (is_first()) fmt::print("{}", ts::pipeline::to_text(pipe_.plan()));
+    ts::Executor& executor = session_.runtime().executor;
+    std::optional<ts::Progress> progress;
+    if (is_first()) progress.emplace(executor);
+    const ts::TimePoint begin = executor.now();
+    for (std::int64_t step = 0; step < options_.steps; ++step) {
+      optimizer_.zero_grad();
+      const double loss = step_on(static_cast<std::uint64_t>(step), false);
+      optimizer_.step();
+      if (!std::isfinite(loss)) {
+        throw ts::Error(ts::ErrorKind::kInvalid,
+                        fmt::format("the loss is no finite number after step {}: lower --lr", step));
+      }
+      if (progress) report(*progress, step, loss, seconds_since(begin));
+    }
+    if (progress) progress->finish();
+    const double seconds = seconds_since(begin);
+    draw();
+    const double held_out = validate();
+    if (is_first()) {
+      fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", options_.steps,
+                 options_.batch, options_.model.context, seconds,
+                 static_cast<double>(options_.steps * options_.batch * options_.model.context) / seconds);
+      fmt::print("loss on text not trained on: {:.3f} (guessing evenly: {:.3f})\n", held_out,
+                 std::log(static_cast<double>(text_.vocabulary())));
+    }
+    write_sample();
+  }
+
+ private:
+  bool is_first() const { return session_.rank() == 0; }
+  double seconds_since(ts::TimePoint begin) const {
+    return std::chrono::duration<double>(session_.runtime().executor.now() - begin).count();
+  }
+  double step_on(std::uint64_t seed, bool held_out) {
+    const auto windows = text_.windows(options_.batch, options_.model.context, seed, held_out);
+    return pipe_.train_step(windows.characters, windows.next, loss);
+  }
+  void report(ts::Progress& progress, std::int64_t step, double loss, double seconds) const {
+    ts::ProgressReport line;
+    line.step = step + 1;
+    line.steps = options_.steps;
+    line.loss = loss;
+    line.unit = "characters";
+    line.rate = static_cast<double>((step + 1) * options_.batch * options_.model.context) / seconds;
+    progress.report(line);
+  }
+  double validate() {
+    constexpr std::uint64_t kBatches = 10;
+    const torch::NoGradGuard no_grad;
+    pipe_.eval();
+    double sum = 0;
+    for (std::uint64_t batch = 0; batch < kBatches; ++batch) sum += step_on(1'000'000 + batch, true);
+    return sum / kBatches;
+  }
+  void draw() const {
+    if (options_.drawing.empty() || !is_first()) return;
+    const auto& report = pipe_.last_step();
+    std::vector<ts::schedule::Timeline> timelines;
+    if (!report.table.tasks.empty())
+      timelines.push_back(ts::schedule::simulate(
+          report.table, ts::schedule::mean_costs(report.measured, report.table.stages())));
+    timelines.push_back(report.measured);
+    std::ofstream(options_.drawing) << ts::schedule::draw_svg(timelines);
+    fmt::print("drew {}\n", options_.drawing);
+  }
+  /// Whoever has the scores draws the next character and tells the others.
+  void write_sample() {
+    pipe_.eval();
+    std::vector<std::int64_t> written = text_.encode(options_.prompt);
+    torch::manual_seed(options_.model.seed);
+    for (std::int64_t i = 0; i < options_.sample; ++i) {
+      const auto length =
+          std::min<std::int64_t>(static_cast<std::int64_t>(written.size()), options_.model.context);
+      const std::vector<std::int64_t> seen(written.end() - length, written.end());
+      const ts::pipeline::Batch output = pipe_.infer(torch::tensor(seen, torch::kLong).unsqueeze(0));
+      ts::Bytes mine;
+      if (output.size() > 0) {
+        const auto chances = (output.tensor()[0][length - 1] / 0.8).softmax(-1);
+        const auto next = static_cast<std::uint16_t>(torch::multinomial(chances, 1).item<std::int64_t>());
+        mine = {static_cast<std::byte>(next & 0xFF), static_cast<std::byte>(next >> 8)};
+      }
+      for (const auto& [name, bytes] : session_.worker().all_gather(mine)) {
+        if (!bytes.empty()) written.push_back(static_cast<int>(bytes[0]) | static_cast<int>(bytes[1]) << 8);
+      }
+    }
+    if (is_first() && options_.sample > 0) fmt::print("\n{}\n", text_.decode(written));
+  }
+
+  ts::Session& session_;
+  const Options& options_;
+  const Text& text_;
+  ts::pipeline::Pipeline pipe_;
+  torch::optim::AdamW optimizer_;
+};
+
+void check(const Options& options, int world_size) {
+  if (options.model.width % options.model.heads != 0) {
+    throw ts::Error(ts::ErrorKind::kInvalid, fmt::format("--width {} is not a multiple of --heads {}",
+                                                         options.model.width, options.model.heads));
+  }
+  if (world_size < 1 || world_size > options.model.blocks) {
+    throw ts::Error(ts::ErrorKind::kInvalid,
+                    fmt::format("{} workers cannot share {} blocks: give --blocks {}, or start "
+                                "fewer",
+                                world_size, options.model.blocks, world_size));
+  }
+}
+
+void run(Options options) {
+  // Wrong options, like a missing text, are told before anybody waits for the others.
+  const auto worker_options = ts::WorkerOptions::from_env();
+  check(options, worker_options.environment.world_size);
+  const Text text = Text::load(options.text, options.model.context);
+  options.model.vocabulary = text.vocabulary();
+  text.encode(options.prompt);
+  ts::Session session(worker_options);
+  Training(session, options, text).run();
+  session.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small character transformer whose blocks are spread over worker processes.");
+  Options options;
+  add_options(app, options);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  try {
+    run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "char_transformer_pipeline: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,37 @@
+#include <map>
+#include <utility>
+
+#include <torchspan/schedule/schedule.h>
+
+namespace torchspan::schedule {
+namespace {
+
+/// Zero for tasks that were never run.
+struct Mean {
+  Duration sum{0};
+  int count = 0;
+  Duration value() const { return count == 0 ? Duration{0} : sum / count; }
+};
+
+}  // namespace
+
+std::vector<Costs> mean_costs(const Timeline& measured, int stages) {
+  std::map<std::pair<int, TaskKind>, Mean> means;
+  for (const auto& spans : measured.spans) {
+    for (const Span& span : spans) {
+      Mean& mean = means[{span.task.stage, span.task.kind}];
+      mean.sum += span.end - span.start;
+      ++mean.count;
+    }
+  }
+  std::vector<Costs> costs;
+  for (int stage = 0; stage < stages; ++stage) {
+    const auto mean = [&](TaskKind kind) { return means[{stage, kind}].value(); };
+    costs.push_back({.forward = mean(TaskKind::kForward),
+                     .input_gradient = mean(TaskKind::kBackward) + mean(TaskKind::kInputGradient),
+                     .weight_gradient = mean(TaskKind::kWeightGradient)});
+  }
+  return costs;
+}
+
+}  // namespace torchspan::schedule
