@@ -1,0 +1,51 @@
+"""PyTorch's torch.distributed.pipeline.sync.Pipe on the CPU, with the layers of bench/pipeline_bench.cpp.
+
+It runs all partitions of one device on one thread. Prints the microseconds of every step, and of a step without it.
+"""
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.pipeline.sync import Pipe
+
+WIDTH, ROWS, LAYERS = 256, 512, 8
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def main():
+    micro_batches, steps = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    rpc.init_rpc("worker0", rank=0, world_size=1)
+    torch.manual_seed(7)
+    halves = [nn.Sequential(*(Layer() for _ in range(LAYERS // 2))) for _ in range(2)]
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    plain = nn.Sequential(*halves)
+    pipe = Pipe(nn.Sequential(*halves), chunks=micro_batches, checkpoint="never")
+    sides = {"plain": plain, "step": lambda batch: pipe(batch).local_value()}
+    samples = {side: [] for side in sides}
+    for i in range(steps + 2):
+        for side, net in sides.items():
+            plain.zero_grad()
+            began = time.perf_counter()
+            nn.functional.mse_loss(net(x), y).backward()
+            if i >= 2:
+                samples[side].append((time.perf_counter() - began) * 1e6)
+    with open(os.environ["TORCHSPAN_RUNTIME_DIR"] + "/samples.json", "w", encoding="utf-8") as file:
+        json.dump(samples, file)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+// Section pipeline: steps of two processes of this host against what their schedule says, against one
+// process, and against PyTorch's sync.Pipe (python3-torch) in the same run. Prints the section's JSON, and a
+// table on stderr.
+//   --rounds N   how often everything is measured (5)
+//   --no-peer    leave PyTorch out
+// In every round each measurement starts its processes anew.
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/nn/functional/activation.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/linear.h>
+
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/session/session.h>
+
+#include "bench/harness.h"
+#include "tests/support/processes.h"
+
+namespace torchspan::bench {
+namespace {
+
+using pipeline::Layers;
+using pipeline::Pipeline;
+using pipeline::PipelineOptions;
+using pipeline::Schedule;
+using testing::Process;
+using testing::ProcessWorld;
+using Samples = std::map<std::string, std::vector<double>>;
+
+constexpr int kWarmUp = 2;
+constexpr int kMicroBatches = 8;
+constexpr const char* kPeer = "bench/peers/torch_pipe.py";
+constexpr const char* kPython = "/usr/bin/python3";
+/// The same stand in the peer.
+constexpr std::int64_t kWidth = 256, kRows = 512;
+constexpr int kLayers = 8, kSteps = 6;
+
+/// Sleeps forwards, and as long backwards: the cores are free, so that what remains is the pipeline's own
+/// time.
+struct Busy : torch::autograd::Function<Busy> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            std::int64_t executor, std::int64_t microseconds) {
+    context->saved_data["executor"] = executor;
+    context->saved_data["microseconds"] = microseconds;
+    spin(executor, microseconds);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    spin(context->saved_data["executor"].toInt(), context->saved_data["microseconds"].toInt());
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+  static void spin(std::int64_t executor, std::int64_t microseconds) {
+    const auto& clock = *reinterpret_cast<Executor*>(executor);
+    const TimePoint end = clock.now() + std::chrono::microseconds(microseconds);
+    while (clock.now() < end) {
+    }
+  }
+};
+
+struct SpinnerImpl : torch::nn::Module {
+  SpinnerImpl(Executor* given, std::int64_t time) : executor(given), microseconds(time) {
+    weight = register_parameter("weight", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return Busy::apply(x * weight, reinterpret_cast<std::int64_t>(executor), microseconds);
+  }
+  Executor* executor;
+  std::int64_t microseconds;
+  at::Tensor weight;
+};
+TORCH_MODULE(Spinner);
+
+struct RealImpl : torch::nn::Module {
+  RealImpl() {
+    up = register_module("up", torch::nn::Linear(kWidth, 4 * kWidth));
+    down = register_module("down", torch::nn::Linear(4 * kWidth, kWidth));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(x))); }
+  torch::nn::Linear up{nullptr}, down{nullptr};
+};
+TORCH_MODULE(Real);
+
+double microseconds(Duration time) { return std::chrono::duration<double, std::micro>(time).count(); }
+at::Tensor mean_of(const at::Tensor& output, const at::Tensor&) { return output.mean(); }
+at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
+  return at::mse_loss(output, target);
+}
+
+/// Steps whose tasks take `time`, beside what the schedule says they should take.
+void timed_steps(Session& session, Schedule schedule, std::int64_t time, int steps, Samples& samples) {
+  Executor& executor = session.runtime().executor;
+  const int workers = static_cast<int>(session.world_size());
+  const int stages = workers * (schedule == Schedule::kInterleaved ? 2 : 1);
+  Layers layers;
+  for (int stage = 0; stage < stages; ++stage) layers.add<Spinner>(&executor, time);
+  PipelineOptions options;
+  options.balance.assign(static_cast<std::size_t>(stages), 1);
+  options.micro_batches = kMicroBatches;
+  options.schedule = schedule;
+  options.checkpoint = pipeline::Checkpoint::kNever;
+  Pipeline pipe(session.worker(), layers, options);
+  const at::Tensor x = at::ones({kMicroBatches, 4});
+  for (int i = 0; i < steps + kWarmUp; ++i) {
+    const TimePoint began = executor.now();
+    pipe.train_step(x, x, mean_of);
+    if (i < kWarmUp) continue;
+    samples["step"].push_back(microseconds(executor.now() - began));
+    const schedule::Costs costs{.forward = std::chrono::microseconds(time),
+                                .input_gradient = std::chrono::microseconds(time),
+                                .weight_gradient = Duration::zero()};
+    const auto& table = pipe.last_step().table;
+    // In order of arrival there is no plan: the bound is that of 1F1B.
+    const auto plan =
+        table.tasks.empty() ? schedule::one_forward_one_backward({workers, kMicroBatches, 1}) : table;
+    samples["plan"].push_back(microseconds(schedule::simulate(plan, {costs}).makespan));
+    samples["task"].push_back(samples["step"].back() / (2.0 * kMicroBatches * stages / workers));
+  }
+}
+
+/// Steps of real layers; with one worker also the plain loop without a pipeline.
+void real_steps(Session& session, Schedule schedule, Samples& samples) {
+  Executor& executor = session.runtime().executor;
+  torch::manual_seed(7);
+  Layers layers;
+  for (int layer = 0; layer < kLayers; ++layer) layers.add<Real>();
+  PipelineOptions options;
+  options.micro_batches = kMicroBatches;
+  options.schedule = schedule;
+  options.checkpoint = pipeline::Checkpoint::kNever;
+  Pipeline pipe(session.worker(), layers, options);
+  std::vector<Real> plain;
+  for (int layer = 0; layer < kLayers; ++layer) plain.emplace_back();
+  const at::Tensor x = at::randn({kRows, kWidth}), y = at::randn({kRows, kWidth});
+  for (int i = 0; i < kSteps + kWarmUp; ++i) {
+    for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
+    const TimePoint began = executor.now();
+    pipe.train_step(x, y, mean_square);
+    if (i >= kWarmUp) samples["step"].push_back(microseconds(executor.now() - began));
+    if (session.world_size() > 1) continue;
+    const TimePoint again = executor.now();
+    at::Tensor z = x;
+    for (Real& layer : plain) {
+      layer->zero_grad();
+      z = layer->forward(z);
+    }
+    mean_square(z, y).backward();
+    if (i >= kWarmUp) samples["plain"].push_back(microseconds(executor.now() - again));
+  }
+}
+
+struct Case {
+  std::string name;
+  Schedule schedule;
+  int workers = 2;
+  std::int64_t microseconds = -1;  ///< -1: real layers
+};
+
+std::vector<Case> cases() {
+  return {{"makespan/arrival", Schedule::kArrival, 2, 5000},
+          {"makespan/gpipe", Schedule::kGPipe, 2, 5000},
+          {"makespan/1f1b", Schedule::kOneFOneB, 2, 5000},
+          {"makespan/interleaved", Schedule::kInterleaved, 2, 5000},
+          {"task_overhead/1f1b", Schedule::kOneFOneB, 2, 0},
+          {"task_overhead/arrival", Schedule::kArrival, 2, 0},
+          {"throughput/two", Schedule::kOneFOneB, 2, -1},
+          {"throughput/two_gpipe", Schedule::kGPipe, 2, -1},
+          {"throughput/one", Schedule::kOneFOneB, 1, -1}};
+}
+
+void run_rank(const std::string& name) {
+  at::set_num_threads(1);
+  Session session(WorkerOptions::from_env());
+  Samples samples;
+  for (const Case& one : cases()) {
+    if (one.name != name) continue;
+    if (one.microseconds < 0) {
+      real_steps(session, one.schedule, samples);
+    } else {
+      timed_steps(session, one.schedule, one.microseconds, one.microseconds == 0 ? 100 : kSteps, samples);
+    }
+  }
+  if (session.rank() == 0) {
+    std::ofstream(std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/samples.json")
+        << nlohmann::json(samples);
+  }
+  session.shutdown();
+}
+
+/// The middle one of each kind of sample; nothing when the processes failed.
+std::map<std::string, double> measure(const std::string& name, int workers, bool peer) {
+  ProcessWorld world(workers);
+  for (int rank = 0; rank < workers; ++rank) {
+    std::vector<std::string> through;
+    if (peer) through = {kPython, kPeer, std::to_string(kMicroBatches), std::to_string(kSteps)};
+    world.start(rank, name, {}, through);
+  }
+  std::map<std::string, double> middles;
+  for (int rank = 0; rank < workers; ++rank) {
+    Process& process = world.process(static_cast<std::size_t>(rank));
+    if (process.wait(world.executor(), std::chrono::minutes(3)) && process.exit_code() == 0) continue;
+    std::fprintf(stderr, "pipeline: rank %d of %s failed:\n%s\n", rank, name.c_str(),
+                 process.output().c_str());
+    return middles;
+  }
+  std::ifstream file(world.folder() + "/samples.json");
+  for (auto& [side, values] : nlohmann::json::parse(file).get<Samples>()) {
+    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                     values.end());
+    middles[side] = values[values.size() / 2];
+  }
+  return middles;
+}
+
+double middle(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+using Rounds = std::map<std::string, std::vector<double>>;
+
+nlohmann::json metrics(const Rounds& rounds) {
+  const auto value = [&](const std::string& name) {
+    return rounds.contains(name) ? middle(rounds.at(name)) : 0.0;
+  };
+  nlohmann::json list = nlohmann::json::array();
+  const auto add = [&](const std::string& name, const std::string& mine, const std::string& peer) {
+    if (value(mine) == 0) return;
+    nlohmann::json metric{
+        {"name", "pipeline/" + name}, {"unit", "us"}, {"value", value(mine)}, {"rounds", rounds.at(mine)}};
+    if (value(peer) > 0) {
+      metric["peer"] = peer;
+      metric["peer_value"] = value(peer);
+      metric["ratio"] = value(mine) / value(peer);
+    }
+    std::fprintf(stderr, "%-28s %12.1f us   %-24s %12.1f us   %.3f\n", name.c_str(), value(mine),
+                 peer.c_str(), value(peer), value(peer) > 0 ? value(mine) / value(peer) : 0.0);
+    list.push_back(std::move(metric));
+  };
+  for (const char* schedule : {"arrival", "gpipe", "1f1b", "interleaved"}) {
+    const std::string name = std::string("makespan/") + schedule;
+    add(name + "/p2m8", name + "/step", name + "/plan");
+  }
+  add("task_overhead/1f1b", "task_overhead/1f1b/task", "");
+  add("task_overhead/arrival", "task_overhead/arrival/task", "");
+  add("throughput/mlp/plain", "throughput/two/step", "throughput/one/plain");
+  add("throughput/mlp_gpipe/plain", "throughput/two_gpipe/step", "throughput/one/plain");
+  add("throughput/mlp_one_worker/plain", "throughput/one/step", "throughput/one/plain");
+  add("throughput/mlp/torch_sync_pipe", "throughput/two/step", "torch_sync_pipe/step");
+  add("throughput/torch_sync_pipe/torch_plain", "torch_sync_pipe/step", "torch_sync_pipe/plain");
+  return list;
+}
+
+void conduct(int count, bool peer) {
+  if (peer && !(std::filesystem::exists(kPython) && std::filesystem::exists(kPeer))) {
+    std::fprintf(stderr, "pipeline: without the peer: no %s or no %s\n", kPython, kPeer);
+    peer = false;
+  }
+  Rounds rounds;
+  for (int round = 0; round < count; ++round) {
+    std::fprintf(stderr, "round %d of %d\n", round + 1, count);
+    for (const Case& one : cases()) {
+      for (const auto& [side, value] : measure(one.name, one.workers, false))
+        rounds[one.name + "/" + side].push_back(value);
+    }
+    if (!peer) continue;
+    for (const auto& [side, value] : measure("torch_sync_pipe", 1, true)) {
+      rounds["torch_sync_pipe/" + side].push_back(value);
+    }
+  }
+  print_section(metrics(rounds));
+}
+
+}  // namespace
+}  // namespace torchspan::bench
+
+int main(int argc, char** argv) {
+  try {
+    if (const char* name = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
+      torchspan::bench::run_rank(name);
+      return 0;
+    }
+    int rounds = 5;
+    bool peer = true;
+    for (int i = 1; i < argc; ++i) {
+      const std::string word = argv[i];
+      if (word == "--no-peer") {
+        peer = false;
+      } else if (word == "--rounds" && i + 1 < argc) {
+        rounds = std::stoi(argv[++i]);
+      } else {
+        throw std::invalid_argument("pipeline: '" + word + "' is no option: --rounds N, --no-peer");
+      }
+    }
+    torchspan::bench::conduct(rounds, peer);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
