@@ -15,9 +15,12 @@ namespace {
 
 namespace F = torch::nn::functional;
 
-/// Small random weights that follow from the seed and the layer's number, on whichever worker it is built.
-void initialize(torch::nn::Module& module, const ModelOptions& options, std::int64_t number) {
+/// A layer's weights follow from the seed and its number, on whichever worker it is built.
+void seed_layer(const ModelOptions& options, std::int64_t number) {
   torch::manual_seed(options.seed * 1000 + static_cast<std::uint64_t>(number));
+}
+
+void make_weights_small(torch::nn::Module& module) {
   for (const auto& parameter : module.named_parameters()) {
     if (parameter.value().dim() > 1) torch::nn::init::normal_(parameter.value(), 0, 0.05);
   }
@@ -26,9 +29,10 @@ void initialize(torch::nn::Module& module, const ModelOptions& options, std::int
 }  // namespace
 
 EmbeddingImpl::EmbeddingImpl(const ModelOptions& options) {
+  seed_layer(options, 0);
   characters = register_module("characters", torch::nn::Embedding(options.vocabulary, options.width));
   places = register_module("places", torch::nn::Embedding(options.context, options.width));
-  initialize(*this, options, 0);
+  make_weights_small(*this);
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& rows) {
@@ -41,6 +45,7 @@ at::Tensor EmbeddingImpl::project(const at::Tensor& vectors) {
 
 BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
     : heads(options.heads), dropout(options.dropout) {
+  seed_layer(options, number);
   const std::int64_t width = options.width;
   before_attention =
       register_module("before_attention", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
@@ -50,7 +55,7 @@ BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
   merged = register_module("merged", torch::nn::Linear(width, width));
   up = register_module("up", torch::nn::Linear(width, 4 * width));
   down = register_module("down", torch::nn::Linear(4 * width, width));
-  initialize(*this, options, number);
+  make_weights_small(*this);
 }
 
 at::Tensor BlockImpl::attend(const at::Tensor& x) {
@@ -71,9 +76,10 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
 }
 
 HeadImpl::HeadImpl(const ModelOptions& options) {
+  seed_layer(options, 999);
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
   if (!options.tied) scores = register_module("scores", torch::nn::Linear(options.width, options.vocabulary));
-  initialize(*this, options, 999);
+  make_weights_small(*this);
 }
 
 at::Tensor HeadImpl::forward(const at::Tensor& x) { return scores ? scores(norm(x)) : norm(x); }

@@ -1,0 +1,118 @@
+// The example as its users start it, on a text that repeats itself.
+#include <cstdlib>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <regex>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/core/error.h>
+
+#include "char_transformer/text.h"
+#include "tests/support/processes.h"
+
+namespace char_transformer {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Outcome {
+  int exit_code;
+  std::string output;
+};
+
+class Program : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::ofstream file(text());
+    for (int i = 0; i < 60; ++i) file << "the whale — the white whale; call me " << i % 10 << "\n";
+  }
+  std::string text() const { return folder_.path() + "/text"; }
+
+  Outcome run(int workers, std::vector<std::string> arguments) {
+    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
+    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
+    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
+                                        binaries + "/char_transformer_pipeline"};
+    std::map<std::string, std::string> all = {{"--text", text()},  {"--width", "16"}, {"--heads", "2"},
+                                              {"--context", "16"}, {"--batch", "8"},  {"--prompt", "call"},
+                                              {"--sample", "10"}};
+    for (std::size_t i = 0; i + 1 < arguments.size(); i += 2) all[arguments[i]] = arguments[i + 1];
+    for (const auto& [name, value] : all) {
+      command.push_back(name);
+      if (!value.empty()) command.push_back(value);
+    }
+    torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
+    EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();
+    return {process.exit_code(), process.output()};
+  }
+  static double loss_in(const std::string& output) {
+    std::smatch match;
+    return std::regex_search(output, match, std::regex("not trained on: ([0-9.]+)")) ? std::stod(match[1])
+                                                                                     : -1;
+  }
+
+  torchspan::testing::TemporaryFolder folder_;
+  const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
+};
+
+TEST_F(Program, LearnsTheSameOnOneTwoAndThreeWorkers) {
+  for (const bool tied : {false, true}) {
+    std::vector<std::string> arguments = {"--steps", "60", "--dropout", "0.1"};
+    if (tied) arguments.insert(arguments.end(), {"--tied", ""});
+    double alone = 0;
+    for (const int workers : {1, 2, 3}) {
+      const Outcome outcome = run(workers, arguments);
+      EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+      const double loss = loss_in(outcome.output);
+      EXPECT_GT(loss, 0) << outcome.output;
+      EXPECT_LT(loss, 2.0) << "evenly guessed: 2.996\n" << outcome.output;
+      if (workers == 1) alone = loss;
+      EXPECT_NEAR(loss, alone, 0.01) << workers << " workers";
+      EXPECT_THAT(outcome.output, HasSubstr("call")) << "the sample";
+    }
+  }
+}
+
+TEST_F(Program, DrawsItsLastStepBesideThePlan) {
+  const std::string drawing = folder_.path() + "/step.svg";
+  const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  std::ifstream file(drawing);
+  const std::string svg{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_THAT(svg, HasSubstr("1f1b"));
+  EXPECT_THAT(svg, HasSubstr("measured"));
+}
+
+TEST_F(Program, SaysWhatIsWrongWithItsOptions) {
+  EXPECT_THAT(run(2, {"--heads", "3"}).output, HasSubstr("--width 16 is not a multiple of --heads 3"));
+  EXPECT_THAT(run(3, {"--blocks", "2"}).output, HasSubstr("3 workers cannot share 2 blocks"));
+  EXPECT_THAT(run(2, {"--text", "nowhere"}).output, HasSubstr("fetch it with tools/fetch-data"));
+  EXPECT_THAT(run(2, {"--prompt", "Q"}).output, HasSubstr("'Q' of the prompt does not occur in the text"));
+  EXPECT_THAT(run(2, {"--context", "5000"}).output, HasSubstr("lower --context"));
+}
+
+TEST(Text, GivesBackWhatItTookIn) {
+  const Text text = Text::from(U"a—bß\U0001F40B“c”");
+  EXPECT_EQ(text.vocabulary(), 8);
+  EXPECT_EQ(text.decode(text.encode("ß—\xF0\x9F\x90\x8B"
+                                    "a")),
+            "ß—\xF0\x9F\x90\x8B"
+            "a");
+  EXPECT_THROW(text.encode("z"), torchspan::Error);
+  EXPECT_THROW(text.encode("\xFF"), torchspan::Error);
+}
+
+TEST(Text, KeepsHeldOutWindowsApart) {
+  std::u32string characters;
+  for (char32_t i = 0; i < 1000; ++i) characters.push_back(U'a' + i);
+  const Text text = Text::from(characters);
+  const auto training = text.windows(500, 8, 1, false), held_out = text.windows(500, 8, 1, true);
+  EXPECT_LT(training.next.max().item<std::int64_t>(), 900);
+  EXPECT_GE(held_out.characters.min().item<std::int64_t>(), 900);
+  EXPECT_TRUE((training.next == training.characters + 1).all().item<bool>());
+}
+
+}  // namespace
+}  // namespace char_transformer
