@@ -109,6 +109,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
       TORCHSPAN_REQUIRES(mutex_);
   bool join_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record)
       TORCHSPAN_REQUIRES(mutex_);
+  void hold_awaited(engine::GradientSink& sink, ForwardRecord& record);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void listen_locally(engine::GradientSink& sink);
   /// Slots whose gradients came in this pass before it was known to be one that reduces.
