@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/data_parallel/wrapped_module.h>
 
 #include "data_parallel/agreement.h"
@@ -48,6 +49,7 @@ class WrappedModule::Impl {
   Impl(Runtime& runtime, const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
        const DataParallelOptions& options)
       : options_(options),
+        module_(module),
         parts_(agreed_parts(module, group, options)),
         buffers_(buffers_of(parts_)),
         reducer_(runtime, parts_.parameters, group, options) {
@@ -118,6 +120,7 @@ class WrappedModule::Impl {
       throw Error(ErrorKind::kInvalid,
                   "join() does not go with a buffer hook: a rank without batches has no part in it");
     }
+    if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
     heard_failure_ = owes_ = false;
     last_live_ = 0;
@@ -140,6 +143,18 @@ class WrappedModule::Impl {
   Reducer& reducer() { return reducer_; }
 
  private:
+  /// They wait for all ranks in the midst of a forward.
+  void refuse_sync_batch_norms() const {
+    for (const auto& item : module_->named_modules()) {
+      const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(item.value().get());
+      if (norm == nullptr || !norm->group() || norm->group()->size() == 1) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("join() does not go with '{}', a SyncBatchNorm, which needs the batches of all "
+                              "ranks; set throw_on_early_termination",
+                              item.key()));
+    }
+  }
+
   void call_buffer_hook() {
     if (parts_.buffers.empty()) return;
     rounds_before_hook_ = reducer_.rounds();
@@ -211,6 +226,7 @@ class WrappedModule::Impl {
   }
 
   const DataParallelOptions options_;
+  const std::shared_ptr<torch::nn::Module> module_;
   const ModuleParts parts_;
   const std::vector<at::Tensor> buffers_;
   Reducer reducer_;
