@@ -231,6 +231,41 @@ TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
   });
 }
 
+TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModule) {
+  for (const bool find_unused : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      const std::vector<std::int64_t> widths{2, 3, 2};
+      Mlp trained(widths), mine(widths), whole(widths);
+      fill(*trained, 4);
+      DistributedDataParallel model(
+          self.runtime, mine, self.group,
+          {.find_unused_parameters = find_unused, .unwrapped_backward = Unwrapped::kThrow});
+      for (int i = 0; i < 3; ++i) {
+        std::stringstream file;
+        torch::save(trained, file);
+        const std::string bytes = file.str();
+        for (Mlp* net : {&mine, &whole}) {
+          std::stringstream again(bytes);
+          torch::load(*net, again);
+        }
+        if (i == 0) {
+          for (const auto& parameter : mine->parameters()) parameter.mutable_grad() = at::Tensor();
+        } else {
+          mine->zero_grad();
+        }
+        whole->zero_grad();
+        const at::Tensor input = batch(4, 2, i).to(at::kFloat);
+        model(input.narrow(0, 2 * self.rank, 2)).pow(2).sum().backward();
+        (whole->forward(input).pow(2).sum() / 2).backward();
+        for (std::size_t p = 0; p < 4; ++p)
+          expect_close(mine->parameters()[p].grad(), whole->parameters()[p].grad(), 1e-6);
+        fill(*trained, 5 + i);
+      }
+      EXPECT_EQ(model.stats().reductions, 3U);
+    });
+  }
+}
+
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});

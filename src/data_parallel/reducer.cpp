@@ -171,10 +171,23 @@ void Reducer::Impl::build_buckets(const std::vector<std::size_t>& order) {
 }
 
 void Reducer::Impl::attach() {
+  hooked_.resize(slots());
+  for (std::size_t slot = 0; slot < slots(); ++slot) hook_slot(slot);
+}
+
+void Reducer::Impl::hook_slot(std::size_t slot) {
+  auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
+  const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
+  hooked_[slot] = {std::move(node), key};
+}
+
+void Reducer::Impl::attach_again() {
   for (std::size_t slot = 0; slot < slots(); ++slot) {
-    auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
-    const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
-    hooked_.emplace_back(std::move(node), key);
+    auto& [node, key] = hooked_[slot];
+    if (torch::autograd::impl::try_get_grad_accumulator(tensor(slot)) == node) continue;
+    if (!buckets_->fits(slot)) continue;  // the next backward pass names it
+    node->del_post_hook(key);
+    hook_slot(slot);
   }
 }
 
@@ -260,6 +273,7 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   settle();
   if (options.synchronize) refuse_unfinished_round();
   refuse_thawed_parameters();
+  attach_again();
   auto record = std::make_shared<ForwardRecord>();
   record->synchronize = options.synchronize;
   record->divisor = options.divisor > 0 ? options.divisor : group_.size();

@@ -68,6 +68,8 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   /// Puts hooks on the parameters; once, when a shared_ptr owns this.
   void attach();
+  /// Puts hooks on parameters that lost them with their gradient accumulators, as torch::load() makes them.
+  void attach_again();
   /// Takes them off, gives up what is under way and waits for its end.
   void detach();
 
@@ -92,6 +94,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   // reducer.cpp
   void build_buckets(const std::vector<std::size_t>& order);
+  void hook_slot(std::size_t slot);
   std::size_t slots() const { return replicas_.size() * count_; }
   const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
   const std::string& name(std::size_t slot) const { return replicas_[slot / count_][slot % count_].name; }
