@@ -94,15 +94,15 @@ void go(const Group& group, const at::Tensor& mine) {
 
 /// The victim, rank 1 of 3, reduces the middle third of a chunk and stages the rest.
 std::vector<Phase> phases() {
-  constexpr std::size_t kOwn = kChunk * 2 / 5, kOwnEnd = kChunk * 3 / 5, kAfterOwn = kChunk * 3 / 4;
+  constexpr std::size_t kMiddle = kChunk * 2 / 5, kMiddleEnd = kChunk * 3 / 5, kAfterMiddle = kChunk * 3 / 4;
   constexpr std::size_t kEnd = kManyChunks;
   return {
       {.name = "BeforeItEnters", .call = go},
       {.name = "AfterItsCallIsTold", .call = call_and_go},
-      {.name = "WhileItStages", .trap = {kAfterOwn, kChunk, PROT_NONE}, .call = reduce},
-      {.name = "AfterItHasStaged", .trap = {kOwn, kOwnEnd, PROT_NONE}, .call = reduce},
-      {.name = "WhileItReduces", .trap = {kOwn, kOwnEnd, PROT_READ}, .call = reduce},
-      {.name = "WhileItTakesResults", .trap = {kAfterOwn, kChunk, PROT_READ}, .call = reduce},
+      {.name = "WhileItStages", .trap = {kAfterMiddle, kChunk, PROT_NONE}, .call = reduce},
+      {.name = "AfterItHasStaged", .trap = {kMiddle, kMiddleEnd, PROT_NONE}, .call = reduce},
+      {.name = "WhileItReduces", .trap = {kMiddle, kMiddleEnd, PROT_READ}, .call = reduce},
+      {.name = "WhileItTakesResults", .trap = {kAfterMiddle, kChunk, PROT_READ}, .call = reduce},
       {.name = "AfterSomeChunks", .bytes = kEnd, .trap = {kEnd / 2, kEnd, PROT_NONE}, .call = reduce},
       {.name = "WhileItWritesToSharedTensors",
        .bytes = kEnd,
