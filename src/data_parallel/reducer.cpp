@@ -206,6 +206,30 @@ void Reducer::Impl::detach() {
   }
   if (round) give_up(round, "the reducer was destroyed in the middle of a reduction");
   settle();
+  await_holds();
+}
+
+std::shared_ptr<Reducer::Impl> Reducer::Impl::hold() {
+  {
+    MutexLock lock(mutex_);
+    ++holds_;
+  }
+  return {this, [](Impl* self) {
+            MutexLock lock(self->mutex_);
+            if (--self->holds_ == 0 && self->awaits_holds_ != nullptr) self->awaits_holds_->unpark();
+          }};
+}
+
+void Reducer::Impl::await_holds() {
+  const auto parker = runtime_.executor.make_parker();
+  for (;;) {
+    {
+      MutexLock lock(mutex_);
+      awaits_holds_ = holds_ > 0 ? parker.get() : nullptr;
+      if (holds_ == 0) return;
+    }
+    parker->park(Deadline::never());
+  }
 }
 
 void Reducer::Impl::begin_forward() {

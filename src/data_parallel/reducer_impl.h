@@ -99,6 +99,10 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
   const std::string& name(std::size_t slot) const { return replicas_[slot / count_][slot % count_].name; }
   std::vector<std::size_t> unused_slots(const std::vector<at::Tensor>& outputs) const;
+  /// This reducer for a continuation on the group's threads. detach() waits until all have been let go of, so
+  /// that the last handle of the group never goes on a thread of the group, which could not end it.
+  std::shared_ptr<Impl> hold();
+  void await_holds();
   void refuse_unfinished_round();
   void refuse_thawed_parameters() const;
 
@@ -191,6 +195,8 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::uint32_t firing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool graph_known_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool warned_unwrapped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  Parker* awaits_holds_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::uint64_t rounds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::optional<TimePoint> forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
   ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);
