@@ -117,16 +117,23 @@ struct Returning : ReturnsImpl {
 /// Wraps a module whose forward is `forward`, takes the loss of what it returned by `loss`.
 template <class Forward, class Loss>
 void expect_reduced(const Rank& self, Forward forward, Loss loss) {
-  auto module = std::make_shared<Returning<Forward>>(forward);
-  fill(*module, 0);
-  DistributedDataParallel model(self.runtime, module, self.group);
-  loss(model(batch(2, 2, self.rank).to(at::kFloat))).backward();
-  Returning<Forward> whole(forward);
-  fill(whole, 0);
-  for (int rank = 0; rank < self.size; ++rank)
-    (loss(whole.forward(batch(2, 2, rank).to(at::kFloat))) / self.size).backward();
-  for (std::size_t p = 0; p < 4; ++p)
-    expect_close(module->parameters()[p].grad(), whole.parameters()[p].grad(), 1e-5);
+  for (const DataParallelOptions& options :
+       {DataParallelOptions{}, DataParallelOptions{.find_unused_parameters = true},
+        DataParallelOptions{.static_graph = true}}) {
+    auto module = std::make_shared<Returning<Forward>>(forward);
+    fill(*module, 0);
+    DistributedDataParallel model(self.runtime, module, self.group, options);
+    for (int step = 0; step < 2; ++step) {
+      module->zero_grad();
+      loss(model(batch(2, 2, self.rank).to(at::kFloat))).backward();
+      Returning<Forward> whole(forward);
+      fill(whole, 0);
+      for (int rank = 0; rank < self.size; ++rank)
+        (loss(whole.forward(batch(2, 2, rank).to(at::kFloat))) / self.size).backward();
+      for (std::size_t p = 0; p < 4; ++p)
+        expect_close(module->parameters()[p].grad(), whole.parameters()[p].grad(), 1e-5);
+    }
+  }
 }
 
 TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
