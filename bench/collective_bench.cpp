@@ -1,5 +1,6 @@
 // Section collective: two processes on this host, ours against LibTorch's Gloo and Open MPI in turns, and
 // against what the memory can do. Starts itself twice, through mpirun where Open MPI is built in.
+// TORCHSPAN_BENCH_ROUNDS=1 is for a quick look.
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -31,8 +32,9 @@ struct Size {
   int repeats;
 };
 
-const std::vector<Size> kSizes = {{"64B", 64, 300},      {"1KiB", 1 << 10, 300}, {"64KiB", 64 << 10, 100},
-                                  {"1MiB", 1 << 20, 40}, {"25MiB", 25 << 20, 5}, {"100MiB", 100 << 20, 2}};
+const std::vector<Size> kSizes = {{"64B", 64, 300},        {"1KiB", 1 << 10, 300}, {"64KiB", 64 << 10, 100},
+                                  {"1MiB", 1 << 20, 40},   {"25MiB", 25 << 20, 5}, {"100MiB", 100 << 20, 2},
+                                  {"256MiB", 256 << 20, 1}};
 
 /// One of two ranks. Both run the same figures in the same order, so that each call meets its peer's.
 class Rank {
@@ -63,7 +65,8 @@ class Rank {
     }
     bench::Bench bench(*executor_);
     for (const Size& size : kSizes) add(bench, size);
-    bench.run(9);
+    const char* rounds = std::getenv("TORCHSPAN_BENCH_ROUNDS");
+    bench.run(rounds != nullptr ? std::atoi(rounds) : 9);
     if (environment_.rank == 0) bench::print_section(bench.metrics());
     group_->barrier();
     peers_.clear();

@@ -15,7 +15,8 @@ std::uint64_t digest(BytesView bytes, std::uint64_t value) {
   return value;
 }
 
-std::string count_difference(const Agreement& one, const Agreement& other, std::size_t rank) {
+std::string count_difference(const Agreement& one, const Agreement& other, std::size_t rank,
+                             const std::string& things) {
   const auto& a = one.tensors;
   const auto& b = other.tensors;
   const std::size_t common = std::min(a.size(), b.size());
@@ -24,9 +25,8 @@ std::string count_difference(const Agreement& one, const Agreement& other, std::
   const auto name = [at](const auto& list) {
     return at < list.size() ? "'" + list[at].name + "'" : "nothing";
   };
-  return fmt::format(
-      "rank 0 has {} parameters and buffers, rank {} has {}: number {} is {} on rank 0 and {} on rank {}",
-      a.size(), rank, b.size(), at, name(a), name(b), rank);
+  return fmt::format("rank 0 has {} {}, rank {} has {}: number {} is {} on rank 0 and {} on rank {}",
+                     a.size(), things, rank, b.size(), at, name(a), name(b), rank);
 }
 
 std::string tensor_difference(const Agreement& one, const Agreement& other, std::size_t rank) {
@@ -101,7 +101,7 @@ Agreement Agreement::decode(BytesView bytes) {
   return agreement;
 }
 
-std::string first_difference(const std::vector<Agreement>& by_rank) {
+std::string first_difference(const std::vector<Agreement>& by_rank, const std::string& things) {
   for (std::size_t rank = 0; rank < by_rank.size(); ++rank) {
     if (!by_rank[rank].failure.empty())
       return fmt::format("rank {} cannot begin: {}", rank, by_rank[rank].failure);
@@ -110,13 +110,13 @@ std::string first_difference(const std::vector<Agreement>& by_rank) {
     const Agreement& one = by_rank[0];
     const Agreement& other = by_rank[rank];
     if (std::string text = setting_difference(one, other, rank); !text.empty()) return text;
-    if (one.tensors.size() != other.tensors.size()) return count_difference(one, other, rank);
+    if (one.tensors.size() != other.tensors.size()) return count_difference(one, other, rank, things);
     if (std::string text = tensor_difference(one, other, rank); !text.empty()) return text;
   }
   return {};
 }
 
-void agree(const collective::Group& group, const Agreement& mine) {
+void agree(const collective::Group& group, const Agreement& mine, const std::string& things) {
   const Bytes all = mine.encode();
   ByteWriter out;
   out.put(static_cast<std::uint8_t>(!mine.failure.empty()));
@@ -132,7 +132,7 @@ void agree(const collective::Group& group, const Agreement& mine) {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("the ranks cannot train together: {}. Give every rank the same model, options and hooks",
-                  first_difference(by_rank)));
+                  first_difference(by_rank, things)));
 }
 
 }  // namespace torchspan::data_parallel

@@ -28,10 +28,12 @@ struct Agreement {
 };
 
 /// Collective: throws the same Error{kInvalid} on all ranks, naming what differs first, or the rank that
-/// cannot go on. Exchanges a digest, and everything only when digests differ.
-void agree(const collective::Group& group, const Agreement& mine);
+/// cannot go on. Exchanges a digest, and everything only when digests differ. `things` is what tensors are
+/// called in messages.
+void agree(const collective::Group& group, const Agreement& mine,
+           const std::string& things = "parameters and buffers");
 
 /// How the ranks' agreements differ; empty: they do not.
-std::string first_difference(const std::vector<Agreement>& by_rank);
+std::string first_difference(const std::vector<Agreement>& by_rank, const std::string& things);
 
 }  // namespace torchspan::data_parallel

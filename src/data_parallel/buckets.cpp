@@ -86,6 +86,13 @@ bool Buckets::holds(std::size_t slot, const at::Tensor& gradient) const {
   return view.unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl() || same_memory(view, gradient);
 }
 
+bool Buckets::fits(std::size_t slot) const {
+  const at::Tensor& like = likes_[slot];
+  const Bucket& bucket = buckets_[bucket_of(slot)];
+  if (like.scalar_type() != bucket.dtype) return false;
+  return bucket.sparse || (like.sizes() == views_[slot].sizes() && like.device() == views_[slot].device());
+}
+
 bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
   if (!gradient.defined()) {
     put_nothing(slot);

@@ -34,6 +34,8 @@ class Buckets {
   const at::Tensor& view(std::size_t slot) const { return views_[slot]; }
   /// Whether `gradient` is the slot's view, in memory and shape.
   bool holds(std::size_t slot, const at::Tensor& gradient) const;
+  /// Whether the slot's parameter still is of the shape, dtype and device that the buckets were made for.
+  bool fits(std::size_t slot) const;
   /// Makes the slot's part factor · gradient, or zero for an undefined one. True when it was there already.
   /// Throws Error{kInvalid} for a dense gradient in a sparse bucket and the other way round.
   bool put(std::size_t slot, const at::Tensor& gradient, double factor);

@@ -17,8 +17,9 @@ struct ForwardRecord {
   bool synchronize = true;
   double divisor = 1;
   int leader = 0;
-  std::vector<std::size_t> unused;  ///< slots that the outputs do not reach
-  std::vector<bool> passed;         ///< by mark: a pass has come through it
+  std::vector<std::size_t> unused;    ///< slots that the outputs do not reach
+  std::vector<bool> passed;           ///< by mark: a pass has come through it
+  std::vector<Future<void>> awaited;  ///< the first pass does not end before
   bool all_passed() const { return std::find(passed.begin(), passed.end(), false) == passed.end(); }
 };
 

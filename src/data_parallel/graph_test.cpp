@@ -41,6 +41,22 @@ at::Tensor checkpoint(const at::Tensor& x, const Tensors& weights) {
   return Checkpoint::apply(x, std::make_shared<Hidden>(Hidden{weights}));
 }
 
+/// The same, but it gives the weights' gradients back to the pass instead of running one of its own for them.
+struct CheckpointByHand : torch::autograd::Function<CheckpointByHand> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& a,
+                            const at::Tensor& b) {
+    context->save_for_backward({x, a, b});
+    return Checkpoint::body(x, {a, b});
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const at::AutoGradMode grad_mode(true);
+    Tensors copies;
+    for (const at::Tensor& saved : context->get_saved_variables())
+      copies.push_back(saved.detach().requires_grad_());
+    return torch::autograd::grad({Checkpoint::body(copies[0], {copies[1], copies[2]})}, copies, gradients);
+  }
+};
+
 /// What one process gets for the average over ranks of f's gradients.
 Tensors alone(const Tensors& parameters, int size, const std::function<at::Tensor(const Tensors&, int)>& f) {
   Tensors copies;
@@ -96,6 +112,17 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
     EXPECT_NE(text.find("'p2'"), std::string::npos) << text;
     EXPECT_NE(text.find("static_graph"), std::string::npos) << text;
   });
+}
+
+TEST(Checkpointed, SegmentsThatGiveGradientsBackShareParametersFreely) {
+  for (const bool find_unused : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      expect_as_alone(self, small({.find_unused_parameters = find_unused}), [](const Tensors& p, int rank) {
+        const at::Tensor first = CheckpointByHand::apply(input(rank) * p[0], p[1], p[2]);
+        return (CheckpointByHand::apply(first, p[2], p[1]) * p[3]).sum();
+      });
+    });
+  }
 }
 
 TEST(Checkpointed, SegmentsWithUnusedParametersNeedTheGraphStaticOrOutside) {

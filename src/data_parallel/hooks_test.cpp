@@ -192,6 +192,35 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
   }
 }
 
+TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
+  for (unsigned bits = 0; bits < 16; ++bits) {
+    SCOPED_TRACE(bits);
+    DataParallelOptions options = kSmall;
+    options.gradient_as_bucket_view = bits & 1;
+    options.static_graph = bits & 2;
+    options.find_unused_parameters = bits & 4;
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2})};
+      const collective::Group own = self.group.split(0, self.rank);
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      reducer.set_hook(
+          [&](const GradientBucket& bucket, const collective::Group& group) {
+            return (bits & 8 ? own : group).all_reduce(bucket.buffer).then([](const Future<at::Tensor>& sum) {
+              return sum.wait() / 2;
+            });
+          },
+          "halves");
+      for (int i = 0; i < 4; ++i) {
+        zero(parameters, i % 2 == 0);
+        const Tensors wanted = expected(parameters, 2, i);
+        step(reducer, loss_of(parameters, self.rank, i));
+        for (std::size_t p = 0; p < parameters.size(); ++p)
+          expect_close(parameters[p].grad(), wanted[p], 1e-6);
+      }
+    });
+  }
+}
+
 TEST(Hook, MayAnswerAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};

@@ -97,7 +97,7 @@ void Reducer::Impl::launch(Round& round, std::size_t bucket) {
   }
   round.broken = false;
   if (!round.measured) return;
-  work.then([self = shared_from_this(), bucket, number = round.number,
+  work.then([self = hold(), bucket, number = round.number,
              began = runtime_.executor.now()](const Future<at::Tensor>&) {
     self->runtime_.spans.record(SpanKind::kBucket, fmt::format("bucket {}", bucket), began, number);
   });
@@ -126,11 +126,11 @@ void Reducer::Impl::conclude(const RoundPtr& round) {
   }
   if (round->sink != nullptr) round->end->hold(round->finished);
   if (!round->status.valid()) return await_hooks(round, 0);
-  round->status.then([self = shared_from_this(), round](const Future<at::Tensor>&) { self->finish(round); });
+  round->status.then([self = hold(), round](const Future<at::Tensor>&) { self->finish(round); });
 }
 
 void Reducer::Impl::await_hooks(const RoundPtr& round, std::size_t bucket) {
-  const auto self = shared_from_this();
+  const auto self = hold();
   if (bucket < round->works.size()) {
     round->works[bucket].then(
         [self, round, bucket](const Future<at::Tensor>&) { self->await_hooks(round, bucket + 1); });
@@ -298,7 +298,7 @@ void Reducer::Impl::rebuild(const RoundPtr& round) {
     if (!placed[parameter]) *next++ = static_cast<std::int64_t>(parameter);
   }
   group_.broadcast(order, round->leader)
-      .then([self = shared_from_this(), round, order](const Future<at::Tensor>& agreed) {
+      .then([self = hold(), round, order](const Future<at::Tensor>& agreed) {
         try {
           agreed.wait();
           self->take_new_order(*round, order);

@@ -117,16 +117,23 @@ struct Returning : ReturnsImpl {
 /// Wraps a module whose forward is `forward`, takes the loss of what it returned by `loss`.
 template <class Forward, class Loss>
 void expect_reduced(const Rank& self, Forward forward, Loss loss) {
-  auto module = std::make_shared<Returning<Forward>>(forward);
-  fill(*module, 0);
-  DistributedDataParallel model(self.runtime, module, self.group);
-  loss(model(batch(2, 2, self.rank).to(at::kFloat))).backward();
-  Returning<Forward> whole(forward);
-  fill(whole, 0);
-  for (int rank = 0; rank < self.size; ++rank)
-    (loss(whole.forward(batch(2, 2, rank).to(at::kFloat))) / self.size).backward();
-  for (std::size_t p = 0; p < 4; ++p)
-    expect_close(module->parameters()[p].grad(), whole.parameters()[p].grad(), 1e-5);
+  for (const DataParallelOptions& options :
+       {DataParallelOptions{}, DataParallelOptions{.find_unused_parameters = true},
+        DataParallelOptions{.static_graph = true}}) {
+    auto module = std::make_shared<Returning<Forward>>(forward);
+    fill(*module, 0);
+    DistributedDataParallel model(self.runtime, module, self.group, options);
+    for (int step = 0; step < 2; ++step) {
+      module->zero_grad();
+      loss(model(batch(2, 2, self.rank).to(at::kFloat))).backward();
+      Returning<Forward> whole(forward);
+      fill(whole, 0);
+      for (int rank = 0; rank < self.size; ++rank)
+        (loss(whole.forward(batch(2, 2, rank).to(at::kFloat))) / self.size).backward();
+      for (std::size_t p = 0; p < 4; ++p)
+        expect_close(module->parameters()[p].grad(), whole.parameters()[p].grad(), 1e-5);
+    }
+  }
 }
 
 TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
@@ -229,6 +236,41 @@ TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
     const std::string text = error_of([&] { model(batch(2, 2, 0)).sum().backward(); });
     EXPECT_NE(text.find("'layer0.weight' was converted"), std::string::npos) << text;
   });
+}
+
+TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModule) {
+  for (const bool find_unused : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      const std::vector<std::int64_t> widths{2, 3, 2};
+      Mlp trained(widths), mine(widths), whole(widths);
+      fill(*trained, 4);
+      DistributedDataParallel model(
+          self.runtime, mine, self.group,
+          {.find_unused_parameters = find_unused, .unwrapped_backward = Unwrapped::kThrow});
+      for (int i = 0; i < 3; ++i) {
+        std::stringstream file;
+        torch::save(trained, file);
+        const std::string bytes = file.str();
+        for (Mlp* net : {&mine, &whole}) {
+          std::stringstream again(bytes);
+          torch::load(*net, again);
+        }
+        if (i == 0) {
+          for (const auto& parameter : mine->parameters()) parameter.mutable_grad() = at::Tensor();
+        } else {
+          mine->zero_grad();
+        }
+        whole->zero_grad();
+        const at::Tensor input = batch(4, 2, i).to(at::kFloat);
+        model(input.narrow(0, 2 * self.rank, 2)).pow(2).sum().backward();
+        (whole->forward(input).pow(2).sum() / 2).backward();
+        for (std::size_t p = 0; p < 4; ++p)
+          expect_close(mine->parameters()[p].grad(), whole->parameters()[p].grad(), 1e-6);
+        fill(*trained, 5 + i);
+      }
+      EXPECT_EQ(model.stats().reductions, 3U);
+    });
+  }
 }
 
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {

@@ -86,6 +86,15 @@ bool Reducer::Impl::join_round(engine::GradientSink& sink, const std::shared_ptr
   return true;
 }
 
+void Reducer::Impl::hold_awaited(engine::GradientSink& sink, ForwardRecord& record) {
+  std::vector<Future<void>> awaited;
+  {
+    MutexLock lock(mutex_);
+    awaited.swap(record.awaited);
+  }
+  for (Future<void>& future : awaited) sink.hold(std::move(future));
+}
+
 void Reducer::Impl::listen(engine::GradientSink& sink, const RoundPtr& round) {
   const std::weak_ptr<Impl> weak = weak_from_this();
   sink.after_work([weak, round](const engine::PassStatus& status) {
@@ -109,6 +118,7 @@ void Reducer::Impl::mark_reached(engine::GradientSink& sink, const std::shared_p
                                  std::size_t mark) {
   if (!reaches_parameters()) return;
   settle();
+  hold_awaited(sink, *record);
   RoundPtr round;
   Start start;
   bool local = false;

@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <numeric>
 
 #include <ATen/core/ivalue.h>
@@ -69,6 +70,7 @@ Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions&
   mine.settings = {{"the layout of this handshake", "1"},
                    {"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
                    {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+                   {"bucket_cap_mb_list", fmt::format("[{}]", fmt::join(options.bucket_cap_mb_list, ", "))},
                    {"find_unused_parameters", on(options.find_unused_parameters)},
                    {"static_graph", on(options.static_graph)},
                    {"rebuild_buckets", on(options.rebuild_buckets)},
@@ -79,6 +81,16 @@ Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions&
   for (const Parameter& parameter : replicas[0])
     mine.add(parameter.name, parameter.tensor, parameter.sparse_gradient);
   return mine;
+}
+
+/// Bytes by bucket, in the order of reduction.
+std::vector<std::size_t> limits_of(const DataParallelOptions& options) {
+  std::vector<double> mebibytes = options.bucket_cap_mb_list;
+  if (mebibytes.empty()) mebibytes = {options.first_bucket_mb, options.bucket_cap_mb};
+  std::vector<std::size_t> limits;
+  for (const double size : mebibytes)
+    limits.push_back(std::max<std::size_t>(static_cast<std::size_t>(size * kMebibyte), 1));
+  return limits;
 }
 
 /// Those that need gradients: what is reduced.
@@ -145,12 +157,8 @@ void Reducer::Impl::build_buckets(const std::vector<std::size_t>& order) {
     tensors.push_back(parameter.tensor);
     assignment.sparse.push_back(parameter.sparse_gradient);
   }
-  const auto bytes = [](double mebibytes) {
-    return std::max<std::size_t>(static_cast<std::size_t>(mebibytes * kMebibyte), 1);
-  };
-  const std::vector<std::size_t> limits{bytes(options_.first_bucket_mb), bytes(options_.bucket_cap_mb)};
   buckets_ = std::make_unique<Buckets>(
-      replicas_, compute_bucket_assignment_by_size(tensors, limits, assignment), group_);
+      replicas_, compute_bucket_assignment_by_size(tensors, limits_of(options_), assignment), group_);
   MutexLock lock(mutex_);
   stats_.bucket_bytes.clear();
   stats_.bucket_parameters.clear();
@@ -163,10 +171,23 @@ void Reducer::Impl::build_buckets(const std::vector<std::size_t>& order) {
 }
 
 void Reducer::Impl::attach() {
+  hooked_.resize(slots());
+  for (std::size_t slot = 0; slot < slots(); ++slot) hook_slot(slot);
+}
+
+void Reducer::Impl::hook_slot(std::size_t slot) {
+  auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
+  const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
+  hooked_[slot] = {std::move(node), key};
+}
+
+void Reducer::Impl::attach_again() {
   for (std::size_t slot = 0; slot < slots(); ++slot) {
-    auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
-    const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
-    hooked_.emplace_back(std::move(node), key);
+    auto& [node, key] = hooked_[slot];
+    if (torch::autograd::impl::try_get_grad_accumulator(tensor(slot)) == node) continue;
+    if (!buckets_->fits(slot)) continue;  // the next backward pass names it
+    node->del_post_hook(key);
+    hook_slot(slot);
   }
 }
 
@@ -185,6 +206,30 @@ void Reducer::Impl::detach() {
   }
   if (round) give_up(round, "the reducer was destroyed in the middle of a reduction");
   settle();
+  await_holds();
+}
+
+std::shared_ptr<Reducer::Impl> Reducer::Impl::hold() {
+  {
+    MutexLock lock(mutex_);
+    ++holds_;
+  }
+  return {this, [](Impl* self) {
+            MutexLock lock(self->mutex_);
+            if (--self->holds_ == 0 && self->awaits_holds_ != nullptr) self->awaits_holds_->unpark();
+          }};
+}
+
+void Reducer::Impl::await_holds() {
+  const auto parker = runtime_.executor.make_parker();
+  for (;;) {
+    {
+      MutexLock lock(mutex_);
+      awaits_holds_ = holds_ > 0 ? parker.get() : nullptr;
+      if (holds_ == 0) return;
+    }
+    parker->park(Deadline::never());
+  }
 }
 
 void Reducer::Impl::begin_forward() {
@@ -252,10 +297,12 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   settle();
   if (options.synchronize) refuse_unfinished_round();
   refuse_thawed_parameters();
+  attach_again();
   auto record = std::make_shared<ForwardRecord>();
   record->synchronize = options.synchronize;
   record->divisor = options.divisor > 0 ? options.divisor : group_.size();
   record->leader = options.leader;
+  record->awaited = options.awaited;
   const bool walk = options_.find_unused_parameters && !options_.static_graph;
   if (walk) record->unused = unused_slots(outputs);
   outputs = mark_outputs(std::move(outputs), record,

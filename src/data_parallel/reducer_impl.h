@@ -68,6 +68,8 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   /// Puts hooks on the parameters; once, when a shared_ptr owns this.
   void attach();
+  /// Puts hooks on parameters that lost them with their gradient accumulators, as torch::load() makes them.
+  void attach_again();
   /// Takes them off, gives up what is under way and waits for its end.
   void detach();
 
@@ -92,10 +94,15 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   // reducer.cpp
   void build_buckets(const std::vector<std::size_t>& order);
+  void hook_slot(std::size_t slot);
   std::size_t slots() const { return replicas_.size() * count_; }
   const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
   const std::string& name(std::size_t slot) const { return replicas_[slot / count_][slot % count_].name; }
   std::vector<std::size_t> unused_slots(const std::vector<at::Tensor>& outputs) const;
+  /// This reducer for a continuation on the group's threads. detach() waits until all have been let go of, so
+  /// that the last handle of the group never goes on a thread of the group, which could not end it.
+  std::shared_ptr<Impl> hold();
+  void await_holds();
   void refuse_unfinished_round();
   void refuse_thawed_parameters() const;
 
@@ -109,6 +116,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
       TORCHSPAN_REQUIRES(mutex_);
   bool join_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record)
       TORCHSPAN_REQUIRES(mutex_);
+  void hold_awaited(engine::GradientSink& sink, ForwardRecord& record);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void listen_locally(engine::GradientSink& sink);
   /// Slots whose gradients came in this pass before it was known to be one that reduces.
@@ -187,6 +195,8 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::uint32_t firing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool graph_known_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool warned_unwrapped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  Parker* awaits_holds_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::uint64_t rounds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::optional<TimePoint> forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
   ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);

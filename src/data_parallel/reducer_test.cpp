@@ -173,6 +173,33 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   });
 }
 
+TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
+  on_ranks(2, [](const Rank& self) {
+    Tensors parameters;
+    for (int i = 0; i < 7; ++i) parameters.push_back(leaf({10}));
+    const std::vector<double> capacities{80 / 1048576.0, 40 / 1048576.0, 120 / 1048576.0};
+    Reducer reducer(self.runtime, named(parameters), self.group,
+                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6, .bucket_cap_mb_list = capacities});
+    EXPECT_EQ(reducer.stats().bucket_bytes, (std::vector<std::size_t>{80, 40, 120, 40}));
+    for (int i = 0; i < 3; ++i) {
+      zero(parameters, i % 2 == 0);
+      const Tensors wanted = expected(parameters, 2, i);
+      step(reducer, loss_of(parameters, self.rank, i));
+      for (std::size_t p = 0; p < parameters.size(); ++p) expect_close(parameters[p].grad(), wanted[p], 1e-6);
+    }
+    EXPECT_TRUE(reducer.stats().rebuilt);
+    EXPECT_EQ(reducer.stats().bucket_bytes, (std::vector<std::size_t>{80, 40, 120, 40}));
+    const auto refused = [&](std::vector<double> list) {
+      return error_of([&] {
+        Reducer wrong(self.runtime, named(parameters), self.group, {.bucket_cap_mb_list = std::move(list)});
+      });
+    };
+    EXPECT_NE(refused({1, 0}).find("bucket_cap_mb_list[1] is 0"), std::string::npos);
+    EXPECT_NE(refused({self.rank + 1.0}).find("bucket_cap_mb_list is [1] on rank 0 and [2] on rank 1"),
+              std::string::npos);
+  });
+}
+
 TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/data_parallel/wrapped_module.h>
 
 #include "data_parallel/agreement.h"
@@ -48,6 +49,7 @@ class WrappedModule::Impl {
   Impl(Runtime& runtime, const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
        const DataParallelOptions& options)
       : options_(options),
+        module_(module),
         parts_(agreed_parts(module, group, options)),
         buffers_(buffers_of(parts_)),
         reducer_(runtime, parts_.parameters, group, options) {
@@ -60,6 +62,7 @@ class WrappedModule::Impl {
     reducer_.begin_forward();
     next_ = {.synchronize = synchronize_};
     if (!at::GradMode::is_enabled()) return;
+    await_buffers();
     int root = 0;
     if (join_) {
       heed(hear({.live = true, .synchronize = synchronize_}));
@@ -67,15 +70,45 @@ class WrappedModule::Impl {
       rounds_before_ = reducer_.rounds();
       root = next_.leader;
     }
-    if (synchronize_ && options_.broadcast_buffers) broadcast_coalesced(group(), buffers_, root);
+    if (!synchronize_ || !options_.broadcast_buffers) return;
+    if (!buffer_hook_) {
+      broadcast_coalesced(group(), buffers_, root);
+    } else if (buffer_hook_time_ == BufferHookTime::kBeforeForward) {
+      call_buffer_hook();
+      await_buffers();
+    }
   }
 
   std::vector<at::Tensor> end_forward(std::vector<at::Tensor> outputs) {
+    if (buffer_hook_ && buffer_hook_time_ == BufferHookTime::kAfterForward && next_.synchronize &&
+        at::GradMode::is_enabled()) {
+      call_buffer_hook();
+      next_.awaited = buffers_on_their_way_;
+    }
     return reducer_.prepare_for_backward(std::move(outputs), next_);
+  }
+
+  void set_buffer_hook(BufferHook hook, const std::string& name, BufferHookTime when) {
+    reducer_.settle();
+    Agreement mine;
+    if (!hook) {
+      mine.failure = "the buffer hook is empty";
+    } else if (buffer_hook_) {
+      mine.failure = "a buffer hook is set already; there is one for the life of the wrapper";
+    } else if (!options_.broadcast_buffers) {
+      mine.failure = "broadcast_buffers is false, so that a buffer hook would never be called";
+    }
+    const bool before = when == BufferHookTime::kBeforeForward;
+    mine.settings = {{"the buffer hook", "'" + name + "'"},
+                     {"the time of the buffer hook", before ? "before forward" : "after forward"}};
+    agree(group(), mine);
+    buffer_hook_ = std::move(hook);
+    buffer_hook_time_ = when;
   }
 
   void synchronize_state(int root) {
     reducer_.settle();
+    await_buffers();
     std::vector<at::Tensor> tensors = buffers_;
     for (const Parameter& parameter : parts_.parameters) tensors.push_back(parameter.tensor);
     broadcast_coalesced(group(), tensors, root);
@@ -83,6 +116,11 @@ class WrappedModule::Impl {
 
   void join(const std::function<void()>& body, const JoinOptions& options) {
     if (join_) throw Error(ErrorKind::kInvalid, "join() inside join()");
+    if (buffer_hook_) {
+      throw Error(ErrorKind::kInvalid,
+                  "join() does not go with a buffer hook: a rank without batches has no part in it");
+    }
+    if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
     heard_failure_ = owes_ = false;
     last_live_ = 0;
@@ -105,6 +143,40 @@ class WrappedModule::Impl {
   Reducer& reducer() { return reducer_; }
 
  private:
+  /// They wait for all ranks in the midst of a forward.
+  void refuse_sync_batch_norms() const {
+    for (const auto& item : module_->named_modules()) {
+      const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(item.value().get());
+      if (norm == nullptr || !norm->group() || norm->group()->size() == 1) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("join() does not go with '{}', a SyncBatchNorm, which needs the batches of all "
+                              "ranks; set throw_on_early_termination",
+                              item.key()));
+    }
+  }
+
+  void call_buffer_hook() {
+    if (parts_.buffers.empty()) return;
+    rounds_before_hook_ = reducer_.rounds();
+    std::vector<NamedBuffer> seen;
+    for (const auto& [name, buffer] : parts_.buffers) seen.push_back({name, buffer.variable_data()});
+    for (const Future<at::Tensor>& future : buffer_hook_(seen, group())) {
+      if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook answered with an empty future");
+      buffers_on_their_way_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
+    }
+  }
+  /// A failure is thrown unless a backward pass has told it.
+  void await_buffers() {
+    const bool told = reducer_.rounds() != rounds_before_hook_;
+    for (const Future<void>& future : std::exchange(buffers_on_their_way_, {})) {
+      try {
+        future.wait();
+      } catch (...) {
+        if (!told) throw;
+      }
+    }
+  }
+
   /// Says `word` and listens; what is wrong there is known to all.
   JoinRound hear(const JoinWord& word) {
     reducer_.settle();
@@ -154,9 +226,14 @@ class WrappedModule::Impl {
   }
 
   const DataParallelOptions options_;
+  const std::shared_ptr<torch::nn::Module> module_;
   const ModuleParts parts_;
   const std::vector<at::Tensor> buffers_;
   Reducer reducer_;
+  BufferHook buffer_hook_;
+  BufferHookTime buffer_hook_time_ = BufferHookTime::kAfterForward;
+  std::vector<Future<void>> buffers_on_their_way_;
+  std::uint64_t rounds_before_hook_ = 0;
   ForwardOptions next_;
   std::optional<JoinOptions> join_;
   int last_live_ = 0;
@@ -179,6 +256,9 @@ bool WrappedModule::set_synchronize(bool synchronize) {
 }
 void WrappedModule::set_hook(CommHook hook, std::string name) {
   impl_->reducer().set_hook(std::move(hook), std::move(name));
+}
+void WrappedModule::set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when) {
+  impl_->set_buffer_hook(std::move(hook), name, when);
 }
 void WrappedModule::join(const std::function<void()>& body, const JoinOptions& options) {
   impl_->join(body, options);

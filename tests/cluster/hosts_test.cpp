@@ -1,7 +1,5 @@
 // Worlds of several hosts, which are network namespaces joined by a cable. Workers of one of them share
 // memory, all others speak TLS.
-#include "tests/support/hosts.h"
-
 #include <ATen/ATen.h>
 
 #include <torchspan/collective/group.h>
@@ -9,8 +7,8 @@
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 
+#include "tests/cluster/hosts_suite.h"
 #include "tests/support/certificates.h"
-#include "tests/support/cluster_main.h"
 
 namespace torchspan {
 namespace {
@@ -18,10 +16,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using testing::expect_all_end_well;
+using testing::host_options;
+using testing::Hosts;
 using testing::Process;
 using testing::ProcessWorld;
-using testing::TestHost;
-using testing::TestNetwork;
+using testing::require;
 
 at::Tensor twice(const at::Tensor& x) { return x * 2; }
 /// Sleeps until nobody waits for it any more.
@@ -37,23 +36,10 @@ constexpr Function<adopted> kAdopted{"adopted"};
 
 FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); }
 
-/// All namespaces are of one kernel: which host a worker believes to be on is the test's to say.
-WorkerOptions options() {
-  WorkerOptions options = WorkerOptions::from_env();
-  const std::string host = options.network.host_mark = std::getenv("TEST_HOST");
-  // UCX takes the loopback devices of one kernel for one, too. The cables are called like the hosts.
-  if (options.network.ucx) options.network.ucx->devices = host;
-  return options;
-}
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
-
 /// Everybody calls everybody, with small and with large tensors. Two workers per host: one neighbour sends
 /// each worker a tensor that it adopts and gets one back that it adopts.
 void meet() {
-  Session session(options(), functions());
+  Session session(host_options(), functions());
   Worker& worker = session.worker();
   for (std::uint32_t peer = 0; peer < session.world_size(); ++peer) {
     if (peer == session.rank()) continue;
@@ -69,7 +55,7 @@ void meet() {
 
 /// Shared memory inside each host, Gloo between their first workers.
 void sum_over_hosts() {
-  Session session(options(), functions());
+  Session session(host_options(), functions());
   const auto rank = static_cast<double>(session.rank());
   try {
     session.group();
@@ -93,7 +79,7 @@ void sum_over_hosts() {
 
 /// Prints "ready" with a call to the far host under way, and "lost" when that was reported.
 void watch_far_host() {
-  Session session(options(), functions());
+  Session session(host_options(), functions());
   Worker& worker = session.worker();
   auto lost = worker.with({.timeout = seconds(60)}).rpc_async("worker2", kNap);
   worker.rpc_sync("worker2", kTwice, at::ones({4}));
@@ -118,7 +104,7 @@ void watch_far_host() {
 
 /// Serves until the world breaks; a far host that hears of it ends well.
 void serve_far_host() {
-  Session session(options(), functions());
+  Session session(host_options(), functions());
   try {
     session.shutdown(seconds(60));
   } catch (const Error& error) {
@@ -127,32 +113,6 @@ void serve_far_host() {
   }
   require(false, "the world broke");
 }
-
-class Hosts : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!network_.trouble().empty()) GTEST_SKIP() << "no two hosts: " << network_.trouble();
-  }
-  /// Starts `scenario` on one of the hosts, as torchrun would.
-  Process& start(ProcessWorld& world, int rank, const TestHost& host, const std::string& scenario,
-                 std::map<std::string, std::string> changes = {}) {
-    changes.insert({{"MASTER_ADDR", TestNetwork::kNear},
-                    {"LOCAL_WORLD_SIZE", "2"},
-                    {"LOCAL_RANK", std::to_string(rank % 2)},
-                    {"TEST_HOST", &host == &network_.near ? "near" : "far"}});
-    return world.start(rank, scenario, std::move(changes), host.through());
-  }
-  static bool says(ProcessWorld& world, Process& process, const std::string& word, Duration limit) {
-    const Deadline deadline = world.executor().deadline_in(limit);
-    while (process.output().find(word) == std::string::npos) {
-      if (deadline.passed(world.executor().now())) return false;
-      world.executor().sleep(milliseconds(10));
-    }
-    return true;
-  }
-
-  const TestNetwork network_;
-};
 
 TEST_F(Hosts, WorkersOfTwoHostsMeetAndCallEachOther) {
   ProcessWorld world(4);

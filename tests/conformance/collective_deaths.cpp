@@ -4,10 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/rendezvous/environment.h>
-
-#include "tests/conformance/collective_backends.h"
-#include "tests/support/cluster_main.h"
+#include "tests/conformance/collective_process.h"
 
 namespace torchspan::testing {
 namespace {
@@ -16,46 +13,6 @@ using namespace collective;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::HasSubstr;
-
-constexpr int kVictim = 1;
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
-
-/// Joins the world that the environment tells of, and makes a group of all.
-void with_group(GroupOptions options, const std::function<void(Group&, Executor&)>& body) {
-  const auto executor = make_executor();
-  const auto environment = rendezvous::read_environment(rendezvous::process_environment());
-  Runtime runtime(*executor, environment.name);
-  rendezvous::JoinOptions join;
-  join.name = environment.name;
-  join.rank = environment.rank;
-  join.world_size = environment.world_size;
-  join.store_address = environment.store_address();
-  join.address = "unix:/none";
-  join.job = environment.job;
-  const auto world = rendezvous::Membership::join(
-      runtime, rendezvous::stream_transports(*executor, rendezvous::load_secret(environment)), join);
-  Group group = Group::make(runtime, *world, std::move(options));
-  body(group, *executor);
-}
-
-/// What a rank that lives on must hear.
-void expect_error(ErrorKind kind, const std::vector<std::string>& words, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    require(error.kind() == kind, text);
-    for (const std::string& word : words)
-      require(text.find(word) != std::string::npos, word + " in: " + text);
-    return;
-  }
-  throw std::runtime_error("nothing was thrown");
-}
-
-GroupOptions shared_memory() { return {.back_end = BackEndKind::kSharedMemory, .timeout = seconds(60)}; }
 
 /// Dies before a call that the others make.
 void dies_between_calls(const GroupOptions& options) {
@@ -143,11 +100,12 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]).starts_with(kOverMpi)) {
     return run_over_mpi(std::atoi(argv[1] + kOverMpi.size()), argc - 1, argv + 1);
   }
-  return cluster_main(
-      argc, argv,
-      {{"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
-       {"dies_between_calls_of_gloo",
-        [] { dies_between_calls({.back_end = BackEndKind::kC10d, .timeout = std::chrono::seconds(60)}); }},
-       {"dies_at_any_time", dies_at_any_time},
-       {"stops", stops}});
+  std::map<std::string, Scenario> scenarios{
+      {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
+      {"dies_between_calls_of_gloo",
+       [] { dies_between_calls({.back_end = BackEndKind::kC10d, .timeout = std::chrono::seconds(60)}); }},
+      {"dies_at_any_time", dies_at_any_time},
+      {"stops", stops}};
+  scenarios.merge(phase_scenarios());
+  return cluster_main(argc, argv, scenarios);
 }

@@ -4,3 +4,4 @@
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/data_parallel/hooks.h>
 #include <torchspan/data_parallel/reducer.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>

@@ -74,6 +74,12 @@ class DistributedDataParallel {
   void set_hook(data_parallel::CommHook hook, std::string name) {
     wrapped_->set_hook(std::move(hook), std::move(name));
   }
+  /// Collective, once: buffers go through `hook` instead of being taken from rank 0. `name` and `when` must
+  /// be the same on all ranks. Not inside join(), and not where broadcast_buffers is false.
+  void set_buffer_hook(data_parallel::BufferHook hook, std::string name,
+                       data_parallel::BufferHookTime when = data_parallel::BufferHookTime::kAfterForward) {
+    wrapped_->set_buffer_hook(std::move(hook), std::move(name), when);
+  }
   /// Collective: everybody gets the parameters and buffers of `root`, as after loading a checkpoint there.
   void synchronize_state(int root = 0) { wrapped_->synchronize_state(root); }
 

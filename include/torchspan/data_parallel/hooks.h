@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -39,5 +40,22 @@ CommHook bf16_compress_hook();
 /// The same around another hook, which then sees, and answers, 16-bit buckets.
 CommHook fp16_compress_wrapper(CommHook inner);
 CommHook bf16_compress_wrapper(CommHook inner);
+
+/// A buffer under the module's name for it. Autograd does not see what is written to this tensor.
+struct NamedBuffer {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// Where a buffer hook is called: before the module's forward, which then waits for its futures; or after it,
+/// so that buffers travel while the program goes on: backward does not end, and the next forward does not
+/// begin, before they have arrived.
+enum class BufferHookTime : std::uint8_t { kBeforeForward, kAfterForward };
+
+/// Brings the ranks' buffers together, in place, instead of a broadcast of rank 0's. Called with each reduced
+/// forward, on the thread that trains. It issues its operations on `group`, the same on all ranks, before it
+/// returns; what it returns is waited for, and a failure there is that of the forward or backward pass.
+using BufferHook = std::function<std::vector<Future<at::Tensor>>(const std::vector<NamedBuffer>& buffers,
+                                                                 const collective::Group& group)>;
 
 }  // namespace torchspan::data_parallel

@@ -17,6 +17,9 @@ enum class Unwrapped : std::uint8_t { kWarnOnce, kThrow, kIgnore };
 struct DataParallelOptions {
   double bucket_cap_mb = 25;   ///< MiB of gradients reduced together
   double first_bucket_mb = 1;  ///< MiB in the bucket that is reduced first, so that it begins early
+  /// Replaces both, unless it is empty: MiB by bucket of one dtype and device, in the order of reduction. The
+  /// last is that of all further ones.
+  std::vector<double> bucket_cap_mb_list = {};
   /// The graph is walked every step for parameters that it does not reach; without it, one that gets no
   /// gradient fails the backward pass by name.
   bool find_unused_parameters = false;

@@ -17,9 +17,10 @@ namespace torchspan::data_parallel {
 
 /// What one forward says about the backward passes that follow it.
 struct ForwardOptions {
-  bool synchronize = true;  ///< false: gradients accumulate on this rank
-  double divisor = 0;       ///< of the sum over ranks; 0: their number. The same on all ranks
-  int leader = 0;           ///< a rank that takes part with gradients. The same on all ranks
+  bool synchronize = true;                 ///< false: gradients accumulate on this rank
+  double divisor = 0;                      ///< of the sum over ranks; 0: their number. The same on all ranks
+  int leader = 0;                          ///< a rank that takes part with gradients. The same on all ranks
+  std::vector<Future<void>> awaited = {};  ///< what its first reduced backward pass does not end before
 };
 
 /// Averages the gradients of parameters over the ranks of a group while backward still runs: puts them into

@@ -1,0 +1,50 @@
+#pragma once
+#include <torchspan/net/network.h>
+#include <torchspan/session/session.h>
+
+#include "tests/support/cluster_main.h"
+#include "tests/support/hosts.h"
+
+namespace torchspan::testing {
+
+/// All namespaces are of one kernel: which host a worker believes to be on is the test's to say.
+inline WorkerOptions host_options() {
+  WorkerOptions options = WorkerOptions::from_env();
+  const std::string host = options.network.host_mark = std::getenv("TEST_HOST");
+  // UCX takes the loopback devices of one kernel for one, too. The cables are called like the hosts.
+  if (options.network.ucx) options.network.ucx->devices = host;
+  return options;
+}
+
+inline void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+/// A suite whose worlds span two hosts, where this system lets us make them.
+class Hosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!network_.trouble().empty()) GTEST_SKIP() << "no two hosts: " << network_.trouble();
+  }
+  /// Starts `scenario` on one of the hosts, as torchrun would.
+  Process& start(ProcessWorld& world, int rank, const TestHost& host, const std::string& scenario,
+                 std::map<std::string, std::string> changes = {}) {
+    changes.insert({{"MASTER_ADDR", TestNetwork::kNear},
+                    {"LOCAL_WORLD_SIZE", "2"},
+                    {"LOCAL_RANK", std::to_string(rank % 2)},
+                    {"TEST_HOST", &host == &network_.near ? "near" : "far"}});
+    return world.start(rank, scenario, std::move(changes), host.through());
+  }
+  static bool says(ProcessWorld& world, Process& process, const std::string& word, Duration limit) {
+    const Deadline deadline = world.executor().deadline_in(limit);
+    while (process.output().find(word) == std::string::npos) {
+      if (deadline.passed(world.executor().now())) return false;
+      world.executor().sleep(std::chrono::milliseconds(10));
+    }
+    return true;
+  }
+
+  const TestNetwork network_;
+};
+
+}  // namespace torchspan::testing

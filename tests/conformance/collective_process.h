@@ -1,0 +1,63 @@
+#pragma once
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/rendezvous/environment.h>
+
+#include "tests/conformance/collective_backends.h"
+#include "tests/support/cluster_main.h"
+
+namespace torchspan::testing {
+
+/// The rank that dies in the scenes of this suite.
+inline constexpr int kVictim = 1;
+
+inline void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+inline collective::GroupOptions shared_memory() {
+  return {.back_end = collective::BackEndKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
+}
+
+/// Joins the world that the environment tells of, and makes a group of all.
+inline void with_group(collective::GroupOptions options,
+                       const std::function<void(collective::Group&, Executor&)>& body) {
+  const auto executor = make_executor();
+  const auto environment = rendezvous::read_environment(rendezvous::process_environment());
+  Runtime runtime(*executor, environment.name);
+  rendezvous::JoinOptions join;
+  join.name = environment.name;
+  join.rank = environment.rank;
+  join.world_size = environment.world_size;
+  join.store_address = environment.store_address();
+  join.address = "unix:/none";
+  join.job = environment.job;
+  const auto world = rendezvous::Membership::join(
+      runtime, rendezvous::stream_transports(*executor, rendezvous::load_secret(environment)), join);
+  collective::Group group = collective::Group::make(runtime, *world, std::move(options));
+  body(group, *executor);
+}
+
+/// What a rank that lives on must hear.
+inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
+                         const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    require(error.kind() == kind, text);
+    for (const std::string& word : words)
+      require(text.find(word) != std::string::npos, word + " in: " + text);
+    return;
+  }
+  throw std::runtime_error("nothing was thrown");
+}
+
+/// Where a rank may die in an operation, by name: the scenes of collective_phases.cpp.
+std::map<std::string, Scenario> phase_scenarios();
+
+}  // namespace torchspan::testing
