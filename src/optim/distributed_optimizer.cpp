@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <fmt/format.h>
 
 #include <torch/nn/module.h>
@@ -8,36 +11,107 @@
 #include "optim/parameters.h"
 
 namespace torchspan::optim {
+namespace {
+
+using Owner = std::uint32_t;
+
+std::string name_of(const Worker& worker, Owner rank) {
+  for (const WorkerInfo& info : worker.workers()) {
+    if (info.rank == rank) return info.name;
+  }
+  return fmt::format("rank {}", rank);
+}
+
+/// Waits for all owners' answers, and throws their failures as one.
+template <class R>
+std::map<Owner, R> collect(const Worker& worker, const std::string& what,
+                           const std::map<Owner, Future<R>>& answers) {
+  std::map<Owner, R> results;
+  std::vector<std::pair<Owner, std::exception_ptr>> failures;
+  for (const auto& [owner, answer] : answers) {
+    try {
+      results.emplace(owner, answer.wait());
+    } catch (...) {
+      failures.emplace_back(owner, std::current_exception());
+    }
+  }
+  if (failures.empty()) return results;
+  if (failures.size() == 1) std::rethrow_exception(failures.front().second);
+  std::string text = fmt::format("{} failed on {} of {} workers:", what, failures.size(), answers.size());
+  for (const auto& [owner, failure] : failures) {
+    text += fmt::format("\n  worker '{}': {}", name_of(worker, owner), to_error(failure).message());
+  }
+  throw Error(to_error(failures.front().second).kind(), text);
+}
+
+/// The number that a part of a name is; no number gives one that no group and no target has.
+std::size_t index_of(std::string_view text) {
+  std::size_t index = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), index);
+  return error == std::errc() && end == text.data() + text.size() ? index : SIZE_MAX;
+}
+
+/// Takes the part of a name before its next dot off it.
+std::string_view take_part(std::string_view& name) {
+  const std::size_t dot = std::min(name.find('.'), name.size());
+  const std::string_view part = name.substr(0, dot);
+  name.remove_prefix(std::min(dot + 1, name.size()));
+  return part;
+}
+
+}  // namespace
 
 Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
   if (!module) throw Error(ErrorKind::kInvalid, "a target is a null module; construct it first");
-  tensors_ = parameters_of(*module);
+  for (auto& [name, parameter] : named_parameters_of(*module)) {
+    names_.push_back(name);
+    tensors_.push_back(parameter);
+  }
   if (tensors_.empty()) throw Error(ErrorKind::kInvalid, "a target module has no parameters");
 }
 
-DistributedOptimizer::DistributedOptimizer(const Worker& worker, Recipe recipe, std::vector<Target> targets)
+DistributedOptimizer::DistributedOptimizer(const Worker& worker, const std::vector<TargetGroup>& groups)
     : worker_(worker) {
-  if (targets.empty()) throw Error(ErrorKind::kInvalid, "a DistributedOptimizer needs at least one target");
-  std::map<std::uint32_t, CreateOptimizer> messages;
-  for (const Target& target : targets) {
-    if (const auto& reference = target.reference()) {
-      messages[reference->owner()].targets.push_back(reference);
-      continue;
+  std::map<Owner, CreateOptimizer> messages;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    owners_.emplace_back();
+    kinds_.push_back(groups[g].recipe.kind);
+    rates_.push_back(groups[g].recipe.lr);
+    const auto add = [&](const rpc::ReferencePtr& reference, std::string name) {
+      std::vector<OptimizerGroup>& there = messages[reference->owner()].groups;
+      const std::string label = std::to_string(g);
+      if (there.empty() || there.back().label != label) {
+        there.push_back({label, groups[g].recipe, {}});
+        shares_[reference->owner()].groups.push_back(g);
+      }
+      there.back().targets.push_back({reference, std::move(name)});
+    };
+    if (groups[g].targets.empty()) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("group {} of a DistributedOptimizer has no targets: it needs at least one", g));
     }
-    if (target.tensors().empty()) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
-    for (const at::Tensor& tensor : target.tensors()) {
-      messages[worker_.rank()].targets.push_back(RRef<at::Tensor>(worker_, tensor).state());
+    for (const Target& target : groups[g].targets) {
+      const std::string index = std::to_string(owners_[g].size());
+      const bool remote = target.reference() != nullptr;
+      if (!remote && target.tensors().empty()) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
+      owners_[g].push_back(remote ? target.reference()->owner() : worker_.rank());
+      if (remote) add(target.reference(), index);
+      for (std::size_t i = 0; i < target.tensors().size(); ++i) {
+        const bool named = i < target.names().size();
+        add(RRef<at::Tensor>(worker_, target.tensors()[i]).state(),
+            named ? fmt::format("{}.{}", index, target.names()[i]) : index);
+      }
     }
   }
+  if (groups.empty()) throw Error(ErrorKind::kInvalid, "a DistributedOptimizer needs at least one group");
+  std::map<Owner, Future<Unit>> answers;
   for (auto& [owner, message] : messages) {
     message.id = worker_.endpoint()->next_id();
-    message.recipe = recipe;
-    optimizers_[owner] = message.id.local;
+    shares_[owner].id = message.id.local;
+    answers.emplace(owner, worker_.request(Destination(owner), message));
   }
   try {
-    for_each_owner("making the optimizer", [&](std::uint32_t owner) {
-      return worker_.request(Destination(owner), messages.at(owner));
-    });
+    collect(worker_, "making the optimizer", answers);
   } catch (...) {
     drop();
     throw;
@@ -47,36 +121,141 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker, Recipe recipe, 
 DistributedOptimizer::~DistributedOptimizer() { drop(); }
 
 void DistributedOptimizer::drop() {
-  for (const auto& [owner, id] : optimizers_) {
-    worker_.request(Destination(owner), DropOptimizer{{worker_.rank(), id}});
-  }
+  for (const auto& [owner, share] : shares_) worker_.request(Destination(owner), DropOptimizer{id_on(owner)});
+}
+
+std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
+  std::vector<double> rates;
+  for (const std::size_t group : shares_.at(owner).groups) rates.push_back(rates_[group]);
+  return rates;
 }
 
 void DistributedOptimizer::step(const autograd::ContextView& context) {
-  for_each_owner("the optimizer step", [&](std::uint32_t owner) {
-    return worker_.request(Destination(owner),
-                           StepOptimizer{{worker_.rank(), optimizers_.at(owner)}, context.id()});
-  });
+  const double scale = clip_ && clip_->first == context.id() ? clip_->second : 1;
+  clip_.reset();
+  std::map<Owner, Future<Unit>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner), StepOptimizer{id_on(owner), context.id(),
+                                                                             rates_on(owner), scale}));
+  }
+  collect(worker_, "the optimizer step", answers);
 }
 
-void DistributedOptimizer::for_each_owner(const std::string& what,
-                                          const std::function<Future<Unit>(std::uint32_t)>& request) {
-  std::vector<Future<Unit>> answers;
-  for (const auto& [owner, id] : optimizers_) answers.push_back(request(owner));
-  std::vector<Error> failures;
-  for (const Future<Unit>& answer : answers) {
-    try {
-      answer.wait();
-    } catch (const Error& error) {
-      failures.push_back(error);
+double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,
+                                            double norm_type) {
+  clip_factor(0, max_norm);  // a wrong option costs no round
+  std::map<Owner, Future<double>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(
+        owner, worker_.request(Destination(owner), NormOfGradients{id_on(owner), context.id(), norm_type}));
+  }
+  std::vector<double> norms;
+  for (const auto& [owner, norm] : collect(worker_, "the norm of gradients", answers)) norms.push_back(norm);
+  const double norm = gradient_norm({at::tensor(norms, at::kDouble)}, norm_type);
+  clip_ = {context.id(), clip_factor(norm, max_norm)};
+  return norm;
+}
+
+void DistributedOptimizer::set_lr(double lr) {
+  for (std::size_t g = 0; g < rates_.size(); ++g) set_lr(g, lr);
+}
+
+void DistributedOptimizer::set_lr(std::size_t group, double lr) {
+  check_not_negative(kinds_.at(group), "lr", lr);
+  rates_[group] = lr;
+}
+
+void DistributedOptimizer::set_lrs(const std::vector<double>& rates) {
+  if (rates.size() != rates_.size()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("there are {} groups and {} rates: give one for each",
+                                                 rates_.size(), rates.size()));
+  }
+  for (std::size_t g = 0; g < rates.size(); ++g) {
+    if (!std::isnan(rates[g])) set_lr(g, rates[g]);
+  }
+}
+
+StateDict DistributedOptimizer::state_dict() {
+  std::map<Owner, Future<StateDict>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner), ReadState{id_on(owner), rates_on(owner)}));
+  }
+  StateDict whole;
+  for (const auto& [owner, part] : collect(worker_, "reading the optimizer state", answers)) {
+    for (const auto& entry : part) {
+      // Kind and rate of a group come from each of its owners.
+      if (!whole.contains(entry.key())) whole.insert(entry.key(), entry.value());
     }
   }
-  if (failures.empty()) return;
-  if (failures.size() == 1) throw failures.front();
-  std::string text = fmt::format("{} failed on {} of {} workers:", what, failures.size(), answers.size());
-  for (const Error& failure : failures)
-    text += fmt::format("\n  worker '{}': {}", failure.worker(), failure.message());
-  throw Error(failures.front().kind(), text);
+  return whole;
+}
+
+std::map<Owner, StateDict> DistributedOptimizer::split(const StateDict& state) const {
+  std::map<Owner, StateDict> parts;
+  for (const auto& entry : state) {
+    std::string_view rest = entry.key();
+    const bool is_group = take_part(rest) == "group";
+    const std::size_t group = index_of(take_part(rest));
+    const bool of_parameter = take_part(rest) == "parameter";
+    const std::size_t target = index_of(take_part(rest));
+    if (!is_group || group >= owners_.size() || (of_parameter && target >= owners_[group].size())) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the optimizer state does not fit: it has '{}', and there is no such group or "
+                              "target here",
+                              entry.key()));
+    }
+    for (const auto& [owner, share] : shares_) {
+      const bool has_group = std::find(share.groups.begin(), share.groups.end(), group) != share.groups.end();
+      if (of_parameter ? owners_[group][target] == owner : has_group) {
+        parts[owner].insert(entry.key(), entry.value());
+      }
+    }
+  }
+  return parts;
+}
+
+void DistributedOptimizer::load_state_dict(const StateDict& state) {
+  std::map<Owner, StateDict> parts = split(state);
+  std::map<Owner, Future<Unit>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner), WriteState{id_on(owner), parts[owner]}));
+  }
+  collect(worker_, "loading the optimizer state", answers);
+  for (std::size_t g = 0; g < rates_.size(); ++g) {
+    rates_[g] = state[fmt::format("group.{}.lr", g)].item<double>();
+  }
+}
+
+std::vector<RRef<StateDict>> DistributedOptimizer::state_shards() {
+  std::map<Owner, Future<RRef<StateDict>>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner), KeepState{id_on(owner), rates_on(owner)}));
+  }
+  std::vector<RRef<StateDict>> shards;
+  for (const auto& [owner, shard] : collect(worker_, "keeping the optimizer state", answers)) {
+    shards.push_back(shard);
+  }
+  return shards;
+}
+
+void DistributedOptimizer::load_state_shards(const std::vector<RRef<StateDict>>& shards) {
+  std::map<Owner, RRef<StateDict>> by_owner;
+  for (const RRef<StateDict>& shard : shards) by_owner[shard.owner().rank] = shard;
+  for (const auto& [owner, share] : shares_) {
+    if (by_owner.contains(owner)) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("no shard lives on worker '{}', which owns parameters: give those "
+                            "of state_shards()",
+                            name_of(worker_, owner)));
+  }
+  std::map<Owner, Future<std::vector<double>>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner), TakeState{id_on(owner), by_owner[owner]}));
+  }
+  for (const auto& [owner, rates] : collect(worker_, "loading the optimizer state", answers)) {
+    const std::vector<std::size_t>& groups = shares_.at(owner).groups;
+    for (std::size_t i = 0; i < groups.size() && i < rates.size(); ++i) rates_[groups[i]] = rates[i];
+  }
 }
 
 }  // namespace torchspan::optim

@@ -1,5 +1,6 @@
 #include <cmath>
 #include <fmt/format.h>
+#include <limits>
 #include <unordered_map>
 #include <utility>
 
@@ -30,6 +31,11 @@ FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tenso
           fmt::format("{}: {} is the result of a computation; give the leaf that it was computed from", name_,
                       describe(i)));
     }
+    if (!parameter.is_floating_point() && !parameter.is_complex()) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("{}: {} holds no floating-point numbers: it cannot be trained", name_, describe(i)));
+    }
     const auto [first, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), i);
     if (!is_new) {
       throw Error(
@@ -42,11 +48,13 @@ FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tenso
 
 std::string FunctionalOptimizer::describe(std::size_t index) const {
   const at::Tensor& parameter = parameters_[index];
-  return fmt::format("parameter {} (shape {}, {})", index, c10::str(parameter.sizes()),
+  std::string name;
+  if (index < parameter_names_.size()) name = fmt::format(" '{}'", parameter_names_[index]);
+  return fmt::format("parameter {}{} (shape {}, {})", index, name, c10::str(parameter.sizes()),
                      c10::toString(parameter.scalar_type()));
 }
 
-void FunctionalOptimizer::check(std::size_t index, const at::Tensor& gradient) const {
+void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradient) const {
   const at::Tensor& parameter = parameters_[index];
   if (gradient.sizes() != parameter.sizes() || gradient.scalar_type() != parameter.scalar_type()) {
     throw Error(ErrorKind::kInvalid,
@@ -58,7 +66,12 @@ void FunctionalOptimizer::check(std::size_t index, const at::Tensor& gradient) c
                 fmt::format("{}: {} lives on {} and got a gradient on {}", name_, describe(index),
                             parameter.device().str(), gradient.device().str()));
   }
-  if (gradient.layout() == at::kStrided) return;
+  if (gradient.layout() == at::kStrided) {
+    const std::string reason = refuse_dense(parameter);
+    if (reason.empty()) return;
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("{}: {} got a dense gradient, {}", name_, describe(index), reason));
+  }
   if (gradient.layout() != at::kSparse) {
     throw Error(
         ErrorKind::kUnsupported,
@@ -71,7 +84,7 @@ void FunctionalOptimizer::check(std::size_t index, const at::Tensor& gradient) c
   }
 }
 
-void FunctionalOptimizer::step(std::span<const at::Tensor> gradients) {
+void FunctionalOptimizer::check(std::span<const at::Tensor> gradients) const {
   if (gradients.size() != parameters_.size()) {
     throw Error(
         ErrorKind::kInvalid,
@@ -80,18 +93,60 @@ void FunctionalOptimizer::step(std::span<const at::Tensor> gradients) {
             name_, parameters_.size(), gradients.size()));
   }
   for (std::size_t i = 0; i < gradients.size(); ++i) {
-    if (gradients[i].defined()) check(i, gradients[i]);
+    if (gradients[i].defined()) check_one(i, gradients[i]);
   }
+}
+
+void FunctionalOptimizer::step(std::span<const at::Tensor> gradients) {
+  check(gradients);
   at::NoGradGuard no_grad;
+  update_all(gradients);
+}
+
+void FunctionalOptimizer::update_all(std::span<const at::Tensor> gradients) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) update(i, parameters_[i], gradients[i]);
   }
 }
 
-void check_not_negative(std::string_view optimizer, std::string_view option, double value) {
-  if (std::isfinite(value) && value >= 0) return;
+std::string FunctionalOptimizer::refuse_dense(const at::Tensor&) const { return {}; }
+
+double FunctionalOptimizer::lr() const { return std::numeric_limits<double>::quiet_NaN(); }
+
+void FunctionalOptimizer::set_lr(double) {
+  throw Error(ErrorKind::kUnsupported, fmt::format("{} has no learning rate that could be set", name_));
+}
+
+ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
+
+void FunctionalOptimizer::load_state(std::size_t index, const ParameterState& state) {
+  if (state.empty()) return;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: {} = {}, but it must be a number from 0 up", optimizer, option, value));
+              fmt::format("{}: there is state '{}' for {}, but this optimizer keeps none", name_,
+                          state.begin()->first, describe(index)));
+}
+
+namespace {
+
+void check_option(bool fits, std::string_view optimizer, std::string_view option, double value,
+                  const std::string& range) {
+  if (fits && std::isfinite(value)) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("{}: {} = {}, but it must be {}", optimizer, option, value, range));
+}
+
+}  // namespace
+
+void check_not_negative(std::string_view optimizer, std::string_view option, double value) {
+  check_option(value >= 0, optimizer, option, value, "a number from 0 up");
+}
+
+void check_share(std::string_view optimizer, std::string_view option, double value) {
+  check_option(value >= 0 && value < 1, optimizer, option, value, "a number from 0 up and below 1");
+}
+
+void check_positive(std::string_view optimizer, std::string_view option, double value) {
+  check_option(value > 0, optimizer, option, value, "a number above 0");
 }
 
 }  // namespace torchspan::optim

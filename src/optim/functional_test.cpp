@@ -146,7 +146,7 @@ TEST(OptimizerTable, BuildsAKindThatAProgramAdds) {
 TEST(OptimizerTable, SaysWhatItHasWhenAKindIsUnknownOrOfAnotherVersion) {
   const Error unknown = error_of([] { OptimizerTable().build(Gentle{}, {parameter({1})}); });
   EXPECT_EQ(unknown.kind(), ErrorKind::kInvalid);
-  EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'Gentle' here, only Adagrad, SGD"));
+  EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'Gentle' here, only Adadelta, Adagrad, Adam"));
   Recipe other(Adagrad{});
   other.type += 1;
   EXPECT_THAT(error_of([&] { OptimizerTable().build(other, {parameter({1})}); }).what(),

@@ -1,11 +1,26 @@
 #pragma once
+#include <string>
 #include <vector>
 
 #include <torchspan/optim/recipe.h>
+#include <torchspan/optim/state_dict.h>
 #include <torchspan/rpc/endpoint.h>
 #include <torchspan/rpc/message.h>
+#include <torchspan/rpc/rref.h>
 
 namespace torchspan::optim {
+
+/// A module or tensor to train, by what its parameters' names begin with.
+struct OptimizerTarget {
+  rpc::ReferencePtr value;
+  std::string name;
+};
+
+struct OptimizerGroup {
+  std::string label;
+  Recipe recipe;
+  std::vector<OptimizerTarget> targets;
+};
 
 /// Makes an optimizer over the parameters behind the references, which the receiver owns.
 struct CreateOptimizer {
@@ -13,8 +28,7 @@ struct CreateOptimizer {
   static constexpr std::string_view kName = "optim.create";
   using Reply = Unit;
   GlobalId id;
-  Recipe recipe;
-  std::vector<rpc::ReferencePtr> targets;
+  std::vector<OptimizerGroup> groups;
 };
 
 /// Steps it with the gradients that the receiver has in the context.
@@ -24,6 +38,8 @@ struct StepOptimizer {
   using Reply = Unit;
   GlobalId id;
   std::uint64_t context = 0;
+  std::vector<double> rates;  ///< of its groups; those that are not numbers leave the rate as it is
+  double scale = 1;           ///< of the gradients
 };
 
 struct DropOptimizer {
@@ -31,6 +47,51 @@ struct DropOptimizer {
   static constexpr std::string_view kName = "optim.drop";
   using Reply = Unit;
   GlobalId id;
+};
+
+/// The norm of the gradients that its parameters have in the context.
+struct NormOfGradients {
+  static constexpr wire::MessageType kType{0x0204};
+  static constexpr std::string_view kName = "optim.norm";
+  using Reply = double;
+  GlobalId id;
+  std::uint64_t context = 0;
+  double norm_type = 2;
+};
+
+/// A copy of the state.
+struct ReadState {
+  static constexpr wire::MessageType kType{0x0205};
+  static constexpr std::string_view kName = "optim.read_state";
+  using Reply = StateDict;
+  GlobalId id;
+  std::vector<double> rates;
+};
+
+struct WriteState {
+  static constexpr wire::MessageType kType{0x0206};
+  static constexpr std::string_view kName = "optim.write_state";
+  using Reply = Unit;
+  GlobalId id;
+  StateDict state;
+};
+
+/// A copy of the state that stays where it is.
+struct KeepState {
+  static constexpr wire::MessageType kType{0x0207};
+  static constexpr std::string_view kName = "optim.keep_state";
+  using Reply = RRef<StateDict>;
+  GlobalId id;
+  std::vector<double> rates;
+};
+
+/// Takes over a state that the receiver owns; replies with the rates that its groups then have.
+struct TakeState {
+  static constexpr wire::MessageType kType{0x0208};
+  static constexpr std::string_view kName = "optim.take_state";
+  using Reply = std::vector<double>;
+  GlobalId id;
+  RRef<StateDict> state;
 };
 
 }  // namespace torchspan::optim
@@ -46,14 +107,40 @@ struct Wire<rpc::ReferencePtr> {
   }
 };
 template <>
+struct Wire<optim::OptimizerTarget>
+    : WireStruct<optim::OptimizerTarget, "optim.OptimizerTarget", &optim::OptimizerTarget::value,
+                 &optim::OptimizerTarget::name> {};
+template <>
+struct Wire<optim::OptimizerGroup>
+    : WireStruct<optim::OptimizerGroup, "optim.OptimizerGroup", &optim::OptimizerGroup::label,
+                 &optim::OptimizerGroup::recipe, &optim::OptimizerGroup::targets> {};
+template <>
 struct Wire<optim::CreateOptimizer>
     : WireStruct<optim::CreateOptimizer, "optim.CreateOptimizer", &optim::CreateOptimizer::id,
-                 &optim::CreateOptimizer::recipe, &optim::CreateOptimizer::targets> {};
+                 &optim::CreateOptimizer::groups> {};
 template <>
-struct Wire<optim::StepOptimizer> : WireStruct<optim::StepOptimizer, "optim.StepOptimizer",
-                                               &optim::StepOptimizer::id, &optim::StepOptimizer::context> {};
+struct Wire<optim::StepOptimizer>
+    : WireStruct<optim::StepOptimizer, "optim.StepOptimizer", &optim::StepOptimizer::id,
+                 &optim::StepOptimizer::context, &optim::StepOptimizer::rates, &optim::StepOptimizer::scale> {
+};
 template <>
 struct Wire<optim::DropOptimizer>
     : WireStruct<optim::DropOptimizer, "optim.DropOptimizer", &optim::DropOptimizer::id> {};
+template <>
+struct Wire<optim::NormOfGradients>
+    : WireStruct<optim::NormOfGradients, "optim.NormOfGradients", &optim::NormOfGradients::id,
+                 &optim::NormOfGradients::context, &optim::NormOfGradients::norm_type> {};
+template <>
+struct Wire<optim::ReadState>
+    : WireStruct<optim::ReadState, "optim.ReadState", &optim::ReadState::id, &optim::ReadState::rates> {};
+template <>
+struct Wire<optim::WriteState>
+    : WireStruct<optim::WriteState, "optim.WriteState", &optim::WriteState::id, &optim::WriteState::state> {};
+template <>
+struct Wire<optim::KeepState>
+    : WireStruct<optim::KeepState, "optim.KeepState", &optim::KeepState::id, &optim::KeepState::rates> {};
+template <>
+struct Wire<optim::TakeState>
+    : WireStruct<optim::TakeState, "optim.TakeState", &optim::TakeState::id, &optim::TakeState::state> {};
 
 }  // namespace torchspan

@@ -7,11 +7,12 @@
 
 namespace torchspan::optim {
 
-std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
+std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
+  for (const auto& item : module.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.emplace_back(item.key(), item.value());
   }
   return parameters;
 }

@@ -1,4 +1,6 @@
 #pragma once
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -10,7 +12,7 @@ class Module;
 
 namespace torchspan::optim {
 
-/// The parameters of a module, each once: weights that several layers share have one step.
-std::vector<at::Tensor> parameters_of(const torch::nn::Module& module);
+/// The parameters of a module by name, each once: weights that several layers share have one step.
+std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch::nn::Module& module);
 
 }  // namespace torchspan::optim

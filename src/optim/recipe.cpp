@@ -2,15 +2,29 @@
 #include <fmt/ranges.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/optim/adadelta.h>
 #include <torchspan/optim/adagrad.h>
+#include <torchspan/optim/adam.h>
+#include <torchspan/optim/adamax.h>
+#include <torchspan/optim/adamw.h>
 #include <torchspan/optim/recipe.h>
+#include <torchspan/optim/rmsprop.h>
+#include <torchspan/optim/rprop.h>
 #include <torchspan/optim/sgd.h>
+#include <torchspan/optim/sparse_adam.h>
 
 namespace torchspan::optim {
 
 OptimizerTable::OptimizerTable() {
   add<SGD>();
+  add<Adadelta>();
   add<Adagrad>();
+  add<Adam>();
+  add<Adamax>();
+  add<AdamW>();
+  add<RMSprop>();
+  add<Rprop>();
+  add<SparseAdam>();
 }
 
 Recipe::Recipe(std::string_view kind, std::uint64_t type, wire::Payload payload)
@@ -22,6 +36,15 @@ Recipe::Recipe(std::string_view kind, std::uint64_t type, wire::Payload payload)
                     "in a recipe",
                     kind));
   }
+}
+
+std::unique_ptr<FunctionalOptimizer> Recipe::build(std::vector<at::Tensor> parameters) const {
+  if (build_) return build_(std::move(parameters));
+  throw Error(ErrorKind::kInvalid,
+              kind.empty() ? "a recipe is empty: make it from an optimizer's options, as in Adam{.lr = 0.01}"
+                           : fmt::format("the recipe of '{}' came from another worker: build it by this "
+                                         "worker's OptimizerTable",
+                                         kind));
 }
 
 void OptimizerTable::insert(std::string_view kind, Entry entry) {

@@ -2,43 +2,53 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include <ATen/core/ivalue.h>
-#include <ATen/ATen.h>
-
-#include <torchspan/core/error.h>
 #include <torchspan/optim/sgd.h>
+
+#include "optim/rule.h"
 
 namespace torchspan::optim {
 namespace {
 
-class SgdOptimizer final : public FunctionalOptimizer {
+class SgdRule final : public Rule<SGD, SgdRule> {
  public:
-  SgdOptimizer(const SGD& options, std::vector<at::Tensor> parameters)
-      : FunctionalOptimizer("SGD", std::move(parameters)),
-        options_(options),
-        momentum_buffers_(this->parameters().size()) {}
+  SgdRule(const SGD& options, std::vector<at::Tensor> parameters)
+      : Rule(options,
+             options.momentum == 0 ? std::vector<std::string>() : std::vector<std::string>{"momentum_buffer"},
+             std::move(parameters)) {}
 
- private:
-  std::string refuse_sparse(const at::Tensor&) const override {
-    if (options_.weight_decay == 0) return {};
-    return fmt::format(
-        "which weight_decay = {} would make dense: give this parameter an optimizer with "
-        "weight_decay = 0, or let it have dense gradients",
-        options_.weight_decay);
+  template <class T>
+  void run(const Operands<T>& on) const {
+    T direction = descent(on, options_.maximize, options_.weight_decay);
+    if (options_.momentum != 0) {
+      T& buffer = on.state[0];
+      if (math::missing(buffer)) {
+        buffer = math::clone(direction);
+      } else {
+        math::mul_(buffer, options_.momentum);
+        math::add_(buffer, direction, 1 - options_.dampening);
+      }
+      direction = options_.nesterov ? math::add(direction, buffer, options_.momentum) : buffer;
+    }
+    math::add_(on.parameter, direction, -options_.lr);
   }
 
-  void update(std::size_t index, at::Tensor& parameter, const at::Tensor& gradient) override {
-    at::Tensor direction = options_.maximize ? gradient.neg() : gradient;
-    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+ private:
+  at::Tensor make_slot(std::size_t, const at::Tensor&) const override { return {}; }
+  std::string refuse_sparse_rule() const override { return refusal_of_decay(options_.weight_decay); }
+
+  void apply_sparse(const Operands<at::Tensor>& on) const override {
+    at::Tensor direction = options_.maximize ? on.gradient.neg() : on.gradient;
+    // A dense gradient comes here too, where momentum is sparse: it decays as always.
+    if (options_.weight_decay != 0) direction = direction.add(on.parameter, options_.weight_decay);
     if (options_.momentum != 0) {
-      const at::Tensor& buffer = advance(momentum_buffers_[index], direction);
+      const at::Tensor& buffer = advance(on.state[0], direction);
       direction = options_.nesterov ? sum(direction, buffer, options_.momentum) : buffer;
     }
-    parameter.add_(direction, -options_.lr);
+    on.parameter.add_(direction, -options_.lr);
   }
 
   const at::Tensor& advance(at::Tensor& buffer, const at::Tensor& direction) const {
-    if (!buffer.defined()) {
+    if (math::missing(buffer)) {
       buffer = direction.is_sparse() ? direction.coalesce().clone() : direction.clone();
     } else if (buffer.is_sparse()) {
       buffer = sum(buffer.mul_(options_.momentum), direction, 1 - options_.dampening);
@@ -54,9 +64,6 @@ class SgdOptimizer final : public FunctionalOptimizer {
     at::Tensor result = a.add(b, alpha);
     return result.is_sparse() ? result.coalesce() : result;
   }
-
-  const SGD options_;
-  std::vector<at::Tensor> momentum_buffers_;
 };
 
 }  // namespace
@@ -81,7 +88,7 @@ void SGD::validate() const {
 
 std::unique_ptr<FunctionalOptimizer> SGD::build(std::vector<at::Tensor> parameters) const {
   validate();
-  return std::make_unique<SgdOptimizer>(*this, std::move(parameters));
+  return std::make_unique<SgdRule>(*this, std::move(parameters));
 }
 
 }  // namespace torchspan::optim

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 #include <map>
+#include <optional>
 
 #include <torch/nn/module.h>
 
 #include <torchspan/autograd/passes.h>
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/steps.h>
 #include <torchspan/rpc/worker.h>
 
@@ -14,22 +16,28 @@
 namespace torchspan::optim {
 namespace {
 
-/// The parameters of a value that lives here: a tensor itself, or those of a module.
-void list_parameters(rpc::Value& value, std::vector<at::Tensor>& parameters) {
-  const std::size_t before = parameters.size();
+/// Adds the parameters of a value that lives here: a tensor itself, or those of a module.
+void list_parameters(rpc::Value& value, const std::string& name, Group& group) {
   if (value.type() == typeid(at::Tensor)) {
-    parameters.push_back(*static_cast<at::Tensor*>(value.address()));
-  } else if (auto* module = value.object<torch::nn::Module>()) {
-    for (at::Tensor& parameter : parameters_of(*module)) parameters.push_back(std::move(parameter));
-  } else {
+    group.parameters.push_back(*static_cast<at::Tensor*>(value.address()));
+    group.names.push_back(name);
+    return;
+  }
+  auto* module = value.object<torch::nn::Module>();
+  if (module == nullptr) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("a target is a '{}', which is neither a module nor a tensor; give the "
                             "optimizer RRefs of modules or of parameters",
                             value.type_name()));
   }
-  if (parameters.size() == before) {
+  const auto parameters = named_parameters_of(*module);
+  if (parameters.empty()) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("a target of type '{}' has no parameters", value.type_name()));
+  }
+  for (const auto& [own_name, parameter] : parameters) {
+    group.parameters.push_back(parameter);
+    group.names.push_back(fmt::format("{}.{}", name, own_name));
   }
 }
 
@@ -45,21 +53,82 @@ class Steps::Impl {
 
   void create(const CreateOptimizer& message) {
     auto owned = std::make_shared<Owned>();
-    std::vector<at::Tensor> parameters;
-    for (const auto& target : message.targets) {
-      if (!target) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
-      owned->values.push_back(target->value(Deadline::never()));  // ready: messages wait for their references
-      list_parameters(*owned->values.back(), parameters);
+    std::vector<Group> groups;
+    for (const OptimizerGroup& part : message.groups) {
+      Group& group = groups.emplace_back(std::vector<at::Tensor>(), part.recipe);
+      group.label = part.label;
+      for (const OptimizerTarget& target : part.targets) {
+        if (!target.value) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
+        // Ready: messages wait for their references.
+        owned->values.push_back(target.value->value(Deadline::never()));
+        list_parameters(*owned->values.back(), target.name, group);
+      }
     }
-    for (const at::Tensor& parameter : parameters) owned->keys.insert(parameter.unsafeGetTensorImpl());
-    owned->optimizer = table_.build(message.recipe, std::move(parameters));
+    owned->optimizer = std::make_unique<Optimizer>(std::move(groups), &table_);
+    for (const at::Tensor& parameter : owned->optimizer->parameters()) {
+      owned->keys.insert(parameter.unsafeGetTensorImpl());
+    }
     MutexLock lock(mutex_);
     optimizers_[message.id] = std::move(owned);
   }
 
   Future<Unit> step(const StepOptimizer& message) {
     auto owned = find(message.id);
-    return queue_.run(owned->keys, [this, owned, context = message.context] { step_now(*owned, context); });
+    return queue_.run(owned->keys, [this, owned, message] { step_now(*owned->optimizer, message); });
+  }
+
+  double norm(const NormOfGradients& message) const {
+    const auto owned = find(message.id);
+    const auto context = find_context(message.context);
+    std::vector<at::Tensor> gradients;
+    if (context) {
+      for (const at::Tensor& parameter : owned->optimizer->parameters()) {
+        gradients.push_back(context->gradient(parameter));
+      }
+    }
+    return gradient_norm(gradients, message.norm_type);
+  }
+
+  /// What `use` makes of the optimizer while none of its parameters is being stepped.
+  template <class R>
+  Future<R> use(GlobalId id, std::function<R(Optimizer&)> use) {
+    auto owned = find(id);
+    auto result = std::make_shared<std::optional<R>>();
+    return queue_
+        .run(owned->keys, [owned, result, use = std::move(use)] { *result = use(*owned->optimizer); })
+        .then([result](const Future<Unit>& done) {
+          done.wait();
+          return std::move(**result);
+        });
+  }
+
+  /// A copy of the state under the rates that the steps would have.
+  Future<StateDict> read(GlobalId id, const std::vector<double>& rates) {
+    return use<StateDict>(id, [rates](Optimizer& optimizer) {
+      optimizer.set_lrs(rates);
+      return optimizer.state_dict();
+    });
+  }
+
+  Future<Unit> write(GlobalId id, const StateDict& state) {
+    return use<Unit>(id, [state](Optimizer& optimizer) {
+      optimizer.load_state_dict(state);
+      return Unit{};
+    });
+  }
+
+  Future<RRef<StateDict>> keep(GlobalId id, const std::vector<double>& rates) {
+    return use<RRef<StateDict>>(id, [this, rates](Optimizer& optimizer) {
+      optimizer.set_lrs(rates);
+      return RRef<StateDict>(worker(), optimizer.state_dict());
+    });
+  }
+
+  Future<std::vector<double>> take(const TakeState& message) {
+    return use<std::vector<double>>(message.id, [state = message.state](Optimizer& optimizer) {
+      optimizer.load_state_dict(state.local_value());
+      return optimizer.lrs();
+    });
   }
 
   void drop(GlobalId id) {
@@ -78,7 +147,7 @@ class Steps::Impl {
 
  private:
   struct Owned {
-    std::unique_ptr<FunctionalOptimizer> optimizer;
+    std::unique_ptr<Optimizer> optimizer;
     StepQueue::Keys keys;
     std::vector<rpc::ValuePtr> values;  ///< keeps the modules alive
   };
@@ -94,18 +163,26 @@ class Steps::Impl {
     return it->second;
   }
 
-  void step_now(Owned& owned, std::uint64_t context_id) const {
+  Worker worker() const {
     auto endpoint = worker_.lock();
     if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
-    const Worker worker(endpoint);
-    const auto context = worker.extension<autograd::Passes>().try_find(context_id);
-    if (!context) return;  // no gradient ever came here in that context
-    std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : owned.optimizer->parameters()) {
-      gradients.push_back(context->gradient(parameter));
-    }
-    SpanScope span(worker.runtime().spans, SpanKind::kOptimizer, owned.optimizer->name());
-    owned.optimizer->step(gradients);
+    return Worker(endpoint);
+  }
+
+  /// Empty when no gradient ever came here in that context.
+  std::optional<autograd::ContextView> find_context(std::uint64_t id) const {
+    return worker().extension<autograd::Passes>().try_find(id);
+  }
+
+  void step_now(Optimizer& optimizer, const StepOptimizer& message) const {
+    optimizer.set_lrs(message.rates);
+    const auto context = find_context(message.context);
+    if (!context) return;
+    SpanScope span(worker().runtime().spans, SpanKind::kOptimizer, optimizer.rule(0).name());
+    optimizer.step([&](const at::Tensor& parameter) {
+      const at::Tensor gradient = context->gradient(parameter);
+      return gradient.defined() && message.scale != 1 ? gradient.mul(message.scale) : gradient;
+    });
   }
 
   const OptimizerTable table_;
@@ -139,6 +216,21 @@ void Steps::attach(rpc::Registrar& registrar) {
                                     impl()->drop(message.id);
                                     return Unit{};
                                   });
+  registrar.handle<NormOfGradients>(
+      rpc::RunOn::kPool,
+      [impl](const rpc::CallInfo&, const NormOfGradients& message) { return impl()->norm(message); });
+  registrar.handle<ReadState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const ReadState& message) {
+    return impl()->read(message.id, message.rates);
+  });
+  registrar.handle<WriteState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const WriteState& message) {
+    return impl()->write(message.id, message.state);
+  });
+  registrar.handle<KeepState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const KeepState& message) {
+    return impl()->keep(message.id, message.rates);
+  });
+  registrar.handle<TakeState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const TakeState& message) {
+    return impl()->take(message);
+  });
 }
 
 std::size_t Steps::count() const { return impl_ ? impl_->count() : 0; }

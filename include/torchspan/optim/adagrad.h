@@ -1,5 +1,6 @@
 #pragma once
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -12,8 +13,7 @@ namespace torchspan::optim {
 /// parameter's own steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = initial_accumulator_value + sum of g²
 ///   p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
-/// A sparse gradient changes only the elements it has, which rules weight decay out. Complex parameters are
-/// treated as pairs of real ones.
+/// A sparse gradient changes only the elements it has, which rules weight decay out.
 struct Adagrad {
   static constexpr std::string_view kName = "Adagrad";
 
@@ -23,6 +23,8 @@ struct Adagrad {
   double initial_accumulator_value = 0;
   double eps = 1e-10;
   bool maximize = false;
+  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
+  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -35,4 +37,6 @@ struct torchspan::Wire<torchspan::optim::Adagrad>
     : torchspan::WireStruct<torchspan::optim::Adagrad, "optim.Adagrad", &torchspan::optim::Adagrad::lr,
                             &torchspan::optim::Adagrad::lr_decay, &torchspan::optim::Adagrad::weight_decay,
                             &torchspan::optim::Adagrad::initial_accumulator_value,
-                            &torchspan::optim::Adagrad::eps, &torchspan::optim::Adagrad::maximize> {};
+                            &torchspan::optim::Adagrad::eps, &torchspan::optim::Adagrad::maximize,
+                            &torchspan::optim::Adagrad::foreach, &torchspan::optim::Adagrad::float32_state> {
+};

@@ -1,12 +1,23 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <torchspan/autograd/context.h>
+#include <torchspan/optim/adadelta.h>
 #include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/adam.h>
+#include <torchspan/optim/adamax.h>
+#include <torchspan/optim/adamw.h>
+#include <torchspan/optim/optimizer.h>
+#include <torchspan/optim/rmsprop.h>
+#include <torchspan/optim/rprop.h>
+#include <torchspan/optim/schedule.h>
 #include <torchspan/optim/sgd.h>
+#include <torchspan/optim/sparse_adam.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torch::nn {
@@ -30,27 +41,44 @@ class Target {
   /// Null for what lives in this process.
   const rpc::ReferencePtr& reference() const { return reference_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  /// Of the tensors of a module of this process.
+  const std::vector<std::string>& names() const { return names_; }
 
  private:
   rpc::ReferencePtr reference_;
   std::vector<at::Tensor> tensors_;
+  std::vector<std::string> names_;
 };
 
-/// Steps parameters where they live, with the gradients of a distributed autograd context: one functional
-/// optimizer on every owner, made from the same recipe. One thread at a time; several of them, on any
-/// workers, may share parameters (see Steps).
-class DistributedOptimizer {
+/// Targets that are trained with the same options.
+struct TargetGroup {
+  std::vector<Target> targets;
+  Recipe recipe;
+};
+
+/// Steps parameters where they live, with the gradients of a distributed autograd context: one optimizer on
+/// every owner, made from the same recipes. One thread at a time; several of them, on any workers, may share
+/// parameters (see Steps). In the state, parameters are called by their target's index in its group, and by
+/// their name in its module: "group.0.parameter.2.layer.weight.exp_avg". So a state can be loaded where the
+/// targets are the same, wherever they live now.
+class DistributedOptimizer : public RateHolder {
  public:
   /// Makes the optimizers on all owners. Throws one Error that lists every owner's failure: an option that is
-  /// wrong, a target without parameters, a parameter that is no leaf.
-  DistributedOptimizer(const Worker& worker, Recipe recipe, std::vector<Target> targets);
+  /// wrong, a target without parameters, a parameter that is no leaf or is named twice.
+  DistributedOptimizer(const Worker& worker, Recipe recipe, std::vector<Target> targets)
+      : DistributedOptimizer(worker, {TargetGroup{std::move(targets), std::move(recipe)}}) {}
+  DistributedOptimizer(const Worker& worker, const std::vector<TargetGroup>& groups);
   /// From whatever has a worker(): a Session.
   template <class S>
   requires requires(S& session) { session.worker(); }
   DistributedOptimizer(S& session, Recipe recipe, std::vector<Target> targets)
       : DistributedOptimizer(session.worker(), std::move(recipe), std::move(targets)) {}
+  template <class S>
+  requires requires(S& session) { session.worker(); }
+  DistributedOptimizer(S& session, const std::vector<TargetGroup>& groups)
+      : DistributedOptimizer(session.worker(), groups) {}
   /// The optimizers on the owners end too.
-  ~DistributedOptimizer();
+  ~DistributedOptimizer() override;
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
 
@@ -58,14 +86,48 @@ class DistributedOptimizer {
   /// all are done. The others keep their values and state. Throws one Error that lists every owner's failure;
   /// the other owners have then stepped.
   void step(const autograd::ContextView& context);
+  /// The norm of all gradients in `context`, asked of all owners at once. If it is above `max_norm`, the next
+  /// step() with this context scales the gradients as it uses them; those in the context stay as they are.
+  /// Further passes in the context after this call are scaled by the same factor.
+  double clip_grad_norm(const autograd::ContextView& context, double max_norm, double norm_type = 2);
+
+  std::size_t group_count() const { return rates_.size(); }
+  double lr(std::size_t group = 0) const { return rates_.at(group); }
+  /// Of all groups, or of one, on all owners from the next step on; costs no message. Throws Error{kInvalid}
+  /// for a rate that is not a number from 0 up.
+  void set_lr(double lr);
+  void set_lr(std::size_t group, double lr);
+  std::vector<double> lrs() const override { return rates_; }
+  void set_lrs(const std::vector<double>& rates) override;
+
+  /// A copy of all owners' state, fetched at once.
+  StateDict state_dict();
+  /// Gives every owner its part of a state. Throws Error{kInvalid} naming what is unknown before anything is
+  /// sent, and one Error that lists every owner's failure: those keep their state, the others have the new
+  /// one.
+  void load_state_dict(const StateDict& state);
+  /// The same, each part as a value on its owner, in the order of the owners: nothing large travels.
+  std::vector<RRef<StateDict>> state_shards();
+  void load_state_shards(const std::vector<RRef<StateDict>>& shards);
 
  private:
+  /// What one owner has: its optimizer's id, and which of the groups.
+  struct Share {
+    std::uint64_t id = 0;
+    std::vector<std::size_t> groups;
+  };
   /// Ends the optimizers on the owners, without waiting for it.
   void drop();
-  void for_each_owner(const std::string& what, const std::function<Future<Unit>(std::uint32_t)>& request);
+  GlobalId id_on(std::uint32_t owner) const { return {worker_.rank(), shares_.at(owner).id}; }
+  std::vector<double> rates_on(std::uint32_t owner) const;
+  std::map<std::uint32_t, StateDict> split(const StateDict& state) const;
 
   const Worker worker_;
-  std::map<std::uint32_t, std::uint64_t> optimizers_;  ///< owner -> id of its optimizer there
+  std::map<std::uint32_t, Share> shares_;           ///< by owner
+  std::vector<std::vector<std::uint32_t>> owners_;  ///< of each group's targets
+  std::vector<std::string> kinds_;
+  std::vector<double> rates_;
+  std::optional<std::pair<std::uint64_t, double>> clip_;  ///< a context, and the scale of its next step
 };
 
 }  // namespace torchspan::optim

@@ -2,6 +2,7 @@
 #include <concepts>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,21 +29,41 @@ concept OptimizerOptions = wire::Transferable<O> && std::default_initializable<O
   { options.build(std::move(parameters)) } -> std::same_as<std::unique_ptr<FunctionalOptimizer>>;
 };
 
-/// Which optimizer, with which options: made from any options struct, carried to the parameters' owners,
-/// built there.
+/// Which optimizer, with which options: made from any options struct; built here, or carried to the
+/// parameters' owners and built there from their OptimizerTable.
 struct Recipe {
+  using Build = std::function<std::unique_ptr<FunctionalOptimizer>(std::vector<at::Tensor>)>;
+
   Recipe() = default;
   /// Throws Error{kInvalid} when the options are wrong.
   template <OptimizerOptions O>
   Recipe(const O& options)
-      : Recipe(O::kName, wire::type_tag<O>(), (options.validate(), wire::to_payload(options))) {}
+      : Recipe(O::kName, wire::type_tag<O>(), (options.validate(), wire::to_payload(options))) {
+    if constexpr (requires {
+                    { options.lr } -> std::convertible_to<double>;
+                  })
+      lr = options.lr;
+    if constexpr (requires {
+                    { options.lr() } -> std::convertible_to<double>;
+                  })
+      lr = options.lr();
+    build_ = [options](std::vector<at::Tensor> parameters) { return options.build(std::move(parameters)); };
+  }
+
+  /// Builds the optimizer where the recipe was made; a recipe that travelled is for an OptimizerTable, and
+  /// throws Error{kInvalid} here.
+  std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 
   std::string kind;        ///< O::kName
   std::uint64_t type = 0;  ///< digest of the options' type: tells two versions of a program apart
   Bytes options;           ///< as Wire<O> writes them
+  /// The options' learning rate, or not a number when they have none.
+  double lr = std::numeric_limits<double>::quiet_NaN();
 
  private:
   Recipe(std::string_view kind, std::uint64_t type, wire::Payload payload);
+
+  Build build_;
 };
 
 /// The kinds of optimizers that a worker can build. Made in main() and handed to the worker's optimizer
@@ -81,4 +102,5 @@ class OptimizerTable {
 template <>
 struct torchspan::Wire<torchspan::optim::Recipe>
     : torchspan::WireStruct<torchspan::optim::Recipe, "optim.Recipe", &torchspan::optim::Recipe::kind,
-                            &torchspan::optim::Recipe::type, &torchspan::optim::Recipe::options> {};
+                            &torchspan::optim::Recipe::type, &torchspan::optim::Recipe::options,
+                            &torchspan::optim::Recipe::lr> {};

@@ -1,6 +1,7 @@
 #pragma once
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct SGD {
   double weight_decay = 0;
   bool nesterov = false;  ///< needs a momentum and no dampening
   bool maximize = false;
+  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
+  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -35,4 +38,5 @@ struct torchspan::Wire<torchspan::optim::SGD>
     : torchspan::WireStruct<torchspan::optim::SGD, "optim.SGD", &torchspan::optim::SGD::lr,
                             &torchspan::optim::SGD::momentum, &torchspan::optim::SGD::dampening,
                             &torchspan::optim::SGD::weight_decay, &torchspan::optim::SGD::nesterov,
-                            &torchspan::optim::SGD::maximize> {};
+                            &torchspan::optim::SGD::maximize, &torchspan::optim::SGD::foreach,
+                            &torchspan::optim::SGD::float32_state> {};

@@ -1,0 +1,43 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include <torchspan/optim/functional.h>
+#include <torchspan/optim/recipe.h>
+
+namespace torchspan::optim {
+
+/// Adam (Kingma and Ba, ICLR 2015), with amsgrad that of Reddi, Kale and Kumar (ICLR 2018), by LibTorch's
+/// rules; t counts the parameter's own steps from 1:
+///   g = gradient (negated to maximize) + weight_decay * p
+///   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g²;  w = v, with amsgrad the largest v
+///   yet p -= lr / (1 - beta1^t) * m / (sqrt(w) / sqrt(1 - beta2^t) + eps)
+/// Dense gradients only; SparseAdam is for the others.
+struct Adam {
+  static constexpr std::string_view kName = "Adam";
+
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  bool amsgrad = false;
+  bool maximize = false;
+  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
+  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+
+  void validate() const;
+  std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
+};
+
+}  // namespace torchspan::optim
+
+template <>
+struct torchspan::Wire<torchspan::optim::Adam>
+    : torchspan::WireStruct<torchspan::optim::Adam, "optim.Adam", &torchspan::optim::Adam::lr,
+                            &torchspan::optim::Adam::beta1, &torchspan::optim::Adam::beta2,
+                            &torchspan::optim::Adam::eps, &torchspan::optim::Adam::weight_decay,
+                            &torchspan::optim::Adam::amsgrad, &torchspan::optim::Adam::maximize,
+                            &torchspan::optim::Adam::foreach, &torchspan::optim::Adam::float32_state> {};

@@ -1,0 +1,43 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include <torchspan/optim/functional.h>
+#include <torchspan/optim/recipe.h>
+
+namespace torchspan::optim {
+
+/// Steps divided by a running root mean square (Hinton's lectures, 2012), by LibTorch's rules:
+///   g = gradient (negated to maximize) + weight_decay * p;  s = alpha * s + (1 - alpha) * g²
+///   r = sqrt(s) + eps; centered (Graves, arXiv 1308.0850): sqrt(s - a²) + eps, a = alpha * a + (1 - alpha) *
+///   g p -= lr * g / r; with momentum b = momentum * b + g / r, p -= lr * b
+/// Dense gradients only.
+struct RMSprop {
+  static constexpr std::string_view kName = "RMSprop";
+
+  double lr = 0.01;
+  double alpha = 0.99;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  double momentum = 0;
+  bool centered = false;
+  bool maximize = false;
+  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
+  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+
+  void validate() const;
+  std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
+};
+
+}  // namespace torchspan::optim
+
+template <>
+struct torchspan::Wire<torchspan::optim::RMSprop>
+    : torchspan::WireStruct<torchspan::optim::RMSprop, "optim.RMSprop", &torchspan::optim::RMSprop::lr,
+                            &torchspan::optim::RMSprop::alpha, &torchspan::optim::RMSprop::eps,
+                            &torchspan::optim::RMSprop::weight_decay, &torchspan::optim::RMSprop::momentum,
+                            &torchspan::optim::RMSprop::centered, &torchspan::optim::RMSprop::maximize,
+                            &torchspan::optim::RMSprop::foreach, &torchspan::optim::RMSprop::float32_state> {
+};

@@ -1,0 +1,38 @@
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <torch/ordered_dict.h>
+
+#include <torchspan/wire/types.h>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
+namespace torchspan::optim {
+
+/// An optimizer's state by name, in order; a number is a tensor without dimensions, a text a tensor of bytes.
+/// torch::save and torch::load take it; it travels. The names are "group.<group>.kind", "group.<group>.lr"
+/// and "group.<group>.parameter.<name>.<entry>".
+struct StateDict : torch::OrderedDict<std::string, at::Tensor> {
+  StateDict() : OrderedDict("Entry") {}
+};
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const StateDict& state);
+/// Throws Error{kInvalid} for an archive that holds something else.
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, StateDict& state);
+
+}  // namespace torchspan::optim
+
+/// As a list of names and tensors.
+template <>
+struct torchspan::Wire<torchspan::optim::StateDict> {
+  static std::string name() { return "optim.StateDict"; }
+  static void encode(wire::Encoder& encoder, const optim::StateDict& value);
+  static optim::StateDict decode(wire::Decoder& decoder);
+};

@@ -1,0 +1,61 @@
+#include <algorithm>
+#include <cmath>
+#include <fmt/format.h>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/optim/optimizer.h>
+
+namespace torchspan::optim {
+namespace {
+
+double norm_of(const at::Tensor& gradient, double type) {
+  at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
+  if (values.numel() == 0) return 0;
+  if (values.scalar_type() == at::kHalf || values.scalar_type() == at::kBFloat16)
+    values = values.to(at::kFloat);
+  return at::linalg_vector_norm(values, type).item<double>();
+}
+
+}  // namespace
+
+double gradient_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
+  if (!(norm_type > 0)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("norm_type = {}, but it must be a number above 0, or infinity", norm_type));
+  }
+  at::NoGradGuard no_grad;
+  double total = 0;
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    const double norm = norm_of(gradient, norm_type);
+    if (std::isnan(norm)) return norm;
+    total = std::isinf(norm_type) ? std::max(total, norm) : total + std::pow(norm, norm_type);
+  }
+  return std::isinf(norm_type) ? total : std::pow(total, 1 / norm_type);
+}
+
+double clip_factor(double norm, double max_norm) {
+  if (!(max_norm > 0)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("max_norm = {}, but it must be a number above 0", max_norm));
+  }
+  const double factor = max_norm / (norm + 1e-6);
+  return factor < 1 || std::isnan(factor) ? factor : 1;
+}
+
+double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  const double norm = gradient_norm(gradients, norm_type);
+  const double factor = clip_factor(norm, max_norm);
+  if (factor == 1) return norm;
+  at::NoGradGuard no_grad;
+  for (at::Tensor& gradient : gradients) {
+    if (gradient.defined()) gradient.mul_(factor);
+  }
+  return norm;
+}
+
+}  // namespace torchspan::optim

@@ -1,0 +1,232 @@
+#include <algorithm>
+#include <cmath>
+#include <fmt/format.h>
+#include <map>
+#include <unordered_map>
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/optim/optimizer.h>
+
+#include "optim/parameters.h"
+
+namespace torchspan::optim {
+namespace {
+
+at::Tensor text_tensor(const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.data_ptr<std::uint8_t>());
+  return bytes;
+}
+
+std::string text_of(const at::Tensor& tensor) {
+  if (tensor.scalar_type() != at::kByte) return {};
+  const at::Tensor bytes = tensor.contiguous();
+  const auto* data = bytes.data_ptr<std::uint8_t>();
+  return {data, data + bytes.numel()};
+}
+
+[[noreturn]] void refuse(const std::string& trouble) {
+  throw Error(ErrorKind::kInvalid, "the optimizer state does not fit: " + trouble);
+}
+
+const at::Tensor& entry(const StateDict& state, const std::string& name) {
+  const at::Tensor* found = state.find(name);
+  if (found == nullptr) refuse(fmt::format("it has no '{}'", name));
+  return *found;
+}
+
+/// Everything about parameters, by "group.<label>.parameter.<name>", then by the entry's own name.
+std::map<std::string, ParameterState> by_parameter(const StateDict& state) {
+  std::map<std::string, ParameterState> result;
+  for (const auto& item : state) {
+    const std::size_t dot = item.key().rfind('.');
+    const std::string path = item.key().substr(0, dot);
+    if (dot == std::string::npos || path.find(".parameter.") == std::string::npos) continue;
+    result[path].emplace(item.key().substr(dot + 1), item.value());
+  }
+  return result;
+}
+
+/// A parameter without state is written as one without steps, so that a missing one can be told from it.
+ParameterState unless_empty(ParameterState state) {
+  const auto step = state.find("step");
+  const bool empty = state.size() == 1 && step != state.end() && step->second.numel() == 1 &&
+                     step->second.item<std::int64_t>() == 0;
+  return empty ? ParameterState() : std::move(state);
+}
+
+}  // namespace
+
+Group::Group(std::vector<at::Tensor> parameters, Recipe recipe, std::vector<std::string> names)
+    : parameters(std::move(parameters)), recipe(std::move(recipe)), names(std::move(names)) {}
+
+Group::Group(const torch::nn::Module& module, Recipe recipe) : recipe(std::move(recipe)) {
+  for (auto& [name, parameter] : named_parameters_of(module)) {
+    names.push_back(name);
+    parameters.push_back(parameter);
+  }
+}
+
+Optimizer::Optimizer(std::vector<at::Tensor> parameters, Recipe recipe)
+    : Optimizer(std::vector<Group>{Group(std::move(parameters), std::move(recipe))}) {}
+
+Optimizer::Optimizer(const torch::nn::Module& module, Recipe recipe)
+    : Optimizer(std::vector<Group>{Group(module, std::move(recipe))}) {}
+
+Optimizer::Optimizer(std::vector<Group> groups, const OptimizerTable* table) {
+  if (groups.empty()) throw Error(ErrorKind::kInvalid, "an Optimizer needs at least one group of parameters");
+  for (Group& group : groups) add(std::move(group), table);
+  std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const auto& parameters = rule(g).parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto [first, is_new] = seen.emplace(parameters[i].unsafeGetTensorImpl(), g);
+      if (is_new) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("{} of group {} is in group {} too, and would be updated twice a step: name it once",
+                      rule(g).describe(i), groups_[g].label, groups_[first->second].label));
+    }
+  }
+}
+
+void Optimizer::add(Group group, const OptimizerTable* table) {
+  Part part;
+  part.label = group.label.empty() ? std::to_string(groups_.size()) : group.label;
+  const std::size_t count = group.parameters.size();
+  const bool named = !group.names.empty();
+  if (named && group.names.size() != count) {
+    throw Error(ErrorKind::kInvalid, fmt::format("group {} has {} parameters and {} names: give one for each",
+                                                 part.label, count, group.names.size()));
+  }
+  part.rule = table != nullptr ? table->build(group.recipe, std::move(group.parameters))
+                               : group.recipe.build(std::move(group.parameters));
+  part.names = std::move(group.names);
+  for (std::size_t i = part.names.size(); i < count; ++i) part.names.push_back(std::to_string(i));
+  std::vector<std::string> sorted = part.names;
+  std::sort(sorted.begin(), sorted.end());
+  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("group {} has two parameters '{}'", part.label, *twice));
+  }
+  if (named) part.rule->set_parameter_names(part.names);
+  groups_.push_back(std::move(part));
+}
+
+void Optimizer::step() {
+  step([](const at::Tensor& parameter) { return parameter.grad(); });
+}
+
+void Optimizer::step(const GradientOf& gradient_of) {
+  std::vector<std::vector<at::Tensor>> gradients(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    for (const at::Tensor& parameter : rule(g).parameters()) gradients[g].push_back(gradient_of(parameter));
+    if (groups_.size() > 1) rule(g).check(gradients[g]);
+  }
+  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].rule->step(gradients[g]);
+}
+
+void Optimizer::zero_grad(bool set_to_none) {
+  for (at::Tensor& parameter : parameters()) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (set_to_none) {
+      gradient.reset();
+    } else {
+      gradient.detach_();
+      gradient.zero_();
+    }
+  }
+}
+
+double Optimizer::clip_grad_norm(double max_norm, double norm_type) {
+  return optim::clip_grad_norm(parameters(), max_norm, norm_type);
+}
+
+double Optimizer::lr(std::size_t group) const { return rule(group).lr(); }
+
+void Optimizer::set_lr(double lr) {
+  for (const Part& part : groups_) part.rule->set_lr(lr);
+}
+
+void Optimizer::set_lr(std::size_t group, double lr) { groups_.at(group).rule->set_lr(lr); }
+
+std::vector<double> Optimizer::lrs() const {
+  std::vector<double> rates;
+  for (const Part& part : groups_) rates.push_back(part.rule->lr());
+  return rates;
+}
+
+void Optimizer::set_lrs(const std::vector<double>& rates) {
+  if (rates.size() != groups_.size()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("there are {} groups and {} rates: give one for each",
+                                                 groups_.size(), rates.size()));
+  }
+  for (std::size_t g = 0; g < rates.size(); ++g) {
+    if (!std::isnan(rates[g])) set_lr(g, rates[g]);
+  }
+}
+
+std::vector<at::Tensor> Optimizer::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const Part& part : groups_) {
+    const auto& some = static_cast<const FunctionalOptimizer&>(*part.rule).parameters();
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+StateDict Optimizer::state_dict() const {
+  StateDict result;
+  for (const Part& part : groups_) {
+    const std::string group = fmt::format("group.{}.", part.label);
+    result.insert(group + "kind", text_tensor(part.rule->name()));
+    result.insert(group + "lr", at::scalar_tensor(part.rule->lr(), at::kDouble));
+    for (std::size_t i = 0; i < part.names.size(); ++i) {
+      const std::string path = fmt::format("{}parameter.{}.", group, part.names[i]);
+      ParameterState state = part.rule->state(i);
+      if (state.empty()) state.emplace("step", at::scalar_tensor(0, at::kLong));
+      for (const auto& [name, value] : state) result.insert(path + name, value.detach().clone());
+    }
+  }
+  return result;
+}
+
+void Optimizer::load_state_dict(const StateDict& state) {
+  std::map<std::string, ParameterState> given = by_parameter(state);
+  std::vector<double> rates;
+  for (const Part& part : groups_) {
+    const std::string group = fmt::format("group.{}.", part.label);
+    const std::string kind = text_of(entry(state, group + "kind"));
+    if (kind != part.rule->name()) {
+      refuse(fmt::format("group {} was trained by '{}', and here it is '{}'", part.label, kind,
+                         part.rule->name()));
+    }
+    rates.push_back(entry(state, group + "lr").item<double>());
+    for (std::size_t i = 0; i < part.names.size(); ++i) {
+      if (given.contains(fmt::format("{}parameter.{}", group, part.names[i]))) continue;
+      refuse(fmt::format("it has nothing of {} of group {}", part.rule->describe(i), part.label));
+    }
+  }
+  std::vector<std::function<void()>> undo;
+  try {
+    for (const Part& part : groups_) {
+      for (std::size_t i = 0; i < part.names.size(); ++i) {
+        auto mine = given.extract(fmt::format("group.{}.parameter.{}", part.label, part.names[i]));
+        undo.emplace_back([&rule = *part.rule, i, old = part.rule->state(i)] { rule.load_state(i, old); });
+        part.rule->load_state(i, unless_empty(std::move(mine.mapped())));
+      }
+    }
+    if (!given.empty())
+      refuse(fmt::format("it has '{}', which this optimizer does not", given.begin()->first));
+    undo.emplace_back([this, old = lrs()] { set_lrs(old); });
+    set_lrs(rates);
+  } catch (...) {
+    for (const auto& put_back : undo) put_back();
+    throw;
+  }
+}
+
+}  // namespace torchspan::optim
