@@ -5,8 +5,12 @@
 #include <random>
 #include <stdexcept>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+
 #include <torchspan/core/pool.h>
 #include <torchspan/core/sim_executor.h>
+#include <torchspan/optim/sgd.h>
 
 namespace torchspan::optim {
 namespace {
@@ -92,6 +96,32 @@ TEST(StepQueue, RunsJobsWithoutACommonKeyAtOnce) {
     second.wait();
     EXPECT_LT(executor.now() - began, milliseconds(20));
   });
+}
+
+TEST(StepQueue, LosesNoUpdateOfEightTrainersOnRealThreads) {
+  constexpr int kTrainers = 8, kSteps = 200;
+  const auto executor = make_executor();
+  auto pool = std::make_shared<Pool>(*executor, PoolOptions{.name = "steps", .threads = 4});
+  {
+    StepQueue queue(pool);
+    const at::Tensor table = at::zeros({20'000}, at::kDouble).set_requires_grad(true);
+    const at::Tensor ones = at::ones({20'000}, at::kDouble);
+    std::vector<Thread> trainers;
+    for (int trainer = 0; trainer < kTrainers; ++trainer) {
+      trainers.push_back(executor->spawn("trainer", [&] {
+        const std::shared_ptr<FunctionalOptimizer> own = SGD{.lr = 1}.build({table});
+        std::vector<Future<Unit>> done;
+        for (int step = 0; step < kSteps; ++step) {
+          done.push_back(queue.run({table.unsafeGetTensorImpl()},
+                                   [&ones, own] { own->step(std::vector<at::Tensor>{ones}); }));
+        }
+        for (const auto& future : done) future.wait();
+      }));
+    }
+    trainers.clear();
+    EXPECT_TRUE(table.equal(ones * (-kTrainers * kSteps)));
+  }
+  pool->stop();
 }
 
 TEST(StepQueue, HoldsNoThreadForJobsThatWait) {
