@@ -25,9 +25,9 @@ struct Cosine {
 Schedule cosine(Cosine options);
 
 struct WarmUp {
-  std::int64_t steps = 0;  ///< until `then` begins at its own step 0; must be given
-  double from = 0;         ///< the first factor
-  Schedule then;           ///< 1 for ever, if empty
+  std::int64_t steps = 0;   ///< until `then` begins at its own step 0; must be given
+  double from = 0;          ///< the first factor
+  Schedule then = nullptr;  ///< 1 for ever, if empty
 };
 /// A straight line from `from` to 1, then another schedule.
 Schedule warm_up(WarmUp options);
