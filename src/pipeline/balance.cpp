@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
