@@ -19,9 +19,7 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
 
 Future<MarkedWorkers> PassState::mark(const std::vector<MarkedSend>& sends) {
   std::vector<Promise<void>> settled;  // completed after the lock
-  bool engaged = false;
-  Promise<MarkedWorkers> answer(worker_.endpoint()->host());
-  Future<MarkedWorkers> answered = answer.future();
+  Future<MarkedWorkers> answered = make_ready_future<MarkedWorkers>({{worker_.rank()}});
   {
     MutexLock lock(marks_mutex_);
     for (const MarkedSend& marked : sends) {
@@ -50,15 +48,14 @@ Future<MarkedWorkers> PassState::mark(const std::vector<MarkedSend>& sends) {
     }
     marked_workers_.insert(worker_.rank());
     if (!is_root() && !parent_) {
-      parent_ = std::move(answer);
-      engaged = true;
+      parent_.emplace(worker_.endpoint()->host());
+      answered = parent_->future();
     }
     ++errands_;
   }
   tell_marks();
   end_errand();
   for (Promise<void>& promise : settled) promise.set_value();
-  if (!engaged) answer.set_value(MarkedWorkers{{worker_.rank()}});
   return answered;
 }
 
@@ -103,8 +100,10 @@ void PassState::end_errand() {
     parent = std::exchange(parent_, std::nullopt);
     workers.assign(marked_workers_.begin(), marked_workers_.end());
   }
-  if (parent) parent->set_value(MarkedWorkers{std::move(workers)});
-  if (!is_root()) return;
+  if (!is_root()) {
+    if (parent) parent->set_value(MarkedWorkers{std::move(workers)});
+    return;
+  }
   for (const std::uint32_t rank : workers) {
     if (rank == worker_.rank()) continue;
     worker_.request(Destination(rank), MarksFinal{context_->id(), id()}, Deadline::never());

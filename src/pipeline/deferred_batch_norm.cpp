@@ -65,7 +65,7 @@ void DeferredBatchNormImpl::gather(const at::Tensor& input) {
   const torch::autograd::AutoGradMode mode(false);
   const at::Tensor values = input.detach().to(at::kDouble);
   const auto dimensions = reduced_dimensions(values);
-  const double count = static_cast<double>(values.numel() / values.size(1));
+  const double count = static_cast<double>(values.numel()) / static_cast<double>(values.size(1));
   const at::Tensor mean = values.mean(dimensions, true);
   const at::Tensor spread = (values - mean).square().sum(dimensions);
   const at::Tensor flat_mean = mean.reshape({-1});
