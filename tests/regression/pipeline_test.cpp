@@ -65,7 +65,7 @@ void expect_like_one_process(const std::string& letters, std::vector<int> balanc
     std::map<char, Dense> twins;
     const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
     for (const char letter : letters) {
-      const auto seed = static_cast<std::uint64_t>(letter);
+      const auto seed = static_cast<std::uint64_t>(letter - 'A');
       if (uses.contains(letter)) {
         layers.again(uses.at(letter));
       } else {
