@@ -17,7 +17,21 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
   end_errand();
 }
 
+/// Gradients that agree with the marks may end the pass while this thread tells the marks on: it is held.
 Future<MarkedWorkers> PassState::mark(const std::vector<MarkedSend>& sends) {
+  Promise<void> told(worker_.endpoint()->host());
+  sink_.hold(told.future());
+  try {
+    Future<MarkedWorkers> answered = take_marks(sends);
+    told.set_value();
+    return answered;
+  } catch (...) {
+    told.set_error(std::current_exception());
+    throw;
+  }
+}
+
+Future<MarkedWorkers> PassState::take_marks(const std::vector<MarkedSend>& sends) {
   std::vector<Promise<void>> settled;  // completed after the lock
   Future<MarkedWorkers> answered = make_ready_future<MarkedWorkers>({{worker_.rank()}});
   {

@@ -64,6 +64,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void end(const engine::PassStatus& status);
   std::vector<std::shared_ptr<SendNode>> used_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
+  Future<MarkedWorkers> take_marks(const std::vector<MarkedSend>& sends);
   void begin_marking(const std::vector<at::Tensor>& roots);
   void tell_marks();
   void note_marked(const std::vector<std::uint32_t>& ranks);
