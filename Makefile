@@ -6,17 +6,19 @@
 #   make bench SECTION=rpc          measure, and write build/bench/rpc.json
 #   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
 #   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted
+#   make long [CASES=5000]          random models and programs against one process, many more than in make test
 #   make docs | format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak docs format clean help
+.PHONY: demo test check bench fuzz soak long docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
 WORKERS ?= 3
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
+CASES ?= 5000
 ARGS ?=
 # Worker processes share the cores; a pool of threads in each would fight for them.
 export OMP_NUM_THREADS ?= 1
@@ -64,6 +66,13 @@ soak:
 	@$(call configure,dev)
 	@ninja -C build/dev -j $(JOBS) torchspan_soak
 	@SOAK_SECONDS=$(SOAK_SECONDS) build/dev/bin/torchspan_soak
+
+long:
+	@tools/install-deps build
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test
+	@TORCHSPAN_CASES=$(CASES) build/dev/bin/pipeline_test --gtest_filter='Oracle.*'
+	@TORCHSPAN_CASES=$(CASES) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
 
 docs:
 	@tools/install-deps docs

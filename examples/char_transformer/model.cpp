@@ -62,7 +62,8 @@ at::Tensor BlockImpl::attend(const at::Tensor& x) {
   const std::int64_t rows = x.size(0), length = x.size(1), width = x.size(2);
   // [3, rows, heads, length, width / heads]
   const auto parts = attention(x).view({rows, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
-  at::Tensor scores = torch::matmul(parts[0], parts[1].transpose(-2, -1)) / std::sqrt(double(width / heads));
+  at::Tensor scores = torch::matmul(parts[0], parts[1].transpose(-2, -1)) /
+                      std::sqrt(static_cast<double>(width) / static_cast<double>(heads));
   const auto later = torch::ones({length, length}, torch::kBool).triu(1);
   scores = scores.masked_fill(later, -std::numeric_limits<float>::infinity());
   const at::Tensor seen = torch::matmul(scores.softmax(-1), parts[2]);

@@ -23,7 +23,10 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
     return Worker(endpoint);
   }
 
+  std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key);
   Future<Unit> propagate(PropagateGradients message);
+  Future<MarkedWorkers> mark(const MarkSends& message);
+  void marks_are_final(const MarksFinal& message);
   void release(std::uint64_t id);
   void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
                 const BackwardOptions& options);
@@ -64,43 +67,55 @@ void check_roots(const std::vector<at::Tensor>& roots) {
 
 }  // namespace
 
-Future<Unit> Passes::Impl::propagate(PropagateGradients message) {
-  Worker me = require_worker();
-  auto context = registry->find(message.context);
+/// The pass that a message belongs to: the one that runs, or a new one that begins here.
+std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const PassKey& key) {
+  auto context = registry->find(context_id);
   if (!context) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("autograd context {:#x} was released before its pass was over", message.context));
+                fmt::format("autograd context {:#x} was released before its pass was over", context_id));
   }
+  MutexLock beginning(context->beginning());
   auto pass = context->pass();
-  bool first = false;
-  if (!pass || pass->id() != message.pass) {
-    pass = std::make_shared<PassState>(me, context, message.pass, message.retain_graph);
-    first = context->begin_pass(pass);
-    if (!first) {
-      pass = context->pass();
-      if (!pass || pass->id() != message.pass) {
-        throw Error(ErrorKind::kInvalid,
-                    "two backward passes run in one autograd context at once; run one after the "
-                    "other, or give each its own context");
-      }
-    }
+  if (pass && pass->id() == key.id) return pass;
+  pass = std::make_shared<PassState>(require_worker(), context, key);
+  if (context->begin_pass(pass)) {
+    pass->prepare({});
+    return pass;
   }
-  Promise<Unit> promise(host);
-  Future<Unit> part_done = promise.future();
-  if (first) {
-    pass->after([promise = std::make_shared<Promise<Unit>>(std::move(promise)),
-                 me](const engine::PassStatus& status) {
+  throw Error(
+      ErrorKind::kInvalid,
+      "two backward passes run in one autograd context at once; run one after the other, or give each "
+      "its own context");
+}
+
+Future<Unit> Passes::Impl::propagate(PropagateGradients message) {
+  const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
+  const auto pass = join(message.context, {message.pass, message.retain_graph, mode});
+  Future<Unit> part_done = make_ready_future<Unit>();
+  if (pass->claim_first_gradients()) {
+    auto promise = std::make_shared<Promise<Unit>>(host);
+    part_done = promise->future();
+    pass->after([promise, me = require_worker()](const engine::PassStatus& status) {
       if (status.ok()) {
         promise->set_value();
       } else {
         promise->set_error(as_remote(me, status.error));
       }
     });
-    pass->prepare({});
   }
-  pass->receive(message.message, std::move(message.gradients));
+  pass->receive(std::move(message));
   pass->drive();
-  return first ? part_done : make_ready_future<Unit>();
+  return part_done;
+}
+
+Future<MarkedWorkers> Passes::Impl::mark(const MarkSends& message) {
+  return join(message.context, {message.pass, message.retain_graph, PassMode::kSmart})->mark(message.sends);
+}
+
+void Passes::Impl::marks_are_final(const MarksFinal& message) {
+  auto context = registry->find(message.context);
+  auto pass = context ? context->pass() : nullptr;
+  if (pass && pass->id() == message.pass) pass->marks_are_final();
 }
 
 void Passes::Impl::release(std::uint64_t id) {
@@ -121,7 +136,8 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
                             const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
   check_roots(roots);
   Worker me = require_worker();
-  auto pass = std::make_shared<PassState>(me, context, registry->next_id(), options.retain_graph);
+  auto pass = std::make_shared<PassState>(me, context,
+                                          PassKey{registry->next_id(), options.retain_graph, options.mode});
   if (!context->begin_pass(pass)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("a backward pass already runs in autograd context {:#x}; wait for it, "
@@ -187,6 +203,13 @@ void Passes::attach(rpc::Registrar& registrar) {
                                        [impl](const rpc::CallInfo&, PropagateGradients message) {
                                          return impl()->propagate(std::move(message));
                                        });
+  registrar.handle<MarkSends>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const MarkSends& message) {
+    return impl()->mark(message);
+  });
+  registrar.handle<MarksFinal>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const MarksFinal& message) {
+    impl()->marks_are_final(message);
+    return Unit{};
+  });
   registrar.handle<AbortPass>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const AbortPass& message) {
     auto context = impl()->registry->find(message.context);
     if (!context) return Unit{};

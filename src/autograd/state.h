@@ -34,6 +34,9 @@ class ContextState {
   void add_worker(std::uint32_t rank);
   std::set<std::uint32_t> workers() const;
 
+  /// Held while a pass begins here, until its graph has been counted: nobody finds a pass that cannot take
+  /// gradients yet.
+  Mutex& beginning() { return beginning_; }
   /// The pass that runs here, or null.
   std::shared_ptr<PassState> pass() const;
   /// Makes `pass` the one that runs; false when another one does. Throws Error{kCancelled} for a pass that
@@ -47,6 +50,7 @@ class ContextState {
  private:
   const std::uint64_t id_;
   engine::GradientMap gradients_;
+  Mutex beginning_;
   mutable Mutex mutex_;
   std::map<std::uint64_t, std::shared_ptr<SendNode>> sends_ TORCHSPAN_GUARDED_BY(mutex_);
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -3,6 +3,7 @@
 
 #include <torchspan/core/future.h>
 #include <torchspan/core/pool.h>
+#include <torchspan/core/runtime.h>
 
 namespace torchspan::collective {
 
@@ -10,22 +11,23 @@ namespace torchspan::collective {
 /// completes a future never holds the last reference to the back end, which joins that thread.
 class GroupHost : public FutureHost {
  public:
-  explicit GroupHost(Executor& executor)
-      : executor_(executor),
-        pool_(std::make_shared<Pool>(executor, PoolOptions{.name = "group", .threads = 1})) {}
+  explicit GroupHost(Runtime& runtime)
+      : runtime_(runtime),
+        pool_(std::make_shared<Pool>(runtime.executor, PoolOptions{.name = "group", .threads = 1})) {}
 
-  Executor& executor() override { return executor_; }
+  Executor& executor() override { return runtime_.executor; }
   void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
     pool_->wait(parker, done, deadline);
   }
 
-  /// Ends the thread. A pool cannot be ended by a thread of its own: dropping the last handle of a group in a
-  /// continuation leaves that thread to end with the process.
+  /// Ends the thread. A pool cannot be ended by a thread of its own: when the last handle of a group is
+  /// dropped in a continuation, that thread ends with the runtime.
   static void close(std::shared_ptr<GroupHost> host) {
     const std::shared_ptr<Pool> pool = host->pool_;
     if (pool->is_pool_thread()) {
-      new std::shared_ptr<GroupHost>(std::move(host));
+      Runtime& runtime = host->runtime_;
+      runtime.remains.keep(std::move(host));
     } else {
       pool->stop();
     }
@@ -35,7 +37,7 @@ class GroupHost : public FutureHost {
   Pool& pool() { return *pool_; }
 
  private:
-  Executor& executor_;
+  Runtime& runtime_;
   const std::shared_ptr<Pool> pool_;
 };
 

@@ -26,8 +26,10 @@ void PassEnd::after_work(Callback callback) {
 void PassEnd::hold(Future<void> future) {
   {
     MutexLock lock(mutex_);
-    if (come_)
+    if (come_) {
+      if (error_) std::rethrow_exception(error_);
       throw Error(ErrorKind::kInvalid, "this pass has ended; hold futures before its gradients are complete");
+    }
     ++holds_;
   }
   Future<void> continuation =

@@ -5,10 +5,13 @@
 #include <map>
 #include <numeric>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/balance.h>
+
+#include "pipeline/random.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -168,6 +171,7 @@ std::vector<int> balance_costs(const std::vector<double>& costs, int parts) {
 std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
                                const ProfileOptions& options) {
   if (options.repeats < 1) throw Error(ErrorKind::kInvalid, "ProfileOptions::repeats must be 1 or more");
+  const RandomScope random;
   std::vector<BuiltLayer> built;
   for (const LayerRecipe& recipe : layers.recipes()) built.push_back(recipe.build());
   const Untouched untouched(built);
@@ -179,7 +183,13 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
     bool first = true;
     for (const LayerUse& use : layers.uses()) {
       const auto layer = static_cast<std::size_t>(use.layer);
-      drive(executor, use, built[layer], std::exchange(first, false), probe, costs[layer]);
+      try {
+        drive(executor, use, built[layer], std::exchange(first, false), probe, costs[layer]);
+      } catch (...) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("layer '{}' failed with the sample: {}", layers.recipes()[layer].name,
+                                describe(std::current_exception()).text));
+      }
     }
     for (std::size_t layer = 0; layer < built.size(); ++layer) {
       if (repeat == 0) best[layer] = costs[layer];

@@ -32,9 +32,11 @@ void DeferredBatchNormImpl::reset() {
   const std::int64_t channels = options.num_features();
   weight = register_parameter("weight", options.affine() ? at::ones({channels}) : at::Tensor());
   bias = register_parameter("bias", options.affine() ? at::zeros({channels}) : at::Tensor());
-  running_mean = register_buffer("running_mean", at::zeros({channels}));
-  running_var = register_buffer("running_var", at::ones({channels}));
-  num_batches_tracked = register_buffer("num_batches_tracked", at::tensor(0, at::kLong));
+  const bool tracks = options.track_running_stats();
+  running_mean = register_buffer("running_mean", tracks ? at::zeros({channels}) : at::Tensor());
+  running_var = register_buffer("running_var", tracks ? at::ones({channels}) : at::Tensor());
+  num_batches_tracked =
+      register_buffer("num_batches_tracked", tracks ? at::tensor(0, at::kLong) : at::Tensor());
 }
 
 at::Tensor DeferredBatchNormImpl::forward(const at::Tensor& input) {
@@ -42,15 +44,15 @@ at::Tensor DeferredBatchNormImpl::forward(const at::Tensor& input) {
     TORCH_CHECK(false, "DeferredBatchNorm takes inputs of 2 to 5 dimensions, channels second, not of ",
                 input.dim());
   }
-  if (is_training() && !repeated_) {
+  if (is_training() && running_mean.defined() && !repeated_) {
     gather(input);
     if (order_ < 0) end_step(true);
   }
   namespace F = torch::nn::functional;
   // With its own statistics, and without touching the running ones.
-  return F::detail::batch_norm(input, is_training() ? at::Tensor() : running_mean,
-                               is_training() ? at::Tensor() : running_var, weight, bias, is_training(), 0.0,
-                               options.eps());
+  const bool own = is_training() || !running_mean.defined();
+  return F::detail::batch_norm(input, own ? at::Tensor() : running_mean, own ? at::Tensor() : running_var,
+                               weight, bias, own, 0.0, options.eps());
 }
 
 void DeferredBatchNormImpl::begin_use(int order, bool repeated) {
@@ -63,7 +65,7 @@ void DeferredBatchNormImpl::gather(const at::Tensor& input) {
   const torch::autograd::AutoGradMode mode(false);
   const at::Tensor values = input.detach().to(at::kDouble);
   const auto dimensions = reduced_dimensions(values);
-  const double count = static_cast<double>(values.numel() / values.size(1));
+  const double count = static_cast<double>(values.numel()) / static_cast<double>(values.size(1));
   const at::Tensor mean = values.mean(dimensions, true);
   const at::Tensor spread = (values - mean).square().sum(dimensions);
   const at::Tensor flat_mean = mean.reshape({-1});
@@ -99,6 +101,8 @@ void DeferredBatchNormImpl::end_step(bool succeeded) {
 
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules) {
   torch::nn::Sequential converted;
+  // Before it has modules: each of them keeps its own mode.
+  converted->train(modules->is_training());
   const auto children = modules->named_children();
   std::size_t index = 0;
   for (auto module = modules->begin(); module != modules->end(); ++module, ++index) {
@@ -117,7 +121,6 @@ torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& m
       converted->push_back(std::move(name), *module);
     }
   }
-  converted->train(modules->is_training());
   return converted;
 }
 

@@ -25,8 +25,9 @@ std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
 void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options) {
   const std::vector<WorkerInfo> world = worker.workers();
   if (options.balance.empty()) {
-    const std::size_t stages =
-        options.workers.empty() ? std::min(world.size(), layers) : options.workers.size();
+    // A model without layers has everybody's stages, so that all of them are told.
+    const std::size_t most = layers == 0 ? world.size() : std::min(world.size(), layers);
+    const std::size_t stages = options.workers.empty() ? most : options.workers.size();
     options.balance = even_balance(layers, stages);
   }
   if (!options.workers.empty()) return;

@@ -14,7 +14,25 @@ bool is_split(const c10::IValue& member) {
   return member.isTensor() && member.toTensor().defined() && member.toTensor().dim() > 0;
 }
 
+/// Whether `piece` can follow `first` in a whole: as many members, and tensors where it has tensors.
+void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
+  bool alike = piece.members.size() == first.members.size();
+  for (std::size_t i = 0; alike && i < first.members.size(); ++i)
+    alike = piece.members[i].isTensor() == first.members[i].isTensor();
+  if (alike) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the outputs of micro-batches 0 and {} cannot be joined: each must have the same "
+                          "members, and a tensor where the other has one",
+                          number));
+}
+
 }  // namespace
+
+void batch_detail::refuse(const char* wanted, const c10::IValue& there) {
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the layer takes {} where {} reaches it", wanted,
+                          there.isNone() ? "nothing (None)" : "a value of type " + there.tagKind()));
+}
 
 const at::Tensor& Batch::tensor() const {
   if (members.size() != 1 || !members.front().isTensor()) {
@@ -62,10 +80,11 @@ Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows) {
 Batch join(const std::vector<Batch>& pieces) {
   if (pieces.size() == 1) return pieces.front();
   Batch whole = pieces.empty() ? Batch() : pieces.front();
+  for (std::size_t piece = 1; piece < pieces.size(); ++piece) check_alike(whole, pieces[piece], piece);
   for (std::size_t member = 0; member < whole.members.size(); ++member) {
     if (!whole.members[member].isTensor()) continue;
     std::vector<at::Tensor> tensors;
-    for (const Batch& piece : pieces) tensors.push_back(piece.members.at(member).toTensor());
+    for (const Batch& piece : pieces) tensors.push_back(piece.members[member].toTensor());
     whole.members[member] = tensors.front().dim() == 0 ? at::stack(tensors) : at::cat(tensors);
   }
   return whole;

@@ -54,7 +54,8 @@ template <rpc::Message M>
 void take_in(rpc::Registrar& registrar, const std::shared_ptr<Pipelines::Office>& office) {
   registrar.handle<M>(rpc::RunOn::kReceiver, [office](const rpc::CallInfo&, M message) {
     if constexpr (std::is_same_v<M, StepBegin>) message.arrived = office->now();
-    office->find(message.id.pipeline)->put(std::move(message));
+    const auto mailbox = office->find(message.id.pipeline);
+    mailbox->put(std::move(message));
     return Unit{};
   });
 }

@@ -124,6 +124,58 @@ std::string describe(const Operation& operation) {
 
 }  // namespace
 
+namespace {
+
+/// What a stateless operation adds.
+void add_function(const Operation& operation, Layers& layers) {
+  const std::string name = operation.skip;
+  switch (operation.kind) {
+    case Operation::kDrop:
+      layers.add_function("drop", [](const at::Tensor& x) { return drop(x); });
+      break;
+    case Operation::kInPlace:
+      layers.add_function("in_place", [](at::Tensor x) { return x.mul_(1.5); });
+      break;
+    case Operation::kFork:
+      layers.add_function("fork", [](const at::Tensor& x) { return fork(x); });
+      break;
+    case Operation::kUnite:
+      layers.add_function("unite", [](const Several& all) { return unite(all); });
+      break;
+    case Operation::kChoose:
+      layers.add_function("choose", [](const Several& all) { return choose(all); });
+      break;
+    case Operation::kStash: {
+      const auto stash = [name](const at::Tensor& x, Skips& skips) {
+        skips.stash(name, x * 0.5);
+        return x + 1;
+      };
+      layers.add_function("stash", stash).stashes(name);
+      break;
+    }
+    case Operation::kPop: {
+      const auto pop = [name](const at::Tensor& x, Skips& skips) { return x + skips.pop(name); };
+      layers.add_function("pop", pop).pops(name);
+      break;
+    }
+    default:
+      FAIL() << "not a function: " << describe(operation);
+  }
+}
+
+/// Adds a layer with parameters, or uses it again.
+template <class T, class Make>
+void add_object(const char* kind, int number, std::map<int, Use<T>>& known, Layers& layers,
+                const Make& make) {
+  if (known.contains(number)) {
+    layers.again(known.at(number));
+  } else {
+    known.emplace(number, make().named(fmt::format("{}{}", kind, number)));
+  }
+}
+
+}  // namespace
+
 Layers layers_of(const RandomModel& model) {
   Layers layers;
   std::map<int, Use<DenseImpl>> denses;
@@ -135,62 +187,19 @@ Layers layers_of(const RandomModel& model) {
     const auto number = static_cast<std::uint64_t>(i);
     switch (operation.kind) {
       case Operation::kDense:
-        if (denses.contains(i)) {
-          layers.again(denses.at(i));
-        } else {
-          denses.emplace(i, layers.add<Dense>(seed + 10 * number).named(fmt::format("dense{}", i)));
-        }
+        add_object("dense", i, denses, layers, [&] { return layers.add<Dense>(seed + 10 * number); });
         break;
       case Operation::kDenseBack:
         layers.again(denses.at(i), "back", &DenseImpl::back);
         break;
       case Operation::kScale:
-        if (scales.contains(i)) {
-          layers.again(scales.at(i));
-        } else {
-          scales.emplace(i, layers.add<Scale>(seed + 7777 + number).named(fmt::format("scale{}", i)));
-        }
+        add_object("scale", i, scales, layers, [&] { return layers.add<Scale>(seed + 7777 + number); });
         break;
       case Operation::kNorm:
-        if (norms.contains(i)) {
-          layers.again(norms.at(i));
-        } else {
-          norms.emplace(i, layers.add_existing(double_norm()).named(fmt::format("norm{}", i)));
-        }
+        add_object("norm", i, norms, layers, [&] { return layers.add_existing(double_norm()); });
         break;
-      case Operation::kDrop:
-        layers.add_function("drop", [](const at::Tensor& x) { return drop(x); });
-        break;
-      case Operation::kInPlace:
-        layers.add_function("in_place", [](at::Tensor x) { return x.mul_(1.5); });
-        break;
-      case Operation::kFork:
-        layers.add_function("fork", [](const at::Tensor& x) { return fork(x); });
-        break;
-      case Operation::kUnite:
-        layers.add_function("unite", [](const Several& all) { return unite(all); });
-        break;
-      case Operation::kChoose:
-        layers.add_function("choose", [](const Several& all) { return choose(all); });
-        break;
-      case Operation::kCut:
-        layers.add_function("cut", [](const at::Tensor& x) { return x.detach(); });
-        break;
-      case Operation::kStash:
-        layers
-            .add_function("stash",
-                          [name = operation.skip](const at::Tensor& x, Skips& skips) {
-                            skips.stash(name, x * 0.5);
-                            return x + 1;
-                          })
-            .stashes(operation.skip);
-        break;
-      case Operation::kPop:
-        layers
-            .add_function("pop", [name = operation.skip](const at::Tensor& x,
-                                                         Skips& skips) { return x + skips.pop(name); })
-            .pops(operation.skip);
-        break;
+      default:
+        add_function(operation, layers);
     }
   }
   return layers;

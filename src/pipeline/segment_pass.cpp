@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -53,6 +54,19 @@ class InPlaceWatch {
 
  private:
   std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
+};
+
+/// Autocast keeps its casts of weights: those made without a graph would hide the weights from a later
+/// forward, those of a repeated forward would outlive an optimizer's step.
+class NoAutocastCache {
+ public:
+  NoAutocastCache() { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
+
+ private:
+  const bool before_ = at::autocast::is_autocast_cache_enabled();
 };
 
 }  // namespace
@@ -203,6 +217,19 @@ SegmentPass::Outputs SegmentPass::run_layers(const std::map<int, Freight>& input
   return outputs;
 }
 
+bool SegmentPass::any_layer_learns() const {
+  const Segment& segment = station_.plan.segments[static_cast<std::size_t>(segment_)];
+  for (int order = segment.first; order <= segment.last; ++order) {
+    const LayerUse& use = station_.uses[static_cast<std::size_t>(order)];
+    const auto& module = station_.layers[static_cast<std::size_t>(use.layer)].module;
+    if (!module) continue;
+    for (const at::Tensor& parameter : module->parameters()) {
+      if (parameter.requires_grad()) return true;
+    }
+  }
+  return false;
+}
+
 void SegmentPass::keep_exits(const Outputs& outputs) {
   exits_.clear();
   for (const auto& [link, batch] : outputs.batches) {
@@ -239,11 +266,14 @@ std::map<int, Freight> SegmentPass::freight_of(Outputs& outputs) const {
 
 std::map<int, Freight> SegmentPass::forward(std::optional<LossTask> loss) {
   loss_ = std::move(loss);
-  // Without a graph nobody knows what it would lead to: a function may hold parameters of its own.
-  needs_backward_ = mode_.gradients && mode_.checkpoint;
-  const bool records = mode_.gradients && !mode_.checkpoint;
+  bool learns = any_layer_learns();
+  for (const auto& [link, freight] : inputs_) learns = learns || freight.wants_any();
+  needs_backward_ = mode_.gradients && learns;
+  // A graph may begin at tensors of the user's own, which no layer's parameters show. Where nothing else
+  // learns, recording tells, and costs nothing if there are none.
+  const bool records = mode_.gradients && (!mode_.checkpoint || !learns);
   std::optional<InPlaceWatch> watch;
-  if (needs_backward_) {
+  if (mode_.checkpoint && mode_.gradients) {
     if (!station_.options.seed) random_ = RandomState::capture();
     thread_state_.emplace();
     watch.emplace(inputs_);
@@ -251,16 +281,22 @@ std::map<int, Freight> SegmentPass::forward(std::optional<LossTask> loss) {
   Outputs outputs;
   {
     const torch::autograd::AutoGradMode mode(records);
+    std::optional<NoAutocastCache> uncached;
+    if (!records || mode_.checkpoint) uncached.emplace();
     outputs = run_layers(attach_inputs(), false);
   }
+  if (records) keep_exits(outputs);
+  if (records) needs_backward_ = needs_backward_ || !exits_.empty() || loss_edge_.is_valid();
+  if (mode_.checkpoint) {
+    exits_.clear();
+    loss_edge_ = {};
+  }
   try {
-    if (watch) watch->check();
+    if (watch && needs_backward_) watch->check();
   } catch (...) {
     fail(segment_name(), "forward");
   }
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
-  if (records) keep_exits(outputs);
-  if (records) needs_backward_ = !exits_.empty() || loss_edge_.is_valid();
   std::map<int, Freight> freight = freight_of(outputs);
   for (const auto& [link, load] : freight) {
     if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
@@ -286,6 +322,7 @@ void SegmentPass::recompute() {
   const KeptBuffers buffers(station_, segment);
   const at::ThreadLocalStateGuard state(*thread_state_);
   const torch::autograd::AutoGradMode mode(true);
+  const NoAutocastCache uncached;
   const RandomScope outer;
   if (random_) random_->restore();
   const Outputs outputs = run_layers(attach_inputs(), true);

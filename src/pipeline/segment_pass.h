@@ -84,6 +84,7 @@ class SegmentPass {
                 std::map<std::string, at::Tensor>& stashed, bool repeated);
   void keep_exits(const Outputs& outputs);
   std::map<int, Freight> freight_of(Outputs& outputs) const;
+  bool any_layer_learns() const;
   [[noreturn]] void fail(const std::string& where, const char* phase) const;
   std::string segment_name() const;
 

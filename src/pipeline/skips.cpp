@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/skips.h>
@@ -32,12 +33,12 @@ at::Tensor Skips::pop(const std::string& name) {
 }
 
 std::string Skips::neglected() const {
-  std::string text;
+  std::vector<std::string> texts;
   for (const std::string& name : may_stash_)
-    text += fmt::format("'{}' was declared by stashes() but not stashed; ", name);
+    texts.push_back(fmt::format("'{}' was declared by stashes() but not stashed", name));
   for (const auto& [name, value] : incoming_)
-    text += fmt::format("'{}' was declared by pops() but not popped; ", name);
-  return text;
+    texts.push_back(fmt::format("'{}' was declared by pops() but not popped", name));
+  return fmt::format("{}", fmt::join(texts, "; "));
 }
 
 }  // namespace torchspan::pipeline

@@ -356,16 +356,18 @@ void Step::finish_input_gradients() {
   for (std::size_t member = 0; member < work_.input.members.size(); ++member) {
     const c10::IValue& value = work_.input.members[member];
     if (!value.isTensor() || !value.toTensor().requires_grad()) continue;
+    const at::Tensor whole = value.toTensor().detach();
+    const bool split = whole.dim() > 0;  // one without rows went to all micro-batches
     std::vector<at::Tensor> pieces;
     for (int i = 0; i < micro_batches(); ++i) {
       const auto found = input_gradients_.find(i);
       const at::Tensor piece = found == input_gradients_.end() ? at::Tensor() : found->second.at(member);
       const auto rows = static_cast<std::size_t>(i);
-      const at::Tensor like = value.toTensor().detach().narrow(0, first_row_[rows], work_.begin.rows[rows]);
+      const at::Tensor like = split ? whole.narrow(0, first_row_[rows], work_.begin.rows[rows]) : whole;
       pieces.push_back(piece.defined() ? piece : at::zeros_like(like));
     }
     roots.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
-    gradients.push_back(at::cat(pieces));
+    gradients.push_back(split ? at::cat(pieces) : at::stack(pieces).sum(0));
   }
   torch::autograd::Engine::get_default_engine().execute(roots, gradients, false, false, true);
 }

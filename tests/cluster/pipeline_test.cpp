@@ -27,7 +27,8 @@ void require(bool condition, const std::string& text) {
 
 struct DenseImpl : torch::nn::Module {
   DenseImpl(std::int64_t in, std::int64_t out, std::uint64_t seed) {
-    weight = register_parameter("weight", at::randn({in, out}, at::detail::createCPUGenerator(seed), at::kDouble));
+    weight =
+        register_parameter("weight", at::randn({in, out}, at::detail::createCPUGenerator(seed), at::kDouble));
   }
   at::Tensor forward(const at::Tensor& x) { return at::tanh(at::matmul(x, weight)); }
   at::Tensor weight;
@@ -37,7 +38,9 @@ TORCH_MODULE(Dense);
 at::Tensor numbers(at::IntArrayRef sizes, std::uint64_t seed) {
   return at::randn(sizes, at::detail::createCPUGenerator(seed), at::kDouble);
 }
-at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) { return at::mse_loss(output, target); }
+at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
+  return at::mse_loss(output, target);
+}
 
 constexpr std::int64_t kWidth = 300;  // activations of some hundred kilobytes: beyond what a ring holds
 
@@ -57,7 +60,10 @@ void train() {
   Session session(WorkerOptions::from_env());
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
     Pipeline pipe(session.worker(), model(),
-                  {.balance = {1, 1, 1}, .micro_batches = 4, .schedule = schedule, .checkpoint = Checkpoint::kExceptLast});
+                  {.balance = {1, 1, 1},
+                   .micro_batches = 4,
+                   .schedule = schedule,
+                   .checkpoint = Checkpoint::kExceptLast});
     std::vector<Dense> plain{Dense(kWidth, kWidth, 1), Dense(kWidth, kWidth, 2), Dense(kWidth, kWidth, 3)};
     for (std::uint64_t step = 0; step < 3; ++step) {
       const std::int64_t rows = 600 + 7 * static_cast<std::int64_t>(step);

@@ -48,6 +48,21 @@ TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
   });
 }
 
+/// The group's own thread cannot wait for itself: it ends with the runtime, not with the process.
+TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
+  const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
+    auto held = std::make_unique<Group>(Group::make(self.runtime, self.membership, options()));
+    Group& group = *held;
+    const auto sum = group.all_reduce(at::ones({1000}));
+    const Future<int> done = sum.then([held = std::move(held)](const Future<at::Tensor>& result) mutable {
+      held.reset();
+      return result.wait()[0].item<int>();
+    });
+    EXPECT_EQ(done.wait(world_.executor().deadline_in(std::chrono::seconds(60))), ranks());
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
 TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   run([&](Group& group) {
     const int color = group.rank() % 2;

@@ -15,8 +15,15 @@ class ContextState;
 class CurrentScope;
 using engine::ParameterGradient;
 
+/// How a pass finds out which of the tensors that were sent in its context take part in it.
+enum class PassMode : std::uint8_t {
+  kSmart,  ///< marks run ahead of the gradients: gradients are those of one process, whatever was sent
+  kFast,   ///< the program promises that all take part; saves the marks. One that does not stalls the pass
+};
+
 struct BackwardOptions {
   bool retain_graph = false;  ///< keeps the graphs of all workers, so that backward may run again
+  PassMode mode = PassMode::kSmart;
   /// The pass fails on all workers after this time, naming the sends that got no gradient.
   Duration timeout = std::chrono::minutes(10);
 };
@@ -32,9 +39,9 @@ class ContextView {
   std::uint64_t id() const;
   /// Differentiates `root` through every worker that the forward pass visited. Gradients accumulate in the
   /// context, on the worker where each parameter lives; `.grad` stays as it is. Returns when all workers are
-  /// done. FAST mode: every tensor sent in this context must take part in the loss. Throws Error: kInvalid
-  /// for a root that is empty, not a scalar, or needs no gradient, and while another pass runs in this
-  /// context; kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut.
+  /// done. In PassMode::kFast every tensor sent in this context must take part in the loss. Throws Error:
+  /// kInvalid for a root that is empty, not a scalar, or needs no gradient, and while another pass runs in
+  /// this context; kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut.
   void backward(const at::Tensor& root, BackwardOptions options = {}) const;
   void backward(const std::vector<at::Tensor>& roots, BackwardOptions options = {}) const;
   /// The gradients that this worker's parameters have in this context, in the order of first accumulation.

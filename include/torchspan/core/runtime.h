@@ -1,12 +1,30 @@
 #pragma once
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <torchspan/core/executor.h>
 #include <torchspan/core/log.h>
 #include <torchspan/core/metrics.h>
+#include <torchspan/core/mutex.h>
 #include <torchspan/core/spans.h>
 
 namespace torchspan {
+
+/// Things that must not be destroyed by the thread that gives them up, such as a pool by a thread of its own:
+/// kept until this object ends. Thread-safe.
+class Remains {
+ public:
+  void keep(std::shared_ptr<void> thing) {
+    MutexLock lock(mutex_);
+    things_.push_back(std::move(thing));
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<std::shared_ptr<void>> things_ TORCHSPAN_GUARDED_BY(mutex_);
+};
 
 /// What every room needs of its worker: the door to threads and time, the log, the counters and the spans.
 /// Owned by the session or by a test, handed down by reference, one per worker.
@@ -17,6 +35,7 @@ struct Runtime {
   Log log;
   Metrics metrics;
   SpanRing spans;
+  Remains remains;  ///< ends first
 };
 
 }  // namespace torchspan

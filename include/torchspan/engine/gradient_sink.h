@@ -38,7 +38,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   /// Error{kInvalid} when the work is over already.
   void after_work(Callback callback);
   /// Puts the end off until `future` completes; its failure becomes the pass's, unless the pass has one.
-  /// Throws Error{kInvalid} when the end has come.
+  /// When the end has come, throws the pass's failure, or Error{kInvalid} if there was none.
   void hold(Future<void> future);
   /// The graph's work is over, with `error` or without; later calls are ignored.
   void end(std::exception_ptr error);

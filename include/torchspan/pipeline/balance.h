@@ -24,7 +24,8 @@ struct ProfileOptions {
 };
 
 /// Builds every layer here, once, and drives `sample`, one micro-batch, through all of them forwards and
-/// backwards, use by use. Modules that are there already keep their parameters, gradients, buffers and modes.
+/// backwards, use by use. Modules that are there already keep their parameters, gradients, buffers and modes,
+/// LibTorch's generator its state. Throws Error{kInvalid} that names the layer which the sample does not fit.
 std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
                                const ProfileOptions& options = {});
 

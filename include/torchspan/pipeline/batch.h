@@ -28,6 +28,11 @@ struct Batch {
   const at::Tensor& tensor() const;
 };
 
+namespace batch_detail {
+/// Throws Error{kInvalid}: a member is not what a layer takes.
+[[noreturn]] void refuse(const char* wanted, const c10::IValue& there);
+}  // namespace batch_detail
+
 /// How a C++ type is a member of a batch. Tensors that are undefined are nothing.
 template <class T>
 struct Member {
@@ -35,11 +40,23 @@ struct Member {
   static T to(const c10::IValue& value) { return value.to<T>(); }
 };
 template <>
+struct Member<bool> {
+  static c10::IValue from(bool value) { return c10::IValue(value); }
+  static bool to(const c10::IValue& value) {
+    if (!value.isBool()) batch_detail::refuse("a bool", value);
+    return value.toBool();
+  }
+};
+template <>
 struct Member<at::Tensor> {
   static c10::IValue from(at::Tensor value) {
     return value.defined() ? c10::IValue(std::move(value)) : c10::IValue();
   }
-  static at::Tensor to(const c10::IValue& value) { return value.isNone() ? at::Tensor() : value.toTensor(); }
+  static at::Tensor to(const c10::IValue& value) {
+    if (value.isNone()) return {};
+    if (!value.isTensor()) batch_detail::refuse("a tensor", value);
+    return value.toTensor();
+  }
 };
 template <class T>
 struct OptionalMember {
@@ -56,12 +73,18 @@ requires(!std::is_same_v<c10::optional<T>, std::optional<T>>) struct Member<c10:
 template <std::integral T>
 requires(!std::is_same_v<T, bool>) struct Member<T> {
   static c10::IValue from(T value) { return c10::IValue(static_cast<std::int64_t>(value)); }
-  static T to(const c10::IValue& value) { return static_cast<T>(value.toInt()); }
+  static T to(const c10::IValue& value) {
+    if (!value.isInt()) batch_detail::refuse("an integer", value);
+    return static_cast<T>(value.toInt());
+  }
 };
 template <std::floating_point T>
 struct Member<T> {
   static c10::IValue from(T value) { return c10::IValue(static_cast<double>(value)); }
-  static T to(const c10::IValue& value) { return static_cast<T>(value.toDouble()); }
+  static T to(const c10::IValue& value) {
+    if (!value.isDouble()) batch_detail::refuse("a floating-point number", value);
+    return static_cast<T>(value.toDouble());
+  }
 };
 
 /// How a C++ type is a whole batch: what a layer takes as its only argument, or returns. Specialize it for a
@@ -115,8 +138,13 @@ struct BatchOf<std::tuple<T...>> {
   }
   static std::tuple<T...> to(const Batch& batch) {
     BatchOf<Batch*>::check(batch.size(), sizeof...(T));
-    std::size_t next = 0;
-    return std::tuple<T...>{Member<T>::to(batch.members[next++])...};
+    return members_of(batch, std::index_sequence_for<T...>());
+  }
+
+ private:
+  template <std::size_t... I>
+  static std::tuple<T...> members_of(const Batch& batch, std::index_sequence<I...>) {
+    return std::tuple<T...>{Member<T>::to(batch.members[I])...};
   }
 };
 template <class A, class B>

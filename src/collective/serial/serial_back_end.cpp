@@ -34,7 +34,7 @@ SerialBackEnd::SerialBackEnd(Runtime& runtime, std::unique_ptr<Wire> wire, Seria
     : runtime_(runtime),
       options_(std::move(options)),
       wire_(std::move(wire)),
-      host_(std::make_shared<GroupHost>(runtime.executor)),
+      host_(std::make_shared<GroupHost>(runtime)),
       parker_(runtime.executor.make_parker()) {
   thread_ = runtime.executor.spawn("group", [this] { run(); });
 }

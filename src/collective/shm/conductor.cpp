@@ -51,7 +51,7 @@ Conductor::Conductor(Runtime& runtime, std::unique_ptr<GroupMemory> memory, Dura
       memory_(std::move(memory)),
       signals_(memory_->signals()),
       mover_(*memory_),
-      host_(std::make_shared<Host>(executor_)),
+      host_(std::make_shared<Host>(runtime_)),
       parker_(executor_.make_parker()) {}
 
 std::shared_ptr<Conductor> Conductor::make(Runtime& runtime, std::unique_ptr<GroupMemory> memory,

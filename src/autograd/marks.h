@@ -1,0 +1,52 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <set>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include "autograd/messages.h"
+#include "autograd/nodes.h"
+
+namespace torchspan::autograd {
+
+/// Which of this worker's receive nodes a pass reaches, and by which outputs, as far as is known: the walk
+/// that SMART mode makes ahead of the gradients. What was found and not yet told waits in take_untold(). Not
+/// thread-safe.
+class MarkWalk {
+ public:
+  /// Walks on from `edges` over nodes that were not walked before.
+  void walk(const std::vector<torch::autograd::Edge>& edges);
+  /// What the workers that sent those tensors must hear, by rank.
+  std::map<std::uint32_t, std::vector<MarkedSend>> take_untold();
+  /// Which of the first `outputs` outputs of a receive node are reached.
+  std::vector<std::uint8_t> reached(const RecvNode& node, std::size_t outputs) const;
+
+ private:
+  void reach(const RecvNode& node, std::uint32_t output);
+
+  std::unordered_set<const torch::autograd::Node*> walked_;
+  std::map<const RecvNode*, std::set<std::uint32_t>> reached_;
+  std::map<const RecvNode*, std::vector<std::uint32_t>> untold_;
+};
+
+/// How far a send's marks and its gradients are in agreement: every output that a gradient came for must be
+/// marked too before the pass may end here, since only marks are told on. Not thread-safe.
+class SendMarks {
+ public:
+  void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
+  void deliver(const std::vector<std::uint8_t>& reached);
+  bool is_marked() const { return !marked_.empty(); }
+  /// No gradient has come for an output that was not marked.
+  bool agree() const;
+
+ private:
+  std::set<std::uint32_t> marked_;
+  std::set<std::uint32_t> delivered_;
+};
+
+}  // namespace torchspan::autograd

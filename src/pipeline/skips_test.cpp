@@ -1,0 +1,68 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torch/torch.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/pipeline/skips.h>
+
+namespace torchspan::pipeline {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
+  const at::Tensor in = at::ones({2});
+  Skips skips({{"in", in}}, {"out"});
+  EXPECT_TRUE(skips.pop("in").is_same(in));
+  skips.stash("out", in * 2);
+  EXPECT_EQ(skips.neglected(), "");
+  EXPECT_TRUE(skips.stashed().at("out").equal(in * 2));
+}
+
+TEST(Skips, MayBeNothing) {
+  Skips skips({{"in", at::Tensor()}}, {"out"});
+  EXPECT_FALSE(skips.pop("in").defined());
+  skips.stash("out", at::Tensor());
+  EXPECT_EQ(skips.neglected(), "") << "nothing is something too, if it was stashed";
+  EXPECT_FALSE(skips.stashed().at("out").defined());
+}
+
+TEST(Skips, ThatWereNotDeclaredAreRefused) {
+  Skips skips({{"in", at::ones({1})}}, {"out"});
+  EXPECT_THAT(error_of([&] { skips.stash("other", at::ones({1})); }),
+              HasSubstr("'other' is stashed but was not declared by stashes(\"other\")"));
+  EXPECT_THAT(error_of([&] { skips.pop("other"); }), HasSubstr("not declared by pops(\"other\")"));
+  EXPECT_THAT(error_of([&] { skips.stash("in", at::ones({1})); }), HasSubstr("stashes(\"in\")"));
+  EXPECT_THAT(error_of([&] { skips.pop("out"); }), HasSubstr("pops(\"out\")"));
+}
+
+TEST(Skips, GoOnce) {
+  Skips skips({{"in", at::ones({1})}}, {"out"});
+  skips.pop("in");
+  skips.stash("out", at::ones({1}));
+  EXPECT_THAT(error_of([&] { skips.pop("in"); }), HasSubstr("popped for the second time"));
+  EXPECT_THAT(error_of([&] { skips.stash("out", at::zeros({1})); }),
+              HasSubstr("stashed for the second time"));
+  EXPECT_TRUE(skips.stashed().at("out").equal(at::ones({1}))) << "the first one stays";
+}
+
+TEST(Skips, ThatWereDeclaredMustBeUsed) {
+  Skips skips({{"in", at::ones({1})}}, {"out"});
+  EXPECT_EQ(skips.neglected(),
+            "'out' was declared by stashes() but not stashed; 'in' was declared by pops() but not popped");
+}
+
+}  // namespace
+}  // namespace torchspan::pipeline
