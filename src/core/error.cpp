@@ -81,6 +81,13 @@ std::string demangle(const char* mangled) {
   return status == 0 ? name.get() : mangled;
 }
 
+/// What LibTorch says of its own errors ends with the stack of the thread that threw, which tells nobody
+/// anything on another worker.
+std::string without_stack(const std::string& type, std::string text) {
+  if (!type.starts_with("c10::")) return text;
+  return text.substr(0, text.find("\nException raised from "));
+}
+
 }  // namespace
 
 ExceptionStory describe(const std::exception_ptr& exception) {
@@ -88,7 +95,8 @@ ExceptionStory describe(const std::exception_ptr& exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const std::exception& e) {
-    return {demangle(typeid(e).name()), e.what()};
+    const std::string type = demangle(typeid(e).name());
+    return {type, without_stack(type, e.what())};
   } catch (...) {
     const std::type_info* type = abi::__cxa_current_exception_type();
     return {type == nullptr ? "unknown type" : demangle(type->name()),

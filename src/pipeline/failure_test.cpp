@@ -14,6 +14,7 @@ namespace {
 using schedule::TaskKind;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using torchspan::testing::on_workers;
 using torchspan::testing::SimCluster;
 
@@ -129,6 +130,16 @@ TEST(Failure, AnExceptionInAnyTaskEndsTheStepEverywhereAndTheNextWorks) {
       }
     }
   }
+}
+
+TEST(Failure, ALayerThatLibTorchRefusesIsToldWithoutStackFrames) {
+  const auto texts = outcomes(2, [](Worker& worker) {
+    Fault fault{1, TaskKind::kForward, 0, [] { at::ones({2, 3}).mm(at::ones({2, 3})); }};
+    Pipeline pipe(worker, faulty_layers(fault, 2), options(2));
+    pipe.train_step(some_rows(), some_rows(), mean_of);
+  });
+  EXPECT_THAT(texts[0], AllOf(HasSubstr("shapes cannot be multiplied"), Not(HasSubstr("frame #"))));
+  EXPECT_EQ(texts[1], texts[0]);
 }
 
 TEST(Failure, AWrongBatchOnOneWorkerEndsTheStepOnAll) {

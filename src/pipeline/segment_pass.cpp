@@ -20,18 +20,6 @@ bool is_tensor(const c10::IValue& member) { return member.isTensor() && member.t
 
 bool can_have_gradient(const at::Tensor& tensor) { return tensor.is_floating_point() || tensor.is_complex(); }
 
-/// What is being thrown, without LibTorch's list of stack frames.
-ExceptionStory current_story() {
-  ExceptionStory story = describe(std::current_exception());
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    story.text = error.what_without_backtrace();
-  } catch (...) {
-  }
-  return story;
-}
-
 /// A layer changed an input that must be there unchanged to compute the forward again.
 class InPlaceWatch {
  public:
@@ -121,7 +109,7 @@ std::string SegmentPass::segment_name() const {
 }
 
 void SegmentPass::fail(const std::string& where, const char* phase) const {
-  const ExceptionStory story = current_story();
+  const ExceptionStory story = describe(std::current_exception());
   throw Error(ErrorKind::kRemoteFailure,
               fmt::format("step {} of pipeline '{}' failed in the {} of micro-batch {} through {}: {}",
                           mode_.step, station_.options.name, phase, micro_batch_, where, story.text))
