@@ -311,6 +311,50 @@ TEST(DistributedGroups, LoseNoStepOfEightTrainersOnOneTable) {
   });
 }
 
+TEST(DistributedGroups, PassesWhoseParametersWereSteppedMeanwhileFailUnlessTheyAreHogwild) {
+  for (const bool hogwild : {false, true}) {
+    SCOPED_TRACE(hogwild ? "hogwild" : "by default");
+    on_first(2, [hogwild](Worker& worker) {
+      auto layer = worker.remote("worker1", kLayer, 1);
+      const std::vector<TargetGroup> groups = {{{layer}, SGD{.lr = 1}, hogwild}};
+      DistributedOptimizer mine(worker, groups), others(worker, groups);
+      const auto pass = [&] { return layer.rpc_sync(kForward, input(1)).sum(); };
+      const at::Tensor before = layer.rpc_sync(kValues)[0];
+      Context context(worker);
+      const at::Tensor x = input(1).set_requires_grad(true);
+      const at::Tensor loss = layer.rpc_sync(kForward, x).sum();
+      worker.runtime().executor.spawn("other", [&] {
+        Context other(worker);
+        other.backward(pass());
+        others.step(other);
+      });
+      const at::Tensor after = layer.rpc_sync(kValues)[0];
+      EXPECT_FALSE(after.equal(before));
+      if (!hogwild) {
+        EXPECT_THAT(error_of([&] { context.backward(loss); }).what(), HasSubstr("modified by an inplace"));
+        return;
+      }
+      context.backward(loss);
+      Layer twin(1);
+      const at::Tensor output = twin->forward(input(1)).detach();
+      EXPECT_TRUE(at::allclose(context.gradient(x), (1 - output * output).mm(after), 1e-12, 1e-12));
+      mine.step(context);
+      EXPECT_FALSE(layer.rpc_sync(kValues)[0].equal(after));
+    });
+  }
+}
+
+TEST(DistributedGroups, AreHogwildOnlyWithRulesThatCanBe) {
+  on_first(2, [](Worker& worker) {
+    auto layer = worker.remote("worker1", kLayer, 1);
+    const TorchAdam wrapped{torch::optim::AdamOptions(0.1)};
+    EXPECT_THAT(error_of([&] {
+                  DistributedOptimizer(worker, std::vector<TargetGroup>{{{layer}, wrapped, true}});
+                }).what(),
+                AllOf(HasSubstr("torch.Adam"), HasSubstr("without hogwild")));
+  });
+}
+
 TEST(DistributedGroups, RefuseAParameterOfTwoGroupsAndAGroupWithoutTargets) {
   on_first(2, [](Worker& worker) {
     auto layer = worker.remote("worker1", kLayer, 1);

@@ -81,7 +81,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker, const std::vect
       std::vector<OptimizerGroup>& there = messages[reference->owner()].groups;
       const std::string label = std::to_string(g);
       if (there.empty() || there.back().label != label) {
-        there.push_back({label, groups[g].recipe, {}});
+        there.push_back({label, groups[g].recipe, {}, groups[g].hogwild});
         shares_[reference->owner()].groups.push_back(g);
       }
       there.back().targets.push_back({reference, std::move(name)});

@@ -117,6 +117,14 @@ void FunctionalOptimizer::set_lr(double) {
   throw Error(ErrorKind::kUnsupported, fmt::format("{} has no learning rate that could be set", name_));
 }
 
+void FunctionalOptimizer::set_hogwild(bool on) {
+  if (!on) return;
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("{} cannot leave version counters alone: train without hogwild, or use one of the "
+                          "optimizers of this library",
+                          name_));
+}
+
 ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
 
 void FunctionalOptimizer::load_state(std::size_t index, const ParameterState& state) {

@@ -20,6 +20,7 @@ struct OptimizerGroup {
   std::string label;
   Recipe recipe;
   std::vector<OptimizerTarget> targets;
+  bool hogwild = false;
 };
 
 /// Makes an optimizer over the parameters behind the references, which the receiver owns.
@@ -113,7 +114,8 @@ struct Wire<optim::OptimizerTarget>
 template <>
 struct Wire<optim::OptimizerGroup>
     : WireStruct<optim::OptimizerGroup, "optim.OptimizerGroup", &optim::OptimizerGroup::label,
-                 &optim::OptimizerGroup::recipe, &optim::OptimizerGroup::targets> {};
+                 &optim::OptimizerGroup::recipe, &optim::OptimizerGroup::targets,
+                 &optim::OptimizerGroup::hogwild> {};
 template <>
 struct Wire<optim::CreateOptimizer>
     : WireStruct<optim::CreateOptimizer, "optim.CreateOptimizer", &optim::CreateOptimizer::id,

@@ -104,6 +104,7 @@ void Optimizer::add(Group group, const OptimizerTable* table) {
   }
   part.rule = table != nullptr ? table->build(group.recipe, std::move(group.parameters))
                                : group.recipe.build(std::move(group.parameters));
+  if (group.hogwild) part.rule->set_hogwild(true);
   part.names = std::move(group.names);
   for (std::size_t i = part.names.size(); i < count; ++i) part.names.push_back(std::to_string(i));
   std::vector<std::string> sorted = part.names;

@@ -55,7 +55,7 @@ void RuleOptimizer::begin(State& state, const at::Tensor& like) const {
 void RuleOptimizer::finish(at::Tensor& parameter, const at::Tensor& seen) const {
   if (in_float32(parameter)) parameter.copy_(seen);
   // The operations ran below the layer that counts them, so a step counts once whatever it consists of.
-  if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+  if (!hogwild_ && !parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
 }
 
 void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::Tensor& gradient) {

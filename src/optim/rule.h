@@ -36,6 +36,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   RuleOptimizer(std::string_view name, Manner manner, std::vector<at::Tensor> parameters);
   ParameterState state(std::size_t index) const override;
   void load_state(std::size_t index, const ParameterState& state) override;
+  void set_hogwild(bool on) override { hogwild_ = on; }
 
  protected:
   /// A slot before the first step; zeros, unless the rule makes something else of it.
@@ -67,6 +68,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;
 
   const Manner manner_;
+  bool hogwild_ = false;
   std::vector<State> states_;
 };
 

@@ -57,6 +57,7 @@ class Steps::Impl {
     for (const OptimizerGroup& part : message.groups) {
       Group& group = groups.emplace_back(std::vector<at::Tensor>(), part.recipe);
       group.label = part.label;
+      group.hogwild = part.hogwild;
       for (const OptimizerTarget& target : part.targets) {
         if (!target.value) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
         // Ready: messages wait for their references.

@@ -50,10 +50,13 @@ class Target {
   std::vector<std::string> names_;
 };
 
-/// Targets that are trained with the same options.
+/// Targets that are trained with the same options. `hogwild` is for trainers that step the same parameters in
+/// their own time: a pass whose forward saw older values than its backward goes on with the newer ones, where
+/// otherwise it fails (Niu and others, Hogwild!, NIPS 2011). Every trainer must say it.
 struct TargetGroup {
   std::vector<Target> targets;
   Recipe recipe;
+  bool hogwild = false;
 };
 
 /// Steps parameters where they live, with the gradients of a distributed autograd context: one optimizer on

@@ -46,6 +46,9 @@ class FunctionalOptimizer {
   /// Error{kUnsupported}.
   virtual double lr() const;
   virtual void set_lr(double lr);
+  /// Whether steps leave version counters alone, so that graphs which saved a parameter go on with its new
+  /// value (Niu and others, Hogwild!, NIPS 2011). By default on throws Error{kUnsupported}.
+  virtual void set_hogwild(bool on);
   /// The state of a parameter, not copied; empty before its first step, and always for an optimizer that
   /// keeps none.
   virtual ParameterState state(std::size_t index) const;

@@ -34,7 +34,8 @@ struct Group {
   std::vector<at::Tensor> parameters;
   Recipe recipe;
   std::vector<std::string> names;
-  std::string label;  ///< the group's name in the state; its index if empty
+  std::string label;     ///< the group's name in the state; its index if empty
+  bool hogwild = false;  ///< see TargetGroup
 };
 
 /// Trains parameters of this process by their `.grad`, in groups with options of their own. One thread at a
