@@ -79,9 +79,9 @@ class RData(unittest.TestCase):
 
     def test_names_the_tables_there_are(self):
         self.write(table=frame(a=vector(13, (1,), ints)))
-        code, _, errors = self.run_tool("tabel")
+        code, _, errors = self.run_tool("tables")
         self.assertNotEqual(code, 0)
-        self.assertIn("there is no 'tabel'", errors)
+        self.assertIn("there is no 'tables'", errors)
         self.assertIn("there are: table", errors)
 
     def test_says_what_it_cannot_read(self):
