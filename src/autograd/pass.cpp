@@ -11,7 +11,7 @@ PassState::PassState(Worker worker, std::shared_ptr<ContextState> context, PassK
     : worker_(std::move(worker)),
       context_(std::move(context)),
       key_(key),
-      sink_(context_->gradients(), key.id),
+      sink_(*context_, key.id),
       graph_(sink_, engine::PassOptions{key.retain_graph, {}}) {}
 
 void PassState::prepare(const std::vector<at::Tensor>& roots) {

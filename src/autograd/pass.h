@@ -76,7 +76,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   const Worker worker_;
   const std::shared_ptr<ContextState> context_;
   const PassKey key_;
-  engine::MapSink sink_;
+  ContextSink sink_;
   engine::GraphPass graph_;
   std::vector<std::shared_ptr<SendNode>> sends_;
   std::atomic<bool> told_{false};

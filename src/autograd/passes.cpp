@@ -268,6 +268,8 @@ at::Tensor ContextView::gradient(const at::Tensor& parameter) const {
   return state_->gradients().gradient(parameter);
 }
 
+void ContextView::offer_gradients(GradientTaker taker) const { state_->add_taker(std::move(taker)); }
+
 Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
   if (current_state().context) {
     throw Error(ErrorKind::kInvalid,

@@ -2,6 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/engine/stock_sink.h>
+
 #include "autograd/pass.h"
 
 namespace torchspan::autograd {
@@ -35,6 +41,51 @@ std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
 
 void ContextState::remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends) {
   for (const auto& send : sends) remove_send(send->message());
+}
+
+void ContextState::add_taker(GradientTaker taker) {
+  auto shared = std::make_shared<const GradientTaker>(std::move(taker));
+  MutexLock lock(mutex_);
+  takers_.push_back(std::move(shared));
+}
+
+std::optional<Future<void>> ContextState::offer(const at::Tensor& parameter, at::Tensor& gradient) const {
+  std::vector<std::shared_ptr<const GradientTaker>> takers;
+  {
+    MutexLock lock(mutex_);
+    takers = takers_;
+  }
+  for (const auto& taker : takers) {
+    if (auto taken = (*taker)(parameter, gradient)) return taken;
+  }
+  return std::nullopt;
+}
+
+namespace {
+
+/// A reducer would find no gradient where somebody took it.
+void refuse_shared_gradient(const at::Tensor& parameter) {
+  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!leaf) return;
+  for (const auto& hook : leaf->post_hooks()) {
+    if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the gradient of a parameter of shape {} is to be stepped in this pass, and to be "
+                    "averaged by DistributedDataParallel: step after backward() instead",
+                    c10::str(parameter.sizes())));
+  }
+}
+
+}  // namespace
+
+void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
+  if (auto taken = context_.offer(parameter, gradient)) {
+    refuse_shared_gradient(parameter);
+    hold(std::move(*taken));
+  } else {
+    context_.gradients().accumulate(parameter, std::move(gradient));
+  }
 }
 
 void ContextState::add_worker(std::uint32_t rank) {

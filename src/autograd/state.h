@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/autograd/context.h>
 #include <torchspan/core/mutex.h>
 #include <torchspan/engine/gradient_map.h>
 
@@ -31,6 +32,10 @@ class ContextState {
   std::vector<std::shared_ptr<SendNode>> sends() const;
   void remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends);
 
+  void add_taker(GradientTaker taker);
+  /// Nothing when nobody took the gradient.
+  std::optional<Future<void>> offer(const at::Tensor& parameter, at::Tensor& gradient) const;
+
   void add_worker(std::uint32_t rank);
   std::set<std::uint32_t> workers() const;
 
@@ -54,9 +59,26 @@ class ContextState {
   mutable Mutex mutex_;
   std::map<std::uint64_t, std::shared_ptr<SendNode>> sends_ TORCHSPAN_GUARDED_BY(mutex_);
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint64_t, std::string> aborted_ TORCHSPAN_GUARDED_BY(mutex_);
   bool released_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+/// One pass's gradients: offered to the takers of the context, or kept there.
+class ContextSink final : public engine::GradientSink {
+ public:
+  ContextSink(ContextState& context, std::uint64_t pass) : GradientSink(pass), context_(context) {}
+  at::Tensor gradient(const at::Tensor& parameter) const override {
+    return context_.gradients().gradient(parameter);
+  }
+  void accumulate(const at::Tensor& parameter, at::Tensor gradient) override;
+  void replace(const at::Tensor& parameter, at::Tensor gradient) override {
+    context_.gradients().replace(parameter, std::move(gradient));
+  }
+
+ private:
+  ContextState& context_;
 };
 
 }  // namespace torchspan::autograd

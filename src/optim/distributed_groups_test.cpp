@@ -311,6 +311,46 @@ TEST(DistributedGroups, LoseNoStepOfEightTrainersOnOneTable) {
   });
 }
 
+TEST(DistributedGroups, StepInBackwardWithTheBitsOfStepsAfterwards) {
+  on_first(3, [](Worker& worker) {
+    Twins twins(worker), others(worker);
+    const std::vector<Target> targets = {twins.here, twins.first, twins.second};
+    DistributedOptimizer during(worker, Adam{.lr = 0.1}, targets);
+    DistributedOptimizer after(worker, Adam{.lr = 0.1}, {others.here, others.first, others.second});
+    for (int step = 0; step < 4; ++step) {
+      during.set_lr(0.1 + step);
+      after.set_lr(0.1 + step);
+      {
+        Context context(worker);
+        const at::Tensor loss = twins.remote_loss(step);
+        during.step_in_backward(context);
+        context.backward(loss);
+        EXPECT_TRUE(context.gradients().empty());
+        during.step(context);  // nothing is left to do
+      }
+      Context context(worker);
+      context.backward(others.remote_loss(step));
+      after.step(context);
+    }
+    expect_same(twins.here->values(), others.here->values());
+    expect_same(twins.first.rpc_sync(kValues), others.first.rpc_sync(kValues));
+    expect_same(twins.second.rpc_sync(kValues), others.second.rpc_sync(kValues));
+  });
+}
+
+TEST(DistributedGroups, AStepInBackwardThatFailsEndsThePassWithItsParameter) {
+  on_first(2, [](Worker& worker) {
+    auto rows = worker.remote("worker1", kRows);
+    DistributedOptimizer optimizer(worker, Adam{}, {rows});
+    Context context(worker);
+    const at::Tensor loss = rows.rpc_sync(kLookUp, torch::tensor({1}, torch::kLong)).sum();
+    optimizer.step_in_backward(context);
+    EXPECT_THAT(error_of([&] { context.backward(loss); }).what(),
+                AllOf(HasSubstr("worker1"), HasSubstr("'0.rows.weight'"), HasSubstr("sparse gradient")));
+    EXPECT_TRUE(rows.rpc_sync(kWeight).equal(torch::zeros({5, 2}, torch::kDouble)));
+  });
+}
+
 TEST(DistributedGroups, PassesWhoseParametersWereSteppedMeanwhileFailUnlessTheyAreHogwild) {
   for (const bool hogwild : {false, true}) {
     SCOPED_TRACE(hogwild ? "hogwild" : "by default");

@@ -141,6 +141,15 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
   collect(worker_, "the optimizer step", answers);
 }
 
+void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
+  std::map<Owner, Future<Unit>> answers;
+  for (const auto& [owner, share] : shares_) {
+    answers.emplace(owner, worker_.request(Destination(owner),
+                                           StepInBackward{id_on(owner), context.id(), rates_on(owner)}));
+  }
+  collect(worker_, "asking for steps in backward", answers);
+}
+
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,
                                             double norm_type) {
   clip_factor(0, max_norm);  // a wrong option costs no round

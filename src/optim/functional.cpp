@@ -103,6 +103,12 @@ void FunctionalOptimizer::step(std::span<const at::Tensor> gradients) {
   update_all(gradients);
 }
 
+void FunctionalOptimizer::step_one(std::size_t index, const at::Tensor& gradient) {
+  std::vector<at::Tensor> gradients(parameters_.size());
+  gradients.at(index) = gradient;
+  step(gradients);
+}
+
 void FunctionalOptimizer::update_all(std::span<const at::Tensor> gradients) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) update(i, parameters_[i], gradients[i]);

@@ -95,6 +95,16 @@ struct TakeState {
   RRef<StateDict> state;
 };
 
+/// Passes of this context step the receiver's parameters as their gradients become complete.
+struct StepInBackward {
+  static constexpr wire::MessageType kType{0x0209};
+  static constexpr std::string_view kName = "optim.step_in_backward";
+  using Reply = Unit;
+  GlobalId id;
+  std::uint64_t context = 0;
+  std::vector<double> rates;
+};
+
 }  // namespace torchspan::optim
 
 namespace torchspan {
@@ -125,6 +135,10 @@ struct Wire<optim::StepOptimizer>
     : WireStruct<optim::StepOptimizer, "optim.StepOptimizer", &optim::StepOptimizer::id,
                  &optim::StepOptimizer::context, &optim::StepOptimizer::rates, &optim::StepOptimizer::scale> {
 };
+template <>
+struct Wire<optim::StepInBackward>
+    : WireStruct<optim::StepInBackward, "optim.StepInBackward", &optim::StepInBackward::id,
+                 &optim::StepInBackward::context, &optim::StepInBackward::rates> {};
 template <>
 struct Wire<optim::DropOptimizer>
     : WireStruct<optim::DropOptimizer, "optim.DropOptimizer", &optim::DropOptimizer::id> {};

@@ -2,9 +2,9 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <map>
-#include <unordered_map>
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
@@ -79,16 +79,15 @@ Optimizer::Optimizer(const torch::nn::Module& module, Recipe recipe)
 Optimizer::Optimizer(std::vector<Group> groups, const OptimizerTable* table) {
   if (groups.empty()) throw Error(ErrorKind::kInvalid, "an Optimizer needs at least one group of parameters");
   for (Group& group : groups) add(std::move(group), table);
-  std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const auto& parameters = rule(g).parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const auto [first, is_new] = seen.emplace(parameters[i].unsafeGetTensorImpl(), g);
+      const auto [first, is_new] = places_.emplace(parameters[i].unsafeGetTensorImpl(), std::make_pair(g, i));
       if (is_new) continue;
       throw Error(
           ErrorKind::kInvalid,
           fmt::format("{} of group {} is in group {} too, and would be updated twice a step: name it once",
-                      rule(g).describe(i), groups_[g].label, groups_[first->second].label));
+                      rule(g).describe(i), groups_[g].label, groups_[first->second.first].label));
     }
   }
 }
@@ -127,6 +126,16 @@ void Optimizer::step(const GradientOf& gradient_of) {
     if (groups_.size() > 1) rule(g).check(gradients[g]);
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].rule->step(gradients[g]);
+}
+
+void Optimizer::step_one(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const auto place = places_.find(parameter.unsafeGetTensorImpl());
+  if (place == places_.end()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("a tensor of shape {} is no parameter of this optimizer",
+                                                 c10::str(parameter.sizes())));
+  }
+  const auto& [group, index] = place->second;
+  groups_[group].rule->step_one(index, gradient);
 }
 
 void Optimizer::zero_grad(bool set_to_none) {

@@ -208,6 +208,54 @@ TEST(Optimizer, ChangesNoGroupWhenAGradientOfOneIsWrong) {
   EXPECT_TRUE(a.equal(torch::ones({2})));
 }
 
+/// How many of the tensors have a gradient, seen whenever a gradient of one of them is computed.
+std::size_t count_gradients(const std::vector<at::Tensor>& parameters) {
+  return static_cast<std::size_t>(
+      std::count_if(parameters.begin(), parameters.end(), [](const auto& p) { return p.grad().defined(); }));
+}
+
+TEST(InBackward, StepsEachParameterWithTheBitsOfAStepAfterwardsAndHoldsOneGradient) {
+  const auto make = [] {
+    torch::manual_seed(4);
+    torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::Tanh(), torch::nn::Linear(5, 5),
+                              torch::nn::Linear(5, 1));
+    net->to(torch::kDouble);
+    return net;
+  };
+  auto after = make(), during = make();
+  Optimizer plain(*after, Adam{.lr = 0.1}), stepped(*during, Adam{.lr = 0.1});
+  const at::Tensor x = torch::linspace(-1, 1, 12, torch::kDouble).view({4, 3});
+  std::size_t most = 0;
+  const std::vector<at::Tensor> parameters = during->parameters();
+  for (const at::Tensor& parameter : parameters) {
+    parameter.register_hook([&](const at::Tensor&) { most = std::max(most, count_gradients(parameters)); });
+  }
+  {
+    const BackwardSteps steps = stepped.step_in_backward();
+    for (int step = 0; step < 5; ++step) {
+      plain.zero_grad();
+      after->forward(x).square().mean().backward();
+      plain.step();
+      during->forward(x).square().mean().backward();
+      EXPECT_EQ(count_gradients(parameters), 0u);
+    }
+  }
+  EXPECT_EQ(most, 0u);
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    EXPECT_TRUE(parameters[i].equal(after->parameters()[i])) << i;
+  during->forward(x).square().mean().backward();  // it is over
+  EXPECT_EQ(count_gradients(parameters), parameters.size());
+}
+
+TEST(InBackward, IsRefusedWhereSomebodyElseWaitsForTheGradient) {
+  const at::Tensor weight = torch::ones({2}).set_requires_grad(true);
+  Optimizer one({weight}, SGD{.lr = 1}), other({weight}, SGD{.lr = 1});
+  const BackwardSteps steps = one.step_in_backward();
+  EXPECT_THROW(static_cast<void>(other.step_in_backward()), Error);
+  weight.sum().backward();
+  EXPECT_TRUE(weight.equal(torch::zeros({2})));
+}
+
 TEST(TorchOptimizer, StepsLikeTheClassItWrapsAndLeavesGradAlone) {
   const at::Tensor ours = torch::ones({2}, torch::kDouble).set_requires_grad(true);
   const at::Tensor skipped = torch::ones({2}, torch::kDouble).set_requires_grad(true);

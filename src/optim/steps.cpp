@@ -44,7 +44,7 @@ void list_parameters(rpc::Value& value, const std::string& name, Group& group) {
 }  // namespace
 
 /// The table of the optimizers that live here.
-class Steps::Impl {
+class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
  public:
   Impl(OptimizerTable table, rpc::Registrar& registrar)
       : table_(std::move(table)),
@@ -69,6 +69,7 @@ class Steps::Impl {
     for (const at::Tensor& parameter : owned->optimizer->parameters()) {
       owned->keys.insert(parameter.unsafeGetTensorImpl());
     }
+    owned->keys.insert(owned.get());  // steps of single parameters run one after the other too
     MutexLock lock(mutex_);
     optimizers_[message.id] = std::move(owned);
   }
@@ -76,6 +77,26 @@ class Steps::Impl {
   Future<Unit> step(const StepOptimizer& message) {
     auto owned = find(message.id);
     return queue_.run(owned->keys, [this, owned, message] { step_now(*owned->optimizer, message); });
+  }
+
+  /// Nothing to do where the forward passes of the context did not come by: no gradient will.
+  void step_in_backward(const StepInBackward& message) {
+    const auto context = find_context(message.context);
+    if (!context) return;
+    context->offer_gradients(
+        [weak = weak_from_this(), owner = std::weak_ptr<Owned>(find(message.id)), rates = message.rates](
+            const at::Tensor& parameter, at::Tensor& gradient) -> std::optional<Future<void>> {
+          const auto self = weak.lock();
+          const auto owned = owner.lock();
+          if (!self || !owned || !owned->keys.contains(parameter.unsafeGetTensorImpl())) return std::nullopt;
+          return self->queue_
+              .run({parameter.unsafeGetTensorImpl(), owned.get()},
+                   [owned, rates, parameter, gradient = std::exchange(gradient, {})] {
+                     owned->optimizer->set_lrs(rates);
+                     owned->optimizer->step_one(parameter, gradient);
+                   })
+              .then([](const Future<Unit>& done) { done.wait(); });
+        });
   }
 
   double norm(const NormOfGradients& message) const {
@@ -212,6 +233,11 @@ void Steps::attach(rpc::Registrar& registrar) {
   registrar.handle<StepOptimizer>(
       rpc::RunOn::kPool,
       [impl](const rpc::CallInfo&, const StepOptimizer& message) { return impl()->step(message); });
+  registrar.handle<StepInBackward>(rpc::RunOn::kPool,
+                                   [impl](const rpc::CallInfo&, const StepInBackward& message) {
+                                     impl()->step_in_backward(message);
+                                     return Unit{};
+                                   });
   registrar.handle<DropOptimizer>(rpc::RunOn::kPool,
                                   [impl](const rpc::CallInfo&, const DropOptimizer& message) {
                                     impl()->drop(message.id);

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -28,6 +30,10 @@ struct BackwardOptions {
   Duration timeout = std::chrono::minutes(10);
 };
 
+/// Is offered each gradient that is complete in a pass; moves it out and returns what the pass waits for, or
+/// leaves it and returns nothing. Called by the thread that drives the pass.
+using GradientTaker = std::function<std::optional<Future<void>>(const at::Tensor& parameter, at::Tensor&)>;
+
 /// A context as seen from a handler, or from the scope that made it: runs passes and reads gradients. Cheap
 /// to copy.
 class ContextView {
@@ -48,6 +54,10 @@ class ContextView {
   std::vector<ParameterGradient> gradients() const;
   /// The gradient of one parameter of this worker; undefined when it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;
+  /// Passes that begin in this context from now on offer their gradients on this worker to `taker`, before
+  /// they are kept; with several takers the first that takes one has it. A parameter whose gradient somebody
+  /// else waits for (DistributedDataParallel) fails the pass with Error{kInvalid}.
+  void offer_gradients(GradientTaker taker) const;
 
  protected:
   Worker worker_;

@@ -89,6 +89,11 @@ class DistributedOptimizer : public RateHolder {
   /// all are done. The others keep their values and state. Throws one Error that lists every owner's failure;
   /// the other owners have then stepped.
   void step(const autograd::ContextView& context);
+  /// From now on, passes of `context` step each parameter on its owner as soon as they are done with its
+  /// gradient, which is then gone: the gradients of all parameters are never held at once. To be called
+  /// between forward and backward; backward() returns after the steps, and throws what they throw. Not
+  /// together with clip_grad_norm(), nor for parameters that DistributedDataParallel averages.
+  void step_in_backward(const autograd::ContextView& context);
   /// The norm of all gradients in `context`, asked of all owners at once. If it is above `max_norm`, the next
   /// step() with this context scales the gradients as it uses them; those in the context stay as they are.
   /// Further passes in the context after this call are scaled by the same factor.

@@ -32,6 +32,8 @@ class FunctionalOptimizer {
   /// before anything changes: Error{kInvalid} or Error{kUnsupported} names the parameter. Runs without
   /// recording gradients; the parameters' version counters advance.
   void step(std::span<const at::Tensor> gradients);
+  /// The same for one parameter only.
+  void step_one(std::size_t index, const at::Tensor& gradient);
   /// Throws what step() would throw for these gradients, and changes nothing.
   void check(std::span<const at::Tensor> gradients) const;
 

@@ -3,6 +3,8 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torchspan/optim/recipe.h>
@@ -38,6 +40,21 @@ struct Group {
   bool hogwild = false;  ///< see TargetGroup
 };
 
+class Optimizer;
+
+/// What Optimizer::step_in_backward() gives: the stepping ends with it.
+class [[nodiscard]] BackwardSteps {
+ public:
+  explicit BackwardSteps(Optimizer& optimizer);
+  ~BackwardSteps();
+  BackwardSteps(BackwardSteps&&) noexcept;
+  BackwardSteps& operator=(BackwardSteps&&) noexcept;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 /// Trains parameters of this process by their `.grad`, in groups with options of their own. One thread at a
 /// time.
 class Optimizer : public RateHolder {
@@ -55,6 +72,13 @@ class Optimizer : public RateHolder {
   void step();
   /// The same with gradients from elsewhere; undefined ones are skipped.
   void step(const GradientOf& gradient_of);
+  /// Updates one of the parameters. Throws Error{kInvalid} for a tensor that is none of them.
+  void step_one(const at::Tensor& parameter, const at::Tensor& gradient);
+  /// As long as the result lives, backward() steps each parameter as soon as it is done with its gradient,
+  /// and takes `.grad` away: the gradients of all parameters are never held at once. Every pass is a step,
+  /// and clip_grad_norm() finds nothing. This object must outlive the result, which is not to go while a pass
+  /// runs. Throws Error{kInvalid} for a parameter that DistributedDataParallel averages.
+  BackwardSteps step_in_backward() { return BackwardSteps(*this); }
   /// Takes every `.grad` away, or fills it with zeros.
   void zero_grad(bool set_to_none = true);
   /// Scales all `.grad` in place by clip_grad_norm() and returns their norm before that.
@@ -86,6 +110,7 @@ class Optimizer : public RateHolder {
   void add(Group group, const OptimizerTable* table);
 
   std::vector<Part> groups_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<std::size_t, std::size_t>> places_;  ///< group, index
 };
 
 /// The norm of all these gradients as one vector: of type 1, 2, …, or infinity. Undefined ones count nothing.

@@ -1,0 +1,82 @@
+#include <fmt/format.h>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/mutex.h>
+#include <torchspan/engine/stock_sink.h>
+#include <torchspan/optim/optimizer.h>
+
+namespace torchspan::optim {
+
+/// A hook at every parameter's leaf, whose nodes it keeps.
+class BackwardSteps::Impl {
+ public:
+  explicit Impl(Optimizer& optimizer) : shared_(std::make_shared<Shared>(optimizer)) {
+    const auto passes = std::make_shared<engine::StockPasses>();
+    const std::vector<at::Tensor> parameters = optimizer.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) refuse_shared(parameters[i], i);
+    for (const at::Tensor& parameter : parameters) {
+      // A parameter that needs no gradient has no leaf, and will get none.
+      if (!parameter.requires_grad()) continue;
+      auto leaf = torch::autograd::impl::grad_accumulator(parameter);
+      const auto key = leaf->add_post_hook(std::make_unique<Hook>(parameter, passes, shared_));
+      hooked_.emplace_back(std::move(leaf), key);
+    }
+  }
+  ~Impl() {
+    for (const auto& [leaf, key] : hooked_) leaf->del_post_hook(key);
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+ private:
+  /// LibTorch's engine has a thread for each device.
+  struct Shared {
+    explicit Shared(Optimizer& given) : optimizer(given) {}
+    Mutex mutex;
+    Optimizer& optimizer TORCHSPAN_GUARDED_BY(mutex);
+  };
+
+  class Hook final : public engine::GradientHook {
+   public:
+    Hook(at::Tensor parameter, std::shared_ptr<engine::StockPasses> passes, std::shared_ptr<Shared> shared)
+        : GradientHook(std::move(parameter), std::move(passes)), shared_(std::move(shared)) {}
+    void gradient_ready(engine::GradientSink& sink, const at::Tensor& parameter) override {
+      // An autograd context keeps its gradients for a DistributedOptimizer.
+      if (!sink.writes_grad_field()) return;
+      const at::Tensor gradient = sink.gradient(parameter);
+      if (!gradient.defined()) return;
+      sink.replace(parameter, {});
+      MutexLock lock(shared_->mutex);
+      shared_->optimizer.step_one(parameter, gradient);
+    }
+
+   private:
+    const std::shared_ptr<Shared> shared_;
+  };
+
+  static void refuse_shared(const at::Tensor& parameter, std::size_t index) {
+    const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    if (!leaf) return;
+    for (const auto& hook : leaf->post_hooks()) {
+      if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("parameter {} cannot be stepped in backward: DistributedDataParallel averages its "
+                      "gradient after that, or another optimizer steps it there; call step() instead",
+                      index));
+    }
+  }
+
+  const std::shared_ptr<Shared> shared_;
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;
+};
+
+BackwardSteps::BackwardSteps(Optimizer& optimizer) : impl_(std::make_unique<Impl>(optimizer)) {}
+BackwardSteps::~BackwardSteps() = default;
+BackwardSteps::BackwardSteps(BackwardSteps&&) noexcept = default;
+BackwardSteps& BackwardSteps::operator=(BackwardSteps&&) noexcept = default;
+
+}  // namespace torchspan::optim
