@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <map>
+#include <regex>
 
 namespace torchspan::launch {
 namespace {
@@ -66,7 +67,18 @@ std::string describe(const Ending& ending) {
   return fmt::format("exited with code {}{}", ending.code, hint(ending));
 }
 
-std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
+long blamed_process(const std::vector<std::string>& last_words) {
+  const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) died)");
+  std::smatch match;
+  for (const std::string& line : last_words) {
+    if (std::regex_search(line, match, death)) return std::stol(match[1]);
+  }
+  return 0;
+}
+
+namespace {
+
+std::optional<std::size_t> first_seen_failure(const std::vector<Ending>& endings) {
   std::optional<std::size_t> first;
   for (std::size_t i = 0; i < endings.size(); ++i) {
     const Ending& ending = endings[i];
@@ -77,6 +89,20 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
     } else if (is_crash(ending.signal) && ending.after - endings[*first].after <= kSettleTime) {
       return i;
     }
+  }
+  return first;
+}
+
+}  // namespace
+
+std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
+  std::optional<std::size_t> first = first_seen_failure(endings);
+  for (std::size_t steps = 0; first && steps < endings.size(); ++steps) {
+    const auto blamed = std::find_if(endings.begin(), endings.end(), [&](const Ending& ending) {
+      return ending.failed() && ending.pid == endings[*first].blames;
+    });
+    if (blamed == endings.end()) break;
+    first = static_cast<std::size_t>(blamed - endings.begin());
   }
   return first;
 }

@@ -17,6 +17,7 @@ struct Ending {
   int signal = 0;      ///< the signal that ended it, or 0
   bool asked = false;  ///< after we had asked it to stop
   Duration after{0};   ///< from the start of the job
+  long blames = 0;     ///< the process whose death it says it heard of, or 0
 
   bool failed() const { return code != 0 || signal != 0; }
 };
@@ -32,8 +33,12 @@ inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 
 /// Index of the failure that came first, from endings in the order they were seen; nothing when none failed
 /// by itself. Within kSettleTime a crash (SIGKILL, SIGSEGV, …), which no peer's death brings about, goes
-/// before exit codes and aborts, which it does.
+/// before exit codes and aborts, which it does. A failed worker that this one blames goes before it, whenever
+/// it ended: a process that is about to fail may close its connections long before it exits.
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
+
+/// The process of whose death a worker's last words tell, or 0.
+long blamed_process(const std::vector<std::string>& last_words);
 
 /// The launcher's own exit code: 128 + the signal that interrupted it, else that of the first failure (code,
 /// or 128 + signal), else 0.

@@ -55,6 +55,27 @@ TEST(Endings, CrashGoesBeforeTheExitCodesItBroughtAbout) {
       0u);
 }
 
+TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
+  std::vector<Ending> endings = {ending(2, 1, 0, milliseconds(100)), ending(1, 1, 0, milliseconds(110)),
+                                 ending(0, 9, 0, milliseconds(400), true)};
+  endings[0].blames = endings[1].blames = endings[2].pid;
+  EXPECT_EQ(first_failure(endings), 2u);
+  EXPECT_EQ(exit_code(endings, 0), 9);
+  endings[2].code = 0;  // it ended well: whoever blames it is wrong
+  EXPECT_EQ(first_failure(endings), 0u);
+  endings[2].code = 9;
+  endings[2].blames = endings[0].pid;  // a circle has some end
+  EXPECT_TRUE(first_failure(endings));
+}
+
+TEST(Endings, BlameIsReadFromWhatWorkersWrite) {
+  EXPECT_EQ(blamed_process({"hello",
+                            "torchspan[worker2] warning: worker0 (rank 0, pid 5783 on vm) died: its "
+                            "process ended without a good-bye; see its own output for why"}),
+            5783);
+  EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), 0);
+}
+
 TEST(Endings, SummaryTellsTheWholeStory) {
   const std::vector<Ending> endings = {
       ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),

@@ -349,6 +349,8 @@ int Job::finish() {
   if (board_.has_reports() && (display_.is_live() || board_changed_)) {
     display_.say("torchspan: " + board_.line(display_.is_live() ? display_.width() - 12 : 1000) + "\n");
   }
+  for (Ending& ending : endings_)
+    ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->words.lines());
   const auto first = first_failure(endings_);
   const auto words = first ? workers_.at(static_cast<std::size_t>(endings_[*first].rank))->words.lines()
                            : std::vector<std::string>();
