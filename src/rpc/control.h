@@ -1,4 +1,6 @@
 #pragma once
+#include <optional>
+#include <string>
 #include <vector>
 
 #include <torchspan/rpc/message.h>
@@ -10,8 +12,10 @@ namespace torchspan::rpc {
 struct ForkRequest {
   static constexpr wire::MessageType kType{0x0020};
   static constexpr std::string_view kName = "rref.fork_request";
-  using Reply = Unit;
+  using Reply = std::optional<Error>;  ///< why the fork is not counted
   GlobalId value, fork;
+  std::uint32_t incarnation = 0;  ///< of the owner that is meant
+  std::uint64_t number = 0;       ///< the sender's nth to this owner; copies have the same
 };
 struct ChildAccept {
   static constexpr wire::MessageType kType{0x0021};
@@ -24,6 +28,15 @@ struct UserDelete {
   static constexpr std::string_view kName = "rref.user_delete";
   using Reply = Unit;
   GlobalId value, fork;
+};
+
+/// From a value's creator: its creation failed there, and if it did not come it is not to count.
+struct CreationGivenUp {
+  static constexpr wire::MessageType kType{0x0024};
+  static constexpr std::string_view kName = "rref.creation_given_up";
+  using Reply = Unit;
+  GlobalId value, fork;
+  std::string reason;
 };
 
 /// After a connection broke: "which of these forks, that I made for you or that you hold, do you not know?"
@@ -40,13 +53,18 @@ struct ForkAudit {
 namespace torchspan {
 template <>
 struct Wire<rpc::ForkRequest>
-    : WireStruct<rpc::ForkRequest, "rref.ForkRequest", &rpc::ForkRequest::value, &rpc::ForkRequest::fork> {};
+    : WireStruct<rpc::ForkRequest, "rref.ForkRequest", &rpc::ForkRequest::value, &rpc::ForkRequest::fork,
+                 &rpc::ForkRequest::incarnation, &rpc::ForkRequest::number> {};
 template <>
 struct Wire<rpc::ChildAccept>
     : WireStruct<rpc::ChildAccept, "rref.ChildAccept", &rpc::ChildAccept::value, &rpc::ChildAccept::fork> {};
 template <>
 struct Wire<rpc::UserDelete>
     : WireStruct<rpc::UserDelete, "rref.UserDelete", &rpc::UserDelete::value, &rpc::UserDelete::fork> {};
+template <>
+struct Wire<rpc::CreationGivenUp>
+    : WireStruct<rpc::CreationGivenUp, "rref.CreationGivenUp", &rpc::CreationGivenUp::value,
+                 &rpc::CreationGivenUp::fork, &rpc::CreationGivenUp::reason> {};
 template <>
 struct Wire<rpc::ForkAudit> : WireStruct<rpc::ForkAudit, "rref.ForkAudit", &rpc::ForkAudit::forks> {};
 }  // namespace torchspan

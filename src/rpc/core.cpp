@@ -335,8 +335,8 @@ void* Core::find_extension(const std::type_info& type) const {
                           self_.name, demangle(type)));
 }
 
-ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation) {
-  return references_->own(std::move(value), wire::digest(type_name));
+ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation site) {
+  return references_->own(std::move(value), wire::digest(type_name), site);
 }
 
 Totals Core::totals() const {

@@ -181,12 +181,11 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
   Bytes make_header(wire::Frame& frame) const;
   /// Interceptors, handles and tensors of a message on its way out; undone by undo() when the send fails.
-  Outgoing prepare(const CallInfo& info, wire::Payload& payload, bool user_values);
+  Outgoing prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values);
   void undo(const CallInfo& info, const wire::Frame& frame);
   /// Puts the call into the table and its frame onto `channel`, or a fresh one if that turns out broken.
   /// False when the call has ended meanwhile. What throws leaves the call with the caller.
-  bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out,
-                  std::shared_ptr<net::Channel> channel);
+  bool start_call(std::uint64_t id, PendingCall& call, const Outgoing& out, Links::Link link);
   /// Lets the token end the call.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
@@ -205,8 +204,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void receive_hello(const std::shared_ptr<net::Channel>& channel, net::Message message);
   void admit_parked();
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
-  void dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
-  void receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame);
+  void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
+  void receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame);
   void receive_request(IncomingPtr call);
   void take_handles(IncomingCall& call);
   void refuse(const IncomingPtr& call, std::exception_ptr error);
@@ -227,6 +226,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   WorkerInfo self_;
   Roster roster_;
   std::uint64_t epoch_ = 0;
+  std::uint32_t incarnation_ = 0;
   bool open_world_ = false;
   std::string address_;
   std::shared_ptr<Host> host_;

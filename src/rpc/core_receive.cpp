@@ -22,9 +22,10 @@ void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
   }
 }
 
-void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& channel, net::Message message) {
+void Core::dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message) {
   auto call = std::make_shared<IncomingCall>();
-  call->peer = peer;
+  call->peer = peer.rank;
+  call->incarnation = peer.incarnation;
   call->channel = channel;
   call->message = std::move(message);
   call->frame = wire::decode_frame(call->message.header);
@@ -44,8 +45,8 @@ void Core::dispatch(std::uint32_t peer, const std::shared_ptr<net::Channel>& cha
   receive_request(std::move(call));
 }
 
-void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::FrameView& frame) {
-  auto call = calls_.take(frame.header.call, peer);
+void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame) {
+  auto call = calls_.take(frame.header.call, peer.rank);
   if (!call) {
     late_replies_.fetch_add(1);
     return drop(references_->from_handles(frame.handles, peer));
@@ -61,7 +62,7 @@ void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::
     }
     payload.references = references_->from_handles(frame.handles, peer);
     payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
-    CallInfo info{call->info.type, call->name, peer, frame.header.call, true};
+    CallInfo info{call->info.type, call->name, peer.rank, frame.header.call, true};
     for (Interceptor* interceptor : interceptors_) {
       if (const auto* blob = frame.blob(interceptor->name()))
         interceptor->incoming(info, payload.tensors, blob->bytes);
@@ -128,7 +129,7 @@ void Core::take_handles(IncomingCall& call) {
     call.creation = handles.front();
     handles.erase(handles.begin());
   }
-  call.payload.references = references_->from_handles(handles, call.peer);
+  call.payload.references = references_->from_handles(handles, call.from());
 }
 
 void Core::unpack(IncomingCall& call) {

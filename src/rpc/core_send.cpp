@@ -20,7 +20,7 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
 
 }  // namespace
 
-Core::Outgoing Core::prepare(const CallInfo& info, wire::Payload& payload, bool user_values) {
+Core::Outgoing Core::prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values) {
   Outgoing out;
   try {
     if (user_values) {
@@ -31,7 +31,7 @@ Core::Outgoing Core::prepare(const CallInfo& info, wire::Payload& payload, bool 
       if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
     }
     out.tensors = wire::pack(payload.tensors);
-    out.frame.handles = references_->to_handles(payload.references, info.peer);
+    out.frame.handles = references_->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);
     throw;
@@ -77,7 +77,7 @@ void Core::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
     if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
     message.segments.push_back(std::move(buffer));
   }
-  dispatch(self_.rank, nullptr, std::move(message));
+  dispatch({self_.rank, incarnation_}, nullptr, std::move(message));
 }
 
 void Core::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
@@ -100,8 +100,11 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
   const CallInfo info{request.type, request.name, to, id, false};
   try {
     check_may_start(request, now);
-    auto channel = to == self_.rank ? nullptr : links_->to(to);  // fails before anything has to be undone
-    Outgoing out = prepare(info, request.payload, request.user_values);
+    // Fails before anything has to be undone.
+    auto link = to == self_.rank ? Links::Link{nullptr, {to, incarnation_}} : links_->to(to);
+    if (creation != nullptr && creation->incarnation != link.peer.incarnation)
+      throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
+    Outgoing out = prepare(info, link.peer, request.payload, request.user_values);
     out.frame.header.type = request.type;
     if (!request.deadline.is_never()) {
       out.frame.header.flags |= wire::kFlagHasDeadline;
@@ -109,7 +112,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
     }
     if (creation != nullptr) out.frame.handles.insert(out.frame.handles.begin(), *creation);
     try {
-      if (!start_call(id, call, out, std::move(channel))) return;
+      if (!start_call(id, call, out, std::move(link))) return;
     } catch (...) {
       if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
       undo(info, out.frame);
@@ -130,9 +133,9 @@ void Core::check_may_start(const Request& request, TimePoint now) const {
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
 }
 
-bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out,
-                      std::shared_ptr<net::Channel> channel) {
+bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out, Links::Link link) {
   const std::uint32_t to = call.peer;
+  auto& channel = link.channel;
   for (bool again : {true, false}) {
     call.channel = channel.get();
     const Deadline deadline = call.deadline;
@@ -153,7 +156,9 @@ bool Core::start_call(std::uint64_t id, PendingCall& call, const Outgoing& out,
       call = std::move(*back);
       if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !links_->is_present(to)) throw;
       links_->drop(channel.get());  // it broke, and nothing of the call is sent: a fresh connection may do
-      channel = links_->to(to);
+      Links::Link fresh = links_->to(to);
+      if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before
+      link = std::move(fresh);
     }
   }
   return false;
@@ -181,7 +186,7 @@ void Core::cancel(std::uint64_t id) {
       frame.header.flags = wire::kFlagOneWay;
       frame.header.epoch = epoch_;
       frame.header.call = id;
-      transmit(links_->to(call->peer), frame, {});
+      transmit(links_->to(call->peer).channel, frame, {});
     } catch (const Error&) {  // then its handler hears of the broken connection
     }
   }
@@ -205,8 +210,8 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
       std::shared_ptr<References> references_;
       std::shared_ptr<OwnerReference> owner_;
     };
-    auto owner = references_->begin_own_creation(tag);
-    const wire::Handle handle{to, owner->value_id(), {}, tag};
+    auto owner = references_->begin_own_creation(tag, request.site);
+    const wire::Handle handle{to, owner->value_id(), {}, tag, incarnation_};
     do_send(to, std::move(request), std::make_shared<Ignore>(references_, owner), &handle);
     return owner;
   }
@@ -221,8 +226,8 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
     std::shared_ptr<References> references_;
     std::shared_ptr<UserReference> user_;
   };
-  auto user = references_->begin_creation(to, tag);
-  const wire::Handle handle{to, user->value_id(), user->fork_id(), tag};
+  auto user = references_->begin_creation(to, type_name, request.site);
+  const wire::Handle handle{to, user->value_id(), user->fork_id(), tag, user->owner_peer().incarnation};
   do_send(to, std::move(request), std::make_shared<Created>(references_, user), &handle);
   return user;
 }
@@ -246,7 +251,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   try {
     Core::Outgoing out = [&] {
       ServingScope serving(call_);
-      return core_->prepare(info, reply, call_->user_values);
+      return core_->prepare(info, call_->from(), reply, call_->user_values);
     }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;

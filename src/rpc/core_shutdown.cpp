@@ -64,11 +64,11 @@ void Core::give_back_references(Deadline deadline) {
 
 void Core::report_leaks() {
   if (!options_.report_leaks) return;
-  for (const auto& leak : references_->leaks()) {
+  for (const auto& [value, holders] : references_->holders()) {
     runtime_.log.warning(
         fmt::format("value {}:{} still has {} forks that nobody gave back; a worker that held them "
                     "may have ended without shutdown()",
-                    leak.value.worker, leak.value.local, leak.forks.size()));
+                    value.worker, value.local, holders.size()));
   }
 }
 
@@ -91,6 +91,7 @@ void Core::leave_open_world(Deadline deadline) {
 
 void Core::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || stopping_.load()) return;
+  references_->leave();
   std::exception_ptr failure;
   try {
     for (const auto& hook : shutdown_hooks_) hook().wait(deadline);

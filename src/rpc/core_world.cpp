@@ -12,7 +12,10 @@ constexpr std::uint64_t kParkingBytes = std::uint64_t{64} << 20;
 constexpr Duration kStoppedCheck = std::chrono::seconds(1);
 
 LinkMember link_member(const rendezvous::Member& member) {
-  return {{member.name, static_cast<std::uint32_t>(member.rank)}, member.address, member.epoch};
+  return {{member.name, static_cast<std::uint32_t>(member.rank)},
+          member.address,
+          member.epoch,
+          member.incarnation};
 }
 
 }  // namespace
@@ -22,8 +25,9 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
   const rendezvous::Member& self = membership_->self();
   self_ = {self.name, static_cast<std::uint32_t>(self.rank)};
   epoch_ = self.epoch;
+  incarnation_ = self.incarnation;
   open_world_ = membership_->open();
-  references_->begin(self_.rank, self.incarnation);
+  references_->begin({self_.rank, self.incarnation});
   roster_.clear();
   roster_.set(self_);
   if (!transport_) {
@@ -34,6 +38,7 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
   links_ = std::make_unique<Links>(*transport_, runtime_.executor, link_member(self));
   for (const rendezvous::Member& member : membership_->members()) {
     if (member.rank == self.rank) continue;
+    references_->joined(link_member(member).id());
     links_->add(link_member(member));
     roster_.set({member.name, static_cast<std::uint32_t>(member.rank)});
   }
@@ -53,6 +58,7 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
 void Core::member_joined(const rendezvous::Member& member) {
   const LinkMember link = link_member(member);
   if (link.info.rank == self_.rank || links_->knows(link)) return;
+  references_->joined(link.id());
   links_->add(link);
   roster_.set(link.info);
   timers_.at(Deadline(runtime_.executor.now()), [this] { admit_parked(); });
@@ -66,7 +72,7 @@ void Core::member_departed(const LinkMember& member, const Error& reason) {
   for (const IncomingPtr& call : serving_.all()) {
     if (call->peer == rank) call->request_stop();
   }
-  references_->on_departure(rank);
+  references_->departed(member.id());
   for (const auto& callback : departure_callbacks_) callback(rank, reason);
   if (open_world_) roster_.remove(rank);
 }

@@ -95,7 +95,7 @@ void serve_call(const std::shared_ptr<Core>& core, const IncomingPtr& call,
 void create(const std::shared_ptr<Core>& core, const IncomingPtr& call,
             const std::shared_ptr<Completion>& reply, const std::function<void(Deliver)>& run) {
   const wire::Handle& handle = call->creation;
-  auto owner = core->references().arriving_creation(handle.value, handle.fork, call->peer, handle.type_tag);
+  auto owner = core->references().arriving_creation(handle, call->from());
   auto deliver = [owner, reply](const ValuePtr& value, std::exception_ptr error) {
     if (error) {
       owner->set_error(error);
@@ -187,12 +187,36 @@ void serve_fetch(const std::shared_ptr<Core>&, const IncomingPtr& call,
 }
 
 template <Message M, class F>
-Core::Entry control_entry(F apply) {
-  return {std::string(M::kName), RunOn::kDispatcher, false,
-          [apply](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
-            apply(wire::from_payload<M>(call->payload), call->peer);
-            acknowledge(reply);
-          }};
+void add_control(Core& core, F answer) {
+  core.add_handler(M::kType, {std::string(M::kName), RunOn::kDispatcher, false,
+                              [answer](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                                wire::Payload payload = wire::to_payload(
+                                    answer(wire::from_payload<M>(call->payload), call->from()));
+                                reply->succeed(payload);
+                              }});
+}
+
+/// The messages of the reference protocol.
+void install_control(Core& core) {
+  using Kind = RRefMessage::Kind;
+  References& references = core.references();
+  add_control<ForkRequest>(core, [&](const ForkRequest& m, PeerId from) {
+    return references.receive({Kind::kForkRequest, {0, m.incarnation}, m.value, m.fork, m.number, {}}, from);
+  });
+  add_control<ChildAccept>(core, [&](const ChildAccept& m, PeerId from) {
+    references.receive({Kind::kChildAccept, {}, m.value, m.fork, 0, {}}, from);
+    return Unit();
+  });
+  add_control<UserDelete>(core, [&](const UserDelete& m, PeerId from) {
+    references.receive({Kind::kUserDelete, {}, m.value, m.fork, 0, {}}, from);
+    return Unit();
+  });
+  add_control<CreationGivenUp>(core, [&](const CreationGivenUp& m, PeerId from) {
+    references.receive({Kind::kGivenUp, {}, m.value, m.fork, 0, m.reason}, from);
+    return Unit();
+  });
+  add_control<ForkAudit>(
+      core, [&](const ForkAudit& m, PeerId from) { return references.on_fork_audit(m.forks, from); });
 }
 
 }  // namespace
@@ -215,24 +239,7 @@ void install_handlers(Core& core) {
   user(kCreateByOperator, "remote operator", create_dynamic<run_by_name>);
   user(kCallMethod, "method", serve_dynamic<run_method>);
   user(kCreateByMethod, "remote method", create_dynamic<run_method>);
-  References& references = core.references();
-  core.add_handler(ForkRequest::kType,
-                   control_entry<ForkRequest>([&](const ForkRequest& m, std::uint32_t from) {
-                     references.on_fork_request(m.value, m.fork, from);
-                   }));
-  core.add_handler(ChildAccept::kType, control_entry<ChildAccept>([&](const ChildAccept& m, std::uint32_t) {
-                     references.on_child_accept(m.fork);
-                   }));
-  core.add_handler(UserDelete::kType, control_entry<UserDelete>([&](const UserDelete& m, std::uint32_t) {
-                     references.on_user_delete(m.value, m.fork);
-                   }));
-  core.add_handler(ForkAudit::kType,
-                   {std::string(ForkAudit::kName), RunOn::kDispatcher, false,
-                    [&](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
-                      const auto audit = wire::from_payload<ForkAudit>(call->payload);
-                      auto lost = wire::to_payload(references.on_fork_audit(audit.forks, call->peer));
-                      reply->succeed(lost);
-                    }});
+  install_control(core);
 }
 
 }  // namespace torchspan::rpc

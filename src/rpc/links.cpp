@@ -33,7 +33,7 @@ bool Links::knows(const LinkMember& member) const {
   return found != peers_.end() && found->second.member.epoch == member.epoch;
 }
 
-std::shared_ptr<net::Channel> Links::to(std::uint32_t rank) {
+Links::Link Links::to(std::uint32_t rank) {
   MutexLock lock(mutex_);
   auto found = peers_.find(rank);
   if (found == peers_.end()) {
@@ -44,16 +44,16 @@ std::shared_ptr<net::Channel> Links::to(std::uint32_t rank) {
   if (!peer.channel) {
     auto channel = transport_.connect(peer.member.address, executor_.deadline_in(kDialLimit));
     channel->send(hello_frame(), {});
-    known_[channel.get()] = {rank, ++counter_, channel};
+    known_[channel.get()] = {peer.member.id(), ++counter_, channel};
     peer.channel = std::move(channel);
   }
-  return peer.channel;
+  return {peer.channel, peer.member.id()};
 }
 
-std::optional<std::uint32_t> Links::peer_of(const net::Channel* channel) const {
+std::optional<PeerId> Links::peer_of(const net::Channel* channel) const {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
-  return it == known_.end() ? std::nullopt : std::optional(it->second.rank);
+  return it == known_.end() ? std::nullopt : std::optional(it->second.peer);
 }
 
 bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
@@ -62,7 +62,7 @@ bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hel
   if (found == peers_.end() || found->second.departed || hello.rank == self_.info.rank) return false;
   Peer& peer = found->second;
   if (peer.member.info.name != hello.name || peer.member.epoch != hello.epoch) return false;
-  known_[channel.get()] = {hello.rank, ++counter_, channel};
+  known_[channel.get()] = {peer.member.id(), ++counter_, channel};
   if (!peer.channel) peer.channel = channel;
   return true;
 }
@@ -71,7 +71,7 @@ void Links::drop(const net::Channel* channel) {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
   if (it == known_.end()) return;
-  Peer& peer = peers_[it->second.rank];
+  Peer& peer = peers_[it->second.peer.rank];
   if (peer.channel.get() == channel) peer.channel = nullptr;
 }
 
@@ -79,7 +79,7 @@ std::optional<std::uint32_t> Links::closed(const net::Channel* channel) {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
   if (it == known_.end()) return std::nullopt;
-  const std::uint32_t rank = it->second.rank;
+  const std::uint32_t rank = it->second.peer.rank;
   if (peers_[rank].channel.get() == channel) peers_[rank].channel = nullptr;
   known_.erase(it);
   return rank;
@@ -112,10 +112,10 @@ void Links::close_channels_of(std::optional<std::uint32_t> rank) {
   {
     MutexLock lock(mutex_);
     for (const auto& [key, known] : known_) {
-      if (!rank || known.rank == *rank) channels[known.number] = known.channel;
+      if (!rank || known.peer.rank == *rank) channels[known.number] = known.channel;
     }
     for (const auto& [number, channel] : channels) {
-      const auto peer = peers_.find(known_.at(channel.get()).rank);
+      const auto peer = peers_.find(known_.at(channel.get()).peer.rank);
       if (peer != peers_.end() && peer->second.channel == channel) peer->second.channel = nullptr;
       known_.erase(channel.get());
     }

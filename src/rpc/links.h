@@ -10,6 +10,8 @@
 #include <torchspan/net/transport.h>
 #include <torchspan/rpc/message.h>
 
+#include "rpc/presence.h"
+
 namespace torchspan::rpc {
 
 /// The first message on every channel: who dialled.
@@ -25,6 +27,8 @@ struct LinkMember {
   WorkerInfo info;
   std::string address;
   std::uint64_t epoch = 0;
+  std::uint32_t incarnation = 0;
+  PeerId id() const { return {info.rank, incarnation}; }
 };
 
 /// The channels to the other workers: dialled when first needed, accepted when they dial, dialled anew after
@@ -38,10 +42,15 @@ class Links {
 
   /// Whether this very process is known under its rank already.
   bool knows(const LinkMember& member) const;
+  /// A channel, and the process at its other end.
+  struct Link {
+    std::shared_ptr<net::Channel> channel;
+    PeerId peer;
+  };
   /// The channel for requests to a worker. Throws Error{kDisconnected} when it died or left.
-  std::shared_ptr<net::Channel> to(std::uint32_t rank);
+  Link to(std::uint32_t rank);
   /// Who is on the other side, once it said hello or because we dialled it.
-  std::optional<std::uint32_t> peer_of(const net::Channel* channel) const;
+  std::optional<PeerId> peer_of(const net::Channel* channel) const;
   /// An accepted channel's hello. False when it names nobody of this world (yet).
   bool greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
   /// The channel turned out broken before the transport said so: the next to() dials anew.
@@ -62,7 +71,7 @@ class Links {
     std::optional<Error> departed;
   };
   struct Known {
-    std::uint32_t rank = 0;
+    PeerId peer;
     std::uint64_t number = 0;
     std::shared_ptr<net::Channel> channel;
   };

@@ -2,151 +2,109 @@
 
 namespace torchspan::rpc {
 
-void RRefTable::add_fork(GlobalId value, GlobalId fork, std::uint32_t holder, const Keep& owner) {
-  if (tombstones_.erase(fork) != 0) return;
-  Owned& owned = owned_[value];
-  owned.owner = owner;
-  owned.forks.emplace(fork, holder);
+RRefTable::RRefTable(std::uint32_t self) { begin({self, 0}); }
+
+void RRefTable::begin(PeerId self) {
+  self_ = self;
+  presence_.begin(self);
+  owned_.begin(self);
 }
 
-RRefTable::Keep RRefTable::find_owner(GlobalId value) const {
-  auto it = owned_.find(value);
-  return it == owned_.end() ? nullptr : it->second.owner;
+void RRefTable::join(PeerId peer, Effects& effects) {
+  if (const auto before = presence_.join(peer)) {
+    owned_.depart(*before, effects);
+    held_.depart(*before, effects);
+  }
 }
 
-void RRefTable::expect_owner(GlobalId value, const Keep& owner) {
-  Owned& owned = owned_[value];
-  owned.owner = owner;
-  owned.expected = true;
+void RRefTable::depart(PeerId peer, Effects& effects) {
+  if (!presence_.depart(peer)) return;
+  owned_.depart(peer, effects);
+  held_.depart(peer, effects);
 }
 
-void RRefTable::creation_arrived(GlobalId value, Effects& effects) {
-  auto it = owned_.find(value);
-  if (it == owned_.end()) return;
-  it->second.expected = false;
-  erase_if_unused(value, effects);
+GlobalId RRefTable::next_id() {
+  return {self_.rank, (std::uint64_t{self_.incarnation} << kIncarnationShift) + ++counter_};
 }
 
-GlobalId RRefTable::send_child(const Keep& parent, std::uint32_t to) {
+GlobalId RRefTable::next_value(std::uint32_t owner) {
+  return {self_.rank, (std::uint64_t{self_.incarnation} << kIncarnationShift) + ++values_[owner]};
+}
+
+std::optional<GlobalId> RRefTable::send_owner(GlobalId value, const Keep& owner, PeerId to) {
+  const GlobalId fork = next_id();
+  if (!owned_.add_fork(value, fork, to, owner)) return std::nullopt;
+  return fork;
+}
+
+std::optional<GlobalId> RRefTable::send_user(const Keep& user, PeerId to) {
+  if (!presence_.present(to)) return std::nullopt;
   const GlobalId child = next_id();
-  pending_children_.emplace(child, PendingChild{parent, to});
+  held_.send_child(child, user, to);
   return child;
 }
 
-void RRefTable::undo_child(GlobalId child, Effects& effects) {
-  auto it = pending_children_.find(child);
-  if (it == pending_children_.end()) return;
-  effects.released.push_back(std::move(it->second.parent));
-  pending_children_.erase(it);
+void RRefTable::unsend(const wire::Handle& handle, Effects& effects) {
+  lost(handle.value, handle.fork, effects);
 }
 
-void RRefTable::adopt_child(const wire::Handle& handle, std::uint32_t parent, const Keep& user,
-                            Effects& effects) {
-  pending_users_[handle.fork] = {user, parent};
-  effects.messages.push_back({RRefMessage::Kind::kForkRequest, handle.owner, handle.value, handle.fork});
-}
-
-void RRefTable::confirm_user(GlobalId fork, Effects& effects) {
-  auto it = pending_users_.find(fork);
-  if (it == pending_users_.end()) return;
-  if (it->second.parent) {
-    effects.messages.push_back({RRefMessage::Kind::kChildAccept, *it->second.parent, {}, fork});
+OwnedValues::Found RRefTable::come_home(const wire::Handle& handle, PeerId from, const Keep& fresh,
+                                        Effects& effects) {
+  OwnedValues::Found found;
+  if (handle.incarnation == self_.incarnation) {
+    found = owned_.come_home(handle.value, handle.fork, from, fresh, effects);
+  } else {
+    found.refusal = Refusal{Refusal::Why::kOtherOwner, {handle.owner, handle.incarnation}, {}};
   }
-  effects.released.push_back(std::move(it->second.user));
-  pending_users_.erase(it);
+  if (from != self_ && presence_.present(from))
+    effects.messages.push_back({RRefMessage::Kind::kChildAccept, from, handle.value, handle.fork, 0, {}});
+  return found;
 }
 
-void RRefTable::accept_at_owner(const wire::Handle& handle, std::uint32_t parent, Effects& effects) {
-  auto it = owned_.find(handle.value);
-  if (it != owned_.end() && it->second.forks.erase(handle.fork) != 0) {  // our own fork came home
-    erase_if_unused(handle.value, effects);
-    return;
+std::optional<Refusal> RRefTable::receive(const RRefMessage& message, PeerId from, Effects& effects) {
+  switch (message.kind) {
+    case RRefMessage::Kind::kForkRequest:
+      if (message.to != self_) return Refusal{Refusal::Why::kOtherOwner, message.to, {}};
+      return owned_.request_fork(message.value, message.fork, message.number, from);
+    case RRefMessage::Kind::kChildAccept:
+      held_.release_child(message.fork, effects);
+      break;
+    case RRefMessage::Kind::kUserDelete:
+      owned_.remove_fork(message.value, message.fork, {}, effects);
+      break;
+    case RRefMessage::Kind::kGivenUp:
+      owned_.creation_given_up(message, from, effects);
+      break;
   }
-  effects.messages.push_back({RRefMessage::Kind::kChildAccept, parent, handle.value, handle.fork});
+  return std::nullopt;
 }
 
-void RRefTable::on_fork_request(GlobalId value, GlobalId fork, std::uint32_t holder) {
-  if (tombstones_.erase(fork) != 0) return;
-  auto it = owned_.find(value);
-  if (it != owned_.end()) it->second.forks.emplace(fork, holder);
-}
-
-void RRefTable::on_user_delete(GlobalId value, GlobalId fork, Effects& effects) {
-  auto it = owned_.find(value);
-  if (it == owned_.end() || it->second.forks.erase(fork) == 0) {
-    tombstones_.insert(fork);
-    return;
-  }
-  erase_if_unused(value, effects);
-}
-
-void RRefTable::on_departure(std::uint32_t rank, Effects& effects) {
-  std::vector<GlobalId> touched;
-  for (auto& [value, owned] : owned_) {
-    if (std::erase_if(owned.forks, [&](const auto& fork) { return fork.second == rank; }) != 0)
-      touched.push_back(value);
-  }
-  for (GlobalId value : touched) erase_if_unused(value, effects);
-  std::erase_if(pending_children_, [&](auto& child) {
-    if (child.second.to != rank) return false;
-    effects.released.push_back(std::move(child.second.parent));
-    return true;
-  });
-}
-
-RRefTable::Forks RRefTable::forks_at(std::uint32_t rank) const {
+RRefTable::Forks RRefTable::forks_at(PeerId peer) const {
   Forks forks;
-  for (const auto& [value, owned] : owned_) {
-    for (const auto& [fork, holder] : owned.forks) {
-      if (holder == rank) forks[fork] = value;
-    }
-  }
-  for (const auto& [fork, child] : pending_children_) {
-    if (child.to == rank) forks[fork] = {};
-  }
+  owned_.forks_at(peer, forks);
+  held_.children_at(peer, forks);
   return forks;
 }
 
-void RRefTable::on_lost(GlobalId value, GlobalId fork, Effects& effects) {
-  undo_child(fork, effects);
-  auto it = owned_.find(value);
-  if (it == owned_.end() || it->second.forks.erase(fork) == 0) return;
-  erase_if_unused(value, effects);
-}
-
-void RRefTable::erase_if_unused(GlobalId value, Effects& effects) {
-  auto it = owned_.find(value);
-  if (it == owned_.end() || it->second.expected || !it->second.forks.empty()) return;
-  effects.released.push_back(std::move(it->second.owner));
-  owned_.erase(it);
+void RRefTable::lost(GlobalId value, GlobalId fork, Effects& effects) {
+  held_.release_child(fork, effects);
+  owned_.remove_fork(value, fork, {}, effects);
 }
 
 RRefTable::Counts RRefTable::counts() const {
   Counts counts;
   counts.owners = owned_.size();
-  for (const auto& [value, owned] : owned_) counts.forks += owned.forks.size();
-  counts.pending_users = pending_users_.size();
-  counts.pending_children = pending_children_.size();
+  counts.forks = owned_.forks();
+  counts.users = held_.all().size();
+  counts.pending_users = held_.pending_count();
+  counts.pending_children = held_.children_count();
+  counts.remembered = owned_.remembered() + held_.remembered();
   return counts;
 }
 
-std::vector<RRefTable::Leak> RRefTable::leaks() const {
-  std::vector<Leak> leaks;
-  for (const auto& [value, owned] : owned_) {
-    Leak leak{value, {}};
-    for (const auto& [fork, holder] : owned.forks) leak.forks.push_back(fork);
-    leaks.push_back(std::move(leak));
-  }
-  return leaks;
-}
-
 void RRefTable::clear(Effects& effects) {
-  for (auto& [value, owned] : owned_) effects.released.push_back(std::move(owned.owner));
-  for (auto& [fork, user] : pending_users_) effects.released.push_back(std::move(user.user));
-  for (auto& [fork, child] : pending_children_) effects.released.push_back(std::move(child.parent));
-  owned_.clear();
-  pending_users_.clear();
-  pending_children_.clear();
+  owned_.clear(effects);
+  held_.clear(effects);
 }
 
 }  // namespace torchspan::rpc

@@ -1,205 +1,217 @@
 #include "rpc/rref_table.h"
 
-#include <functional>
 #include <gtest/gtest.h>
 #include <random>
+#include <set>
 
 namespace torchspan::rpc {
 namespace {
 
-constexpr std::uint32_t kOwner = 0;
-constexpr GlobalId kValue{kOwner, 1000};
+constexpr PeerId kSelf{0, 0}, kOther{1, 0}, kThird{2, 0};
+using Why = Refusal::Why;
+using Keep = RRefTable::Keep;
 
-/// A world of tables without workers: what is on its way lies in a bag and is taken out in random order,
-/// control messages sometimes twice. The program on every worker copies references to others and drops its
-/// own at random.
-class World {
- public:
-  World(std::size_t workers, std::uint64_t seed) : random_(seed) {
-    for (std::uint32_t rank = 0; rank < workers; ++rank) tables_.emplace_back(rank);
-    owned_ = std::make_shared<int>(42);
-    watch_ = owned_;
-  }
+Keep thing() { return std::make_shared<int>(42); }
 
-  void step() {
-    const std::size_t choice = random_() % 4;
-    if (choice == 0) return send_from_owner();
-    if (choice == 1) return send_from_user();
-    if (choice == 2) return drop_a_user();
-    deliver_one();
+/// The table of worker 0 in a world of three, and what it asks for.
+struct Table : RRefTable {
+  Table() : RRefTable(0) {
+    join(kOther, effects);
+    join(kThird, effects);
   }
-
-  /// The owner's program lets go of its own reference.
-  void drop_owner() { owned_.reset(); }
-  bool value_lives() const { return !watch_.expired(); }
-  bool somebody_refers() const { return owned_ != nullptr || !users_.empty() || handles_on_the_way_ > 0; }
-  bool quiet() const { return bag_.empty(); }
-  bool has_users() const { return !users_.empty(); }
-  void deliver_one() {
-    if (bag_.empty()) return;
-    const std::size_t pick = random_() % bag_.size();
-    auto event = std::move(bag_[pick]);
-    bag_.erase(bag_.begin() + static_cast<std::ptrdiff_t>(pick));
-    event();
+  std::optional<Refusal> ask(GlobalId value, GlobalId fork, std::uint64_t number, PeerId from) {
+    return receive({RRefMessage::Kind::kForkRequest, kSelf, value, fork, number, {}}, from, effects);
   }
-  void drop_a_user() {
-    if (users_.empty()) return;
-    auto it = users_.begin();
-    std::advance(it, static_cast<std::ptrdiff_t>(random_() % users_.size()));
-    users_.erase(it);
+  void forget(GlobalId value, GlobalId fork, PeerId from) {
+    receive({RRefMessage::Kind::kUserDelete, kSelf, value, fork, 0, {}}, from, effects);
   }
-  void expect_empty() const {
-    for (const RRefTable& table : tables_) {
-      const auto counts = table.counts();
-      EXPECT_EQ(counts.owners, 0u);
-      EXPECT_EQ(counts.forks, 0u);
-      EXPECT_EQ(counts.pending_users, 0u);
-      EXPECT_EQ(counts.pending_children, 0u);
-    }
+  void give_up(GlobalId value, GlobalId fork, PeerId from) {
+    receive({RRefMessage::Kind::kGivenUp, kSelf, value, fork, 0, "late"}, from, effects);
   }
-
- private:
-  /// A user reference; its end tells the owner, as UserReference's destructor does.
-  struct User {
-    World& world;
-    std::uint32_t rank;
-    GlobalId fork;
-    ~User() { world.control(rank, {RRefMessage::Kind::kUserDelete, kOwner, kValue, fork}); }
-  };
-
-  void send_from_owner() {
-    auto owner = owned_ ? std::static_pointer_cast<void>(owned_) : tables_[kOwner].find_owner(kValue);
-    if (!owner) return;
-    const auto to = static_cast<std::uint32_t>(1 + random_() % (tables_.size() - 1));
-    const GlobalId fork = tables_[kOwner].next_id();
-    tables_[kOwner].add_fork(kValue, fork, to, owner);
-    carry({kOwner, kValue, fork, 0}, kOwner, to);
-  }
-
-  void send_from_user() {
-    if (users_.empty()) return;
-    auto it = users_.begin();
-    std::advance(it, static_cast<std::ptrdiff_t>(random_() % users_.size()));
-    const std::shared_ptr<User> user = *it;
-    const auto to = static_cast<std::uint32_t>(random_() % tables_.size());
-    if (to == user->rank) return;
-    carry({kOwner, kValue, tables_[user->rank].send_child(user, to), 0}, user->rank, to);
-  }
-
-  void carry(wire::Handle handle, std::uint32_t from, std::uint32_t to) {
-    ++handles_on_the_way_;
-    bag_.push_back([this, handle, from, to] {
-      RRefTable::Effects effects;
-      if (to == kOwner) {
-        EXPECT_NE(tables_[kOwner].find_owner(kValue), nullptr)
-            << "a reference came home to a value that is gone";
-        tables_[kOwner].accept_at_owner(handle, from, effects);
-      } else {
-        std::shared_ptr<User> user(new User{*this, to, handle.fork});
-        users_.push_back(user);
-        if (from != kOwner) tables_[to].adopt_child(handle, from, user, effects);
-      }
-      --handles_on_the_way_;
-      apply(to, std::move(effects));
-    });
-  }
-
-  void apply(std::uint32_t rank, RRefTable::Effects effects) {
-    for (const RRefMessage& message : effects.messages) control(rank, message);
-  }
-
-  void control(std::uint32_t from, RRefMessage message) {
-    const int copies = random_() % 4 == 0 && message.kind != RRefMessage::Kind::kForkRequest ? 2 : 1;
-    for (int i = 0; i < copies; ++i) {
-      bag_.push_back([this, from, message] { receive(from, message); });
-    }
-  }
-
-  void receive(std::uint32_t from, const RRefMessage& message) {
-    RRefTable& table = tables_[message.to];
-    RRefTable::Effects effects;
-    switch (message.kind) {
-      case RRefMessage::Kind::kForkRequest:
-        table.on_fork_request(message.value, message.fork, from);
-        bag_.push_back([this, from, fork = message.fork] {
-          RRefTable::Effects confirmed;
-          tables_[from].confirm_user(fork, confirmed);
-          apply(from, std::move(confirmed));
-        });
-        break;
-      case RRefMessage::Kind::kChildAccept:
-        table.on_child_accept(message.fork, effects);
-        break;
-      case RRefMessage::Kind::kUserDelete:
-        table.on_user_delete(message.value, message.fork, effects);
-        break;
-    }
-    apply(message.to, std::move(effects));
-  }
-
-  std::mt19937_64 random_;
-  std::vector<std::function<void()>> bag_;
-  std::vector<RRefTable> tables_;
-  std::shared_ptr<int> owned_;
-  std::weak_ptr<int> watch_;
-  std::size_t handles_on_the_way_ = 0;
-  std::vector<std::shared_ptr<User>> users_;
+  Effects effects;
 };
+/// The nth value that worker 1 makes on worker 0.
+GlobalId made_by_other(std::uint64_t n) { return {kOther.rank, n}; }
 
-TEST(RRefTable, KeepsAValueExactlyAsLongAsSomebodyRefersToIt) {
-  for (std::uint64_t seed = 1; seed <= 2000; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    World world(3 + seed % 4, seed);
-    for (int i = 0; i < 60; ++i) {
-      if (i == 20) world.drop_owner();
-      world.step();
-      if (world.somebody_refers()) {
-        ASSERT_TRUE(world.value_lives()) << "after step " << i;
-      }
+TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    std::mt19937_64 random(seed);
+    NumberSet numbers;
+    std::set<std::uint64_t> all;
+    for (int i = 0; i < 2000; ++i) {
+      const std::uint64_t number = random() % 1000;
+      ASSERT_EQ(numbers.insert(number), all.insert(number).second) << "seed " << seed;
+      const std::uint64_t asked = random() % 1000;
+      ASSERT_EQ(numbers.contains(asked), all.contains(asked)) << "seed " << seed;
     }
-    while (!world.quiet() || world.has_users()) {
-      world.drop_a_user();
-      world.deliver_one();
-    }
-    EXPECT_FALSE(world.value_lives()) << "the value outlived its last reference";
-    world.expect_empty();
-    if (::testing::Test::HasFailure()) return;
+    std::size_t intervals = 0;
+    for (const std::uint64_t number : all) intervals += all.contains(number + 1) ? 0 : 1;
+    EXPECT_EQ(numbers.intervals(), intervals) << "seed " << seed;
   }
 }
 
-TEST(RRefTable, RemembersAForkThatWasDeletedBeforeItsCreationArrived) {
-  RRefTable table(0);
-  RRefTable::Effects effects;
-  const GlobalId value{1, 5}, fork{1, 6};
-  table.on_user_delete(value, fork, effects);
-  table.add_fork(value, fork, 1, std::make_shared<int>(1));
+TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsStillOnItsWay) {
+  Table table;
+  EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
+  EXPECT_EQ(table.counts().forks, 1u);
+  const Keep owner = thing();
+  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, owner), owner);
+  table.forget(made_by_other(1), {1, 8}, kOther);
+  EXPECT_TRUE(table.effects.released.empty()) << "the third worker holds it";
+  table.forget(made_by_other(1), {1, 9}, kThird);
+  EXPECT_EQ(table.effects.released.size(), 1u);
   EXPECT_EQ(table.counts().owners, 0u);
 }
 
-TEST(RRefTable, ReclaimsTheForksOfAWorkerThatDied) {
-  RRefTable table(0);
-  auto owner = std::make_shared<int>(1);
-  table.add_fork(kValue, {1, 1}, 1, owner);
-  table.add_fork(kValue, {2, 1}, 2, owner);
-  RRefTable::Effects effects;
-  table.on_departure(1, effects);
-  EXPECT_TRUE(effects.released.empty());
+TEST(RRefTable, RefusesAUseOfAValueThatIsGone) {
+  Table table;
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.forget(made_by_other(1), {1, 8}, kOther);
+  const auto found = table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, thing(), table.effects);
+  ASSERT_TRUE(found.refusal);
+  EXPECT_EQ(found.refusal->why, Why::kLetGo);
+  EXPECT_EQ(table.counts().owners, 0u);
+  ASSERT_FALSE(table.effects.messages.empty()) << "its parent is told to let go";
+  EXPECT_EQ(table.effects.messages.back().kind, RRefMessage::Kind::kChildAccept);
+}
+
+TEST(RRefTable, SaysOfAValueThatItsHolderDied) {
+  Table table;
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
+  table.forget(made_by_other(1), {1, 8}, kOther);
+  table.depart(kThird, table.effects);
+  EXPECT_EQ(table.effects.released.size(), 1u);
+  const auto refusal = table.ask(made_by_other(1), {2, 9}, 1, kOther);
+  ASSERT_TRUE(refusal);
+  EXPECT_EQ(*refusal, (Refusal{Why::kHolderGone, kThird, {}}));
+}
+
+TEST(RRefTable, FailsWhatIsOnlyHeardOfWhenItsCreatorDies) {
+  Table table;
+  const Keep waiting = thing();
+  table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
+  EXPECT_EQ(table.counts().owners, 1u);
+  table.depart(kOther, table.effects);
+  ASSERT_EQ(table.effects.failed.size(), 1u);
+  EXPECT_EQ(table.effects.failed[0].reference, waiting);
+  EXPECT_EQ(table.effects.failed[0].why.why, Why::kCreatorGone);
+  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, thing()), nullptr)
+      << "what still waited in the pool does not count";
+  EXPECT_EQ(table.counts().owners, 0u);
+}
+
+TEST(RRefTable, ForgetsACreationThatItsCreatorGaveUp) {
+  Table table;
+  const Keep waiting = thing();
+  table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
+  table.give_up(made_by_other(1), {1, 8}, kOther);
+  ASSERT_EQ(table.effects.failed.size(), 1u);
+  EXPECT_EQ(table.effects.failed[0].why, (Refusal{Why::kGivenUp, kOther, "late"}));
+  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, thing()), nullptr);
+  EXPECT_EQ(table.ask(made_by_other(1), {1, 10}, 1, kThird)->text, "late");
+  EXPECT_EQ(table.counts().owners, 0u);
+}
+
+TEST(RRefTable, CountsNothingForAWorkerThatIsGone) {
+  Table table;
+  const Keep owner = thing();
+  table.depart(kThird, table.effects);
+  EXPECT_FALSE(table.send_owner({0, 1}, owner, kThird));
+  EXPECT_FALSE(table.send_user(owner, kThird));
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone);
+  table.join({kThird.rank, 1}, table.effects);
+  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone) << "it is another one now";
+  EXPECT_TRUE(table.send_owner({0, 1}, owner, {kThird.rank, 1}));
+  EXPECT_EQ(table.counts().forks, 2u);
+}
+
+TEST(RRefTable, TakesForGoneWhoseSuccessorJoins) {
+  Table table;
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.join({kOther.rank, 1}, table.effects);
+  EXPECT_EQ(table.counts().owners, 0u);
+}
+
+TEST(RRefTable, AnswersACopyOfAForkRequestWithoutCountingItAgain) {
+  Table table;
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
+  EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
+  table.forget(made_by_other(1), {1, 9}, kThird);
+  EXPECT_TRUE(table.ask(made_by_other(1), {1, 9}, 1, kThird)) << "a copy that comes after the deletion";
   EXPECT_EQ(table.counts().forks, 1u);
-  table.on_departure(2, effects);
-  EXPECT_EQ(effects.released.size(), 1u);
+}
+
+TEST(RRefTable, RefusesWhatAnEarlierProcessOfItsRankOwned) {
+  RRefTable table(0);
+  RRefTable::Effects effects;
+  table.begin({0, 3});
+  table.join(kOther, effects);
+  const auto found = table.come_home({0, made_by_other(1), {1, 9}, 0, 2}, kOther, thing(), effects);
+  EXPECT_EQ(found.refusal->why, Why::kOtherOwner);
+  const auto refusal = table.receive(
+      {RRefMessage::Kind::kForkRequest, {0, 2}, made_by_other(1), {1, 9}, 1, {}}, kOther, effects);
+  EXPECT_EQ(refusal->why, Why::kOtherOwner);
+  EXPECT_EQ(table.counts().owners, 0u);
+}
+
+TEST(RRefTable, WaitsForACreatorWhoseJoiningIsNotKnownYet) {
+  RRefTable table(0);
+  RRefTable::Effects effects;
+  table.join(kThird, effects);
+  const GlobalId value = made_by_other(1);
+  EXPECT_FALSE(
+      table.receive({RRefMessage::Kind::kForkRequest, kSelf, value, {1, 9}, 1, {}}, kThird, effects));
+  table.join(kOther, effects);
+  EXPECT_NE(table.owned().creation_came(value, {1, 8}, thing()), nullptr);
+  EXPECT_EQ(table.counts().forks, 2u);
+}
+
+// remote() to oneself and the first use of its RRef are two messages to oneself, which may be served in
+// either order: the use must find the reference that the creation will fill.
+TEST(RRefTable, FindsAnExpectedValueAfterItsReferenceTravelledAheadOfItsCreation) {
+  Table table;
+  const Keep owner = thing();
+  const GlobalId value = table.next_value(0);
+  table.owned().expect_own(value, owner);
+  const auto fork = table.send_owner(value, owner, kSelf);
+  EXPECT_EQ(table.come_home({0, value, *fork, 0, 0}, kSelf, thing(), table.effects).owner, owner);
+  EXPECT_EQ(table.owned().find(value), owner);
+  table.owned().own_creation_ended(value, table.effects);
+  EXPECT_EQ(table.owned().find(value), nullptr);
   EXPECT_EQ(table.counts().owners, 0u);
 }
 
 TEST(RRefTable, TakesBackAChildWhoseMessageCouldNotBeSent) {
-  RRefTable table(2);
-  auto parent = std::make_shared<int>(1);
-  const GlobalId child = table.send_child(parent, 1);
+  Table table;
+  const Keep parent = thing();
+  const auto child = table.send_user(parent, kOther);
   EXPECT_EQ(table.counts().pending_children, 1u);
-  EXPECT_EQ(parent.use_count(), 2);
-  RRefTable::Effects effects;
-  table.undo_child(child, effects);
-  effects.released.clear();
+  table.unsend({2, {2, 1}, *child, 0, 0}, table.effects);
+  table.effects.released.clear();
   EXPECT_EQ(parent.use_count(), 1);
+}
+
+TEST(RRefTable, RemembersLittleOfWhatIsGone) {
+  Table table;
+  for (std::uint64_t n = 1; n <= 100'000; ++n) {
+    const GlobalId value = made_by_other(n), mine{1, 3 * n}, theirs{1, 3 * n + 1};
+    table.owned().creation_came(value, mine, thing());
+    table.ask(value, theirs, n, kThird);
+    table.forget(value, mine, kOther);
+    table.forget(value, theirs, kThird);
+    if (n % 7 == 0) table.give_up(made_by_other(200'000 + n), {1, 3 * n + 2}, kOther);
+    table.effects = {};
+  }
+  EXPECT_EQ(table.counts().owners, 0u);
+  EXPECT_LT(table.counts().remembered, 100'000u / 7 + 300)
+      << "numbers that never came are gaps, the rest is not";
+  table.depart(kOther, table.effects);
+  EXPECT_LT(table.counts().remembered, 300u);
+  table.depart(kThird, table.effects);
+  EXPECT_LE(table.counts().remembered, 256u);
 }
 
 }  // namespace

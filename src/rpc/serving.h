@@ -13,6 +13,7 @@
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/extension.h>
 
+#include "rpc/presence.h"
 #include "rpc/roster.h"
 #include "rpc/timers.h"
 
@@ -21,6 +22,7 @@ namespace torchspan::rpc {
 /// A request that came in, from its frame to its reply.
 struct IncomingCall {
   std::uint32_t peer = 0;
+  std::uint32_t incarnation = 0;          ///< the peer's
   std::shared_ptr<net::Channel> channel;  ///< null: this worker's own
   net::Message message;
   wire::FrameView frame;  ///< views into message.header
@@ -28,6 +30,7 @@ struct IncomingCall {
   std::string name;
   Deadline deadline;
   TimePoint arrived;
+  PeerId from() const { return {peer, incarnation}; }
   wire::Payload payload;
   wire::Handle creation;  ///< kCreateRemote: the new reference
   std::vector<std::shared_ptr<CallScope>> scopes;

@@ -8,7 +8,7 @@
 namespace torchspan::wire {
 namespace {
 
-constexpr std::size_t kHandleSize = 36;
+constexpr std::size_t kHandleSize = 40;
 constexpr std::size_t kLeastBlobSize = 5;
 
 /// The header as it lies in a frame (docs/wire.md); every field is aligned, so there is no padding.
@@ -85,6 +85,7 @@ void put_handle(ByteWriter& writer, const Handle& handle) {
   writer.put(handle.fork.worker);
   writer.put(handle.fork.local);
   writer.put(handle.type_tag);
+  writer.put(handle.incarnation);
 }
 
 Handle get_handle(ByteReader& reader) {
@@ -95,6 +96,7 @@ Handle get_handle(ByteReader& reader) {
   handle.fork.worker = reader.get<std::uint32_t>();
   handle.fork.local = reader.get<std::uint64_t>();
   handle.type_tag = reader.get<std::uint64_t>();
+  handle.incarnation = reader.get<std::uint32_t>();
   return handle;
 }
 

@@ -139,7 +139,7 @@ TEST(Frames, DamagedOnesAreViewsOfTheirBytesOrAnError) {
     refused += damage(encode_frame(random_frame(seed)), seed, 300, [](const Bytes& bytes) {
       const FrameView view = decode_frame(bytes);
       std::size_t size =
-          kFrameHeaderSize + view.handles.size() * 36 + view.value.size() + view.tensor_metadata.size();
+          kFrameHeaderSize + view.handles.size() * 40 + view.value.size() + view.tensor_metadata.size();
       if ((view.header.flags & kFlagHasBlobs) != 0) size += 2;
       for (const NamedBlobView& blob : view.blobs) size += 5 + blob.name.size() + blob.bytes.size();
       EXPECT_EQ(size, bytes.size());
@@ -180,9 +180,10 @@ TEST(Frames, AreTheBytesOfTheWorkedExampleInTheDocumentation) {
             "01 00 05 74 72 61 63 65 01 00 00 00 ab 01 00 00\n"
             "00 00 00 00 00 03 00 00 00 00 00 00 00 00 00 00\n"
             "00 04 00 00 00 00 00 00 00 33 a5 e6 62 4b aa 1b\n"
-            "d2 03 00 00 00 61 64 64 00 00 00 00 07 00 00 00\n"
-            "00 00 00 00 01 00 00 00 01 01 06 00 02 01 00 00\n"
-            "00 00 00 00 00 02 00 00 00 00 00 00 00");
+            "d2 00 00 00 00 03 00 00 00 61 64 64 00 00 00 00\n"
+            "07 00 00 00 00 00 00 00 01 00 00 00 01 01 06 00\n"
+            "02 01 00 00 00 00 00 00 00 02 00 00 00 00 00 00\n"
+            "00");
 }
 
 }  // namespace

@@ -55,7 +55,8 @@ struct Handle {
   std::uint32_t owner = 0;  ///< the owner's rank
   GlobalId value;
   GlobalId fork;
-  std::uint64_t type_tag = 0;  ///< type_tag<T>()
+  std::uint64_t type_tag = 0;     ///< type_tag<T>()
+  std::uint32_t incarnation = 0;  ///< the owner's: how many processes held its rank before it
   friend bool operator==(const Handle&, const Handle&) = default;
 };
 

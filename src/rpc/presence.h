@@ -1,0 +1,65 @@
+#pragma once
+#include <compare>
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+namespace torchspan::rpc {
+
+/// One process of the world: a rank, and how many processes held that rank before it.
+struct PeerId {
+  std::uint32_t rank = 0;
+  std::uint32_t incarnation = 0;
+  friend auto operator<=>(const PeerId&, const PeerId&) = default;
+};
+
+/// Who is in the world, as far as this worker has heard.
+class Presence {
+ public:
+  enum class Standing {
+    kPresent,
+    kUnknown,  ///< its joining has not been heard of yet
+    kGone,     ///< it died or left, or another process has its rank
+  };
+
+  /// Nobody is known any more but this worker itself.
+  void begin(PeerId self) { latest_ = {{self.rank, Latest{self.incarnation, true}}}; }
+  /// The process whose place the newcomer takes, if its end had not been told.
+  std::optional<PeerId> join(PeerId peer) {
+    auto [it, fresh] = latest_.try_emplace(peer.rank, Latest{peer.incarnation, true});
+    if (fresh || it->second.incarnation > peer.incarnation) return std::nullopt;
+    const Latest before = std::exchange(it->second, Latest{peer.incarnation, true});
+    if (!before.present || before.incarnation == peer.incarnation) return std::nullopt;
+    return PeerId{peer.rank, before.incarnation};
+  }
+  /// False when that was known.
+  bool depart(PeerId peer) {
+    auto [it, fresh] = latest_.try_emplace(peer.rank, Latest{peer.incarnation, false});
+    if (fresh) return true;
+    if (it->second.incarnation > peer.incarnation) return false;
+    const Latest before = std::exchange(it->second, Latest{peer.incarnation, false});
+    return before.present || before.incarnation != peer.incarnation;
+  }
+  Standing of(PeerId peer) const {
+    const auto it = latest_.find(peer.rank);
+    if (it == latest_.end() || it->second.incarnation < peer.incarnation) return Standing::kUnknown;
+    const bool it_is = it->second.incarnation == peer.incarnation && it->second.present;
+    return it_is ? Standing::kPresent : Standing::kGone;
+  }
+  bool present(PeerId peer) const { return of(peer) == Standing::kPresent; }
+  /// The latest process of a rank, gone or not.
+  PeerId latest(std::uint32_t rank) const {
+    const auto it = latest_.find(rank);
+    return {rank, it == latest_.end() ? 0 : it->second.incarnation};
+  }
+
+ private:
+  struct Latest {
+    std::uint32_t incarnation = 0;
+    bool present = false;
+  };
+  std::unordered_map<std::uint32_t, Latest> latest_;
+};
+
+}  // namespace torchspan::rpc

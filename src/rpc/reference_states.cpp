@@ -1,0 +1,74 @@
+#include "rpc/reference_states.h"
+
+#include <fmt/format.h>
+
+#include "rpc/references.h"
+
+namespace torchspan::rpc {
+namespace {
+
+std::weak_ptr<FutureHost> host_of(const std::weak_ptr<Endpoint>& endpoint) {
+  auto alive = endpoint.lock();
+  return alive ? alive->host() : std::weak_ptr<FutureHost>();
+}
+
+std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
+  auto alive = endpoint.lock();
+  if (!alive)
+    throw Error(ErrorKind::kCancelled, "this RRef's worker was shut down; it cannot be used any more");
+  return alive;
+}
+
+}  // namespace
+
+OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, GlobalId value,
+                               std::uint64_t tag, Origin origin)
+    : endpoint_(std::move(endpoint)),
+      self_(self),
+      value_(value),
+      tag_(tag),
+      origin_(std::move(origin)),
+      promise_(host_of(endpoint_)),
+      slot_(promise_.future()) {}
+
+Future<void> OwnerReference::ready() const {
+  if (slot_.done()) {
+    return slot_.error() ? make_failed_future<void>(slot_.error()) : make_ready_future<void>();
+  }
+  return slot_.then([](Future<ValuePtr> value) { value.wait(); });
+}
+
+std::shared_ptr<Endpoint> OwnerReference::endpoint() const { return require(endpoint_); }
+
+UserReference::UserReference(std::weak_ptr<Endpoint> endpoint, std::weak_ptr<References> references, Ids ids,
+                             Origin origin)
+    : endpoint_(std::move(endpoint)),
+      references_(std::move(references)),
+      ids_(ids),
+      origin_(std::move(origin)),
+      ready_(host_of(endpoint_)),
+      ready_future_(ready_.future()) {}
+
+UserReference::~UserReference() {
+  if (detached_.load(std::memory_order_acquire)) return;
+  if (auto references = references_.lock()) references->release(ids_.fork);
+}
+
+ValuePtr UserReference::value(Deadline) const {
+  auto alive = endpoint();
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("local_value() of a value that lives on worker '{}' was asked for on worker '{}'; call a "
+                  "function on the RRef there, or fetch a copy with to_here()",
+                  alive->name_of(ids_.owner.rank), alive->self().name));
+}
+
+std::shared_ptr<Endpoint> UserReference::endpoint() const {
+  if (detached_.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kCancelled,
+                "this RRef was given back when its worker shut down; it cannot be used any more");
+  }
+  return require(endpoint_);
+}
+
+}  // namespace torchspan::rpc

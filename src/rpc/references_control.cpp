@@ -1,0 +1,214 @@
+#include <algorithm>
+
+#include "rpc/control.h"
+#include "rpc/references.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// How often a message goes unanswered before a worker that shuts down goes on without.
+constexpr int kLastAttempts = 6;
+/// How often a worker is looked for whose joining has not been heard of.
+constexpr int kLookedFor = 50;
+constexpr Duration kAuditPatience = std::chrono::seconds(10);
+constexpr Duration kReconnectDelay = std::chrono::milliseconds(100);
+constexpr Duration kFirstAttempt = std::chrono::seconds(1);
+constexpr Duration kLongestAttempt = std::chrono::seconds(10);
+
+Request to_request(const RRefMessage& message) {
+  switch (message.kind) {
+    case RRefMessage::Kind::kForkRequest:
+      return make_request(ForkRequest{message.value, message.fork, message.to.incarnation, message.number});
+    case RRefMessage::Kind::kChildAccept:
+      return make_request(ChildAccept{message.value, message.fork});
+    case RRefMessage::Kind::kGivenUp:
+      return make_request(CreationGivenUp{message.value, message.fork, message.reason});
+    case RRefMessage::Kind::kUserDelete:
+      break;
+  }
+  return make_request(UserDelete{message.value, message.fork});
+}
+
+/// How long the given attempt waits for its answer.
+Duration patience(int attempt) {
+  Duration limit = kFirstAttempt;
+  for (int i = 0; i < attempt && limit < kLongestAttempt; ++i) limit = limit * 3 / 2;
+  return std::min(limit, kLongestAttempt);
+}
+
+}  // namespace
+
+std::optional<Error> References::receive(const RRefMessage& message, PeerId from) {
+  RRefTable::Effects effects;
+  std::optional<Refusal> refusal;
+  {
+    MutexLock lock(mutex_);
+    RRefMessage here = message;
+    if (here.kind != RRefMessage::Kind::kForkRequest) here.to = table_.self();
+    here.to.rank = table_.self().rank;
+    refusal = table_.receive(here, from, effects);
+  }
+  apply(std::move(effects));
+  if (!refusal) return std::nullopt;
+  return refused(message.value, *refusal);
+}
+
+std::vector<GlobalId> References::on_fork_audit(const std::vector<GlobalId>& forks, PeerId from) {
+  MutexLock lock(mutex_);
+  return table_.held().missing(forks, from);
+}
+
+/// Asks again when this connection breaks too.
+class References::AuditCompletion final : public Completion {
+ public:
+  AuditCompletion(std::shared_ptr<References> owner, PeerId peer, RRefTable::Forks asked)
+      : owner_(std::move(owner)), peer_(peer), asked_(std::move(asked)) {}
+  void succeed(wire::Payload& reply) override {
+    owner_->audited(peer_, asked_, wire::from_payload<ForkAudit::Reply>(reply));
+  }
+  void fail(std::exception_ptr) override {
+    auto endpoint = owner_->endpoint_.lock();
+    if (!endpoint || !endpoint->is_present(peer_.rank)) return owner_->audited(peer_, asked_, {});
+    endpoint->after(kReconnectDelay, [owner = owner_, peer = peer_] { owner->audit(peer); });
+  }
+
+ private:
+  const std::shared_ptr<References> owner_;
+  const PeerId peer_;
+  const RRefTable::Forks asked_;
+};
+
+void References::on_broken(std::uint32_t rank) {
+  PeerId peer;
+  {
+    MutexLock lock(mutex_);
+    peer = table_.presence().latest(rank);
+    auto [it, fresh] = audits_.emplace(peer, false);
+    it->second = !fresh;  // one is under way: once more after it
+    if (!fresh) return;
+  }
+  audit(peer);
+}
+
+void References::audit(PeerId peer) {
+  RRefTable::Forks asked;
+  {
+    MutexLock lock(mutex_);
+    asked = table_.forks_at(peer);
+  }
+  auto endpoint = endpoint_.lock();
+  if (!endpoint || asked.empty()) return audited(peer, {}, {});
+  ForkAudit question;
+  for (const auto& [fork, value] : asked) question.forks.push_back(fork);
+  Request request = make_request(question);
+  request.deadline = endpoint->runtime().executor.deadline_in(kAuditPatience);
+  endpoint->send(peer.rank, std::move(request),
+                 std::make_shared<AuditCompletion>(shared_from_this(), peer, std::move(asked)));
+}
+
+void References::audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost) {
+  RRefTable::Effects effects;
+  bool again = false;
+  {
+    MutexLock lock(mutex_);
+    for (const GlobalId& fork : lost) {
+      if (auto it = asked.find(fork); it != asked.end()) table_.lost(it->second, fork, effects);
+    }
+    auto it = audits_.find(peer);
+    again = it != audits_.end() && it->second;
+    if (it != audits_.end()) audits_.erase(it);
+  }
+  apply(std::move(effects));
+  if (again) on_broken(peer.rank);
+}
+
+void References::answered(const RRefMessage& message, const std::exception_ptr& refusal) {
+  RRefTable::Effects effects;
+  std::shared_ptr<void> user;
+  {
+    MutexLock lock(mutex_);
+    --in_flight_;
+    if (message.kind != RRefMessage::Kind::kForkRequest) return;
+    user = table_.held().find(message.fork);
+    table_.held().fork_answered(message.fork, refusal == nullptr, effects);
+  }
+  if (user && refusal) std::static_pointer_cast<UserReference>(user)->fail(refusal);
+  if (user && !refusal) std::static_pointer_cast<UserReference>(user)->confirm();
+  apply(std::move(effects));
+}
+
+bool References::send_again(const RRefMessage& message, int attempt) {
+  MutexLock lock(mutex_);
+  switch (table_.presence().of(message.to)) {
+    case Presence::Standing::kGone:
+      return false;
+    case Presence::Standing::kUnknown:
+      return attempt < kLookedFor;
+    case Presence::Standing::kPresent:
+      break;
+  }
+  return !leaving_ || attempt < kLastAttempts;
+}
+
+void References::apply(RRefTable::Effects effects) {
+  for (const RRefMessage& message : effects.messages) send(message, 0);
+  for (const auto& [reference, why] : effects.failed) {
+    auto& owner = static_cast<OwnerReference&>(*std::static_pointer_cast<Reference>(reference));
+    owner.set_error(std::make_exception_ptr(refused(owner.value_id(), why)));
+  }
+  // Values have destructors of their own: they get a thread that may wait.
+  std::erase_if(effects.released, [](const auto& kept) { return kept.use_count() != 1; });
+  if (effects.released.empty()) return;
+  const auto endpoint = endpoint_.lock();
+  if (auto host = endpoint ? endpoint->host().lock() : nullptr)
+    host->post([ended = std::move(effects.released)] {});
+}
+
+/// Sends again what timed out or lost its connection; a peer that is gone needs no answer.
+class References::ControlCompletion final : public Completion {
+ public:
+  ControlCompletion(std::shared_ptr<References> owner, RRefMessage message, int attempt)
+      : owner_(std::move(owner)), message_(std::move(message)), attempt_(attempt) {}
+  void succeed(wire::Payload& reply) override {
+    std::optional<Error> refusal;
+    if (message_.kind == RRefMessage::Kind::kForkRequest)
+      refusal = wire::from_payload<ForkRequest::Reply>(reply);
+    owner_->answered(message_, refusal ? std::make_exception_ptr(*refusal) : nullptr);
+  }
+  void fail(std::exception_ptr error) override {
+    const ErrorKind kind = to_error(error).kind();
+    const bool lost = kind == ErrorKind::kDisconnected;
+    // No such rank, as far as this worker has heard.
+    const bool unknown = kind == ErrorKind::kInvalid && attempt_ + 1 < kLookedFor;
+    auto endpoint = owner_->endpoint_.lock();
+    if (!endpoint || !(lost || unknown || kind == ErrorKind::kTimedOut) ||
+        !owner_->send_again(message_, attempt_ + 1))
+      return owner_->answered(message_, error);
+    endpoint->after(lost || unknown ? kReconnectDelay : Duration::zero(),
+                    [owner = owner_, message = message_, next = lost ? attempt_ : attempt_ + 1] {
+                      owner->send(message, next);
+                      MutexLock lock(owner->mutex_);
+                      --owner->in_flight_;
+                    });
+  }
+
+ private:
+  std::shared_ptr<References> owner_;
+  const RRefMessage message_;
+  const int attempt_;
+};
+
+void References::send(const RRefMessage& message, int attempt) {
+  auto endpoint = endpoint_.lock();
+  if (!endpoint) return;
+  {
+    MutexLock lock(mutex_);
+    ++in_flight_;
+  }
+  Request request = to_request(message);
+  request.deadline = endpoint->runtime().executor.deadline_in(patience(attempt));
+  endpoint->send(message.to.rank, std::move(request),
+                 std::make_shared<ControlCompletion>(shared_from_this(), message, attempt));
+}
+
+}  // namespace torchspan::rpc
