@@ -1,5 +1,6 @@
 #include "autograd/state.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 #include "autograd/pass.h"
@@ -8,7 +9,7 @@ namespace torchspan::autograd {
 
 void ContextState::add_send(const std::shared_ptr<SendNode>& send) {
   MutexLock lock(mutex_);
-  sends_.emplace(send->message(), send);
+  if (!released_) sends_.emplace(send->message().id, send);
 }
 
 void ContextState::remove_send(std::uint64_t message) {
@@ -34,17 +35,27 @@ std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
 }
 
 void ContextState::remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends) {
-  for (const auto& send : sends) remove_send(send->message());
+  for (const auto& send : sends) remove_send(send->message().id);
 }
 
-void ContextState::add_worker(std::uint32_t rank) {
+bool ContextState::add_worker(std::uint32_t rank) {
   MutexLock lock(mutex_);
+  if (released_) return false;
   workers_.insert(rank);
+  return true;
 }
 
 std::set<std::uint32_t> ContextState::workers() const {
   MutexLock lock(mutex_);
   return workers_;
+}
+
+bool ContextState::is_first_of(std::uint64_t wave) {
+  MutexLock lock(mutex_);
+  if (std::find(waves_.begin(), waves_.end(), wave) != waves_.end()) return false;
+  waves_.push_back(wave);
+  if (waves_.size() > kWaves) waves_.pop_front();
+  return true;
 }
 
 std::shared_ptr<PassState> ContextState::pass() const {
@@ -54,8 +65,10 @@ std::shared_ptr<PassState> ContextState::pass() const {
 
 bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   MutexLock lock(mutex_);
-  if (auto it = aborted_.find(pass->id()); it != aborted_.end()) {
-    throw Error(ErrorKind::kCancelled, fmt::format("the backward pass was aborted: {}", it->second));
+  const auto ended = ended_.find(maker_of(pass->id()));
+  if (ended != ended_.end() && pass->id() <= ended->second.pass) {
+    if (ended->second.pass == pass->id() && ended->second.failure) throw Error(*ended->second.failure);
+    throw Error(ErrorKind::kCancelled, "this backward pass is over on this worker");
   }
   if (released_) {
     throw Error(ErrorKind::kInvalid,
@@ -68,19 +81,18 @@ bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   return true;
 }
 
-void ContextState::end_pass(const PassState& pass) {
+void ContextState::end_pass(std::uint64_t pass, const std::optional<Error>& failure) {
   std::shared_ptr<PassState> gone;
   MutexLock lock(mutex_);
-  if (pass_.get() == &pass) gone = std::move(pass_);
-}
-
-void ContextState::remember_aborted(std::uint64_t pass, const std::string& reason) {
-  MutexLock lock(mutex_);
-  aborted_.emplace(pass, reason);
+  if (pass_ && pass_->id() == pass) gone = std::move(pass_);
+  Ended& ended = ended_[maker_of(pass)];
+  if (ended.pass < pass) ended = {pass, failure};
 }
 
 bool ContextState::release() {
+  std::map<std::uint64_t, std::shared_ptr<SendNode>> gone;
   MutexLock lock(mutex_);
+  gone.swap(sends_);
   return !std::exchange(released_, true);
 }
 

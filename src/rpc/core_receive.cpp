@@ -61,7 +61,7 @@ void Core::receive_reply(std::uint32_t peer, net::Message& message, const wire::
     }
     payload.references = references_->from_handles(frame.handles, peer);
     payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
-    CallInfo info{call->info.type, call->name, peer, frame.header.call, true};
+    CallInfo info{call->info.type, call->name, peer, frame.header.call, true, call->site};
     for (Interceptor* interceptor : interceptors_) {
       if (const auto* blob = frame.blob(interceptor->name()))
         interceptor->incoming(info, payload.tensors, blob->bytes);
