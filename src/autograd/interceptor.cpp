@@ -21,9 +21,10 @@ EdgeHeader decode_header(BytesView header) {
 }
 
 /// The context that a handler works in; follows it when it is a coroutine.
-class ContextScope final : public rpc::CallScope {
+class HandlerScope final : public rpc::CallScope {
  public:
-  explicit ContextScope(std::shared_ptr<ContextState> context) : current_{std::move(context), nullptr} {}
+  HandlerScope(std::shared_ptr<ContextState> context, std::shared_ptr<const std::string> site)
+      : current_{std::move(context), nullptr, std::move(site)} {}
   std::unique_ptr<Entry> enter() override { return std::make_unique<Entered>(current_); }
   void save() override { current_ = current_state(); }
 
@@ -35,7 +36,21 @@ class ContextScope final : public rpc::CallScope {
   Current current_;
 };
 
+/// "train.cpp:41", or nothing.
+std::string text_of(const SourceLocation& site) {
+  if (site.line() == 0) return {};
+  std::string_view file = site.file_name();
+  if (const auto slash = file.rfind('/'); slash != std::string_view::npos) file.remove_prefix(slash + 1);
+  return fmt::format("{}:{}", file, site.line());
+}
+
 }  // namespace
+
+std::shared_ptr<rpc::CallScope> EdgeInterceptor::scope_of_thread() {
+  const Current& current = current_state();
+  if (!current.context) return nullptr;
+  return std::make_shared<HandlerScope>(current.context, current.site);
+}
 
 void EdgeInterceptor::warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
   if (!call.reply || warned_.load()) return;
@@ -51,14 +66,16 @@ void EdgeInterceptor::warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> 
 }
 
 Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
-  const std::shared_ptr<ContextState>& context = current_state().context;
+  const Current& current = current_state();
+  const std::shared_ptr<ContextState>& context = current.context;
   if (!context) {
     warn_cut(call, tensors);
     return {};
   }
-  context->add_worker(call.peer);
+  if (!context->add_worker(call.peer)) return {};  // it has ended: nobody wants these gradients any more
   EdgeHeader header;
   header.context = context->id();
+  if (!call.reply) header.site = text_of(call.site);
   if (at::GradMode::is_enabled()) {
     for (std::uint32_t i = 0; i < tensors.size(); ++i) {
       if (carries_edge(tensors[i])) header.tensors.push_back(i);
@@ -66,7 +83,10 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
   }
   if (!header.tensors.empty()) {
     header.message = registry_->next_id();
-    auto send = std::make_shared<SendNode>(header.message, call.peer, std::string(call.name));
+    if (!call.reply) header.call = call.name;
+    const std::string site = call.reply && current.site ? *current.site : header.site;
+    auto send = std::make_shared<SendNode>(
+        MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply});
     for (std::uint32_t i : header.tensors) {
       send->add_input_metadata(tensors[i]);
       send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
@@ -84,18 +104,19 @@ void EdgeInterceptor::undo(const rpc::CallInfo&, BytesView bytes) {
 
 std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& call,
                                                           std::span<at::Tensor> tensors, BytesView bytes) {
-  if (bytes.empty()) return std::make_shared<ContextScope>(nullptr);
+  if (bytes.empty()) return std::make_shared<HandlerScope>(nullptr, nullptr);
   const EdgeHeader header = decode_header(bytes);
   auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
-  if (!context) {
+  if (!context || !context->add_worker(call.peer)) {
     if (call.reply) return nullptr;  // the context ended while the call was out: nobody wants the gradient
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("autograd context {:#x} has ended, so a call made in it came too late", header.context));
   }
-  context->add_worker(call.peer);
+  const std::string site = call.reply ? text_of(call.site) : header.site;
   if (header.message != 0) {
-    auto receive = std::make_shared<RecvNode>(header.message, call.peer, std::string(call.name));
+    auto receive = std::make_shared<RecvNode>(MessageInfo{
+        header.message, call.peer, call.reply ? std::string(call.name) : header.call, site, call.reply});
     for (std::uint32_t i : header.tensors) {
       if (i >= tensors.size() || !tensors[i].defined() ||
           !torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
@@ -105,7 +126,7 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& c
       torch::autograd::set_history(tensors[i], receive);
     }
   }
-  return std::make_shared<ContextScope>(std::move(context));
+  return std::make_shared<HandlerScope>(std::move(context), std::make_shared<const std::string>(site));
 }
 
 }  // namespace torchspan::autograd

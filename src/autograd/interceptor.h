@@ -20,6 +20,7 @@ class EdgeInterceptor final : public rpc::Interceptor {
   void undo(const rpc::CallInfo& call, BytesView header) override;
   std::shared_ptr<rpc::CallScope> incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
                                            BytesView header) override;
+  std::shared_ptr<rpc::CallScope> scope_of_thread() override;
 
  private:
   void warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors);

@@ -2,10 +2,12 @@
 #include <fmt/format.h>
 
 #include "autograd/pass.h"
+#include "autograd/telling.h"
 
 namespace torchspan::autograd {
 
 void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
+  enter();  // gradients that are back soon do not end the pass while this thread tells its marks
   {
     MutexLock lock(marks_mutex_);
     std::vector<torch::autograd::Edge> edges;
@@ -15,25 +17,20 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
   }
   tell_marks();
   end_errand();
+  leave();
 }
 
 /// Gradients that agree with the marks may end the pass while this thread tells the marks on: it is held.
 Future<MarkedWorkers> PassState::mark(const std::vector<MarkedSend>& sends) {
-  Promise<void> told(worker_.endpoint()->host());
-  sink_.hold(told.future());
-  try {
-    Future<MarkedWorkers> answered = take_marks(sends);
-    told.set_value();
-    return answered;
-  } catch (...) {
-    told.set_error(std::current_exception());
-    throw;
-  }
+  enter();
+  Future<MarkedWorkers> answered = take_marks(sends);  // what it throws fails the pass
+  leave();
+  return answered;
 }
 
 Future<MarkedWorkers> PassState::take_marks(const std::vector<MarkedSend>& sends) {
-  std::vector<Promise<void>> settled;  // completed after the lock
-  Future<MarkedWorkers> answered = make_ready_future<MarkedWorkers>({{worker_.rank()}});
+  std::size_t settled = 0;
+  Future<MarkedWorkers> answered = make_ready_future<MarkedWorkers>({{rank_}, {}});
   {
     MutexLock lock(marks_mutex_);
     for (const MarkedSend& marked : sends) {
@@ -55,21 +52,15 @@ Future<MarkedWorkers> PassState::take_marks(const std::vector<MarkedSend>& sends
       walk_.walk(edges);
       SendMarks& marks = marks_[marked.message];
       marks.mark(marked.outputs);
-      const auto waiting = disagreements_.find(marked.message);
-      if (waiting == disagreements_.end() || !marks.agree()) continue;
-      settled.push_back(std::move(waiting->second));
-      disagreements_.erase(waiting);
+      if (marks.agree()) settled += disagreements_.erase(marked.message);
     }
-    marked_workers_.insert(worker_.rank());
-    if (!is_root() && !parent_) {
-      parent_.emplace(worker_.endpoint()->host());
-      answered = parent_->future();
-    }
+    marked_workers_.insert(rank_);
+    if (!is_root() && !parent_) answered = parent_.emplace(host_).future();
     ++errands_;
   }
   tell_marks();
   end_errand();
-  for (Promise<void>& promise : settled) promise.set_value();
+  for (; settled > 0; --settled) leave();
   return answered;
 }
 
@@ -81,20 +72,22 @@ void PassState::tell_marks() {
     marks = walk_.take_untold();
     errands_ += marks.size();
   }
+  if (marks.empty()) return;
+  const Worker me = worker();
   for (auto& [rank, sends] : marks) {
     const MarkSends message{context_->id(), id(), key_.retain_graph, std::move(sends)};
-    Future<MarkedWorkers> answer = worker_.request(Destination(rank), message, Deadline::never());
-    sink_.hold(answer.then([weak = weak_from_this()](Future<MarkedWorkers> done) {
-      auto self = weak.lock();
-      if (!self) return;
-      if (done.error()) {
-        const Error error = to_error(done.error());
-        self->fail(error);
-        throw error;
-      }
-      self->note_marked(done.wait().ranks);
-      self->end_errand();
-    }));
+    enter();
+    me.request(Destination(rank), message, Deadline::never())
+        .then([weak = weak_from_this(), to = rank](Future<MarkedWorkers> done) {
+          auto self = weak.lock();
+          if (!self) return;
+          if (done.error()) return self->fail_without(to, to_error(done.error()));
+          const MarkedWorkers marked = done.wait();
+          if (marked.failure) return self->fail(*marked.failure);
+          self->note_marked(marked.ranks);
+          self->end_errand();
+          self->leave();
+        });
   }
 }
 
@@ -115,12 +108,15 @@ void PassState::end_errand() {
     workers.assign(marked_workers_.begin(), marked_workers_.end());
   }
   if (!is_root()) {
-    if (parent) parent->set_value(MarkedWorkers{std::move(workers)});
+    if (parent) parent->set_value(MarkedWorkers{std::move(workers), {}});
     return;
   }
-  for (const std::uint32_t rank : workers) {
-    if (rank == worker_.rank()) continue;
-    worker_.request(Destination(rank), MarksFinal{context_->id(), id()}, Deadline::never());
+  if (const auto endpoint = endpoint_.lock()) {
+    for (const std::uint32_t rank : workers) {
+      if (rank == rank_) continue;
+      std::make_shared<Telling<MarksFinal>>(Worker(endpoint), rank, MarksFinal{context_->id(), id()})
+          ->start();
+    }
   }
   marks_are_final();
 }
@@ -130,7 +126,7 @@ void PassState::marks_are_final() {
   {
     MutexLock lock(marks_mutex_);
     for (const auto& send : sends_) {
-      const auto found = marks_.find(send->message());
+      const auto found = marks_.find(send->message().id);
       if (found == marks_.end() || !found->second.is_marked()) unmarked.push_back(send);
     }
   }

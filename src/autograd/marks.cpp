@@ -26,7 +26,7 @@ void MarkWalk::reach(const RecvNode& node, std::uint32_t output) {
 std::map<std::uint32_t, std::vector<MarkedSend>> MarkWalk::take_untold() {
   std::map<std::uint32_t, std::vector<MarkedSend>> marks;
   for (auto& [node, outputs] : std::exchange(untold_, {})) {
-    marks[node->from()].push_back({node->message(), std::move(outputs)});
+    marks[node->message().peer].push_back({node->message().id, std::move(outputs)});
   }
   return marks;
 }

@@ -1,8 +1,11 @@
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
+#include <torchspan/autograd/graph.h>
 #include <torchspan/rpc/message.h>
+#include <torchspan/wire/errors.h>
 
 namespace torchspan::autograd {
 
@@ -11,6 +14,13 @@ struct EdgeHeader {
   std::uint64_t context = 0;
   std::uint64_t message = 0;           ///< joins the send node with its receive node; 0: no edges
   std::vector<std::uint32_t> tensors;  ///< indices into the message's tensor table
+  std::string call;                    ///< requests with edges: the function's name
+  std::string site;                    ///< requests: where the program made the call
+};
+
+/// How a worker's part of a pass ended: well, or with the failure that all of the pass hear.
+struct PartOver {
+  std::optional<Error> failure;
 };
 
 /// The gradients of the tensors that one message carried, on their way back. The first such message of a pass
@@ -18,7 +28,7 @@ struct EdgeHeader {
 struct PropagateGradients {
   static constexpr wire::MessageType kType{0x0101};
   static constexpr std::string_view kName = "autograd.propagate";
-  using Reply = Unit;
+  using Reply = PartOver;
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
   std::uint64_t message = 0;
@@ -35,9 +45,10 @@ struct MarkedSend {
   std::vector<std::uint32_t> outputs;
 };
 
-/// The ranks of those who were marked on the way.
+/// The ranks of those who were marked on the way; or the pass's failure.
 struct MarkedWorkers {
   std::vector<std::uint32_t> ranks;
+  std::optional<Error> failure;
 };
 
 /// SMART: these sends of the receiver take part in the pass. Answered when the receiver and all it told
@@ -62,22 +73,70 @@ struct MarksFinal {
   std::uint64_t pass = 0;
 };
 
-/// A pass failed somewhere: everybody who takes part drops it.
+/// A pass failed somewhere: everybody who takes part drops it, tells the others, and answers when they have.
 struct AbortPass {
   static constexpr wire::MessageType kType{0x0102};
   static constexpr std::string_view kName = "autograd.abort";
   using Reply = Unit;
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
-  std::string reason;
+  Error failure{ErrorKind::kCancelled, ""};
 };
 
-/// A context ended on the worker that made it; whoever hears of it tells the workers it called.
+/// A context ended on the worker that made it; whoever hears of it tells the workers it called, and answers
+/// when they have answered.
 struct ReleaseContext {
   static constexpr wire::MessageType kType{0x0103};
   static constexpr std::string_view kName = "autograd.release";
   using Reply = Unit;
   std::uint64_t context = 0;
+};
+
+/// To the maker of a context, from a worker that knows it through another that died: is it still there? Then
+/// its end is to be told to the sender as well.
+struct AdoptMember {
+  static constexpr wire::MessageType kType{0x0108};
+  static constexpr std::string_view kName = "autograd.adopt";
+  using Reply = bool;
+  std::uint64_t context = 0;
+};
+
+/// A send that waits for its gradients.
+struct WaitingSend {
+  std::uint64_t message = 0;
+  std::string call;
+  std::string site;
+  bool reply = false;
+  std::string to;
+};
+
+/// How far a worker is with its part of a pass.
+struct PartReport {
+  std::string worker;
+  bool busy = false;
+  std::uint64_t executed = 0;
+  std::uint64_t sent = 0, received = 0;  ///< messages with gradients
+  std::vector<WaitingSend> waiting;
+};
+
+/// Asks everybody in the context how far the pass is. Like every question to all, it is answered once in a
+/// `wave`, together with what those say whom the receiver asked in turn.
+struct AskPass {
+  static constexpr wire::MessageType kType{0x0106};
+  static constexpr std::string_view kName = "autograd.ask";
+  using Reply = std::vector<PartReport>;
+  std::uint64_t context = 0;
+  std::uint64_t pass = 0;
+  std::uint64_t wave = 0;
+};
+
+/// Asks everybody in the context for their part of its graph.
+struct AskGraph {
+  static constexpr wire::MessageType kType{0x0107};
+  static constexpr std::string_view kName = "autograd.graph";
+  using Reply = std::vector<WorkerGraph>;
+  std::uint64_t context = 0;
+  std::uint64_t wave = 0;
 };
 
 }  // namespace torchspan::autograd
@@ -86,7 +145,11 @@ namespace torchspan {
 template <>
 struct Wire<autograd::EdgeHeader>
     : WireStruct<autograd::EdgeHeader, "autograd.EdgeHeader", &autograd::EdgeHeader::context,
-                 &autograd::EdgeHeader::message, &autograd::EdgeHeader::tensors> {};
+                 &autograd::EdgeHeader::message, &autograd::EdgeHeader::tensors, &autograd::EdgeHeader::call,
+                 &autograd::EdgeHeader::site> {};
+template <>
+struct Wire<autograd::PartOver>
+    : WireStruct<autograd::PartOver, "autograd.PartOver", &autograd::PartOver::failure> {};
 template <>
 struct Wire<autograd::PropagateGradients>
     : WireStruct<autograd::PropagateGradients, "autograd.PropagateGradients",
@@ -99,7 +162,8 @@ struct Wire<autograd::MarkedSend>
                  &autograd::MarkedSend::outputs> {};
 template <>
 struct Wire<autograd::MarkedWorkers>
-    : WireStruct<autograd::MarkedWorkers, "autograd.MarkedWorkers", &autograd::MarkedWorkers::ranks> {};
+    : WireStruct<autograd::MarkedWorkers, "autograd.MarkedWorkers", &autograd::MarkedWorkers::ranks,
+                 &autograd::MarkedWorkers::failure> {};
 template <>
 struct Wire<autograd::MarkSends>
     : WireStruct<autograd::MarkSends, "autograd.MarkSends", &autograd::MarkSends::context,
@@ -112,8 +176,38 @@ struct Wire<autograd::MarksFinal> : WireStruct<autograd::MarksFinal, "autograd.M
 template <>
 struct Wire<autograd::AbortPass>
     : WireStruct<autograd::AbortPass, "autograd.AbortPass", &autograd::AbortPass::context,
-                 &autograd::AbortPass::pass, &autograd::AbortPass::reason> {};
+                 &autograd::AbortPass::pass, &autograd::AbortPass::failure> {};
 template <>
 struct Wire<autograd::ReleaseContext>
     : WireStruct<autograd::ReleaseContext, "autograd.ReleaseContext", &autograd::ReleaseContext::context> {};
+template <>
+struct Wire<autograd::AdoptMember>
+    : WireStruct<autograd::AdoptMember, "autograd.AdoptMember", &autograd::AdoptMember::context> {};
+template <>
+struct Wire<autograd::WaitingSend>
+    : WireStruct<autograd::WaitingSend, "autograd.WaitingSend", &autograd::WaitingSend::message,
+                 &autograd::WaitingSend::call, &autograd::WaitingSend::site, &autograd::WaitingSend::reply,
+                 &autograd::WaitingSend::to> {};
+template <>
+struct Wire<autograd::PartReport>
+    : WireStruct<autograd::PartReport, "autograd.PartReport", &autograd::PartReport::worker,
+                 &autograd::PartReport::busy, &autograd::PartReport::executed, &autograd::PartReport::sent,
+                 &autograd::PartReport::received, &autograd::PartReport::waiting> {};
+template <>
+struct Wire<autograd::AskPass>
+    : WireStruct<autograd::AskPass, "autograd.AskPass", &autograd::AskPass::context, &autograd::AskPass::pass,
+                 &autograd::AskPass::wave> {};
+template <>
+struct Wire<autograd::AskGraph> : WireStruct<autograd::AskGraph, "autograd.AskGraph",
+                                             &autograd::AskGraph::context, &autograd::AskGraph::wave> {};
+template <>
+struct Wire<autograd::GraphPart>
+    : WireStruct<autograd::GraphPart, "autograd.GraphPart", &autograd::GraphPart::message,
+                 &autograd::GraphPart::call, &autograd::GraphPart::site, &autograd::GraphPart::reply,
+                 &autograd::GraphPart::to, &autograd::GraphPart::tensors, &autograd::GraphPart::sources,
+                 &autograd::GraphPart::nodes, &autograd::GraphPart::parameters> {};
+template <>
+struct Wire<autograd::WorkerGraph>
+    : WireStruct<autograd::WorkerGraph, "autograd.WorkerGraph", &autograd::WorkerGraph::worker,
+                 &autograd::WorkerGraph::rank, &autograd::WorkerGraph::parts> {};
 }  // namespace torchspan

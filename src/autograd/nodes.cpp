@@ -9,6 +9,11 @@
 
 namespace torchspan::autograd {
 
+std::string MessageInfo::text() const {
+  const std::string place = site.empty() ? "" : fmt::format(" (called at {})", site);
+  return fmt::format("the {} of '{}'{}", reply ? "result" : "arguments", call, place);
+}
+
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {
   PassState* pass = current_state().pass;
   if (pass == nullptr) {
@@ -16,7 +21,7 @@ torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& 
         ErrorKind::kInvalid,
         fmt::format("this loss depends on tensors that came from another worker (call '{}', rank {}), so "
                     "loss.backward() would lose their gradients: use context.backward(loss)",
-                    call_, from_));
+                    message_.call, message_.peer));
   }
   pass->send_back(*this, std::move(gradients));
   return {};

@@ -3,16 +3,25 @@
 #include <fmt/format.h>
 
 #include "autograd/current.h"
-#include "autograd/messages.h"
 
 namespace torchspan::autograd {
 
-PassState::PassState(Worker worker, std::shared_ptr<ContextState> context, PassKey key)
-    : worker_(std::move(worker)),
+PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key)
+    : endpoint_(worker.endpoint()),
+      host_(worker.endpoint()->host()),
+      name_(worker.name()),
+      rank_(worker.rank()),
       context_(std::move(context)),
       key_(key),
       sink_(*context_, key.id),
-      graph_(sink_, engine::PassOptions{key.retain_graph, {}}) {}
+      graph_(sink_, engine::PassOptions{key.retain_graph, {}}),
+      over_(host_) {}
+
+Worker PassState::worker() const {
+  auto endpoint = endpoint_.lock();
+  if (!endpoint) throw Error(ErrorKind::kCancelled, fmt::format("worker '{}' was shut down", name_));
+  return Worker(std::move(endpoint));
+}
 
 void PassState::prepare(const std::vector<at::Tensor>& roots) {
   is_root_ = !roots.empty();
@@ -20,35 +29,11 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
   for (const at::Tensor& root : roots) graph_.add_root(root);
   sends_ = context_->sends();
   for (const auto& send : sends_) graph_.add_pending(send);
-  graph_.prepare();
+  sink_.after_work(
+      [self = shared_from_this()](const engine::PassStatus& status) { self->work_over(status); });
   sink_.after_pass([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
+  graph_.prepare();
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
-}
-
-void PassState::end(const engine::PassStatus& status) {
-  if (!status.ok()) tell_abort(blame(to_error(status.error)));
-  if (status.ok() && !key_.retain_graph) context_->remove_sends(used_sends());
-  std::optional<Promise<MarkedWorkers>> parent;
-  std::map<std::uint64_t, Promise<void>> disagreements;
-  {
-    MutexLock lock(marks_mutex_);
-    parent = std::exchange(parent_, std::nullopt);
-    disagreements.swap(disagreements_);
-  }
-  if (parent && status.error) parent->set_error(status.error);
-  context_->end_pass(*this);
-}
-
-/// In SMART mode a send that took no part keeps its graph: a later loss may lead through it.
-std::vector<std::shared_ptr<SendNode>> PassState::used_sends() {
-  if (key_.mode == PassMode::kFast) return sends_;
-  MutexLock lock(marks_mutex_);
-  std::vector<std::shared_ptr<SendNode>> used;
-  for (const auto& send : sends_) {
-    const auto found = marks_.find(send->message());
-    if (found != marks_.end() && found->second.is_marked()) used.push_back(send);
-  }
-  return used;
 }
 
 void PassState::receive(PropagateGradients message) {
@@ -60,6 +45,7 @@ void PassState::receive(PropagateGradients message) {
                     "used up by an earlier pass (pass retain_graph to keep it)",
                     message.message));
   }
+  ++received_;
   engine::Delivery delivery;
   if (key_.mode == PassMode::kFast) {
     for (const at::Tensor& gradient : message.gradients) delivery.reached.push_back(gradient.defined());
@@ -75,7 +61,8 @@ void PassState::receive(PropagateGradients message) {
 /// Gradients may overtake their marks. What lies behind them is walked at once, so that what this worker
 /// sends on says what it reaches; it is told on when the marks come, and until then the pass stays open here.
 void PassState::walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached) {
-  std::optional<Future<void>> agreement;
+  enter();
+  bool disagree = false;
   {
     MutexLock lock(marks_mutex_);
     std::vector<torch::autograd::Edge> edges;
@@ -83,14 +70,11 @@ void PassState::walk_from(const SendNode& send, const std::vector<std::uint8_t>&
       if (reached[output] != 0) edges.push_back(send.next_edge(output));
     }
     walk_.walk(edges);
-    SendMarks& marks = marks_[send.message()];
+    SendMarks& marks = marks_[send.message().id];
     marks.deliver(reached);
-    if (!marks.agree()) {
-      const auto [found, fresh] = disagreements_.try_emplace(send.message(), worker_.endpoint()->host());
-      agreement = found->second.future();
-    }
+    if (!marks.agree()) disagree = disagreements_.insert(send.message().id).second;
   }
-  if (agreement) sink_.hold(*agreement);
+  if (!disagree) leave();
 }
 
 void PassState::drive() {
@@ -99,52 +83,53 @@ void PassState::drive() {
 }
 
 void PassState::send_back(const RecvNode& node, torch::autograd::variable_list gradients) {
-  PropagateGradients message{context_->id(),       id(), node.message(), key_.retain_graph,
+  PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph,
                              std::move(gradients), {}};
   if (key_.mode == PassMode::kSmart) {
     MutexLock lock(marks_mutex_);
     message.reached = walk_.reached(node, message.gradients.size());
   }
+  const std::uint32_t to = node.message().peer;
+  enter();
+  ++sent_;
   // Liveness and the pass's own deadline watch over it: the ordinary limit of calls does not apply.
-  Future<Unit> answer = worker_.request(Destination(node.from()), message, Deadline::never());
-  sink_.hold(answer.then([weak = weak_from_this(), call = node.call()](Future<Unit> done) {
-    if (!done.error()) return;
-    Error error = to_error(done.error());
-    if (auto self = weak.lock()) self->fail(error);
-    throw error;
-  }));
+  worker()
+      .request(Destination(to), message, Deadline::never())
+      .then([weak = weak_from_this(), to, call = node.message()](Future<PartOver> done) {
+        auto self = weak.lock();
+        if (!self) return;
+        if (done.error()) return self->fail_without(to, to_error(done.error()), call.text());
+        if (auto failure = done.wait().failure) return self->fail(*failure);
+        self->leave();
+      });
 }
 
-std::string PassState::blame(const Error& error) const {
-  return fmt::format("worker '{}': {}", worker_.name(), error.message());
-}
-
-void PassState::fail(const Error& error) {
-  if (graph_.abort(error)) tell_abort(blame(error));
-}
-
-void PassState::aborted_elsewhere(const std::string& reason) {
-  tell_abort(reason);
-  graph_.abort(Error(ErrorKind::kRemoteFailure, fmt::format("the backward pass failed on {}", reason)));
-}
-
-void PassState::tell_abort(const std::string& reason) {
-  if (told_.exchange(true)) return;
-  context_->remember_aborted(id(), reason);
-  for (std::uint32_t rank : context_->workers()) {
-    if (rank != worker_.rank()) worker_.request(Destination(rank), AbortPass{context_->id(), id(), reason});
+/// In SMART mode a send that took no part keeps its graph: a later loss may lead through it.
+std::vector<std::shared_ptr<SendNode>> PassState::used_sends() {
+  if (key_.mode == PassMode::kFast) return sends_;
+  MutexLock lock(marks_mutex_);
+  std::vector<std::shared_ptr<SendNode>> used;
+  for (const auto& send : sends_) {
+    const auto found = marks_.find(send->message().id);
+    if (found != marks_.end() && found->second.is_marked()) used.push_back(send);
   }
+  return used;
 }
 
-std::string PassState::describe_waiting() const {
-  std::string text;
-  for (auto* node : graph_.report().waiting_for) {
-    if (auto* send = dynamic_cast<SendNode*>(node)) {
-      text +=
-          fmt::format("\n  '{}' sent to worker '{}'", send->call(), worker_.endpoint()->name_of(send->to()));
-    }
+PartReport PassState::report() const {
+  PartReport mine{name_, false, 0, sent_, received_, {}};
+  const Worker me = worker();
+  const engine::PassReport graph = graph_.report();
+  mine.busy = graph.driven;
+  mine.executed = graph.executed;
+  for (auto* node : graph.waiting_for) {
+    auto* send = dynamic_cast<SendNode*>(node);
+    if (send == nullptr) continue;
+    const MessageInfo& message = send->message();
+    mine.waiting.push_back(
+        {message.id, message.call, message.site, message.reply, me.endpoint()->name_of(message.peer)});
   }
-  return text;
+  return mine;
 }
 
 }  // namespace torchspan::autograd

@@ -25,15 +25,20 @@ struct PassKey {
   PassMode mode = PassMode::kSmart;
 };
 
+/// A failure as the other workers of the pass are told it.
+Error as_told(const Error& failure, const std::string& worker);
+/// `cause`, naming `worker` if it does not yet.
+Error located(const Error& cause, const std::string& worker);
+
 /// One worker's part of one backward pass: its local graph, fed by gradients that arrive for the sends, and
 /// the gradients it sends back. Every send of the context is waited for. SMART: marks travel beside the
 /// gradients, and once all are made, sends without a mark are not waited for any more. Thread-safe.
 class PassState : public std::enable_shared_from_this<PassState> {
  public:
-  PassState(Worker worker, std::shared_ptr<ContextState> context, PassKey key);
+  PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key);
 
   std::uint64_t id() const { return key_.id; }
-  const std::shared_ptr<ContextState>& context() const { return context_; }
+  std::uint32_t root() const { return maker_of(key_.id); }
 
   /// Counts the dependencies of the loss's graph and of all sends. Once, by whoever began the pass.
   void prepare(const std::vector<at::Tensor>& roots);
@@ -50,18 +55,32 @@ class PassState : public std::enable_shared_from_this<PassState> {
   /// RecvNode: sends gradients to the worker that the tensors came from.
   void send_back(const RecvNode& node, torch::autograd::variable_list gradients);
 
-  /// The first failure ends the pass here and tells everybody who may take part.
-  void fail(const Error& error);
-  /// Somebody else's failure; told on to those that may not know.
-  void aborted_elsewhere(const std::string& reason);
-  /// Calls back when this worker's part is over, the answers to its gradients included.
-  void after(engine::PassEnd::Callback callback) { sink_.after_pass(std::move(callback)); }
-  void wait(Deadline deadline) { sink_.end()->wait(deadline); }
-  /// Sends that still wait for their gradient, for the report of a stall.
-  std::string describe_waiting() const;
+  /// The first failure ends the pass here, at once, and is told to everybody who may take part.
+  void fail(const Error& failure);
+  /// The same for what this worker has met itself: adds who and where.
+  void fail_here(const Error& cause);
+  /// The same for a worker that is gone or cannot be reached: names the calls that dealt with it, `through`
+  /// among them.
+  void fail_without(std::uint32_t rank, const Error& cause, const std::string& through = "");
+  std::optional<Error> failure() const;
+  /// Completes when this worker's part is over, the answers to its gradients included, or has failed.
+  Future<void> over() const { return over_.future(); }
+  /// The same for the worker whose gradients were the first.
+  Future<PartOver> part_over();
+  /// After a failure: completes when everybody that was told has answered.
+  Future<void> told() const;
+  PartReport report() const;
 
  private:
+  enum class Stage : std::uint8_t { kRunning, kGraphDone, kOver, kEnded, kFailed };
+  static constexpr std::size_t kMostNamed = 5;
+
+  void work_over(const engine::PassStatus& status);
   void end(const engine::PassStatus& status);
+  /// Puts the end off until leave(); throws the failure, or Error{kCancelled}, when it has come.
+  void enter();
+  void leave();
+  Worker worker() const;
   std::vector<std::shared_ptr<SendNode>> used_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
   Future<MarkedWorkers> take_marks(const std::vector<MarkedSend>& sends);
@@ -70,25 +89,39 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void note_marked(const std::vector<std::uint32_t>& ranks);
   void end_errand();
   bool is_root() const { return is_root_.load(); }
-  std::string blame(const Error& error) const;
-  void tell_abort(const std::string& reason);
+  Error describe_failure();
+  std::vector<std::string> calls_over(const torch::autograd::Node* node) const;
+  Future<void> tell_failure(const Error& failure);
 
-  const Worker worker_;
+  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  const std::weak_ptr<FutureHost> host_;
+  const std::string name_;
+  const std::uint32_t rank_;
   const std::shared_ptr<ContextState> context_;
   const PassKey key_;
   ContextSink sink_;
   engine::GraphPass graph_;
   std::vector<std::shared_ptr<SendNode>> sends_;
-  std::atomic<bool> told_{false};
+  Promise<void> over_;
   std::atomic<bool> had_gradients_{false};
   std::atomic<bool> is_root_{false};
+  std::atomic<std::uint64_t> sent_{0}, received_{0};
+
+  // What the end waits for besides the graph: marks being told, gradients without an answer, disagreements.
+  mutable Mutex end_mutex_;
+  Stage stage_ TORCHSPAN_GUARDED_BY(end_mutex_) = Stage::kRunning;
+  std::size_t inside_ TORCHSPAN_GUARDED_BY(end_mutex_) = 0;
+  std::optional<Promise<void>> outsiders_left_ TORCHSPAN_GUARDED_BY(end_mutex_);
+  std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(end_mutex_);
+  std::optional<Promise<PartOver>> asker_ TORCHSPAN_GUARDED_BY(end_mutex_);
+  Future<void> told_ TORCHSPAN_GUARDED_BY(end_mutex_);
 
   // SMART. An errand is a MarkSends of ours that has not been answered; while there is one, this worker is in
   // the middle of marking on behalf of `parent_` (the root: of nobody).
   Mutex marks_mutex_;
   MarkWalk walk_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::map<std::uint64_t, SendMarks> marks_ TORCHSPAN_GUARDED_BY(marks_mutex_);
-  std::map<std::uint64_t, Promise<void>> disagreements_ TORCHSPAN_GUARDED_BY(marks_mutex_);
+  std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::size_t errands_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
   std::optional<Promise<MarkedWorkers>> parent_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::set<std::uint32_t> marked_workers_ TORCHSPAN_GUARDED_BY(marks_mutex_);

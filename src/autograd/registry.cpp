@@ -47,6 +47,11 @@ std::shared_ptr<ContextState> Registry::remove(std::uint64_t id) {
   return state;
 }
 
+std::size_t Registry::remembered() const {
+  MutexLock lock(mutex_);
+  return ended_.size();
+}
+
 std::vector<std::shared_ptr<ContextState>> Registry::all() const {
   MutexLock lock(mutex_);
   std::vector<std::shared_ptr<ContextState>> states;

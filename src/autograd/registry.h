@@ -28,6 +28,8 @@ class Registry {
   /// Takes it out, for good.
   std::shared_ptr<ContextState> remove(std::uint64_t id);
   std::vector<std::shared_ptr<ContextState>> all() const;
+  /// How many ids of ended contexts it keeps.
+  std::size_t remembered() const;
 
  private:
   /// Enough for messages that are late by thousands of passes.

@@ -1,12 +1,7 @@
 #include "autograd/state.h"
 
+#include <algorithm>
 #include <fmt/format.h>
-
-#include <c10/util/StringUtil.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
-
-#include <torchspan/engine/stock_sink.h>
 
 #include "autograd/pass.h"
 
@@ -14,7 +9,7 @@ namespace torchspan::autograd {
 
 void ContextState::add_send(const std::shared_ptr<SendNode>& send) {
   MutexLock lock(mutex_);
-  sends_.emplace(send->message(), send);
+  if (!released_) sends_.emplace(send->message().id, send);
 }
 
 void ContextState::remove_send(std::uint64_t message) {
@@ -40,7 +35,7 @@ std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
 }
 
 void ContextState::remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends) {
-  for (const auto& send : sends) remove_send(send->message());
+  for (const auto& send : sends) remove_send(send->message().id);
 }
 
 void ContextState::add_taker(GradientTaker taker) {
@@ -61,41 +56,32 @@ std::optional<Future<void>> ContextState::offer(const at::Tensor& parameter, at:
   return std::nullopt;
 }
 
-namespace {
-
-/// A reducer would find no gradient where somebody took it.
-void refuse_shared_gradient(const at::Tensor& parameter) {
-  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (!leaf) return;
-  for (const auto& hook : leaf->post_hooks()) {
-    if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the gradient of a parameter of shape {} is to be stepped in this pass, and to be "
-                    "averaged by DistributedDataParallel: step after backward() instead",
-                    c10::str(parameter.sizes())));
-  }
-}
-
-}  // namespace
-
 void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
   if (auto taken = context_.offer(parameter, gradient)) {
-    refuse_shared_gradient(parameter);
     hold(std::move(*taken));
   } else {
     context_.gradients().accumulate(parameter, std::move(gradient));
   }
 }
 
-void ContextState::add_worker(std::uint32_t rank) {
+bool ContextState::add_worker(std::uint32_t rank) {
   MutexLock lock(mutex_);
+  if (released_) return false;
   workers_.insert(rank);
+  return true;
 }
 
 std::set<std::uint32_t> ContextState::workers() const {
   MutexLock lock(mutex_);
   return workers_;
+}
+
+bool ContextState::is_first_of(std::uint64_t wave) {
+  MutexLock lock(mutex_);
+  if (std::find(waves_.begin(), waves_.end(), wave) != waves_.end()) return false;
+  waves_.push_back(wave);
+  if (waves_.size() > kWaves) waves_.pop_front();
+  return true;
 }
 
 std::shared_ptr<PassState> ContextState::pass() const {
@@ -105,8 +91,10 @@ std::shared_ptr<PassState> ContextState::pass() const {
 
 bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   MutexLock lock(mutex_);
-  if (auto it = aborted_.find(pass->id()); it != aborted_.end()) {
-    throw Error(ErrorKind::kCancelled, fmt::format("the backward pass was aborted: {}", it->second));
+  const auto ended = ended_.find(maker_of(pass->id()));
+  if (ended != ended_.end() && pass->id() <= ended->second.pass) {
+    if (ended->second.pass == pass->id() && ended->second.failure) throw Error(*ended->second.failure);
+    throw Error(ErrorKind::kCancelled, "this backward pass is over on this worker");
   }
   if (released_) {
     throw Error(ErrorKind::kInvalid,
@@ -119,19 +107,18 @@ bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   return true;
 }
 
-void ContextState::end_pass(const PassState& pass) {
+void ContextState::end_pass(std::uint64_t pass, const std::optional<Error>& failure) {
   std::shared_ptr<PassState> gone;
   MutexLock lock(mutex_);
-  if (pass_.get() == &pass) gone = std::move(pass_);
-}
-
-void ContextState::remember_aborted(std::uint64_t pass, const std::string& reason) {
-  MutexLock lock(mutex_);
-  aborted_.emplace(pass, reason);
+  if (pass_ && pass_->id() == pass) gone = std::move(pass_);
+  Ended& ended = ended_[maker_of(pass)];
+  if (ended.pass < pass) ended = {pass, failure};
 }
 
 bool ContextState::release() {
+  std::map<std::uint64_t, std::shared_ptr<SendNode>> gone;
   MutexLock lock(mutex_);
+  gone.swap(sends_);
   return !std::exchange(released_, true);
 }
 

@@ -1,12 +1,15 @@
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <torchspan/autograd/context.h>
+#include <torchspan/core/error.h>
 #include <torchspan/core/mutex.h>
 #include <torchspan/engine/gradient_map.h>
 
@@ -15,6 +18,9 @@
 namespace torchspan::autograd {
 
 class PassState;
+
+/// The rank in the high bits of every id: of the worker that made it.
+constexpr std::uint32_t maker_of(std::uint64_t id) { return static_cast<std::uint32_t>(id >> 48); }
 
 /// One worker's part of a context: the sends of its forward passes, the gradients of its parameters, the
 /// workers it dealt with, and the pass that runs. Thread-safe.
@@ -36,23 +42,32 @@ class ContextState {
   /// Nothing when nobody took the gradient.
   std::optional<Future<void>> offer(const at::Tensor& parameter, at::Tensor& gradient) const;
 
-  void add_worker(std::uint32_t rank);
+  /// False when the context has ended: then whoever is dealt with will not hear of that from us.
+  bool add_worker(std::uint32_t rank);
   std::set<std::uint32_t> workers() const;
+  /// Whether a question to all comes here for the first time.
+  bool is_first_of(std::uint64_t wave);
 
   /// Held while a pass begins here, until its graph has been counted: nobody finds a pass that cannot take
   /// gradients yet.
   Mutex& beginning() { return beginning_; }
   /// The pass that runs here, or null.
   std::shared_ptr<PassState> pass() const;
-  /// Makes `pass` the one that runs; false when another one does. Throws Error{kCancelled} for a pass that
-  /// was aborted before it was heard of here, and Error{kInvalid} when the context is released.
+  /// Makes `pass` the one that runs; false when another one does. Throws Error{kCancelled} for a pass that is
+  /// over here or was aborted before it was heard of, and Error{kInvalid} when the context is released.
   bool begin_pass(const std::shared_ptr<PassState>& pass);
-  void end_pass(const PassState& pass);
-  /// Remembers that a pass is over, so that its late messages do not start it anew.
-  void remember_aborted(std::uint64_t pass, const std::string& reason);
+  /// The pass is over, here at least: its late messages do not start it anew.
+  void end_pass(std::uint64_t pass, const std::optional<Error>& failure);
+  /// True the first time.
   bool release();
 
  private:
+  struct Ended {
+    std::uint64_t pass = 0;
+    std::optional<Error> failure;
+  };
+  static constexpr std::size_t kWaves = 64;
+
   const std::uint64_t id_;
   engine::GradientMap gradients_;
   Mutex beginning_;
@@ -61,7 +76,10 @@ class ContextState {
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::map<std::uint64_t, std::string> aborted_ TORCHSPAN_GUARDED_BY(mutex_);
+  /// By the worker that began them: a worker's passes in a context begin one after the other, with growing
+  /// ids, so the last one that ended stands for all before it.
+  std::map<std::uint32_t, Ended> ended_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::uint64_t> waves_ TORCHSPAN_GUARDED_BY(mutex_);
   bool released_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 

@@ -49,6 +49,7 @@ class GraphPass::Impl {
   std::exception_ptr error() const;
   std::exception_ptr cause() const;
   std::string failed_node() const;
+  std::shared_ptr<Node> failed_at() const;
   PassReport report() const;
 
  private:
@@ -85,6 +86,7 @@ class GraphPass::Impl {
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr cause_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string failed_node_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::shared_ptr<Node> failed_at_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
@@ -186,6 +188,11 @@ std::string GraphPass::Impl::failed_node() const {
   return failed_node_;
 }
 
+std::shared_ptr<Node> GraphPass::Impl::failed_at() const {
+  MutexLock lock(mutex_);
+  return failed_at_;
+}
+
 PassReport GraphPass::Impl::report() const {
   PassReport report;
   report.nodes = progress_.nodes;
@@ -193,6 +200,7 @@ PassReport GraphPass::Impl::report() const {
   report.skipped = progress_.skipped;
   MutexLock lock(mutex_);
   if (closed_) return report;
+  report.driven = driving_;
   for (Node* root : pending_) {
     if (!arrived_.at(root)) report.waiting_for.push_back(root);
   }
@@ -294,6 +302,7 @@ void GraphPass::Impl::fail(Node& node) {
   error_ = std::make_exception_ptr(name_failure(name, cause));
   cause_ = cause;
   failed_node_ = name;
+  failed_at_ = node.shared_from_this();
 }
 
 /// Called once, with the baton.
@@ -376,6 +385,7 @@ bool GraphPass::failed() const { return impl_->failed(); }
 std::exception_ptr GraphPass::error() const { return impl_->error(); }
 std::exception_ptr GraphPass::cause() const { return impl_->cause(); }
 std::string GraphPass::failed_node() const { return impl_->failed_node(); }
+std::shared_ptr<Node> GraphPass::failed_at() const { return impl_->failed_at(); }
 PassReport GraphPass::report() const { return impl_->report(); }
 
 }  // namespace torchspan::engine

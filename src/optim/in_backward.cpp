@@ -8,7 +8,21 @@
 #include <torchspan/engine/stock_sink.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "optim/shared_gradient.h"
+
 namespace torchspan::optim {
+
+void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name) {
+  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!leaf) return;
+  for (const auto& hook : leaf->post_hooks()) {
+    if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{} cannot be stepped in backward: DistributedDataParallel averages its gradient "
+                            "after that, or another optimizer steps it there; call step() instead",
+                            name));
+  }
+}
 
 /// A hook at every parameter's leaf, whose nodes it keeps.
 class BackwardSteps::Impl {
@@ -16,7 +30,8 @@ class BackwardSteps::Impl {
   explicit Impl(Optimizer& optimizer) : shared_(std::make_shared<Shared>(optimizer)) {
     const auto passes = std::make_shared<engine::StockPasses>();
     const std::vector<at::Tensor> parameters = optimizer.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) refuse_shared(parameters[i], i);
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      refuse_shared_gradient(parameters[i], fmt::format("parameter {}", i));
     for (const at::Tensor& parameter : parameters) {
       // A parameter that needs no gradient has no leaf, and will get none.
       if (!parameter.requires_grad()) continue;
@@ -56,19 +71,6 @@ class BackwardSteps::Impl {
    private:
     const std::shared_ptr<Shared> shared_;
   };
-
-  static void refuse_shared(const at::Tensor& parameter, std::size_t index) {
-    const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    if (!leaf) return;
-    for (const auto& hook : leaf->post_hooks()) {
-      if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("parameter {} cannot be stepped in backward: DistributedDataParallel averages its "
-                      "gradient after that, or another optimizer steps it there; call step() instead",
-                      index));
-    }
-  }
 
   const std::shared_ptr<Shared> shared_;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;

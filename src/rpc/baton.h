@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include <torchspan/core/executor.h>
+#include <torchspan/core/function.h>
 
 namespace torchspan::rpc {
 
@@ -41,6 +42,8 @@ class Driver {
   virtual void end_driving(bool unserved) = 0;
   /// Throws Error{kInvalid} on the thread that must never wait.
   virtual void check_may_wait() const = 0;
+  /// `continuation`, wrapped in what interceptors keep for this thread outside handlers.
+  virtual UniqueFunction<void()> bind_to_thread(UniqueFunction<void()> continuation) = 0;
 };
 
 }  // namespace torchspan::rpc

@@ -33,6 +33,8 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
 
 UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
   const IncomingPtr& served = ServingScope::current();
+  const auto driver = served ? nullptr : driver_.lock();
+  if (driver) return driver->bind_to_thread(std::move(continuation));
   if (!served) return continuation;
   return [call = served, continuation = std::move(continuation)]() mutable {
     ServingScope serving(std::move(call));

@@ -133,6 +133,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void begin_driving() override { drivers_.fetch_add(1, std::memory_order_relaxed); }
   void end_driving(bool unserved) override;
   void check_may_wait() const override;
+  UniqueFunction<void()> bind_to_thread(UniqueFunction<void()> continuation) override;
 
   const std::string& address() const { return address_; }
   const FunctionTable& functions() const { return functions_; }

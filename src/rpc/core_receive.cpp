@@ -62,7 +62,7 @@ void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameVi
     }
     payload.references = references_->from_handles(frame.handles, peer);
     payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
-    CallInfo info{call->info.type, call->name, peer.rank, frame.header.call, true};
+    CallInfo info{call->info.type, call->name, peer.rank, frame.header.call, true, call->site};
     for (Interceptor* interceptor : interceptors_) {
       if (const auto* blob = frame.blob(interceptor->name()))
         interceptor->incoming(info, payload.tensors, blob->bytes);

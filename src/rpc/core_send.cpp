@@ -44,6 +44,20 @@ Core::Outgoing Core::prepare(const CallInfo& info, PeerId to, wire::Payload& pay
   return out;
 }
 
+UniqueFunction<void()> Core::bind_to_thread(UniqueFunction<void()> continuation) {
+  std::vector<std::shared_ptr<CallScope>> scopes;
+  for (Interceptor* interceptor : interceptors_) {
+    if (auto scope = interceptor->scope_of_thread()) scopes.push_back(std::move(scope));
+  }
+  if (scopes.empty()) return continuation;
+  return [scopes = std::move(scopes), continuation = std::move(continuation)]() mutable {
+    std::vector<std::unique_ptr<CallScope::Entry>> entries;
+    for (const auto& scope : scopes) entries.push_back(scope->enter());
+    continuation();
+    while (!entries.empty()) entries.pop_back();
+  };
+}
+
 void Core::undo(const CallInfo& info, const wire::Frame& frame) {
   references_->undo(frame.handles);
   for (const wire::NamedBlob& blob : frame.blobs) {
@@ -97,7 +111,7 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
   call.user_values = request.user_values;
   const std::uint64_t id = calls_.next_id();
   call.info = {request.type, {}, to, id, false};
-  const CallInfo info{request.type, request.name, to, id, false};
+  const CallInfo info{request.type, request.name, to, id, false, request.site};
   try {
     check_may_start(request, now);
     // Fails before anything has to be undone.

@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/autograd/graph.h>
 #include <torchspan/engine/gradient_map.h>
 #include <torchspan/rpc/worker.h>
 
@@ -28,6 +29,9 @@ struct BackwardOptions {
   PassMode mode = PassMode::kSmart;
   /// The pass fails on all workers after this time, naming the sends that got no gradient.
   Duration timeout = std::chrono::minutes(10);
+  /// FAST: a pass in which nothing has happened on any worker for this time, and nothing can, fails and names
+  /// the sends of all workers that get no gradient.
+  Duration stall = std::chrono::seconds(2);
 };
 
 /// Is offered each gradient that is complete in a pass; moves it out and returns what the pass waits for, or
@@ -55,11 +59,16 @@ class ContextView {
   /// The gradient of one parameter of this worker; undefined when it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;
   /// Passes that begin in this context from now on offer their gradients on this worker to `taker`, before
-  /// they are kept; with several takers the first that takes one has it. A parameter whose gradient somebody
-  /// else waits for (DistributedDataParallel) fails the pass with Error{kInvalid}.
+  /// they are kept; with several takers the first that takes one has it. What a taker throws fails the pass.
   void offer_gradients(GradientTaker taker) const;
+  /// How tensors travelled in this context, asked of all workers that took part; with the graphs of `roots`,
+  /// losses of this worker. For reading: a forward pass may go on meanwhile.
+  ContextGraph graph(const std::vector<at::Tensor>& roots = {}) const;
+  /// The same as Graphviz DOT.
+  std::string explain(const std::vector<at::Tensor>& roots = {}) const;
 
  protected:
+  friend class ContextScope;
   Worker worker_;
   std::shared_ptr<ContextState> state_;
 };
@@ -78,6 +87,22 @@ class Context : public ContextView {
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
+  /// Ends the context's state now and returns when every worker that took part has let go of it; a pass that
+  /// runs in it fails. Throws Error{kTimedOut}.
+  void release(Duration timeout = std::chrono::seconds(30));
+
+ private:
+  std::unique_ptr<CurrentScope> scope_;
+};
+
+/// Lets another thread work in a context for as long as the scope lives: for threads of the program's own.
+/// Handlers, coroutines and continuations of futures have the context of where they were made by themselves.
+class ContextScope {
+ public:
+  explicit ContextScope(const ContextView& context);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
 
  private:
   std::unique_ptr<CurrentScope> scope_;

@@ -11,6 +11,7 @@ namespace torchspan::autograd {
 struct PassCounts {
   std::size_t contexts = 0;
   std::size_t passes = 0;
+  std::size_t remembered = 0;  ///< ids of ended contexts, kept so that late messages do not revive them
 };
 
 /// Distributed autograd of one worker: an extension to give to its Session (which has it by default).

@@ -43,6 +43,7 @@ struct PassReport {
   std::size_t nodes = 0;
   std::size_t executed = 0;
   std::size_t skipped = 0;
+  bool driven = false;  ///< a thread runs its nodes at this moment
   std::vector<torch::autograd::Node*>
       waiting_for;  ///< pending roots that got nothing yet, in the order added
   std::vector<std::string>
@@ -102,6 +103,8 @@ class GraphPass {
   std::exception_ptr cause() const;
   /// The name of the node that failed; empty without, and after abort().
   std::string failed_node() const;
+  /// That node itself.
+  std::shared_ptr<torch::autograd::Node> failed_at() const;
   PassReport report() const;
 
   class Impl;

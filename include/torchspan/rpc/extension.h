@@ -45,6 +45,8 @@ class Interceptor {
   /// null).
   virtual std::shared_ptr<CallScope> incoming(const CallInfo& call, std::span<at::Tensor> tensors,
                                               BytesView header) = 0;
+  /// What a continuation that this thread adds outside any handler shall run in; null: nothing.
+  virtual std::shared_ptr<CallScope> scope_of_thread() { return nullptr; }
 };
 
 /// Where a handler runs: on the pool; on the worker's dispatching thread, which is for microseconds without

@@ -47,6 +47,7 @@ struct CallInfo {
   std::uint32_t peer = 0;  ///< rank of the other side
   std::uint64_t call = 0;  ///< joins request and reply; counted by the caller
   bool reply = false;
+  SourceLocation site = {};  ///< on the caller: where the program made the call
 };
 
 class CallGroup;  // call_group.h

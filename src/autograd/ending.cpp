@@ -1,0 +1,200 @@
+// How a worker's part of a pass ends: when its graph is done and all that it waits for has come; or at once,
+// by the first failure.
+#include <algorithm>
+#include <fmt/format.h>
+#include <unordered_set>
+
+#include "autograd/pass.h"
+#include "autograd/telling.h"
+
+namespace torchspan::autograd {
+namespace {
+
+bool leads_to(const torch::autograd::Node& from, const torch::autograd::Node* node) {
+  std::unordered_set<const torch::autograd::Node*> seen{&from};
+  std::vector<const torch::autograd::Node*> ahead{&from};
+  while (!ahead.empty()) {
+    const auto* at = ahead.back();
+    ahead.pop_back();
+    if (at == node) return true;
+    for (const auto& edge : at->next_edges()) {
+      if (edge.function && seen.insert(edge.function.get()).second) ahead.push_back(edge.function.get());
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+/// What was invalid here is, there, what failed elsewhere.
+Error as_told(const Error& failure, const std::string& worker) {
+  const ErrorKind kind = failure.kind();
+  const bool kept = kind == ErrorKind::kDisconnected || kind == ErrorKind::kTimedOut ||
+                    kind == ErrorKind::kCancelled || kind == ErrorKind::kRemoteFailure;
+  if (kept) return failure;
+  Error told(ErrorKind::kRemoteFailure, failure.message());
+  told.with_worker(failure.worker().empty() ? worker : failure.worker()).with_call(failure.call());
+  for (const RemoteFrame& frame : failure.frames()) told.with_frame(frame);
+  if (failure.frames().empty()) told.with_frame({worker, "backward", "torchspan::Error", failure.message()});
+  return told;
+}
+
+Error located(const Error& cause, const std::string& worker) {
+  if (cause.message().find(fmt::format("worker '{}'", worker)) != std::string::npos) return cause;
+  Error placed(cause.kind(), fmt::format("{} [on worker '{}']", cause.message(), worker));
+  placed.with_worker(cause.worker().empty() ? worker : cause.worker()).with_call(cause.call());
+  for (const RemoteFrame& frame : cause.frames()) placed.with_frame(frame);
+  return placed;
+}
+
+void PassState::enter() {
+  MutexLock lock(end_mutex_);
+  if (stage_ == Stage::kFailed) throw Error(*failure_);
+  if (stage_ == Stage::kOver) throw Error(ErrorKind::kCancelled, "this backward pass is over on this worker");
+  ++inside_;
+}
+
+void PassState::leave() {
+  std::optional<Promise<void>> left;
+  {
+    MutexLock lock(end_mutex_);
+    if (--inside_ > 0 || stage_ != Stage::kGraphDone) return;
+    stage_ = Stage::kOver;
+    left = std::exchange(outsiders_left_, std::nullopt);
+  }
+  if (left) left->set_value();
+}
+
+/// The graph's work is over; holds the end until everybody inside has left.
+void PassState::work_over(const engine::PassStatus& status) {
+  if (status.error) return fail(describe_failure());
+  Future<void> rest;
+  {
+    MutexLock lock(end_mutex_);
+    if (stage_ != Stage::kRunning) return;
+    if (inside_ == 0) {
+      stage_ = Stage::kOver;
+      return;
+    }
+    stage_ = Stage::kGraphDone;
+    outsiders_left_.emplace(host_);
+    rest = outsiders_left_->future();
+  }
+  sink_.hold(std::move(rest));
+}
+
+void PassState::end(const engine::PassStatus& status) {
+  if (status.error) return fail_here(to_error(status.error));  // what others held the end for failed
+  std::optional<Promise<PartOver>> asker;
+  {
+    MutexLock lock(end_mutex_);
+    if (stage_ == Stage::kFailed) return;
+    stage_ = Stage::kEnded;
+    asker = std::exchange(asker_, std::nullopt);
+  }
+  if (!key_.retain_graph) context_->remove_sends(used_sends());
+  context_->end_pass(id(), std::nullopt);
+  if (asker) asker->set_value(PartOver{});
+  over_.set_value();
+}
+
+Future<PartOver> PassState::part_over() {
+  MutexLock lock(end_mutex_);
+  if (stage_ == Stage::kFailed) return make_ready_future<PartOver>(PartOver{as_told(*failure_, name_)});
+  if (stage_ == Stage::kEnded) return make_ready_future<PartOver>();
+  return asker_.emplace(host_).future();
+}
+
+void PassState::fail(const Error& failure) {
+  const auto self = shared_from_this();  // the context lets go of it
+  std::optional<Promise<void>> left;
+  std::optional<Promise<PartOver>> asker;
+  {
+    MutexLock lock(end_mutex_);
+    if (stage_ == Stage::kFailed || stage_ == Stage::kEnded) return;
+    stage_ = Stage::kFailed;
+    failure_ = failure;
+    left = std::exchange(outsiders_left_, std::nullopt);
+    asker = std::exchange(asker_, std::nullopt);
+  }
+  context_->end_pass(id(), failure);
+  Future<void> told = tell_failure(failure);
+  std::optional<Promise<MarkedWorkers>> parent;
+  {
+    MutexLock lock(end_mutex_);
+    told_ = std::move(told);
+  }
+  {
+    MutexLock lock(marks_mutex_);
+    parent = std::exchange(parent_, std::nullopt);
+  }
+  if (parent) parent->set_value(MarkedWorkers{{}, as_told(failure, name_)});
+  if (asker) asker->set_value(PartOver{as_told(failure, name_)});
+  over_.set_error(failure);
+  if (left) left->set_error(failure);
+  graph_.abort(failure);
+}
+
+void PassState::fail_here(const Error& cause) { fail(located(cause, name_)); }
+
+void PassState::fail_without(std::uint32_t rank, const Error& cause, const std::string& through) {
+  const auto endpoint = endpoint_.lock();
+  const std::string name = endpoint ? endpoint->name_of(rank) : fmt::format("rank {}", rank);
+  std::set<std::string> calls;
+  if (!through.empty()) calls.insert(through);
+  for (const auto& send : sends_) {
+    if (send->message().peer == rank) calls.insert(send->message().text());
+  }
+  std::string list;
+  for (const std::string& call : calls) list += (list.empty() ? "" : ", ") + call;
+  Error failure(
+      cause.kind(),
+      fmt::format("the backward pass lost worker '{}' (rank {}), says worker '{}': {}{}", name, rank, name_,
+                  cause.message(), list.empty() ? "" : fmt::format("; between them travelled {}", list)));
+  fail(failure.with_worker(name));
+}
+
+/// The graph failed in a node: names the node, this worker, and the calls whose results it belongs to.
+Error PassState::describe_failure() {
+  const Error cause = to_error(graph_.error());
+  const auto node = graph_.failed_at();
+  if (!node) return cause;
+  std::string place = fmt::format("on worker '{}'", name_);
+  const auto calls = calls_over(node.get());
+  for (std::size_t i = 0; i < calls.size() && i < kMostNamed; ++i) {
+    place += fmt::format("{} {}", i == 0 ? ", behind" : " and", calls[i]);
+  }
+  Error failure(cause.kind(), fmt::format("{} [{}]", cause.message(), place));
+  failure.with_worker(cause.worker()).with_call(cause.call());
+  for (const RemoteFrame& frame : cause.frames()) failure.with_frame(frame);
+  const ExceptionStory story =
+      graph_.cause() ? describe(graph_.cause()) : ExceptionStory{"torchspan::Error", ""};
+  return failure.with_frame({name_, graph_.failed_node(), story.type, cause.message()});
+}
+
+std::vector<std::string> PassState::calls_over(const torch::autograd::Node* node) const {
+  std::vector<std::string> calls;
+  if (const auto* receive = dynamic_cast<const RecvNode*>(node)) calls.push_back(receive->message().text());
+  for (const auto& send : sends_) {
+    if (leads_to(*send, node)) calls.push_back(send->message().text());
+  }
+  return calls;
+}
+
+Future<void> PassState::tell_failure(const Error& failure) {
+  const auto endpoint = endpoint_.lock();
+  if (!endpoint) return make_ready_future<void>();
+  return tell_all(Worker(endpoint), *context_, AbortPass{context_->id(), id(), as_told(failure, name_)});
+}
+
+std::optional<Error> PassState::failure() const {
+  MutexLock lock(end_mutex_);
+  return failure_;
+}
+
+Future<void> PassState::told() const {
+  MutexLock lock(end_mutex_);
+  return told_.valid() ? told_ : make_ready_future<void>();
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,65 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <torchspan/autograd/passes.h>
+
+#include "autograd/interceptor.h"
+#include "autograd/messages.h"
+#include "autograd/pass.h"
+
+namespace torchspan::autograd {
+
+/// The worker's side of the protocol: starts passes, serves gradients and marks, aborts, releases, answers
+/// questions. Thread-safe.
+class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
+ public:
+  explicit Impl(rpc::Registrar& registrar);
+
+  Worker require_worker() const;
+  void serve(rpc::Registrar& registrar);
+
+  void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
+                const BackwardOptions& options);
+  ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
+  /// Completes when everybody who took part has let go of the context.
+  Future<void> release(std::uint64_t id);
+  void abort_all(const Error& error);
+
+  const std::weak_ptr<rpc::Endpoint> worker;
+  const std::weak_ptr<FutureHost> host;
+  const std::shared_ptr<Registry> registry;
+  EdgeInterceptor interceptor;
+
+ private:
+  /// Of questions whose answer may be late.
+  static constexpr Duration kPatience = std::chrono::minutes(1);
+
+  std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key);
+  Future<PartOver> propagate(PropagateGradients message);
+  Future<MarkedWorkers> mark(const MarkSends& message);
+  void marks_are_final(const MarksFinal& message);
+  Future<Unit> abort(const AbortPass& message);
+  Future<std::vector<PartReport>> ask_pass(const AskPass& message);
+  Future<std::vector<WorkerGraph>> ask_graph(const AskGraph& message);
+  bool adopt(const rpc::CallInfo& call, const AdoptMember& message);
+  void depart(std::uint32_t rank, const Error& reason);
+  Future<void> releases_under_way();
+  std::shared_ptr<PassState> begin(const std::shared_ptr<ContextState>& context,
+                                   const BackwardOptions& options);
+  void wait(ContextState& context, PassState& pass, const BackwardOptions& options);
+  /// How far everybody is, as the text of an error and as a sum to compare.
+  struct Survey {
+    bool quiet = false;  ///< nobody works, nothing is under way, and somebody waits
+    std::uint64_t executed = 0, sent = 0;
+    std::string waiting;
+  };
+  Survey survey(ContextState& context, const PassState& pass);
+  PartReport report_of(ContextState& context, std::uint64_t pass) const;
+
+  Mutex mutex_;
+  std::vector<Future<void>> releases_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,121 @@
+// The worker that calls backward(): begins a pass, waits for it, and finds out why it does not end.
+#include <algorithm>
+#include <fmt/format.h>
+
+#include "autograd/protocol.h"
+#include "autograd/telling.h"
+
+namespace torchspan::autograd {
+namespace {
+
+void check_roots(const std::vector<at::Tensor>& roots) {
+  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() was given no root; give it the loss");
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    const at::Tensor& root = roots[i];
+    auto refuse = [&](const std::string& why) {
+      throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", i, why));
+    };
+    if (!root.defined()) refuse("is undefined");
+    if (!root.requires_grad()) refuse("does not require grad: nothing that it was computed from does");
+    if (root.numel() != 1)
+      refuse(fmt::format("has {} elements; a root is a scalar: reduce it first", root.numel()));
+    if (!root.grad_fn()) refuse("is a leaf: it has no graph to go back through");
+  }
+}
+
+}  // namespace
+
+/// Ids grow in the order in which passes begin: late messages of older ones are known by that.
+std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextState>& context,
+                                               const BackwardOptions& options) {
+  const Worker me = require_worker();
+  MutexLock beginning(context->beginning());
+  auto pass = std::make_shared<PassState>(me, context,
+                                          PassKey{registry->next_id(), options.retain_graph, options.mode});
+  if (context->begin_pass(pass)) return pass;
+  const auto running = context->pass();
+  const auto root = running ? running->root() : me.rank();
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
+                  "for it, or give each pass its own context",
+                  me.endpoint()->name_of(root), context->id()));
+}
+
+void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
+                            const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
+  check_roots(roots);
+  Worker me = require_worker();
+  const auto pass = begin(context, options);
+  SpanScope span(me.runtime().spans, SpanKind::kAutograd, "backward", pass->id());
+  try {
+    pass->prepare(roots);
+    pass->drive();
+  } catch (...) {
+    pass->fail_here(to_error(std::current_exception()));
+  }
+  try {
+    wait(*context, *pass, options);
+  } catch (...) {
+    // The others have let go of the pass when the error is thrown, unless they cannot be reached.
+    const Future<void> told = pass->told();
+    try {
+      told.wait(std::chrono::milliseconds(250));
+    } catch (const Error&) {
+    }
+    throw;
+  }
+}
+
+void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOptions& options) {
+  Executor& executor = require_worker().runtime().executor;
+  const Deadline deadline = executor.deadline_in(options.timeout);
+  const Future<void> over = pass.over();
+  Survey before;
+  while (true) {
+    Deadline next = deadline;
+    if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
+    try {
+      return over.wait(next);
+    } catch (const Error&) {
+      if (over.done()) throw;
+    }
+    const bool late = deadline.passed(executor.now());
+    const Survey now = survey(context, pass);
+    const bool stalled = before.quiet && now.quiet && options.mode == PassMode::kFast &&
+                         now.executed == before.executed && now.sent == before.sent;
+    before = now;
+    if (!late && !stalled) continue;
+    const char* why = stalled ? "backward() in FAST mode cannot end: these sends get no gradient, since what "
+                                "was made of them is not part of the loss. Use PassMode::kSmart, which finds "
+                                "out what takes part, or detach what you do not use:"
+                              : "backward() did not end in time; these sends have got no gradient:";
+    pass.fail_here(Error(ErrorKind::kTimedOut, why + now.waiting));
+  }
+}
+
+Passes::Impl::Survey Passes::Impl::survey(ContextState& context, const PassState& pass) {
+  const Worker me = require_worker();
+  const AskPass question{context.id(), pass.id(), registry->next_id()};
+  context.is_first_of(question.wave);
+  const auto parts = ask_all(me, context, question, {report_of(context, pass.id())}).wait();
+  Survey survey;
+  bool busy = false;
+  std::uint64_t received = 0;
+  for (const PartReport& part : parts) {
+    busy = busy || part.busy;
+    survey.executed += part.executed;
+    survey.sent += part.sent;
+    received += part.received;
+    for (const WaitingSend& send : part.waiting) {
+      survey.waiting +=
+          fmt::format("\n  worker '{}' sent {} of '{}' to worker '{}' as message {:#x}{}", part.worker,
+                      send.reply ? "the result" : "arguments", send.call, send.to, send.message,
+                      send.site.empty() ? "" : fmt::format(", called at {}", send.site));
+    }
+  }
+  survey.quiet = !busy && survey.sent == received && !survey.waiting.empty();
+  return survey;
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,12 @@
+#pragma once
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::optim {
+
+/// Throws Error{kInvalid} naming the parameter if somebody else waits for its gradient at the end of a pass:
+/// DistributedDataParallel, which averages it then, or another optimizer.
+void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name);
+
+}  // namespace torchspan::optim
