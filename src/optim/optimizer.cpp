@@ -128,6 +128,11 @@ void Optimizer::step(const GradientOf& gradient_of) {
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].rule->step(gradients[g]);
 }
 
+std::string Optimizer::describe(const at::Tensor& parameter) const {
+  const auto& [group, index] = places_.at(parameter.unsafeGetTensorImpl());
+  return rule(group).describe(index);
+}
+
 void Optimizer::step_one(const at::Tensor& parameter, const at::Tensor& gradient) {
   const auto place = places_.find(parameter.unsafeGetTensorImpl());
   if (place == places_.end()) {

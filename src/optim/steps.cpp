@@ -11,6 +11,7 @@
 
 #include "optim/messages.h"
 #include "optim/parameters.h"
+#include "optim/shared_gradient.h"
 #include "optim/step_queue.h"
 
 namespace torchspan::optim {
@@ -89,6 +90,7 @@ class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
           const auto self = weak.lock();
           const auto owned = owner.lock();
           if (!self || !owned || !owned->keys.contains(parameter.unsafeGetTensorImpl())) return std::nullopt;
+          refuse_shared_gradient(parameter, owned->optimizer->describe(parameter));
           return self->queue_
               .run({parameter.unsafeGetTensorImpl(), owned.get()},
                    [owned, rates, parameter, gradient = std::exchange(gradient, {})] {

@@ -99,6 +99,8 @@ class Optimizer : public RateHolder {
   void load_state_dict(const StateDict& state);
 
   std::vector<at::Tensor> parameters() const;
+  /// What errors call one of the parameters.
+  std::string describe(const at::Tensor& parameter) const;
   const FunctionalOptimizer& rule(std::size_t group) const { return *groups_.at(group).rule; }
 
  private:
