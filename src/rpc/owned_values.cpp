@@ -74,7 +74,6 @@ OwnedValues::Found OwnedValues::come_home(GlobalId value, GlobalId fork, PeerId 
                                           Effects& effects) {
   auto it = owned_.find(value);
   if (it == owned_.end()) {
-    if (!presence_.present(from)) return {nullptr, Refusal{Refusal::Why::kSenderGone, from, {}}};
     if (!may_come(value)) return {nullptr, why_gone(value)};
     it = owned_.emplace(value, Owned{nullptr, {}, false}).first;
   }
