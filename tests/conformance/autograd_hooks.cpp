@@ -1,0 +1,231 @@
+// Hooks, and whose memory a gradient is in.
+#include "engine/test_nodes.h"
+#include "tests/conformance/autograd_world.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using engine::testing::CountingPostHook;
+using ::testing::SizeIs;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
+at::Tensor embed(const at::Tensor& table, const at::Tensor& indices, const at::Tensor& offsets) {
+  return std::get<0>(at::embedding_bag(table, indices, offsets, false, 0, true));
+}
+
+/// An EmbeddingBag with sparse gradients.
+struct Bag {
+  explicit Bag(std::int64_t seed) {
+    table = at::randn({6, 4}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed)), at::kDouble)
+                .set_requires_grad(true);
+  }
+  at::Tensor forward(const at::Tensor& indices, const at::Tensor& offsets) const {
+    return embed(table, indices, offsets);
+  }
+  at::Tensor table;
+};
+at::Tensor table_gradient(Worker& worker, const RRef<Bag>& bag) {
+  return autograd::current(worker).gradient(bag.local_value().table);
+}
+
+constexpr Function<add> kAdd{"add"};
+constexpr Class<Bag, std::int64_t> kBag{"Bag"};
+constexpr Function<&Bag::forward> kForward{"Bag.forward"};
+constexpr Function<table_gradient> kTableGradient{"table_gradient"};
+
+ClusterOptions world(int workers = 2) {
+  return autograd_world(workers, FunctionTable().add(kAdd, kBag, kForward, kTableGradient));
+}
+
+TEST(AutogradHooks, BackwardVerifyHooks) {
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    int calls = 0;
+    a.register_hook([&](const at::Tensor& gradient) {
+      ++calls;
+      return gradient * 2;
+    });
+    Context context(worker);
+    context.backward(worker.rpc_sync("worker1", kAdd, a, b).sum());
+    EXPECT_EQ(calls, 1);
+    expect_equal(context.gradient(a), at::full_like(a, 2).detach());
+    expect_equal(context.gradient(b), at::ones_like(b).detach());
+  });
+}
+
+TEST(AutogradHooks, PostHooks) {
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    int first = 0, second = 0;
+    const auto node = torch::autograd::impl::grad_accumulator(a);
+    node->add_post_hook(std::make_unique<CountingPostHook>(first));
+    node->add_post_hook(std::make_unique<CountingPostHook>(second));
+    Context context(worker);
+    const at::Tensor there = worker.rpc_sync("worker1", kAdd, a, a);
+    context.backward((there + a).sum());
+    EXPECT_EQ(first, 1);
+    EXPECT_EQ(second, 1);
+    expect_equal(context.gradient(a), at::full_like(a, 3).detach());
+    EXPECT_FALSE(a.grad().defined());
+  });
+}
+
+/// Where the gradient is that a function's backward was given or made.
+struct Seen {
+  const void* memory = nullptr;
+};
+const void* memory_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values().data_ptr() : gradient.data_ptr();
+}
+Seen& seen_by(AutogradContext* context) {
+  return *reinterpret_cast<Seen*>(context->saved_data.at("seen").toInt());
+}
+void watch(AutogradContext* context, Seen& seen) {
+  context->saved_data["seen"] = reinterpret_cast<std::int64_t>(&seen);
+}
+
+/// Both inputs get one and the same gradient.
+struct TwoOfOne : torch::autograd::Function<TwoOfOne> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, const at::Tensor& b, Seen& seen) {
+    watch(context, seen);
+    return a + b;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    seen_by(context).memory = memory_of(gradients[0]);
+    return {gradients[0], gradients[0], at::Tensor()};
+  }
+};
+struct OneOfOne : torch::autograd::Function<OneOfOne> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, Seen& seen) {
+    watch(context, seen);
+    return a.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    seen_by(context).memory = memory_of(gradients[0]);
+    return {gradients[0], at::Tensor()};
+  }
+};
+/// Its gradient is one number, expanded.
+struct Expanded : torch::autograd::Function<Expanded> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& a) { return a.sum(); }
+  static variable_list backward(AutogradContext*, variable_list) {
+    return {at::ones({1}, at::kDouble).expand({3, 3})};
+  }
+};
+
+TEST(AutogradHooks, NoGradCopy) {
+  on_first(world(1), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    Seen seen;
+    {
+      Context context(worker);  // expanded memory is nobody's gradient: copied for both
+      context.backward(Expanded::apply(TwoOfOne::apply(a, b, seen)));
+      EXPECT_NE(context.gradient(a).data_ptr(), seen.memory);
+      EXPECT_NE(context.gradient(b).data_ptr(), seen.memory);
+      EXPECT_NE(context.gradient(a).data_ptr(), context.gradient(b).data_ptr());
+      EXPECT_TRUE(context.gradient(a).is_contiguous());
+    }
+    {
+      Context context(worker);  // nobody else has it: taken over
+      context.backward(OneOfOne::apply(a, seen).select(1, 0).select(0, 1));
+      EXPECT_EQ(context.gradient(a).data_ptr(), seen.memory);
+    }
+    {
+      Context context(worker);  // two leaves, one gradient: they must not share it
+      context.backward(TwoOfOne::apply(a, b, seen).select(1, 0).select(0, 1));
+      EXPECT_NE(context.gradient(a).data_ptr(), context.gradient(b).data_ptr());
+      EXPECT_TRUE(context.gradient(a).data_ptr() == seen.memory ||
+                  context.gradient(b).data_ptr() == seen.memory);
+    }
+  });
+}
+
+/// Somebody who may hold on to a gradient's indices.
+struct Keeper {
+  bool keeps = false;
+  at::Tensor indices;
+};
+/// Its gradient is sparse.
+struct SparseMaker : torch::autograd::Function<SparseMaker> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, Keeper& keeper, Seen& seen) {
+    watch(context, seen);
+    context->saved_data["keeper"] = reinterpret_cast<std::int64_t>(&keeper);
+    return a.sum();
+  }
+  static variable_list backward(AutogradContext* context, variable_list) {
+    at::Tensor gradient = at::_sparse_coo_tensor_unsafe(at::tensor({0, 2}, at::kLong).view({1, 2}).clone(),
+                                                        at::ones({2, 3}, at::kDouble), {3, 3}, at::kDouble);
+    seen_by(context).memory = memory_of(gradient);
+    auto& keeper = *reinterpret_cast<Keeper*>(context->saved_data.at("keeper").toInt());
+    if (keeper.keeps) keeper.indices = gradient._indices();
+    return {std::move(gradient), at::Tensor(), at::Tensor()};
+  }
+};
+
+/// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
+/// it.
+TEST(AutogradHooks, NoGradCopySparse) {
+  on_first(world(1), [](Worker& worker) {
+    const at::Tensor table = Kind(false).make(1), rows = at::tensor({0, 2}, at::kLong);
+    Seen seen;
+    Context context(worker);
+    context.backward(at::embedding(OneOfOne::apply(table, seen), rows, -1, false, true).sum());
+    const at::Tensor gradient = context.gradient(table);
+    ASSERT_TRUE(gradient.is_sparse());
+    const at::Tensor before = gradient.to_dense();
+    EXPECT_EQ(before.sum().item<double>(), 6.0);
+    rows.zero_();
+    expect_equal(gradient, before);
+  });
+}
+
+TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
+  on_first(world(1), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Seen seen;
+    Keeper keeper{true, {}};
+    Context context(worker);
+    context.backward(SparseMaker::apply(a, keeper, seen) * 1.0);
+    const at::Tensor gradient = context.gradient(a);
+    ASSERT_TRUE(gradient.is_sparse());
+    const at::Tensor before = gradient.to_dense();
+    keeper.indices.zero_();
+    expect_equal(gradient, before);
+  });
+}
+
+TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
+  on_first(world(), [](Worker& worker) {
+    const auto bag = worker.remote("worker1", kBag, 7);
+    Bag local(7);
+    const at::Tensor indices = at::tensor({1, 2, 4, 5, 4, 3, 2, 5}, at::kLong);
+    const at::Tensor offsets = at::tensor({0, 4}, at::kLong);
+    local.forward(indices, offsets).pow(2).sum().backward();
+    Context context(worker);
+    context.backward(bag.rpc_sync(kForward, indices, offsets).pow(2).sum());
+    const at::Tensor gradient = bag.rpc_sync(kTableGradient);
+    EXPECT_TRUE(gradient.is_sparse());
+    expect_equal(gradient, local.table.grad());
+  });
+}
+
+/// In place of the peer's profiler: spans tell what ran where.
+TEST(AutogradHooks, DistAutogradProfiling) {
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    {
+      Context context(worker);
+      context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum());
+    }
+    std::set<std::string> names;
+    for (const auto& span : worker.runtime().spans.snapshot()) names.insert(std::string(span.name.data()));
+    EXPECT_TRUE(names.contains("backward"));
+    EXPECT_TRUE(names.contains("add"));
+  });
+}
+
+}  // namespace
+}  // namespace torchspan
