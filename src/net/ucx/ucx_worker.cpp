@@ -11,9 +11,9 @@ namespace {
 constexpr int kSteps = 32;
 constexpr std::size_t kMostArrivedBytes = 4 << 20;
 /// At the end: with peers that take what was sent, and with UCX itself.
-constexpr Duration kPatienceWithPeers = std::chrono::milliseconds(200);
+constexpr Duration kPatienceWithPeers = std::chrono::seconds(1);
 /// Peers that have just connected have endpoints here that we cannot name, and may not know of.
-constexpr Duration kCalm = std::chrono::milliseconds(5);
+constexpr Duration kCalm = std::chrono::milliseconds(25);
 constexpr Duration kPatienceAtEnd = std::chrono::seconds(2);
 
 unsigned id_of(UcxTask::Kind kind) { return static_cast<unsigned>(kind); }
