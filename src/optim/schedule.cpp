@@ -29,7 +29,8 @@ Schedule step_decay(StepDecay options) {
   check_steps("step_decay", "every", options.every, 1);
   check_not_negative("step_decay", "factor", options.factor);
   return [options](std::int64_t step) {
-    return std::pow(options.factor, static_cast<double>(step / options.every));
+    const std::int64_t changes = step / options.every;
+    return std::pow(options.factor, static_cast<double>(changes));
   };
 }
 
@@ -74,8 +75,8 @@ Schedule one_cycle(OneCycle options) {
   };
 }
 
-LrSchedule::LrSchedule(RateHolder& optimizer, Schedule schedule)
-    : LrSchedule(optimizer, std::vector<Schedule>(optimizer.lrs().size(), std::move(schedule))) {}
+LrSchedule::LrSchedule(RateHolder& optimizer, const Schedule& schedule)
+    : LrSchedule(optimizer, std::vector<Schedule>(optimizer.lrs().size(), schedule)) {}
 
 LrSchedule::LrSchedule(RateHolder& optimizer, std::vector<Schedule> schedules)
     : optimizer_(optimizer), schedules_(std::move(schedules)), base_(optimizer.lrs()) {

@@ -47,7 +47,7 @@ Schedule one_cycle(OneCycle options);
 class LrSchedule {
  public:
   /// Sets the rates of step 0. Throws Error{kInvalid} for an empty schedule.
-  LrSchedule(RateHolder& optimizer, Schedule schedule);
+  LrSchedule(RateHolder& optimizer, const Schedule& schedule);
   /// One schedule for each group.
   LrSchedule(RateHolder& optimizer, std::vector<Schedule> schedules);
 
