@@ -75,7 +75,7 @@ void PassState::tell_marks() {
   if (marks.empty()) return;
   const Worker me = worker();
   for (auto& [rank, sends] : marks) {
-    const MarkSends message{context_->id(), id(), key_.retain_graph, std::move(sends)};
+    const MarkSends message{context_->id(), id(), key_.retain_graph, key_.threads, std::move(sends)};
     enter();
     me.request(Destination(rank), message, Deadline::never())
         .then([weak = weak_from_this(), to = rank](Future<MarkedWorkers> done) {

@@ -33,6 +33,7 @@ struct PropagateGradients {
   std::uint64_t pass = 0;
   std::uint64_t message = 0;
   bool retain_graph = false;
+  std::uint32_t threads = 1;  ///< BackwardOptions::threads
   std::vector<at::Tensor> gradients;
   /// SMART: which of the tensors the pass reaches; a gradient that is reached may still be undefined. FAST:
   /// empty, and the defined ones are reached.
@@ -61,6 +62,7 @@ struct MarkSends {
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
   bool retain_graph = false;
+  std::uint32_t threads = 1;
   std::vector<MarkedSend> sends;
 };
 
@@ -155,7 +157,8 @@ struct Wire<autograd::PropagateGradients>
     : WireStruct<autograd::PropagateGradients, "autograd.PropagateGradients",
                  &autograd::PropagateGradients::context, &autograd::PropagateGradients::pass,
                  &autograd::PropagateGradients::message, &autograd::PropagateGradients::retain_graph,
-                 &autograd::PropagateGradients::gradients, &autograd::PropagateGradients::reached> {};
+                 &autograd::PropagateGradients::threads, &autograd::PropagateGradients::gradients,
+                 &autograd::PropagateGradients::reached> {};
 template <>
 struct Wire<autograd::MarkedSend>
     : WireStruct<autograd::MarkedSend, "autograd.MarkedSend", &autograd::MarkedSend::message,
@@ -168,7 +171,7 @@ template <>
 struct Wire<autograd::MarkSends>
     : WireStruct<autograd::MarkSends, "autograd.MarkSends", &autograd::MarkSends::context,
                  &autograd::MarkSends::pass, &autograd::MarkSends::retain_graph,
-                 &autograd::MarkSends::sends> {};
+                 &autograd::MarkSends::threads, &autograd::MarkSends::sends> {};
 template <>
 struct Wire<autograd::MarksFinal> : WireStruct<autograd::MarksFinal, "autograd.MarksFinal",
                                                &autograd::MarksFinal::context, &autograd::MarksFinal::pass> {

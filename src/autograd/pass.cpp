@@ -1,5 +1,6 @@
 #include "autograd/pass.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 #include "autograd/current.h"
@@ -14,8 +15,23 @@ PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context
       context_(std::move(context)),
       key_(key),
       sink_(*context_, key.id),
-      graph_(sink_, engine::PassOptions{key.retain_graph, {}}),
+      graph_(sink_, options()),
       over_(host_) {}
+
+engine::PassOptions PassState::options() {
+  engine::PassOptions options;
+  options.retain_graph = key_.retain_graph;
+  options.threads = std::clamp<std::uint32_t>(key_.threads, 1, PassKey::kMostThreads);
+  options.enlist = [this](UniqueFunction<void()> help) {
+    UniqueFunction<void()> job = [self = shared_from_this(), help = std::move(help)]() mutable {
+      CurrentScope scope(Current{self->context_, self.get()});
+      help();
+    };
+    auto host = host_.lock();
+    return host ? host->post(std::move(job)) : job();
+  };
+  return options;
+}
 
 Worker PassState::worker() const {
   auto endpoint = endpoint_.lock();
@@ -83,7 +99,7 @@ void PassState::drive() {
 }
 
 void PassState::send_back(const RecvNode& node, torch::autograd::variable_list gradients) {
-  PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph,
+  PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph, key_.threads,
                              std::move(gradients), {}};
   if (key_.mode == PassMode::kSmart) {
     MutexLock lock(marks_mutex_);

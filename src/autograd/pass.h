@@ -23,6 +23,9 @@ struct PassKey {
   std::uint64_t id = 0;
   bool retain_graph = false;
   PassMode mode = PassMode::kSmart;
+  std::uint32_t threads = 1;
+
+  static constexpr std::uint32_t kMostThreads = 64;
 };
 
 /// A failure as the other workers of the pass are told it.
@@ -81,6 +84,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void enter();
   void leave();
   Worker worker() const;
+  engine::PassOptions options();
   std::vector<std::shared_ptr<SendNode>> used_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
   Future<MarkedWorkers> take_marks(const std::vector<MarkedSend>& sends);

@@ -95,7 +95,7 @@ Future<PartOver> Passes::Impl::propagate(PropagateGradients message) {
   const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
   std::shared_ptr<PassState> pass;
   try {
-    pass = join(message.context, {message.pass, message.retain_graph, mode});
+    pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads});
     const bool first = pass->claim_first_gradients();
     auto over = first ? pass->part_over() : make_ready_future<PartOver>();
     pass->receive(std::move(message));
@@ -109,7 +109,7 @@ Future<PartOver> Passes::Impl::propagate(PropagateGradients message) {
 Future<MarkedWorkers> Passes::Impl::mark(const MarkSends& message) {
   std::shared_ptr<PassState> pass;
   try {
-    pass = join(message.context, {message.pass, message.retain_graph, PassMode::kSmart});
+    pass = join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads});
     return pass->mark(message.sends);
   } catch (...) {
     return make_ready_future<MarkedWorkers>(MarkedWorkers{{}, refuse(require_worker(), pass)});

@@ -23,6 +23,15 @@ void check_roots(const std::vector<at::Tensor>& roots) {
   }
 }
 
+/// Whoever asks for the stop does not do the work.
+void cancel_soon(const std::shared_ptr<PassState>& pass, const std::weak_ptr<FutureHost>& host) {
+  if (auto alive = host.lock()) {
+    alive->post([pass] {
+      pass->fail_here(Error(ErrorKind::kCancelled, "the program cancelled this backward pass"));
+    });
+  }
+}
+
 }  // namespace
 
 /// Ids grow in the order in which passes begin: late messages of older ones are known by that.
@@ -30,8 +39,8 @@ std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextStat
                                                const BackwardOptions& options) {
   const Worker me = require_worker();
   MutexLock beginning(context->beginning());
-  auto pass = std::make_shared<PassState>(me, context,
-                                          PassKey{registry->next_id(), options.retain_graph, options.mode});
+  auto pass = std::make_shared<PassState>(
+      me, context, PassKey{registry->next_id(), options.retain_graph, options.mode, options.threads});
   if (context->begin_pass(pass)) return pass;
   const auto running = context->pass();
   const auto root = running ? running->root() : me.rank();
@@ -45,8 +54,13 @@ std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextStat
 void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
                             const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
   check_roots(roots);
+  if (options.threads == 0 || options.threads > PassKey::kMostThreads) {
+    throw Error(ErrorKind::kInvalid, fmt::format("BackwardOptions::threads is {}; it may be 1 to {}",
+                                                 options.threads, PassKey::kMostThreads));
+  }
   Worker me = require_worker();
   const auto pass = begin(context, options);
+  const std::stop_callback cancel(options.stop, [pass, host = host] { cancel_soon(pass, host); });
   SpanScope span(me.runtime().spans, SpanKind::kAutograd, "backward", pass->id());
   try {
     pass->prepare(roots);

@@ -17,6 +17,11 @@ void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor
                 fmt::format("backward got {} gradients for {} roots: give one a root, or none",
                             gradients.size(), roots.size()));
   }
+  if (options.threads > 1) {
+    throw Error(ErrorKind::kUnsupported,
+                "backward() drives its pass on this thread alone: for several threads use a GraphPass, or a "
+                "distributed context");
+  }
   GraphPass pass(sink, std::move(options));
   for (std::size_t i = 0; i < roots.size(); ++i) {
     pass.add_root(roots[i], gradients.empty() ? at::Tensor() : gradients[i]);

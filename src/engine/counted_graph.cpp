@@ -21,14 +21,12 @@ namespace {
 
 constexpr std::uint32_t kNowhere = 0xFFFFFFFF;
 
-void put(at::Tensor& held, at::Tensor& gradient) {
-  if (held.defined()) {
-    // LibTorch adds what is there to a sparse newcomer: the order decides the last bits.
-    if (held.is_sparse() && gradient.is_sparse()) std::swap(held, gradient);
-    add_into(held, gradient);
-  } else {
-    held = std::move(gradient);
-  }
+/// The sum of what came before and a newcomer.
+at::Tensor sum_of(at::Tensor held, at::Tensor gradient) {
+  // LibTorch adds what is there to a sparse newcomer: the order decides the last bits.
+  if (held.is_sparse() && gradient.is_sparse()) std::swap(held, gradient);
+  add_into(held, gradient);
+  return held;
 }
 
 }  // namespace
@@ -70,9 +68,10 @@ void CountedGraph::count() {
 }
 
 void CountedGraph::start() {
+  Guard guard(*this);
   for (LocalRoot& root : local_roots_) {
     const std::uint32_t target = index_.at(root.edge.function.get());
-    add_input(target, root.edge.input_nr, std::move(root.gradient));
+    add_input(guard, target, root.edge.input_nr, std::move(root.gradient));
     settle_one(target);
   }
 }
@@ -85,28 +84,36 @@ void CountedGraph::open(Node& root, Delivery delivery) {
   }
   const std::uint32_t target = index_.at(&root);
   State& state = states_[target];
+  Guard guard(*this);
   state.reached = true;
   state.inputs.resize(std::max(state.inputs.size(), delivery.gradients.size()));
   for (std::uint32_t input = 0; input < delivery.gradients.size(); ++input) {
-    add_input(target, input, std::move(delivery.gradients[input]));
+    add_input(guard, target, input, std::move(delivery.gradients[input]));
   }
   if (!delivery.reached.empty()) masks_[target] = std::move(delivery.reached);
   settle_one(target);
 }
 
-void CountedGraph::discard(Node& root) { settle_one(index_.at(&root)); }
+void CountedGraph::discard(Node& root) {
+  Guard guard(*this);
+  settle_one(index_.at(&root));
+}
 
-void CountedGraph::add_input(std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
+/// Sums are made without the lock: whoever comes meanwhile finds the place empty and puts his own there.
+void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
   State& state = states_[target];
   state.reached = true;
   if (state.inputs.size() <= input) state.inputs.resize(std::max(state.node->num_inputs(), input + 1));
   if (!gradient.defined()) return;
-  if (!cuda_) {
-    put(state.inputs[input], gradient);
-    return;
+  std::optional<HandOverScope> scope;
+  if (cuda_) scope.emplace(gradient, *state.node, input);
+  while (state.inputs[input].defined()) {
+    at::Tensor held = std::move(state.inputs[input]);
+    guard.unlock();
+    gradient = sum_of(std::move(held), std::move(gradient));
+    guard.lock();
   }
-  const HandOverScope scope(gradient, *state.node, input);
-  put(state.inputs[input], gradient);
+  state.inputs[input] = std::move(gradient);
 }
 
 void CountedGraph::settle_one(std::uint32_t target) {
@@ -138,14 +145,26 @@ void CountedGraph::skip(std::uint32_t first) {
 }
 
 void CountedGraph::make_ready(std::uint32_t index) {
-  ready_.push_back({states_[index].sequence, index});
-  std::push_heap(ready_.begin(), ready_.end());
+  const State& state = states_[index];
+  auto& ready = shared_ && state.leaf != nullptr ? ready_leaves_ : ready_;
+  ready.push_back({state.sequence, index});
+  std::push_heap(ready.begin(), ready.end());
 }
 
-std::uint32_t CountedGraph::take_ready() {
-  std::pop_heap(ready_.begin(), ready_.end());
-  const std::uint32_t index = ready_.back().index;
-  ready_.pop_back();
+bool CountedGraph::has_ready() {
+  Guard guard(*this);
+  return !ready_.empty() || (!ready_leaves_.empty() && !leaf_runs_);
+}
+
+std::optional<std::uint32_t> CountedGraph::take_ready() {
+  Guard guard(*this);
+  const bool take_leaf = !ready_leaves_.empty() && !leaf_runs_;
+  auto& ready = take_leaf ? ready_leaves_ : ready_;
+  if (ready.empty()) return std::nullopt;
+  std::pop_heap(ready.begin(), ready.end());
+  const std::uint32_t index = ready.back().index;
+  ready.pop_back();
+  leaf_runs_ = leaf_runs_ || take_leaf;
   return index;
 }
 
@@ -159,8 +178,12 @@ void CountedGraph::execute(std::uint32_t index, GradientSink& sink, bool retain)
   } else {
     distribute(index, run_node(*state.node, std::move(inputs), sink, retain));
   }
-  if (state.edge_count == 0 && scope.stream()) caller_streams_.leaf_used(*scope.stream());
-  state.settled = true;
+  {
+    Guard guard(*this);
+    if (state.edge_count == 0 && scope.stream()) caller_streams_.leaf_used(*scope.stream());
+    if (state.leaf) leaf_runs_ = false;
+    state.settled = true;
+  }
   ++progress_.executed;
 }
 
@@ -169,12 +192,14 @@ void CountedGraph::distribute(std::uint32_t index, variable_list outputs) {
   if (outputs.size() != state.edge_count) {
     throw Error(ErrorKind::kInvalid, "the node's edges were changed while its pass was under way");
   }
-  const auto mask = masks_.empty() ? masks_.end() : masks_.find(index);
+  Guard guard(*this);
+  const auto found = masks_.empty() ? masks_.end() : masks_.find(index);
+  const std::vector<bool>* mask = found == masks_.end() ? nullptr : &found->second;
   for (std::uint32_t i = 0; i < state.edge_count; ++i) {
     const std::uint32_t target = edges_[state.first_edge + i];
     if (target == kNowhere) continue;
-    const bool reached = mask == masks_.end() || (i < mask->second.size() && mask->second[i]);
-    if (reached) add_input(target, state.node->next_edge(i).input_nr, std::move(outputs[i]));
+    const bool reached = mask == nullptr || (i < mask->size() && (*mask)[i]);
+    if (reached) add_input(guard, target, state.node->next_edge(i).input_nr, std::move(outputs[i]));
     settle_one(target);
   }
 }

@@ -24,7 +24,7 @@ using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-class GraphPass::Impl {
+class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
  public:
   struct Mail {
     Node* root = nullptr;
@@ -55,10 +55,16 @@ class GraphPass::Impl {
  private:
   enum class Outcome : std::uint8_t { kOpen, kFinished, kFailed };
 
+  /// What becomes of a thread that finds nothing to run.
+  enum class Leave : std::uint8_t { kStay, kLeft, kEnded };
+
   void expect_unprepared() const;
   bool take_baton();
-  bool put_down_baton();
-  bool drive();
+  Leave leave();
+  void drive();
+  bool run_nodes();
+  void ask_for_help();
+  void help();
   void start();
   void read_mail();
   void fail(Node& node);
@@ -67,9 +73,11 @@ class GraphPass::Impl {
   GradientSink& sink_;
   const bool retain_graph_;
   const bool cuda_;
+  const unsigned threads_;
+  const std::function<void(UniqueFunction<void()>)> enlist_;
   at::ThreadLocalState thread_state_;
   Progress progress_;
-  std::unique_ptr<CountedGraph> graph_;  // touched only by the thread that has the baton
+  std::unique_ptr<CountedGraph> graph_;  // touched only by the team that has the baton
   bool started_ = false;                 // likewise
 
   std::atomic<bool> has_mail_{false};
@@ -77,7 +85,9 @@ class GraphPass::Impl {
   std::atomic<Outcome> outcome_{Outcome::kOpen};
 
   mutable Mutex mutex_;
-  bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = true;  // the baton; up to prepare() its constructor has it
+  bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = true;   // the baton; up to prepare() its constructor has it
+  unsigned team_ TORCHSPAN_GUARDED_BY(mutex_) = 0;     // threads that drive together
+  unsigned invited_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // those asked to join them
   bool prepared_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::vector<Node*> pending_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -93,8 +103,14 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
     : sink_(sink),
       retain_graph_(options.retain_graph),
       cuda_(has_cuda()),
+      threads_(options.threads),
+      enlist_(std::move(options.enlist)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
-      graph_(std::make_unique<CountedGraph>(progress_, cuda_)) {
+      graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1)) {
+  if (threads_ == 0) throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0: a pass needs one at least");
+  if (threads_ > 1 && !enlist_) {
+    throw Error(ErrorKind::kInvalid, "PassOptions::threads is more than 1, which needs PassOptions::enlist");
+  }
   if (sink.end()->has_come()) {
     throw Error(ErrorKind::kInvalid, "this gradient sink has seen its pass end; make one for every pass");
   }
@@ -212,45 +228,74 @@ bool GraphPass::Impl::take_baton() {
   MutexLock lock(mutex_);
   if (driving_ || closed_) return false;
   driving_ = !started_ || !inbox_.empty();
+  if (driving_) team_ = 1;
   return driving_;
 }
 
-bool GraphPass::Impl::put_down_baton() {
-  MutexLock lock(mutex_);
-  if (!inbox_.empty() || error_) return false;
-  driving_ = false;
-  return true;
+void GraphPass::Impl::run() {
+  if (take_baton()) drive();
 }
 
-void GraphPass::Impl::run() {
-  if (!take_baton()) return;
+void GraphPass::Impl::drive() {
   bool ended;
   {
     const at::ThreadLocalStateGuard state(thread_state_);
-    ended = drive();
+    if (!std::exchange(started_, true)) start();
+    ended = run_nodes();
   }
   if (ended) close();
 }
 
-/// True when the pass has ended; false when it waits for deliveries, and the baton was put down.
-bool GraphPass::Impl::drive() {
-  if (!std::exchange(started_, true)) start();
+/// Runs nodes while there are any. True when the pass has ended with that; false when it waits for deliveries
+/// or goes on without this thread.
+bool GraphPass::Impl::run_nodes() {
   for (;;) {
     if (has_mail_.load(std::memory_order_acquire)) read_mail();
-    if (stop_.load(std::memory_order_acquire)) return true;
-    if (graph_->has_ready()) {
-      const std::uint32_t index = graph_->take_ready();
+    std::optional<std::uint32_t> index;
+    if (!stop_.load(std::memory_order_acquire)) index = graph_->take_ready();
+    if (index) {
+      if (threads_ > 1) ask_for_help();
       try {
-        graph_->execute(index, sink_, retain_graph_);
+        graph_->execute(*index, sink_, retain_graph_);
       } catch (...) {
-        fail(graph_->node(index));
+        fail(graph_->node(*index));
       }
-    } else if (graph_->is_done()) {
-      return true;
-    } else if (put_down_baton()) {
-      return false;
+      continue;
     }
+    const Leave what = leave();
+    if (what != Leave::kStay) return what == Leave::kEnded;
   }
+}
+
+/// The last of a team puts the baton down, or keeps it for ever when the pass has ended.
+GraphPass::Impl::Leave GraphPass::Impl::leave() {
+  MutexLock lock(mutex_);
+  if (!inbox_.empty() && !error_) return Leave::kStay;
+  if (--team_ > 0) return Leave::kLeft;
+  if (error_ || graph_->is_done()) return Leave::kEnded;
+  driving_ = false;
+  return Leave::kLeft;
+}
+
+void GraphPass::Impl::ask_for_help() {
+  if (!graph_->has_ready()) return;
+  {
+    MutexLock lock(mutex_);
+    if (error_ || team_ + invited_ >= threads_) return;
+    ++invited_;
+  }
+  enlist_([self = shared_from_this()] { self->help(); });
+}
+
+/// Who comes too late finds no team any more.
+void GraphPass::Impl::help() {
+  {
+    MutexLock lock(mutex_);
+    --invited_;
+    if (team_ == 0 || error_ || closed_) return;
+    ++team_;
+  }
+  drive();
 }
 
 void GraphPass::Impl::start() {

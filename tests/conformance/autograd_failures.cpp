@@ -34,6 +34,23 @@ struct Slow : torch::autograd::Function<Slow> {
 };
 at::Tensor slow(Worker& worker, const at::Tensor& x) { return Slow::apply(x, worker); }
 
+/// x, with a hook on its gradient that throws.
+at::Tensor hooked(const at::Tensor& x) {
+  at::Tensor y = x * 2;
+  y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::out_of_range("the hook threw"); });
+  return y;
+}
+
+/// Asks another worker something in its backward.
+void refuse(const std::string& text) { throw std::domain_error(text); }
+struct Asks : torch::autograd::Function<Asks> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Worker& worker) {
+    context->saved_data["worker"] = reinterpret_cast<std::int64_t>(&worker);
+    return x.clone();
+  }
+  static variable_list backward(AutogradContext* context, const variable_list&);
+};
+
 /// Goes on from worker to worker; the last one does `what`.
 at::Tensor chain(Worker& worker, const at::Tensor& x, std::int64_t hops, const std::string& what);
 std::int64_t running(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
@@ -42,8 +59,16 @@ constexpr Function<add> kAdd{"add"};
 constexpr Function<multiply> kMultiply{"multiply"};
 constexpr Function<simulated> kSimulated{"simulated"};
 constexpr Function<slow> kSlow{"slow"};
+constexpr Function<hooked> kHooked{"hooked"};
+constexpr Function<refuse> kRefuse{"refuse"};
 constexpr Function<chain> kChain{"chain"};
 constexpr Function<running> kRunning{"running"};
+
+variable_list Asks::backward(AutogradContext* context, const variable_list&) {
+  reinterpret_cast<Worker*>(context->saved_data.at("worker").toInt())
+      ->rpc_sync("worker0", kRefuse, "no such thing");
+  return {};
+}
 
 at::Tensor chain(Worker& worker, const at::Tensor& x, std::int64_t hops, const std::string& what) {
   if (hops > 0) {
@@ -52,11 +77,14 @@ at::Tensor chain(Worker& worker, const at::Tensor& x, std::int64_t hops, const s
   }
   if (what == "fail") return simulated(x) + x;
   if (what == "slow") return slow(worker, x) + x;
+  if (what == "hook") return hooked(x) + x;
+  if (what == "ask") return Asks::apply(x, worker) + x;
   return x * 2;
 }
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(workers, FunctionTable().add(kAdd, kMultiply, kSimulated, kSlow, kChain, kRunning));
+  return autograd_world(
+      workers, FunctionTable().add(kAdd, kMultiply, kSimulated, kSlow, kHooked, kRefuse, kChain, kRunning));
 }
 
 /// No worker runs a pass any more.
@@ -99,6 +127,58 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
       EXPECT_EQ(error.frames().size(), 1U) << "one story, not one a hop";
       expect_all_free(worker);
     }
+  });
+}
+
+/// Wherever a hook or what a backward calls throws: one story with worker, node and the call of the forward
+/// pass.
+TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
+  on_first(world(4), [](Worker& worker) {
+    const std::pair<const char*, const char*> kinds[] = {{"hook", "the hook threw"},
+                                                         {"ask", "no such thing"}};
+    for (const auto& [what, text] : kinds) {
+      for (const std::int64_t hops : {0, 2}) {
+        const at::Tensor a = Kind(false).make(1);
+        Context context(worker);
+        const int line = __LINE__ + 1;
+        const at::Tensor loss = worker.rpc_sync("worker1", kChain, a, hops, what).sum();
+        const TimePoint begin = now(worker);
+        const Error error = error_of([&] { context.backward(loss, {.retain_graph = true}); });
+        EXPECT_LT(now(worker) - begin, seconds(1));
+        EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure) << error.what();
+        EXPECT_THAT(error.message(), AllOf(HasSubstr(text), HasSubstr("'chain'"),
+                                           HasSubstr("on worker 'worker" + std::to_string(1 + hops) + "'"),
+                                           HasSubstr("failed in node '")));
+        if (hops == 0) {
+          EXPECT_THAT(error.message(), HasSubstr("autograd_failures.cpp:" + std::to_string(line)));
+        }
+        expect_all_free(worker);
+      }
+    }
+  });
+}
+
+TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
+  on_first(world(3), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kChain, a, 1, "slow").sum();
+    std::stop_source source;
+    Thread thread = worker.runtime().executor.spawn("canceller", [&] {
+      nap(worker, milliseconds(100));
+      source.request_stop();
+    });
+    const TimePoint begin = now(worker);
+    expect_error(ErrorKind::kCancelled, "the program cancelled this backward pass",
+                 [&] { context.backward(loss, {.retain_graph = true, .stop = source.get_token()}); });
+    EXPECT_LT(now(worker) - begin, milliseconds(500)) << "it did not wait for the slow node";
+    expect_all_free(worker);
+    thread.join();
+    expect_error(ErrorKind::kCancelled, "the program cancelled",
+                 [&] { context.backward(loss, {.retain_graph = true, .stop = source.get_token()}); });
+    nap(worker, seconds(2));
+    context.backward(loss);
+    EXPECT_TRUE(context.gradient(a).defined());
   });
 }
 
@@ -151,6 +231,20 @@ TEST(AutogradFailures, SlowWorkIsNoStall) {
     Context context(worker);
     const at::Tensor loss = worker.rpc_sync("worker1", kChain, a, 1, "slow").sum();
     context.backward(loss, {.mode = PassMode::kFast, .stall = milliseconds(20)});
+    EXPECT_TRUE(context.gradient(a).defined());
+  });
+}
+
+TEST(AutogradFailures, ThreadsThatNoPassCanHave) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kAdd, a, a).sum();
+    for (const unsigned threads : {0U, 65U}) {
+      expect_error(ErrorKind::kInvalid, "BackwardOptions::threads is " + std::to_string(threads),
+                   [&] { context.backward(loss, {.threads = threads}); });
+    }
+    context.backward(loss, {.threads = 3});
     EXPECT_TRUE(context.gradient(a).defined());
   });
 }

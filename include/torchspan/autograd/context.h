@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stop_token>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -32,6 +33,12 @@ struct BackwardOptions {
   /// FAST: a pass in which nothing has happened on any worker for this time, and nothing can, fails and names
   /// the sends of all workers that get no gradient.
   Duration stall = std::chrono::seconds(2);
+  /// On every worker, how many threads may run branches of its graph that do not depend on each other at
+  /// once; 1 to 64. Hooks of other nodes than leaves may then run at the same time. Pays for large branches
+  /// only.
+  unsigned threads = 1;
+  /// Cancels the pass: it fails on all workers with Error{kCancelled}.
+  std::stop_token stop = {};
 };
 
 /// Is offered each gradient that is complete in a pass; moves it out and returns what the pass waits for, or
@@ -51,7 +58,8 @@ class ContextView {
   /// context, on the worker where each parameter lives; `.grad` stays as it is. Returns when all workers are
   /// done. In PassMode::kFast every tensor sent in this context must take part in the loss. Throws Error:
   /// kInvalid for a root that is empty, not a scalar, or needs no gradient, and while another pass runs in
-  /// this context; kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut.
+  /// this context; kRemoteFailure naming worker and node; kDisconnected for a dead worker; kTimedOut;
+  /// kCancelled.
   void backward(const at::Tensor& root, BackwardOptions options = {}) const;
   void backward(const std::vector<at::Tensor>& roots, BackwardOptions options = {}) const;
   /// The gradients that this worker's parameters have in this context, in the order of first accumulation.

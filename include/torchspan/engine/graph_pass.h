@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/core/function.h>
 #include <torchspan/engine/gradient_sink.h>
 
 namespace torch::autograd {
@@ -28,6 +30,12 @@ struct PassOptions {
   /// The LibTorch state (dispatch keys, autocast, profiler, …) that nodes run under, with grad mode off;
   /// none: the state of the thread that constructs the pass.
   std::optional<at::ThreadLocalState> thread_state = std::nullopt;
+  /// How many threads may run nodes of branches that do not depend on each other at once. Leaves, their hooks
+  /// and the sink are served one after the other all the same; sums over branches are added in the order in
+  /// which they come, so their last bits may differ from pass to pass.
+  unsigned threads = 1;
+  /// Runs a job on another thread, soon; needed for more threads than one.
+  std::function<void(UniqueFunction<void()>)> enlist = {};
 };
 
 /// Gradients for a pending root. Output i of the root is fed by gradient i; gradients may be undefined.
@@ -54,7 +62,8 @@ struct PassReport {
 /// engine would (order, hooks, checks, sums, streams), but takes roots whose gradients arrive later, from any
 /// thread, and gives the gradients of leaves to a sink: AccumulateGrad's hooks run, `.grad` stays as it is.
 /// Use: add roots, prepare(), then run() after each deliver() until finished(). deliver, run, abort and the
-/// queries are thread-safe; one thread drives at a time, others hand over to it and return. No lock is held
+/// queries are thread-safe; one thread drives at a time, or as many as PassOptions::threads allows; others
+/// hand over to it and return. No lock is held
 /// while nodes, hooks and destructors run. The sink must live until finished() or failed(), the pass until
 /// every thread's call has returned as well: keep it in a shared_ptr when several deliver. create_graph is
 /// not supported: nodes run with grad mode off.
@@ -88,7 +97,8 @@ class GraphPass {
 
   /// Runs the nodes that are ready, highest sequence number first (equal ones in the order of discovery), and
   /// those that become ready, until none is. Returns at once when another thread, or this one further up its
-  /// stack, is driving: that one goes on with what is new. Throws nothing: a failure ends the pass.
+  /// stack, is driving: that one goes on with what is new. With several threads it may return while others
+  /// run the last nodes. Throws nothing: a failure ends the pass.
   void run();
   /// Ends the pass with `error` unless it has ended; the node that is running finishes first. False when it
   /// had ended or failed.

@@ -1,0 +1,365 @@
+#pragma once
+#include <cstdlib>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/support/autograd_functions.h"
+
+/// Random programs over several workers, and the same programs in one process with LibTorch's own engine: the
+/// oracle of distributed autograd. What a program is: inputs, instructions that each make values from earlier
+/// ones on some worker, and losses that are differentiated one after the other.
+namespace torchspan::testing {
+
+struct Instruction {
+  enum Kind : std::uint8_t {
+    kAdd,
+    kSlice,
+    kMultiply,
+    kSine,
+    kMatrices,
+    kLarger,
+    kSplit,
+    kHalves,
+    kInPlace,
+    kInPlaceViews,
+    kMean,
+    kMixed,
+    kOnwards,
+    kTour,
+    kScale,
+    kLookUp,
+    kSingle,
+    kByReference,
+    kFetch,
+    kTidy,  ///< from here on, what may take no part in a loss that uses all values
+    kDetached = kTidy,
+    kWithoutGrad,
+    kForgetful,
+    kWasteful,
+    kKinds
+  } kind{};
+  int worker = 0;
+  int other = 0;
+  int a = 0, b = 0;                   ///< values
+  std::vector<std::int64_t> stops{};  ///< of a tour
+};
+
+struct Program {
+  int workers = 1;
+  int inputs = 2;
+  bool tidy = false;  ///< every message takes part in every loss, so that FAST is right
+  unsigned threads = 1;
+  std::vector<Instruction> instructions;
+  std::vector<std::vector<int>> losses;  ///< of each pass: values whose sums add up
+  std::vector<bool> retain;
+  bool many_roots = false;  ///< each value of a loss is a root of its own
+
+  std::string text() const;
+};
+
+inline std::string Program::text() const {
+  static constexpr const char* kNames[] = {
+      "add",      "slice",          "multiply", "sine",     "matrices",     "larger",    "split",   "halves",
+      "in_place", "in_place_views", "mean",     "mixed",    "onwards",      "tour",      "scale",   "look_up",
+      "single",   "by_reference",   "fetch",    "detached", "without_grad", "forgetful", "wasteful"};
+  static_assert(std::size(kNames) == Instruction::kKinds);
+  std::string text = fmt::format("{} workers, {} inputs, {} threads{}{}", workers, inputs, threads,
+                                 tidy ? ", FAST" : "", many_roots ? ", a root each" : "");
+  for (const Instruction& in : instructions) {
+    text += fmt::format("\n  {} on {} ({}) of v{} v{}", kNames[in.kind], in.worker, in.other, in.a, in.b);
+    for (const std::int64_t stop : in.stops) text += fmt::format(" >{}", stop);
+  }
+  for (std::size_t pass = 0; pass < losses.size(); ++pass) {
+    text += "\n  loss";
+    for (const int value : losses[pass]) text += fmt::format(" v{}", value);
+    text += retain[pass] ? ", retained" : "";
+  }
+  return text;
+}
+
+inline Program make_program(std::uint64_t seed, int most_workers = 6) {
+  std::mt19937_64 random(seed);
+  const auto pick = [&](int below) { return static_cast<int>(random() % static_cast<std::uint64_t>(below)); };
+  Program program;
+  program.workers = 1 + pick(most_workers);
+  program.inputs = 1 + pick(3);
+  program.tidy = pick(4) == 0;
+  program.threads = pick(4) == 0 ? 3 : 1;
+  program.many_roots = pick(3) == 0;
+  const int length = 1 + pick(10);
+  int values = program.inputs;
+  for (int i = 0; i < length; ++i) {
+    Instruction in;
+    in.kind = static_cast<Instruction::Kind>(pick(program.tidy ? Instruction::kTidy : Instruction::kKinds));
+    in.worker = pick(program.workers);
+    in.other = pick(program.workers);
+    in.a = pick(values);
+    in.b = pick(values);
+    if (in.kind == Instruction::kTour) {
+      for (int stop = 0; stop <= pick(4); ++stop) in.stops.push_back(pick(program.workers));
+    }
+    program.instructions.push_back(in);
+    values += in.kind == Instruction::kSplit ? 3 : 1;
+  }
+  const int passes = 1 + pick(3);
+  for (int pass = 0; pass < passes; ++pass) {
+    std::vector<int> loss;
+    if (program.tidy) {
+      for (int value = 0; value < values; ++value) loss.push_back(value);
+    } else if (pass > 0 && pick(3) == 0) {
+      loss = program.losses.back();
+    } else {
+      for (int i = 0; i <= pick(3); ++i) loss.push_back(pick(values));
+    }
+    program.losses.push_back(loss);
+    program.retain.push_back(pass + 1 < passes);
+  }
+  return program;
+}
+
+/// What an instruction computes, by name of the function, where `Calls` says. One value, mostly.
+template <class Calls>
+std::vector<at::Tensor> run_one(const Instruction& in, const at::Tensor& a, const at::Tensor& b,
+                                Calls& calls) {
+  switch (in.kind) {
+    case Instruction::kAdd:
+      return {a + b.tanh()};
+    case Instruction::kSlice:
+      return {a.narrow(1, 0, 2).repeat({1, 2})};
+    case Instruction::kSplit:
+      return calls.many(in.worker, kSplit, a);
+    case Instruction::kHalves: {
+      const auto parts = calls.many(in.worker, kHalves, a);
+      return {at::cat({parts[1], parts[0]}, 1)};
+    }
+    case Instruction::kMixed: {
+      const auto parts = calls.many(in.worker, kMixed, a);
+      return {calls.one(in.other, kUnite, parts[0], parts[1], parts[2])};
+    }
+    case Instruction::kMultiply:
+      return {calls.one(in.worker, kMultiply, a, b)};
+    case Instruction::kSine:
+      return {calls.one(in.worker, kSine, a)};
+    case Instruction::kMatrices:
+      return {calls.one(in.worker, kMatrices, a, b)};
+    case Instruction::kLarger:
+      return {calls.one(in.worker, kLarger, a, b)};
+    case Instruction::kInPlace:
+      return {calls.one(in.worker, kInPlace, a)};
+    case Instruction::kInPlaceViews:
+      return {calls.one(in.worker, kInPlaceViews, a, b)};
+    case Instruction::kMean:
+      return {calls.one(in.worker, kMeanOf, std::vector<at::Tensor>{a, b, a})};
+    case Instruction::kDetached:
+      return {calls.one(in.worker, kDetached, a)};
+    case Instruction::kWithoutGrad:
+      return {calls.one(in.worker, kWithoutGrad, a)};
+    case Instruction::kForgetful:
+      return {calls.one(in.worker, kForgetful, a, b)};
+    default:
+      return {calls.special(in, a, b)};
+  }
+}
+
+/// All values of a program.
+template <class Calls>
+std::vector<at::Tensor> run(const Program& program, std::vector<at::Tensor> values, Calls& calls) {
+  for (const Instruction& in : program.instructions) {
+    const at::Tensor a = values[static_cast<std::size_t>(in.a)], b = values[static_cast<std::size_t>(in.b)];
+    for (at::Tensor& value : run_one(in, a, b, calls)) values.push_back(std::move(value));
+  }
+  return values;
+}
+
+/// Everything in this process.
+struct LocalCalls {
+  explicit LocalCalls(int workers) {
+    for (int worker = 0; worker < workers; ++worker) stores.emplace_back(worker + 1);
+  }
+  template <auto kFunction, class... Args>
+  std::vector<at::Tensor> many(int, Function<kFunction>, const Args&... args) {
+    return kFunction(args...);
+  }
+  template <auto kFunction, class... Args>
+  at::Tensor one(int, Function<kFunction>, const Args&... args) {
+    return kFunction(args...);
+  }
+  at::Tensor special(const Instruction& in, const at::Tensor& a, const at::Tensor& b) {
+    const Store& store = stores[static_cast<std::size_t>(in.worker)];
+    switch (in.kind) {
+      case Instruction::kOnwards:
+        return testing::multiply(a.tanh(), b) + a;
+      case Instruction::kTour:
+        return toured(in.stops.size(), a);
+      case Instruction::kScale:
+        return store.scale(a);
+      case Instruction::kLookUp:
+        return store.look_up(a);
+      case Instruction::kSingle:
+        return store.single(a);
+      case Instruction::kByReference:
+        return store.scale(a).tanh();
+      case Instruction::kFetch:
+        return a.sin() * b;
+      case Instruction::kWasteful:
+        return testing::split(a)[1] * 2;
+      default:
+        throw std::logic_error("no such instruction");
+    }
+  }
+  static at::Tensor toured(std::size_t stops, const at::Tensor& a) {
+    return stops == 0 ? a.cos() : toured(stops - 1, a.sin()) * a;
+  }
+  std::vector<Store> stores;
+};
+
+/// Everything where the program says.
+struct RemoteCalls {
+  RemoteCalls(Worker& given, int workers) : worker(given) {
+    for (int rank = 0; rank < workers; ++rank) stores.push_back(worker.remote(rank, kStore, rank + 1));
+  }
+  template <auto kFunction, class... Args>
+  std::vector<at::Tensor> many(int to, Function<kFunction> token, const Args&... args) {
+    return worker.rpc_sync(to, token, args...);
+  }
+  template <auto kFunction, class... Args>
+  at::Tensor one(int to, Function<kFunction> token, const Args&... args) {
+    return worker.rpc_sync(to, token, args...);
+  }
+  at::Tensor special(const Instruction& in, const at::Tensor& a, const at::Tensor& b) {
+    const RRef<Store>& store = stores[static_cast<std::size_t>(in.worker)];
+    switch (in.kind) {
+      case Instruction::kOnwards:
+        return worker.rpc_sync(in.worker, kOnwards, in.other, a, b);
+      case Instruction::kTour:
+        return worker.rpc_sync(in.worker, kTour, in.stops, a);
+      case Instruction::kScale:
+        return store.rpc_sync(kScale, a);
+      case Instruction::kLookUp:
+        return store.rpc_sync(kLookUp, a);
+      case Instruction::kSingle:
+        return store.rpc_sync(kSingle, a);
+      case Instruction::kByReference:
+        return worker.rpc_sync(in.other, kByReference, store, a);
+      case Instruction::kFetch:
+        return worker.rpc_sync(in.other, kFetch, worker.remote(in.worker, kSine, a), b);
+      case Instruction::kWasteful:
+        return worker.rpc_sync(in.worker, kWasteful, in.other, a);
+      default:
+        throw std::logic_error("no such instruction");
+    }
+  }
+  Worker& worker;
+  std::vector<RRef<Store>> stores;
+};
+
+/// The roots of a pass; empty when nothing of it has a graph.
+inline std::vector<at::Tensor> roots_of(const Program& program, const std::vector<at::Tensor>& values,
+                                        const std::vector<int>& chosen) {
+  std::vector<at::Tensor> roots;
+  for (const int value : chosen) {
+    const at::Tensor root = values[static_cast<std::size_t>(value)].pow(2).sum();
+    if (!root.requires_grad()) continue;
+    if (program.many_roots || roots.empty()) {
+      roots.push_back(root);
+    } else {
+      roots[0] = roots[0] + root;
+    }
+  }
+  return roots;
+}
+
+inline std::vector<at::Tensor> inputs_of(const Program& program) {
+  std::vector<at::Tensor> inputs;
+  for (int i = 0; i < program.inputs; ++i) {
+    inputs.push_back(numbers({kRows, kWidth}, 50 + static_cast<std::uint64_t>(i)).set_requires_grad(true));
+  }
+  return inputs;
+}
+
+/// Gradients by name; undefined ones are those that must not be.
+using Outcome = std::map<std::string, at::Tensor>;
+
+inline void note_store(Outcome& outcome, int worker, const std::vector<at::Tensor>& gradients) {
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    outcome[fmt::format("worker{}.{}", worker, Store::kNames[i])] = gradients[i];
+  }
+}
+
+inline Outcome run_locally(const Program& program) {
+  Outcome outcome;
+  LocalCalls calls(program.workers);
+  const auto inputs = inputs_of(program);
+  const auto values = run(program, inputs, calls);
+  for (std::size_t pass = 0; pass < program.losses.size(); ++pass) {
+    const auto roots = roots_of(program, values, program.losses[pass]);
+    if (!roots.empty()) torch::autograd::backward(roots, {}, program.retain[pass]);
+  }
+  for (std::size_t i = 0; i < inputs.size(); ++i) outcome[fmt::format("input{}", i)] = inputs[i].grad();
+  for (int worker = 0; worker < program.workers; ++worker) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : calls.stores[static_cast<std::size_t>(worker)].parameters()) {
+      gradients.push_back(parameter.grad());
+    }
+    note_store(outcome, worker, gradients);
+  }
+  return outcome;
+}
+
+/// The same from `worker` over its world.
+inline Outcome run_remotely(Worker& worker, const Program& program) {
+  Outcome outcome;
+  const auto inputs = inputs_of(program);
+  autograd::Context context(worker);
+  RemoteCalls calls(worker, program.workers);
+  const auto values = run(program, inputs, calls);
+  for (std::size_t pass = 0; pass < program.losses.size(); ++pass) {
+    const auto roots = roots_of(program, values, program.losses[pass]);
+    if (roots.empty()) continue;
+    context.backward(roots, {.retain_graph = program.retain[pass],
+                             .mode = program.tidy ? autograd::PassMode::kFast : autograd::PassMode::kSmart,
+                             .timeout = std::chrono::seconds(20),
+                             .threads = program.threads});
+  }
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    outcome[fmt::format("input{}", i)] = context.gradient(inputs[i]);
+  }
+  for (int rank = 0; rank < program.workers; ++rank) {
+    note_store(outcome, rank, calls.stores[static_cast<std::size_t>(rank)].rpc_sync(kGradientsOf));
+  }
+  return outcome;
+}
+
+/// How two outcomes differ; empty when they do not. Counts what was compared.
+struct Comparison {
+  int with_gradient = 0, without = 0;
+
+  std::string operator()(const Outcome& ours, const Outcome& expected) {
+    if (ours.size() != expected.size()) return "the outcomes have different parameters";
+    for (const auto& [name, value] : expected) {
+      const at::Tensor& mine = ours.at(name);
+      if (mine.defined() != value.defined()) {
+        return fmt::format("{} has {} gradient", name, mine.defined() ? "a" : "no");
+      }
+      ++(value.defined() ? with_gradient : without);
+      if (!value.defined()) continue;
+      if (mine.is_sparse() != value.is_sparse() || mine.scalar_type() != value.scalar_type()) {
+        return name + " has a gradient of another kind";
+      }
+      const double limit = value.scalar_type() == at::kDouble ? 1e-11 : 1e-5;
+      if (!at::allclose(mine.to_dense(), value.to_dense(), limit, limit)) {
+        std::ostringstream text;
+        text << name << " is " << mine.to_dense() << ", not " << value.to_dense();
+        return text.str();
+      }
+    }
+    return {};
+  }
+};
+
+}  // namespace torchspan::testing
