@@ -66,6 +66,7 @@ void Error::compose() {
                          std::chrono::duration<double>(elapsed_).count());
   }
   if (!about.empty()) text_ += fmt::format(" ({})", about);
+  headline_ = text_.size();
   for (const RemoteFrame& frame : frames_) {
     text_ +=
         fmt::format("\n  in '{}' on worker '{}': {}: {}", frame.call, frame.worker, frame.type, frame.text);

@@ -18,7 +18,7 @@ std::exception_ptr remote_failure(Core& core, const std::string& call, const std
     std::rethrow_exception(cause);
   } catch (const Error& error) {
     frames = error.frames();
-    text = fmt::format("{}: {}", to_string(error.kind()), error.message());
+    text = error.headline();
   } catch (const std::nested_exception& rebuilt) {
     if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
   } catch (...) {

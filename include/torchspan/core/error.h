@@ -54,6 +54,8 @@ class Error : public std::exception {
   Duration elapsed() const noexcept { return elapsed_; }
   const std::vector<RemoteFrame>& frames() const noexcept { return frames_; }
   const char* what() const noexcept override { return text_.c_str(); }
+  /// what() without the frames: kind, message, call, worker and time.
+  std::string headline() const { return text_.substr(0, headline_); }
 
  private:
   void compose();
@@ -65,6 +67,7 @@ class Error : public std::exception {
   Duration elapsed_{0};
   std::vector<RemoteFrame> frames_;
   std::string text_;
+  std::size_t headline_ = 0;
 };
 
 /// The Error that `exception` is or that is nested in it (std::nested_exception); any other exception becomes

@@ -1,0 +1,270 @@
+// Distributed autograd over real processes: random programs against one process, many passes by many threads
+// that leave nothing behind, and workers that are killed while passes run.
+#include <atomic>
+#include <fstream>
+
+#include <torchspan/torchspan.h>
+
+#include "tests/support/autograd_programs.h"
+#include "tests/support/cluster_main.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using autograd::Context;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr int kProcesses = 4;
+
+autograd::PassCounts counts_of(const Worker& worker) { return worker.extension<autograd::Passes>().counts(); }
+std::vector<std::int64_t> counts(Worker& worker) {
+  const auto counted = counts_of(worker);
+  return {static_cast<std::int64_t>(counted.contexts), static_cast<std::int64_t>(counted.passes),
+          static_cast<std::int64_t>(counted.remembered)};
+}
+/// Memory of this process, in KiB.
+std::int64_t resident() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("VmRSS:")) return std::atoll(line.c_str() + 6);
+  }
+  throw std::runtime_error("no VmRSS in /proc/self/status");
+}
+void die() { ::kill(getpid(), SIGKILL); }
+/// Differentiates what it gets from the others, again and again, until that fails.
+void work_for_ever(Worker& worker);
+
+constexpr Function<counts> kCounts{"counts"};
+constexpr Function<resident> kResident{"resident"};
+constexpr Function<die> kDie{"die"};
+constexpr Function<work_for_ever> kWorkForEver{"work_for_ever"};
+
+FunctionTable functions() { return program_functions().add(kCounts, kResident, kDie, kWorkForEver); }
+
+void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+long number_from(const char* variable, long otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::atol(text);
+}
+
+/// No worker of `ranks` is in a context or a pass, soon.
+void require_nothing_left(Worker& worker, const std::vector<int>& ranks) {
+  Executor& executor = worker.runtime().executor;
+  const Deadline deadline = executor.deadline_in(seconds(10));
+  for (const int rank : ranks) {
+    auto left = worker.rpc_sync(rank, kCounts);
+    while ((left[0] != 0 || left[1] != 0) && !deadline.passed(executor.now())) {
+      executor.sleep(milliseconds(5));
+      left = worker.rpc_sync(rank, kCounts);
+    }
+    require(left[0] == 0 && left[1] == 0,
+            fmt::format("worker {} has {} contexts and {} passes left", rank, left[0], left[1]));
+  }
+}
+
+/// A loss that takes in all workers: worker -> +1 -> +2 -> +3.
+at::Tensor loss_over_all(Worker& worker, const at::Tensor& a) {
+  std::vector<std::int64_t> stops;
+  for (std::uint32_t hop = 1; hop < worker.world_size(); ++hop) {
+    stops.push_back((worker.rank() + hop) % worker.world_size());
+  }
+  return worker.rpc_sync(worker.rank(), kTour, stops, a).sum();
+}
+
+void programs() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 0) {
+    const long cases = number_from("TORCHSPAN_CASES", 80), first = number_from("TORCHSPAN_SEED", 1);
+    Comparison compare;
+    for (long seed = first; seed < first + cases; ++seed) {
+      const Program program = make_program(static_cast<std::uint64_t>(seed), kProcesses);
+      const Outcome expected = run_locally(program);
+      std::string difference;
+      try {
+        difference = compare(run_remotely(session.worker(), program), expected);
+      } catch (const Error& error) {
+        difference = error.what();
+      }
+      if (difference.empty()) continue;
+      throw std::runtime_error(
+          fmt::format("{}\nTORCHSPAN_SEED={} TORCHSPAN_CASES=1: {}", difference, seed, program.text()));
+    }
+    require(compare.with_gradient > cases / 2 && compare.without > cases / 2, "the cases compared enough");
+    require_nothing_left(session.worker(), {0, 1, 2, 3});
+  }
+  session.shutdown();
+}
+
+/// Threads of rank 0 make `passes` passes, each in a context of its own.
+void make_passes(Session& session, long passes) {
+  constexpr int kThreads = 4;
+  std::atomic<long> left{passes};
+  std::atomic<int> wrong{0};
+  std::vector<Thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.push_back(session.runtime().executor.spawn("trainer", [&, i] {
+      const at::Tensor a = numbers({kRows, kWidth}, static_cast<std::uint64_t>(i)).set_requires_grad(true);
+      const at::Tensor expected = (a.detach().sin().cos() * a.detach().cos()).detach();
+      while (--left >= 0) {
+        Context context(session.worker());
+        const auto mode = left % 2 == 0 ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
+        const at::Tensor there = session.worker().rpc_sync(1, kSine, a);
+        context.backward(session.worker().rpc_sync(2, kSine, there).sum(), {.mode = mode});
+        if (!at::allclose(context.gradient(a), expected)) ++wrong;
+      }
+    }));
+  }
+  threads.clear();
+  require(wrong == 0, "every gradient is right");
+}
+
+void many_passes() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 0) {
+    const long passes = number_from("TORCHSPAN_PASSES", 10'000);
+    make_passes(session, 4'000);
+    require_nothing_left(session.worker(), {0, 1, 2});
+    std::vector<std::int64_t> before, remembered;
+    for (int rank = 0; rank < 3; ++rank) {
+      before.push_back(session.worker().rpc_sync(rank, kResident));
+      remembered.push_back(session.worker().rpc_sync(rank, kCounts)[2]);
+    }
+    make_passes(session, passes);
+    require_nothing_left(session.worker(), {0, 1, 2});
+    for (std::size_t rank = 0; rank < 3; ++rank) {
+      const auto grown = session.worker().rpc_sync(rank, kResident) - before[rank];
+      const auto now = session.worker().rpc_sync(rank, kCounts)[2];
+      std::printf("worker %zu: %+ld KiB after %ld passes, %ld ids remembered\n", rank, grown, passes, now);
+      require(grown < 8 * 1024, fmt::format("worker {} grew by {} KiB", rank, grown));
+      require(now <= 1 << 16, fmt::format("worker {} remembers {} contexts", rank, now));
+    }
+  }
+  session.shutdown();
+}
+
+void work_for_ever(Worker& worker) {
+  const at::Tensor a = numbers({kRows, kWidth}, worker.rank()).set_requires_grad(true);
+  // Mostly it is a pass that a death meets.
+  while (true) {
+    Context context(worker);
+    const at::Tensor loss = loss_over_all(worker, a);
+    for (int pass = 0; pass < 50; ++pass) context.backward(loss, {.retain_graph = true, .threads = 2});
+  }
+}
+
+/// Rank 0 differentiates on and on while another worker kills itself.
+void another_is_killed() {
+  Session session(WorkerOptions::from_env(), functions());
+  Worker& worker = session.worker();
+  Executor& executor = session.runtime().executor;
+  const int victim = static_cast<int>(number_from("TORCHSPAN_VICTIM", 1));
+  if (session.rank() != 0) return executor.sleep(seconds(30));  // killed at the end
+  std::optional<TimePoint> killed;
+  Thread killer = executor.spawn("killer", [&] {
+    executor.sleep(milliseconds(number_from("TORCHSPAN_MOMENT", 10)));
+    killed = executor.now();
+    try {
+      worker.rpc_sync(victim, kDie);
+    } catch (const Error&) {
+    }
+  });
+  try {
+    work_for_ever(worker);
+  } catch (const Error& error) {
+    killer.join();
+    const std::string text = error.what();
+    std::printf("%s\n", text.c_str());
+    require(executor.now() - *killed < seconds(1), "within a second");
+    // It hit a pass, or the call of the forward pass that takes the longest way.
+    const bool in_forward = text.find("'tour' threw") != std::string::npos;
+    require(error.kind() == (in_forward ? ErrorKind::kRemoteFailure : ErrorKind::kDisconnected), text);
+    require(text.find(fmt::format("worker{}", victim)) != std::string::npos, text);
+    require(text.find("tour") != std::string::npos, text);
+  }
+  std::vector<int> survivors;
+  for (int rank = 0; rank < kProcesses; ++rank) {
+    if (rank != victim) survivors.push_back(rank);
+  }
+  require_nothing_left(worker, survivors);
+}
+
+/// The worker whose passes run is the one that dies.
+void root_is_killed() {
+  Session session(WorkerOptions::from_env(), functions());
+  Worker& worker = session.worker();
+  Executor& executor = session.runtime().executor;
+  if (session.rank() != 0) return executor.sleep(seconds(30));
+  auto working = worker.rpc_async(1, kWorkForEver);
+  executor.sleep(milliseconds(number_from("TORCHSPAN_MOMENT", 10)));
+  auto dying = worker.rpc_async(1, kDie);
+  for (auto* call : {&working, &dying}) {
+    try {
+      call->wait();
+      throw std::runtime_error("nothing was thrown");
+    } catch (const Error& error) {
+      require(error.kind() == ErrorKind::kDisconnected, error.what());
+    }
+  }
+  require_nothing_left(worker, {0, 2, 3});
+}
+
+TEST(ClusterAutograd, RandomProgramsHaveTheGradientsOfOneProcess) {
+  ProcessWorld world(kProcesses);
+  world.start_all("programs");
+  expect_all_end_well(world, seconds(250));
+}
+
+/// TORCHSPAN_PASSES makes more.
+TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
+  ProcessWorld world(3);
+  world.start_all("many_passes");
+  expect_all_end_well(world, seconds(250));
+  std::fputs(world.process(0).output().c_str(), stdout);
+}
+
+void expect_rank_0_ends_well(ProcessWorld& world) {
+  ASSERT_TRUE(world.process(0).wait(world.executor(), seconds(30))) << "rank 0 still runs";
+  EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
+}
+
+TEST(ClusterAutograd, EndsPassesAtOnceWhenAWorkerIsKilled) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 6 && !HasFailure(); ++round) {
+    const auto moment = std::to_string(random() % 60), victim = std::to_string(1 + round % 3);
+    SCOPED_TRACE("worker" + victim + " after " + moment + " ms");
+    ProcessWorld world(kProcesses);
+    for (int rank = 0; rank < kProcesses; ++rank) {
+      world.start(rank, "another_is_killed", {{"TORCHSPAN_MOMENT", moment}, {"TORCHSPAN_VICTIM", victim}});
+    }
+    expect_rank_0_ends_well(world);
+  }
+}
+
+TEST(ClusterAutograd, ForgetsPassesWhoseRootIsKilled) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 4 && !HasFailure(); ++round) {
+    const auto moment = std::to_string(random() % 60);
+    SCOPED_TRACE("after " + moment + " ms");
+    ProcessWorld world(kProcesses);
+    for (int rank = 0; rank < kProcesses; ++rank) {
+      world.start(rank, "root_is_killed", {{"TORCHSPAN_MOMENT", moment}});
+    }
+    expect_rank_0_ends_well(world);
+  }
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"programs", torchspan::programs},
+                                           {"many_passes", torchspan::many_passes},
+                                           {"another_is_killed", torchspan::another_is_killed},
+                                           {"root_is_killed", torchspan::root_is_killed}});
+}
