@@ -8,7 +8,9 @@
 #include <cstdio>
 #include <exception>
 #include <fmt/format.h>
+#include <fstream>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 #include <ATen/core/ivalue.h>
@@ -29,6 +31,7 @@ namespace {
 struct Options : TrainingOptions {
   std::string optimizer = "sgd";
   std::optional<double> lr;
+  std::string graph;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -37,6 +40,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--optimizer", options.optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad"}))
       ->capture_default_str();
+  app.add_option("--graph", options.graph,
+                 "write the first step's graph over all workers here, for dot -Tsvg");
 }
 
 ts::optim::Recipe recipe(const Options& options) {
@@ -62,6 +67,13 @@ struct Model {
   ts::RRef<Classifier> classifier;
 };
 
+void write_graph(const std::string& path, const std::string& dot) {
+  std::ofstream file(path);
+  file << dot;
+  file.close();
+  if (!file) throw std::runtime_error(fmt::format("--graph {}: this file cannot be written", path));
+}
+
 void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
   ts::optim::DistributedOptimizer optimizer(session, recipe(options), {model.features, model.classifier});
   Meter meter(session.runtime().executor, options, data.size());
@@ -71,6 +83,7 @@ void train(ts::Session& session, Model& model, const Dataset& data, const Option
       const Batch batch = data.batch(positions);
       ts::autograd::Context context(session);
       const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
+      if (meter.images() == 0 && !options.graph.empty()) write_graph(options.graph, context.explain({loss}));
       context.backward(loss);
       optimizer.step(context);
       meter.step(epoch, loss.item<double>(), batch.size());

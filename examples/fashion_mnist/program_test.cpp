@@ -83,6 +83,18 @@ TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {
   EXPECT_EQ(accuracy_in(alone.output), accuracy_in(together.output)) << alone.output << together.output;
 }
 
+TEST_F(Program, WritesTheGraphOfAStepOverAllWorkers) {
+  const std::string path = folder_.path() + "/step.dot";
+  const Outcome outcome =
+      run_workers(3, {"--data", folder_.path(), "--limit", "32", "--epochs", "1", "--graph", path});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  std::ifstream file(path);
+  const std::string dot{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_THAT(dot, AllOf(HasSubstr("label=\"worker0\""), HasSubstr("label=\"worker1\""),
+                         HasSubstr("label=\"worker2\""), HasSubstr("loss"),
+                         HasSubstr("fashion_mnist_model_parallel.cpp:")));
+}
+
 TEST_F(Program, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
   const Outcome outcome = run_workers(3, {"--data", folder_.path() + "/nowhere"});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;

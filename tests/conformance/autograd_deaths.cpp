@@ -42,6 +42,17 @@ at::Tensor hop(Worker& worker, const at::Tensor& x, std::int64_t more) {
   return more == 0 ? here : worker.rpc_sync(worker.rank() + 1, kHop, here, more - 1) + x;
 }
 
+/// A pass of this worker in its caller's context.
+at::Tensor differentiate_here(Worker& worker, const at::Tensor& x) {
+  const at::Tensor far = worker.rpc_sync(worker.rank() + 1, kHop, x, 1);
+  const at::Tensor near = Work::apply(far, worker.runtime());  // its marks are far ahead of its gradients
+  autograd::current(worker).backward(near.sum());
+  return x;
+}
+constexpr Function<differentiate_here> kDifferentiateHere{"differentiate_here"};
+std::int64_t passes_of(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
+constexpr Function<passes_of> kPassesOf{"passes_of"};
+
 /// What a moment of a pass is: the message whose sending or arrival it is near to, or a worker's own work.
 struct Moment {
   Duration after{0};  ///< of the beginning of backward()
@@ -57,9 +68,16 @@ std::string phase_of(const wire::FrameHeader& header) {
 
 /// A world in which worker 1 differentiates a loss that went 1 -> 2 -> 3 and 1 -> 4, and in SMART mode made a
 /// call to worker 3 whose result it does not use.
+ClusterOptions deadly_world() {
+  ClusterOptions options = autograd_world(kWorkers, FunctionTable().add(kHop, kDifferentiateHere, kPassesOf));
+  options.graceful = false;
+  options.network.latency = kLatency;
+  return options;
+}
+
 class Trial {
  public:
-  explicit Trial(PassMode mode) : mode_(mode), cluster_(options()) {}
+  explicit Trial(PassMode mode) : mode_(mode), cluster_(deadly_world()) {}
 
   /// Runs it undisturbed; returns the moments.
   std::vector<Moment> watch() {
@@ -84,13 +102,6 @@ class Trial {
   }
 
  private:
-  ClusterOptions options() {
-    ClusterOptions options = autograd_world(kWorkers, FunctionTable().add(kHop));
-    options.graceful = false;
-    options.network.latency = kLatency;
-    return options;
-  }
-
   void run(int victim, const Moment& moment) {
     cluster_.run([&](Worker& worker) {
       std::optional<Thread> killer;
@@ -200,6 +211,33 @@ TEST(AutogradDeaths, EndAFastPassAtAnyMoment) {
     EXPECT_GT(tallies[phase].ended, 0) << phase;
   }
   EXPECT_GT(tallies["after release"].had_gradients, 0);
+}
+
+/// The one who began the pass dies, in a context that lives on: who waits for its gradients hears of it.
+TEST(AutogradDeaths, OfTheRootInAnothersContext) {
+  int met = 0;
+  for (Duration moment = microseconds(100); moment < milliseconds(3); moment += microseconds(200)) {
+    SCOPED_TRACE(std::to_string(moment / microseconds(1)) + " us after the beginning");
+    SimCluster cluster(deadly_world());
+    cluster.run([&](Worker& worker) {
+      if (worker.rank() != kRoot) return nap(worker, seconds(3));
+      Context context(worker);
+      auto differentiating = worker.rpc_async("worker2", kDifferentiateHere, Kind(false).make(1));
+      nap(worker, moment);
+      for (const char* name : {"worker3", "worker4"}) met += worker.rpc_sync(name, kPassesOf) != 0 ? 1 : 0;
+      cluster.kill(2);
+      try {
+        differentiating.wait();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+      }
+      nap(worker, milliseconds(500));
+      for (const char* name : {"worker3", "worker4"}) {
+        EXPECT_EQ(worker.rpc_sync(name, kPassesOf), 0) << name << " is in the pass still";
+      }
+    });
+  }
+  EXPECT_GT(met, 0) << "no death met a pass";
 }
 
 }  // namespace
