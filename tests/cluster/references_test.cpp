@@ -113,11 +113,14 @@ std::unique_ptr<Session> make_session() {
       std::move(extensions));
 }
 
-/// Whether a call that failed did so because somebody died: here, or further along its chain.
+/// Whether a call that failed did so because somebody died: here, further along its chain, or while a value
+/// was made that it uses.
 bool somebody_died(const Error& error) {
   if (error.kind() == ErrorKind::kDisconnected) return true;
-  return error.kind() == ErrorKind::kRemoteFailure &&
-         std::string(error.what()).find("disconnected") != std::string::npos;
+  if (error.kind() != ErrorKind::kRemoteFailure && error.kind() != ErrorKind::kCancelled) return false;
+  const std::string text = error.what();
+  const auto says = [&](const char* reason) { return text.find(reason) != std::string::npos; };
+  return says("disconnected") || says("died") || says("process ended");
 }
 
 /// One random thing that programs do with references.
