@@ -52,19 +52,17 @@ ts::optim::Recipe recipe(const Options& options) {
 /// The model, in two halves that live where there is room: on workers 1 and 2 of three.
 struct Model {
   Model(ts::Worker& worker, std::uint64_t seed)
-      : features(worker.remote(std::min(1u, worker.world_size() - 1), kFeatures, seed)),
-        classifier(worker.remote(std::min(2u, worker.world_size() - 1), kClassifier, seed + 1)) {}
+      : features(worker, std::min(1u, worker.world_size() - 1), kFeatures, seed),
+        classifier(worker, std::min(2u, worker.world_size() - 1), kClassifier, seed + 1) {}
 
-  torch::Tensor forward(const torch::Tensor& images) {
-    return classifier.rpc_sync(kForward, features.rpc_sync(kForward, images));
-  }
+  torch::Tensor forward(const torch::Tensor& images) { return classifier.forward(features.forward(images)); }
   void train(bool on) {
-    features.rpc_sync(kTrain, on);
-    classifier.rpc_sync(kTrain, on);
+    features.train(on);
+    classifier.train(on);
   }
 
-  ts::RRef<Features> features;
-  ts::RRef<Classifier> classifier;
+  ts::RemoteModule<Features, std::uint64_t> features;
+  ts::RemoteModule<Classifier, std::uint64_t> classifier;
 };
 
 void write_graph(const std::string& path, const std::string& dot) {
@@ -126,7 +124,7 @@ void run(const Options& options) {
     test_data = load(options, Split::kTest);
   }
   ts::FunctionTable functions;
-  functions.add(kFeatures, kClassifier, kForward, kReport, kTrain);
+  functions.add(kFeatures, kClassifier, kReport);
   ts::Session session(worker_options, functions);
   if (session.rank() == 0) {
     Model model(session.worker(), options.seed);

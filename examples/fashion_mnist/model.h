@@ -9,7 +9,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
-#include <torchspan/rpc/function.h>
+#include <torchspan/rpc/remote_module.h>
 #include <torchspan/wire/types.h>
 
 namespace fashion_mnist {
@@ -87,11 +87,9 @@ class ConvNetImpl : public torch::nn::Module {
 TORCH_MODULE(ConvNet);
 
 // What other workers may call.
-inline constexpr torchspan::Class<Features, std::uint64_t> kFeatures{"Features"};
-inline constexpr torchspan::Class<Classifier, std::uint64_t> kClassifier{"Classifier"};
-inline constexpr torchspan::Function<&HalfImpl::forward> kForward{"Half.forward"};
+inline constexpr torchspan::ModuleClass<Features, std::uint64_t> kFeatures{"Features"};
+inline constexpr torchspan::ModuleClass<Classifier, std::uint64_t> kClassifier{"Classifier"};
 inline constexpr torchspan::Function<&HalfImpl::report> kReport{"Half.report"};
-inline constexpr torchspan::Function<&torch::nn::Module::train> kTrain{"Module.train"};
 
 }  // namespace fashion_mnist
 

@@ -313,6 +313,10 @@ DebugInfo Core::debug() const {
   info.pending = calls_.describe(now, roster_);
   info.serving = serving_.describe(now, roster_);
   const RRefTable::Counts counts = references_->counts();
+  info.list_rrefs = [references = std::weak_ptr<const References>(references_)] {
+    const auto alive = references.lock();
+    return alive ? alive->list() : std::vector<RRefInfo>();
+  };
   info.references = {counts.owners, counts.forks, counts.pending_users, counts.pending_children};
   info.pool_threads = host_->pool().thread_count();
   info.pool_queued = host_->pool().queued();
@@ -338,7 +342,7 @@ void* Core::find_extension(const std::type_info& type) const {
 }
 
 ReferencePtr Core::own(ValuePtr value, std::string type_name, SourceLocation site) {
-  return references_->own(std::move(value), wire::digest(type_name), site);
+  return references_->own(std::move(value), type_name, site);
 }
 
 Totals Core::totals() const {

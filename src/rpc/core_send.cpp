@@ -124,7 +124,11 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
       out.frame.header.flags |= wire::kFlagHasDeadline;
       out.frame.header.remaining = request.deadline.left(now).count();
     }
-    if (creation != nullptr) out.frame.handles.insert(out.frame.handles.begin(), *creation);
+    if (creation != nullptr) {
+      out.frame.handles.insert(out.frame.handles.begin(), *creation);
+      if (Bytes site = encode_site(request.site); !site.empty())
+        out.frame.blobs.push_back({kSiteBlob, std::move(site)});
+    }
     try {
       if (!start_call(id, call, out, std::move(link))) return;
     } catch (...) {
@@ -224,7 +228,7 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
       std::shared_ptr<References> references_;
       std::shared_ptr<OwnerReference> owner_;
     };
-    auto owner = references_->begin_own_creation(tag, request.site);
+    auto owner = references_->begin_own_creation(type_name, request.site);
     const wire::Handle handle{to, owner->value_id(), {}, tag, incarnation_};
     do_send(to, std::move(request), std::make_shared<Ignore>(references_, owner), &handle);
     return owner;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fmt/format.h>
 
 #include "rpc/core.h"
@@ -6,6 +7,8 @@ namespace torchspan::rpc {
 namespace {
 
 constexpr Duration kQuietCheck = std::chrono::milliseconds(2);
+/// Values that a report of leaks names.
+constexpr std::size_t kLeakLines = 20;
 constexpr const char* kTag = "rpc.shutdown";
 
 Bytes to_bytes(const Totals& totals) {
@@ -25,6 +28,14 @@ Totals from_bytes(BytesView bytes) {
   return totals;
 }
 
+/// One line for each of the first values.
+std::vector<std::string> lines(const std::vector<RRefInfo>& leaks) {
+  std::vector<std::string> lines;
+  for (std::size_t i = 0; i < std::min(leaks.size(), kLeakLines); ++i) lines.push_back(leaks[i].str());
+  if (leaks.size() > kLeakLines) lines.push_back(fmt::format("and {} more", leaks.size() - kLeakLines));
+  return lines;
+}
+
 }  // namespace
 
 /// Waits a moment for this worker's own work to end; false when some is still going on.
@@ -39,11 +50,15 @@ bool Core::wait_until_quiet(Deadline deadline) {
 
 /// Returns when in two rounds running no worker was busy and nothing was sent or handled between them: then
 /// no message is on its way either, since every request is outstanding at its sender until it is answered.
-void Core::agree_on_quiet(Deadline deadline) {
+/// Gives, if asked for, the values that others referred to at that moment: some workers may be further on
+/// when this returns here.
+std::vector<RRefInfo> Core::agree_on_quiet(Deadline deadline, bool list) {
+  std::vector<RRefInfo> held;
   Totals before;
   bool quiet_before = false;
   for (;;) {
     wait_until_quiet(deadline);
+    if (list) held = references_->list_owners();
     Totals sum;
     for (const Bytes& bytes : membership_->all_gather(kTag, to_bytes(totals()), {}, deadline)) {
       const Totals one = from_bytes(bytes);
@@ -51,7 +66,7 @@ void Core::agree_on_quiet(Deadline deadline) {
       sum.handled += one.handled;
       sum.busy = sum.busy || one.busy;
     }
-    if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return;
+    if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;
     quiet_before = !sum.busy;
     before = sum;
   }
@@ -59,17 +74,28 @@ void Core::agree_on_quiet(Deadline deadline) {
 
 void Core::give_back_references(Deadline deadline) {
   references_->delete_users();
-  agree_on_quiet(deadline);
+  agree_on_quiet(deadline, false);
 }
 
 void Core::report_leaks() {
   if (!options_.report_leaks) return;
-  for (const auto& [value, holders] : references_->holders()) {
-    runtime_.log.warning(
-        fmt::format("value {}:{} still has {} forks that nobody gave back; a worker that held them "
-                    "may have ended without shutdown()",
-                    value.worker, value.local, holders.size()));
-  }
+  const std::vector<RRefInfo> leaks = references_->list_owners();
+  if (leaks.empty()) return;
+  runtime_.log.warning(fmt::format(
+      "{} values end though nobody gave back the references to them; a worker that held them may have ended "
+      "without shutdown():",
+      leaks.size()));
+  for (const std::string& line : lines(leaks)) runtime_.log.warning("leak: " + line);
+}
+
+void Core::throw_leaks(const std::vector<RRefInfo>& leaks) const {
+  if (leaks.empty()) return;
+  std::string text = fmt::format(
+      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); let go of these "
+      "RRefs before shutdown():",
+      self_.name, leaks.size());
+  for (const std::string& line : lines(leaks)) text += "\n  " + line;
+  throw Error(ErrorKind::kInvalid, text);
 }
 
 /// Nobody else stops: what this worker began ends, and its references go back to their owners. What it serves
@@ -93,12 +119,13 @@ void Core::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || stopping_.load()) return;
   references_->leave();
   std::exception_ptr failure;
+  std::vector<RRefInfo> leaks;
   try {
     for (const auto& hook : shutdown_hooks_) hook().wait(deadline);
     if (membership_ && membership_->open()) {
       leave_open_world(deadline);
     } else if (membership_ && membership_->world_size() > 1) {
-      agree_on_quiet(deadline);
+      leaks = agree_on_quiet(deadline, options_.strict_leaks);
       give_back_references(deadline);
       report_leaks();
       membership_->leave(deadline);
@@ -110,7 +137,7 @@ void Core::shutdown(Deadline deadline) {
     failure = std::current_exception();
   }
   stop();
-  if (!failure) return;
+  if (!failure) return throw_leaks(leaks);
   const Error error = to_error(failure);
   throw Error(error.kind(), fmt::format("worker '{}' stopped without waiting for all others: {}", self_.name,
                                         error.message()));

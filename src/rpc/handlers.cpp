@@ -95,12 +95,15 @@ void serve_call(const std::shared_ptr<Core>& core, const IncomingPtr& call,
 void create(const std::shared_ptr<Core>& core, const IncomingPtr& call,
             const std::shared_ptr<Completion>& reply, const std::function<void(Deliver)>& run) {
   const wire::Handle& handle = call->creation;
-  auto owner = core->references().arriving_creation(handle, call->from());
-  auto deliver = [owner, reply](const ValuePtr& value, std::exception_ptr error) {
+  const auto* site = call->frame.blob(kSiteBlob);
+  auto owner = core->references().arriving_creation(handle, call->from(), site ? site->bytes : BytesView());
+  auto deliver = [core, owner, reply](const ValuePtr& value, std::exception_ptr error) {
     if (error) {
       owner->set_error(error);
       return reply->fail(error);
     }
+    if (!core->references().knows_type(owner->type_tag()))
+      core->references().name_type(owner->type_tag(), value->type_name());
     owner->set(value);
     acknowledge(reply);
   };

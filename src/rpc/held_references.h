@@ -25,6 +25,11 @@ class HeldReferences {
     bool counted = true;  ///< false: the owner does not count it, or has been told that it is gone
   };
 
+  struct Child {
+    Keep parent;
+    PeerId to;
+  };
+
   explicit HeldReferences(const Presence& presence) : presence_(presence) {}
 
   /// A reference whose creation is on its way.
@@ -59,6 +64,7 @@ class HeldReferences {
 
   std::shared_ptr<void> find(GlobalId fork) const;
   const std::map<GlobalId, User>& all() const { return users_; }
+  const std::map<GlobalId, Child>& children() const { return children_; }
   std::size_t pending_count() const { return pending_.size(); }
   std::size_t children_count() const { return children_.size(); }
   std::size_t remembered() const;
@@ -67,10 +73,6 @@ class HeldReferences {
   struct Pending {
     Keep user;
     std::optional<PeerId> parent;  ///< who waits for the acceptance
-  };
-  struct Child {
-    Keep parent;
-    PeerId to;
   };
   struct Missing {
     std::set<GlobalId> forks;

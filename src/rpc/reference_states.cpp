@@ -27,9 +27,22 @@ OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, Gl
       self_(self),
       value_(value),
       tag_(tag),
-      origin_(std::move(origin)),
+      origin_(origin),
       promise_(host_of(endpoint_)),
       slot_(promise_.future()) {}
+
+void OwnerReference::set(ValuePtr value) {
+  try {
+    if (const KnownSize size = value->size()) size_.store(static_cast<std::int64_t>(*size));
+  } catch (...) {  // a value whose size cannot be told is a value
+  }
+  promise_.set_value(std::move(value));
+}
+
+KnownSize OwnerReference::size() const {
+  const std::int64_t size = size_.load();
+  return size < 0 ? KnownSize() : KnownSize(static_cast<std::uint64_t>(size));
+}
 
 Future<void> OwnerReference::ready() const {
   if (slot_.done()) {
@@ -45,7 +58,7 @@ UserReference::UserReference(std::weak_ptr<Endpoint> endpoint, std::weak_ptr<Ref
     : endpoint_(std::move(endpoint)),
       references_(std::move(references)),
       ids_(ids),
-      origin_(std::move(origin)),
+      origin_(origin),
       ready_(host_of(endpoint_)),
       ready_future_(ready_.future()) {}
 
@@ -61,6 +74,10 @@ ValuePtr UserReference::value(Deadline) const {
       fmt::format("local_value() of a value that lives on worker '{}' was asked for on worker '{}'; call a "
                   "function on the RRef there, or fetch a copy with to_here()",
                   alive->name_of(ids_.owner.rank), alive->self().name));
+}
+
+void UserReference::name_type(const std::string& name) const {
+  if (auto references = references_.lock()) references->name_type(ids_.tag, name);
 }
 
 std::shared_ptr<Endpoint> UserReference::endpoint() const {

@@ -11,10 +11,12 @@ namespace torchspan::rpc {
 
 class References;
 
-/// Where a reference on this worker came from, for people.
+/// Where an entry in the books came from, for people.
 struct Origin {
-  std::string type;     ///< of the value; empty: only its owner knows
-  SourceLocation site;  ///< without a line: it came from another worker
+  const char* file = "";   ///< of the program, or kept by References
+  std::uint32_t line = 0;  ///< 0: the place is not known here
+  bool copied = false;     ///< it came from another worker, `from`, and was not made for this one
+  std::uint32_t from = 0;
   TimePoint since{};
 };
 
@@ -24,10 +26,13 @@ class OwnerReference final : public Reference {
   OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, GlobalId value, std::uint64_t tag,
                  Origin origin);
   /// The creation arrived: its result, or its failure. Only the first call counts.
-  void set(ValuePtr value) { promise_.set_value(std::move(value)); }
+  void set(ValuePtr value);
   void set_error(std::exception_ptr error) { promise_.set_error(std::move(error)); }
-  Future<ValuePtr> slot() const { return slot_; }
+  /// Both under the lock of References.
   const Origin& origin() const { return origin_; }
+  void set_origin(const Origin& origin) { origin_ = origin; }
+  /// Bytes of data, when it was made.
+  KnownSize size() const;
 
   bool is_owner() const override { return true; }
   std::uint32_t owner() const override { return self_.rank; }
@@ -44,7 +49,8 @@ class OwnerReference final : public Reference {
   const PeerId self_;
   const GlobalId value_;
   const std::uint64_t tag_;
-  const Origin origin_;
+  Origin origin_;
+  std::atomic<std::int64_t> size_{-1};
   Promise<ValuePtr> promise_;
   Future<ValuePtr> slot_;
 };
@@ -76,6 +82,7 @@ class UserReference final : public Reference {
   Future<void> ready() const override { return ready_future_; }
   ValuePtr value(Deadline deadline) const override;
   std::shared_ptr<Endpoint> endpoint() const override;
+  void name_type(const std::string& name) const override;
   void abandon(const std::exception_ptr& reason) override { ready_.set_error(reason); }
 
  private:

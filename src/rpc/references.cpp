@@ -33,9 +33,17 @@ void References::departed(PeerId peer) {
   apply(std::move(effects));
 }
 
-Origin References::origin(SourceLocation site, std::string type) const {
+Origin References::origin(SourceLocation site) const {
   auto endpoint = endpoint_.lock();
-  return {std::move(type), site, endpoint ? endpoint->runtime().executor.now() : TimePoint()};
+  return {site.file_name(), static_cast<std::uint32_t>(site.line()), false, 0,
+          endpoint ? endpoint->runtime().executor.now() : TimePoint()};
+}
+
+Origin References::origin_from(PeerId from) const {
+  Origin origin = this->origin({});
+  origin.copied = true;
+  origin.from = from.rank;
+  return origin;
 }
 
 GlobalId References::next_id() {
@@ -43,25 +51,28 @@ GlobalId References::next_id() {
   return table_.next_id();
 }
 
-ReferencePtr References::own(ValuePtr value, std::uint64_t tag, SourceLocation site) {
+ReferencePtr References::own(ValuePtr value, const std::string& type, SourceLocation site) {
+  const std::uint64_t tag = wire::digest(type);
   PeerId self;
   GlobalId id;
   {
     MutexLock lock(mutex_);
     self = table_.self();
     id = table_.next_value(self.rank);
+    types_.try_emplace(tag, type);
   }
-  auto owner = std::make_shared<OwnerReference>(endpoint_, self, id, tag, origin(site, {}));
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self, id, tag, origin(site));
   owner->set(std::move(value));
   return owner;
 }
 
-std::shared_ptr<OwnerReference> References::begin_own_creation(std::uint64_t tag, SourceLocation site) {
-  Origin origin = this->origin(site, {});
+std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string& type, SourceLocation site) {
+  const Origin origin = this->origin(site);
+  const std::uint64_t tag = wire::digest(type);
   MutexLock lock(mutex_);
   const PeerId self = table_.self();
-  auto owner =
-      std::make_shared<OwnerReference>(endpoint_, self, table_.next_value(self.rank), tag, std::move(origin));
+  types_.try_emplace(tag, type);
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self, table_.next_value(self.rank), tag, origin);
   table_.owned().expect_own(owner->value_id(), owner);
   return owner;
 }
@@ -82,8 +93,9 @@ std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, cons
   {
     MutexLock lock(mutex_);
     ids = {table_.presence().latest(to), table_.next_value(to), table_.next_id(), wire::digest(type)};
+    types_.try_emplace(ids.tag, type);
   }
-  auto user = std::make_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site, type));
+  auto user = std::make_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site));
   MutexLock lock(mutex_);
   table_.held().add_creating(ids.owner, ids.value, ids.fork, user);
   return user;
@@ -115,25 +127,27 @@ void References::creation_failed(const std::shared_ptr<UserReference>& user,
   apply(std::move(effects));
 }
 
-std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle& handle, PeerId from) {
+std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle& handle, PeerId from,
+                                                              BytesView site) {
   RRefTable::Effects effects;
   std::shared_ptr<void> kept;
   std::shared_ptr<OwnerReference> fresh;
   {
-    Origin origin = this->origin({}, {});
+    Origin origin = origin_from(from);
     MutexLock lock(mutex_);
     const PeerId self = table_.self();
+    read_site(site, origin);
     if (handle.owner != self.rank || handle.incarnation != self.incarnation ||
         creator_of(handle.value) != from)
       throw Error(ErrorKind::kDisconnected,
                   "this creation was meant for another worker, or one that had this rank before; call again");
-    fresh =
-        std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, std::move(origin));
+    fresh = std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
       kept = table_.owned().find(handle.value);
       table_.owned().own_creation_ended(handle.value, effects);
     } else {
       kept = table_.owned().creation_came(handle.value, handle.fork, fresh);
+      if (kept && kept != fresh) std::static_pointer_cast<OwnerReference>(kept)->set_origin(origin);
     }
   }
   apply(std::move(effects));
@@ -210,12 +224,11 @@ std::shared_ptr<void> References::from_handle(const wire::Handle& handle, PeerId
 std::shared_ptr<void> References::come_home(const wire::Handle& handle, PeerId from) {
   RRefTable::Effects effects;
   OwnedValues::Found found;
-  Origin origin = this->origin({}, {});
+  const Origin origin = origin_from(from);
   std::shared_ptr<OwnerReference> fresh;
   {
     MutexLock lock(mutex_);
-    fresh = std::make_shared<OwnerReference>(endpoint_, table_.self(), handle.value, handle.type_tag,
-                                             std::move(origin));
+    fresh = std::make_shared<OwnerReference>(endpoint_, table_.self(), handle.value, handle.type_tag, origin);
     found = table_.come_home(handle, from, fresh, effects);
   }
   if (found.refusal) {
@@ -230,7 +243,7 @@ std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from)
   const PeerId owner{handle.owner, handle.incarnation};
   auto user = std::make_shared<UserReference>(
       endpoint_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
-      origin({}, {}));
+      origin_from(from));
   RRefTable::Effects effects;
   std::optional<Refusal> refusal;
   {
@@ -295,16 +308,6 @@ void References::release(GlobalId fork) {
 RRefTable::Counts References::counts() const {
   MutexLock lock(mutex_);
   return table_.counts();
-}
-
-std::map<GlobalId, std::vector<PeerId>> References::holders() const {
-  std::map<GlobalId, std::vector<PeerId>> holders;
-  MutexLock lock(mutex_);
-  for (const auto& [value, owned] : table_.owned().all()) {
-    auto& peers = holders[value];
-    for (const auto& [fork, holder] : owned.forks) peers.push_back(holder);
-  }
-  return holders;
 }
 
 bool References::settled() const {

@@ -2,16 +2,24 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <torchspan/core/mutex.h>
+#include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/endpoint.h>
 
 #include "rpc/reference_states.h"
 #include "rpc/rref_table.h"
 
 namespace torchspan::rpc {
+
+/// The blob of a creation's request that says where the program made it.
+inline constexpr const char* kSiteBlob = "rpc.site";
+/// The place of a creation, as its request carries it; empty when it is not known.
+Bytes encode_site(const SourceLocation& site);
 
 /// Drives the table: turns references into handles before a send and handles into references after it, and
 /// sends the protocol's messages. Thread-safe; its lock is never held while sending or destroying.
@@ -25,9 +33,9 @@ class References : public std::enable_shared_from_this<References> {
   void departed(PeerId peer);
 
   GlobalId next_id();
-  ReferencePtr own(ValuePtr value, std::uint64_t tag, SourceLocation site);
+  ReferencePtr own(ValuePtr value, const std::string& type, SourceLocation site);
   /// The same for a value that a creation on this worker will bring.
-  std::shared_ptr<OwnerReference> begin_own_creation(std::uint64_t tag, SourceLocation site);
+  std::shared_ptr<OwnerReference> begin_own_creation(const std::string& type, SourceLocation site);
   void own_creation_failed(const std::shared_ptr<OwnerReference>& owner, std::exception_ptr error);
   /// A user reference to a value that `to` will create; kept until created() or creation_failed().
   std::shared_ptr<UserReference> begin_creation(std::uint32_t to, const std::string& type,
@@ -36,7 +44,8 @@ class References : public std::enable_shared_from_this<References> {
   void creation_failed(const std::shared_ptr<UserReference>& user, const std::exception_ptr& error);
 
   /// Owner: the reference that a creation from `from` fills. Throws for what is no creation by `from` here.
-  std::shared_ptr<OwnerReference> arriving_creation(const wire::Handle& handle, PeerId from);
+  /// `site` is what encode_site() wrote, or empty.
+  std::shared_ptr<OwnerReference> arriving_creation(const wire::Handle& handle, PeerId from, BytesView site);
 
   /// Handles for references that travel to `to`. undo() takes them back after a failed send.
   std::vector<wire::Handle> to_handles(const std::vector<std::shared_ptr<void>>& references, PeerId to);
@@ -53,8 +62,12 @@ class References : public std::enable_shared_from_this<References> {
   void release(GlobalId fork);
 
   RRefTable::Counts counts() const;
-  /// Values that others refer to, and by which forks: for a report at shutdown.
-  std::map<GlobalId, std::vector<PeerId>> holders() const;
+  /// The books, oldest first; or of values here that others refer to alone.
+  std::vector<RRefInfo> list() const;
+  std::vector<RRefInfo> list_owners() const;
+  /// What the type with that tag is called; a name that does not fit the tag is not believed.
+  void name_type(std::uint64_t tag, const std::string& name);
+  bool knows_type(std::uint64_t tag) const;
   /// Whether nothing of the protocol is on its way.
   bool settled() const;
   /// Graceful shutdown begins: from now on messages that nobody answers are given up in the end.
@@ -64,6 +77,7 @@ class References : public std::enable_shared_from_this<References> {
   void clear();
 
  private:
+  struct Entry;
   class ControlCompletion;
   class AuditCompletion;
   void audit(PeerId peer);
@@ -78,11 +92,18 @@ class References : public std::enable_shared_from_this<References> {
   std::shared_ptr<void> come_home(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> adopt(const wire::Handle& handle, PeerId from);
   Error refused(GlobalId value, const Refusal& refusal) const;
-  Origin origin(SourceLocation site, std::string type) const;
+  Origin origin(SourceLocation site) const;
+  Origin origin_from(PeerId from) const;
+  void read_site(BytesView site, Origin& origin) TORCHSPAN_REQUIRES(mutex_);
+  std::vector<Entry> read_owned() const;
+  void read_held(std::vector<Entry>& entries) const;
+  std::vector<RRefInfo> describe(const std::vector<Entry>& entries) const;
 
   const std::weak_ptr<Endpoint> endpoint_;
   mutable Mutex mutex_;
   RRefTable table_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unordered_map<std::uint64_t, std::string> types_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by tag
+  std::set<std::string> files_ TORCHSPAN_GUARDED_BY(mutex_);    ///< of programs elsewhere
   std::map<PeerId, bool> audits_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way; whether once more
   std::size_t in_flight_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;

@@ -98,7 +98,7 @@ std::string RRefBase::str() const {
 namespace rpc {
 
 void check_reference_type(const Reference& reference, const std::string& type_name) {
-  if (reference.type_tag() == wire::digest(type_name)) return;
+  if (reference.type_tag() == wire::digest(type_name)) return reference.name_type(type_name);
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("an RRef<{}> was expected, but the reference that came is of another type", type_name));

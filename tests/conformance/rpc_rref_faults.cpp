@@ -229,32 +229,6 @@ std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
   });
 }
 
-std::string warnings_of_a_lost_delete(bool report_leaks) {
-  Lives lives;
-  ClusterOptions options = world(lives, 2);
-  options.adjust = [&](int, WorkerPlan& plan) { plan.service.report_leaks = report_leaks; };
-  SimCluster cluster(options);
-  ::testing::internal::CaptureStderr();
-  const auto failures = shut_down_after(cluster, [&](Worker& worker) {
-    auto tracked = worker.remote("worker1", kMakeTracked);
-    EXPECT_EQ(tracked.rpc_sync(kNumber), 35);
-    cluster.network().drop_if(requests_of(rpc::UserDelete::kType));
-  });
-  const std::string warnings = ::testing::internal::GetCapturedStderr();
-  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
-  EXPECT_EQ(lives.alive, 0) << "the end of its worker ends the value";
-  return warnings;
-}
-
-TEST(RpcConformance, RrefLeak) {
-  EXPECT_THAT(warnings_of_a_lost_delete(true),
-              AllOf(HasSubstr("torchspan[worker1] warning"), HasSubstr("still has 1 forks")));
-}
-
-TEST(RpcConformance, IgnoreRrefLeak) {
-  EXPECT_THAT(warnings_of_a_lost_delete(false), Not(HasSubstr("forks")));
-}
-
 TEST(RpcConformance, UseRrefAfterShutdown) {
   Lives lives;
   SimCluster cluster(world(lives, 2));

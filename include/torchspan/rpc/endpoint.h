@@ -91,6 +91,8 @@ class Reference {
   virtual Future<void> ready() const = 0;
   /// The value; owners only. Throws the creation's error, or Error{kInvalid} naming both workers on a user.
   virtual ValuePtr value(Deadline deadline) const = 0;
+  /// Its value's type is called that, and has this reference's tag: for listings.
+  virtual void name_type(const std::string& /*name*/) const {}
   /// What is not there yet never comes: the worker stops.
   virtual void abandon(const std::exception_ptr& reason) = 0;
   /// The worker behind; throws Error{kCancelled} when it is shut down or the reference was deleted by it.

@@ -278,6 +278,12 @@ class FunctionTable {
   std::uint64_t digest() const;
 
  private:
+  /// A token that stands for several.
+  template <class Token>
+  requires requires(const Token& token) { token.tokens(); }
+  void add_one(const Token& token) {
+    std::apply([this](const auto&... tokens) { add(tokens...); }, token.tokens());
+  }
   template <auto kFunction>
   void add_one(const Function<kFunction>& token) {
     insert({token.name, rpc::signature_of<kFunction>(), 0, &rpc::run_function<kFunction>, token.serve,

@@ -23,7 +23,10 @@ struct ServiceOptions {
   std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per peer of requests that wait for a thread
   Duration stopped_limit =
       std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
-  bool report_leaks = true;     ///< graceful shutdown logs references that nobody gave back
+  bool report_leaks = true;     ///< graceful shutdown warns of values that others still refer to at its end
+  /// Graceful shutdown throws Error{kInvalid} that lists the values here that other programs still refer to
+  /// as all begin to shut down; it is complete nevertheless.
+  bool strict_leaks = false;
 };
 
 /// Runs one worker: its transport, its threads and its tables. Construct, join a world with address(),

@@ -5,6 +5,7 @@
 #include <typeinfo>
 
 #include <torchspan/core/error.h>
+#include <torchspan/rpc/size_of.h>
 #include <torchspan/wire/types.h>
 
 namespace torchspan::rpc {
@@ -49,6 +50,8 @@ class Value {
   virtual const std::type_info& type() const = 0;
   virtual void* address() = 0;
   virtual std::string type_name() const = 0;
+  /// Bytes of data in it at this moment, if known; not while others may change it.
+  virtual KnownSize size() const = 0;
   /// The object of class C that members are called on, C being the object's class or a base of it; null if
   /// neither.
   template <class C>
@@ -88,6 +91,7 @@ class ValueOf final : public Value {
   const std::type_info& type() const override { return typeid(T); }
   void* address() override { return &value; }
   std::string type_name() const override { return type_name_of<T>(); }
+  KnownSize size() const override { return size_of(value); }
 
   T value;
 

@@ -27,6 +27,10 @@ struct WorkerOptions {
                                    << 30;  ///< per peer that the wire has not taken: the same
   std::uint64_t max_waiting_bytes = std::uint64_t{4}
                                     << 30;  ///< per caller of requests that wait for a thread
+  /// shutdown() throws Error{kInvalid} that lists the values of this worker which others still refer to:
+  /// their type, size, place of creation and holders. It is complete nevertheless. False: such references are
+  /// given back without a word.
+  bool strict_leaks = false;
   LogLevel log_level = LogLevel::kWarning;
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 

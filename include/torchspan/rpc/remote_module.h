@@ -1,0 +1,145 @@
+#pragma once
+#include <array>
+#include <cstddef>
+#include <stdexcept>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <torchspan/rpc/worker.h>
+
+namespace torchspan {
+
+/// References to the parameters of a module of this process, in the order of its parameters(). They are
+/// counted like all others, so the parameters live while somebody refers to them. Targets for an optimizer
+/// (optim::DistributedOptimizer), and arguments for functions that read or set them.
+template <class Module>
+std::vector<RRef<at::Tensor>> parameter_rrefs(const Worker& worker, const Module& module,
+                                              SourceLocation site = SourceLocation::current()) {
+  std::vector<RRef<at::Tensor>> rrefs;
+  const auto add = [&](const auto& object) {
+    for (const at::Tensor& parameter : object.parameters()) rrefs.emplace_back(worker, parameter, site);
+  };
+  if constexpr (requires { module.parameters(); }) {
+    add(module);
+  } else {
+    add(*module);
+  }
+  return rrefs;
+}
+
+namespace rpc {
+
+/// A name with an ending, put together at compile time.
+class TokenName {
+ public:
+  constexpr TokenName(std::string_view name, std::string_view ending) {
+    if (name.size() + ending.size() >= text_.size())
+      throw std::invalid_argument("the name of a ModuleClass is too long");
+    for (const std::string_view part : {name, ending}) {
+      for (const char letter : part) text_[size_++] = letter;
+    }
+  }
+  constexpr const char* c_str() const { return text_.data(); }
+
+ private:
+  std::array<char, 128> text_{};
+  std::size_t size_ = 0;
+};
+
+template <class M>
+std::vector<RRef<at::Tensor>> parameters_of(Worker& worker, const RRef<M>& module) {
+  return parameter_rrefs(worker, module.local_value());
+}
+template <class M>
+void set_training(const RRef<M>& module, bool training) {
+  module.local_value()->train(training);
+}
+template <class M>
+void clear_gradients(const RRef<M>& module) {
+  module.local_value()->zero_grad();
+}
+
+}  // namespace rpc
+
+/// Names a module class of which other workers may create objects, and what a RemoteModule does with them. M
+/// is a module's holder or a shared_ptr to one, Args are the parameters of its constructor:
+///   inline constexpr torchspan::ModuleClass<Encoder, int64_t> kEncoder{"Encoder"};
+///   functions.add(kEncoder);
+/// offers the constructor as "Encoder", and "Encoder.forward", ".parameters", ".train" and ".zero_grad".
+template <class M, class... Args>
+class ModuleClass {
+ public:
+  using Impl = rpc::ObjectOf<M>;
+  static constexpr auto kForward = &Impl::forward;
+
+  constexpr explicit(false) ModuleClass(const char* name)
+      : name_(name),
+        forward_(name, ".forward"),
+        parameters_(name, ".parameters"),
+        train_(name, ".train"),
+        zero_grad_(name, ".zero_grad") {}
+
+  Class<M, Args...> constructor() const { return {name_}; }
+  Function<kForward> forward() const { return {forward_.c_str()}; }
+  Function<&rpc::parameters_of<M>> parameters() const { return {parameters_.c_str()}; }
+  Function<&rpc::set_training<M>> train() const { return {train_.c_str()}; }
+  Function<&rpc::clear_gradients<M>> zero_grad() const { return {zero_grad_.c_str()}; }
+  /// For FunctionTable::add.
+  auto tokens() const { return std::tuple(constructor(), forward(), parameters(), train(), zero_grad()); }
+
+ private:
+  const char* name_;
+  rpc::TokenName forward_, parameters_, train_, zero_grad_;
+};
+
+/// A module that lives on another worker, and is used like one of this process; an RRef to it, so that an
+/// optimizer takes it as a target, and functions as an argument. Inside an autograd::Context its forward
+/// takes part in the backward pass. Every verb throws what its call throws (see Caller): errors name the
+/// worker and "Encoder.forward"; those of a constructor that threw come with the first use.
+///   torchspan::RemoteModule encoder(worker, "worker1", kEncoder, 256);
+///   auto hidden = encoder.forward(input);
+template <class M, class... Params>
+class RemoteModule : public RRef<M> {
+ public:
+  using Token = ModuleClass<M, Params...>;
+  using Output = rpc::ResultOf<Token::kForward>;
+
+  /// Creates the module there; returns at once. `token` must outlive this object: it is a constant.
+  template <class... Args>
+  RemoteModule(const Caller& worker, const Destination& on, const Token& token, Args&&... args)
+      : RRef<M>(worker.remote(on, token.constructor(), std::forward<Args>(args)...)),
+        token_(&token),
+        caller_(worker) {}
+  /// The same verbs for a module that a reference came for.
+  RemoteModule(const Caller& worker, const Token& token, RRef<M> module)
+      : RRef<M>(std::move(module)), token_(&token), caller_(worker) {}
+
+  /// The same module, used with other options: encoder.with({.timeout = 5s}).forward(x).
+  RemoteModule with(CallOptions options) const {
+    return RemoteModule(Caller(caller_.endpoint(), std::move(options)), *token_, *this);
+  }
+  template <class... Inputs>
+  Output forward(Inputs&&... inputs) const {
+    return forward_async(std::forward<Inputs>(inputs)...).wait();
+  }
+  template <class... Inputs>
+  Future<Output> forward_async(Inputs&&... inputs) const {
+    return caller_.call_on(*this, token_->forward(), std::forward<Inputs>(inputs)...);
+  }
+  /// References to its parameters there, in the order of its parameters(); one round trip for all.
+  std::vector<RRef<at::Tensor>> parameter_rrefs() const {
+    return caller_.call_on(*this, token_->parameters()).wait();
+  }
+  void train(bool training = true) const { caller_.call_on(*this, token_->train(), training).wait(); }
+  void eval() const { train(false); }
+  /// Clears its parameters' own `.grad`; gradients of a context are not there.
+  void zero_grad() const { caller_.call_on(*this, token_->zero_grad()).wait(); }
+
+ private:
+  const Token* token_;
+  Caller caller_;
+};
+
+}  // namespace torchspan

@@ -1,0 +1,309 @@
+// References between real processes: nothing leaks or dangles when workers are killed at any moment, and
+// memory comes back.
+#include <atomic>
+#include <fmt/format.h>
+#include <malloc.h>
+#include <random>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/rpc/worker.h>
+#include <torchspan/session/session.h>
+
+#include "tests/support/cluster_main.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::expect_all_end_well;
+using testing::ProcessWorld;
+
+void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
+/// What this process holds, and which values it made and lost.
+struct Books;
+/// A value that counts its life, and may hold a reference of its own.
+class Tracked {
+ public:
+  explicit Tracked(Books& books, RRef<Tracked> inner = {});
+  Tracked(Tracked&& other) noexcept
+      : books_(std::exchange(other.books_, nullptr)), inner_(std::move(other.inner_)) {}
+  ~Tracked();
+  std::int64_t number() const { return 35; }
+
+ private:
+  Books* books_;
+  RRef<Tracked> inner_;
+};
+
+struct Books : rpc::Extension {
+  void attach(rpc::Registrar&) override {}
+  void put(RRef<Tracked> rref) {
+    MutexLock lock(mutex);
+    held.push_back(std::move(rref));
+  }
+  /// One of those held, or an empty one; `take` lets go of it here.
+  RRef<Tracked> draw(std::uint64_t number, bool take = false) {
+    MutexLock lock(mutex);
+    if (held.empty()) return {};
+    auto& chosen = held[number % held.size()];
+    if (!take) return chosen;
+    RRef<Tracked> taken = std::exchange(chosen, std::move(held.back()));
+    held.pop_back();
+    return taken;
+  }
+  void clear() {
+    std::vector<RRef<Tracked>> dropped;
+    MutexLock lock(mutex);
+    dropped.swap(held);
+  }
+
+  std::atomic<std::int64_t> made{0}, ended{0};
+  Mutex mutex;
+  std::vector<RRef<Tracked>> held TORCHSPAN_GUARDED_BY(mutex);
+};
+
+Tracked::Tracked(Books& books, RRef<Tracked> inner) : books_(&books), inner_(std::move(inner)) {
+  ++books.made;
+}
+Tracked::~Tracked() {
+  if (books_ != nullptr) ++books_->ended;
+}
+
+Books& books_of(const Worker& worker) { return worker.extension<Books>(); }
+Tracked make(Worker& worker) { return Tracked(books_of(worker)); }
+Tracked make_around(Worker& worker, const RRef<Tracked>& inner) { return Tracked(books_of(worker), inner); }
+void keep(Worker& worker, const RRef<Tracked>& rref) { books_of(worker).put(rref); }
+void keep_all(Worker& worker, const std::vector<RRef<Tracked>>& rrefs) {
+  for (const auto& rref : rrefs) books_of(worker).put(rref);
+}
+void drop_all(Worker& worker) { books_of(worker).clear(); }
+RRef<Tracked> give(Worker& worker, std::int64_t number) {
+  return books_of(worker).draw(static_cast<std::uint64_t>(number));
+}
+/// From worker to worker, and the last one keeps it.
+void pass_on(Worker& worker, const RRef<Tracked>& rref, std::int64_t hops);
+
+constexpr Function<make> kMake{"make"};
+constexpr Function<make_around> kMakeAround{"make_around"};
+constexpr Function<keep> kKeep{"keep"};
+constexpr Function<keep_all> kKeepAll{"keep_all"};
+constexpr Function<drop_all> kDropAll{"drop_all"};
+constexpr Function<give> kGive{"give"};
+constexpr Function<pass_on> kPassOn{"pass_on"};
+constexpr Function<&Tracked::number> kNumber{"Tracked.number"};
+
+void pass_on(Worker& worker, const RRef<Tracked>& rref, std::int64_t hops) {
+  if (hops == 0) return keep(worker, rref);
+  const auto next = (worker.rank() + static_cast<std::uint32_t>(hops)) % worker.world_size();
+  worker.rpc_sync(next, kPassOn, rref, hops - 1);
+}
+
+std::unique_ptr<Session> make_session() {
+  std::vector<std::unique_ptr<rpc::Extension>> extensions;
+  extensions.push_back(std::make_unique<Books>());
+  return std::make_unique<Session>(
+      WorkerOptions::from_env(),
+      FunctionTable().add(kMake, kMakeAround, kKeep, kKeepAll, kDropAll, kGive, kPassOn, kNumber),
+      std::move(extensions));
+}
+
+/// Whether a call that failed did so because somebody died: here, further along its chain, or while a value
+/// was made that it uses.
+bool somebody_died(const Error& error) {
+  if (error.kind() == ErrorKind::kDisconnected) return true;
+  if (error.kind() != ErrorKind::kRemoteFailure && error.kind() != ErrorKind::kCancelled) return false;
+  const std::string text = error.what();
+  const auto says = [&](const char* reason) { return text.find(reason) != std::string::npos; };
+  return says("disconnected") || says("died") || says("process ended");
+}
+
+/// One random thing that programs do with references.
+void act(Worker& worker, std::mt19937_64& random) {
+  Books& books = books_of(worker);
+  const auto other = static_cast<std::uint32_t>(random() % worker.world_size());
+  const RRef<Tracked> chosen = books.draw(random());
+  const std::uint64_t what = random() % 8;
+  if (what == 0 || !chosen.valid()) return books.put(worker.remote(other, kMake));
+  switch (what) {
+    case 1:
+      return books.put(worker.remote(other, kMakeAround, chosen));
+    case 2:
+      return books.put(RRef<Tracked>(worker, Tracked(books, chosen)));
+    case 3:
+      return worker.rpc_sync(other, kKeep, chosen);
+    case 4:
+      return worker.rpc_sync(other, kPassOn, chosen, static_cast<std::int64_t>(random() % 4));
+    case 5:
+      if (auto given = worker.rpc_sync(other, kGive, static_cast<std::int64_t>(random() >> 8)); given.valid())
+        books.put(std::move(given));
+      return;
+    case 6:
+      return require(chosen.rpc_sync(kNumber) == 35, "the value is whole");
+    default:
+      for (int i = 0; i < 3; ++i) books.draw(random(), true);
+  }
+}
+
+std::uint64_t number_from(const char* variable) { return std::stoull(std::getenv(variable)); }
+
+/// Until all that is referred to is gone again.
+void wait_until_empty(Worker& worker) {
+  const Books& books = books_of(worker);
+  const auto deadline = worker.runtime().executor.deadline_in(seconds(30));
+  for (;;) {
+    const auto counts = worker.debug().references;
+    const std::size_t left = counts.owners + counts.forks + counts.pending_users + counts.pending_children;
+    if (left == 0 && books.made == books.ended && worker.debug().rrefs().empty()) return;
+    if (deadline.passed(worker.runtime().executor.now()))
+      throw std::runtime_error(fmt::format("{} values made, {} ended; {}", books.made.load(),
+                                           books.ended.load(), worker.debug().str()));
+    worker.runtime().executor.sleep(milliseconds(5));
+  }
+}
+
+constexpr int kWorkers = 5;
+constexpr Duration kTraffic = milliseconds(1500);
+
+/// Everybody acts at random while two are killed; the others' tables are empty in the end.
+void survive() {
+  const std::uint64_t seed = number_from("TEST_SEED");
+  auto session = make_session();
+  Worker& worker = session->worker();
+  Executor& executor = session->runtime().executor;
+  std::mt19937_64 plan(seed);
+  const int first = 1 + static_cast<int>(plan() % (kWorkers - 1));
+  const int second = 1 + (first + static_cast<int>(plan() % (kWorkers - 2))) % (kWorkers - 1);
+  std::vector<std::string> survivors;
+  Thread killer;
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    const Duration moment = std::chrono::microseconds(50'000 + plan() % 1'000'000);
+    if (rank != first && rank != second) {
+      survivors.push_back(worker.info(rank).name);
+    } else if (rank == static_cast<int>(worker.rank())) {
+      killer = executor.spawn("killer", [&executor, moment] {
+        executor.sleep(moment);
+        ::kill(getpid(), SIGKILL);
+      });
+    }
+  }
+  std::vector<Thread> threads;
+  std::atomic<int> unexpected{0};
+  const auto end = executor.deadline_in(kTraffic);
+  for (std::uint64_t actor = 0; actor < 2; ++actor) {
+    threads.push_back(executor.spawn("actor", [&, actor] {
+      std::mt19937_64 random(seed * 100 + worker.rank() * 10 + actor);
+      while (!end.passed(executor.now())) {
+        try {
+          act(worker, random);
+        } catch (const Error& error) {
+          if (somebody_died(error)) continue;
+          std::fprintf(stderr, "unexpected: %s\n", error.what());
+          ++unexpected;
+        }
+      }
+    }));
+  }
+  threads.clear();
+  require(unexpected == 0, "calls fail only because somebody died");
+  worker.barrier(survivors, executor.deadline_in(seconds(30)));
+  books_of(worker).clear();
+  worker.barrier(survivors, executor.deadline_in(seconds(30)));
+  wait_until_empty(worker);
+  std::printf("rank %u: %lld values lived and ended here\n", worker.rank(),
+              static_cast<long long>(books_of(worker).made.load()));
+  try {
+    worker.barrier(survivors, executor.deadline_in(seconds(30)));  // the store lives on rank 0
+  } catch (const Error&) {
+    if (worker.rank() == 0) throw;
+  }
+}
+
+class KilledWorkers : public ::testing::TestWithParam<int> {};
+
+TEST_P(KilledWorkers, LeaveEmptyTablesAndNoValueBehind) {
+  ProcessWorld world(kWorkers);
+  for (int rank = 0; rank < kWorkers; ++rank)
+    world.start(rank, "survive", {{"TEST_SEED", std::to_string(GetParam())}});
+  int killed = 0;
+  for (std::size_t i = 0; i < world.size(); ++i) {
+    ASSERT_TRUE(world.process(i).wait(world.executor(), seconds(60)))
+        << "seed " << GetParam() << ", rank " << i << " still runs";
+    if (world.process(i).exit_code() == 128 + SIGKILL) {
+      ++killed;
+      continue;
+    }
+    EXPECT_EQ(world.process(i).exit_code(), 0) << "seed " << GetParam() << ", rank " << i << ":\n"
+                                               << world.process(i).output();
+    EXPECT_THAT(world.process(i).output(), ::testing::HasSubstr("values lived and ended here"));
+  }
+  EXPECT_EQ(killed, 2);
+}
+INSTANTIATE_TEST_SUITE_P(Seeds, KilledWorkers, ::testing::Range(1, 7));
+
+/// Bytes of this process's own memory that are in use, with what the allocator can give back given back.
+std::int64_t resident_bytes() {
+  malloc_trim(0);
+  std::ifstream file("/proc/self/statm");
+  std::int64_t total = 0, resident = 0, shared = 0;
+  file >> total >> resident >> shared;
+  return (resident - shared) * sysconf(_SC_PAGESIZE);
+}
+
+/// Makes values on the two others, shares each with the other one, and lets go of all.
+void share_and_drop(Worker& worker, std::size_t values) {
+  constexpr std::size_t kBatch = 1000;
+  std::vector<RRef<Tracked>> all;
+  for (std::size_t begin = 0; begin < values; begin += kBatch) {
+    const std::uint32_t owner = 1 + static_cast<std::uint32_t>(begin / kBatch % 2), other = 3 - owner;
+    std::vector<RRef<Tracked>> batch;
+    for (std::size_t i = 0; i < kBatch; ++i) batch.push_back(worker.remote(owner, kMake));
+    worker.rpc_sync(other, kKeepAll, batch);
+    all.insert(all.end(), batch.begin(), batch.end());
+  }
+  for (const std::uint32_t rank : {1u, 2u}) worker.rpc_sync(rank, kDropAll);
+}
+
+constexpr std::int64_t kMargin = std::int64_t{8} << 20;
+
+void come_back() {
+  auto session = make_session();
+  Worker& worker = session->worker();
+  std::vector<std::int64_t> resident;
+  for (const std::size_t values : {5'000, 50'000, 50'000}) {
+    if (worker.rank() == 0) share_and_drop(worker, values);
+    worker.barrier();
+    wait_until_empty(worker);
+    worker.barrier();
+    resident.push_back(resident_bytes());
+  }
+  constexpr double kMiB = 1 << 20;
+  std::printf("rank %u: %.1f MiB after 10,000 references, %.1f and %.1f after 100,000 more each\n",
+              worker.rank(), static_cast<double>(resident[0]) / kMiB, static_cast<double>(resident[1]) / kMiB,
+              static_cast<double>(resident[2]) / kMiB);
+  for (const std::int64_t bytes : resident)
+    require(bytes - resident[0] < kMargin, fmt::format("rank {}'s memory came back", worker.rank()));
+  session->shutdown();
+}
+
+/// 84 bytes that leaked of each reference would be more than the margin.
+TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
+  ProcessWorld world(3);
+  world.start_all("come_back");
+  expect_all_end_well(world, seconds(120));
+  for (std::size_t rank = 0; rank < world.size(); ++rank)
+    std::printf("%s", world.process(rank).output().c_str());
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(
+      argc, argv, {{"survive", torchspan::survive}, {"come_back", torchspan::come_back}});
+}
