@@ -25,8 +25,9 @@ struct Store {
     unused = numbers({kWidth}, number + 200).set_requires_grad(true);
   }
   at::Tensor scale(const at::Tensor& x) const { return x * scale_weight; }
-  at::Tensor look_up(const at::Tensor& x) const {
-    return x + at::embedding(table, at::arange(kRows, at::kLong).flip(0), -1, false, true);
+  at::Tensor look_up(const at::Tensor& x) const { return x + rows(); }
+  at::Tensor rows() const {
+    return at::embedding(table, at::arange(kRows, at::kLong).flip(0), -1, false, true);
   }
   at::Tensor single(const at::Tensor& x) const { return (x * single_weight).tanh(); }
   std::vector<at::Tensor> parameters() const { return {scale_weight, table, single_weight, unused}; }

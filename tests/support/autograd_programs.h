@@ -199,7 +199,9 @@ struct LocalCalls {
       case Instruction::kScale:
         return store.scale(a);
       case Instruction::kLookUp:
-        return store.look_up(a);
+        // Times 1: else LibTorch's engine keeps a sparse gradient whose values are also the gradient that
+        // goes on to `a`, and adds others to that in place.
+        return a + store.rows() * 1;
       case Instruction::kSingle:
         return store.single(a);
       case Instruction::kByReference:

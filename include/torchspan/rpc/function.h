@@ -12,6 +12,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <torchspan/core/source_location.h>
 #include <torchspan/core/task.h>
 #include <torchspan/rpc/error_types.h>
 #include <torchspan/rpc/value.h>
@@ -42,8 +43,17 @@ inline constexpr Serve kInline = Serve::kInline;
 /// return T, Future<T> or Task<T>; callers get T. Members are called on the value of an RRef.
 template <auto kFunction>
 struct Function {
+  constexpr explicit(false) Function(const char* name, Serve serve = Serve::kOnPool)
+      : name(name), serve(serve) {}
+  /// A copy knows where it was made: so the verbs of a reference, whose other arguments are the function's,
+  /// learn where the program called them.
+  constexpr explicit(false) Function(const Function& token, SourceLocation site = SourceLocation::current())
+      : name(token.name), serve(token.serve), site(site) {}
+  Function& operator=(const Function&) = delete;
+
   const char* name;
-  Serve serve = Serve::kOnPool;
+  Serve serve;
+  SourceLocation site;
 };
 
 /// Names a class whose objects other workers may create with these constructor arguments.

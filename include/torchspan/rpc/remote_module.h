@@ -94,6 +94,25 @@ class ModuleClass {
   rpc::TokenName forward_, parameters_, train_, zero_grad_;
 };
 
+namespace rpc {
+
+/// forward() and forward_async() with the parameters of the module's own, for a RemoteModule to derive from.
+template <class Self, auto kForward, class Inputs>
+class RemoteForward;
+template <class Self, auto kForward, class... Inputs>
+class RemoteForward<Self, kForward, std::tuple<Inputs...>> {
+ public:
+  ResultOf<kForward> forward(const Inputs&... inputs, SourceLocation site = SourceLocation::current()) const {
+    return forward_async(inputs..., site).wait();
+  }
+  Future<ResultOf<kForward>> forward_async(const Inputs&... inputs,
+                                           SourceLocation site = SourceLocation::current()) const {
+    return static_cast<const Self&>(*this).call_forward(site, inputs...);
+  }
+};
+
+}  // namespace rpc
+
 /// A module that lives on another worker, and is used like one of this process; an RRef to it, so that an
 /// optimizer takes it as a target, and functions as an argument. Inside an autograd::Context its forward
 /// takes part in the backward pass. Every verb throws what its call throws (see Caller): errors name the
@@ -101,10 +120,12 @@ class ModuleClass {
 ///   torchspan::RemoteModule encoder(worker, "worker1", kEncoder, 256);
 ///   auto hidden = encoder.forward(input);
 template <class M, class... Params>
-class RemoteModule : public RRef<M> {
+class RemoteModule
+    : public RRef<M>,
+      public rpc::RemoteForward<RemoteModule<M, Params...>, &rpc::ObjectOf<M>::forward,
+                                typename rpc::SignatureOf<&rpc::ObjectOf<M>::forward>::Arguments> {
  public:
   using Token = ModuleClass<M, Params...>;
-  using Output = rpc::ResultOf<Token::kForward>;
 
   /// Creates the module there; returns at once. `token` must outlive this object: it is a constant.
   template <class... Args>
@@ -120,24 +141,27 @@ class RemoteModule : public RRef<M> {
   RemoteModule with(CallOptions options) const {
     return RemoteModule(Caller(caller_.endpoint(), std::move(options)), *token_, *this);
   }
-  template <class... Inputs>
-  Output forward(Inputs&&... inputs) const {
-    return forward_async(std::forward<Inputs>(inputs)...).wait();
-  }
-  template <class... Inputs>
-  Future<Output> forward_async(Inputs&&... inputs) const {
-    return caller_.call_on(*this, token_->forward(), std::forward<Inputs>(inputs)...);
-  }
   /// References to its parameters there, in the order of its parameters(); one round trip for all.
-  std::vector<RRef<at::Tensor>> parameter_rrefs() const {
-    return caller_.call_on(*this, token_->parameters()).wait();
+  std::vector<RRef<at::Tensor>> parameter_rrefs(SourceLocation site = SourceLocation::current()) const {
+    return caller_.call_on_from(site, *this, token_->parameters()).wait();
   }
-  void train(bool training = true) const { caller_.call_on(*this, token_->train(), training).wait(); }
-  void eval() const { train(false); }
+  void train(bool training = true, SourceLocation site = SourceLocation::current()) const {
+    caller_.call_on_from(site, *this, token_->train(), training).wait();
+  }
+  void eval(SourceLocation site = SourceLocation::current()) const { train(false, site); }
   /// Clears its parameters' own `.grad`; gradients of a context are not there.
-  void zero_grad() const { caller_.call_on(*this, token_->zero_grad()).wait(); }
+  void zero_grad(SourceLocation site = SourceLocation::current()) const {
+    caller_.call_on_from(site, *this, token_->zero_grad()).wait();
+  }
 
  private:
+  template <class, auto, class>
+  friend class rpc::RemoteForward;
+  template <class... Inputs>
+  auto call_forward(SourceLocation site, const Inputs&... inputs) const {
+    return caller_.call_on_from(site, *this, token_->forward(), inputs...);
+  }
+
   const Token* token_;
   Caller caller_;
 };

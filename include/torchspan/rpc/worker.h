@@ -87,7 +87,18 @@ class Caller {
   template <class T, auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> call_on(const RRef<T>& rref, Function<kFunction> token,
                                            Args&&... args) const {
-    const Destination to(rref.owner().rank, SourceLocation());
+    return call_on_from(token.site, rref, token, std::forward<Args>(args)...);
+  }
+  template <class T, auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> create_on(const RRef<T>& rref, Function<kFunction> token,
+                                                   Args&&... args) const {
+    return create_on_from(token.site, rref, token, std::forward<Args>(args)...);
+  }
+  /// The same for a call that the program made at `site`.
+  template <class T, auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> call_on_from(SourceLocation site, const RRef<T>& rref,
+                                                const Function<kFunction>& token, Args&&... args) const {
+    const Destination to(rref.owner().rank, site);
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return call<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
@@ -96,9 +107,10 @@ class Caller {
     }
   }
   template <class T, auto kFunction, class... Args>
-  RRef<Stored<rpc::ResultOf<kFunction>>> create_on(const RRef<T>& rref, Function<kFunction> token,
-                                                   Args&&... args) const {
-    const Destination to(rref.owner().rank, SourceLocation());
+  RRef<Stored<rpc::ResultOf<kFunction>>> create_on_from(SourceLocation site, const RRef<T>& rref,
+                                                        const Function<kFunction>& token,
+                                                        Args&&... args) const {
+    const Destination to(rref.owner().rank, site);
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return create<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
@@ -149,7 +161,7 @@ class Caller {
     std::apply([&](const Args&... args) { (wire::encode<Args>(encoder, args), ...); }, arguments);
   }
   template <auto kFunction, class... Args>
-  rpc::Request plan(wire::MessageType type, const Destination& to, Function<kFunction> token,
+  rpc::Request plan(wire::MessageType type, const Destination& to, const Function<kFunction>& token,
                     const rpc::ReferencePtr* object, Args&&... args) const {
     using Arguments = typename rpc::SignatureOf<kFunction>::Arguments;
     static_assert(std::is_constructible_v<Arguments, Args&&...>,
@@ -163,13 +175,13 @@ class Caller {
     return request;
   }
   template <auto kFunction, class... Args>
-  Future<rpc::ResultOf<kFunction>> call(const Destination& to, Function<kFunction> token,
+  Future<rpc::ResultOf<kFunction>> call(const Destination& to, const Function<kFunction>& token,
                                         const rpc::ReferencePtr* object, Args&&... args) const {
     return send<rpc::ResultOf<kFunction>>(
         to, plan(rpc::kCallFunction, to, token, object, std::forward<Args>(args)...));
   }
   template <auto kFunction, class... Args>
-  RRef<Stored<rpc::ResultOf<kFunction>>> create(const Destination& to, Function<kFunction> token,
+  RRef<Stored<rpc::ResultOf<kFunction>>> create(const Destination& to, const Function<kFunction>& token,
                                                 const rpc::ReferencePtr* object, Args&&... args) const {
     using R = Stored<rpc::ResultOf<kFunction>>;
     return begin_creation<R>(endpoint_->resolve(to),
@@ -282,17 +294,17 @@ T& RRef<T>::local_value() const {
 template <class T>
 template <auto kFunction, class... Args>
 rpc::ResultOf<kFunction> RRef<T>::rpc_sync(Function<kFunction> token, Args&&... args) const {
-  return caller().call_on(*this, token, std::forward<Args>(args)...).wait();
+  return caller().call_on_from(token.site, *this, token, std::forward<Args>(args)...).wait();
 }
 template <class T>
 template <auto kFunction, class... Args>
 Future<rpc::ResultOf<kFunction>> RRef<T>::rpc_async(Function<kFunction> token, Args&&... args) const {
-  return caller().call_on(*this, token, std::forward<Args>(args)...);
+  return caller().call_on_from(token.site, *this, token, std::forward<Args>(args)...);
 }
 template <class T>
 template <auto kFunction, class... Args>
 RRef<Stored<rpc::ResultOf<kFunction>>> RRef<T>::remote(Function<kFunction> token, Args&&... args) const {
-  return caller().create_on(*this, token, std::forward<Args>(args)...);
+  return caller().create_on_from(token.site, *this, token, std::forward<Args>(args)...);
 }
 template <class T>
 c10::IValue RRef<T>::rpc_sync(const std::string& method, std::vector<c10::IValue> args,
