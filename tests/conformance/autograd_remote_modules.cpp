@@ -107,7 +107,9 @@ TEST(RemoteModuleConformance, BadModule) {
 TEST(RemoteModuleConformance, AForwardThatThrowsNamesWorkerAndModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker2", kLayer, 7, 3);
+    const int line = __LINE__ + 1;
     const Error failure = error_of([&] { layer.forward(at::ones({2, 5}, at::kDouble), 1.0); });
+    EXPECT_THAT(failure.what(), HasSubstr("autograd_remote_modules.cpp:" + std::to_string(line)));
     EXPECT_EQ(failure.kind(), ErrorKind::kRemoteFailure);
     EXPECT_EQ(failure.worker(), "worker2");
     EXPECT_EQ(failure.call(), "Layer.forward");

@@ -148,6 +148,20 @@ TEST(RpcConformance, CallMethodOnRref) {
   });
 }
 
+TEST(RpcConformance, CallsOnAReferenceNameTheirPlace) {
+  on_first(world(), [](Worker& worker) {
+    auto parameters = worker.remote("worker1", kParameters, at::ones({2, 2}));
+    const at::Tensor wrong = at::ones({5});
+    const auto expect_place = [](int line, const std::function<void()>& call) {
+      EXPECT_THAT(error_of(call).what(), HasSubstr("[called at rpc_rrefs.cpp:" + std::to_string(line) + "]"));
+    };
+    expect_place(__LINE__, [&] { parameters.rpc_sync(kUpdate, wrong); });
+    expect_place(__LINE__, [&] { parameters.rpc_async(kUpdate, wrong).wait(); });
+    expect_place(__LINE__, [&] { parameters.remote(kUpdate, wrong).to_here(); });
+    expect_place(__LINE__, [&] { worker.call_on(parameters, kUpdate, wrong).wait(); });
+  });
+}
+
 TEST(RpcConformance, RrefProxyTensor) {
   on_first(world(), [](Worker& worker) {
     auto x = worker.remote("worker1", kOnes, 6);
