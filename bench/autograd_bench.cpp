@@ -28,7 +28,7 @@ using testing::Process;
 using testing::ProcessWorld;
 
 /// From the repository's root, where `make bench` runs.
-constexpr const char* kPeer = "bench/peers/torch_dist_autograd.py";
+constexpr const char* kScript = "bench/peers/torch_dist_autograd.py";
 constexpr const char* kPython = "/usr/bin/python3";
 constexpr const char* kEngine = "engine";
 
@@ -59,18 +59,19 @@ void play(const std::string& world) {
     std::ofstream(samples_file(folder)) << nlohmann::json(samples);
 }
 
-/// Runs one world to its end; throws with what its processes said when it failed.
-Samples run(const World& world, bool peer, const Arguments& arguments) {
+/// Runs one world to its end, of ours or of a peer; throws with what its processes said when it failed.
+Samples run(const World& world, const std::string& peer, const Arguments& arguments) {
   ProcessWorld processes(world.size);
   const std::map<std::string, std::string> variables{{"TORCHSPAN_BENCH_PARENT", std::to_string(getpid())},
                                                      {"TORCHSPAN_BENCH_SECONDS", arguments.seconds},
                                                      {"TP_SOCKET_IFNAME", "lo"}};
   std::vector<std::string> through;
-  if (peer) through = {kPython, kPeer, world.name, arguments.seconds};
+  if (!peer.empty())
+    through = {kPython, kScript, world.name, arguments.seconds, peer == kPeers[0] ? "default" : "tcp"};
   for (int rank = 0; rank < world.size; ++rank) processes.start(rank, world.name, variables, through);
   // The peer's rank 0 leaves its world as it stands: the others are killed.
   bool good = true;
-  for (int rank = 0; rank < (peer ? 1 : world.size) && good; ++rank) {
+  for (int rank = 0; rank < (peer.empty() ? world.size : 1) && good; ++rank) {
     Process& process = processes.process(static_cast<std::size_t>(rank));
     good = process.wait(processes.executor(), std::chrono::seconds(120)) && process.exit_code() == 0;
   }
@@ -81,31 +82,33 @@ Samples run(const World& world, bool peer, const Arguments& arguments) {
   }
   std::ifstream file(samples_file(processes.folder()));
   Samples samples = nlohmann::json::parse(file).get<Samples>();
-  if (!peer) return samples;
+  if (peer.empty()) return samples;
   Samples named;
-  for (auto& [name, values] : samples) named["peer/" + name] = std::move(values);
+  for (auto& [name, values] : samples) named[peer + "/" + name] = std::move(values);
   return named;
 }
 
 /// False when the peer gave no figures though it was asked for.
 bool conduct(const Arguments& arguments) {
   Report report;
-  const bool peer = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kPeer);
-  if (arguments.peer && !peer)
-    std::fprintf(stderr, "autograd: without the peer: no %s or no %s\n", kPython, kPeer);
+  const bool peers = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kScript);
+  if (arguments.peer && !peers)
+    std::fprintf(stderr, "autograd: without the peer: no %s or no %s\n", kPython, kScript);
   bool complete = true;
   for (int round = 0; round < arguments.rounds; ++round) {
     for (const World& world : kWorlds) {
       if (!arguments.only.empty() && arguments.only != world.name) continue;
       std::fprintf(stderr, "\rround %d of %d: %-10s", round + 1, arguments.rounds, world.name);
-      report.add(round, run(world, false, arguments));
-      if (!peer || world.size == 1) continue;
-      try {
-        report.add(round, run(world, true, arguments));
-      } catch (const std::exception& error) {
-        complete = false;
-        std::fprintf(stderr, "\nthe peer gave no figures of '%s' in this round: %s\n", world.name,
-                     error.what());
+      report.add(round, run(world, "", arguments));
+      if (!peers || world.size == 1) continue;
+      for (const char* peer : kPeers) {
+        try {
+          report.add(round, run(world, peer, arguments));
+        } catch (const std::exception& error) {
+          complete = false;
+          std::fprintf(stderr, "\n%s gave no figures of '%s' in this round: %s\n", peer, world.name,
+                       error.what());
+        }
       }
     }
   }

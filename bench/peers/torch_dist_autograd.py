@@ -1,6 +1,7 @@
 """One process of PyTorch's distributed autograd over its RPC, with the programs of bench/autograd/world.cpp.
 
-usage: torch_dist_autograd.py pair|chain|trainers [SECONDS]     (RANK and WORLD_SIZE in the environment)
+usage: torch_dist_autograd.py pair|chain|trainers SECONDS default|tcp     (RANK and WORLD_SIZE in the environment)
+"default" is what it takes by itself on one host, shared memory which its threads poll; "tcp" sleeps while it waits.
 Rank 0 writes microseconds by figure to samples.json in TORCHSPAN_RUNTIME_DIR. What crosses processes is as little
 Python as the peer allows: operators and TorchScript functions, which its callee runs without Python. Figures that
 begin with "python/" tell what Python costs on the caller.
@@ -205,7 +206,10 @@ def main():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+    options = rpc.TensorPipeRpcBackendOptions()
+    if sys.argv[3] == "tcp":
+        options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     if rank != 0:
         time.sleep(300)  # until it is killed
         return
