@@ -1,63 +1,162 @@
-// Section autograd: one backward pass over the graph of this process, ours against LibTorch's engine.
-#include <benchmark/benchmark.h>
+// Section autograd: backward passes of one process against LibTorch's engine, and passes over several
+// processes of this host, SMART and FAST, against PyTorch's distributed autograd (python3-torch). Prints the
+// section's JSON, and a table for people on stderr.
+//   --rounds N      how often everything is measured (5)
+//   --only WORLD    engine, pair, chain or trainers
+//   --seconds S     how long each figure is measured in a round (0.5)
+//   --no-peer       leave PyTorch out
+// In every round each measurement starts its processes anew and ends them before the next, for the peer's
+// idle processes would burn the cores of the others. A missed goal is said; it is no error.
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string_view>
 
-#include <torch/torch.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
 
-#include <torchspan/engine/backward.h>
-#include <torchspan/engine/gradient_map.h>
-
+#include "bench/autograd/local.h"
+#include "bench/autograd/report.h"
+#include "bench/autograd/world.h"
 #include "bench/harness.h"
+#include "tests/support/processes.h"
 
-namespace torchspan {
+namespace torchspan::bench {
 namespace {
 
-at::Tensor chain(const at::Tensor& x, std::int64_t length) {
-  at::Tensor y = x;
-  for (std::int64_t i = 0; i < length; ++i) y = y + 1;
-  return y.sum();
+using testing::Process;
+using testing::ProcessWorld;
+
+/// From the repository's root, where `make bench` runs.
+constexpr const char* kScript = "bench/peers/torch_dist_autograd.py";
+constexpr const char* kPython = "/usr/bin/python3";
+constexpr const char* kEngine = "engine";
+
+struct World {
+  const char* name;
+  int size;
+};
+constexpr World kWorlds[] = {{kEngine, 1}, {"pair", 2}, {"chain", 4}, {"trainers", kTrainers + kServers}};
+
+struct Arguments {
+  int rounds = 5;
+  std::string only = {};
+  std::string seconds = "0.5";
+  bool peer = true;
+};
+
+std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
+
+/// The part of a process that the conductor started.
+void play(const std::string& world) {
+  const std::string folder = std::getenv("TORCHSPAN_RUNTIME_DIR");
+  const Duration limit = std::chrono::duration_cast<Duration>(
+      std::chrono::duration<double>(std::stod(std::getenv("TORCHSPAN_BENCH_SECONDS"))));
+  at::set_num_threads(1);
+  const Samples samples =
+      world == kEngine ? measure_engine(*make_executor(), limit) : take_part(world, limit);
+  if (std::string_view(std::getenv("RANK")) == "0")
+    std::ofstream(samples_file(folder)) << nlohmann::json(samples);
 }
 
-/// Each parameter is used by a small branch of its own: as many leaves as inner nodes.
-at::Tensor fan(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> branches;
-  for (const at::Tensor& parameter : parameters) branches.push_back(parameter * 2);
-  return at::stack(branches).sum();
+/// Runs one world to its end, of ours or of a peer; throws with what its processes said when it failed.
+Samples run(const World& world, const std::string& peer, const Arguments& arguments) {
+  ProcessWorld processes(world.size);
+  const std::map<std::string, std::string> variables{{"TORCHSPAN_BENCH_PARENT", std::to_string(getpid())},
+                                                     {"TORCHSPAN_BENCH_SECONDS", arguments.seconds},
+                                                     {"TP_SOCKET_IFNAME", "lo"}};
+  std::vector<std::string> through;
+  if (!peer.empty())
+    through = {kPython, kScript, world.name, arguments.seconds, peer == kPeers[0] ? "default" : "tcp"};
+  for (int rank = 0; rank < world.size; ++rank) processes.start(rank, world.name, variables, through);
+  // The peer's rank 0 leaves its world as it stands: the others are killed.
+  bool good = true;
+  for (int rank = 0; rank < (peer.empty() ? world.size : 1) && good; ++rank) {
+    Process& process = processes.process(static_cast<std::size_t>(rank));
+    good = process.wait(processes.executor(), std::chrono::seconds(120)) && process.exit_code() == 0;
+  }
+  if (!good) {
+    std::string text;
+    for (std::size_t i = 0; i < processes.size(); ++i) text += processes.process(i).output();
+    throw std::runtime_error(text.empty() ? "it did not end in time" : text);
+  }
+  std::ifstream file(samples_file(processes.folder()));
+  Samples samples = nlohmann::json::parse(file).get<Samples>();
+  if (peer.empty()) return samples;
+  Samples named;
+  for (auto& [name, values] : samples) named[peer + "/" + name] = std::move(values);
+  return named;
 }
 
-std::vector<at::Tensor> leaves(std::int64_t count) {
-  std::vector<at::Tensor> list;
-  for (std::int64_t i = 0; i < count; ++i) list.push_back(at::ones({16}).requires_grad_());
-  return list;
+/// False when the peer gave no figures though it was asked for.
+bool conduct(const Arguments& arguments) {
+  Report report;
+  const bool peers = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kScript);
+  if (arguments.peer && !peers)
+    std::fprintf(stderr, "autograd: without the peer: no %s or no %s\n", kPython, kScript);
+  bool complete = true;
+  for (int round = 0; round < arguments.rounds; ++round) {
+    for (const World& world : kWorlds) {
+      if (!arguments.only.empty() && arguments.only != world.name) continue;
+      std::fprintf(stderr, "\rround %d of %d: %-10s", round + 1, arguments.rounds, world.name);
+      report.add(round, run(world, "", arguments));
+      if (!peers || world.size == 1) continue;
+      for (const char* peer : kPeers) {
+        try {
+          report.add(round, run(world, peer, arguments));
+        } catch (const std::exception& error) {
+          complete = false;
+          std::fprintf(stderr, "\n%s gave no figures of '%s' in this round: %s\n", peer, world.name,
+                       error.what());
+        }
+      }
+    }
+  }
+  const nlohmann::json metrics = report.metrics();
+  std::fprintf(stderr, "\r%s", table_of(metrics).c_str());
+  print_section(metrics);
+  return complete;
 }
 
-void ours(const at::Tensor& loss) {
-  engine::GradientMap gradients;
-  engine::MapSink sink(gradients);
-  engine::backward({loss}, {}, sink, {.retain_graph = true});
-  benchmark::DoNotOptimize(gradients.size());
-}
-
-void stock(const at::Tensor& loss, const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters) parameter.mutable_grad().reset();
-  loss.backward({}, /*retain_graph=*/true);
-}
-
-void compare(bench::Bench& bench, const std::string& name, const at::Tensor& loss,
-             const std::vector<at::Tensor>& parameters) {
-  bench.add(name + "/libtorch", 20, [=] { stock(loss, parameters); });
-  bench.add(name, 20, [=] { ours(loss); }, {.peer = name + "/libtorch"});
+Arguments parse(int count, char** values) {
+  Arguments arguments;
+  for (int i = 1; i < count; ++i) {
+    const std::string_view name = values[i];
+    if (name == "--no-peer") {
+      arguments.peer = false;
+    } else if (name == "--rounds" && i + 1 < count) {
+      arguments.rounds = std::max(1, std::stoi(values[++i]));
+    } else if (name == "--seconds" && i + 1 < count) {
+      arguments.seconds = std::to_string(std::stod(values[++i]));
+    } else if (name == "--only" && i + 1 < count) {
+      arguments.only = values[++i];
+    } else {
+      throw std::invalid_argument("autograd: unknown argument '" + std::string(name) +
+                                  "'; there are --rounds N, --only WORLD, --seconds S and --no-peer");
+    }
+  }
+  const bool known = std::any_of(std::begin(kWorlds), std::end(kWorlds),
+                                 [&](const World& world) { return world.name == arguments.only; });
+  if (!arguments.only.empty() && !known)
+    throw std::invalid_argument("autograd: there is no world '" + arguments.only +
+                                "'; there are engine, pair, chain and trainers");
+  return arguments;
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::bench
 
-int main() {
-  const auto executor = torchspan::make_executor();
-  torchspan::bench::Bench bench(*executor);
-  at::set_num_threads(1);
-  const auto one = torchspan::leaves(1), many = torchspan::leaves(500);
-  torchspan::compare(bench, "autograd/engine/chain_1000", torchspan::chain(one[0], 1000), one);
-  torchspan::compare(bench, "autograd/engine/fan_500", torchspan::fan(many), many);
-  bench.run(9);
-  torchspan::bench::print_section(bench.metrics());
+int main(int count, char** values) {
+  try {
+    if (const char* world = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
+      torchspan::bench::end_with_parent();
+      torchspan::bench::play(world);
+    } else if (!torchspan::bench::conduct(torchspan::bench::parse(count, values))) {
+      return 1;
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
 }

@@ -1,10 +1,13 @@
 #pragma once
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <sys/prctl.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 #include <vector>
@@ -12,6 +15,12 @@
 #include <torchspan/core/executor.h>
 
 namespace torchspan::bench {
+
+/// The value that `share` of the values do not exceed; there must be some.
+inline double percentile(std::vector<double> values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
+}
 
 /// What a figure is held against, by the names of figures of the same run.
 struct Against {
@@ -76,14 +85,17 @@ class Bench {
     Against against;
     std::vector<double> samples;
   };
-  static double percentile(std::vector<double> values, double share) {
-    std::sort(values.begin(), values.end());
-    return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
-  }
 
   Executor& executor_;
   std::vector<Figure> figures_;
 };
+
+/// A process that a bench started ends with the one that started it, however that ends.
+inline void end_with_parent() {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const char* parent = std::getenv("TORCHSPAN_BENCH_PARENT");  // none: a tracer started it, say
+  if (parent != nullptr && std::to_string(getppid()) != parent) _exit(1);
+}
 
 /// Prints a section's file: the machine and the metrics.
 inline void print_section(const nlohmann::json& metrics) {

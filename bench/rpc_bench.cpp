@@ -6,12 +6,10 @@
 //   --longer N      N times as many calls in a round, for a profiler
 // In every round each measurement starts its processes anew and ends them before the next, for the peer's
 // idle processes would burn the cores of the others.
-#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <set>
 #include <string_view>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "bench/harness.h"
@@ -190,13 +188,6 @@ Arguments read_arguments(int count, char** values) {
     arguments.peer = false;
   }
   return arguments;
-}
-
-/// A process that was started here ends with the one that started it, however that ends.
-void end_with_parent() {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  const std::string parent = variable("TORCHSPAN_BENCH_PARENT");  // none: a tracer started it, say
-  if (!parent.empty() && std::to_string(getppid()) != parent) _exit(1);
 }
 
 }  // namespace

@@ -223,6 +223,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
 
   Runtime& runtime_;
   SeldomWarning refusals_{runtime_.log, runtime_.executor};
+  Counter& bytes_sent_{runtime_.metrics.counter("rpc.bytes_sent")};  ///< frames and tensors, retries included
   const FunctionTable functions_;
   const ServiceOptions options_;
   WorkerInfo self_;

@@ -79,6 +79,9 @@ void Core::warn_of_detached(const CallInfo& info) {
 void Core::transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                     const wire::PackedTensors& tensors) {
   Bytes header = wire::encode_frame(frame);
+  std::uint64_t bytes = header.size();
+  for (const Segment& segment : tensors.segments) bytes += segment.size;
+  bytes_sent_.add(bytes);
   if (channel) return channel->send(header, tensors.segments);
   loop_back(header, tensors);
 }

@@ -98,6 +98,21 @@ TEST(Worker, CarriesTensorsBothWays) {
   });
 }
 
+TEST(Worker, CountsTheBytesOfFramesAndTensorsThatItSends) {
+  on_first(2, 1, [](Worker& worker) {
+    const Counter& sent = worker.runtime().metrics.counter("rpc.bytes_sent");
+    const auto bytes_of = [&](std::int64_t numbers) {
+      const std::uint64_t before = sent.value();
+      worker.rpc_sync(1, kScale, at::ones({numbers}), 2.0);
+      return static_cast<double>(sent.value() - before);
+    };
+    const double least = bytes_of(1);
+    EXPECT_GT(least, 20);
+    EXPECT_LT(least, 400);
+    EXPECT_NEAR(bytes_of(10'001) - least, 40'000, 16);
+  });
+}
+
 TEST(Worker, CapturesArgumentsWhenTheCallIsMade) {
   on_first(2, 1, [](Worker& worker) {
     at::Tensor x = at::ones({1000});
