@@ -101,6 +101,18 @@ TEST(RpcConformance, ListsAtTheOwnerWhereACreatorMadeAValue) {
   });
 }
 
+TEST(RpcConformance, ListsWhereAMethodMadeAValue) {
+  on_first(world(), [](Worker& worker) {
+    auto board = worker.remote("worker1", kBoard, 5);
+    auto cells = board.remote(kCells);
+    const int line = __LINE__ - 1;
+    cells.creation().wait();
+    const auto users = list(worker, Role::kUser);
+    ASSERT_EQ(users.size(), 2u);
+    EXPECT_EQ(users[1].site, place(line));
+  });
+}
+
 TEST(RpcConformance, ListsReferencesToValuesElsewhere) {
   on_first(world(), [](Worker& worker) {
     auto board = worker.remote("worker1", kBoard, 5);

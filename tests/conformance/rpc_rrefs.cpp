@@ -157,7 +157,6 @@ TEST(RpcConformance, CallsOnAReferenceNameTheirPlace) {
     };
     expect_place(__LINE__, [&] { parameters.rpc_sync(kUpdate, wrong); });
     expect_place(__LINE__, [&] { parameters.rpc_async(kUpdate, wrong).wait(); });
-    expect_place(__LINE__, [&] { parameters.remote(kUpdate, wrong).to_here(); });
     expect_place(__LINE__, [&] { worker.call_on(parameters, kUpdate, wrong).wait(); });
   });
 }
