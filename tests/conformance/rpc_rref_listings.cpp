@@ -2,7 +2,8 @@
 #include <fmt/format.h>
 #include <set>
 
-#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/zeros.h>
 
 #include "rpc/control.h"
 #include "tests/conformance/rpc_faults.h"
