@@ -4,7 +4,9 @@
 #include <tuple>
 #include <variant>
 
-#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 
 #include "tests/conformance/rpc_world.h"
 
