@@ -3,7 +3,7 @@
 // section's JSON, and a table for people on stderr.
 //   --rounds N      how often everything is measured (5)
 //   --only WORLD    engine, pair, chain or trainers
-//   --seconds S     how long each figure is measured in a round (0.5)
+//   --seconds S     how long each figure is measured in a round (0.3)
 //   --no-peer       leave PyTorch out
 // In every round each measurement starts its processes anew and ends them before the next, for the peer's
 // idle processes would burn the cores of the others. A missed goal is said; it is no error.
@@ -41,7 +41,7 @@ constexpr World kWorlds[] = {{kEngine, 1}, {"pair", 2}, {"chain", 4}, {"trainers
 struct Arguments {
   int rounds = 5;
   std::string only = {};
-  std::string seconds = "0.5";
+  std::string seconds = "0.3";
   bool peer = true;
 };
 

@@ -27,7 +27,11 @@ constexpr Size kSizes[] = {{"64B", 64}, {"64KiB", 64 << 10}, {"16MiB", 16 << 20}
 constexpr const char* kPython[] = {"context",         "call", "local_1", "local_8", "hop_1_caller_cpu",
                                    "hop_8_caller_cpu"};
 
-double median(const std::vector<double>& values) { return percentile(values, 0.5); }
+/// Of an even number of values, the mean of the two in the middle.
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return (values[values.size() / 2] + values[(values.size() - 1) / 2]) / 2;
+}
 
 /// The median of a figure's rounds.
 double middle(const std::map<int, double>& rounds) {
