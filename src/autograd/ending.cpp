@@ -65,6 +65,26 @@ void PassState::leave() {
   if (left) left->set_value();
 }
 
+void PassState::replied(std::shared_ptr<PassState> pass) {
+  pass->leave();
+  let_go(std::move(pass));
+}
+
+void PassState::let_go(std::shared_ptr<PassState> pass) {
+  {
+    MutexLock lock(pass->end_mutex_);
+    if (pass->stage_ != Stage::kEnded && pass->stage_ != Stage::kFailed) return;  // its context has it
+  }
+  const auto host = pass->host_.lock();
+  if (host) host->post([last = std::move(pass)] {});
+}
+
+void PassState::post(UniqueFunction<void(PassState&)> act) {
+  const auto host = host_.lock();
+  if (!host) return act(*this);
+  host->post([self = shared_from_this(), act = std::move(act)]() mutable { act(*self); });
+}
+
 /// The graph's work is over; holds the end until everybody inside has left.
 void PassState::work_over(const engine::PassStatus& status) {
   if (status.error) return fail(describe_failure());
@@ -77,7 +97,8 @@ void PassState::work_over(const engine::PassStatus& status) {
       return;
     }
     stage_ = Stage::kGraphDone;
-    outsiders_left_.emplace(host_);
+    // Without a host: the end comes on the thread that brings the last reply.
+    outsiders_left_.emplace(std::weak_ptr<FutureHost>());
     rest = outsiders_left_->future();
   }
   sink_.hold(std::move(rest));
@@ -85,7 +106,7 @@ void PassState::work_over(const engine::PassStatus& status) {
 
 void PassState::end(const engine::PassStatus& status) {
   if (status.error) return fail_here(to_error(status.error));  // what others held the end for failed
-  std::optional<Promise<PartOver>> asker;
+  std::optional<Answer<PropagateGradients>> asker;
   {
     MutexLock lock(end_mutex_);
     if (stage_ == Stage::kFailed) return;
@@ -94,21 +115,28 @@ void PassState::end(const engine::PassStatus& status) {
   }
   if (!key_.retain_graph) context_->remove_sends(used_sends());
   context_->end_pass(id(), std::nullopt);
-  if (asker) asker->set_value(PartOver{});
+  if (asker) asker->give(PartOver{});
   over_.set_value();
 }
 
-Future<PartOver> PassState::part_over() {
-  MutexLock lock(end_mutex_);
-  if (stage_ == Stage::kFailed) return make_ready_future<PartOver>(PartOver{as_told(*failure_, name_)});
-  if (stage_ == Stage::kEnded) return make_ready_future<PartOver>();
-  return asker_.emplace(host_).future();
+void PassState::tell_part_over(Answer<PropagateGradients> answer) {
+  PartOver over;
+  {
+    MutexLock lock(end_mutex_);
+    if (stage_ == Stage::kFailed) {
+      over.failure = as_told(*failure_, name_);
+    } else if (stage_ != Stage::kEnded) {
+      asker_.emplace(std::move(answer));
+      return;
+    }
+  }
+  answer.give(over);
 }
 
 void PassState::fail(const Error& failure) {
   const auto self = shared_from_this();  // the context lets go of it
   std::optional<Promise<void>> left;
-  std::optional<Promise<PartOver>> asker;
+  std::optional<Answer<PropagateGradients>> asker;
   {
     MutexLock lock(end_mutex_);
     if (stage_ == Stage::kFailed || stage_ == Stage::kEnded) return;
@@ -119,7 +147,7 @@ void PassState::fail(const Error& failure) {
   }
   context_->end_pass(id(), failure);
   Future<void> told = tell_failure(failure);
-  std::optional<Promise<MarkedWorkers>> parent;
+  std::optional<Answer<MarkSends>> parent;
   {
     MutexLock lock(end_mutex_);
     told_ = std::move(told);
@@ -128,8 +156,8 @@ void PassState::fail(const Error& failure) {
     MutexLock lock(marks_mutex_);
     parent = std::exchange(parent_, std::nullopt);
   }
-  if (parent) parent->set_value(MarkedWorkers{{}, as_told(failure, name_)});
-  if (asker) asker->set_value(PartOver{as_told(failure, name_)});
+  if (parent) parent->give(MarkedWorkers{{}, as_told(failure, name_)});
+  if (asker) asker->give(PartOver{as_told(failure, name_)});
   over_.set_error(failure);
   if (left) left->set_error(failure);
   graph_.abort(failure);

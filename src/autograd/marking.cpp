@@ -21,47 +21,70 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
 }
 
 /// Gradients that agree with the marks may end the pass while this thread tells the marks on: it is held.
-Future<MarkedWorkers> PassState::mark(const std::vector<MarkedSend>& sends) {
+void PassState::mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer) {
   enter();
-  Future<MarkedWorkers> answered = take_marks(sends);  // what it throws fails the pass
-  leave();
-  return answered;
+  take_marks(find(sends), answer);  // what it throws fails the pass
 }
 
-Future<MarkedWorkers> PassState::take_marks(const std::vector<MarkedSend>& sends) {
+bool PassState::try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer) {
+  Marks marks;
+  try {
+    marks = find(sends);
+    enter();
+  } catch (const Error&) {
+    return false;
+  }
+  take_marks(marks, answer);
+  return true;
+}
+
+PassState::Marks PassState::find(const std::vector<MarkedSend>& sends) const {
+  Marks marks;
+  for (const MarkedSend& marked : sends) {
+    auto send = context_->find_send(marked.message);
+    if (!send) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("message {:#x} takes part in this pass, but an earlier pass used its graph up: "
+                              "that one needs retain_graph",
+                              marked.message));
+    }
+    for (const std::uint32_t output : marked.outputs) {
+      if (output >= send->num_outputs())
+        throw Error(ErrorKind::kInvalid, "a mark names a tensor that is not in its message");
+    }
+    marks.emplace_back(std::move(send), marked);
+  }
+  return marks;
+}
+
+bool PassState::has_unmarked() {
+  MutexLock lock(marks_mutex_);
+  return marked_sends_ < sends_.size();
+}
+
+/// Keeps the answer when these marks are the first of a time of marking, else gives it. Leaves.
+void PassState::take_marks(const Marks& marks, Answer<MarkSends>& answer) {
   std::size_t settled = 0;
-  Future<MarkedWorkers> answered = make_ready_future<MarkedWorkers>({{rank_}, {}});
   {
     MutexLock lock(marks_mutex_);
-    for (const MarkedSend& marked : sends) {
-      const auto send = context_->find_send(marked.message);
-      if (!send) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("message {:#x} takes part in this pass, but an earlier pass used its graph up: that "
-                        "one needs retain_graph",
-                        marked.message));
-      }
+    for (const auto& [send, marked] : marks) {
       std::vector<torch::autograd::Edge> edges;
-      for (const std::uint32_t output : marked.outputs) {
-        if (output >= send->num_outputs()) {
-          throw Error(ErrorKind::kInvalid, "a mark names a tensor that is not in its message");
-        }
-        edges.push_back(send->next_edge(output));
-      }
+      for (const std::uint32_t output : marked.outputs) edges.push_back(send->next_edge(output));
       walk_.walk(edges);
-      SendMarks& marks = marks_[marked.message];
-      marks.mark(marked.outputs);
-      if (marks.agree()) settled += disagreements_.erase(marked.message);
+      SendMarks& known = marks_[marked.message];
+      if (!known.is_marked() && !marked.outputs.empty()) ++marked_sends_;
+      known.mark(marked.outputs);
+      if (known.agree()) settled += disagreements_.erase(marked.message);
     }
-    marked_workers_.insert(rank_);
-    if (!is_root() && !parent_) answered = parent_.emplace(host_).future();
+    if (marked_sends_ < sends_.size()) unmarked_workers_.insert(rank_);
+    if (!is_root() && !parent_) parent_.emplace(std::move(answer));
     ++errands_;
   }
   tell_marks();
   end_errand();
   for (; settled > 0; --settled) leave();
-  return answered;
+  leave();
+  if (answer) answer.give(has_unmarked() ? MarkedWorkers{{rank_}, {}} : MarkedWorkers{});
 }
 
 /// Tells the senders of what the walk has reached. Each answer that is out is an errand.
@@ -77,38 +100,42 @@ void PassState::tell_marks() {
   for (auto& [rank, sends] : marks) {
     const MarkSends message{context_->id(), id(), key_.retain_graph, key_.threads, std::move(sends)};
     enter();
-    me.request(Destination(rank), message, Deadline::never())
-        .then([weak = weak_from_this(), to = rank](Future<MarkedWorkers> done) {
-          auto self = weak.lock();
-          if (!self) return;
-          if (done.error()) return self->fail_without(to, to_error(done.error()));
-          const MarkedWorkers marked = done.wait();
-          if (marked.failure) return self->fail(*marked.failure);
-          self->note_marked(marked.ranks);
-          self->end_errand();
-          self->leave();
-        });
+    ask_briefly(me, rank, message, Deadline::never(),
+                [weak = weak_from_this(), to = rank](MarkedWorkers marked, std::exception_ptr error) {
+                  auto self = weak.lock();
+                  if (!self) return;
+                  self->hear_marked(std::move(marked), error, to);
+                  let_go(std::move(self));
+                });
   }
 }
 
-void PassState::note_marked(const std::vector<std::uint32_t>& ranks) {
+void PassState::hear_marked(MarkedWorkers marked, const std::exception_ptr& error, std::uint32_t from) {
+  if (error) return post([=](PassState& pass) { pass.fail_without(from, to_error(error)); });
+  if (marked.failure) return post([failure = *marked.failure](PassState& pass) { pass.fail(failure); });
+  note_unmarked(marked.ranks);
+  end_errand();
+  leave();
+}
+
+void PassState::note_unmarked(const std::vector<std::uint32_t>& ranks) {
   MutexLock lock(marks_mutex_);
-  marked_workers_.insert(ranks.begin(), ranks.end());
+  unmarked_workers_.insert(ranks.begin(), ranks.end());
 }
 
 /// With the last errand this worker's part of the marking is over, for now: whoever set it off is told, and
 /// at the root all marks are final.
 void PassState::end_errand() {
-  std::optional<Promise<MarkedWorkers>> parent;
+  std::optional<Answer<MarkSends>> parent;
   std::vector<std::uint32_t> workers;
   {
     MutexLock lock(marks_mutex_);
     if (--errands_ > 0) return;
     parent = std::exchange(parent_, std::nullopt);
-    workers.assign(marked_workers_.begin(), marked_workers_.end());
+    workers.assign(unmarked_workers_.begin(), unmarked_workers_.end());
   }
   if (!is_root()) {
-    if (parent) parent->set_value(MarkedWorkers{std::move(workers), {}});
+    if (parent) parent->give(MarkedWorkers{std::move(workers), {}});
     return;
   }
   if (const auto endpoint = endpoint_.lock()) {
@@ -130,8 +157,9 @@ void PassState::marks_are_final() {
       if (found == marks_.end() || !found->second.is_marked()) unmarked.push_back(send);
     }
   }
+  if (unmarked.empty()) return;
   for (const auto& send : unmarked) graph_.discard(*send);
-  drive();
+  post([](PassState& pass) { pass.drive(); });
 }
 
 }  // namespace torchspan::autograd

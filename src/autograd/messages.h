@@ -46,7 +46,8 @@ struct MarkedSend {
   std::vector<std::uint32_t> outputs;
 };
 
-/// The ranks of those who were marked on the way; or the pass's failure.
+/// The ranks of those who were marked on the way and had sends without a mark then: they want to hear when
+/// all marks are made. Or the pass's failure.
 struct MarkedWorkers {
   std::vector<std::uint32_t> ranks;
   std::optional<Error> failure;

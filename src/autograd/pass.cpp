@@ -49,6 +49,7 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
       [self = shared_from_this()](const engine::PassStatus& status) { self->work_over(status); });
   sink_.after_pass([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
   graph_.prepare();
+  nodes_ = graph_.report().nodes;
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
 }
 
@@ -109,15 +110,19 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
   enter();
   ++sent_;
   // Liveness and the pass's own deadline watch over it: the ordinary limit of calls does not apply.
-  worker()
-      .request(Destination(to), message, Deadline::never())
-      .then([weak = weak_from_this(), to, call = node.message()](Future<PartOver> done) {
-        auto self = weak.lock();
-        if (!self) return;
-        if (done.error()) return self->fail_without(to, to_error(done.error()), call.text());
-        if (auto failure = done.wait().failure) return self->fail(*failure);
-        self->leave();
-      });
+  ask_briefly(worker(), to, message, Deadline::never(),
+              [weak = weak_from_this(), to, call = node.message()](PartOver over, std::exception_ptr error) {
+                auto self = weak.lock();
+                if (!self) return;
+                if (error) {
+                  self->post([=](PassState& pass) { pass.fail_without(to, to_error(error), call.text()); });
+                } else if (over.failure) {
+                  self->post([failure = *over.failure](PassState& pass) { pass.fail(failure); });
+                } else {
+                  return replied(std::move(self));
+                }
+                let_go(std::move(self));
+              });
 }
 
 /// In SMART mode a send that took no part keeps its graph: a later loss may lead through it.

@@ -12,6 +12,7 @@
 #include <torchspan/engine/gradient_map.h>
 #include <torchspan/engine/graph_pass.h>
 
+#include "autograd/exchange.h"
 #include "autograd/marks.h"
 #include "autograd/messages.h"
 #include "autograd/state.h"
@@ -49,9 +50,13 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void receive(PropagateGradients message);
   /// The first gradients of the pass here: whoever sent them waits for this worker's part.
   bool claim_first_gradients() { return !had_gradients_.exchange(true); }
-  /// Marks for messages of ours; see MarkSends.
-  Future<MarkedWorkers> mark(const std::vector<MarkedSend>& sends);
-  /// All marks are made.
+  /// Marks for messages of ours; see MarkSends. Takes the answer, or throws.
+  void mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer);
+  /// The same on a thread that must not fail the pass: false, and nothing has happened, where it would.
+  bool try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer);
+  /// Whether walking over all of its graph takes a moment only.
+  bool is_small() const { return nodes_ <= kSmall; }
+  /// All marks are made. Short: the work that this sets free is done by another thread.
   void marks_are_final();
   /// Does the work that is ready, on this thread.
   void drive();
@@ -68,8 +73,10 @@ class PassState : public std::enable_shared_from_this<PassState> {
   std::optional<Error> failure() const;
   /// Completes when this worker's part is over, the answers to its gradients included, or has failed.
   Future<void> over() const { return over_.future(); }
-  /// The same for the worker whose gradients were the first.
-  Future<PartOver> part_over();
+  /// Tells the worker whose gradients were the first, then.
+  void tell_part_over(Answer<PropagateGradients> answer);
+  /// Gives up a reference to a pass on a thread that frees no graphs: the last one goes elsewhere.
+  static void let_go(std::shared_ptr<PassState> pass);
   /// After a failure: completes when everybody that was told has answered.
   Future<void> told() const;
   PartReport report() const;
@@ -77,20 +84,30 @@ class PassState : public std::enable_shared_from_this<PassState> {
  private:
   enum class Stage : std::uint8_t { kRunning, kGraphDone, kOver, kEnded, kFailed };
   static constexpr std::size_t kMostNamed = 5;
+  static constexpr std::size_t kSmall = 1000;
 
   void work_over(const engine::PassStatus& status);
   void end(const engine::PassStatus& status);
   /// Puts the end off until leave(); throws the failure, or Error{kCancelled}, when it has come.
   void enter();
   void leave();
+  /// A reply came that this worker's part waited for, on a thread that brings replies.
+  static void replied(std::shared_ptr<PassState> pass);
+  /// The same for one that ends the pass; `act` runs on another thread.
+  void post(UniqueFunction<void(PassState&)> act);
   Worker worker() const;
   engine::PassOptions options();
   std::vector<std::shared_ptr<SendNode>> used_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
-  Future<MarkedWorkers> take_marks(const std::vector<MarkedSend>& sends);
+  /// Marks, with the nodes that they are for.
+  using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
+  Marks find(const std::vector<MarkedSend>& sends) const;
+  void take_marks(const Marks& marks, Answer<MarkSends>& answer);
+  void hear_marked(MarkedWorkers marked, const std::exception_ptr& error, std::uint32_t from);
   void begin_marking(const std::vector<at::Tensor>& roots);
+  bool has_unmarked();
   void tell_marks();
-  void note_marked(const std::vector<std::uint32_t>& ranks);
+  void note_unmarked(const std::vector<std::uint32_t>& ranks);
   void end_errand();
   bool is_root() const { return is_root_.load(); }
   Error describe_failure();
@@ -106,6 +123,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   ContextSink sink_;
   engine::GraphPass graph_;
   std::vector<std::shared_ptr<SendNode>> sends_;
+  std::atomic<std::size_t> nodes_{~std::size_t{0}};  // unknown before it is prepared
   Promise<void> over_;
   std::atomic<bool> had_gradients_{false};
   std::atomic<bool> is_root_{false};
@@ -117,7 +135,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   std::size_t inside_ TORCHSPAN_GUARDED_BY(end_mutex_) = 0;
   std::optional<Promise<void>> outsiders_left_ TORCHSPAN_GUARDED_BY(end_mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(end_mutex_);
-  std::optional<Promise<PartOver>> asker_ TORCHSPAN_GUARDED_BY(end_mutex_);
+  std::optional<Answer<PropagateGradients>> asker_ TORCHSPAN_GUARDED_BY(end_mutex_);
   Future<void> told_ TORCHSPAN_GUARDED_BY(end_mutex_);
 
   // SMART. An errand is a MarkSends of ours that has not been answered; while there is one, this worker is in
@@ -127,8 +145,9 @@ class PassState : public std::enable_shared_from_this<PassState> {
   std::map<std::uint64_t, SendMarks> marks_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::size_t errands_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
-  std::optional<Promise<MarkedWorkers>> parent_ TORCHSPAN_GUARDED_BY(marks_mutex_);
-  std::set<std::uint32_t> marked_workers_ TORCHSPAN_GUARDED_BY(marks_mutex_);
+  std::optional<Answer<MarkSends>> parent_ TORCHSPAN_GUARDED_BY(marks_mutex_);
+  std::size_t marked_sends_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
+  std::set<std::uint32_t> unmarked_workers_ TORCHSPAN_GUARDED_BY(marks_mutex_);
 };
 
 }  // namespace torchspan::autograd

@@ -20,6 +20,18 @@ Worker Passes::Impl::require_worker() const {
   return Worker(endpoint);
 }
 
+template <rpc::Message M>
+void Passes::Impl::serve_step(rpc::Registrar& registrar, void (Impl::*handler)(M, Answer<M>),
+                              rpc::RunOn where) {
+  registrar.handle_raw(M::kType, std::string(M::kName), where,
+                       [weak = weak_from_this(), handler](const rpc::CallInfo&, wire::Payload& payload,
+                                                          std::shared_ptr<rpc::Completion> done) {
+                         auto alive = weak.lock();
+                         if (!alive) throw Error(ErrorKind::kCancelled, "this worker was shut down");
+                         (alive.get()->*handler)(wire::from_payload<M>(payload), Answer<M>(std::move(done)));
+                       });
+}
+
 void Passes::Impl::serve(rpc::Registrar& registrar) {
   registrar.intercept(interceptor);
   auto impl = [weak = weak_from_this()] {
@@ -28,15 +40,13 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
     return alive;
   };
   const auto on_pool = rpc::RunOn::kPool;
-  registrar.handle<PropagateGradients>(on_pool, [impl](const rpc::CallInfo&, PropagateGradients message) {
-    return impl()->propagate(std::move(message));
-  });
-  registrar.handle<MarkSends>(
-      on_pool, [impl](const rpc::CallInfo&, const MarkSends& message) { return impl()->mark(message); });
-  registrar.handle<MarksFinal>(on_pool, [impl](const rpc::CallInfo&, const MarksFinal& message) {
-    impl()->marks_are_final(message);
-    return Unit{};
-  });
+  serve_step<PropagateGradients>(registrar, &Impl::propagate, rpc::RunOn::kPool);
+  serve_step<MarkSends>(registrar, &Impl::mark, rpc::RunOn::kReceiver);
+  registrar.handle<MarksFinal>(rpc::RunOn::kReceiver,
+                               [impl](const rpc::CallInfo&, const MarksFinal& message) {
+                                 impl()->marks_are_final(message);
+                                 return Unit{};
+                               });
   registrar.handle<AbortPass>(
       on_pool, [impl](const rpc::CallInfo&, const AbortPass& message) { return impl()->abort(message); });
   registrar.handle<ReleaseContext>(on_pool, [impl](const rpc::CallInfo&, const ReleaseContext& message) {
@@ -91,35 +101,54 @@ Error refuse(const Worker& me, const std::shared_ptr<PassState>& pass) {
 
 }  // namespace
 
-Future<PartOver> Passes::Impl::propagate(PropagateGradients message) {
+void Passes::Impl::propagate(PropagateGradients message, Answer<PropagateGradients> answer) {
   const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
   std::shared_ptr<PassState> pass;
   try {
     pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads});
-    const bool first = pass->claim_first_gradients();
-    auto over = first ? pass->part_over() : make_ready_future<PartOver>();
+    if (pass->claim_first_gradients()) pass->tell_part_over(std::move(answer));
     pass->receive(std::move(message));
+    if (answer) answer.give(PartOver{});
     pass->drive();
-    return over;
   } catch (...) {
-    return make_ready_future<PartOver>(PartOver{refuse(require_worker(), pass)});
+    PartOver over{refuse(require_worker(), pass)};
+    if (answer) answer.give(over);
   }
 }
 
-Future<MarkedWorkers> Passes::Impl::mark(const MarkSends& message) {
+/// On the thread that received them, where that takes a moment only.
+void Passes::Impl::mark(MarkSends message, Answer<MarkSends> answer) {
+  auto context = registry->find(message.context);
+  auto pass = context ? context->pass() : nullptr;
+  if (pass && pass->id() == message.pass && pass->is_small()) {
+    const bool marked = pass->try_mark(message.sends, answer);
+    PassState::let_go(std::move(pass));
+    if (marked) return;
+  }
+  const auto pool = host.lock();
+  if (!pool) return;  // who asks hears that this worker is gone
+  pool->post([self = shared_from_this(), message = std::move(message), answer = std::move(answer)]() mutable {
+    self->mark_slowly(message, std::move(answer));
+  });
+}
+
+void Passes::Impl::mark_slowly(const MarkSends& message, Answer<MarkSends> answer) {
   std::shared_ptr<PassState> pass;
   try {
     pass = join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads});
-    return pass->mark(message.sends);
+    pass->mark(message.sends, answer);
   } catch (...) {
-    return make_ready_future<MarkedWorkers>(MarkedWorkers{{}, refuse(require_worker(), pass)});
+    MarkedWorkers marked{{}, refuse(require_worker(), pass)};
+    if (answer) answer.give(marked);
   }
 }
 
 void Passes::Impl::marks_are_final(const MarksFinal& message) {
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
-  if (pass && pass->id() == message.pass) pass->marks_are_final();
+  if (!pass) return;
+  if (pass->id() == message.pass) pass->marks_are_final();
+  PassState::let_go(std::move(pass));
 }
 
 Future<Unit> Passes::Impl::abort(const AbortPass& message) {

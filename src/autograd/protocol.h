@@ -36,9 +36,13 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   /// Of questions whose answer may be late.
   static constexpr Duration kPatience = std::chrono::minutes(1);
 
+  /// Serves M by a handler that gives the answer at once or keeps it.
+  template <rpc::Message M>
+  void serve_step(rpc::Registrar& registrar, void (Impl::*handler)(M, Answer<M>), rpc::RunOn where);
   std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key);
-  Future<PartOver> propagate(PropagateGradients message);
-  Future<MarkedWorkers> mark(const MarkSends& message);
+  void propagate(PropagateGradients message, Answer<PropagateGradients> answer);
+  void mark(MarkSends message, Answer<MarkSends> answer);
+  void mark_slowly(const MarkSends& message, Answer<MarkSends> answer);
   void marks_are_final(const MarksFinal& message);
   Future<Unit> abort(const AbortPass& message);
   Future<std::vector<PartReport>> ask_pass(const AskPass& message);

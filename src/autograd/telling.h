@@ -7,6 +7,7 @@
 #include <torchspan/core/when_all.h>
 #include <torchspan/rpc/worker.h>
 
+#include "autograd/exchange.h"
 #include "autograd/state.h"
 
 namespace torchspan::autograd {
@@ -32,14 +33,20 @@ class Telling : public std::enable_shared_from_this<Telling<M>> {
     if (!endpoint) return heard_.set_value(), void();
     const Worker me(endpoint);
     const Duration limit = std::min<Duration>(kFirstLimit * (1 << std::min(attempt_, 5)), kLongestLimit);
-    me.request(Destination(to_), message_, me.runtime().executor.deadline_in(limit))
-        .then(
-            [self = this->shared_from_this()](Future<typename M::Reply> done) { self->hear(done.error()); });
+    ask_briefly(
+        me, to_, message_, me.runtime().executor.deadline_in(limit),
+        [self = this->shared_from_this()](const typename M::Reply&, const std::exception_ptr& failed) {
+          if (!failed) return self->heard_.set_value(), void();
+          auto endpoint = self->me_.lock();
+          const auto host = endpoint ? endpoint->host().lock() : nullptr;
+          if (!host) return self->heard_.set_value(), void();
+          host->post([self, failed] { self->hear(failed); });
+        });
   }
 
   void hear(const std::exception_ptr& failed) {
     auto endpoint = me_.lock();
-    if (!failed || !endpoint) return heard_.set_value(), void();
+    if (!endpoint) return heard_.set_value(), void();
     const Error error = to_error(failed);
     const bool passing = error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected ||
                          error.kind() == ErrorKind::kOverloaded;
