@@ -49,9 +49,7 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
                                });
   registrar.handle<AbortPass>(
       on_pool, [impl](const rpc::CallInfo&, const AbortPass& message) { return impl()->abort(message); });
-  registrar.handle<ReleaseContext>(on_pool, [impl](const rpc::CallInfo&, const ReleaseContext& message) {
-    return impl()->release(message.context).then([](const Future<void>&) { return Unit{}; });
-  });
+  serve_step<ReleaseContext>(registrar, &Impl::release_told, on_pool);
   registrar.handle<AskPass>(
       on_pool, [impl](const rpc::CallInfo&, const AskPass& message) { return impl()->ask_pass(message); });
   registrar.handle<AskGraph>(
@@ -180,6 +178,14 @@ Future<void> Passes::Impl::release(std::uint64_t id) {
   std::erase_if(releases_, [](const Future<void>& release) { return release.done(); });
   releases_.push_back(told);
   return told;
+}
+
+void Passes::Impl::release_told(ReleaseContext message, Answer<ReleaseContext> answer) {
+  const Future<void> told = release(message.context);
+  if (told.done()) return answer.give(Unit{});
+  told.then([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](const Future<void>&) {
+    answer->give(Unit{});
+  });
 }
 
 Future<void> Passes::Impl::releases_under_way() {

@@ -25,6 +25,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
   /// Completes when everybody who took part has let go of the context.
   Future<void> release(std::uint64_t id);
+  void release_told(ReleaseContext message, Answer<ReleaseContext> answer);
   void abort_all(const Error& error);
 
   const std::weak_ptr<rpc::Endpoint> worker;
