@@ -19,6 +19,8 @@ class Answer {
     auto payload = wire::to_payload(reply);
     std::exchange(done_, nullptr)->succeed(payload);
   }
+  /// Leaves an empty object behind.
+  Answer take() { return Answer(std::exchange(done_, nullptr)); }
   /// Whether it is still to be given by whoever has this object.
   explicit operator bool() const { return done_ != nullptr; }
 

@@ -77,7 +77,7 @@ void PassState::take_marks(const Marks& marks, Answer<MarkSends>& answer) {
       if (known.agree()) settled += disagreements_.erase(marked.message);
     }
     if (marked_sends_ < sends_.size()) unmarked_workers_.insert(rank_);
-    if (!is_root() && !parent_) parent_.emplace(std::move(answer));
+    if (!is_root() && !parent_) parent_.emplace(answer.take());
     ++errands_;
   }
   tell_marks();

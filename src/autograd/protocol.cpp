@@ -104,7 +104,7 @@ void Passes::Impl::propagate(PropagateGradients message, Answer<PropagateGradien
   std::shared_ptr<PassState> pass;
   try {
     pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads});
-    if (pass->claim_first_gradients()) pass->tell_part_over(std::move(answer));
+    if (pass->claim_first_gradients()) pass->tell_part_over(answer.take());
     pass->receive(std::move(message));
     if (answer) answer.give(PartOver{});
     pass->drive();
