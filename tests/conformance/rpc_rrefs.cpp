@@ -2,6 +2,7 @@
 // itself.
 #include <map>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
 #include "tests/conformance/rpc_world.h"
@@ -243,7 +244,7 @@ TEST(RpcConformance, LocalRrefNoFork) {
       RRef<std::int64_t> mine(worker, 35);
       EXPECT_EQ(mine.to_here(), 35);
       EXPECT_EQ(mine.local_value(), 35);
-      const RRef<std::int64_t> same = mine;
+      const RRef<std::int64_t> same = mine;  // NOLINT(performance-unnecessary-copy-initialization)
       EXPECT_EQ(same.to_here(), 35);
     }
     nap(worker, seconds(1));
