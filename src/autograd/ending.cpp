@@ -65,11 +65,6 @@ void PassState::leave() {
   if (left) left->set_value();
 }
 
-void PassState::replied(std::shared_ptr<PassState> pass) {
-  pass->leave();
-  let_go(std::move(pass));
-}
-
 void PassState::let_go(std::shared_ptr<PassState> pass) {
   {
     MutexLock lock(pass->end_mutex_);
@@ -83,6 +78,12 @@ void PassState::post(UniqueFunction<void(PassState&)> act) {
   const auto host = host_.lock();
   if (!host) return act(*this);
   host->post([self = shared_from_this(), act = std::move(act)]() mutable { act(*self); });
+}
+
+void PassState::cancel() {
+  post([](PassState& pass) {
+    pass.fail_here(Error(ErrorKind::kCancelled, "the program cancelled this backward pass"));
+  });
 }
 
 /// The graph's work is over; holds the end until everybody inside has left.

@@ -119,7 +119,7 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
                 } else if (over.failure) {
                   self->post([failure = *over.failure](PassState& pass) { pass.fail(failure); });
                 } else {
-                  return replied(std::move(self));
+                  self->leave();
                 }
                 let_go(std::move(self));
               });

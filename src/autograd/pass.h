@@ -70,6 +70,8 @@ class PassState : public std::enable_shared_from_this<PassState> {
   /// The same for a worker that is gone or cannot be reached: names the calls that dealt with it, `through`
   /// among them.
   void fail_without(std::uint32_t rank, const Error& cause, const std::string& through = "");
+  /// The program wants no more of it. Whoever asks for that does not do the work.
+  void cancel();
   std::optional<Error> failure() const;
   /// Completes when this worker's part is over, the answers to its gradients included, or has failed.
   Future<void> over() const { return over_.future(); }
@@ -91,9 +93,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   /// Puts the end off until leave(); throws the failure, or Error{kCancelled}, when it has come.
   void enter();
   void leave();
-  /// A reply came that this worker's part waited for, on a thread that brings replies.
-  static void replied(std::shared_ptr<PassState> pass);
-  /// The same for one that ends the pass; `act` runs on another thread.
+  /// Leaves `act` to another thread.
   void post(UniqueFunction<void(PassState&)> act);
   Worker worker() const;
   engine::PassOptions options();

@@ -2,6 +2,7 @@
 // and which parameters have one at all.
 #include "tests/support/autograd_programs.h"
 #include "tests/support/cluster.h"
+#include "tests/support/environment.h"
 
 namespace torchspan {
 namespace {
@@ -20,11 +21,6 @@ ClusterOptions cluster(int workers, std::uint64_t seed) {
     return extensions;
   };
   return options;
-}
-
-long number_from(const char* variable, long otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::atol(text);
 }
 
 /// TORCHSPAN_CASES and TORCHSPAN_SEED run more, or one again.

@@ -23,15 +23,6 @@ void check_roots(const std::vector<at::Tensor>& roots) {
   }
 }
 
-/// Whoever asks for the stop does not do the work.
-void cancel_soon(const std::shared_ptr<PassState>& pass, const std::weak_ptr<FutureHost>& host) {
-  if (auto alive = host.lock()) {
-    alive->post([pass] {
-      pass->fail_here(Error(ErrorKind::kCancelled, "the program cancelled this backward pass"));
-    });
-  }
-}
-
 }  // namespace
 
 /// Ids grow in the order in which passes begin: late messages of older ones are known by that.
@@ -60,7 +51,7 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
   }
   Worker me = require_worker();
   const auto pass = begin(context, options);
-  const std::stop_callback cancel(options.stop, [pass, host = host] { cancel_soon(pass, host); });
+  const std::stop_callback cancel(options.stop, [pass] { pass->cancel(); });
   SpanScope span(me.runtime().spans, SpanKind::kAutograd, "backward", pass->id());
   try {
     pass->prepare(roots);

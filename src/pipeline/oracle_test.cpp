@@ -5,6 +5,7 @@
 #include <set>
 
 #include "pipeline/random_model.h"
+#include "tests/support/environment.h"
 #include "tests/support/pipeline_world.h"
 
 namespace torchspan::pipeline::testing {
@@ -416,15 +417,10 @@ void expect_equal(const std::map<std::string, at::Tensor>& ours,
   }
 }
 
-long number_from(const char* variable, long otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::atol(text);
-}
-
 /// TORCHSPAN_CASES and TORCHSPAN_SEED run more, or one again.
 TEST(Oracle, RandomModelsTrainLikeOneProcess) {
-  const long cases = number_from("TORCHSPAN_CASES", 240);
-  const long first = number_from("TORCHSPAN_SEED", 1);
+  const long cases = torchspan::testing::number_from("TORCHSPAN_CASES", 240);
+  const long first = torchspan::testing::number_from("TORCHSPAN_SEED", 1);
   std::size_t gradients = 0;
   for (long seed = first; seed < first + cases; ++seed) {
     const RandomCase random = make_case(static_cast<std::uint64_t>(seed));

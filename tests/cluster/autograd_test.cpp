@@ -7,6 +7,7 @@
 
 #include "tests/support/autograd_programs.h"
 #include "tests/support/cluster_main.h"
+#include "tests/support/environment.h"
 
 namespace torchspan {
 namespace {
@@ -42,15 +43,6 @@ constexpr Function<die> kDie{"die"};
 constexpr Function<work_for_ever> kWorkForEver{"work_for_ever"};
 
 FunctionTable functions() { return program_functions().add(kCounts, kResident, kDie, kWorkForEver); }
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
-
-long number_from(const char* variable, long otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::atol(text);
-}
 
 /// No worker of `ranks` is in a context or a pass, soon.
 void require_nothing_left(Worker& worker, const std::vector<int>& ranks) {

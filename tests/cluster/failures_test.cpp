@@ -13,6 +13,7 @@ using testing::expect_all_end_well;
 using ::testing::HasSubstr;
 using testing::Process;
 using testing::ProcessWorld;
+using testing::require;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 void fail(const std::string& text) { throw std::out_of_range(text); }
@@ -40,10 +41,6 @@ Error error_of(F&& call) {
     return error;
   }
   throw std::runtime_error("nothing was thrown");
-}
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
 }
 
 void calls_work() {

@@ -13,10 +13,7 @@ namespace {
 using std::chrono::seconds;
 using testing::expect_all_end_well;
 using testing::ProcessWorld;
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
+using testing::require;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 constexpr Function<add> kAdd{"add"};

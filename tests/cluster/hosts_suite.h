@@ -16,10 +16,6 @@ inline WorkerOptions host_options() {
   return options;
 }
 
-inline void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
-
 /// A suite whose worlds span two hosts, where this system lets us make them.
 class Hosts : public ::testing::Test {
  protected:

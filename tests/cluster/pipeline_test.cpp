@@ -20,10 +20,7 @@ using pipeline::Schedule;
 using std::chrono::seconds;
 using testing::expect_all_end_well;
 using testing::ProcessWorld;
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
+using testing::require;
 
 struct DenseImpl : torch::nn::Module {
   DenseImpl(std::int64_t in, std::int64_t out, std::uint64_t seed) {

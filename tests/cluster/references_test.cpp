@@ -20,10 +20,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using testing::expect_all_end_well;
 using testing::ProcessWorld;
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
+using testing::require;
 
 /// What this process holds, and which values it made and lost.
 struct Books;

@@ -13,6 +13,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using testing::expect_all_end_well;
 using testing::ProcessWorld;
+using testing::require;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 std::int64_t pid() { return getpid(); }
@@ -31,10 +32,6 @@ Error error_of(F&& call) {
     return error;
   }
   throw std::runtime_error("nothing was thrown");
-}
-
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
 }
 
 double seconds_since(Worker& worker, TimePoint start) {

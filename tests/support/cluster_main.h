@@ -26,6 +26,11 @@ inline int cluster_main(int argc, char** argv, const std::map<std::string, Scena
   return RUN_ALL_TESTS();
 }
 
+/// For scenarios: what is not so ends the process with `text`.
+inline void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error("not so: " + text);
+}
+
 /// Every process of the world ends by itself, with code 0.
 inline void expect_all_end_well(ProcessWorld& world, Duration limit = std::chrono::seconds(60)) {
   for (std::size_t i = 0; i < world.size(); ++i) {
