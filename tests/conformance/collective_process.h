@@ -15,10 +15,6 @@ namespace torchspan::testing {
 /// The rank that dies in the scenes of this suite.
 inline constexpr int kVictim = 1;
 
-inline void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error("not so: " + text);
-}
-
 inline collective::GroupOptions shared_memory() {
   return {.back_end = collective::BackEndKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
 }
