@@ -36,14 +36,6 @@ class HandlerScope final : public rpc::CallScope {
   Current current_;
 };
 
-/// "train.cpp:41", or nothing.
-std::string text_of(const SourceLocation& site) {
-  if (site.line() == 0) return {};
-  std::string_view file = site.file_name();
-  if (const auto slash = file.rfind('/'); slash != std::string_view::npos) file.remove_prefix(slash + 1);
-  return fmt::format("{}:{}", file, site.line());
-}
-
 }  // namespace
 
 std::shared_ptr<rpc::CallScope> EdgeInterceptor::scope_of_thread() {
@@ -75,7 +67,7 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
   if (!context->add_worker(call.peer)) return {};  // it has ended: nobody wants these gradients any more
   EdgeHeader header;
   header.context = context->id();
-  if (!call.reply) header.site = text_of(call.site);
+  if (!call.reply) header.site = site_text(call.site);
   if (at::GradMode::is_enabled()) {
     for (std::uint32_t i = 0; i < tensors.size(); ++i) {
       if (carries_edge(tensors[i])) header.tensors.push_back(i);
@@ -113,7 +105,7 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& c
         ErrorKind::kInvalid,
         fmt::format("autograd context {:#x} has ended, so a call made in it came too late", header.context));
   }
-  const std::string site = call.reply ? text_of(call.site) : header.site;
+  const std::string site = call.reply ? site_text(call.site) : header.site;
   if (header.message != 0) {
     auto receive = std::make_shared<RecvNode>(MessageInfo{
         header.message, call.peer, call.reply ? std::string(call.name) : header.call, site, call.reply});

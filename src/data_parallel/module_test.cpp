@@ -206,17 +206,19 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
     on_ranks(
         3,
         [](const Rank& self) {
-          nn::Sequential net(nn::Linear(2, 3), nn::BatchNorm1d(3));
-          DistributedDataParallel model(self.runtime, net, self.group);
-          const at::Tensor input = batch(4, 2, self.rank).to(at::kFloat);
-          {
-            at::Tensor output = model.forward(input);
-            if (self.rank == 1) {
-              output.register_hook(
+          bool explodes = self.rank == 1;
+          const auto hooked = [&](const at::Tensor& hidden) {
+            if (explodes) {
+              hidden.register_hook(
                   [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("it exploded"); });
             }
-            EXPECT_ANY_THROW(output.pow(2).sum().backward());
-          }
+            return hidden;
+          };
+          nn::Sequential net(nn::Linear(2, 3), nn::Functional(hooked), nn::BatchNorm1d(3));
+          DistributedDataParallel model(self.runtime, net, self.group);
+          const at::Tensor input = batch(4, 2, self.rank).to(at::kFloat);
+          EXPECT_ANY_THROW(model.forward(input).pow(2).sum().backward());
+          explodes = false;
           net->zero_grad();
           model.forward(input).pow(3).sum().backward();
           const auto gradients = self.group.all_gather(net->parameters()[0].grad()).wait();

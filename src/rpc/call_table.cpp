@@ -5,13 +5,6 @@
 
 namespace torchspan::rpc {
 
-std::string site_text(const SourceLocation& site) {
-  if (site.line() == 0) return {};
-  std::string_view file = site.file_name();
-  file.remove_prefix(std::min(file.size(), file.rfind('/') + 1));
-  return fmt::format("{}:{}", file, site.line());
-}
-
 bool CallTable::add(std::uint64_t id, PendingCall& call) {
   MutexLock lock(mutex_);
   PerPeer& waiting = per_peer_[call.peer];

@@ -38,9 +38,6 @@ struct PendingCall {
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
 };
 
-/// "train.cpp:41", or nothing.
-std::string site_text(const SourceLocation& site);
-
 /// The requests of one worker that wait for replies. Each is taken out exactly once, by whoever completes it.
 /// Thread-safe.
 class CallTable {

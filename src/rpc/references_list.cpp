@@ -15,11 +15,6 @@ constexpr std::size_t kLongestFile = 256;
 
 std::string text(GlobalId id) { return std::to_string(id.worker) + ":" + std::to_string(id.local); }
 
-std::string_view base_name(std::string_view file) {
-  file.remove_prefix(std::min(file.size(), file.rfind('/') + 1));
-  return file;
-}
-
 /// Calls `add` for the next entries of a map after `last`; false when these were all.
 template <class Map, class Add>
 bool read_portion(const Map& map, std::optional<GlobalId>& last, Add&& add) {
@@ -37,7 +32,7 @@ Bytes encode_site(const SourceLocation& site) {
   if (site.line() == 0) return {};
   ByteWriter writer;
   writer.put(static_cast<std::uint32_t>(site.line()));
-  const std::string_view file = base_name(site.file_name());
+  const std::string_view file = file_of(site.file_name());
   writer.put_bytes(std::as_bytes(std::span(file.data(), std::min(file.size(), kLongestFile))));
   return writer.take();
 }
@@ -162,7 +157,7 @@ std::vector<RRefInfo> References::describe(const std::vector<Entry>& entries) co
     if (const auto type = types.find(entry.tag); type != types.end()) info.type = type->second;
     info.bytes = entry.size;
     info.age = now - origin.since;
-    if (origin.line != 0) info.site = std::string(base_name(origin.file)) + ":" + std::to_string(origin.line);
+    if (origin.line != 0) info.site = std::string(file_of(origin.file)) + ":" + std::to_string(origin.line);
     info.creator = endpoint->name_of(entry.value.worker);
     info.owner = endpoint->name_of(entry.owner);
     const bool copied = entry.role == RRefInfo::Role::kUser || entry.role == RRefInfo::Role::kPendingFork;

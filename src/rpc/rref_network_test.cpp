@@ -3,7 +3,6 @@
 #include <deque>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <malloc.h>
 #include <random>
 
 #include <torchspan/core/sim_executor.h>
@@ -12,6 +11,7 @@
 
 #include "rpc/control.h"
 #include "rpc/references.h"
+#include "tests/support/memory.h"
 
 namespace torchspan::rpc {
 namespace {
@@ -246,7 +246,7 @@ class NetworkWorld {
                 0u);
       cost.remembered = std::max(cost.remembered, counts.remembered);
     }
-    cost.bytes = static_cast<double>(mallinfo2().uordblks);
+    cost.bytes = static_cast<double>(torchspan::testing::heap_in_use());
     return cost;
   }
 

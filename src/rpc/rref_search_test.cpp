@@ -1,22 +1,15 @@
 // A random search through schedules of the reference protocol: what a model checker would do, without the
 // completeness. TORCHSPAN_CASES sets how many; `make long` runs a million.
 #include <algorithm>
-#include <cstdlib>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <random>
 
 #include "rpc/rref_world.h"
+#include "tests/support/environment.h"
 
 namespace torchspan::rpc::testing {
 namespace {
-
-constexpr std::uint64_t kSchedules = 20'000;
-
-std::uint64_t schedules() {
-  const char* text = std::getenv("TORCHSPAN_CASES");
-  return text == nullptr ? kSchedules : std::strtoull(text, nullptr, 10);
-}
 
 std::size_t workers_of(std::uint64_t seed) { return 3 + seed % 4; }
 
@@ -81,9 +74,10 @@ RRefSchedule minimized(RRefSchedule schedule, std::uint64_t seed) {
 }
 
 TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
+  const auto schedules = torchspan::testing::number_from("TORCHSPAN_CASES", std::uint64_t{20'000});
   std::array<std::size_t, RRefStep::kKinds> done{};
   std::size_t messages = 0, references = 0;
-  for (std::uint64_t seed = 1; seed <= schedules(); ++seed) {
+  for (std::uint64_t seed = 1; seed <= schedules; ++seed) {
     const RRefSchedule schedule = schedule_of(seed);
     RRefWorld world(workers_of(seed), seed);
     const std::string failure = world.run(schedule);
@@ -100,8 +94,8 @@ TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
            << told.story();
   }
   for (std::size_t kind = 0; kind < done.size(); ++kind)
-    EXPECT_GT(done.at(kind), schedules() / 100) << "step " << kind << " was hardly ever possible";
-  fmt::print("{} schedules, {} references, {:.2f} control messages each; steps done: {}\n", schedules(),
+    EXPECT_GT(done.at(kind), schedules / 100) << "step " << kind << " was hardly ever possible";
+  fmt::print("{} schedules, {} references, {:.2f} control messages each; steps done: {}\n", schedules,
              references, static_cast<double>(messages) / static_cast<double>(references), [&] {
                std::string text;
                for (const std::size_t count : done) text += fmt::format("{} ", count);

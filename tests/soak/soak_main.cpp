@@ -10,6 +10,8 @@
 #include <torchspan/session/session.h>
 
 #include "tests/soak/traffic.h"
+#include "tests/support/environment.h"
+#include "tests/support/memory.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::soak {
@@ -17,6 +19,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using testing::number_from;
 using testing::Process;
 
 constexpr int kWorkers = 4;  ///< beside the driver, which is never killed: it holds the store
@@ -41,18 +44,6 @@ std::size_t shared_segments() {
     if (line.find("/memfd:") != std::string::npos || line.find("/dev/shm") != std::string::npos) ++count;
   }
   return count;
-}
-
-double resident_mib() {
-  std::ifstream file("/proc/self/statm");
-  double total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * static_cast<double>(sysconf(_SC_PAGESIZE)) / (1 << 20);
-}
-
-std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
 class Verdict {
@@ -84,7 +75,8 @@ std::vector<std::unique_ptr<rpc::Extension>> extensions() {
 int worker_main() {
   Session session(options(), functions(), extensions());
   Outcomes outcomes;
-  make_traffic(session.worker(), number_from("SOAK_SEED", 1) + static_cast<std::uint64_t>(getpid()),
+  make_traffic(session.worker(),
+               number_from("SOAK_SEED", std::uint64_t{1}) + static_cast<std::uint64_t>(getpid()),
                Deadline::never(), outcomes);
   session.shutdown(seconds(30));
   return outcomes.wrong == 0 && outcomes.stuck == 0 ? 0 : 3;
@@ -105,7 +97,7 @@ void wait_until_alone(Worker& worker) {
 
 struct Watch {
   std::vector<double> resident;
-  void sample() { resident.push_back(resident_mib()); }
+  void sample() { resident.push_back(static_cast<double>(testing::resident().all) / (1 << 20)); }
   /// Mean of the samples between two fractions of the run.
   double mean(double from, double to) const {
     const auto begin = static_cast<std::size_t>(from * static_cast<double>(resident.size()));
@@ -118,7 +110,7 @@ struct Watch {
 
 int driver_main() {
   const Duration time = seconds(number_from("SOAK_SECONDS", 600));
-  const std::uint64_t seed = number_from("SOAK_SEED", 1);
+  const auto seed = number_from("SOAK_SEED", std::uint64_t{1});
   Session session(options(), functions(), extensions());
   Worker& worker = session.worker();
   Executor& executor = session.runtime().executor;
@@ -177,7 +169,7 @@ class Chaos {
  public:
   Chaos()
       : time_(seconds(number_from("SOAK_SECONDS", 600))),
-        seed_(number_from("SOAK_SEED", std::random_device()())),
+        seed_(number_from("SOAK_SEED", std::uint64_t{std::random_device()()})),
         random_(seed_),
         port_(testing::free_port()),
         executor_(make_executor()) {

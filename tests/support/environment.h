@@ -1,12 +1,14 @@
 #pragma once
+#include <concepts>
 #include <cstdlib>
 
 namespace torchspan::testing {
 
 /// The number that an environment variable holds; `otherwise` when it is not set.
-inline long number_from(const char* variable, long otherwise) {
+template <std::integral Number>
+Number number_from(const char* variable, Number otherwise) {
   const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::atol(text);
+  return text == nullptr ? otherwise : static_cast<Number>(std::strtoull(text, nullptr, 10));
 }
 
 }  // namespace torchspan::testing

@@ -5,6 +5,8 @@
 #if !defined(__cpp_lib_source_location)
 #include <experimental/source_location>
 #endif
+#include <string>
+#include <string_view>
 
 namespace torchspan {
 
@@ -14,5 +16,10 @@ using SourceLocation = std::source_location;
 #else
 using SourceLocation = std::experimental::source_location;
 #endif
+
+/// A path without its folders; views the same text.
+std::string_view file_of(std::string_view path);
+/// "train.cpp:41"; empty for no place.
+std::string site_text(const SourceLocation& site);
 
 }  // namespace torchspan

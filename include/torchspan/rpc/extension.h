@@ -73,7 +73,7 @@ class Registrar {
   virtual void handle_raw(wire::MessageType type, std::string name, RunOn where, RawHandler handler) = 0;
 
   /// Serves message M with `handler(const CallInfo&, M)`, which returns M::Reply or Future<M::Reply>, or
-  /// throws.
+  /// throws. A future that is complete already is answered at once, on this thread.
   template <Message M, class F>
   void handle(RunOn where, F handler) {
     handle_raw(M::kType, std::string(M::kName), where,
@@ -82,11 +82,14 @@ class Registrar {
                  using R = typename M::Reply;
                  using Returned = std::invoke_result_t<F&, const CallInfo&, M>;
                  if constexpr (std::is_same_v<Returned, Future<R>>) {
-                   handler(call, wire::from_payload<M>(payload)).then([done](Future<R> reply) {
+                   auto answer = [done](const Future<R>& reply) {
                      if (reply.error()) return done->fail(reply.error());
                      auto encoded = wire::to_payload(reply.wait());
                      done->succeed(encoded);
-                   });
+                   };
+                   const Future<R> reply = handler(call, wire::from_payload<M>(payload));
+                   if (reply.done()) return answer(reply);
+                   reply.then(std::move(answer));
                  } else {
                    auto encoded = wire::to_payload(R(handler(call, wire::from_payload<M>(payload))));
                    done->succeed(encoded);

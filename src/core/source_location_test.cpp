@@ -1,0 +1,17 @@
+#include <gtest/gtest.h>
+
+#include <torchspan/core/source_location.h>
+
+namespace torchspan {
+namespace {
+
+TEST(SourceLocation, IsTheFileWithoutFoldersAndTheLine) {
+  const auto here = SourceLocation::current();
+  EXPECT_EQ(file_of(here.file_name()), "source_location_test.cpp");
+  EXPECT_EQ(site_text(here), "source_location_test.cpp:" + std::to_string(here.line()));
+}
+
+TEST(SourceLocation, OfNoPlaceIsEmpty) { EXPECT_EQ(site_text({}), ""); }
+
+}  // namespace
+}  // namespace torchspan

@@ -1,0 +1,29 @@
+#pragma once
+#include <cstdint>
+#include <fstream>
+#include <malloc.h>
+#include <unistd.h>
+
+namespace torchspan::testing {
+
+/// Bytes that this process has from its allocator and did not give back. Without pages and fragments, so a
+/// leak of a few bytes a time shows. The sanitizers' allocator does not count: zero there, always.
+inline std::int64_t heap_in_use() {
+  const auto info = ::mallinfo2();
+  return static_cast<std::int64_t>(info.uordblks + info.hblkhd);
+}
+
+/// Bytes of memory this process has, and how many of them are of files or shared with other processes.
+struct Resident {
+  std::int64_t all = 0;
+  std::int64_t shared = 0;
+};
+inline Resident resident() {
+  std::ifstream file("/proc/self/statm");
+  std::int64_t total = 0, pages = 0, shared = 0;
+  file >> total >> pages >> shared;
+  const std::int64_t page = sysconf(_SC_PAGESIZE);
+  return {pages * page, shared * page};
+}
+
+}  // namespace torchspan::testing
