@@ -17,6 +17,17 @@ void PassEnd::after(Callback callback) {
   callback(status);
 }
 
+void PassEnd::last(Callback callback) {
+  MutexLock lock(mutex_);
+  if (come_ || last_) throw Error(ErrorKind::kInvalid, "this pass has ended, or its last callback was given");
+  last_.emplace(std::move(callback));
+}
+
+bool PassEnd::is_watched() const {
+  MutexLock lock(mutex_);
+  return !callbacks_.empty();
+}
+
 void PassEnd::after_work(Callback callback) {
   MutexLock lock(mutex_);
   if (ended_) throw Error(ErrorKind::kInvalid, "this pass's work is over; ask for its end while it runs");
@@ -69,6 +80,7 @@ void PassEnd::release(std::exception_ptr error) {
     if (--holds_ > 0) return;
     come_ = true;
     callbacks.swap(callbacks_);
+    if (last_) callbacks.push_back(*std::exchange(last_, std::nullopt));
     status.error = error_;
   }
   call_all(callbacks, status);

@@ -50,7 +50,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   std::exception_ptr cause() const;
   std::string failed_node() const;
   std::shared_ptr<Node> failed_at() const;
-  PassReport report() const;
+  PassReport report(bool names) const;
 
  private:
   enum class Outcome : std::uint8_t { kOpen, kFinished, kFailed };
@@ -75,6 +75,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   const bool cuda_;
   const unsigned threads_;
   const std::function<void(UniqueFunction<void()>)> enlist_;
+  const std::function<void()> failed_;
   at::ThreadLocalState thread_state_;
   Progress progress_;
   std::unique_ptr<CountedGraph> graph_;  // touched only by the team that has the baton
@@ -105,6 +106,7 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
       cuda_(has_cuda()),
       threads_(options.threads),
       enlist_(std::move(options.enlist)),
+      failed_(std::move(options.failed)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
       graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1)) {
   if (threads_ == 0) throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0: a pass needs one at least");
@@ -209,7 +211,7 @@ std::shared_ptr<Node> GraphPass::Impl::failed_at() const {
   return failed_at_;
 }
 
-PassReport GraphPass::Impl::report() const {
+PassReport GraphPass::Impl::report(bool names) const {
   PassReport report;
   report.nodes = progress_.nodes;
   report.executed = progress_.executed;
@@ -220,7 +222,7 @@ PassReport GraphPass::Impl::report() const {
   for (Node* root : pending_) {
     if (!arrived_.at(root)) report.waiting_for.push_back(root);
   }
-  if (!driving_) report.unreached = graph_->unsettled();
+  if (names && !driving_) report.unreached = graph_->unsettled();
   return report;
 }
 
@@ -341,13 +343,18 @@ void GraphPass::Impl::fail(Node& node) {
   const std::exception_ptr cause = std::current_exception();
   const std::string name = node.name();
   if (torch::autograd::AnomalyMode::is_enabled()) node.metadata()->print_stack(name);
-  MutexLock lock(mutex_);
-  stop_.store(true, std::memory_order_release);
-  if (error_) return;
-  error_ = std::make_exception_ptr(name_failure(name, cause));
-  cause_ = cause;
-  failed_node_ = name;
-  failed_at_ = node.shared_from_this();
+  bool others = false;
+  {
+    MutexLock lock(mutex_);
+    stop_.store(true, std::memory_order_release);
+    if (error_) return;
+    others = team_ > 1;
+    error_ = std::make_exception_ptr(name_failure(name, cause));
+    cause_ = cause;
+    failed_node_ = name;
+    failed_at_ = node.shared_from_this();
+  }
+  if (others && failed_) failed_();
 }
 
 /// Called once, with the baton.
@@ -431,6 +438,6 @@ std::exception_ptr GraphPass::error() const { return impl_->error(); }
 std::exception_ptr GraphPass::cause() const { return impl_->cause(); }
 std::string GraphPass::failed_node() const { return impl_->failed_node(); }
 std::shared_ptr<Node> GraphPass::failed_at() const { return impl_->failed_at(); }
-PassReport GraphPass::report() const { return impl_->report(); }
+PassReport GraphPass::report(bool names) const { return impl_->report(names); }
 
 }  // namespace torchspan::engine

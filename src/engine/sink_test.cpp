@@ -162,6 +162,22 @@ TEST(PassEnd, TakesTheFailureOfAHeldFutureOrOfACallback) {
   EXPECT_THROW(of_callback->wait(), std::runtime_error);
 }
 
+TEST(PassEnd, CallsTheLastAfterAllOthers) {
+  PassEnd end(1);
+  std::string order;
+  EXPECT_FALSE(end.is_watched());
+  end.last([&](const PassStatus& status) { order += status.ok() ? "last" : "last failed"; });
+  EXPECT_FALSE(end.is_watched());
+  end.after([&](const PassStatus&) {
+    order += "other ";
+    throw std::runtime_error("a callback broke");
+  });
+  EXPECT_TRUE(end.is_watched());
+  EXPECT_THROW(end.last([](const PassStatus&) {}), Error);
+  end.end(nullptr);
+  EXPECT_EQ(order, "other last failed");
+}
+
 TEST(PassEnd, KeepsTheFirstFailure) {
   auto end = std::make_shared<PassEnd>(1);
   end->end(std::make_exception_ptr(std::logic_error("first")));

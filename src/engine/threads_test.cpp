@@ -153,12 +153,16 @@ TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   const Tensor loss = Calls::apply(x * 2, &slow).sum() + Calls::apply(x * 3, &bad).sum();
   GradientMap gradients;
   MapSink sink(gradients);
+  PassOptions two = options(2);
+  int running_when_told = -1;
+  two.failed = [&] { running_when_told = running; };
   try {
-    run({loss}, sink, options(2));
+    run({loss}, sink, std::move(two));
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("a branch broke"));
     EXPECT_EQ(running, 0) << "the end came while a node ran";
+    EXPECT_EQ(running_when_told, 1) << "it was told when the other branch had ended, or not at all";
   }
 }
 

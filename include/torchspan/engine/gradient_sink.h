@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -33,6 +34,11 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   /// Calls back after the end; at once when it has come. An exception that leaves a callback becomes the
   /// error of the callbacks after it.
   void after(Callback callback);
+  /// The same, when all callbacks of after() have returned: for the one who runs the pass, once. It tells the
+  /// program, whose next step may meet what the others have finished only then.
+  void last(Callback callback);
+  /// Whether anybody but last() waits for the end.
+  bool is_watched() const;
   /// Calls back when the graph's work is over, before the held futures are waited for: the callback sees how
   /// the work ended and may still hold(). What it throws becomes the pass's error unless there is one. Throws
   /// Error{kInvalid} when the work is over already.
@@ -60,6 +66,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Callback> work_callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Callback> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Callback> last_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Future<void>> continuations_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 

@@ -36,6 +36,9 @@ struct PassOptions {
   unsigned threads = 1;
   /// Runs a job on another thread, soon; needed for more threads than one.
   std::function<void(UniqueFunction<void()>)> enlist = {};
+  /// Called when a node has failed while other threads run other nodes, which the pass's end waits for; on
+  /// the thread that ran it, without locks.
+  std::function<void()> failed = {};
 };
 
 /// Gradients for a pending root. Output i of the root is fed by gradient i; gradients may be undefined.
@@ -63,10 +66,9 @@ struct PassReport {
 /// thread, and gives the gradients of leaves to a sink: AccumulateGrad's hooks run, `.grad` stays as it is.
 /// Use: add roots, prepare(), then run() after each deliver() until finished(). deliver, run, abort and the
 /// queries are thread-safe; one thread drives at a time, or as many as PassOptions::threads allows; others
-/// hand over to it and return. No lock is held
-/// while nodes, hooks and destructors run. The sink must live until finished() or failed(), the pass until
-/// every thread's call has returned as well: keep it in a shared_ptr when several deliver. create_graph is
-/// not supported: nodes run with grad mode off.
+/// hand over to it and return. No lock is held while nodes, hooks and destructors run. The sink must live
+/// until finished() or failed(), the pass until every thread's call has returned as well: keep it in a
+/// shared_ptr when several deliver. create_graph is not supported: nodes run with grad mode off.
 class GraphPass {
  public:
   explicit GraphPass(GradientSink& sink, PassOptions options = {});
@@ -115,7 +117,8 @@ class GraphPass {
   std::string failed_node() const;
   /// That node itself.
   std::shared_ptr<torch::autograd::Node> failed_at() const;
-  PassReport report() const;
+  /// Without `names` unreached stays empty: it takes a walk over the whole graph.
+  PassReport report(bool names = true) const;
 
   class Impl;
 
