@@ -10,19 +10,32 @@
 namespace torchspan::autograd {
 namespace {
 
-bool leads_to(const torch::autograd::Node& from, const torch::autograd::Node* node) {
-  std::unordered_set<const torch::autograd::Node*> seen{&from};
-  std::vector<const torch::autograd::Node*> ahead{&from};
-  while (!ahead.empty()) {
-    const auto* at = ahead.back();
-    ahead.pop_back();
-    if (at == node) return true;
-    for (const auto& edge : at->next_edges()) {
-      if (edge.function && seen.insert(edge.function.get()).second) ahead.push_back(edge.function.get());
+/// Searches for one node from several others. What leads nowhere is walked once.
+class Search {
+ public:
+  explicit Search(const torch::autograd::Node* node) : node_(node) {}
+  bool leads_there(const torch::autograd::Node& from) {
+    std::vector<const torch::autograd::Node*> ahead{&from}, walked;
+    while (!ahead.empty()) {
+      const auto* at = ahead.back();
+      ahead.pop_back();
+      if (at == node_) {
+        for (const auto* node : walked) seen_.erase(node);
+        return true;
+      }
+      if (!seen_.insert(at).second) continue;
+      walked.push_back(at);
+      for (const auto& edge : at->next_edges()) {
+        if (edge.function) ahead.push_back(edge.function.get());
+      }
     }
+    return false;
   }
-  return false;
-}
+
+ private:
+  const torch::autograd::Node* const node_;
+  std::unordered_set<const torch::autograd::Node*> seen_;
+};
 
 }  // namespace
 
@@ -62,7 +75,13 @@ void PassState::leave() {
     stage_ = Stage::kOver;
     left = std::exchange(outsiders_left_, std::nullopt);
   }
-  if (left) left->set_value();
+  if (!left) return;
+  // Others' callbacks are not for the thread that brings a reply, which may be the one that is here.
+  if (!sink_.end()->is_watched()) {
+    left->set_value();
+    return;
+  }
+  post([promise = std::make_shared<Promise<void>>(std::move(*left))](PassState&) { promise->set_value(); });
 }
 
 void PassState::let_go(std::shared_ptr<PassState> pass) {
@@ -114,8 +133,8 @@ void PassState::end(const engine::PassStatus& status) {
     stage_ = Stage::kEnded;
     asker = std::exchange(asker_, std::nullopt);
   }
-  if (!key_.retain_graph) context_->remove_sends(used_sends());
-  context_->end_pass(id(), std::nullopt);
+  if (!key_.retain_graph) use_up_sends();
+  context_->end_pass(id(), work(), std::nullopt);
   if (asker) asker->give(PartOver{});
   over_.set_value();
 }
@@ -146,7 +165,7 @@ void PassState::fail(const Error& failure) {
     left = std::exchange(outsiders_left_, std::nullopt);
     asker = std::exchange(asker_, std::nullopt);
   }
-  context_->end_pass(id(), failure);
+  context_->end_pass(id(), work(), failure);
   Future<void> told = tell_failure(failure);
   std::optional<Answer<MarkSends>> parent;
   {
@@ -159,9 +178,9 @@ void PassState::fail(const Error& failure) {
   }
   if (parent) parent->give(MarkedWorkers{{}, as_told(failure, name_)});
   if (asker) asker->give(PartOver{as_told(failure, name_)});
-  over_.set_error(failure);
   if (left) left->set_error(failure);
   graph_.abort(failure);
+  over_.set_error(failure);  // after the callbacks of the pass's end, unless a thread is still in a node
 }
 
 void PassState::fail_here(const Error& cause) { fail(located(cause, name_)); }
@@ -190,7 +209,7 @@ Error PassState::describe_failure() {
   if (!node) return cause;
   std::string place = fmt::format("on worker '{}'", name_);
   const auto calls = calls_over(node.get());
-  for (std::size_t i = 0; i < calls.size() && i < kMostNamed; ++i) {
+  for (std::size_t i = 0; i < calls.size(); ++i) {
     place += fmt::format("{} {}", i == 0 ? ", behind" : " and", calls[i]);
   }
   Error failure(cause.kind(), fmt::format("{} [{}]", cause.message(), place));
@@ -204,8 +223,9 @@ Error PassState::describe_failure() {
 std::vector<std::string> PassState::calls_over(const torch::autograd::Node* node) const {
   std::vector<std::string> calls;
   if (const auto* receive = dynamic_cast<const RecvNode*>(node)) calls.push_back(receive->message().text());
-  for (const auto& send : sends_) {
-    if (leads_to(*send, node)) calls.push_back(send->message().text());
+  Search search(node);
+  for (auto send = sends_.begin(); send != sends_.end() && calls.size() < kMostNamed; ++send) {
+    if (search.leads_there(**send)) calls.push_back((*send)->message().text());
   }
   return calls;
 }

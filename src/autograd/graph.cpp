@@ -67,7 +67,7 @@ std::string label_of(const GraphPart& part) {
 void write_worker(const WorkerGraph& worker, const std::map<std::uint64_t, std::uint32_t>& receivers,
                   std::string& dot) {
   dot += fmt::format("  subgraph \"cluster_{}\" {{\n    label={};\n    style=rounded;\n", worker.rank,
-                     quoted(worker.worker));
+                     quoted(worker.worker + (worker.silent ? "\n(did not answer)" : "")));
   for (const auto& [message, rank] : receivers) {
     if (rank == worker.rank) dot += fmt::format("    \"recv_{:x}\" [label=\"recv\"];\n", message);
   }
@@ -88,7 +88,7 @@ void write_worker(const WorkerGraph& worker, const std::map<std::uint64_t, std::
 }  // namespace
 
 WorkerGraph graph_of(const Worker& me, const ContextState& context, const std::vector<at::Tensor>& roots) {
-  WorkerGraph graph{me.name(), me.rank(), {}};
+  WorkerGraph graph{me.name(), me.rank(), false, {}};
   for (const auto& send : context.sends()) {
     const MessageInfo& message = send->message();
     GraphPart part{

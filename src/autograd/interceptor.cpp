@@ -64,7 +64,8 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
     warn_cut(call, tensors);
     return {};
   }
-  if (!context->add_worker(call.peer)) return {};  // it has ended: nobody wants these gradients any more
+  if (context->add_worker(call.peer) == ContextState::Dealt::kEnded)
+    return {};  // it has ended: nobody wants these gradients any more
   EdgeHeader header;
   header.context = context->id();
   if (!call.reply) header.site = site_text(call.site);
@@ -99,12 +100,14 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& c
   if (bytes.empty()) return std::make_shared<HandlerScope>(nullptr, nullptr);
   const EdgeHeader header = decode_header(bytes);
   auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
-  if (!context || !context->add_worker(call.peer)) {
+  const auto dealt = context ? context->add_worker(call.peer) : ContextState::Dealt::kEnded;
+  if (dealt == ContextState::Dealt::kEnded) {
     if (call.reply) return nullptr;  // the context ended while the call was out: nobody wants the gradient
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("autograd context {:#x} has ended, so a call made in it came too late", header.context));
   }
+  if (dealt == ContextState::Dealt::kNow && heard_of_) heard_of_(context, call.peer);
   const std::string site = call.reply ? site_text(call.site) : header.site;
   if (header.message != 0) {
     auto receive = std::make_shared<RecvNode>(MessageInfo{

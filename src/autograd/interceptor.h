@@ -1,5 +1,6 @@
 #pragma once
 #include <atomic>
+#include <functional>
 #include <memory>
 
 #include <torchspan/rpc/extension.h>
@@ -15,6 +16,11 @@ class EdgeInterceptor final : public rpc::Interceptor {
   EdgeInterceptor(Runtime& runtime, std::shared_ptr<Registry> registry)
       : runtime_(runtime), registry_(std::move(registry)) {}
 
+  /// Hears of a context that another worker's message has told of, and of that worker: it may be gone by now.
+  /// Set before the first message.
+  void when_heard_of(std::function<void(const std::shared_ptr<ContextState>&, std::uint32_t)> callback) {
+    heard_of_ = std::move(callback);
+  }
   std::string_view name() const override { return "autograd"; }
   Bytes outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) override;
   void undo(const rpc::CallInfo& call, BytesView header) override;
@@ -27,6 +33,7 @@ class EdgeInterceptor final : public rpc::Interceptor {
 
   Runtime& runtime_;
   const std::shared_ptr<Registry> registry_;
+  std::function<void(const std::shared_ptr<ContextState>&, std::uint32_t)> heard_of_;
   std::atomic<bool> warned_{false};
 };
 

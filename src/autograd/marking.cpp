@@ -34,7 +34,13 @@ bool PassState::try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>
   } catch (const Error&) {
     return false;
   }
-  take_marks(marks, answer);
+  try {
+    take_marks(marks, answer);
+  } catch (...) {  // the pass has failed meanwhile
+    const Error error = to_error(std::current_exception());
+    if (answer) answer.give(MarkedWorkers{{}, as_told(error, name_)});
+    post([error](PassState& pass) { pass.fail_here(error); });
+  }
   return true;
 }
 
@@ -42,12 +48,6 @@ PassState::Marks PassState::find(const std::vector<MarkedSend>& sends) const {
   Marks marks;
   for (const MarkedSend& marked : sends) {
     auto send = context_->find_send(marked.message);
-    if (!send) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("message {:#x} takes part in this pass, but an earlier pass used its graph up: "
-                              "that one needs retain_graph",
-                              marked.message));
-    }
     for (const std::uint32_t output : marked.outputs) {
       if (output >= send->num_outputs())
         throw Error(ErrorKind::kInvalid, "a mark names a tensor that is not in its message");

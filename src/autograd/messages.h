@@ -116,6 +116,7 @@ struct WaitingSend {
 /// How far a worker is with its part of a pass.
 struct PartReport {
   std::string worker;
+  bool silent = false;  ///< it did not answer in time; nothing else is known
   bool busy = false;
   std::uint64_t executed = 0;
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
@@ -123,7 +124,8 @@ struct PartReport {
 };
 
 /// Asks everybody in the context how far the pass is. Like every question to all, it is answered once in a
-/// `wave`, together with what those say whom the receiver asked in turn.
+/// `wave`, together with what those say whom the receiver asked in turn and who answer within `patience`
+/// nanoseconds.
 struct AskPass {
   static constexpr wire::MessageType kType{0x0106};
   static constexpr std::string_view kName = "autograd.ask";
@@ -131,6 +133,7 @@ struct AskPass {
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
   std::uint64_t wave = 0;
+  std::int64_t patience = 0;
 };
 
 /// Asks everybody in the context for their part of its graph.
@@ -140,6 +143,7 @@ struct AskGraph {
   using Reply = std::vector<WorkerGraph>;
   std::uint64_t context = 0;
   std::uint64_t wave = 0;
+  std::int64_t patience = 0;
 };
 
 }  // namespace torchspan::autograd
@@ -195,15 +199,17 @@ struct Wire<autograd::WaitingSend>
 template <>
 struct Wire<autograd::PartReport>
     : WireStruct<autograd::PartReport, "autograd.PartReport", &autograd::PartReport::worker,
-                 &autograd::PartReport::busy, &autograd::PartReport::executed, &autograd::PartReport::sent,
-                 &autograd::PartReport::received, &autograd::PartReport::waiting> {};
+                 &autograd::PartReport::silent, &autograd::PartReport::busy, &autograd::PartReport::executed,
+                 &autograd::PartReport::sent, &autograd::PartReport::received,
+                 &autograd::PartReport::waiting> {};
 template <>
 struct Wire<autograd::AskPass>
     : WireStruct<autograd::AskPass, "autograd.AskPass", &autograd::AskPass::context, &autograd::AskPass::pass,
-                 &autograd::AskPass::wave> {};
+                 &autograd::AskPass::wave, &autograd::AskPass::patience> {};
 template <>
-struct Wire<autograd::AskGraph> : WireStruct<autograd::AskGraph, "autograd.AskGraph",
-                                             &autograd::AskGraph::context, &autograd::AskGraph::wave> {};
+struct Wire<autograd::AskGraph>
+    : WireStruct<autograd::AskGraph, "autograd.AskGraph", &autograd::AskGraph::context,
+                 &autograd::AskGraph::wave, &autograd::AskGraph::patience> {};
 template <>
 struct Wire<autograd::GraphPart>
     : WireStruct<autograd::GraphPart, "autograd.GraphPart", &autograd::GraphPart::message,
@@ -213,5 +219,6 @@ struct Wire<autograd::GraphPart>
 template <>
 struct Wire<autograd::WorkerGraph>
     : WireStruct<autograd::WorkerGraph, "autograd.WorkerGraph", &autograd::WorkerGraph::worker,
-                 &autograd::WorkerGraph::rank, &autograd::WorkerGraph::parts> {};
+                 &autograd::WorkerGraph::rank, &autograd::WorkerGraph::silent,
+                 &autograd::WorkerGraph::parts> {};
 }  // namespace torchspan

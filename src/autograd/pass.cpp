@@ -6,6 +6,15 @@
 #include "autograd/current.h"
 
 namespace torchspan::autograd {
+namespace {
+
+std::set<std::uint32_t> outputs_of(const SendNode& send) {
+  std::set<std::uint32_t> outputs;
+  for (std::uint32_t output = 0; output < send.num_outputs(); ++output) outputs.insert(output);
+  return outputs;
+}
+
+}  // namespace
 
 PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key)
     : endpoint_(worker.endpoint()),
@@ -16,6 +25,7 @@ PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context
       key_(key),
       sink_(*context_, key.id),
       graph_(sink_, options()),
+      sends_(context_->sends()),
       over_(host_) {}
 
 engine::PassOptions PassState::options() {
@@ -30,6 +40,7 @@ engine::PassOptions PassState::options() {
     auto host = host_.lock();
     return host ? host->post(std::move(job)) : job();
   };
+  options.failed = [this] { fail(describe_failure()); };
   return options;
 }
 
@@ -43,25 +54,17 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
   is_root_ = !roots.empty();
   if (is_root()) had_gradients_ = true;  // nobody waits for the root's part but the root
   for (const at::Tensor& root : roots) graph_.add_root(root);
-  sends_ = context_->sends();
   for (const auto& send : sends_) graph_.add_pending(send);
   sink_.after_work(
       [self = shared_from_this()](const engine::PassStatus& status) { self->work_over(status); });
-  sink_.after_pass([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
+  sink_.end()->last([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
   graph_.prepare();
   nodes_ = graph_.report().nodes;
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
 }
 
 void PassState::receive(PropagateGradients message) {
-  auto send = context_->find_send(message.message);
-  if (!send) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("gradients came for message {:#x}, which this context did not send, or whose graph was "
-                    "used up by an earlier pass (pass retain_graph to keep it)",
-                    message.message));
-  }
+  const auto send = context_->find_send(message.message);
   ++received_;
   engine::Delivery delivery;
   if (key_.mode == PassMode::kFast) {
@@ -125,24 +128,26 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
               });
 }
 
-/// In SMART mode a send that took no part keeps its graph: a later loss may lead through it.
-std::vector<std::shared_ptr<SendNode>> PassState::used_sends() {
-  if (key_.mode == PassMode::kFast) return sends_;
+/// In SMART mode outputs that took no part keep their graph: a later loss may lead through it. In FAST mode
+/// the program says that all took part.
+void PassState::use_up_sends() {
+  if (key_.mode == PassMode::kFast) {
+    for (const auto& send : sends_) context_->use_up(*send, outputs_of(*send));
+    return;
+  }
   MutexLock lock(marks_mutex_);
-  std::vector<std::shared_ptr<SendNode>> used;
   for (const auto& send : sends_) {
     const auto found = marks_.find(send->message().id);
-    if (found != marks_.end() && found->second.is_marked()) used.push_back(send);
+    if (found != marks_.end()) context_->use_up(*send, found->second.marked());
   }
-  return used;
 }
 
+PassWork PassState::work() const { return {graph_.report(false).executed, sent_, received_}; }
+
 PartReport PassState::report() const {
-  PartReport mine{name_, false, 0, sent_, received_, {}};
+  const engine::PassReport graph = graph_.report(false);
+  PartReport mine{name_, false, graph.driven, graph.executed, sent_, received_, {}};
   const Worker me = worker();
-  const engine::PassReport graph = graph_.report();
-  mine.busy = graph.driven;
-  mine.executed = graph.executed;
   for (auto* node : graph.waiting_for) {
     auto* send = dynamic_cast<SendNode*>(node);
     if (send == nullptr) continue;

@@ -89,6 +89,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   static constexpr std::size_t kSmall = 1000;
 
   void work_over(const engine::PassStatus& status);
+  PassWork work() const;
   void end(const engine::PassStatus& status);
   /// Puts the end off until leave(); throws the failure, or Error{kCancelled}, when it has come.
   void enter();
@@ -97,7 +98,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void post(UniqueFunction<void(PassState&)> act);
   Worker worker() const;
   engine::PassOptions options();
-  std::vector<std::shared_ptr<SendNode>> used_sends();
+  void use_up_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
   /// Marks, with the nodes that they are for.
   using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
@@ -122,7 +123,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   const PassKey key_;
   ContextSink sink_;
   engine::GraphPass graph_;
-  std::vector<std::shared_ptr<SendNode>> sends_;
+  const std::vector<std::shared_ptr<SendNode>> sends_;
   std::atomic<std::size_t> nodes_{~std::size_t{0}};  // unknown before it is prepared
   Promise<void> over_;
   std::atomic<bool> had_gradients_{false};

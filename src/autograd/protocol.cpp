@@ -11,7 +11,11 @@ namespace torchspan::autograd {
 Passes::Impl::Impl(rpc::Registrar& registrar)
     : worker(registrar.worker().endpoint()->weak_from_this()),
       host(registrar.host()),
-      registry(std::make_shared<Registry>(registrar.worker().rank())),
+      registry(std::make_shared<Registry>([worker = worker] {
+        const auto endpoint = worker.lock();
+        if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
+        return endpoint->next_id();
+      })),
       interceptor(registrar.runtime(), registry) {}
 
 Worker Passes::Impl::require_worker() const {
@@ -21,14 +25,15 @@ Worker Passes::Impl::require_worker() const {
 }
 
 template <rpc::Message M>
-void Passes::Impl::serve_step(rpc::Registrar& registrar, void (Impl::*handler)(M, Answer<M>),
+void Passes::Impl::serve_step(rpc::Registrar& registrar, void (Impl::*handler)(std::uint32_t, M, Answer<M>),
                               rpc::RunOn where) {
   registrar.handle_raw(M::kType, std::string(M::kName), where,
-                       [weak = weak_from_this(), handler](const rpc::CallInfo&, wire::Payload& payload,
+                       [weak = weak_from_this(), handler](const rpc::CallInfo& call, wire::Payload& payload,
                                                           std::shared_ptr<rpc::Completion> done) {
                          auto alive = weak.lock();
                          if (!alive) throw Error(ErrorKind::kCancelled, "this worker was shut down");
-                         (alive.get()->*handler)(wire::from_payload<M>(payload), Answer<M>(std::move(done)));
+                         (alive.get()->*handler)(call.peer, wire::from_payload<M>(payload),
+                                                 Answer<M>(std::move(done)));
                        });
 }
 
@@ -50,31 +55,54 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
   registrar.handle<AbortPass>(
       on_pool, [impl](const rpc::CallInfo&, const AbortPass& message) { return impl()->abort(message); });
   serve_step<ReleaseContext>(registrar, &Impl::release_told, on_pool);
-  registrar.handle<AskPass>(
-      on_pool, [impl](const rpc::CallInfo&, const AskPass& message) { return impl()->ask_pass(message); });
-  registrar.handle<AskGraph>(
-      on_pool, [impl](const rpc::CallInfo&, const AskGraph& message) { return impl()->ask_graph(message); });
+  serve_step<AskPass>(registrar, &Impl::ask_pass, rpc::RunOn::kReceiver);  // the pool may be at work
+  serve_step<AskGraph>(registrar, &Impl::ask_graph, on_pool);
   registrar.handle<AdoptMember>(on_pool, [impl](const rpc::CallInfo& call, const AdoptMember& message) {
     return impl()->adopt(call, message);
   });
+  interceptor.when_heard_of(
+      [weak = weak_from_this()](const std::shared_ptr<ContextState>& context, std::uint32_t peer) {
+        const auto self = weak.lock();
+        const auto endpoint = self ? self->worker.lock() : nullptr;
+        if (endpoint && !endpoint->is_present(peer)) self->lost_touch(context);
+      });
   registrar.on_departure([impl](std::uint32_t rank, const Error& reason) { impl()->depart(rank, reason); });
   registrar.on_shutdown([impl] { return impl()->releases_under_way(); });
 }
 
-/// The pass that a message belongs to: the one that runs, or a new one that begins here.
-std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const PassKey& key) {
+/// The pass that a message of `peer` belongs to: the one that runs, or a new one that begins here.
+std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const PassKey& key,
+                                              std::uint32_t peer) {
   auto context = registry->find(context_id);
   if (!context) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("autograd context {:#x} was released before its pass was over", context_id));
   }
+  std::shared_ptr<PassState> pass, superseded;
+  while (!(pass = try_join(context, key, superseded))) {
+    superseded->fail_here(Error(ErrorKind::kCancelled, "this backward pass is over where it began"));
+  }
+  // Who died while its message waited for a thread: its departure may have found no pass to end.
+  for (const std::uint32_t rank : {peer, pass->root()}) {
+    if (require_worker().endpoint()->is_present(rank)) continue;
+    const Error gone(ErrorKind::kDisconnected, "it is gone");
+    pass->fail_without(rank, gone);
+    throw Error(pass->failure().value_or(gone));
+  }
+  return pass;
+}
+
+/// Null when another pass of the same root has to end first.
+std::shared_ptr<PassState> Passes::Impl::try_join(const std::shared_ptr<ContextState>& context,
+                                                  const PassKey& key,
+                                                  std::shared_ptr<PassState>& superseded) {
   const Worker me = require_worker();
   MutexLock beginning(context->beginning());
   auto running = context->pass();
   if (running && running->id() == key.id) return running;
   if (running && running->root() == maker_of(key.id) && running->id() < key.id) {
-    running->fail_here(Error(ErrorKind::kCancelled, "this backward pass is over where it began"));
-    running = nullptr;
+    superseded = std::move(running);
+    return nullptr;
   }
   auto pass = std::make_shared<PassState>(me, context, key);
   if (context->begin_pass(pass)) {
@@ -90,6 +118,15 @@ std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const Pa
 
 namespace {
 
+PartReport silent_part(std::uint32_t, const std::string& name) {
+  PartReport part;
+  part.worker = name;
+  part.silent = true;
+  return part;
+}
+
+WorkerGraph silent_graph(std::uint32_t rank, const std::string& name) { return {name, rank, true, {}}; }
+
 /// Why a message of a pass was refused here; the pass, if there is one, fails with it.
 Error refuse(const Worker& me, const std::shared_ptr<PassState>& pass) {
   const Error cause = located(to_error(std::current_exception()), me.name());
@@ -99,11 +136,12 @@ Error refuse(const Worker& me, const std::shared_ptr<PassState>& pass) {
 
 }  // namespace
 
-void Passes::Impl::propagate(PropagateGradients message, Answer<PropagateGradients> answer) {
+void Passes::Impl::propagate(std::uint32_t peer, PropagateGradients message,
+                             Answer<PropagateGradients> answer) {
   const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
   std::shared_ptr<PassState> pass;
   try {
-    pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads});
+    pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads}, peer);
     if (pass->claim_first_gradients()) pass->tell_part_over(answer.take());
     pass->receive(std::move(message));
     if (answer) answer.give(PartOver{});
@@ -115,7 +153,7 @@ void Passes::Impl::propagate(PropagateGradients message, Answer<PropagateGradien
 }
 
 /// On the thread that received them, where that takes a moment only.
-void Passes::Impl::mark(MarkSends message, Answer<MarkSends> answer) {
+void Passes::Impl::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> answer) {
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (pass && pass->id() == message.pass && pass->is_small()) {
@@ -125,15 +163,15 @@ void Passes::Impl::mark(MarkSends message, Answer<MarkSends> answer) {
   }
   const auto pool = host.lock();
   if (!pool) return;  // who asks hears that this worker is gone
-  pool->post([self = shared_from_this(), message = std::move(message), answer = std::move(answer)]() mutable {
-    self->mark_slowly(message, std::move(answer));
-  });
+  pool->post([self = shared_from_this(), peer, message = std::move(message),
+              answer = std::move(answer)]() mutable { self->mark_slowly(peer, message, std::move(answer)); });
 }
 
-void Passes::Impl::mark_slowly(const MarkSends& message, Answer<MarkSends> answer) {
+void Passes::Impl::mark_slowly(std::uint32_t peer, const MarkSends& message, Answer<MarkSends> answer) {
   std::shared_ptr<PassState> pass;
   try {
-    pass = join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads});
+    pass =
+        join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads}, peer);
     pass->mark(message.sends, answer);
   } catch (...) {
     MarkedWorkers marked{{}, refuse(require_worker(), pass)};
@@ -155,7 +193,7 @@ Future<Unit> Passes::Impl::abort(const AbortPass& message) {
     MutexLock beginning(context->beginning());  // a pass that begins is found, or does not begin any more
     pass = context->pass();
     if (!pass || pass->id() != message.pass) {
-      context->end_pass(message.pass, message.failure);
+      context->end_pass(message.pass, {}, message.failure);
       pass = nullptr;
     }
   }
@@ -180,7 +218,7 @@ Future<void> Passes::Impl::release(std::uint64_t id) {
   return told;
 }
 
-void Passes::Impl::release_told(ReleaseContext message, Answer<ReleaseContext> answer) {
+void Passes::Impl::release_told(std::uint32_t, ReleaseContext message, Answer<ReleaseContext> answer) {
   const Future<void> told = release(message.context);
   if (told.done()) return answer.give(Unit{});
   told.then([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](const Future<void>&) {
@@ -201,60 +239,94 @@ void Passes::Impl::abort_all(const Error& error) {
 
 /// Passes need everybody; a context needs its maker, who ends it, and a way to hear of that.
 void Passes::Impl::depart(std::uint32_t rank, const Error& reason) {
-  const Worker me = require_worker();
   for (const auto& context : registry->all()) {
-    const std::uint32_t maker = maker_of(context->id());
-    const bool dealt = context->workers().contains(rank);
-    if (auto pass = context->pass(); pass && (dealt || maker == rank)) pass->fail_without(rank, reason);
-    if (maker == rank) {
-      release(context->id());
-    } else if (dealt && maker != me.rank()) {
-      me.request(Destination(maker), AdoptMember{context->id()}, me.runtime().executor.deadline_in(kPatience))
-          .then([weak = weak_from_this(), id = context->id()](Future<bool> done) {
-            auto self = weak.lock();
-            if (self && !done.error() && !done.wait()) self->release(id);
-          });
-    }
+    const bool dealt = context->workers().contains(rank), made = maker_of(context->id()) == rank;
+    if (auto pass = context->pass(); pass && (dealt || made || pass->root() == rank))
+      pass->fail_without(rank, reason);
+    if (dealt || made) lost_touch(context);
   }
+}
+
+void Passes::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
+  const Worker me = require_worker();
+  const std::uint32_t maker = maker_of(context->id());
+  if (maker == me.rank()) return;
+  if (!me.endpoint()->is_present(maker)) {
+    release(context->id());
+    return;
+  }
+  const auto ask = std::make_shared<Telling<AdoptMember>>(
+      me, maker, AdoptMember{context->id()}, [weak = weak_from_this(), id = context->id()](bool known) {
+        const auto self = weak.lock();
+        const auto pool = self && !known ? self->host.lock() : nullptr;
+        if (pool) pool->post([self, id] { self->release(id); });
+      });
+  ask->start();
 }
 
 bool Passes::Impl::adopt(const rpc::CallInfo& call, const AdoptMember& message) {
   auto context = registry->find(message.context);
-  return context && context->add_worker(call.peer);
+  return context && context->add_worker(call.peer) != ContextState::Dealt::kEnded;
 }
 
 PartReport Passes::Impl::report_of(ContextState& context, std::uint64_t id) const {
   const Worker me = require_worker();
   auto pass = context.pass();
-  if (pass && pass->id() == id) return pass->report();
-  PartReport unheard{me.name(), false, 0, 0, 0, {}};
+  if (pass && pass->id() == id) {
+    const PartReport report = pass->report();
+    PassState::let_go(std::move(pass));
+    return report;
+  }
+  PartReport part;
+  part.worker = me.name();
+  if (const auto work = context.ended_pass(id)) {
+    part.executed = work->executed;
+    part.sent = work->sent;
+    part.received = work->received;
+    return part;
+  }
   for (const auto& send : context.sends()) {
     const MessageInfo& message = send->message();
-    unheard.waiting.push_back(
+    part.waiting.push_back(
         {message.id, message.call, message.site, message.reply, me.endpoint()->name_of(message.peer)});
   }
-  return unheard;
+  return part;
 }
 
-Future<std::vector<PartReport>> Passes::Impl::ask_pass(const AskPass& message) {
-  auto context = registry->find(message.context);
-  if (!context || !context->is_first_of(message.wave)) return make_ready_future<std::vector<PartReport>>();
-  return ask_all(require_worker(), *context, message, {report_of(*context, message.pass)});
+Future<std::vector<PartReport>> Passes::Impl::ask_about(ContextState& context,
+                                                        const AskPass& question) const {
+  auto heard = std::make_shared<Promise<std::vector<PartReport>>>(host);
+  ask_all(require_worker(), context, question, {report_of(context, question.pass)}, silent_part,
+          [heard](std::vector<PartReport> parts) { heard->set_value(std::move(parts)); });
+  return heard->future();
 }
 
-Future<std::vector<WorkerGraph>> Passes::Impl::ask_graph(const AskGraph& message) {
+void Passes::Impl::ask_pass(std::uint32_t, AskPass message, Answer<AskPass> answer) {
   auto context = registry->find(message.context);
-  if (!context || !context->is_first_of(message.wave)) return make_ready_future<std::vector<WorkerGraph>>();
+  if (!context || !context->is_first_of(message.wave)) return answer.give({});
+  ask_all(require_worker(), *context, message, {report_of(*context, message.pass)}, silent_part,
+          [answer = std::make_shared<Answer<AskPass>>(std::move(answer))](
+              const std::vector<PartReport>& parts) { answer->give(parts); });
+}
+
+void Passes::Impl::ask_graph(std::uint32_t, AskGraph message, Answer<AskGraph> answer) {
+  auto context = registry->find(message.context);
+  if (!context || !context->is_first_of(message.wave)) return answer.give({});
   const Worker me = require_worker();
-  return ask_all(me, *context, message, {graph_of(me, *context, {})});
+  ask_all(me, *context, message, {graph_of(me, *context, {})}, silent_graph,
+          [answer = std::make_shared<Answer<AskGraph>>(std::move(answer))](
+              const std::vector<WorkerGraph>& graphs) { answer->give(graphs); });
 }
 
 ContextGraph Passes::Impl::graph(const std::shared_ptr<ContextState>& context,
                                  const std::vector<at::Tensor>& roots) {
   const Worker me = require_worker();
-  const AskGraph question{context->id(), registry->next_id()};
+  const AskGraph question{context->id(), registry->next_id(), kPatience.count()};
   context->is_first_of(question.wave);
-  ContextGraph graph{context->id(), ask_all(me, *context, question, {graph_of(me, *context, roots)}).wait()};
+  auto heard = std::make_shared<Promise<std::vector<WorkerGraph>>>(host);
+  ask_all(me, *context, question, {graph_of(me, *context, roots)}, silent_graph,
+          [heard](std::vector<WorkerGraph> graphs) { heard->set_value(std::move(graphs)); });
+  ContextGraph graph{context->id(), heard->future().wait()};
   std::sort(graph.workers.begin(), graph.workers.end(),
             [](const WorkerGraph& a, const WorkerGraph& b) { return a.rank < b.rank; });
   return graph;

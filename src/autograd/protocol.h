@@ -25,7 +25,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
   /// Completes when everybody who took part has let go of the context.
   Future<void> release(std::uint64_t id);
-  void release_told(ReleaseContext message, Answer<ReleaseContext> answer);
+  void release_told(std::uint32_t peer, ReleaseContext message, Answer<ReleaseContext> answer);
   void abort_all(const Error& error);
 
   const std::weak_ptr<rpc::Endpoint> worker;
@@ -34,22 +34,28 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   EdgeInterceptor interceptor;
 
  private:
-  /// Of questions whose answer may be late.
-  static constexpr Duration kPatience = std::chrono::minutes(1);
+  /// How long the root waits for the answers to a question to all.
+  static constexpr Duration kPatience = std::chrono::seconds(1);
 
   /// Serves M by a handler that gives the answer at once or keeps it.
   template <rpc::Message M>
-  void serve_step(rpc::Registrar& registrar, void (Impl::*handler)(M, Answer<M>), rpc::RunOn where);
-  std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key);
-  void propagate(PropagateGradients message, Answer<PropagateGradients> answer);
-  void mark(MarkSends message, Answer<MarkSends> answer);
-  void mark_slowly(const MarkSends& message, Answer<MarkSends> answer);
+  void serve_step(rpc::Registrar& registrar, void (Impl::*handler)(std::uint32_t peer, M, Answer<M>),
+                  rpc::RunOn where);
+  std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key, std::uint32_t peer);
+  std::shared_ptr<PassState> try_join(const std::shared_ptr<ContextState>& context, const PassKey& key,
+                                      std::shared_ptr<PassState>& superseded);
+  void propagate(std::uint32_t peer, PropagateGradients message, Answer<PropagateGradients> answer);
+  void mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> answer);
+  void mark_slowly(std::uint32_t peer, const MarkSends& message, Answer<MarkSends> answer);
   void marks_are_final(const MarksFinal& message);
   Future<Unit> abort(const AbortPass& message);
-  Future<std::vector<PartReport>> ask_pass(const AskPass& message);
-  Future<std::vector<WorkerGraph>> ask_graph(const AskGraph& message);
+  void ask_pass(std::uint32_t peer, AskPass message, Answer<AskPass> answer);
+  void ask_graph(std::uint32_t peer, AskGraph message, Answer<AskGraph> answer);
   bool adopt(const rpc::CallInfo& call, const AdoptMember& message);
   void depart(std::uint32_t rank, const Error& reason);
+  /// A worker that this one dealt with in the context is gone: lets go of the context if that was its maker,
+  /// else asks the maker to be told of its end.
+  void lost_touch(const std::shared_ptr<ContextState>& context);
   Future<void> releases_under_way();
   std::shared_ptr<PassState> begin(const std::shared_ptr<ContextState>& context,
                                    const BackwardOptions& options);
@@ -61,6 +67,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
     std::string waiting;
   };
   Survey survey(ContextState& context, const PassState& pass);
+  Future<std::vector<PartReport>> ask_about(ContextState& context, const AskPass& question) const;
   PartReport report_of(ContextState& context, std::uint64_t pass) const;
 
   Mutex mutex_;

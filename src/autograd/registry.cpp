@@ -3,11 +3,18 @@
 namespace torchspan::autograd {
 namespace {
 constexpr int kCounterBits = 48;
-}
+constexpr std::uint64_t kCounter = (std::uint64_t{1} << kCounterBits) - 1;
+}  // namespace
 
 std::uint64_t Registry::next_id() {
+  {
+    MutexLock lock(mutex_);
+    if (last_id_ != 0) return ++last_id_;
+  }
+  const GlobalId first = first_();  // rank and incarnation are known once the worker has joined
   MutexLock lock(mutex_);
-  return (std::uint64_t{rank_} << kCounterBits) | ++counter_;
+  if (last_id_ == 0) last_id_ = (std::uint64_t{first.worker} << kCounterBits) | (first.local & kCounter);
+  return ++last_id_;
 }
 
 std::shared_ptr<ContextState> Registry::create() {

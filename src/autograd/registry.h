@@ -1,12 +1,14 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <vector>
 
 #include <torchspan/autograd/passes.h>
+#include <torchspan/core/buffer.h>
 #include <torchspan/core/mutex.h>
 
 #include "autograd/pass.h"
@@ -18,8 +20,10 @@ namespace torchspan::autograd {
 /// them back. Thread-safe.
 class Registry {
  public:
-  explicit Registry(std::uint32_t rank) : rank_(rank) {}
+  /// `first` gives an id of this worker that is greater than those of its predecessors.
+  explicit Registry(std::function<GlobalId()> first) : first_(std::move(first)) {}
 
+  /// Ids grow, and those of a worker that took a dead one's place are greater than the dead one's.
   std::uint64_t next_id();
   std::shared_ptr<ContextState> create();
   /// A context that another worker made; null when it was released before.
@@ -35,9 +39,9 @@ class Registry {
   /// Enough for messages that are late by thousands of passes.
   static constexpr std::size_t kRemembered = 1 << 16;
 
-  const std::uint32_t rank_;
+  const std::function<GlobalId()> first_;
   mutable Mutex mutex_;
-  std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::shared_ptr<ContextState>> contexts_ TORCHSPAN_GUARDED_BY(mutex_);
   std::set<std::uint64_t> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   std::deque<std::uint64_t> ended_order_ TORCHSPAN_GUARDED_BY(mutex_);

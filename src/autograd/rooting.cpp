@@ -101,14 +101,15 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
 
 Passes::Impl::Survey Passes::Impl::survey(ContextState& context, const PassState& pass) {
   const Worker me = require_worker();
-  const AskPass question{context.id(), pass.id(), registry->next_id()};
+  const AskPass question{context.id(), pass.id(), registry->next_id(), kPatience.count()};
   context.is_first_of(question.wave);
-  const auto parts = ask_all(me, context, question, {report_of(context, pass.id())}).wait();
+  const auto parts = ask_about(context, question).wait();
   Survey survey;
   bool busy = false;
   std::uint64_t received = 0;
   for (const PartReport& part : parts) {
-    busy = busy || part.busy;
+    busy = busy || part.busy || part.silent;
+    if (part.silent) survey.waiting += fmt::format("\n  worker '{}' does not answer", part.worker);
     survey.executed += part.executed;
     survey.sent += part.sent;
     received += part.received;

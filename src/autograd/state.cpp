@@ -9,11 +9,11 @@ namespace torchspan::autograd {
 
 void ContextState::add_send(const std::shared_ptr<SendNode>& send) {
   MutexLock lock(mutex_);
-  if (!released_) sends_.emplace(send->message().id, send);
+  if (!released_) sends_.emplace(send->message().id, Sent{send, {}});
 }
 
 void ContextState::remove_send(std::uint64_t message) {
-  std::shared_ptr<SendNode> gone;  // its graph is destroyed after the lock
+  Sent gone;  // its graph is destroyed after the lock
   MutexLock lock(mutex_);
   auto it = sends_.find(message);
   if (it == sends_.end()) return;
@@ -21,21 +21,42 @@ void ContextState::remove_send(std::uint64_t message) {
   sends_.erase(it);
 }
 
+void ContextState::use_up(const SendNode& send, const std::set<std::uint32_t>& outputs) {
+  Sent gone;
+  MutexLock lock(mutex_);
+  auto it = sends_.find(send.message().id);
+  if (it == sends_.end()) return;
+  std::set<std::uint32_t>& used = it->second.used;
+  used.insert(outputs.begin(), outputs.end());
+  if (used.size() < send.num_outputs()) return;
+  used_up_.push_back(send.message());
+  if (used_up_.size() > kUsedUp) used_up_.pop_front();
+  gone = std::move(it->second);
+  sends_.erase(it);
+}
+
 std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message) const {
   MutexLock lock(mutex_);
-  auto it = sends_.find(message);
-  return it == sends_.end() ? nullptr : it->second;
+  if (auto it = sends_.find(message); it != sends_.end()) return it->second.node;
+  const auto used = std::find_if(used_up_.begin(), used_up_.end(),
+                                 [&](const MessageInfo& info) { return info.id == message; });
+  if (used != used_up_.end()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the graph behind {} was used up by an earlier pass; give that one "
+                            "BackwardOptions::retain_graph",
+                            used->text()));
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("this context did not send message {:#x}, or its graph was used up by an earlier "
+                          "pass, which needs BackwardOptions::retain_graph then",
+                          message));
 }
 
 std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
   MutexLock lock(mutex_);
   std::vector<std::shared_ptr<SendNode>> all;
-  for (const auto& [message, send] : sends_) all.push_back(send);
+  for (const auto& [message, sent] : sends_) all.push_back(sent.node);
   return all;
-}
-
-void ContextState::remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends) {
-  for (const auto& send : sends) remove_send(send->message().id);
 }
 
 void ContextState::add_taker(GradientTaker taker) {
@@ -64,11 +85,10 @@ void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
   }
 }
 
-bool ContextState::add_worker(std::uint32_t rank) {
+ContextState::Dealt ContextState::add_worker(std::uint32_t rank) {
   MutexLock lock(mutex_);
-  if (released_) return false;
-  workers_.insert(rank);
-  return true;
+  if (released_) return Dealt::kEnded;
+  return workers_.insert(rank).second ? Dealt::kNow : Dealt::kBefore;
 }
 
 std::set<std::uint32_t> ContextState::workers() const {
@@ -107,16 +127,23 @@ bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   return true;
 }
 
-void ContextState::end_pass(std::uint64_t pass, const std::optional<Error>& failure) {
+void ContextState::end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure) {
   std::shared_ptr<PassState> gone;
   MutexLock lock(mutex_);
   if (pass_ && pass_->id() == pass) gone = std::move(pass_);
   Ended& ended = ended_[maker_of(pass)];
-  if (ended.pass < pass) ended = {pass, failure};
+  if (ended.pass < pass) ended = {pass, work, failure};
+}
+
+std::optional<PassWork> ContextState::ended_pass(std::uint64_t pass) const {
+  MutexLock lock(mutex_);
+  const auto ended = ended_.find(maker_of(pass));
+  if (ended == ended_.end() || ended->second.pass != pass) return std::nullopt;
+  return ended->second.work;
 }
 
 bool ContextState::release() {
-  std::map<std::uint64_t, std::shared_ptr<SendNode>> gone;
+  std::map<std::uint64_t, Sent> gone;
   MutexLock lock(mutex_);
   gone.swap(sends_);
   return !std::exchange(released_, true);

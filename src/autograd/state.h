@@ -22,6 +22,12 @@ class PassState;
 /// The rank in the high bits of every id: of the worker that made it.
 constexpr std::uint32_t maker_of(std::uint64_t id) { return static_cast<std::uint32_t>(id >> 48); }
 
+/// Counts of one worker's part of a pass.
+struct PassWork {
+  std::uint64_t executed = 0;            ///< nodes
+  std::uint64_t sent = 0, received = 0;  ///< messages with gradients
+};
+
 /// One worker's part of a context: the sends of its forward passes, the gradients of its parameters, the
 /// workers it dealt with, and the pass that runs. Thread-safe.
 class ContextState {
@@ -33,17 +39,22 @@ class ContextState {
 
   void add_send(const std::shared_ptr<SendNode>& send);
   void remove_send(std::uint64_t message);
-  /// Null when there is none.
+  /// Throws Error{kInvalid} when there is none, or when an earlier pass used it up.
   std::shared_ptr<SendNode> find_send(std::uint64_t message) const;
   std::vector<std::shared_ptr<SendNode>> sends() const;
-  void remove_sends(const std::vector<std::shared_ptr<SendNode>>& sends);
+  /// A pass that keeps no graph has gone through these outputs. The send goes with the last of them.
+  void use_up(const SendNode& send, const std::set<std::uint32_t>& outputs);
 
   void add_taker(GradientTaker taker);
   /// Nothing when nobody took the gradient.
   std::optional<Future<void>> offer(const at::Tensor& parameter, at::Tensor& gradient) const;
 
-  /// False when the context has ended: then whoever is dealt with will not hear of that from us.
-  bool add_worker(std::uint32_t rank);
+  enum class Dealt : std::uint8_t {
+    kBefore,
+    kNow,    ///< for the first time
+    kEnded,  ///< the context has ended, and whoever is dealt with will not hear of that from us
+  };
+  Dealt add_worker(std::uint32_t rank);
   std::set<std::uint32_t> workers() const;
   /// Whether a question to all comes here for the first time.
   bool is_first_of(std::uint64_t wave);
@@ -57,22 +68,30 @@ class ContextState {
   /// over here or was aborted before it was heard of, and Error{kInvalid} when the context is released.
   bool begin_pass(const std::shared_ptr<PassState>& pass);
   /// The pass is over, here at least: its late messages do not start it anew.
-  void end_pass(std::uint64_t pass, const std::optional<Error>& failure);
+  void end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure);
+  /// What this worker did for a pass that ended here, the last one of whoever began it.
+  std::optional<PassWork> ended_pass(std::uint64_t pass) const;
   /// True the first time.
   bool release();
 
  private:
   struct Ended {
     std::uint64_t pass = 0;
+    PassWork work;
     std::optional<Error> failure;
   };
-  static constexpr std::size_t kWaves = 64;
+  struct Sent {
+    std::shared_ptr<SendNode> node;
+    std::set<std::uint32_t> used;
+  };
+  static constexpr std::size_t kWaves = 64, kUsedUp = 1024;
 
   const std::uint64_t id_;
   engine::GradientMap gradients_;
   Mutex beginning_;
   mutable Mutex mutex_;
-  std::map<std::uint64_t, std::shared_ptr<SendNode>> sends_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, Sent> sends_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<MessageInfo> used_up_ TORCHSPAN_GUARDED_BY(mutex_);  // the last ones, for errors
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);

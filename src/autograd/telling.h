@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -17,8 +18,14 @@ namespace torchspan::autograd {
 template <rpc::Message M>
 class Telling : public std::enable_shared_from_this<Telling<M>> {
  public:
-  Telling(const Worker& me, std::uint32_t to, M message)
-      : me_(me.endpoint()), to_(to), message_(std::move(message)), heard_(me.endpoint()->host()) {}
+  /// `on_reply` is called with the answer if one comes, briefly, as ask_briefly() says.
+  Telling(const Worker& me, std::uint32_t to, M message,
+          std::function<void(const typename M::Reply&)> on_reply = {})
+      : me_(me.endpoint()),
+        to_(to),
+        message_(std::move(message)),
+        on_reply_(std::move(on_reply)),
+        heard_(me.endpoint()->host()) {}
 
   Future<void> start() {
     try_once();
@@ -35,8 +42,11 @@ class Telling : public std::enable_shared_from_this<Telling<M>> {
     const Duration limit = std::min<Duration>(kFirstLimit * (1 << std::min(attempt_, 5)), kLongestLimit);
     ask_briefly(
         me, to_, message_, me.runtime().executor.deadline_in(limit),
-        [self = this->shared_from_this()](const typename M::Reply&, const std::exception_ptr& failed) {
-          if (!failed) return self->heard_.set_value(), void();
+        [self = this->shared_from_this()](const typename M::Reply& reply, const std::exception_ptr& failed) {
+          if (!failed) {
+            if (self->on_reply_) self->on_reply_(reply);
+            return self->heard_.set_value(), void();
+          }
           auto endpoint = self->me_.lock();
           const auto host = endpoint ? endpoint->host().lock() : nullptr;
           if (!host) return self->heard_.set_value(), void();
@@ -63,6 +73,7 @@ class Telling : public std::enable_shared_from_this<Telling<M>> {
   const std::weak_ptr<rpc::Endpoint> me_;
   const std::uint32_t to_;
   const M message_;
+  const std::function<void(const typename M::Reply&)> on_reply_;
   Promise<void> heard_;
   int attempt_ = 0;
 };
@@ -77,18 +88,19 @@ Future<void> tell_all(const Worker& me, const ContextState& context, const M& me
   return when_all(std::move(heard));
 }
 
-/// Joins the lists that a question to all brings: of this worker and of those it asks in turn. Who does not
-/// answer within the limit is left out.
-template <rpc::Message M>
-Future<typename M::Reply> ask_all(const Worker& me, const ContextState& context, const M& question,
-                                  typename M::Reply mine) {
+/// Joins the lists that a question to all brings: of this worker and of those it asks in turn, who must
+/// answer within question.patience. `silent(rank, name)` stands for who does not. `done(list)` is called
+/// once, on the thread that brings the last answer: briefly, as ask_briefly() says.
+template <rpc::Message M, class Silent, class Done>
+void ask_all(const Worker& me, const ContextState& context, const M& question, typename M::Reply mine,
+             Silent silent, Done done) {
   using List = typename M::Reply;
   struct Gathering {
-    explicit Gathering(std::weak_ptr<FutureHost> host) : promise(std::move(host)) {}
+    explicit Gathering(Done done) : done(std::move(done)) {}
     Mutex mutex;
     List list TORCHSPAN_GUARDED_BY(mutex);
     std::size_t left TORCHSPAN_GUARDED_BY(mutex) = 1;
-    Promise<List> promise;
+    Done done;
     void add(List more) {
       List all;
       {
@@ -97,24 +109,28 @@ Future<typename M::Reply> ask_all(const Worker& me, const ContextState& context,
         if (--left > 0) return;
         all.swap(list);
       }
-      promise.set_value(std::move(all));
+      done(std::move(all));
     }
   };
-  auto gathering = std::make_shared<Gathering>(me.endpoint()->host());
-  const Deadline deadline = me.runtime().executor.deadline_in(std::chrono::seconds(2));
+  auto gathering = std::make_shared<Gathering>(std::move(done));
+  const Duration patience(question.patience);
+  const Deadline deadline = me.runtime().executor.deadline_in(patience);
+  M next = question;
+  next.patience = Duration(patience * 2 / 3).count();  // whoever asks on answers in time
   for (const std::uint32_t rank : context.workers()) {
-    if (rank == me.rank()) continue;
+    if (rank == me.rank() || !me.endpoint()->is_present(rank)) continue;
     {
       MutexLock lock(gathering->mutex);
       ++gathering->left;
     }
-    me.request(Destination(rank), question, deadline).then([gathering](Future<List> done) {
-      gathering->add(done.error() ? List() : done.wait());
-    });
+    ask_briefly(me, rank, next, deadline,
+                [gathering, silent, rank, name = me.endpoint()->name_of(rank)](
+                    List list, const std::exception_ptr& error) {
+                  if (error) list.assign(1, silent(rank, name));
+                  gathering->add(std::move(list));
+                });
   }
-  Future<List> all = gathering->promise.future();
   gathering->add(std::move(mine));
-  return all;
 }
 
 }  // namespace torchspan::autograd

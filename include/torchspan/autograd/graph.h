@@ -21,6 +21,7 @@ struct GraphPart {
 struct WorkerGraph {
   std::string worker;
   std::uint32_t rank = 0;
+  bool silent = false;  ///< it did not answer: its part and those behind it are missing
   std::vector<GraphPart> parts;
 };
 

@@ -1,0 +1,145 @@
+// How passes end: when backward() returns or throws, and what is left for the next pass.
+#include <torchspan/engine/stock_sink.h>
+
+#include "tests/conformance/autograd_world.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using autograd::PassMode;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
+
+/// Sleeps for a while in its backward, or throws at once.
+struct SleepOrThrow : torch::autograd::Function<SleepOrThrow> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Runtime& runtime, bool sleeps) {
+    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
+    context->saved_data["sleeps"] = sleeps;
+    return x.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    if (!context->saved_data.at("sleeps").toBool()) throw std::runtime_error("it threw");
+    reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt())->executor.sleep(seconds(5));
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
+constexpr Function<multiply> kMultiply{"multiply"};
+std::vector<at::Tensor> squares(const at::Tensor& a, const at::Tensor& b) { return {a * a, b * b}; }
+constexpr Function<squares> kSquares{"squares"};
+at::Tensor slow_and_bad(Worker& worker, const at::Tensor& x) {
+  const at::Tensor bad = SleepOrThrow::apply(x * 2, worker.runtime(), false);
+  return bad + SleepOrThrow::apply(x * 3, worker.runtime(), true);
+}
+constexpr Function<slow_and_bad> kSlowAndBad{"slow_and_bad"};
+
+ClusterOptions world(int workers) {
+  return autograd_world(workers, FunctionTable().add(kMultiply, kSquares, kSlowAndBad));
+}
+
+/// Asks for a callback after the pass, as a data-parallel reducer does.
+struct AfterPass : engine::GradientHook {
+  AfterPass(at::Tensor parameter, std::function<void()> act)
+      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
+  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
+    sink.after_pass([act = act](const engine::PassStatus&) { act(); });
+  }
+  std::function<void()> act;
+};
+
+TEST(AutogradEndings, BackwardReturnsAfterTheCallbacksOfItsEnd) {
+  on_first(world(2), [](Worker& worker) {
+    for (const bool remote_last : {true, false}) {
+      const at::Tensor a = parameter(), b = parameter();
+      bool called = false;
+      const auto node = torch::autograd::impl::grad_accumulator(b);
+      node->add_post_hook(std::make_unique<AfterPass>(b, [&] {
+        nap(worker, seconds(1));
+        called = true;
+      }));
+      Context context(worker);
+      const at::Tensor far = worker.rpc_sync("worker1", kMultiply, a, a);
+      context.backward(remote_last ? (far * b).sum() : (worker.rpc_sync("worker1", kMultiply, b, b)).sum());
+      EXPECT_TRUE(called);
+    }
+  });
+}
+
+/// The thread that brings the last reply serves others too.
+TEST(AutogradEndings, CallbacksOfItsEndHoldUpNobody) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = parameter(), b = parameter();
+    const auto node = torch::autograd::impl::grad_accumulator(b);
+    node->add_post_hook(std::make_unique<AfterPass>(b, [&] { nap(worker, seconds(1)); }));
+    Context context(worker);
+    const at::Tensor loss = (worker.rpc_sync("worker1", kMultiply, a, a) * b).sum();
+    Duration longest{0};
+    std::atomic<bool> over = false;
+    Thread caller = worker.runtime().executor.spawn("caller", [&] {
+      while (!over) {
+        const TimePoint begin = now(worker);
+        worker.rpc_sync("worker1", kMultiply, b.detach(), b.detach());
+        longest = std::max<Duration>(longest, now(worker) - begin);
+        nap(worker, milliseconds(10));
+      }
+    });
+    context.backward(loss);
+    over = true;
+    caller.join();
+    EXPECT_LT(longest, milliseconds(500));
+  });
+}
+
+TEST(AutogradEndings, AFailureBesideASlowBranchIsToldAtOnce) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kSlowAndBad, a).sum();
+    const TimePoint begin = now(worker);
+    const Error error = error_of([&] { context.backward(loss, {.threads = 2}); });
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("it threw"), HasSubstr("'slow_and_bad'")));
+    EXPECT_LT(now(worker) - begin, seconds(1));
+    nap(worker, seconds(10));
+    EXPECT_EQ(counts_of(worker).passes, 0u);
+  });
+}
+
+/// As in one process: what the first loss did not go through is there for the second.
+TEST(AutogradEndings, TwoLossesOverDifferentResultsOfOneCall) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = parameter(), b = parameter();
+    Context context(worker);
+    const auto parts = worker.rpc_sync("worker1", kSquares, a, b);
+    context.backward(parts[0].sum());
+    expect_equal(context.gradient(a), a.detach() * 2);
+    EXPECT_FALSE(context.gradient(b).defined());
+    context.backward(parts[1].sum());
+    expect_equal(context.gradient(b), b.detach() * 2);
+    const Error error = error_of([&] { context.backward(parts[1].sum()); });
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("the result of 'squares'"), HasSubstr("retain_graph"),
+                                       HasSubstr("autograd_endings.cpp:")));
+  });
+}
+
+TEST(AutogradEndings, AGraphThatWasUsedUpIsNamed) {
+  on_first(world(2), [](Worker& worker) {
+    for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
+      const at::Tensor a = parameter();
+      Context context(worker);
+      const at::Tensor there = worker.rpc_sync("worker1", kMultiply, a, a);
+      context.backward(there.sum(), {.mode = mode});
+      const Error error = error_of([&] { context.backward((there * 2).sum(), {.mode = mode}); });
+      EXPECT_THAT(error.message(), AllOf(HasSubstr("the result of 'multiply'"), HasSubstr("retain_graph"),
+                                         HasSubstr("autograd_endings.cpp:")));
+      EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure);
+      EXPECT_EQ(error.worker(), "worker1");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchspan

@@ -1,0 +1,148 @@
+// What the root finds out about a pass that does not end: who waits for what, who works, who does not answer.
+#include "tests/conformance/autograd_world.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using autograd::PassMode;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
+
+/// Sleeps in its backward.
+struct Sleep : torch::autograd::Function<Sleep> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Runtime& runtime,
+                            std::int64_t seconds) {
+    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
+    context->saved_data["seconds"] = seconds;
+    return x.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    auto& runtime = *reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt());
+    runtime.executor.sleep(seconds(context->saved_data.at("seconds").toInt()));
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
+constexpr Function<multiply> kMultiply{"multiply"};
+at::Tensor own() { return parameter() * 2; }
+constexpr Function<own> kOwn{"own"};
+void work(Worker& worker, std::int64_t time) { worker.runtime().executor.sleep(seconds(time)); }
+constexpr Function<work> kWork{"work"};
+at::Tensor slowly(Worker& worker, const at::Tensor& x, std::int64_t time) {
+  return Sleep::apply(x, worker.runtime(), time);
+}
+constexpr Function<slowly> kSlowly{"slowly"};
+at::Tensor slowly_on_2(Worker& worker, const at::Tensor& x, std::int64_t time) {
+  return worker.rpc_sync(2, kSlowly, x, time) * x;
+}
+constexpr Function<slowly_on_2> kSlowlyOn2{"slowly_on_2"};
+
+/// In its backward it sends a gradient to worker 0 first, and then works for long.
+at::Tensor sends_then_works(Worker& worker, const at::Tensor& x, std::int64_t time) {
+  const auto in_a_fresh_thread = [&](const std::function<void()>& act) {  // sequence numbers start anew there
+    worker.runtime().executor.spawn("nodes", act).join();
+  };
+  at::Tensor first, slow;
+  in_a_fresh_thread([&] {
+    Context numbers(worker);
+    for (int i = 0; i < 50; ++i) worker.rpc_sync(0, kOwn);
+  });
+  first = worker.rpc_sync(0, kOwn);
+  in_a_fresh_thread([&] { slow = Sleep::apply(first + x, worker.runtime(), time); });
+  return slow + worker.rpc_sync(0, kOwn);
+}
+constexpr Function<sends_then_works> kSendsThenWorks{"sends_then_works"};
+
+ClusterOptions world(int workers) {
+  return autograd_world(
+      workers, FunctionTable().add(kMultiply, kOwn, kWork, kSlowly, kSlowlyOn2).add(kSendsThenWorks));
+}
+
+/// Worker 1 has no gradients to send, so its part is over when the others still wait.
+TEST(AutogradStalls, IsNoticedWhenAPartHasEnded) {
+  on_first(world(3), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    worker.rpc_sync("worker2", kMultiply, a, a);  // takes no part
+    const at::Tensor loss = worker.rpc_sync("worker1", kOwn).sum();
+    const TimePoint begin = now(worker);
+    const Error error = error_of([&] { context.backward(loss, {.mode = PassMode::kFast}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.message(),
+                AllOf(HasSubstr("'multiply'"), HasSubstr("kSmart"), Not(HasSubstr("'own'"))));
+    EXPECT_LT(now(worker) - begin, seconds(6));
+  });
+}
+
+TEST(AutogradStalls, NamesNoSendThatGotItsGradients) {
+  on_first(world(3), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    worker.rpc_sync("worker2", kMultiply, a, a);
+    const at::Tensor loss = worker.rpc_sync("worker1", kSlowly, a, 0).sum();
+    const Error error =
+        error_of([&] { context.backward(loss, {.retain_graph = true, .mode = PassMode::kFast}); });
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("'multiply'"), Not(HasSubstr("'slowly'"))));
+  });
+}
+
+/// One thread of worker 2 works for the pass, the other for somebody else: none is left to answer.
+TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
+  ClusterOptions options = world(3);
+  options.threads = 2;
+  on_first(options, [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker2", kSendsThenWorks, a, 20).sum();
+    const Thread other =
+        worker.runtime().executor.spawn("other", [&] { worker.rpc_sync("worker2", kWork, 20); });
+    nap(worker, milliseconds(10));
+    const TimePoint begin = now(worker);
+    context.backward(loss, {.mode = PassMode::kFast});
+    EXPECT_GE(now(worker) - begin, seconds(20)) << "nothing was tested";
+    EXPECT_TRUE(context.gradient(a).defined());
+  });
+}
+
+TEST(AutogradStalls, ALatePassEndsSoonThoughNoThreadIsLeftToAnswer) {
+  ClusterOptions options = world(3);
+  options.threads = 1;
+  on_first(options, [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kSlowlyOn2, a, 20).sum();
+    const TimePoint begin = now(worker);
+    const Error error = error_of([&] { context.backward(loss, {.timeout = seconds(1)}); });
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("worker 'worker1' sent"), HasSubstr("'slowly'")));
+    EXPECT_LT(now(worker) - begin, milliseconds(1500));
+    nap(worker, seconds(25));
+  });
+}
+
+/// Nothing of worker 2 arrives any more, and its connections do not break.
+TEST(AutogradStalls, NamesAWorkerThatDoesNotAnswer) {
+  ClusterOptions options = world(3);
+  options.graceful = false;
+  SimCluster cluster(std::move(options));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return nap(worker, seconds(60));
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kSlowlyOn2, a, 0).sum();
+    cluster.network().cut("worker0", "worker2");
+    cluster.network().cut("worker1", "worker2");
+    const TimePoint begin = now(worker);
+    const Error error = error_of([&] { context.backward(loss, {.timeout = seconds(1)}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("worker 'worker2' does not answer"),
+                                       HasSubstr("worker 'worker1' sent arguments of 'slowly'")));
+    EXPECT_LT(now(worker) - begin, milliseconds(3500));
+  });
+}
+
+}  // namespace
+}  // namespace torchspan
