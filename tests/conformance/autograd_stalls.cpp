@@ -108,6 +108,27 @@ TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
   });
 }
 
+/// All messages of the pass that the others know of have arrived.
+TEST(AutogradStalls, SilenceIsNone) {
+  SimCluster cluster(world(3));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker2", kSendsThenWorks, a, 20).sum();
+    const Thread silence = worker.runtime().executor.spawn("silence", [&] {
+      nap(worker, seconds(1));
+      cluster.network().cut("worker0", "worker2");
+      nap(worker, seconds(10));
+      cluster.network().heal("worker0", "worker2");
+    });
+    const TimePoint begin = now(worker);
+    context.backward(loss, {.mode = PassMode::kFast, .stall = seconds(1)});
+    EXPECT_GE(now(worker) - begin, seconds(20)) << "nothing was tested";
+    EXPECT_TRUE(context.gradient(a).defined());
+  });
+}
+
 TEST(AutogradStalls, ALatePassEndsSoonThoughNoThreadIsLeftToAnswer) {
   ClusterOptions options = world(3);
   options.threads = 1;
