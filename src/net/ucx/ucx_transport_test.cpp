@@ -242,7 +242,7 @@ TEST_F(UcxTransportTest, RefusesAPeerThatProvesItselfAndGreetsLikeNoUcxTransport
 
   OddPeer old(*executor_, address_);
   UcxGreeting greeting = old.greeting();
-  greeting.minor -= 1;
+  greeting.minor = 1;  // from before UCX promised to understand later versions
   old.say(encode(greeting));
   drive_until([&] {
     old.step();
