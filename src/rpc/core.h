@@ -211,6 +211,9 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void receive_request(IncomingPtr call);
   void take_handles(IncomingCall& call);
   void refuse(const IncomingPtr& call, std::exception_ptr error);
+  /// A creation that is answered with an error has come, whether it began or not: whoever waits for its value
+  /// hears why there is none. Gives what to answer.
+  std::exception_ptr count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause);
   void drop(std::vector<std::shared_ptr<void>> references);
   void unpack(IncomingCall& call);
   /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.

@@ -120,6 +120,18 @@ void Core::receive_request(IncomingPtr call) {
   }
 }
 
+std::exception_ptr Core::count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause) {
+  if (call.creation == wire::Handle{} || call.peer == self_.rank) return cause;
+  try {
+    const auto* site = call.frame.blob(kSiteBlob);
+    references_->arriving_creation(call.creation, call.from(), site ? site->bytes : BytesView())
+        ->set_error(cause);
+    return cause;
+  } catch (...) {  // it was not for this worker
+    return std::current_exception();
+  }
+}
+
 /// At once, in the order of arrival: what comes later on this channel may ask what became of them.
 void Core::take_handles(IncomingCall& call) {
   std::vector<wire::Handle> handles = call.frame.handles;

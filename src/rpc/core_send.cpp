@@ -141,7 +141,9 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
     }
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
-    call.completion->fail(annotate(call, std::current_exception()));
+    const std::exception_ptr error = annotate(call, std::current_exception());
+    if (creation != nullptr) references_->creation_not_sent(creation->fork, error);
+    call.completion->fail(error);
   }
 }
 
@@ -307,6 +309,7 @@ std::optional<Bytes> encoded_type(const std::exception_ptr& cause) {
 
 void ReplyCompletion::fail(std::exception_ptr cause) {
   if (sent_.exchange(true)) return;
+  cause = core_->count_failed_creation(*call_, cause);
   try {
     wire::Frame frame;
     frame.header.type = call_->info.type;

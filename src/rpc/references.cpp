@@ -119,10 +119,19 @@ void References::creation_failed(const std::shared_ptr<UserReference>& user,
   {
     MutexLock lock(mutex_);
     if (story.kind() == ErrorKind::kRemoteFailure) {
-      table_.held().created(user->fork_id(), effects);  // it came, and threw: a value that is a failure
+      table_.held().created(user->fork_id(), effects);  // its owner answered: a value that is a failure
     } else {
       table_.held().give_up(user->fork_id(), story.message(), effects);
     }
+  }
+  apply(std::move(effects));
+}
+
+void References::creation_not_sent(GlobalId fork, const std::exception_ptr& error) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(mutex_);
+    table_.held().give_up(fork, to_error(error).message(), effects);
   }
   apply(std::move(effects));
 }

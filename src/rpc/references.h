@@ -42,9 +42,12 @@ class References : public std::enable_shared_from_this<References> {
                                                 SourceLocation site);
   void created(const std::shared_ptr<UserReference>& user);
   void creation_failed(const std::shared_ptr<UserReference>& user, const std::exception_ptr& error);
+  /// Its request never left: the owner hears nothing of it unless it is told. creation_failed() follows.
+  void creation_not_sent(GlobalId fork, const std::exception_ptr& error);
 
-  /// Owner: the reference that a creation from `from` fills. Throws for what is no creation by `from` here.
-  /// `site` is what encode_site() wrote, or empty.
+  /// Owner: the reference that a creation from `from` fills, with its value or its failure; nobody else's
+  /// when it came before. Throws for what is no creation by `from` here. `site` is what encode_site() wrote,
+  /// or empty.
   std::shared_ptr<OwnerReference> arriving_creation(const wire::Handle& handle, PeerId from, BytesView site);
 
   /// Handles for references that travel to `to`. undo() takes them back after a failed send.

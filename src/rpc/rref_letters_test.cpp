@@ -31,11 +31,7 @@ bool RRefWorld::deliver(std::size_t index) {
       arrive_creation(*here, letter);
       break;
     case Letter::Kind::kCreated:
-      if (here->creating.erase(letter.handle.fork) != 0 && letter.to != letter.from) {
-        Effects effects;
-        here->table->held().created(letter.handle.fork, effects);
-        apply(*here, std::move(effects));
-      }
+      arrive_created(*here, letter);
       break;
     case Letter::Kind::kCarry:
       arrive_carry(*here, letter);
@@ -81,7 +77,8 @@ void RRefWorld::arrive_creation(Worker& here, const Letter& letter) {
     value.came = true;
     if (letter.from != here.id) books_.at(letter.handle.fork).known = true;
     auto object = std::static_pointer_cast<Object>(kept);
-    object->payload = std::make_shared<int>(1);
+    object->payload = std::make_shared<int>(1);  // the failure, if it is one
+    object->failed = object->failed || letter.failed;
     value.payload = object->payload;
     if (++value.made > 1) fail("a value was created twice");
   } else if (kept && letter.from != here.id) {
@@ -90,7 +87,20 @@ void RRefWorld::arrive_creation(Worker& here, const Letter& letter) {
   apply(here, std::move(effects));
   Letter reply{Letter::Kind::kCreated, here.id, letter.from};
   reply.handle = letter.handle;
+  reply.failed = letter.failed;
   if (alive(letter.from) != nullptr) bag_.push_back(std::move(reply));
+}
+
+void RRefWorld::arrive_created(Worker& here, const Letter& letter) {
+  const auto found = here.creating.find(letter.handle.fork);
+  if (found == here.creating.end()) return;
+  const ObjectPtr object = found->second;
+  here.creating.erase(found);
+  object->failed = object->failed || letter.failed;
+  if (letter.to == letter.from) return;
+  Effects effects;
+  here.table->held().created(letter.handle.fork, effects);
+  apply(here, std::move(effects));
 }
 
 void RRefWorld::arrive_carry(Worker& here, const Letter& letter) {

@@ -27,6 +27,10 @@ RRefSchedule schedule_of(std::uint64_t seed) {
   if (random() % 2 == 0) add(Kind::kShareFails, 1);
   if (random() % 2 == 0) add(Kind::kGiveUp, 2);
   if (random() % 2 == 0) {
+    add(Kind::kCreateFails, 1);
+    add(Kind::kRefuse, 1 + random() % 2);
+  }
+  if (random() % 2 == 0) {
     add(Kind::kRepeat, 1 + random() % 4);
     add(Kind::kLose, 2);
   }

@@ -18,22 +18,24 @@ namespace torchspan::rpc::testing {
 /// steps are left out.
 struct RRefStep {
   enum class Kind : std::uint8_t {
-    kDeliver,     ///< any message that is on its way, in any order
-    kNews,        ///< a worker hears of the next joining or death
-    kCreate,      ///< remote(): a value on another worker, or on its own
-    kOwnValue,    ///< a value of the worker itself
-    kShare,       ///< a reference goes to another worker, the owner and itself included
-    kShareFails,  ///< the same, and its message cannot be sent
-    kDrop,        ///< the program lets go of a reference
-    kGiveUp,      ///< a creator's deadline passes
-    kRepeat,      ///< an unanswered control message is sent once more
-    kLose,        ///< a control message or its answer is lost
-    kBreak,       ///< a connection breaks: some of what was on it is lost
-    kAudit,       ///< and what was lost is asked for
+    kDeliver,      ///< any message that is on its way, in any order
+    kNews,         ///< a worker hears of the next joining or death
+    kCreate,       ///< remote(): a value on another worker, or on its own
+    kOwnValue,     ///< a value of the worker itself
+    kShare,        ///< a reference goes to another worker, the owner and itself included
+    kShareFails,   ///< the same, and its message cannot be sent
+    kDrop,         ///< the program lets go of a reference
+    kCreateFails,  ///< remote() whose message cannot be sent
+    kRefuse,       ///< a creation arrives and fails there, begun or not
+    kGiveUp,       ///< a creator's deadline passes
+    kRepeat,       ///< an unanswered control message is sent once more
+    kLose,         ///< a control message or its answer is lost
+    kBreak,        ///< a connection breaks: some of what was on it is lost
+    kAudit,        ///< and what was lost is asked for
     kCrash,
     kRestart,
   };
-  static constexpr int kKinds = 14;
+  static constexpr int kKinds = 16;
   Kind kind = Kind::kDeliver;
   std::uint32_t a = 0, b = 0, c = 0;
 };
@@ -102,6 +104,7 @@ class RRefWorld {
     RRefMessage message;
     std::size_t number = 0;  ///< of the control message
     bool counted = true;
+    bool failed = false;  ///< the creation, at its owner
     wire::Handle handle;
     RRefTable::Forks asked;
     std::vector<GlobalId> lost;
@@ -111,10 +114,11 @@ class RRefWorld {
   bool act(const RRefStep& step);
   bool deliver(std::size_t index);
   bool hear_news(Worker& worker);
-  bool create(Worker& worker, Worker& owner);
+  bool create(Worker& worker, Worker& owner, bool fails);
   bool own(Worker& worker);
   bool share(Worker& worker, std::size_t index, Worker& to, bool fails);
   bool drop(Worker& worker, std::size_t index);
+  bool refuse(std::uint32_t pick);
   bool give_up(std::uint32_t pick);
   bool repeat(std::uint32_t pick);
   bool lose(std::uint32_t pick);
@@ -124,6 +128,7 @@ class RRefWorld {
   bool restart(Worker& worker);
 
   void arrive_creation(Worker& here, const Letter& letter);
+  void arrive_created(Worker& here, const Letter& letter);
   void arrive_carry(Worker& here, const Letter& letter);
   void arrive_control(Worker& here, const Letter& letter);
   void arrive_answer(Worker& here, const Letter& letter);

@@ -89,7 +89,7 @@ void RRefWorld::apply(Worker& worker, Effects effects) {
   for (const auto& failed : effects.failed) std::static_pointer_cast<Object>(failed.reference)->failed = true;
 }
 
-bool RRefWorld::create(Worker& worker, Worker& owner) {
+bool RRefWorld::create(Worker& worker, Worker& owner, bool fails) {
   const PeerId to = worker.table->presence().latest(owner.id.rank);
   if (!worker.table->presence().present(to)) return false;
   const GlobalId id = worker.table->next_value(to.rank), fork = worker.table->next_id();
@@ -107,6 +107,7 @@ bool RRefWorld::create(Worker& worker, Worker& owner) {
   }
   worker.creating[fork] = object;
   worker.program.push_back(object);
+  if (fails) return fail_creation(worker, fork), true;
   Letter letter{Letter::Kind::kCreate, worker.id, to};
   letter.handle = {to.rank, id, fork, 0, to.incarnation};
   if (alive(to) != nullptr) bag_.push_back(std::move(letter));
@@ -177,6 +178,17 @@ void RRefWorld::fail_creation(Worker& worker, GlobalId fork) {
     worker.table->owned().own_creation_ended(values_[object->value].id, effects);
   }
   apply(worker, std::move(effects));
+}
+
+/// What it needs is a failure, or its function throws.
+bool RRefWorld::refuse(std::uint32_t pick) {
+  for (std::size_t i = 0; i < bag_.size(); ++i) {
+    Letter& letter = bag_[(i + pick) % bag_.size()];
+    if (letter.kind != Letter::Kind::kCreate || letter.failed) continue;
+    letter.failed = true;
+    return true;
+  }
+  return false;
 }
 
 bool RRefWorld::give_up(std::uint32_t pick) {
@@ -340,7 +352,10 @@ bool RRefWorld::act(const RRefStep& step) {
     case Kind::kNews:
       return hear_news(worker);
     case Kind::kCreate:
-      return worker.alive && create(worker, other);
+    case Kind::kCreateFails:
+      return worker.alive && create(worker, other, step.kind == Kind::kCreateFails);
+    case Kind::kRefuse:
+      return refuse(step.a);
     case Kind::kOwnValue:
       return worker.alive && own(worker);
     case Kind::kShare:
@@ -457,8 +472,13 @@ void RRefWorld::check_empty() {
 }
 
 std::string RRefWorld::describe(const RRefStep& step) const {
-  constexpr std::array kNames = {"deliver", "news",    "create", "own",  "share", "share, but it fails",
-                                 "drop",    "give up", "repeat", "lose", "break", "audit",
+  constexpr std::array kNames = {"deliver", "news",
+                                 "create",  "own",
+                                 "share",   "share, but it fails",
+                                 "drop",    "create, but it fails",
+                                 "refuse",  "give up",
+                                 "repeat",  "lose",
+                                 "break",   "audit",
                                  "crash",   "restart"};
   std::string text = fmt::format("{} {} {} {}", kNames.at(static_cast<std::size_t>(step.kind)),
                                  step.a % workers_.size(), step.b % workers_.size(), step.c % 100);
