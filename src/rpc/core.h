@@ -151,6 +151,13 @@ class Core final : public Endpoint, public net::Handler, public Driver {
     wire::Frame frame;
     wire::PackedTensors tensors;
   };
+  /// The answer that a call failed.
+  struct Failure {
+    std::shared_ptr<net::Channel> channel;
+    wire::Frame frame;
+    std::string call;   ///< for people
+    Deadline deadline;  ///< the caller's: after it nobody waits
+  };
   /// What a peer sent whose joining we have not heard of yet.
   struct Parked {
     std::shared_ptr<net::Channel> channel;
@@ -200,6 +207,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void watch_stopped_peers();
   void transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                 const wire::PackedTensors& tensors);
+  /// Now, or as soon as the connection takes it: who waits without a deadline must hear of it.
+  void send_failure(Failure failure);
   void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
                const wire::Handle* creation);
 
@@ -257,6 +266,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::atomic<std::uint64_t> handled_{0};
   std::atomic<std::uint64_t> running_{0};
   std::atomic<std::uint64_t> late_replies_{0};
+  std::atomic<std::size_t> unsent_failures_{0};
   std::atomic<bool> warned_of_detached_{false};
   Baton baton_;
   bool driven_by_caller_ = false;                                   ///< the holder of the baton

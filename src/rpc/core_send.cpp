@@ -7,6 +7,11 @@
 namespace torchspan::rpc {
 namespace {
 
+/// How long a failure waits whose caller's connection takes nothing more, and how many wait at most before
+/// such connections are closed.
+constexpr Duration kFullPause = std::chrono::milliseconds(50);
+constexpr std::size_t kMostUnsentFailures = 1u << 16;
+
 /// Tensors inside a graph that no interceptor took over travel as plain values: the graph cannot follow them.
 bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   bool any = false;
@@ -310,20 +315,40 @@ std::optional<Bytes> encoded_type(const std::exception_ptr& cause) {
 void ReplyCompletion::fail(std::exception_ptr cause) {
   if (sent_.exchange(true)) return;
   cause = core_->count_failed_creation(*call_, cause);
-  try {
-    wire::Frame frame;
-    frame.header.type = call_->info.type;
-    frame.header.flags = wire::kFlagReply | wire::kFlagError;
-    frame.header.call = call_->info.call;
-    frame.header.epoch = core_->epoch_;
-    frame.value = wire::to_payload(to_error(cause)).value;
-    if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
-    core_->transmit(call_->channel, frame, {});
-  } catch (const Error& error) {
-    core_->runtime_.log.info(
-        fmt::format("the failure of '{}' has no way back: {}", call_->name, error.what()));
-  }
+  Core::Failure failure{call_->channel, {}, call_->name, call_->deadline};
+  wire::Frame& frame = failure.frame;
+  frame.header.type = call_->info.type;
+  frame.header.flags = wire::kFlagReply | wire::kFlagError;
+  frame.header.call = call_->info.call;
+  frame.header.epoch = core_->epoch_;
+  frame.value = wire::to_payload(to_error(cause)).value;
+  if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
+  core_->send_failure(std::move(failure));
   core_->answered(*call_);
+}
+
+void Core::send_failure(Failure failure) {
+  try {
+    return transmit(failure.channel, failure.frame, {});
+  } catch (const Error& error) {
+    const bool full = error.kind() == ErrorKind::kOverloaded && !stopping_.load();
+    if (!full || failure.deadline.passed(runtime_.executor.now())) {
+      return runtime_.log.info(
+          fmt::format("the failure of '{}' has no way back: {}", failure.call, error.what()));
+    }
+    if (unsent_failures_.fetch_add(1) >= kMostUnsentFailures) {
+      unsent_failures_.fetch_sub(1);
+      return protocol_error(failure.channel, error);  // then the caller hears of that
+    }
+  }
+  after(kFullPause,
+        [weak = std::weak_ptr<Endpoint>(weak_from_this()), failure = std::move(failure)]() mutable {
+          const auto alive = weak.lock();
+          if (!alive) return;
+          auto& core = static_cast<Core&>(*alive);
+          core.unsent_failures_.fetch_sub(1);
+          core.send_failure(std::move(failure));
+        });
 }
 
 }  // namespace torchspan::rpc

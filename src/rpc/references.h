@@ -86,8 +86,8 @@ class References : public std::enable_shared_from_this<References> {
   void audit(PeerId peer);
   void audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost);
   void answered(const RRefMessage& message, const std::exception_ptr& refusal);
-  /// Whether a message that was not answered is sent again.
-  bool send_again(const RRefMessage& message, int attempt);
+  /// After how long a message that failed is sent again; nothing: it is not.
+  std::optional<Duration> send_again(const RRefMessage& message, int attempt, ErrorKind why);
   void apply(RRefTable::Effects effects);
   void send(const RRefMessage& message, int attempt);
   wire::Handle to_handle(const std::shared_ptr<void>& reference, PeerId to);

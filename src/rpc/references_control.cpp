@@ -137,17 +137,21 @@ void References::answered(const RRefMessage& message, const std::exception_ptr& 
   apply(std::move(effects));
 }
 
-bool References::send_again(const RRefMessage& message, int attempt) {
+std::optional<Duration> References::send_again(const RRefMessage& message, int attempt, ErrorKind why) {
+  if (why == ErrorKind::kCancelled) return std::nullopt;  // this worker stops
   MutexLock lock(mutex_);
   switch (table_.presence().of(message.to)) {
     case Presence::Standing::kGone:
-      return false;
+      return std::nullopt;
     case Presence::Standing::kUnknown:
-      return attempt < kLookedFor;
+      return attempt < kLookedFor ? std::optional(kReconnectDelay) : std::nullopt;
     case Presence::Standing::kPresent:
       break;
   }
-  return !leaving_ || attempt < kLastAttempts;
+  if (leaving_ && attempt >= kLastAttempts) return std::nullopt;
+  if (why == ErrorKind::kDisconnected) return kReconnectDelay;
+  // What timed out has waited already; whatever else it is, a full queue say, may have passed by then.
+  return why == ErrorKind::kTimedOut ? Duration::zero() : patience(attempt - 1);
 }
 
 void References::apply(RRefTable::Effects effects) {
@@ -164,7 +168,7 @@ void References::apply(RRefTable::Effects effects) {
     host->post([ended = std::move(effects.released)] {});
 }
 
-/// Sends again what timed out or lost its connection; a peer that is gone needs no answer.
+/// Sends again whatever fails, for whatever reason; a peer that is gone needs no answer.
 class References::ControlCompletion final : public Completion {
  public:
   ControlCompletion(std::shared_ptr<References> owner, RRefMessage message, int attempt)
@@ -176,20 +180,16 @@ class References::ControlCompletion final : public Completion {
     owner_->answered(message_, refusal ? std::make_exception_ptr(*refusal) : nullptr);
   }
   void fail(std::exception_ptr error) override {
-    const ErrorKind kind = to_error(error).kind();
-    const bool lost = kind == ErrorKind::kDisconnected;
-    // No such rank, as far as this worker has heard.
-    const bool unknown = kind == ErrorKind::kInvalid && attempt_ + 1 < kLookedFor;
+    const ErrorKind why = to_error(error).kind();
     auto endpoint = owner_->endpoint_.lock();
-    if (!endpoint || !(lost || unknown || kind == ErrorKind::kTimedOut) ||
-        !owner_->send_again(message_, attempt_ + 1))
-      return owner_->answered(message_, error);
-    endpoint->after(lost || unknown ? kReconnectDelay : Duration::zero(),
-                    [owner = owner_, message = message_, next = lost ? attempt_ : attempt_ + 1] {
-                      owner->send(message, next);
-                      MutexLock lock(owner->mutex_);
-                      --owner->in_flight_;
-                    });
+    const auto pause = owner_->send_again(message_, attempt_ + 1, why);
+    if (!endpoint || !pause) return owner_->answered(message_, error);
+    const int next = why == ErrorKind::kDisconnected ? attempt_ : attempt_ + 1;
+    endpoint->after(*pause, [owner = owner_, message = message_, next] {
+      owner->send(message, next);
+      MutexLock lock(owner->mutex_);
+      --owner->in_flight_;
+    });
   }
 
  private:

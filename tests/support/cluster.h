@@ -26,6 +26,7 @@ struct ClusterOptions {
   Duration default_timeout = std::chrono::seconds(60);
   std::size_t threads = 4;
   net::SimNetwork::Options network = {};
+  std::uint64_t max_unsent = net::TransportOptions().max_unsent;
   rpc::ServiceOptions service = {};   ///< limits; name, rank, threads and timeout are set from what is here
   bool open = false;                  ///< the world is open: workers may start() later
   rendezvous::JoinOptions join = {};  ///< heartbeats; name, rank, size and addresses are set
@@ -112,7 +113,11 @@ class SimCluster {
     WorkerPlan plan = this->plan(rank, incarnation);
     rpc::WorkerService service(
         runtime, std::move(plan.functions), plan.service,
-        [&](net::Handler& handler) { return network_.make_transport(name(rank), handler, {}); },
+        [&](net::Handler& handler) {
+          net::TransportOptions transport;
+          transport.max_unsent = options_.max_unsent;
+          return network_.make_transport(name(rank), handler, std::move(transport));
+        },
         options_.extensions ? options_.extensions() : std::vector<std::unique_ptr<rpc::Extension>>());
     plan.join.address = service.address();
     // The store and the client of a worker that claims another's name still have endpoints of their own.
