@@ -202,7 +202,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::stop_token stop_token_of(const IncomingPtr& served);
   void check_may_start(const Request& request, TimePoint now) const;
   void warn_of_detached(const CallInfo& info);
-  void answered(const IncomingCall& call);
+  void answered(IncomingCall& call);
   void check_stopped_peers();
   void watch_stopped_peers();
   void transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
@@ -223,7 +223,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   /// A creation that is answered with an error has come, whether it began or not: whoever waits for its value
   /// hears why there is none. Gives what to answer.
   std::exception_ptr count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause);
-  void drop(std::vector<std::shared_ptr<void>> references);
+  /// The thread that called the handler is done with the call.
+  void leave_call(IncomingCall& call, const Entry& entry);
   void unpack(IncomingCall& call);
   /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
   void run(const IncomingPtr& call, const Entry& entry);

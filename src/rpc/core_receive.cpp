@@ -49,10 +49,10 @@ void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameVi
   auto call = calls_.take(frame.header.call, peer.rank);
   if (!call) {
     late_replies_.fetch_add(1);
-    return drop(references_->from_handles(frame.handles, peer));
+    return references_->let_go(references_->from_handles(frame.handles, peer));
   }
+  wire::Payload payload;
   try {
-    wire::Payload payload;
     payload.value.assign(frame.value.begin(), frame.value.end());
     if ((frame.header.flags & wire::kFlagError) != 0) {
       auto story = annotate(*call, std::make_exception_ptr(wire::from_payload<Error>(payload)));
@@ -74,17 +74,13 @@ void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameVi
   } catch (...) {
     call->completion->fail(annotate(*call, std::current_exception()));
   }
-}
-
-/// References that arrived and that nobody takes are given back like others, by a thread that may run
-/// destructors.
-void Core::drop(std::vector<std::shared_ptr<void>> references) {
-  if (!references.empty()) host_->post([kept = std::move(references)] {});
+  call.reset();  // its result too, when nobody waits for it
+  references_->let_go(std::move(payload.references));
 }
 
 void Core::refuse(const IncomingPtr& call, std::exception_ptr error) {
   ReplyCompletion(std::static_pointer_cast<Core>(shared_from_this()), call).fail(std::move(error));
-  drop(std::move(call->payload.references));
+  references_->let_go(std::move(call->payload.references));
 }
 
 void Core::receive_request(IncomingPtr call) {
@@ -190,6 +186,13 @@ void Core::serve(const IncomingPtr& call, const Entry& entry, const std::shared_
   } catch (...) {
     reply->fail(std::current_exception());
   }
+  leave_call(*call, entry);
+}
+
+void Core::leave_call(IncomingCall& call, const Entry& entry) {
+  if (!call.end_one_of_both()) return;
+  auto references = std::move(call.payload.references);
+  if (entry.where != RunOn::kPool) references_->let_go(std::move(references));  // else here and now
 }
 
 void Core::run(const IncomingPtr& call, const Entry& entry) {
@@ -203,7 +206,8 @@ void Core::run(const IncomingPtr& call, const Entry& entry) {
       if (!references.back().done()) waits.push_back(references.back());
     }
   } catch (...) {
-    return reply->fail(std::current_exception());
+    reply->fail(std::current_exception());
+    return leave_call(*call, entry);
   }
   if (waits.empty()) return serve(call, entry, reply, references);
   // What it waits for may never come: the end of the call ends the wait.

@@ -232,7 +232,9 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
       Ignore(std::shared_ptr<References> references, std::shared_ptr<OwnerReference> owner)
           : references_(std::move(references)), owner_(std::move(owner)) {}
       void succeed(wire::Payload&) override {}
-      void fail(std::exception_ptr error) override { references_->own_creation_failed(owner_, error); }
+      void fail(std::exception_ptr error) override {
+        references_->own_creation_failed(std::move(owner_), error);
+      }
 
      private:
       std::shared_ptr<References> references_;
@@ -260,8 +262,9 @@ ReferencePtr Core::create(std::uint32_t to, Request request, std::string type_na
   return user;
 }
 
-void Core::answered(const IncomingCall& call) {
+void Core::answered(IncomingCall& call) {
   if (auto timer = serving_.remove(call)) timers_.cancel(*timer);
+  if (call.end_one_of_both()) references_->let_go(std::move(call.payload.references));
   handled_.fetch_add(1);
   running_.fetch_sub(1);
 }

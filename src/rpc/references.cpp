@@ -77,13 +77,14 @@ std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string
   return owner;
 }
 
-void References::own_creation_failed(const std::shared_ptr<OwnerReference>& owner, std::exception_ptr error) {
+void References::own_creation_failed(std::shared_ptr<OwnerReference> owner, std::exception_ptr error) {
   owner->set_error(std::move(error));
   RRefTable::Effects effects;
   {
     MutexLock lock(mutex_);
     table_.owned().own_creation_ended(owner->value_id(), effects);
   }
+  effects.released.push_back(std::move(owner));  // its value may be there after all
   apply(std::move(effects));
 }
 

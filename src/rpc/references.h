@@ -36,7 +36,7 @@ class References : public std::enable_shared_from_this<References> {
   ReferencePtr own(ValuePtr value, const std::string& type, SourceLocation site);
   /// The same for a value that a creation on this worker will bring.
   std::shared_ptr<OwnerReference> begin_own_creation(const std::string& type, SourceLocation site);
-  void own_creation_failed(const std::shared_ptr<OwnerReference>& owner, std::exception_ptr error);
+  void own_creation_failed(std::shared_ptr<OwnerReference> owner, std::exception_ptr error);
   /// A user reference to a value that `to` will create; kept until created() or creation_failed().
   std::shared_ptr<UserReference> begin_creation(std::uint32_t to, const std::string& type,
                                                 SourceLocation site);
@@ -53,6 +53,8 @@ class References : public std::enable_shared_from_this<References> {
   /// Handles for references that travel to `to`. undo() takes them back after a failed send.
   std::vector<wire::Handle> to_handles(const std::vector<std::shared_ptr<void>>& references, PeerId to);
   void undo(const std::vector<wire::Handle>& handles);
+  /// Lets go of references on a thread where the destructors of values may wait.
+  void let_go(std::vector<std::shared_ptr<void>> references) const;
   /// References for handles that came from `from`.
   std::vector<std::shared_ptr<void>> from_handles(const std::vector<wire::Handle>& handles, PeerId from);
 

@@ -160,12 +160,18 @@ void References::apply(RRefTable::Effects effects) {
     auto& owner = static_cast<OwnerReference&>(*std::static_pointer_cast<Reference>(reference));
     owner.set_error(std::make_exception_ptr(refused(owner.value_id(), why)));
   }
-  // Values have destructors of their own: they get a thread that may wait.
-  std::erase_if(effects.released, [](const auto& kept) { return kept.use_count() != 1; });
-  if (effects.released.empty()) return;
+  let_go(std::move(effects.released));
+}
+
+void References::let_go(std::vector<std::shared_ptr<void>> references) const {
+  // How many hold a value says nothing: who holds it too may let go at this moment.
+  std::erase_if(references, [](const std::shared_ptr<void>& kept) {
+    return !kept || !std::static_pointer_cast<Reference>(kept)->is_owner();
+  });
+  if (references.empty()) return;
   const auto endpoint = endpoint_.lock();
   if (auto host = endpoint ? endpoint->host().lock() : nullptr)
-    host->post([ended = std::move(effects.released)] {});
+    host->post([ended = std::move(references)] {});
 }
 
 /// Sends again whatever fails, for whatever reason; a peer that is gone needs no answer.

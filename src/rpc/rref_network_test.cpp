@@ -64,7 +64,7 @@ class Node final : public Endpoint, public net::Handler {
     for (std::uint32_t rank = 0; rank < workers; ++rank) references_->joined({rank, 0});
   }
   bool poll() { return transport_->poll(); }
-  const References& references() const { return *references_; }
+  References& references() const { return *references_; }
   std::vector<ReferencePtr>& held() { return held_; }
 
   /// Makes a value on `owner`.
@@ -311,6 +311,36 @@ TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
   EXPECT_DOUBLE_EQ(many.messages, 10.0 / 4.0);
   EXPECT_LE(many.remembered, 4u * kNeighbours) << "an interval for each creator and each holder";
   EXPECT_LT((many.bytes - few.bytes) / 100'000, 1.0) << "what is gone costs nothing";
+}
+
+struct Guest {
+  int* alive;
+  explicit Guest(int& alive) : alive(&alive) { ++alive; }
+  Guest(Guest&& other) noexcept : alive(std::exchange(other.alive, nullptr)) {}
+  ~Guest() {
+    if (alive != nullptr) --*alive;
+  }
+};
+
+// Were it let go of at once because the program holds it too, the program might let go a moment before, and
+// the value's destructor would run on the thread that reads messages.
+TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
+  Shared shared;
+  shared.executor.run([&] {
+    const auto owner = std::make_shared<Node>(shared, 0);
+    owner->begin(2);
+    int alive = 0;
+    ReferencePtr held = owner->references().own(make_value<Guest>(alive), "Guest", {});
+    const GlobalId value = held->value_id();
+    const auto handles = owner->references().to_handles({held}, {1, 0});
+    owner->references().receive({RRefMessage::Kind::kUserDelete, {0, 0}, value, handles.at(0).fork, 0, {}},
+                                {1, 0});
+    EXPECT_EQ(owner->references().counts().owners, 0u);
+    held = nullptr;
+    EXPECT_EQ(alive, 1);
+    shared.jobs->run();
+    EXPECT_EQ(alive, 0);
+  });
 }
 
 }  // namespace

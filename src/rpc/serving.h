@@ -44,12 +44,17 @@ struct IncomingCall {
   /// What the handler and the calls it makes watch. `fresh` tells whether this is the first time.
   std::stop_token stop_token(bool* fresh = nullptr);
 
+  /// Its handler was left, and it was answered: true for what happens last. Then nobody needs the references
+  /// among its arguments, whoever may still hold the call.
+  bool end_one_of_both() { return half_ended_.exchange(true); }
+
   std::atomic<bool> on_leader{false};    ///< its handler runs where requests are read, and must not wait
   std::optional<Timers::Id> stop_timer;  ///< guarded by the ServingTable
 
  private:
   Mutex mutex_;
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> half_ended_{false};
   std::optional<std::stop_source> source_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 using IncomingPtr = std::shared_ptr<IncomingCall>;
