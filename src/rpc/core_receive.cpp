@@ -49,7 +49,12 @@ void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameVi
   auto call = calls_.take(frame.header.call, peer.rank);
   if (!call) {
     late_replies_.fetch_add(1);
-    return references_->let_go(references_->from_handles(frame.handles, peer));
+    try {
+      references_->let_go(references_->from_handles(frame.handles, peer));
+    } catch (const Error& error) {  // of a reference that was said to be lost; nobody waits for it
+      runtime_.log.info(fmt::format("of a reply that came too late: {}", error.what()));
+    }
+    return;
   }
   wire::Payload payload;
   try {

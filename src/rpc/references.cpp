@@ -164,47 +164,51 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
   return kept ? std::static_pointer_cast<OwnerReference>(kept) : fresh;  // nobody else's when it is late
 }
 
-wire::Handle References::to_handle(const std::shared_ptr<void>& reference, PeerId to) {
-  auto state = std::static_pointer_cast<Reference>(reference);
-  if (!state) return {};
-  state->endpoint();  // a deleted reference cannot travel
-  const Future<void> ready = state->ready();
-  if (ready.done()) ready.wait();  // nor can one whose creation failed
-  wire::Handle handle{state->owner(), state->value_id(), {}, state->type_tag()};
+bool References::send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
+                                std::optional<Refusal>& dead) {
+  const auto& state = static_cast<const Reference&>(*std::static_pointer_cast<Reference>(reference));
+  handle = {state.owner(), state.value_id(), {}, state.type_tag()};
   std::optional<GlobalId> fork;
-  std::optional<Refusal> dead;
-  {
-    MutexLock lock(mutex_);
-    if (state->is_owner()) {
-      handle.incarnation = table_.self().incarnation;
-      fork = table_.send_owner(handle.value, reference, to);
-    } else {
-      const PeerId owner = static_cast<const UserReference&>(*state).owner_peer();
-      handle.incarnation = owner.incarnation;
-      if (table_.presence().of(owner) == Presence::Standing::kGone)
-        dead = Refusal{Refusal::Why::kOwnerGone, owner, {}};
-      if (!dead) fork = table_.send_user(reference, to);
-    }
+  if (state.is_owner()) {
+    handle.incarnation = table_.self().incarnation;
+    fork = table_.send_owner(handle.value, reference, to);
+  } else {
+    const PeerId owner = static_cast<const UserReference&>(state).owner_peer();
+    handle.incarnation = owner.incarnation;
+    if (table_.presence().of(owner) == Presence::Standing::kGone)
+      dead = Refusal{Refusal::Why::kOwnerGone, owner, {}};
+    if (!dead) fork = table_.send_user(reference, to);
   }
-  if (dead) throw refused(handle.value, *dead);
-  if (!fork)
-    throw Error(ErrorKind::kDisconnected,
-                "the worker died or left before this reference could be sent to it");
-  handle.fork = *fork;
-  return handle;
+  handle.fork = fork.value_or(GlobalId());
+  return fork.has_value();
 }
 
 std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_ptr<void>>& references,
                                                  PeerId to) {
+  for (const auto& reference : references) {
+    if (!reference) continue;
+    const auto state = std::static_pointer_cast<Reference>(reference);
+    state->endpoint();  // a deleted reference cannot travel
+    const Future<void> ready = state->ready();
+    if (ready.done()) ready.wait();  // nor can one whose creation failed
+  }
   std::vector<wire::Handle> handles;
   handles.reserve(references.size());
-  try {
-    for (const auto& reference : references) handles.push_back(to_handle(reference, to));
-  } catch (...) {
-    undo(handles);
-    throw;
+  RRefTable::Effects effects;
+  std::optional<Refusal> dead;
+  {
+    MutexLock lock(mutex_);  // once: who asks what is on its way hears of all of them or of none
+    bool all = true;
+    for (auto it = references.begin(); it != references.end() && all; ++it) {
+      wire::Handle& handle = handles.emplace_back();
+      all = !*it || send_reference(*it, to, handle, dead);
+    }
+    if (all) return handles;
+    for (const wire::Handle& handle : handles) table_.unsend(handle, effects);
   }
-  return handles;
+  apply(std::move(effects));
+  if (dead) throw refused(handles.back().value, *dead);
+  throw Error(ErrorKind::kDisconnected, "the worker died or left before this reference could be sent to it");
 }
 
 void References::undo(const std::vector<wire::Handle>& handles) {
@@ -217,15 +221,12 @@ void References::undo(const std::vector<wire::Handle>& handles) {
   apply(std::move(effects));
 }
 
-std::shared_ptr<void> References::from_handle(const wire::Handle& handle, PeerId from) {
+std::optional<std::shared_ptr<void>> References::from_handle(const wire::Handle& handle, PeerId from) {
   if (handle == wire::Handle{}) return nullptr;
   bool home = false;
   {
     MutexLock lock(mutex_);
-    if (table_.held().is_missing(handle.fork, from)) {
-      throw Error(ErrorKind::kDisconnected,
-                  "a reference in this message was taken for lost when a connection broke; send it again");
-    }
+    if (table_.held().is_missing(handle.fork, from)) return std::nullopt;
     home = handle.owner == table_.self().rank;
   }
   return home ? come_home(handle, from) : adopt(handle, from);
@@ -273,8 +274,18 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
                                                             PeerId from) {
   std::vector<std::shared_ptr<void>> references;
   references.reserve(handles.size());
-  for (const wire::Handle& handle : handles) references.push_back(from_handle(handle, from));
-  return references;
+  bool lost = false;
+  for (const wire::Handle& handle : handles) {
+    if (auto reference = from_handle(handle, from)) {
+      references.push_back(std::move(*reference));
+    } else {
+      lost = true;
+    }
+  }
+  if (!lost) return references;
+  let_go(std::move(references));  // the others came, and their sender hears that they are given back
+  throw Error(ErrorKind::kDisconnected,
+              "a reference in this message was taken for lost when a connection broke; send it again");
 }
 
 /// Why a value cannot be had, for people.

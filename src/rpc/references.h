@@ -55,7 +55,8 @@ class References : public std::enable_shared_from_this<References> {
   void undo(const std::vector<wire::Handle>& handles);
   /// Lets go of references on a thread where the destructors of values may wait.
   void let_go(std::vector<std::shared_ptr<void>> references) const;
-  /// References for handles that came from `from`.
+  /// References for handles that came from `from`. Throws when one of them was said to be lost; then the
+  /// others are given back.
   std::vector<std::shared_ptr<void>> from_handles(const std::vector<wire::Handle>& handles, PeerId from);
 
   /// A control message came. The answer to a fork request: why it is not counted, or nothing.
@@ -92,8 +93,11 @@ class References : public std::enable_shared_from_this<References> {
   std::optional<Duration> send_again(const RRefMessage& message, int attempt, ErrorKind why);
   void apply(RRefTable::Effects effects);
   void send(const RRefMessage& message, int attempt);
-  wire::Handle to_handle(const std::shared_ptr<void>& reference, PeerId to);
-  std::shared_ptr<void> from_handle(const wire::Handle& handle, PeerId from);
+  /// False, and `dead` if that is why, when it cannot be sent.
+  bool send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
+                      std::optional<Refusal>& dead) TORCHSPAN_REQUIRES(mutex_);
+  /// Nothing for one that its sender was told is lost.
+  std::optional<std::shared_ptr<void>> from_handle(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> come_home(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> adopt(const wire::Handle& handle, PeerId from);
   Error refused(GlobalId value, const Refusal& refusal) const;
