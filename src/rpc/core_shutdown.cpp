@@ -66,6 +66,7 @@ std::vector<RRefInfo> Core::agree_on_quiet(Deadline deadline, bool list) {
       sum.handled += one.handled;
       sum.busy = sum.busy || one.busy;
     }
+    references_->leave();  // all have come this far: nobody serves on
     if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;
     quiet_before = !sum.busy;
     before = sum;
@@ -101,6 +102,7 @@ void Core::throw_leaks(const std::vector<RRefInfo>& leaks) const {
 /// Nobody else stops: what this worker began ends, and its references go back to their owners. What it serves
 /// for others may never end; their calls fail as it leaves.
 void Core::leave_open_world(Deadline deadline) {
+  references_->leave();
   auto wait = [&](const char* for_what) {
     while (calls_.size() != 0 || !references_->settled()) {
       if (deadline.passed(runtime_.executor.now()))
@@ -117,7 +119,6 @@ void Core::leave_open_world(Deadline deadline) {
 
 void Core::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || stopping_.load()) return;
-  references_->leave();
   std::exception_ptr failure;
   std::vector<RRefInfo> leaks;
   try {

@@ -76,7 +76,8 @@ class References : public std::enable_shared_from_this<References> {
   bool knows_type(std::uint64_t tag) const;
   /// Whether nothing of the protocol is on its way.
   bool settled() const;
-  /// Graceful shutdown begins: from now on messages that nobody answers are given up in the end.
+  /// Nobody waits for this worker's services any more: from now on messages that nobody answers are given up
+  /// in the end.
   void leave();
   /// User references that the program still holds are given back to their owners now.
   void delete_users();

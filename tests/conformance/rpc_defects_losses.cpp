@@ -76,5 +76,27 @@ TEST(RpcDefects, LateReplyWithALostReferenceKeepsTheConnection) {
   });
 }
 
+TEST(RpcDefects, ServerThatShutsDownFirstGivesNoMessageUp) {
+  Marks marks;
+  SimCluster cluster(lossy_world(marks, 3));
+  const auto failures = cluster.try_services([&](rpc::WorkerService& service) {
+    Worker& worker = service.worker();
+    if (worker.rank() == 0) {  // the others serve while they wait for it
+      nap(worker, seconds(1));
+      const Number number = worker.remote(2, kSeven);
+      number.creation().wait();
+      cluster.network().drop_if(testing::requests_of(rpc::ChildAccept::kType));
+      worker.rpc_sync(1, kHowMany, std::vector<Number>{number});
+      nap(worker, std::chrono::minutes(5));
+      EXPECT_EQ(worker.debug().references.pending_children, 1u);
+      cluster.network().drop_if({});
+      nap(worker, seconds(30));
+      EXPECT_EQ(worker.debug().references.pending_children, 0u) << worker.debug().str();
+    }
+    service.shutdown(cluster.executor().deadline_in(std::chrono::minutes(15)));
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
 }  // namespace
 }  // namespace torchspan
