@@ -170,9 +170,9 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   bool wait_until_quiet(Deadline deadline);
   std::vector<RRefInfo> agree_on_quiet(Deadline deadline, bool list);
   void give_back_references(Deadline deadline);
-  void report_leaks();
+  void report_leaks(const char* why);
   void throw_leaks(const std::vector<RRefInfo>& leaks) const;
-  void leave_open_world(Deadline deadline);
+  std::vector<RRefInfo> leave_open_world(Deadline deadline);
   void lead();
   /// One poll by the leader, and the short handlers that it brought. False when there was nothing.
   bool lead_once();

@@ -78,14 +78,11 @@ void Core::give_back_references(Deadline deadline) {
   agree_on_quiet(deadline, false);
 }
 
-void Core::report_leaks() {
+void Core::report_leaks(const char* why) {
   if (!options_.report_leaks) return;
   const std::vector<RRefInfo> leaks = references_->list_owners();
   if (leaks.empty()) return;
-  runtime_.log.warning(fmt::format(
-      "{} values end though nobody gave back the references to them; a worker that held them may have ended "
-      "without shutdown():",
-      leaks.size()));
+  runtime_.log.warning(fmt::format("{} values end though {}:", leaks.size(), why));
   for (const std::string& line : lines(leaks)) runtime_.log.warning("leak: " + line);
 }
 
@@ -100,8 +97,8 @@ void Core::throw_leaks(const std::vector<RRefInfo>& leaks) const {
 }
 
 /// Nobody else stops: what this worker began ends, and its references go back to their owners. What it serves
-/// for others may never end; their calls fail as it leaves.
-void Core::leave_open_world(Deadline deadline) {
+/// for others may never end; their calls fail as it leaves. Gives the values that are to be leaks then.
+std::vector<RRefInfo> Core::leave_open_world(Deadline deadline) {
   references_->leave();
   auto wait = [&](const char* for_what) {
     while (calls_.size() != 0 || !references_->settled()) {
@@ -114,7 +111,14 @@ void Core::leave_open_world(Deadline deadline) {
   wait("its calls");
   references_->delete_users();
   wait("the return of its references");
+  std::vector<RRefInfo> leaks;
+  if (options_.strict_leaks) {
+    leaks = references_->list_owners();
+  } else {
+    report_leaks("other workers refer to them");
+  }
   membership_->leave(deadline);
+  return leaks;
 }
 
 void Core::shutdown(Deadline deadline) {
@@ -124,11 +128,13 @@ void Core::shutdown(Deadline deadline) {
   try {
     for (const auto& hook : shutdown_hooks_) hook().wait(deadline);
     if (membership_ && membership_->open()) {
-      leave_open_world(deadline);
+      leaks = leave_open_world(deadline);
     } else if (membership_ && membership_->world_size() > 1) {
       leaks = agree_on_quiet(deadline, options_.strict_leaks);
       give_back_references(deadline);
-      report_leaks();
+      report_leaks(
+          "nobody gave back the references to them; a worker that held them may have ended without "
+          "shutdown()");
       membership_->leave(deadline);
     } else {
       while (!wait_until_quiet(deadline) && !deadline.passed(runtime_.executor.now())) {

@@ -36,6 +36,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.max_threads = options.max_threads;
   service.max_pending_calls = options.max_pending_calls;
   service.max_waiting_bytes = options.max_waiting_bytes;
+  service.report_leaks = options.report_leaks;
   service.strict_leaks = options.strict_leaks;
   return service;
 }

@@ -25,7 +25,7 @@ struct ServiceOptions {
       std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
   bool report_leaks = true;     ///< graceful shutdown warns of values that others still refer to at its end
   /// Graceful shutdown throws Error{kInvalid} that lists the values here that other programs still refer to
-  /// as all begin to shut down; it is complete nevertheless.
+  /// as all begin to shut down, in an open world as this worker leaves; it is complete nevertheless.
   bool strict_leaks = false;
 };
 

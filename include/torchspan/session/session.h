@@ -31,6 +31,9 @@ struct WorkerOptions {
   /// their type, size, place of creation and holders. It is complete nevertheless. False: such references are
   /// given back without a word.
   bool strict_leaks = false;
+  /// shutdown() warns in the log of values whose references nobody gave back, or that others still refer to
+  /// when this worker leaves an open world.
+  bool report_leaks = true;
   LogLevel log_level = LogLevel::kWarning;
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 
