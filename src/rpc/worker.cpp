@@ -23,7 +23,7 @@ Future<c10::IValue> Caller::rpc_async(const Destination& to, const std::string& 
                                       std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCallOperator, operator_name.c_str(), to.site());
   encode_by_name(request, nullptr, operator_name, args, kwargs);
-  return send<c10::IValue>(to, std::move(request));
+  return send<c10::IValue>(endpoint_->resolve(to), std::move(request));
 }
 
 c10::IValue Caller::rpc_sync(const Destination& to, const std::string& operator_name,
@@ -43,10 +43,9 @@ Future<c10::IValue> Caller::call_method(const RRefBase& rref, const std::string&
                                         std::vector<c10::IValue> args,
                                         std::map<std::string, c10::IValue> kwargs,
                                         SourceLocation site) const {
-  const Destination to(rref.owner().rank, site);
   auto request = make_request(rpc::kCallMethod, method.c_str(), site);
   encode_by_name(request, &rref, method, args, kwargs);
-  return send<c10::IValue>(to, std::move(request));
+  return send<c10::IValue>(rref.owner().rank, std::move(request));
 }
 
 RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::string& method,

@@ -228,6 +228,57 @@ TEST(RpcConformance, StrictShutdownOfATidyProgramThrowsNothing) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+/// What a worker throws that leaves an open world whose first worker holds a value of it, if `holds`.
+std::exception_ptr leave_while_held(bool strict_leaks, bool holds) {
+  ClusterOptions options = strict(strict_leaks);
+  options.workers = 1;
+  options.open = true;
+  SimCluster cluster(options);
+  std::exception_ptr thrown;
+  cluster.run([&](Worker& worker) {
+    Thread life = cluster.start(1, 0, [&](rpc::WorkerService& service) {
+      nap(service.worker(), milliseconds(200));
+      try {
+        service.shutdown(cluster.executor().deadline_in(seconds(60)));
+      } catch (...) {
+        thrown = std::current_exception();
+      }
+    });
+    nap(worker, milliseconds(100));
+    auto board = worker.remote(1, kBoard, 1);
+    board.creation().wait();
+    if (!holds) board = {};
+    life.join();
+    nap(worker, seconds(1));
+    if (!holds) return;
+    // Its value is gone, and so is its rank; what failed is the connection, not the call.
+    expect_error(ErrorKind::kDisconnected, "worker1", [&] { board.rpc_sync(kCells); });
+    expect_error(ErrorKind::kDisconnected, "worker1", [&] { board.remote(kCells).creation().wait(); });
+  });
+  return thrown;
+}
+
+TEST(RpcConformance, RrefLeakInAnOpenWorld) {
+  const auto thrown = leave_while_held(true, true);
+  ASSERT_TRUE(thrown);
+  EXPECT_THAT(to_error(thrown).what(),
+              AllOf(HasSubstr("worker 'worker1' was shut down while others referred to 1 of its values"),
+                    HasSubstr("Board, made by 'worker0' at "), HasSubstr("held by 'worker0'")));
+  EXPECT_FALSE(leave_while_held(true, false));
+}
+
+TEST(RpcConformance, WarnsOfValuesInUseByOthersInAnOpenWorld) {
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(leave_while_held(false, false));
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(leave_while_held(false, true));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("torchspan[worker1] warning: 1 values end though other workers refer to them"),
+                    HasSubstr("leak: value 0:1, "), HasSubstr("Board, made by 'worker0' at "),
+                    HasSubstr("held by 'worker0'")));
+}
+
 TEST(RpcConformance, IgnoreRrefLeak) {
   std::vector<RRef<Board>> held;
   ::testing::internal::CaptureStderr();

@@ -32,7 +32,7 @@ class Caller {
                                              Args&&... args) const {
     static_assert(!rpc::kIsMember<kFunction>,
                   "a member function is called on an RRef: rref.rpc_async(token, …)");
-    return call<kFunction>(to, token, nullptr, std::forward<Args>(args)...);
+    return call<kFunction>(endpoint_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
   }
   template <auto kFunction, class... Args>
   rpc::ResultOf<kFunction> rpc_sync(const Destination& to, Function<kFunction> token, Args&&... args) const {
@@ -43,7 +43,7 @@ class Caller {
                                                 Args&&... args) const {
     static_assert(!rpc::kIsMember<kFunction>,
                   "a member function is called on an RRef: rref.remote(token, …)");
-    return create<kFunction>(to, token, nullptr, std::forward<Args>(args)...);
+    return create<kFunction>(endpoint_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
   }
   /// Constructs a T on another worker.
   template <class T, class... Params, class... Args>
@@ -98,24 +98,24 @@ class Caller {
   template <class T, auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> call_on_from(SourceLocation site, const RRef<T>& rref,
                                                 const Function<kFunction>& token, Args&&... args) const {
-    const Destination to(rref.owner().rank, site);
+    const std::uint32_t owner = rref.owner().rank;  // who left is known to have had it
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
-      return call<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
+      return call<kFunction>(owner, site, token, &rref.state(), std::forward<Args>(args)...);
     } else {
-      return call<kFunction>(to, token, nullptr, rref, std::forward<Args>(args)...);
+      return call<kFunction>(owner, site, token, nullptr, rref, std::forward<Args>(args)...);
     }
   }
   template <class T, auto kFunction, class... Args>
   RRef<Stored<rpc::ResultOf<kFunction>>> create_on_from(SourceLocation site, const RRef<T>& rref,
                                                         const Function<kFunction>& token,
                                                         Args&&... args) const {
-    const Destination to(rref.owner().rank, site);
+    const std::uint32_t owner = rref.owner().rank;  // who left is known to have had it
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
-      return create<kFunction>(to, token, &rref.state(), std::forward<Args>(args)...);
+      return create<kFunction>(owner, site, token, &rref.state(), std::forward<Args>(args)...);
     } else {
-      return create<kFunction>(to, token, nullptr, rref, std::forward<Args>(args)...);
+      return create<kFunction>(owner, site, token, nullptr, rref, std::forward<Args>(args)...);
     }
   }
 
@@ -125,14 +125,14 @@ class Caller {
     rpc::Request request = rpc::make_request(message);
     request.deadline = deadline;
     request.site = to.site();
-    return send<typename M::Reply>(to, std::move(request));
+    return send<typename M::Reply>(endpoint_->resolve(to), std::move(request));
   }
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message) const {
     rpc::Request request = rpc::make_request(message);
     endpoint_->apply(options_, request);
     request.site = to.site();
-    return send<typename M::Reply>(to, std::move(request));
+    return send<typename M::Reply>(endpoint_->resolve(to), std::move(request));
   }
 
   const std::shared_ptr<rpc::Endpoint>& endpoint() const { return endpoint_; }
@@ -161,12 +161,12 @@ class Caller {
     std::apply([&](const Args&... args) { (wire::encode<Args>(encoder, args), ...); }, arguments);
   }
   template <auto kFunction, class... Args>
-  rpc::Request plan(wire::MessageType type, const Destination& to, const Function<kFunction>& token,
+  rpc::Request plan(wire::MessageType type, SourceLocation site, const Function<kFunction>& token,
                     const rpc::ReferencePtr* object, Args&&... args) const {
     using Arguments = typename rpc::SignatureOf<kFunction>::Arguments;
     static_assert(std::is_constructible_v<Arguments, Args&&...>,
                   "these arguments do not fit the function that the token names (see Function<…> above)");
-    auto request = make_request(type, token.name, to.site());
+    auto request = make_request(type, token.name, site);
     wire::Encoder encoder(request.payload);
     wire::encode(encoder, endpoint_->id_of(token.name, &rpc::signature_of<kFunction>));
     if (object != nullptr) encoder.reference(*object);
@@ -175,17 +175,18 @@ class Caller {
     return request;
   }
   template <auto kFunction, class... Args>
-  Future<rpc::ResultOf<kFunction>> call(const Destination& to, const Function<kFunction>& token,
-                                        const rpc::ReferencePtr* object, Args&&... args) const {
+  Future<rpc::ResultOf<kFunction>> call(std::uint32_t to, SourceLocation site,
+                                        const Function<kFunction>& token, const rpc::ReferencePtr* object,
+                                        Args&&... args) const {
     return send<rpc::ResultOf<kFunction>>(
-        to, plan(rpc::kCallFunction, to, token, object, std::forward<Args>(args)...));
+        to, plan(rpc::kCallFunction, site, token, object, std::forward<Args>(args)...));
   }
   template <auto kFunction, class... Args>
-  RRef<Stored<rpc::ResultOf<kFunction>>> create(const Destination& to, const Function<kFunction>& token,
+  RRef<Stored<rpc::ResultOf<kFunction>>> create(std::uint32_t to, SourceLocation site,
+                                                const Function<kFunction>& token,
                                                 const rpc::ReferencePtr* object, Args&&... args) const {
     using R = Stored<rpc::ResultOf<kFunction>>;
-    return begin_creation<R>(endpoint_->resolve(to),
-                             plan(rpc::kCreateRemote, to, token, object, std::forward<Args>(args)...));
+    return begin_creation<R>(to, plan(rpc::kCreateRemote, site, token, object, std::forward<Args>(args)...));
   }
   template <class R>
   RRef<R> begin_creation(std::uint32_t to, rpc::Request request) const {
@@ -194,10 +195,10 @@ class Caller {
     return RRef<R>(std::move(reference));
   }
   template <class R>
-  Future<R> send(const Destination& to, rpc::Request request) const {
+  Future<R> send(std::uint32_t to, rpc::Request request) const {
     auto completion = std::make_shared<rpc::PromiseCompletion<R>>(endpoint_->host());
     Future<R> future = completion->future();
-    endpoint_->send(endpoint_->resolve(to), std::move(request), std::move(completion));
+    endpoint_->send(to, std::move(request), std::move(completion));
     if (options_.group) rpc::CallGroup::track(options_.group, future);
     return future;
   }
