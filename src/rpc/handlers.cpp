@@ -242,6 +242,11 @@ void install_handlers(Core& core) {
   user(kCreateByOperator, "remote operator", create_dynamic<run_by_name>);
   user(kCallMethod, "method", serve_dynamic<run_method>);
   user(kCreateByMethod, "remote method", create_dynamic<run_method>);
+  // It is served once its argument is there, or fails with it.
+  core.add_handler(kAwaitCreation, {"creation", RunOn::kPool, false,
+                                    [](const IncomingPtr&, const std::shared_ptr<Completion>& reply) {
+                                      acknowledge(reply);
+                                    }});
   install_control(core);
 }
 

@@ -80,6 +80,7 @@ class UserReference final : public Reference {
   GlobalId fork_id() const override { return ids_.fork; }
   std::uint64_t type_tag() const override { return ids_.tag; }
   Future<void> ready() const override { return ready_future_; }
+  bool copied() const override { return origin_.copied; }
   ValuePtr value(Deadline deadline) const override;
   std::shared_ptr<Endpoint> endpoint() const override;
   void name_type(const std::string& name) const override;

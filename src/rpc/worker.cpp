@@ -82,7 +82,20 @@ bool RRefBase::confirmed_by_owner() const {
   return ready.done() && !ready.error();
 }
 
-Future<void> RRefBase::creation() const { return held().ready(); }
+Future<void> RRefBase::creation() const {
+  if (!held().copied()) return held().ready();
+  const auto endpoint = held().endpoint();
+  rpc::Request request;
+  request.type = rpc::kAwaitCreation;
+  request.name = "creation";
+  endpoint->apply({}, request);
+  wire::Encoder encoder(request.payload);
+  encoder.reference(state());
+  encoder.finish();
+  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint->host());
+  endpoint->send(held().owner(), std::move(request), completion);
+  return completion->future();
+}
 
 std::string RRefBase::str() const {
   if (!valid()) return "RRef(empty)";

@@ -29,6 +29,12 @@ std::int64_t append(const RRef<List>& list, std::int64_t value) {
   list.local_value().push_back(value);
   return static_cast<std::int64_t>(list.local_value().size());
 }
+/// How long the creation of a copy takes from now on, in milliseconds.
+std::int64_t await_creation(Worker& worker, const RRef<std::int64_t>& copy) {
+  const TimePoint begin = now(worker);
+  copy.creation().wait();
+  return std::chrono::duration_cast<milliseconds>(now(worker) - begin).count();
+}
 List make_list() { return {}; }
 bool owns(const RRef<List>& list) { return list.is_owner(); }
 double total(const RRef<at::Tensor>& x) { return x.local_value().sum().item<double>(); }
@@ -53,6 +59,7 @@ constexpr Function<slow_seven> kSlowSeven{"slow_seven"};
 constexpr Function<raise_func> kRaise{"raise_func"};
 constexpr Function<sum_on_owner> kSumOnOwner{"sum_on_owner"};
 constexpr Function<append> kAppend{"append"};
+constexpr Function<await_creation> kAwaitCreation{"await_creation"};
 constexpr Function<make_list> kMakeList{"make_list"};
 constexpr Function<owns> kOwns{"owns"};
 constexpr Function<total> kTotal{"total"};
@@ -64,8 +71,8 @@ constexpr Function<&Parameters::updates_of_list> kUpdatesOfList{"Parameters.upda
 
 ClusterOptions world(int workers = 2) {
   return world_of(
-      workers, FunctionTable().add(kAdd, kSlowSeven, kRaise, kSumOnOwner, kAppend, kMakeList, kOwns, kTotal,
-                                   kOnes, kParameters, kValue, kUpdate, kUpdatesOfList));
+      workers, FunctionTable().add(kAdd, kSlowSeven, kRaise, kSumOnOwner, kAppend, kAwaitCreation, kMakeList,
+                                   kOwns, kTotal, kOnes, kParameters, kValue, kUpdate, kUpdatesOfList));
 }
 
 TEST(RpcConformance, OwnerEquality) {
@@ -283,6 +290,19 @@ TEST(RpcConformance, RrefGetFuture) {
     bool called = false;
     worker.remote("worker0", kSlowSeven).creation().then([&](Future<void>) { called = true; }).wait();
     EXPECT_TRUE(called);
+  });
+}
+
+TEST(RpcConformance, CreationOfACopyIsThatOfTheValue) {
+  on_first(world(3), [](Worker& worker) {
+    for (const char* user : {"worker0", "worker2"}) {
+      EXPECT_GT(worker.rpc_sync(user, kAwaitCreation, worker.remote("worker1", kSlowSeven)), 200) << user;
+      expect_error(ErrorKind::kRemoteFailure, "Expected error",
+                   [&] { worker.rpc_sync(user, kAwaitCreation, worker.remote("worker1", kRaise)); });
+      const auto there = worker.remote("worker1", kSlowSeven);
+      there.creation().wait();
+      EXPECT_LT(worker.rpc_sync(user, kAwaitCreation, there), 10) << user;
+    }
   });
 }
 

@@ -23,6 +23,7 @@ inline constexpr wire::MessageType kCallOperator{0x0013};
 inline constexpr wire::MessageType kCreateByOperator{0x0014};
 inline constexpr wire::MessageType kCallMethod{0x0015};
 inline constexpr wire::MessageType kCreateByMethod{0x0016};
+inline constexpr wire::MessageType kAwaitCreation{0x0017};
 
 class Reference;
 using ReferencePtr = std::shared_ptr<Reference>;
@@ -89,6 +90,8 @@ class Reference {
   /// Done when the owner knows this fork (users), or when the value is there (owners); fails with the
   /// creation.
   virtual Future<void> ready() const = 0;
+  /// Whether ready() says nothing of the creation: this is a copy of another user's reference.
+  virtual bool copied() const { return false; }
   /// The value; owners only. Throws the creation's error, or Error{kInvalid} naming both workers on a user.
   virtual ValuePtr value(Deadline deadline) const = 0;
   /// Its value's type is called that, and has this reference's tag: for listings.

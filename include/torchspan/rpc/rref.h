@@ -32,7 +32,8 @@ class RRefBase {
   std::string owner_name() const { return owner().name; }
   /// Whether the owner has confirmed this reference; owners always.
   bool confirmed_by_owner() const;
-  /// Done when the value was created there, or failed as the creation did.
+  /// Done when the value was created there, or failed as the creation did. For a reference that came from
+  /// another worker the owner is asked, as by a call with the worker's default timeout.
   Future<void> creation() const;
   /// "RRef<Encoder>(value 0:3, fork 0:4, owner worker1)".
   std::string str() const;
