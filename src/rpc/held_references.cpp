@@ -68,6 +68,11 @@ void HeldReferences::release_child(GlobalId child, Effects& effects) {
   children_.erase(it);
 }
 
+std::optional<PeerId> HeldReferences::receiver_of(GlobalId child) const {
+  const auto found = children_.find(child);
+  return found == children_.end() ? std::nullopt : std::optional(found->second.to);
+}
+
 std::vector<GlobalId> HeldReferences::missing(const std::vector<GlobalId>& forks, PeerId from) {
   std::vector<GlobalId> lost;
   for (const GlobalId& fork : forks) {

@@ -50,6 +50,8 @@ class HeldReferences {
   void send_child(GlobalId child, const Keep& parent, PeerId to) { children_[child] = {parent, to}; }
   /// The child is known to its owner, or was never sent, or is lost.
   void release_child(GlobalId child, Effects& effects);
+  /// For whom a child is, if it is on its way.
+  std::optional<PeerId> receiver_of(GlobalId child) const;
 
   /// What of `forks`, which `from` believes to be here, is not. Should it come later, it is refused.
   std::vector<GlobalId> missing(const std::vector<GlobalId>& forks, PeerId from);

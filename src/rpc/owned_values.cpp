@@ -90,6 +90,13 @@ void OwnedValues::remove_fork(GlobalId value, GlobalId fork, const Refusal& why,
   erase_if_unused(it, why, effects);
 }
 
+std::optional<PeerId> OwnedValues::holder_of(GlobalId value, GlobalId fork) const {
+  const auto owned = owned_.find(value);
+  if (owned == owned_.end()) return std::nullopt;
+  const auto found = owned->second.forks.find(fork);
+  return found == owned->second.forks.end() ? std::nullopt : std::optional(found->second);
+}
+
 void OwnedValues::depart(PeerId peer, Effects& effects) {
   created_.erase(peer);
   requested_.erase(peer);

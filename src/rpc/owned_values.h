@@ -45,6 +45,8 @@ class OwnedValues {
   /// A handle came home. `fresh` holds what is only heard of.
   Found come_home(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh, Effects& effects);
   void remove_fork(GlobalId value, GlobalId fork, const Refusal& why, Effects& effects);
+  /// Who holds a fork, if it is counted.
+  std::optional<PeerId> holder_of(GlobalId value, GlobalId fork) const;
   /// A worker died or left: its forks are gone, and so is what only it could have brought.
   void depart(PeerId peer, Effects& effects);
 

@@ -67,10 +67,11 @@ std::optional<Refusal> RRefTable::receive(const RRefMessage& message, PeerId fro
       if (message.to != self_) return Refusal{Refusal::Why::kOtherOwner, message.to, {}};
       return owned_.request_fork(message.value, message.fork, message.number, from);
     case RRefMessage::Kind::kChildAccept:
-      held_.release_child(message.fork, effects);
+      if (held_.receiver_of(message.fork) == from) held_.release_child(message.fork, effects);
       break;
     case RRefMessage::Kind::kUserDelete:
-      owned_.remove_fork(message.value, message.fork, {}, effects);
+      if (owned_.holder_of(message.value, message.fork) == from)
+        owned_.remove_fork(message.value, message.fork, {}, effects);
       break;
     case RRefMessage::Kind::kGivenUp:
       owned_.creation_given_up(message, from, effects);

@@ -194,6 +194,28 @@ TEST(RRefTable, TakesBackAChildWhoseMessageCouldNotBeSent) {
   EXPECT_EQ(parent.use_count(), 1);
 }
 
+TEST(RRefTable, TakesAForkBackFromItsHolderOnly) {
+  Table table;
+  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  for (const PeerId stranger : {kSelf, kThird, PeerId{1, 1}})
+    table.forget(made_by_other(1), {1, 8}, stranger);
+  EXPECT_EQ(table.counts().forks, 1u);
+  table.forget(made_by_other(1), {1, 8}, kOther);
+  EXPECT_EQ(table.counts().forks, 0u);
+}
+
+TEST(RRefTable, LetsGoOfAParentForItsChildsReceiverOnly) {
+  Table table;
+  const auto child = table.send_user(thing(), kOther);
+  const auto accept = [&](PeerId from) {
+    table.receive({RRefMessage::Kind::kChildAccept, kSelf, {}, *child, 0, {}}, from, table.effects);
+  };
+  for (const PeerId stranger : {kSelf, kThird, PeerId{1, 1}}) accept(stranger);
+  EXPECT_EQ(table.counts().pending_children, 1u);
+  accept(kOther);
+  EXPECT_EQ(table.counts().pending_children, 0u);
+}
+
 TEST(RRefTable, RemembersLittleOfWhatIsGone) {
   Table table;
   for (std::uint64_t n = 1; n <= 100'000; ++n) {
