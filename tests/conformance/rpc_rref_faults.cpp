@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include "rpc/control.h"
+#include "rpc/core.h"
 #include "tests/conformance/rpc_faults.h"
 
 namespace torchspan {
@@ -40,6 +41,16 @@ Witness make_slowly(Worker& worker) {
   return Witness(state_of<Lives>(worker));
 }
 std::int64_t read_tracked(const RRef<Witness>& tracked);
+std::int64_t read_slowly(Worker& worker, const RRef<Witness>& tracked) {
+  nap(worker, seconds(1));
+  return tracked.local_value().number();
+}
+/// Values here that others refer to, and their references.
+std::int64_t counted(Worker& worker) {
+  const auto references = worker.debug().references;
+  return static_cast<std::int64_t>(references.owners + references.forks);
+}
+void sleep_a_second(Worker& worker) { nap(worker, seconds(1)); }
 RRef<Witness> same(const RRef<Witness>& tracked) { return tracked; }
 struct Keeper {
   explicit Keeper(const RRef<Witness>& kept) : kept(kept) {}
@@ -51,15 +62,19 @@ constexpr Function<make_tracked> kMakeTracked{"make_tracked"};
 constexpr Function<make_slowly> kMakeSlowly{"make_slowly"};
 constexpr Function<&Witness::number> kNumber{"Witness.number"};
 constexpr Function<read_tracked> kReadTracked{"read_tracked"};
+constexpr Function<read_slowly> kReadSlowly{"read_slowly"};
+constexpr Function<counted> kCounted{"counted"};
+constexpr Function<sleep_a_second> kSleepASecond{"sleep_a_second"};
 constexpr Function<same> kSame{"same"};
 constexpr Class<Keeper, RRef<Witness>> kKeeper{"Keeper"};
 
 std::int64_t read_tracked(const RRef<Witness>& tracked) { return tracked.rpc_sync(kNumber); }
 
 ClusterOptions world(Lives& lives, int workers = 3) {
-  return with_state(world_of(workers, FunctionTable().add(kAdd, kMakeTracked, kMakeSlowly, kNumber,
-                                                          kReadTracked, kSame, kKeeper)),
-                    lives);
+  return with_state(
+      world_of(workers, FunctionTable().add(kAdd, kMakeTracked, kMakeSlowly, kNumber, kReadTracked,
+                                            kReadSlowly, kCounted, kSleepASecond, kSame, kKeeper)),
+      lives);
 }
 
 /// Runs `body` on worker 0 under seeds 1 to 3, with the network at hand; shuts down gracefully afterwards and
@@ -163,20 +178,27 @@ void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name 
     EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);  // connected before anything may overtake
     cluster.network().set_options({.reorder = reorder});
     const bool udf = operator_name.empty();
-    cluster.network().delay_if(requests_of(udf ? rpc::kCreateRemote : rpc::kCreateByOperator), seconds(2));
+    int late = 0;
+    const auto creations = requests_of(udf ? rpc::kCreateRemote : rpc::kCreateByOperator);
+    cluster.network().delay_if(
+        [&](const net::SimMessage& message) { return creations(message) && ++late != 0; }, seconds(2));
     const Caller hurried = worker.with({.timeout = milliseconds(1)});
-    if (udf) {
-      auto tracked = hurried.remote("worker1", kMakeTracked);
-      expect_no_creation(tracked);
-    } else {
-      auto sum = hurried.remote("worker1", operator_name, {1, 2});
-      expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
-      expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
+    {
+      const auto tracked = udf ? hurried.remote("worker1", kMakeTracked) : RRef<Witness>();
+      const auto sum = udf ? RRef<c10::IValue>() : hurried.remote("worker1", operator_name, {1, 2});
+      if (udf) expect_no_creation(tracked);
+      if (!udf) expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
+      if (!udf) expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
+      nap(worker, seconds(10));
+      EXPECT_EQ(late, 1);
+      EXPECT_EQ(lives.made, udf ? 1 : 0);
+      EXPECT_EQ(lives.alive, 0);
+      EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0);
     }
-    nap(worker, seconds(10));
-    EXPECT_EQ(lives.made, udf ? 1 : 0);
-    EXPECT_EQ(lives.alive, 0);
+    nap(worker, seconds(1));
+    EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0) << "nor does the end of the reference count for it";
     cluster.network().set_options({});
+    cluster.network().delay_if({}, {});
   });
 }
 
@@ -198,6 +220,32 @@ TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
     expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.creation().wait(); });
     EXPECT_EQ(lives.made, 1);
     EXPECT_EQ(lives.alive, 0);
+    EXPECT_EQ(counted(worker), 0);
+  });
+}
+
+TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
+  Lives lives;
+  ClusterOptions options = world(lives, 2);
+  options.threads = 1;
+  testing::on_first(options, [&](Worker& worker) {
+    lives = {};
+    const auto busy = worker.rpc_async(0, kSleepASecond);
+    nap(worker, milliseconds(10));
+    const TimePoint begin = now(worker);
+    {
+      const auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeTracked);
+      expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.local_value(); });
+      expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.creation().wait(); });
+      expect_error(ErrorKind::kTimedOut, "worker0", [&] { tracked.rpc_sync(kNumber); });
+      expect_error(ErrorKind::kTimedOut, "worker0", [&] { worker.rpc_sync(1, kReadTracked, tracked); });
+      EXPECT_EQ(now(worker) - begin, milliseconds(500));
+      busy.wait();
+      nap(worker, seconds(1));
+      EXPECT_EQ(counted(worker), 0);
+    }
+    EXPECT_EQ(lives.made, 0);
+    EXPECT_EQ(counted(worker), 0);
   });
 }
 
@@ -215,6 +263,23 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
       expect_no_creation(tracked);
     }
     nap(worker, seconds(10));
+    EXPECT_EQ(lives.made, 1);
+    EXPECT_EQ(lives.alive, 0);
+  });
+}
+
+/// Values end on threads that may wait, so nothing of the worker's own may be what holds one last.
+TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
+  with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
+    auto tracked = worker.remote(0, kMakeTracked);
+    auto& core = static_cast<rpc::Core&>(*worker.endpoint());
+    auto call = worker.rpc_async(0, kReadSlowly, tracked);
+    nap(worker, milliseconds(100));
+    const auto kept = core.serving().all();
+    ASSERT_EQ(kept.size(), 1u);
+    EXPECT_EQ(call.wait(), 35);
+    tracked = {};
+    nap(worker, seconds(1));
     EXPECT_EQ(lives.made, 1);
     EXPECT_EQ(lives.alive, 0);
   });
