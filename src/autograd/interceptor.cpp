@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <utility>
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -69,10 +70,11 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
   EdgeHeader header;
   header.context = context->id();
   if (!call.reply) header.site = site_text(call.site);
-  if (at::GradMode::is_enabled()) {
-    for (std::uint32_t i = 0; i < tensors.size(); ++i) {
-      if (carries_edge(tensors[i])) header.tensors.push_back(i);
-    }
+  for (std::uint32_t i = 0; i < tensors.size(); ++i) {
+    if (carries_edge(tensors[i])) header.tensors.push_back(i);
+  }
+  if (!at::GradMode::is_enabled()) {  // nor may the receiver take them for leaves of its own
+    for (const std::uint32_t i : std::exchange(header.tensors, {})) tensors[i] = tensors[i].detach();
   }
   if (!header.tensors.empty()) {
     header.message = registry_->next_id();

@@ -26,6 +26,10 @@ std::vector<bool> need_gradients(const at::Tensor& a, const at::Tensor& b) {
   return {a.requires_grad(), b.requires_grad()};
 }
 
+std::int64_t keys(Worker& worker) {
+  return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
+}
+
 constexpr Function<add> kAdd{"add"};
 constexpr Function<nested_add> kNestedAdd{"nested_add"};
 constexpr Function<held> kHeld{"held"};
@@ -34,14 +38,15 @@ constexpr Function<context_id> kContextId{"context_id"};
 constexpr Function<constant> kConstant{"constant"};
 constexpr Function<raise> kRaise{"raise"};
 constexpr Function<need_gradients> kNeed{"need_gradients"};
+constexpr Function<keys> kKeys{"keys"};
 
 at::Tensor nested_add(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b) {
   return worker.rpc_sync(to, kAdd, a, b);
 }
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(
-      workers, FunctionTable().add(kAdd, kNestedAdd, kHeld, kAddList, kContextId, kConstant, kRaise, kNeed));
+  return autograd_world(workers, FunctionTable().add(kAdd, kNestedAdd, kHeld, kAddList, kContextId, kConstant,
+                                                     kRaise, kNeed, kKeys));
 }
 
 void expect_no_contexts(SimCluster& cluster, Worker& worker) {
@@ -183,6 +188,27 @@ TEST_P(AutogradContexts, MixedRequiresGrad) {
     EXPECT_TRUE(context.gradients()[0].parameter.is_same(a));
     EXPECT_FALSE(context.gradient(b).defined());
   });
+}
+
+TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
+  for (const Way way : kWays) {
+    on_first_and_clean(2, [&](Worker& worker) {
+      const at::Tensor a = kind_.make(1), b = kind_.make(2);
+      Context context(worker);
+      at::Tensor sum;
+      {
+        const at::NoGradGuard guard;
+        EXPECT_THAT(call(way, worker, "worker1", kNeed, a, b), ElementsAre(false, false));
+        sum = call(way, worker, "worker1", kAdd, a, b);
+      }
+      EXPECT_FALSE(sum.requires_grad());
+      EXPECT_TRUE(a.requires_grad()) << "the sender's own keeps its flag";
+      context.backward(kind_.sum(call(way, worker, "worker1", kAdd, sum, a)));
+      EXPECT_EQ(worker.rpc_sync("worker1", kKeys), 0);
+      EXPECT_THAT(context.gradients(), SizeIs(1));
+      EXPECT_TRUE(context.gradient(a).defined());
+    });
+  }
 }
 
 TEST_P(AutogradContexts, ContextCleanupTensorWithGrad) {
