@@ -104,6 +104,22 @@ struct AdoptMember {
   std::uint64_t context = 0;
 };
 
+/// What was there to clear: nothing was cleared while a pass runs. `peers` are the workers that the receiver
+/// dealt with in the context.
+struct ClearedPart {
+  bool running = false;
+  std::vector<std::uint32_t> peers;
+};
+
+/// The receiver forgets the gradients that have accumulated in a context. Nothing when it knows no such
+/// context.
+struct ClearGradients {
+  static constexpr wire::MessageType kType{0x0109};
+  static constexpr std::string_view kName = "autograd.clear_gradients";
+  using Reply = ClearedPart;
+  std::uint64_t context = 0;
+};
+
 /// A send that waits for its gradients.
 struct WaitingSend {
   std::uint64_t message = 0;
@@ -191,6 +207,13 @@ struct Wire<autograd::ReleaseContext>
 template <>
 struct Wire<autograd::AdoptMember>
     : WireStruct<autograd::AdoptMember, "autograd.AdoptMember", &autograd::AdoptMember::context> {};
+template <>
+struct Wire<autograd::ClearedPart>
+    : WireStruct<autograd::ClearedPart, "autograd.ClearedPart", &autograd::ClearedPart::running,
+                 &autograd::ClearedPart::peers> {};
+template <>
+struct Wire<autograd::ClearGradients>
+    : WireStruct<autograd::ClearGradients, "autograd.ClearGradients", &autograd::ClearGradients::context> {};
 template <>
 struct Wire<autograd::WaitingSend>
     : WireStruct<autograd::WaitingSend, "autograd.WaitingSend", &autograd::WaitingSend::message,

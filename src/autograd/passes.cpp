@@ -2,7 +2,9 @@
 
 #include <torchspan/autograd/passes.h>
 
+#include "autograd/clearing.h"
 #include "autograd/current.h"
+#include "autograd/given_gradients.h"
 #include "autograd/protocol.h"
 
 namespace torchspan::autograd {
@@ -17,6 +19,7 @@ Passes::~Passes() {
 void Passes::attach(rpc::Registrar& registrar) {
   impl_ = std::make_shared<Impl>(registrar);
   impl_->serve(registrar);
+  serve_clearing(registrar, impl_->registry);
 }
 
 std::optional<ContextView> Passes::try_find(std::uint64_t id) const {
@@ -51,6 +54,29 @@ void ContextView::backward(const at::Tensor& root, BackwardOptions options) cons
 
 void ContextView::backward(const std::vector<at::Tensor>& roots, BackwardOptions options) const {
   worker_.extension<Passes>().impl()->backward(state_, roots, options);
+}
+
+void ContextView::backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
+                           BackwardOptions options) const {
+  backward(scalar_of(roots, gradients), std::move(options));
+}
+
+void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
+  Executor& executor = worker_.runtime().executor;
+  const Deadline deadline = executor.deadline_in(options.timeout);
+  at::Tensor loss;
+  if (root.is_owner()) {
+    root.creation().wait(deadline);
+    loss = root.local_value();
+  } else {
+    const CurrentScope scope(Current{state_, nullptr, current_state().site});
+    auto fetched = std::make_shared<rpc::PromiseCompletion<at::Tensor>>(worker_.endpoint()->host());
+    const Future<at::Tensor> value = fetched->future();
+    rpc::fetch(root.state(), {.timeout = options.timeout, .stop = options.stop}, std::move(fetched));
+    loss = value.wait();
+  }
+  options.timeout = deadline.left(executor.now());
+  backward(loss, std::move(options));
 }
 
 ContextGraph ContextView::graph(const std::vector<at::Tensor>& roots) const {

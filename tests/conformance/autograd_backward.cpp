@@ -10,8 +10,6 @@ namespace {
 using namespace testing;  // NOLINT(google-build-using-namespace)
 using ::testing::SizeIs;
 
-using Tensors = std::vector<at::Tensor>;
-
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
@@ -77,17 +75,6 @@ ClusterOptions world(int workers = 2) {
                torch::jit::nativeResolver(), nullptr);
   functions.add_script(unit);
   return autograd_world(workers, std::move(functions));
-}
-
-/// The gradients of the sum of `compute(leaves)` in this process alone.
-Tensors expected(const Kind& kind, const Tensors& leaves,
-                 const std::function<at::Tensor(const Tensors&)>& compute) {
-  Tensors copies;
-  for (const at::Tensor& leaf : leaves) copies.push_back(leaf.detach().clone().set_requires_grad(true));
-  kind.sum(compute(copies)).backward();
-  Tensors gradients;
-  for (const at::Tensor& copy : copies) gradients.push_back(copy.grad());
-  return gradients;
 }
 
 class AutogradBackward : public DenseAndSparse {
@@ -159,14 +146,41 @@ TEST_P(AutogradBackward, BackwardsNestedPythonUdf) {
   }
 }
 
+/// What `run(operator, arguments)` makes of five tensors; two values are used twice.
+at::Tensor round_trips(const Kind& kind, const Tensors& x,
+                       const std::function<at::Tensor(const std::string&, std::vector<c10::IValue>)>& run) {
+  at::Tensor value = run("aten::add.Tensor", {x[0], x[1]});
+  value = run("aten::mul.Tensor", {x[2], value});
+  const at::Tensor first = run("aten::stack", {Tensors{x[3], value}});
+  const at::Tensor second = run("aten::stack", {Tensors{x[4], value}});
+  value = run(kind.sparse() ? "aten::mul.Tensor" : "aten::bmm", {first, second});
+  return run(kind.sparse() ? "aten::mul.Tensor" : "aten::matmul", {value, value});
+}
+
+at::Tensor run_here(const std::string& name, const std::vector<c10::IValue>& args) {
+  if (name == "aten::stack") return at::stack(args[0].toTensorVector());
+  const at::Tensor a = args[0].toTensor(), b = args[1].toTensor();
+  if (name == "aten::add.Tensor") return at::add(a, b);
+  if (name == "aten::mul.Tensor") return at::mul(a, b);
+  return name == "aten::bmm" ? at::bmm(a, b) : at::matmul(a, b);
+}
+
 TEST_P(AutogradBackward, BackwardMultipleRoundTrips) {
-  expect_as_local(
-      2, [](const Tensors& x) { return at::add(x[1], x[0], 4); },
-      [](Worker& worker, Way way, const Tensors& x) {
-        at::Tensor value = x[1];
-        for (int i = 0; i < 4; ++i) value = call(way, worker, 1, kAdd, value, x[0]);
-        return value;
-      });
+  on_first(world(4), [&](Worker& worker) {
+    Tensors leaves;
+    for (std::uint64_t seed = 1; seed <= 5; ++seed) leaves.push_back(kind_.make(seed));
+    const Tensors wanted =
+        expected(kind_, leaves, [&](const Tensors& x) { return round_trips(kind_, x, run_here); });
+    for (const Way way : kWays) {
+      int trips = 0;
+      Context context(worker);
+      context.backward(kind_.sum(round_trips(kind_, leaves, [&](const std::string& name, const auto& args) {
+        return call(way, worker, 1 + trips++ % 3, name, args);
+      })));
+      for (std::size_t i = 0; i < leaves.size(); ++i) expect_equal(context.gradient(leaves[i]), wanted[i]);
+      EXPECT_THAT(context.gradients(), SizeIs(leaves.size()));
+    }
+  });
 }
 
 TEST_P(AutogradBackward, BackwardWithoutRpc) {
@@ -247,45 +261,6 @@ TEST_P(AutogradBackward, BackwardRrefNested) {
   });
 }
 
-/// Three trainers and four servers; every server's one tensor is used by all trainers, each in its context.
-TEST_P(AutogradBackward, TrainerPs) {
-  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
-    ClusterOptions options = world(7);
-    options.seed = seed;
-    std::vector<RRef<at::Tensor>> kept(4);
-    SimCluster cluster(std::move(options));
-    cluster.run([&](Worker& worker) {
-      if (worker.rank() == 0) {
-        for (int server = 0; server < 4; ++server)
-          kept[server] = worker.remote(3 + server, kHeld, kind_.sparse());
-      }
-      worker.barrier();
-      if (worker.rank() < 3) {
-        const double factor = worker.rank() + 1;
-        const at::Tensor own = kind_.make(worker.rank());
-        const Tensors wanted = expected(kind_, {kind_.make(101), own},
-                                        [&](const Tensors& x) { return at::add(x[1], x[0], factor); });
-        Context context(worker);
-        at::Tensor sum = at::mul(own, 0.25);
-        sum = at::add(sum, own, 0.75);
-        for (int server = 0; server < 4; ++server) {
-          at::Tensor value =
-              worker.rpc_sync(3 + server, kAdd, worker.rpc_sync(3 + server, kHeld, kind_.sparse()), sum);
-          sum = value;
-        }
-        context.backward(kind_.sum(at::mul(sum, factor)));
-        for (int server = 0; server < 4; ++server) {
-          const Tensors gradients = worker.rpc_sync(3 + server, kGradientsAt, context.id());
-          ASSERT_THAT(gradients, SizeIs(1));
-          expect_equal(gradients[0], wanted[0]);
-        }
-      }
-      worker.barrier();
-      if (worker.rank() == 0) kept.clear();
-    });
-  }
-}
-
 TEST_P(AutogradBackward, BackwardMultipleRoots) {
   on_first(world(), [&](Worker& worker) {
     const Tensors leaves{kind_.make(1), kind_.make(2)};
@@ -303,15 +278,17 @@ TEST_P(AutogradBackward, BackwardMultipleRoots) {
 TEST_P(AutogradBackward, BackwardDifferentDtypes) {
   on_first(world(), [&](Worker& worker) {
     const at::Tensor a = kind_.make(1).detach().to(at::kFloat).set_requires_grad(true), b = kind_.make(2);
-    const at::Tensor x = a.detach().clone().set_requires_grad(true),
-                     y = b.detach().clone().set_requires_grad(true);
-    kind_.sum(at::add(y, x.to(at::kDouble))).backward();
-    Context context(worker);
-    context.backward(kind_.sum(worker.rpc_sync("worker1", kAdd, b, a.to(at::kDouble))));
-    EXPECT_EQ(context.gradient(a).scalar_type(), at::kFloat);
-    EXPECT_EQ(context.gradient(b).scalar_type(), at::kDouble);
-    expect_equal(context.gradient(a), x.grad());
-    expect_equal(context.gradient(b), y.grad());
+    const Tensors wanted = expected(kind_, {a, b}, [](const Tensors& x) { return at::add(x[0], x[1]); });
+    for (const Way way : kWays) {
+      Context context(worker);
+      const at::Tensor sum = call(way, worker, "worker1", kAdd, a, b);
+      EXPECT_EQ(sum.scalar_type(), at::kDouble);
+      context.backward(kind_.sum(sum));
+      EXPECT_EQ(context.gradient(a).scalar_type(), at::kFloat);
+      EXPECT_EQ(context.gradient(b).scalar_type(), at::kDouble);
+      expect_equal(context.gradient(a), wanted[0]);
+      expect_equal(context.gradient(b), wanted[1]);
+    }
   });
 }
 

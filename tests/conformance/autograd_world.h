@@ -19,6 +19,7 @@ using autograd::GraphPart;
 using autograd::Passes;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using Tensors = std::vector<at::Tensor>;
 
 enum class Way { kSync, kAsync, kRemote };
 constexpr Way kWays[] = {Way::kSync, Way::kAsync, Way::kRemote};
@@ -77,6 +78,17 @@ inline void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
   ASSERT_TRUE(actual.defined());
   ASSERT_TRUE(expected.defined());
   EXPECT_TRUE(at::allclose(actual.to_dense(), expected.to_dense(), 1e-12, 1e-12)) << actual << expected;
+}
+
+/// The gradients of the sum of `compute(leaves)` in this process alone.
+inline Tensors expected(const Kind& kind, const Tensors& leaves,
+                        const std::function<at::Tensor(const Tensors&)>& compute) {
+  Tensors copies;
+  for (const at::Tensor& leaf : leaves) copies.push_back(leaf.detach().clone().set_requires_grad(true));
+  kind.sum(compute(copies)).backward();
+  Tensors gradients;
+  for (const at::Tensor& copy : copies) gradients.push_back(copy.grad());
+  return gradients;
 }
 
 /// A world whose workers have autograd.

@@ -62,10 +62,23 @@ class ContextView {
   /// kCancelled.
   void backward(const at::Tensor& root, BackwardOptions options = {}) const;
   void backward(const std::vector<at::Tensor>& roots, BackwardOptions options = {}) const;
+  /// The same for roots of any shape, each with its gradient, of that shape; an undefined one means 1 and is
+  /// for scalars. Throws as above, and Error{kInvalid} that names the root whose gradient does not fit.
+  void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
+                BackwardOptions options = {}) const;
+  /// Fetches the loss that a reference stands for, in this context, and differentiates it; on its owner it is
+  /// used as it is. Each call fetches it anew, so in PassMode::kFast there may be one only. Time and
+  /// cancellation go for the fetch and the pass together. Throws what the creation of the value threw, and as
+  /// above.
+  void backward(const RRef<at::Tensor>& root, BackwardOptions options = {}) const;
   /// The gradients that this worker's parameters have in this context, in the order of first accumulation.
   std::vector<ParameterGradient> gradients() const;
   /// The gradient of one parameter of this worker; undefined when it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;
+  /// Forgets the gradients that have accumulated in this context, on all workers that take part: before a
+  /// pass that failed is run again, since it leaves what had accumulated. Graphs stay as they are. Throws
+  /// Error: kInvalid, naming the worker, while a pass runs; kTimedOut. Either way it may be called again.
+  void clear_gradients(Duration timeout = std::chrono::seconds(30)) const;
   /// Passes that begin in this context from now on offer their gradients on this worker to `taker`, before
   /// they are kept; with several takers the first that takes one has it. What a taker throws fails the pass.
   void offer_gradients(GradientTaker taker) const;

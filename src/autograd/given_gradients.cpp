@@ -1,0 +1,75 @@
+#include "autograd/given_gradients.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <utility>
+
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::autograd {
+namespace {
+
+using torch::autograd::variable_list;
+
+/// Kept, not handed over: the pass may be run again.
+class GivenGradients final : public torch::autograd::Node {
+ public:
+  GivenGradients(torch::autograd::edge_list roots, variable_list gradients)
+      : Node(std::move(roots)), gradients_(std::move(gradients)) {}
+  variable_list apply(variable_list&&) override { return gradients_; }
+  std::string name() const override { return "GivenGradients"; }
+
+ private:
+  const variable_list gradients_;
+};
+
+[[noreturn]] void refuse(std::size_t root, const std::string& why) {
+  throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", root, why));
+}
+
+at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& gradient) {
+  if (!root.defined()) refuse(index, "is undefined");
+  if (!root.requires_grad()) refuse(index, "does not require grad: nothing that it was computed from does");
+  if (!root.grad_fn()) refuse(index, "is a leaf: it has no graph to go back through");
+  if (!gradient.defined()) {
+    if (root.numel() == 1) return at::ones_like(root, at::MemoryFormat::Contiguous);
+    refuse(index, fmt::format("has {} elements and an undefined gradient; only for a scalar is that 1",
+                              root.numel()));
+  }
+  if (gradient.sizes() != root.sizes()) {
+    refuse(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
+                              fmt::join(gradient.sizes(), ", ")));
+  }
+  if (gradient.is_complex() != root.is_complex()) {
+    refuse(index, fmt::format("is of type {}, but its gradient of type {}", c10::toString(root.scalar_type()),
+                              c10::toString(gradient.scalar_type())));
+  }
+  return gradient.detach();
+}
+
+}  // namespace
+
+at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() was given no root; give it the loss");
+  if (gradients.size() != roots.size()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("backward() was given {} gradients for {} roots; each root needs its own",
+                            gradients.size(), roots.size()));
+  }
+  torch::autograd::edge_list edges;
+  variable_list given;
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    given.push_back(fitted(i, roots[i], gradients[i]));
+    edges.push_back(torch::autograd::impl::gradient_edge(roots[i]));
+  }
+  at::Tensor scalar = at::zeros({});
+  torch::autograd::set_history(scalar, std::make_shared<GivenGradients>(std::move(edges), std::move(given)));
+  return scalar;
+}
+
+}  // namespace torchspan::autograd

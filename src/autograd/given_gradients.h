@@ -1,0 +1,14 @@
+#pragma once
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::autograd {
+
+/// A scalar whose backward gives each root its gradient: roots of any shape as one loss. An undefined
+/// gradient means 1, for a scalar. Throws Error{kInvalid} that names the root which cannot be differentiated
+/// or whose gradient does not fit.
+at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
+
+}  // namespace torchspan::autograd
