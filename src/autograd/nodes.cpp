@@ -14,6 +14,17 @@ std::string MessageInfo::text() const {
   return fmt::format("the {} of '{}'{}", reply ? "result" : "arguments", call, place);
 }
 
+std::string MessageInfo::span_name(const char* deed) const {
+  return fmt::format("{} gradients: {} of {}", deed, reply ? "result" : "arguments", call);
+}
+
+torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& gradients) {
+  if (const PassState* pass = current_state().pass) {
+    spans_.record(SpanKind::kAutograd, message_.span_name("receive"), spans_.executor().now(), pass->id());
+  }
+  return std::move(gradients);
+}
+
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {
   PassState* pass = current_state().pass;
   if (pass == nullptr) {
@@ -23,6 +34,7 @@ torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& 
                     "loss.backward() would lose their gradients: use context.backward(loss)",
                     message_.call, message_.peer));
   }
+  const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());
   pass->send_back(*this, std::move(gradients));
   return {};
 }

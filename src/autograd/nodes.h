@@ -6,6 +6,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <torchspan/core/spans.h>
+
 namespace torchspan::autograd {
 
 /// The message that a pair of nodes stands for, as one of its two workers sees it.
@@ -18,34 +20,38 @@ struct MessageInfo {
 
   /// "the result of 'Layer.forward' (called at train.cpp:41)".
   std::string text() const;
+  /// "send gradients: result of Layer.forward".
+  std::string span_name(const char* deed) const;
 };
 
 /// Where a message left this worker: its inputs are the gradients that come back, its edges lead into the
-/// graph that made the tensors.
+/// graph that made the tensors. In a pass, a span tells when they came.
 class SendNode final : public torch::autograd::Node {
  public:
-  explicit SendNode(MessageInfo message) : message_(std::move(message)) {}
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    return gradients;
-  }
+  /// `spans` are those of the worker, which passes run on.
+  SendNode(MessageInfo message, SpanRing& spans) : message_(std::move(message)), spans_(spans) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
 
  private:
   const MessageInfo message_;
+  SpanRing& spans_;
 };
 
-/// Where a message came in: sends the gradients of its tensors back to the worker that sent them. Works only
-/// inside a distributed pass; LibTorch's own engine is refused with the advice to use context.backward().
+/// Where a message came in: sends the gradients of its tensors back to the worker that sent them, in a span.
+/// Works only inside a distributed pass; LibTorch's own engine is refused with the advice to use
+/// context.backward().
 class RecvNode final : public torch::autograd::Node {
  public:
-  explicit RecvNode(MessageInfo message) : message_(std::move(message)) {}
+  RecvNode(MessageInfo message, SpanRing& spans) : message_(std::move(message)), spans_(spans) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "RecvNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
 
  private:
   const MessageInfo message_;
+  SpanRing& spans_;
 };
 
 }  // namespace torchspan::autograd
