@@ -133,6 +133,48 @@ void many_passes() {
   session.shutdown();
 }
 
+/// Four products, of which worker 1 makes three; then backward, and the gradients of one process.
+void hammer(Worker& worker, std::uint64_t seed) {
+  const at::Tensor a = numbers({kRows, kWidth}, seed).set_requires_grad(true);
+  const at::Tensor b = numbers({kRows, kWidth}, seed + 1000).set_requires_grad(true);
+  const std::vector<at::Tensor> copies{a.detach().clone().set_requires_grad(true),
+                                       b.detach().clone().set_requires_grad(true)};
+  ((copies[0] * copies[1]).sin() * copies[0] * copies[1]).sum().backward();
+  Context context(worker);
+  const at::Tensor sines = worker.rpc_sync(1, kSine, worker.rpc_sync(1, kMultiply, a, b));
+  context.backward((worker.rpc_sync(1, kMultiply, sines, a) * b).sum());
+  require(context.gradients().size() == 2, "two gradients");
+  require(at::allclose(context.gradient(a), copies[0].grad()), "a's gradient is that of one process");
+  require(at::allclose(context.gradient(b), copies[1].grad()), "b's gradient is that of one process");
+}
+
+/// Sixty threads of three workers, each with contexts of its own, call one worker at once.
+void many_threads() {
+  Session session(WorkerOptions::from_env(), functions());
+  constexpr std::uint64_t kThreads = 20, kSteps = 10;
+  if (session.rank() != 1) {
+    std::atomic<std::uint64_t> right{0};
+    std::vector<Thread> threads;
+    for (std::uint64_t i = 0; i < kThreads; ++i) {
+      threads.push_back(session.runtime().executor.spawn("trainer", [&, i] {
+        for (std::uint64_t step = 0; step < kSteps; ++step) {
+          try {
+            hammer(session.worker(), 10'000 * session.rank() + 10 * i + step);
+            ++right;
+          } catch (const std::exception& error) {
+            std::fprintf(stderr, "thread %lu: %s\n", i, error.what());
+          }
+        }
+      }));
+    }
+    threads.clear();
+    require(right == kThreads * kSteps, "every step of every thread is right");
+  }
+  session.worker().barrier();
+  if (session.rank() == 0) require_nothing_left(session.worker(), {0, 1, 2, 3});
+  session.shutdown();
+}
+
 void work_for_ever(Worker& worker) {
   const at::Tensor a = numbers({kRows, kWidth}, worker.rank()).set_requires_grad(true);
   // Mostly it is a pass that a death meets.
@@ -213,6 +255,13 @@ TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
   std::fputs(world.process(0).output().c_str(), stdout);
 }
 
+/// The peer's test of many threads at one worker, with threads that do run at the same time.
+TEST(ClusterAutograd, AsyncDistAutograd) {
+  ProcessWorld world(kProcesses);
+  world.start_all("many_threads");
+  expect_all_end_well(world, seconds(120));
+}
+
 void expect_rank_0_ends_well(ProcessWorld& world) {
   ASSERT_TRUE(world.process(0).wait(world.executor(), seconds(30))) << "rank 0 still runs";
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
@@ -251,6 +300,7 @@ int main(int argc, char** argv) {
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"programs", torchspan::programs},
                                            {"many_passes", torchspan::many_passes},
+                                           {"many_threads", torchspan::many_threads},
                                            {"another_is_killed", torchspan::another_is_killed},
                                            {"root_is_killed", torchspan::root_is_killed}});
 }

@@ -95,6 +95,10 @@ at::Tensor by_reference(Worker& worker, const RRef<Store>& store, const at::Tens
 at::Tensor fetch(Worker& worker, const RRef<at::Tensor>& there, const at::Tensor& a);
 at::Tensor wasteful(Worker& worker, std::int64_t to, const at::Tensor& a);
 std::vector<at::Tensor> gradients_of(Worker& worker, const RRef<Store>& store);
+/// How many parameters have a gradient here, in the context of the call.
+inline std::int64_t keys_of(Worker& worker) {
+  return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
+}
 
 constexpr Class<Store, std::int64_t> kStore{"Store"};
 constexpr Function<&Store::scale> kScale{"Store.scale"};
@@ -120,12 +124,13 @@ constexpr Function<by_reference> kByReference{"by_reference"};
 constexpr Function<fetch> kFetch{"fetch"};
 constexpr Function<wasteful> kWasteful{"wasteful"};
 constexpr Function<gradients_of> kGradientsOf{"gradients_of"};
+constexpr Function<keys_of> kKeysOf{"keys_of"};
 
 inline FunctionTable program_functions() {
   return FunctionTable().add(kStore, kScale, kLookUp, kSingle, kMultiply, kSine, kMatrices, kLarger, kSplit,
                              kHalves, kDetached, kWithoutGrad, kInPlace, kInPlaceViews, kMeanOf, kMixed,
                              kUnite, kForgetful, kOnwards, kTour, kByReference, kFetch, kWasteful,
-                             kGradientsOf);
+                             kGradientsOf, kKeysOf);
 }
 
 inline at::Tensor onwards(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b) {

@@ -1,10 +1,12 @@
 #pragma once
+#include <algorithm>
 #include <cstdlib>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -39,6 +41,7 @@ struct Instruction {
     kTidy,  ///< from here on, what may take no part in a loss that uses all values
     kDetached = kTidy,
     kWithoutGrad,
+    kSentWithoutGrad,
     kForgetful,
     kWasteful,
     kKinds
@@ -63,10 +66,18 @@ struct Program {
 };
 
 inline std::string Program::text() const {
-  static constexpr const char* kNames[] = {
-      "add",      "slice",          "multiply", "sine",     "matrices",     "larger",    "split",   "halves",
-      "in_place", "in_place_views", "mean",     "mixed",    "onwards",      "tour",      "scale",   "look_up",
-      "single",   "by_reference",   "fetch",    "detached", "without_grad", "forgetful", "wasteful"};
+  static constexpr const char* kNames[] = {"add",          "slice",
+                                           "multiply",     "sine",
+                                           "matrices",     "larger",
+                                           "split",        "halves",
+                                           "in_place",     "in_place_views",
+                                           "mean",         "mixed",
+                                           "onwards",      "tour",
+                                           "scale",        "look_up",
+                                           "single",       "by_reference",
+                                           "fetch",        "detached",
+                                           "without_grad", "sent_without_grad",
+                                           "forgetful",    "wasteful"};
   static_assert(std::size(kNames) == Instruction::kKinds);
   std::string text = fmt::format("{} workers, {} inputs, {} threads{}{}", workers, inputs, threads,
                                  tidy ? ", FAST" : "", many_roots ? ", a root each" : "");
@@ -82,6 +93,41 @@ inline std::string Program::text() const {
   return text;
 }
 
+/// Whether losses that are differentiated without retain_graph may use different tensors of one message.
+constexpr bool kLossesShareMessages = false;
+
+/// By whom a value was made: values that have no maker in common have no graph in common but leaves.
+using Makers = std::set<int>;
+
+inline Makers makers_of(const Instruction& in, int index, int output, const std::vector<Makers>& all) {
+  Makers makers = all[static_cast<std::size_t>(in.a)];
+  const Makers& others = all[static_cast<std::size_t>(in.b)];
+  if (!kLossesShareMessages || in.kind != Instruction::kSplit) {
+    makers.insert(others.begin(), others.end());
+    output = 0;
+  }
+  makers.insert(3 * index + output);
+  return makers;
+}
+
+/// Two losses whose graphs have leaves in common at most; none when chance finds no such values.
+template <class Pick>
+std::vector<std::vector<int>> disjoint_losses(const std::vector<Makers>& makers, const Pick& pick) {
+  std::vector<std::vector<int>> losses(2);
+  std::vector<Makers> taken(2);
+  for (int attempt = 0; attempt < 8; ++attempt) {
+    const int value = pick(static_cast<int>(makers.size()));
+    const auto side = static_cast<std::size_t>(pick(2));
+    const Makers& mine = makers[static_cast<std::size_t>(value)];
+    const Makers& others = taken[1 - side];
+    if (std::any_of(mine.begin(), mine.end(), [&](int maker) { return others.contains(maker); })) continue;
+    losses[side].push_back(value);
+    taken[side].insert(mine.begin(), mine.end());
+  }
+  if (losses[0].empty() || losses[1].empty()) losses.clear();
+  return losses;
+}
+
 inline Program make_program(std::uint64_t seed, int most_workers = 6) {
   std::mt19937_64 random(seed);
   const auto pick = [&](int below) { return static_cast<int>(random() % static_cast<std::uint64_t>(below)); };
@@ -93,6 +139,7 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
   program.many_roots = pick(3) == 0;
   const int length = 1 + pick(10);
   int values = program.inputs;
+  std::vector<Makers> makers(static_cast<std::size_t>(values));
   for (int i = 0; i < length; ++i) {
     Instruction in;
     in.kind = static_cast<Instruction::Kind>(pick(program.tidy ? Instruction::kTidy : Instruction::kKinds));
@@ -103,8 +150,16 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
     if (in.kind == Instruction::kTour) {
       for (int stop = 0; stop <= pick(4); ++stop) in.stops.push_back(pick(program.workers));
     }
+    if (kLossesShareMessages && !program.tidy && i == 0 && pick(3) == 0) in.kind = Instruction::kSplit;
     program.instructions.push_back(in);
-    values += in.kind == Instruction::kSplit ? 3 : 1;
+    const int outputs = in.kind == Instruction::kSplit ? 3 : 1;
+    for (int output = 0; output < outputs; ++output) makers.push_back(makers_of(in, i, output, makers));
+    values += outputs;
+  }
+  if (!program.tidy && pick(3) == 0) {
+    program.losses = disjoint_losses(makers, pick);
+    program.retain.assign(program.losses.size(), false);
+    if (!program.losses.empty()) return program;
   }
   const int passes = 1 + pick(3);
   for (int pass = 0; pass < passes; ++pass) {
@@ -159,6 +214,10 @@ std::vector<at::Tensor> run_one(const Instruction& in, const at::Tensor& a, cons
       return {calls.one(in.worker, kDetached, a)};
     case Instruction::kWithoutGrad:
       return {calls.one(in.worker, kWithoutGrad, a)};
+    case Instruction::kSentWithoutGrad: {
+      const at::NoGradGuard guard;
+      return {calls.one(in.worker, kMultiply, a, b)};
+    }
     case Instruction::kForgetful:
       return {calls.one(in.worker, kForgetful, a, b)};
     default:
@@ -284,13 +343,24 @@ inline std::vector<at::Tensor> inputs_of(const Program& program) {
   return inputs;
 }
 
-/// Gradients by name; undefined ones are those that must not be.
-using Outcome = std::map<std::string, at::Tensor>;
+/// Gradients by name; undefined ones are those that must not be. And how many parameters have one, by worker:
+/// also those that have no name here.
+struct Outcome {
+  std::map<std::string, at::Tensor> gradients;
+  std::vector<std::int64_t> keys;
 
-inline void note_store(Outcome& outcome, int worker, const std::vector<at::Tensor>& gradients) {
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    outcome[fmt::format("worker{}.{}", worker, Store::kNames[i])] = gradients[i];
+  void note_inputs(const std::vector<at::Tensor>& of_inputs) {
+    for (std::size_t i = 0; i < of_inputs.size(); ++i) gradients[fmt::format("input{}", i)] = of_inputs[i];
   }
+  void note_store(int worker, const std::vector<at::Tensor>& of_parameters) {
+    for (std::size_t i = 0; i < of_parameters.size(); ++i) {
+      gradients[fmt::format("worker{}.{}", worker, Store::kNames[i])] = of_parameters[i];
+    }
+  }
+};
+
+inline std::int64_t count_defined(const std::vector<at::Tensor>& gradients) {
+  return std::count_if(gradients.begin(), gradients.end(), [](const at::Tensor& x) { return x.defined(); });
 }
 
 inline Outcome run_locally(const Program& program) {
@@ -302,14 +372,18 @@ inline Outcome run_locally(const Program& program) {
     const auto roots = roots_of(program, values, program.losses[pass]);
     if (!roots.empty()) torch::autograd::backward(roots, {}, program.retain[pass]);
   }
-  for (std::size_t i = 0; i < inputs.size(); ++i) outcome[fmt::format("input{}", i)] = inputs[i].grad();
+  std::vector<at::Tensor> of_inputs;
+  for (const at::Tensor& input : inputs) of_inputs.push_back(input.grad());
+  outcome.note_inputs(of_inputs);
   for (int worker = 0; worker < program.workers; ++worker) {
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& parameter : calls.stores[static_cast<std::size_t>(worker)].parameters()) {
       gradients.push_back(parameter.grad());
     }
-    note_store(outcome, worker, gradients);
+    outcome.note_store(worker, gradients);
+    outcome.keys.push_back(count_defined(gradients));
   }
+  outcome.keys[0] += count_defined(of_inputs);
   return outcome;
 }
 
@@ -328,11 +402,12 @@ inline Outcome run_remotely(Worker& worker, const Program& program) {
                              .timeout = std::chrono::seconds(20),
                              .threads = program.threads});
   }
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    outcome[fmt::format("input{}", i)] = context.gradient(inputs[i]);
-  }
+  std::vector<at::Tensor> of_inputs;
+  for (const at::Tensor& input : inputs) of_inputs.push_back(context.gradient(input));
+  outcome.note_inputs(of_inputs);
   for (int rank = 0; rank < program.workers; ++rank) {
-    note_store(outcome, rank, calls.stores[static_cast<std::size_t>(rank)].rpc_sync(kGradientsOf));
+    outcome.note_store(rank, calls.stores[static_cast<std::size_t>(rank)].rpc_sync(kGradientsOf));
+    outcome.keys.push_back(worker.rpc_sync(rank, kKeysOf));
   }
   return outcome;
 }
@@ -342,9 +417,9 @@ struct Comparison {
   int with_gradient = 0, without = 0;
 
   std::string operator()(const Outcome& ours, const Outcome& expected) {
-    if (ours.size() != expected.size()) return "the outcomes have different parameters";
-    for (const auto& [name, value] : expected) {
-      const at::Tensor& mine = ours.at(name);
+    if (ours.gradients.size() != expected.gradients.size()) return "the outcomes have different parameters";
+    for (const auto& [name, value] : expected.gradients) {
+      const at::Tensor& mine = ours.gradients.at(name);
       if (mine.defined() != value.defined()) {
         return fmt::format("{} has {} gradient", name, mine.defined() ? "a" : "no");
       }
@@ -359,6 +434,10 @@ struct Comparison {
         text << name << " is " << mine.to_dense() << ", not " << value.to_dense();
         return text.str();
       }
+    }
+    for (std::size_t worker = 0; worker < expected.keys.size(); ++worker) {
+      const std::int64_t mine = ours.keys.at(worker), wanted = expected.keys[worker];
+      if (mine != wanted) return fmt::format("worker{} has {} gradients, not {}", worker, mine, wanted);
     }
     return {};
   }
