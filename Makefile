@@ -6,7 +6,7 @@
 #   make bench SECTION=rpc          measure, and write build/bench/rpc.json
 #   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
 #   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted
-#   make long [CASES=5000]          random models, programs and schedules, many more than in make test
+#   make long [CASES=5000]          random models, programs (four times CASES) and schedules, many more than in make test
 #   make docs | format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -72,7 +72,7 @@ long:
 	@$(call configure,dev)
 	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test rpc_test cluster_autograd_test
 	@TORCHSPAN_CASES=$(CASES) build/dev/bin/pipeline_test --gtest_filter='Oracle.*'
-	@TORCHSPAN_CASES=$(CASES) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
+	@TORCHSPAN_CASES=$$(( $(CASES) * 4 )) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
 
