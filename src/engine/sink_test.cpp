@@ -38,6 +38,25 @@ TEST(GradientMap, CopiesAFirstGradientThatSomebodyElseCouldChange) {
   EXPECT_TRUE(at::equal(of_view.gradient(parameter), at::ones({3, 2})));
 }
 
+TEST(GradientMap, AdoptsOfASparseGradientWhatNobodyElseHolds) {
+  const Tensor parameter = at::zeros({3, 2});
+  for (const bool indices_held : {false, true}) {
+    for (const bool values_held : {false, true}) {
+      Tensor indices = torch::tensor({{1, 2}}), values = at::ones({2, 2});
+      Tensor gradient = at::_sparse_coo_tensor_unsafe(indices, values, {3, 2});
+      const void *indices_memory = indices.data_ptr(), *values_memory = values.data_ptr();
+      if (!indices_held) indices = Tensor();
+      if (!values_held) values = Tensor();
+      GradientMap gradients;
+      gradients.accumulate(parameter, std::move(gradient));
+      const Tensor kept = gradients.gradient(parameter);
+      EXPECT_EQ(kept._indices().data_ptr() == indices_memory, !indices_held);
+      EXPECT_EQ(kept._values().data_ptr() == values_memory, !values_held);
+      EXPECT_TRUE(at::equal(kept.to_dense(), torch::tensor({{0., 0.}, {1., 1.}, {1., 1.}}, at::kFloat)));
+    }
+  }
+}
+
 TEST(GradientMap, CopiesASparseGradientWhoseIndicesSomebodyElseCouldChange) {
   const Tensor parameter = at::zeros({3, 2});
   const Tensor indices = torch::tensor({{1}});

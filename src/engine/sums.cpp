@@ -21,10 +21,22 @@ bool part_is_unshared(const at::Tensor& part) {
   return part.use_count() == 2 && part.storage().use_count() == 1 && part.is_contiguous();
 }
 
-bool sparse_is_ours_alone(const at::Tensor& tensor) {
-  if (tensor.use_count() != 1 || at::isTensorSubclassLike(tensor)) return false;
-  const at::SparseTensorImpl& sparse = compat::sparse_impl(tensor);
-  return part_is_unshared(sparse.indices()) && part_is_unshared(sparse.values());
+/// isTensorSubclassLike() says yes to every sparse tensor.
+bool is_plain_sparse(const at::Tensor& tensor) {
+  const auto others = at::kTensorSubclassLike - c10::DispatchKeySet(c10::DispatchKey::Sparse);
+  return tensor.layout() == at::kSparse && (tensor.key_set() & others).empty();
+}
+
+/// Itself, but for those of its parts that others hold: an embedding's gradient has its input as indices.
+at::Tensor adopt_sparse(at::Tensor gradient) {
+  if (gradient.use_count() != 1 || !is_plain_sparse(gradient)) return gradient.clone();
+  const at::SparseTensorImpl& sparse = compat::sparse_impl(gradient);
+  const bool own_indices = part_is_unshared(sparse.indices()), own_values = part_is_unshared(sparse.values());
+  if (own_indices && own_values) return gradient;
+  const at::Tensor indices = own_indices ? sparse.indices() : sparse.indices().clone();
+  const at::Tensor values = own_values ? sparse.values() : sparse.values().clone();
+  return at::_sparse_coo_tensor_unsafe(indices, values, gradient.sizes(), gradient.options())
+      ._coalesced_(gradient.is_coalesced());
 }
 
 bool can_take_in_place(const at::Tensor& held, const at::Tensor& incoming) {
@@ -56,7 +68,7 @@ at::Tensor add_into(at::Tensor& held, at::Tensor& incoming) {
 
 at::Tensor adopt_gradient(const at::Tensor& parameter, at::Tensor gradient) {
   namespace utils = torch::autograd::utils;
-  if (gradient.is_sparse()) return sparse_is_ours_alone(gradient) ? gradient : gradient.clone();
+  if (gradient.is_sparse()) return adopt_sparse(std::move(gradient));
   if (!is_plain_dense(gradient) || !is_plain_dense(parameter)) return gradient.clone();
   if (is_ours_alone(gradient) && utils::obeys_layout_contract(gradient, parameter)) return gradient.detach();
   return utils::clone_obey_contract(gradient, parameter);

@@ -7,7 +7,7 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 using engine::testing::CountingPostHook;
-using ::testing::SizeIs;
+using ::testing::ElementsAre;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -31,13 +31,23 @@ at::Tensor table_gradient(Worker& worker, const RRef<Bag>& bag) {
   return autograd::current(worker).gradient(bag.local_value().table);
 }
 
+/// The names of the spans of a pass here, in the order in which they ended.
+std::vector<std::string> spans_of(Worker& worker, std::uint64_t pass) {
+  std::vector<std::string> names;
+  for (const Span& span : worker.runtime().spans.snapshot()) {
+    if (span.kind == SpanKind::kAutograd && span.id == pass) names.emplace_back(span.name.data());
+  }
+  return names;
+}
+
 constexpr Function<add> kAdd{"add"};
+constexpr Function<spans_of> kSpansOf{"spans_of"};
 constexpr Class<Bag, std::int64_t> kBag{"Bag"};
 constexpr Function<&Bag::forward> kForward{"Bag.forward"};
 constexpr Function<table_gradient> kTableGradient{"table_gradient"};
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(workers, FunctionTable().add(kAdd, kBag, kForward, kTableGradient));
+  return autograd_world(workers, FunctionTable().add(kAdd, kBag, kForward, kTableGradient, kSpansOf));
 }
 
 TEST(AutogradHooks, BackwardVerifyHooks) {
@@ -165,18 +175,46 @@ struct SparseMaker : torch::autograd::Function<SparseMaker> {
   }
 };
 
-/// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
-/// it.
 TEST(AutogradHooks, NoGradCopySparse) {
+  on_first(world(1), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    Seen seen, passed_on;
+    Keeper nobody;
+    {
+      Context context(worker);  // nobody else has its indices or values: taken over
+      const at::Tensor loss = SparseMaker::apply(a, nobody, seen) * 1.0;
+      context.backward(loss, {.retain_graph = true});
+      const at::Tensor gradient = context.gradient(a);
+      ASSERT_TRUE(gradient.is_sparse());
+      EXPECT_EQ(memory_of(gradient), seen.memory);
+      const at::Tensor once = gradient.to_dense();
+      for (int pass = 0; pass < 10; ++pass) context.backward(loss, {.retain_graph = true});
+      expect_equal(gradient, once);
+      expect_equal(context.gradient(a), once * 11);
+    }
+    {
+      Context context(worker);  // two leaves, one gradient: they must not share it
+      context.backward(SparseMaker::apply(TwoOfOne::apply(a, b, passed_on), nobody, seen) * 1.0);
+      EXPECT_EQ(passed_on.memory, seen.memory) << "it is handed on as it is";
+      EXPECT_NE(memory_of(context.gradient(a)), memory_of(context.gradient(b)));
+      expect_equal(context.gradient(a), context.gradient(b));
+    }
+  });
+}
+
+/// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
+/// it. Its values are nobody else's.
+TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor table = Kind(false).make(1), rows = at::tensor({0, 2}, at::kLong);
     Seen seen;
     Context context(worker);
-    context.backward(at::embedding(OneOfOne::apply(table, seen), rows, -1, false, true).sum());
+    context.backward(at::embedding(OneOfOne::apply(table, seen), rows, -1, false, true).mul(2).sum());
     const at::Tensor gradient = context.gradient(table);
     ASSERT_TRUE(gradient.is_sparse());
+    EXPECT_EQ(memory_of(gradient), seen.memory);
     const at::Tensor before = gradient.to_dense();
-    EXPECT_EQ(before.sum().item<double>(), 6.0);
+    EXPECT_EQ(before.sum().item<double>(), 12.0);
     rows.zero_();
     expect_equal(gradient, before);
   });
@@ -191,6 +229,8 @@ TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
     context.backward(SparseMaker::apply(a, keeper, seen) * 1.0);
     const at::Tensor gradient = context.gradient(a);
     ASSERT_TRUE(gradient.is_sparse());
+    EXPECT_EQ(memory_of(gradient), seen.memory) << "nobody holds its values";
+    EXPECT_NE(gradient._indices().data_ptr(), keeper.indices.data_ptr());
     const at::Tensor before = gradient.to_dense();
     keeper.indices.zero_();
     expect_equal(gradient, before);
@@ -212,18 +252,24 @@ TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
   });
 }
 
-/// In place of the peer's profiler: spans tell what ran where.
+/// In place of the peer's profiler: spans tell what ran where, and for which pass.
 TEST(AutogradHooks, DistAutogradProfiling) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
-    {
-      Context context(worker);
-      context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum());
+    Context context(worker);
+    context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum());
+    std::uint64_t pass = 0;
+    bool called = false;
+    for (const Span& span : worker.runtime().spans.snapshot()) {
+      const std::string name(span.name.data());
+      if (span.kind == SpanKind::kAutograd && name == "backward") pass = span.id;
+      called = called || (span.kind == SpanKind::kCall && name == "add");
     }
-    std::set<std::string> names;
-    for (const auto& span : worker.runtime().spans.snapshot()) names.insert(std::string(span.name.data()));
-    EXPECT_TRUE(names.contains("backward"));
-    EXPECT_TRUE(names.contains("add"));
+    EXPECT_TRUE(called);
+    EXPECT_THAT(spans_of(worker, pass), ElementsAre("send gradients: result of add",
+                                                    "receive gradients: arguments of add", "backward"));
+    EXPECT_THAT(worker.rpc_sync("worker1", kSpansOf, pass),
+                ElementsAre("receive gradients: result of add", "send gradients: arguments of add"));
   });
 }
 

@@ -26,8 +26,8 @@ class GradientMap {
  public:
   /// Adds `gradient` to what `parameter` has. A first dense gradient is adopted when nobody else holds it or
   /// its memory and it is laid out as LibTorch lays out `.grad` (like a dense parameter, else row-major), and
-  /// copied so otherwise; a first sparse one is adopted when its indices and values are nobody else's. Sparse
-  /// + sparse stays sparse; dense and sparse, in either order, become dense.
+  /// copied so otherwise; of a first sparse one, indices and values are adopted likewise, each for itself.
+  /// Sparse + sparse stays sparse; dense and sparse, in either order, become dense.
   void accumulate(const at::Tensor& parameter, at::Tensor gradient);
   /// Puts `gradient`, which may share memory with others, in the place of what there is.
   void replace(const at::Tensor& parameter, at::Tensor gradient);
