@@ -4,7 +4,7 @@ namespace torchspan::rpc {
 
 namespace {
 /// How many references that a peer was told are lost are recognized when they come after all.
-constexpr std::size_t kMissing = 4096;
+constexpr std::size_t kMissing = 1u << 16;
 }  // namespace
 
 void HeldReferences::add_creating(PeerId owner, GlobalId value, GlobalId fork, const Keep& user) {
