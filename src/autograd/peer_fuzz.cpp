@@ -237,6 +237,7 @@ std::vector<Bytes> make_seeds() {
                {}, {edges(context, pass)})
       .say(0x0101, {}, context, pass, std::uint64_t{1}, false, std::vector<at::Tensor>{tensor})
       .say(0x0102, {}, context, pass, std::string("no more"))
+      .say(0x0109, {}, context)
       .say(0x0103, {}, context)
       .end();
   // References: made, fetched, forked, deleted, asked about.
