@@ -51,6 +51,10 @@ inline std::vector<at::Tensor> split(const at::Tensor& a) {
 }
 /// Two views of its argument.
 inline std::vector<at::Tensor> halves(const at::Tensor& a) { return {a.narrow(1, 0, 2), a.narrow(1, 2, 2)}; }
+/// Two results that have nothing to do with each other.
+inline std::vector<at::Tensor> pair(const at::Tensor& a, const at::Tensor& b) {
+  return {a.sin(), b.tanh() * 2};
+}
 inline at::Tensor detached(const at::Tensor& a) { return a.detach() * 3; }
 inline at::Tensor without_grad(const at::Tensor& a) {
   const at::NoGradGuard guard;
@@ -110,6 +114,7 @@ constexpr Function<matrices> kMatrices{"matrices"};
 constexpr Function<larger> kLarger{"larger"};
 constexpr Function<split> kSplit{"split"};
 constexpr Function<halves> kHalves{"halves"};
+constexpr Function<pair> kPair{"pair"};
 constexpr Function<detached> kDetached{"detached"};
 constexpr Function<without_grad> kWithoutGrad{"without_grad"};
 constexpr Function<in_place> kInPlace{"in_place"};
@@ -130,7 +135,7 @@ inline FunctionTable program_functions() {
   return FunctionTable().add(kStore, kScale, kLookUp, kSingle, kMultiply, kSine, kMatrices, kLarger, kSplit,
                              kHalves, kDetached, kWithoutGrad, kInPlace, kInPlaceViews, kMeanOf, kMixed,
                              kUnite, kForgetful, kOnwards, kTour, kByReference, kFetch, kWasteful,
-                             kGradientsOf, kKeysOf);
+                             kGradientsOf, kKeysOf, kPair);
 }
 
 inline at::Tensor onwards(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b) {

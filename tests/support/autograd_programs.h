@@ -27,6 +27,7 @@ struct Instruction {
     kLarger,
     kSplit,
     kHalves,
+    kPair,
     kInPlace,
     kInPlaceViews,
     kMean,
@@ -66,18 +67,12 @@ struct Program {
 };
 
 inline std::string Program::text() const {
-  static constexpr const char* kNames[] = {"add",          "slice",
-                                           "multiply",     "sine",
-                                           "matrices",     "larger",
-                                           "split",        "halves",
-                                           "in_place",     "in_place_views",
-                                           "mean",         "mixed",
-                                           "onwards",      "tour",
-                                           "scale",        "look_up",
-                                           "single",       "by_reference",
-                                           "fetch",        "detached",
-                                           "without_grad", "sent_without_grad",
-                                           "forgetful",    "wasteful"};
+  static constexpr const char* kNames[] = {
+      "add",          "slice",   "multiply", "sine",         "matrices",          "larger",
+      "split",        "halves",  "pair",     "in_place",     "in_place_views",    "mean",
+      "mixed",        "onwards", "tour",     "scale",        "look_up",           "single",
+      "by_reference", "fetch",   "detached", "without_grad", "sent_without_grad", "forgetful",
+      "wasteful"};
   static_assert(std::size(kNames) == Instruction::kKinds);
   std::string text = fmt::format("{} workers, {} inputs, {} threads{}{}", workers, inputs, threads,
                                  tidy ? ", FAST" : "", many_roots ? ", a root each" : "");
@@ -93,20 +88,25 @@ inline std::string Program::text() const {
   return text;
 }
 
-/// Whether losses that are differentiated without retain_graph may use different tensors of one message.
-constexpr bool kLossesShareMessages = false;
+/// Whether losses that are differentiated without retain_graph may lead to one tensor of one message.
+constexpr bool kLossesShareTensors = false;
 
 /// By whom a value was made: values that have no maker in common have no graph in common but leaves.
 using Makers = std::set<int>;
 
+inline int outputs_of(Instruction::Kind kind) {
+  if (kind == Instruction::kSplit) return 3;
+  return kind == Instruction::kPair ? 2 : 1;
+}
+
 inline Makers makers_of(const Instruction& in, int index, int output, const std::vector<Makers>& all) {
-  Makers makers = all[static_cast<std::size_t>(in.a)];
-  const Makers& others = all[static_cast<std::size_t>(in.b)];
-  if (!kLossesShareMessages || in.kind != Instruction::kSplit) {
-    makers.insert(others.begin(), others.end());
-    output = 0;
-  }
-  makers.insert(3 * index + output);
+  const Makers& first = all[static_cast<std::size_t>(in.a)];
+  const Makers& second = all[static_cast<std::size_t>(in.b)];
+  const bool apart = in.kind == Instruction::kPair && in.a != in.b;
+  Makers makers = apart && output == 1 ? second : first;
+  if (!apart) makers.insert(second.begin(), second.end());
+  const bool each = apart || (kLossesShareTensors && in.kind == Instruction::kSplit);
+  makers.insert(3 * index + (each ? output : 0));
   return makers;
 }
 
@@ -150,9 +150,8 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
     if (in.kind == Instruction::kTour) {
       for (int stop = 0; stop <= pick(4); ++stop) in.stops.push_back(pick(program.workers));
     }
-    if (kLossesShareMessages && !program.tidy && i == 0 && pick(3) == 0) in.kind = Instruction::kSplit;
     program.instructions.push_back(in);
-    const int outputs = in.kind == Instruction::kSplit ? 3 : 1;
+    const int outputs = outputs_of(in.kind);
     for (int output = 0; output < outputs; ++output) makers.push_back(makers_of(in, i, output, makers));
     values += outputs;
   }
@@ -188,6 +187,8 @@ std::vector<at::Tensor> run_one(const Instruction& in, const at::Tensor& a, cons
       return {a.narrow(1, 0, 2).repeat({1, 2})};
     case Instruction::kSplit:
       return calls.many(in.worker, kSplit, a);
+    case Instruction::kPair:
+      return calls.many(in.worker, kPair, a, b);
     case Instruction::kHalves: {
       const auto parts = calls.many(in.worker, kHalves, a);
       return {at::cat({parts[1], parts[0]}, 1)};
