@@ -17,8 +17,8 @@ constexpr Goal kEngine[] = {
     {"chain_1000", 0.8}, {"fan_500", 1.05}, {"resnet_block", 1.05}, {"transformer_block", 1.05}};
 constexpr Goal kPasses[] = {{"hop_1", 0.2}, {"hop_8", 0.2}, {"backward_1", 0}, {"backward_8", 0},
                             {"chain_4", 0}, {"ps_4x3", 0},  {"ps_4x3_step", 0}};
-constexpr Goal kModes[] = {{"hop_1", 1.3},    {"hop_8", 1.3},   {"backward_1", 0},
-                           {"backward_8", 0}, {"chain_4", 1.3}, {"ps_4x3", 1.3}};
+constexpr Goal kModes[] = {{"hop_1", 1.3},      {"hop_8", 1.3},   {"backward_1", 1.3},
+                           {"backward_8", 1.3}, {"chain_4", 1.3}, {"ps_4x3", 1.3}};
 struct Size {
   const char* name;
   double bytes;
