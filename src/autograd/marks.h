@@ -41,7 +41,6 @@ class SendMarks {
   void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
   void deliver(const std::vector<std::uint8_t>& reached);
   bool is_marked() const { return !marked_.empty(); }
-  const std::set<std::uint32_t>& marked() const { return marked_; }
   /// No gradient has come for an output that was not marked.
   bool agree() const;
 

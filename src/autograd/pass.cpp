@@ -6,16 +6,6 @@
 #include "autograd/current.h"
 
 namespace torchspan::autograd {
-namespace {
-
-std::set<std::uint32_t> outputs_of(const SendNode& send) {
-  std::set<std::uint32_t> outputs;
-  for (std::uint32_t output = 0; output < send.num_outputs(); ++output) outputs.insert(output);
-  return outputs;
-}
-
-}  // namespace
-
 PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key)
     : endpoint_(worker.endpoint()),
       host_(worker.endpoint()->host()),
@@ -128,17 +118,16 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
               });
 }
 
-/// In SMART mode outputs that took no part keep their graph: a later loss may lead through it. In FAST mode
-/// the program says that all took part.
+/// In FAST mode all sends must take part in every pass, so those of this one go.
 void PassState::use_up_sends() {
   if (key_.mode == PassMode::kFast) {
-    for (const auto& send : sends_) context_->use_up(*send, outputs_of(*send));
+    for (const auto& send : sends_) context_->use_up(*send);
     return;
   }
   MutexLock lock(marks_mutex_);
   for (const auto& send : sends_) {
     const auto found = marks_.find(send->message().id);
-    if (found != marks_.end()) context_->use_up(*send, found->second.marked());
+    if (found != marks_.end() && found->second.is_marked()) context_->use(*send);
   }
 }
 

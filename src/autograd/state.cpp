@@ -9,35 +9,50 @@ namespace torchspan::autograd {
 
 void ContextState::add_send(const std::shared_ptr<SendNode>& send) {
   MutexLock lock(mutex_);
-  if (!released_) sends_.emplace(send->message().id, Sent{send, {}});
+  if (!released_) sends_.emplace(send->message().id, send);
+}
+
+/// Whoever calls this drops it after the lock: its graph may end with it.
+std::shared_ptr<SendNode> ContextState::take_out(std::uint64_t message) {
+  auto it = sends_.find(message);
+  if (it == sends_.end()) return nullptr;
+  auto send = std::move(it->second);
+  sends_.erase(it);
+  return send;
 }
 
 void ContextState::remove_send(std::uint64_t message) {
-  Sent gone;  // its graph is destroyed after the lock
+  std::shared_ptr<SendNode> gone;
   MutexLock lock(mutex_);
-  auto it = sends_.find(message);
-  if (it == sends_.end()) return;
-  gone = std::move(it->second);
-  sends_.erase(it);
+  gone = take_out(message);
 }
 
-void ContextState::use_up(const SendNode& send, const std::set<std::uint32_t>& outputs) {
-  Sent gone;
+void ContextState::use(const SendNode& send) {
+  std::shared_ptr<SendNode> gone;
   MutexLock lock(mutex_);
-  auto it = sends_.find(send.message().id);
-  if (it == sends_.end()) return;
-  std::set<std::uint32_t>& used = it->second.used;
-  used.insert(outputs.begin(), outputs.end());
-  if (used.size() < send.num_outputs()) return;
-  used_up_.push_back(send.message());
+  if (std::find(used_.begin(), used_.end(), send.message().id) != used_.end()) return;
+  used_.push_back(send.message().id);
+  if (used_.size() <= kUsed) return;
+  gone = take_out(used_.front());
+  used_.pop_front();
+  if (gone) remember_used_up(gone->message());
+}
+
+void ContextState::use_up(const SendNode& send) {
+  std::shared_ptr<SendNode> gone;
+  MutexLock lock(mutex_);
+  gone = take_out(send.message().id);
+  if (gone) remember_used_up(gone->message());
+}
+
+void ContextState::remember_used_up(const MessageInfo& message) {
+  used_up_.push_back(message);
   if (used_up_.size() > kUsedUp) used_up_.pop_front();
-  gone = std::move(it->second);
-  sends_.erase(it);
 }
 
 std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message) const {
   MutexLock lock(mutex_);
-  if (auto it = sends_.find(message); it != sends_.end()) return it->second.node;
+  if (auto it = sends_.find(message); it != sends_.end()) return it->second;
   const auto used = std::find_if(used_up_.begin(), used_up_.end(),
                                  [&](const MessageInfo& info) { return info.id == message; });
   if (used != used_up_.end()) {
@@ -55,7 +70,7 @@ std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message) const {
 std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
   MutexLock lock(mutex_);
   std::vector<std::shared_ptr<SendNode>> all;
-  for (const auto& [message, sent] : sends_) all.push_back(sent.node);
+  for (const auto& [message, send] : sends_) all.push_back(send);
   return all;
 }
 
@@ -143,7 +158,7 @@ std::optional<PassWork> ContextState::ended_pass(std::uint64_t pass) const {
 }
 
 bool ContextState::release() {
-  std::map<std::uint64_t, Sent> gone;
+  std::map<std::uint64_t, std::shared_ptr<SendNode>> gone;
   MutexLock lock(mutex_);
   gone.swap(sends_);
   return !std::exchange(released_, true);

@@ -42,8 +42,11 @@ class ContextState {
   /// Throws Error{kInvalid} when there is none, or when an earlier pass used it up.
   std::shared_ptr<SendNode> find_send(std::uint64_t message) const;
   std::vector<std::shared_ptr<SendNode>> sends() const;
-  /// A pass that keeps no graph has gone through these outputs. The send goes with the last of them.
-  void use_up(const SendNode& send, const std::set<std::uint32_t>& outputs);
+  /// A pass that keeps no graph has gone through this send. The last kUsed of them stay: what lies behind may
+  /// have needed nothing that was saved, or another tensor of the message may lead elsewhere.
+  void use(const SendNode& send);
+  /// The same; it does not stay.
+  void use_up(const SendNode& send);
 
   void add_taker(GradientTaker taker);
   /// Nothing when nobody took the gradient.
@@ -80,17 +83,16 @@ class ContextState {
     PassWork work;
     std::optional<Error> failure;
   };
-  struct Sent {
-    std::shared_ptr<SendNode> node;
-    std::set<std::uint32_t> used;
-  };
-  static constexpr std::size_t kWaves = 64, kUsedUp = 1024;
+  static constexpr std::size_t kWaves = 64, kUsed = 64, kUsedUp = 1024;
+  std::shared_ptr<SendNode> take_out(std::uint64_t message) TORCHSPAN_REQUIRES(mutex_);
+  void remember_used_up(const MessageInfo& message) TORCHSPAN_REQUIRES(mutex_);
 
   const std::uint64_t id_;
   engine::GradientMap gradients_;
   Mutex beginning_;
   mutable Mutex mutex_;
-  std::map<std::uint64_t, Sent> sends_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, std::shared_ptr<SendNode>> sends_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::uint64_t> used_ TORCHSPAN_GUARDED_BY(mutex_);   // of those, in the order of first use
   std::deque<MessageInfo> used_up_ TORCHSPAN_GUARDED_BY(mutex_);  // the last ones, for errors
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);

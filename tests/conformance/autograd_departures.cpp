@@ -25,19 +25,19 @@ struct Sleep : torch::autograd::Function<Sleep> {
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 constexpr Function<multiply> kMultiply{"multiply"};
-at::Tensor own() { return parameter() * 2; }
-constexpr Function<own> kOwn{"own"};
+at::Tensor own_tensor() { return parameter() * 2; }
+constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
 void work(Worker& worker) { worker.runtime().executor.sleep(seconds(1)); }
 constexpr Function<work> kWork{"work"};
 void call_3(Worker& worker, const at::Tensor& x) { worker.rpc_async("worker3", kMultiply, x, x); }
 constexpr Function<call_3> kCall3{"call_3"};
 at::Tensor twice_to_3(Worker& worker, const at::Tensor& x) {
-  const at::Tensor slow = Sleep::apply(worker.rpc_sync("worker3", kOwn), worker.runtime());
-  return slow + worker.rpc_sync("worker3", kOwn) + x;
+  const at::Tensor slow = Sleep::apply(worker.rpc_sync("worker3", kOwnTensor), worker.runtime());
+  return slow + worker.rpc_sync("worker3", kOwnTensor) + x;
 }
 constexpr Function<twice_to_3> kTwiceTo3{"twice_to_3"};
 void pass_via_3(Worker& worker) {
-  autograd::current(worker).backward(worker.rpc_sync("worker3", kOwn).sum());
+  autograd::current(worker).backward(worker.rpc_sync("worker3", kOwnTensor).sum());
 }
 constexpr Function<pass_via_3> kPassVia3{"pass_via_3"};
 std::int64_t contexts(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).contexts); }
@@ -47,8 +47,9 @@ constexpr Function<passes> kPasses{"passes"};
 
 /// Worker 3 has one thread; worker 0 keeps the store, and does nothing else.
 ClusterOptions world() {
-  ClusterOptions options = autograd_world(
-      5, FunctionTable().add(kMultiply, kOwn, kWork, kCall3, kTwiceTo3).add(kPassVia3, kContexts, kPasses));
+  ClusterOptions options = autograd_world(5, FunctionTable()
+                                                 .add(kMultiply, kOwnTensor, kWork, kCall3, kTwiceTo3)
+                                                 .add(kPassVia3, kContexts, kPasses));
   options.threads = 1;
   options.graceful = false;
   return options;

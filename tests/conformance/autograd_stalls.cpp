@@ -28,8 +28,8 @@ struct Sleep : torch::autograd::Function<Sleep> {
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 constexpr Function<multiply> kMultiply{"multiply"};
-at::Tensor own() { return parameter() * 2; }
-constexpr Function<own> kOwn{"own"};
+at::Tensor own_tensor() { return parameter() * 2; }
+constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
 void work(Worker& worker, std::int64_t time) { worker.runtime().executor.sleep(seconds(time)); }
 constexpr Function<work> kWork{"work"};
 at::Tensor slowly(Worker& worker, const at::Tensor& x, std::int64_t time) {
@@ -49,17 +49,17 @@ at::Tensor sends_then_works(Worker& worker, const at::Tensor& x, std::int64_t ti
   at::Tensor first, slow;
   in_a_fresh_thread([&] {
     Context numbers(worker);
-    for (int i = 0; i < 50; ++i) worker.rpc_sync(0, kOwn);
+    for (int i = 0; i < 50; ++i) worker.rpc_sync(0, kOwnTensor);
   });
-  first = worker.rpc_sync(0, kOwn);
+  first = worker.rpc_sync(0, kOwnTensor);
   in_a_fresh_thread([&] { slow = Sleep::apply(first + x, worker.runtime(), time); });
-  return slow + worker.rpc_sync(0, kOwn);
+  return slow + worker.rpc_sync(0, kOwnTensor);
 }
 constexpr Function<sends_then_works> kSendsThenWorks{"sends_then_works"};
 
 ClusterOptions world(int workers) {
   return autograd_world(
-      workers, FunctionTable().add(kMultiply, kOwn, kWork, kSlowly, kSlowlyOn2).add(kSendsThenWorks));
+      workers, FunctionTable().add(kMultiply, kOwnTensor, kWork, kSlowly, kSlowlyOn2).add(kSendsThenWorks));
 }
 
 /// Worker 1 has no gradients to send, so its part is over when the others still wait.
@@ -68,12 +68,12 @@ TEST(AutogradStalls, IsNoticedWhenAPartHasEnded) {
     const at::Tensor a = parameter();
     Context context(worker);
     worker.rpc_sync("worker2", kMultiply, a, a);  // takes no part
-    const at::Tensor loss = worker.rpc_sync("worker1", kOwn).sum();
+    const at::Tensor loss = worker.rpc_sync("worker1", kOwnTensor).sum();
     const TimePoint begin = now(worker);
     const Error error = error_of([&] { context.backward(loss, {.mode = PassMode::kFast}); });
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(error.message(),
-                AllOf(HasSubstr("'multiply'"), HasSubstr("kSmart"), Not(HasSubstr("'own'"))));
+                AllOf(HasSubstr("'multiply'"), HasSubstr("kSmart"), Not(HasSubstr("'own_tensor'"))));
     EXPECT_LT(now(worker) - begin, seconds(6));
   });
 }

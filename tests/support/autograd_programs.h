@@ -88,9 +88,6 @@ inline std::string Program::text() const {
   return text;
 }
 
-/// Whether losses that are differentiated without retain_graph may lead to one tensor of one message.
-constexpr bool kLossesShareTensors = false;
-
 /// By whom a value was made: values that have no maker in common have no graph in common but leaves.
 using Makers = std::set<int>;
 
@@ -105,7 +102,7 @@ inline Makers makers_of(const Instruction& in, int index, int output, const std:
   const bool apart = in.kind == Instruction::kPair && in.a != in.b;
   Makers makers = apart && output == 1 ? second : first;
   if (!apart) makers.insert(second.begin(), second.end());
-  const bool each = apart || (kLossesShareTensors && in.kind == Instruction::kSplit);
+  const bool each = apart || in.kind == Instruction::kSplit;
   makers.insert(3 * index + (each ? output : 0));
   return makers;
 }
