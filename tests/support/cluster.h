@@ -103,7 +103,7 @@ class SimCluster {
     plan.join.rank = rank;
     plan.join.world_size = options_.open ? rendezvous::kOpenWorld : options_.workers;
     plan.join.store_address = "sim:store";
-    plan.join.epoch = static_cast<std::uint64_t>(rank + 1 + 1000 * incarnation);
+    plan.join.epoch = static_cast<std::uint64_t>(rank) + 1 + 1000 * static_cast<std::uint64_t>(incarnation);
     if (options_.adjust) options_.adjust(rank, plan);
     return plan;
   }
