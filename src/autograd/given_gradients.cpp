@@ -28,31 +28,36 @@ class GivenGradients final : public torch::autograd::Node {
   const variable_list gradients_;
 };
 
-[[noreturn]] void refuse(std::size_t root, const std::string& why) {
-  throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", root, why));
-}
-
 at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& gradient) {
-  if (!root.defined()) refuse(index, "is undefined");
-  if (!root.requires_grad()) refuse(index, "does not require grad: nothing that it was computed from does");
-  if (!root.grad_fn()) refuse(index, "is a leaf: it has no graph to go back through");
+  check_root(index, root);
   if (!gradient.defined()) {
     if (root.numel() == 1) return at::ones_like(root, at::MemoryFormat::Contiguous);
-    refuse(index, fmt::format("has {} elements and an undefined gradient; only for a scalar is that 1",
-                              root.numel()));
+    refuse_root(index, fmt::format("has {} elements and an undefined gradient; only for a scalar is that 1",
+                                   root.numel()));
   }
   if (gradient.sizes() != root.sizes()) {
-    refuse(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
-                              fmt::join(gradient.sizes(), ", ")));
+    refuse_root(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
+                                   fmt::join(gradient.sizes(), ", ")));
   }
   if (gradient.is_complex() != root.is_complex()) {
-    refuse(index, fmt::format("is of type {}, but its gradient of type {}", c10::toString(root.scalar_type()),
-                              c10::toString(gradient.scalar_type())));
+    refuse_root(index, fmt::format("is of type {}, but its gradient of type {}",
+                                   c10::toString(root.scalar_type()), c10::toString(gradient.scalar_type())));
   }
   return gradient.detach();
 }
 
 }  // namespace
+
+void refuse_root(std::size_t index, const std::string& why) {
+  throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", index, why));
+}
+
+void check_root(std::size_t index, const at::Tensor& root) {
+  if (!root.defined()) refuse_root(index, "is undefined");
+  if (!root.requires_grad())
+    refuse_root(index, "does not require grad: nothing that it was computed from does");
+  if (!root.grad_fn()) refuse_root(index, "is a leaf: it has no graph to go back through");
+}
 
 at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
   if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() was given no root; give it the loss");

@@ -49,7 +49,7 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
       [self = shared_from_this()](const engine::PassStatus& status) { self->work_over(status); });
   sink_.end()->last([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
   graph_.prepare();
-  nodes_ = graph_.report().nodes;
+  nodes_ = graph_.report(false).nodes;
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
 }
 

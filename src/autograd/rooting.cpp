@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "autograd/given_gradients.h"
 #include "autograd/protocol.h"
 #include "autograd/telling.h"
 
@@ -12,14 +13,9 @@ void check_roots(const std::vector<at::Tensor>& roots) {
   if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() was given no root; give it the loss");
   for (std::size_t i = 0; i < roots.size(); ++i) {
     const at::Tensor& root = roots[i];
-    auto refuse = [&](const std::string& why) {
-      throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", i, why));
-    };
-    if (!root.defined()) refuse("is undefined");
-    if (!root.requires_grad()) refuse("does not require grad: nothing that it was computed from does");
-    if (root.numel() != 1)
-      refuse(fmt::format("has {} elements; a root is a scalar: reduce it first", root.numel()));
-    if (!root.grad_fn()) refuse("is a leaf: it has no graph to go back through");
+    if (root.defined() && root.requires_grad() && root.numel() != 1)
+      refuse_root(i, fmt::format("has {} elements; a root is a scalar: reduce it first", root.numel()));
+    check_root(i, root);
   }
 }
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "tests/conformance/autograd_world.h"
+#include "tests/conformance/autograd_slow.h"
 #include "tests/conformance/rpc_faults.h"
 
 namespace torchspan {
@@ -14,38 +14,24 @@ namespace {
 using namespace testing;  // NOLINT(google-build-using-namespace)
 using autograd::PassMode;
 using std::chrono::microseconds;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr int kWorkers = 5;         // worker 0 keeps the store, and does nothing else
 constexpr std::uint32_t kRoot = 1;  // whose loss it is
 constexpr Duration kLatency = microseconds(50);
 constexpr Duration kWork = microseconds(400);
 
-/// Works for a while in its backward.
-struct Work : torch::autograd::Function<Work> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Runtime& runtime) {
-    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
-    return x.clone();
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    auto& runtime = *reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt());
-    runtime.executor.sleep(kWork);
-    return {gradients[0], at::Tensor()};
-  }
-};
-
 at::Tensor hop(Worker& worker, const at::Tensor& x, std::int64_t more);
 constexpr Function<hop> kHop{"hop"};
 at::Tensor hop(Worker& worker, const at::Tensor& x, std::int64_t more) {
-  const at::Tensor here = Work::apply(x.sin(), worker.runtime());
+  const at::Tensor here = sleeps_in_backward(x.sin(), worker.runtime(), kWork);
   return more == 0 ? here : worker.rpc_sync(worker.rank() + 1, kHop, here, more - 1) + x;
 }
 
 /// A pass of this worker in its caller's context.
 at::Tensor differentiate_here(Worker& worker, const at::Tensor& x) {
   const at::Tensor far = worker.rpc_sync(worker.rank() + 1, kHop, x, 1);
-  const at::Tensor near = Work::apply(far, worker.runtime());  // its marks are far ahead of its gradients
+  const at::Tensor near =
+      sleeps_in_backward(far, worker.runtime(), kWork);  // its marks are far ahead of its gradients
   autograd::current(worker).backward(near.sum());
   return x;
 }

@@ -1,27 +1,11 @@
 // Workers that come and go around a pass: one that died while its message waited for a thread, and one that
 // took the place of another.
-#include "tests/conformance/autograd_world.h"
+#include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
-
-at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
-
-/// Sleeps in its backward.
-struct Sleep : torch::autograd::Function<Sleep> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                            Runtime& runtime) {
-    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt())->executor.sleep(milliseconds(500));
-    return {gradients[0], at::Tensor()};
-  }
-};
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 constexpr Function<multiply> kMultiply{"multiply"};
@@ -32,7 +16,8 @@ constexpr Function<work> kWork{"work"};
 void call_3(Worker& worker, const at::Tensor& x) { worker.rpc_async("worker3", kMultiply, x, x); }
 constexpr Function<call_3> kCall3{"call_3"};
 at::Tensor twice_to_3(Worker& worker, const at::Tensor& x) {
-  const at::Tensor slow = Sleep::apply(worker.rpc_sync("worker3", kOwnTensor), worker.runtime());
+  const at::Tensor slow =
+      sleeps_in_backward(worker.rpc_sync("worker3", kOwnTensor), worker.runtime(), milliseconds(500));
   return slow + worker.rpc_sync("worker3", kOwnTensor) + x;
 }
 constexpr Function<twice_to_3> kTwiceTo3{"twice_to_3"};

@@ -1,7 +1,7 @@
 // How passes end: when backward() returns or throws, and what is left for the next pass.
 #include <torchspan/engine/stock_sink.h>
 
-#include "tests/conformance/autograd_world.h"
+#include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
 namespace {
@@ -11,19 +11,11 @@ using autograd::PassMode;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
-
-/// Sleeps for a while in its backward, or throws at once.
-struct SleepOrThrow : torch::autograd::Function<SleepOrThrow> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Runtime& runtime, bool sleeps) {
-    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
-    context->saved_data["sleeps"] = sleeps;
-    return x.clone();
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    if (!context->saved_data.at("sleeps").toBool()) throw std::runtime_error("it threw");
-    reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt())->executor.sleep(seconds(5));
-    return {gradients[0], at::Tensor(), at::Tensor()};
+/// Throws in its backward.
+struct Throw : torch::autograd::Function<Throw> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    throw std::runtime_error("it threw");
   }
 };
 
@@ -34,8 +26,8 @@ constexpr Function<squares> kSquares{"squares"};
 std::vector<at::Tensor> doubles(const at::Tensor& a) { return {a * 2, a * 3}; }
 constexpr Function<doubles> kDoubles{"doubles"};
 at::Tensor slow_and_bad(Worker& worker, const at::Tensor& x) {
-  const at::Tensor bad = SleepOrThrow::apply(x * 2, worker.runtime(), false);
-  return bad + SleepOrThrow::apply(x * 3, worker.runtime(), true);
+  const at::Tensor bad = Throw::apply(x * 2);
+  return bad + sleeps_in_backward(x * 3, worker.runtime(), seconds(5));
 }
 constexpr Function<slow_and_bad> kSlowAndBad{"slow_and_bad"};
 

@@ -1,30 +1,11 @@
 // What the root finds out about a pass that does not end: who waits for what, who works, who does not answer.
-#include "tests/conformance/autograd_world.h"
+#include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 using autograd::PassMode;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
-
-/// Sleeps in its backward.
-struct Sleep : torch::autograd::Function<Sleep> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Runtime& runtime,
-                            std::int64_t seconds) {
-    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
-    context->saved_data["seconds"] = seconds;
-    return x.clone();
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    auto& runtime = *reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt());
-    runtime.executor.sleep(seconds(context->saved_data.at("seconds").toInt()));
-    return {gradients[0], at::Tensor(), at::Tensor()};
-  }
-};
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 constexpr Function<multiply> kMultiply{"multiply"};
@@ -33,7 +14,7 @@ constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
 void work(Worker& worker, std::int64_t time) { worker.runtime().executor.sleep(seconds(time)); }
 constexpr Function<work> kWork{"work"};
 at::Tensor slowly(Worker& worker, const at::Tensor& x, std::int64_t time) {
-  return Sleep::apply(x, worker.runtime(), time);
+  return sleeps_in_backward(x, worker.runtime(), seconds(time));
 }
 constexpr Function<slowly> kSlowly{"slowly"};
 at::Tensor slowly_on_2(Worker& worker, const at::Tensor& x, std::int64_t time) {
@@ -52,7 +33,7 @@ at::Tensor sends_then_works(Worker& worker, const at::Tensor& x, std::int64_t ti
     for (int i = 0; i < 50; ++i) worker.rpc_sync(0, kOwnTensor);
   });
   first = worker.rpc_sync(0, kOwnTensor);
-  in_a_fresh_thread([&] { slow = Sleep::apply(first + x, worker.runtime(), time); });
+  in_a_fresh_thread([&] { slow = sleeps_in_backward(first + x, worker.runtime(), seconds(time)); });
   return slow + worker.rpc_sync(0, kOwnTensor);
 }
 constexpr Function<sends_then_works> kSendsThenWorks{"sends_then_works"};

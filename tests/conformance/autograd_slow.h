@@ -1,0 +1,29 @@
+#pragma once
+#include "tests/conformance/autograd_world.h"
+
+/// Graphs whose backward takes its time, and leaves to make them of.
+namespace torchspan::testing {
+
+inline at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
+
+/// Its backward sleeps, in the world's time.
+struct Sleep : torch::autograd::Function<Sleep> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, Runtime& runtime,
+                            std::int64_t nanoseconds) {
+    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(&runtime);
+    context->saved_data["nanoseconds"] = nanoseconds;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto& runtime = *reinterpret_cast<Runtime*>(context->saved_data.at("runtime").toInt());
+    runtime.executor.sleep(Duration(context->saved_data.at("nanoseconds").toInt()));
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+inline at::Tensor sleeps_in_backward(const at::Tensor& x, Runtime& runtime, Duration time) {
+  return Sleep::apply(x, runtime, time.count());
+}
+
+}  // namespace torchspan::testing
