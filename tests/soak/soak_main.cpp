@@ -154,11 +154,7 @@ int driver_main() {
   verdict.require(shared_segments() <= segments,
                   fmt::format("{} shared segments at the start, {} at the end", segments, shared_segments()));
   const double early = watch.mean(0.2, 0.4), late = watch.mean(0.8, 1.0);
-#if defined(__SANITIZE_ADDRESS__)
-  const bool flat = true;  // freed memory is kept back
-#else
-  const bool flat = late < early * kGrowth + kSlackMiB;
-#endif
+  const bool flat = testing::kFreedMemoryIsKept || late < early * kGrowth + kSlackMiB;
   verdict.require(flat, fmt::format("resident memory {:.0f} MiB early, {:.0f} MiB late", early, late));
   session.shutdown(seconds(30));
   return verdict.exit_code();

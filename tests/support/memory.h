@@ -13,6 +13,13 @@ inline std::int64_t heap_in_use() {
   return static_cast<std::int64_t>(info.uordblks + info.hblkhd);
 }
 
+/// Whether freed memory stays with the process, as the address sanitizer keeps it back.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kFreedMemoryIsKept = true;
+#else
+inline constexpr bool kFreedMemoryIsKept = false;
+#endif
+
 /// Bytes of memory this process has, and how many of them are of files or shared with other processes.
 struct Resident {
   std::int64_t all = 0;
