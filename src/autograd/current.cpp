@@ -11,7 +11,11 @@ thread_local Current the_current;
 
 const Current& current_state() { return the_current; }
 
-CurrentScope::CurrentScope(Current next) : previous_(std::exchange(the_current, std::move(next))) {}
-CurrentScope::~CurrentScope() { the_current = std::move(previous_); }
+CurrentScope::CurrentScope(Current next)
+    : context_(next.context.get()), previous_(std::exchange(the_current, std::move(next))) {}
+CurrentScope::~CurrentScope() {
+  if (in_force()) the_current = std::move(previous_);
+}
+bool CurrentScope::in_force() const { return the_current.context.get() == context_; }
 
 }  // namespace torchspan::autograd

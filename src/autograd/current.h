@@ -17,15 +17,19 @@ struct Current {
 
 const Current& current_state();
 
-/// Puts `next` in force until it ends; ends on the thread that made it.
+/// Puts `next` in force until it ends; ends on the thread that made it, or in the coroutine that did. Where
+/// it is not in force, its end changes nothing.
 class CurrentScope {
  public:
   explicit CurrentScope(Current next);
   ~CurrentScope();
   CurrentScope(const CurrentScope&) = delete;
   CurrentScope& operator=(const CurrentScope&) = delete;
+  /// Whether this thread works in its context.
+  bool in_force() const;
 
  private:
+  const ContextState* const context_;
   Current previous_;
 };
 

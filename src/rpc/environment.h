@@ -12,7 +12,7 @@
 namespace torchspan::rpc {
 
 /// The state of a handler that is a coroutine: LibTorch's thread-local state (grad mode and the rest) and the
-/// scopes of its call. Taken from the thread that starts it.
+/// scopes of its call. Taken from the thread that starts it, then from where each of its steps left off.
 class HandlerEnvironment final : public TaskEnvironment {
  public:
   explicit HandlerEnvironment(IncomingPtr call) : call_(std::move(call)) {}
@@ -25,8 +25,6 @@ class HandlerEnvironment final : public TaskEnvironment {
     at::ThreadLocalState::setThreadLocalState(inside_);
     ServingScope serving(call_);
     step.resume();
-  }
-  void suspend() override {
     inside_ = at::ThreadLocalState();
     for (const auto& scope : call_->scopes) scope->save();
   }

@@ -11,14 +11,12 @@ namespace torchspan {
 
 /// Thread-local state that belongs to a coroutine rather than to the threads it visits (grad mode, the
 /// autograd context). Each step of the coroutine, from one suspension to the next, runs inside run(): it
-/// installs the saved state, runs the step, and gives the thread its own state back.
+/// installs the saved state, resumes the step, saves the state that the step left, and gives the thread its
+/// own back. The next step, perhaps on another thread, begins after that.
 class TaskEnvironment {
  public:
   virtual ~TaskEnvironment() = default;
   virtual void run(std::coroutine_handle<> step) = 0;
-  /// The coroutine is about to suspend on this thread: saves the state that the next run() installs. The next
-  /// step may begin on another thread before this run() returns.
-  virtual void suspend() {}
 };
 
 template <class T>
