@@ -5,6 +5,7 @@
 
 #include <torch/nn/module.h>
 
+#include <torchspan/autograd/passes.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
 #include "optim/messages.h"
@@ -20,6 +21,13 @@ std::string name_of(const Worker& worker, Owner rank) {
     if (info.rank == rank) return info.name;
   }
   return fmt::format("rank {}", rank);
+}
+
+void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
+  if (worker.extension<autograd::Passes>().try_find(context.id())) return;
+  throw Error(ErrorKind::kInvalid, fmt::format("{} was given autograd context {:#x}, which has ended, and its "
+                                               "gradients with it; step before its release()",
+                                               verb, context.id()));
 }
 
 /// Waits for all owners' answers, and throws their failures as one.
@@ -131,6 +139,7 @@ std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
 }
 
 void DistributedOptimizer::step(const autograd::ContextView& context) {
+  check_alive(worker_, context, "step()");
   const double scale = clip_ && clip_->first == context.id() ? clip_->second : 1;
   clip_.reset();
   std::map<Owner, Future<Unit>> answers;
@@ -142,6 +151,7 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
 }
 
 void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
+  check_alive(worker_, context, "step_in_backward()");
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(owner, worker_.request(Destination(owner),
@@ -153,6 +163,7 @@ void DistributedOptimizer::step_in_backward(const autograd::ContextView& context
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,
                                             double norm_type) {
   clip_factor(0, max_norm);  // a wrong option costs no round
+  check_alive(worker_, context, "clip_grad_norm()");
   std::map<Owner, Future<double>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(

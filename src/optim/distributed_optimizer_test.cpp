@@ -164,6 +164,24 @@ TEST(DistributedOptimizer, LeavesOwnersAloneThatTookNoPart) {
   });
 }
 
+TEST(DistributedOptimizer, RefusesAContextThatHasEnded) {
+  on_first(2, [](Worker& worker) {
+    const auto half = worker.remote(1, kHalf, 1);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 0.1}, {half});
+    Context context(worker);
+    context.backward(half.rpc_sync(kForward, input()).sum());
+    context.release();
+    const auto expect_refusal = [](const char* verb, const std::function<void()>& use) {
+      const Error error = error_of(use);
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_THAT(error.what(), AllOf(HasSubstr(verb), HasSubstr("which has ended")));
+    };
+    expect_refusal("step()", [&] { optimizer.step(context); });
+    expect_refusal("step_in_backward()", [&] { optimizer.step_in_backward(context); });
+    expect_refusal("clip_grad_norm()", [&] { optimizer.clip_grad_norm(context, 1); });
+  });
+}
+
 TEST(DistributedOptimizer, StepsASharedWeightOnce) {
   on_first(1, [](Worker& worker) {
     Half here(1);
