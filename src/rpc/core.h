@@ -112,6 +112,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
   Duration default_timeout() const override { return default_timeout_.load(); }
   bool is_present(std::uint32_t rank) const override;
+  bool is_stopping() const override { return stopping_.load(); }
   void after(Duration delay, UniqueFunction<void()> job) override;
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;

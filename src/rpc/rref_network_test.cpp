@@ -105,6 +105,7 @@ class Node final : public Endpoint, public net::Handler {
   const WorkerInfo& self() const override { return self_; }
   std::string name_of(std::uint32_t rank) const override { return "worker" + std::to_string(rank); }
   bool is_present(std::uint32_t) const override { return true; }
+  bool is_stopping() const override { return false; }
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override {
     ++shared_.control;
     transmit(to, request, {}, std::move(completion));

@@ -56,6 +56,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   /// Whether a worker neither died nor left, as far as this one has heard.
   virtual bool is_present(std::uint32_t rank) const = 0;
+  /// Whether this worker has stopped, or is about to: all its calls fail.
+  virtual bool is_stopping() const = 0;
   /// Runs `job` on a pool thread later, or never when the worker stops first.
   virtual void after(Duration delay, UniqueFunction<void()> job) = 0;
 

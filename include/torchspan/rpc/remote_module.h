@@ -82,6 +82,8 @@ class ModuleClass {
         zero_grad_(name, ".zero_grad") {}
 
   Class<M, Args...> constructor() const { return {name_}; }
+  /// So that worker.remote() takes this token too.
+  constexpr operator Class<M, Args...>() const { return {name_}; }  // NOLINT(google-explicit-constructor)
   Function<kForward> forward() const { return {forward_.c_str()}; }
   Function<&rpc::parameters_of<M>> parameters() const { return {parameters_.c_str()}; }
   Function<&rpc::set_training<M>> train() const { return {train_.c_str()}; }
