@@ -16,8 +16,7 @@ namespace {
 
 ClearedPart clear(ContextState& context) {
   ClearedPart part;
-  part.running = context.pass() != nullptr;
-  if (!part.running) context.gradients().clear();
+  part.running = !context.clear_gradients();
   for (const std::uint32_t rank : context.workers()) part.peers.push_back(rank);
   return part;
 }
@@ -28,6 +27,17 @@ void check(const ClearedPart& part, const std::string& worker) {
               fmt::format("clear_gradients(): a backward pass of this context still runs on worker '{}'; "
                           "wait for it, then clear again",
                           worker));
+}
+
+/// Who is gone is not asked.
+void ask(std::map<std::uint32_t, Future<ClearedPart>>& asked, const Worker& me, std::uint32_t rank,
+         std::uint64_t context, Deadline deadline) {
+  if (!me.endpoint()->is_present(rank)) return;
+  try {
+    asked.emplace(rank, me.request(Destination(rank), ClearGradients{context}, deadline));
+  } catch (const Error&) {
+    if (me.endpoint()->is_present(rank)) throw;
+  }
 }
 
 /// What `rank` says; nothing when it is gone, and its gradients with it.
@@ -64,8 +74,7 @@ void ContextView::clear_gradients(Duration timeout) const {
   while (!next.empty()) {
     std::map<std::uint32_t, Future<ClearedPart>> asked;
     for (const std::uint32_t rank : std::exchange(next, {})) {
-      if (rank == worker_.rank()) continue;
-      asked.emplace(rank, worker_.request(Destination(rank), ClearGradients{id()}, deadline));
+      if (rank != worker_.rank()) ask(asked, worker_, rank, id(), deadline);
     }
     for (const auto& [rank, answer] : asked) {
       const std::optional<ClearedPart> part = heard(worker_, rank, answer);

@@ -37,6 +37,17 @@ class Search {
   std::unordered_set<const torch::autograd::Node*> seen_;
 };
 
+/// What LibTorch's own errors cannot know.
+const char* advice(const std::string& text) {
+  const auto says = [&](const char* words) { return text.find(words) != std::string::npos; };
+  if (says("second time"))
+    return "; in a distributed pass that is BackwardOptions::retain_graph of the first backward()";
+  if (says("modified by an inplace operation"))
+    return "; if several trainers step the same parameters, that was another one's step: all of them say "
+           "TargetGroup::hogwild then";
+  return "";
+}
+
 }  // namespace
 
 /// What was invalid here is, there, what failed elsewhere.
@@ -153,7 +164,7 @@ void PassState::tell_part_over(Answer<PropagateGradients> answer) {
   answer.give(over);
 }
 
-void PassState::fail(const Error& failure) {
+void PassState::fail(const Error& failure, Close where) {
   const auto self = shared_from_this();  // the context lets go of it
   std::optional<Promise<void>> left;
   std::optional<Answer<PropagateGradients>> asker;
@@ -178,16 +189,24 @@ void PassState::fail(const Error& failure) {
   }
   if (parent) parent->give(MarkedWorkers{{}, as_told(failure, name_)});
   if (asker) asker->give(PartOver{as_told(failure, name_)});
+  if (where == Close::kHere) return close(failure, std::move(left));
+  post([failure, left = std::move(left)](PassState& pass) mutable { pass.close(failure, std::move(left)); });
+}
+
+void PassState::close(const Error& failure, std::optional<Promise<void>> left) {
   if (left) left->set_error(failure);
   graph_.abort(failure);
   over_.set_error(failure);  // after the callbacks of the pass's end, unless a thread is still in a node
 }
 
-void PassState::fail_here(const Error& cause) { fail(located(cause, name_)); }
+void PassState::fail_here(const Error& cause, Close close) { fail(located(cause, name_), close); }
 
-void PassState::fail_without(std::uint32_t rank, const Error& cause, const std::string& through) {
+void PassState::fail_without(std::uint32_t rank, const Error& cause, const std::string& through,
+                             Close close) {
   const auto endpoint = endpoint_.lock();
-  const std::string name = endpoint ? endpoint->name_of(rank) : fmt::format("rank {}", rank);
+  if (!endpoint || endpoint->is_stopping())
+    return fail_here(Error(ErrorKind::kCancelled, "this worker was shut down during a backward pass"), close);
+  const std::string name = endpoint->name_of(rank);
   std::set<std::string> calls;
   if (!through.empty()) calls.insert(through);
   for (const auto& send : sends_) {
@@ -199,7 +218,7 @@ void PassState::fail_without(std::uint32_t rank, const Error& cause, const std::
       cause.kind(),
       fmt::format("the backward pass lost worker '{}' (rank {}), says worker '{}': {}{}", name, rank, name_,
                   cause.message(), list.empty() ? "" : fmt::format("; between them travelled {}", list)));
-  fail(failure.with_worker(name));
+  fail(failure.with_worker(name), close);
 }
 
 /// The graph failed in a node: names the node, this worker, and the calls whose results it belongs to.
@@ -212,12 +231,12 @@ Error PassState::describe_failure() {
   for (std::size_t i = 0; i < calls.size(); ++i) {
     place += fmt::format("{} {}", i == 0 ? ", behind" : " and", calls[i]);
   }
-  Error failure(cause.kind(), fmt::format("{} [{}]", cause.message(), place));
+  Error failure(cause.kind(), fmt::format("{} [{}]{}", cause.message(), place, advice(cause.message())));
   failure.with_worker(cause.worker()).with_call(cause.call());
   for (const RemoteFrame& frame : cause.frames()) failure.with_frame(frame);
   const ExceptionStory story =
-      graph_.cause() ? describe(graph_.cause()) : ExceptionStory{"torchspan::Error", ""};
-  return failure.with_frame({name_, graph_.failed_node(), story.type, cause.message()});
+      graph_.cause() ? describe(graph_.cause()) : ExceptionStory{"torchspan::Error", cause.message()};
+  return failure.with_frame({name_, graph_.failed_node(), story.type, story.text});
 }
 
 std::vector<std::string> PassState::calls_over(const torch::autograd::Node* node) const {

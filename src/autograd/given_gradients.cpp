@@ -4,7 +4,7 @@
 #include <fmt/ranges.h>
 #include <utility>
 
-#include <ATen/ops/ones_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -31,13 +31,17 @@ class GivenGradients final : public torch::autograd::Node {
 at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& gradient) {
   check_root(index, root);
   if (!gradient.defined()) {
-    if (root.numel() == 1) return at::ones_like(root, at::MemoryFormat::Contiguous);
+    if (root.numel() == 1) return at::ones(root.sizes(), root.options().layout(at::kStrided));
     refuse_root(index, fmt::format("has {} elements and an undefined gradient; only for a scalar is that 1",
                                    root.numel()));
   }
   if (gradient.sizes() != root.sizes()) {
     refuse_root(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
                                    fmt::join(gradient.sizes(), ", ")));
+  }
+  if (gradient.device() != root.device()) {
+    refuse_root(index, fmt::format("is on device {}, but its gradient on {}", root.device().str(),
+                                   gradient.device().str()));
   }
   if (gradient.is_complex() != root.is_complex()) {
     refuse_root(index, fmt::format("is of type {}, but its gradient of type {}",

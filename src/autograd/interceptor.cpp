@@ -81,7 +81,8 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
     if (!call.reply) header.call = call.name;
     const std::string site = call.reply && current.site ? *current.site : header.site;
     auto send = std::make_shared<SendNode>(
-        MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply}, runtime_.spans);
+        MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply, header.context},
+        runtime_.spans);
     for (std::uint32_t i : header.tensors) {
       send->add_input_metadata(tensors[i]);
       send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
@@ -114,7 +115,7 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& c
   if (header.message != 0) {
     auto receive = std::make_shared<RecvNode>(
         MessageInfo{header.message, call.peer, call.reply ? std::string(call.name) : header.call, site,
-                    call.reply},
+                    call.reply, header.context},
         runtime_.spans);
     for (std::uint32_t i : header.tensors) {
       if (i >= tensors.size() || !tensors[i].defined() ||

@@ -21,15 +21,16 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
 }
 
 /// Gradients that agree with the marks may end the pass while this thread tells the marks on: it is held.
-void PassState::mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer) {
+void PassState::mark(const std::vector<MarkedSend>& sends, std::uint32_t peer, Answer<MarkSends>& answer) {
   enter();
-  take_marks(find(sends), answer);  // what it throws fails the pass
+  take_marks(find(sends, peer), answer);  // what it throws fails the pass
 }
 
-bool PassState::try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer) {
+bool PassState::try_mark(const std::vector<MarkedSend>& sends, std::uint32_t peer,
+                         Answer<MarkSends>& answer) {
   Marks marks;
   try {
-    marks = find(sends);
+    marks = find(sends, peer);
     enter();
   } catch (const Error&) {
     return false;
@@ -44,10 +45,10 @@ bool PassState::try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>
   return true;
 }
 
-PassState::Marks PassState::find(const std::vector<MarkedSend>& sends) const {
+PassState::Marks PassState::find(const std::vector<MarkedSend>& sends, std::uint32_t peer) const {
   Marks marks;
   for (const MarkedSend& marked : sends) {
-    auto send = context_->find_send(marked.message);
+    auto send = find_send(marked.message, peer);
     for (const std::uint32_t output : marked.outputs) {
       if (output >= send->num_outputs())
         throw Error(ErrorKind::kInvalid, "a mark names a tensor that is not in its message");

@@ -1,6 +1,7 @@
 #include "autograd/marks.h"
 
 #include <algorithm>
+#include <fmt/format.h>
 
 namespace torchspan::autograd {
 
@@ -19,7 +20,18 @@ void MarkWalk::walk(const std::vector<torch::autograd::Edge>& edges) {
   }
 }
 
+void check_context(const RecvNode& node, std::uint64_t context) {
+  const MessageInfo& message = node.message();
+  if (message.context == context) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the loss depends on {}, which came in autograd context {:#x}, but is differentiated "
+                          "in context {:#x}; run its forward pass in the context whose backward() it is for, "
+                          "or detach what comes from another one",
+                          message.text(), message.context, context));
+}
+
 void MarkWalk::reach(const RecvNode& node, std::uint32_t output) {
+  check_context(node, context_);
   if (reached_[&node].insert(output).second) untold_[&node].push_back(output);
 }
 
@@ -41,10 +53,12 @@ std::vector<std::uint8_t> MarkWalk::reached(const RecvNode& node, std::size_t ou
   return flags;
 }
 
-void SendMarks::deliver(const std::vector<std::uint8_t>& reached) {
+bool SendMarks::deliver(const std::vector<std::uint8_t>& reached) {
+  if (std::exchange(has_gradients_, true)) return false;
   for (std::uint32_t output = 0; output < reached.size(); ++output) {
     if (reached[output] != 0) delivered_.insert(output);
   }
+  return true;
 }
 
 bool SendMarks::agree() const {

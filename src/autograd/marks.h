@@ -19,7 +19,8 @@ namespace torchspan::autograd {
 /// thread-safe.
 class MarkWalk {
  public:
-  /// Walks on from `edges` over nodes that were not walked before.
+  explicit MarkWalk(std::uint64_t context) : context_(context) {}
+  /// Walks on from `edges` over nodes that were not walked before. Throws as check_context().
   void walk(const std::vector<torch::autograd::Edge>& edges);
   /// What the workers that sent those tensors must hear, by rank.
   std::map<std::uint32_t, std::vector<MarkedSend>> take_untold();
@@ -29,17 +30,22 @@ class MarkWalk {
  private:
   void reach(const RecvNode& node, std::uint32_t output);
 
+  const std::uint64_t context_;
   std::unordered_set<const torch::autograd::Node*> walked_;
   std::map<const RecvNode*, std::set<std::uint32_t>> reached_;
   std::map<const RecvNode*, std::vector<std::uint32_t>> untold_;
 };
+
+/// Throws Error{kInvalid} when a graph leads through a message of another context.
+void check_context(const RecvNode& node, std::uint64_t context);
 
 /// How far a send's marks and its gradients are in agreement: every output that a gradient came for must be
 /// marked too before the pass may end here, since only marks are told on. Not thread-safe.
 class SendMarks {
  public:
   void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
-  void deliver(const std::vector<std::uint8_t>& reached);
+  /// False the second time: gradients come once.
+  bool deliver(const std::vector<std::uint8_t>& reached);
   bool is_marked() const { return !marked_.empty(); }
   /// No gradient has come for an output that was not marked.
   bool agree() const;
@@ -47,6 +53,7 @@ class SendMarks {
  private:
   std::set<std::uint32_t> marked_;
   std::set<std::uint32_t> delivered_;
+  bool has_gradients_ = false;
 };
 
 }  // namespace torchspan::autograd

@@ -17,6 +17,7 @@ struct MessageInfo {
   std::string call;
   std::string site;  ///< where the program made the call, if that is known
   bool reply = false;
+  std::uint64_t context = 0;
 
   /// "the result of 'Layer.forward' (called at train.cpp:41)".
   std::string text() const;

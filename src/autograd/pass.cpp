@@ -15,8 +15,9 @@ PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context
       key_(key),
       sink_(*context_, key.id),
       graph_(sink_, options()),
-      sends_(context_->sends()),
-      over_(host_) {}
+      sends_(key.mode == PassMode::kFast ? context_->unused_sends() : context_->sends()),
+      over_(host_),
+      walk_(context_->id()) {}
 
 engine::PassOptions PassState::options() {
   engine::PassOptions options;
@@ -53,14 +54,23 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
 }
 
-void PassState::receive(PropagateGradients message) {
-  const auto send = context_->find_send(message.message);
+std::shared_ptr<SendNode> PassState::find_send(std::uint64_t message, std::uint32_t peer) const {
+  auto send = context_->find_send(message);
+  if (send->message().peer == peer) return send;
+  throw Error(ErrorKind::kInvalid, fmt::format("a gradient or mark for {} came from a worker that it was not "
+                                               "sent to",
+                                               send->message().text()));
+}
+
+void PassState::receive(PropagateGradients message, std::uint32_t peer) {
+  const auto send = find_send(message.message, peer);
   ++received_;
   engine::Delivery delivery;
   if (key_.mode == PassMode::kFast) {
     for (const at::Tensor& gradient : message.gradients) delivery.reached.push_back(gradient.defined());
   } else {
-    message.reached.resize(message.gradients.size());
+    if (message.reached.size() != message.gradients.size())
+      throw Error(ErrorKind::kInvalid, "gradients came that do not say for each whether it is reached");
     delivery.reached.assign(message.reached.begin(), message.reached.end());
     walk_from(*send, message.reached);
   }
@@ -72,19 +82,24 @@ void PassState::receive(PropagateGradients message) {
 /// sends on says what it reaches; it is told on when the marks come, and until then the pass stays open here.
 void PassState::walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached) {
   enter();
-  bool disagree = false;
+  bool disagree = false, twice = false;
   {
     MutexLock lock(marks_mutex_);
+    SendMarks& marks = marks_[send.message().id];
+    twice = !marks.deliver(reached);
     std::vector<torch::autograd::Edge> edges;
-    for (std::uint32_t output = 0; output < reached.size() && output < send.num_outputs(); ++output) {
+    for (std::uint32_t output = 0; !twice && output < std::min<std::size_t>(reached.size(), send.num_outputs());
+         ++output) {
       if (reached[output] != 0) edges.push_back(send.next_edge(output));
     }
     walk_.walk(edges);
-    SendMarks& marks = marks_[send.message().id];
-    marks.deliver(reached);
     if (!marks.agree()) disagree = disagreements_.insert(send.message().id).second;
   }
   if (!disagree) leave();
+  if (twice) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the gradients of {} came twice in one pass", send.message().text()));
+  }
 }
 
 void PassState::drive() {
@@ -93,6 +108,7 @@ void PassState::drive() {
 }
 
 void PassState::send_back(const RecvNode& node, torch::autograd::variable_list gradients) {
+  check_context(node, context_->id());
   PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph, key_.threads,
                              std::move(gradients), {}};
   if (key_.mode == PassMode::kSmart) {

@@ -46,14 +46,15 @@ class PassState : public std::enable_shared_from_this<PassState> {
 
   /// Counts the dependencies of the loss's graph and of all sends. Once, by whoever began the pass.
   void prepare(const std::vector<at::Tensor>& roots);
-  /// Gradients for the tensors of one message of ours.
-  void receive(PropagateGradients message);
+  /// Gradients for the tensors of one message of ours, from `peer`.
+  void receive(PropagateGradients message, std::uint32_t peer);
   /// The first gradients of the pass here: whoever sent them waits for this worker's part.
   bool claim_first_gradients() { return !had_gradients_.exchange(true); }
-  /// Marks for messages of ours; see MarkSends. Takes the answer, or throws.
-  void mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer);
+  /// Marks for messages of ours, from `peer`; see MarkSends. Takes the answer, or throws.
+  void mark(const std::vector<MarkedSend>& sends, std::uint32_t peer, Answer<MarkSends>& answer);
   /// The same on a thread that must not fail the pass: false, and nothing has happened, where it would.
-  bool try_mark(const std::vector<MarkedSend>& sends, Answer<MarkSends>& answer);
+  bool try_mark(const std::vector<MarkedSend>& sends, std::uint32_t peer, Answer<MarkSends>& answer);
+  bool is_smart() const { return key_.mode == PassMode::kSmart; }
   /// Whether walking over all of its graph takes a moment only.
   bool is_small() const { return nodes_ <= kSmall; }
   /// All marks are made. Short: the work that this sets free is done by another thread.
@@ -63,13 +64,16 @@ class PassState : public std::enable_shared_from_this<PassState> {
   /// RecvNode: sends gradients to the worker that the tensors came from.
   void send_back(const RecvNode& node, torch::autograd::variable_list gradients);
 
+  /// Where the graph of a failed pass is closed, which runs callbacks of others and ends values of theirs.
+  enum class Close : std::uint8_t { kHere, kOnPool };
   /// The first failure ends the pass here, at once, and is told to everybody who may take part.
-  void fail(const Error& failure);
+  void fail(const Error& failure, Close close = Close::kHere);
   /// The same for what this worker has met itself: adds who and where.
-  void fail_here(const Error& cause);
+  void fail_here(const Error& cause, Close close = Close::kHere);
   /// The same for a worker that is gone or cannot be reached: names the calls that dealt with it, `through`
   /// among them.
-  void fail_without(std::uint32_t rank, const Error& cause, const std::string& through = "");
+  void fail_without(std::uint32_t rank, const Error& cause, const std::string& through = "",
+                    Close close = Close::kHere);
   /// The program wants no more of it. Whoever asks for that does not do the work.
   void cancel();
   std::optional<Error> failure() const;
@@ -98,11 +102,13 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void post(UniqueFunction<void(PassState&)> act);
   Worker worker() const;
   engine::PassOptions options();
+  void close(const Error& failure, std::optional<Promise<void>> left);
   void use_up_sends();
   void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
   /// Marks, with the nodes that they are for.
   using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
-  Marks find(const std::vector<MarkedSend>& sends) const;
+  Marks find(const std::vector<MarkedSend>& sends, std::uint32_t peer) const;
+  std::shared_ptr<SendNode> find_send(std::uint64_t message, std::uint32_t peer) const;
   void take_marks(const Marks& marks, Answer<MarkSends>& answer);
   void hear_marked(MarkedWorkers marked, const std::exception_ptr& error, std::uint32_t from);
   void begin_marking(const std::vector<at::Tensor>& roots);

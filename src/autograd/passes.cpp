@@ -61,12 +61,28 @@ void ContextView::backward(const std::vector<at::Tensor>& roots, const std::vect
   backward(scalar_of(roots, gradients), std::move(options));
 }
 
+namespace {
+
+void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadline,
+                  const std::stop_token& stop) {
+  const auto either = std::make_shared<Promise<void>>(worker.endpoint()->host());
+  done.then([either](const Future<void>& end) {
+    end.error() ? either->set_error(end.error()) : either->set_value();
+  });
+  const std::stop_callback stopped(stop, [either] {
+    either->set_error(Error(ErrorKind::kCancelled, "backward(): stopped while its root was being made"));
+  });
+  either->future().wait(deadline);
+}
+
+}  // namespace
+
 void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
   Executor& executor = worker_.runtime().executor;
   const Deadline deadline = executor.deadline_in(options.timeout);
   at::Tensor loss;
   if (root.is_owner()) {
-    root.creation().wait(deadline);
+    wait_or_stop(worker_, root.creation(), deadline, options.stop);
     loss = root.local_value();
   } else {
     const CurrentScope scope(Current{state_, nullptr, current_state().site});
@@ -105,6 +121,12 @@ Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
 }
 
 Context::~Context() {
+  if (!scope_->in_force()) {
+    worker_.runtime().log.error(fmt::format(
+        "autograd context {:#x} was ended by a thread that does not work in it; the thread that made it must "
+        "end it, else it goes on in the ended one",
+        state_->id()));
+  }
   scope_.reset();
   try {
     worker_.extension<Passes>().impl()->release(state_->id());
@@ -115,7 +137,9 @@ Context::~Context() {
 }
 
 void Context::release(Duration timeout) {
-  worker_.extension<Passes>().impl()->release(state_->id()).wait(timeout);
+  const auto impl = worker_.extension<Passes>().impl();
+  impl->release(state_->id());
+  impl->released(state_->id()).wait(timeout);
 }
 
 ContextScope::ContextScope(const ContextView& context)

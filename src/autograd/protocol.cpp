@@ -48,8 +48,8 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
   serve_step<PropagateGradients>(registrar, &Impl::propagate, rpc::RunOn::kPool);
   serve_step<MarkSends>(registrar, &Impl::mark, rpc::RunOn::kReceiver);
   registrar.handle<MarksFinal>(rpc::RunOn::kReceiver,
-                               [impl](const rpc::CallInfo&, const MarksFinal& message) {
-                                 impl()->marks_are_final(message);
+                               [impl](const rpc::CallInfo& call, const MarksFinal& message) {
+                                 impl()->marks_are_final(call.peer, message);
                                  return Unit{};
                                });
   registrar.handle<AbortPass>(
@@ -97,15 +97,18 @@ std::shared_ptr<PassState> Passes::Impl::try_join(const std::shared_ptr<ContextS
                                                   const PassKey& key,
                                                   std::shared_ptr<PassState>& superseded) {
   const Worker me = require_worker();
+  std::vector<std::shared_ptr<SendNode>> gone;
+  std::shared_ptr<PassState> running, pass;  // graphs may end with them, under no lock
   MutexLock beginning(context->beginning());
-  auto running = context->pass();
+  running = context->pass();
   if (running && running->id() == key.id) return running;
   if (running && running->root() == maker_of(key.id) && running->id() < key.id) {
     superseded = std::move(running);
     return nullptr;
   }
-  auto pass = std::make_shared<PassState>(me, context, key);
+  pass = std::make_shared<PassState>(me, context, key);
   if (context->begin_pass(pass)) {
+    if (key.mode == PassMode::kFast) gone = context->use_up_used();
     pass->prepare({});
     return pass;
   }
@@ -143,7 +146,7 @@ void Passes::Impl::propagate(std::uint32_t peer, PropagateGradients message,
   try {
     pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads}, peer);
     if (pass->claim_first_gradients()) pass->tell_part_over(answer.take());
-    pass->receive(std::move(message));
+    pass->receive(std::move(message), peer);
     if (answer) answer.give(PartOver{});
     pass->drive();
   } catch (...) {
@@ -157,7 +160,7 @@ void Passes::Impl::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends>
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (pass && pass->id() == message.pass && pass->is_small()) {
-    const bool marked = pass->try_mark(message.sends, answer);
+    const bool marked = pass->try_mark(message.sends, peer, answer);
     PassState::let_go(std::move(pass));
     if (marked) return;
   }
@@ -172,18 +175,19 @@ void Passes::Impl::mark_slowly(std::uint32_t peer, const MarkSends& message, Ans
   try {
     pass =
         join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads}, peer);
-    pass->mark(message.sends, answer);
+    pass->mark(message.sends, peer, answer);
   } catch (...) {
     MarkedWorkers marked{{}, refuse(require_worker(), pass)};
     if (answer) answer.give(marked);
   }
 }
 
-void Passes::Impl::marks_are_final(const MarksFinal& message) {
+/// The root says so, and nobody else.
+void Passes::Impl::marks_are_final(std::uint32_t peer, const MarksFinal& message) {
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (!pass) return;
-  if (pass->id() == message.pass) pass->marks_are_final();
+  if (pass->id() == message.pass && pass->root() == peer && pass->is_smart()) pass->marks_are_final();
   PassState::let_go(std::move(pass));
 }
 
@@ -193,7 +197,7 @@ Future<Unit> Passes::Impl::abort(const AbortPass& message) {
     MutexLock beginning(context->beginning());  // a pass that begins is found, or does not begin any more
     pass = context->pass();
     if (!pass || pass->id() != message.pass) {
-      context->end_pass(message.pass, {}, message.failure);
+      context->refuse_pass(message.pass, message.failure);
       pass = nullptr;
     }
   }
@@ -213,9 +217,15 @@ Future<void> Passes::Impl::release(std::uint64_t id) {
   if (!endpoint) return make_ready_future<void>();
   Future<void> told = tell_all(Worker(endpoint), *context, ReleaseContext{id});
   MutexLock lock(mutex_);
-  std::erase_if(releases_, [](const Future<void>& release) { return release.done(); });
-  releases_.push_back(told);
+  std::erase_if(releases_, [](const auto& release) { return release.second.done(); });
+  releases_.emplace(id, told);
   return told;
+}
+
+Future<void> Passes::Impl::released(std::uint64_t id) {
+  MutexLock lock(mutex_);
+  const auto found = releases_.find(id);
+  return found == releases_.end() ? make_ready_future<void>() : found->second;
 }
 
 void Passes::Impl::release_told(std::uint32_t, ReleaseContext message, Answer<ReleaseContext> answer) {
@@ -227,8 +237,10 @@ void Passes::Impl::release_told(std::uint32_t, ReleaseContext message, Answer<Re
 }
 
 Future<void> Passes::Impl::releases_under_way() {
+  std::vector<Future<void>> all;
   MutexLock lock(mutex_);
-  return when_all(releases_);
+  for (const auto& [context, release] : releases_) all.push_back(release);
+  return when_all(std::move(all));
 }
 
 void Passes::Impl::abort_all(const Error& error) {
@@ -237,29 +249,41 @@ void Passes::Impl::abort_all(const Error& error) {
   }
 }
 
-/// Passes need everybody; a context needs its maker, who ends it, and a way to hear of that.
+/// Passes need everybody; a context needs its maker, who ends it, and a way to hear of that. The thread that
+/// brings the news has others to bring: it runs nothing of the user's, and no graph ends on it.
 void Passes::Impl::depart(std::uint32_t rank, const Error& reason) {
-  for (const auto& context : registry->all()) {
+  auto contexts = registry->all();
+  for (const auto& context : contexts) {
     const bool dealt = context->workers().contains(rank), made = maker_of(context->id()) == rank;
-    if (auto pass = context->pass(); pass && (dealt || made || pass->root() == rank))
-      pass->fail_without(rank, reason);
-    if (dealt || made) lost_touch(context);
+    if (auto pass = context->pass()) {
+      if (dealt || made || pass->root() == rank)
+        pass->fail_without(rank, reason, "", PassState::Close::kOnPool);
+      PassState::let_go(std::move(pass));
+    }
   }
+  const auto pool = host.lock();
+  if (!pool) return;
+  pool->post([self = shared_from_this(), contexts = std::move(contexts), rank] {
+    if (self->worker.expired()) return;
+    for (const auto& context : contexts) {
+      if (context->workers().contains(rank) || maker_of(context->id()) == rank) self->lost_touch(context);
+    }
+  });
 }
 
 void Passes::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
   const Worker me = require_worker();
   const std::uint32_t maker = maker_of(context->id());
   if (maker == me.rank()) return;
-  if (!me.endpoint()->is_present(maker)) {
-    release(context->id());
-    return;
-  }
+  const auto release_soon = [weak = weak_from_this(), id = context->id()] {
+    const auto self = weak.lock();
+    const auto pool = self ? self->host.lock() : nullptr;
+    if (pool) pool->post([self, id] { self->release(id); });
+  };
+  if (!me.endpoint()->is_present(maker)) return release_soon();
   const auto ask = std::make_shared<Telling<AdoptMember>>(
-      me, maker, AdoptMember{context->id()}, [weak = weak_from_this(), id = context->id()](bool known) {
-        const auto self = weak.lock();
-        const auto pool = self && !known ? self->host.lock() : nullptr;
-        if (pool) pool->post([self, id] { self->release(id); });
+      me, maker, AdoptMember{context->id()}, [release_soon](bool known) {
+        if (!known) release_soon();
       });
   ask->start();
 }

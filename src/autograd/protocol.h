@@ -1,5 +1,6 @@
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -23,8 +24,11 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
                 const BackwardOptions& options);
   ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
-  /// Completes when everybody who took part has let go of the context.
+  /// Completes when everybody who took part has let go of the context; at once where it is gone already, so
+  /// that those who tell each other do not wait for each other.
   Future<void> release(std::uint64_t id);
+  /// The same of a release that began before.
+  Future<void> released(std::uint64_t id);
   void release_told(std::uint32_t peer, ReleaseContext message, Answer<ReleaseContext> answer);
   void abort_all(const Error& error);
 
@@ -47,7 +51,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   void propagate(std::uint32_t peer, PropagateGradients message, Answer<PropagateGradients> answer);
   void mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> answer);
   void mark_slowly(std::uint32_t peer, const MarkSends& message, Answer<MarkSends> answer);
-  void marks_are_final(const MarksFinal& message);
+  void marks_are_final(std::uint32_t peer, const MarksFinal& message);
   Future<Unit> abort(const AbortPass& message);
   void ask_pass(std::uint32_t peer, AskPass message, Answer<AskPass> answer);
   void ask_graph(std::uint32_t peer, AskGraph message, Answer<AskGraph> answer);
@@ -64,14 +68,15 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   struct Survey {
     bool quiet = false;  ///< nobody works, nothing is under way, and somebody waits
     std::uint64_t executed = 0, sent = 0;
-    std::string waiting;
+    std::string waiting;  ///< the sends without a gradient, a line each
+    std::string at_work;  ///< who runs nodes, the same
   };
   Survey survey(ContextState& context, const PassState& pass);
   Future<std::vector<PartReport>> ask_about(ContextState& context, const AskPass& question) const;
   PartReport report_of(ContextState& context, std::uint64_t pass) const;
 
   Mutex mutex_;
-  std::vector<Future<void>> releases_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, Future<void>> releases_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way, by context
 };
 
 }  // namespace torchspan::autograd

@@ -25,10 +25,15 @@ void check_roots(const std::vector<at::Tensor>& roots) {
 std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextState>& context,
                                                const BackwardOptions& options) {
   const Worker me = require_worker();
+  std::vector<std::shared_ptr<SendNode>> gone;
+  std::shared_ptr<PassState> pass;  // graphs may end with them, under no lock
   MutexLock beginning(context->beginning());
-  auto pass = std::make_shared<PassState>(
+  pass = std::make_shared<PassState>(
       me, context, PassKey{registry->next_id(), options.retain_graph, options.mode, options.threads});
-  if (context->begin_pass(pass)) return pass;
+  if (context->begin_pass(pass)) {
+    if (options.mode == PassMode::kFast) gone = context->use_up_used();
+    return pass;
+  }
   const auto running = context->pass();
   const auto root = running ? running->root() : me.rank();
   throw Error(
@@ -45,6 +50,8 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
     throw Error(ErrorKind::kInvalid, fmt::format("BackwardOptions::threads is {}; it may be 1 to {}",
                                                  options.threads, PassKey::kMostThreads));
   }
+  if (options.stop.stop_requested())
+    throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
   Worker me = require_worker();
   const auto pass = begin(context, options);
   const std::stop_callback cancel(options.stop, [pass] { pass->cancel(); });
@@ -79,7 +86,7 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
     try {
       return over.wait(next);
     } catch (const Error&) {
-      if (over.done()) throw;
+      if (over.done()) return over.wait();  // it may have ended well after the wait did
     }
     const bool late = deadline.passed(executor.now());
     const Survey now = survey(context, pass);
@@ -90,8 +97,9 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
     const char* why = stalled ? "backward() in FAST mode cannot end: these sends get no gradient, since what "
                                 "was made of them is not part of the loss. Use PassMode::kSmart, which finds "
                                 "out what takes part, or detach what you do not use:"
-                              : "backward() did not end in time; these sends have got no gradient:";
-    pass.fail_here(Error(ErrorKind::kTimedOut, why + now.waiting));
+                              : "backward() did not end within BackwardOptions::timeout; this is what it "
+                                "waited for:";
+    pass.fail_here(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
   }
 }
 
@@ -106,6 +114,7 @@ Passes::Impl::Survey Passes::Impl::survey(ContextState& context, const PassState
   for (const PartReport& part : parts) {
     busy = busy || part.busy || part.silent;
     if (part.silent) survey.waiting += fmt::format("\n  worker '{}' does not answer", part.worker);
+    if (part.busy) survey.at_work += fmt::format("\n  worker '{}' is still at work", part.worker);
     survey.executed += part.executed;
     survey.sent += part.sent;
     received += part.received;

@@ -74,6 +74,25 @@ std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
   return all;
 }
 
+std::vector<std::shared_ptr<SendNode>> ContextState::unused_sends() const {
+  MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<SendNode>> unused;
+  for (const auto& [message, send] : sends_) {
+    if (std::find(used_.begin(), used_.end(), message) == used_.end()) unused.push_back(send);
+  }
+  return unused;
+}
+
+std::vector<std::shared_ptr<SendNode>> ContextState::use_up_used() {
+  std::vector<std::shared_ptr<SendNode>> gone;
+  MutexLock lock(mutex_);
+  for (const std::uint64_t message : std::exchange(used_, {})) {
+    gone.push_back(take_out(message));
+    if (gone.back()) remember_used_up(gone.back()->message());
+  }
+  return gone;
+}
+
 void ContextState::add_taker(GradientTaker taker) {
   auto shared = std::make_shared<const GradientTaker>(std::move(taker));
   MutexLock lock(mutex_);
@@ -96,8 +115,36 @@ void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
   if (auto taken = context_.offer(parameter, gradient)) {
     hold(std::move(*taken));
   } else {
-    context_.gradients().accumulate(parameter, std::move(gradient));
+    context_.change_gradients(pass(), [&](engine::GradientMap& gradients) {
+      gradients.accumulate(parameter, std::move(gradient));
+    });
   }
+}
+
+void ContextSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
+  context_.change_gradients(
+      pass(), [&](engine::GradientMap& gradients) { gradients.replace(parameter, std::move(gradient)); });
+}
+
+void ContextState::change_gradients(std::uint64_t pass,
+                                    const std::function<void(engine::GradientMap&)>& change) {
+  MutexLock changing(changing_);
+  if (runs(pass)) change(gradients_);
+}
+
+bool ContextState::runs(std::uint64_t pass) const {
+  MutexLock lock(mutex_);
+  return pass_ && pass_->id() == pass;
+}
+
+bool ContextState::clear_gradients() {
+  MutexLock changing(changing_);
+  {
+    MutexLock lock(mutex_);
+    if (pass_) return false;
+  }
+  gradients_.clear();
+  return true;
 }
 
 ContextState::Dealt ContextState::add_worker(std::uint32_t rank) {
@@ -131,6 +178,9 @@ bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
     if (ended->second.pass == pass->id() && ended->second.failure) throw Error(*ended->second.failure);
     throw Error(ErrorKind::kCancelled, "this backward pass is over on this worker");
   }
+  for (const auto& [refused, failure] : refused_) {
+    if (refused == pass->id()) throw Error(failure);
+  }
   if (released_) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("autograd context {:#x} was released; make a new Context for the "
@@ -148,6 +198,12 @@ void ContextState::end_pass(std::uint64_t pass, const PassWork& work, const std:
   if (pass_ && pass_->id() == pass) gone = std::move(pass_);
   Ended& ended = ended_[maker_of(pass)];
   if (ended.pass < pass) ended = {pass, work, failure};
+}
+
+void ContextState::refuse_pass(std::uint64_t pass, const Error& failure) {
+  MutexLock lock(mutex_);
+  refused_.emplace_back(pass, failure);
+  if (refused_.size() > kRefused) refused_.pop_front();
 }
 
 std::optional<PassWork> ContextState::ended_pass(std::uint64_t pass) const {

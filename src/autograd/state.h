@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -35,13 +36,23 @@ class ContextState {
   explicit ContextState(std::uint64_t id) : id_(id) {}
 
   std::uint64_t id() const { return id_; }
-  engine::GradientMap& gradients() { return gradients_; }
+  const engine::GradientMap& gradients() const { return gradients_; }
+  /// Changes the gradients on behalf of a pass. Nothing when that pass does not run any more: a thread may
+  /// still be in a node of a pass that has failed.
+  void change_gradients(std::uint64_t pass, const std::function<void(engine::GradientMap&)>& change);
+  /// Forgets them; false when a pass runs.
+  bool clear_gradients();
 
   void add_send(const std::shared_ptr<SendNode>& send);
   void remove_send(std::uint64_t message);
   /// Throws Error{kInvalid} when there is none, or when an earlier pass used it up.
   std::shared_ptr<SendNode> find_send(std::uint64_t message) const;
   std::vector<std::shared_ptr<SendNode>> sends() const;
+  /// Those that no pass without `retain_graph` has gone through.
+  std::vector<std::shared_ptr<SendNode>> unused_sends() const;
+  /// Uses up what passes that keep no graph have gone through: a pass in FAST mode begins, which waits for
+  /// all others. Whoever calls this drops them, under no lock.
+  std::vector<std::shared_ptr<SendNode>> use_up_used();
   /// A pass that keeps no graph has gone through this send. The last kUsed of them stay: what lies behind may
   /// have needed nothing that was saved, or another tensor of the message may lead elsewhere.
   void use(const SendNode& send);
@@ -72,6 +83,8 @@ class ContextState {
   bool begin_pass(const std::shared_ptr<PassState>& pass);
   /// The pass is over, here at least: its late messages do not start it anew.
   void end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure);
+  /// The same for a pass that has not begun here, and shall not.
+  void refuse_pass(std::uint64_t pass, const Error& failure);
   /// What this worker did for a pass that ended here, the last one of whoever began it.
   std::optional<PassWork> ended_pass(std::uint64_t pass) const;
   /// True the first time.
@@ -83,11 +96,13 @@ class ContextState {
     PassWork work;
     std::optional<Error> failure;
   };
-  static constexpr std::size_t kWaves = 64, kUsed = 64, kUsedUp = 1024;
+  static constexpr std::size_t kWaves = 64, kUsed = 64, kUsedUp = 1024, kRefused = 64;
+  bool runs(std::uint64_t pass) const;
   std::shared_ptr<SendNode> take_out(std::uint64_t message) TORCHSPAN_REQUIRES(mutex_);
   void remember_used_up(const MessageInfo& message) TORCHSPAN_REQUIRES(mutex_);
 
   const std::uint64_t id_;
+  Mutex changing_;  ///< held while gradients are changed; never together with another but mutex_ inside it
   engine::GradientMap gradients_;
   Mutex beginning_;
   mutable Mutex mutex_;
@@ -100,6 +115,7 @@ class ContextState {
   /// By the worker that began them: a worker's passes in a context begin one after the other, with growing
   /// ids, so the last one that ended stands for all before it.
   std::map<std::uint32_t, Ended> ended_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::pair<std::uint64_t, Error>> refused_ TORCHSPAN_GUARDED_BY(mutex_);
   std::deque<std::uint64_t> waves_ TORCHSPAN_GUARDED_BY(mutex_);
   bool released_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
@@ -112,9 +128,7 @@ class ContextSink final : public engine::GradientSink {
     return context_.gradients().gradient(parameter);
   }
   void accumulate(const at::Tensor& parameter, at::Tensor gradient) override;
-  void replace(const at::Tensor& parameter, at::Tensor gradient) override {
-    context_.gradients().replace(parameter, std::move(gradient));
-  }
+  void replace(const at::Tensor& parameter, at::Tensor gradient) override;
 
  private:
   ContextState& context_;

@@ -13,8 +13,8 @@
 
 namespace torchspan::autograd {
 
-/// Says one thing to one worker until it is heard: through lost messages and broken connections, until the
-/// worker answers, is gone, or this one stops.
+/// Says one thing to one worker until it is heard: through lost messages, broken connections and full queues,
+/// until the worker answers, is gone, or this one stops.
 template <rpc::Message M>
 class Telling : public std::enable_shared_from_this<Telling<M>> {
  public:
@@ -33,8 +33,6 @@ class Telling : public std::enable_shared_from_this<Telling<M>> {
   }
 
  private:
-  static constexpr int kAttempts = 20;
-
   void try_once() {
     auto endpoint = me_.lock();
     if (!endpoint) return heard_.set_value(), void();
@@ -60,15 +58,15 @@ class Telling : public std::enable_shared_from_this<Telling<M>> {
     const Error error = to_error(failed);
     const bool passing = error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected ||
                          error.kind() == ErrorKind::kOverloaded;
-    if (!passing || !endpoint->is_present(to_) || ++attempt_ == kAttempts) {
-      if (passing && attempt_ == kAttempts) endpoint->runtime().log.warning(error.what());
-      return heard_.set_value(), void();
-    }
-    endpoint->after(kPause, [self = this->shared_from_this()] { self->try_once(); });
+    if (!passing || !endpoint->is_present(to_)) return heard_.set_value(), void();
+    if (++attempt_ == kWarnAt) endpoint->runtime().log.warning(error.what());
+    const Duration pause = std::min<Duration>(kPause * (1 << std::min(attempt_, 10)), kLongestPause);
+    endpoint->after(pause, [self = this->shared_from_this()] { self->try_once(); });
   }
 
   static constexpr Duration kFirstLimit = std::chrono::seconds(1), kLongestLimit = std::chrono::seconds(30);
-  static constexpr Duration kPause = std::chrono::milliseconds(20);
+  static constexpr Duration kPause = std::chrono::milliseconds(10), kLongestPause = std::chrono::seconds(1);
+  static constexpr int kWarnAt = 20;
 
   const std::weak_ptr<rpc::Endpoint> me_;
   const std::uint32_t to_;

@@ -1,6 +1,6 @@
 // What a pass can begin with: losses that references stand for, roots of any shape with their gradients; and
 // beginning anew, with no gradients, after a pass that failed.
-#include "tests/conformance/autograd_world.h"
+#include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
 namespace {
@@ -26,6 +26,9 @@ at::Tensor gradient_at(Worker& worker, const RRef<at::Tensor>& kept) {
 at::Tensor late(Worker& worker, const at::Tensor& a) {
   nap(worker, seconds(5));
   return a.sum();
+}
+at::Tensor own_slow(Worker& worker) {
+  return sleeps_in_backward(Kind(false).make(5) * 2, worker.runtime(), seconds(5));
 }
 at::Tensor refuse(const at::Tensor&) { throw std::domain_error("no loss today"); }
 at::Tensor without_graph(const at::Tensor& a) { return a.detach().sum(); }
@@ -56,6 +59,7 @@ constexpr Function<held> kHeld{"held"};
 constexpr Function<loss_with> kLossWith{"loss_with"};
 constexpr Function<gradient_at> kGradientAt{"gradient_at"};
 constexpr Function<late> kLate{"late"};
+constexpr Function<own_slow> kOwnSlow{"own_slow"};
 constexpr Function<refuse> kRefuse{"refuse"};
 constexpr Function<without_graph> kWithoutGraph{"without_graph"};
 constexpr Function<fails> kFails{"fails"};
@@ -69,7 +73,7 @@ at::Tensor add_there(Worker& worker, std::int64_t to, const RRef<at::Tensor>& ke
 
 ClusterOptions world(int workers = 2) {
   return autograd_world(workers, FunctionTable().add(kAdd, kHeld, kLossWith, kGradientAt, kLate, kRefuse,
-                                                     kWithoutGraph, kFails, kAddThere, kTimesKept, kKeys));
+                                                     kWithoutGraph, kFails, kAddThere, kTimesKept, kKeys, kOwnSlow));
 }
 
 std::vector<std::int64_t> all_keys(const Worker& worker) {
@@ -253,6 +257,84 @@ TEST(AutogradRoots, ClearingThatIsNotHeardIsNamedAndMayBeRepeated) {
     EXPECT_TRUE(kept.rpc_sync(kGradientAt).defined());
     context.clear_gradients();
     EXPECT_THAT(all_keys(worker), Each(0));
+  });
+}
+
+TEST(AutogradRoots, ALossOfAnotherContextIsNamedAsThat) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    at::Tensor loss;
+    {
+      Context first(worker);
+      loss = worker.rpc_sync("worker1", kAdd, a, a).sum();
+    }
+    Context second(worker);
+    const at::Tensor own = worker.rpc_sync("worker1", kAdd, a, a).sum();
+    for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
+      for (const at::Tensor& root : {loss, loss + own}) {
+        expect_error(ErrorKind::kInvalid, "the loss depends on the result of 'add'",
+                     [&] { second.backward(root, {.retain_graph = true, .mode = mode}); });
+      }
+    }
+    second.clear_gradients();
+    second.backward(own);
+    expect_equal(second.gradient(a), at::full_like(a, 2).detach());
+  });
+}
+
+TEST(AutogradRoots, AStopIsHeededBeforeThePassAndWhileItsRootIsMade) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Context context(worker);
+    std::stop_source source;
+    const auto made = worker.remote(0, kLate, a);
+    Thread stopper = worker.runtime().executor.spawn("stopper", [&] {
+      nap(worker, milliseconds(100));
+      source.request_stop();
+    });
+    const TimePoint begin = now(worker);
+    expect_error(ErrorKind::kCancelled, "stopped while its root was being made",
+                 [&] { context.backward(made, {.stop = source.get_token()}); });
+    EXPECT_LT(now(worker) - begin, seconds(1));
+    expect_error(ErrorKind::kCancelled, "cancelled this backward pass before it began",
+                 [&] { context.backward((a * 2).sum(), {.stop = source.get_token()}); });
+    EXPECT_FALSE(context.gradient(a).defined());
+    EXPECT_EQ(counts_of(worker).passes, 0U);
+  });
+}
+
+TEST(AutogradRoots, ALatePassNamesWhoIsAtWork) {
+  on_first(world(2), [](Worker& worker) {
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kOwnSlow).sum();
+    const Error error = error_of([&] { context.backward(loss, {.timeout = seconds(1)}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.what(), HasSubstr("BackwardOptions::timeout"));
+    EXPECT_THAT(error.what(), HasSubstr("worker 'worker1' is still at work"));
+    nap(worker, seconds(10));
+  });
+}
+
+TEST(AutogradRoots, GivenGradientsOfOtherDevicesAreRefusedByTheRootsNumber) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Context context(worker);
+    const at::Tensor root = worker.rpc_sync("worker1", kAdd, a, a);
+    const at::Tensor elsewhere =
+        at::empty(root.sizes(), at::TensorOptions().dtype(at::kDouble).device(at::kMeta));
+    expect_error(ErrorKind::kInvalid, "root 0 is on device cpu, but its gradient on meta",
+                 [&] { context.backward({root}, {elsewhere}); });
+  });
+}
+
+TEST(AutogradRoots, ASparseRootOfOneElementNeedsNoGradient) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor indices = at::zeros({1, 1}, at::kLong);
+    const at::Tensor a = at::sparse_coo_tensor(indices, at::ones({1}, at::kDouble), {1}).coalesce();
+    a.set_requires_grad(true);
+    Context context(worker);
+    context.backward({at::add(a, a)}, {at::Tensor()});
+    EXPECT_EQ(context.gradient(a).to_dense().item<double>(), 2);
   });
 }
 
