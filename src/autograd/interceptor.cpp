@@ -45,26 +45,10 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::scope_of_thread() {
   return std::make_shared<HandlerScope>(current.context, current.site);
 }
 
-void EdgeInterceptor::warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
-  if (!call.reply || warned_.load()) return;
-  const bool cut = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    return carries_edge(tensor) && !tensor.is_leaf();
-  });
-  if (!cut || warned_.exchange(true)) return;
-  runtime_.log.warning(
-      fmt::format("a result of '{}' requires grad, but the call was made outside any autograd context: "
-                  "it is delivered detached. Make an autograd::Context around the call if its gradient "
-                  "is wanted (said once)",
-                  call.name));
-}
-
 Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
   const Current& current = current_state();
   const std::shared_ptr<ContextState>& context = current.context;
-  if (!context) {
-    warn_cut(call, tensors);
-    return {};
-  }
+  if (!context) return {};  // rpc says so when gradients are cut
   if (context->add_worker(call.peer) == ContextState::Dealt::kEnded)
     return {};  // it has ended: nobody wants these gradients any more
   EdgeHeader header;

@@ -1,5 +1,4 @@
 #pragma once
-#include <atomic>
 #include <functional>
 #include <memory>
 
@@ -29,12 +28,9 @@ class EdgeInterceptor final : public rpc::Interceptor {
   std::shared_ptr<rpc::CallScope> scope_of_thread() override;
 
  private:
-  void warn_cut(const rpc::CallInfo& call, std::span<at::Tensor> tensors);
-
   Runtime& runtime_;
   const std::shared_ptr<Registry> registry_;
   std::function<void(const std::shared_ptr<ContextState>&, std::uint32_t)> heard_of_;
-  std::atomic<bool> warned_{false};
 };
 
 }  // namespace torchspan::autograd

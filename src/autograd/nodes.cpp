@@ -31,7 +31,8 @@ torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& 
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("this loss depends on tensors that came from another worker (call '{}', rank {}), so "
-                    "loss.backward() would lose their gradients: use context.backward(loss)",
+                    "loss.backward() would lose their gradients: run the forward pass again and use "
+                    "context.backward(loss)",
                     message_.call, message_.peer));
   }
   const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());

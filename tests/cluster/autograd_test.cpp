@@ -221,6 +221,31 @@ void another_is_killed() {
   require_nothing_left(worker, survivors);
 }
 
+/// FAST passes of which the root asks how far they are while they end.
+void short_stalls() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 0) {
+    const at::Tensor a = numbers({kRows, kWidth}, 1).set_requires_grad(true);
+    const at::Tensor large = numbers({512, 1024}, 1).set_requires_grad(true);
+    Executor& executor = session.runtime().executor;
+    const Deadline end = executor.deadline_in(seconds(3));
+    for (int pass = 0; !end.passed(executor.now()); ++pass) {
+      Context context(session.worker());
+      const at::Tensor there = session.worker().rpc_sync(1, kSine, pass % 2 == 0 ? a : large);
+      context.backward(session.worker().rpc_sync(2, kSine, there).sum(),
+                       {.mode = autograd::PassMode::kFast,
+                        .stall = std::chrono::microseconds(60 + pass % 300)});
+    }
+  }
+  session.shutdown();
+}
+
+TEST(ClusterAutograd, APassThatEndsWhileItIsAskedAboutEndsWell) {
+  ProcessWorld world(3);
+  world.start_all("short_stalls");
+  expect_all_end_well(world, seconds(60));
+}
+
 /// The worker whose passes run is the one that dies.
 void root_is_killed() {
   Session session(WorkerOptions::from_env(), functions());
@@ -302,5 +327,6 @@ int main(int argc, char** argv) {
                                            {"many_passes", torchspan::many_passes},
                                            {"many_threads", torchspan::many_threads},
                                            {"another_is_killed", torchspan::another_is_killed},
+                                           {"short_stalls", torchspan::short_stalls},
                                            {"root_is_killed", torchspan::root_is_killed}});
 }
