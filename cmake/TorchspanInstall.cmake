@@ -14,13 +14,13 @@ install(TARGETS torchspan torchspan_torch EXPORT torchspan)
 if(TARGET torchspan_cli)
   install(TARGETS torchspan_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
-install(DIRECTORY ${CMAKE_SOURCE_DIR}/include/torchspan DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/torchspan DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
         FILES_MATCHING PATTERN "*.h")
 install(EXPORT torchspan NAMESPACE torchspan:: FILE torchspan-targets.cmake DESTINATION ${package_folder})
 
-configure_package_config_file(${CMAKE_SOURCE_DIR}/cmake/torchspan-config.cmake.in
-                              ${CMAKE_BINARY_DIR}/torchspan-config.cmake INSTALL_DESTINATION ${package_folder})
-write_basic_package_version_file(${CMAKE_BINARY_DIR}/torchspan-config-version.cmake
+configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/torchspan-config.cmake.in
+                              ${PROJECT_BINARY_DIR}/torchspan-config.cmake INSTALL_DESTINATION ${package_folder})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/torchspan-config-version.cmake
                                  COMPATIBILITY SameMinorVersion)
-install(FILES ${CMAKE_BINARY_DIR}/torchspan-config.cmake ${CMAKE_BINARY_DIR}/torchspan-config-version.cmake
+install(FILES ${PROJECT_BINARY_DIR}/torchspan-config.cmake ${PROJECT_BINARY_DIR}/torchspan-config-version.cmake
         DESTINATION ${package_folder})
