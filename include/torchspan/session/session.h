@@ -68,8 +68,9 @@ class Session {
   collective::Group group(collective::GroupOptions options = {});
 
   /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others
-  /// meanwhile; then leaves. Throws Error naming the worker that died, or what was waited for at the
-  /// time-out.
+  /// meanwhile; then leaves. Waits for ever unless there is a `timeout`. Throws Error naming the worker that
+  /// died, or what was waited for at the time-out; this worker has left then too. In an open world: waits for
+  /// this worker's own calls and references only.
   void shutdown();
   void shutdown(Duration timeout);
 
