@@ -32,7 +32,6 @@ void check(const ClearedPart& part, const std::string& worker) {
 /// Who is gone is not asked.
 void ask(std::map<std::uint32_t, Future<ClearedPart>>& asked, const Worker& me, std::uint32_t rank,
          std::uint64_t context, Deadline deadline) {
-  if (!me.endpoint()->is_present(rank)) return;
   try {
     asked.emplace(rank, me.request(Destination(rank), ClearGradients{context}, deadline));
   } catch (const Error&) {

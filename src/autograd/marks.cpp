@@ -23,11 +23,12 @@ void MarkWalk::walk(const std::vector<torch::autograd::Edge>& edges) {
 void check_context(const RecvNode& node, std::uint64_t context) {
   const MessageInfo& message = node.message();
   if (message.context == context) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("the loss depends on {}, which came in autograd context {:#x}, but is differentiated "
-                          "in context {:#x}; run its forward pass in the context whose backward() it is for, "
-                          "or detach what comes from another one",
-                          message.text(), message.context, context));
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("the loss depends on {}, which came in autograd context {:#x}, but is differentiated "
+                  "in context {:#x}; run its forward pass in the context whose backward() it is for, "
+                  "or detach what comes from another one",
+                  message.text(), message.context, context));
 }
 
 void MarkWalk::reach(const RecvNode& node, std::uint32_t output) {

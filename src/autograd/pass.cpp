@@ -88,8 +88,8 @@ void PassState::walk_from(const SendNode& send, const std::vector<std::uint8_t>&
     SendMarks& marks = marks_[send.message().id];
     twice = !marks.deliver(reached);
     std::vector<torch::autograd::Edge> edges;
-    for (std::uint32_t output = 0; !twice && output < std::min<std::size_t>(reached.size(), send.num_outputs());
-         ++output) {
+    for (std::uint32_t output = 0;
+         !twice && output < std::min<std::size_t>(reached.size(), send.num_outputs()); ++output) {
       if (reached[output] != 0) edges.push_back(send.next_edge(output));
     }
     walk_.walk(edges);

@@ -54,7 +54,6 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void mark(const std::vector<MarkedSend>& sends, std::uint32_t peer, Answer<MarkSends>& answer);
   /// The same on a thread that must not fail the pass: false, and nothing has happened, where it would.
   bool try_mark(const std::vector<MarkedSend>& sends, std::uint32_t peer, Answer<MarkSends>& answer);
-  bool is_smart() const { return key_.mode == PassMode::kSmart; }
   /// Whether walking over all of its graph takes a moment only.
   bool is_small() const { return nodes_ <= kSmall; }
   /// All marks are made. Short: the work that this sets free is done by another thread.

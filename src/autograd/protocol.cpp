@@ -187,7 +187,7 @@ void Passes::Impl::marks_are_final(std::uint32_t peer, const MarksFinal& message
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (!pass) return;
-  if (pass->id() == message.pass && pass->root() == peer && pass->is_smart()) pass->marks_are_final();
+  if (pass->id() == message.pass && pass->root() == peer) pass->marks_are_final();
   PassState::let_go(std::move(pass));
 }
 
@@ -281,10 +281,10 @@ void Passes::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
     if (pool) pool->post([self, id] { self->release(id); });
   };
   if (!me.endpoint()->is_present(maker)) return release_soon();
-  const auto ask = std::make_shared<Telling<AdoptMember>>(
-      me, maker, AdoptMember{context->id()}, [release_soon](bool known) {
-        if (!known) release_soon();
-      });
+  const auto ask = std::make_shared<Telling<AdoptMember>>(me, maker, AdoptMember{context->id()},
+                                                          [release_soon](bool known) {
+                                                            if (!known) release_soon();
+                                                          });
   ask->start();
 }
 

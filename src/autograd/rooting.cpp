@@ -94,12 +94,13 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
                          now.executed == before.executed && now.sent == before.sent;
     before = now;
     if (!late && !stalled) continue;
-    const char* why = stalled ? "backward() in FAST mode cannot end: these sends get no gradient, since what "
-                                "was made of them is not part of the loss. In the next step use "
-                                "PassMode::kSmart, which finds out what takes part, or detach what you do not "
-                                "use:"
-                              : "backward() did not end within BackwardOptions::timeout; this is what it "
-                                "waited for:";
+    const char* why = stalled
+                          ? "backward() in FAST mode cannot end: these sends get no gradient, since what "
+                            "was made of them is not part of the loss. In the next step use "
+                            "PassMode::kSmart, which finds out what takes part, or detach what you do not "
+                            "use:"
+                          : "backward() did not end within BackwardOptions::timeout; this is what it "
+                            "waited for:";
     pass.fail_here(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
   }
 }

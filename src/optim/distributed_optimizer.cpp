@@ -25,9 +25,10 @@ std::string name_of(const Worker& worker, Owner rank) {
 
 void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
   if (worker.extension<autograd::Passes>().try_find(context.id())) return;
-  throw Error(ErrorKind::kInvalid, fmt::format("{} was given autograd context {:#x}, which has ended, and its "
-                                               "gradients with it; step before its release()",
-                                               verb, context.id()));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("{} was given autograd context {:#x}, which has ended, and its "
+                          "gradients with it; step before its release()",
+                          verb, context.id()));
 }
 
 /// Waits for all owners' answers, and throws their failures as one.

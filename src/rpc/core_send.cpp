@@ -76,12 +76,14 @@ void Core::warn_of_detached(const CallInfo& info) {
   runtime_.metrics.counter("rpc.detached_tensors").add();
   if (warned_of_detached_.exchange(true)) return;
   const std::string site = info.reply ? "" : site_text(info.site);
-  runtime_.log.warning(fmt::format(
-      "tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since the call was "
-      "made in no autograd::Context: gradients do not cross workers then. Threads of the program's own need an "
-      "autograd::ContextScope (said once)",
-      info.name, info.reply ? "back to" : "to", roster_.name(info.peer),
-      site.empty() ? "" : fmt::format(", called at {},", site)));
+  runtime_.log.warning(
+      fmt::format("tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since "
+                  "the call was "
+                  "made in no autograd::Context: gradients do not cross workers then. Threads of the "
+                  "program's own need an "
+                  "autograd::ContextScope (said once)",
+                  info.name, info.reply ? "back to" : "to", roster_.name(info.peer),
+                  site.empty() ? "" : fmt::format(", called at {},", site)));
 }
 
 void Core::transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,

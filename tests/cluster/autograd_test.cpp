@@ -232,9 +232,9 @@ void short_stalls() {
     for (int pass = 0; !end.passed(executor.now()); ++pass) {
       Context context(session.worker());
       const at::Tensor there = session.worker().rpc_sync(1, kSine, pass % 2 == 0 ? a : large);
-      context.backward(session.worker().rpc_sync(2, kSine, there).sum(),
-                       {.mode = autograd::PassMode::kFast,
-                        .stall = std::chrono::microseconds(60 + pass % 300)});
+      context.backward(
+          session.worker().rpc_sync(2, kSine, there).sum(),
+          {.mode = autograd::PassMode::kFast, .stall = std::chrono::microseconds(60 + pass % 300)});
     }
   }
   session.shutdown();

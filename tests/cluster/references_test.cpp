@@ -162,8 +162,8 @@ void wait_until_empty(Worker& worker) {
                              debug.pending.size() + debug.serving.size();
     if (left == 0 && books.made == books.ended && worker.debug().rrefs().empty()) return;
     if (deadline.passed(worker.runtime().executor.now()))
-      throw std::runtime_error(fmt::format("{} values made, {} ended; {}", books.made.load(),
-                                           books.ended.load(), debug.str()));
+      throw std::runtime_error(
+          fmt::format("{} values made, {} ended; {}", books.made.load(), books.ended.load(), debug.str()));
     worker.runtime().executor.sleep(milliseconds(5));
   }
 }

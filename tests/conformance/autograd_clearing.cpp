@@ -98,9 +98,9 @@ TEST(AutogradClearing, AReleaseThatFindsNoRoomIsSaidUntilItIsHeard) {
       cluster.network().cut("worker0", "worker1");
       Thread filler = worker.runtime().executor.spawn("filler", [&] { fill_queue(worker); });
     }
-    nap(worker, seconds(1));
+    nap(worker, seconds(60));
     cluster.network().heal("worker0", "worker1");
-    nap(worker, seconds(120));
+    nap(worker, seconds(60));
     EXPECT_EQ(worker.rpc_sync(1, kContextsOf), 0);
   });
 }

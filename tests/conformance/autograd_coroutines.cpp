@@ -76,8 +76,8 @@ TEST(AutogradCoroutines, GoOnInTheContextThatTheyMade) {
         trainings.push_back(worker.rpc_async(1, kTrain, x, starts.back()));
       }
       for (std::size_t i = 0; i < starts.size(); ++i) {
-        const Tensors alone = expected(Kind(false), {starts[i]},
-                                       [&](const Tensors& leaves) { return x * leaves[0].pow(3); });
+        const Tensors alone =
+            expected(Kind(false), {starts[i]}, [&](const Tensors& leaves) { return x * leaves[0].pow(3); });
         const Tensors gradients = trainings[i].wait();
         ASSERT_EQ(gradients.size(), 1U);
         expect_equal(gradients[0], alone[0]);

@@ -39,13 +39,18 @@ void listen(SimCluster& cluster, Seen& seen) {
 using Lie = std::function<void(Worker& liar, const Seen& seen)>;
 using Then = std::function<void(Worker& worker, Context& context, const at::Tensor& leaf)>;
 
-/// Worker 0 differentiates through worker 2, which takes two seconds; meanwhile worker 1, which is in the
-/// context too, lies. Gives the error of backward(), if there was one.
+/// Worker 0 differentiates through worker 2, which takes two seconds, and marks take one; meanwhile worker 1,
+/// which is in the context too, lies. Gives the error of backward(), if there was one.
 std::optional<Error> with_liar(PassMode mode, const Lie& lie, const Then& then = {}) {
   Seen seen;
   std::optional<Error> failure;
   SimCluster cluster(autograd_world(3, FunctionTable().add(kMultiply, kSlowly)));
   listen(cluster, seen);
+  const auto is_mark = [](const net::SimMessage& message) {
+    if (message.from.ends_with(".membership") || !message.from.starts_with("sim:worker")) return false;
+    return wire::decode_frame(message.header).header.type == autograd::MarkSends::kType;
+  };
+  cluster.network().delay_if(is_mark, seconds(1));
   cluster.run([&](Worker& worker) {
     if (worker.rank() == 1) {
       while (seen.message == 0 && !seen.over) nap(worker, milliseconds(1));
@@ -88,7 +93,8 @@ TEST(AutogradLies, OnlyTheRootSaysThatMarksAreFinal) {
 TEST(AutogradLies, GradientsComeFromWhomTheTensorsWentTo) {
   for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
     const auto failure = with_liar(mode, [&](Worker& liar, const Seen& seen) {
-      autograd::PropagateGradients stolen{seen.context, seen.pass, seen.message, true, 1, {at::ones({2})}, {}};
+      autograd::PropagateGradients stolen{seen.context,    seen.pass, seen.message, true, 1,
+                                          {at::ones({2})}, {}};
       if (mode == PassMode::kSmart) stolen.reached = {1};
       const autograd::PartOver answer = say(liar, 2, stolen);
       ASSERT_TRUE(answer.failure);
@@ -103,7 +109,8 @@ TEST(AutogradLies, AnAbortIsForThePassThatItNames) {
   const auto failure = with_liar(
       PassMode::kSmart,
       [](Worker& liar, const Seen& seen) {
-        say(liar, 2, autograd::AbortPass{seen.context, seen.pass + 1000, Error(ErrorKind::kCancelled, "a lie")});
+        say(liar, 2,
+            autograd::AbortPass{seen.context, seen.pass + 1000, Error(ErrorKind::kCancelled, "a lie")});
       },
       [](Worker& worker, Context& context, const at::Tensor& a) {
         context.clear_gradients();
@@ -128,8 +135,8 @@ TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
       Thread liar = worker.runtime().executor.spawn("liar", [&] {
         while (seen.message == 0) nap(worker, milliseconds(1));
         nap(worker, milliseconds(100));
-        autograd::PropagateGradients again{seen.context, seen.pass, seen.message, true, 1,
-                                           {at::ones({2}, at::kDouble)}, {}};
+        autograd::PropagateGradients again{
+            seen.context, seen.pass, seen.message, true, 1, {at::ones({2}, at::kDouble)}, {}};
         again.reached.assign(twice ? 1 : 2, 1);
         const autograd::PartOver answer = say(worker, 1, again);
         ASSERT_TRUE(answer.failure);

@@ -72,8 +72,9 @@ at::Tensor add_there(Worker& worker, std::int64_t to, const RRef<at::Tensor>& ke
 }
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(workers, FunctionTable().add(kAdd, kHeld, kLossWith, kGradientAt, kLate, kRefuse,
-                                                     kWithoutGraph, kFails, kAddThere, kTimesKept, kKeys, kOwnSlow));
+  return autograd_world(
+      workers, FunctionTable().add(kAdd, kHeld, kLossWith, kGradientAt, kLate, kRefuse, kWithoutGraph, kFails,
+                                   kAddThere, kTimesKept, kKeys, kOwnSlow));
 }
 
 std::vector<std::int64_t> all_keys(const Worker& worker) {
