@@ -206,7 +206,7 @@ class Maker {
     world_.watch({.died =
                       [weak](const Member& member, const Error& reason) {
                         if (const auto hub = weak.lock()) {
-                          hub->note_gone_by_epoch(member.epoch, "it died: " + reason.message());
+                          hub->note_gone_by_epoch(member.epoch, reason.message());
                         }
                       },
                   .left =

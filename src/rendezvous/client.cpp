@@ -11,13 +11,6 @@ namespace {
 constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
 constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
-/// The store decides about deadlines, so that all hear the same; it gets this much longer to say so.
-constexpr Duration kVerdictGrace = std::chrono::seconds(2);
-
-Deadline with_grace(Deadline deadline) {
-  return deadline.is_never() ? deadline : Deadline(deadline.at() + kVerdictGrace);
-}
-
 }  // namespace
 
 Client::Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self)
@@ -50,6 +43,13 @@ void Client::add_handlers() {
   });
   messages_.on<RoundFailed>([this](RoundFailed message) {
     finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
+  });
+  messages_.on<Missing>([this](Missing message) {
+    MutexLock lock(mutex_);
+    const auto found = slots_.find(message.call);
+    if (found == slots_.end()) return;
+    found->second->missing = std::move(message.ranks);
+    found->second->parker->unpark();
   });
   messages_.on<Farewell>([this](Farewell) {
     {
@@ -95,9 +95,8 @@ void Client::meet(Welcome message) {
     const auto found = known_.find(gone.rank);
     if (found == known_.end()) continue;
     found->second.presence = gone.died ? Presence::kDied : Presence::kLeft;
-    events_.push_back(
-        {found->second.member, found->second.presence,
-         gone.died ? std::optional(Error(ErrorKind::kDisconnected, gone.reason)) : std::nullopt});
+    if (gone.died) found->second.death = Error(ErrorKind::kDisconnected, gone.reason);
+    events_.push_back({found->second.member, found->second.presence, found->second.death});
   }
   decided_ = true;
   verdict_->unpark();
@@ -271,95 +270,22 @@ void Client::on_store_gone(const Error& reason) {
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
           : reason.message();
+  std::optional<Error> gone;
   {
     MutexLock lock(mutex_);
     const auto found = known_.find(0);
     if (found == known_.end()) return;  // refused: nothing was gained, nothing is lost
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
-    const Error gone(ErrorKind::kDisconnected,
-                     declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, story)
-                     : rank0_left   ? fmt::format("the store closed, since {} left the world", server)
-                                    : fmt::format("{} died, and the store with it: {}", server, story));
+    gone = found->second.death.value_or(Error(
+        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, story)
+                                  : rank0_left
+                                      ? fmt::format("the store closed, since {} left the world", server)
+                                      : fmt::format("{} died, and the store with it: {}", server, story)));
     store_gone_ = gone;
-    cancel_slots(gone);
+    cancel_slots(*gone);
   }
-  if (options_.rank != 0) note_end(0, Error(ErrorKind::kDisconnected, story));
-}
-
-void Client::cancel_slots(const Error& reason) {
-  for (auto& [call, slot] : slots_) {
-    slot->done = true;
-    slot->error = reason;
-    slot->parker->unpark();
-  }
-  slots_.clear();
-}
-
-void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill) {
-  MutexLock lock(mutex_);
-  const auto found = slots_.find(call);
-  if (found == slots_.end()) return;  // its caller gave up
-  const auto slot = std::move(found->second);
-  slots_.erase(found);
-  fill(*slot);
-  slot->done = true;
-  slot->parker->unpark();
-}
-
-std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                  Deadline deadline) {
-  const auto slot = std::make_shared<Slot>();
-  slot->parker = runtime_.executor.make_parker();
-  Contribute message;
-  message.tag = tag;
-  message.ranks = std::move(ranks);
-  message.timeout = deadline.left(runtime_.executor.now());
-  message.bytes.assign(mine.begin(), mine.end());
-  std::shared_ptr<net::Channel> channel;
-  {
-    MutexLock lock(mutex_);
-    if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-    if (store_gone_) throw Error(*store_gone_);
-    message.call = next_call_++;
-    number(message);
-    slots_[message.call] = slot;
-    channel = channel_;
-  }
-  const auto forget = [&] {
-    MutexLock lock(mutex_);
-    slots_.erase(message.call);
-  };
-  try {
-    if (channel) channel->send(encode_message(message), {});
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kDisconnected) {
-      forget();
-      throw;
-    }  // else on_store_gone() is about to end the wait with the whole story
-  }
-  const Deadline until = with_grace(deadline);
-  while (true) {
-    const bool in_time = slot->parker->park(until);
-    MutexLock lock(mutex_);
-    if (slot->done) {
-      if (slot->error) throw Error(*slot->error);
-      return std::move(slot->bytes);
-    }
-    if (!in_time) break;
-  }
-  forget();
-  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", options_.store_address));
-}
-
-void Client::number(Contribute& message) {
-  for (const int rank : message.ranks) {
-    const auto found = known_.find(rank);
-    message.incarnations.push_back(found == known_.end() ? 0 : found->second.member.incarnation);
-  }
-  RoundCounter& counter = rounds_[{message.tag, message.ranks}];
-  if (counter.incarnations != message.incarnations) counter = {message.incarnations, 0};
-  message.round = counter.next++;
+  if (options_.rank != 0) note_end(0, gone);
 }
 
 std::optional<Client::Known> Client::find(int rank) const {
@@ -381,21 +307,22 @@ int Client::world_size() const {
   return static_cast<int>(known_.size());
 }
 
-void Client::leave(Deadline deadline) {
+void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline) {
   std::shared_ptr<net::Channel> channel;
   {
     MutexLock lock(mutex_);
     if (leaving_) return;
     leaving_ = true;
-    cancel_slots(Error(ErrorKind::kCancelled, "this worker is leaving the world"));
+    cancel_slots(for_waiters);
     channel = channel_;
     left_ = channel == nullptr;
   }
   try {
-    if (channel) channel->send(encode_message(Leave{}), {});
+    if (channel) channel->send(last_words, {});
   } catch (const Error&) {
     // The store is gone, so nobody is left to say good-bye to; on_closed() ends the wait below.
   }
+  if (is_callback_thread()) return;
   while (true) {
     {
       MutexLock lock(mutex_);
@@ -407,6 +334,15 @@ void Client::leave(Deadline deadline) {
   stop();
 }
 
+void Client::leave(Deadline deadline) {
+  end_with(encode_message(Leave{}), Error(ErrorKind::kCancelled, "this worker is leaving the world"),
+           deadline);
+}
+
+void Client::give_up(const std::string& why, Deadline deadline) {
+  end_with(encode_message(GiveUp{why}), Error(ErrorKind::kCancelled, "this worker was stopped"), deadline);
+}
+
 void Client::note_end(int rank, std::optional<Error> death) {
   std::string story;
   {
@@ -415,7 +351,8 @@ void Client::note_end(int rank, std::optional<Error> death) {
     if (found == known_.end() || found->second.presence != Presence::kPresent) return;
     Known& known = found->second;
     known.presence = death ? Presence::kDied : Presence::kLeft;
-    if (death) story = fmt::format("{} died: {}", describe(known.member), death->message());
+    if (death) story = death->message();
+    known.death = death;
     events_.push_back({known.member, known.presence, std::move(death)});
   }
   if (!story.empty()) runtime_.log.warning(story);

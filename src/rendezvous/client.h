@@ -17,6 +17,9 @@
 
 namespace torchspan::rendezvous {
 
+/// The store decides about deadlines, so that all hear the same; it gets a little longer to say so.
+Deadline with_grace(Deadline deadline);
+
 /// One worker's end of its connection to the store: dials until rank 0 is there, registers, keeps what it
 /// hears of the others, and carries rounds. Its thread alone drives the transport and runs the callbacks.
 class Client final : private net::Handler {
@@ -30,6 +33,7 @@ class Client final : private net::Handler {
   struct Known {
     Member member;
     Presence presence = Presence::kPresent;
+    std::optional<Error> death = {};
   };
 
   /// Waits for the verdict and returns this worker as the store knows it; throws a refusal.
@@ -39,8 +43,9 @@ class Client final : private net::Handler {
   std::optional<Known> find(int rank) const;
   /// `ranks` ascending, this worker's among them.
   std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                            Deadline deadline);
+                            const Membership::Wait& wait);
   void leave(Deadline deadline);
+  void give_up(const std::string& why, Deadline deadline);
   void watch(Membership::Callbacks callbacks);
   bool is_callback_thread() const { return thread_.is_current(); }
 
@@ -50,6 +55,7 @@ class Client final : private net::Handler {
     std::unique_ptr<Parker> parker;
     bool done = false;
     std::vector<Bytes> bytes;
+    std::optional<std::vector<int>> missing;  ///< told, and not passed on yet
     std::optional<Error> error;
   };
   /// What happened to another worker; kept for those who ask later.
@@ -82,8 +88,13 @@ class Client final : private net::Handler {
   void meet(Welcome message);
   void note_arrival(Member member);
   void note_end(int rank, std::optional<Error> death);
+  /// Until the slot is done or the time over; tells who is missing meanwhile.
+  std::vector<Bytes> wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
+  void ask_missing(std::uint64_t call);
   void number(Contribute& message) TORCHSPAN_REQUIRES(mutex_);
   void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
+  /// Says the first last words to the store, waits until they were heard, and ends the thread.
+  void end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
   void tell_listeners();
   static void tell(const Membership::Callbacks& callbacks, const Event& event);

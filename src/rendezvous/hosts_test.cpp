@@ -45,7 +45,9 @@ TEST_P(HostsOfSeed, AVanishedHostIsNamedDeadInTimeAndTheOthersGoOn) {
                                             HasSubstr("to the other workers this one is dead")));
       } else {
         EXPECT_EQ(member.rank, 3);
-        EXPECT_EQ(reason.message(), "silent for 5.0 s (no heartbeat); its host or the network may be down");
+        EXPECT_EQ(
+            reason.message(),
+            describe(member) + " died: silent for 5.0 s (no heartbeat); its host or the network may be down");
       }
       EXPECT_TRUE(heard.emplace(rank, world.time()).second);
     });

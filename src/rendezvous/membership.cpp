@@ -19,6 +19,8 @@ namespace {
 
 /// How long rank 0 goes on telling the others why the world failed.
 constexpr Duration kBadNewsTime = std::chrono::seconds(2);
+/// How long a worker that gives up waits for the store to hear it.
+constexpr Duration kLastWordsTime = std::chrono::milliseconds(500);
 constexpr std::uint64_t kMostMessageBytes = std::uint64_t{256} << 20;
 
 std::string host_name() {
@@ -136,7 +138,7 @@ class Membership::Impl {
   }
 
   std::vector<Bytes> gather(const std::string& what, const std::string& tag, BytesView mine,
-                            std::vector<int> ranks, Deadline deadline) {
+                            std::vector<int> ranks, const Wait& wait) {
     const TimePoint began = runtime_.executor.now();
     try {
       check_ranks(ranks);
@@ -151,7 +153,7 @@ class Membership::Impl {
         if (left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
         return {Bytes(mine.begin(), mine.end())};
       }
-      return client_->gather(tag, mine, std::move(ranks), deadline);
+      return client_->gather(tag, mine, std::move(ranks), wait);
     } catch (const Error& error) {
       throw Error(error)
           .with_call(fmt::format("{} '{}'", what, tag))
@@ -171,6 +173,11 @@ class Membership::Impl {
     }
   }
 
+  void give_up(const std::string& why) {
+    if (left_.exchange(true) || !client_) return;
+    client_->give_up(why, runtime_.executor.deadline_in(kLastWordsTime));
+  }
+
   bool is_present(int rank) const {
     const Client::Known known =
         open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Client::Presence::kLeft}) : get(rank);
@@ -178,7 +185,7 @@ class Membership::Impl {
   }
 
   Condition condition(int rank) const {
-    const auto [member, presence] = get(rank);
+    const auto [member, presence, death] = get(rank);
     if (presence == Client::Presence::kDied) return Condition::kDead;
     if (presence == Client::Presence::kLeft) return Condition::kLeft;
     if (rank == self_.rank || member.host_id != self_.host_id) return Condition::kPresent;
@@ -286,14 +293,20 @@ void Membership::on_death(DeathCallback callback) { watch({.died = std::move(cal
 void Membership::on_departure(DepartureCallback callback) { watch({.left = std::move(callback)}); }
 
 void Membership::barrier(const std::string& tag, std::vector<int> ranks, Deadline deadline) {
-  impl_->gather("barrier", tag, {}, std::move(ranks), deadline);
+  impl_->gather("barrier", tag, {}, std::move(ranks), {.until = deadline});
 }
 
 std::vector<Bytes> Membership::all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                           Deadline deadline) {
-  return impl_->gather("all_gather", tag, mine, std::move(ranks), deadline);
+  return impl_->gather("all_gather", tag, mine, std::move(ranks), {.until = deadline});
+}
+
+std::vector<Bytes> Membership::all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                          Wait wait) {
+  return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
 }
 
 void Membership::leave(Deadline deadline) { impl_->leave(deadline); }
+void Membership::give_up(const std::string& why) { impl_->give_up(why); }
 
 }  // namespace torchspan::rendezvous

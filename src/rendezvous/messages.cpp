@@ -239,4 +239,22 @@ void DeclaredDead::encode(ByteWriter& writer) const { writer.put_string(reason);
 
 DeclaredDead DeclaredDead::decode(ByteReader& reader) { return {reader.get_string()}; }
 
+void AskMissing::encode(ByteWriter& writer) const { writer.put(call); }
+
+AskMissing AskMissing::decode(ByteReader& reader) { return {reader.get<std::uint64_t>()}; }
+
+void Missing::encode(ByteWriter& writer) const {
+  writer.put(call);
+  put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+}
+
+Missing Missing::decode(ByteReader& reader) {
+  const auto call = reader.get<std::uint64_t>();
+  return {call, get_list(reader, 4, [&] { return get_rank(reader); })};
+}
+
+void GiveUp::encode(ByteWriter& writer) const { writer.put_string(why); }
+
+GiveUp GiveUp::decode(ByteReader& reader) { return {reader.get_string()}; }
+
 }  // namespace torchspan::rendezvous

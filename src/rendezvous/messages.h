@@ -14,7 +14,7 @@
 /// struct here and one handler in a MessageTable.
 namespace torchspan::rendezvous {
 
-inline constexpr std::uint32_t kStoreVersion = 2;
+inline constexpr std::uint32_t kStoreVersion = 3;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
 inline constexpr int kMostWorkers = 1 << 20;
 
@@ -123,11 +123,11 @@ struct Left {
   static Left decode(ByteReader& reader);
 };
 
-/// Store to the others: the connection of `rank` ended without a good-bye, or it fell silent.
+/// Store to the others: the connection of `rank` ended without a good-bye, it fell silent, or it gave up.
 struct Died {
   static constexpr std::uint16_t kType = 10;
   int rank = 0;
-  std::string reason;
+  std::string reason;  ///< a sentence that begins with the worker
 
   void encode(ByteWriter& writer) const;
   static Died decode(ByteReader& reader);
@@ -165,6 +165,34 @@ struct DeclaredDead {
 
   void encode(ByteWriter& writer) const;
   static DeclaredDead decode(ByteReader& reader);
+};
+
+/// Client to store: who has not come to the round for which this client waits under its number `call`?
+struct AskMissing {
+  static constexpr std::uint16_t kType = 15;
+  std::uint64_t call = 0;
+
+  void encode(ByteWriter& writer) const;
+  static AskMissing decode(ByteReader& reader);
+};
+
+/// Store to a client: the answer. None comes for a round that has ended.
+struct Missing {
+  static constexpr std::uint16_t kType = 16;
+  std::uint64_t call = 0;
+  std::vector<int> ranks;
+
+  void encode(ByteWriter& writer) const;
+  static Missing decode(ByteReader& reader);
+};
+
+/// Client to store: it ends without a good-bye, and why; answered by a Farewell.
+struct GiveUp {
+  static constexpr std::uint16_t kType = 17;
+  std::string why;  ///< "left because …": what comes after its name
+
+  void encode(ByteWriter& writer) const;
+  static GiveUp decode(ByteReader& reader);
 };
 
 template <class Message>

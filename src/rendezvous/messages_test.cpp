@@ -57,6 +57,9 @@ std::vector<Bytes> examples() {
       encode_message(Ping{std::chrono::seconds(5)}),
       encode_message(Pong{}),
       encode_message(DeclaredDead{"silent"}),
+      encode_message(AskMissing{7}),
+      encode_message(Missing{7, {0, 5}}),
+      encode_message(GiveUp{"left because of something"}),
   };
 }
 
@@ -77,6 +80,9 @@ MessageTable<> full_table() {
   table.on<Ping>([](Ping) {});
   table.on<Pong>([](Pong) {});
   table.on<DeclaredDead>([](DeclaredDead) {});
+  table.on<AskMissing>([](AskMissing) {});
+  table.on<Missing>([](Missing) {});
+  table.on<GiveUp>([](GiveUp) {});
   return table;
 }
 

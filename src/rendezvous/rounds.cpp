@@ -93,19 +93,45 @@ void Rounds::contribute(int rank, Contribute message, TimePoint now) {
   }
   round.expected.erase(rank);
   if (round.ended) {
-    answer_(rank, encode_message(RoundFailed{message.call, round.kind, round.text}));
+    answer_(rank, encode_message(RoundFailed{message.call, round.kind, text_for(rank, round)}));
   } else {
     round.arrived[rank] = {message.call, std::move(message.bytes)};
     round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
-    const auto gone = std::find_if(message.ranks.begin(), message.ranks.end(),
-                                   [&](int other) { return gone_.contains(other); });
-    if (gone != message.ranks.end()) {
-      fail(round, ErrorKind::kDisconnected, gone_.at(*gone));
+    if (const End* gone = first_gone(message.ranks)) {
+      fail(round, ErrorKind::kDisconnected, gone->story);
     } else if (round.expected.empty()) {
       complete(round);
     }
   }
   erase_ended();
+}
+
+const Rounds::End* Rounds::first_gone(const std::vector<int>& ranks) const {
+  const End* first = nullptr;
+  for (const int rank : ranks) {
+    const auto gone = gone_.find(rank);
+    if (gone == gone_.end() || (first != nullptr && first->number < gone->second.number)) continue;
+    first = &gone->second;
+  }
+  return first;
+}
+
+void Rounds::tell_missing(int rank, std::uint64_t call) const {
+  for (const auto& [key, round] : rounds_) {
+    const auto found = round.arrived.find(rank);
+    if (round.ended || found == round.arrived.end() || found->second.call != call) continue;
+    answer_(rank, encode_message(Missing{call, {round.expected.begin(), round.expected.end()}}));
+  }
+}
+
+/// Who comes too late is told of itself as itself.
+std::string Rounds::text_for(int rank, const Round& round) const {
+  if (!std::binary_search(round.missing.begin(), round.missing.end(), rank)) return round.text;
+  std::vector<int> others = round.missing;
+  std::erase(others, rank);
+  return fmt::format("the deadline passed without this worker, {}{}{}; {}", describe(members_.at(rank)),
+                     others.empty() ? "" : ", and without ", others.empty() ? "" : names_of(others),
+                     round.there);
 }
 
 void Rounds::complete(Round& round) {
@@ -129,7 +155,7 @@ void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
 }
 
 void Rounds::on_gone(int rank, std::string story) {
-  gone_.emplace(rank, story);
+  gone_.emplace(rank, End{ends_++, story});
   for (auto& [key, round] : rounds_) {
     if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
     round.expected.erase(rank);
@@ -156,10 +182,10 @@ void Rounds::tick(TimePoint now) {
     if (round.ended || !round.deadline.passed(now)) continue;
     std::vector<int> there;
     for (const auto& [rank, arrival] : round.arrived) there.push_back(rank);
+    round.missing.assign(round.expected.begin(), round.expected.end());
+    round.there = fmt::format("there: {}{}", names_of(there), others_under_this_tag(key, round));
     fail(round, ErrorKind::kTimedOut,
-         fmt::format("the deadline passed without {}; there: {}{}",
-                     names_of({round.expected.begin(), round.expected.end()}), names_of(there),
-                     others_under_this_tag(key, round)));
+         fmt::format("the deadline passed without {}; {}", names_of(round.missing), round.there));
   }
   erase_ended();
 }

@@ -25,7 +25,10 @@ class Rounds {
   /// A worker is in: a new one, or in the place of one that is gone.
   void on_join(Member member);
   void contribute(int rank, Contribute message, TimePoint now);
-  /// `rank` will not come any more; `story` tells why ("worker1 (…) died: …").
+  /// Answers who has not come to the round that `rank` waits for under its number `call`.
+  void tell_missing(int rank, std::uint64_t call) const;
+  /// `rank` will not come any more; `story` tells why ("worker1 (…) died: …"). Rounds fail by the story of
+  /// the first of their ranks that went.
   void on_gone(int rank, std::string story);
   /// Ends the rounds whose first deadline has passed.
   void tick(TimePoint now);
@@ -51,12 +54,20 @@ class Rounds {
     bool ended = false;
     ErrorKind kind = ErrorKind::kInvalid;  ///< of the failure
     std::string text;
+    std::vector<int> missing = {};  ///< at its deadline, as is
+    std::string there = {};
+  };
+  struct End {
+    std::uint64_t number = 0;  ///< in the order of their ends
+    std::string story;
   };
 
   std::string complaint_about(int rank, const Contribute& message) const;
   std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
+  std::string text_for(int rank, const Round& round) const;
   std::string others_under_this_tag(const Key& key, const Round& round) const;
+  const End* first_gone(const std::vector<int>& ranks) const;
   void fail(Round& round, ErrorKind kind, std::string text);
   void complete(Round& round);
   void erase_ended();
@@ -64,7 +75,8 @@ class Rounds {
   const Answer answer_;
   std::map<int, Member> members_;
   std::map<int, std::string> former_names_;  ///< of the ranks whose place was taken
-  std::map<int, std::string> gone_;
+  std::map<int, End> gone_;
+  std::uint64_t ends_ = 0;
   std::map<Key, Round> rounds_;
 };
 

@@ -48,7 +48,12 @@ Store::Store(StoreOptions options, Wires wires)
   messages_.on<Contribute>([this](ConnectionId connection, TimePoint now, Contribute message) {
     rounds_.contribute(rank_of(connection), std::move(message), now);
   });
+  messages_.on<AskMissing>([this](ConnectionId connection, TimePoint, AskMissing message) {
+    rounds_.tell_missing(rank_of(connection), message.call);
+  });
   messages_.on<Leave>([this](ConnectionId connection, TimePoint, Leave) { on_leave(connection); });
+  messages_.on<GiveUp>(
+      [this](ConnectionId connection, TimePoint, GiveUp message) { on_give_up(connection, message.why); });
   messages_.on<Pong>([](ConnectionId, TimePoint, Pong) {});
 }
 
@@ -323,6 +328,12 @@ void Store::on_leave(ConnectionId connection) {
   rounds_.on_gone(rank, describe(worker.member()) + " left the world");
 }
 
+void Store::on_give_up(ConnectionId connection, const std::string& why) {
+  const int rank = rank_of(connection);
+  end_of(rank, fmt::format("{} {}", describe(workers_.at(rank).member()), why));
+  wires_.send(connection, encode_message(Farewell{}));
+}
+
 void Store::on_closed(ConnectionId connection, const Error& reason) {
   refused_.erase(connection);
   silent_.erase(connection);
@@ -335,20 +346,24 @@ void Store::bury(ConnectionId connection, const std::string& story) {
   const auto found = ranks_.find(connection);
   if (found == ranks_.end()) return;
   const int rank = found->second;
+  const std::string name = describe(workers_.at(rank).member());
+  if (phase_ == Phase::kRunning) return end_of(rank, fmt::format("{} died: {}", name, story));
   ranks_.erase(found);
+  workers_.at(rank).connection.reset();
+  told_.insert(rank);
+  fail(
+      Error(ErrorKind::kDisconnected, fmt::format("{} died while the world was gathering: {}", name, story)));
+}
+
+void Store::end_of(int rank, const std::string& story) {
   Worker& worker = workers_.at(rank);
+  ranks_.erase(*worker.connection);
+  heartbeats_.forget(*worker.connection);
   worker.connection.reset();
   worker.died = true;
   worker.story = story;
-  const std::string name = describe(worker.member());
-  if (phase_ == Phase::kGathering) {
-    told_.insert(rank);
-    fail(Error(ErrorKind::kDisconnected,
-               fmt::format("{} died while the world was gathering: {}", name, story)));
-    return;
-  }
   tell_others(rank, Died{rank, story});
-  rounds_.on_gone(rank, fmt::format("{} died: {}", name, story));
+  rounds_.on_gone(rank, story);
 }
 
 Error Store::missing_workers() const {

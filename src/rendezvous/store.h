@@ -52,12 +52,13 @@ class Store {
     Register registration;
     std::optional<ConnectionId> connection = {};  ///< none once it left or died
     bool died = false;                            ///< else it left
-    std::string story = {};                       ///< of its death
+    std::string story = {};                       ///< of its death: a sentence
     const Member& member() const { return registration.member; }
   };
 
   void on_register(ConnectionId connection, Register message, TimePoint now);
   void on_leave(ConnectionId connection);
+  void on_give_up(ConnectionId connection, const std::string& why);
   bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> reason_to_turn_away(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
@@ -71,6 +72,8 @@ class Store {
   const Worker* holder_of(const std::string& name) const;
   Welcome make_welcome() const;
   void bury(ConnectionId connection, const std::string& story);
+  /// Of a world that runs; the story begins with the worker.
+  void end_of(int rank, const std::string& story);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason);
   void welcome_everybody();

@@ -252,8 +252,10 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_TRUE(heard<Died>(0).empty());
   store_->tick(kStart + seconds(9));
   ASSERT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_EQ(heard<Died>(0).at(0).reason,
-            "silent for 5.0 s (no heartbeat); its host or the network may be down");
+  EXPECT_EQ(
+      heard<Died>(0).at(0).reason,
+      "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its host or the network "
+      "may be down");
   EXPECT_EQ(heard<DeclaredDead>(1).size(), 1u);
   EXPECT_EQ(closed_, std::vector<ConnectionId>{1});
   say(1, Pong{});

@@ -191,8 +191,46 @@ TEST_F(StoreFixture, NamesWhoIsMissingFromARound) {
                 HasSubstr("without worker2 (rank 2, pid 102 on node); there: worker0"));
   }
   say(2, Contribute{0, "t", {0, 1, 2}, 0, Duration::max(), {}});
-  EXPECT_THAT(round_failure(2), HasSubstr("without worker2"));
+  EXPECT_THAT(round_failure(2),
+              HasSubstr("without this worker, worker2 (rank 2, pid 102 on node); there: worker0"));
   EXPECT_TRUE(store_->next_deadline().is_never());
+}
+
+TEST_F(StoreFixture, SaysWhoHasNotComeToARound) {
+  gather_world(4);
+  say(0, Contribute{7, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
+  say(2, Contribute{5, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
+  say(0, AskMissing{7});
+  say(0, AskMissing{5});  // of nobody's round, or another's
+  ASSERT_EQ(heard<Missing>(0).size(), 1u);
+  EXPECT_EQ(heard<Missing>(0)[0].call, 7u);
+  EXPECT_EQ(heard<Missing>(0)[0].ranks, (std::vector<int>{1, 3}));
+  EXPECT_TRUE(heard<Missing>(2).empty());
+  store_->on_closed(1, closed());
+  say(0, AskMissing{7});
+  EXPECT_EQ(heard<Missing>(0).size(), 1u) << "the round has ended";
+}
+
+TEST_F(StoreFixture, TellsAtOnceWhyAWorkerGaveUp) {
+  gather_world(3);
+  say(1, GiveUp{"left because of a cold"});
+  EXPECT_EQ(heard<Farewell>(1).size(), 1u);
+  for (ConnectionId connection : {0, 2}) {
+    ASSERT_EQ(heard<Died>(connection).size(), 1u);
+    EXPECT_EQ(heard<Died>(connection)[0].reason, "worker1 (rank 1, pid 101 on node) left because of a cold");
+  }
+  store_->on_closed(1, closed());
+  EXPECT_EQ(heard<Died>(0).size(), 1u);
+  say(0, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
+  EXPECT_EQ(round_failure(0), "worker1 (rank 1, pid 101 on node) left because of a cold");
+}
+
+TEST_F(StoreFixture, BlamesTheFirstDeathAndNotTheLowestRank) {
+  gather_world(4);
+  store_->on_closed(3, closed());
+  store_->on_closed(1, closed());
+  say(0, Contribute{0, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
+  EXPECT_THAT(round_failure(0), HasSubstr("worker3 (rank 3, pid 103 on node) died"));
 }
 
 TEST_F(StoreFixture, FailsRoundsOfTheDeadAndTheDeparted) {

@@ -90,6 +90,14 @@ class Membership {
     DepartureCallback left = {};
   };
 
+  /// How long a round is waited for, and what is told meanwhile.
+  struct Wait {
+    Deadline until;
+    Duration every = Duration::zero();  ///< zero: nothing is told
+    /// On the waiting thread, about every `every`: who has not come, by rank. An exception ends the wait.
+    std::function<void(const std::vector<Member>& missing)> tell = {};
+  };
+
   /// Meets the others.
   /// Fixed world: returns when all `world_size` workers are in, or throws, on every worker that came:
   /// kTimedOut naming who is missing and who is there; kInvalid for two workers with one name or rank, a
@@ -148,10 +156,15 @@ class Membership {
   /// As barrier(), and returns everybody's bytes (64 KiB each at most), in the order of ascending rank.
   std::vector<Bytes> all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                 Deadline deadline);
+  std::vector<Bytes> all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks, Wait wait);
 
   /// Says good-bye, so that the others hear a departure and not a death. Rank 0 goes on serving the others
   /// until they left or the deadline ends. Idempotent; afterwards barriers throw kCancelled.
   void leave(Deadline deadline);
+  /// Ends our part without a good-bye: the others hear of a death at once, whose story is this worker's name
+  /// and `why` ("left because …"). Waits half a second at most for the store to know it. Nothing after
+  /// leave(); afterwards barriers throw kCancelled.
+  void give_up(const std::string& why);
 
   class Impl;
 
