@@ -67,8 +67,13 @@ std::string describe(const Ending& ending) {
   return fmt::format("exited with code {}{}", ending.code, hint(ending));
 }
 
+std::string describe_failure(const Ending& ending) {
+  return describe(ending) + (ending.failed() ? "" : " without shutdown()");
+}
+
 long blamed_process(const std::vector<std::string>& last_words) {
-  const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) died)");
+  // Who "left because" another one died is not to blame; its reason follows, and is found.
+  const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) (died|left without|left because its ))");
   std::smatch match;
   for (const std::string& line : last_words) {
     if (std::regex_search(line, match, death)) return std::stol(match[1]);
@@ -99,7 +104,7 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
   std::optional<std::size_t> first = first_seen_failure(endings);
   for (std::size_t steps = 0; first && steps < endings.size(); ++steps) {
     const auto blamed = std::find_if(endings.begin(), endings.end(), [&](const Ending& ending) {
-      return ending.failed() && ending.pid == endings[*first].blames;
+      return (ending.failed() || !ending.asked) && ending.pid == endings[*first].blames;
     });
     if (blamed == endings.end()) break;
     first = static_cast<std::size_t>(blamed - endings.begin());
@@ -109,7 +114,9 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
 
 int exit_code(const std::vector<Ending>& endings, int interrupted_by) {
   if (interrupted_by != 0) return 128 + interrupted_by;
-  if (const auto first = first_failure(endings)) {
+  auto first = first_failure(endings);
+  if (first && !endings[*first].failed()) first = first_seen_failure(endings);
+  if (first) {
     const Ending& ending = endings[*first];
     return ending.signal != 0 ? 128 + ending.signal : ending.code;
   }
@@ -129,7 +136,7 @@ std::string summarize(const std::vector<Ending>& endings, const std::vector<std:
   }
   if (first) {
     text += fmt::format("  first failure: {} {}, {} after the start\n", who(endings[*first]),
-                        describe(endings[*first]), seconds(endings[*first].after));
+                        describe_failure(endings[*first]), seconds(endings[*first].after));
     if (last_words.empty()) {
       text += "  it wrote nothing to its standard error\n";
     } else {

@@ -17,7 +17,7 @@ struct Ending {
   int signal = 0;      ///< the signal that ended it, or 0
   bool asked = false;  ///< after we had asked it to stop
   Duration after{0};   ///< from the start of the job
-  long blames = 0;     ///< the process whose death it says it heard of, or 0
+  long blames = 0;     ///< the process whose death or early end it says it heard of, or 0
 
   bool failed() const { return code != 0 || signal != 0; }
 };
@@ -26,6 +26,9 @@ struct Ending {
 std::string signal_name(int signal);
 /// "exited with code 3", "was killed by SIGKILL (…)".
 std::string describe(const Ending& ending);
+
+/// The same of a job's first failure: one that others blame for having gone may have ended without an error.
+std::string describe_failure(const Ending& ending);
 
 /// How close together failures count as one event, so that its cause may be seen after its consequence: a
 /// peer notices a death some microseconds before the system reports it.
@@ -37,7 +40,7 @@ inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 /// it ended: a process that is about to fail may close its connections long before it exits.
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
 
-/// The process of whose death a worker's last words tell, or 0.
+/// The process of whose death, or end without shutdown(), a worker's last words tell, or 0.
 long blamed_process(const std::vector<std::string>& last_words);
 
 /// The launcher's own exit code: 128 + the signal that interrupted it, else that of the first failure (code,

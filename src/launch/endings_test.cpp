@@ -74,6 +74,25 @@ TEST(Endings, BlameIsReadFromWhatWorkersWrite) {
                             "process ended without a good-bye; see its own output for why"}),
             5783);
   EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), 0);
+  EXPECT_EQ(
+      blamed_process({"worker2 (rank 2, pid 7 on vm) left because worker1 (rank 1, pid 6 on vm) died: x"}),
+      6);
+  EXPECT_EQ(blamed_process({"worker2 (rank 2, pid 7 on vm) left because its shutdown() failed: no"}), 7);
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left without shutdown(); see"}), 6);
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left the world"}), 0);
+}
+
+TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
+  std::vector<Ending> endings = {ending(1, 0, 0, milliseconds(100)), ending(0, 5, 0, milliseconds(110))};
+  endings[1].blames = endings[0].pid;
+  EXPECT_EQ(first_failure(endings), 0u);
+  EXPECT_EQ(exit_code(endings, 0), 5);
+  EXPECT_THAT(
+      summarize(endings, {}, 0),
+      AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 0 without shutdown(), "),
+            HasSubstr("the others: worker0: exited with code 5\n"), HasSubstr("exit code: 5\n")));
+  endings[0].asked = true;  // it was told to end
+  EXPECT_EQ(first_failure(endings), 1u);
 }
 
 TEST(Endings, SummaryTellsTheWholeStory) {

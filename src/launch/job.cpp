@@ -78,6 +78,7 @@ class Job {
                  const LineSplitter::Take& take);
   void write_log(Descriptor& log, std::string_view text);
   void advance(TimePoint now);
+  void note_blames();
   void name_first_failure();
   void stop_all(int signal);
   void end_leftovers(TimePoint now);
@@ -279,11 +280,17 @@ void Job::stop_all(int signal) {
   }
 }
 
+void Job::note_blames() {
+  for (Ending& ending : endings_)
+    ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->words.lines());
+}
+
 void Job::name_first_failure() {
+  note_blames();
   const Ending& first = endings_.at(first_failure(endings_).value());
   if (endings_.size() < workers_.size()) {
     display_.say(fmt::format("torchspan: {} (rank {}, pid {}) {}; stopping the others\n", first.name,
-                             first.rank, first.pid, describe(first)));
+                             first.rank, first.pid, describe_failure(first)));
   }
   stop_all(SIGTERM);
 }
@@ -349,8 +356,7 @@ int Job::finish() {
   if (board_.has_reports() && (display_.is_live() || board_changed_)) {
     display_.say("torchspan: " + board_.line(display_.is_live() ? display_.width() - 12 : 1000) + "\n");
   }
-  for (Ending& ending : endings_)
-    ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->words.lines());
+  note_blames();
   const auto first = first_failure(endings_);
   const auto words = first ? workers_.at(static_cast<std::size_t>(endings_[*first].rank))->words.lines()
                            : std::vector<std::string>();
