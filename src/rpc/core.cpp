@@ -213,6 +213,7 @@ void Core::wake_leader() {
 
 void Core::stop() {
   if (stopping_.exchange(true)) return;
+  if (membership_) membership_->give_up("left without shutdown(); see its own output for why");
   wake_leader();
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
@@ -227,7 +228,7 @@ void Core::stop() {
     BatonHold hold(baton_, runtime_.executor);
     transport_->poll();
   }
-  host_->pool().stop();
+  stop_pool();
   references_->clear();
 }
 
@@ -351,7 +352,9 @@ Totals Core::totals() const {
 }
 
 void Core::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  const bool shut = links_->is_shut(channel.get());
   const auto peer = links_->closed(channel.get());
+  if (shut) return;
   std::erase_if(parked_, [&](const Parked& parked) { return parked.channel == channel; });
   if (driven_by_caller_) {
     return host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), channel, peer, reason] {
@@ -369,13 +372,15 @@ void Core::forget_channel(const std::shared_ptr<net::Channel>& channel, std::opt
     return;
   }
   for (const IncomingPtr& call : serving_.of_channel(channel.get())) call->request_stop();
-  auto calls = calls_.take_channel(channel.get());
-  if (!stopping_.load() && links_->is_present(*peer)) references_->on_broken(*peer);
-  if (calls.empty()) return;
-  Error error(reason.kind(),
-              fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
-                          roster_.name(*peer), *peer, reason.message()));
-  fail_calls(std::move(calls), error);
+  const bool present = !stopping_.load() && links_->is_present(*peer);
+  if (present) references_->on_broken(*peer);
+  const Error error(reason.kind(),
+                    fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
+                                roster_.name(*peer), *peer, reason.message()));
+  if (!present) return fail_calls(calls_.take_channel(channel.get()), error);
+  const Deadline when = runtime_.executor.deadline_in(kDeathNews);
+  const auto give_up = [this, channel, error] { fail_calls(calls_.take_channel(channel.get()), error); };
+  if (timers_.at(when, give_up).earliest) wake_leader_by(when);
 }
 
 void Core::on_refused(const std::string& peer, const Error& reason) {

@@ -22,6 +22,7 @@
 #include "rpc/references.h"
 #include "rpc/roster.h"
 #include "rpc/serving.h"
+#include "rpc/shutdown_wait.h"
 #include "rpc/timers.h"
 
 namespace torchspan::rpc {
@@ -67,6 +68,9 @@ struct Totals {
   std::uint64_t handled = 0;
   bool busy = false;
 };
+
+/// How long the calls of a connection that broke wait for the news that its peer died, and why.
+inline constexpr Duration kDeathNews = std::chrono::milliseconds(500);
 
 /// The worker itself: dispatches frames, keeps the tables, runs handlers. Its parts have locks of their own,
 /// held for microseconds and never across user code, a send or each other.
@@ -168,12 +172,18 @@ class Core final : public Endpoint, public net::Handler, public Driver {
     std::uint64_t bytes = 0;
   };
 
+  /// What this worker has not finished, for people; empty when nothing.
+  std::string unfinished() const;
+  void leave_world(Deadline deadline, ShutdownWait& wait, std::vector<RRefInfo>& leaks);
+  void wait_for_hook(const Future<void>& hook, Deadline deadline, ShutdownWait& wait);
   bool wait_until_quiet(Deadline deadline);
-  std::vector<RRefInfo> agree_on_quiet(Deadline deadline, bool list);
-  void give_back_references(Deadline deadline);
+  std::vector<Bytes> exchange_totals(Deadline deadline, ShutdownWait& wait);
+  std::vector<RRefInfo> agree_on_quiet(Deadline deadline, bool list, ShutdownWait& wait);
+  std::string tell_failure(const Error& failure, const ShutdownWait& wait) const;
+  void stop_pool();
   void report_leaks(const char* why);
   void throw_leaks(const std::vector<RRefInfo>& leaks) const;
-  std::vector<RRefInfo> leave_open_world(Deadline deadline);
+  std::vector<RRefInfo> leave_open_world(Deadline deadline, ShutdownWait& wait);
   void lead();
   /// One poll by the leader, and the short handlers that it brought. False when there was nothing.
   bool lead_once();
@@ -201,6 +211,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void cancel(std::uint64_t id);
   /// The token of a call that this thread serves; stopped at its deadline too.
   std::stop_token stop_token_of(const IncomingPtr& served);
+  bool await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
   void check_may_start(const Request& request, TimePoint now) const;
   void warn_of_detached(const CallInfo& info);
   void answered(IncomingCall& call);

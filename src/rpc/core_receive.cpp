@@ -15,7 +15,8 @@ void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
   try {
     const auto peer = links_->peer_of(channel.get());
     if (peer) return dispatch(*peer, channel, std::move(message));
-    if (stopping_.load()) return;  // what known peers sent before they heard
+    if (links_->is_shut(channel.get())) return;  // what the dead had sent before
+    if (stopping_.load()) return;                // what known peers sent before they heard
     receive_hello(channel, std::move(message));
   } catch (const Error& error) {
     protocol_error(channel, error);

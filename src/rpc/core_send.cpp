@@ -152,9 +152,30 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
     const std::exception_ptr error = annotate(call, std::current_exception());
+    if (creation == nullptr && await_news(id, call, error)) return;
     if (creation != nullptr) references_->creation_not_sent(creation->fork, error);
     call.completion->fail(error);
   }
+}
+
+/// A call that found no way to a peer which is there, as far as is known, fails by its death if that is told
+/// in a moment. False when it is the caller's to fail.
+bool Core::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
+  const std::uint32_t to = call.peer;
+  if (to_error(error).kind() != ErrorKind::kDisconnected || stopping_.load() || !is_present(to)) return false;
+  call.channel = nullptr;
+  try {
+    calls_.add(id, call);
+  } catch (const Error&) {  // too many wait for that peer
+    return false;
+  }
+  const auto give_up = [this, id, error] {
+    if (auto left = calls_.take(id)) left->completion->fail(error);
+  };
+  if (stopping_.load() || !is_present(to)) return give_up(), true;
+  const Deadline when = earlier(runtime_.executor.deadline_in(kDeathNews), call.deadline);
+  if (timers_.at(when, give_up).earliest) wake_leader_by(when);
+  return true;
 }
 
 void Core::check_may_start(const Request& request, TimePoint now) const {

@@ -67,6 +67,11 @@ bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hel
   return true;
 }
 
+bool Links::is_shut(const net::Channel* channel) const {
+  MutexLock lock(mutex_);
+  return shut_.contains(channel);
+}
+
 void Links::drop(const net::Channel* channel) {
   MutexLock lock(mutex_);
   auto it = known_.find(channel);
@@ -76,7 +81,12 @@ void Links::drop(const net::Channel* channel) {
 }
 
 std::optional<std::uint32_t> Links::closed(const net::Channel* channel) {
+  std::shared_ptr<net::Channel> shut;  // ends outside the lock
   MutexLock lock(mutex_);
+  if (const auto found = shut_.find(channel); found != shut_.end()) {
+    shut = std::move(found->second);
+    shut_.erase(found);
+  }
   auto it = known_.find(channel);
   if (it == known_.end()) return std::nullopt;
   const std::uint32_t rank = it->second.peer.rank;
@@ -118,6 +128,7 @@ void Links::close_channels_of(std::optional<std::uint32_t> rank) {
       const auto peer = peers_.find(known_.at(channel.get()).peer.rank);
       if (peer != peers_.end() && peer->second.channel == channel) peer->second.channel = nullptr;
       known_.erase(channel.get());
+      shut_[channel.get()] = channel;
     }
   }
   for (const auto& [number, channel] : channels) channel->close();

@@ -53,9 +53,11 @@ class Links {
   std::optional<PeerId> peer_of(const net::Channel* channel) const;
   /// An accepted channel's hello. False when it names nobody of this world (yet).
   bool greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  /// Whether we closed it, or its peer's place was lost: what still comes on it is not heard.
+  bool is_shut(const net::Channel* channel) const;
   /// The channel turned out broken before the transport said so: the next to() dials anew.
   void drop(const net::Channel* channel);
-  /// The peer of a channel that closed, if it was known.
+  /// The peer of a channel that closed, if it was known and not shut.
   std::optional<std::uint32_t> closed(const net::Channel* channel);
   /// From now on to() its rank throws `reason`, and its channels are closed. False when that was known
   /// before, or another process has the rank now.
@@ -85,6 +87,8 @@ class Links {
   std::map<std::uint32_t, Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::unordered_map<const net::Channel*, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
+  /// Known before, until the transport says that they ended.
+  std::unordered_map<const net::Channel*, std::shared_ptr<net::Channel>> shut_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::rpc

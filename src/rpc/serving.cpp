@@ -116,6 +116,33 @@ std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now, const Rost
   return rows;
 }
 
+std::vector<std::string> ServingTable::unfinished(TimePoint now, const Roster& roster) const {
+  const auto seconds = [](Duration time) { return std::chrono::duration<double>(time).count(); };
+  std::vector<std::string> lines;
+  for (const IncomingPtr& call : all()) {
+    MutexLock lock(mutex_);
+    auto found = calls_.find(key_of(*call));
+    if (found == calls_.end()) continue;
+    std::string line =
+        fmt::format("{} '{}' of worker '{}' for {:.1f} s", found->second.begun ? "runs" : "keeps", call->name,
+                    roster.name(call->peer), seconds(now - call->arrived));
+    if (call->deadline.passed(now)) {
+      line += fmt::format(", whose deadline passed {:.1f} s ago", seconds(now - call->deadline.at()));
+    } else if (call->stop_requested()) {
+      line += ", which its caller gave up";
+    }
+    lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
+bool ServingTable::awaited(TimePoint now) const {
+  const std::vector<IncomingPtr> calls = all();
+  return std::any_of(calls.begin(), calls.end(), [&](const IncomingPtr& call) {
+    return !call->deadline.passed(now) && !call->stop_requested();
+  });
+}
+
 namespace {
 /// The call that this thread serves. Set by ServingScope only.
 thread_local IncomingPtr served;

@@ -79,6 +79,10 @@ class ServingTable {
   std::vector<IncomingPtr> of_channel(const net::Channel* channel) const;
   std::vector<IncomingPtr> all() const;
   std::vector<DebugInfo::Serving> describe(TimePoint now, const Roster& roster) const;
+  /// "runs 'f' of worker 'worker0' for 12.0 s, whose caller gave it up", oldest first.
+  std::vector<std::string> unfinished(TimePoint now, const Roster& roster) const;
+  /// Whether a caller still waits for one of them.
+  bool awaited(TimePoint now) const;
 
  private:
   struct Key {
