@@ -127,7 +127,7 @@ std::vector<RRefInfo> Core::agree_on_quiet(Deadline deadline, bool list, Shutdow
       if (rank != self_.rank) wait.heard(roster_.name(rank), one.totals.busy, one.news);
       ++rank;
     }
-    references_->leave();  // all have come this far: nobody serves on
+    references_->leave(false);  // all have come this far: nobody serves on
     if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;
     quiet_before = !sum.busy;
     before = sum;
@@ -155,12 +155,15 @@ void Core::throw_leaks(const std::vector<RRefInfo>& leaks) const {
 /// Nobody else stops: what this worker began ends, and its references go back to their owners. What it serves
 /// for others may never end; their calls fail as it leaves. Gives the values that are to be leaks then.
 std::vector<RRefInfo> Core::leave_open_world(Deadline deadline, ShutdownWait& wait) {
-  references_->leave();
+  references_->leave(true);
   auto wait_for = [&](const char* for_what) {
     while (calls_.size() != 0 || !references_->settled()) {
-      if (deadline.passed(runtime_.executor.now()))
+      if (deadline.passed(runtime_.executor.now())) {
+        std::string letters;
+        for (const std::string& line : references_->outstanding()) letters += fmt::format("  {}\n", line);
         throw Error(ErrorKind::kTimedOut,
-                    fmt::format("{} did not end in time:\n{}", for_what, debug().str()));
+                    fmt::format("{} did not end in time:\n{}{}", for_what, letters, debug().str()));
+      }
       wait.warn_of([&] { return unfinished(); });
       runtime_.executor.sleep(kQuietCheck);
     }

@@ -334,12 +334,13 @@ RRefTable::Counts References::counts() const {
 bool References::settled() const {
   MutexLock lock(mutex_);
   const auto counts = table_.counts();
-  return counts.pending_users == 0 && counts.pending_children == 0 && in_flight_ == 0 && audits_.empty();
+  return counts.pending_users == 0 && counts.pending_children == 0 && in_flight_.empty() && audits_.empty();
 }
 
-void References::leave() {
+void References::leave(bool alone) {
   MutexLock lock(mutex_);
   leaving_ = true;
+  alone_ = alone;
 }
 
 void References::delete_users() {

@@ -4,7 +4,9 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/mutex.h>
@@ -20,6 +22,8 @@ namespace torchspan::rpc {
 inline constexpr const char* kSiteBlob = "rpc.site";
 /// The place of a creation, as its request carries it; empty when it is not known.
 Bytes encode_site(const SourceLocation& site);
+/// What a control message of that kind is called on the wire.
+std::string_view name_of(RRefMessage::Kind kind);
 
 /// Drives the table: turns references into handles before a send and handles into references after it, and
 /// sends the protocol's messages. Thread-safe; its lock is never held while sending or destroying.
@@ -76,9 +80,11 @@ class References : public std::enable_shared_from_this<References> {
   bool knows_type(std::uint64_t tag) const;
   /// Whether nothing of the protocol is on its way.
   bool settled() const;
+  /// The messages of the protocol that have no answer yet, a line for each kind and receiver, for people.
+  std::vector<std::string> outstanding() const;
   /// Nobody waits for this worker's services any more: from now on messages that nobody answers are given up
-  /// in the end.
-  void leave();
+  /// in the end. `alone`: the others stay; so are questions after what broken connections lost.
+  void leave(bool alone);
   /// User references that the program still holds are given back to their owners now.
   void delete_users();
   void clear();
@@ -87,11 +93,19 @@ class References : public std::enable_shared_from_this<References> {
   struct Entry;
   class ControlCompletion;
   class AuditCompletion;
-  void audit(PeerId peer);
+  void audit(PeerId peer, int attempt);
   void audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost);
   void answered(const RRefMessage& message, const std::exception_ptr& refusal);
-  /// After how long a message that failed is sent again; nothing: it is not.
-  std::optional<Duration> send_again(const RRefMessage& message, int attempt, ErrorKind why);
+  /// When a message that failed is sent again, and the number of that attempt.
+  struct Again {
+    Duration pause{0};
+    int attempt = 0;
+  };
+  /// Nothing: it is given up.
+  std::optional<Again> send_again(const RRefMessage& message, int attempt, ErrorKind why) const;
+  std::optional<Again> audit_again(int attempt) const;
+  void give_up_audit(PeerId peer);
+  void not_in_flight(const RRefMessage& message) TORCHSPAN_REQUIRES(mutex_);
   void apply(RRefTable::Effects effects);
   void send(const RRefMessage& message, int attempt);
   /// False, and `dead` if that is why, when it cannot be sent.
@@ -115,8 +129,9 @@ class References : public std::enable_shared_from_this<References> {
   std::unordered_map<std::uint64_t, std::string> types_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by tag
   std::set<std::string> files_ TORCHSPAN_GUARDED_BY(mutex_);    ///< of programs elsewhere
   std::map<PeerId, bool> audits_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way; whether once more
-  std::size_t in_flight_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::map<std::pair<PeerId, RRefMessage::Kind>, std::size_t> in_flight_ TORCHSPAN_GUARDED_BY(mutex_);
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool alone_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torchspan::rpc

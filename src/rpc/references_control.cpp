@@ -6,7 +6,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How often a message goes unanswered before a worker that shuts down goes on without.
+/// How often a message goes unanswered, or does not leave, before a worker that shuts down goes on without.
 constexpr int kLastAttempts = 6;
 /// How often a worker is looked for whose joining has not been heard of.
 constexpr int kLookedFor = 50;
@@ -36,7 +36,25 @@ Duration patience(int attempt) {
   return std::min(limit, kLongestAttempt);
 }
 
+/// After how long a worker that leaves tries the given time to reach a peer again: in all a peer that refuses
+/// connections has about as much time as one that is silent.
+Duration last_pause(int attempt) { return kReconnectDelay * (1 << std::min(2 * attempt, 6)); }
+
 }  // namespace
+
+std::string_view name_of(RRefMessage::Kind kind) {
+  switch (kind) {
+    case RRefMessage::Kind::kForkRequest:
+      return ForkRequest::kName;
+    case RRefMessage::Kind::kChildAccept:
+      return ChildAccept::kName;
+    case RRefMessage::Kind::kGivenUp:
+      return CreationGivenUp::kName;
+    case RRefMessage::Kind::kUserDelete:
+      break;
+  }
+  return UserDelete::kName;
+}
 
 std::optional<Error> References::receive(const RRefMessage& message, PeerId from) {
   RRefTable::Effects effects;
@@ -61,20 +79,24 @@ std::vector<GlobalId> References::on_fork_audit(const std::vector<GlobalId>& for
 /// Asks again when this connection breaks too.
 class References::AuditCompletion final : public Completion {
  public:
-  AuditCompletion(std::shared_ptr<References> owner, PeerId peer, RRefTable::Forks asked)
-      : owner_(std::move(owner)), peer_(peer), asked_(std::move(asked)) {}
+  AuditCompletion(std::shared_ptr<References> owner, PeerId peer, int attempt, RRefTable::Forks asked)
+      : owner_(std::move(owner)), peer_(peer), attempt_(attempt), asked_(std::move(asked)) {}
   void succeed(wire::Payload& reply) override {
     owner_->audited(peer_, asked_, wire::from_payload<ForkAudit::Reply>(reply));
   }
   void fail(std::exception_ptr) override {
     auto endpoint = owner_->endpoint_.lock();
+    const auto again = owner_->audit_again(attempt_);
     if (!endpoint || !endpoint->is_present(peer_.rank)) return owner_->audited(peer_, asked_, {});
-    endpoint->after(kReconnectDelay, [owner = owner_, peer = peer_] { owner->audit(peer); });
+    if (!again) return owner_->give_up_audit(peer_);
+    endpoint->after(again->pause,
+                    [owner = owner_, peer = peer_, next = again->attempt] { owner->audit(peer, next); });
   }
 
  private:
   const std::shared_ptr<References> owner_;
   const PeerId peer_;
+  const int attempt_;
   const RRefTable::Forks asked_;
 };
 
@@ -87,23 +109,37 @@ void References::on_broken(std::uint32_t rank) {
     it->second = !fresh;  // one is under way: once more after it
     if (!fresh) return;
   }
-  audit(peer);
+  audit(peer, 0);
 }
 
-void References::audit(PeerId peer) {
+std::optional<References::Again> References::audit_again(int attempt) const {
+  MutexLock lock(mutex_);
+  if (!alone_) return Again{kReconnectDelay, 0};
+  return attempt + 1 < kLastAttempts ? std::optional(Again{last_pause(attempt), attempt + 1}) : std::nullopt;
+}
+
+/// The attempts' own connections broke too: that is no reason to ask once more.
+void References::give_up_audit(PeerId peer) {
+  MutexLock lock(mutex_);
+  audits_.erase(peer);
+}
+
+void References::audit(PeerId peer, int attempt) {
   RRefTable::Forks asked;
+  bool alone = false;
   {
     MutexLock lock(mutex_);
     asked = table_.forks_at(peer);
+    alone = alone_;
   }
   auto endpoint = endpoint_.lock();
   if (!endpoint || asked.empty()) return audited(peer, {}, {});
   ForkAudit question;
   for (const auto& [fork, value] : asked) question.forks.push_back(fork);
   Request request = make_request(question);
-  request.deadline = endpoint->runtime().executor.deadline_in(kAuditPatience);
+  request.deadline = endpoint->runtime().executor.deadline_in(alone ? patience(attempt) : kAuditPatience);
   endpoint->send(peer.rank, std::move(request),
-                 std::make_shared<AuditCompletion>(shared_from_this(), peer, std::move(asked)));
+                 std::make_shared<AuditCompletion>(shared_from_this(), peer, attempt, std::move(asked)));
 }
 
 void References::audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost) {
@@ -127,7 +163,7 @@ void References::answered(const RRefMessage& message, const std::exception_ptr& 
   std::shared_ptr<void> user;
   {
     MutexLock lock(mutex_);
-    --in_flight_;
+    not_in_flight(message);
     if (message.kind != RRefMessage::Kind::kForkRequest) return;
     user = table_.held().find(message.fork);
     table_.held().fork_answered(message.fork, refusal == nullptr, effects);
@@ -137,21 +173,24 @@ void References::answered(const RRefMessage& message, const std::exception_ptr& 
   apply(std::move(effects));
 }
 
-std::optional<Duration> References::send_again(const RRefMessage& message, int attempt, ErrorKind why) {
+std::optional<References::Again> References::send_again(const RRefMessage& message, int attempt,
+                                                        ErrorKind why) const {
   if (why == ErrorKind::kCancelled) return std::nullopt;  // this worker stops
+  const bool unreached = why == ErrorKind::kDisconnected;
   MutexLock lock(mutex_);
+  const int next = unreached && !leaving_ ? attempt : attempt + 1;
   switch (table_.presence().of(message.to)) {
     case Presence::Standing::kGone:
       return std::nullopt;
     case Presence::Standing::kUnknown:
-      return attempt < kLookedFor ? std::optional(kReconnectDelay) : std::nullopt;
+      return next < kLookedFor ? std::optional(Again{kReconnectDelay, next}) : std::nullopt;
     case Presence::Standing::kPresent:
       break;
   }
-  if (leaving_ && attempt >= kLastAttempts) return std::nullopt;
-  if (why == ErrorKind::kDisconnected) return kReconnectDelay;
+  if (leaving_ && next >= kLastAttempts) return std::nullopt;
+  if (unreached) return Again{leaving_ ? last_pause(attempt) : kReconnectDelay, next};
   // What timed out has waited already; whatever else it is, a full queue say, may have passed by then.
-  return why == ErrorKind::kTimedOut ? Duration::zero() : patience(attempt - 1);
+  return Again{why == ErrorKind::kTimedOut ? Duration::zero() : patience(attempt), next};
 }
 
 void References::apply(RRefTable::Effects effects) {
@@ -174,6 +213,11 @@ void References::let_go(std::vector<std::shared_ptr<void>> references) const {
     host->post([ended = std::move(references)] {});
 }
 
+void References::not_in_flight(const RRefMessage& message) {
+  const auto it = in_flight_.find({message.to, message.kind});
+  if (it != in_flight_.end() && --it->second == 0) in_flight_.erase(it);
+}
+
 /// Sends again whatever fails, for whatever reason; a peer that is gone needs no answer.
 class References::ControlCompletion final : public Completion {
  public:
@@ -188,13 +232,12 @@ class References::ControlCompletion final : public Completion {
   void fail(std::exception_ptr error) override {
     const ErrorKind why = to_error(error).kind();
     auto endpoint = owner_->endpoint_.lock();
-    const auto pause = owner_->send_again(message_, attempt_ + 1, why);
-    if (!endpoint || !pause) return owner_->answered(message_, error);
-    const int next = why == ErrorKind::kDisconnected ? attempt_ : attempt_ + 1;
-    endpoint->after(*pause, [owner = owner_, message = message_, next] {
+    const auto again = owner_->send_again(message_, attempt_, why);
+    if (!endpoint || !again) return owner_->answered(message_, error);
+    endpoint->after(again->pause, [owner = owner_, message = message_, next = again->attempt] {
       owner->send(message, next);
       MutexLock lock(owner->mutex_);
-      --owner->in_flight_;
+      owner->not_in_flight(message);
     });
   }
 
@@ -209,7 +252,7 @@ void References::send(const RRefMessage& message, int attempt) {
   if (!endpoint) return;
   {
     MutexLock lock(mutex_);
-    ++in_flight_;
+    ++in_flight_[{message.to, message.kind}];
   }
   Request request = to_request(message);
   request.deadline = endpoint->runtime().executor.deadline_in(patience(attempt));

@@ -1,7 +1,9 @@
 // The books on references, for people.
 #include <algorithm>
+#include <fmt/format.h>
 
 #include "rpc/call_table.h"
+#include "rpc/control.h"
 #include "rpc/references.h"
 
 namespace torchspan::rpc {
@@ -166,6 +168,25 @@ std::vector<RRefInfo> References::describe(const std::vector<Entry>& entries) co
     info.there = entry.there;
   }
   return list;
+}
+
+std::vector<std::string> References::outstanding() const {
+  std::map<std::pair<std::uint32_t, std::string_view>, std::size_t> letters;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [letter, count] : in_flight_)
+      letters[{letter.first.rank, name_of(letter.second)}] += count;
+    for (const auto& [peer, again] : audits_) ++letters[{peer.rank, ForkAudit::kName}];
+  }
+  const auto endpoint = endpoint_.lock();
+  std::vector<std::string> lines;
+  for (const auto& [letter, count] : letters) {
+    const auto& [rank, name] = letter;
+    lines.push_back(fmt::format(
+        "no answer to {} of '{}' to {}", count, name,
+        endpoint ? fmt::format("worker '{}'", endpoint->name_of(rank)) : fmt::format("rank {}", rank)));
+  }
+  return lines;
 }
 
 std::vector<RRefInfo> References::list_owners() const { return describe(read_owned()); }
