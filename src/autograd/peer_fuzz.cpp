@@ -11,6 +11,8 @@
 #include <torchspan/wire/tensors.h>
 #include <torchspan/wire/types.h>
 
+#include "autograd/messages.h"
+#include "rpc/control.h"
 #include "tests/support/fuzz_seeds.h"
 
 /// A worker with functions, references and autograd, and a peer that knows the secret and says anything.
@@ -192,6 +194,7 @@ class Seeds {
     const wire::PackedTensors packed = wire::pack(payload.tensors);
     frame.tensor_metadata = packed.metadata;
     const Bytes bytes = wire::encode_frame(frame);
+    wire::decode_frame(bytes);
     seed_.push_back(static_cast<std::byte>(packed.segments.size()));
     seed_.push_back(static_cast<std::byte>(bytes.size() % 256));
     seed_.push_back(static_cast<std::byte>(bytes.size() / 256));
@@ -203,6 +206,13 @@ class Seeds {
   Seeds& say(int type, std::vector<wire::Handle> handles, const T&... values) {
     return message(type, wire::kFlagHasDeadline, wire::to_payload(std::make_tuple(values...)),
                    std::move(handles));
+  }
+  /// A message that has a type of its own. Throws, and no seeds are made, when it cannot be read.
+  template <rpc::Message M>
+  Seeds& tell(const M& told) {
+    wire::Payload payload = wire::to_payload(told), copy = payload;
+    wire::from_payload<M>(copy);
+    return message(static_cast<int>(M::kType), wire::kFlagHasDeadline, std::move(payload));
   }
   void end() { all_.push_back(std::exchange(seed_, {})); }
   std::vector<Bytes> take() { return std::move(all_); }
@@ -222,33 +232,50 @@ std::vector<Bytes> make_seeds() {
   const wire::Handle handle{0, value, fork, wire::type_tag<at::Tensor>()};
   const std::vector<c10::IValue> args = {tensor};
   const std::map<std::string, c10::IValue> kwargs = {{"self", tensor}};
-  const auto edges = [](std::uint64_t context, std::uint64_t message) {
-    return wire::NamedBlob{
-        "autograd", wire::to_payload(std::make_tuple(context, message, std::vector<std::uint32_t>{0})).value};
-  };
   const std::uint64_t context = std::uint64_t{1} << 48, pass = context + 1;
+  const auto edges = [&](std::uint64_t message) {
+    return wire::NamedBlob{
+        "autograd",
+        wire::to_payload(autograd::EdgeHeader{context, message, {0}, "aten::alias", "here:1"}).value};
+  };
   // Calls, by function and by name, with and without edges.
   seeds.say(0x0010, {}, same_id, tensor).say(0x0010, {}, count_id, std::vector<std::int64_t>{1, 2}).end();
   seeds.say(0x0013, {}, std::string("aten::alias"), args, kwargs).say(0x0002, {}).end();
-  seeds
-      .message(0x0013, 0,
-               wire::to_payload(
-                   std::make_tuple(std::string("aten::alias"), args, std::map<std::string, c10::IValue>())),
-               {}, {edges(context, pass)})
-      .say(0x0101, {}, context, pass, std::uint64_t{1}, false, std::vector<at::Tensor>{tensor})
-      .say(0x0102, {}, context, pass, std::string("no more"))
-      .say(0x0109, {}, context)
-      .say(0x0103, {}, context)
+  // In a context: a pass of each mode, what is asked about it, and its end. The worker's first reply is its
+  // message 1.
+  const auto call_in_context = [&]() -> Seeds& {
+    return seeds.message(0x0013, 0,
+                         wire::to_payload(std::make_tuple(std::string("aten::alias"), args,
+                                                          std::map<std::string, c10::IValue>())),
+                         {}, {edges(pass)});
+  };
+  const std::int64_t patience = 1'000'000;
+  call_in_context()
+      .tell(autograd::PropagateGradients{context, pass, 1, true, 1, {tensor}, {}})
+      .tell(autograd::AskPass{context, pass, pass + 1, patience})
+      .tell(autograd::AbortPass{context, pass, Error(ErrorKind::kCancelled, "no more")})
+      .tell(autograd::ClearGradients{context})
+      .tell(autograd::ReleaseContext{context})
       .end();
-  // References: made, fetched, forked, deleted, asked about.
+  call_in_context()
+      .tell(autograd::MarkSends{context, pass, false, 2, {{1, {0}}}})
+      .tell(autograd::MarksFinal{context, pass})
+      .tell(autograd::AskGraph{context, pass + 2, patience})
+      .tell(autograd::PropagateGradients{context, pass, 1, false, 2, {tensor}, {1}})
+      .tell(autograd::AdoptMember{context})
+      .tell(autograd::ReleaseContext{context})
+      .end();
+  // References: made, awaited, fetched, forked, deleted, asked about, given up.
   seeds
       .say(0x0014, {handle}, std::string("aten::detach"), std::vector<c10::IValue>{tensor},
            std::map<std::string, c10::IValue>())
+      .say(0x0017, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
       .say(0x0012, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
-      .say(0x0020, {}, value, GlobalId{1, 8})
-      .say(0x0021, {}, value, GlobalId{1, 8})
-      .say(0x0023, {}, std::vector<GlobalId>{fork, {1, 9}})
-      .say(0x0022, {}, value, fork)
+      .tell(rpc::ForkRequest{value, {1, 8}, 0, 1})
+      .tell(rpc::ChildAccept{value, {1, 8}})
+      .tell(rpc::ForkAudit{{fork, {1, 9}}})
+      .tell(rpc::UserDelete{value, fork})
+      .tell(rpc::CreationGivenUp{{1, 10}, {1, 11}, "no more"})
       .end();
   seeds.say(0x0016, {handle, {0, value, {1, 7}, 1}}, std::uint32_t{0}, std::string("forward"), args, kwargs)
       .end();
