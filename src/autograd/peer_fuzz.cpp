@@ -12,7 +12,6 @@
 #include <torchspan/wire/types.h>
 
 #include "autograd/messages.h"
-#include "rpc/control.h"
 #include "tests/support/fuzz_seeds.h"
 
 /// A worker with functions, references and autograd, and a peer that knows the secret and says anything.
@@ -271,11 +270,11 @@ std::vector<Bytes> make_seeds() {
            std::map<std::string, c10::IValue>())
       .say(0x0017, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
       .say(0x0012, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
-      .tell(rpc::ForkRequest{value, {1, 8}, 0, 1})
-      .tell(rpc::ChildAccept{value, {1, 8}})
-      .tell(rpc::ForkAudit{{fork, {1, 9}}})
-      .tell(rpc::UserDelete{value, fork})
-      .tell(rpc::CreationGivenUp{{1, 10}, {1, 11}, "no more"})
+      .say(0x0020, {}, value, GlobalId{1, 8}, std::uint32_t{0}, std::uint64_t{1})  // rpc's own: no types here
+      .say(0x0021, {}, value, GlobalId{1, 8})
+      .say(0x0023, {}, std::vector<GlobalId>{fork, {1, 9}})
+      .say(0x0022, {}, value, fork)
+      .say(0x0024, {}, GlobalId{1, 10}, GlobalId{1, 11}, std::string("no more"))
       .end();
   seeds.say(0x0016, {handle, {0, value, {1, 7}, 1}}, std::uint32_t{0}, std::string("forward"), args, kwargs)
       .end();

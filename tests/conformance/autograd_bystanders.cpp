@@ -21,21 +21,24 @@ void back_slowly(Worker& worker, std::int64_t time) {
   autograd::current(worker).backward(sleeps_in_backward(parameter(), worker.runtime(), seconds(time)).sum());
 }
 constexpr Function<back_slowly> kBackSlowly{"back_slowly"};
-at::Tensor multiply_on_2(Worker& worker, const at::Tensor& x) { return worker.rpc_sync(2, kMultiply, x, x); }
-constexpr Function<multiply_on_2> kMultiplyOn2{"multiply_on_2"};
+at::Tensor own_tensor() { return parameter() * 2; }
+constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
+at::Tensor times_own_of_2(Worker& worker, const at::Tensor& x) { return worker.rpc_sync(2, kOwnTensor) * x; }
+constexpr Function<times_own_of_2> kTimesOwnOf2{"times_own_of_2"};
 /// A pass that worker 2 waits in for a gradient that never comes.
 void back_over_1(Worker& worker) {
   const at::Tensor a = parameter();
   worker.rpc_sync(2, kMultiply, a, a);
-  autograd::current(worker).backward(worker.rpc_sync(1, kMultiplyOn2, a).sum(), {.mode = PassMode::kFast});
+  autograd::current(worker).backward(worker.rpc_sync(1, kTimesOwnOf2, a).sum(), {.mode = PassMode::kFast});
 }
 constexpr Function<back_over_1> kBackOver1{"back_over_1"};
 std::int64_t passes(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
 constexpr Function<passes> kPasses{"passes"};
 
 ClusterOptions world(int workers) {
-  return autograd_world(
-      workers, FunctionTable().add(kMultiply, kSlowly, kBackSlowly, kMultiplyOn2, kBackOver1).add(kPasses));
+  return autograd_world(workers, FunctionTable()
+                                     .add(kMultiply, kSlowly, kBackSlowly, kOwnTensor, kTimesOwnOf2)
+                                     .add(kBackOver1, kPasses));
 }
 
 /// Calls `act` when a pass that reached `parameter` ends.
@@ -78,7 +81,8 @@ TEST(AutogradBystanders, BackwardFailsAfterTheCallbacksOfThePass) {
     if (worker.rank() != 0) return nap(worker, seconds(60));
     const at::Tensor a = parameter(), b = parameter();
     bool called = false;
-    torch::autograd::impl::grad_accumulator(b)->add_post_hook(std::make_unique<AfterPass>(b, [&] {
+    const auto node = torch::autograd::impl::grad_accumulator(b);  // which b does not keep
+    node->add_post_hook(std::make_unique<AfterPass>(b, [&] {
       nap(worker, seconds(2));
       called = true;
     }));
