@@ -119,10 +119,10 @@ TEST(AutogradBystanders, NoPassBeginsWhoseRootIsDead) {
   ClusterOptions options = world(4);
   options.graceful = false;
   options.network.reorder = true;
+  bool late = false;  // the network's until it ends
   SimCluster cluster(options);
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return nap(worker, seconds(60));
-    bool late = false;
     cluster.network().delay_if(
         [&](const net::SimMessage& message) {
           const bool is_it = message.from.starts_with("sim:worker1") &&
