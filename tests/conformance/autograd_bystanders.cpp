@@ -1,6 +1,4 @@
 // Passes as others see them: callbacks, workers that take no part, gradients that are long on their way.
-#include <torchspan/engine/stock_sink.h>
-
 #include "autograd/messages.h"
 #include "tests/conformance/autograd_slow.h"
 #include "tests/conformance/rpc_faults.h"
@@ -40,16 +38,6 @@ ClusterOptions world(int workers) {
                                      .add(kMultiply, kSlowly, kBackSlowly, kOwnTensor, kTimesOwnOf2)
                                      .add(kBackOver1, kPasses));
 }
-
-/// Calls `act` when a pass that reached `parameter` ends.
-struct AfterPass : engine::GradientHook {
-  AfterPass(at::Tensor parameter, std::function<void()> act)
-      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
-  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
-    sink.after_pass([act = act](const engine::PassStatus&) { act(); });
-  }
-  std::function<void()> act;
-};
 
 TEST(AutogradBystanders, AGradientThatIsLongOnItsWayIsNoStall) {
   ClusterOptions options = world(2);

@@ -29,14 +29,20 @@ at::Tensor slow_once(Worker& worker) {
   return a;
 }
 
+/// The loss of a pass that timed out while a thread was in the hook of `a`, and whose gradients were cleared.
+at::Tensor fail_and_clear(Worker& worker, const Context& context, const at::Tensor& a) {
+  at::Tensor loss = worker.rpc_sync("worker1", kMultiply, a, a).sum();
+  expect_error(ErrorKind::kTimedOut, "",
+               [&] { context.backward(loss, {.retain_graph = true, .timeout = seconds(1)}); });
+  context.clear_gradients();
+  return loss;
+}
+
 TEST(AutogradClearing, NothingComesFromAThreadThatIsStillInAFailedPass) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = slow_once(worker);
     Context context(worker);
-    const at::Tensor loss = worker.rpc_sync("worker1", kMultiply, a, a).sum();
-    expect_error(ErrorKind::kTimedOut, "",
-                 [&] { context.backward(loss, {.retain_graph = true, .timeout = seconds(1)}); });
-    context.clear_gradients();
+    fail_and_clear(worker, context, a);
     EXPECT_FALSE(context.gradient(a).defined());
     nap(worker, seconds(10));
     EXPECT_FALSE(context.gradient(a).defined());
@@ -47,10 +53,7 @@ TEST(AutogradClearing, AndTheGradientsOfTheNextPassAreItsOwn) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = slow_once(worker);
     Context context(worker);
-    const at::Tensor loss = worker.rpc_sync("worker1", kMultiply, a, a).sum();
-    expect_error(ErrorKind::kTimedOut, "",
-                 [&] { context.backward(loss, {.retain_graph = true, .timeout = seconds(1)}); });
-    context.clear_gradients();
+    const at::Tensor loss = fail_and_clear(worker, context, a);
     context.backward(loss);
     nap(worker, seconds(10));
     expect_equal(context.gradient(a), a.detach() * 2);

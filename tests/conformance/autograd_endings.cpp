@@ -1,6 +1,4 @@
 // How passes end: when backward() returns or throws, and what is left for the next pass.
-#include <torchspan/engine/stock_sink.h>
-
 #include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
@@ -34,16 +32,6 @@ constexpr Function<slow_and_bad> kSlowAndBad{"slow_and_bad"};
 ClusterOptions world(int workers) {
   return autograd_world(workers, FunctionTable().add(kMultiply, kSquares, kDoubles, kSlowAndBad));
 }
-
-/// Asks for a callback after the pass, as a data-parallel reducer does.
-struct AfterPass : engine::GradientHook {
-  AfterPass(at::Tensor parameter, std::function<void()> act)
-      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
-  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
-    sink.after_pass([act = act](const engine::PassStatus&) { act(); });
-  }
-  std::function<void()> act;
-};
 
 TEST(AutogradEndings, BackwardReturnsAfterTheCallbacksOfItsEnd) {
   on_first(world(2), [](Worker& worker) {

@@ -1,7 +1,5 @@
 // The thread that brings the news of a death has others to bring, and answers heartbeats: no user's code runs
 // on it, however a pass or a context ends by that death.
-#include <torchspan/engine/stock_sink.h>
-
 #include "tests/conformance/autograd_slow.h"
 
 namespace torchspan {
@@ -32,16 +30,6 @@ ClusterOptions world(int workers) {
   options.adjust = [](int rank, WorkerPlan& plan) { plan.join.host_id = "host" + std::to_string(rank); };
   return options;
 }
-
-/// Asks for a callback after the pass.
-struct AfterPass : engine::GradientHook {
-  AfterPass(at::Tensor parameter, std::function<void()> act)
-      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
-  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
-    sink.after_pass([act = act](const engine::PassStatus&) { act(); });
-  }
-  std::function<void()> act;
-};
 
 TEST(AutogradNews, ACallbackOfAPassThatADeathEndsHoldsNothingUp) {
   SimCluster cluster(world(5));

@@ -1,7 +1,9 @@
 #pragma once
+#include <torchspan/engine/stock_sink.h>
+
 #include "tests/conformance/autograd_world.h"
 
-/// Graphs whose backward takes its time, and leaves to make them of.
+/// Graphs whose backward takes its time, leaves to make them of, and callbacks after passes.
 namespace torchspan::testing {
 
 inline at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
@@ -25,5 +27,15 @@ struct Sleep : torch::autograd::Function<Sleep> {
 inline at::Tensor sleeps_in_backward(const at::Tensor& x, Runtime& runtime, Duration time) {
   return Sleep::apply(x, runtime, time.count());
 }
+
+/// Asks for a callback after each pass that reaches `parameter`, as a data-parallel reducer does.
+struct AfterPass : engine::GradientHook {
+  AfterPass(at::Tensor parameter, std::function<void()> act)
+      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
+  void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
+    sink.after_pass([act = act](const engine::PassStatus&) { act(); });
+  }
+  std::function<void()> act;
+};
 
 }  // namespace torchspan::testing
