@@ -25,17 +25,18 @@ void dies_between_calls(const GroupOptions& options) {
   });
 }
 
-/// Is killed from outside, at no particular time, while large tensors are on their way.
-void dies_at_any_time() {
-  with_group(shared_memory(), [](Group& group, Executor&) {
+/// Is killed from outside, at no particular time, while large and small tensors are on their way.
+void dies_at_any_time(const GroupOptions& options) {
+  with_group(options, [](Group& group, Executor&) {
     at::Tensor bucket = group.allocate({1 << 20}, at::kFloat), mine = at::ones({1 << 20});
     if (group.rank() == kVictim) {
       std::ofstream(std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/ready") << "now";
     }
-    expect_error(ErrorKind::kDisconnected, {"worker1", "is gone"}, [&] {
+    expect_error(ErrorKind::kDisconnected, {"worker1 (rank 1, pid"}, [&] {
       while (true) {
         group.all_reduce(bucket, kMaximum).wait();
         group.all_reduce(mine, kMaximum).wait();
+        for (int i = 0; i < 20; ++i) group.all_reduce(bucket[i], kMaximum).wait();
       }
     });
   });
@@ -64,16 +65,19 @@ void expect_survivors(const std::string& scene) {
 
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
-#if defined(TORCHSPAN_GLOO)
-TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
-  expect_survivors("dies_between_calls_of_gloo");
+/// A line of /proc/self/task/<thread>/status.
+std::string field_of_thread(const std::string& thread, const std::string& field) {
+  std::ifstream status("/proc/self/task/" + thread + "/status");
+  for (std::string word; status >> word;) {
+    if (word == field && status >> word) return word;
+  }
+  return {};
 }
-#endif
 
-TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
-  for (int time = 0; time < 3; ++time) {
+void expect_survivors_at_any_time(const std::string& scene, int times) {
+  for (int time = 0; time < times; ++time) {
     ProcessWorld world(3);
-    world.start_all("dies_at_any_time");
+    world.start_all(scene);
     const Deadline deadline = world.executor().deadline_in(seconds(60));
     while (!std::filesystem::exists(world.folder() + "/ready")) {
       ASSERT_FALSE(deadline.passed(world.executor().now()));
@@ -89,6 +93,41 @@ TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
   }
 }
 
+TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
+  expect_survivors_at_any_time("dies_at_any_time", 3);
+}
+
+#if defined(TORCHSPAN_GLOO)
+TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
+  expect_survivors("dies_between_calls_of_gloo");
+}
+
+TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToEverybody) {
+  expect_survivors_at_any_time("dies_at_any_time_of_gloo", 3);
+}
+
+/// Gloo's threads write to what the dead left behind; the signal of that would end this process, too.
+TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
+  CollectiveWorld world(2);
+  world.run(
+      [](Group& group) {
+        // They have no names of their own, but that of the thread that made the group.
+        const auto mine = std::to_string(gettid()), name = field_of_thread(mine, "Name:");
+        int threads = 0;
+        for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+          const std::string id = thread.path().filename();
+          if (id == mine || field_of_thread(id, "Name:") != name) continue;
+          ++threads;
+          const auto blocked = std::stoull(field_of_thread(id, "SigBlk:"), nullptr, 16);
+          EXPECT_NE(blocked & (1ULL << (SIGPIPE - 1)), 0U) << "thread " << threads << " of " << name;
+        }
+        EXPECT_EQ(threads, 3) << "one that reads and writes, two that compute";
+        group.barrier();
+      },
+      {.back_end = BackEndKind::kC10d});
+}
+#endif
+
 TEST(CollectiveDeaths, AStoppedRankIsLate) { expect_survivors("stops"); }
 
 }  // namespace
@@ -100,11 +139,13 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]).starts_with(kOverMpi)) {
     return run_over_mpi(std::atoi(argv[1] + kOverMpi.size()), argc - 1, argv + 1);
   }
+  const torchspan::collective::GroupOptions gloo{.back_end = torchspan::collective::BackEndKind::kC10d,
+                                                 .timeout = std::chrono::seconds(60)};
   std::map<std::string, Scenario> scenarios{
       {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
-      {"dies_between_calls_of_gloo",
-       [] { dies_between_calls({.back_end = BackEndKind::kC10d, .timeout = std::chrono::seconds(60)}); }},
-      {"dies_at_any_time", dies_at_any_time},
+      {"dies_between_calls_of_gloo", [&] { dies_between_calls(gloo); }},
+      {"dies_at_any_time", [] { dies_at_any_time(shared_memory()); }},
+      {"dies_at_any_time_of_gloo", [&] { dies_at_any_time(gloo); }},
       {"stops", stops}};
   scenarios.merge(phase_scenarios());
   return cluster_main(argc, argv, scenarios);

@@ -169,20 +169,27 @@ class MeetingStore final : public c10d::Store {
 };
 
 /// Gloo writes to sockets whose peer may be gone, and does not keep the signal of that from ending the
-/// process: the threads that it starts meanwhile inherit this thread's mask.
+/// process. Its threads inherit the mask of the one that starts them: that of a device reads and writes,
+/// those of a group write as well.
 class WithoutPipeSignal {
  public:
   WithoutPipeSignal() {
-    sigset_t pipe;
-    sigemptyset(&pipe);
-    sigaddset(&pipe, SIGPIPE);
-    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
   }
-  ~WithoutPipeSignal() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  ~WithoutPipeSignal() {
+    if (sigismember(&before_, SIGPIPE) == 0) {
+      constexpr timespec kAtOnce{};
+      while (sigtimedwait(&pipe_, nullptr, &kAtOnce) == SIGPIPE) {
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
   WithoutPipeSignal(const WithoutPipeSignal&) = delete;
 
  private:
-  sigset_t before_;
+  sigset_t pipe_, before_;
 };
 
 bool on_one_host(const Membership& world, const std::vector<int>& ranks) {
@@ -227,13 +234,13 @@ C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration tim
   auto options =
       c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(timeout));
   options->threads = 2;
-  options->devices.push_back(make_device(world, ranks));
   auto store = c10::make_intrusive<MeetingStore>(executor, world, ranks, executor.deadline_in(timeout));
   const auto rank = std::find(ranks.begin(), ranks.end(), world.self().rank) - ranks.begin();
   C10dGroup group;
   std::string trouble;
   try {
     const WithoutPipeSignal without_pipe_signal;
+    options->devices.push_back(make_device(world, ranks));
     group.group = as_process_group(c10::make_intrusive<c10d::ProcessGroupGloo>(
         store, static_cast<int>(rank), static_cast<int>(ranks.size()), options));
     group.engine = "gloo";
