@@ -43,7 +43,8 @@ test:
 	@tools/install-deps build
 	@$(call configure,dev)
 	@ninja -C build/dev -j $(JOBS)
-	@ctest --test-dir build/dev -j $(JOBS) --output-on-failure --no-tests=error $(ARGS)
+	@ctest --test-dir build/dev -j $(JOBS) --test-output-size-failed 100000000 --no-tests=error $(ARGS) \
+	  || { tools/show-failures build/dev; false; }
 
 check:
 	@tools/install-deps build check
