@@ -136,7 +136,7 @@ struct PartReport {
   bool busy = false;
   std::uint64_t executed = 0;
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
-  std::vector<WaitingSend> waiting;
+  std::vector<WaitingSend> waiting = {};
 };
 
 /// Asks everybody in the context how far the pass is. Like every question to all, it is answered once in a

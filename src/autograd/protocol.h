@@ -9,6 +9,7 @@
 #include "autograd/interceptor.h"
 #include "autograd/messages.h"
 #include "autograd/pass.h"
+#include "autograd/survey.h"
 
 namespace torchspan::autograd {
 
@@ -64,13 +65,6 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   std::shared_ptr<PassState> begin(const std::shared_ptr<ContextState>& context,
                                    const BackwardOptions& options);
   void wait(ContextState& context, PassState& pass, const BackwardOptions& options);
-  /// How far everybody is, as the text of an error and as a sum to compare.
-  struct Survey {
-    bool quiet = false;  ///< nobody works, nothing is under way, and somebody waits
-    std::uint64_t executed = 0, sent = 0;
-    std::string waiting;  ///< the sends without a gradient, a line each
-    std::string at_work;  ///< who runs nodes, the same
-  };
   Survey survey(ContextState& context, const PassState& pass);
   Future<std::vector<PartReport>> ask_about(ContextState& context, const AskPass& question) const;
   PartReport report_of(ContextState& context, std::uint64_t pass) const;

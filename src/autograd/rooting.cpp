@@ -90,8 +90,7 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
     }
     const bool late = deadline.passed(executor.now());
     const Survey now = survey(context, pass);
-    const bool stalled = before.quiet && now.quiet && options.mode == PassMode::kFast &&
-                         now.executed == before.executed && now.sent == before.sent;
+    const bool stalled = options.mode == PassMode::kFast && now.stands_still_since(before);
     before = now;
     if (!late && !stalled) continue;
     const char* why = stalled
@@ -105,30 +104,11 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
   }
 }
 
-Passes::Impl::Survey Passes::Impl::survey(ContextState& context, const PassState& pass) {
+Survey Passes::Impl::survey(ContextState& context, const PassState& pass) {
   const Worker me = require_worker();
   const AskPass question{context.id(), pass.id(), registry->next_id(), kPatience.count()};
   context.is_first_of(question.wave);
-  const auto parts = ask_about(context, question).wait();
-  Survey survey;
-  bool busy = false;
-  std::uint64_t received = 0;
-  for (const PartReport& part : parts) {
-    busy = busy || part.busy || part.silent;
-    if (part.silent) survey.waiting += fmt::format("\n  worker '{}' does not answer", part.worker);
-    if (part.busy) survey.at_work += fmt::format("\n  worker '{}' is still at work", part.worker);
-    survey.executed += part.executed;
-    survey.sent += part.sent;
-    received += part.received;
-    for (const WaitingSend& send : part.waiting) {
-      survey.waiting +=
-          fmt::format("\n  worker '{}' sent {} of '{}' to worker '{}' as message {:#x}{}", part.worker,
-                      send.reply ? "the result" : "arguments", send.call, send.to, send.message,
-                      send.site.empty() ? "" : fmt::format(", called at {}", send.site));
-    }
-  }
-  survey.quiet = !busy && survey.sent == received && !survey.waiting.empty();
-  return survey;
+  return Survey(ask_about(context, question).wait());
 }
 
 }  // namespace torchspan::autograd
