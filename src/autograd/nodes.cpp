@@ -1,5 +1,6 @@
 #include "autograd/nodes.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 #include <torchspan/core/error.h>
@@ -23,6 +24,16 @@ torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& 
     spans_.record(SpanKind::kAutograd, message_.span_name("receive"), spans_.executor().now(), pass->id());
   }
   return std::move(gradients);
+}
+
+void SendNode::place(torch::autograd::variable_list& gradients) const {
+  const auto count = std::min<std::size_t>(gradients.size(), num_outputs());
+  for (std::size_t i = 0; i < count; ++i) {
+    const torch::autograd::Edge& edge = next_edge(i);
+    if (!gradients[i].defined() || !edge.is_valid()) continue;
+    const c10::Device device = edge.function->input_metadata(edge.input_nr).device();
+    if (gradients[i].device() != device) gradients[i] = gradients[i].to(device);
+  }
 }
 
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {

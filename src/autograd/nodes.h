@@ -34,6 +34,8 @@ class SendNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
+  /// Takes gradients, which come by way of the CPU, to the devices of the tensors that they are for.
+  void place(torch::autograd::variable_list& gradients) const;
 
  private:
   const MessageInfo message_;

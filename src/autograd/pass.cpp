@@ -74,6 +74,7 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
     delivery.reached.assign(message.reached.begin(), message.reached.end());
     walk_from(*send, message.reached);
   }
+  send->place(message.gradients);
   delivery.gradients = std::move(message.gradients);
   graph_.deliver(*send, std::move(delivery));
 }

@@ -66,12 +66,15 @@ Core::Core(Runtime& runtime, FunctionTable functions, ServiceOptions options)
     : runtime_(runtime),
       functions_(std::move(functions)),
       options_(std::move(options)),
+      devices_({options_.name, options_.rank}, options_.device_maps),
       self_{options_.name, options_.rank},
       roster_(self_),
       host_(std::make_shared<Host>(runtime.executor, pool_options(options_))),
       calls_(options_.max_pending_calls),
       serving_(options_.max_waiting_bytes),
-      default_timeout_(options_.default_timeout) {}
+      default_timeout_(options_.default_timeout) {
+  devices_.check_here();
+}
 
 void Core::open(const WorkerService::MakeTransport& make_transport) {
   references_ = std::make_shared<References>(weak_from_this(), self_.rank);

@@ -18,6 +18,7 @@
 
 #include "rpc/baton.h"
 #include "rpc/call_table.h"
+#include "rpc/devices.h"
 #include "rpc/links.h"
 #include "rpc/references.h"
 #include "rpc/roster.h"
@@ -251,6 +252,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   Counter& bytes_sent_{runtime_.metrics.counter("rpc.bytes_sent")};  ///< frames and tensors, retries included
   const FunctionTable functions_;
   const ServiceOptions options_;
+  const Devices devices_;
   WorkerInfo self_;
   Roster roster_;
   std::uint64_t epoch_ = 0;

@@ -67,7 +67,9 @@ void Core::receive_reply(PeerId peer, net::Message& message, const wire::FrameVi
       return call->completion->fail(story);
     }
     payload.references = references_->from_handles(frame.handles, peer);
-    payload.tensors = wire::unpack(frame.tensor_metadata, message.segments);
+    payload.tensors =
+        wire::unpack(frame.tensor_metadata, message.segments,
+                     {.place = call->user_values ? devices_.results(peer.rank, roster_) : nullptr});
     CallInfo info{call->info.type, call->name, peer.rank, frame.header.call, true, call->site};
     for (Interceptor* interceptor : interceptors_) {
       if (const auto* blob = frame.blob(interceptor->name()))

@@ -35,7 +35,9 @@ Core::Outgoing Core::prepare(const CallInfo& info, PeerId to, wire::Payload& pay
       }
       if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
     }
-    out.tensors = wire::pack(payload.tensors);
+    const bool arguments = user_values && !info.reply;
+    out.tensors =
+        wire::pack(payload.tensors, {.place = arguments ? devices_.arguments(info.peer, roster_) : nullptr});
     out.frame.handles = references_->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);

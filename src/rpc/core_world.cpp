@@ -42,6 +42,7 @@ void Core::start(std::unique_ptr<rendezvous::Membership> membership) {
     links_->add(link_member(member));
     roster_.set({member.name, static_cast<std::uint32_t>(member.rank)});
   }
+  if (!open_world_) devices_.check_names(roster_.all());
   leader_ = runtime_.executor.spawn(self_.name + "/net", [this] { lead(); });
   membership_->watch(
       {.joined = [this](const rendezvous::Member& member) { member_joined(member); },

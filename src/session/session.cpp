@@ -32,6 +32,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.name = options.environment.name;
   service.rank = static_cast<std::uint32_t>(std::max(options.environment.rank, 0));
   service.default_timeout = options.rpc_timeout;
+  service.device_maps = options.device_maps;
   service.threads = options.threads;
   service.max_threads = options.max_threads;
   service.max_pending_calls = options.max_pending_calls;

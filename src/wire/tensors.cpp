@@ -9,6 +9,7 @@
 #include <ATen/quantized/Quantizer.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Layout.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <torchspan/wire/tensors.h>
 #include <torchspan/wire/torch_types.h>
@@ -21,7 +22,7 @@ namespace {
 enum class TensorKind : std::uint8_t { kUndefined = 0, kStrided = 1, kSparseCoo = 2, kQuantized = 3 };
 enum class Scheme : std::uint8_t { kPerTensor = 0, kPerChannel = 1 };
 
-constexpr std::uint8_t kRequiresGrad = 1, kDeviceFollows = 2, kCoalesced = 4;
+constexpr std::uint8_t kRequiresGrad = 1, kDeviceFollows = 2, kCoalesced = 4, kPlaced = 8;
 
 [[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
 [[noreturn]] void throw_unsupported(std::string text) {
@@ -58,7 +59,7 @@ at::Tensor resolved(const at::Tensor& tensor) {
 
 class Packer {
  public:
-  explicit Packer(PackOptions options) : options_(options) {}
+  explicit Packer(PackOptions options) : options_(std::move(options)) {}
 
   PackedTensors pack(std::span<const at::Tensor> tensors) {
     if (tensors.empty()) return {};
@@ -105,10 +106,11 @@ class Packer {
   }
 
   void put_flags(const at::Tensor& tensor, std::uint8_t more) {
-    const bool elsewhere = !tensor.is_cpu();
+    const c10::Device device = options_.place ? options_.place(tensor.device()) : tensor.device();
+    const std::uint8_t elsewhere = kDeviceFollows | (options_.place ? kPlaced : 0);
     metadata_.put(static_cast<std::uint8_t>(more | (tensor.requires_grad() ? kRequiresGrad : 0) |
-                                            (elsewhere ? kDeviceFollows : 0)));
-    if (elsewhere) metadata_.put_string(tensor.device().str());
+                                            (device.is_cpu() ? 0 : elsewhere)));
+    if (!device.is_cpu()) metadata_.put_string(device.str());
   }
 
   void put_strided(const at::Tensor& tensor, bool keep) {
@@ -197,7 +199,8 @@ class Unpacker {
   struct Flags {
     bool requires_grad;
     bool coalesced;
-    std::string device;
+    bool placed;
+    c10::Device device = c10::kCPU;
   };
 
   at::Tensor get() {
@@ -219,11 +222,12 @@ class Unpacker {
 
   Flags get_flags(std::uint8_t more) {
     const auto bits = metadata_.get<std::uint8_t>();
-    if ((bits & ~(kRequiresGrad | kDeviceFollows | more)) != 0) {
+    const bool placed_nowhere = (bits & kPlaced) != 0 && (bits & kDeviceFollows) == 0;
+    if ((bits & ~(kRequiresGrad | kDeviceFollows | kPlaced | more)) != 0 || placed_nowhere) {
       throw_invalid(fmt::format("a tensor came with the unknown flags {:#x}", bits));
     }
-    Flags flags{(bits & kRequiresGrad) != 0, (bits & kCoalesced) != 0, {}};
-    if ((bits & kDeviceFollows) != 0) flags.device = metadata_.get_string();
+    Flags flags{(bits & kRequiresGrad) != 0, (bits & kCoalesced) != 0, (bits & kPlaced) != 0};
+    if ((bits & kDeviceFollows) != 0) flags.device = parse_device(metadata_.get_string());
     return flags;
   }
 
@@ -311,12 +315,15 @@ class Unpacker {
 
   /// Moves the tensor where it shall live and marks it as a leaf that requires grad.
   at::Tensor placed(at::Tensor tensor, const Flags& flags) const {
-    if (!flags.device.empty()) {
-      const c10::Device sent_from = parse_device(flags.device);
-      if (options_.place) {
-        const c10::Device here = options_.place(sent_from);
-        if (!here.is_cpu()) tensor = tensor.to(here);
-      }
+    if (flags.placed) {
+      const std::string why = why_absent(flags.device);
+      if (!why.empty())
+        throw_invalid(
+            fmt::format("a tensor came that is to live on '{}' here, but {}", flags.device.str(), why));
+      tensor = tensor.to(flags.device);
+    } else if (options_.place) {
+      const c10::Device here = options_.place(flags.device);
+      if (!here.is_cpu()) tensor = tensor.to(here);
     }
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
@@ -343,8 +350,18 @@ class Unpacker {
 
 }  // namespace
 
+std::string why_absent(c10::Device device) {
+  if (device.is_cpu()) return {};
+  if (device.is_meta()) return "a meta tensor has no data";
+  const bool known = c10::impl::hasDeviceGuardImpl(device.type());
+  const int count = known ? c10::impl::getDeviceGuardImpl(device.type())->deviceCount() : 0;
+  if (count > 0 && device.index() < count) return {};
+  return fmt::format("this process has {} {} device{}", count == 0 ? "no" : std::to_string(count),
+                     c10::DeviceTypeName(device.type(), /*lower_case=*/true), count == 1 ? "" : "s");
+}
+
 PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options) {
-  return Packer(options).pack(tensors);
+  return Packer(std::move(options)).pack(tensors);
 }
 
 std::vector<at::Tensor> unpack(BytesView metadata, std::span<Buffer> segments, const UnpackOptions& options) {

@@ -223,6 +223,9 @@ TEST(HostileTensors, DtypesLayoutsAndDimensionsMustExist) {
   metadata = metadata_of(4, {2});
   metadata[5] = std::byte{1};  // integers cannot require grad
   expect_refused(metadata, 16);
+  metadata = metadata_of(6, {2});
+  metadata[5] = std::byte{8};  // placed on a device that is not named
+  expect_refused(metadata, 8);
   if (TORCH_VERSION_MAJOR < 2) expect_refused(metadata_of(24, {2}), 2, ErrorKind::kUnsupported);
 }
 

@@ -451,27 +451,5 @@ TEST(UnsupportedTensors, AreRefusedByPositionAndReason) {
   if (at::hasMKLDNN()) expect_unsupported(torch::ones({2, 2}).to_mkldnn(), "Mkldnn");
 }
 
-TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
-  // The metadata that a worker with a GPU sends: one float, flagged as coming from cuda:1.
-  ByteWriter metadata;
-  metadata.put(std::uint32_t{1});
-  metadata.put(std::uint8_t{1});
-  metadata.put(std::uint8_t{2});
-  metadata.put_string("cuda:1");
-  metadata.put(std::uint8_t{6}), metadata.put(std::uint8_t{0}), metadata.put(std::uint8_t{0});
-  const float number = 2.5f;
-  const Segment segment{reinterpret_cast<const std::byte*>(&number), sizeof number, nullptr};
-  std::vector<Buffer> buffers = deliver(std::span(&segment, 1));
-  EXPECT_TRUE(unpack(metadata.bytes(), buffers)[0].is_cpu());
-  buffers = deliver(std::span(&segment, 1));
-  std::string asked;
-  const auto place = [&](c10::Device device) {
-    asked = device.str();
-    return c10::Device("meta");
-  };
-  EXPECT_TRUE(unpack(metadata.bytes(), buffers, {.place = place})[0].is_meta());
-  EXPECT_EQ(asked, "cuda:1");
-}
-
 }  // namespace
 }  // namespace torchspan::wire

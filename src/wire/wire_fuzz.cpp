@@ -91,7 +91,10 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     const at::Tensor dense = at::ones({2, 3});
     for (const at::Tensor& tensor : {dense, dense.t(), dense.to_sparse(), dense.expand({4, 2, 3}),
                                      at::Tensor(), at::ones({0, 2}), dense.to(at::kHalf)}) {
-      const PackedTensors packed = pack(std::vector{tensor, dense});
+      PackOptions options;
+      if (tensor.defined() && !tensor.is_contiguous())
+        options.place = [](c10::Device) { return c10::Device("cuda:1"); };
+      const PackedTensors packed = pack(std::vector{tensor, dense}, options);
       Bytes seed = bytes_of({1, static_cast<int>(packed.segments.size())});
       for (const Segment& segment : packed.segments) {
         seed.push_back(static_cast<std::byte>(segment.size - 1));

@@ -1,5 +1,6 @@
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -7,6 +8,7 @@
 #include <torchspan/core/runtime.h>
 #include <torchspan/net/transport.h>
 #include <torchspan/rendezvous/membership.h>
+#include <torchspan/rpc/device_map.h>
 #include <torchspan/rpc/extension.h>
 #include <torchspan/rpc/worker.h>
 
@@ -23,7 +25,10 @@ struct ServiceOptions {
   std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per peer of requests that wait for a thread
   Duration stopped_limit =
       std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
-  bool report_leaks = true;     ///< graceful shutdown warns of values that others still refer to at its end
+  /// Where tensors live on other devices than the CPU that travel to a peer, and results of calls to it, by
+  /// the peer's name. To peers without one they go as they are, and arrive on the CPU.
+  std::map<std::string, DeviceMap> device_maps = {};
+  bool report_leaks = true;  ///< graceful shutdown warns of values that others still refer to at its end
   /// Graceful shutdown throws Error{kInvalid} that lists the values here that other programs still refer to
   /// as all begin to shut down, in an open world as this worker leaves; it is complete nevertheless.
   bool strict_leaks = false;

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,6 +35,9 @@ struct WorkerOptions {
   /// shutdown() warns in the log of values whose references nobody gave back, or that others still refer to
   /// when this worker leaves an open world.
   bool report_leaks = true;
+  /// Where tensors live on other devices than the CPU that travel to a worker, and results of calls to it, by
+  /// its name. To workers without one they go as they are, and arrive on the CPU.
+  std::map<std::string, DeviceMap> device_maps = {};
   LogLevel log_level = LogLevel::kWarning;
   bool require_same_functions = true;  ///< refuse a world whose workers have different function tables
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -22,6 +23,9 @@ struct PackOptions {
   /// The tensors are nobody else's (results of a call): segments keep them alive, so a transport may go on
   /// sending after send() returned. Otherwise the caller's memory is borrowed for the duration of send().
   bool exclusive = false;
+  /// On which device of the receiver's a tensor shall live that lives on that device here; unset: the
+  /// receiver decides, who is told where it lived. What it throws ends pack().
+  std::function<c10::Device(c10::Device here)> place = {};
 };
 
 /// Describes tensors and points at their bytes. Copies only what cannot be sent as it lies: views with gaps,
@@ -33,15 +37,18 @@ struct PackOptions {
 PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options = {});
 
 struct UnpackOptions {
-  /// Where a tensor that left a device other than the CPU shall live here; unset: on the CPU.
-  std::function<c10::Device(c10::Device sent_from)> place;
+  /// Where a tensor that left that device shall live here, if its sender did not say; unset: on the CPU.
+  std::function<c10::Device(c10::Device sent_from)> place = {};
 };
+
+/// Why no tensor can live on `device` in this process: "this process has 1 cuda device". Empty when one can.
+std::string why_absent(c10::Device device);
 
 /// Rebuilds the tensors that pack() described. Takes each buffer over as a tensor's storage without a copy;
 /// the tensor is writable, resizable and shares nothing with the sender. Dtype, sizes, strides, expanded
 /// dimensions, sparse layout, quantization and requires_grad are those of the sender; a tensor that required
-/// grad is a leaf here. Any metadata and buffers that do not fit together exactly are Error{kInvalid}; a
-/// dtype unknown to this build is Error{kUnsupported}.
+/// grad is a leaf here. Copies to a device are complete when this returns. Any metadata and buffers that do
+/// not fit together exactly are Error{kInvalid}; a dtype unknown to this build is Error{kUnsupported}.
 std::vector<at::Tensor> unpack(BytesView metadata, std::span<Buffer> segments,
                                const UnpackOptions& options = {});
 

@@ -1,0 +1,110 @@
+#include "rpc/devices.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/wire/tensors.h>
+
+namespace torchspan {
+
+DeviceMap::DeviceMap(std::vector<Pair> pairs) : pairs_(std::move(pairs)) {
+  for (auto pair = pairs_.begin(); pair != pairs_.end(); ++pair) {
+    for (const c10::Device& device : {pair->first, pair->second}) {
+      if (device.is_cpu() || device.has_index()) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("a device map names '{}' without an index; say which one: '{}:0'", device.str(),
+                              device.str()));
+    }
+    const auto twice = std::find_if(pairs_.begin(), pair, [&](const Pair& before) {
+      return before.first == pair->first || before.second == pair->second;
+    });
+    if (twice == pair) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a device map is one to one, but has both {} to {} and {} to {}",
+                            twice->first.str(), twice->second.str(), pair->first.str(), pair->second.str()));
+  }
+}
+
+std::optional<c10::Device> DeviceMap::there(c10::Device here) const {
+  for (const Pair& pair : pairs_) {
+    if (pair.first == here) return pair.second;
+  }
+  return std::nullopt;
+}
+
+std::optional<c10::Device> DeviceMap::here(c10::Device there) const {
+  for (const Pair& pair : pairs_) {
+    if (pair.second == there) return pair.first;
+  }
+  return std::nullopt;
+}
+
+namespace rpc {
+
+void Devices::check_here() const {
+  for (const auto& [peer, map] : maps_) {
+    for (const DeviceMap::Pair& pair : map.pairs()) {
+      const std::string why = wire::why_absent(pair.first);
+      if (why.empty()) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("worker '{}' has a device map for worker '{}' that names its own {}: {}",
+                              self_.name, peer, pair.first.str(), why));
+    }
+  }
+}
+
+void Devices::check_names(const std::vector<WorkerInfo>& world) const {
+  for (const auto& [peer, map] : maps_) {
+    const bool known = std::any_of(world.begin(), world.end(),
+                                   [&](const WorkerInfo& worker) { return worker.name == peer; });
+    if (known) continue;
+    std::vector<std::string> names;
+    for (const WorkerInfo& worker : world) names.push_back(worker.name);
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("worker '{}' has a device map for worker '{}', which is not in this world; there "
+                            "are {}",
+                            self_.name, peer, fmt::join(names, ", ")));
+  }
+}
+
+const DeviceMap* Devices::find(const std::string& peer) const {
+  const auto found = maps_.find(peer);
+  return found == maps_.end() ? nullptr : &found->second;
+}
+
+Devices::Place Devices::arguments(std::uint32_t peer, const Roster& roster) const {
+  if (peer == self_.rank) return [](c10::Device here) { return here; };
+  if (maps_.empty()) return nullptr;
+  const std::string name = roster.name(peer);
+  const DeviceMap* map = find(name);
+  if (map == nullptr) return nullptr;
+  return [this, map, name](c10::Device here) -> c10::Device {
+    if (const auto there = map->there(here)) return *there;
+    if (here.is_cpu()) return here;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("it lives on {}, which the device map of worker '{}' for worker '{}' does not "
+                            "name; add where it lives there, or send tensor.cpu()",
+                            here.str(), self_.name, name));
+  };
+}
+
+Devices::Place Devices::results(std::uint32_t peer, const Roster& roster) const {
+  if (peer == self_.rank) return [](c10::Device there) { return there; };
+  if (maps_.empty()) return nullptr;
+  const std::string name = roster.name(peer);
+  const DeviceMap* map = find(name);
+  if (map == nullptr) return nullptr;
+  return [this, map, name](c10::Device there) -> c10::Device {
+    if (const auto here = map->here(there)) return *here;
+    if (there.is_cpu()) return there;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a result lives on {} of worker '{}', where the device map of worker '{}' has "
+                            "nothing; add where it lives here, or return tensor.cpu()",
+                            there.str(), name, self_.name));
+  };
+}
+
+}  // namespace rpc
+}  // namespace torchspan

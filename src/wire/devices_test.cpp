@@ -1,0 +1,71 @@
+// Where tensors of other devices than the CPU come to live. Over real tensors of such devices:
+// tests/conformance/rpc_devices.cpp.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/wire/tensors.h>
+
+#include "wire/wire_test_util.h"
+
+namespace torchspan::wire {
+namespace {
+
+TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
+  // The metadata that a worker with a GPU sends: one float, flagged as coming from cuda:1.
+  ByteWriter metadata;
+  metadata.put(std::uint32_t{1});
+  metadata.put(std::uint8_t{1});
+  metadata.put(std::uint8_t{2});
+  metadata.put_string("cuda:1");
+  metadata.put(std::uint8_t{6}), metadata.put(std::uint8_t{0}), metadata.put(std::uint8_t{0});
+  const float number = 2.5f;
+  const Segment segment{reinterpret_cast<const std::byte*>(&number), sizeof number, nullptr};
+  std::vector<Buffer> buffers = deliver(std::span(&segment, 1));
+  EXPECT_TRUE(unpack(metadata.bytes(), buffers)[0].is_cpu());
+  buffers = deliver(std::span(&segment, 1));
+  std::string asked;
+  const auto place = [&](c10::Device device) {
+    asked = device.str();
+    return c10::Device("meta");
+  };
+  EXPECT_TRUE(unpack(metadata.bytes(), buffers, {.place = place})[0].is_meta());
+  EXPECT_EQ(asked, "cuda:1");
+}
+
+TEST(Devices, WhereTheSenderSaysATensorLivesItIsPutOrRefused) {
+  const std::vector<at::Tensor> tensors{torch::ones({2}), torch::zeros({3})};
+  const auto sent = [&](const char* device) {
+    const auto place = [device](c10::Device here) {
+      EXPECT_TRUE(here.is_cpu());
+      return c10::Device(device);
+    };
+    const PackedTensors packed = pack(tensors, {.place = place});
+    std::vector<Buffer> buffers = deliver(packed.segments);
+    return unpack(packed.metadata, buffers, {.place = [](c10::Device) { return c10::Device("meta"); }});
+  };
+  for (const auto& [device, why] : {std::pair("cuda:3", "this process has no cuda devices"),
+                                    std::pair("meta", "a meta tensor has no data")}) {
+    try {
+      sent(device);
+      ADD_FAILURE() << "'" << device << "' was taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr(device), ::testing::HasSubstr(why)));
+    }
+  }
+  // The CPU needs no saying: then the receiver's own placement is asked.
+  EXPECT_TRUE(sent("cpu")[1].is_meta());
+  const auto refuse = [](c10::Device) -> c10::Device { throw Error(ErrorKind::kInvalid, "no place"); };
+  try {
+    pack(tensors, {.place = refuse});
+    ADD_FAILURE() << "it was packed";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.message().c_str(), "tensor 0 of 2: no place");
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::wire
