@@ -21,9 +21,9 @@ enum class Schedule : std::uint8_t {
 enum class Checkpoint : std::uint8_t { kNever, kExceptLast, kAlways };
 
 struct PipelineOptions {
-  std::vector<int> balance;  ///< distinct layers of each stage; empty: evenly over `workers`
-  std::vector<std::string>
-      workers;            ///< the owner of each stage; empty: stage s on rank s modulo the world's size
+  std::vector<int> balance = {};  ///< distinct layers of each stage; empty: evenly over `workers`
+  /// The owner of each stage; empty: stage s on rank s modulo the world's size.
+  std::vector<std::string> workers = {};
   int micro_batches = 1;  ///< a batch with fewer rows is split into fewer
   Schedule schedule = Schedule::kOneFOneB;
   Checkpoint checkpoint = Checkpoint::kExceptLast;

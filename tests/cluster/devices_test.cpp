@@ -1,0 +1,100 @@
+// Device maps over real processes: layers on devices of two workers are trained as in one process.
+#include <torch/torch.h>
+
+#include <torchspan/torchspan.h>
+
+#include "tests/support/cluster_main.h"
+#include "tests/support/stand_in_device.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+constexpr int kSteps = 5;
+
+at::Tensor start_of(std::int64_t layer) {
+  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(7 + layer));
+  return at::randn({4, 4}, generator, at::kDouble);
+}
+at::Tensor layer_on(const c10::Device& device, std::int64_t layer) {
+  return start_of(layer).to(device).requires_grad_();
+}
+at::Tensor forward(const RRef<at::Tensor>& layer, const at::Tensor& x) {
+  return at::matmul(x, layer.local_value()).tanh();
+}
+at::Tensor values(const RRef<at::Tensor>& layer) { return layer.local_value().detach(); }
+
+constexpr Function<layer_on> kLayerOn{"layer_on"};
+constexpr Function<forward> kForward{"forward"};
+constexpr Function<values> kValues{"values"};
+
+at::Tensor batch(int step) { return start_of(100 + step).narrow(0, 0, 2); }
+
+/// The layers after as many steps in one process.
+std::vector<at::Tensor> trained_alone() {
+  std::vector<at::Tensor> layers;
+  for (int i = 0; i < 2; ++i) layers.push_back(layer_on(c10::kCPU, i));
+  torch::optim::SGD optimizer(layers, torch::optim::SGDOptions(0.1));
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    at::matmul(at::matmul(batch(step), layers[0]).tanh(), layers[1]).tanh().pow(2).sum().backward();
+    optimizer.step();
+  }
+  return layers;
+}
+
+void train() {
+  WorkerOptions options = WorkerOptions::from_env();
+  if (options.environment.rank == 0) {
+    options.device_maps["worker1"] = {{stand_in(0), stand_in(1)}};
+    options.device_maps["worker2"] = {{stand_in(0), stand_in(0)}, {stand_in(1), stand_in(1)}};
+  }
+  Session session(options, FunctionTable().add(kLayerOn, kForward, kValues));
+  Worker& worker = session.worker();
+  if (session.rank() == 0) {
+    const std::vector<RRef<at::Tensor>> layers{worker.remote("worker1", kLayerOn, stand_in(1), 0),
+                                               worker.remote("worker2", kLayerOn, stand_in(0), 1)};
+    optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {layers[0], layers[1]});
+    for (int step = 0; step < kSteps; ++step) {
+      autograd::Context context(session);
+      const at::Tensor hidden = worker.rpc_sync("worker1", kForward, layers[0], batch(step).to(stand_in(0)));
+      require(hidden.device() == stand_in(0), "the result is on " + hidden.device().str());
+      const at::Tensor y = worker.rpc_sync("worker2", kForward, layers[1], hidden);
+      context.backward(y.pow(2).sum());
+      optimizer.step(context);
+    }
+    const std::vector<at::Tensor> expected = trained_alone();
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      const at::Tensor got = worker.rpc_sync(layers[i].owner().name, kValues, layers[i]);
+      require(got.device() == stand_in(0), "the layer came to " + got.device().str());
+      require(at::allclose(got.cpu(), expected[i], 1e-12, 1e-12), "layer " + std::to_string(i) + " differs");
+    }
+  }
+  session.shutdown();
+}
+
+TEST(ClusterDevices, ThreeProcessesWithDevicesTrainAsOneWithout) {
+  ProcessWorld world(3);
+  world.start_all("train");
+  expect_all_end_well(world);
+}
+
+TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
+  WorkerOptions options;
+  options.device_maps["worker1"] = {{stand_in(4), stand_in(0)}};
+  try {
+    Session session(options);
+    ADD_FAILURE() << "it started";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("privateuseone:4"));
+  }
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv, {{"train", torchspan::train}});
+}
