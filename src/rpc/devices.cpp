@@ -56,12 +56,10 @@ void Devices::check_here() const {
 }
 
 void Devices::check_names(const std::vector<WorkerInfo>& world) const {
+  std::vector<std::string> names;
+  for (const WorkerInfo& worker : world) names.push_back(worker.name);
   for (const auto& [peer, map] : maps_) {
-    const bool known = std::any_of(world.begin(), world.end(),
-                                   [&](const WorkerInfo& worker) { return worker.name == peer; });
-    if (known) continue;
-    std::vector<std::string> names;
-    for (const WorkerInfo& worker : world) names.push_back(worker.name);
+    if (std::find(names.begin(), names.end(), peer) != names.end()) continue;
     throw Error(ErrorKind::kInvalid,
                 fmt::format("worker '{}' has a device map for worker '{}', which is not in this world; there "
                             "are {}",
