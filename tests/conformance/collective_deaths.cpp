@@ -111,17 +111,19 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
   CollectiveWorld world(2);
   world.run(
       [](Group& group) {
-        // They have no names of their own, but that of the thread that made the group.
+        // They have a name of LibTorch's newer versions, or the name of the thread that made the group.
         const auto mine = std::to_string(gettid()), name = field_of_thread(mine, "Name:");
         int threads = 0;
         for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
-          const std::string id = thread.path().filename();
-          if (id == mine || field_of_thread(id, "Name:") != name) continue;
+          const std::string id = thread.path().filename(), called = field_of_thread(id, "Name:");
+          if (id == mine || (called != name && !called.starts_with("pt_gloo"))) continue;
           ++threads;
-          const auto blocked = std::stoull(field_of_thread(id, "SigBlk:"), nullptr, 16);
-          EXPECT_NE(blocked & (1ULL << (SIGPIPE - 1)), 0U) << "thread " << threads << " of " << name;
+          const std::string blocked = field_of_thread(id, "SigBlk:");
+          ASSERT_FALSE(blocked.empty()) << called;
+          EXPECT_NE(std::stoull(blocked, nullptr, 16) & (1ULL << (SIGPIPE - 1)), 0U)
+              << "thread " << threads << ", called " << called;
         }
-        EXPECT_EQ(threads, 3) << "one that reads and writes, two that compute";
+        EXPECT_GE(threads, 3) << "one that reads and writes, two that compute";
         group.barrier();
       },
       {.back_end = BackEndKind::kC10d});
