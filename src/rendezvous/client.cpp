@@ -37,7 +37,10 @@ void Client::stop() {
 
 void Client::add_handlers() {
   messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
-  messages_.on<Refused>([this](Refused message) { decide(Error(message.kind, message.text)); });
+  messages_.on<Refused>([this](Refused message) {
+    const Error reason(message.kind, message.text);
+    message.passing ? lose_store(reason) : decide(reason);  // and comes again
+  });
   messages_.on<Gathered>([this](Gathered message) {
     finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
   });

@@ -1,3 +1,4 @@
+#include <array>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
@@ -342,6 +343,25 @@ TEST(Membership, GoodByeIsADepartureAndRankZeroServesUntilTheLast) {
       EXPECT_GE(now, seconds(3));
     }
   });
+}
+
+/// Before and after rank 0 has left, while others are there still.
+TEST(Membership, WhoComesWhileTheWorldEndsJoinsTheNextOne) {
+  for (const auto& stays : {std::array{1, 0, 2}, std::array{0, 1, 2}, std::array{2, 1, 0}}) {
+    SimulatedWorld world(15, 3);
+    world.run([&](int rank) {
+      for (int round = 0; round < 3; ++round) {
+        const auto membership = world.join(rank);
+        membership->on_death(
+            [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+        membership->barrier("here", {}, world.in(seconds(1)));
+        EXPECT_TRUE(membership->is_present((rank + 1) % 3));
+        world.executor().sleep(seconds(stays[static_cast<std::size_t>(rank)]));
+        membership->leave(world.in(seconds(10)));
+      }
+      EXPECT_LT(world.executor().now().time_since_epoch(), seconds(9));
+    });
+  }
 }
 
 TEST(Membership, RankZeroStopsServingAtItsDeadline) {

@@ -158,11 +158,15 @@ Welcome Welcome::decode(ByteReader& reader) {
 void Refused::encode(ByteWriter& writer) const {
   writer.put(kind);
   writer.put_string(text);
+  writer.put(static_cast<std::uint8_t>(passing ? 1 : 0));
 }
 
 Refused Refused::decode(ByteReader& reader) {
-  const ErrorKind kind = get_kind(reader);
-  return {kind, reader.get_string()};
+  Refused message;
+  message.kind = get_kind(reader);
+  message.text = reader.get_string();
+  message.passing = reader.get<std::uint8_t>() != 0;
+  return message;
 }
 
 void Contribute::encode(ByteWriter& writer) const {

@@ -54,11 +54,13 @@ struct Welcome {
   static Welcome decode(ByteReader& reader);
 };
 
-/// Store to a client: it will not be in a world here.
+/// Store to a client: it will not be in the world that is here. `passing`: that world ends, and the next one
+/// may begin at the same address, so the client comes again.
 struct Refused {
   static constexpr std::uint16_t kType = 3;
   ErrorKind kind = ErrorKind::kInvalid;
   std::string text;
+  bool passing = false;
 
   void encode(ByteWriter& writer) const;
   static Refused decode(ByteReader& reader);

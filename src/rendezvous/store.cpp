@@ -112,6 +112,10 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
 }
 
 void Store::admit(ConnectionId connection, Register message) {
+  if (const auto reason = reason_to_come_later(message)) {
+    refuse(connection, *reason, /*passing=*/true);
+    return;
+  }
   if (const auto reason = reason_to_keep_out(message)) {
     refuse(connection, *reason);
     return;
@@ -179,14 +183,27 @@ std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
   return std::nullopt;
 }
 
-std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
-  if (const auto server = workers_.find(0); server != workers_.end() && !server->second.connection) {
+std::optional<Error> Store::reason_to_come_later(const Register& message) const {
+  const auto left = [&](int rank) {
+    const auto found = workers_.find(rank);
+    return found != workers_.end() && !found->second.connection && !found->second.died;
+  };
+  const int rank = message.member.rank;
+  if (left(0)) {
     return Error(
         ErrorKind::kDisconnected,
         fmt::format("{} has left, and the world ends with it: {} cannot join any more; start the job "
                     "again",
-                    describe(server->second.member()), message.member.name));
+                    describe(workers_.at(0).member()), message.member.name));
   }
+  // The members of a fixed world leave it together: it is the next one that such a worker wants to be in.
+  if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("{} has left, and with it this world ends: {} can join the next one only",
+                           describe(workers_.at(rank).member()), message.member.name));
+}
+
+std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
   return reason ? reason : difference_of_functions(message);
 }
@@ -274,10 +291,10 @@ std::optional<Error> Store::reason_to_fail(const Register& message) const {
   return difference_of_functions(message);
 }
 
-void Store::refuse(ConnectionId connection, const Error& reason) {
+void Store::refuse(ConnectionId connection, const Error& reason, bool passing) {
   heartbeats_.forget(connection);
   refused_.insert(connection);
-  wires_.send(connection, encode_message(Refused{reason.kind(), reason.message()}));
+  wires_.send(connection, encode_message(Refused{reason.kind(), reason.message(), passing}));
 }
 
 void Store::fail(const Error& reason) {

@@ -62,6 +62,8 @@ class Store {
   bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> reason_to_turn_away(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
+  /// The world is about to end, and will not take anybody in.
+  std::optional<Error> reason_to_come_later(const Register& message) const;
   std::optional<Error> reason_to_keep_out(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
@@ -75,7 +77,7 @@ class Store {
   /// Of a world that runs; the story begins with the worker.
   void end_of(int rank, const std::string& story);
   void fail(const Error& reason);
-  void refuse(ConnectionId connection, const Error& reason);
+  void refuse(ConnectionId connection, const Error& reason, bool passing = false);
   void welcome_everybody();
   template <class Message>
   void tell_others(int rank, const Message& message);

@@ -145,6 +145,7 @@ TEST_F(OpenStore, EndsWithRankZero) {
   say(3, visitor("c"));
   EXPECT_THAT(refusal(3), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("ends with it")));
   EXPECT_EQ(heard<Refused>(3).at(0).kind, ErrorKind::kDisconnected);
+  EXPECT_TRUE(heard<Refused>(3).at(0).passing);
   say(1, Leave{});
   EXPECT_FALSE(store_->deserted());
   store_->on_closed(2, closed());
@@ -216,9 +217,29 @@ TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
   ASSERT_EQ(heard<Welcome>(13).size(), 1u);
   EXPECT_EQ(heard<Welcome>(13).at(0).members.at(1).incarnation, 1u);
   EXPECT_TRUE(heard<Welcome>(13).at(0).gone.empty());
-  say(13, Leave{});
+  store_->on_closed(13, closed());
   say(14, registration(1, 3));
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 2u);
+}
+
+/// A fixed world is left by all together: who comes again soon is meant for the next one.
+TEST_F(StoreFixture, LetsNobodyBackIntoAWorldThatItHasLeft) {
+  gather_world(3);
+  told_.clear();
+  say(1, Leave{});
+  say(10, registration(1, 3));
+  EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world ends")));
+  EXPECT_TRUE(heard<Refused>(10).at(0).passing);
+  Register other = registration(1, 3);
+  other.member.name = "somebody";
+  say(11, other);
+  EXPECT_THAT(refusal(11), HasSubstr("is complete"));
+  EXPECT_FALSE(heard<Refused>(11).at(0).passing);
+  EXPECT_TRUE(heard<Joined>(0).empty());
+  say(0, Leave{});
+  say(12, registration(2, 3));
+  EXPECT_THAT(refusal(12), HasSubstr("worker0 (rank 0"));
+  EXPECT_TRUE(heard<Refused>(12).at(0).passing);
 }
 
 class StoreOfHosts : public StoreFixture {
