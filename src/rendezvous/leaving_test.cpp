@@ -1,0 +1,116 @@
+// How members leave a world in peace, and what becomes of those who wait or come meanwhile.
+#include <array>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "rendezvous/simulated_world.h"
+
+namespace torchspan::rendezvous {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+TEST(Leaving, GoodByeIsADepartureAndRankZeroServesUntilTheLast) {
+  SimulatedWorld world(13, 4);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    std::vector<int> left;
+    membership->on_death(
+        [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+    membership->on_departure([&](const Member& member) { left.push_back(member.rank); });
+    world.executor().sleep(seconds(rank));
+    if (rank == 3) {
+      EXPECT_EQ(left, (std::vector<int>{0, 1, 2}));
+      EXPECT_FALSE(membership->is_present(0));
+      const Error error = error_of([&] { membership->barrier("b", {2, 3}, world.in(seconds(1))); });
+      EXPECT_THAT(error.what(), HasSubstr("worker2 (rank 2"));
+      EXPECT_THAT(error.what(), HasSubstr("left the world"));
+    }
+    membership->leave(world.in(seconds(10)));
+    EXPECT_EQ(error_of([&] { membership->barrier("b", {}, Deadline::never()); }).kind(),
+              ErrorKind::kCancelled);
+    membership->leave(world.in(seconds(10)));
+    const auto now = world.executor().now().time_since_epoch();
+    EXPECT_LT(now, seconds(rank == 0 ? 3 : rank) + milliseconds(100));
+    if (rank == 0) {
+      EXPECT_GE(now, seconds(3));
+    }
+  });
+}
+
+/// Before and after rank 0 has left, while others are there still.
+TEST(Leaving, WhoComesWhileTheWorldEndsJoinsTheNextOne) {
+  for (const auto& stays : {std::array{1, 0, 2}, std::array{0, 1, 2}, std::array{2, 1, 0}}) {
+    SimulatedWorld world(15, 3);
+    world.run([&](int rank) {
+      for (int round = 0; round < 3; ++round) {
+        const auto membership = world.join(rank);
+        membership->on_death(
+            [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+        membership->barrier("here", {}, world.in(seconds(1)));
+        EXPECT_TRUE(membership->is_present((rank + 1) % 3));
+        world.executor().sleep(seconds(stays[static_cast<std::size_t>(rank)]));
+        membership->leave(world.in(seconds(10)));
+      }
+      EXPECT_LT(world.executor().now().time_since_epoch(), seconds(9));
+    });
+  }
+}
+
+TEST(Leaving, RankZeroStopsServingAtItsDeadline) {
+  SimulatedWorld world(14, 2);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    if (rank == 0) {
+      membership->leave(world.in(seconds(2)));
+      EXPECT_LT(world.executor().now().time_since_epoch(), milliseconds(2100));
+      return;
+    }
+    membership->on_death(
+        [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+    world.executor().sleep(seconds(5));
+    const Error error = error_of([&] { membership->barrier("b", {1}, Deadline::never()); });
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("store closed"), HasSubstr("worker0")));
+    membership->leave(world.in(seconds(2)));
+  });
+}
+
+TEST(Leaving, LeavingDoesNotWaitForADeadStore) {
+  SimulatedWorld world(21, 2);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    if (rank == 0) {
+      world.executor().sleep(seconds(2));
+      world.kill(0);
+      return;
+    }
+    world.executor().sleep(seconds(1));
+    world.network().drop_if([](const net::SimMessage& message) { return message.to == "sim:member1"; });
+    membership->leave(world.in(seconds(1000)));
+    EXPECT_LT(world.executor().now().time_since_epoch(), seconds(3));
+  });
+}
+
+TEST(Leaving, LeavingEndsOtherThreadsBarriers) {
+  SimulatedWorld world(17, 2);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    if (rank == 0) {
+      Thread waiter = world.executor().spawn("waiter", [&] {
+        const Error error = error_of([&] { membership->barrier("b", {}, Deadline::never()); });
+        EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+      });
+      world.executor().sleep(seconds(1));
+      membership->leave(world.in(seconds(5)));
+      return;
+    }
+    world.executor().sleep(seconds(2));
+    membership->leave(world.in(seconds(5)));
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous
