@@ -39,7 +39,8 @@ void Client::add_handlers() {
   messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
   messages_.on<Refused>([this](Refused message) {
     const Error reason(message.kind, message.text);
-    message.passing ? lose_store(reason) : decide(reason);  // and comes again
+    if (message.passing) return lose_store(reason);  // and comes again
+    decide(reason);
   });
   messages_.on<Gathered>([this](Gathered message) {
     finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });

@@ -13,13 +13,17 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
+void expect_no_death(Membership& membership) {
+  membership.on_death(
+      [](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+}
+
 TEST(Leaving, GoodByeIsADepartureAndRankZeroServesUntilTheLast) {
   SimulatedWorld world(13, 4);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
     std::vector<int> left;
-    membership->on_death(
-        [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+    expect_no_death(*membership);
     membership->on_departure([&](const Member& member) { left.push_back(member.rank); });
     world.executor().sleep(seconds(rank));
     if (rank == 3) {
@@ -48,8 +52,7 @@ TEST(Leaving, WhoComesWhileTheWorldEndsJoinsTheNextOne) {
     world.run([&](int rank) {
       for (int round = 0; round < 3; ++round) {
         const auto membership = world.join(rank);
-        membership->on_death(
-            [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+        expect_no_death(*membership);
         membership->barrier("here", {}, world.in(seconds(1)));
         EXPECT_TRUE(membership->is_present((rank + 1) % 3));
         world.executor().sleep(seconds(stays[static_cast<std::size_t>(rank)]));
@@ -69,8 +72,7 @@ TEST(Leaving, RankZeroStopsServingAtItsDeadline) {
       EXPECT_LT(world.executor().now().time_since_epoch(), milliseconds(2100));
       return;
     }
-    membership->on_death(
-        [&](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
+    expect_no_death(*membership);
     world.executor().sleep(seconds(5));
     const Error error = error_of([&] { membership->barrier("b", {1}, Deadline::never()); });
     EXPECT_THAT(error.what(), AllOf(HasSubstr("store closed"), HasSubstr("worker0")));

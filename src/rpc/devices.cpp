@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <torchspan/core/error.h>
 #include <torchspan/wire/tensors.h>
 
 namespace torchspan {
@@ -67,41 +66,40 @@ void Devices::check_names(const std::vector<WorkerInfo>& world) const {
   }
 }
 
-const DeviceMap* Devices::find(const std::string& peer) const {
-  const auto found = maps_.find(peer);
-  return found == maps_.end() ? nullptr : &found->second;
-}
-
 Devices::Place Devices::arguments(std::uint32_t peer, const Roster& roster) const {
-  if (peer == self_.rank) return [](c10::Device here) { return here; };
-  if (maps_.empty()) return nullptr;
-  const std::string name = roster.name(peer);
-  const DeviceMap* map = find(name);
-  if (map == nullptr) return nullptr;
-  return [this, map, name](c10::Device here) -> c10::Device {
-    if (const auto there = map->there(here)) return *there;
-    if (here.is_cpu()) return here;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("it lives on {}, which the device map of worker '{}' for worker '{}' does not "
-                            "name; add where it lives there, or send tensor.cpu()",
-                            here.str(), self_.name, name));
-  };
+  return place(peer, roster, &DeviceMap::there, &Devices::no_place_there);
 }
 
 Devices::Place Devices::results(std::uint32_t peer, const Roster& roster) const {
-  if (peer == self_.rank) return [](c10::Device there) { return there; };
+  return place(peer, roster, &DeviceMap::here, &Devices::no_place_here);
+}
+
+Devices::Place Devices::place(std::uint32_t peer, const Roster& roster, Lookup lookup,
+                              Refusal refusal) const {
+  if (peer == self_.rank) return [](c10::Device device) { return device; };
   if (maps_.empty()) return nullptr;
   const std::string name = roster.name(peer);
-  const DeviceMap* map = find(name);
-  if (map == nullptr) return nullptr;
-  return [this, map, name](c10::Device there) -> c10::Device {
-    if (const auto here = map->here(there)) return *here;
-    if (there.is_cpu()) return there;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a result lives on {} of worker '{}', where the device map of worker '{}' has "
-                            "nothing; add where it lives here, or return tensor.cpu()",
-                            there.str(), name, self_.name));
+  const auto found = maps_.find(name);
+  if (found == maps_.end()) return nullptr;
+  return [this, map = &found->second, name, lookup, refusal](c10::Device device) {
+    if (const auto other = (map->*lookup)(device)) return *other;
+    if (device.is_cpu()) return device;
+    throw(this->*refusal)(device.str(), name);
   };
+}
+
+Error Devices::no_place_there(const std::string& device, const std::string& peer) const {
+  return Error(ErrorKind::kInvalid,
+               fmt::format("it lives on {}, which the device map of worker '{}' for worker '{}' does not "
+                           "name; add where it lives there, or send tensor.cpu()",
+                           device, self_.name, peer));
+}
+
+Error Devices::no_place_here(const std::string& device, const std::string& peer) const {
+  return Error(ErrorKind::kInvalid,
+               fmt::format("a result lives on {} of worker '{}', where the device map of worker '{}' has "
+                           "nothing; add where it lives here, or return tensor.cpu()",
+                           device, peer, self_.name));
 }
 
 }  // namespace rpc

@@ -1,9 +1,11 @@
 #pragma once
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include <torchspan/core/error.h>
 #include <torchspan/rpc/device_map.h>
 #include <torchspan/rpc/message.h>
 
@@ -31,7 +33,12 @@ class Devices {
   Place results(std::uint32_t peer, const Roster& roster) const;
 
  private:
-  const DeviceMap* find(const std::string& peer) const;
+  using Lookup = std::optional<c10::Device> (DeviceMap::*)(c10::Device) const;
+  /// The error for a device without a place, of `peer`.
+  using Refusal = Error (Devices::*)(const std::string& device, const std::string& peer) const;
+  Place place(std::uint32_t peer, const Roster& roster, Lookup lookup, Refusal refusal) const;
+  Error no_place_there(const std::string& device, const std::string& peer) const;
+  Error no_place_here(const std::string& device, const std::string& peer) const;
 
   const WorkerInfo self_;
   const std::map<std::string, DeviceMap> maps_;
