@@ -70,6 +70,11 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--draw", options.drawing, "an SVG of the last step, beside its plan");
 }
 
+void check_written(const std::ofstream& file, const std::string& path) {
+  if (!file)
+    throw ts::Error(ts::ErrorKind::kInvalid, fmt::format("--draw {}: this file cannot be written", path));
+}
+
 ts::pipeline::PipelineOptions pipeline_options(const Options& options, int workers) {
   ts::pipeline::PipelineOptions made;
   made.balance = balance(options.model, workers);
@@ -113,6 +118,12 @@ class Training {
     const double seconds = seconds_since(begin);
     draw();
     const double held_out = validate();
+    if (!std::isfinite(held_out)) {
+      throw ts::Error(
+          ts::ErrorKind::kInvalid,
+          fmt::format("the loss on text not trained on is no finite number after step {}: lower --lr",
+                      options_.steps - 1));
+    }
     if (is_first()) {
       fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", options_.steps,
                  options_.batch, options_.model.context, seconds,
@@ -157,7 +168,10 @@ class Training {
       timelines.push_back(ts::schedule::simulate(
           report.table, ts::schedule::mean_costs(report.measured, report.table.stages())));
     timelines.push_back(report.measured);
-    std::ofstream(options_.drawing) << ts::schedule::draw_svg(timelines);
+    std::ofstream file(options_.drawing);
+    file << ts::schedule::draw_svg(timelines);
+    file.close();
+    check_written(file, options_.drawing);
     fmt::print("drew {}\n", options_.drawing);
   }
   /// Whoever has the scores draws the next character and tells the others.
@@ -207,6 +221,8 @@ void run(Options options) {
   // Wrong options, like a missing text, are told before anybody waits for the others.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
+  if (!options.drawing.empty() && worker_options.environment.rank <= 0)
+    check_written(std::ofstream(options.drawing, std::ios::app), options.drawing);
   const Text text = Text::load(options.text, options.model.context);
   options.model.vocabulary = text.vocabulary();
   text.encode(options.prompt);

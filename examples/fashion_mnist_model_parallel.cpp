@@ -4,6 +4,7 @@
 // without the launcher, the same program does all of it in one process.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -82,6 +83,9 @@ void train(ts::Session& session, Model& model, const Dataset& data, const Option
       ts::autograd::Context context(session);
       const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
       if (meter.images() == 0 && !options.graph.empty()) write_graph(options.graph, context.explain({loss}));
+      if (!std::isfinite(loss.item<double>())) {
+        throw std::runtime_error(fmt::format("the loss is no finite number in epoch {}: lower --lr", epoch));
+      }
       context.backward(loss);
       optimizer.step(context);
       meter.step(epoch, loss.item<double>(), batch.size());

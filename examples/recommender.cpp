@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -111,6 +112,12 @@ class Display {
   const bool shown_;
 };
 
+void check_finite(double value, const std::string& what) {
+  if (!std::isfinite(value))
+    throw ts::Error(ts::ErrorKind::kInvalid,
+                    what + " is no finite number: lower --lr, or look for ratings out of range");
+}
+
 /// What a trainer does, at the same time as all others: no step of theirs is lost, and none is waited for.
 Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const Options& options = part.options;
@@ -132,6 +139,7 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
       const Ratings batch = ratings.at(order[i]);
       ts::autograd::Context context(worker);
       const at::Tensor loss = loss_of(model.predict(batch), batch, all);
+      check_finite(loss.item<double>(), fmt::format("the loss in epoch {}", epoch));
       context.backward(loss);
       optimizer.step(context);
       schedule.step();
@@ -185,13 +193,15 @@ void lead(ts::Session& session, const Options& options, const Split& data) {
     fmt::print("trainer {}: {} ratings in {:.1f} s, {:.0f} ratings/s\n", rank, report.ratings, report.seconds,
                static_cast<double>(report.ratings) / std::max(report.seconds, 1e-9));
   }
+  const double error = held_out_error(model, data.held_out);
+  check_finite(error, "the error on held-out ratings");
   const Priors priors;
   fmt::print("root mean square error on {} held-out ratings\n", data.held_out.size());
   fmt::print("  the mean of all ratings             {:.4f}\n",
              root_mean_square(data.held_out.values - data.train.values.mean()));
   fmt::print("  biases of students and lecturers    {:.4f}\n",
              bias_only_error(data, priors.student, priors.lecturer));
-  fmt::print("  this model                          {:.4f}\n", held_out_error(model, data.held_out));
+  fmt::print("  this model                          {:.4f}\n", error);
 }
 
 void run(const Options& options) {

@@ -85,6 +85,25 @@ TEST_F(Program, DrawsItsLastStepBesideThePlan) {
   EXPECT_THAT(svg, HasSubstr("measured"));
 }
 
+TEST_F(Program, SaysBeforeItTrainsThatADrawingCannotBeWritten) {
+  const std::string drawing = folder_.path() + "/nowhere/step.svg";
+  const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});
+  EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
+  EXPECT_THAT(outcome.output, HasSubstr("--draw " + drawing + ": this file cannot be written"));
+  EXPECT_THAT(outcome.output, ::testing::Not(HasSubstr("drew")));
+  EXPECT_EQ(run(2, {"--steps", "2", "--draw", "/dev/full"}).exit_code, 1);
+}
+
+TEST_F(Program, EndsWithAnErrorWhenALossIsNoFiniteNumber) {
+  // After the last step nothing but the loss on held-out text shows it.
+  const Outcome last = run(2, {"--steps", "1", "--lr", "1e30"});
+  EXPECT_EQ(last.exit_code, 1) << last.output;
+  EXPECT_THAT(last.output, HasSubstr("is no finite number after step 0: lower --lr"));
+  const Outcome inside = run(2, {"--steps", "3", "--lr", "1e30"});
+  EXPECT_EQ(inside.exit_code, 1) << inside.output;
+  EXPECT_THAT(inside.output, HasSubstr("the loss is no finite number after step"));
+}
+
 TEST_F(Program, SaysWhatIsWrongWithItsOptions) {
   EXPECT_THAT(run(2, {"--heads", "3"}).output, HasSubstr("--width 16 is not a multiple of --heads 3"));
   EXPECT_THAT(run(3, {"--blocks", "2"}).output, HasSubstr("3 workers cannot share 2 blocks"));

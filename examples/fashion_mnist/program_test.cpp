@@ -108,6 +108,14 @@ TEST_F(Program, RefusesAWrongOptionBeforeItWaitsForAnybody) {
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
 }
 
+TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNoFiniteNumber) {
+  const Outcome outcome =
+      run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "1", "--lr", "1e9"});
+  EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("the loss is no finite number in epoch 1: lower --lr"),
+                                    Not(HasSubstr("test accuracy"))));
+}
+
 // Batches of 32 from 161 images: parts of 11, 11 and 10 images, and a last batch of one, of which the other
 // ranks have no part.
 TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {

@@ -64,6 +64,7 @@ void serve_clearing(rpc::Registrar& registrar, const std::shared_ptr<Registry>& 
 }
 
 void ContextView::clear_gradients(Duration timeout) const {
+  worker_.endpoint()->check_running();
   const Deadline deadline = worker_.runtime().executor.deadline_in(timeout);
   const ClearedPart mine = clear(*state_);
   check(mine, worker_.name());

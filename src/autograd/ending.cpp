@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <unordered_set>
 
-#include "autograd/pass.h"
+#include "autograd/protocol.h"
 #include "autograd/telling.h"
 
 namespace torchspan::autograd {
@@ -144,10 +144,19 @@ void PassState::end(const engine::PassStatus& status) {
     stage_ = Stage::kEnded;
     asker = std::exchange(asker_, std::nullopt);
   }
+  report_stray_gradients();
   if (!key_.retain_graph) use_up_sends();
+  count_nodes();
   context_->end_pass(id(), work(), std::nullopt);
   if (asker) asker->give(PartOver{});
   over_.set_value();
+}
+
+void PassState::report_stray_gradients() {
+  const std::vector<at::Tensor> parameters = stray_gradients_.parameters();
+  const auto endpoint = endpoint_.lock();
+  if (!parameters.empty() && endpoint)
+    Worker(endpoint).extension<Passes>().impl()->warn_of_stray_gradients(parameters);
 }
 
 void PassState::tell_part_over(Answer<PropagateGradients> answer) {
@@ -176,8 +185,9 @@ void PassState::fail(const Error& failure, Close where) {
     left = std::exchange(outsiders_left_, std::nullopt);
     asker = std::exchange(asker_, std::nullopt);
   }
+  count_nodes();
   context_->end_pass(id(), work(), failure);
-  Future<void> told = tell_failure(failure);
+  Future<void> told = when_all<void>({tell_failure(failure), sink_.takers_done()});
   std::optional<Answer<MarkSends>> parent;
   {
     MutexLock lock(end_mutex_);
@@ -195,6 +205,7 @@ void PassState::fail(const Error& failure, Close where) {
 
 void PassState::close(const Error& failure, std::optional<Promise<void>> left) {
   if (left) left->set_error(failure);
+  outbox_->close();
   graph_.abort(failure);
   over_.set_error(failure);  // after the callbacks of the pass's end, unless a thread is still in a node
 }
@@ -207,17 +218,23 @@ void PassState::fail_without(std::uint32_t rank, const Error& cause, const std::
   if (!endpoint || endpoint->is_stopping())
     return fail_here(Error(ErrorKind::kCancelled, "this worker was shut down during a backward pass"), close);
   const std::string name = endpoint->name_of(rank);
-  std::set<std::string> calls;
-  if (!through.empty()) calls.insert(through);
-  for (const auto& send : sends_) {
-    if (send->message().peer == rank) calls.insert(send->message().text());
+  const ErrorKind kind = cause.kind();
+  if (kind != ErrorKind::kDisconnected && kind != ErrorKind::kCancelled && kind != ErrorKind::kTimedOut) {
+    const std::string what = through.empty() ? "a message" : "the gradients of " + through;
+    return fail_here(
+        Error(kind,
+              fmt::format("the backward pass cannot go on: {} could not be given to worker '{}' (rank {}), "
+                          "says worker '{}': {}",
+                          what, name, rank, name_, cause.message())),
+        close);
   }
+  std::set<std::string> calls = context_->calls_to(rank);
+  if (!through.empty()) calls.insert(through);
   std::string list;
   for (const std::string& call : calls) list += (list.empty() ? "" : ", ") + call;
-  Error failure(
-      cause.kind(),
-      fmt::format("the backward pass lost worker '{}' (rank {}), says worker '{}': {}{}", name, rank, name_,
-                  cause.message(), list.empty() ? "" : fmt::format("; between them travelled {}", list)));
+  Error failure(kind, fmt::format("the backward pass lost worker '{}' (rank {}), says worker '{}': {}{}",
+                                  name, rank, name_, cause.message(),
+                                  list.empty() ? "" : fmt::format("; between them travelled {}", list)));
   fail(failure.with_worker(name), close);
 }
 
@@ -239,11 +256,16 @@ Error PassState::describe_failure() {
   return failure.with_frame({name_, graph_.failed_node(), story.type, story.text});
 }
 
-std::vector<std::string> PassState::calls_over(const torch::autograd::Node* node) const {
+std::vector<std::string> PassState::calls_over(const torch::autograd::Node* node) {
   std::vector<std::string> calls;
+  std::vector<std::shared_ptr<SendNode>> sends = fast_sends_;
+  {
+    MutexLock lock(marks_mutex_);
+    for (const auto& [message, marks] : marks_) sends.push_back(marks.send());
+  }
   if (const auto* receive = dynamic_cast<const RecvNode*>(node)) calls.push_back(receive->message().text());
   Search search(node);
-  for (auto send = sends_.begin(); send != sends_.end() && calls.size() < kMostNamed; ++send) {
+  for (auto send = sends.begin(); send != sends.end() && calls.size() < kMostNamed; ++send) {
     if (search.leads_there(**send)) calls.push_back((*send)->message().text());
   }
   return calls;

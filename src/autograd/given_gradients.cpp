@@ -60,7 +60,6 @@ void check_root(std::size_t index, const at::Tensor& root) {
   if (!root.defined()) refuse_root(index, "is undefined");
   if (!root.requires_grad())
     refuse_root(index, "does not require grad: nothing that it was computed from does");
-  if (!root.grad_fn()) refuse_root(index, "is a leaf: it has no graph to go back through");
 }
 
 at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {

@@ -21,34 +21,31 @@ EdgeHeader decode_header(BytesView header) {
   return wire::from_payload<EdgeHeader>(payload);
 }
 
-/// The context that a handler works in; follows it when it is a coroutine.
-class HandlerScope final : public rpc::CallScope {
- public:
-  HandlerScope(std::shared_ptr<ContextState> context, std::shared_ptr<const std::string> site)
-      : current_{std::move(context), nullptr, std::move(site)} {}
-  std::unique_ptr<Entry> enter() override { return std::make_unique<Entered>(current_); }
-  void save() override { current_ = current_state(); }
-
- private:
-  struct Entered final : Entry {
-    explicit Entered(Current current) : scope(std::move(current)) {}
-    CurrentScope scope;
-  };
-  Current current_;
-};
+/// A call through a worker that this thread has no context of, though it has one of another worker here: its
+/// gradients would be lost without a word.
+void check_no_other_context(const rpc::CallInfo& call, std::span<const at::Tensor> tensors,
+                            const std::string& worker) {
+  const CurrentContexts* others = CurrentContexts::of_thread();
+  if (others == nullptr || call.reply || !at::GradMode::is_enabled()) return;
+  if (std::none_of(tensors.begin(), tensors.end(), carries_edge)) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format(
+          "the call goes through worker '{}', but this thread works in an autograd context of worker "
+          "'{}' of this process: the gradients of its tensors would be lost; call through that worker, "
+          "make an autograd::Context of '{}' as well, or detach the tensors",
+          worker, others->entries().front().context->worker_name(), worker));
+}
 
 }  // namespace
 
-std::shared_ptr<rpc::CallScope> EdgeInterceptor::scope_of_thread() {
-  const Current& current = current_state();
-  if (!current.context) return nullptr;
-  return std::make_shared<HandlerScope>(current.context, current.site);
-}
-
 Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
-  const Current& current = current_state();
-  const std::shared_ptr<ContextState>& context = current.context;
-  if (!context) return {};  // rpc says so when gradients are cut
+  const CurrentContexts::Entry* current = current_of(registry_->worker());
+  if (current == nullptr) {
+    check_no_other_context(call, tensors, registry_->worker_name());
+    return {};  // rpc says so when gradients are cut
+  }
+  const std::shared_ptr<ContextState> context = current->context;
   if (context->add_worker(call.peer) == ContextState::Dealt::kEnded)
     return {};  // it has ended: nobody wants these gradients any more
   EdgeHeader header;
@@ -63,7 +60,7 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
   if (!header.tensors.empty()) {
     header.message = registry_->next_id();
     if (!call.reply) header.call = call.name;
-    const std::string site = call.reply && current.site ? *current.site : header.site;
+    const std::string site = call.reply && current->site ? *current->site : header.site;
     auto send = std::make_shared<SendNode>(
         MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply, header.context},
         runtime_.spans);
@@ -72,7 +69,7 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
       send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
       tensors[i] = tensors[i].detach();
     }
-    context->add_send(send);
+    context->add_send(send, call.reply ? std::nullopt : std::optional(call.call));
   }
   return wire::to_payload(header).value;
 }
@@ -82,25 +79,24 @@ void EdgeInterceptor::undo(const rpc::CallInfo&, BytesView bytes) {
   if (auto context = registry_->find(header.context)) context->remove_send(header.message);
 }
 
-std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& call,
-                                                          std::span<at::Tensor> tensors, BytesView bytes) {
-  if (bytes.empty()) return std::make_shared<HandlerScope>(nullptr, nullptr);
+rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
+                                                   BytesView bytes) {
+  if (bytes.empty()) return nullptr;
   const EdgeHeader header = decode_header(bytes);
   auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
   const auto dealt = context ? context->add_worker(call.peer) : ContextState::Dealt::kEnded;
   if (dealt == ContextState::Dealt::kEnded) {
-    if (call.reply) return nullptr;  // the context ended while the call was out: nobody wants the gradient
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("autograd context {:#x} has ended, so a call made in it came too late", header.context));
+    // It ended while the call was out, which is served in no context: nobody wants its gradients.
+    return nullptr;
   }
+  if (call.reply) context->call_answered(call.call);
   if (dealt == ContextState::Dealt::kNow && heard_of_) heard_of_(context, call.peer);
   const std::string site = call.reply ? site_text(call.site) : header.site;
   if (header.message != 0) {
     auto receive = std::make_shared<RecvNode>(
         MessageInfo{header.message, call.peer, call.reply ? std::string(call.name) : header.call, site,
                     call.reply, header.context},
-        runtime_.spans);
+        runtime_.spans, ++arrivals_);
     for (std::uint32_t i : header.tensors) {
       if (i >= tensors.size() || !tensors[i].defined() ||
           !torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
@@ -110,7 +106,9 @@ std::shared_ptr<rpc::CallScope> EdgeInterceptor::incoming(const rpc::CallInfo& c
       torch::autograd::set_history(tensors[i], receive);
     }
   }
-  return std::make_shared<HandlerScope>(std::move(context), std::make_shared<const std::string>(site));
+  if (call.reply) return nullptr;
+  return std::make_shared<const CurrentContexts>(
+      std::vector<CurrentContexts::Entry>{{std::move(context), std::make_shared<const std::string>(site)}});
 }
 
 }  // namespace torchspan::autograd

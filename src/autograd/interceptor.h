@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <functional>
 #include <memory>
 
@@ -23,14 +24,14 @@ class EdgeInterceptor final : public rpc::Interceptor {
   std::string_view name() const override { return "autograd"; }
   Bytes outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) override;
   void undo(const rpc::CallInfo& call, BytesView header) override;
-  std::shared_ptr<rpc::CallScope> incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
-                                           BytesView header) override;
-  std::shared_ptr<rpc::CallScope> scope_of_thread() override;
+  rpc::EnvironmentValuePtr incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
+                                    BytesView header) override;
 
  private:
   Runtime& runtime_;
   const std::shared_ptr<Registry> registry_;
   std::function<void(const std::shared_ptr<ContextState>&, std::uint32_t)> heard_of_;
+  std::atomic<std::uint64_t> arrivals_{0};  // of messages that receive nodes stand for
 };
 
 }  // namespace torchspan::autograd

@@ -60,7 +60,16 @@ PassState::Marks PassState::find(const std::vector<MarkedSend>& sends, std::uint
 
 bool PassState::has_unmarked() {
   MutexLock lock(marks_mutex_);
-  return marked_sends_ < sends_.size();
+  return marked_sends_ < sends_.count;
+}
+
+SendMarks& PassState::join(const std::shared_ptr<SendNode>& send) {
+  const auto [place, is_new] = marks_.try_emplace(send->message().id, send);
+  if (is_new) {
+    graph_.add_pending(send);
+    if (marks_.size() == sends_.count) seal();
+  }
+  return place->second;
 }
 
 /// Keeps the answer when these marks are the first of a time of marking, else gives it. Leaves.
@@ -72,12 +81,13 @@ void PassState::take_marks(const Marks& marks, Answer<MarkSends>& answer) {
       std::vector<torch::autograd::Edge> edges;
       for (const std::uint32_t output : marked.outputs) edges.push_back(send->next_edge(output));
       walk_.walk(edges);
-      SendMarks& known = marks_[marked.message];
-      if (!known.is_marked() && !marked.outputs.empty()) ++marked_sends_;
+      if (marked.outputs.empty()) continue;
+      SendMarks& known = join(send);
+      if (!known.is_marked()) ++marked_sends_;
       known.mark(marked.outputs);
       if (known.agree()) settled += disagreements_.erase(marked.message);
     }
-    if (marked_sends_ < sends_.size()) unmarked_workers_.insert(rank_);
+    if (marked_sends_ < sends_.count) unmarked_workers_.insert(rank_);
     if (!is_root() && !parent_) parent_.emplace(answer.take());
     ++errands_;
   }
@@ -97,17 +107,16 @@ void PassState::tell_marks() {
     errands_ += marks.size();
   }
   if (marks.empty()) return;
-  const Worker me = worker();
   for (auto& [rank, sends] : marks) {
-    const MarkSends message{context_->id(), id(), key_.retain_graph, key_.threads, std::move(sends)};
+    MarkSends message{context_->id(), id(), key_.retain_graph, key_.threads, std::move(sends)};
     enter();
-    ask_briefly(me, rank, message, Deadline::never(),
-                [weak = weak_from_this(), to = rank](MarkedWorkers marked, std::exception_ptr error) {
-                  auto self = weak.lock();
-                  if (!self) return;
-                  self->hear_marked(std::move(marked), error, to);
-                  let_go(std::move(self));
-                });
+    outbox_->ask(rank, std::move(message),
+                 [weak = weak_from_this(), to = rank](MarkedWorkers marked, std::exception_ptr error) {
+                   auto self = weak.lock();
+                   if (!self) return;
+                   self->hear_marked(std::move(marked), error, to);
+                   let_go(std::move(self));
+                 });
   }
 }
 
@@ -149,18 +158,13 @@ void PassState::end_errand() {
   marks_are_final();
 }
 
+bool PassState::seal() {
+  sealed_ = true;
+  return graph_.seal();
+}
+
 void PassState::marks_are_final() {
-  std::vector<std::shared_ptr<SendNode>> unmarked;
-  {
-    MutexLock lock(marks_mutex_);
-    for (const auto& send : sends_) {
-      const auto found = marks_.find(send->message().id);
-      if (found == marks_.end() || !found->second.is_marked()) unmarked.push_back(send);
-    }
-  }
-  if (unmarked.empty()) return;
-  for (const auto& send : unmarked) graph_.discard(*send);
-  post([](PassState& pass) { pass.drive(); });
+  if (seal()) post([](PassState& pass) { pass.drive(); });
 }
 
 }  // namespace torchspan::autograd

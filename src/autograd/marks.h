@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <set>
 #include <unordered_set>
 #include <utility>
@@ -39,10 +40,13 @@ class MarkWalk {
 /// Throws Error{kInvalid} when a graph leads through a message of another context.
 void check_context(const RecvNode& node, std::uint64_t context);
 
-/// How far a send's marks and its gradients are in agreement: every output that a gradient came for must be
-/// marked too before the pass may end here, since only marks are told on. Not thread-safe.
+/// A send that a pass reaches, and how far its marks and its gradients are in agreement: every output that a
+/// gradient came for must be marked too before the pass may end here, since only marks are told on. Not
+/// thread-safe.
 class SendMarks {
  public:
+  explicit SendMarks(std::shared_ptr<SendNode> send) : send_(std::move(send)) {}
+  const std::shared_ptr<SendNode>& send() const { return send_; }
   void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
   /// False the second time: gradients come once.
   bool deliver(const std::vector<std::uint8_t>& reached);
@@ -51,6 +55,7 @@ class SendMarks {
   bool agree() const;
 
  private:
+  std::shared_ptr<SendNode> send_;
   std::set<std::uint32_t> marked_;
   std::set<std::uint32_t> delivered_;
   bool has_gradients_ = false;

@@ -127,6 +127,7 @@ struct WaitingSend {
   std::string site;
   bool reply = false;
   std::string to;
+  bool unanswered = false;  ///< the arguments of a call that no result has come of
 };
 
 /// How far a worker is with its part of a pass.
@@ -137,6 +138,7 @@ struct PartReport {
   std::uint64_t executed = 0;
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
   std::vector<WaitingSend> waiting = {};
+  std::vector<std::string> crowded = {};  ///< to whom its messages wait for room, and why
 };
 
 /// Asks everybody in the context how far the pass is. Like every question to all, it is answered once in a
@@ -218,13 +220,13 @@ template <>
 struct Wire<autograd::WaitingSend>
     : WireStruct<autograd::WaitingSend, "autograd.WaitingSend", &autograd::WaitingSend::message,
                  &autograd::WaitingSend::call, &autograd::WaitingSend::site, &autograd::WaitingSend::reply,
-                 &autograd::WaitingSend::to> {};
+                 &autograd::WaitingSend::to, &autograd::WaitingSend::unanswered> {};
 template <>
 struct Wire<autograd::PartReport>
     : WireStruct<autograd::PartReport, "autograd.PartReport", &autograd::PartReport::worker,
                  &autograd::PartReport::silent, &autograd::PartReport::busy, &autograd::PartReport::executed,
-                 &autograd::PartReport::sent, &autograd::PartReport::received,
-                 &autograd::PartReport::waiting> {};
+                 &autograd::PartReport::sent, &autograd::PartReport::received, &autograd::PartReport::waiting,
+                 &autograd::PartReport::crowded> {};
 template <>
 struct Wire<autograd::AskPass>
     : WireStruct<autograd::AskPass, "autograd.AskPass", &autograd::AskPass::context, &autograd::AskPass::pass,

@@ -20,7 +20,7 @@ std::string MessageInfo::span_name(const char* deed) const {
 }
 
 torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& gradients) {
-  if (const PassState* pass = current_state().pass) {
+  if (const PassState* pass = current_pass()) {
     spans_.record(SpanKind::kAutograd, message_.span_name("receive"), spans_.executor().now(), pass->id());
   }
   return std::move(gradients);
@@ -36,9 +36,21 @@ void SendNode::place(torch::autograd::variable_list& gradients) const {
   }
 }
 
-torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {
-  PassState* pass = current_state().pass;
-  if (pass == nullptr) {
+void RecvNode::run(torch::autograd::variable_list gradients, engine::GradientSink& sink) {
+  PassState* pass = current_pass();
+  if (pass == nullptr || !pass->fills(sink)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a local backward pass came to {} from another worker (rank {}), where only "
+                            "context.backward() can go on",
+                            message_.text(), message_.peer));
+  }
+  const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());
+  pass->send_back(*this, std::move(gradients));
+}
+
+/// LibTorch's engine calls this; a distributed pass calls run().
+torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&&) {
+  if (current_pass() == nullptr) {
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("this loss depends on tensors that came from another worker (call '{}', rank {}), so "
@@ -46,9 +58,14 @@ torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& 
                     "context.backward(loss)",
                     message_.call, message_.peer));
   }
-  const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());
-  pass->send_back(*this, std::move(gradients));
-  return {};
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("inside a distributed backward pass, a backward function or a hook ran LibTorch's engine "
+                  "(y.backward() or grad(), as a reentrant checkpoint does), which came to {} from another "
+                  "worker (rank {}): it cannot wait for gradients from there. Call no other worker in what a "
+                  "checkpoint computes again: put the checkpoint into the function that is called, or leave "
+                  "the call out of it",
+                  message_.text(), message_.peer));
 }
 
 }  // namespace torchspan::autograd

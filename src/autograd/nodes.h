@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <torchspan/core/spans.h>
+#include <torchspan/engine/pass_node.h>
 
 namespace torchspan::autograd {
 
@@ -43,11 +44,14 @@ class SendNode final : public torch::autograd::Node {
 };
 
 /// Where a message came in: sends the gradients of its tensors back to the worker that sent them, in a span.
-/// Works only inside a distributed pass; LibTorch's own engine is refused with the advice to use
-/// context.backward().
-class RecvNode final : public torch::autograd::Node {
+/// Only a distributed pass runs it, as soon as its gradients are complete, so that they travel while the rest
+/// of the graph runs; LibTorch's own engine is refused, inside a pass and outside. `arrival` grows from
+/// message to message.
+class RecvNode final : public engine::PassNode {
  public:
-  RecvNode(MessageInfo message, SpanRing& spans) : message_(std::move(message)), spans_(spans) {}
+  RecvNode(MessageInfo message, SpanRing& spans, std::uint64_t arrival)
+      : PassNode(arrival), message_(std::move(message)), spans_(spans) {}
+  void run(torch::autograd::variable_list gradients, engine::GradientSink& sink) override;
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "RecvNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }

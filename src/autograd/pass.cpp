@@ -13,25 +13,30 @@ PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context
       rank_(worker.rank()),
       context_(std::move(context)),
       key_(key),
+      outbox_(std::make_shared<Outbox>(endpoint_)),
       sink_(*context_, key.id),
       graph_(sink_, options()),
-      sends_(key.mode == PassMode::kFast ? context_->unused_sends() : context_->sends()),
+      fast_sends_(key.mode == PassMode::kFast ? context_->unused_sends()
+                                              : std::vector<std::shared_ptr<SendNode>>()),
+      sends_(key.mode == PassMode::kFast ? Sends() : context_->count_sends()),
       over_(host_),
       walk_(context_->id()) {}
 
 engine::PassOptions PassState::options() {
   engine::PassOptions options;
+  options.thread_state = StrayGradients::watched_state();
   options.retain_graph = key_.retain_graph;
   options.threads = std::clamp<std::uint32_t>(key_.threads, 1, PassKey::kMostThreads);
   options.enlist = [this](UniqueFunction<void()> help) {
     UniqueFunction<void()> job = [self = shared_from_this(), help = std::move(help)]() mutable {
-      CurrentScope scope(Current{self->context_, self.get()});
+      const WorkScope scope(self->context_, self.get());
       help();
     };
     auto host = host_.lock();
     return host ? host->post(std::move(job)) : job();
   };
   options.failed = [this] { fail(describe_failure()); };
+  if (key_.mode == PassMode::kSmart) options.counts = context_->edges();
   return options;
 }
 
@@ -45,17 +50,19 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
   is_root_ = !roots.empty();
   if (is_root()) had_gradients_ = true;  // nobody waits for the root's part but the root
   for (const at::Tensor& root : roots) graph_.add_root(root);
-  for (const auto& send : sends_) graph_.add_pending(send);
+  for (const auto& send : fast_sends_) graph_.add_pending(send);
   sink_.after_work(
       [self = shared_from_this()](const engine::PassStatus& status) { self->work_over(status); });
   sink_.end()->last([self = shared_from_this()](const engine::PassStatus& status) { self->end(status); });
   graph_.prepare();
-  nodes_ = graph_.report(false).nodes;
+  nodes_ = graph_.report(false).nodes + context_->edges()->size();
+  if (sends_.count == 0) seal();
   if (is_root() && key_.mode == PassMode::kSmart) begin_marking(roots);
 }
 
 std::shared_ptr<SendNode> PassState::find_send(std::uint64_t message, std::uint32_t peer) const {
-  auto send = context_->find_send(message);
+  auto send =
+      key_.mode == PassMode::kFast ? context_->find_send(message) : context_->find_send(message, sends_.end);
   if (send->message().peer == peer) return send;
   throw Error(ErrorKind::kInvalid, fmt::format("a gradient or mark for {} came from a worker that it was not "
                                                "sent to",
@@ -72,7 +79,7 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
     if (message.reached.size() != message.gradients.size())
       throw Error(ErrorKind::kInvalid, "gradients came that do not say for each whether it is reached");
     delivery.reached.assign(message.reached.begin(), message.reached.end());
-    walk_from(*send, message.reached);
+    walk_from(send, message.reached);
   }
   send->place(message.gradients);
   delivery.gradients = std::move(message.gradients);
@@ -81,30 +88,31 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
 
 /// Gradients may overtake their marks. What lies behind them is walked at once, so that what this worker
 /// sends on says what it reaches; it is told on when the marks come, and until then the pass stays open here.
-void PassState::walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached) {
+void PassState::walk_from(const std::shared_ptr<SendNode>& send, const std::vector<std::uint8_t>& reached) {
   enter();
   bool disagree = false, twice = false;
   {
     MutexLock lock(marks_mutex_);
-    SendMarks& marks = marks_[send.message().id];
+    SendMarks& marks = join(send);
     twice = !marks.deliver(reached);
     std::vector<torch::autograd::Edge> edges;
     for (std::uint32_t output = 0;
-         !twice && output < std::min<std::size_t>(reached.size(), send.num_outputs()); ++output) {
-      if (reached[output] != 0) edges.push_back(send.next_edge(output));
+         !twice && output < std::min<std::size_t>(reached.size(), send->num_outputs()); ++output) {
+      if (reached[output] != 0) edges.push_back(send->next_edge(output));
     }
     walk_.walk(edges);
-    if (!marks.agree()) disagree = disagreements_.insert(send.message().id).second;
+    if (!marks.agree()) disagree = disagreements_.insert(send->message().id).second;
   }
   if (!disagree) leave();
   if (twice) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the gradients of {} came twice in one pass", send.message().text()));
+                fmt::format("the gradients of {} came twice in one pass", send->message().text()));
   }
 }
 
 void PassState::drive() {
-  CurrentScope scope(Current{context_, this});
+  if (const void* outer = StrayGradients::engine_pass()) stray_gradients_.begin_inside(outer);
+  const WorkScope scope(context_, this);
   graph_.run();
 }
 
@@ -119,49 +127,71 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
   const std::uint32_t to = node.message().peer;
   enter();
   ++sent_;
-  // Liveness and the pass's own deadline watch over it: the ordinary limit of calls does not apply.
-  ask_briefly(worker(), to, message, Deadline::never(),
-              [weak = weak_from_this(), to, call = node.message()](PartOver over, std::exception_ptr error) {
-                auto self = weak.lock();
-                if (!self) return;
-                if (error) {
-                  self->post([=](PassState& pass) { pass.fail_without(to, to_error(error), call.text()); });
-                } else if (over.failure) {
-                  self->post([failure = *over.failure](PassState& pass) { pass.fail(failure); });
-                } else {
-                  self->leave();
-                }
-                let_go(std::move(self));
-              });
+  outbox_->ask(to, std::move(message),
+               [weak = weak_from_this(), to, call = node.message()](PartOver over, std::exception_ptr error) {
+                 auto self = weak.lock();
+                 if (!self) return;
+                 if (error) {
+                   self->post([=](PassState& pass) { pass.fail_without(to, to_error(error), call.text()); });
+                 } else if (over.failure) {
+                   self->post([failure = *over.failure](PassState& pass) { pass.fail(failure); });
+                 } else {
+                   self->leave();
+                 }
+                 let_go(std::move(self));
+               });
 }
 
 /// In FAST mode all sends must take part in every pass, so those of this one go.
 void PassState::use_up_sends() {
   if (key_.mode == PassMode::kFast) {
-    for (const auto& send : sends_) context_->use_up(*send);
+    for (const auto& send : fast_sends_) context_->use_up(*send);
     return;
   }
-  MutexLock lock(marks_mutex_);
-  for (const auto& send : sends_) {
-    const auto found = marks_.find(send->message().id);
-    if (found != marks_.end() && found->second.is_marked()) context_->use(*send);
+  std::vector<std::shared_ptr<SendNode>> marked;
+  {
+    MutexLock lock(marks_mutex_);
+    for (const auto& [message, marks] : marks_) {
+      if (marks.is_marked()) marked.push_back(marks.send());
+    }
   }
+  for (const auto& send : marked) context_->use(*send);
+}
+
+/// For those who watch what passes cost.
+void PassState::count_nodes() {
+  const auto endpoint = endpoint_.lock();
+  if (!endpoint) return;
+  endpoint->runtime()
+      .metrics.counter("autograd.counted_nodes")
+      .add(sends_.counted + graph_.report(false).nodes);
 }
 
 PassWork PassState::work() const { return {graph_.report(false).executed, sent_, received_}; }
 
 PartReport PassState::report() const {
   const engine::PassReport graph = graph_.report(false);
-  PartReport mine{name_, false, graph.driven, graph.executed, sent_, received_, {}};
+  PartReport mine{name_, false, graph.driven, graph.executed, sent_, received_, {}, outbox_->waiting()};
   const Worker me = worker();
-  for (auto* node : graph.waiting_for) {
-    auto* send = dynamic_cast<SendNode*>(node);
-    if (send == nullptr) continue;
-    const MessageInfo& message = send->message();
-    mine.waiting.push_back(
-        {message.id, message.call, message.site, message.reply, me.endpoint()->name_of(message.peer)});
+  for (const MessageInfo& message : waits_for(graph)) {
+    mine.waiting.push_back({message.id, message.call, message.site, message.reply,
+                            me.endpoint()->name_of(message.peer), context_->is_unanswered(message.id)});
   }
   return mine;
+}
+
+std::vector<MessageInfo> PassState::waits_for(const engine::PassReport& graph) const {
+  std::vector<MessageInfo> messages;
+  for (auto* node : graph.waiting_for) {
+    if (const auto* send = dynamic_cast<SendNode*>(node)) messages.push_back(send->message());
+  }
+  if (sealed_ || key_.mode == PassMode::kFast) return messages;
+  std::vector<MessageInfo> all = context_->messages(sends_.end);
+  MutexLock lock(marks_mutex_);
+  for (MessageInfo& message : all) {
+    if (!marks_.contains(message.id)) messages.push_back(std::move(message));
+  }
+  return messages;
 }
 
 }  // namespace torchspan::autograd

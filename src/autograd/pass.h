@@ -15,7 +15,9 @@
 #include "autograd/exchange.h"
 #include "autograd/marks.h"
 #include "autograd/messages.h"
+#include "autograd/outbox.h"
 #include "autograd/state.h"
+#include "autograd/stray_gradients.h"
 
 namespace torchspan::autograd {
 
@@ -35,8 +37,9 @@ Error as_told(const Error& failure, const std::string& worker);
 Error located(const Error& cause, const std::string& worker);
 
 /// One worker's part of one backward pass: its local graph, fed by gradients that arrive for the sends, and
-/// the gradients it sends back. Every send of the context is waited for. SMART: marks travel beside the
-/// gradients, and once all are made, sends without a mark are not waited for any more. Thread-safe.
+/// the gradients it sends back. FAST: every send of the context is waited for. SMART: marks travel beside the
+/// gradients; what lies behind a send becomes a part of the pass with its gradient or mark, and a node to
+/// which other sends lead waits for them until all marks are made. Thread-safe.
 class PassState : public std::enable_shared_from_this<PassState> {
  public:
   PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key);
@@ -44,7 +47,8 @@ class PassState : public std::enable_shared_from_this<PassState> {
   std::uint64_t id() const { return key_.id; }
   std::uint32_t root() const { return maker_of(key_.id); }
 
-  /// Counts the dependencies of the loss's graph and of all sends. Once, by whoever began the pass.
+  /// Counts the dependencies of the loss's graph and, in FAST mode, of all sends. Once, by whoever began the
+  /// pass.
   void prepare(const std::vector<at::Tensor>& roots);
   /// Gradients for the tensors of one message of ours, from `peer`.
   void receive(PropagateGradients message, std::uint32_t peer);
@@ -60,6 +64,9 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void marks_are_final();
   /// Does the work that is ready, on this thread.
   void drive();
+  /// Whether this is where the pass's own graph puts gradients.
+  bool fills(const engine::GradientSink& sink) const { return &sink == &sink_; }
+  StrayGradients& stray_gradients() { return stray_gradients_; }
   /// RecvNode: sends gradients to the worker that the tensors came from.
   void send_back(const RecvNode& node, torch::autograd::variable_list gradients);
 
@@ -103,7 +110,8 @@ class PassState : public std::enable_shared_from_this<PassState> {
   engine::PassOptions options();
   void close(const Error& failure, std::optional<Promise<void>> left);
   void use_up_sends();
-  void walk_from(const SendNode& send, const std::vector<std::uint8_t>& reached);
+  void report_stray_gradients();
+  void walk_from(const std::shared_ptr<SendNode>& send, const std::vector<std::uint8_t>& reached);
   /// Marks, with the nodes that they are for.
   using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
   Marks find(const std::vector<MarkedSend>& sends, std::uint32_t peer) const;
@@ -111,13 +119,20 @@ class PassState : public std::enable_shared_from_this<PassState> {
   void take_marks(const Marks& marks, Answer<MarkSends>& answer);
   void hear_marked(MarkedWorkers marked, const std::exception_ptr& error, std::uint32_t from);
   void begin_marking(const std::vector<at::Tensor>& roots);
+  /// This one's marks; knows, from the first time on, that the pass reaches it.
+  SendMarks& join(const std::shared_ptr<SendNode>& send) TORCHSPAN_REQUIRES(marks_mutex_);
+  /// No other sends are reached. False when that was known.
+  bool seal();
+  /// The sends that this worker's part waits for; until marks are final, those that marks may come for, too.
+  std::vector<MessageInfo> waits_for(const engine::PassReport& graph) const;
   bool has_unmarked();
   void tell_marks();
   void note_unmarked(const std::vector<std::uint32_t>& ranks);
   void end_errand();
   bool is_root() const { return is_root_.load(); }
   Error describe_failure();
-  std::vector<std::string> calls_over(const torch::autograd::Node* node) const;
+  std::vector<std::string> calls_over(const torch::autograd::Node* node);
+  void count_nodes();
   Future<void> tell_failure(const Error& failure);
 
   const std::weak_ptr<rpc::Endpoint> endpoint_;
@@ -126,13 +141,17 @@ class PassState : public std::enable_shared_from_this<PassState> {
   const std::uint32_t rank_;
   const std::shared_ptr<ContextState> context_;
   const PassKey key_;
+  const std::shared_ptr<Outbox> outbox_;
   ContextSink sink_;
+  StrayGradients stray_gradients_;
   engine::GraphPass graph_;
-  const std::vector<std::shared_ptr<SendNode>> sends_;
-  std::atomic<std::size_t> nodes_{~std::size_t{0}};  // unknown before it is prepared
+  const std::vector<std::shared_ptr<SendNode>> fast_sends_;  // FAST: all that the pass waits for
+  const Sends sends_;                                        // SMART: those that marks may come for
+  std::atomic<std::size_t> nodes_{~std::size_t{0}};          // unknown before it is prepared
   Promise<void> over_;
   std::atomic<bool> had_gradients_{false};
   std::atomic<bool> is_root_{false};
+  std::atomic<bool> sealed_{false};
   std::atomic<std::uint64_t> sent_{0}, received_{0};
 
   // What the end waits for besides the graph: marks being told, gradients without an answer, disagreements.
@@ -146,9 +165,9 @@ class PassState : public std::enable_shared_from_this<PassState> {
 
   // SMART. An errand is a MarkSends of ours that has not been answered; while there is one, this worker is in
   // the middle of marking on behalf of `parent_` (the root: of nobody).
-  Mutex marks_mutex_;
+  mutable Mutex marks_mutex_;
   MarkWalk walk_ TORCHSPAN_GUARDED_BY(marks_mutex_);
-  std::map<std::uint64_t, SendMarks> marks_ TORCHSPAN_GUARDED_BY(marks_mutex_);
+  std::map<std::uint64_t, SendMarks> marks_ TORCHSPAN_GUARDED_BY(marks_mutex_);  // of what is reached
   std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::size_t errands_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
   std::optional<Answer<MarkSends>> parent_ TORCHSPAN_GUARDED_BY(marks_mutex_);

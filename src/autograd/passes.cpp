@@ -36,6 +36,10 @@ ContextView Passes::find(std::uint64_t id) const {
                           id));
 }
 
+ContextView Passes::join(std::uint64_t id, std::uint32_t peer) {
+  return ContextView(impl_->require_worker(), impl_->join_context(id, peer));
+}
+
 PassCounts Passes::counts() const {
   PassCounts counts;
   for (const auto& context : impl_->registry->all()) {
@@ -53,6 +57,7 @@ void ContextView::backward(const at::Tensor& root, BackwardOptions options) cons
 }
 
 void ContextView::backward(const std::vector<at::Tensor>& roots, BackwardOptions options) const {
+  worker_.endpoint()->check_running();
   worker_.extension<Passes>().impl()->backward(state_, roots, options);
 }
 
@@ -78,6 +83,7 @@ void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadl
 }  // namespace
 
 void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
+  worker_.endpoint()->check_running();
   Executor& executor = worker_.runtime().executor;
   const Deadline deadline = executor.deadline_in(options.timeout);
   at::Tensor loss;
@@ -85,7 +91,7 @@ void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options
     wait_or_stop(worker_, root.creation(), deadline, options.stop);
     loss = root.local_value();
   } else {
-    const CurrentScope scope(Current{state_, nullptr, current_state().site});
+    const WorkScope scope(state_);
     auto fetched = std::make_shared<rpc::PromiseCompletion<at::Tensor>>(worker_.endpoint()->host());
     const Future<at::Tensor> value = fetched->future();
     rpc::fetch(root.state(), {.timeout = options.timeout, .stop = options.stop}, std::move(fetched));
@@ -96,6 +102,7 @@ void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options
 }
 
 ContextGraph ContextView::graph(const std::vector<at::Tensor>& roots) const {
+  worker_.endpoint()->check_running();
   return worker_.extension<Passes>().impl()->graph(state_, roots);
 }
 
@@ -107,32 +114,41 @@ at::Tensor ContextView::gradient(const at::Tensor& parameter) const {
   return state_->gradients().gradient(parameter);
 }
 
+bool ContextView::saw_backward() const { return state_->saw_pass(); }
+
+void ContextView::add_worker(std::uint32_t rank) const {
+  if (state_->add_worker(rank) != ContextState::Dealt::kEnded) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("autograd context {:#x} has ended; make a new Context for the next step", id()));
+}
+
 void ContextView::offer_gradients(GradientTaker taker) const { state_->add_taker(std::move(taker)); }
 
 Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
-  if (current_state().context) {
+  worker.endpoint()->check_running();
+  const auto impl = worker.extension<Passes>().impl();
+  if (const auto* here = current_of(impl->registry->worker())) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("this thread already works in autograd context {:#x}; contexts do not "
                             "nest: end the first one, or work in it",
-                            current_state().context->id()));
+                            here->context->id()));
   }
-  state_ = worker.extension<Passes>().impl()->registry->create();
-  scope_ = std::make_unique<CurrentScope>(Current{state_, nullptr});
+  state_ = impl->registry->create();
+  scope_ = std::make_unique<CurrentScope>(state_);
 }
 
 Context::~Context() {
-  if (!scope_->in_force()) {
-    worker_.runtime().log.error(fmt::format(
-        "autograd context {:#x} was ended by a thread that does not work in it; the thread that made it must "
-        "end it, else it goes on in the ended one",
-        state_->id()));
-  }
+  const bool in_force = scope_->in_force();
   scope_.reset();
   try {
+    if (!in_force) {
+      worker_.runtime().log.error(fmt::format(
+          "autograd context {:#x} was ended by a thread that does not work in it; the thread that "
+          "made it must end it, else it goes on in the ended one",
+          state_->id()));
+    }
     worker_.extension<Passes>().impl()->release(state_->id());
-  } catch (const Error& error) {
-    worker_.runtime().log.info(
-        fmt::format("autograd context {:#x} ends late: {}", state_->id(), error.what()));
+  } catch (...) {  // the others forget it as this worker ends
   }
 }
 
@@ -143,16 +159,28 @@ void Context::release(Duration timeout) {
 }
 
 ContextScope::ContextScope(const ContextView& context)
-    : scope_(std::make_unique<CurrentScope>(Current{context.state_, nullptr})) {}
+    : scope_(std::make_unique<CurrentScope>(context.state_)) {}
 
 ContextScope::~ContextScope() = default;
 
-bool has_current() { return current_state().context != nullptr; }
+bool has_current() { return CurrentContexts::of_thread() != nullptr; }
+
+bool has_current(const Worker& worker) {
+  return current_of(worker.extension<Passes>().impl()->registry->worker()) != nullptr;
+}
 
 ContextView current(const Worker& worker) {
-  if (has_current()) return ContextView(worker, current_state().context);
-  throw Error(ErrorKind::kInvalid,
-              "this thread works in no autograd context; make an autograd::Context around the call");
+  if (const auto* here = current_of(worker.extension<Passes>().impl()->registry->worker()))
+    return ContextView(worker, here->context);
+  const CurrentContexts* others = CurrentContexts::of_thread();
+  throw Error(
+      ErrorKind::kInvalid,
+      others == nullptr
+          ? "this thread works in no autograd context; make an autograd::Context around the call. A call is "
+            "served in none as well when the context that it was made in has ended meanwhile"
+          : fmt::format("this thread works in an autograd context of worker '{}' and in none of worker "
+                        "'{}'; make an autograd::Context of that one, too",
+                        others->entries().front().context->worker_name(), worker.name()));
 }
 
 }  // namespace torchspan::autograd

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "autograd/graph.h"
 #include "autograd/telling.h"
@@ -11,12 +12,16 @@ namespace torchspan::autograd {
 Passes::Impl::Impl(rpc::Registrar& registrar)
     : worker(registrar.worker().endpoint()->weak_from_this()),
       host(registrar.host()),
-      registry(std::make_shared<Registry>([worker = worker] {
-        const auto endpoint = worker.lock();
-        if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
-        return endpoint->next_id();
-      })),
-      interceptor(registrar.runtime(), registry) {}
+      registry(std::make_shared<Registry>(registrar.worker().name(),
+                                          [worker = worker] {
+                                            const auto endpoint = worker.lock();
+                                            if (!endpoint)
+                                              throw Error(ErrorKind::kCancelled, "this worker was shut down");
+                                            return endpoint->next_id();
+                                          })),
+      interceptor(registrar.runtime(), registry),
+      metrics_(registrar.runtime().metrics),
+      stray_gradients_(registrar.runtime().log, registrar.runtime().executor) {}
 
 Worker Passes::Impl::require_worker() const {
   auto endpoint = worker.lock();
@@ -70,6 +75,19 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
   registrar.on_shutdown([impl] { return impl()->releases_under_way(); });
 }
 
+std::shared_ptr<ContextState> Passes::Impl::join_context(std::uint64_t id, std::uint32_t peer) {
+  auto context = registry->find_or_create(id);
+  const auto dealt = context ? context->add_worker(peer) : ContextState::Dealt::kEnded;
+  if (dealt == ContextState::Dealt::kEnded) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("autograd context {:#x} has ended, so what was asked for in it came too late", id));
+  }
+  if (dealt == ContextState::Dealt::kNow && !require_worker().endpoint()->is_present(peer))
+    lost_touch(context);
+  return context;
+}
+
 /// The pass that a message of `peer` belongs to: the one that runs, or a new one that begins here.
 std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const PassKey& key,
                                               std::uint32_t peer) {
@@ -106,17 +124,18 @@ std::shared_ptr<PassState> Passes::Impl::try_join(const std::shared_ptr<ContextS
     superseded = std::move(running);
     return nullptr;
   }
-  pass = std::make_shared<PassState>(me, context, key);
-  if (context->begin_pass(pass)) {
-    if (key.mode == PassMode::kFast) gone = context->use_up_used();
-    pass->prepare({});
-    return pass;
+  if (running) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("two backward passes run in one autograd context at once, begun by worker '{}' "
+                    "and by worker '{}'; run one after the other, or give each its own context",
+                    me.endpoint()->name_of(running->root()), me.endpoint()->name_of(maker_of(key.id))));
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("two backward passes run in one autograd context at once, begun by worker '{}' and "
-                          "by worker '{}'; run one after the other, or give each its own context",
-                          me.endpoint()->name_of(running ? running->root() : maker_of(key.id)),
-                          me.endpoint()->name_of(maker_of(key.id))));
+  pass = std::make_shared<PassState>(me, context, key);
+  context->begin_pass(pass);
+  if (key.mode == PassMode::kFast) gone = context->use_up_used();
+  pass->prepare({});
+  return pass;
 }
 
 namespace {
@@ -243,6 +262,19 @@ Future<void> Passes::Impl::releases_under_way() {
   return when_all(std::move(all));
 }
 
+void Passes::Impl::warn_of_stray_gradients(const std::vector<at::Tensor>& parameters) {
+  metrics_.counter("autograd.stray_gradients").add(parameters.size());
+  std::string shapes;
+  for (const at::Tensor& parameter : parameters)
+    shapes += fmt::format("{}[{}]", shapes.empty() ? "" : ", ", fmt::join(parameter.sizes(), ", "));
+  stray_gradients_.write(fmt::format(
+      "in a distributed backward pass, a backward function or a hook ran LibTorch's engine, which "
+      "put the gradients of {} parameters into .grad; the context does not have them, and its "
+      "optimizers do not step by them. What a checkpoint computes again must take its parameters "
+      "as detached inputs and give their gradients back (shapes: {})",
+      parameters.size(), shapes));
+}
+
 void Passes::Impl::abort_all(const Error& error) {
   for (const auto& context : registry->all()) {
     if (auto pass = context->pass()) pass->fail_here(error);
@@ -311,8 +343,8 @@ PartReport Passes::Impl::report_of(ContextState& context, std::uint64_t id) cons
   }
   for (const auto& send : context.sends()) {
     const MessageInfo& message = send->message();
-    part.waiting.push_back(
-        {message.id, message.call, message.site, message.reply, me.endpoint()->name_of(message.peer)});
+    part.waiting.push_back({message.id, message.call, message.site, message.reply,
+                            me.endpoint()->name_of(message.peer), context.is_unanswered(message.id)});
   }
   return part;
 }

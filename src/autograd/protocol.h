@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <torchspan/autograd/passes.h>
+#include <torchspan/core/seldom.h>
 
 #include "autograd/interceptor.h"
 #include "autograd/messages.h"
@@ -25,6 +26,8 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
                 const BackwardOptions& options);
   ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
+  /// A context that `peer` works in; see Passes::join().
+  std::shared_ptr<ContextState> join_context(std::uint64_t id, std::uint32_t peer);
   /// Completes when everybody who took part has let go of the context; at once where it is gone already, so
   /// that those who tell each other do not wait for each other.
   Future<void> release(std::uint64_t id);
@@ -32,6 +35,8 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   Future<void> released(std::uint64_t id);
   void release_told(std::uint32_t peer, ReleaseContext message, Answer<ReleaseContext> answer);
   void abort_all(const Error& error);
+  /// In a pass, LibTorch's engine put the gradients of these into `.grad`.
+  void warn_of_stray_gradients(const std::vector<at::Tensor>& parameters);
 
   const std::weak_ptr<rpc::Endpoint> worker;
   const std::weak_ptr<FutureHost> host;
@@ -69,6 +74,8 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   Future<std::vector<PartReport>> ask_about(ContextState& context, const AskPass& question) const;
   PartReport report_of(ContextState& context, std::uint64_t pass) const;
 
+  Metrics& metrics_;
+  SeldomWarning stray_gradients_;
   Mutex mutex_;
   std::map<std::uint64_t, Future<void>> releases_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way, by context
 };

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include <torchspan/autograd/passes.h>
@@ -21,7 +22,11 @@ namespace torchspan::autograd {
 class Registry {
  public:
   /// `first` gives an id of this worker that is greater than those of its predecessors.
-  explicit Registry(std::function<GlobalId()> first) : first_(std::move(first)) {}
+  Registry(std::string worker, std::function<GlobalId()> first)
+      : worker_(std::make_shared<const std::string>(std::move(worker))), first_(std::move(first)) {}
+  /// What ContextState::worker() is of the contexts here.
+  const void* worker() const { return worker_.get(); }
+  const std::string& worker_name() const { return *worker_; }
 
   /// Ids grow, and those of a worker that took a dead one's place are greater than the dead one's.
   std::uint64_t next_id();
@@ -39,6 +44,7 @@ class Registry {
   /// Enough for messages that are late by thousands of passes.
   static constexpr std::size_t kRemembered = 1 << 16;
 
+  const std::shared_ptr<const std::string> worker_;
   const std::function<GlobalId()> first_;
   mutable Mutex mutex_;
   std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;

@@ -26,21 +26,21 @@ std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextStat
                                                const BackwardOptions& options) {
   const Worker me = require_worker();
   std::vector<std::shared_ptr<SendNode>> gone;
-  std::shared_ptr<PassState> pass;  // graphs may end with them, under no lock
+  std::shared_ptr<PassState> running, pass;  // graphs may end with them, under no lock
   MutexLock beginning(context->beginning());
+  running = context->pass();
+  if (running) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
+                    "for it, or give each pass its own context",
+                    me.endpoint()->name_of(running->root()), context->id()));
+  }
   pass = std::make_shared<PassState>(
       me, context, PassKey{registry->next_id(), options.retain_graph, options.mode, options.threads});
-  if (context->begin_pass(pass)) {
-    if (options.mode == PassMode::kFast) gone = context->use_up_used();
-    return pass;
-  }
-  const auto running = context->pass();
-  const auto root = running ? running->root() : me.rank();
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
-                  "for it, or give each pass its own context",
-                  me.endpoint()->name_of(root), context->id()));
+  context->begin_pass(pass);
+  if (options.mode == PassMode::kFast) gone = context->use_up_used();
+  return pass;
 }
 
 void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
@@ -53,6 +53,7 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
   if (options.stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
   Worker me = require_worker();
+  const TimePoint began = me.runtime().executor.now();
   const auto pass = begin(context, options);
   const std::stop_callback cancel(options.stop, [pass] { pass->cancel(); });
   SpanScope span(me.runtime().spans, SpanKind::kAutograd, "backward", pass->id());
@@ -65,13 +66,21 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
   try {
     wait(*context, *pass, options);
   } catch (...) {
+    pass->fail_here(to_error(std::current_exception()));  // if it is the wait that failed
     // The others have let go of the pass when the error is thrown, unless they cannot be reached.
     const Future<void> told = pass->told();
     try {
       told.wait(std::chrono::milliseconds(250));
     } catch (const Error&) {
     }
+    if (const auto failure = pass->failure()) throw Error(*failure);
     throw;
+  }
+  Log& log = me.runtime().log;
+  if (log.enabled(LogLevel::kDebug)) {
+    const std::chrono::duration<double, std::milli> took = me.runtime().executor.now() - began;
+    log.debug(fmt::format("backward pass {:#x} in context {:#x}: {:.1f} ms", pass->id(), context->id(),
+                          took.count()));
   }
 }
 
@@ -85,21 +94,18 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
     if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
     try {
       return over.wait(next);
-    } catch (const Error&) {
-      if (over.done()) return over.wait();  // it may have ended well after the wait did
+    } catch (const Error& error) {
+      if (over.done()) return over.wait();              // it may have ended well after the wait did
+      if (error.kind() != ErrorKind::kTimedOut) throw;  // no thread may wait any longer
     }
     const bool late = deadline.passed(executor.now());
     const Survey now = survey(context, pass);
     const bool stalled = options.mode == PassMode::kFast && now.stands_still_since(before);
     before = now;
     if (!late && !stalled) continue;
-    const char* why = stalled
-                          ? "backward() in FAST mode cannot end: these sends get no gradient, since what "
-                            "was made of them is not part of the loss. In the next step use "
-                            "PassMode::kSmart, which finds out what takes part, or detach what you do not "
-                            "use:"
-                          : "backward() did not end within BackwardOptions::timeout; this is what it "
-                            "waited for:";
+    const char* why = stalled ? now.stall_advice()
+                              : "backward() did not end within BackwardOptions::timeout; this is what it "
+                                "waited for:";
     pass.fail_here(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
   }
 }

@@ -3,21 +3,72 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include <torchspan/core/when_all.h>
+
 #include "autograd/pass.h"
 
 namespace torchspan::autograd {
 
-void ContextState::add_send(const std::shared_ptr<SendNode>& send) {
+void ContextState::add_send(const std::shared_ptr<SendNode>& send, std::optional<std::uint64_t> call) {
   MutexLock lock(mutex_);
-  if (!released_) sends_.emplace(send->message().id, send);
+  if (released_ || !sends_.emplace(send->message().id, Listed{send, added_, call}).second) return;
+  ++added_;
+  if (call) unanswered_.insert(*call);
+  uncounted_.insert(send->message().id);
+}
+
+void ContextState::call_answered(std::uint64_t call) {
+  MutexLock lock(mutex_);
+  unanswered_.erase(call);
+}
+
+bool ContextState::is_unanswered(std::uint64_t message) const {
+  MutexLock lock(mutex_);
+  const auto found = sends_.find(message);
+  return found != sends_.end() && found->second.call && unanswered_.contains(*found->second.call);
+}
+
+Sends ContextState::count_sends() {
+  std::vector<std::shared_ptr<SendNode>> fresh;  // their graphs may end with them, under no lock
+  Sends sends;
+  {
+    MutexLock lock(mutex_);
+    sends.count = sends_.size();
+    sends.end = added_;
+    for (const std::uint64_t message : std::exchange(uncounted_, {})) {
+      fresh.push_back(sends_.at(message).send);
+    }
+  }
+  for (const auto& send : fresh) sends.counted += edges_->add(send);
+  return sends;
+}
+
+std::vector<MessageInfo> ContextState::messages(std::uint64_t end) const {
+  std::vector<MessageInfo> messages;
+  MutexLock lock(mutex_);
+  for (const auto& [message, listed] : sends_) {
+    if (listed.number < end) messages.push_back(listed.send->message());
+  }
+  return messages;
+}
+
+std::set<std::string> ContextState::calls_to(std::uint32_t rank) const {
+  std::set<std::string> calls;
+  MutexLock lock(mutex_);
+  for (const auto& [message, listed] : sends_) {
+    if (listed.send->message().peer == rank) calls.insert(listed.send->message().text());
+  }
+  return calls;
 }
 
 /// Whoever calls this drops it after the lock: its graph may end with it.
 std::shared_ptr<SendNode> ContextState::take_out(std::uint64_t message) {
   auto it = sends_.find(message);
   if (it == sends_.end()) return nullptr;
-  auto send = std::move(it->second);
+  auto send = std::move(it->second.send);
+  if (it->second.call) unanswered_.erase(*it->second.call);
   sends_.erase(it);
+  uncounted_.erase(message);
   return send;
 }
 
@@ -50,9 +101,9 @@ void ContextState::remember_used_up(const MessageInfo& message) {
   if (used_up_.size() > kUsedUp) used_up_.pop_front();
 }
 
-std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message) const {
+std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message, std::uint64_t end) const {
   MutexLock lock(mutex_);
-  if (auto it = sends_.find(message); it != sends_.end()) return it->second;
+  if (auto it = sends_.find(message); it != sends_.end() && it->second.number < end) return it->second.send;
   const auto used = std::find_if(used_up_.begin(), used_up_.end(),
                                  [&](const MessageInfo& info) { return info.id == message; });
   if (used != used_up_.end()) {
@@ -70,15 +121,15 @@ std::shared_ptr<SendNode> ContextState::find_send(std::uint64_t message) const {
 std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
   MutexLock lock(mutex_);
   std::vector<std::shared_ptr<SendNode>> all;
-  for (const auto& [message, send] : sends_) all.push_back(send);
+  for (const auto& [message, listed] : sends_) all.push_back(listed.send);
   return all;
 }
 
 std::vector<std::shared_ptr<SendNode>> ContextState::unused_sends() const {
   MutexLock lock(mutex_);
   std::vector<std::shared_ptr<SendNode>> unused;
-  for (const auto& [message, send] : sends_) {
-    if (std::find(used_.begin(), used_.end(), message) == used_.end()) unused.push_back(send);
+  for (const auto& [message, listed] : sends_) {
+    if (std::find(used_.begin(), used_.end(), message) == used_.end()) unused.push_back(listed.send);
   }
   return unused;
 }
@@ -99,26 +150,47 @@ void ContextState::add_taker(GradientTaker taker) {
   takers_.push_back(std::move(shared));
 }
 
-std::optional<Future<void>> ContextState::offer(const at::Tensor& parameter, at::Tensor& gradient) const {
+std::optional<Future<void>> ContextState::offer(std::uint64_t pass, const at::Tensor& parameter,
+                                                at::Tensor& gradient) const {
   std::vector<std::shared_ptr<const GradientTaker>> takers;
   {
     MutexLock lock(mutex_);
     takers = takers_;
   }
+  if (takers.empty()) return std::nullopt;
+  const PassRuns runs = [context = weak_from_this(), pass] {
+    const auto alive = context.lock();
+    return alive && alive->runs(pass);
+  };
   for (const auto& taker : takers) {
-    if (auto taken = (*taker)(parameter, gradient)) return taken;
+    if (auto taken = (*taker)(parameter, gradient, runs)) return taken;
   }
   return std::nullopt;
 }
 
 void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
-  if (auto taken = context_.offer(parameter, gradient)) {
+  if (auto taken = context_.offer(pass(), parameter, gradient)) {
+    {
+      MutexLock lock(mutex_);
+      std::erase_if(taken_, [](const Future<void>& done) { return done.done(); });
+      taken_.push_back(*taken);
+    }
     hold(std::move(*taken));
   } else {
     context_.change_gradients(pass(), [&](engine::GradientMap& gradients) {
       gradients.accumulate(parameter, std::move(gradient));
     });
   }
+}
+
+Future<void> ContextSink::takers_done() const {
+  std::vector<Future<void>> taken;
+  {
+    MutexLock lock(mutex_);
+    taken = taken_;
+  }
+  for (Future<void>& one : taken) one = one.then([](const Future<void>&) {});
+  return when_all(std::move(taken));
 }
 
 void ContextSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
@@ -171,7 +243,7 @@ std::shared_ptr<PassState> ContextState::pass() const {
   return pass_;
 }
 
-bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
+void ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   MutexLock lock(mutex_);
   const auto ended = ended_.find(maker_of(pass->id()));
   if (ended != ended_.end() && pass->id() <= ended->second.pass) {
@@ -187,9 +259,7 @@ bool ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
                             "next step",
                             id_));
   }
-  if (pass_) return false;
   pass_ = pass;
-  return true;
 }
 
 void ContextState::end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure) {
@@ -213,10 +283,16 @@ std::optional<PassWork> ContextState::ended_pass(std::uint64_t pass) const {
   return ended->second.work;
 }
 
+bool ContextState::saw_pass() const {
+  MutexLock lock(mutex_);
+  return pass_ != nullptr || !ended_.empty() || !refused_.empty();
+}
+
 bool ContextState::release() {
-  std::map<std::uint64_t, std::shared_ptr<SendNode>> gone;
+  std::map<std::uint64_t, Listed> gone;
   MutexLock lock(mutex_);
   gone.swap(sends_);
+  uncounted_.clear();
   return !std::exchange(released_, true);
 }
 

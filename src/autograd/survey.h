@@ -16,11 +16,14 @@ struct Survey {
 
   /// Whether the pass has stood still since `before`.
   bool stands_still_since(const Survey& before) const;
+  /// The error of a FAST pass that stands still, to which `waiting` is added.
+  const char* stall_advice() const;
 
-  bool quiet = false;  ///< nobody works, nothing is under way, and somebody waits
+  bool unanswered = false;  ///< whether a call whose arguments wait got no answer
+  bool quiet = false;       ///< nobody works, nothing is under way, and somebody waits
   std::uint64_t executed = 0, sent = 0;
   std::string waiting;  ///< the sends without a gradient, a line each
-  std::string at_work;  ///< who runs nodes, the same
+  std::string at_work;  ///< who runs nodes or has messages without room, the same
 };
 
 }  // namespace torchspan::autograd

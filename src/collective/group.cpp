@@ -9,8 +9,17 @@ void check(bool good, std::string text) {
   if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
 }
 
-void check_tensor(const char* call, const at::Tensor& tensor, bool sparse_too = false) {
+void check_tensor(const BackEnd& back_end, const char* call, const at::Tensor& tensor,
+                  bool sparse_too = false) {
   check(tensor.defined(), fmt::format("{} of an undefined tensor: give every rank one", call));
+  if (!back_end.takes(tensor.device())) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("{} of a tensor on {}: the back end of this group ({}) does not take that device; "
+                    "give it the tensor's .to(at::kCPU) and copy the result back{}",
+                    call, tensor.device().str(), back_end.name(),
+                    tensor.is_meta() ? "; a meta tensor has no values to send" : ""));
+  }
   if (tensor.layout() == at::kStrided || (sparse_too && tensor.layout() == at::kSparse)) {
     if (!tensor.is_quantized()) return;
   }
@@ -57,12 +66,12 @@ Group Group::split(int color, int key) const {
 }
 
 Future<at::Tensor> Group::all_reduce(at::Tensor tensor, Reduction reduction) const {
-  check_tensor("all_reduce", tensor, /*sparse_too=*/true);
+  check_tensor(*back_end_, "all_reduce", tensor, /*sparse_too=*/true);
   return back_end_->all_reduce(std::move(tensor), reduction);
 }
 
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, Reduction reduction) const {
-  check_tensor("reduce_scatter", tensor);
+  check_tensor(*back_end_, "reduce_scatter", tensor);
   check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
         fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}",
                     size(), tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
@@ -70,12 +79,12 @@ Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, Reduction reduction)
 }
 
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
-  check_tensor("all_gather", tensor);
+  check_tensor(*back_end_, "all_gather", tensor);
   return back_end_->all_gather(std::move(tensor));
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
-  check_tensor("broadcast", tensor);
+  check_tensor(*back_end_, "broadcast", tensor);
   check_rank("root", root, size());
   return back_end_->broadcast(std::move(tensor), root);
 }
@@ -84,7 +93,7 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
   check(parts.size() == static_cast<std::size_t>(size()),
         fmt::format("all_to_all needs one part for each of the {} ranks, but has {}", size(), parts.size()));
   for (const at::Tensor& part : parts) {
-    check_tensor("all_to_all", part);
+    check_tensor(*back_end_, "all_to_all", part);
     check(part.scalar_type() == parts[0].scalar_type(),
           fmt::format("the parts of all_to_all have dtypes {} and {}; they must have one",
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));

@@ -11,33 +11,34 @@ namespace torchspan::collective {
 /// completes a future never holds the last reference to the back end, which joins that thread.
 class GroupHost : public FutureHost {
  public:
-  explicit GroupHost(Runtime& runtime)
-      : runtime_(runtime),
-        pool_(std::make_shared<Pool>(runtime.executor, PoolOptions{.name = "group", .threads = 1})) {}
+  explicit GroupHost(std::shared_ptr<Runtime> runtime)
+      : runtime_(std::move(runtime)),
+        executor_(runtime_->executor),
+        pool_(std::make_shared<Pool>(executor_, PoolOptions{.name = "group", .threads = 1})) {}
 
-  Executor& executor() override { return runtime_.executor; }
+  Executor& executor() override { return executor_; }
   void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
     pool_->wait(parker, done, deadline);
   }
 
   /// Ends the thread. A pool cannot be ended by a thread of its own: when the last handle of a group is
-  /// dropped in a continuation, that thread ends with the runtime.
-  static void close(std::shared_ptr<GroupHost> host) {
+  /// dropped in a continuation, that thread ends with the runtime; or never, when the group was the last that
+  /// used that: `over`.
+  static void close(std::shared_ptr<GroupHost> host, bool over) {
     const std::shared_ptr<Pool> pool = host->pool_;
-    if (pool->is_pool_thread()) {
-      Runtime& runtime = host->runtime_;
-      runtime.remains.keep(std::move(host));
-    } else {
-      pool->stop();
-    }
+    if (!pool->is_pool_thread()) return pool->stop();
+    const std::shared_ptr<Runtime> runtime = std::move(host->runtime_);  // it is to keep the host
+    if (over) static_cast<void>(new std::shared_ptr<Runtime>(runtime));
+    runtime->remains.keep(std::move(host));
   }
 
  protected:
   Pool& pool() { return *pool_; }
 
  private:
-  Runtime& runtime_;
+  std::shared_ptr<Runtime> runtime_;
+  Executor& executor_;
   const std::shared_ptr<Pool> pool_;
 };
 

@@ -3,6 +3,8 @@
 #include <fmt/ranges.h>
 #include <numeric>
 #include <optional>
+#include <string_view>
+#include <sys/stat.h>
 
 #include <torchspan/collective/group.h>
 #include <torchspan/core/sim_executor.h>
@@ -15,6 +17,7 @@
 #include "collective/shm/meeting.h"
 #include "collective/shm/shm_back_end.h"
 #include "collective/single.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective {
 namespace {
@@ -22,7 +25,9 @@ namespace {
 using rendezvous::Member;
 using rendezvous::Membership;
 
-constexpr Duration kRollCall = std::chrono::seconds(1);
+constexpr const char* kCommonFolder =
+    "containers and pods of one machine share memory where they have one network namespace, or a common "
+    "TORCHSPAN_RUNTIME_DIR, which is a folder that all of them mount";
 
 /// What every rank says about the group to be, and must say alike.
 Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
@@ -42,33 +47,52 @@ std::string describe_plan(BytesView plan) {
   return fmt::format("ranks {}, back end {}, network {}", ranks, back_end, network);
 }
 
+/// Where a worker listens for its own host, as the transports have it:
+/// "unix:/run/torchspan/0-1f.sock@…,tls:…". Its folder, in which other sockets may lie; empty when that one
+/// does not.
+std::string folder_of_socket(const std::string& address) {
+  constexpr std::string_view kNear = "unix:";
+  if (!address.starts_with(kNear)) return {};
+  std::string path = address.substr(kNear.size());
+  path = path.substr(0, path.rfind(",tls:"));
+  path = path.substr(0, path.rfind(",ucx:"));
+  path = path.substr(0, path.rfind('@'));
+  struct stat about {};
+  if (::stat(path.c_str(), &about) != 0 || !S_ISSOCK(about.st_mode)) return {};
+  return path.substr(0, path.rfind('/'));
+}
+
 class Maker {
  public:
-  Maker(Runtime& runtime, Membership& world, GroupOptions options)
-      : runtime_(runtime), world_(world), options_(std::move(options)), ranks_(options_.ranks) {
+  Maker(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options)
+      : runtime_(std::move(runtime)), world_(world), options_(std::move(options)), ranks_(options_.ranks) {
     if (ranks_.empty()) {
       for (const Member& member : world.members()) ranks_.push_back(member.rank);
     }
-    deadline_ = runtime.executor.deadline_in(options_.timeout);
+    deadline_ = runtime_->executor.deadline_in(options_.timeout);
   }
 
   std::shared_ptr<BackEnd> make() {
     check_ranks();
-    if (ranks_.size() == 1) return std::make_shared<SingleBackEnd>(ranks_[0]);
+    link_ = WorldLink::make(runtime_, world_);
+    if (ranks_.size() == 1) return SingleBackEnd::make(ranks_[0], runtime_, link_);
     compare_plans();
+    const std::vector<Member> members = members_of_group();
     switch (options_.back_end) {
       case BackEndKind::kAutomatic:
-        return on_one_host() ? make_shared_memory(ranks_) : make_hierarchical();
       case BackEndKind::kSharedMemory:
-        return make_shared_memory(ranks_);
-      case BackEndKind::kC10d:
-        require_isolation();
-        return make_serial(connect_gloo(runtime_, world_, ranks_, options_.timeout));
-      case BackEndKind::kMpi:
-        require_isolation();
-        return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()));
       case BackEndKind::kHierarchical:
-        return make_hierarchical();
+        return make_ours(members);
+      case BackEndKind::kC10d: {
+        shm::Neighbors neighbors = find_neighbors(members);
+        if (!neighbors.one_network) require_isolation(neighbors.reasons);
+        return make_serial(
+            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = neighbors.one_network}),
+            members);
+      }
+      case BackEndKind::kMpi:
+        if (!find_neighbors(members).all_together()) require_isolation({});
+        return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
     }
     throw Error(ErrorKind::kInvalid, "GroupOptions::back_end is none of the back ends there are");
   }
@@ -112,113 +136,124 @@ class Maker {
     }
   }
 
-  bool on_one_host() const {
-    return std::all_of(ranks_.begin(), ranks_.end(),
-                       [&](int rank) { return world_.member(rank).host_id == world_.self().host_id; });
+  std::vector<Member> members_of_group() const {
+    std::vector<Member> members;
+    for (const int rank : ranks_) members.push_back(world_.member(rank));
+    return members;
   }
 
-  /// Throws unless the user said that strangers cannot reach the network between the hosts.
-  void require_isolation() const {
-    if (on_one_host() || options_.network == Network::kIsolated) return;
+  static std::vector<shm::Person> people_of(const std::vector<Member>& members) {
+    std::vector<shm::Person> people;
+    for (const Member& member : members) people.push_back({member.rank, member.epoch, describe(member)});
+    return people;
+  }
+
+  shm::Neighbors find_neighbors(const std::vector<Member>& members, const std::string& refusal = {}) {
+    shm::NeighborsPlan plan{.people = people_of(members), .hosts = {}, .self = place_of(world_.self().rank)};
+    for (const Member& member : members) plan.hosts.push_back(member.host_id);
+    plan.folder = folder_of_socket(world_.self().address);
+    plan.refusal = refusal;
+    return shm::find_neighbors(runtime_->executor, plan,
+                               [this](BytesView mine) { return gather(mine, ranks_); });
+  }
+
+  /// Throws unless the user said that strangers cannot reach the network between the hosts. `reasons`: why
+  /// ranks of one machine are not on one host.
+  void require_isolation(const std::vector<std::string>& reasons) const {
+    if (options_.network == Network::kIsolated) return;
+    const std::string why = first_of(reasons);
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("the ranks {} are on several hosts, and the engines between hosts neither "
+        fmt::format("the ranks {} are on several hosts{}, and the engines between hosts neither "
                     "authenticate nor encrypt: if the network between them is closed to strangers, say "
                     "so by GroupOptions::network = Network::kIsolated",
-                    ranks_));
+                    ranks_, why.empty() ? "" : fmt::format(" ({}; {})", why, kCommonFolder)));
   }
 
-  std::shared_ptr<BackEnd> make_serial(std::unique_ptr<Wire> wire) {
+  static std::string first_of(const std::vector<std::string>& reasons) {
+    const auto first =
+        std::find_if(reasons.begin(), reasons.end(), [](const auto& text) { return !text.empty(); });
+    return first == reasons.end() ? std::string() : *first;
+  }
+
+  std::shared_ptr<BackEnd> make_serial(std::unique_ptr<Wire> wire, const std::vector<Member>& members) {
     SerialOptions serial{.ranks = ranks_, .rank = place_of(world_.self().rank), .timeout = options_.timeout};
-    for (const int rank : ranks_) serial.people.push_back(describe(world_.member(rank)));
-    serial.gone = [&world = world_, ranks = ranks_](int rank) -> std::optional<std::string> {
-      const int world_rank = ranks[static_cast<std::size_t>(rank)];
-      if (world.is_present(world_rank)) return std::nullopt;
-      return "it died or left";
-    };
-    serial.roll_call = [&runtime = runtime_, &world = world_](std::uint64_t call, std::vector<int> ranks) {
-      std::sort(ranks.begin(), ranks.end());
-      try {
-        world.barrier(fmt::format("torchspan.roll_call.{}", call), std::move(ranks),
-                      runtime.executor.deadline_in(kRollCall));
-      } catch (const Error& error) {
-        return error.message();
-      }
-      return std::string();
-    };
-    return std::make_shared<SerialBackEnd>(runtime_, std::move(wire), std::move(serial));
+    for (const Member& member : members) {
+      serial.people.push_back(describe(member));
+      serial.epochs.push_back(member.epoch);
+    }
+    serial.world = link_;
+    return SerialBackEnd::make(runtime_, std::move(wire), std::move(serial));
   }
 
   int place_of(int world_rank) const {
     return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin());
   }
 
-  /// A group of its own for each host, then one between their first ranks.
-  std::shared_ptr<BackEnd> make_hierarchical() {
-    require_isolation();
-    HierarchyPlan plan{.ranks = ranks_, .hosts = {}, .rank = place_of(world_.self().rank)};
-    std::vector<std::string> hosts;
-    std::vector<int> here;
-    for (const int rank : ranks_) {
-      const std::string host = world_.member(rank).host_id;
-      const auto known = std::find(hosts.begin(), hosts.end(), host);
-      plan.hosts.push_back(static_cast<int>(known - hosts.begin()));
-      if (known == hosts.end()) hosts.push_back(host);
-      if (host == world_.self().host_id) here.push_back(rank);
-    }
-    Group local(here.size() == 1 ? std::make_shared<SingleBackEnd>(here[0]) : make_shared_memory(here));
-    ConnectLeaders connect = [&runtime = runtime_, &world = world_,
-                              timeout = options_.timeout](const std::vector<int>& leaders) {
-      return connect_gloo(runtime, world, leaders, timeout);
-    };
-    return make_serial(
-        std::make_unique<HierarchicalWire>(std::move(plan), std::move(local), std::move(connect)));
-  }
-
-  std::shared_ptr<BackEnd> make_shared_memory(const std::vector<int>& ranks) {
-    if (dynamic_cast<SimExecutor*>(&runtime_.executor) != nullptr) {
+  /// Shared memory where all ranks share it, unless hierarchical was asked for; else a group of its own for
+  /// each host, and one between their first ranks.
+  std::shared_ptr<BackEnd> make_ours(const std::vector<Member>& members) {
+    if (dynamic_cast<SimExecutor*>(&runtime_->executor) != nullptr) {
       throw Error(
           ErrorKind::kUnsupported,
           "ranks that share memory wait in the kernel, which cannot be simulated: use another back end");
     }
-    shm::MeetingPlan plan;
-    for (const int rank : ranks) {
-      const Member member = world_.member(rank);
-      plan.people.push_back({rank, member.epoch, describe(member)});
-      if (rank == world_.self().rank) plan.self = static_cast<int>(plan.people.size()) - 1;
-      if (member.host_id != world_.self().host_id) {
-        throw Error(ErrorKind::kUnsupported,
-                    fmt::format("{} and {} are on different hosts and cannot share memory",
-                                describe(world_.self()), describe(member)));
-      }
+    if (options_.back_end == BackEndKind::kSharedMemory) refuse_other_hosts(members);
+    std::string refusal;
+    shm::MeetingPlan plan{.people = people_of(members),
+                          .self = place_of(world_.self().rank),
+                          .memory = {},
+                          .deadline = deadline_};
+    try {
+      plan.memory = shm::Arena::make(options_.shared_bytes);
+    } catch (const Error& error) {
+      refusal = error.message();
     }
-    plan.shared_bytes = options_.shared_bytes;
-    plan.deadline = deadline_;
-    const shm::Gather by_rank = [this, &ranks](BytesView mine) { return gather(mine, ranks); };
-    const std::shared_ptr<shm::Hub> hub = meet(runtime_, plan, by_rank);
-    listen_to_deaths(hub);
-    std::vector<int> members(ranks.size());
-    std::iota(members.begin(), members.end(), 0);
-    return shm::ShmBackEnd::make(hub, std::move(members), options_.timeout, by_rank);
+    shm::Neighbors neighbors = find_neighbors(members, refusal);
+    const bool loopback = neighbors.one_network;
+    const shm::Met met =
+        meet(link_, plan, std::move(neighbors), [this](BytesView mine) { return gather(mine, ranks_); });
+    const bool together = std::count(met.leaders.begin(), met.leaders.end(), met.leaders[0]) ==
+                          static_cast<std::ptrdiff_t>(met.leaders.size());
+    if (!together && options_.back_end == BackEndKind::kSharedMemory) {
+      throw Error(ErrorKind::kUnsupported, fmt::format("the ranks of this group cannot share memory: {}; {}",
+                                                       first_of(met.reasons), kCommonFolder));
+    }
+    if (together && options_.back_end != BackEndKind::kHierarchical) return share_memory(met);
+    if (!loopback) require_isolation(met.reasons);
+    HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self};
+    Group local(met.hub ? share_memory(met) : SingleBackEnd::make(world_.self().rank, runtime_, link_));
+    ConnectLeaders connect =
+        [link = link_, gloo = GlooOptions{options_.timeout, loopback}](const std::vector<int>& leaders) {
+          return connect_gloo(link, leaders, gloo);
+        };
+    return make_serial(
+        std::make_unique<HierarchicalWire>(std::move(hierarchy), std::move(local), std::move(connect)),
+        members);
   }
 
-  void listen_to_deaths(const std::weak_ptr<shm::Hub>& weak) {
-    world_.watch({.died =
-                      [weak](const Member& member, const Error& reason) {
-                        if (const auto hub = weak.lock()) {
-                          hub->note_gone_by_epoch(member.epoch, reason.message());
-                        }
-                      },
-                  .left =
-                      [weak](const Member& member) {
-                        if (const auto hub = weak.lock()) {
-                          hub->note_gone_by_epoch(member.epoch, "it left the world");
-                        }
-                      }});
+  void refuse_other_hosts(const std::vector<Member>& members) const {
+    for (const Member& member : members) {
+      if (member.host_id == members[0].host_id) continue;
+      throw Error(ErrorKind::kUnsupported,
+                  fmt::format("{} and {} are on different hosts and cannot share memory",
+                              describe(members[0]), describe(member)));
+    }
   }
 
-  Runtime& runtime_;
+  /// The group of those that share memory with this rank.
+  std::shared_ptr<BackEnd> share_memory(const shm::Met& met) {
+    std::vector<int> ranks, hub_ranks(static_cast<std::size_t>(met.hub->size()));
+    for (int rank = 0; rank < met.hub->size(); ++rank) ranks.push_back(met.hub->person(rank).world_rank);
+    std::iota(hub_ranks.begin(), hub_ranks.end(), 0);
+    link_->add(met.hub);
+    return shm::ShmBackEnd::make(met.hub, std::move(hub_ranks), options_.timeout,
+                                 [&](BytesView mine) { return gather(mine, ranks); });
+  }
+
+  const std::shared_ptr<Runtime> runtime_;
   Membership& world_;
+  std::shared_ptr<WorldLink> link_;
   const GroupOptions options_;
   std::vector<int> ranks_;
   Deadline deadline_;
@@ -226,12 +261,21 @@ class Maker {
 
 }  // namespace
 
-Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {
+Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
   try {
-    return Group(Maker(runtime, world, std::move(options)).make());
+    Group group(Maker(runtime, world, std::move(options)).make());
+    if (runtime->log.enabled(LogLevel::kDebug)) {
+      runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
+                                     group.back_end()->name()));
+    }
+    return group;
   } catch (const Error& error) {
     throw Error(error).with_worker(world.self().name).with_call("Group::make");
   }
+}
+
+Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {
+  return make(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime), world, std::move(options));
 }
 
 }  // namespace torchspan::collective

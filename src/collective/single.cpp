@@ -21,6 +21,13 @@ Future<T> ready(Make make) {
 
 }  // namespace
 
+std::shared_ptr<SingleBackEnd> SingleBackEnd::make(int world_rank, std::shared_ptr<Runtime> runtime,
+                                                   std::shared_ptr<WorldLink> world) {
+  const std::shared_ptr<SingleBackEnd> back_end(new SingleBackEnd(world_rank, std::move(runtime), world));
+  if (world) world->add(back_end);
+  return back_end;
+}
+
 void SingleBackEnd::throw_if_aborted() {
   MutexLock lock(mutex_);
   if (aborted_) throw Error(*aborted_);
@@ -28,7 +35,7 @@ void SingleBackEnd::throw_if_aborted() {
 
 std::shared_ptr<BackEnd> SingleBackEnd::split(int, int) {
   throw_if_aborted();
-  return std::make_shared<SingleBackEnd>(ranks_[0]);
+  return make(ranks_[0], runtime_, world_);
 }
 
 Future<at::Tensor> SingleBackEnd::all_reduce(at::Tensor tensor, Reduction reduction) {

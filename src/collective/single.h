@@ -3,12 +3,17 @@
 
 #include <torchspan/collective/back_end.h>
 
+#include "collective/world_link.h"
+
 namespace torchspan::collective {
 
 /// A group of one: everything is done before it begins.
-class SingleBackEnd final : public BackEnd {
+class SingleBackEnd final : public BackEnd, public WorldListener {
  public:
-  explicit SingleBackEnd(int world_rank) : ranks_{world_rank} {}
+  /// `world` may be null: then the group never ends. Either way it keeps the runtime, for what is built on
+  /// it.
+  static std::shared_ptr<SingleBackEnd> make(int world_rank, std::shared_ptr<Runtime> runtime,
+                                             std::shared_ptr<WorldLink> world);
 
   std::string name() const override { return "single"; }
   int rank() const override { return 0; }
@@ -24,9 +29,18 @@ class SingleBackEnd final : public BackEnd {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
 
+  void member_died(const rendezvous::Member&, const Error&) override {}
+  void member_left(const rendezvous::Member&) override {}
+  void world_ended(const Error& reason) override { abort(reason); }
+  void world_closing() override {}
+
  private:
+  SingleBackEnd(int world_rank, std::shared_ptr<Runtime> runtime, std::shared_ptr<WorldLink> world)
+      : runtime_(std::move(runtime)), world_(std::move(world)), ranks_{world_rank} {}
   void throw_if_aborted();
 
+  const std::shared_ptr<Runtime> runtime_;
+  const std::shared_ptr<WorldLink> world_;
   const std::vector<int> ranks_;
   Mutex mutex_;
   std::optional<Error> aborted_ TORCHSPAN_GUARDED_BY(mutex_);

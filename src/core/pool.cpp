@@ -5,7 +5,8 @@
 
 namespace torchspan {
 
-Pool::Pool(Executor& executor, PoolOptions options) : executor_(executor), options_(std::move(options)) {
+Pool::Pool(Executor& executor, PoolOptions options)
+    : executor_(executor), options_(std::move(options)), max_threads_(options_.max_threads) {
   if (options_.threads == 0 || options_.max_threads < options_.threads) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("pool '{}': threads = {} and max_threads = {}; at least one thread is "
@@ -44,9 +45,15 @@ void Pool::staff() {
     (*chosen)->idle.store(false, std::memory_order_release);
     if (lookout_.load() != *chosen) (*chosen)->parker->unpark();
     idle_.erase(chosen);
-  } else if (live_ < options_.max_threads) {
+  } else if (live_ < max_threads_) {
     add_worker();
   }
+}
+
+void Pool::allow_threads(std::ptrdiff_t more) {
+  MutexLock lock(mutex_);
+  max_threads_ += static_cast<std::size_t>(more);
+  if (more > 0) staff();
 }
 
 void Pool::add_worker() {
@@ -198,7 +205,7 @@ std::size_t Pool::queued() const {
 
 bool Pool::starved() const {
   if (queue_.empty() || blocked_ < live_) return false;
-  if (live_ < options_.max_threads && !out_of_threads_) return false;
+  if (live_ < max_threads_ && !out_of_threads_) return false;
   return std::none_of(waiters_.begin(), waiters_.end(), [](const Waiter* waiter) {
     return waiter->overloaded.load(std::memory_order_relaxed) || waiter->done.load(std::memory_order_relaxed);
   });

@@ -247,6 +247,19 @@ TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToComeFree) {
   });
 }
 
+TEST(PoolCap, AnExtraThreadServesAWaitThatMustNotFail) {
+  everywhere(100, [](Executor& executor) {
+    OwnedPool pool(executor, {.threads = 1, .max_threads = 1});
+    const auto nested = [&pool] { return async(pool.host(), [] { return 7; }).wait(); };
+    EXPECT_EQ(kind_of([&] { async(pool.host(), nested).wait(); }), ErrorKind::kOverloaded);
+    const Future<int> allowed = async(pool.host(), [&] {
+      const Pool::ExtraThread extra(*pool);
+      return nested();
+    });
+    EXPECT_EQ(allowed.wait(), 7);
+  });
+}
+
 TEST(PoolStop, RunsWhatIsQueuedFirst) {
   everywhere(100, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 2});

@@ -474,5 +474,18 @@ TEST_F(SimExecutorDeath, RefusesAnEventThatParks) {
   EXPECT_DEATH(parks(), "not for events");
 }
 
+TEST(SimExecutor, LetsWaitingThreadsPollInVirtualTime) {
+  for (const Duration limit : {Duration::zero(), Duration(40us)}) {
+    SimExecutor executor(1);
+    executor.set_spin_limit(limit);
+    EXPECT_EQ(executor.spin_limit(), limit);
+    executor.run([&] {
+      const TimePoint end = executor.now() + executor.spin_limit();
+      while (executor.now() < end) executor.yield();
+      EXPECT_EQ(us(executor.now()), us(TimePoint(limit)));
+    });
+  }
+}
+
 }  // namespace
 }  // namespace torchspan

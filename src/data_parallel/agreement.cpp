@@ -116,6 +116,15 @@ std::string first_difference(const std::vector<Agreement>& by_rank, const std::s
   return {};
 }
 
+void check_device(const collective::Group& group, const std::string& name, const at::Tensor& tensor) {
+  const collective::BackEnd& back_end = *group.back_end();
+  if (back_end.takes(tensor.device())) return;
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("'{}' is on {}, which the group's back end ({}) does not take: move the module to "
+                          "the CPU before it is wrapped",
+                          name, tensor.device().str(), back_end.name()));
+}
+
 void agree(const collective::Group& group, const Agreement& mine, const std::string& things) {
   const Bytes all = mine.encode();
   ByteWriter out;

@@ -33,6 +33,9 @@ struct Agreement {
 void agree(const collective::Group& group, const Agreement& mine,
            const std::string& things = "parameters and buffers");
 
+/// Throws Error{kUnsupported} when the group's back end does not take the device of that parameter or buffer.
+void check_device(const collective::Group& group, const std::string& name, const at::Tensor& tensor);
+
 /// How the ranks' agreements differ; empty: they do not.
 std::string first_difference(const std::vector<Agreement>& by_rank, const std::string& things);
 

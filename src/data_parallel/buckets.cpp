@@ -10,8 +10,12 @@
 namespace torchspan::data_parallel {
 namespace {
 
+/// Without entries, but with the dimensions that the gradient of an embedding has: rows are sparse, what is
+/// in them is dense.
 at::Tensor empty_sparse(const at::Tensor& like) {
-  return at::sparse_coo_tensor(like.sizes(), like.options().layout(at::kSparse).requires_grad(false));
+  const std::int64_t sparse_dim = std::min<std::int64_t>(like.dim(), 1);
+  return at::_sparse_coo_tensor_with_dims(sparse_dim, like.dim() - sparse_dim, like.sizes(),
+                                          like.options().layout(at::kSparse).requires_grad(false));
 }
 
 std::vector<std::int64_t> row_major(at::IntArrayRef sizes) {

@@ -1,5 +1,6 @@
 #include "data_parallel/forward_mark.h"
 
+#include <exception>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -21,6 +22,12 @@ class MarkHook final : public engine::PassHook {
  public:
   MarkHook(const MarkOptions& options, std::shared_ptr<ForwardRecord> record, std::size_t mark)
       : PassHook(options.passes), listener_(options.listener), record_(std::move(record)), mark_(mark) {}
+  ~MarkHook() override {
+    if (std::uncaught_exceptions() == 0) return;
+    if (const auto listener = listener_.lock()) listener->mark_dropped(record_);
+  }
+  MarkHook(const MarkHook&) = delete;
+  MarkHook& operator=(const MarkHook&) = delete;
   void pass_arrives(engine::GradientSink& sink) override {
     if (const auto listener = listener_.lock()) listener->mark_reached(sink, record_, mark_);
   }

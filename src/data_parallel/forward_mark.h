@@ -1,12 +1,14 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/data_parallel/reducer.h>
 #include <torchspan/engine/stock_sink.h>
 
 namespace torchspan::data_parallel {
@@ -20,6 +22,9 @@ struct ForwardRecord {
   std::vector<std::size_t> unused;    ///< slots that the outputs do not reach
   std::vector<bool> passed;           ///< by mark: a pass has come through it
   std::vector<Future<void>> awaited;  ///< the first pass does not end before
+  std::function<RoundTerms()> announce;
+  bool told = false;  ///< a reduction has failed on all ranks since: nobody waits for this one's
+  bool any_passed() const { return std::find(passed.begin(), passed.end(), true) != passed.end(); }
   bool all_passed() const { return std::find(passed.begin(), passed.end(), false) == passed.end(); }
 };
 
@@ -29,6 +34,8 @@ class MarkListener {
   virtual ~MarkListener() = default;
   virtual void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                             std::size_t mark) = 0;
+  /// The mark's graph ends while an exception is under way on this thread.
+  virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record) = 0;
 };
 
 struct MarkOptions {

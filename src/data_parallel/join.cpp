@@ -1,17 +1,52 @@
 #include "data_parallel/join.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 
 #include <torchspan/core/error.h>
 
 namespace torchspan::data_parallel {
 namespace {
 
-constexpr int kLive = 1, kSynchronize = 2, kFailed = 4;
+constexpr int kLive = 1, kSynchronize = 2, kFailed = 4, kReduces = 8;
+constexpr std::int64_t kFailureBytes = 512;
+
+int encode(const JoinWord& word) {
+  return (word.live ? kLive : 0) | (word.synchronize ? kSynchronize : 0) |
+         (word.failure.empty() ? 0 : kFailed) | (word.reduces ? kReduces : 0);
+}
+
+/// Collective, from the first of the ranks that failed.
+void hear_failure(const collective::Group& group, int failed, const JoinWord& mine) {
+  at::Tensor text = at::zeros({kFailureBytes}, at::kByte);
+  if (failed == group.rank()) {
+    const auto size = std::min<std::size_t>(mine.failure.size(), kFailureBytes - 1);
+    std::memcpy(text.data_ptr(), mine.failure.data(), size);
+  }
+  group.broadcast(text, failed).wait();
+  if (!mine.failure.empty()) return;
+  const int rank = group.ranks()[static_cast<std::size_t>(failed)];
+  throw Error(ErrorKind::kRemoteFailure,
+              fmt::format("the training loop of rank {} inside join() ended with an exception: {}", rank,
+                          static_cast<const char*>(text.data_ptr())))
+      .with_worker(fmt::format("rank {}", rank));
+}
+
+/// Throws when one live rank says `bit` and another does not.
+void refuse_difference(const collective::Group& group, const std::int32_t* words, int bit, const char* what) {
+  int says = -1, does_not = -1;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if ((words[rank] & kLive) != 0) ((words[rank] & bit) != 0 ? says : does_not) = rank;
+  }
+  if (says < 0 || does_not < 0) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(says)],
+                          group.ranks()[static_cast<std::size_t>(does_not)]));
+}
 
 }  // namespace
 
@@ -26,31 +61,28 @@ int JoinRound::last_live() const {
 JoinRound tell(const collective::Group& group, const JoinWord& mine) {
   at::Tensor words = group.allocate({group.size()}, at::kInt);
   words.zero_();
-  words.data_ptr<std::int32_t>()[group.rank()] =
-      (mine.live ? kLive : 0) | (mine.synchronize ? kSynchronize : 0) | (mine.failed ? kFailed : 0);
+  words.data_ptr<std::int32_t>()[group.rank()] = encode(mine);
   group.all_reduce(words, collective::kMaximum).wait();
   const auto* word = words.data_ptr<std::int32_t>();
   JoinRound round;
-  int reduces = -1, accumulates = -1;
+  int failed = -1;
   for (int rank = 0; rank < group.size(); ++rank) {
     round.live.push_back((word[rank] & kLive) != 0);
-    if ((word[rank] & kFailed) != 0) round.failed = rank;
-    if ((word[rank] & kLive) != 0) ((word[rank] & kSynchronize) != 0 ? reduces : accumulates) = rank;
+    if ((word[rank] & kFailed) != 0) failed = rank;
+    if (!round.live.back()) continue;
+    round.synchronize = round.synchronize || (word[rank] & kSynchronize) != 0;
+    round.reduces = round.reduces || (word[rank] & kReduces) != 0;
   }
-  round.synchronize = reduces >= 0;
-  if (round.failed >= 0 && !mine.failed) {
-    throw Error(ErrorKind::kRemoteFailure,
-                fmt::format("the training loop of rank {} inside join() ended with an exception",
-                            group.ranks()[round.failed]))
-        .with_worker(fmt::format("rank {}", group.ranks()[round.failed]));
+  if (failed >= 0) {
+    hear_failure(group, failed, mine);
+    return round;
   }
-  if (reduces >= 0 && accumulates >= 0) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("rank {} reduces this forward and rank {} says no_sync: inside join() all ranks that "
-                    "have batches do the same",
-                    group.ranks()[reduces], group.ranks()[accumulates]));
-  }
+  refuse_difference(group, word, kReduces,
+                    "rank {} begins a reduction and rank {} a forward: inside join() all ranks that have "
+                    "batches do the same forwards and backwards in one order");
+  refuse_difference(group, word, kSynchronize,
+                    "rank {} reduces this forward and rank {} says no_sync: inside join() all ranks that "
+                    "have batches do the same");
   return round;
 }
 

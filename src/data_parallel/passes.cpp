@@ -30,6 +30,7 @@ Reducer::Impl::RoundPtr Reducer::Impl::new_round(const ForwardOptions& options, 
     round->in_place = options_.gradient_as_bucket_view && sink->writes_grad_field();
   }
   round->ready.resize(slots());
+  round->shared.resize(slots());
   round->order.reserve(count_);
   for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
     round->pending.push_back(buckets_->parameters(bucket).size() * replicas_.size());
@@ -100,6 +101,9 @@ void Reducer::Impl::listen(engine::GradientSink& sink, const RoundPtr& round) {
   sink.after_work([weak, round](const engine::PassStatus& status) {
     if (const auto self = weak.lock()) self->work_over(round, status);
   });
+  sink.before_end([weak, round](const engine::PassStatus& status) {
+    if (const auto self = weak.lock()) self->decide(round, status);
+  });
   sink.after_pass([weak, round](const engine::PassStatus&) {
     if (const auto self = weak.lock()) self->pass_over(round);
   });
@@ -114,17 +118,40 @@ void Reducer::Impl::listen_locally(engine::GradientSink& sink) {
   });
 }
 
+/// Inside a join() the ranks say that they begin a reduction: one that has no batches left has to hear it.
+void Reducer::Impl::announce(const std::shared_ptr<ForwardRecord>& record) {
+  std::function<RoundTerms()> announce;
+  {
+    MutexLock lock(mutex_);
+    if (record->synchronize && !round_) announce = record->announce;
+  }
+  if (!announce) return;
+  const RoundTerms terms = announce();
+  MutexLock lock(mutex_);
+  record->divisor = terms.divisor;
+  record->leader = terms.leader;
+}
+
+void Reducer::Impl::mark_dropped(const std::shared_ptr<ForwardRecord>& record) {
+  MutexLock lock(mutex_);
+  if (record->synchronize && !record->told && !record->any_passed() && !dropped_) dropped_ = record;
+}
+
 void Reducer::Impl::mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                                  std::size_t mark) {
   if (!reaches_parameters()) return;
   settle();
+  {
+    MutexLock lock(mutex_);
+    record->passed[mark] = true;
+  }
+  announce(record);
   hold_awaited(sink, *record);
   RoundPtr round;
   Start start;
   bool local = false;
   {
     MutexLock lock(mutex_);
-    record->passed[mark] = true;
     if (!record->synchronize) {
       if (round_) return;
       stray_ = false;
@@ -215,9 +242,12 @@ void Reducer::Impl::fill(const RoundPtr& round, engine::GradientSink& sink, std:
                          const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const std::size_t bucket = buckets_->bucket_of(slot);
+  const bool shared = is_shared(slot);
+  round->shared[slot] = shared ? 1 : 0;
   try {
+    if (shared && buckets_->holds(slot, gradient)) sink.replace(tensor(slot), gradient.clone());
     const bool was_there = buckets_->put(slot, gradient, factor(*round, bucket));
-    if (round->in_place && gradient.defined() && !was_there && !buckets_->sparse(bucket)) {
+    if (round->in_place && !shared && gradient.defined() && !was_there && !buckets_->sparse(bucket)) {
       sink.replace(tensor(slot), buckets_->view(slot));
     }
   } catch (const Error& error) {
@@ -292,13 +322,19 @@ std::string Reducer::Impl::missing_text(const std::vector<std::size_t>& missing_
     text += fmt::format(" and {} more", missing_slots.size() - kNamesInAMessage);
   }
   for (const std::size_t slot : missing_slots) {
-    if (torch::autograd::impl::grad_accumulator(tensor(slot)) == hooked_[slot].first) continue;
-    return text + fmt::format(
-                      " ('{}' was converted to another dtype or device after it was wrapped: wrap the "
-                      "module afterwards)",
-                      name(slot));
+    const std::string why = why_unreachable(slot);
+    if (!why.empty()) return fmt::format("{} ('{}' {})", text, name(slot), why);
   }
   return text;
+}
+
+std::string Reducer::Impl::why_unreachable(std::size_t slot) const {
+  if (!tensor(slot).requires_grad()) {
+    return "was frozen after it was wrapped, its requires_grad is false now: wrap the module again, or set "
+           "find_unused_parameters to freeze and thaw while training";
+  }
+  if (torch::autograd::impl::grad_accumulator(tensor(slot)) == hooked_[slot].first) return {};
+  return "was converted to another dtype or device after it was wrapped: wrap the module afterwards";
 }
 
 void Reducer::Impl::end_delayed(const RoundPtr& round) {
@@ -339,21 +375,11 @@ void Reducer::Impl::end_deferred(const RoundPtr& round) {
 }
 
 void Reducer::Impl::work_over(const RoundPtr& round, const engine::PassStatus& status) {
-  bool concluded = false;
   {
     MutexLock lock(mutex_);
-    concluded = round->concluded;
-    if (round->aborted) return;
+    if (round->aborted || round->concluded) return;
   }
-  if (!status.ok()) {
-    if (!concluded) return give_up(round, describe(status.error).text);
-    try {
-      round->finished.wait();  // it still writes to the sink, which ends with the pass
-    } catch (...) {            // the pass has a failure of its own to tell
-    }
-    return;
-  }
-  if (concluded) return;
+  if (!status.ok()) return give_up(round, describe(status.error).text);
   try {
     if (round->delayed) end_delayed(round);
     if (round->deferred) end_deferred(round);
@@ -381,11 +407,6 @@ void Reducer::Impl::work_over(const RoundPtr& round, const engine::PassStatus& s
             "passes over other outputs of this forward follow, set partial_backward");
   give_up(round, text);
   throw Error(ErrorKind::kInvalid, text);
-}
-
-void Reducer::Impl::pass_over(const RoundPtr& round) {
-  MutexLock lock(mutex_);
-  if (round_ == round && round->concluded) round_.reset();
 }
 
 }  // namespace torchspan::data_parallel

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <numeric>
@@ -16,9 +17,24 @@
 namespace torchspan::data_parallel {
 namespace {
 
+/// Numbers of forwards begin again there.
+constexpr std::int32_t kForwardsEnd = 1 << 30;
+
 constexpr double kMebibyte = 1024.0 * 1024.0;
 
 std::string on(bool flag) { return flag ? "true" : "false"; }
+
+/// Its gradient would be gone, and its replicas apart, before the average is there.
+constexpr const char* kStepped =
+    "is stepped in backward by an optimizer, before its gradient is averaged; end what step_in_backward() "
+    "gave, and call step() after backward";
+
+bool is_stepped_in_backward(const at::Tensor& parameter) {
+  const auto hooks = engine::gradient_hooks(parameter);
+  return std::any_of(hooks.begin(), hooks.end(), [](const engine::GradientHook* hook) {
+    return hook->use() == engine::GradientUse::kSteps;
+  });
+}
 
 void check_replicas(const Reducer::Replicas& replicas) {
   if (replicas.empty() || replicas[0].empty()) {
@@ -37,6 +53,7 @@ void check_replicas(const Reducer::Replicas& replicas) {
         throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
       };
       if (!parameter.tensor.defined()) refuse("is undefined");
+      if (is_stepped_in_backward(parameter.tensor)) refuse(kStepped);
       if (parameter.tensor.is_sparse()) refuse("is sparse itself; only its gradient may be");
       if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {
         refuse("is no leaf of the graph: it was computed, so it has no gradient of its own");
@@ -58,11 +75,13 @@ void check_replicas(const Reducer::Replicas& replicas) {
   }
 }
 
-Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions& options) {
+Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions& options,
+                   const collective::Group& group) {
   Agreement mine;
   try {
     options.validate();
     check_replicas(replicas);
+    for (const Parameter& parameter : replicas[0]) check_device(group, parameter.name, parameter.tensor);
   } catch (const Error& error) {
     mine.failure = error.message();
     return mine;
@@ -107,6 +126,8 @@ class Reducer::Impl::SlotHook final : public engine::GradientHook {
  public:
   SlotHook(const std::shared_ptr<Impl>& reducer, std::size_t slot)
       : GradientHook(reducer->tensor(slot), reducer->passes_), reducer_(reducer), slot_(slot) {}
+  std::shared_ptr<Impl> reducer() const { return reducer_.lock(); }
+  engine::GradientUse use() const override { return engine::GradientUse::kAverages; }
   void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
     const auto reducer = reducer_.lock();
     if (!reducer) return;
@@ -142,23 +163,27 @@ Reducer::Impl::Impl(Runtime& runtime, Replicas replicas, const collective::Group
   used_.resize(count_);
   firings_.resize(slots());
   fired_last_.resize(slots());
-  status_ = group_.allocate({static_cast<std::int64_t>(tracks_use_ ? 1 + count_ : 1)}, at::kInt);
+  status_ = group_.allocate({static_cast<std::int64_t>(kStatusUsed + (tracks_use_ ? count_ : 0))}, at::kInt);
   std::vector<std::size_t> order(count_);
   std::iota(order.rbegin(), order.rend(), 0U);
-  build_buckets(order);
+  buckets_ = make_buckets(order);
+  note_buckets();
 }
 
 Reducer::Impl::~Impl() = default;
 
-void Reducer::Impl::build_buckets(const std::vector<std::size_t>& order) {
+std::unique_ptr<Buckets> Reducer::Impl::make_buckets(const std::vector<std::size_t>& order) const {
   std::vector<at::Tensor> tensors;
   AssignmentOptions assignment{.order = order};
   for (const Parameter& parameter : replicas_[0]) {
     tensors.push_back(parameter.tensor);
     assignment.sparse.push_back(parameter.sparse_gradient);
   }
-  buckets_ = std::make_unique<Buckets>(
+  return std::make_unique<Buckets>(
       replicas_, compute_bucket_assignment_by_size(tensors, limits_of(options_), assignment), group_);
+}
+
+void Reducer::Impl::note_buckets() {
   MutexLock lock(mutex_);
   stats_.bucket_bytes.clear();
   stats_.bucket_parameters.clear();
@@ -176,6 +201,11 @@ void Reducer::Impl::attach() {
 }
 
 void Reducer::Impl::hook_slot(std::size_t slot) {
+  for (const engine::GradientHook* other : engine::gradient_hooks(tensor(slot))) {
+    if (other->use() == engine::GradientUse::kSteps)
+      throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", name(slot), kStepped));
+    if (other->use() == engine::GradientUse::kAverages) passes_->unite(other->passes());
+  }
   auto node = torch::autograd::impl::grad_accumulator(tensor(slot));
   const auto key = node->add_post_hook(std::make_unique<SlotHook>(shared_from_this(), slot));
   hooked_[slot] = {std::move(node), key};
@@ -191,13 +221,38 @@ void Reducer::Impl::attach_again() {
   }
 }
 
+bool Reducer::Impl::is_reducing() const {
+  MutexLock lock(mutex_);
+  return round_ && round_->sink != nullptr;
+}
+
+bool Reducer::Impl::is_shared(std::size_t slot) const {
+  if (slot >= hooked_.size() || hooked_[slot].first->post_hooks().size() < 2) return false;
+  bool shared = false;
+  for (const auto& hook : hooked_[slot].first->post_hooks()) {
+    const auto* other = dynamic_cast<const SlotHook*>(hook.get());
+    const auto reducer = other == nullptr ? nullptr : other->reducer();
+    if (!reducer || reducer.get() == this) continue;
+    shared = true;
+    if (!reducer->is_reducing() || reducer->group_.ranks() == group_.ranks()) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("parameter '{}' is averaged by two wrappers, over ranks {} and over ranks {}, in "
+                    "one backward pass; wrap it once, or let each pass go through one of them",
+                    name(slot), fmt::join(group_.ranks(), ", "), fmt::join(reducer->group_.ranks(), ", ")));
+  }
+  return shared;
+}
+
 void Reducer::Impl::note_reason(const std::string& text) {
   MutexLock lock(mutex_);
   if (round_ && round_->reason.empty()) round_->reason = text;
 }
 
 void Reducer::Impl::detach() {
-  for (const auto& [node, key] : hooked_) node->del_post_hook(key);
+  for (const auto& [node, key] : hooked_) {
+    if (node) node->del_post_hook(key);  // none where hooking was refused half-way
+  }
   hooked_.clear();
   RoundPtr round;
   {
@@ -233,7 +288,10 @@ void Reducer::Impl::await_holds() {
 }
 
 void Reducer::Impl::begin_forward() {
-  if (c10::GradMode::is_enabled()) settle();
+  if (c10::GradMode::is_enabled()) {
+    settle();
+    refuse_dropped_forward();
+  }
   MutexLock lock(mutex_);
   forward_began_ = runtime_.executor.now();
 }
@@ -252,11 +310,14 @@ std::vector<std::size_t> Reducer::Impl::unused_slots(const std::vector<at::Tenso
 }
 
 void Reducer::Impl::settle() {
-  Future<void> given_up;
+  Future<void> given_up, ending;
   {
     MutexLock lock(mutex_);
     given_up = given_up_;
+    // Its pass may have failed for the program already, by a worker that was lost, say.
+    if (round_ && round_->concluded) ending = round_->over->future();
   }
+  if (ending.valid()) ending.wait();
   if (!given_up.valid()) return;
   try {
     given_up.wait();
@@ -264,6 +325,32 @@ void Reducer::Impl::settle() {
   }
   MutexLock lock(mutex_);
   given_up_ = {};
+}
+
+void Reducer::Impl::refuse_dropped_forward() {
+  std::shared_ptr<ForwardRecord> dropped;
+  {
+    MutexLock lock(mutex_);
+    dropped = std::exchange(dropped_, nullptr);
+  }
+  if (!dropped) return;
+  announce(dropped);
+  refuse({.divisor = dropped->divisor, .leader = dropped->leader},
+         "an exception took the outputs of its forward before backward had come through them");
+  settle();
+}
+
+void Reducer::Impl::forget_forwards() {
+  for (const auto& weak : outstanding_) {
+    if (const auto record = weak.lock()) record->told = true;
+  }
+  dropped_.reset();
+}
+
+void Reducer::Impl::restart_count() {
+  MutexLock lock(mutex_);
+  forwards_ = 0;
+  forget_forwards();
 }
 
 void Reducer::Impl::refuse_unfinished_round() {
@@ -303,6 +390,7 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   record->divisor = options.divisor > 0 ? options.divisor : group_.size();
   record->leader = options.leader;
   record->awaited = options.awaited;
+  record->announce = options.announce;
   const bool walk = options_.find_unused_parameters && !options_.static_graph;
   if (walk) record->unused = unused_slots(outputs);
   outputs = mark_outputs(std::move(outputs), record,
@@ -314,6 +402,7 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   outstanding_.push_back(record);
   if (options.synchronize) {
     ++stats_.forwards;
+    forwards_ = (forwards_ + 1) % kForwardsEnd;
     if (const auto began = std::exchange(forward_began_, std::nullopt)) {
       stats_.forward = runtime_.executor.now() - *began;
       runtime_.spans.record(SpanKind::kBucket, "forward", *began, stats_.forwards);
@@ -355,9 +444,20 @@ Reducer::Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective
     : Reducer(runtime, Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
 
 Reducer::Reducer(Runtime& runtime, Replicas replicas, collective::Group group, DataParallelOptions options) {
-  agree(group, describe(replicas, options));
-  impl_ = std::make_shared<Impl>(runtime, std::move(replicas), group, std::move(options));
-  impl_->attach();
+  agree(group, describe(replicas, options, group));
+  Agreement built;  // a rank that has no memory for its buckets must not be waited for in the first step
+  try {
+    impl_ = std::make_shared<Impl>(runtime, std::move(replicas), group, std::move(options));
+    impl_->attach();
+  } catch (...) {
+    built.failure = torchspan::describe(std::current_exception()).text;
+  }
+  try {
+    agree(group, built);
+  } catch (...) {
+    if (impl_) impl_->detach();
+    throw;
+  }
 }
 
 Reducer::~Reducer() { impl_->detach(); }
@@ -368,7 +468,9 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> ou
   return impl_->prepare(std::move(outputs), options);
 }
 void Reducer::set_hook(CommHook hook, std::string name) { impl_->set_hook(std::move(hook), name); }
-void Reducer::shadow(ForwardOptions options, const std::string& refusal) { impl_->shadow(options, refusal); }
+void Reducer::shadow(ForwardOptions options) { impl_->shadow(options); }
+void Reducer::refuse(ForwardOptions options, const std::string& reason) { impl_->refuse(options, reason); }
+void Reducer::restart_count() { impl_->restart_count(); }
 void Reducer::settle() { impl_->settle(); }
 std::uint64_t Reducer::rounds() const { return impl_->rounds(); }
 ReducerStats Reducer::stats() const { return impl_->stats(); }

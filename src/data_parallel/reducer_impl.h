@@ -21,15 +21,21 @@
 
 namespace torchspan::data_parallel {
 
-/// One reduction of all buckets, from the first mark or gradient of its pass to the last bucket's end.
+/// Where things stand in the status of a round, of which all ranks learn the maximum.
+constexpr std::size_t kStatusGaveUp = 0, kStatusForwards = 1, kStatusMinusForwards = 2, kStatusUsed = 3;
+
+/// One reduction of all buckets, from the first mark or gradient of its pass to the pass's end.
 struct Round {
   std::uint64_t number = 0;
+  bool counts = true;                    ///< this rank runs forwards, and tells how many
+  std::int32_t forwards = 0;             ///< that it told
   engine::GradientSink* sink = nullptr;  ///< null: gradients are not to be touched (any more)
   std::shared_ptr<engine::PassEnd> end;
   std::vector<std::shared_ptr<ForwardRecord>> records;
   double divisor = 1;
   int leader = 0;
-  bool in_place = false;  ///< gradients become views of buckets
+  bool in_place = false;             ///< gradients become views of buckets
+  std::vector<std::uint8_t> shared;  ///< by slot: another reducer reads this gradient too, so it stays apart
   bool delayed = false;   ///< everything is reduced when the pass's work is over: a static graph's first
   bool deferred = false;  ///< unused parameters are told apart at the end: other forwards may use them
 
@@ -42,7 +48,7 @@ struct Round {
   bool launching = false;
   bool broken = false;  ///< a launch failed half-way: the others cannot be kept in step
   bool concluding = false;
-  bool concluded = false;  ///< everything is launched, and `finished` is there
+  bool concluded = false;  ///< the status is on its way, and `finished` is there
   bool aborted = false;
   std::string reason;
   std::exception_ptr failure;  ///< of a hook, on this rank
@@ -51,6 +57,8 @@ struct Round {
   Future<at::Tensor> status;
   std::optional<Promise<void>> promise;
   Future<void> finished;
+  std::optional<Promise<void>> over;  ///< the pass has ended, and gradients are where they belong
+  std::unique_ptr<Buckets> rebuilt;   ///< in the order of gradients: taken when the round is over
 
   bool measured = false;
   std::optional<TimePoint> first_gradient;
@@ -76,7 +84,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   void begin_forward();
   std::vector<at::Tensor> prepare(std::vector<at::Tensor> outputs, const ForwardOptions& options);
   void set_hook(CommHook hook, const std::string& name);
-  void shadow(const ForwardOptions& options, const std::string& refusal);
+  void shadow(const ForwardOptions& options);
+  void refuse(const ForwardOptions& options, const std::string& reason);
+  void restart_count();
   std::uint64_t rounds() const;
   void settle();
   ReducerStats stats() const;
@@ -84,6 +94,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                     std::size_t mark) override;
+  void mark_dropped(const std::shared_ptr<ForwardRecord>& record) override;
   /// From the hook of a slot's parameter.
   void gradient_ready(engine::GradientSink& sink, std::size_t slot);
   /// Why the pass is about to fail: LibTorch's engine tells only that it did.
@@ -93,7 +104,8 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   class SlotHook;
 
   // reducer.cpp
-  void build_buckets(const std::vector<std::size_t>& order);
+  std::unique_ptr<Buckets> make_buckets(const std::vector<std::size_t>& order) const;
+  void note_buckets();
   void hook_slot(std::size_t slot);
   std::size_t slots() const { return replicas_.size() * count_; }
   const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
@@ -104,6 +116,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::shared_ptr<Impl> hold();
   void await_holds();
   void refuse_unfinished_round();
+  void refuse_dropped_forward();
+  /// A reduction failed on all ranks, so none waits for those of earlier forwards.
+  void forget_forwards() TORCHSPAN_REQUIRES(mutex_);
   void refuse_thawed_parameters() const;
 
   // passes.cpp: what a backward pass tells
@@ -116,6 +131,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
       TORCHSPAN_REQUIRES(mutex_);
   bool join_round(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record)
       TORCHSPAN_REQUIRES(mutex_);
+  void announce(const std::shared_ptr<ForwardRecord>& record);
   void hold_awaited(engine::GradientSink& sink, ForwardRecord& record);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void listen_locally(engine::GradientSink& sink);
@@ -126,41 +142,57 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   /// no mark has told of.
   RoundPtr admit(const engine::GradientSink& sink, std::size_t slot, bool& stray) TORCHSPAN_REQUIRES(mutex_);
   void listen_to_stray(engine::GradientSink& sink, std::size_t slot);
+  /// Whether another reducer averages the gradient too; throws when it does so now, over other ranks.
+  bool is_shared(std::size_t slot) const;
+  bool is_reducing() const;
   void fill(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient);
   void fill_unused(const RoundPtr& round, engine::GradientSink& sink, std::size_t slot);
   void note_unwrapped(std::size_t slot);
   void work_over(const RoundPtr& round, const engine::PassStatus& status);
   void end_delayed(const RoundPtr& round);
   void end_deferred(const RoundPtr& round);
-  void pass_over(const RoundPtr& round);
   std::vector<std::size_t> missing(const RoundPtr& round) const;
   std::string missing_text(const std::vector<std::size_t>& slots) const;
+  /// Why no pass can come to the slot, or empty.
+  std::string why_unreachable(std::size_t slot) const;
 
-  // launching.cpp: from full buckets to averaged gradients
+  // launching.cpp: buckets on their way
   /// Whether the group divides, rather than we.
   bool averages(const Round& round, std::size_t bucket) const;
   double factor(const Round& round, std::size_t bucket) const;
   void launch_full_buckets(const RoundPtr& round);
   void launch(Round& round, std::size_t bucket);
   GradientBucket as_hook_sees(const Round& round, std::size_t bucket);
+  /// Lets the others finish with nothing from here; `reason` is told to them.
+  void give_up(const RoundPtr& round, const std::string& reason);
+  void end_without_us(const RoundPtr& round);
+  /// Gives gradients memory of their own: the others' reduction still writes to the buckets.
+  void leave_buckets(engine::GradientSink& sink, bool keep);
+  void launch_the_rest_empty(const RoundPtr& round);
+  RoundPtr round_without_pass(const ForwardOptions& options, const std::string& refusal);
+
+  // concluding.cpp: from launched buckets to averaged gradients
+  /// The pass is about to end: so says whether this rank gives up, and the others' word decides.
+  void decide(const RoundPtr& round, const engine::PassStatus& status);
   void conclude(const RoundPtr& round);
   /// Waits for one hook's answer after the other: the status comes after all that hooks send.
   void await_hooks(const RoundPtr& round, std::size_t bucket);
   void send_status(Round& round);
   void check_hooks(Round& round);
   void finish(const RoundPtr& round);
-  void write_back(Round& round);
-  void write_slot(Round& round, std::size_t slot);
+  void set_failure(Round& round);
   void count_finished(Round& round);
   void hear_why(const RoundPtr& round, int rank);
+  void hear_counts(const RoundPtr& round);
   void rebuild(const RoundPtr& round);
-  void take_new_order(Round& round, const at::Tensor& order);
-  /// Lets the others finish with nothing from here; `reason` is told to them.
-  void give_up(const RoundPtr& round, const std::string& reason);
-  /// Gives gradients memory of their own: the others' reduction still writes to the buckets.
-  void leave_buckets(engine::GradientSink& sink);
-  void set_failure(Round& round);
-  void launch_the_rest_empty(const RoundPtr& round);
+  void build_in(const RoundPtr& round, const at::Tensor& order);
+  void note_unbuilt(int rank, const std::string& reason);
+
+  // writing_back.cpp: at the end of the pass
+  void pass_over(const RoundPtr& round);
+  void write_back(Round& round);
+  void write_slot(Round& round, std::size_t slot);
+  void move_into_rebuilt(Round& round);
 
   Runtime& runtime_;
   const Replicas replicas_;  ///< those parameters that need gradients
@@ -176,8 +208,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   CommHook hook_;                     ///< set before the first reduction, by the thread that trains
   std::unique_ptr<Buckets> buckets_;  ///< changed between reductions only
   bool rebuilt_ = false;
-  at::Tensor
-      status_;  ///< int32: 1 + the rank that gave up, then which parameters were used; in shared memory
+  /// int32 by kStatus…: 1 + the rank that gave up, the numbers of forwards, which parameters were used; in
+  /// shared memory.
+  at::Tensor status_;
 
   mutable Mutex mutex_;
   RoundPtr round_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -198,6 +231,9 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   Parker* awaits_holds_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::uint64_t rounds_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::int32_t forwards_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< reduced ones; the same on all ranks
+  /// A forward whose outputs an exception took before a pass came through them.
+  std::shared_ptr<ForwardRecord> dropped_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<TimePoint> forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
   ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);
 };

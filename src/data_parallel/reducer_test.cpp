@@ -295,6 +295,8 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
              EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
              EXPECT_NE(text.find("in reduction 2, bucket 0 of 1 (with 'p0')"), std::string::npos) << text;
+             EXPECT_NE(text.find("fewer batches than the others"), std::string::npos) << text;
+             EXPECT_NE(text.find("join()"), std::string::npos) << text;
            },
            1, {.timeout = std::chrono::seconds(5)});
 }

@@ -329,5 +329,45 @@ TEST(FrozenParameters, ThatThawAreRefusedByName) {
   });
 }
 
+TEST(FrozenParameters, ThatWereNotWhenTheyWereWrappedAreNamedAsSuch) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({3}), leaf({4})};
+    Reducer reducer(self.runtime, named(parameters), self.group);
+    step(reducer, squares(parameters, 1 + self.rank));
+    zero(parameters, true);
+    if (self.rank == 1) parameters[1].set_requires_grad(false);
+    const std::string text = error_of([&] { step(reducer, squares(parameters, 1)); });
+    EXPECT_NE(text.find("'p1' was frozen after it was wrapped"), std::string::npos) << text;
+    EXPECT_EQ(text.find("dtype"), std::string::npos) << text;
+    EXPECT_EQ(text.find("rank 1 gave up") != std::string::npos, self.rank == 0) << text;
+    parameters[1].set_requires_grad(true);
+    zero(parameters, true);
+    step(reducer, squares(parameters, 1 + self.rank));
+    expect_close(parameters[1].grad(), parameters[1].detach() * 3, 1e-6);
+  });
+}
+
+TEST(FrozenParameters, MayComeAndGoWhereUnusedOnesAreFound) {
+  for (const bool view : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      const Tensors parameters{leaf({3}), leaf({4})};
+      DataParallelOptions options = kFindUnused;
+      options.gradient_as_bucket_view = view;
+      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      for (int i = 0; i < 6; ++i) {
+        zero(parameters, true);
+        const bool frozen = i / 2 == 1;
+        parameters[1].set_requires_grad(!frozen);
+        step(reducer, squares(parameters, 1 + self.rank));
+        expect_close(parameters[0].grad(), parameters[0].detach() * 3, 1e-6);
+        EXPECT_EQ(parameters[1].grad().defined(), !frozen);
+        if (!frozen) {
+          expect_close(parameters[1].grad(), parameters[1].detach() * 3, 1e-6);
+        }
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace torchspan::data_parallel

@@ -9,6 +9,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/data_parallel/wrapped_module.h>
 
+#include "data_parallel/advice.h"
 #include "data_parallel/agreement.h"
 #include "data_parallel/broadcast.h"
 #include "data_parallel/join.h"
@@ -25,7 +26,10 @@ ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const
   try {
     if (!module) throw Error(ErrorKind::kInvalid, "the module is null");
     parts = parts_of(*module, options);
-    for (const auto& [name, buffer] : parts.buffers) mine.add(name, buffer);
+    for (const auto& [name, buffer] : parts.buffers) {
+      check_device(group, name, buffer);
+      mine.add(name, buffer);
+    }
   } catch (const Error& error) {
     mine.failure = error.message();
   }
@@ -59,21 +63,20 @@ class WrappedModule::Impl {
   const collective::Group& group() const { return reducer_.group(); }
 
   void begin_forward() {
+    in_forward_ = owes_buffers_ = owes_buffer_hook_ = false;
+    if (join_ && join_failure_ && at::GradMode::is_enabled()) std::rethrow_exception(join_failure_);
     reducer_.begin_forward();
     next_ = {.synchronize = synchronize_};
     if (!at::GradMode::is_enabled()) return;
-    await_buffers();
-    int root = 0;
     if (join_) {
       heed(hear({.live = true, .synchronize = synchronize_}));
-      owes_ = synchronize_;
-      rounds_before_ = reducer_.rounds();
-      root = next_.leader;
+      next_.announce = [this] { return announce(); };
     }
-    if (!synchronize_ || !options_.broadcast_buffers) return;
-    if (!buffer_hook_) {
-      broadcast_coalesced(group(), buffers_, root);
-    } else if (buffer_hook_time_ == BufferHookTime::kBeforeForward) {
+    in_forward_ = owes_buffer_hook_ = synchronize_;
+    owes_buffers_ = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
+    await_buffers();
+    share_buffers();
+    if (buffer_hook_ && synchronize_ && buffer_hook_time_ == BufferHookTime::kBeforeForward) {
       call_buffer_hook();
       await_buffers();
     }
@@ -85,7 +88,29 @@ class WrappedModule::Impl {
       call_buffer_hook();
       next_.awaited = buffers_on_their_way_;
     }
-    return reducer_.prepare_for_backward(std::move(outputs), next_);
+    outputs = reducer_.prepare_for_backward(std::move(outputs), next_);
+    in_forward_ = false;
+    return outputs;
+  }
+
+  /// The others go on, and wait for this rank in their backward.
+  void forward_failed() {
+    if (!std::exchange(in_forward_, false)) return;
+    const std::string reason = "its forward threw: " + describe(std::current_exception()).text;
+    try {
+      share_buffers();
+      if (buffer_hook_) call_buffer_hook();
+      if (join_) {
+        const RoundTerms terms = announce();
+        next_.divisor = terms.divisor;
+        next_.leader = terms.leader;
+      }
+      reducer_.refuse(next_, reason);
+    } catch (...) {                        // the exception of the forward is what is thrown
+      if (join_ && join_failure_) return;  // all have heard of that
+      group().abort(Error(ErrorKind::kCancelled,
+                          fmt::format("rank {} cannot tell that {}", group().ranks()[rank()], reason)));
+    }
   }
 
   void set_buffer_hook(BufferHook hook, const std::string& name, BufferHookTime when) {
@@ -122,17 +147,21 @@ class WrappedModule::Impl {
     }
     if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
-    heard_failure_ = owes_ = false;
+    join_failure_ = nullptr;
     last_live_ = 0;
     struct Leave {
-      std::optional<JoinOptions>& join;
-      ~Leave() { join.reset(); }
-    } leave{join_};
+      Impl& self;
+      ~Leave() {
+        self.join_.reset();
+        self.reducer_.restart_count();
+      }
+    } leave{*this};
     try {
       body();
+      if (join_failure_) std::rethrow_exception(join_failure_);  // the body caught it
       shadow_the_others();
     } catch (...) {
-      if (!heard_failure_) tell_of_failure(describe(std::current_exception()).text);
+      if (!join_failure_) tell_of_failure(describe(std::current_exception()).text);
       throw;
     }
     synchronize_state(last_live_);
@@ -155,12 +184,32 @@ class WrappedModule::Impl {
     }
   }
 
+  std::size_t rank() const { return static_cast<std::size_t>(group().rank()); }
+
+  void share_buffers() {
+    if (!std::exchange(owes_buffers_, false)) return;
+    try {
+      broadcast_coalesced(group(), buffers_, next_.leader);
+    } catch (const Error& error) {
+      throw with_advice(error);
+    }
+  }
+
   void call_buffer_hook() {
-    if (parts_.buffers.empty()) return;
+    if (!std::exchange(owes_buffer_hook_, false) || parts_.buffers.empty()) return;
     rounds_before_hook_ = reducer_.rounds();
     std::vector<NamedBuffer> seen;
     for (const auto& [name, buffer] : parts_.buffers) seen.push_back({name, buffer.variable_data()});
-    for (const Future<at::Tensor>& future : buffer_hook_(seen, group())) {
+    std::vector<Future<at::Tensor>> answers;
+    try {
+      answers = buffer_hook_(seen, group());
+    } catch (...) {  // others may be waiting inside the hook
+      group().abort(Error(ErrorKind::kCancelled,
+                          fmt::format("the buffer hook of rank {} threw: {}", group().ranks()[rank()],
+                                      describe(std::current_exception()).text)));
+      throw;
+    }
+    for (const Future<at::Tensor>& future : answers) {
       if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook answered with an empty future");
       buffers_on_their_way_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
     }
@@ -177,29 +226,43 @@ class WrappedModule::Impl {
     }
   }
 
-  /// Says `word` and listens; what is wrong there is known to all.
+  /// Says `word` and listens; what is wrong there is known to all, and ends the join on all.
   JoinRound hear(const JoinWord& word) {
     reducer_.settle();
-    heard_failure_ = true;
-    JoinRound round = tell(group(), word);
-    heard_failure_ = false;
-    return round;
+    try {
+      return tell(group(), word);
+    } catch (...) {
+      join_failure_ = std::current_exception();
+      throw;
+    }
   }
 
-  /// What one round of a join says about the forward that follows.
+  /// What one round of a join says about what follows.
   void heed(const JoinRound& round) {
     last_live_ = round.last_live();
     next_.synchronize = round.synchronize;
     next_.leader = round.first_live();
     next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
     if (!join_->throw_on_early_termination || round.live_count() == group().size()) return;
-    heard_failure_ = true;
     for (int rank = 0; rank < group().size(); ++rank) {
       if (round.live[static_cast<std::size_t>(rank)]) continue;
-      throw Error(ErrorKind::kCancelled,
-                  fmt::format("rank {} has run out of batches, and throw_on_early_termination is set",
-                              group().ranks()[static_cast<std::size_t>(rank)]));
+      const Error ended(ErrorKind::kCancelled,
+                        fmt::format("rank {} has run out of batches, and throw_on_early_termination is set",
+                                    group().ranks()[static_cast<std::size_t>(rank)]));
+      join_failure_ = std::make_exception_ptr(ended);
+      throw Error(ended);
     }
+  }
+
+  /// A reduction begins here: those without batches take part in it.
+  RoundTerms announce() {
+    if (!join_) {
+      throw Error(ErrorKind::kInvalid,
+                  "a backward pass over the outputs of a forward inside join() comes after its end");
+    }
+    if (join_failure_) std::rethrow_exception(join_failure_);
+    heed(hear({.live = true, .synchronize = true, .reduces = true}));
+    return {.divisor = next_.divisor, .leader = next_.leader};
   }
 
   void shadow_the_others() {
@@ -207,20 +270,28 @@ class WrappedModule::Impl {
       const JoinRound round = hear({});
       if (round.live_count() == 0) return;
       heed(round);
-      if (!round.synchronize) continue;
-      if (options_.broadcast_buffers) broadcast_coalesced(group(), buffers_, next_.leader);
-      reducer_.shadow(next_);
+      if (round.reduces) {
+        shadow_reduction();
+      } else if (round.synchronize && options_.broadcast_buffers) {
+        broadcast_coalesced(group(), buffers_, next_.leader);
+      }
     }
   }
 
-  /// The others may wait for this rank in the reduction of the last forward.
+  void shadow_reduction() {
+    try {
+      reducer_.shadow(next_);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kRemoteFailure) throw;
+      // It failed on those who have batches: they say whether they go on.
+    }
+  }
+
+  /// The others are at their next forward or reduction, or will come there.
   void tell_of_failure(const std::string& reason) {
     try {
-      if (owes_ && reducer_.rounds() == rounds_before_) {
-        reducer_.shadow(next_, "its training loop inside join() threw: " + reason);
-      }
       reducer_.settle();
-      tell(group(), {.failed = true});
+      tell(group(), {.failure = reason.empty() ? "without a text" : reason});
     } catch (const Error&) {  // the body's own exception is what is thrown
     }
   }
@@ -235,11 +306,11 @@ class WrappedModule::Impl {
   std::vector<Future<void>> buffers_on_their_way_;
   std::uint64_t rounds_before_hook_ = 0;
   ForwardOptions next_;
+  bool in_forward_ = false;  ///< one that is to be reduced
+  bool owes_buffers_ = false, owes_buffer_hook_ = false;
   std::optional<JoinOptions> join_;
+  std::exception_ptr join_failure_;  ///< that all ranks have heard of
   int last_live_ = 0;
-  bool heard_failure_ = false;
-  bool owes_ = false;  ///< a reduction, unless one has begun since the last forward
-  std::uint64_t rounds_before_ = 0;
 };
 
 WrappedModule::WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module,
@@ -251,6 +322,7 @@ void WrappedModule::begin_forward() { impl_->begin_forward(); }
 std::vector<at::Tensor> WrappedModule::end_forward(std::vector<at::Tensor> outputs) {
   return impl_->end_forward(std::move(outputs));
 }
+void WrappedModule::forward_failed() noexcept { impl_->forward_failed(); }
 bool WrappedModule::set_synchronize(bool synchronize) {
   return std::exchange(impl_->synchronize_, synchronize);
 }

@@ -2,6 +2,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -15,7 +17,9 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <torchspan/core/mutex.h>
+#include <torchspan/engine/edge_counts.h>
 #include <torchspan/engine/graph_pass.h>
+#include <torchspan/engine/pass_node.h>
 
 #include "engine/streams.h"
 
@@ -30,12 +34,22 @@ struct Progress {
 
 /// The nodes that a pass reaches, with what each still waits for and has got so far. Used by one thread at a
 /// time, or `shared`: then several may feed and execute nodes at once, each node by one of them, and leaves
-/// by one at a time. No lock is held while nodes run and gradients are added. An exception of a member that
-/// runs or feeds nodes leaves it unfit for anything but destruction.
+/// by one at a time. Sums are made in an order that does not depend on the order in which gradients come:
+/// what comes before its turn is put aside, up to kMostAside bytes. No lock is held while nodes run and
+/// gradients are added. An exception of a member that runs or feeds nodes leaves it unfit for anything but
+/// destruction. Given EdgeCounts, it goes through a part of the graph that those count: what lies behind a
+/// pending root is found when the root is opened, and up to seal() a node waits for all edges that lead to it
+/// there.
 class CountedGraph {
  public:
-  CountedGraph(Progress& progress, bool cuda, bool shared)
-      : progress_(progress), cuda_(cuda), shared_(shared), caller_streams_(cuda) {}
+  static constexpr std::size_t kMostAside = std::size_t{256} << 20;
+
+  CountedGraph(Progress& progress, bool cuda, bool shared, std::shared_ptr<const EdgeCounts> counts)
+      : progress_(progress),
+        cuda_(cuda),
+        shared_(shared),
+        counts_(std::move(counts)),
+        caller_streams_(cuda) {}
 
   void add_local_root(torch::autograd::Edge edge, at::Tensor gradient);
   void add_pending(std::shared_ptr<torch::autograd::Node> root);
@@ -47,11 +61,13 @@ class CountedGraph {
   /// Gives a pending root its gradients, or tells that it gets none.
   void open(torch::autograd::Node& root, Delivery delivery);
   void discard(torch::autograd::Node& root);
+  /// These are all the pending roots: edges from elsewhere are not waited for.
+  void seal(const std::vector<torch::autograd::Node*>& roots);
 
   /// Whether a further thread would find a node to execute.
   bool has_ready();
-  bool is_done() const { return progress_.executed + progress_.skipped == progress_.nodes; }
-  /// Takes the ready node with the highest sequence number, the one discovered first among equals. Nothing
+  bool is_done() const { return sealed_ && progress_.executed + progress_.skipped == progress_.nodes; }
+  /// Takes the ready node with the highest sequence number, of equal ones that with the lowest order. Nothing
   /// when none is ready, or only leaves while another thread executes one.
   std::optional<std::uint32_t> take_ready();
   torch::autograd::Node& node(std::uint32_t index) const { return *states_[index].node; }
@@ -62,26 +78,44 @@ class CountedGraph {
 
  private:
   struct State {
-    explicit State(torch::autograd::Node* node);
+    State(torch::autograd::Node* node, std::uint64_t order);
     torch::autograd::Node* node;
     torch::autograd::AccumulateGrad* leaf = nullptr;
+    PassNode* exit = nullptr;
     std::uint64_t sequence;
+    std::uint64_t order;           // does not depend on the order in which gradients come
     std::uint32_t first_edge = 0;  // of edge_count entries of edges_
     std::uint32_t edge_count = 0;
     std::uint32_t dependencies = 0;
+    std::uint32_t outside = 0;  // of those: edges from nodes that were counted, but not found in this pass
+    std::uint32_t feeders = 0;  // edges and local roots that lead here, also those outside
+    std::uint32_t fed = 0;      // how many of them had their turn
+    bool counted = false;       // by counts_
+    bool feeding = false;       // by some thread, which may have let go of the lock
     bool reached = false;
     bool settled = false;  // executed or skipped
     torch::autograd::variable_list inputs;
   };
   struct Ready {
     std::uint64_t sequence;
+    std::uint64_t order;
     std::uint32_t index;
     friend bool operator<(const Ready& a, const Ready& b) {
-      return a.sequence != b.sequence ? a.sequence < b.sequence : a.index > b.index;
+      return a.sequence != b.sequence ? a.sequence < b.sequence : a.order > b.order;
     }
   };
   struct LocalRoot {
     torch::autograd::Edge edge;
+    at::Tensor gradient;
+    std::uint32_t place = 0;
+  };
+  /// What an edge or a local root leads to an input of a node: a gradient, or nothing. Those of one node have
+  /// their turns by falling places.
+  struct Contribution {
+    std::uint32_t target = 0;
+    std::uint32_t input = 0;
+    std::uint32_t place = 0;
+    bool reached = false;
     at::Tensor gradient;
   };
   /// Holds the lock of a shared graph; of one that is not, nothing.
@@ -103,24 +137,50 @@ class CountedGraph {
   };
 
   std::uint32_t index_of(torch::autograd::Node* node);
+  /// Finds what lies behind the nodes that were found last.
+  void discover();
+  std::uint32_t index_of_root(torch::autograd::Node& root);
+  /// Gives the edges of nodes that were not counted beforehand their places; `ends` tells which nodes lie
+  /// behind one root, and behind none of those before it.
+  void place_edges(const std::vector<std::uint32_t>& ends);
+  /// Forgets the turns of edges that are not in this pass.
+  void keep_found_turns();
   void add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient);
   // Under the lock, where there is one.
-  void settle_one(std::uint32_t target);
-  void skip(std::uint32_t first);
+  /// Adds a contribution, or puts it aside up to its turn; then those whose turn has come.
+  void feed(Guard& guard, Contribution contribution);
+  void feed_and_settle(Guard& guard, Contribution contribution);
+  bool has_turn(const Contribution& contribution) const;
+  void end_turn(std::uint32_t target);
+  void put_aside(Contribution contribution);
+  std::optional<Contribution> take_aside(std::uint32_t target);
+  void settle(Guard& guard, std::uint32_t target, std::uint32_t dependencies);
+  void skip(Guard& guard, std::uint32_t first);
   void make_ready(std::uint32_t index);
+  void run_exit(std::uint32_t index, torch::autograd::variable_list inputs, GradientSink& sink);
   void distribute(std::uint32_t index, torch::autograd::variable_list outputs);
 
   Progress& progress_;
   const bool cuda_;
   const bool shared_;
+  const std::shared_ptr<const EdgeCounts> counts_;
   Mutex mutex_;  // of what feeding and executing changes, if the graph is shared
   CallerStreams caller_streams_;
-  std::vector<State> states_;  // as many as count() has found; of one that is ready, its thread's
+  std::vector<State> states_;  // of one that is ready, its thread's; a shared graph's stay where they are
+  std::size_t discovered_ = 0;
+  bool in_place_ = false;  // states_ grows no further than its memory
+  bool sealed_ = true;
+  bool ordered_ = false;  // else the order in which nodes run is that of sums, and always the same
   std::vector<std::uint32_t> edges_;
+  std::vector<std::uint32_t> places_;  // of edges_, if sums are ordered
+  std::unordered_map<std::uint32_t, std::map<std::uint32_t, Contribution>> aside_;  // by target and place
+  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> turns_;  // still to come, of nodes with gaps
+  std::size_t aside_bytes_ = 0;
   ska::flat_hash_map<torch::autograd::Node*, std::uint32_t> index_;
   std::vector<LocalRoot> local_roots_;
   std::vector<std::shared_ptr<torch::autograd::Node>> pending_;
   std::unordered_map<std::uint32_t, std::vector<bool>> masks_;  // of roots whose outputs are reached in part
+  std::unordered_map<std::uint32_t, std::vector<bool>> reached_inputs_;  // of exits that have several
   std::vector<Ready> ready_, ready_leaves_;
   bool leaf_runs_ = false;
 };

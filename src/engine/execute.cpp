@@ -7,6 +7,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
@@ -139,6 +140,24 @@ variable_list run_node(Node& node, variable_list inputs, GradientSink& sink, boo
     check_for_nan(outputs);
   }
   return outputs;
+}
+
+void run_pass_node(PassNode& node, variable_list inputs, const std::vector<bool>& reached,
+                   GradientSink& sink) {
+  const auto call = pre_hook_caller(sink);
+  inputs = compat::run_pre_hooks(node, std::move(inputs),
+                                 [&](torch::autograd::FunctionPreHook& hook, const variable_list& gradients) {
+                                   const auto input = compat::input_of(hook);
+                                   const bool skipped = input && *input < reached.size() && !reached[*input];
+                                   return skipped ? gradients : call(hook, gradients);
+                                 });
+  const variable_list seen = node.post_hooks().empty() ? variable_list() : inputs;
+  {
+    at::RecordFunction record(at::RecordScope::BACKWARD_FUNCTION);  // as Node::operator() does
+    if (record.isActive()) record.before(node.name(), static_cast<std::int64_t>(node.sequence_nr()));
+    node.run(std::move(inputs), sink);
+  }
+  for (const auto& hook : node.post_hooks()) (*hook)({}, seen);
 }
 
 void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, GradientSink& sink) {

@@ -1,6 +1,7 @@
 #pragma once
 #include <exception>
 #include <string>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/function.h>
@@ -8,6 +9,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/engine/gradient_sink.h>
+#include <torchspan/engine/pass_node.h>
 
 namespace torchspan::engine {
 
@@ -15,6 +17,11 @@ namespace torchspan::engine {
 /// unless `retain`. Returns one gradient an edge. `sink` is for the hooks that want to know the pass.
 torch::autograd::variable_list run_node(torch::autograd::Node& node, torch::autograd::variable_list inputs,
                                         GradientSink& sink, bool retain);
+
+/// Runs a node at which the pass leaves this process: pre-hooks, but for those of inputs that are not
+/// `reached`, the node itself, post-hooks.
+void run_pass_node(PassNode& node, torch::autograd::variable_list inputs, const std::vector<bool>& reached,
+                   GradientSink& sink);
 
 /// Stands in for a leaf's AccumulateGrad node: runs its hooks and those of its tensor, but gives the gradient
 /// to `sink`.

@@ -34,6 +34,12 @@ void PassEnd::after_work(Callback callback) {
   work_callbacks_.push_back(std::move(callback));
 }
 
+void PassEnd::before_end(Callback callback) {
+  MutexLock lock(mutex_);
+  if (come_) throw Error(ErrorKind::kInvalid, "this pass has ended; nothing can be decided before its end");
+  decisions_.push_back(std::move(callback));
+}
+
 void PassEnd::hold(Future<void> future) {
   {
     MutexLock lock(mutex_);
@@ -74,14 +80,23 @@ void PassEnd::call_all(std::vector<Callback>& callbacks, PassStatus& status) {
 void PassEnd::release(std::exception_ptr error) {
   std::vector<Callback> callbacks;
   PassStatus status{pass_, nullptr};
-  {
-    MutexLock lock(mutex_);
-    if (error && !error_) error_ = std::move(error);
-    if (--holds_ > 0) return;
-    come_ = true;
-    callbacks.swap(callbacks_);
-    if (last_) callbacks.push_back(*std::exchange(last_, std::nullopt));
-    status.error = error_;
+  for (;;) {
+    std::vector<Callback> decisions;
+    {
+      MutexLock lock(mutex_);
+      if (error && !error_) error_ = std::move(error);
+      status.error = error_;
+      if (holds_ > 1 || decisions_.empty()) {
+        if (--holds_ > 0) return;
+        come_ = true;
+        callbacks.swap(callbacks_);
+        if (last_) callbacks.push_back(*std::exchange(last_, std::nullopt));
+        break;
+      }
+      decisions.swap(decisions_);  // they run under this last hold, and may add holds
+    }
+    call_all(decisions, status);
+    error = status.error;
   }
   call_all(callbacks, status);
   MutexLock lock(mutex_);

@@ -31,6 +31,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
     bool discarded = false;
     Delivery delivery;
     ArrivalEvents arrival;
+    std::vector<Node*> roots = {};  // without a root: the graph is sealed
   };
 
   Impl(GradientSink& sink, PassOptions options);
@@ -39,6 +40,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   void add_pending(std::shared_ptr<Node> root);
   void prepare();
   bool post(Mail mail);
+  bool seal();
   void run();
   bool abort(std::exception_ptr error);
   /// Ends a pass that nobody will go on with.
@@ -67,12 +69,14 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   void help();
   void start();
   void read_mail();
+  void read(Mail& mail);
   void fail(Node& node);
   void close();
 
   GradientSink& sink_;
   const bool retain_graph_;
   const bool cuda_;
+  const bool grows_;
   const unsigned threads_;
   const std::function<void(UniqueFunction<void()>)> enlist_;
   const std::function<void()> failed_;
@@ -90,8 +94,10 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   unsigned team_ TORCHSPAN_GUARDED_BY(mutex_) = 0;     // threads that drive together
   unsigned invited_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // those asked to join them
   bool prepared_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool sealed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::vector<Node*> pending_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Node>> later_ TORCHSPAN_GUARDED_BY(mutex_);  // of those: unknown to graph_
   std::unordered_map<Node*, bool> arrived_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Mail> inbox_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -104,11 +110,12 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
     : sink_(sink),
       retain_graph_(options.retain_graph),
       cuda_(has_cuda()),
+      grows_(options.counts != nullptr),
       threads_(options.threads),
       enlist_(std::move(options.enlist)),
       failed_(std::move(options.failed)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
-      graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1)) {
+      graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1, std::move(options.counts))) {
   if (threads_ == 0) throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0: a pass needs one at least");
   if (threads_ > 1 && !enlist_) {
     throw Error(ErrorKind::kInvalid, "PassOptions::threads is more than 1, which needs PassOptions::enlist");
@@ -130,12 +137,15 @@ void GraphPass::Impl::add_local_root(Edge edge, at::Tensor gradient) {
 }
 
 void GraphPass::Impl::add_pending(std::shared_ptr<Node> root) {
-  expect_unprepared();
+  if (!grows_) expect_unprepared();
   if (!root) throw Error(ErrorKind::kInvalid, "a pending root of a pass must be a node, not null");
   {
     MutexLock lock(mutex_);
-    if (!arrived_.emplace(root.get(), false).second) return;
+    if (closed_ || arrived_.contains(root.get())) return;
+    if (sealed_) throw Error(ErrorKind::kInvalid, "a pending root was added to a pass that is sealed");
+    arrived_.emplace(root.get(), false);
     pending_.push_back(root.get());
+    if (grows_) return later_.push_back(std::move(root));
   }
   graph_->add_pending(std::move(root));
 }
@@ -164,6 +174,16 @@ bool GraphPass::Impl::post(Mail mail) {
                 fmt::format("node '{}' is no pending root of this pass", mail.root->name()));
   }
   if (std::exchange(found->second, true)) return false;
+  inbox_.push_back(std::move(mail));
+  has_mail_.store(true, std::memory_order_release);
+  return true;
+}
+
+bool GraphPass::Impl::seal() {
+  Mail mail;
+  MutexLock lock(mutex_);
+  if (!grows_ || closed_ || error_ || std::exchange(sealed_, true)) return false;
+  mail.roots = pending_;  // also those whose gradients another thread is about to hand over
   inbox_.push_back(std::move(mail));
   has_mail_.store(true, std::memory_order_release);
   return true;
@@ -326,16 +346,25 @@ void GraphPass::Impl::read_mail() {
   }
   for (Mail& mail : mails) {
     try {
-      mail.arrival.wait();
-      if (mail.discarded) {
-        graph_->discard(*mail.root);
-      } else {
-        graph_->open(*mail.root, std::move(mail.delivery));
-      }
+      read(mail);
     } catch (...) {
-      fail(*mail.root);
+      if (mail.root == nullptr) {
+        abort(std::current_exception());
+      } else {
+        fail(*mail.root);
+      }
       return;
     }
+  }
+}
+
+void GraphPass::Impl::read(Mail& mail) {
+  if (mail.root == nullptr) return graph_->seal(mail.roots);
+  mail.arrival.wait();
+  if (mail.discarded) {
+    graph_->discard(*mail.root);
+  } else {
+    graph_->open(*mail.root, std::move(mail.delivery));
   }
 }
 
@@ -361,6 +390,7 @@ void GraphPass::Impl::fail(Node& node) {
 void GraphPass::Impl::close() {
   const std::shared_ptr<PassEnd> end = sink_.end();
   std::vector<Mail> inbox;
+  std::vector<std::shared_ptr<Node>> later;
   std::unique_ptr<CountedGraph> graph;
   std::exception_ptr error;
   {
@@ -368,12 +398,14 @@ void GraphPass::Impl::close() {
     closed_ = true;
     graph.swap(graph_);
     inbox.swap(inbox_);
+    later.swap(later_);
     pending_.clear();
     error = error_;
   }
   graph->join_streams();
   graph.reset();
   inbox.clear();
+  later.clear();
   outcome_.store(error ? Outcome::kFailed : Outcome::kFinished, std::memory_order_release);
   end->end(error);
 }
@@ -414,6 +446,8 @@ bool GraphPass::deliver(Node& root, Delivery delivery) {
   mail.delivery = std::move(delivery);
   return impl_->post(std::move(mail));
 }
+
+bool GraphPass::seal() { return impl_->seal(); }
 
 bool GraphPass::discard(Node& root) {
   Impl::Mail mail;

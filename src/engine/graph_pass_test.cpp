@@ -40,31 +40,6 @@ TEST(GraphPass, WaitsForPendingRootsAndFinishesWithTheLast) {
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 10.0)));
 }
 
-TEST(GraphPass, GivesTheSameBitsInWhateverOrderRootsArrive) {
-  torch::manual_seed(3);
-  const Tensor value = at::randn({64});
-  std::vector<Tensor> factors, results;
-  for (int i = 0; i < 4; ++i) factors.push_back(at::randn({64}));
-  std::vector<int> order{0, 1, 2, 3};
-  do {
-    const Tensor x = value.clone().requires_grad_();
-    Tensor shared = x.sin();
-    std::vector<std::shared_ptr<Outgoing>> sends;
-    for (int i = 0; i < 4; ++i)
-      sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{shared * factors[i]}));
-    GradientMap gradients;
-    MapSink sink(gradients);
-    GraphPass pass(sink);
-    for (const auto& send : sends) pass.add_pending(send);
-    pass.prepare();
-    for (int i : order) pass.deliver(*sends[i], {at::ones({64})});
-    pass.run();
-    ASSERT_TRUE(pass.finished());
-    results.push_back(gradients.gradient(x));
-  } while (std::next_permutation(order.begin(), order.end()));
-  for (const Tensor& result : results) EXPECT_TRUE(at::equal(result, results[0]));
-}
-
 TEST(GraphPass, TakesDeliveriesBeforeItIsPrepared) {
   const Tensor x = leaf();
   auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});

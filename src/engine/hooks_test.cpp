@@ -137,5 +137,54 @@ TEST(Hooks, RunInTheOrderOfTheStockEngine) {
   EXPECT_EQ(order(true), order(false));
 }
 
+/// Tensors that came in with one message: their node stands for all of them.
+TEST(Hooks, OfATensorThatThePassDoesNotReachAreNotCalled) {
+  for (const unsigned used : {0U, 1U, 2U}) {
+    std::vector<Tensor> values{leaf(), leaf(), leaf()}, given;
+    const auto node = std::make_shared<Incoming>(
+        [&](torch::autograd::variable_list gradients) { given = std::move(gradients); });
+    std::vector<int> calls(3);
+    int passed = 0;
+    for (std::size_t i = 0; i < 3; ++i) {
+      values[i] = received(values[i], node);
+      values[i].retain_grad();
+      values[i].register_hook([&calls, i](const Tensor& gradient) {
+        ++calls[i];
+        return gradient * 2;
+      });
+    }
+    node->add_pre_hook(std::make_unique<ScalingPreHook>(5));
+    node->add_post_hook(std::make_unique<CountingPostHook>(passed));
+    GradientMap gradients;
+    MapSink sink(gradients);
+    backward({values[used].sum()}, {}, sink);
+    ASSERT_EQ(given.size(), 3U);
+    for (unsigned i = 0; i < 3; ++i) {
+      EXPECT_EQ(calls[i], i == used ? 1 : 0);
+      EXPECT_EQ(given[i].defined(), i == used);
+      EXPECT_EQ(values[i].grad().defined(), i == used);
+    }
+    EXPECT_TRUE(at::equal(given[used], at::full({3}, 10.0)));
+    EXPECT_EQ(passed, 1);
+  }
+}
+
+TEST(Hooks, OfWhatLeavesTheProcessRunFirst) {
+  const Tensor x = leaf();
+  std::vector<std::string> order;
+  const auto noting = [&order](const char* name) {
+    return [&order, name](torch::autograd::variable_list) { order.emplace_back(name); };
+  };
+  const Tensor first = received(x, std::make_shared<Incoming>(noting("first"), 1));
+  const Tensor second = received(x, std::make_shared<Incoming>(noting("second"), 2));
+  const Tensor local = x * 2;
+  local.register_hook([&order](const Tensor&) { order.emplace_back("local"); });
+  x.register_hook([&order](const Tensor&) { order.emplace_back("leaf"); });
+  GradientMap gradients;
+  MapSink sink(gradients);
+  backward({at::stack({first, local, second}).sum()}, {}, sink);
+  EXPECT_EQ(order, (std::vector<std::string>{"second", "first", "local", "leaf"}));
+}
+
 }  // namespace
 }  // namespace torchspan::engine

@@ -157,5 +157,24 @@ TEST(RandomPrograms, CutAndDrivenByManyThreadsGiveTheSameGradients) {
   pool->stop();
 }
 
+/// The same bits as by one thread that takes gradients at once, whoever brings them and however many drive.
+TEST(RandomPrograms, CutGiveTheSameBitsHoweverTheyAreDelivered) {
+  const auto executor = make_executor();
+  const auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 4});
+  for (std::uint32_t seed = 4000; seed < 4200 && !HasFailure(); ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    const auto values = RandomProgram::values(seed);
+    const auto first = as_leaves(values), second = as_leaves(values);
+    GradientMap wanted, gradients;
+    run_with_hops(seed, nullptr, 1, wanted, first);
+    run_with_hops(seed, pool, 1 + seed % 3, gradients, second);
+    for (std::size_t leaf = 0; leaf < values.size(); ++leaf) {
+      SCOPED_TRACE(::testing::Message() << "leaf " << leaf);
+      expect_identical(gradients.gradient(second[leaf]), wanted.gradient(first[leaf]));
+    }
+  }
+  pool->stop();
+}
+
 }  // namespace
 }  // namespace torchspan::engine

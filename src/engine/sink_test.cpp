@@ -230,6 +230,48 @@ TEST(PassEnd, TakesTheFailureOfWhoLooksAtTheWork) {
   EXPECT_THROW(end->wait(), std::logic_error);
 }
 
+TEST(PassEnd, LetsDecisionsWaitForAllThatIsHeldAndHoldTheEndThemselves) {
+  auto end = std::make_shared<PassEnd>(1);
+  Promise<void> late({}), vote({}), second_vote({});
+  std::vector<std::string> order;
+  end->after([&](const PassStatus&) { order.push_back("end"); });
+  end->before_end([&](const PassStatus& status) {
+    order.push_back(status.ok() ? "decision" : "refusal");
+    end->hold(vote.future());
+    end->before_end([&](const PassStatus&) {
+      order.push_back("another");
+      end->hold(second_vote.future());
+    });
+  });
+  end->after_work([&](const PassStatus&) { order.push_back("work"); });
+  end->hold(late.future());
+  end->end(nullptr);
+  EXPECT_EQ(order, std::vector<std::string>{"work"});
+  late.set_value();
+  EXPECT_EQ(order, (std::vector<std::string>{"work", "decision"}));
+  vote.set_value();
+  EXPECT_EQ(order.back(), "another");
+  EXPECT_FALSE(end->has_come());
+  second_vote.set_value();
+  EXPECT_EQ(order.back(), "end");
+  EXPECT_THROW(end->before_end([](const PassStatus&) {}), Error);
+}
+
+TEST(PassEnd, TellsDecisionsOfFailuresAndTakesTheirs) {
+  auto of_hold = std::make_shared<PassEnd>(1), of_decision = std::make_shared<PassEnd>(2);
+  bool heard = false, told = false;
+  of_hold->hold(make_failed_future<void>(std::make_exception_ptr(std::logic_error("far away"))));
+  of_hold->before_end([&](const PassStatus& status) { heard = !status.ok(); });
+  of_hold->end(nullptr);
+  EXPECT_TRUE(heard);
+  EXPECT_THROW(of_hold->wait(), std::logic_error);
+  of_decision->before_end([](const PassStatus&) { throw std::runtime_error("no"); });
+  of_decision->after([&](const PassStatus& status) { told = !status.ok(); });
+  of_decision->end(nullptr);
+  EXPECT_TRUE(told);
+  EXPECT_THROW(of_decision->wait(), std::runtime_error);
+}
+
 TEST(StockSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
   const auto mine = as_leaves({at::randn({3, 3})}), theirs = as_leaves({mine[0]});
   for (int pass = 0; pass < 2; ++pass) {
@@ -356,6 +398,32 @@ TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
 
 TEST(StockPasses, HaveNoCurrentOneOutsideThem) {
   EXPECT_THROW(std::make_shared<StockPasses>()->current(), Error);
+}
+
+/// Whose end the other's needs: ranks may come to two owners' ends in different orders.
+TEST(StockPasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaitedFor) {
+  Hooked one, other;
+  Promise<void> needed({});
+  one.log.hold = [&] { return needed.future(); };
+  other.nodes[0]->add_post_hook(std::make_unique<Halver>(other.parameters[0], other.passes, other.log));
+  other.log.hold = [&] {
+    other.passes->current()->after_work([&](const PassStatus&) { needed.set_value(); });
+    return make_ready_future<void>();
+  };
+  (one.loss() + other.loss()).backward();
+  EXPECT_EQ(one.log.ok, std::vector<bool>{true});
+  EXPECT_EQ(other.log.ok, std::vector<bool>{true});
+}
+
+TEST(StockPasses, ThatAreUnitedGiveOneSink) {
+  Hooked one, other, third;
+  one.passes->unite(other.passes);
+  third.passes->unite(one.passes);
+  other.passes->unite(third.passes);
+  (third.loss() + other.loss() + one.loss()).backward();
+  EXPECT_EQ(one.log.passes, other.log.passes);
+  EXPECT_EQ(one.log.passes, third.log.passes);
+  EXPECT_EQ(one.log.passes.size(), 1U);
 }
 
 }  // namespace

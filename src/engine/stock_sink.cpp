@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/engine/stock_sink.h>
@@ -31,21 +32,31 @@ void StockSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
 }
 
 /// Owned by the engine's callback queue, which runs it when the pass succeeds and destroys it in any case.
+/// Two owners' ends must not wait for each other's: ranks may come to them in different orders.
 class StockPasses::Ending {
  public:
   Ending(std::shared_ptr<StockPasses> passes, const void* task, std::shared_ptr<StockSink> sink)
       : passes_(std::move(passes)), task_(task), sink_(std::move(sink)) {}
   ~Ending() {
-    if (completed_) return;
-    passes_->forget(task_);
-    sink_->end()->end(std::make_exception_ptr(
-        Error(ErrorKind::kCancelled,
-              "LibTorch's engine gave this backward pass up: see the error that backward() threw")));
+    if (!ended_) {
+      passes_->forget(task_);
+      sink_->end()->end(std::make_exception_ptr(
+          Error(ErrorKind::kCancelled,
+                "LibTorch's engine gave this backward pass up: see the error that backward() threw")));
+    } else if (!waited_) {  // another owner's failure is being thrown; nothing may touch gradients after that
+      try {
+        wait();
+      } catch (...) {  // the first failure is the one that is told
+      }
+    }
   }
-  void complete() {
-    completed_ = true;
+  void end() {
+    ended_ = true;
     passes_->forget(task_);
     sink_->end()->end(nullptr);
+  }
+  void wait() {
+    waited_ = true;
     sink_->end()->wait();
   }
 
@@ -53,8 +64,28 @@ class StockPasses::Ending {
   const std::shared_ptr<StockPasses> passes_;
   const void* const task_;
   const std::shared_ptr<StockSink> sink_;  // whoever held the end off may still use it
-  bool completed_ = false;
+  bool ended_ = false, waited_ = false;
 };
+
+std::shared_ptr<StockPasses> StockPasses::united() {
+  std::shared_ptr<StockPasses> at = shared_from_this();
+  for (;;) {
+    std::shared_ptr<StockPasses> next;
+    {
+      MutexLock lock(at->mutex_);
+      next = at->successor_;
+    }
+    if (!next) return at;
+    at = std::move(next);
+  }
+}
+
+void StockPasses::unite(const std::shared_ptr<StockPasses>& other) {
+  const std::shared_ptr<StockPasses> mine = united(), theirs = other->united();
+  if (mine == theirs) return;
+  MutexLock lock(mine->mutex_);
+  mine->successor_ = theirs;
+}
 
 std::shared_ptr<StockSink> StockPasses::current() {
   // The address of a member of the task that the engine runs on this thread: unique as long as the task
@@ -63,6 +94,7 @@ std::shared_ptr<StockSink> StockPasses::current() {
   if (!task) {
     throw Error(ErrorKind::kInvalid, "no backward pass of LibTorch's engine is running on this thread");
   }
+  if (const auto one = united(); one.get() != this) return one->current();
   std::shared_ptr<StockSink> sink;
   {
     MutexLock lock(mutex_);
@@ -72,7 +104,11 @@ std::shared_ptr<StockSink> StockPasses::current() {
     sink = known;
   }
   auto ending = std::make_shared<Ending>(shared_from_this(), task, sink);
-  torch::autograd::Engine::get_default_engine().queue_callback([ending] { ending->complete(); });
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  engine.queue_callback([ending, &engine] {
+    ending->end();
+    engine.queue_callback([ending] { ending->wait(); });
+  });
   return sink;
 }
 
@@ -89,6 +125,16 @@ torch::autograd::variable_list GradientHook::operator()(const torch::autograd::v
                                                         const torch::autograd::variable_list& inputs) {
   gradient_ready(*passes_->current(), parameter_);
   return outputs;
+}
+
+std::vector<GradientHook*> gradient_hooks(const at::Tensor& parameter) {
+  std::vector<GradientHook*> found;
+  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!leaf) return found;
+  for (const auto& hook : leaf->post_hooks()) {
+    if (auto* ours = dynamic_cast<GradientHook*>(hook.get())) found.push_back(ours);
+  }
+  return found;
 }
 
 bool pass_accumulates_at(torch::autograd::Node& leaf) {

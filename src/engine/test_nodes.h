@@ -8,6 +8,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include <torchspan/engine/pass_node.h>
+
 namespace torchspan::engine::testing {
 
 /// What a send node is to a pass: a root that hands the gradients it is delivered to its edges.
@@ -26,12 +28,12 @@ struct Outgoing : torch::autograd::Node {
 };
 
 /// What a receive node is to a pass: a leaf that takes gradients away.
-struct Incoming : torch::autograd::Node {
+struct Incoming : PassNode {
   using Take = std::function<void(torch::autograd::variable_list)>;
-  explicit Incoming(Take take) : take(std::move(take)) {}
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    take(std::move(gradients));
-    return {};
+  explicit Incoming(Take take, std::uint64_t order = 0) : PassNode(order), take(std::move(take)) {}
+  void run(torch::autograd::variable_list gradients, GradientSink&) override { take(std::move(gradients)); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    throw std::logic_error("this node is for passes of ours");
   }
   Take take;
 };

@@ -7,10 +7,11 @@
 namespace torchspan::launch {
 namespace {
 
-constexpr std::array<std::pair<WorkerState, const char*>, 4> kStateNames = {{
+constexpr std::array<std::pair<WorkerState, const char*>, 5> kStateNames = {{
     {WorkerState::kRunning, "running"},
     {WorkerState::kStopping, "stopping"},
     {WorkerState::kFailed, "failed"},
+    {WorkerState::kStopped, "stopped"},
     {WorkerState::kDone, "done"},
 }};
 

@@ -8,7 +8,8 @@
 
 namespace torchspan::launch {
 
-enum class WorkerState { kRunning, kDone, kFailed, kStopping };
+/// kStopped: ended because the launcher asked it to.
+enum class WorkerState { kRunning, kDone, kFailed, kStopping, kStopped };
 
 /// "0-2,5": ranks as ranges; `ranks` ascending.
 std::string format_ranks(const std::vector<int>& ranks);

@@ -26,18 +26,19 @@ TEST(Board, WritesRanksAsRanges) {
 }
 
 TEST(Board, ShowsTheReportAndTheStateOfEveryRank) {
-  Board board(4);
+  Board board(5);
   EXPECT_FALSE(board.has_reports());
-  EXPECT_EQ(board.line(), "running 0-3");
+  EXPECT_EQ(board.line(), "running 0-4");
   board.set_report(0, report(17));
   EXPECT_TRUE(board.has_reports());
-  EXPECT_EQ(board.line(), "epoch 2/5  step 17/469  loss 0.5000  5,120 images/s  1m03s left | running 0-3");
+  EXPECT_EQ(board.line(), "epoch 2/5  step 17/469  loss 0.5000  5,120 images/s  1m03s left | running 0-4");
   board.set_state(1, WorkerState::kDone);
   board.set_state(2, WorkerState::kFailed);
   board.set_state(3, WorkerState::kStopping);
+  board.set_state(4, WorkerState::kStopped);
   EXPECT_EQ(board.line(),
             "epoch 2/5  step 17/469  loss 0.5000  5,120 images/s  1m03s left | running 0, stopping 3, failed "
-            "2, done 1");
+            "2, stopped 4, done 1");
 }
 
 TEST(Board, NamesTheRankThatIsFarthestBehind) {

@@ -77,10 +77,6 @@ void set_nonblocking(const Descriptor& descriptor) {
 
 }  // namespace
 
-void Descriptor::reset() {
-  if (fd_ >= 0) close(std::exchange(fd_, -1));
-}
-
 Child::Child(const std::string& program, const std::vector<std::string>& arguments,
              const Environment& environment) {
   Pipe output = make_pipe(), errors = make_pipe(), progress = make_pipe(), failure = make_pipe();
@@ -117,7 +113,7 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
                     reason == ENOEXEC ? "; is it a program for this machine, or a script without #!?" : ""));
   }
   watch_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-  if (!watch_.open()) throw_system("watching a process");
+  if (!watch_) throw_system("watching a process");
   output_ = std::move(output.read_end);
   errors_ = std::move(errors.read_end);
   progress_ = std::move(progress.read_end);

@@ -4,27 +4,11 @@
 #include <utility>
 #include <vector>
 
+#include <torchspan/core/descriptor.h>
+
 #include "launch/prepare.h"
 
 namespace torchspan::launch {
-
-/// A file descriptor that is closed with its owner.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() { reset(); }
-  int get() const { return fd_; }
-  bool open() const { return fd_ >= 0; }
-  void reset();
-
- private:
-  int fd_;
-};
 
 /// How a process ended, as the system tells it.
 struct ExitStatus {

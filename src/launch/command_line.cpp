@@ -18,7 +18,7 @@ constexpr int kWrongUse = 2;
 
 /// What the words of a command line were taken to mean.
 struct CommandLine {
-  CLI::App app{"torchspan: distributed training over LibTorch"};
+  CLI::App app{"torchspan: distributed training over LibTorch", "torchspan"};
   CLI::App* run = nullptr;
   CLI::App* version = nullptr;
   CLI::App* doctor = nullptr;
@@ -26,6 +26,7 @@ struct CommandLine {
   JobOptions job;
   ScheduleOptions shown;
   std::vector<std::string> settings;
+  std::vector<std::string> program;  ///< for the help text only: take_command() takes these words first
 };
 
 void describe_run(CommandLine& line) {
@@ -43,11 +44,13 @@ void describe_run(CommandLine& line) {
       ->expected(1)
       ->allow_extra_args(false)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  run.add_option("PROGRAM", line.program,
+                 "The program and its arguments: everything from the first word that is no option, or after "
+                 "'--'");
   run.footer(
-      "Everything after the first word that is no option is the program and its arguments; '--' before it is "
-      "allowed.\nThe exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 "
-      "when "
-      "nothing was started.");
+      "The exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 when "
+      "nothing "
+      "was started, 1 when the job succeeded but its output could not be written.");
 }
 
 void describe_schedule(CommandLine& line) {
@@ -94,14 +97,35 @@ Environment read_settings(const std::vector<std::string>& settings) {
   return environment;
 }
 
+/// The option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for another
+/// one.
+const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
+  const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
+  if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
+  if (name == "--nnodes" || name == "--nproc-per-node" || name == "--nproc_per_node") {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' is an option of torchrun; torchspan run starts workers on this host only "
+                            "(-n says how many): for several hosts start the program with torchrun "
+                            "--no_python, srun or mpirun, as docs/hosts.md says",
+                            name));
+  }
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options, and the "
+                  "program's own go after the program",
+                  name));
+}
+
 /// Takes the program and its arguments off the end of `torchspan run …`, for they are none of the parser's
 /// business: they begin after '--' or at the first word that is neither an option nor an option's value.
 std::vector<std::string> take_command(std::vector<std::string>& arguments, const CLI::App& run) {
   if (arguments.empty() || arguments.front() != run.get_name()) return {};
   std::size_t at = 1;
   while (at < arguments.size() && arguments[at].starts_with("-") && arguments[at] != "--") {
-    const CLI::Option* option = run.get_option_no_throw(arguments[at]);
-    at += option != nullptr && option->get_expected_min() > 0 ? 2 : 1;
+    const std::string& word = arguments[at];
+    const CLI::Option& option = option_of(word, run);
+    const bool has_value = word.starts_with("--") ? word.find('=') != std::string::npos : word.size() > 2;
+    at += option.get_expected_min() > 0 && !has_value ? 2 : 1;
   }
   at = std::min(at, arguments.size());
   const bool dashes = at < arguments.size() && arguments[at] == "--";
@@ -138,6 +162,14 @@ void print_lines(Display& out, const std::string& text) {
   for (std::string line; std::getline(lines, line);) out.print_output("", line);
 }
 
+/// The exit code of a command that has printed its answer.
+int finish(Display& out) {
+  const std::string lost = out.losses();
+  if (lost.empty()) return 0;
+  out.print_error("torchspan: ", lost);
+  return kLostOutput;
+}
+
 }  // namespace
 
 int run_command_line(Executor& executor, std::vector<std::string> arguments, const Environment& environment,
@@ -158,7 +190,7 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     } else {
       print_lines(out, format_findings(judge(examine_machine())));
     }
-    return 0;
+    return finish(out);
   } catch (const CLI::ParseError& error) {
     std::ostringstream output, errors;
     const int code = line.app.exit(error, output, errors);
@@ -166,7 +198,7 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     while (!text.empty() && text.back() == '\n') text.pop_back();
     if (code == 0) {
       out.print_output("", text);
-      return 0;
+      return finish(out);
     }
     out.print_error("torchspan: ", text);
   } catch (const Error& error) {

@@ -1,5 +1,6 @@
 #include "launch/command_line.h"
 
+#include <fcntl.h>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -31,7 +32,7 @@ TEST_F(CommandLineTest, PrintsItsVersion) {
 
 TEST_F(CommandLineTest, ExaminesTheMachine) {
   EXPECT_EQ(run({"doctor"}), 0);
-  EXPECT_THAT(output_.text(), AllOf(HasSubstr("cores"), HasSubstr("/dev/shm"), HasSubstr("warning")));
+  EXPECT_THAT(output_.text(), AllOf(HasSubstr("cores"), HasSubstr("open files"), HasSubstr("warning")));
 }
 
 TEST_F(CommandLineTest, RunsAProgramWithItsOwnOptions) {
@@ -69,7 +70,10 @@ TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
       {{"run", "sh"}, "--workers is required"},
       {{"run", "-n", "2"}, "no program to run"},
       {{"run", "-n", "2", "--"}, "no program to run"},
-      {{"run", "-n", "2", "--mastr-port", "5", "sh"}, "--mastr-port"},
+      {{"run", "-n", "2", "--mastr-port", "5", "sh"}, "torchspan run has no option '--mastr-port'"},
+      {{"run", "-x", "-n", "2", "sh"}, "torchspan run has no option '-x'"},
+      {{"run", "--nnodes", "2", "-n", "2", "sh"}, "'--nnodes' is an option of torchrun; torchspan run"},
+      {{"run", "--nnodes=2", "-n", "2", "sh"}, "docs/hosts.md"},
       {{"run", "-n", "2", "--master-port", "70000", "sh"}, "70000"},
       {{"run", "-n", "2", "--env", "novalue", "sh"}, "NAME=VALUE"},
       {{"run", "-n", "2", "no-such-program"}, "no program 'no-such-program'"},
@@ -139,7 +143,26 @@ TEST_F(CommandLineTest, DrawsEveryScheduleIntoAFile) {
 
 TEST_F(CommandLineTest, HelpsOnRequest) {
   EXPECT_EQ(run({"run", "--help"}), 0);
-  EXPECT_THAT(output_.text(), AllOf(HasSubstr("--workers"), HasSubstr("--log-dir"), HasSubstr("exit code")));
+  EXPECT_THAT(output_.text(), AllOf(HasSubstr("--workers"), HasSubstr("--log-dir"), HasSubstr("exit code"),
+                                    HasSubstr("Usage: torchspan run [OPTIONS] [PROGRAM...]"),
+                                    HasSubstr("The program and its arguments")));
+}
+
+TEST_F(CommandLineTest, FailsWhenItsAnswerIsLost) {
+  const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(full, 0);
+  const std::vector<std::vector<std::string>> commands = {
+      {"version"},
+      {"doctor"},
+      {"run", "--help"},
+      {"schedule", "1f1b", "--stages", "2", "--micro-batches", "3"}};
+  for (const auto& command : commands) {
+    Captured errors;
+    EXPECT_EQ(run_command_line(*executor_, command, {}, {.output = full, .errors = errors.descriptor()}),
+              kLostOutput);
+    EXPECT_THAT(errors.text(), HasSubstr("could not be written: No space left on device\n"));
+  }
+  close(full);
 }
 
 }  // namespace

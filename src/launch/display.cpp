@@ -3,6 +3,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -51,7 +52,22 @@ void Display::say(std::string_view text) {
 
 void Display::print(int descriptor, bool terminal, std::string text) {
   if (terminal && !live_.empty()) text = std::string(kClearLine) + text + live_;
-  write_all(descriptor, text);
+  if (!write_all(descriptor, text) && errno != EPIPE) note_loss(descriptor, errno);
+}
+
+void Display::note_loss(int descriptor, int reason) {
+  if (lost_++ != 0) return;
+  loss_reason_ = reason;
+  if (descriptor == options_.errors) return;
+  write_all(options_.errors, fmt::format("torchspan: standard output cannot be written: {}; what it does not "
+                                         "take is lost\n",
+                                         std::strerror(reason)));
+}
+
+std::string Display::losses() const {
+  if (lost_ == 0) return "";
+  return fmt::format("{} line{} of the output could not be written: {}", lost_, lost_ == 1 ? "" : "s",
+                     std::strerror(loss_reason_));
 }
 
 std::size_t Display::width() const {
@@ -65,7 +81,7 @@ void Display::set_live(std::string line) {
   write_all(options_.errors, std::string(kClearLine) + live_);
 }
 
-void Display::write_all(int descriptor, std::string_view text) {
+bool Display::write_all(int descriptor, std::string_view text) {
   while (!text.empty()) {
     const auto written = write(descriptor, text.data(), text.size());
     if (written >= 0) {
@@ -74,9 +90,10 @@ void Display::write_all(int descriptor, std::string_view text) {
       wait_writable(descriptor);  // somebody made it non-blocking; its reader decides how fast we go
     } else if (errno != EINTR) {
       broken_ = broken_ || errno == EPIPE;
-      return;
+      return false;
     }
   }
+  return true;
 }
 
 void Display::wait_writable(int descriptor) {

@@ -22,6 +22,9 @@ struct DisplayOptions {
 /// "[worker1] " in the colour of its rank.
 std::string prefix_of(const std::string& name, int rank, bool colours);
 
+/// The exit code of a command that did its work and could not write all of its output.
+inline constexpr int kLostOutput = 1;
+
 /// Writes whole lines, and keeps one live line at the bottom of a terminal. One thread at a time.
 class Display {
  public:
@@ -38,16 +41,22 @@ class Display {
   std::size_t width() const;
   /// Whether nobody reads our output any more.
   bool broken() const { return broken_; }
+  /// "3 lines could not be written: No space left on device"; empty when all were.
+  std::string losses() const;
 
  private:
   void print(int descriptor, bool terminal, std::string text);
-  void write_all(int descriptor, std::string_view text);
+  /// False when the system refused it; its reason is in errno.
+  bool write_all(int descriptor, std::string_view text);
+  void note_loss(int descriptor, int reason);
   void wait_writable(int descriptor);
 
   Executor& executor_;
   const DisplayOptions options_;
   std::string live_;
   bool broken_ = false;
+  std::size_t lost_ = 0;  ///< lines
+  int loss_reason_ = 0;   ///< of the first of them, as errno
 };
 
 }  // namespace torchspan::launch

@@ -5,7 +5,6 @@
 #include <fstream>
 #include <limits>
 #include <sys/resource.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "launch/prepare.h"
@@ -63,21 +62,6 @@ Finding judge_blas(const Machine& machine) {
   return {Verdict::kNote, "BLAS", file, "TorchSpan is measured with the OpenMP flavour of OpenBLAS"};
 }
 
-Finding judge_shared_memory(const Machine& machine) {
-  if (!machine.has_shared_memory) {
-    return {Verdict::kWarning, "/dev/shm", "is not there",
-            "mount a tmpfs on /dev/shm, or in a container: --shm-size=2g"};
-  }
-  const std::string text = fmt::format("{} free of {}", format_bytes(machine.shared_memory_free),
-                                       format_bytes(machine.shared_memory));
-  if (machine.shared_memory_free < kGibibyte) {
-    return {Verdict::kWarning, "/dev/shm", text,
-            "less than 1 GiB for tensors between workers: remove old files there, or in a container: "
-            "--shm-size=2g"};
-  }
-  return {Verdict::kGood, "/dev/shm", text, ""};
-}
-
 Finding judge_cores(const Machine& machine) {
   const std::string text = fmt::format("{} usable of {}", machine.usable_cores, machine.online_cores);
   if (machine.usable_cores < machine.online_cores) {
@@ -86,22 +70,41 @@ Finding judge_cores(const Machine& machine) {
   return {Verdict::kGood, "cores", text, ""};
 }
 
+/// A limit of this shell and the highest value that it can be raised to, by `command` of the shell.
+struct Limit {
+  std::uint64_t soft, hard;
+  const char* command;  ///< "ulimit -n"
+  const char* name;     ///< in limits.conf, and in docker's --ulimit
+};
+
+constexpr std::uint64_t kFewest = 1024, kPlenty = 4096;
+
+/// What to do about a limit that is too low: nobody can raise it above its hard limit here.
+std::string how_to_raise(const Limit& limit) {
+  if (limit.hard >= kPlenty) return fmt::format("{} {}", limit.command, kPlenty);
+  const std::string beyond = fmt::format(
+      "the hard limit is {0}: as root raise {1} in /etc/security/limits.conf and log in again, or in a "
+      "container: --ulimit {1}={2}",
+      format_limit(limit.hard), limit.name, kPlenty);
+  if (limit.hard <= limit.soft) return beyond;
+  return fmt::format("{} {}; {}", limit.command, format_limit(limit.hard), beyond);
+}
+
 Finding judge_open_files(const Machine& machine) {
   const std::string text = fmt::format("{} (can be raised to {})", format_limit(machine.open_files),
                                        format_limit(machine.open_files_hard));
-  if (machine.open_files < 1024) {
-    return {Verdict::kWarning, "open files", text,
-            "fewer than 1024: ulimit -n 4096, or raise it in limits.conf"};
-  }
-  return {Verdict::kGood, "open files", text, ""};
+  if (machine.open_files >= kFewest) return {Verdict::kGood, "open files", text, ""};
+  return {Verdict::kWarning, "open files", text,
+          fmt::format("fewer than {}: {}", kFewest,
+                      how_to_raise({machine.open_files, machine.open_files_hard, "ulimit -n", "nofile"}))};
 }
 
 Finding judge_processes(const Machine& machine) {
   const std::string text = format_limit(machine.processes);
-  if (machine.processes < 1024) {
-    return {Verdict::kWarning, "threads", text, "every worker has some dozens of threads: ulimit -u 4096"};
-  }
-  return {Verdict::kGood, "threads", text, ""};
+  if (machine.processes >= kFewest) return {Verdict::kGood, "threads", text, ""};
+  return {Verdict::kWarning, "threads", text,
+          fmt::format("every worker has some dozens of threads: {}",
+                      how_to_raise({machine.processes, machine.processes_hard, "ulimit -u", "nproc"}))};
 }
 
 }  // namespace
@@ -112,16 +115,15 @@ Machine examine_machine() {
   machine.online_cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   machine.memory =
       static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
-  struct statvfs shared {};
-  machine.has_shared_memory = statvfs("/dev/shm", &shared) == 0;
-  machine.shared_memory = std::uint64_t{shared.f_blocks} * shared.f_frsize;
-  machine.shared_memory_free = std::uint64_t{shared.f_bavail} * shared.f_frsize;
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
     machine.open_files = limit_of(limit.rlim_cur);
     machine.open_files_hard = limit_of(limit.rlim_max);
   }
-  if (getrlimit(RLIMIT_NPROC, &limit) == 0) machine.processes = limit_of(limit.rlim_cur);
+  if (getrlimit(RLIMIT_NPROC, &limit) == 0) {
+    machine.processes = limit_of(limit.rlim_cur);
+    machine.processes_hard = limit_of(limit.rlim_max);
+  }
   if (getrlimit(RLIMIT_CORE, &limit) == 0) machine.core_size = limit_of(limit.rlim_cur);
   machine.blas = find_blas();
   std::ifstream pages("/sys/kernel/mm/transparent_hugepage/enabled");
@@ -130,10 +132,11 @@ Machine examine_machine() {
 }
 
 std::vector<Finding> judge(const Machine& machine) {
-  std::vector<Finding> findings = {
-      judge_cores(machine),      {Verdict::kGood, "memory", format_bytes(machine.memory), ""},
-      judge_blas(machine),       judge_shared_memory(machine),
-      judge_open_files(machine), judge_processes(machine)};
+  std::vector<Finding> findings = {judge_cores(machine),
+                                   {Verdict::kGood, "memory", format_bytes(machine.memory), ""},
+                                   judge_blas(machine),
+                                   judge_open_files(machine),
+                                   judge_processes(machine)};
   if (machine.core_size == 0) {
     findings.push_back({Verdict::kNote, "core dumps", "off", "to keep one of a crash: ulimit -c unlimited"});
   } else {

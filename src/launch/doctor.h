@@ -10,10 +10,8 @@ struct Machine {
   int usable_cores = 1;
   int online_cores = 1;
   std::uint64_t memory = 0;
-  bool has_shared_memory = false;  ///< /dev/shm is there
-  std::uint64_t shared_memory = 0, shared_memory_free = 0;
   std::uint64_t open_files = 0, open_files_hard = 0;
-  std::uint64_t processes = 0;
+  std::uint64_t processes = 0, processes_hard = 0;
   std::uint64_t core_size = 0;
   std::string blas;        ///< the file behind libblas.so.3; empty: not found
   std::string huge_pages;  ///< "always [madvise] never"; empty: not known

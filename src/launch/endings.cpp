@@ -34,7 +34,8 @@ std::string seconds(Duration time) {
   return fmt::format("{:.1f} s", std::chrono::duration<double>(time).count());
 }
 
-/// "worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)", by rank.
+/// "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by SIGTERM)",
+/// by rank. `endings[i].blames` of who failed because of the first failure is its process.
 std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
   std::vector<Ending> others;
   for (std::size_t i = 0; i < endings.size(); ++i) {
@@ -44,8 +45,11 @@ std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std
   std::map<std::string, std::string> names;  // by what became of them
   std::vector<std::string> order;
   for (const Ending& ending : others) {
-    const std::string fate =
-        ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending)) : describe(ending);
+    const bool followed =
+        first && ending.failed() && !ending.stopped() && ending.blames == endings[*first].pid;
+    const std::string fate = followed ? fmt::format("failed because of it ({})", describe(ending))
+                             : ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending))
+                                                               : describe(ending);
     auto& list = names[fate];
     if (list.empty()) order.push_back(fate);
     list += (list.empty() ? "" : ", ") + ending.name;
@@ -56,6 +60,11 @@ std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std
 }
 
 }  // namespace
+
+bool Ending::stopped() const {
+  constexpr std::array kOurs = {SIGTERM, SIGINT, SIGHUP, SIGKILL};
+  return asked && std::find(kOurs.begin(), kOurs.end(), signal) != kOurs.end();
+}
 
 std::string signal_name(int signal) {
   const char* name = sigabbrev_np(signal);
@@ -104,7 +113,8 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
   std::optional<std::size_t> first = first_seen_failure(endings);
   for (std::size_t steps = 0; first && steps < endings.size(); ++steps) {
     const auto blamed = std::find_if(endings.begin(), endings.end(), [&](const Ending& ending) {
-      return (ending.failed() || !ending.asked) && ending.pid == endings[*first].blames;
+      const bool by_itself = ending.asked ? ending.failed() && !ending.stopped() : true;
+      return by_itself && ending.pid == endings[*first].blames;
     });
     if (blamed == endings.end()) break;
     first = static_cast<std::size_t>(blamed - endings.begin());

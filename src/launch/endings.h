@@ -20,6 +20,8 @@ struct Ending {
   long blames = 0;     ///< the process whose death or early end it says it heard of, or 0
 
   bool failed() const { return code != 0 || signal != 0; }
+  /// Whether the launcher's own signal ended it: no failure of the worker.
+  bool stopped() const;
 };
 
 /// "SIGKILL"; "signal 64" for one without a name.
@@ -36,8 +38,8 @@ inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 
 /// Index of the failure that came first, from endings in the order they were seen; nothing when none failed
 /// by itself. Within kSettleTime a crash (SIGKILL, SIGSEGV, …), which no peer's death brings about, goes
-/// before exit codes and aborts, which it does. A failed worker that this one blames goes before it, whenever
-/// it ended: a process that is about to fail may close its connections long before it exits.
+/// before exit codes and aborts, which it does. A worker that this one blames goes before it, whenever it
+/// ended, unless the launcher's signal ended it: a process may close its connections long before it exits.
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
 
 /// The process of whose death, or end without shutdown(), a worker's last words tell, or 0.

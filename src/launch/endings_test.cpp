@@ -61,7 +61,13 @@ TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
   endings[0].blames = endings[1].blames = endings[2].pid;
   EXPECT_EQ(first_failure(endings), 2u);
   EXPECT_EQ(exit_code(endings, 0), 9);
-  endings[2].code = 0;  // it ended well: whoever blames it is wrong
+  endings[2].signal = SIGTERM;  // the launcher's, to a worker that was not done yet
+  endings[2].code = 0;
+  EXPECT_EQ(first_failure(endings), 0u);
+  EXPECT_EQ(exit_code(endings, 0), 1);
+  endings[2].signal = SIGSEGV;  // its own
+  EXPECT_EQ(first_failure(endings), 2u);
+  endings[2].signal = 0;  // it ended well: whoever blames it is wrong
   EXPECT_EQ(first_failure(endings), 0u);
   endings[2].code = 9;
   endings[2].blames = endings[0].pid;  // a circle has some end
@@ -90,7 +96,8 @@ TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
   EXPECT_THAT(
       summarize(endings, {}, 0),
       AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 0 without shutdown(), "),
-            HasSubstr("the others: worker0: exited with code 5\n"), HasSubstr("exit code: 5\n")));
+            HasSubstr("the others: worker0: failed because of it (exited with code 5)\n"),
+            HasSubstr("exit code: 5\n")));
   endings[0].asked = true;  // it was told to end
   EXPECT_EQ(first_failure(endings), 1u);
 }
@@ -107,6 +114,18 @@ TEST(Endings, SummaryTellsTheWholeStory) {
   EXPECT_THAT(text,
               HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
+}
+
+TEST(Endings, SummaryTellsAFailureFromThoseThatItBroughtAbout) {
+  std::vector<Ending> endings = {ending(0, 0, SIGABRT, milliseconds(100)),
+                                 ending(1, 0, SIGABRT, milliseconds(101)),
+                                 ending(2, 4, 0, milliseconds(102))};
+  endings[1].blames = endings[0].pid;
+  EXPECT_THAT(
+      summarize(endings, {}, 0),
+      AllOf(HasSubstr("first failure: worker0 (rank 0, pid 100) was killed by SIGABRT"),
+            HasSubstr("worker1: failed because of it (was killed by SIGABRT (an uncaught exception or a "
+                      "failed check)); worker2: exited with code 4\n")));
 }
 
 TEST(Endings, SummaryOfAnInterruptionBlamesNobody) {

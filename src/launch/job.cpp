@@ -29,6 +29,8 @@ constexpr Duration kDrawEvery = std::chrono::milliseconds(100);
 constexpr Duration kPrintEvery = std::chrono::seconds(10);
 /// How long output of processes that outlive their worker is waited for.
 constexpr Duration kDrainTime = std::chrono::seconds(1);
+/// How many of a worker's last lines are searched for the worker that it blames: a long error may follow.
+constexpr std::size_t kBlameLines = 100;
 
 enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal };
 
@@ -45,10 +47,11 @@ struct Worker {
   Child child;
   LineSplitter output, errors, progress;
   LastWords words;
+  LastWords recent{kBlameLines};
   Descriptor output_log, errors_log;
   bool ended = false;
 
-  bool silent() { return !child.output().open() && !child.errors().open() && !child.progress().open(); }
+  bool silent() { return !child.output() && !child.errors() && !child.progress(); }
 };
 
 class Job {
@@ -79,7 +82,8 @@ class Job {
   void write_log(Descriptor& log, std::string_view text);
   void advance(TimePoint now);
   void note_blames();
-  void name_first_failure();
+  const Worker* find_leaving() const;
+  void settle(TimePoint now);
   void stop_all(int signal);
   void end_leftovers(TimePoint now);
   void show_progress(TimePoint now);
@@ -100,6 +104,7 @@ class Job {
   bool stopping_ = false;
   bool leftovers_killed_ = false;
   Deadline settle_until_, kill_at_, drain_until_;
+  Deadline leave_until_;  ///< for workers that others say have gone and whose processes still run
   bool board_changed_ = false;
   TimePoint shown_at_{};
 };
@@ -166,7 +171,7 @@ void Job::start(const std::string& program, const JobSetting& setting, int rank)
 Descriptor Job::open_log(const Worker& worker, const char* kind) const {
   const std::string path = fmt::format("{}/{}.{}.log", options_.log_folder, worker.name, kind);
   Descriptor log(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!log.open()) {
+  if (!log) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("log '{}' cannot be written: {}", path, std::strerror(errno)));
   }
@@ -197,14 +202,18 @@ void Job::on_end(Worker& worker) {
   endings_.push_back(
       {worker.rank, worker.name, worker.child.pid(), status->code, status->signal, stopping_, now - began_});
   const bool failed = endings_.back().failed();
-  board_.set_state(worker.rank, failed ? WorkerState::kFailed : WorkerState::kDone);
+  board_.set_state(worker.rank, !failed     ? WorkerState::kDone
+                                : stopping_ ? WorkerState::kStopped
+                                            : WorkerState::kFailed);
   board_changed_ = true;
-  if (failed && !stopping_ && settle_until_.is_never()) settle_until_ = Deadline(now + kSettleTime);
+  if (!stopping_ && (failed || !leave_until_.is_never())) {
+    settle_until_ = earlier(settle_until_, Deadline(now + kSettleTime));
+  }
   if (endings_.size() == workers_.size()) drain_until_ = Deadline(now + kDrainTime);
 }
 
 void Job::write_log(Descriptor& log, std::string_view text) {
-  while (log.open() && !text.empty()) {
+  while (log && !text.empty()) {
     const auto written = write(log.get(), text.data(), text.size());
     if (written > 0) {
       text.remove_prefix(static_cast<std::size_t>(written));
@@ -219,7 +228,7 @@ void Job::write_log(Descriptor& log, std::string_view text) {
 void Job::read_into(Descriptor& descriptor, Descriptor& log, LineSplitter& lines,
                     const LineSplitter::Take& take) {
   std::array<char, 65536> bytes;
-  if (!descriptor.open()) return;
+  if (!descriptor) return;
   const auto got = read(descriptor.get(), bytes.data(), bytes.size());
   if (got > 0) {
     const std::string_view text(bytes.data(), static_cast<std::size_t>(got));
@@ -241,6 +250,7 @@ void Job::on_errors(Worker& worker) {
   read_into(worker.child.errors(), worker.errors_log, worker.errors, [&](std::string_view line) {
     display_.print_error(worker.prefix, line);
     worker.words.add(line);
+    worker.recent.add(line);
   });
 }
 
@@ -282,11 +292,34 @@ void Job::stop_all(int signal) {
 
 void Job::note_blames() {
   for (Ending& ending : endings_)
-    ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->words.lines());
+    ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->recent.lines());
 }
 
-void Job::name_first_failure() {
+/// A worker whose end another one tells of, and whose process still runs: it is on its way out, and its exit
+/// code is to come.
+const Worker* Job::find_leaving() const {
+  for (const Ending& ending : endings_) {
+    for (const auto& worker : workers_) {
+      if (!worker->ended && worker->child.pid() == ending.blames) return worker.get();
+    }
+  }
+  return nullptr;
+}
+
+/// The first failure and what belongs to it have been seen, or it is time to stop waiting for that.
+void Job::settle(TimePoint now) {
   note_blames();
+  if (const Worker* leaving = find_leaving()) {
+    if (leave_until_.is_never()) leave_until_ = executor_.deadline_in(options_.grace);
+    if (!leave_until_.passed(now)) {
+      settle_until_ = leave_until_;
+      return;
+    }
+    display_.say(fmt::format(
+        "torchspan: {} (rank {}, pid {}) has left the others, but its process still runs {:.1f} s later\n",
+        leaving->name, leaving->rank, leaving->child.pid(),
+        std::chrono::duration<double>(options_.grace).count()));
+  }
   const Ending& first = endings_.at(first_failure(endings_).value());
   if (endings_.size() < workers_.size()) {
     display_.say(fmt::format("torchspan: {} (rank {}, pid {}) {}; stopping the others\n", first.name,
@@ -301,7 +334,7 @@ void Job::end_leftovers(TimePoint now) {
     worker->child.signal_group(SIGKILL);
     if (!leftovers_killed_) continue;
     for (auto* pipe : {&worker->child.output(), &worker->child.errors(), &worker->child.progress()}) {
-      if (pipe->open()) poller_->remove(pipe->get());
+      if (*pipe) poller_->remove(pipe->get());
       pipe->reset();
     }
   }
@@ -310,7 +343,7 @@ void Job::end_leftovers(TimePoint now) {
 }
 
 void Job::advance(TimePoint now) {
-  if (settle_until_.passed(now)) name_first_failure();
+  if (settle_until_.passed(now)) settle(now);
   if (endings_.size() == workers_.size()) {
     if (drain_until_.passed(now)) end_leftovers(now);
   } else if (kill_at_.passed(now)) {
@@ -361,7 +394,11 @@ int Job::finish() {
   const auto words = first ? workers_.at(static_cast<std::size_t>(endings_[*first].rank))->words.lines()
                            : std::vector<std::string>();
   display_.say(summarize(endings_, words, interrupted_by_));
-  return exit_code(endings_, interrupted_by_);
+  const int code = exit_code(endings_, interrupted_by_);
+  const std::string lost = display_.losses();
+  if (lost.empty()) return code;
+  display_.say("torchspan: " + lost + "\n");
+  return code == 0 ? kLostOutput : code;
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ class Jobs : public ::testing::Test {
   std::ptrdiff_t leftovers() const {
     const auto all = std::filesystem::directory_iterator(folder_);
     return std::count_if(begin(all), end(all), [](const auto& entry) {
-      return entry.path().filename().string().starts_with("torchspan-");
+      return entry.path().filename().string().starts_with("torchspan.");
     });
   }
   /// What came through the pipe `alive_`: waits for a first piece or, with `all_gone`, until no process holds
@@ -236,6 +236,14 @@ TEST_F(Jobs, ShowTheProgressOfTheirWorkers) {
   EXPECT_THAT(errors(), HasSubstr("torchspan: epoch 1/2  step 3/4  100 images/s | done 0,1\n"));
 }
 
+TEST_F(Jobs, ShowAsStoppedWhatTheyStopped) {
+  JobOptions mine = options(3,
+                            "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; echo torchspan-progress 1 step=3/4 "
+                            ">&9; if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; exec sleep 1000");
+  EXPECT_EQ(run(mine), 3);
+  EXPECT_THAT(errors(), HasSubstr("step 3/4 | failed 1, stopped 0,2\n"));
+}
+
 TEST_F(Jobs, DrawOneLiveLineOnATerminal) {
   JobOptions mine =
       options(1,
@@ -275,6 +283,80 @@ TEST_F(Jobs, DieWithTheirLauncher) {
   waitpid(launcher, nullptr, 0);
   EXPECT_EQ(heard(true), "");  // returns only when the last worker is gone
   close(alive_[0]);
+}
+
+TEST_F(Jobs, RemoveTheSecretOfALauncherThatWasKilled) {
+  JobOptions mine = options(1, "");
+  ASSERT_EQ(pipe(alive_.data()), 0);
+  mine.command = {"/bin/sh", "-c", "echo started >&" + std::to_string(alive_[1]) + "; exec sleep 1000"};
+  const pid_t launcher = fork();
+  if (launcher == 0) {
+    run_job(*make_executor(), mine);
+    _exit(0);
+  }
+  heard(false);
+  EXPECT_EQ(leftovers(), 1);
+  EXPECT_EQ(run_job(*executor_, options(1, "exit 0")), 0);
+  EXPECT_EQ(leftovers(), 1) << "a job removed the folder of another one that runs";
+  kill(launcher, SIGKILL);
+  waitpid(launcher, nullptr, 0);
+  close(alive_[1]);
+  EXPECT_EQ(heard(true), "");
+  EXPECT_EQ(leftovers(), 1);
+  EXPECT_EQ(run_job(*executor_, options(1, "exit 0")), 0);
+  EXPECT_EQ(leftovers(), 0) << "the folder of a launcher that is gone is still there";
+  close(alive_[0]);
+}
+
+/// Worker 1 fails at once because worker 0, whose process number it knows, has gone.
+constexpr const char* kBlameWorker0 =
+    "if [ $RANK = 1 ]; then while [ ! -s $FOLDER/pid ]; do sleep 0.02; done; "
+    "echo \"torchspan[worker1] warning: worker0 (rank 0, pid $(cat $FOLDER/pid) on host) died: its process "
+    "ended without a good-bye\" >&2; i=0; while [ $i -lt 20 ]; do echo \"  frame $i\" >&2; i=$((i+1)); done; "
+    "exit 5; fi; if [ $RANK = 0 ]; then echo $$ > $FOLDER/new; mv $FOLDER/new $FOLDER/pid; fi; ";
+
+TEST_F(Jobs, WaitForTheExitCodeOfAWorkerThatIsOnItsWayOut) {
+  EXPECT_EQ(
+      run(3, std::string(kBlameWorker0) + "if [ $RANK = 2 ]; then exec sleep 1000; fi; sleep 0.5; exit 7"),
+      7);
+  EXPECT_THAT(errors(), AllOf(HasSubstr("worker0 (rank 0, pid"), HasSubstr("exited with code 7; stopping"),
+                              HasSubstr("worker1: failed because of it (exited with code 5)"),
+                              HasSubstr("exit code: 7\n")));
+}
+
+TEST_F(Jobs, ReportAWorkerThatEndedWithoutShutdown) {
+  EXPECT_EQ(run(2, std::string(kBlameWorker0) + "sleep 0.5; exit 0"), 5);
+  EXPECT_THAT(errors(), AllOf(HasSubstr("first failure: worker0 (rank 0, pid"),
+                              HasSubstr("exited with code 0 without shutdown()"),
+                              HasSubstr("worker1: failed because of it (exited with code 5)"),
+                              HasSubstr("exit code: 5\n")));
+}
+
+TEST_F(Jobs, DoNotBlameAWorkerForTheSignalThatStoppedIt) {
+  JobOptions mine = options(2, std::string(kBlameWorker0) + "exec sleep 1000");
+  mine.grace = milliseconds(300);
+  EXPECT_EQ(run(mine), 5);
+  EXPECT_THAT(errors(),
+              AllOf(HasSubstr("worker0 (rank 0, pid"),
+                    HasSubstr("has left the others, but its process still runs 0.3 s later"),
+                    HasSubstr("first failure: worker1"),
+                    HasSubstr("worker0: stopped (was killed by SIGTERM)"), HasSubstr("exit code: 5\n")));
+}
+
+TEST_F(Jobs, FailWhenTheirOutputIsLost) {
+  const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(full, 0);
+  JobOptions mine = options(1, "echo precious; echo more; echo oops >&2");
+  mine.display.output = full;
+  EXPECT_EQ(run(mine), kLostOutput);
+  EXPECT_THAT(errors(),
+              AllOf(HasSubstr("torchspan: standard output cannot be written: No space left on device"),
+                    HasSubstr("[worker0] oops\n"),
+                    HasSubstr("torchspan: 2 lines of the output could not be written: No space left")));
+  JobOptions failing = options(1, "echo precious; exit 9");
+  failing.display.output = full;
+  EXPECT_EQ(run(failing), 9);
+  close(full);
 }
 
 /// What a launcher ends with when it gets `signal` after its two workers, which run `script`, have said so.

@@ -4,10 +4,12 @@
 #include <arpa/inet.h>
 #include <cerrno>
 #include <cstring>
+#include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
 #include <random>
 #include <sched.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,6 +21,7 @@ namespace {
 
 /// Leaves room for the runtime folder's own name within the 60 characters that sockets need.
 constexpr std::size_t kLongestParent = 38;
+constexpr std::string_view kFolderPrefix = "torchspan.";
 constexpr int kFirstPort = 20000;
 constexpr int kLastPort = 32000;
 
@@ -129,6 +132,57 @@ int usable_cores() {
   return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
+namespace {
+
+/// A folder that is locked by this process; none when another one holds it, or when it is none of this
+/// user's.
+Descriptor lock_folder(const std::string& path) {
+  Descriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  struct stat opened {
+  }, named{};
+  if (!folder || flock(folder.get(), LOCK_EX | LOCK_NB) != 0 || fstat(folder.get(), &opened) != 0 ||
+      lstat(path.c_str(), &named) != 0 || opened.st_ino != named.st_ino || opened.st_uid != geteuid()) {
+    return {};
+  }
+  return folder;
+}
+
+/// Whether a folder with a job folder's name holds what a job folder holds, and nothing else.
+bool is_job_folder(const std::string& path) {
+  std::error_code failure;
+  for (const auto& entry : std::filesystem::directory_iterator(path, failure)) {
+    const std::string name = entry.path().filename().string();
+    if (name != "secret" && name != "run") return false;
+  }
+  return !failure;
+}
+
+/// Removes what launchers that were killed left behind: their lock ended with them.
+void remove_abandoned_folders(const std::string& parent) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+    const std::string path = entry.path().string();
+    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
+    if (const Descriptor lock = lock_folder(path); lock && is_job_folder(path)) {
+      std::filesystem::remove_all(path, ignored);
+    }
+  }
+}
+
+}  // namespace
+
+void JobFolder::make_locked(const std::string& parent) {
+  constexpr int kAttempts = 100;
+  for (int attempt = 0; attempt < kAttempts && !lock_; ++attempt) {
+    path_ = fmt::format("{}/{}XXXXXX", parent, kFolderPrefix);
+    if (mkdtemp(path_.data()) == nullptr) break;
+    lock_ = lock_folder(path_);  // none when another job just took it for an abandoned one
+  }
+  if (lock_) return;
+  refuse(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room", parent,
+                     std::strerror(errno)));
+}
+
 JobFolder::JobFolder(const Environment& environment) {
   std::string parent = "/tmp";
   for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
@@ -139,11 +193,8 @@ JobFolder::JobFolder(const Environment& environment) {
       break;
     }
   }
-  path_ = parent + "/torchspan-XXXXXX";
-  if (mkdtemp(path_.data()) == nullptr) {
-    refuse(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",
-                       parent, std::strerror(errno)));
-  }
+  remove_abandoned_folders(parent);
+  make_locked(parent);
   try {
     net::Secret::random().write_file(secret_file());
     if (mkdir(runtime_folder().c_str(), 0700) != 0) {

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/core/descriptor.h>
 #include <torchspan/rendezvous/environment.h>
 
 namespace torchspan::launch {
@@ -38,10 +39,12 @@ std::uint16_t choose_port(std::uint16_t wanted);
 int usable_cores();
 
 /// The private folder of one job: mode 0700, with the job's secret and a folder for its sockets. Removed with
-/// everything in it by the destructor.
+/// everything in it by the destructor. It is locked for as long as this process lives, so that a later job
+/// finds and removes the folder of a launcher that was killed.
 class JobFolder {
  public:
-  /// In XDG_RUNTIME_DIR, TMPDIR or /tmp, the first whose path leaves room for sockets.
+  /// In XDG_RUNTIME_DIR, TMPDIR or /tmp, the first whose path leaves room for sockets. Removes this user's
+  /// folders there whose launchers are gone.
   explicit JobFolder(const Environment& environment);
   ~JobFolder();
   JobFolder(const JobFolder&) = delete;
@@ -51,7 +54,10 @@ class JobFolder {
   std::string runtime_folder() const { return path_ + "/run"; }
 
  private:
+  void make_locked(const std::string& parent);
+
   std::string path_;
+  Descriptor lock_;
 };
 
 }  // namespace torchspan::launch

@@ -148,6 +148,21 @@ TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
+TEST_F(Programs, OfAJobRemoveOnlyWhatAnotherJobAbandoned) {
+  // A folder with the right name and other contents, and one that only looks like one in part.
+  for (const std::string name : {"torchspan.abcdef", "torchspan.abandon", "torchspan-501"}) {
+    ASSERT_EQ(mkdir((folder_ + "/" + name).c_str(), 0700), 0);
+    std::ofstream(folder_ + "/" + name + "/secret") << "s";
+  }
+  std::ofstream(folder_ + "/torchspan.abcdef/notes") << "precious";
+  const JobFolder running({{"TMPDIR", folder_}});
+  const JobFolder other({{"TMPDIR", folder_}});
+  EXPECT_TRUE(std::filesystem::exists(running.secret_file()));
+  EXPECT_TRUE(std::filesystem::exists(folder_ + "/torchspan.abcdef/secret"));
+  EXPECT_TRUE(std::filesystem::exists(folder_ + "/torchspan-501/secret"));
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/torchspan.abandon"));
+}
+
 TEST_F(Programs, OfAJobAvoidFoldersTooLongForSockets) {
   const std::string deep = folder_ + "/" + std::string(50, 'd');
   ASSERT_EQ(mkdir(deep.c_str(), 0700), 0);

@@ -24,7 +24,10 @@ constexpr std::size_t kLargestFile = 4096;
 constexpr mode_t kOthers = 077;
 
 std::string how_to_make(const std::string& path) {
-  return fmt::format("make one with: (umask 077; openssl rand -hex 32 > '{}')", path);
+  const std::string folder = path.substr(0, path.rfind('/'));
+  const bool there = folder == path || folder.empty() || ::access(folder.c_str(), F_OK) == 0;
+  return fmt::format("make one with: (umask 077; {}openssl rand -hex 32 > '{}')",
+                     there ? "" : fmt::format("mkdir -p '{}'; ", folder), path);
 }
 
 int hex_digit(char c) {

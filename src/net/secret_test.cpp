@@ -103,8 +103,10 @@ TEST_F(SecretFile, NamesTheCommandThatMakesOneWhenItIsMissingOrShort) {
   for (const Error& error :
        {failure_of(path("missing")), failure_of(write("short")), failure_of(write(""))}) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    EXPECT_THAT(error.message(), HasSubstr("openssl rand -hex 32"));
+    EXPECT_THAT(error.message(), HasSubstr("(umask 077; openssl rand -hex 32"));
   }
+  EXPECT_THAT(failure_of(path("no/secret")).message(),
+              HasSubstr("(umask 077; mkdir -p '" + path("no") + "'; openssl rand -hex 32"));
 }
 
 TEST_F(SecretFile, IsRefusedWhenItIsADirectoryOrHuge) {

@@ -10,6 +10,7 @@
 
 #include "optim/messages.h"
 #include "optim/parameters.h"
+#include "optim/replicas.h"
 
 namespace torchspan::optim {
 namespace {
@@ -23,7 +24,54 @@ std::string name_of(const Worker& worker, Owner rank) {
   return fmt::format("rank {}", rank);
 }
 
+/// Asks an owner. The answer has every failure, also that the owner is gone.
+template <rpc::Message M>
+Future<typename M::Reply> ask(const Worker& worker, Owner owner, const M& message) {
+  rpc::Request request = rpc::make_request(message);
+  worker.endpoint()->apply({}, request);
+  auto completion = std::make_shared<rpc::PromiseCompletion<typename M::Reply>>(worker.endpoint()->host());
+  auto answer = completion->future();
+  worker.endpoint()->send(owner, std::move(request), std::move(completion));
+  return answer;
+}
+
+/// Tells an owner to end an optimizer: until it has heard, or one of both ends. Of a trainer that ends the
+/// owner hears by itself.
+class Dropping final : public rpc::Completion {
+ public:
+  static void tell(const std::shared_ptr<rpc::Endpoint>& worker, Owner owner, const DropOptimizer& message,
+                   int attempt = 0) {
+    rpc::Request request = rpc::make_request(message);
+    request.deadline = worker->runtime().executor.deadline_in(kPatience);
+    worker->send(owner, std::move(request),
+                 std::shared_ptr<Dropping>(new Dropping(worker, owner, message, attempt)));
+  }
+  void succeed(wire::Payload&) override {}
+  void fail(std::exception_ptr error) override {
+    const auto worker = worker_.lock();
+    if (!worker || worker->is_stopping() || !worker->is_present(owner_)) return;
+    const ErrorKind kind = to_error(error).kind();
+    if (kind != ErrorKind::kOverloaded && kind != ErrorKind::kDisconnected && kind != ErrorKind::kTimedOut)
+      return;
+    worker->after(kPause * (1 << std::min(attempt_, 6)),
+                  [weak = worker_, owner = owner_, message = message_, next = attempt_ + 1] {
+                    if (const auto alive = weak.lock()) tell(alive, owner, message, next);
+                  });
+  }
+
+ private:
+  static constexpr Duration kPatience = std::chrono::seconds(30), kPause = std::chrono::milliseconds(50);
+  Dropping(std::weak_ptr<rpc::Endpoint> worker, Owner owner, const DropOptimizer& message, int attempt)
+      : worker_(std::move(worker)), owner_(owner), message_(message), attempt_(attempt) {}
+
+  const std::weak_ptr<rpc::Endpoint> worker_;
+  const Owner owner_;
+  const DropOptimizer message_;
+  const int attempt_;
+};
+
 void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
+  worker.endpoint()->check_running();
   if (worker.extension<autograd::Passes>().try_find(context.id())) return;
   throw Error(ErrorKind::kInvalid,
               fmt::format("{} was given autograd context {:#x}, which has ended, and its "
@@ -117,7 +165,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker, const std::vect
   for (auto& [owner, message] : messages) {
     message.id = worker_.endpoint()->next_id();
     shares_[owner].id = message.id.local;
-    answers.emplace(owner, worker_.request(Destination(owner), message));
+    answers.emplace(owner, ask(worker_, owner, message));
   }
   try {
     collect(worker_, "making the optimizer", answers);
@@ -129,8 +177,12 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker, const std::vect
 
 DistributedOptimizer::~DistributedOptimizer() { drop(); }
 
-void DistributedOptimizer::drop() {
-  for (const auto& [owner, share] : shares_) worker_.request(Destination(owner), DropOptimizer{id_on(owner)});
+void DistributedOptimizer::drop() noexcept {
+  try {
+    for (const auto& [owner, share] : shares_)
+      Dropping::tell(worker_.endpoint(), owner, DropOptimizer{id_on(owner)});
+  } catch (...) {  // no memory for it: they end with this worker
+  }
 }
 
 std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
@@ -143,38 +195,71 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
   check_alive(worker_, context, "step()");
   const double scale = clip_ && clip_->first == context.id() ? clip_->second : 1;
   clip_.reset();
-  std::map<Owner, Future<Unit>> answers;
+  std::map<Owner, Future<bool>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner), StepOptimizer{id_on(owner), context.id(),
-                                                                             rates_on(owner), scale}));
+    answers.emplace(owner,
+                    ask(worker_, owner, StepOptimizer{id_on(owner), context.id(), rates_on(owner), scale}));
   }
-  collect(worker_, "the optimizer step", answers);
+  bool saw_pass = context.saw_backward();
+  for (const auto& [owner, saw] : collect(worker_, "the optimizer step", answers)) saw_pass = saw_pass || saw;
+  if (!saw_pass) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("step() found no backward pass in autograd context {:#x}, here or on the owners of "
+                    "the parameters, and no gradient: call context.backward(loss) before step()",
+                    context.id()));
+  }
+  Log& log = worker_.runtime().log;
+  if (log.enabled(LogLevel::kDebug))
+    log.debug(fmt::format("optimizer step on {} workers, context {:#x}", shares_.size(), context.id()));
 }
 
 void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
   check_alive(worker_, context, "step_in_backward()");
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner),
-                                           StepInBackward{id_on(owner), context.id(), rates_on(owner)}));
+    context.add_worker(owner);  // it may hear of the context by this message only
+    answers.emplace(owner, ask(worker_, owner, StepInBackward{id_on(owner), context.id(), rates_on(owner)}));
   }
   collect(worker_, "asking for steps in backward", answers);
 }
 
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,
                                             double norm_type) {
-  clip_factor(0, max_norm);  // a wrong option costs no round
+  return clip_grad_norm(context, ClipOptions{.max_norm = max_norm, .norm_type = norm_type});
+}
+
+double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context,
+                                            const ClipOptions& options) {
+  clip_factor(0, options.max_norm);  // a wrong option costs no round
   check_alive(worker_, context, "clip_grad_norm()");
-  std::map<Owner, Future<double>> answers;
+  double norm = 0;
+  if (options.replicas.empty()) {
+    norm = norm_here(context, options);
+  } else {
+    norm = largest_norm(worker_, options, [&] { return norm_here(context, options); });
+  }
+  clip_ = {context.id(), clip_factor(norm, options.max_norm)};
+  return norm;
+}
+
+double DistributedOptimizer::norm_here(const autograd::ContextView& context,
+                                       const ClipOptions& options) const {
+  std::map<Owner, Future<GradientNorm>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(
-        owner, worker_.request(Destination(owner), NormOfGradients{id_on(owner), context.id(), norm_type}));
+    answers.emplace(owner,
+                    ask(worker_, owner, NormOfGradients{id_on(owner), context.id(), options.norm_type}));
   }
   std::vector<double> norms;
-  for (const auto& [owner, norm] : collect(worker_, "the norm of gradients", answers)) norms.push_back(norm);
-  const double norm = gradient_norm({at::tensor(norms, at::kDouble)}, norm_type);
-  clip_ = {context.id(), clip_factor(norm, max_norm)};
-  return norm;
+  std::string averaged, own;
+  for (const auto& [owner, part] : collect(worker_, "the norm of gradients", answers)) {
+    const std::string place = fmt::format(" on worker '{}'", name_of(worker_, owner));
+    norms.push_back(part.norm);
+    if (averaged.empty() && !part.averaged.empty()) averaged = part.averaged + place;
+    if (own.empty() && !part.own.empty()) own = part.own + place;
+  }
+  if (options.replicas.empty() && !averaged.empty() && !own.empty()) refuse_local_norm(averaged, own);
+  return gradient_norm({at::tensor(norms, at::kDouble)}, options.norm_type);
 }
 
 void DistributedOptimizer::set_lr(double lr) {
@@ -199,7 +284,7 @@ void DistributedOptimizer::set_lrs(const std::vector<double>& rates) {
 StateDict DistributedOptimizer::state_dict() {
   std::map<Owner, Future<StateDict>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner), ReadState{id_on(owner), rates_on(owner)}));
+    answers.emplace(owner, ask(worker_, owner, ReadState{id_on(owner), rates_on(owner)}));
   }
   StateDict whole;
   for (const auto& [owner, part] : collect(worker_, "reading the optimizer state", answers)) {
@@ -239,7 +324,7 @@ void DistributedOptimizer::load_state_dict(const StateDict& state) {
   std::map<Owner, StateDict> parts = split(state);
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner), WriteState{id_on(owner), parts[owner]}));
+    answers.emplace(owner, ask(worker_, owner, WriteState{id_on(owner), parts[owner]}));
   }
   collect(worker_, "loading the optimizer state", answers);
   for (std::size_t g = 0; g < rates_.size(); ++g) {
@@ -250,7 +335,7 @@ void DistributedOptimizer::load_state_dict(const StateDict& state) {
 std::vector<RRef<StateDict>> DistributedOptimizer::state_shards() {
   std::map<Owner, Future<RRef<StateDict>>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner), KeepState{id_on(owner), rates_on(owner)}));
+    answers.emplace(owner, ask(worker_, owner, KeepState{id_on(owner), rates_on(owner)}));
   }
   std::vector<RRef<StateDict>> shards;
   for (const auto& [owner, shard] : collect(worker_, "keeping the optimizer state", answers)) {
@@ -271,7 +356,7 @@ void DistributedOptimizer::load_state_shards(const std::vector<RRef<StateDict>>&
   }
   std::map<Owner, Future<std::vector<double>>> answers;
   for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner, worker_.request(Destination(owner), TakeState{id_on(owner), by_owner[owner]}));
+    answers.emplace(owner, ask(worker_, owner, TakeState{id_on(owner), by_owner[owner]}));
   }
   for (const auto& [owner, rates] : collect(worker_, "loading the optimizer state", answers)) {
     const std::vector<std::size_t>& groups = shares_.at(owner).groups;

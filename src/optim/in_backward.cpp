@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fmt/format.h>
 
 #include <torch/csrc/autograd/function.h>
@@ -13,15 +14,21 @@
 namespace torchspan::optim {
 
 void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name) {
-  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (!leaf) return;
-  for (const auto& hook : leaf->post_hooks()) {
-    if (dynamic_cast<const engine::GradientHook*>(hook.get()) == nullptr) continue;
+  for (const engine::GradientHook* hook : engine::gradient_hooks(parameter)) {
+    if (hook->use() == engine::GradientUse::kReads) continue;
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{} cannot be stepped in backward: DistributedDataParallel averages its gradient "
-                            "after that, or another optimizer steps it there; call step() instead",
-                            name));
+                fmt::format("{} cannot be stepped in backward: {}; call step() instead", name,
+                            hook->use() == engine::GradientUse::kAverages
+                                ? "DistributedDataParallel averages its gradient after that"
+                                : "another optimizer steps it there"));
   }
+}
+
+bool is_averaged(const at::Tensor& parameter) {
+  const auto hooks = engine::gradient_hooks(parameter);
+  return std::any_of(hooks.begin(), hooks.end(), [](const engine::GradientHook* hook) {
+    return hook->use() == engine::GradientUse::kAverages;
+  });
 }
 
 /// A hook at every parameter's leaf, whose nodes it keeps.
@@ -58,6 +65,7 @@ class BackwardSteps::Impl {
    public:
     Hook(at::Tensor parameter, std::shared_ptr<engine::StockPasses> passes, std::shared_ptr<Shared> shared)
         : GradientHook(std::move(parameter), std::move(passes)), shared_(std::move(shared)) {}
+    engine::GradientUse use() const override { return engine::GradientUse::kSteps; }
     void gradient_ready(engine::GradientSink& sink, const at::Tensor& parameter) override {
       // An autograd context keeps its gradients for a DistributedOptimizer.
       if (!sink.writes_grad_field()) return;

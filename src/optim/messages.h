@@ -36,7 +36,7 @@ struct CreateOptimizer {
 struct StepOptimizer {
   static constexpr wire::MessageType kType{0x0202};
   static constexpr std::string_view kName = "optim.step";
-  using Reply = Unit;
+  using Reply = bool;  ///< whether the receiver knows of a pass in the context
   GlobalId id;
   std::uint64_t context = 0;
   std::vector<double> rates;  ///< of its groups; those that are not numbers leave the rate as it is
@@ -50,11 +50,19 @@ struct DropOptimizer {
   GlobalId id;
 };
 
+/// What an owner's part in a clipping is.
+struct GradientNorm {
+  double norm = 0;
+  std::string
+      averaged;     ///< a parameter whose gradient a reducer averages over replicas; empty: there is none
+  std::string own;  ///< one whose gradient is this context's alone; the same
+};
+
 /// The norm of the gradients that its parameters have in the context.
 struct NormOfGradients {
   static constexpr wire::MessageType kType{0x0204};
   static constexpr std::string_view kName = "optim.norm";
-  using Reply = double;
+  using Reply = GradientNorm;
   GlobalId id;
   std::uint64_t context = 0;
   double norm_type = 2;
@@ -95,7 +103,8 @@ struct TakeState {
   RRef<StateDict> state;
 };
 
-/// Passes of this context step the receiver's parameters as their gradients become complete.
+/// Passes of this context step the receiver's parameters as their gradients become complete. The receiver
+/// takes part in the context from then on.
 struct StepInBackward {
   static constexpr wire::MessageType kType{0x0209};
   static constexpr std::string_view kName = "optim.step_in_backward";
@@ -142,6 +151,10 @@ struct Wire<optim::StepInBackward>
 template <>
 struct Wire<optim::DropOptimizer>
     : WireStruct<optim::DropOptimizer, "optim.DropOptimizer", &optim::DropOptimizer::id> {};
+template <>
+struct Wire<optim::GradientNorm>
+    : WireStruct<optim::GradientNorm, "optim.GradientNorm", &optim::GradientNorm::norm,
+                 &optim::GradientNorm::averaged, &optim::GradientNorm::own> {};
 template <>
 struct Wire<optim::NormOfGradients>
     : WireStruct<optim::NormOfGradients, "optim.NormOfGradients", &optim::NormOfGradients::id,

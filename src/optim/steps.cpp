@@ -50,9 +50,11 @@ class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
   Impl(OptimizerTable table, rpc::Registrar& registrar)
       : table_(std::move(table)),
         worker_(registrar.worker().endpoint()->weak_from_this()),
+        host_(registrar.host()),
         queue_(registrar.host()) {}
 
-  void create(const CreateOptimizer& message) {
+  void create(std::uint32_t maker, const CreateOptimizer& message) {
+    const std::uint64_t departures = departures_of(maker);
     auto owned = std::make_shared<Owned>();
     std::vector<Group> groups;
     for (const OptimizerGroup& part : message.groups) {
@@ -71,29 +73,62 @@ class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
       owned->keys.insert(parameter.unsafeGetTensorImpl());
     }
     owned->keys.insert(owned.get());  // steps of single parameters run one after the other too
+    const bool present = worker().endpoint()->is_present(maker);
     MutexLock lock(mutex_);
+    if (!present || departures_[maker] != departures)
+      throw Error(ErrorKind::kDisconnected, "the worker that makes this optimizer is gone");
     optimizers_[message.id] = std::move(owned);
   }
 
-  Future<Unit> step(const StepOptimizer& message) {
-    auto owned = find(message.id);
-    return queue_.run(owned->keys, [this, owned, message] { step_now(*owned->optimizer, message); });
+  /// The optimizers of a worker that died or left end with it. On a thread that runs nothing of the
+  /// program's: their modules may end with them, which is for the pool.
+  void depart(std::uint32_t rank) {
+    std::vector<std::shared_ptr<Owned>> gone;
+    {
+      MutexLock lock(mutex_);
+      ++departures_[rank];
+      for (auto it = optimizers_.begin(); it != optimizers_.end();) {
+        if (it->first.worker != rank) {
+          ++it;
+          continue;
+        }
+        gone.push_back(std::move(it->second));
+        it = optimizers_.erase(it);
+      }
+    }
+    const auto host = host_.lock();
+    if (host && !gone.empty()) host->post([gone = std::move(gone)]() mutable { gone.clear(); });
   }
 
-  /// Nothing to do where the forward passes of the context did not come by: no gradient will.
-  void step_in_backward(const StepInBackward& message) {
-    const auto context = find_context(message.context);
-    if (!context) return;
-    context->offer_gradients(
-        [weak = weak_from_this(), owner = std::weak_ptr<Owned>(find(message.id)), rates = message.rates](
-            const at::Tensor& parameter, at::Tensor& gradient) -> std::optional<Future<void>> {
+  Future<bool> step(const StepOptimizer& message) {
+    auto owned = find(message.id);
+    auto saw_pass = std::make_shared<bool>(false);
+    return queue_
+        .run(owned->keys,
+             [this, owned, message, saw_pass] { *saw_pass = step_now(*owned->optimizer, message); })
+        .then([saw_pass](const Future<Unit>& done) {
+          done.wait();
+          return *saw_pass;
+        });
+  }
+
+  /// The forward passes of the context may not have come by yet, so this takes part in it from here on.
+  void step_in_backward(std::uint32_t peer, const StepInBackward& message) {
+    const std::weak_ptr<Owned> owner = find(message.id);
+    worker()
+        .extension<autograd::Passes>()
+        .join(message.context, peer)
+        .offer_gradients([weak = weak_from_this(), owner, rates = message.rates](
+                             const at::Tensor& parameter, at::Tensor& gradient,
+                             const autograd::PassRuns& runs) -> std::optional<Future<void>> {
           const auto self = weak.lock();
           const auto owned = owner.lock();
           if (!self || !owned || !owned->keys.contains(parameter.unsafeGetTensorImpl())) return std::nullopt;
           refuse_shared_gradient(parameter, owned->optimizer->describe(parameter));
           return self->queue_
               .run({parameter.unsafeGetTensorImpl(), owned.get()},
-                   [owned, rates, parameter, gradient = std::exchange(gradient, {})] {
+                   [owned, rates, parameter, runs, gradient = std::exchange(gradient, {})] {
+                     if (!runs()) throw Error(ErrorKind::kCancelled, "its pass failed before this step");
                      owned->optimizer->set_lrs(rates);
                      owned->optimizer->step_one(parameter, gradient);
                    })
@@ -101,16 +136,19 @@ class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
         });
   }
 
-  double norm(const NormOfGradients& message) const {
+  GradientNorm norm(const NormOfGradients& message) const {
     const auto owned = find(message.id);
     const auto context = find_context(message.context);
+    GradientNorm result;
     std::vector<at::Tensor> gradients;
-    if (context) {
-      for (const at::Tensor& parameter : owned->optimizer->parameters()) {
-        gradients.push_back(context->gradient(parameter));
-      }
+    for (const at::Tensor& parameter : owned->optimizer->parameters()) {
+      if (!parameter.requires_grad()) continue;
+      std::string& example = is_averaged(parameter) ? result.averaged : result.own;
+      if (example.empty()) example = owned->optimizer->describe(parameter);
+      if (context) gradients.push_back(context->gradient(parameter));
     }
-    return gradient_norm(gradients, message.norm_type);
+    result.norm = gradient_norm(gradients, message.norm_type);
+    return result;
   }
 
   /// What `use` makes of the optimizer while none of its parameters is being stepped.
@@ -198,22 +236,32 @@ class Steps::Impl : public std::enable_shared_from_this<Steps::Impl> {
     return worker().extension<autograd::Passes>().try_find(id);
   }
 
-  void step_now(Optimizer& optimizer, const StepOptimizer& message) const {
+  std::uint64_t departures_of(std::uint32_t rank) const {
+    MutexLock lock(mutex_);
+    const auto found = departures_.find(rank);
+    return found == departures_.end() ? 0 : found->second;
+  }
+
+  /// Whether a pass has run in the context here.
+  bool step_now(Optimizer& optimizer, const StepOptimizer& message) const {
     optimizer.set_lrs(message.rates);
     const auto context = find_context(message.context);
-    if (!context) return;
+    if (!context) return false;
     SpanScope span(worker().runtime().spans, SpanKind::kOptimizer, optimizer.rule(0).name());
     optimizer.step([&](const at::Tensor& parameter) {
       const at::Tensor gradient = context->gradient(parameter);
       return gradient.defined() && message.scale != 1 ? gradient.mul(message.scale) : gradient;
     });
+    return context->saw_backward();
   }
 
   const OptimizerTable table_;
   const std::weak_ptr<rpc::Endpoint> worker_;
+  const std::weak_ptr<FutureHost> host_;
   StepQueue queue_;
   mutable Mutex mutex_;
   std::map<GlobalId, std::shared_ptr<Owned>> optimizers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint32_t, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  ///< how many, by rank
 };
 
 Steps::Steps(OptimizerTable table) : table_(std::move(table)) {}
@@ -227,17 +275,20 @@ void Steps::attach(rpc::Registrar& registrar) {
     if (!alive) throw Error(ErrorKind::kCancelled, "this worker was shut down");
     return alive;
   };
+  registrar.on_departure([weak](std::uint32_t rank, const Error&) {
+    if (const auto alive = weak.lock()) alive->depart(rank);
+  });
   registrar.handle<CreateOptimizer>(rpc::RunOn::kPool,
-                                    [impl](const rpc::CallInfo&, const CreateOptimizer& message) {
-                                      impl()->create(message);
+                                    [impl](const rpc::CallInfo& call, const CreateOptimizer& message) {
+                                      impl()->create(call.peer, message);
                                       return Unit{};
                                     });
   registrar.handle<StepOptimizer>(
       rpc::RunOn::kPool,
       [impl](const rpc::CallInfo&, const StepOptimizer& message) { return impl()->step(message); });
   registrar.handle<StepInBackward>(rpc::RunOn::kPool,
-                                   [impl](const rpc::CallInfo&, const StepInBackward& message) {
-                                     impl()->step_in_backward(message);
+                                   [impl](const rpc::CallInfo& call, const StepInBackward& message) {
+                                     impl()->step_in_backward(call.peer, message);
                                      return Unit{};
                                    });
   registrar.handle<DropOptimizer>(rpc::RunOn::kPool,

@@ -1,9 +1,12 @@
 #include <algorithm>
 #include <cmath>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
+#include <sstream>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -136,6 +139,32 @@ std::vector<double> costs_of(const std::vector<LayerCost>& layers,
   return costs;
 }
 
+/// Runs `measure` on the first of the workers only: two measurements are never the same.
+std::vector<double> measure_once(const Worker& worker, std::vector<std::string> workers,
+                                 const std::function<std::vector<double>()>& measure) {
+  if (workers.empty()) {
+    for (const WorkerInfo& each : worker.workers()) workers.push_back(each.name);
+  }
+  std::string mine;
+  if (worker.name() == workers.front()) {
+    try {
+      mine = fmt::format("+{}", fmt::join(measure(), " "));
+    } catch (...) {
+      mine = '-' + describe(std::current_exception()).text;
+    }
+  }
+  const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
+  const auto texts = worker.all_gather(Bytes(bytes, bytes + mine.size()), workers,
+                                       worker.runtime().executor.deadline_in(std::chrono::minutes(5)));
+  const Bytes& measured = texts.at(workers.front());
+  const std::string text(reinterpret_cast<const char*>(measured.data()), measured.size());
+  if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(workers.front());
+  std::istringstream words(text.substr(1));
+  std::vector<double> costs;
+  for (double cost = 0; words >> cost;) costs.push_back(cost);
+  return costs;
+}
+
 }  // namespace
 
 std::vector<int> balance_costs(const std::vector<double>& costs, int parts) {
@@ -206,19 +235,23 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
   return best;
 }
 
-std::vector<int> balance_by_time(Executor& executor, const Layers& layers, int stages, const Batch& sample,
+std::vector<int> balance_by_time(const Worker& worker, const Layers& layers, int stages, const Batch& sample,
                                  const ProfileOptions& options) {
-  return balance_costs(costs_of(profile(executor, layers, sample, options),
-                                [](const LayerCost& c) { return c.forward_seconds + c.backward_seconds; }),
-                       stages);
+  const auto measure = [&] {
+    return costs_of(profile(worker.runtime().executor, layers, sample, options),
+                    [](const LayerCost& c) { return c.forward_seconds + c.backward_seconds; });
+  };
+  return balance_costs(measure_once(worker, options.workers, measure), stages);
 }
 
-std::vector<int> balance_by_size(Executor& executor, const Layers& layers, int stages, const Batch& sample,
-                                 double parameter_scale) {
-  return balance_costs(
-      costs_of(profile(executor, layers, sample, {.repeats = 1}),
-               [=](const LayerCost& c) { return c.parameter_bytes * parameter_scale + c.activation_bytes; }),
-      stages);
+std::vector<int> balance_by_size(const Worker& worker, const Layers& layers, int stages, const Batch& sample,
+                                 double parameter_scale, const ProfileOptions& options) {
+  const auto measure = [&] {
+    return costs_of(
+        profile(worker.runtime().executor, layers, sample, {.repeats = 1}),
+        [=](const LayerCost& c) { return c.parameter_bytes * parameter_scale + c.activation_bytes; });
+  };
+  return balance_costs(measure_once(worker, options.workers, measure), stages);
 }
 
 }  // namespace torchspan::pipeline

@@ -9,12 +9,15 @@
 #include <torchspan/core/sim_executor.h>
 #include <torchspan/pipeline/balance.h>
 
+#include "tests/support/pipeline_world.h"
+
 namespace torchspan::pipeline {
 namespace {
 
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using torchspan::testing::on_workers;
 
 std::string error_of(const std::function<void()>& body) {
   try {
@@ -162,13 +165,46 @@ TEST(Profile, CountsAllUsesOfALayer) {
 }
 
 TEST(Profile, BalancesByTime) {
-  simulated([](Executor& executor) {
+  on_workers(1, 1, [](Worker& worker) {
+    Executor* executor = &worker.runtime().executor;
     Layers layers;
-    for (const int time : {1, 2, 3, 4, 5, 6}) layers.add<Slow>(&executor, time, 2 * time);
-    EXPECT_THAT(balance_by_time(executor, layers, 2, at::ones({2, 4})), ElementsAre(4, 2));
+    for (const int time : {1, 2, 3, 4, 5, 6}) layers.add<Slow>(executor, time, 2 * time);
+    EXPECT_THAT(balance_by_time(worker, layers, 2, at::ones({2, 4})), ElementsAre(4, 2));
     Layers reversed;
-    for (const int time : {6, 5, 4, 3, 2, 1}) reversed.add<Slow>(&executor, time, 2 * time);
-    EXPECT_THAT(balance_by_time(executor, reversed, 2, at::ones({2, 4})), ElementsAre(2, 4));
+    for (const int time : {6, 5, 4, 3, 2, 1}) reversed.add<Slow>(executor, time, 2 * time);
+    EXPECT_THAT(balance_by_time(worker, reversed, 2, at::ones({2, 4})), ElementsAre(2, 4));
+  });
+}
+
+TEST(Profile, MeasuresOnOneWorkerForAll) {
+  std::vector<std::vector<int>> balances(3);
+  on_workers(3, 1, [&](Worker& worker) {
+    // The layers take different times on different workers, as they do in life; and only the first has a
+    // sample.
+    const bool measures = worker.rank() == 1;
+    Layers layers;
+    for (const int time : {1, 2, 3, 4, 5, 6})
+      layers.add<Slow>(&worker.runtime().executor, measures ? time : 7 - time, 1);
+    const Batch sample = measures ? Batch(at::ones({2, 4})) : Batch();
+    if (worker.rank() == 0) return;
+    auto& mine = balances[static_cast<std::size_t>(worker.rank())];
+    mine = balance_by_time(worker, layers, 2, sample, {.workers = {"worker1", "worker2"}});
+    EXPECT_THAT(balance_by_size(worker, layers, 2, sample, 2, {.workers = {"worker1", "worker2"}}),
+                ElementsAre(3, 3));
+  });
+  EXPECT_THAT(balances[1], ElementsAre(4, 2));
+  EXPECT_EQ(balances[2], balances[1]);
+}
+
+TEST(Profile, TellsAllWorkersWhichLayerTheSampleDoesNotFit) {
+  on_workers(2, 1, [](Worker& worker) {
+    Layers layers;
+    layers.add<torch::nn::Linear>(4, 2).named("first");
+    layers.add<torch::nn::Linear>(3, 2).named("second");
+    EXPECT_THAT(error_of([&] {
+                  balance_by_time(worker, layers, 2, at::ones({2, 4}));
+                }),
+                HasSubstr("layer 'second' failed with the sample"));
   });
 }
 
@@ -180,29 +216,29 @@ struct WideImpl : torch::nn::Module {
 TORCH_MODULE(Wide);
 
 TEST(Profile, BalancesByActivations) {
-  simulated([](Executor& executor) {
+  on_workers(1, 1, [](Worker& worker) {
     Layers layers;
     for (const int times : {2, 1, 1, 1, 1, 1}) layers.add<Wide>(times);
-    const auto costs = profile(executor, layers, at::ones({3, 5}));
+    const auto costs = profile(worker.runtime().executor, layers, at::ones({3, 5}));
     for (const LayerCost& cost : costs) EXPECT_EQ(cost.activation_bytes, 3 * 10 * 4);
-    EXPECT_THAT(balance_by_size(executor, layers, 3, at::ones({3, 5})), ElementsAre(2, 2, 2));
+    EXPECT_THAT(balance_by_size(worker, layers, 3, at::ones({3, 5})), ElementsAre(2, 2, 2));
     Layers widening;
     for (const int times : {2, 2, 2, 2, 2, 2}) widening.add<Wide>(times);
-    EXPECT_THAT(balance_by_size(executor, widening, 2, at::ones({3, 5})), ElementsAre(5, 1));
+    EXPECT_THAT(balance_by_size(worker, widening, 2, at::ones({3, 5})), ElementsAre(5, 1));
   });
 }
 
 TEST(Profile, BalancesByParametersAsMuchAsTheyAreScaled) {
-  simulated([](Executor& executor) {
+  on_workers(1, 1, [](Worker& worker) {
     Layers layers;  // 100 parameters and 10 outputs, then three layers of 300 outputs
     layers.add<torch::nn::Linear>(torch::nn::LinearOptions(10, 10).bias(false));
     layers.add<Wide>(30);
     layers.add_function("a", [](const at::Tensor& x) { return x + 1; });
     layers.add_function("b", [](const at::Tensor& x) { return x + 1; });
     const at::Tensor sample = at::ones({1, 10});
-    EXPECT_EQ(profile(executor, layers, sample)[0].parameter_bytes, 400);
-    EXPECT_THAT(balance_by_size(executor, layers, 2, sample, 0), ElementsAre(2, 2));
-    EXPECT_THAT(balance_by_size(executor, layers, 2, sample, 20), ElementsAre(1, 3));
+    EXPECT_EQ(profile(worker.runtime().executor, layers, sample)[0].parameter_bytes, 400);
+    EXPECT_THAT(balance_by_size(worker, layers, 2, sample, 0), ElementsAre(2, 2));
+    EXPECT_THAT(balance_by_size(worker, layers, 2, sample, 20), ElementsAre(1, 3));
   });
 }
 

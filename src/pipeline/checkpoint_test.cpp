@@ -188,6 +188,37 @@ TEST(PipelineRandom, UnderASeedTheGeneratorOutsideIsUntouched) {
   EXPECT_EQ(drawn_after_step(options), expected);
 }
 
+TEST(PipelineRandom, TheLossDrawsTheSameNumbersAgainUnderAnySplit) {
+  const auto noisy = [](const at::Tensor& output, const at::Tensor& target) {
+    return (at::dropout(output, 0.5, true) - target).square().mean();
+  };
+  const at::Tensor x = seeded({6, kWidth}, 3), y = seeded({6, kWidth}, 4);
+  in_every_way([&](PipelineOptions options) {
+    for (const int workers : {1, 2}) {
+      on_workers(workers, 1, [&](Worker& worker) {
+        options.seed = 5;
+        Layers layers;
+        layers.add<Dense>(1u);
+        layers.add<Dense>(2u);
+        Pipeline pipe(worker, layers, options);
+        const double loss = pipe.train_step(x, y, noisy);
+        Dense a(1u), b(2u);
+        at::Tensor expected = at::zeros({}, at::kDouble);
+        const auto xs = x.tensor_split(4), ys = y.tensor_split(4);
+        for (int i = 0; i < 4; ++i) {
+          const auto piece = static_cast<std::size_t>(i);
+          const at::Tensor output = b->forward(a->forward(xs[piece]));
+          torch::manual_seed(seed_of_use(5, 0, 2, i));
+          expected = expected + noisy(output, ys[piece]) * static_cast<double>(xs[piece].size(0)) / 6.0;
+        }
+        expected.backward();
+        EXPECT_NEAR(loss, expected.item<double>(), 1e-12);
+        expect_gradients(pipe, {a.ptr(), b.ptr()});
+      });
+    }
+  });
+}
+
 TEST(PipelineRandom, StepsUseOrdersAndMicroBatchesHaveSeedsOfTheirOwn) {
   std::map<std::uint64_t, int> seeds;
   for (std::uint64_t step = 0; step < 10; ++step) {

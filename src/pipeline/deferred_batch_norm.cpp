@@ -1,6 +1,9 @@
+#include <fmt/format.h>
+
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/functional/batchnorm.h>
 
+#include <torchspan/core/error.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
 namespace torchspan::pipeline {
@@ -21,8 +24,10 @@ DeferredBatchNormImpl::DeferredBatchNormImpl(torch::nn::BatchNormOptions given) 
 
 DeferredBatchNormImpl::DeferredBatchNormImpl(const torch::nn::BatchNormOptions& given, const State& state)
     : options(given) {
-  weight = register_parameter("weight", state.weight);
-  bias = register_parameter("bias", state.bias);
+  // register_parameter() sets requires_grad: a frozen parameter must stay frozen.
+  const auto learns = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
+  weight = register_parameter("weight", state.weight, learns(state.weight));
+  bias = register_parameter("bias", state.bias, learns(state.bias));
   running_mean = register_buffer("running_mean", state.running_mean);
   running_var = register_buffer("running_var", state.running_var);
   num_batches_tracked = register_buffer("num_batches_tracked", state.num_batches_tracked);
@@ -30,8 +35,9 @@ DeferredBatchNormImpl::DeferredBatchNormImpl(const torch::nn::BatchNormOptions& 
 
 void DeferredBatchNormImpl::reset() {
   const std::int64_t channels = options.num_features();
-  weight = register_parameter("weight", options.affine() ? at::ones({channels}) : at::Tensor());
-  bias = register_parameter("bias", options.affine() ? at::zeros({channels}) : at::Tensor());
+  const bool affine = options.affine();
+  weight = register_parameter("weight", affine ? at::ones({channels}) : at::Tensor(), affine);
+  bias = register_parameter("bias", affine ? at::zeros({channels}) : at::Tensor(), affine);
   const bool tracks = options.track_running_stats();
   running_mean = register_buffer("running_mean", tracks ? at::zeros({channels}) : at::Tensor());
   running_var = register_buffer("running_var", tracks ? at::ones({channels}) : at::Tensor());
@@ -99,6 +105,37 @@ void DeferredBatchNormImpl::end_step(bool succeeded) {
   repeated_ = false;
 }
 
+namespace {
+
+/// The layer that takes the place of `module`; null: it stays.
+std::shared_ptr<DeferredBatchNormImpl> substitute(const std::shared_ptr<torch::nn::Module>& module) {
+  namespace nn = torch::nn;
+  if (auto one = std::dynamic_pointer_cast<nn::BatchNorm1dImpl>(module))
+    return convert_deferred_batch_norm(nn::BatchNorm1d(one)).ptr();
+  if (auto two = std::dynamic_pointer_cast<nn::BatchNorm2dImpl>(module))
+    return convert_deferred_batch_norm(nn::BatchNorm2d(two)).ptr();
+  if (auto three = std::dynamic_pointer_cast<nn::BatchNorm3dImpl>(module))
+    return convert_deferred_batch_norm(nn::BatchNorm3d(three)).ptr();
+  return nullptr;
+}
+
+/// A block's own code calls its norms by their C++ type: nothing can take their place from outside.
+void refuse_norms_inside(const std::string& name, const torch::nn::Module& block) {
+  for (const auto& inner : block.named_modules("", false)) {
+    const auto norm = substitute(inner.value());
+    if (!norm || !norm->running_mean.defined()) continue;  // without statistics there is nothing to defer
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("'{}' of module '{}' ({}) cannot be converted: the module calls it by its type, {}. "
+                    "Declare it there as torchspan::pipeline::DeferredBatchNorm, whose parameters and "
+                    "buffers have the same names; a Sequential inside the module can be converted and "
+                    "put back by Module::replace_module()",
+                    inner.key(), name, block.name(), inner.value()->name()));
+  }
+}
+
+}  // namespace
+
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules) {
   torch::nn::Sequential converted;
   // Before it has modules: each of them keeps its own mode.
@@ -108,16 +145,10 @@ torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& m
   for (auto module = modules->begin(); module != modules->end(); ++module, ++index) {
     std::string name = children[index].key();
     const auto pointer = module->ptr();
-    if (auto norm = std::dynamic_pointer_cast<torch::nn::BatchNorm1dImpl>(pointer)) {
-      converted->push_back(std::move(name),
-                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm1d(norm))));
-    } else if (auto norm2 = std::dynamic_pointer_cast<torch::nn::BatchNorm2dImpl>(pointer)) {
-      converted->push_back(std::move(name),
-                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm2d(norm2))));
-    } else if (auto norm3 = std::dynamic_pointer_cast<torch::nn::BatchNorm3dImpl>(pointer)) {
-      converted->push_back(std::move(name),
-                           torch::nn::AnyModule(convert_deferred_batch_norm(torch::nn::BatchNorm3d(norm3))));
+    if (auto norm = substitute(pointer)) {
+      converted->push_back(std::move(name), torch::nn::AnyModule(std::move(norm)));
     } else {
+      refuse_norms_inside(name, *pointer);
       converted->push_back(std::move(name), *module);
     }
   }

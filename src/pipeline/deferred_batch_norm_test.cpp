@@ -270,6 +270,49 @@ TEST(ConvertDeferredBatchNorm, SharesParametersAndStatistics) {
   EXPECT_EQ(plain->num_batches_tracked.item<std::int64_t>(), 1);
 }
 
+TEST(ConvertDeferredBatchNorm, LeavesWhatIsFrozenFrozen) {
+  nn::BatchNorm2d plain(3);
+  plain->weight.set_requires_grad(false);
+  const DeferredBatchNorm converted = convert_deferred_batch_norm(plain);
+  EXPECT_FALSE(plain->weight.requires_grad());
+  EXPECT_FALSE(converted->weight.requires_grad());
+  EXPECT_TRUE(converted->bias.requires_grad());
+  nn::Sequential modules(plain, nn::BatchNorm1d(nn::BatchNormOptions(3).affine(false)));
+  EXPECT_FALSE(convert_deferred_batch_norm(modules)->parameters()[0].requires_grad());
+}
+
+struct NormBlockImpl : nn::Module {
+  explicit NormBlockImpl(bool tracks = true) {
+    down = register_module(
+        "down", nn::Sequential(nn::Conv2d(3, 3, 1),
+                               nn::BatchNorm2d(nn::BatchNormOptions(3).track_running_stats(tracks))));
+  }
+  at::Tensor forward(const at::Tensor& x) { return down->forward(x); }
+  nn::Sequential down{nullptr};
+};
+TORCH_MODULE(NormBlock);
+
+TEST(ConvertDeferredBatchNorm, RefusesNormsInsideBlocksByName) {
+  NormBlock block;
+  nn::Sequential modules(torch::OrderedDict<std::string, nn::AnyModule>{
+      {"conv", nn::AnyModule(nn::Conv2d(3, 3, 1))}, {"block1", nn::AnyModule(block)}});
+  try {
+    convert_deferred_batch_norm(modules);
+    ADD_FAILURE() << "a norm inside a block was left as it is";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("'down.1' of module 'block1'"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("Declare it there as"));
+  }
+  // As the error says.
+  block->down = block->replace_module("down", convert_deferred_batch_norm(block->down));
+  EXPECT_EQ(convert_deferred_batch_norm(modules)->ptr(1), block.ptr());
+  block->forward(at::ones({2, 3, 2, 2}));
+  // Nothing to defer.
+  nn::Sequential without(NormBlock(false));
+  EXPECT_EQ(convert_deferred_batch_norm(without)->ptr(0), without->ptr(0));
+}
+
 TEST(ConvertDeferredBatchNorm, KeepsTheMode) {
   nn::BatchNorm1d plain(3);
   EXPECT_TRUE(convert_deferred_batch_norm(plain)->is_training());

@@ -157,6 +157,51 @@ TEST(Failure, AWrongBatchOnOneWorkerEndsTheStepOnAll) {
   for (const std::string& text : target) EXPECT_THAT(text, HasSubstr("the target has 7 rows, the input 6"));
 }
 
+TEST(Failure, ABackwardThatFailsBeforeThePipelinesInputEndsTheStepOnAll) {
+  for (const bool in_two_parts : {false, true}) {
+    const auto texts = outcomes(3, [in_two_parts](Worker& worker) {
+      Fault fault;
+      Pipeline pipe(worker, faulty_layers(fault, 3), options(3));
+      Fault before{0, TaskKind::kBackward, 0};
+      at::Tensor x = some_rows().set_requires_grad(true);
+      x = FaultyBackward::apply(x * 1, reinterpret_cast<std::int64_t>(&before), 0);
+      const std::string text = text_of([&] {
+        if (!in_two_parts) return static_cast<void>(pipe.train_step(x, some_rows(), mean_of));
+        const Batch output = pipe.forward(x);
+        if (worker.rank() == 2) output.tensor().mean().backward();
+        pipe.backward();
+      });
+      expect_good_step(pipe, 3);
+      throw Error(ErrorKind::kInvalid, text);
+    });
+    EXPECT_THAT(texts[0], AllOf(HasSubstr("the layer broke"), HasSubstr("on worker 'worker0'"),
+                                HasSubstr("in the backward of the graph before its input")));
+    EXPECT_EQ(texts[1], texts[0]);
+    EXPECT_EQ(texts[2], texts[0]);
+  }
+}
+
+TEST(Failure, OutputsThatCannotBeJoinedEndTheStepOnAll) {
+  for (const bool infer : {false, true}) {
+    const auto texts = outcomes(2, [infer](Worker& worker) {
+      Fault fault;
+      Layers layers = faulty_layers(fault, 1);
+      int calls = 0;
+      layers.add_function("uneven", [&calls](const at::Tensor& x) {
+        return ++calls == 2 ? std::vector<at::Tensor>{x, x} : std::vector<at::Tensor>{x};
+      });
+      Pipeline pipe(worker, layers, options(2));
+      if (infer) {
+        pipe.infer(some_rows());
+      } else {
+        pipe.forward(some_rows());
+      }
+    });
+    EXPECT_THAT(texts[1], HasSubstr("micro-batches 0 and 1 cannot be joined"));
+    EXPECT_EQ(texts[0], texts[1]);
+  }
+}
+
 TEST(Failure, ALossThatIsNoScalarSaysSo) {
   const auto texts = outcomes(2, [](Worker& worker) {
     Fault fault;

@@ -7,6 +7,9 @@
 
 #include <torchspan/pipeline/pipelines.h>
 
+#include "pipeline/random.h"
+#include "pipeline/shared_tensors.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -106,7 +109,8 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
   return texts;
 }
 
-void agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
+/// Returns the first worker's seed of the initial weights.
+std::uint64_t agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
   const std::vector<std::string> workers = distinct(options.workers);
   if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
     throw Error(
@@ -114,7 +118,11 @@ void agree(const Worker& worker, const std::string& mine, const PipelineOptions&
         fmt::format("worker '{}' owns no stage of pipeline '{}' and must not make it; its workers are {}",
                     worker.name(), options.name, fmt::join(workers, ", ")));
   }
-  const auto texts = gather(worker, mine, workers);
+  // Drawn on all workers, so that their generators are in step, and used as the first one has it.
+  const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
+  auto texts = gather(worker, fmt::format("{:016x}{}", seed, mine), workers);
+  const std::uint64_t agreed = std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16);
+  for (auto& [name, text] : texts) text.erase(0, 16);
   const std::string& wanted = texts.at(workers.front());
   for (const std::string& name : workers) {
     if (texts.at(name) == wanted) continue;
@@ -125,15 +133,17 @@ void agree(const Worker& worker, const std::string& mine, const PipelineOptions&
             "the workers make different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
             options.name, workers.front(), there, name, here));
   }
+  return agreed;
 }
 
 /// Returns why a layer could not be built, or nothing.
-std::string build_own_layers(const Layers& layers, Station& station) {
+std::string build_own_layers(const Layers& layers, std::uint64_t seed, Station& station) {
   station.layers.resize(layers.recipes().size());
   for (std::size_t layer = 0; layer < layers.recipes().size(); ++layer) {
     const int stage = station.plan.locations[layer].stage;
     if (station.plan.worker_of_stage[static_cast<std::size_t>(stage)] != station.me) continue;
     try {
+      const SeededScope random(seed_of_layer(seed, static_cast<int>(layer)));
       station.layers[layer] = layers.recipes()[layer].build();
     } catch (...) {
       return fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
@@ -145,11 +155,15 @@ std::string build_own_layers(const Layers& layers, Station& station) {
 }
 
 /// Nobody sends before everybody has a mailbox and all its layers.
-void build_together(const Layers& layers, Station& station) {
-  for (const auto& [name, failure] :
-       gather(station.worker, build_own_layers(layers, station), station.plan.workers)) {
-    if (!failure.empty()) throw Error(ErrorKind::kRemoteFailure, failure).with_worker(name);
+void build_together(const Layers& layers, std::uint64_t seed, Station& station) {
+  const std::string failure = build_own_layers(layers, seed, station);
+  const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(station) : '-' + failure;
+  std::vector<std::string> reports;
+  for (const auto& [name, text] : gather(station.worker, mine, station.plan.workers)) {
+    if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
+    reports.push_back(text.substr(1));
   }
+  station.constants = judge_shared_tensors(station, reports);
 }
 
 }  // namespace
@@ -158,7 +172,7 @@ Station make_station(const Worker& worker, const Layers& layers, PipelineOptions
   fill_in(worker, layers.recipes().size(), options);
   const PlanRequest request = plan_request(layers, options);
   // Before anything that may throw on one worker only.
-  agree(worker, fingerprint(request, options), options);
+  const std::uint64_t seed = agree(worker, fingerprint(request, options), options);
   check(options);
   Plan plan = make_plan(request);
   Station station{worker, std::move(options), std::move(plan)};
@@ -172,7 +186,13 @@ Station make_station(const Worker& worker, const Layers& layers, PipelineOptions
       worker.endpoint()->host());
   station.id = opened.id;
   station.mailbox = std::move(opened.mailbox);
-  build_together(layers, station);
+  build_together(layers, seed, station);
+  Log& log = worker.runtime().log;
+  if (log.enabled(LogLevel::kDebug)) {
+    log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches",
+                          station.options.name, station.plan.layers.size(), station.options.balance,
+                          station.options.workers, station.options.micro_batches));
+  }
   return station;
 }
 

@@ -49,6 +49,7 @@ struct Activations {
   bool tuple = false;
   std::vector<c10::IValue> members;
   std::vector<std::uint8_t> wants_gradient;  ///< by member
+  std::vector<std::uint8_t> unsplit = {};    ///< as Batch::unsplit
 };
 
 /// What the link carries back: one tensor a member, undefined where there is no gradient. Sent if any member
@@ -148,7 +149,7 @@ struct Wire<pipeline::Activations>
     : WireStruct<pipeline::Activations, "pipeline.Activations", &pipeline::Activations::id,
                  &pipeline::Activations::micro_batch, &pipeline::Activations::link,
                  &pipeline::Activations::tuple, &pipeline::Activations::members,
-                 &pipeline::Activations::wants_gradient> {};
+                 &pipeline::Activations::wants_gradient, &pipeline::Activations::unsplit> {};
 template <>
 struct Wire<pipeline::Gradients> : WireStruct<pipeline::Gradients, "pipeline.Gradients",
                                               &pipeline::Gradients::id, &pipeline::Gradients::micro_batch,

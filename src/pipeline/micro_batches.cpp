@@ -10,10 +10,6 @@
 namespace torchspan::pipeline {
 namespace {
 
-bool is_split(const c10::IValue& member) {
-  return member.isTensor() && member.toTensor().defined() && member.toTensor().dim() > 0;
-}
-
 /// Whether `piece` can follow `first` in a whole: as many members, and tensors where it has tensors.
 void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
   bool alike = piece.members.size() == first.members.size();
@@ -27,6 +23,18 @@ void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
 }
 
 }  // namespace
+
+bool has_rows(const Batch& batch, std::size_t member) {
+  const c10::IValue& value = batch.members[member];
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().dim() > 0 &&
+         !batch.is_unsplit(member);
+}
+
+Batch& Batch::mark_unsplit(std::size_t member) {
+  if (unsplit.size() <= member) unsplit.resize(member + 1);
+  unsplit[member] = 1;
+  return *this;
+}
 
 void batch_detail::refuse(const char* wanted, const c10::IValue& there) {
   throw Error(ErrorKind::kInvalid,
@@ -45,11 +53,12 @@ const at::Tensor& Batch::tensor() const {
 std::int64_t count_rows(const Batch& batch, const std::string& what) {
   std::optional<std::int64_t> rows;
   for (std::size_t i = 0; i < batch.members.size(); ++i) {
-    if (!is_split(batch.members[i])) continue;
+    if (!has_rows(batch, i)) continue;
     const std::int64_t here = batch.members[i].toTensor().size(0);
     if (rows && *rows != here) {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {})",
+                  fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {}); "
+                              "mark one that is not to be split by Batch::mark_unsplit(member)",
                               what, *rows, here, i));
     }
     rows = here;
@@ -68,11 +77,9 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int parts) {
 }
 
 Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows) {
-  Batch piece;
-  piece.tuple = batch.tuple;
-  for (const c10::IValue& member : batch.members) {
-    piece.members.push_back(is_split(member) ? c10::IValue(member.toTensor().narrow(0, first, rows))
-                                             : member);
+  Batch piece = batch;
+  for (std::size_t i = 0; i < piece.members.size(); ++i) {
+    if (has_rows(batch, i)) piece.members[i] = batch.members[i].toTensor().narrow(0, first, rows);
   }
   return piece;
 }
@@ -85,7 +92,7 @@ Batch join(const std::vector<Batch>& pieces) {
     if (!whole.members[member].isTensor()) continue;
     std::vector<at::Tensor> tensors;
     for (const Batch& piece : pieces) tensors.push_back(piece.members[member].toTensor());
-    whole.members[member] = tensors.front().dim() == 0 ? at::stack(tensors) : at::cat(tensors);
+    whole.members[member] = has_rows(whole, member) ? at::cat(tensors) : at::stack(tensors);
   }
   return whole;
 }

@@ -60,6 +60,20 @@ TEST(MicroBatches, CountRowsAndNameTheBatchThatHasNone) {
 TEST(MicroBatches, NameTensorsOfDifferentFirstDimensions) {
   const std::string text = error_of([] { count_rows(Batch({rows(3), rows(4)}), "input"); });
   EXPECT_THAT(text, HasSubstr("3 and 4 (member 1)"));
+  EXPECT_THAT(text, HasSubstr("Batch::mark_unsplit"));
+  EXPECT_EQ(count_rows(Batch({rows(3), rows(4)}).mark_unsplit(1), "input"), 3);
+  EXPECT_EQ(count_rows(Batch({rows(3), rows(4)}).mark_unsplit(0), "input"), 4);
+  EXPECT_THAT(error_of([] { count_rows(Batch(rows(3)).mark_unsplit(0), "input"); }),
+              HasSubstr("the input has no tensor with rows"));
+}
+
+TEST(MicroBatches, LeaveWhatIsMarkedWhole) {
+  const Batch batch = Batch({rows(4), rows(4)}).mark_unsplit(1);
+  const Batch piece = slice(batch, 1, 2);
+  EXPECT_EQ(piece.members[0].toTensor().size(0), 2);
+  EXPECT_TRUE(piece.members[1].toTensor().is_same(batch.members[1].toTensor()));
+  EXPECT_TRUE(piece.is_unsplit(1)) << "so that it is not split or joined later";
+  EXPECT_TRUE(join({piece, piece}).members[1].toTensor().equal(at::stack({rows(4), rows(4)})));
 }
 
 TEST(MicroBatches, AreViewsAndShareWhatCannotBeSplit) {

@@ -171,7 +171,15 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
 }
 
 void Pipeline::Impl::end_step(bool succeeded) {
-  if (succeeded) report_ = step_->report();
+  if (succeeded) {
+    report_ = step_->report();
+    Log& log = station_.worker.runtime().log;
+    if (log.enabled(LogLevel::kDebug)) {
+      log.debug(fmt::format("pipeline '{}': step {}, {} micro-batches in {:.1f} ms", station_.options.name,
+                            report_.step, report_.micro_batches,
+                            std::chrono::duration<double, std::milli>(report_.measured.makespan).count()));
+    }
+  }
   step_.reset();
   output_ = Batch();
   for (const BuiltLayer& layer : station_.layers) {
@@ -209,16 +217,19 @@ double Pipeline::Impl::train(const Batch& input, const Batch& target, const Loss
 Batch Pipeline::Impl::infer(const Batch& input) {
   return in_step(StepKind::kInfer, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
+    // Before the others are free to go: outputs that cannot be joined fail for all of them.
+    Batch output = is_last() ? step.output() : Batch();
     step.close();
-    return is_last() ? step.output() : Batch();
+    return output;
   });
 }
 
 Batch Pipeline::Impl::forward(const Batch& input) {
   output_ = in_step(StepKind::kForward, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
+    Batch output = is_last() ? step.output() : Batch();
     step.meet();
-    return is_last() ? step.output() : Batch();
+    return output;
   });
   return output_;
 }

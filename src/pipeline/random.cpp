@@ -27,10 +27,23 @@ std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int
   return wire::digest({reinterpret_cast<const char*>(words), sizeof words});
 }
 
-void seed_generator(std::uint64_t seed) {
+std::uint64_t seed_of_layer(std::uint64_t seed, int layer) {
+  const std::uint64_t words[] = {seed, static_cast<std::uint64_t>(layer)};
+  return wire::digest({reinterpret_cast<const char*>(words), sizeof words});
+}
+
+SeededScope::SeededScope(std::optional<std::uint64_t> seed) {
+  if (!seed) return;
+  outer_.emplace();
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
-  generator.set_current_seed(seed);
+  generator.set_current_seed(*seed);
+}
+
+std::uint64_t draw_seed() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
 }  // namespace torchspan::pipeline

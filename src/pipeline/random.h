@@ -30,7 +30,16 @@ class RandomScope {
   const RandomState before_;
 };
 
-/// Seeds LibTorch's CPU generator.
-void seed_generator(std::uint64_t seed);
+/// Seeds LibTorch's CPU generator for a scope; without a seed does nothing.
+class SeededScope {
+ public:
+  explicit SeededScope(std::optional<std::uint64_t> seed);
+
+ private:
+  std::optional<RandomScope> outer_;
+};
+
+/// The next number of LibTorch's CPU generator.
+std::uint64_t draw_seed();
 
 }  // namespace torchspan::pipeline

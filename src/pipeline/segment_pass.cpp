@@ -134,6 +134,13 @@ std::map<int, Freight> SegmentPass::attach_inputs() {
   return attached;
 }
 
+/// The random numbers of one use; the loss comes after the last.
+SeededScope SegmentPass::seeded_scope(int order) const {
+  const auto& seed = station_.options.seed;
+  return SeededScope(seed ? std::optional(seed_of_use(*seed, mode_.step, order, micro_batch_))
+                          : std::nullopt);
+}
+
 Batch SegmentPass::run_use(int order, const Batch& input, std::map<std::string, at::Tensor> pops,
                            std::map<std::string, at::Tensor>& stashed, bool repeated) {
   const LayerUse& use = station_.uses[static_cast<std::size_t>(order)];
@@ -147,11 +154,8 @@ Batch SegmentPass::run_use(int order, const Batch& input, std::map<std::string, 
     }
     Skips skips(std::move(pops), use.stashes);
     Batch output;
-    if (station_.options.seed) {
-      const RandomScope outer;
-      seed_generator(seed_of_use(*station_.options.seed, mode_.step, order, micro_batch_));
-      output = use.call(layer.object.get(), input, skips);
-    } else {
+    {
+      const SeededScope random = seeded_scope(order);
       output = use.call(layer.object.get(), input, skips);
     }
     if (const std::string neglected = skips.neglected(); !neglected.empty()) {
@@ -192,6 +196,7 @@ SegmentPass::Outputs SegmentPass::run_layers(const std::map<int, Freight>& input
   }
   if (loss_) {
     try {
+      const SeededScope random = seeded_scope(static_cast<int>(plan.invocations.size()));
       outputs.loss = (*loss_->loss)(batch, loss_->target);
       if (!outputs.loss.defined() || outputs.loss.numel() != 1) {
         throw Error(ErrorKind::kInvalid,
@@ -237,6 +242,7 @@ std::map<int, Freight> SegmentPass::freight_of(Outputs& outputs) const {
   for (auto& [link, batch] : outputs.batches) {
     Freight& freight = all[link];
     freight.batch.tuple = batch.tuple;
+    freight.batch.unsplit = batch.unsplit;
     for (c10::IValue& member : batch.members) {
       bool wants = false;
       if (is_tensor(member)) {

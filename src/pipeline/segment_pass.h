@@ -82,6 +82,7 @@ class SegmentPass {
   Outputs run_layers(const std::map<int, Freight>& inputs, bool repeated);
   Batch run_use(int order, const Batch& input, std::map<std::string, at::Tensor> pops,
                 std::map<std::string, at::Tensor>& stashed, bool repeated);
+  SeededScope seeded_scope(int order) const;
   void keep_exits(const Outputs& outputs);
   std::map<int, Freight> freight_of(Outputs& outputs) const;
   bool any_layer_learns() const;

@@ -165,6 +165,157 @@ TEST(PipelineConstruction, ParametersComeOnceInTheOrderOfTheLayers) {
   });
 }
 
+// Initial weights.
+
+using Weights = std::map<int, at::Tensor>;
+
+/// The first parameter of every layer of a model of four equal layers that is split over some workers.
+Weights initial_weights(int workers, std::optional<std::uint64_t> seed) {
+  Weights weights;
+  on_workers(workers, 1, [&](Worker& worker) {
+    Layers layers;
+    for (int layer = 0; layer < 4; ++layer) layers.add<torch::nn::Linear>(kWidth, kWidth);
+    torch::manual_seed(3);
+    PipelineOptions options;
+    options.seed = seed;
+    Pipeline pipe(worker, layers, options);
+    for (int layer = 0; layer < 4; ++layer) {
+      if (const auto module = pipe.module(layer)) weights[layer] = module->parameters()[0].detach();
+    }
+  });
+  return weights;
+}
+
+TEST(PipelineWeights, FollowFromTheSeedAndTheLayerHoweverTheModelIsSplit) {
+  for (const int workers : {1, 2, 4}) {
+    Weights weights = initial_weights(workers, 5);
+    ASSERT_EQ(weights.size(), 4u);
+    for (int layer = 0; layer < 4; ++layer) {
+      torch::manual_seed(seed_of_layer(5, layer));
+      EXPECT_TRUE(weights[layer].equal(torch::nn::Linear(kWidth, kWidth)->weight)) << "layer " << layer;
+    }
+  }
+}
+
+TEST(PipelineWeights, WithoutASeedFollowFromTheFirstWorkersGenerator) {
+  Weights alone = initial_weights(1, std::nullopt), split = initial_weights(4, std::nullopt);
+  ASSERT_EQ(split.size(), 4u);
+  for (int layer = 0; layer < 4; ++layer) {
+    EXPECT_TRUE(alone[layer].equal(split[layer])) << "layer " << layer;
+    for (int other = 0; other < layer; ++other) EXPECT_FALSE(split[layer].equal(split[other]));
+  }
+}
+
+// Tensors that two layers share.
+
+/// A projection by a matrix that somebody made.
+struct ProjectionImpl : torch::nn::Module {
+  explicit ProjectionImpl(const at::Tensor& matrix) {
+    weight = register_parameter("weight", matrix, matrix.requires_grad());
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(x, weight); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Projection);
+
+/// Counts its forwards in a buffer that somebody made.
+struct CounterImpl : torch::nn::Module {
+  CounterImpl(const at::Tensor& counter, bool counts) : counting(counts) {
+    count = register_buffer("count", counter);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (counting) count += 1;
+    return x + 1;
+  }
+  at::Tensor count;
+  bool counting;
+};
+TORCH_MODULE(Counter);
+
+/// What every worker throws when a pipeline of three layers, the first and the last with the same tensor, is
+/// made and trained.
+std::vector<std::string> tied(const std::function<void(Layers&)>& add_layers,
+                              std::vector<std::string> owners = {}) {
+  std::vector<std::string> texts(2);
+  on_workers(2, 1, [&](Worker& worker) {
+    Layers layers;
+    add_layers(layers);
+    try {
+      Pipeline pipe(worker, layers, {.balance = {1, 2}, .workers = owners, .micro_batches = 2});
+      pipe.train_step(seeded({4, kWidth}, 1), seeded({4, kWidth}, 2), mean_square);
+    } catch (const Error& error) {
+      texts[static_cast<std::size_t>(worker.rank())] = error.what();
+    }
+  });
+  return texts;
+}
+
+TEST(PipelineTies, OfParametersOnTwoWorkersAreRefusedByName) {
+  const auto existing = [](Layers& layers) {
+    Dense first(1u), last(2u);
+    last->weight = last->register_parameter("tied", first->weight);
+    layers.add_existing(first).named("embedding");
+    layers.add<Dense>(3u);
+    layers.add_existing(last).named("scores");
+  };
+  const auto transposed = [](Layers& layers) {
+    Dense first(1u);
+    layers.add_existing(first).named("embedding");
+    layers.add<Dense>(3u);
+    layers.add_existing(Projection(first->weight.detach().t().set_requires_grad(true))).named("scores");
+  };
+  const auto argument = [](Layers& layers) {
+    const at::Tensor matrix = seeded({kWidth, kWidth}, 1).set_requires_grad(true);
+    layers.add<Projection>(matrix).named("embedding");
+    layers.add<Dense>(3u);
+    layers.add<Projection>(matrix).named("scores");
+  };
+  for (const std::function<void(Layers&)>& add :
+       {std::function(existing), std::function(transposed), std::function(argument)}) {
+    for (const std::string& text : tied(add)) {
+      EXPECT_THAT(text, HasSubstr("'weight' of layer 'embedding' (order 0, stage 0 on 'worker0') and '"));
+      EXPECT_THAT(text, HasSubstr("of layer 'scores' (order 2, stage 1 on 'worker1')"));
+      EXPECT_THAT(text, HasSubstr("Layers::again"));
+    }
+    // One owner has one tensor.
+    EXPECT_THAT(tied(add, {"worker0", "worker0"}).front(), ::testing::IsEmpty());
+  }
+}
+
+TEST(PipelineTies, OfWhatDoesNotChangeAreNone) {
+  const auto frozen = [](Layers& layers) {
+    const at::Tensor matrix = seeded({kWidth, kWidth}, 1), counter = at::zeros({1});
+    layers.add<Projection>(matrix);
+    layers.add<Dense>(3u);
+    layers.add_existing(Projection(matrix));
+  };
+  EXPECT_THAT(tied(frozen), ElementsAre("", ""));
+  // Different parts of one storage are different tensors.
+  const auto flat = [](Layers& layers) {
+    const at::Tensor both = seeded({2, kWidth, kWidth}, 1);
+    layers.add<Projection>(both[0].set_requires_grad(true));
+    layers.add<Dense>(3u);
+    layers.add<Projection>(both[1].set_requires_grad(true));
+  };
+  EXPECT_THAT(tied(flat), ElementsAre("", ""));
+}
+
+TEST(PipelineTies, OfABufferThatAStepChangesEndTheStep) {
+  const auto with = [](bool counts) {
+    return tied([counts](Layers& layers) {
+      const at::Tensor counter = at::zeros({1});
+      layers.add<Counter>(counter, false).named("first");
+      layers.add<Dense>(3u);
+      layers.add<Counter>(counter, counts).named("last");
+    });
+  };
+  EXPECT_THAT(with(false), ElementsAre("", ""));
+  for (const std::string& text : with(true)) {
+    EXPECT_THAT(text, HasSubstr("share a tensor, which a step changed on worker 'worker1' only: 'count' of "
+                                "layer 'first' (order 0, stage 0 on 'worker0') and 'count' of layer 'last'"));
+  }
+}
+
 /// What every worker throws when the pipeline is made.
 std::vector<std::string> refused(int workers,
                                  const std::function<void(Worker&, Layers&, PipelineOptions&)>& set) {

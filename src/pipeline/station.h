@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
 #include <torchspan/pipeline/layers.h>
 #include <torchspan/pipeline/options.h>
 #include <torchspan/pipeline/plan.h>
@@ -14,6 +17,12 @@
 
 namespace torchspan::pipeline {
 
+/// A tensor of which layers on other workers have copies.
+struct SharedConstant {
+  at::Tensor tensor;
+  std::string holders;  ///< all of them, for an error
+};
+
 /// What one worker has of a pipeline: the plan, and the layers it owns. Fixed once it is made.
 struct Station {
   Worker worker;
@@ -23,6 +32,7 @@ struct Station {
   std::vector<std::uint32_t> ranks = {};  ///< of plan.workers, in the world
   std::vector<LayerUse> uses = {};        ///< by order
   std::vector<BuiltLayer> layers = {};    ///< by layer; of others: empty
+  std::vector<SharedConstant> constants = {};
   std::uint64_t id = 0;
   std::shared_ptr<Mailbox> mailbox = {};
 

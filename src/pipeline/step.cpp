@@ -17,7 +17,11 @@ using schedule::Task;
 using schedule::TaskKind;
 
 Step::Step(const Station& station, StepWork work)
-    : station_(station), work_(std::move(work)), start_(work_.begin.arrived), watch_(station) {
+    : station_(station),
+      work_(std::move(work)),
+      start_(work_.begin.arrived),
+      watch_(station),
+      constants_(station) {
   std::int64_t first = 0;
   for (const std::int64_t rows : work_.begin.rows) {
     first_row_.push_back(first);
@@ -117,6 +121,7 @@ void Step::deliver(int link, int micro_batch, Freight freight) {
   message.tuple = freight.batch.tuple;
   message.members = std::move(freight.batch.members);
   message.wants_gradient = std::move(freight.wants_gradient);
+  message.unsplit = std::move(freight.batch.unsplit);
   station_.post_to(station_.plan.segments[static_cast<std::size_t>(to)].worker, message);
 }
 
@@ -164,9 +169,9 @@ void Step::run_forward(int segment, int micro_batch) {
 
 void Step::keep_output(int micro_batch, Freight freight) {
   const auto i = static_cast<std::size_t>(micro_batch);
-  for (const c10::IValue& member : freight.batch.members) {
-    const bool rows = member.isTensor() && member.toTensor().defined() && member.toTensor().dim() > 0;
-    output_rows_[i].push_back(rows ? member.toTensor().size(0) : -1);
+  const Batch& batch = freight.batch;
+  for (std::size_t member = 0; member < batch.size(); ++member) {
+    output_rows_[i].push_back(has_rows(batch, member) ? batch.members[member].toTensor().size(0) : -1);
   }
   output_wants_[i] = std::move(freight.wants_gradient);
   outputs_[i] = std::move(freight.batch);
@@ -244,6 +249,7 @@ void Step::run_part(bool backwards) {
       wait();
     }
   }
+  constants_.check();
 }
 
 void Step::wait() {
@@ -283,7 +289,8 @@ void Step::take_letters() {
 void Step::accept(Activations& letter) {
   const bool known = letter.link >= 0 && letter.link < static_cast<int>(station_.plan.links.size()) &&
                      letter.micro_batch >= 0 && letter.micro_batch < micro_batches() &&
-                     letter.members.size() == letter.wants_gradient.size();
+                     letter.members.size() == letter.wants_gradient.size() &&
+                     letter.unsplit.size() <= letter.members.size();
   const int to = known ? station_.plan.links[static_cast<std::size_t>(letter.link)].to : -1;
   if (!known || !station_.owns_segment(to)) {
     throw Error(ErrorKind::kInvalid,
@@ -294,6 +301,7 @@ void Step::accept(Activations& letter) {
   freight.batch.members = std::move(letter.members);
   freight.batch.tuple = letter.tuple;
   freight.wants_gradient = std::move(letter.wants_gradient);
+  freight.batch.unsplit = std::move(letter.unsplit);
   deliver(letter.link, letter.micro_batch, std::move(freight));
 }
 
@@ -344,9 +352,10 @@ void Step::meet() {
 }
 
 void Step::close() {
+  // Before the others are free to go: what fails here fails for all of them.
+  finish_input_gradients();
   meet();
   loss_ = closing_.loss;
-  finish_input_gradients();
 }
 
 void Step::finish_input_gradients() {
@@ -357,7 +366,7 @@ void Step::finish_input_gradients() {
     const c10::IValue& value = work_.input.members[member];
     if (!value.isTensor() || !value.toTensor().requires_grad()) continue;
     const at::Tensor whole = value.toTensor().detach();
-    const bool split = whole.dim() > 0;  // one without rows went to all micro-batches
+    const bool split = has_rows(work_.input, member);  // one without rows went to all micro-batches
     std::vector<at::Tensor> pieces;
     for (int i = 0; i < micro_batches(); ++i) {
       const auto found = input_gradients_.find(i);
@@ -369,7 +378,22 @@ void Step::finish_input_gradients() {
     roots.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
     gradients.push_back(split ? at::cat(pieces) : at::stack(pieces).sum(0));
   }
-  torch::autograd::Engine::get_default_engine().execute(roots, gradients, false, false, true);
+  station_.mailbox->set_state(step_id().step, true, true, "the backward of the graph before the input",
+                              station_.executor().now());
+  try {
+    torch::autograd::Engine::get_default_engine().execute(roots, gradients, false, false, true);
+  } catch (...) {
+    const ExceptionStory story = torchspan::describe(std::current_exception());
+    const std::string where =
+        fmt::format("the graph before the input of pipeline '{}'", station_.options.name);
+    throw Error(
+        ErrorKind::kRemoteFailure,
+        fmt::format("step {} of pipeline '{}' failed in the backward of the graph before its input, on "
+                    "worker '{}': {}",
+                    step_id().step, station_.options.name, station_.worker.name(), story.text))
+        .with_worker(station_.worker.name())
+        .with_frame({station_.worker.name(), where, story.type, story.text});
+  }
 }
 
 Batch Step::output() {
@@ -393,7 +417,7 @@ void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
       const std::int64_t rows = output_rows_[i].at(member);
       const at::Tensor& whole = gradients[member];
       // Outputs without rows were stacked, unless there was only one.
-      const bool stacked = whole.defined() && rows < 0 && whole.dim() > 0;
+      const bool stacked = rows < 0 && micro_batches() > 1;
       pieces.push_back(!whole.defined() ? whole
                        : rows >= 0      ? whole.narrow(0, first[member], rows)
                        : stacked        ? whole.select(0, micro_batch)

@@ -9,6 +9,7 @@
 
 #include "pipeline/policy.h"
 #include "pipeline/segment_pass.h"
+#include "pipeline/shared_tensors.h"
 #include "pipeline/station.h"
 #include "pipeline/watch.h"
 
@@ -36,7 +37,7 @@ class Step {
   void run_part(bool backwards);
   /// Waits until every worker is done with its part.
   void meet();
-  /// The same at the end of the step; then gives the input its gradients.
+  /// Gives the input its gradients; then the same at the end of the step.
   void close();
 
   /// The whole output, on the worker of the last segment.
@@ -82,6 +83,7 @@ class Step {
   StepWork work_;
   const TimePoint start_;
   Watch watch_;
+  const ConstantsWatch constants_;
   std::vector<std::int64_t> first_row_;
   std::unique_ptr<Policy> policy_;
   std::map<std::pair<int, int>, std::unique_ptr<SegmentPass>> passes_;

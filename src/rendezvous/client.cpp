@@ -11,6 +11,11 @@ namespace {
 constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
 constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
+
+std::string silence_of_the_store(Duration silence) {
+  return silence_story(silence) + "; to the other workers this one is dead by now";
+}
+
 }  // namespace
 
 Client::Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self)
@@ -210,11 +215,10 @@ void Client::on_closed(const std::shared_ptr<net::Channel>& channel, const Error
 }
 
 void Client::on_silence() {
-  lose_store(Error(ErrorKind::kTimedOut,
-                   silence_story(*patience_) + "; to the other workers this one is dead by now"));
+  lose_store(Error(ErrorKind::kTimedOut, silence_of_the_store(*patience_)), /*silent=*/true);
 }
 
-void Client::lose_store(const Error& reason) {
+void Client::lose_store(const Error& reason, bool silent) {
   patience_.reset();
   silent_at_ = Deadline::never();
   bool decided, leaving;
@@ -231,7 +235,26 @@ void Client::lose_store(const Error& reason) {
   } else if (leaving) {
     farewell_->unpark();
   } else {
-    on_store_gone(reason);
+    // A connection that was silent for some time ended because of that.
+    on_store_gone(reason, silent || declared_dead_ || reason.elapsed() > Duration::zero());
+  }
+}
+
+void Client::end_part(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    if (!store_gone_) store_gone_ = reason;
+    cancel_slots(reason);
+  }
+  forget_listeners();
+}
+
+void Client::forget_listeners() {
+  std::vector<std::shared_ptr<Listener>> forgotten;  // destroyed without the lock
+  {
+    MutexLock lock(mutex_);
+    deaf_ = true;
+    forgotten.swap(listeners_);
   }
 }
 
@@ -264,13 +287,14 @@ void Client::on_closed_before_welcome(const Error& reason) {
   backoff_ = std::min(backoff_ * 2, kLongestBackoff);
 }
 
-void Client::on_store_gone(const Error& reason) {
+void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   const std::string story =
       declared_dead_
           ? fmt::format(
                 "its store declared this worker dead, which was {}; start this worker again to join "
                 "anew",
                 reason.message())
+      : reason.elapsed() > Duration::zero() ? silence_of_the_store(reason.elapsed())
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
           : reason.message();
@@ -289,7 +313,9 @@ void Client::on_store_gone(const Error& reason) {
     store_gone_ = gone;
     cancel_slots(*gone);
   }
-  if (options_.rank != 0) note_end(0, gone);
+  if (options_.rank == 0) return;
+  note_end(0, gone);
+  if (held_for_dead) note_own_death(*gone);
 }
 
 std::optional<Client::Known> Client::find(int rank) const {
@@ -321,6 +347,7 @@ void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadlin
     channel = channel_;
     left_ = channel == nullptr;
   }
+  forget_listeners();
   try {
     if (channel) channel->send(last_words, {});
   } catch (const Error&) {
@@ -363,6 +390,17 @@ void Client::note_end(int rank, std::optional<Error> death) {
   tell_listeners();
 }
 
+void Client::note_own_death(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    const auto self = std::find_if(known_.begin(), known_.end(),
+                                   [&](const auto& one) { return one.second.member.epoch == self_.epoch; });
+    if (self == known_.end()) return;
+    events_.push_back({self->second.member, Presence::kDied, reason});
+  }
+  tell_listeners();
+}
+
 void Client::note_arrival(Member member) {
   {
     MutexLock lock(mutex_);
@@ -374,9 +412,11 @@ void Client::note_arrival(Member member) {
 }
 
 void Client::watch(Membership::Callbacks callbacks) {
+  const auto listener = std::make_shared<Listener>(Listener{std::move(callbacks)});
   {
     MutexLock lock(mutex_);
-    listeners_.push_back(std::make_shared<Listener>(Listener{std::move(callbacks)}));
+    if (deaf_) return;
+    listeners_.push_back(listener);
   }
   transport_->wake();
 }

@@ -46,7 +46,12 @@ class Client final : private net::Handler {
                             const Membership::Wait& wait);
   void leave(Deadline deadline);
   void give_up(const std::string& why, Deadline deadline);
+  /// The callbacks are destroyed, with what they captured, when this worker's own part ends: as leave(),
+  /// give_up() or end_part() begins, after rounds that other threads wait for were cancelled; at once where
+  /// that has happened already. A worker that the others hold for dead hears of its own death as well, last.
   void watch(Membership::Callbacks callbacks);
+  /// Fails the rounds that are under way and all later ones, and destroys the listeners.
+  void end_part(const Error& reason);
   bool is_callback_thread() const { return thread_.is_current(); }
 
  private:
@@ -81,13 +86,15 @@ class Client final : private net::Handler {
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
   void on_closed_before_welcome(const Error& reason);
-  void on_store_gone(const Error& reason);
+  void on_store_gone(const Error& reason, bool held_for_dead);
   void on_silence();
-  void lose_store(const Error& reason);
+  void lose_store(const Error& reason, bool silent = false);
   void decide(std::optional<Error> refusal);
   void meet(Welcome message);
   void note_arrival(Member member);
   void note_end(int rank, std::optional<Error> death);
+  /// The others hold this worker for dead. To itself it stays present.
+  void note_own_death(const Error& reason);
   /// Until the slot is done or the time over; tells who is missing meanwhile.
   std::vector<Bytes> wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
   void ask_missing(std::uint64_t call);
@@ -97,6 +104,7 @@ class Client final : private net::Handler {
   void end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
   void tell_listeners();
+  void forget_listeners();
   static void tell(const Membership::Callbacks& callbacks, const Event& event);
   Error unreachable() const;
   void stop();
@@ -129,6 +137,7 @@ class Client final : private net::Handler {
   std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool deaf_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< there are no listeners any more
 
   std::unique_ptr<Parker> verdict_;
   std::unique_ptr<Parker> farewell_;

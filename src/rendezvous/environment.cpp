@@ -89,12 +89,29 @@ bool is_slurm_task(const Variables& variables) {
   return job != "bash" && job != "interactive";
 }
 
+/// sbatch starts its script once, with the variables of rank 0 but without those of a step of srun.
+void refuse_batch_script(const Variables& variables) {
+  constexpr std::int64_t kLastStep = 0xffffffef;  // the numbers above it stand for batch scripts and the like
+  constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
+  const bool step = variables.integer("SLURM_STEP_ID", 0, kMostSteps).value_or(kMostSteps) <= kLastStep ||
+                    variables.first({"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"});
+  if (step || variables.index("SLURM_PROCID").value_or(0) != 0) return;
+  const int size = variables.count("SLURM_NTASKS").value_or(1);
+  if (size == 1) return;
+  refuse(fmt::format(
+      "this process runs in the batch script of Slurm job {}, where it is the only one, and not as "
+      "one of the job's {} tasks (SLURM_NTASKS); in the script, start the program with srun: srun "
+      "./program",
+      variables.text_or("SLURM_JOB_ID", "?"), size));
+}
+
 /// The convention that tells us, with Slurm's and Intel's other spellings put in place.
 std::optional<Convention> find_convention(const Variables& variables) {
   for (Convention convention : conventions()) {
     if (!variables.text(convention.rank)) continue;
     if (convention.launcher == Launcher::kSlurm) {
       if (!is_slurm_task(variables)) continue;
+      refuse_batch_script(variables);
       if (variables.text("SLURM_STEP_NUM_TASKS")) convention.size = "SLURM_STEP_NUM_TASKS";
     }
     if (convention.launcher == Launcher::kPmi && variables.text("MPI_LOCALRANKID")) {

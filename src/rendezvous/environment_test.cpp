@@ -188,6 +188,20 @@ TEST(Environment, IgnoresSlurmInAnInteractiveShell) {
   EXPECT_EQ(worker.launcher, Launcher::kNone);
 }
 
+TEST(Environment, SaysThatABatchScriptNeedsSrun) {
+  const Environment script = {{"SLURM_PROCID", "0"},
+                              {"SLURM_NTASKS", "6"},
+                              {"SLURM_JOB_ID", "77"},
+                              {"SLURM_JOB_NAME", "train.sh"},
+                              {"SLURM_JOB_NODELIST", "gpu[03-05]"}};
+  EXPECT_THAT(complaint(script), AllOf(HasSubstr("batch script of Slurm job 77"), HasSubstr("6 tasks"),
+                                       HasSubstr("srun ./program")));
+  EXPECT_THAT(complaint(with(script, {{"SLURM_STEP_ID", "4294967291"}})), HasSubstr("srun"));
+  EXPECT_EQ(complaint(with(script, {{"SLURM_STEP_ID", "0"}})), "");
+  EXPECT_EQ(complaint(with(script, {{"SLURM_STEP_NUM_TASKS", "2"}})), "");
+  EXPECT_EQ(complaint(with(script, {{"SLURM_NTASKS", "1"}})), "");
+}
+
 TEST(Environment, PrefersExplicitRanksThenOpenMpiThenPmiThenSlurm) {
   Environment all = {{"RANK", "1"},
                      {"WORLD_SIZE", "8"},
@@ -258,9 +272,13 @@ TEST(Environment, NamesTheVariableItsValueAndWhatIsExpected) {
 TEST(Environment, RefusesAWorldSizeThatContradictsTheLauncher) {
   EXPECT_THAT(complaint({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"WORLD_SIZE", "3"}}),
               AllOf(HasSubstr("WORLD_SIZE is 3"), HasSubstr("OMPI_COMM_WORLD_SIZE is 2")));
-  EXPECT_THAT(complaint({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_TASKS_PER_NODE", "2(y3)"}}),
+  EXPECT_THAT(complaint({{"SLURM_PROCID", "0"},
+                         {"SLURM_STEP_ID", "0"},
+                         {"SLURM_NTASKS", "2"},
+                         {"SLURM_TASKS_PER_NODE", "2(y3)"}}),
               HasSubstr("SLURM_TASKS_PER_NODE is '2(y3)'"));
   EXPECT_THAT(complaint({{"SLURM_PROCID", "0"},
+                         {"SLURM_STEP_ID", "0"},
                          {"SLURM_NTASKS", "2"},
                          {"SLURM_NODEID", "2"},
                          {"SLURM_TASKS_PER_NODE", "1(x2)"}}),

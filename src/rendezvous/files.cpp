@@ -20,7 +20,10 @@ constexpr std::size_t kLongestFolder = 60;
 bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
 std::string how_to_make(const std::string& path) {
-  return fmt::format("make one with: (umask 077; openssl rand -hex 32 > '{}')", path);
+  const std::string folder = path.substr(0, path.rfind('/'));
+  const bool there = folder == path || folder.empty() || exists(folder);
+  return fmt::format("make one with: (umask 077; {}openssl rand -hex 32 > '{}')",
+                     there ? "" : fmt::format("mkdir -p '{}'; ", folder), path);
 }
 
 void make_folder(const std::string& path) {
@@ -63,15 +66,17 @@ net::Secret load_secret(const WorkerEnvironment& worker) {
 
 namespace {
 
-/// A socket that is bound but does not listen yet refuses too: only old ones are judged.
+/// A socket is judged only once its owner has had the time to bind it.
 constexpr std::time_t kStaleAfterSeconds = 60;
 
-bool nobody_listens(const std::string& path) {
+/// Whether no process has the socket any more. A datagram socket cannot connect to a listener: the listener
+/// does not hear of the call, and the error tells whether there is one.
+bool is_abandoned(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) return false;
   path.copy(address.sun_path, path.size());
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return false;
   const bool refused =
       connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 && errno == ECONNREFUSED;
@@ -86,8 +91,7 @@ void remove_stale_sockets(const std::string& folder) {
     const std::string path = entry.path().string();
     struct stat about {};
     if (!path.ends_with(".sock") || lstat(path.c_str(), &about) != 0 || !S_ISSOCK(about.st_mode)) continue;
-    if (std::time(nullptr) - about.st_mtime > kStaleAfterSeconds && nobody_listens(path))
-      unlink(path.c_str());
+    if (std::time(nullptr) - about.st_mtime > kStaleAfterSeconds && is_abandoned(path)) unlink(path.c_str());
   }
 }
 

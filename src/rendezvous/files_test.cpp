@@ -79,6 +79,16 @@ TEST_F(Files, NamedSecretThatIsMissingIsAnErrorWithTheCommandToRun) {
   EXPECT_FALSE(std::filesystem::exists(worker_.secret_file));
 }
 
+TEST_F(Files, CommandOfTheErrorMakesASecretAndItsFolder) {
+  worker_.secret_named = true;
+  const std::string text = secret_error().message();
+  const std::size_t begin = text.find("(umask"), end = text.rfind(')');
+  ASSERT_LT(begin, end) << text;
+  ASSERT_EQ(std::system(text.substr(begin, end + 1 - begin).c_str()), 0) << text;
+  EXPECT_EQ(mode(folder_ + "/home"), 0700u);
+  EXPECT_GE(load_secret(worker_).bytes().size(), 32u);
+}
+
 TEST_F(Files, SeveralHostsDoNotEachMakeASecret) {
   worker_.world_size = 2;
   EXPECT_THAT(secret_error().message(), AllOf(HasSubstr("several hosts"), HasSubstr("umask 077")));
@@ -127,6 +137,7 @@ TEST_F(Files, RuntimeFolderLosesTheSocketsOfTheKilled) {
   const int young = make_socket(run + "/young.sock", false);
   const int alive = make_socket(run + "/alive.sock", true);
   ASSERT_EQ(listen(alive, 1), 0);
+  ASSERT_EQ(fcntl(alive, F_SETFL, O_NONBLOCK), 0);
   close(dead);
   std::ofstream(run + "/notes.sock") << "no socket";
   make_runtime_folder(worker_);
@@ -134,6 +145,8 @@ TEST_F(Files, RuntimeFolderLosesTheSocketsOfTheKilled) {
   EXPECT_TRUE(std::filesystem::exists(run + "/young.sock")) << "it may be about to listen";
   EXPECT_TRUE(std::filesystem::exists(run + "/alive.sock"));
   EXPECT_TRUE(std::filesystem::exists(run + "/notes.sock"));
+  EXPECT_LT(accept4(alive, nullptr, nullptr, SOCK_NONBLOCK), 0) << "the other job heard of the visit";
+  EXPECT_EQ(errno, EAGAIN);
   close(young);
   close(alive);
 }

@@ -39,15 +39,19 @@ TEST_P(HostsOfSeed, AVanishedHostIsNamedDeadInTimeAndTheOthersGoOn) {
     auto& executor = world.executor();
     const auto membership = world.join(rank);
     membership->on_death([&, rank](const Member& member, const Error& reason) {
+      if (rank == 3 && heard.contains(3)) {
+        EXPECT_EQ(member.rank, 3) << "its own death, as the others see it, comes last";
+        return;
+      }
       if (rank == 3) {
         EXPECT_EQ(member.rank, 0);
         EXPECT_THAT(reason.message(), AllOf(HasSubstr("silent for 5.0 s (no heartbeat)"),
                                             HasSubstr("to the other workers this one is dead")));
       } else {
         EXPECT_EQ(member.rank, 3);
-        EXPECT_EQ(
-            reason.message(),
-            describe(member) + " died: silent for 5.0 s (no heartbeat); its host or the network may be down");
+        EXPECT_EQ(reason.message(), describe(member) +
+                                        " died: silent for 5.0 s (no heartbeat); its process is stopped, or "
+                                        "its host or the network is down");
       }
       EXPECT_TRUE(heard.emplace(rank, world.time()).second);
     });
@@ -135,7 +139,14 @@ TEST(HostsOfAWorld, WhoIsDeclaredDeadIsToldSo) {
     }
     // What this worker says is lost on the way; what it hears is not.
     world.network().block([](const net::SimMessage& message) { return message.from == "sim:member2"; });
+    std::vector<std::pair<int, std::string>> deaths;
+    membership->on_death([&](const Member& member, const Error& reason) {
+      deaths.emplace_back(member.rank, reason.message());
+    });
     const Error error = error_of([&] { membership->barrier("b", {}, Deadline::never()); });
+    world.executor().sleep(milliseconds(1));
+    EXPECT_EQ(deaths, (std::vector<std::pair<int, std::string>>{{0, error.message()}, {2, error.message()}}));
+    EXPECT_TRUE(membership->is_present(2)) << "it lives, after all";
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("declared this worker dead"),
                                     HasSubstr("silent for 5.0 s"), HasSubstr("start this worker again")));

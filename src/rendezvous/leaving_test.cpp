@@ -96,6 +96,58 @@ TEST(Leaving, LeavingDoesNotWaitForADeadStore) {
   });
 }
 
+/// Whoever watches may hold on to the membership until its callbacks go.
+TEST(Leaving, DestroysTheCallbacksHoweverThisWorkersPartEnds) {
+  for (const int size : {1, 2}) {
+    for (const std::string how : {"leave", "give_up", "destruction"}) {
+      SCOPED_TRACE(how + " of " + std::to_string(size));
+      SimulatedWorld world(18, size);
+      world.run([&](int rank) {
+        auto membership = world.join(rank);
+        Membership& mine = *membership;
+        int gone = 0;
+        const auto watch = [&] {
+          const std::shared_ptr<int> held(&gone, [&mine, rank](int* count) {
+            EXPECT_EQ(mine.self().rank, rank) << "it can still be asked";
+            ++*count;
+          });
+          mine.watch({.left = [held](const Member&) {}});
+        };
+        watch();
+        EXPECT_EQ(gone, 0);
+        if (how == "leave") mine.leave(world.in(seconds(5)));
+        if (how == "give_up") mine.give_up("left because of a test");
+        if (how != "destruction") {
+          EXPECT_EQ(gone, 1);
+          watch();
+          EXPECT_EQ(gone, 2) << "of those that come late at once";
+        }
+        membership.reset();
+        EXPECT_EQ(gone, how == "destruction" ? 1 : 2);
+      });
+    }
+  }
+}
+
+TEST(Leaving, DestructionCancelsOtherThreadsBarriersBeforeTheCallbacksGo) {
+  SimulatedWorld world(19, 2);
+  world.run([&](int rank) {
+    auto membership = world.join(rank);
+    if (rank == 1) {
+      world.executor().sleep(seconds(2));
+      return membership->leave(world.in(seconds(5)));
+    }
+    Thread waiter = world.executor().spawn("waiter", [&, &mine = *membership] {
+      const Error error = error_of([&] { mine.barrier("b", {}, Deadline::never()); });
+      EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    });
+    membership->watch({.left = [held = std::shared_ptr<Thread>(
+                                    &waiter, [](Thread* thread) { thread->join(); })](const Member&) {}});
+    world.executor().sleep(seconds(1));
+    membership.reset();
+  });
+}
+
 TEST(Leaving, LeavingEndsOtherThreadsBarriers) {
   SimulatedWorld world(17, 2);
   world.run([&](int rank) {

@@ -137,6 +137,18 @@ class Membership::Impl {
     }
   }
 
+  ~Impl() {
+    if (client_) client_->end_part(Error(ErrorKind::kCancelled, "the membership of this worker has ended"));
+    forget_callbacks();
+  }
+  Impl(const Impl&) = delete;
+
+  void watch(Callbacks callbacks) {
+    if (client_) return client_->watch(std::move(callbacks));
+    MutexLock lock(mutex_);
+    if (!left_) callbacks_.push_back(std::move(callbacks));
+  }
+
   std::vector<Bytes> gather(const std::string& what, const std::string& tag, BytesView mine,
                             std::vector<int> ranks, const Wait& wait) {
     const TimePoint began = runtime_.executor.now();
@@ -163,7 +175,9 @@ class Membership::Impl {
 
   void leave(Deadline deadline) {
     refuse_in_callbacks();
-    if (left_.exchange(true) || !client_) return;
+    if (left_.exchange(true)) return;
+    forget_callbacks();
+    if (!client_) return;
     client_->leave(deadline);
     if (!server_) return;
     const std::string others = server_->finish(deadline);
@@ -174,7 +188,9 @@ class Membership::Impl {
   }
 
   void give_up(const std::string& why) {
-    if (left_.exchange(true) || !client_) return;
+    if (left_.exchange(true)) return;
+    forget_callbacks();
+    if (!client_) return;
     client_->give_up(why, runtime_.executor.deadline_in(kLastWordsTime));
   }
 
@@ -219,9 +235,16 @@ class Membership::Impl {
   bool open() const { return open_; }
   std::vector<Member> members() const { return client_ ? client_->members() : std::vector<Member>{self_}; }
   int world_size() const { return client_ ? client_->world_size() : 1; }
-  Client* client() const { return client_.get(); }
 
  private:
+  void forget_callbacks() {
+    std::vector<Callbacks> forgotten;  // destroyed without the lock
+    {
+      MutexLock lock(mutex_);
+      forgotten.swap(callbacks_);
+    }
+  }
+
   std::optional<Client::Known> find(int rank) const {
     if (client_) return client_->find(rank);
     return rank == self_.rank ? std::optional(Client::Known{self_}) : std::nullopt;
@@ -256,6 +279,8 @@ class Membership::Impl {
   const bool open_;
   Member self_;  ///< complete once the constructor is done
   std::atomic<bool> left_{false};
+  Mutex mutex_;
+  std::vector<Callbacks> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);  ///< where there is no client
   std::unique_ptr<StoreServer> server_;
   std::unique_ptr<Client> client_;
 };
@@ -284,9 +309,7 @@ Member Membership::member(int rank) const { return impl_->get(rank).member; }
 bool Membership::is_present(int rank) const { return impl_->is_present(rank); }
 Condition Membership::condition(int rank) const { return impl_->condition(rank); }
 
-void Membership::watch(Callbacks callbacks) {
-  if (impl_->client() != nullptr) impl_->client()->watch(std::move(callbacks));
-}
+void Membership::watch(Callbacks callbacks) { impl_->watch(std::move(callbacks)); }
 
 void Membership::on_join(JoinCallback callback) { watch({.joined = std::move(callback)}); }
 void Membership::on_death(DeathCallback callback) { watch({.died = std::move(callback)}); }

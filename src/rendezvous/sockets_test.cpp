@@ -249,6 +249,88 @@ TEST_F(Sockets, KilledProcessIsHeardOf) {
   membership->leave(in(seconds(10)));
 }
 
+/// A worker in a process of its own, which forks a child that outlives it. The child ends with `alive`.
+[[noreturn]] void join_and_fork(const TransportFactory& transports, JoinOptions options, int alive) {
+  const auto executor = make_executor();
+  Runtime runtime(*executor, options.name, LogLevel::kOff);
+  const auto membership = Membership::join(runtime, transports, std::move(options));
+  membership->barrier("in", {}, executor->deadline_in(seconds(30)));
+  if (fork() == 0) {
+    char byte;
+    while (read(alive, &byte, 1) > 0) {
+    }
+    _exit(0);
+  }
+  membership->barrier("forked", {}, executor->deadline_in(seconds(30)));
+  pause();
+  _exit(0);
+}
+
+TEST_F(Sockets, DeathIsHeardOfThoughAForkedChildLivesOn) {
+  for (const std::string scheme : {"unix", "tcp", "tls"}) {
+    SCOPED_TRACE(scheme);
+    JoinOptions mine = options(0, 2), its = options(1, 2);
+    if (scheme != "unix") {
+      mine.store_address = its.store_address = scheme + ":127.0.0.1:" + std::to_string(free_port());
+    }
+    int alive[2];
+    ASSERT_EQ(pipe(alive), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      close(alive[1]);
+      const auto executor = make_executor();
+      join_and_fork(
+          scheme == "tls" ? tls_transports(*executor, secret_) : stream_transports(*executor, secret_), its,
+          alive[0]);
+    }
+    Runtime runtime(*executor_, "worker0", LogLevel::kOff);
+    const auto membership = join(runtime, mine);
+    const auto died = executor_->make_parker();
+    membership->on_death([&](const Member&, const Error&) { died->unpark(); });
+    membership->barrier("in", {}, in(seconds(30)));
+    membership->barrier("forked", {}, in(seconds(30)));
+    EXPECT_EQ(kill(child, SIGKILL), 0);
+    EXPECT_TRUE(died->park(in(seconds(3)))) << "the child's copy of the connection keeps it open";
+    waitpid(child, nullptr, 0);
+    membership->leave(in(seconds(10)));
+    close(alive[1]);
+    close(alive[0]);
+  }
+}
+
+TEST_F(Sockets, AStoppedWorkerOfAnotherHostIsSilentAndNotEnded) {
+  JoinOptions mine = options(0, 2), its = options(1, 2);
+  mine.store_address = its.store_address = "tls:127.0.0.1:" + std::to_string(free_port());
+  mine.host_id = "here";
+  its.host_id = "there";
+  const net::TlsOptions tls = {.heartbeat = milliseconds(100), .dead_after = seconds(1)};
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto executor = make_executor();
+    Runtime runtime(*executor, "worker1", LogLevel::kOff);
+    const auto membership = Membership::join(runtime, tls_transports(*executor, secret_, tls), its);
+    membership->barrier("in", {}, executor->deadline_in(seconds(30)));
+    pause();
+    _exit(0);
+  }
+  Runtime runtime(*executor_, "worker0", LogLevel::kOff);
+  const auto membership = Membership::join(runtime, tls_transports(*executor_, secret_, tls), mine);
+  const auto died = executor_->make_parker();
+  std::string story;
+  membership->on_death([&](const Member&, const Error& reason) {
+    story = reason.message();
+    died->unpark();
+  });
+  membership->barrier("in", {}, in(seconds(30)));
+  EXPECT_EQ(kill(child, SIGSTOP), 0);
+  EXPECT_TRUE(died->park(in(seconds(10))));
+  EXPECT_THAT(story, AllOf(HasSubstr("silent for 1.0 s (no heartbeat); its process is stopped, or"),
+                           ::testing::Not(HasSubstr("its process ended"))));
+  EXPECT_EQ(kill(child, SIGKILL), 0);
+  waitpid(child, nullptr, 0);
+  membership->leave(in(seconds(10)));
+}
+
 TEST_F(Sockets, StoppedProcessIsNeitherDeadNorPresent) {
   const pid_t child = fork();
   if (child == 0) {

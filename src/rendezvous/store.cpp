@@ -27,6 +27,7 @@ std::string only_in(const Register& left, const Register& right) {
 /// Why a connection ended, in terms of the worker and not of its socket.
 std::string story_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
+  if (reason.elapsed() > Duration::zero()) return silence_story(reason.elapsed());
   return "its process ended without a good-bye; see its own output for why";
 }
 

@@ -273,10 +273,10 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_TRUE(heard<Died>(0).empty());
   store_->tick(kStart + seconds(9));
   ASSERT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_EQ(
-      heard<Died>(0).at(0).reason,
-      "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its host or the network "
-      "may be down");
+  EXPECT_EQ(heard<Died>(0).at(0).reason,
+            "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
+            "stopped, or its host or the network "
+            "is down");
   EXPECT_EQ(heard<DeclaredDead>(1).size(), 1u);
   EXPECT_EQ(closed_, std::vector<ConnectionId>{1});
   say(1, Pong{});
@@ -286,6 +286,14 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_EQ(heard<Died>(0).size(), 1u);
   say(2, far_);
   EXPECT_EQ(heard<Joined>(0).at(0).member.incarnation, 1u);
+}
+
+TEST_F(StoreOfHosts, TellsASilenceThatTheTransportNoticedFirst) {
+  store_->on_closed(1, closed().with_elapsed(seconds(5)));
+  EXPECT_EQ(heard<Died>(0).at(0).reason,
+            "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
+            "stopped, or its "
+            "host or the network is down");
 }
 
 TEST_F(StoreOfHosts, AnyMessageIsASignOfLife) {

@@ -2,7 +2,6 @@
 #include <atomic>
 
 #include <torchspan/core/executor.h>
-#include <torchspan/core/function.h>
 
 namespace torchspan::rpc {
 
@@ -20,15 +19,20 @@ class Baton {
   std::atomic<bool> taken_{false};
 };
 
-/// Holds it for a scope; from the constructor with an executor it waits for it.
+/// Holds it for a scope; the constructor with an executor waits for it, the other one only tries.
 class BatonHold {
  public:
-  BatonHold(Baton& baton, Executor& executor) : baton_(baton) { baton_.take(executor); }
-  ~BatonHold() { baton_.give(); }
+  BatonHold(Baton& baton, Executor& executor) : baton_(baton), held_(true) { baton_.take(executor); }
+  explicit BatonHold(Baton& baton) : baton_(baton), held_(baton.try_take()) {}
+  ~BatonHold() {
+    if (held_) baton_.give();
+  }
   BatonHold(const BatonHold&) = delete;
+  bool held() const { return held_; }
 
  private:
   Baton& baton_;
+  const bool held_;
 };
 
 /// What drives the transport while a caller waits. Thread-safe.
@@ -42,8 +46,6 @@ class Driver {
   virtual void end_driving(bool unserved) = 0;
   /// Throws Error{kInvalid} on the thread that must never wait.
   virtual void check_may_wait() const = 0;
-  /// `continuation`, wrapped in what interceptors keep for this thread outside handlers.
-  virtual UniqueFunction<void()> bind_to_thread(UniqueFunction<void()> continuation) = 0;
 };
 
 }  // namespace torchspan::rpc

@@ -8,6 +8,22 @@ namespace torchspan::rpc {
 namespace {
 /// How often a waiting caller polls in vain before it lets others have its core: the peer may be among them.
 constexpr unsigned kPollsPerYield = 8;
+
+/// Says to the driver for how long a caller drives.
+class Driving {
+ public:
+  Driving(Driver* driver, const std::atomic<bool>& done) : driver_(driver), done_(done) {
+    if (driver_ != nullptr) driver_->begin_driving();
+  }
+  ~Driving() {
+    if (driver_ != nullptr) driver_->end_driving(!done_.load(std::memory_order_acquire));
+  }
+  Driving(const Driving&) = delete;
+
+ private:
+  Driver* const driver_;
+  const std::atomic<bool>& done_;
+};
 }  // namespace
 
 void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
@@ -17,7 +33,7 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
   const Duration spin = executor.spin_limit();
   if (spin > Duration::zero()) {
     const TimePoint end = executor.now() + spin;
-    if (driver) driver->begin_driving();
+    const Driving driving(driver.get(), done);
     for (unsigned idle = 0; !done.load(std::memory_order_acquire) && executor.now() < end;) {
       if (driver && driver->drive()) {
         idle = 0;
@@ -26,19 +42,14 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
         if (executor.spin_limit() == Duration::zero()) break;
       }
     }
-    if (driver) driver->end_driving(!done.load(std::memory_order_acquire));
   }
   pool_.wait(parker, done, deadline);
 }
 
 UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
-  const IncomingPtr& served = ServingScope::current();
-  const auto driver = served ? nullptr : driver_.lock();
-  if (driver) return driver->bind_to_thread(std::move(continuation));
-  if (!served) return continuation;
-  return [call = served, continuation = std::move(continuation)]() mutable {
-    ServingScope serving(std::move(call));
-    continuation();
+  return [environment = Environment::capture(), continuation = std::move(continuation)]() mutable {
+    const EnvironmentScope scope(environment);
+    std::exchange(continuation, nullptr)();  // what it captured ends in the scope, too
   };
 }
 
@@ -62,14 +73,14 @@ PoolOptions pool_options(const ServiceOptions& options) {
 
 }  // namespace
 
-Core::Core(Runtime& runtime, FunctionTable functions, ServiceOptions options)
-    : runtime_(runtime),
+Core::Core(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options)
+    : runtime_owner_(std::move(runtime)),
       functions_(std::move(functions)),
       options_(std::move(options)),
       devices_({options_.name, options_.rank}, options_.device_maps),
       self_{options_.name, options_.rank},
       roster_(self_),
-      host_(std::make_shared<Host>(runtime.executor, pool_options(options_))),
+      host_(std::make_shared<Host>(runtime_owner_, pool_options(options_))),
       calls_(options_.max_pending_calls),
       serving_(options_.max_waiting_bytes),
       default_timeout_(options_.default_timeout) {
@@ -111,7 +122,7 @@ void Core::lead() {
 }
 
 bool Core::lead_once() {
-  std::vector<std::pair<IncomingPtr, const Entry*>> calls;
+  InlineCalls calls;
   bool busy = false;
   {
     BatonHold hold(baton_, runtime_.executor);
@@ -164,13 +175,20 @@ bool Core::is_inline(const IncomingCall& call) {
 }
 
 bool Core::drive() {
-  if (stopping_.load(std::memory_order_relaxed) || !links_ || !baton_.try_take()) return false;
-  driven_by_caller_ = true;
-  const bool busy = transport_->poll();
-  driven_by_caller_ = false;
-  std::vector<std::pair<IncomingPtr, const Entry*>> calls;
-  calls.swap(inline_calls_);
-  baton_.give();
+  if (stopping_.load(std::memory_order_relaxed) || !links_) return false;
+  InlineCalls calls;
+  bool busy = false;
+  {
+    const BatonHold hold(baton_);
+    if (!hold.held() || stopping_.load()) return false;
+    struct ByCaller {
+      bool& flag;
+      explicit ByCaller(bool& driven) : flag(driven) { flag = true; }
+      ~ByCaller() { flag = false; }
+    } const by_caller(driven_by_caller_);
+    busy = transport_->poll();
+    calls.swap(inline_calls_);
+  }
   for (const auto& [call, entry] : calls) {
     host_->post([self = std::static_pointer_cast<Core>(shared_from_this()), call = call, entry = entry] {
       self->run(call, *entry);
@@ -185,7 +203,7 @@ void Core::end_driving(bool unserved) {
 }
 
 void Core::check_may_wait() const {
-  const IncomingPtr& served = ServingScope::current();
+  const IncomingPtr& served = Environment::served();
   if (!served || !served->on_leader.load()) return;
   throw Error(
       ErrorKind::kInvalid,
@@ -225,14 +243,42 @@ void Core::stop() {
   }
   for (const IncomingPtr& call : serving_.all()) call->request_stop();
   fail_calls(calls_.take_all(), reason);
-  parked_.clear();
-  if (links_) links_->close_all();
-  if (transport_ && links_) {
-    BatonHold hold(baton_, runtime_.executor);
-    transport_->poll();
-  }
+  close_transport();
   stop_pool();
   references_->clear();
+}
+
+void Core::close_transport() {
+  if (!links_) return;
+  std::vector<Parked> parked;
+  InlineCalls calls;
+  links_->close_all();
+  {
+    // A waiting caller may still drive; it finds stopping_ set when it takes the baton next.
+    BatonHold hold(baton_, runtime_.executor);
+    transport_->poll();
+    parked.swap(parked_);
+    calls.swap(inline_calls_);
+  }
+}
+
+void Core::release() {
+  std::shared_ptr<rendezvous::Membership> membership;
+  {
+    MutexLock lock(membership_mutex_);
+    membership.swap(membership_);
+  }
+  membership.reset();
+  worker_.reset();
+}
+
+std::uint32_t Core::resolve(const Destination& to) const {
+  try {
+    return roster_.resolve(to);
+  } catch (const Error&) {
+    if (!is_stopping()) throw;
+    throw shut_down();  // the others are gone because this worker is
+  }
 }
 
 void Core::fail_expired() {
@@ -285,14 +331,15 @@ void Core::apply(const CallOptions& options, Request& request) {
   }
   if (timeout != Duration::zero()) request.deadline = runtime_.executor.deadline_in(timeout);
   request.stop = options.stop;
-  const IncomingPtr& served = ServingScope::current();
+  const IncomingPtr& served = Environment::served();
+  request.no_grad = options.no_grad || (served && served->info.no_grad && !at::GradMode::is_enabled());
   if (!served || options.detached) return;
   request.deadline = earlier(request.deadline, served->deadline);
   request.inherited_stop = stop_token_of(served);
 }
 
 std::optional<CurrentCall> Core::current_call() {
-  const IncomingPtr& served = ServingScope::current();
+  const IncomingPtr& served = Environment::served();
   if (!served) return std::nullopt;
   return CurrentCall{
       {roster_.name(served->peer), served->peer}, served->name, served->deadline, stop_token_of(served)};

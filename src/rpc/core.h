@@ -48,10 +48,11 @@ class ReplyCompletion final : public Completion {
 /// The waiters' and continuations' place: the pool, with a short spin before a waiter sleeps.
 class Host final : public FutureHost {
  public:
-  Host(Executor& executor, PoolOptions options) : pool_(executor, std::move(options)) {}
+  Host(std::shared_ptr<Runtime> runtime, PoolOptions options)
+      : runtime_(std::move(runtime)), pool_(runtime_->executor, std::move(options)) {}
   Executor& executor() override { return pool_.executor(); }
   void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
-  /// A handler's continuations belong to the call that it serves.
+  /// Continuations keep the environment of the thread that adds them.
   UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
   /// A caller drives the transport itself for a while before it sleeps.
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
@@ -59,6 +60,7 @@ class Host final : public FutureHost {
   void set_driver(std::weak_ptr<Driver> driver) { driver_ = std::move(driver); }
 
  private:
+  const std::shared_ptr<Runtime> runtime_;  ///< for waiters that leave after the worker ended
   Pool pool_;
   std::weak_ptr<Driver> driver_;  ///< set once, before anybody waits
 };
@@ -69,6 +71,9 @@ struct Totals {
   std::uint64_t handled = 0;
   bool busy = false;
 };
+
+/// The blob of a request whose caller wants no gradients.
+inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 
 /// How long the calls of a connection that broke wait for the news that its peer died, and why.
 inline constexpr Duration kDeathNews = std::chrono::milliseconds(500);
@@ -85,17 +90,15 @@ class Core final : public Endpoint, public net::Handler, public Driver {
     Serve serve;
   };
 
-  Core(Runtime& runtime, FunctionTable functions, ServiceOptions options);
+  Core(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options);
   void open(const WorkerService::MakeTransport& make_transport);
   void attach(std::vector<std::unique_ptr<Extension>> extensions);
   void start(std::unique_ptr<rendezvous::Membership> membership);
   rendezvous::Membership& membership() { return *membership_; }
   void shutdown(Deadline deadline);
-  /// After stop(): lets go of what refers back to this object, so that it can end.
-  void release() {
-    membership_.reset();
-    worker_.reset();
-  }
+  /// After stop(): leaves the world for good, and drops what refers back to this object. Handles of the
+  /// program may keep it for longer; all they do fails with kCancelled.
+  void release();
   void stop();
   void member_departed(const LinkMember& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
@@ -109,7 +112,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::vector<WorkerInfo> workers() const override { return roster_.all(); }
   WorkerInfo info(const Destination& of) const override { return roster_.info(of); }
   std::string name_of(std::uint32_t rank) const override { return roster_.name(rank); }
-  std::uint32_t resolve(const Destination& to) const override { return roster_.resolve(to); }
+  std::uint32_t resolve(const Destination& to) const override;
   std::uint64_t id_of(const char* name, std::string (*signature)()) const override;
   void apply(const CallOptions& options, Request& request) override;
   std::optional<CurrentCall> current_call() override;
@@ -139,7 +142,6 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void begin_driving() override { drivers_.fetch_add(1, std::memory_order_relaxed); }
   void end_driving(bool unserved) override;
   void check_may_wait() const override;
-  UniqueFunction<void()> bind_to_thread(UniqueFunction<void()> continuation) override;
 
   const std::string& address() const { return address_; }
   const FunctionTable& functions() const { return functions_; }
@@ -186,6 +188,9 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   void throw_leaks(const std::vector<RRefInfo>& leaks) const;
   std::vector<RRefInfo> leave_open_world(Deadline deadline, ShutdownWait& wait);
   void lead();
+  using InlineCalls = std::vector<std::pair<IncomingPtr, const Entry*>>;
+  /// Takes in no more messages; what came and is not served yet is dropped.
+  void close_transport();
   /// One poll by the leader, and the short handlers that it brought. False when there was nothing.
   bool lead_once();
   /// Sleeps in the transport until something comes or is due.
@@ -247,7 +252,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
                       const Error& reason);
   void protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error);
 
-  Runtime& runtime_;
+  const std::shared_ptr<Runtime> runtime_owner_;
+  Runtime& runtime_{*runtime_owner_};
   SeldomWarning refusals_{runtime_.log, runtime_.executor};
   Counter& bytes_sent_{runtime_.metrics.counter("rpc.bytes_sent")};  ///< frames and tensors, retries included
   const FunctionTable functions_;
@@ -260,7 +266,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   bool open_world_ = false;
   std::string address_;
   std::shared_ptr<Host> host_;
-  std::unique_ptr<rendezvous::Membership> membership_;
+  Mutex membership_mutex_;  ///< for threads of the program that use the membership while release() ends it
+  std::shared_ptr<rendezvous::Membership> membership_;
   std::unique_ptr<net::Transport> transport_;
   std::unique_ptr<Links> links_;
   CallTable calls_;
@@ -284,8 +291,8 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::atomic<std::size_t> unsent_failures_{0};
   std::atomic<bool> warned_of_detached_{false};
   Baton baton_;
-  bool driven_by_caller_ = false;                                   ///< the holder of the baton
-  std::vector<std::pair<IncomingPtr, const Entry*>> inline_calls_;  ///< the same
+  bool driven_by_caller_ = false;           ///< the holder of the baton
+  InlineCalls inline_calls_;                ///< the same
   std::map<std::uint64_t, int> long_runs_;  ///< leader only: what speaks against functions declared kInline
   std::set<std::uint64_t> not_short_;       ///< the same: functions declared kInline
   std::atomic<int> drivers_{0};
@@ -294,7 +301,7 @@ class Core final : public Endpoint, public net::Handler, public Driver {
   std::atomic<TimePoint> leader_until_{TimePoint::min()};  ///< until when it sleeps; min(): it is awake
   std::atomic<bool> watching_stopped_{false};
   std::map<std::uint32_t, TimePoint> stopped_since_;  ///< leader only
-  std::vector<Parked> parked_;                        ///< leader only
+  std::vector<Parked> parked_;                        ///< the holder of the baton
   std::unique_ptr<Parker> timer_;                     ///< where the leader of a world of one sleeps
   Thread leader_;
 };

@@ -18,12 +18,15 @@ void Core::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
     if (links_->is_shut(channel.get())) return;  // what the dead had sent before
     if (stopping_.load()) return;                // what known peers sent before they heard
     receive_hello(channel, std::move(message));
-  } catch (const Error& error) {
-    protocol_error(channel, error);
+  } catch (...) {
+    protocol_error(channel, to_error(std::current_exception()));
   }
 }
 
+/// On whichever thread drives the transport, a user's that waits among them: nothing of what surrounds its
+/// own work (inference mode, an autograd context) may reach what others are sent.
 void Core::dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  const EnvironmentScope empty{Environment()};
   auto call = std::make_shared<IncomingCall>();
   call->peer = peer.rank;
   call->incarnation = peer.incarnation;
@@ -153,11 +156,12 @@ void Core::unpack(IncomingCall& call) {
   call.payload.value.assign(frame.value.begin(), frame.value.end());
   call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments);
   if (!call.user_values) return;
+  call.info.no_grad = frame.blob(kNoGradBlob) != nullptr;
   for (Interceptor* interceptor : interceptors_) {
     const auto* blob = frame.blob(interceptor->name());
-    auto scope =
+    auto value =
         interceptor->incoming(call.info, call.payload.tensors, blob == nullptr ? BytesView() : blob->bytes);
-    if (scope) call.scopes.push_back(std::move(scope));
+    if (value) call.values.push_back(std::move(value));
   }
 }
 
@@ -203,7 +207,9 @@ void Core::leave_call(IncomingCall& call, const Entry& entry) {
   if (entry.where != RunOn::kPool) references_->let_go(std::move(references));  // else here and now
 }
 
+/// Where the pool has no thread, this is that of whoever posted the call.
 void Core::run(const IncomingPtr& call, const Entry& entry) {
+  const EnvironmentScope empty{Environment()};
   auto reply = std::make_shared<ReplyCompletion>(std::static_pointer_cast<Core>(shared_from_this()), call);
   std::vector<Future<void>> references, waits;
   try {

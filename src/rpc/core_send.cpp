@@ -12,6 +12,13 @@ namespace {
 constexpr Duration kFullPause = std::chrono::milliseconds(50);
 constexpr std::size_t kMostUnsentFailures = 1u << 16;
 
+/// Everything that a call without gradients carries.
+void detach_all(std::span<at::Tensor> tensors) {
+  for (at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad()) tensor = tensor.detach();
+  }
+}
+
 /// Tensors inside a graph that no interceptor took over travel as plain values: the graph cannot follow them.
 bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   bool any = false;
@@ -28,7 +35,10 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
 Core::Outgoing Core::prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values) {
   Outgoing out;
   try {
-    if (user_values) {
+    if (user_values && info.no_grad) {
+      detach_all(payload.tensors);
+      if (!info.reply) out.frame.blobs.push_back({kNoGradBlob, Bytes(1)});
+    } else if (user_values) {
       for (Interceptor* interceptor : interceptors_) {
         Bytes header = interceptor->outgoing(info, payload.tensors);
         if (!header.empty()) out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
@@ -51,20 +61,6 @@ Core::Outgoing Core::prepare(const CallInfo& info, PeerId to, wire::Payload& pay
   return out;
 }
 
-UniqueFunction<void()> Core::bind_to_thread(UniqueFunction<void()> continuation) {
-  std::vector<std::shared_ptr<CallScope>> scopes;
-  for (Interceptor* interceptor : interceptors_) {
-    if (auto scope = interceptor->scope_of_thread()) scopes.push_back(std::move(scope));
-  }
-  if (scopes.empty()) return continuation;
-  return [scopes = std::move(scopes), continuation = std::move(continuation)]() mutable {
-    std::vector<std::unique_ptr<CallScope::Entry>> entries;
-    for (const auto& scope : scopes) entries.push_back(scope->enter());
-    continuation();
-    while (!entries.empty()) entries.pop_back();
-  };
-}
-
 void Core::undo(const CallInfo& info, const wire::Frame& frame) {
   references_->undo(frame.handles);
   for (const wire::NamedBlob& blob : frame.blobs) {
@@ -78,14 +74,13 @@ void Core::warn_of_detached(const CallInfo& info) {
   runtime_.metrics.counter("rpc.detached_tensors").add();
   if (warned_of_detached_.exchange(true)) return;
   const std::string site = info.reply ? "" : site_text(info.site);
-  runtime_.log.warning(
-      fmt::format("tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since "
-                  "the call was "
-                  "made in no autograd::Context: gradients do not cross workers then. Threads of the "
-                  "program's own need an "
-                  "autograd::ContextScope (said once)",
-                  info.name, info.reply ? "back to" : "to", roster_.name(info.peer),
-                  site.empty() ? "" : fmt::format(", called at {},", site)));
+  runtime_.log.warning(fmt::format(
+      "tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since the call "
+      "was made in no autograd::Context, or in one that had ended: gradients do not cross workers then. "
+      "Threads of the program's own need an autograd::ContextScope; calls that evaluate are made "
+      "with({{.no_grad = true}}) (said once)",
+      info.name, info.reply ? "back to" : "to", roster_.name(info.peer),
+      site.empty() ? "" : fmt::format(", called at {},", site)));
 }
 
 void Core::transmit(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
@@ -125,8 +120,9 @@ void Core::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion
   call.site = request.site;
   call.user_values = request.user_values;
   const std::uint64_t id = calls_.next_id();
-  call.info = {request.type, {}, to, id, false};
-  const CallInfo info{request.type, request.name, to, id, false, request.site};
+  const CallInfo info{request.type, request.name, to, id, false, request.site, request.no_grad};
+  call.info = info;
+  call.info.name = {};
   try {
     check_may_start(request, now);
     // Fails before anything has to be undone.
@@ -181,8 +177,7 @@ bool Core::await_news(std::uint64_t id, PendingCall& call, const std::exception_
 }
 
 void Core::check_may_start(const Request& request, TimePoint now) const {
-  if (stopping_.load())
-    throw Error(ErrorKind::kCancelled, "this worker was shut down; make no calls after that");
+  check_running();
   if (request.stop.stop_requested() || request.inherited_stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "its stop token was stopped before the call was made");
   if (request.deadline.passed(now))
@@ -309,7 +304,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   info.reply = true;
   try {
     Core::Outgoing out = [&] {
-      ServingScope serving(call_);
+      const EnvironmentScope serving(Environment::of_call(call_));
       return core_->prepare(info, call_->from(), reply, call_->user_values);
     }();
     out.frame.header.type = info.type;
@@ -317,6 +312,11 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
     try {
       core_->transmit(call_->channel, out.frame, out.tensors);
     } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
+        // Whoever asks takes kOverloaded for a request that was not served: such an answer waits for room.
+        core_->send_failure({call_->channel, std::move(out.frame), call_->name, call_->deadline});
+        return core_->answered(*call_);
+      }
       core_->undo(info, out.frame);
       if (error.kind() != ErrorKind::kDisconnected) throw;
       core_->runtime_.log.info(
@@ -365,7 +365,7 @@ void Core::send_failure(Failure failure) {
     const bool full = error.kind() == ErrorKind::kOverloaded && !stopping_.load();
     if (!full || failure.deadline.passed(runtime_.executor.now())) {
       return runtime_.log.info(
-          fmt::format("the failure of '{}' has no way back: {}", failure.call, error.what()));
+          fmt::format("the answer to '{}' has no way back: {}", failure.call, error.what()));
     }
     if (unsent_failures_.fetch_add(1) >= kMostUnsentFailures) {
       unsent_failures_.fetch_sub(1);

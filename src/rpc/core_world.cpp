@@ -62,6 +62,8 @@ void Core::member_joined(const rendezvous::Member& member) {
   references_->joined(link.id());
   links_->add(link);
   roster_.set(link.info);
+  if (runtime_.log.enabled(LogLevel::kDebug))
+    runtime_.log.debug(fmt::format("worker '{}' (rank {}) joined the world", member.name, member.rank));
   timers_.at(Deadline(runtime_.executor.now()), [this] { admit_parked(); });
   wake_leader();
 }
@@ -69,6 +71,10 @@ void Core::member_joined(const rendezvous::Member& member) {
 void Core::member_departed(const LinkMember& member, const Error& reason) {
   const std::uint32_t rank = member.info.rank;
   if (rank == self_.rank || !links_->departed(member, reason)) return;
+  if (runtime_.log.enabled(LogLevel::kDebug)) {
+    runtime_.log.debug(
+        fmt::format("worker '{}' (rank {}) is gone: {}", member.info.name, rank, reason.message()));
+  }
   fail_calls(calls_.take_peer(rank), reason);
   for (const IncomingPtr& call : serving_.all()) {
     if (call->peer == rank) call->request_stop();
@@ -98,7 +104,11 @@ void Core::receive_hello(const std::shared_ptr<net::Channel>& channel, net::Mess
   wire::Payload payload;
   payload.value.assign(frame.value.begin(), frame.value.end());
   const auto hello = wire::from_payload<Hello>(payload);
-  if (links_->greet(channel, hello)) return;
+  if (links_->greet(channel, hello)) {
+    if (runtime_.log.enabled(LogLevel::kDebug))
+      runtime_.log.debug(fmt::format("worker '{}' (rank {}) connected", hello.name, hello.rank));
+    return;
+  }
   // Perhaps it joined a moment ago, and the news is on its way.
   const Deadline until = runtime_.executor.deadline_in(kParkingLimit);
   parked_.push_back({channel, hello, until, {}, 0});
@@ -150,10 +160,11 @@ void Core::check_stopped_peers() {
     fail_calls(
         calls_.take_peer_older(peer, now - options_.stopped_limit),
         Error(ErrorKind::kDisconnected,
-              fmt::format("worker '{}' (rank {}) is stopped, by a signal or a debugger, and has not gone "
-                          "on for {:.0f} s; continue it (kill -CONT) and call again",
-                          roster_.name(peer), peer,
-                          std::chrono::duration<double>(now - stopped[peer]).count())));
+              fmt::format(
+                  "worker '{}' (rank {}) is stopped, by a signal or a debugger, and has not gone "
+                  "on for {:.0f} s; continue it (kill -CONT) and call again. TORCHSPAN_STOPPED_LIMIT, in "
+                  "seconds, allows longer (0: any time)",
+                  roster_.name(peer), peer, std::chrono::duration<double>(now - stopped[peer]).count())));
   }
   stopped_since_ = std::move(stopped);
   watching_stopped_.store(false);
@@ -163,11 +174,15 @@ void Core::check_stopped_peers() {
 std::map<std::string, Bytes> Core::all_gather(const std::string& tag, const Bytes& mine,
                                               const std::vector<std::string>& participants,
                                               Deadline deadline) {
-  if (!membership_)
-    throw Error(ErrorKind::kCancelled, "this worker does not serve: start it, or it was shut down");
+  std::shared_ptr<rendezvous::Membership> membership;
+  {
+    MutexLock lock(membership_mutex_);
+    membership = membership_;
+  }
+  if (is_stopping() || !membership) throw shut_down();
   std::map<int, std::string> who;
   for (const std::string& name : participants) who.emplace(static_cast<int>(resolve(name)), name);
-  if (who.empty() && membership_->open()) {
+  if (who.empty() && membership->open()) {
     throw Error(ErrorKind::kInvalid,
                 "in an open world nobody knows who is meant by everybody: name the participants");
   }
@@ -182,7 +197,7 @@ std::map<std::string, Bytes> Core::all_gather(const std::string& tag, const Byte
     group += fmt::format(".{}", rank);
     ranks.push_back(rank);
   }
-  const std::vector<Bytes> gathered = membership_->all_gather(group, mine, ranks, deadline);
+  const std::vector<Bytes> gathered = membership->all_gather(group, mine, ranks, deadline);
   std::map<std::string, Bytes> result;
   for (std::size_t i = 0; i < ranks.size(); ++i) result[who.at(ranks[i])] = gathered[i];
   return result;

@@ -2,7 +2,6 @@
 
 #include "rpc/control.h"
 #include "rpc/core.h"
-#include "rpc/environment.h"
 #include "rpc/operators.h"
 #include "rpc/script.h"
 
@@ -13,17 +12,27 @@ namespace {
 std::exception_ptr remote_failure(Core& core, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionStory story = describe(cause);
   std::string text = story.text;
+  std::string message = fmt::format("'{}' threw {}: {}", call, story.type, text);
   std::vector<RemoteFrame> frames;
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
     frames = error.frames();
     text = error.headline();
+    message = fmt::format("'{}' threw {}: {}", call, story.type, text);
+    // The text of the exception stands once, where it was thrown.
+    if (error.kind() == ErrorKind::kRemoteFailure && !frames.empty()) {
+      const RemoteFrame& first = frames.front();
+      const RemoteFrame& last = frames.back();
+      text = fmt::format("what '{}' on worker '{}' threw", last.call, last.worker);
+      message = fmt::format("'{}' threw what '{}' on worker '{}' threw: {}: {}", call, first.call,
+                            first.worker, first.type, first.text);
+    }
   } catch (const std::nested_exception& rebuilt) {
     if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
   } catch (...) {
   }
-  Error error(ErrorKind::kRemoteFailure, fmt::format("'{}' threw {}: {}", call, story.type, text));
+  Error error(ErrorKind::kRemoteFailure, message);
   for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
   error.with_frame({core.self().name, call, story.type, text});
   core.runtime().log.info(error.what());
@@ -53,8 +62,8 @@ void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliv
   };
   Outcome outcome;
   try {
-    ServingScope serving(call);
-    Invocation invocation{core->worker(), decoder, core->host(), std::make_shared<HandlerEnvironment>(call)};
+    const EnvironmentScope serving(Environment::of_call(call));
+    Invocation invocation{core->worker(), decoder, core->host(), std::make_shared<CapturedTaskEnvironment>()};
     outcome = entry->run(invocation);
   } catch (...) {
     return finish(nullptr, std::current_exception());
@@ -134,7 +143,7 @@ DynamicCall decode_dynamic(Core& core, IncomingCall& call, wire::Decoder& decode
 template <class F>
 c10::IValue as_remote(Core& core, const IncomingPtr& call, F&& body) {
   try {
-    ServingScope serving(call);
+    const EnvironmentScope serving(Environment::of_call(call));
     return body();
   } catch (const Error&) {
     throw;

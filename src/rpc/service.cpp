@@ -61,15 +61,29 @@ class WorkerService::Impl {
 
 WorkerService::WorkerService(Runtime& runtime, FunctionTable functions, ServiceOptions options,
                              MakeTransport make_transport, std::vector<std::unique_ptr<Extension>> extensions)
+    : WorkerService(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime), std::move(functions),
+                    std::move(options), std::move(make_transport), std::move(extensions)) {}
+
+WorkerService::WorkerService(std::shared_ptr<Runtime> runtime, FunctionTable functions,
+                             ServiceOptions options, MakeTransport make_transport,
+                             std::vector<std::unique_ptr<Extension>> extensions)
     : impl_(std::make_unique<Impl>()) {
-  impl_->core = std::make_shared<Core>(runtime, std::move(functions), std::move(options));
+  impl_->core = std::make_shared<Core>(std::move(runtime), std::move(functions), std::move(options));
   impl_->core->open(make_transport);
   impl_->core->attach(std::move(extensions));
 }
 
 WorkerService::~WorkerService() {
-  stop();
-  impl_->core->release();
+  try {
+    stop();
+    impl_->core->release();
+  } catch (...) {
+    impl_->core->runtime().log.error(
+        fmt::format("this worker could not be stopped as its Session or WorkerService ended, and stays in "
+                    "memory; end that on a thread of the program's own: {}",
+                    describe(std::current_exception()).text));
+    static_cast<void>(new std::shared_ptr<Core>(impl_->core));  // its threads still use it
+  }
 }
 
 const std::string& WorkerService::address() const { return impl_->core->address(); }

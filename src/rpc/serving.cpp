@@ -143,28 +143,4 @@ bool ServingTable::awaited(TimePoint now) const {
   });
 }
 
-namespace {
-/// The call that this thread serves. Set by ServingScope only.
-thread_local IncomingPtr served;
-}  // namespace
-
-ServingScope::ServingScope(IncomingPtr call) : outer_(std::exchange(served, std::move(call))) {
-  try {
-    entries_.reserve(served->scopes.size());
-    for (const auto& scope : served->scopes) entries_.push_back(scope->enter());
-  } catch (...) {
-    leave();
-    throw;
-  }
-}
-
-ServingScope::~ServingScope() { leave(); }
-
-void ServingScope::leave() {
-  while (!entries_.empty()) entries_.pop_back();
-  served = std::move(outer_);
-}
-
-const IncomingPtr& ServingScope::current() { return served; }
-
 }  // namespace torchspan::rpc

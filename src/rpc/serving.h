@@ -32,8 +32,8 @@ struct IncomingCall {
   TimePoint arrived;
   PeerId from() const { return {peer, incarnation}; }
   wire::Payload payload;
-  wire::Handle creation;  ///< kCreateRemote: the new reference
-  std::vector<std::shared_ptr<CallScope>> scopes;
+  wire::Handle creation;                    ///< kCreateRemote: the new reference
+  std::vector<EnvironmentValuePtr> values;  ///< what interceptors gave its handler's environment
   bool user_values = false;
   std::uint64_t bytes = 0;  ///< what it holds while it waits
 
@@ -106,24 +106,6 @@ class ServingTable {
   mutable Mutex mutex_;
   std::unordered_map<Key, Entry, Hash> calls_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unordered_map<std::uint32_t, std::uint64_t> waiting_bytes_ TORCHSPAN_GUARDED_BY(mutex_);
-};
-
-/// Puts a call in force on this thread for as long as it lives: its deadline and stop token for nested calls,
-/// and the scopes that interceptors gave it.
-class ServingScope {
- public:
-  explicit ServingScope(IncomingPtr call);
-  ~ServingScope();
-  ServingScope(const ServingScope&) = delete;
-
-  /// The call that this thread serves, or null.
-  static const IncomingPtr& current();
-
- private:
-  void leave();
-
-  IncomingPtr outer_;
-  std::vector<std::unique_ptr<CallScope::Entry>> entries_;
 };
 
 }  // namespace torchspan::rpc

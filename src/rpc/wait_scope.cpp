@@ -1,6 +1,10 @@
 #include <torchspan/rpc/wait_scope.h>
 
 namespace torchspan {
+namespace {
+/// Where the system has no thread for the pool, how long until the next try.
+constexpr Duration kOverloadedPause = std::chrono::milliseconds(1);
+}  // namespace
 namespace rpc {
 
 void CallGroup::begin() {
@@ -43,14 +47,23 @@ Future<void> CallGroup::all_ended() {
 
 WaitScope::WaitScope(const Worker& worker, CallOptions options)
     : Caller(worker.endpoint(), std::move(options)) {
+  endpoint_->check_may_wait();  // the destructor has to, and could not say so
   options_.group = std::make_shared<rpc::CallGroup>(endpoint_->host());
 }
 
 WaitScope::~WaitScope() {
-  try {
-    options_.group->all_ended().wait();
-  } catch (const Error&) {
-    // Only a worker that is gone throws here: then no call of it is out.
+  std::vector<Pool::ExtraThread> extra;
+  for (;;) {
+    try {
+      options_.group->all_ended().wait();
+      return;
+    } catch (const Error& error) {
+      // Else only a worker that is gone throws here: then no call of it is out.
+      if (error.kind() != ErrorKind::kOverloaded) return;
+    }
+    // What the calls refer to may end with the scope: it stays until they have ended.
+    extra.emplace_back(endpoint_->pool());
+    endpoint_->runtime().executor.sleep(kOverloadedPause);
   }
 }
 

@@ -101,13 +101,29 @@ std::string RRefBase::str() const {
   if (!valid()) return "RRef(empty)";
   const GlobalId value = state_->value_id();
   const GlobalId fork = state_->fork_id();
-  if (state_->is_owner())
-    return fmt::format("RRef(value {}:{}, owned by '{}')", value.worker, value.local, owner_name());
-  return fmt::format("RRef(value {}:{}, fork {}:{}, owned by '{}')", value.worker, value.local, fork.worker,
-                     fork.local, owner_name());
+  std::string owner;
+  try {
+    owner = fmt::format("owned by '{}'", owner_name());
+  } catch (const Error&) {  // its worker ended, and with it the names of the others
+    owner = fmt::format("owned by rank {}, used after shutdown()", state_->owner());
+  }
+  if (state_->is_owner()) return fmt::format("RRef(value {}:{}, {})", value.worker, value.local, owner);
+  return fmt::format("RRef(value {}:{}, fork {}:{}, {})", value.worker, value.local, fork.worker, fork.local,
+                     owner);
 }
 
 namespace rpc {
+
+Error Endpoint::shut_down() const {
+  return Error(ErrorKind::kCancelled,
+               fmt::format("worker '{}' was shut down; make no calls after shutdown(), and keep the Session "
+                           "for as long as anything uses its worker",
+                           self().name));
+}
+
+void Endpoint::check_running() const {
+  if (is_stopping()) throw shut_down();
+}
 
 void check_reference_type(const Reference& reference, const std::string& type_name) {
   if (reference.type_tag() == wire::digest(type_name)) return reference.name_type(type_name);

@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <charconv>
 #include <fmt/format.h>
 #include <optional>
+#include <unistd.h>
 
 #include <torchspan/core/executor.h>
 #include <torchspan/optim/steps.h>
@@ -24,6 +26,7 @@ rendezvous::JoinOptions join_options(const WorkerOptions& options, const Functio
   join.require_same_functions = options.require_same_functions;
   join.timeout = options.environment.join_timeout;
   join.host_id = options.network.host_mark;
+  join.dead_after = std::max(options.network.tls.dead_after, 2 * join.heartbeat);
   return join;
 }
 
@@ -32,6 +35,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.name = options.environment.name;
   service.rank = static_cast<std::uint32_t>(std::max(options.environment.rank, 0));
   service.default_timeout = options.rpc_timeout;
+  service.stopped_limit = options.stopped_limit;
   service.device_maps = options.device_maps;
   service.threads = options.threads;
   service.max_threads = options.max_threads;
@@ -40,6 +44,25 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.report_leaks = options.report_leaks;
   service.strict_leaks = options.strict_leaks;
   return service;
+}
+
+constexpr Duration kWeek = std::chrono::hours(24 * 7);
+
+/// A limit in seconds, or nothing if the variable is not set.
+std::optional<Duration> read_seconds(const rendezvous::Environment& environment, const std::string& name) {
+  const auto found = environment.find(name);
+  if (found == environment.end() || found->second.empty()) return std::nullopt;
+  const std::string& text = found->second;
+  double seconds = -1;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), seconds);
+  const double most = std::chrono::duration<double>(kWeek).count();
+  if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
+      !(seconds >= 0 && seconds <= most)) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("{} is '{}'; expected is a number of seconds from 0 (no limit) to {}", name, text, most));
+  }
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
 
 /// TORCHSPAN_NETWORK: what carries the messages between hosts.
@@ -69,14 +92,36 @@ WorkerOptions WorkerOptions::from_env() {
   if (auto level = environment.find("TORCHSPAN_LOG_LEVEL"); level != environment.end()) {
     options.log_level = parse_log_level(level->second);
   }
+  if (const auto timeout = read_seconds(environment, "TORCHSPAN_RPC_TIMEOUT")) options.rpc_timeout = *timeout;
+  if (const auto limit = read_seconds(environment, "TORCHSPAN_STOPPED_LIMIT")) {
+    options.stopped_limit = *limit;
+    Duration& silence = options.network.tls.dead_after;
+    silence = *limit == Duration::zero() ? kWeek : std::max(silence, *limit);
+  }
   return options;
 }
+
+namespace {
+
+/// The executor goes when the last handle to the session's worker does.
+std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
+  struct Ground {
+    explicit Ground(const WorkerOptions& options)
+        : executor(make_executor()), runtime(*executor, options.environment.name, options.log_level) {}
+    const std::unique_ptr<Executor> executor;
+    Runtime runtime;
+  };
+  const auto ground = std::make_shared<Ground>(options);
+  return {ground, &ground->runtime};
+}
+
+}  // namespace
 
 class Session::Impl {
  public:
   Impl(const WorkerOptions& options, FunctionTable functions,
        std::vector<std::unique_ptr<rpc::Extension>> extensions)
-      : executor_(make_executor()), runtime_(*executor_, options.environment.name, options.log_level) {
+      : runtime_owner_(make_runtime(options)) {
     extensions.insert(extensions.begin(), std::make_unique<optim::Steps>());
     extensions.insert(extensions.begin(), std::make_unique<autograd::Passes>());
     extensions.insert(extensions.begin(), std::make_unique<pipeline::Pipelines>());
@@ -92,19 +137,26 @@ class Session::Impl {
       join.store_listen = endpoint->store_listen();
       make_transport = [&](net::Handler& handler) { return endpoint->make_transport(handler); };
     }
-    service_ = std::make_unique<rpc::WorkerService>(runtime_, std::move(functions), service, make_transport,
-                                                    std::move(extensions));
+    service_ = std::make_unique<rpc::WorkerService>(runtime_owner_, std::move(functions), service,
+                                                    make_transport, std::move(extensions));
     if (endpoint) join.address = endpoint->told(service_->address());
     service_->start(rendezvous::Membership::join(
         runtime_, endpoint ? endpoint->store_transports() : rendezvous::TransportFactory(), std::move(join)));
+    if (runtime_.log.enabled(LogLevel::kDebug)) {
+      const Worker& worker = service_->worker();
+      runtime_.log.debug(fmt::format("process {} joined as rank {} of {}, listening at {}", ::getpid(),
+                                     worker.rank(), worker.world_size(),
+                                     service_->address().empty() ? "nothing" : service_->address()));
+    }
   }
 
   Runtime& runtime() { return runtime_; }
+  const std::shared_ptr<Runtime>& runtime_owner() const { return runtime_owner_; }
   rpc::WorkerService& service() { return *service_; }
 
  private:
-  const std::unique_ptr<Executor> executor_;
-  Runtime runtime_;
+  const std::shared_ptr<Runtime> runtime_owner_;
+  Runtime& runtime_{*runtime_owner_};
   std::unique_ptr<rpc::WorkerService> service_;
 };
 
@@ -116,7 +168,7 @@ Session::~Session() = default;
 Worker& Session::worker() { return impl_->service().worker(); }
 Runtime& Session::runtime() { return impl_->runtime(); }
 collective::Group Session::group(collective::GroupOptions options) {
-  return collective::Group::make(impl_->runtime(), impl_->service().membership(), std::move(options));
+  return collective::Group::make(impl_->runtime_owner(), impl_->service().membership(), std::move(options));
 }
 void Session::shutdown() { impl_->service().shutdown(); }
 void Session::shutdown(Duration timeout) {

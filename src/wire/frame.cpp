@@ -22,7 +22,7 @@ struct RawHeader {
   std::uint64_t sequence = 0;
   std::uint64_t call = 0;
   std::int64_t remaining = 0;
-  std::uint64_t context = 0;
+  std::uint64_t reserved = 0;
   std::uint32_t value_size = 0;
   std::uint32_t handle_count = 0;
 };
@@ -134,7 +134,6 @@ Bytes encode_frame(const Frame& frame) {
   raw.sequence = header.sequence;
   raw.call = header.call;
   raw.remaining = header.remaining;
-  raw.context = header.context;
   raw.value_size = narrow(frame.value.size(), "the size of the value");
   raw.handle_count = narrow(frame.handles.size(), "the number of references");
   Bytes room;
@@ -162,8 +161,7 @@ FrameView decode_frame(BytesView bytes) {
   frame.header = {raw.version, static_cast<MessageType>(raw.type),
                   raw.flags,   raw.features,
                   raw.epoch,   raw.sequence,
-                  raw.call,    raw.remaining,
-                  raw.context};
+                  raw.call,    raw.remaining};
   if ((raw.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
   if (raw.handle_count > reader.left() / kHandleSize) {
     throw_invalid(

@@ -27,7 +27,6 @@ Frame random_frame(std::uint64_t seed) {
   frame.header.sequence = random();
   frame.header.call = random();
   frame.header.remaining = static_cast<std::int64_t>(random());
-  frame.header.context = random();
   for (std::size_t n = random() % 4; n > 0; --n) {
     frame.blobs.push_back(
         {std::string(random() % 256, static_cast<char>(random())), random_bytes(random, 40)});

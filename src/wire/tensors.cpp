@@ -89,7 +89,7 @@ class Packer {
     }
     check_sendable(tensor);
     if (tensor.is_cpu()) {
-      put_on_cpu(tensor, tensor, options_.exclusive);
+      put_on_cpu(tensor, tensor, false);
     } else {
       c10::NoGradGuard no_grad;
       put_on_cpu(tensor, tensor.cpu(), true);

@@ -304,17 +304,6 @@ TEST(TensorTable, BorrowsDenseMemoryAndKeepsItsOwnCopies) {
   EXPECT_NE(packed.segments[3].keep, nullptr);
 }
 
-TEST(TensorTable, OfExclusiveTensorsKeepsThemAlive) {
-  at::Tensor result = torch::arange(5);
-  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(result.getIntrusivePtr());
-  PackedTensors packed = pack(std::span(&result, 1), {.exclusive = true});
-  result = at::Tensor();
-  ASSERT_NE(packed.segments[0].keep, nullptr);
-  EXPECT_FALSE(watched.expired());
-  packed.segments.clear();
-  EXPECT_TRUE(watched.expired());
-}
-
 TEST(TensorTable, LazyConjugationNegationAndZerosAreCarriedOut) {
   const at::Tensor complex = torch::randn({4, 3}, at::kComplexDouble);
   const at::Tensor conjugated = complex.conj();

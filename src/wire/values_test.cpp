@@ -193,9 +193,11 @@ TEST(Values, TensorsAndReferencesStayTheSameObjectsInTheirTables) {
 
 TEST(Values, AnInterceptorsReplacementIsWhatArrives) {
   Payload payload = to_payload(Batch{torch::ones({2}), 4, {"a"}});
-  payload.tensors[0] = torch::zeros({3});
+  const at::Tensor replacement = torch::zeros({3});
+  payload.tensors[0] = replacement;
   const auto batch = from_payload<Batch>(payload);
-  EXPECT_TRUE(batch.data.is_same(payload.tensors[0]));
+  EXPECT_TRUE(batch.data.is_same(replacement));
+  EXPECT_EQ(replacement.use_count(), 2u) << "the payload let go of it";
   EXPECT_EQ(batch.epoch, 4);
   EXPECT_EQ(batch.tags, std::vector<Text>{"a"});
 }

@@ -1,4 +1,8 @@
 // The errors that a user meets first, across real processes: each names who, what and what to do, in time.
+#include <cstdlib>
+#include <filesystem>
+#include <poll.h>
+
 #include <ATen/ATen.h>
 
 #include <torchspan/rpc/worker.h>
@@ -23,14 +27,23 @@ Future<std::int64_t> never(Worker& worker) {
   return promise->future();
 }
 void die() { ::kill(getpid(), SIGKILL); }
+/// The child outlives this process by some seconds, with a copy of everything that a forked child gets.
+void fork_child() {
+  const pid_t parent = getpid();
+  if (fork() != 0) return;
+  while (getppid() == parent) poll(nullptr, 0, 10);
+  poll(nullptr, 0, 5000);
+  _exit(0);
+}
 
 constexpr Function<add> kAdd{"add"};
 constexpr Function<fail> kFail{"fail"};
 constexpr Function<never> kNever{"never"};
 constexpr Function<die> kDie{"die"};
+constexpr Function<fork_child> kForkChild{"fork_child"};
 constexpr Function<add> kUnlisted{"unlisted"};
 
-FunctionTable functions() { return FunctionTable().add(kAdd, kFail, kNever, kDie); }
+FunctionTable functions() { return FunctionTable().add(kAdd, kFail, kNever, kDie, kForkChild); }
 
 /// What a call throws, and how long it took.
 template <class F>
@@ -79,10 +92,12 @@ void unknown_function() {
 void worker_dies_during_a_call() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
+  const char* leaves_child = std::getenv("TORCHSPAN_TEST_CHILD");
   if (session.rank() != 0) {
     session.runtime().executor.sleep(std::chrono::seconds(30));
     return;
   }
+  if (leaves_child != nullptr) worker.rpc_sync("worker1", kForkChild);
   auto stuck = worker.rpc_async("worker1", kNever);
   require(worker.rpc_sync("worker1", kAdd, 1, 1) == 2, "worker1 lives");
   const TimePoint before = session.runtime().executor.now();
@@ -107,6 +122,49 @@ void join_only() {
   session.shutdown();
 }
 
+/// Rank 0's session ends without shutdown(). Its process takes a moment to end, as those with much to free
+/// do.
+void ends_early() {
+  int rank;
+  {
+    Session session(WorkerOptions::from_env(), functions());
+    rank = static_cast<int>(session.rank());
+    if (rank != 0) session.shutdown();
+  }
+  if (rank != 0) return;
+  poll(nullptr, 0, 500);
+  std::exit(std::atoi(std::getenv("TORCHSPAN_TEST_CODE")));
+}
+
+/// What `torchspan run` makes of ends_early() when rank 0 ends with `code`: its own exit code and output.
+std::pair<int, std::string> launch_ends_early(const std::string& code) {
+  const testing::TemporaryFolder folder;
+  const auto executor = make_executor();
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
+  Process launcher(
+      {self.parent_path() / "torchspan", "run", "-n", "3", self},
+      {{"TORCHSPAN_TEST_SCENARIO", "ends_early"}, {"TORCHSPAN_TEST_CODE", code}, {"OMP_NUM_THREADS", "1"}},
+      folder.path() + "/output");
+  EXPECT_TRUE(launcher.wait(*executor, std::chrono::seconds(60)));
+  return {launcher.exit_code(), launcher.output()};
+}
+
+TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
+  const auto [code, output] = launch_ends_early("7");
+  EXPECT_EQ(code, 7) << output;
+  EXPECT_THAT(output,
+              ::testing::ContainsRegex("first failure: worker0 .rank 0, pid [0-9]+. exited with code 7"));
+  EXPECT_THAT(output, HasSubstr("worker1, worker2: failed because of it (exited with code 1)"));
+}
+
+TEST(Cluster, LauncherSaysThatAWorkerEndedWithoutShutdown) {
+  const auto [code, output] = launch_ends_early("0");
+  EXPECT_EQ(code, 1) << output;
+  EXPECT_THAT(output,
+              ::testing::ContainsRegex(
+                  "first failure: worker0 .rank 0, pid [0-9]+. exited with code 0 without shutdown.., "));
+}
+
 TEST(Cluster, CallsAcrossProcesses) {
   ProcessWorld world(3);
   world.start_all("calls_work");
@@ -128,6 +186,15 @@ TEST(Cluster, RefusesAnUnknownFunction) {
 TEST(Cluster, FailsACallWithinASecondWhenItsWorkerIsKilled) {
   ProcessWorld world(3);
   world.start_all("worker_dies_during_a_call");
+  ASSERT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
+  EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
+}
+
+TEST(Cluster, FailsACallWithinASecondThoughAForkedChildOfTheKilledWorkerLives) {
+  ProcessWorld world(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    world.start(rank, "worker_dies_during_a_call", {{"TORCHSPAN_TEST_CHILD", "1"}});
+  }
   ASSERT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
 }
@@ -201,5 +268,6 @@ int main(int argc, char** argv) {
        {"remote_exception", torchspan::remote_exception},
        {"unknown_function", torchspan::unknown_function},
        {"worker_dies_during_a_call", torchspan::worker_dies_during_a_call},
-       {"join_only", torchspan::join_only}});
+       {"join_only", torchspan::join_only},
+       {"ends_early", torchspan::ends_early}});
 }

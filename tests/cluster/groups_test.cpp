@@ -1,7 +1,12 @@
 // Groups beside remote calls, across real processes.
-#include <ATen/ATen.h>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+#include <torch/torch.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/data_parallel/data_parallel.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 
@@ -76,6 +81,109 @@ TEST(Groups, MayBeSomeOfTheWorkers) {
   expect_all_end_well(world);
 }
 
+/// What `body` throws must be kCancelled.
+void require_cancelled(const std::string& what, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return require(error.kind() == ErrorKind::kCancelled, what + ": " + error.what());
+  }
+  require(false, what + " went well without a session");
+}
+
+using Model = DistributedDataParallel<torch::nn::Linear>;
+
+/// Things that a program keeps for longer than its session: in static objects, or in members that stand in
+/// the wrong order.
+struct Kept {
+  torch::nn::Linear net{2, 2};
+  std::optional<collective::Group> group, part;
+  std::optional<Model> model;
+  std::optional<Future<at::Tensor>> pending;
+
+  void train() {
+    net->zero_grad();
+    model->forward(at::ones({3, 2})).sum().backward();
+  }
+  void make(Session& session, const collective::GroupOptions& options) {
+    group = session.group(options);
+    part = group->split(0, group->rank());
+    model.emplace(session.runtime(), net, *group);
+    for (int step = 0; step < 3; ++step) train();
+  }
+  /// Every use says so, and nothing waits.
+  void require_all_cancelled() {
+    if (pending && group->size() > 1) require_cancelled("what was pending", [&] { pending->wait(); });
+    for (const collective::Group& one : {*group, *part}) {
+      at::Tensor tensor = at::ones({4, 2});
+      require_cancelled("all_reduce", [&] { one.all_reduce(tensor).wait(); });
+      require_cancelled("reduce_scatter", [&] { one.reduce_scatter(at::ones({one.size(), 2})).wait(); });
+      require_cancelled("all_gather", [&] { one.all_gather(tensor).wait(); });
+      require_cancelled("broadcast", [&] { one.broadcast(tensor, 0).wait(); });
+      require_cancelled("exchange", [&] { one.exchange(Bytes(3)); });
+      require_cancelled("barrier", [&] { one.barrier(); });
+      require_cancelled("split", [&] { one.split(0, 0); });
+      require_cancelled("a continuation", [&] {
+        one.all_reduce(tensor).then([](const Future<at::Tensor>& done) { done.wait(); }).wait();
+      });
+    }
+    require_cancelled("a step", [&] { train(); });
+    const at::NoGradGuard no_grad;
+    model->forward(at::ones({3, 2}));  // alone, without the others
+  }
+};
+
+std::vector<collective::GroupOptions> all_kinds() {
+  const auto isolated = collective::Network::kIsolated;
+  return {{},
+          {.back_end = collective::BackEndKind::kC10d, .network = isolated},
+          {.back_end = collective::BackEndKind::kHierarchical, .network = isolated}};
+}
+
+/// TEST_ENDING: how the session ends before what was made of it.
+void outlives_its_session() {
+  const std::string ending = std::getenv("TEST_ENDING");
+  static Kept last;  // it goes after main()
+  std::optional<Session> session(std::in_place, WorkerOptions::from_env());
+  std::vector<std::unique_ptr<Kept>> kept;
+  for (const auto& options : all_kinds()) {
+    kept.push_back(std::make_unique<Kept>());
+    kept.back()->make(*session, options);
+  }
+  last.make(*session, {});
+  const std::string over = std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/over";
+  if (ending == "shutdown") {
+    session->shutdown(seconds(30));
+    kept.front()->require_all_cancelled();
+  } else if (session->rank() == 0) {
+    for (const auto& one : kept) one->pending = one->group->all_reduce(at::ones({100}));
+  } else {  // it never comes, and hears of the end of rank 0
+    while (!std::filesystem::exists(over)) session->runtime().executor.sleep(std::chrono::milliseconds(10));
+    return session.reset();
+  }
+  session.reset();
+  std::ofstream(over) << "now";
+  for (const auto& one : kept) one->require_all_cancelled();
+  last.require_all_cancelled();
+}
+
+class GroupsThatOutliveTheirSession : public ::testing::TestWithParam<std::tuple<int, std::string>> {};
+INSTANTIATE_TEST_SUITE_P(Endings, GroupsThatOutliveTheirSession,
+                         ::testing::Combine(::testing::Values(1, 2),
+                                            ::testing::Values("shutdown", "destruction")),
+                         [](const auto& info) {
+                           return std::get<1>(info.param) + "_" + std::to_string(std::get<0>(info.param));
+                         });
+
+TEST_P(GroupsThatOutliveTheirSession, AnswerThatTheyWereCancelled) {
+  const auto& [ranks, ending] = GetParam();
+  ProcessWorld world(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    world.start(rank, "outlives_its_session", {{"TEST_ENDING", ending}});
+  }
+  expect_all_end_well(world);
+}
+
 TEST(Groups, AWorldOfOneHasAGroupToo) {
   Session session(WorkerOptions{});
   const collective::Group group = session.group();
@@ -88,6 +196,8 @@ TEST(Groups, AWorldOfOneHasAGroupToo) {
 
 int main(int argc, char** argv) {
   using namespace torchspan;
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"sums_and_calls", sums_and_calls}, {"group_of_some", group_of_some}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"sums_and_calls", sums_and_calls},
+                                           {"group_of_some", group_of_some},
+                                           {"outlives_its_session", outlives_its_session}});
 }

@@ -117,6 +117,48 @@ void lose_a_rank() {
   require(false, "somebody missed " + name);
 }
 
+/// The error that `body` throws.
+Error error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  throw std::runtime_error("nothing was thrown");
+}
+
+/// Trains until the network is cut, prints "lost", and waits until it is mended: by then the group has ended,
+/// and the session says the same as the group did.
+void lose_the_network() {
+  Session session(host_options());
+  nn::Sequential net = make_net();
+  const collective::Group group = session.group(over_hosts());
+  DistributedDataParallel model(session.runtime(), net, group, small_buckets());
+  const auto train_once = [&] {
+    net->zero_grad();
+    model.forward(values({3, 6}, 1)).pow(2).sum().backward();
+  };
+  train_once();
+  std::printf("ready\n");
+  std::fflush(stdout);
+  const Error lost = error_of([&] {
+    while (true) train_once();
+  });
+  std::printf("lost: %s\n", lost.what());
+  std::fflush(stdout);
+  while (access(std::getenv("TEST_MENDED"), F_OK) != 0)
+    session.runtime().executor.sleep(std::chrono::milliseconds(10));
+  std::vector<Error> errors{lost, error_of(train_once), error_of([&] { group.barrier(); })};
+  errors.push_back(error_of([&] { session.shutdown(seconds(30)); }));
+  const std::string other = session.rank() == 0 ? "worker1 (rank 1" : "worker0 (rank 0";
+  for (const Error& error : errors) {
+    const std::string text = error.what();
+    require(error.kind() == ErrorKind::kDisconnected, text);
+    require(text.find(other) != std::string::npos, other + " in: " + text);
+    require(text.find("silent for 5.0 s") != std::string::npos, "silent for 5.0 s in: " + text);
+  }
+}
+
 class TrainingOverHosts : public testing::Hosts {};
 
 TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
@@ -145,10 +187,38 @@ TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
   }
 }
 
+/// The network is away for eight seconds: longer than the world waits, shorter than TCP does. The ranks are
+/// dead to each other from the fifth second on, and stay so.
+TEST_F(TrainingOverHosts, EndsAsTheWorldDoesWhenHostsLoseSightOfEachOther) {
+  ProcessWorld world(2);
+  const std::string mended = world.folder() + "/mended";
+  for (int rank = 0; rank < 2; ++rank) {
+    start(world, rank, rank == 0 ? network_.near : network_.far, "lose_the_network",
+          {{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"TEST_MENDED", mended}});
+  }
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    ASSERT_TRUE(says(world, world.process(rank), "ready", seconds(60))) << world.process(rank).output();
+  }
+  const TimePoint pulled = world.executor().now();
+  ASSERT_TRUE(network_.pull_cable());
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    EXPECT_TRUE(says(world, world.process(rank), "lost", seconds(20))) << world.process(rank).output();
+    EXPECT_LT(world.executor().now() - pulled, seconds(7)) << world.process(rank).output();
+  }
+  if (world.executor().now() - pulled < seconds(8)) {
+    world.executor().sleep(seconds(8) - (world.executor().now() - pulled));
+  }
+  ASSERT_TRUE(network_.plug_cable());
+  std::ofstream(mended) << "now";
+  expect_all_end_well(world);
+}
+
 }  // namespace
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"train", torchspan::train}, {"lose_a_rank", torchspan::lose_a_rank}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"train", torchspan::train},
+                                           {"lose_a_rank", torchspan::lose_a_rank},
+                                           {"lose_the_network", torchspan::lose_the_network}});
 }

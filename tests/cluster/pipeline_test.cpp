@@ -1,9 +1,12 @@
 // Pipelines across real processes.
+#include <cstring>
 #include <fmt/format.h>
 #include <fstream>
 
 #include <torch/torch.h>
 
+#include <torchspan/collective/group.h>
+#include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/session/session.h>
 
@@ -86,6 +89,82 @@ TEST(PipelineProcesses, TrainLikeThePlainModel) {
   ProcessWorld world(3);
   world.start_all("train");
   expect_all_end_well(world, seconds(120));
+}
+
+/// Every process seeds its generator alike, as programs do; each gathers all initial weights.
+void make_weights() {
+  Session session(WorkerOptions::from_env());
+  torch::manual_seed(3);
+  Layers layers;
+  for (int layer = 0; layer < 3; ++layer) layers.add<torch::nn::Linear>(4, 4);
+  {
+    Pipeline pipe(session.worker(), layers, {.balance = {1, 1, 1}});
+    const at::Tensor mine = pipe.parameters().at(0).detach();
+    const auto* bytes = static_cast<const std::byte*>(mine.data_ptr());
+    const auto all = session.worker().all_gather(Bytes(bytes, bytes + mine.nbytes()));
+    torch::manual_seed(3);
+    require(all.at("worker0") != all.at("worker1") && all.at("worker1") != all.at("worker2") &&
+                all.at("worker0") != all.at("worker2"),
+            "stages have initial weights of their own");
+    // The same model on one worker.
+    Pipeline alone(session.worker(), layers, {.balance = {3}, .workers = {session.worker().name()}});
+    for (std::size_t layer = 0; layer < 3; ++layer) {
+      const at::Tensor weight = alone.parameters().at(2 * layer).detach();
+      require(
+          std::memcmp(weight.data_ptr(), all.at(fmt::format("worker{}", layer)).data(), weight.nbytes()) == 0,
+          fmt::format("the weights of layer {} do not depend on the split", layer));
+    }
+  }
+  session.shutdown();
+}
+
+TEST(PipelineProcesses, InitialWeightsDoNotDependOnTheSplit) {
+  ProcessWorld world(3);
+  world.start_all("make_weights");
+  expect_all_end_well(world, seconds(120));
+}
+
+/// One of each thing that the log tells of at its debug level.
+void do_something() {
+  Session session(WorkerOptions::from_env());
+  {
+    const collective::Group group = session.group();
+    Layers layers;
+    for (int layer = 0; layer < 2; ++layer) layers.add<torch::nn::Linear>(2, 2);
+    Pipeline pipe(session.worker(), layers, {.balance = {1, 1}});
+    pipe.infer(at::ones({2, 2}));
+    torch::nn::Linear local(2, 2);
+    optim::DistributedOptimizer optimizer(session, optim::SGD{.lr = 0.1}, {local});
+    autograd::Context context(session.worker());
+    context.backward(local(at::ones({1, 2})).sum());
+    optimizer.step(context);
+  }
+  session.shutdown();
+}
+
+TEST(PipelineProcesses, TellTheLogsDebugLevelWhatTheyDo) {
+  using ::testing::ContainsRegex;
+  using ::testing::HasSubstr;
+  using ::testing::Not;
+  for (const bool debug : {false, true}) {
+    ProcessWorld world(2);
+    for (int rank = 0; rank < 2; ++rank)
+      world.start(rank, "do_something", {{"TORCHSPAN_LOG_LEVEL", debug ? "debug" : "warning"}});
+    expect_all_end_well(world, seconds(120));
+    const std::string text = world.process(0).output();
+    if (!debug) {
+      EXPECT_THAT(text, Not(HasSubstr("debug")));
+      continue;
+    }
+    EXPECT_THAT(text,
+                ContainsRegex("torchspan.worker0. debug: process [0-9]+ joined as rank 0 of 2, listening"));
+    EXPECT_THAT(text + world.process(1).output(), ContainsRegex("worker 'worker[01]' .rank [01]. connected"));
+    EXPECT_THAT(text, HasSubstr("group of 2 ranks, this is rank 0"));
+    EXPECT_THAT(text, HasSubstr("pipeline 'pipeline': 2 layers, balance [1, 1]"));
+    EXPECT_THAT(text, HasSubstr("pipeline 'pipeline': step 0, 1 micro-batches in "));
+    EXPECT_THAT(text, HasSubstr("backward pass "));
+    EXPECT_THAT(text, HasSubstr("optimizer step on 1 workers"));
+  }
 }
 
 /// Ends or stops its process in the second micro-batch of the second step.
@@ -176,6 +255,57 @@ TEST_P(Struck, AStoppedWorkerEndsTheStepForTheOthers) {
   EXPECT_TRUE(victim.wait(world.executor(), seconds(10))) << "the one that was stopped hangs";
 }
 
+/// A worker that a debugger stops in a step, for longer than anybody waits unless told to.
+void be_paused() {
+  Session session(WorkerOptions::from_env());
+  {
+    Layers layers;
+    for (int stage = 0; stage < 3; ++stage) layers.add<Treacherous>(stage == 1, SIGSTOP);
+    PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
+    options.checkpoint = Checkpoint::kNever;
+    Pipeline pipe(session.worker(), layers, options);
+    const at::Tensor x = at::ones({8, 1}, at::kDouble);
+    for (int step = 0; step < 3; ++step)
+      pipe.train_step(x, x, [](const at::Tensor& output, const at::Tensor&) { return output.mean(); });
+  }
+  session.shutdown();
+}
+
+/// Starts a world whose worker 1 is stopped in its second step; returns once it is.
+void pause_world(ProcessWorld& world, const std::string& limit) {
+  for (int rank = 0; rank < 3; ++rank) {
+    world.start(rank, "be_paused",
+                {{"TORCHSPAN_STOPPED_LIMIT", limit}, {"TORCHSPAN_RUNTIME_DIR", world.folder()}});
+  }
+  const Deadline deadline = world.executor().deadline_in(seconds(60));
+  while (!std::filesystem::exists(world.folder() + "/struck")) {
+    ASSERT_FALSE(deadline.passed(world.executor().now())) << "the worker was not stopped";
+    world.executor().sleep(std::chrono::milliseconds(10));
+  }
+}
+
+TEST(PipelineProcesses, AWorkerMayBeStoppedForAsLongAsTheLimitSays) {
+  for (const std::string limit : {"0", "60"}) {
+    SCOPED_TRACE(limit);
+    ProcessWorld world(3);
+    pause_world(world, limit);
+    world.executor().sleep(seconds(7));  // the default is 5
+    EXPECT_FALSE(world.process(0).wait(world.executor(), seconds(0))) << world.process(0).output();
+    world.process(1).kill(SIGCONT);
+    expect_all_end_well(world, seconds(60));
+  }
+}
+
+TEST(PipelineProcesses, AShorterLimitEndsTheStepSoonerAndSaysWhatSetsIt) {
+  ProcessWorld world(3);
+  pause_world(world, "0.5");
+  EXPECT_TRUE(world.process(0).wait(world.executor(), seconds(4))) << "the limit is half a second";
+  EXPECT_EQ(world.process(0).exit_code(), 1);
+  EXPECT_NE(world.process(0).output().find("TORCHSPAN_STOPPED_LIMIT"), std::string::npos)
+      << world.process(0).output();
+  world.process(1).kill(SIGCONT);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, Struck, ::testing::Values(0, 1, 2));
 
 }  // namespace
@@ -183,6 +313,11 @@ INSTANTIATE_TEST_SUITE_P(Stages, Struck, ::testing::Values(0, 1, 2));
 
 int main(int argc, char** argv) {
   using namespace torchspan;
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"train", train}, {"be_killed", be_killed}, {"be_stopped", be_stopped}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"train", train},
+                                           {"make_weights", make_weights},
+                                           {"do_something", do_something},
+                                           {"be_paused", be_paused},
+                                           {"be_killed", be_killed},
+                                           {"be_stopped", be_stopped}});
 }

@@ -30,6 +30,23 @@ std::int64_t keys(Worker& worker) {
   return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
 }
 
+/// What came to worker 1.
+struct Pushes {
+  int all = 0, without_context = 0;
+  std::string refusal;
+};
+at::Tensor push(Worker& worker, const at::Tensor& x) {
+  auto& pushes = state_of<Pushes>(worker);
+  ++pushes.all;
+  if (!autograd::has_current()) {
+    ++pushes.without_context;
+    EXPECT_FALSE(x.requires_grad()) << "it is nobody's leaf";
+    pushes.refusal = error_of([&] { autograd::current(worker); }).message();
+  }
+  return x * 2;
+}
+
+constexpr Function<push> kPush{"push"};
 constexpr Function<add> kAdd{"add"};
 constexpr Function<nested_add> kNestedAdd{"nested_add"};
 constexpr Function<held> kHeld{"held"};
@@ -46,7 +63,7 @@ at::Tensor nested_add(Worker& worker, std::int64_t to, const at::Tensor& a, cons
 
 ClusterOptions world(int workers = 2) {
   return autograd_world(workers, FunctionTable().add(kAdd, kNestedAdd, kHeld, kAddList, kContextId, kConstant,
-                                                     kRaise, kNeed, kKeys));
+                                                     kRaise, kNeed, kKeys, kPush));
 }
 
 void expect_no_contexts(SimCluster& cluster, Worker& worker) {
@@ -235,6 +252,53 @@ TEST_P(AutogradContexts, ContextCleanupNestedRpc) {
     context.release();
     EXPECT_EQ(counts_of(worker).contexts, 0U) << "here, before it returns";
   });
+}
+
+/// { Context context(worker); worker.rpc_async(…); }: its end may be heard of before the call is. Here every
+/// second call is late, and worker 2 tells worker 1 of the end.
+TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
+  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+    Pushes pushes;
+    ClusterOptions options = world(3);
+    options.seed = seed;
+    options.extensions = [&pushes] {
+      std::vector<std::unique_ptr<rpc::Extension>> extensions;
+      extensions.push_back(std::make_unique<Passes>());
+      extensions.push_back(std::make_unique<StateExtension<Pushes>>(pushes));
+      return extensions;
+    };
+    SimCluster cluster(std::move(options));
+    const auto is_call = [](const net::SimMessage& message) {
+      const auto header = wire::decode_frame(message.header).header;
+      return header.type == wire::MessageType{0x0010} || header.type == wire::MessageType{0x0011};
+    };
+    cluster.run([&](Worker& worker) {
+      if (worker.rank() == 0) {
+        std::vector<Future<at::Tensor>> results;
+        std::vector<RRef<at::Tensor>> created;
+        for (int i = 0; i < 10; ++i) {
+          const at::Tensor x = kind_.make(1);
+          {
+            Context context(worker);
+            worker.rpc_sync("worker2", kNestedAdd, 1, x, x);
+            if (i % 2 == 1) cluster.network().delay_if(is_call, milliseconds(5));
+            results.push_back(worker.rpc_async("worker1", kPush, x));
+            created.push_back(worker.remote("worker1", kPush, x));
+          }
+          cluster.executor().sleep(milliseconds(20));
+          cluster.network().delay_if({}, milliseconds(0));
+        }
+        for (const auto& result : results) expect_equal(result.wait().detach(), kind_.make(1, false) * 2);
+        for (const auto& result : created) expect_equal(result.to_here().detach(), kind_.make(1, false) * 2);
+        EXPECT_EQ(counts_of(worker).contexts, 0U);
+      }
+      worker.barrier();
+    });
+    EXPECT_EQ(pushes.all, 20);
+    EXPECT_GE(pushes.without_context, 10) << "so many were overtaken";
+    EXPECT_LT(pushes.without_context, 20);
+    EXPECT_THAT(pushes.refusal, HasSubstr("has ended meanwhile"));
+  }
 }
 
 TEST(AutogradContexts, ContextCleanupNoTensors) {

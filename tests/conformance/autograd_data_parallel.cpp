@@ -30,7 +30,16 @@ at::Tensor table_gradient(Worker& worker, const RRef<Embedding>& embedding, std:
   return worker.extension<Passes>().find(context).gradient(embedding.local_value().table);
 }
 
+/// Its backward fails on the server when a trainer is to be without a gradient.
+at::Tensor broken_forward(const RRef<Embedding>& embedding, const at::Tensor& rows) {
+  at::Tensor looked_up = embedding.local_value().forward(rows);
+  looked_up.register_hook(
+      [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the server is ill"); });
+  return looked_up;
+}
+
 constexpr Class<Embedding, bool> kEmbedding{"Embedding"};
+constexpr Function<broken_forward> kBrokenForward{"broken_forward"};
 constexpr Function<&Embedding::forward> kForward{"Embedding.forward"};
 constexpr Function<table_gradient> kTableGradient{"table_gradient"};
 
@@ -99,8 +108,8 @@ struct Trainer {
 void on_trainers(bool sparse, const std::function<void(Trainer&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    ClusterOptions options =
-        autograd_world(kTrainers + 1, FunctionTable().add(kEmbedding, kForward, kTableGradient));
+    ClusterOptions options = autograd_world(
+        kTrainers + 1, FunctionTable().add(kEmbedding, kForward, kTableGradient, kBrokenForward));
     options.seed = seed;
     std::unique_ptr<InProcessWorld> groups;
     SimCluster cluster(std::move(options));
@@ -286,6 +295,33 @@ TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
     Context context(trainer.worker);
     context.backward(head(trainer.embedding.rpc_sync(kForward, rows), rows).pow(2).sum());
     expect_head(context, *head.module(), in_one_process(false, 0, kTrainers));
+  });
+}
+
+/// The server's part of one trainer's pass fails when that trainer's gradients are on their way to the
+/// average already: the other trainer's pass fails too, rather than average what the first will not step
+/// with.
+TEST(AutogradDataParallel, APassThatFailsOnAServerFailsOnAllTrainers) {
+  on_trainers(false, [](Trainer& trainer) {
+    DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor rows = batch_of(trainer.rank, step);
+      Context context(trainer.worker);
+      const bool broken = step % 2 == 1 && trainer.rank == 0;
+      const at::Tensor embedded =
+          broken ? trainer.worker.rpc_sync(kServer, kBrokenForward, trainer.embedding, rows)
+                 : trainer.embedding.rpc_sync(kForward, rows);
+      const at::Tensor loss = head(embedded, rows).pow(2).sum();
+      if (step % 2 == 0) {
+        context.backward(loss);
+        expect_head(context, *head.module(), in_one_process(false, step, kTrainers));
+        continue;
+      }
+      const Error error = error_of([&] { context.backward(loss); });
+      EXPECT_THAT(error.message(), HasSubstr("the server is ill"));
+      EXPECT_EQ(error.message().find("rank 0 gave up") != std::string::npos, trainer.rank == 1)
+          << error.message();
+    }
   });
 }
 

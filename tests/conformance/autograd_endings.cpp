@@ -29,8 +29,43 @@ at::Tensor slow_and_bad(Worker& worker, const at::Tensor& x) {
 }
 constexpr Function<slow_and_bad> kSlowAndBad{"slow_and_bad"};
 
+at::Tensor slowly(Worker& worker, const at::Tensor& x) {
+  return sleeps_in_backward(x, worker.runtime(), seconds(5));
+}
+constexpr Function<slowly> kSlowly{"slowly"};
+/// Waits for a pass on the only thread of its worker; tells how many passes run when that failed.
+std::int64_t trains_alone(Worker& worker) {
+  const at::Tensor a = parameter();
+  Context context(worker);
+  const at::Tensor loss = worker.rpc_sync(0, kSlowly, a).sum();
+  const Error error = error_of([&] { context.backward(loss, {.retain_graph = true}); });
+  EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
+  EXPECT_THAT(error.message(), AllOf(HasSubstr("raise max_threads"), HasSubstr("on worker 'worker1'")));
+  return static_cast<std::int64_t>(counts_of(worker).passes);
+}
+constexpr Function<trains_alone> kTrainsAlone{"trains_alone"};
+
 ClusterOptions world(int workers) {
-  return autograd_world(workers, FunctionTable().add(kMultiply, kSquares, kDoubles, kSlowAndBad));
+  return autograd_world(
+      workers, FunctionTable().add(kMultiply, kSquares, kDoubles, kSlowAndBad, kSlowly, kTrainsAlone));
+}
+
+/// The pool gives up the wait of backward() when all its threads wait and another call needs one.
+TEST(AutogradEndings, APassWhoseWaitIsGivenUpEndsEverywhere) {
+  ClusterOptions options = world(2);
+  options.adjust = [](int rank, WorkerPlan& plan) {
+    if (rank == 1) plan.service.threads = plan.service.max_threads = 1;
+  };
+  on_first(options, [](Worker& worker) {
+    const auto left = worker.rpc_async("worker1", kTrainsAlone);
+    nap(worker, seconds(1));
+    const at::Tensor a = parameter();
+    const auto other = worker.rpc_async("worker1", kMultiply, a, a);
+    EXPECT_EQ(left.wait(), 0) << "passes that run on worker 1";
+    nap(worker, milliseconds(10));
+    EXPECT_EQ(counts_of(worker).passes, 0u) << "here";
+    other.wait();
+  });
 }
 
 TEST(AutogradEndings, BackwardReturnsAfterTheCallbacksOfItsEnd) {

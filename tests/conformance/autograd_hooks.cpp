@@ -6,12 +6,21 @@ namespace torchspan {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
+using autograd::PassMode;
 using engine::testing::CountingPostHook;
 using ::testing::ElementsAre;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
+Tensors both(const at::Tensor& a, const at::Tensor& b) { return {a * 2, b * 3}; }
+/// a + b, whose backward gives b no gradient.
+struct Forgets : torch::autograd::Function<Forgets> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& a, const at::Tensor& b) { return a + b; }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    return {gradients[0], at::Tensor()};
+  }
+};
 at::Tensor embed(const at::Tensor& table, const at::Tensor& indices, const at::Tensor& offsets) {
   return std::get<0>(at::embedding_bag(table, indices, offsets, false, 0, true));
 }
@@ -41,13 +50,14 @@ std::vector<std::string> spans_of(Worker& worker, std::uint64_t pass) {
 }
 
 constexpr Function<add> kAdd{"add"};
+constexpr Function<both> kBoth{"both"};
 constexpr Function<spans_of> kSpansOf{"spans_of"};
 constexpr Class<Bag, std::int64_t> kBag{"Bag"};
 constexpr Function<&Bag::forward> kForward{"Bag.forward"};
 constexpr Function<table_gradient> kTableGradient{"table_gradient"};
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(workers, FunctionTable().add(kAdd, kBag, kForward, kTableGradient, kSpansOf));
+  return autograd_world(workers, FunctionTable().add(kAdd, kBoth, kBag, kForward, kTableGradient, kSpansOf));
 }
 
 TEST(AutogradHooks, BackwardVerifyHooks) {
@@ -80,6 +90,103 @@ TEST(AutogradHooks, PostHooks) {
     EXPECT_EQ(second, 1);
     expect_equal(context.gradient(a), at::full_like(a, 3).detach());
     EXPECT_FALSE(a.grad().defined());
+  });
+}
+
+/// In one process each of the tensors has a node of its own, which then does not run.
+TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
+      for (const std::size_t used : {0, 1}) {
+        Context context(worker);
+        const Tensors parts = worker.rpc_sync("worker1", kBoth, a, b);
+        std::vector<int> calls(2);
+        for (std::size_t i = 0; i < 2; ++i) {
+          parts[i].retain_grad();
+          parts[i].register_hook([&calls, i](const at::Tensor& gradient) {
+            ++calls[i];
+            return gradient * 10;
+          });
+          parts[i].register_hook([&calls, i](const at::Tensor&) { ++calls[i]; });
+        }
+        // FAST: all that was sent takes part.
+        const at::Tensor rest = worker.rpc_sync("worker1", kAdd, a, b).sum();
+        context.backward(parts[used].sum() + rest, {.mode = mode});
+        EXPECT_EQ(calls[used], 2);
+        EXPECT_EQ(calls[1 - used], 0);
+        EXPECT_TRUE(parts[used].grad().defined());
+        EXPECT_FALSE(parts[1 - used].grad().defined());
+        expect_equal(context.gradient(used == 0 ? a : b), at::full_like(a, used == 0 ? 21 : 31).detach());
+        expect_equal(context.gradient(used == 0 ? b : a), at::ones_like(a).detach());
+      }
+    }
+  });
+}
+
+/// It is reached: as in one process the hook sees that it gets nothing.
+TEST(AutogradHooks, OfATensorWhoseGradientIsForgottenSeeAnUndefinedOne) {
+  const auto see = [](const Tensors& parts, std::vector<int>& seen) {
+    for (const at::Tensor& part : parts) {
+      // Without NDEBUG, the headers of LibTorch refuse undefined gradients for hooks that take an at::Tensor.
+      static_cast<const at::TensorBase&>(part).register_hook(
+          [&seen](const at::TensorBase& gradient) { seen.push_back(gradient.defined() ? 1 : 0); });
+    }
+    return Forgets::apply(parts[0], parts[1]).sum();
+  };
+  on_first(world(), [&](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    std::vector<int> here, there;
+    see(both(a, b), here).backward();
+    Context context(worker);
+    context.backward(see(worker.rpc_sync("worker1", kBoth, a, b), there));
+    std::sort(here.begin(), here.end());
+    std::sort(there.begin(), there.end());
+    EXPECT_THAT(there, ElementsAre(0, 1));
+    EXPECT_EQ(there, here);
+  });
+}
+
+/// The message came first, so its node would be the last one to run.
+TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
+    std::vector<std::string> order;
+    const auto note = [&order](const at::Tensor& x, const char* name) {
+      x.register_hook([&order, name](const at::Tensor&) { order.emplace_back(name); });
+    };
+    Context context(worker);
+    const at::Tensor first = worker.rpc_sync("worker1", kAdd, a, a);
+    const at::Tensor second = worker.rpc_sync("worker1", kAdd, a, a);
+    at::Tensor local = b;
+    for (int i = 0; i < 3; ++i) {
+      local = local * 2;
+      note(local, "local");
+    }
+    note(first, "first");
+    note(second, "second");
+    note(b, "leaf");
+    context.backward(at::stack({first, second, local, b}).sum());
+    EXPECT_THAT(order, ElementsAre("second", "first", "local", "local", "local", "leaf"));
+  });
+}
+
+/// What cannot travel is said to be that, and nobody is said to be lost.
+TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
+  struct ToCsr : torch::autograd::FunctionPreHook {
+    variable_list operator()(const variable_list& gradients) override {
+      return {gradients.at(0).to_sparse_csr()};
+    }
+  };
+  on_first(world(), [](Worker& worker) {
+    const at::Tensor a = Kind(false).make(1);
+    Context context(worker);
+    const at::Tensor y = worker.rpc_sync("worker1", kAdd, a, a);
+    y.grad_fn()->add_pre_hook(std::make_unique<ToCsr>());
+    const Error error = error_of([&] { context.backward(y.sum()); });
+    EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("layout SparseCsr does not travel"),
+                                    HasSubstr("result of 'add'"), Not(HasSubstr("lost worker"))));
   });
 }
 

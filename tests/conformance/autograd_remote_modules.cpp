@@ -138,6 +138,17 @@ TEST(RemoteModuleConformance, GetModuleRref) {
   });
 }
 
+TEST(RemoteModuleConformance, RemoteTakesAModuleClass) {
+  on_first(world(), [](Worker& worker) {
+    const RRef<Layer> module = worker.remote("worker2", kLayer, 7, 3);
+    EXPECT_EQ(module.owner().name, "worker2");
+    const RemoteModule layer(worker, kLayer, module);
+    const RemoteModule twin(worker, "worker1", kLayer, 7, 3);
+    const at::Tensor x = at::arange(12, at::kDouble).view({4, 3});
+    EXPECT_TRUE(layer.forward(x, 1.0).equal(twin.forward(x, 1.0)));
+  });
+}
+
 TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);

@@ -15,6 +15,7 @@ using torch::autograd::variable_list;
 
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
+at::Tensor held_scalar() { return at::ones({}, at::kDouble).set_requires_grad(true); }
 /// A loss of the caller's tensor and of one that is here.
 at::Tensor loss_with(const RRef<at::Tensor>& kept, const at::Tensor& a) {
   const at::Tensor sum = at::add(kept.local_value(), a, 3);
@@ -56,6 +57,7 @@ std::int64_t keys(Worker& worker) {
 
 constexpr Function<add> kAdd{"add"};
 constexpr Function<held> kHeld{"held"};
+constexpr Function<held_scalar> kHeldScalar{"held_scalar"};
 constexpr Function<loss_with> kLossWith{"loss_with"};
 constexpr Function<gradient_at> kGradientAt{"gradient_at"};
 constexpr Function<late> kLate{"late"};
@@ -72,9 +74,9 @@ at::Tensor add_there(Worker& worker, std::int64_t to, const RRef<at::Tensor>& ke
 }
 
 ClusterOptions world(int workers = 2) {
-  return autograd_world(
-      workers, FunctionTable().add(kAdd, kHeld, kLossWith, kGradientAt, kLate, kRefuse, kWithoutGraph, kFails,
-                                   kAddThere, kTimesKept, kKeys, kOwnSlow));
+  return autograd_world(workers,
+                        FunctionTable().add(kAdd, kHeld, kHeldScalar, kLossWith, kGradientAt, kLate, kRefuse,
+                                            kWithoutGraph, kFails, kAddThere, kTimesKept, kKeys, kOwnSlow));
 }
 
 std::vector<std::int64_t> all_keys(const Worker& worker) {
@@ -193,11 +195,50 @@ TEST(AutogradRoots, GradientsThatDoNotFitTheirRootsAreRefused) {
     refused("root 1 has the shape [3, 3], but its gradient [3]", {root, root}, {ones, ones[0]});
     refused("root 0 has 9 elements", {root}, {none});
     refused("root 0 is undefined", {none}, {ones});
-    refused("root 0 is a leaf", {a}, {ones});
     refused("root 0 does not require grad", {a.detach()}, {ones});
     refused("root 0 is of type Double, but its gradient of type ComplexDouble", {root},
             {ones.to(at::kComplexDouble)});
     EXPECT_THAT(context.gradients(), IsEmpty());
+  });
+}
+
+/// As LibTorch does: alone, in a list, twice, and when the loss depends on it as well.
+TEST(AutogradRoots, ALeafAmongTheRootsGetsItsRootsGradient) {
+  on_first(world(), [](Worker& worker) {
+    for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
+      const at::Tensor a = Kind(false).make(1), x = at::full({}, 3.0, at::kDouble).set_requires_grad(true);
+      const at::Tensor given = Kind(false).make(2, false);
+      Context context(worker);
+      const auto gradient_and_clear = [&](const at::Tensor& leaf) {
+        const at::Tensor gradient = context.gradient(leaf).clone();
+        context.clear_gradients();
+        return gradient;
+      };
+      context.backward(x, {.mode = mode});
+      EXPECT_EQ(gradient_and_clear(x).item<double>(), 1);
+      context.backward({x, worker.rpc_sync("worker1", kAdd, a, x).sum(), x}, {.mode = mode});
+      expect_equal(context.gradient(a), at::ones_like(a).detach());
+      EXPECT_EQ(gradient_and_clear(x).item<double>(), 11);
+      context.backward({a, x}, {given, at::Tensor()}, {.mode = mode});
+      EXPECT_EQ(context.gradient(x).item<double>(), 1);
+      expect_equal(gradient_and_clear(a), given);
+      const at::Tensor sum = worker.rpc_sync("worker1", kAdd, a, a);
+      context.backward({a, sum}, {given, given}, {.mode = mode});
+      expect_equal(context.gradient(a), given * 3);
+      EXPECT_FALSE(a.grad().defined());
+    }
+  });
+}
+
+TEST(AutogradRoots, AReferenceToALeafIsARoot) {
+  on_first(world(), [](Worker& worker) {
+    const auto there = worker.remote("worker1", kHeldScalar);
+    const auto here = worker.remote("worker0", kHeldScalar);
+    Context context(worker);
+    context.backward(there);
+    EXPECT_EQ(there.rpc_sync(kGradientAt).item<double>(), 1);
+    context.backward(here);
+    EXPECT_EQ(here.rpc_sync(kGradientAt).item<double>(), 1);
   });
 }
 

@@ -38,9 +38,43 @@ at::Tensor sends_then_works(Worker& worker, const at::Tensor& x, std::int64_t ti
 }
 constexpr Function<sends_then_works> kSendsThenWorks{"sends_then_works"};
 
+at::Tensor fails(const at::Tensor&) { throw std::runtime_error("no such thing"); }
+constexpr Function<fails> kFails{"fails"};
+at::Tensor late(Worker& worker, const at::Tensor& x) {
+  worker.runtime().executor.sleep(seconds(1));
+  return x * 2;
+}
+constexpr Function<late> kLate{"late"};
+
 ClusterOptions world(int workers) {
-  return autograd_world(
-      workers, FunctionTable().add(kMultiply, kOwnTensor, kWork, kSlowly, kSlowlyOn2).add(kSendsThenWorks));
+  return autograd_world(workers, FunctionTable()
+                                     .add(kMultiply, kOwnTensor, kWork, kSlowly, kSlowlyOn2)
+                                     .add(kSendsThenWorks, kFails, kLate));
+}
+
+/// What they sent is not what the program left unused, nor can it detach that.
+TEST(AutogradStalls, ACallThatFailedOrCameLateAndWasRepeatedIsNamedAsThat) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    const auto fail = [&] { worker.rpc_sync("worker1", kFails, a); };
+    const auto be_late = [&] { worker.with({.timeout = milliseconds(500)}).rpc_sync("worker1", kLate, a); };
+    for (const std::function<void()>& attempt :
+         {std::function<void()>(fail), std::function<void()>(be_late)}) {
+      Context context(worker);
+      EXPECT_THROW(attempt(), Error);
+      nap(worker, seconds(2));
+      const at::Tensor loss = worker.rpc_sync("worker1", kMultiply, a, a).sum();
+      const Error error =
+          error_of([&] { context.backward(loss, {.retain_graph = true, .mode = PassMode::kFast}); });
+      EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+      EXPECT_THAT(error.message(),
+                  AllOf(HasSubstr("got no result of that call"), HasSubstr("new autograd::Context"),
+                        HasSubstr("kSmart"), Not(HasSubstr("detach")), Not(HasSubstr("'multiply'"))));
+      context.clear_gradients();
+      context.backward(loss);
+      expect_equal(context.gradient(a), a.detach() * 2);
+    }
+  });
 }
 
 /// Worker 1 has no gradients to send, so its part is over when the others still wait.

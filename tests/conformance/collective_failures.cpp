@@ -36,6 +36,16 @@ class CollectiveFailures : public CollectiveSuite {
     return errors;
   }
 };
+/// What `body` throws.
+std::string error_text(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
 /// What only our own back end can do: tell the other ranks. Foreign engines leave them to their time-outs.
 class CollectiveNews : public CollectiveFailures {};
 
@@ -85,6 +95,25 @@ TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
   }
 }
 
+TEST_P(CollectiveFailures, NamesRanksWhoseSparseTensorsDifferInTheirSparseDimensions) {
+  for (const Error& error : errors_of([&](Group& group) {
+         const bool odd = group.rank() == ranks() - 1;
+         // In between are ranks that agree with everybody.
+         const at::Tensor mine =
+             odd ? at::sparse_coo_tensor(at::tensor({1L, 2L}).view({2, 1}), at::ones({1}), {5, 3})
+             : group.rank() == 0
+                 ? at::sparse_coo_tensor(at::tensor({1L}).view({1, 1}), at::ones({1, 3}), {5, 3})
+                 : at::sparse_coo_tensor(at::empty({2, 0}, at::kLong), at::empty({0}), {5, 3});
+         group.all_reduce(mine).wait();
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
+    EXPECT_THAT(
+        error.what(),
+        AllOf(HasSubstr("worker0"), HasSubstr("sparse Float [5, 3], sum) with 1 sparse dimensions"),
+              HasSubstr("worker" + std::to_string(ranks() - 1)), HasSubstr("with 2 sparse dimensions")));
+  }
+}
+
 TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   for (const Error& error : errors_of([&](Group& group) {
          const Error cause(ErrorKind::kCancelled, "the trainer gave up");
@@ -109,6 +138,29 @@ TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
        })) {
     EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
     EXPECT_THAT(error.what(), HasSubstr("enough"));
+  }
+}
+
+/// A group ends with its world: whoever leaves waits for nobody any more, and nobody waits for it.
+TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToTheOthers) {
+  const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = Group::make(self.runtime, self.membership, options());
+         group.all_reduce(at::ones({2})).wait();
+         if (self.rank == 1) {
+           const auto pending = group.all_reduce(at::ones({1 << 18}));
+           self.membership.leave(in(seconds(60)));
+           for (const std::string& text :
+                {error_text([&] { pending.wait(); }), error_text([&] { group.barrier(); })}) {
+             EXPECT_THAT(text, AllOf(HasSubstr("cancelled"), HasSubstr("has left the world")));
+           }
+         } else {
+           while (self.membership.is_present(1)) world_.executor().sleep(milliseconds(1));
+           const std::string text = error_text([&] { group.all_reduce(at::ones({1 << 18})).wait(); });
+           EXPECT_THAT(text, AllOf(HasSubstr("disconnected"), HasSubstr("worker1")));
+         }
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
   }
 }
 
@@ -167,11 +219,17 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
 TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
   int failed = 0;
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-         {
+         std::exception_ptr failure;
+         try {
            Group group = Group::make(self.runtime, self.membership, options());
            group.barrier();
            if (self.rank != 0) group.all_reduce(at::ones({3})).wait();
+         } catch (...) {
+           failure = std::current_exception();
          }
+         // Nobody's end must be what the others hear of.
+         self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+         if (failure) std::rethrow_exception(failure);
        })) {
     if (!failure) continue;
     ++failed;

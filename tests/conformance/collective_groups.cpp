@@ -113,6 +113,59 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   });
 }
 
+/// A rank that has nothing for an embedding cannot know how many sparse dimensions the others' gradients
+/// have.
+TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) {
+  run([&](Group& group) {
+    const auto empty = [](std::int64_t sparse_dim) {
+      std::vector<std::int64_t> values{5, 3};
+      values.erase(values.begin(), values.begin() + sparse_dim);
+      values.insert(values.begin(), 0);
+      return at::sparse_coo_tensor(at::empty({sparse_dim, 0}, at::kLong), at::empty(values), {5, 3});
+    };
+    const at::Tensor rows = at::sparse_coo_tensor(at::tensor({1L, 4L}).view({1, 2}), at::ones({2, 3}),
+                                                  {5, 3});  // as an embedding's
+    const at::Tensor places =
+        at::sparse_coo_tensor(at::tensor({1L, 4L, 0L, 2L}).view({2, 2}), at::ones({2}), {5, 3});
+    for (const at::Tensor& tensor : {rows, places}) {
+      for (int owner = 0; owner < ranks(); ++owner) {
+        const at::Tensor mine = group.rank() == owner ? tensor : empty(1 + group.rank() % 2);
+        const at::Tensor sum = group.all_reduce(mine).wait();
+        EXPECT_EQ(sum.sparse_dim(), tensor.sparse_dim()) << "that of rank " << owner;
+        EXPECT_TRUE(same_bits(sum.to_dense(), tensor.to_dense())) << "that of rank " << owner;
+      }
+    }
+    const at::Tensor nothing = group.all_reduce(empty(1 + group.rank() % 2), kAverage).wait();
+    EXPECT_EQ(nothing.sizes(), at::IntArrayRef({5, 3}));
+    EXPECT_EQ(nothing._nnz(), 0);
+  });
+}
+
+/// Their memory has no address here: what was read or written there ended the process.
+TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
+  run([&](Group& group) {
+    const at::Tensor meta = at::empty({ranks(), 2}, at::TensorOptions().device(at::kMeta));
+    const auto refused = [](const std::function<void()>& call) {
+      try {
+        call();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
+        EXPECT_THAT(error.what(),
+                    ::testing::AllOf(::testing::HasSubstr("on meta"), ::testing::HasSubstr(".to(at::kCPU)")));
+      }
+    };
+    refused([&] { group.all_reduce(meta); });
+    refused([&] { group.reduce_scatter(meta); });
+    refused([&] { group.all_gather(meta); });
+    refused([&] { group.broadcast(meta, 0); });
+    std::vector<at::Tensor> parts(ranks(), at::ones({2}));
+    parts.back() = meta;
+    refused([&] { group.all_to_all(parts); });
+    EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+  });
+}
+
 TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
   run([&](Group& group) {
     for (const std::int64_t length : {11L, 30000L, 1000003L}) {

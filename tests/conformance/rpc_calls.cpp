@@ -48,14 +48,19 @@ constexpr Function<&Adder::grow> kGrow{"Adder.grow"};
 constexpr Function<&Adder::difference> kDifference{"Adder.difference"};
 constexpr Function<&Adder::twice> kTwice{"Adder.twice"};
 
+constexpr auto twice_of = [](std::int64_t x) { return 2 * x; };
+constexpr auto greet = [](Worker& worker, const std::string& greeting) { return greeting + worker.name(); };
+constexpr Function<twice_of> kTwiceOf{"twice_of"};
+constexpr Function<greet> kGreet{"greet"};
+
 std::string ask_back(Worker& worker, const WorkerInfo& caller) {
   return worker.rpc_sync(caller, kWho) + " called " + worker.name();
 }
 
 ClusterOptions world(int workers) {
-  return world_of(workers,
-                  FunctionTable().add(kAdd, kAddTensors, kWho, kSameInfo, kLargest, kMyFunction, kCountUp,
-                                      kHeavy, kAskBack, kAdder, kPlus, kGrow, kDifference, kTwice));
+  return world_of(workers, FunctionTable().add(kAdd, kAddTensors, kWho, kSameInfo, kLargest, kMyFunction,
+                                               kCountUp, kHeavy, kAskBack, kAdder, kPlus, kGrow, kDifference,
+                                               kTwice, kTwiceOf, kGreet));
 }
 
 /// Asks who the callee takes the caller for.
@@ -201,6 +206,14 @@ TEST(RpcConformance, MultiRpc) {
       const auto sum = worker.rpc_sync((worker.rank() + 1) % 4, "aten::add", {x, x});
       EXPECT_TRUE(at::equal(sum.toTensor(), at::full({n, n}, 2.0)));
     }
+  });
+}
+
+TEST(RpcConformance, LambdasWithoutCapturesAreFunctions) {
+  on_first(world(2), [](Worker& worker) {
+    EXPECT_EQ(worker.rpc_sync("worker1", kTwiceOf, 21), 42);
+    EXPECT_EQ(worker.rpc_sync("worker1", kGreet, "hello "), "hello worker1");
+    EXPECT_EQ(worker.remote("worker1", kTwiceOf, 4).to_here(), 8);
   });
 }
 

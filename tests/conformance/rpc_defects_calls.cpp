@@ -168,7 +168,7 @@ class SlowInterceptor final : public rpc::Extension, public rpc::Interceptor {
     return {};
   }
   void undo(const rpc::CallInfo&, BytesView) override {}
-  std::shared_ptr<rpc::CallScope> incoming(const rpc::CallInfo&, std::span<at::Tensor>, BytesView) override {
+  rpc::EnvironmentValuePtr incoming(const rpc::CallInfo&, std::span<at::Tensor>, BytesView) override {
     return nullptr;
   }
 

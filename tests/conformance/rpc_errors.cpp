@@ -35,7 +35,16 @@ constexpr Function<wait_and_add> kSlow{"wait_and_add"};
 constexpr Function<raise_on_next> kRaiseOnNext{"raise_on_next"};
 constexpr Function<add> kOnlyOnTheCaller{"only_on_the_caller"};
 
-std::int64_t raise_on_next(Worker& worker) { return worker.rpc_sync(worker.rank() + 1, kRaise); }
+std::int64_t raise_on_next(Worker& worker) {
+  const std::uint32_t next = worker.rank() + 1;
+  return next + 1 < worker.world_size() ? worker.rpc_sync(next, kRaiseOnNext) : worker.rpc_sync(next, kRaise);
+}
+
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
 
 FunctionTable functions() {
   return FunctionTable().add(kAdd, kRaise, kRaiseEscape, kThrowNumber, kElement, kMultiply, kMakeOpaque,
@@ -67,6 +76,24 @@ TEST(RpcConformance, PyRaiseInUserFuncEscapedStr) {
     EXPECT_THAT(error.what(), HasSubstr("Expected\nerror with \"quotes\" and \\n"));
     EXPECT_THAT(error.what(), HasSubstr("std::invalid_argument"));
   });
+}
+
+TEST(RpcErrors, TheTextOfAnExceptionIsNotRepeatedForEachHop) {
+  std::vector<int> counts;
+  for (const int workers : {2, 3, 5}) {
+    on_first(world_of(workers, functions()), [&](Worker& worker) {
+      const Error error = error_of([&] {
+        if (workers == 2) worker.rpc_sync("worker1", kRaise);
+        worker.rpc_sync("worker1", kRaiseOnNext);
+      });
+      EXPECT_EQ(error.frames().size(), static_cast<std::size_t>(workers - 1)) << error.what();
+      EXPECT_THAT(error.message(), HasSubstr("std::domain_error: Expected error"));
+      EXPECT_THAT(error.message(), HasSubstr(workers == 2 ? "'raise_func' threw" : "'raise_on_next' threw"));
+      EXPECT_THAT(error.what(), HasSubstr("on worker 'worker" + std::to_string(workers - 1) + "'"));
+      counts.push_back(count_of(error.what(), "Expected error"));
+    });
+  }
+  for (const int count : counts) EXPECT_EQ(count, counts.front());
 }
 
 TEST(RpcConformance, PyRaiseNestedUserFuncNamesEveryHop) {

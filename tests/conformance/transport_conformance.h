@@ -35,6 +35,8 @@ class EchoPeer {
   /// Stops it where it is, as SIGSTOP does, until go_on(). False when this one cannot be stopped.
   virtual bool stop() { return false; }
   virtual void go_on() {}
+  /// Forks a child that lives on after kill(), as long as this object. False when this one cannot fork.
+  virtual bool fork_child() { return false; }
 };
 
 /// The surroundings of one test on one back end.

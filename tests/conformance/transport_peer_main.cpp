@@ -10,7 +10,8 @@
 #include "tests/conformance/transport_echo.h"
 
 /// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
-/// prints where it listens, and ends when its standard input does.
+/// prints where it listens, and ends when its standard input does. An 'f' there makes it fork a child, which
+/// ends then, too.
 namespace torchspan::net::conformance {
 namespace {
 
@@ -64,6 +65,14 @@ int main(int count, char** arguments) {
   std::fflush(stdout);
   char c;
   while (::read(STDIN_FILENO, &c, 1) > 0) {
+    if (c != 'f') continue;
+    if (::fork() == 0) {
+      while (::read(STDIN_FILENO, &c, 1) > 0) {
+      }
+      ::_exit(0);
+    }
+    std::puts("forked");
+    std::fflush(stdout);
   }
   return 0;
 }

@@ -55,6 +55,29 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
   });
 }
 
+TEST_P(TransportPeerConformance, TellsAtOnceThatAPeerWasKilledThoughItsForkedChildLives) {
+  in_world([](World& world) {
+    auto echo = world.start_echo("echo");
+    const std::string address = echo->address();
+    Node node(world, "node");
+    const auto channel = node.connect(address);
+    send(*channel, numbered(1));
+    node.wait_for_messages(1);
+    if (!echo->fork_child()) return;  // a thread of this process cannot
+    send(*channel, numbered(2));
+    node.wait_for_messages(2);
+    const TimePoint killed = world.executor().now();
+    echo->kill();
+    EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
+    // The child does not hold the address either.
+    const auto again = world.start_echo("echo");
+    ASSERT_EQ(again->address(), address);
+    send(*node.connect(address), numbered(3));
+    node.wait_for_messages(3);
+  });
+}
+
 /// Kills an echo in the middle of bulk; returns how long it took until that was told.
 Duration kill_amid_bulk(World& world) {
   const auto echo = world.start_echo("echo");

@@ -61,7 +61,8 @@ class ProcessEcho final : public EchoPeer {
     int input[2], output[2];
     if (::pipe2(input, O_CLOEXEC) != 0 || ::pipe2(output, O_CLOEXEC) != 0) std::abort();
     input_.reset(input[1]);
-    const Descriptor its_input(input[0]), answer(output[0]);
+    answer_.reset(output[0]);
+    const Descriptor its_input(input[0]);
     Descriptor its_output(output[1]);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
@@ -77,8 +78,7 @@ class ProcessEcho final : public EchoPeer {
     posix_spawn_file_actions_destroy(&actions);
     EXPECT_EQ(failed, 0) << program;
     its_output.reset();
-    char c;
-    while (::read(answer.get(), &c, 1) == 1 && c != '\n') address_ += c;
+    address_ = hear_line();
     EXPECT_FALSE(address_.empty()) << "the peer did not start";
   }
   ~ProcessEcho() override {
@@ -96,14 +96,21 @@ class ProcessEcho final : public EchoPeer {
     return ::kill(process_, SIGSTOP) == 0 && ::waitpid(process_, &status, WUNTRACED) == process_;
   }
   void go_on() override { ::kill(process_, SIGCONT); }
+  bool fork_child() override { return ::write(input_.get(), "f", 1) == 1 && hear_line() == "forked"; }
 
  private:
+  std::string hear_line() const {
+    std::string line;
+    char c;
+    while (::read(answer_.get(), &c, 1) == 1 && c != '\n') line += c;
+    return line;
+  }
   void reap() {
     if (process_ > 0) ::waitpid(process_, nullptr, 0);
     process_ = 0;
   }
 
-  Descriptor input_;
+  Descriptor input_, answer_;
   pid_t process_ = 0;
   std::string address_;
 };

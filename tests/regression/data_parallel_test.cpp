@@ -1,11 +1,15 @@
 // What LibTorch's data parallelism computes wrongly without a word, tried with release 1.13 over Gloo and two
 // ranks, and what ours does instead. Each test tells one story; "theirs" are the numbers that came out there.
 #include <gtest/gtest.h>
+#include <optional>
+#include <string>
 
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
 #include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/optim/optimizer.h>
+#include <torchspan/optim/sgd.h>
 
 #include "tests/support/ranks.h"
 
@@ -124,6 +128,29 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
     two->forward(fed(1 + self.rank), fed(0)).sum().backward();  // warns; and the next reduced step has it
     model(fed(3), fed(0)).sum().backward();
     EXPECT_EQ(averaged(two->a), 4.5);
+  });
+}
+
+// An optimizer that steps in backward, made before the wrapper. Its hook took each gradient away before the
+// reducer's came, which averaged nothing: replicas drifted apart.
+TEST(SilentWrongResult, AnOptimizerThatStepsInBackwardIsRefusedWhicheverIsMadeFirst) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    optim::Optimizer optimizer(two->parameters(), optim::SGD{.lr = 0.1});
+    {
+      std::optional<optim::BackwardSteps> steps;
+      if (self.rank == 1) steps.emplace(optimizer.step_in_backward());
+      const std::string text =
+          error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+      EXPECT_NE(text.find("rank 1 cannot begin: parameter 'a' is stepped in backward"), std::string::npos)
+          << text;
+      EXPECT_NE(text.find("call step() after backward"), std::string::npos) << text;
+    }
+    DistributedDataParallel model(self.runtime, two, self.group);
+    const std::string text = error_of([&] { static_cast<void>(optimizer.step_in_backward()); });
+    EXPECT_NE(text.find("DistributedDataParallel averages its gradient"), std::string::npos) << text;
+    model(fed(1 + self.rank), fed(1)).sum().backward();
+    EXPECT_EQ(averaged(two->a), 1.5);
   });
 }
 

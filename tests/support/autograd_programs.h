@@ -5,12 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "tests/support/autograd_functions.h"
+#include "tests/support/hook_calls.h"
 
 /// Random programs over several workers, and the same programs in one process with LibTorch's own engine: the
 /// oracle of distributed autograd. What a program is: inputs, instructions that each make values from earlier
@@ -62,6 +64,8 @@ struct Program {
   std::vector<std::vector<int>> losses;  ///< of each pass: values whose sums add up
   std::vector<bool> retain;
   bool many_roots = false;  ///< each value of a loss is a root of its own
+  bool hooked = false;      ///< values have hooks that scale their gradients, and retain them
+  int bare_roots = 0;       ///< how often a leaf of its own is a root of each pass
 
   std::string text() const;
 };
@@ -74,8 +78,9 @@ inline std::string Program::text() const {
       "by_reference", "fetch",   "detached", "without_grad", "sent_without_grad", "forgetful",
       "wasteful"};
   static_assert(std::size(kNames) == Instruction::kKinds);
-  std::string text = fmt::format("{} workers, {} inputs, {} threads{}{}", workers, inputs, threads,
-                                 tidy ? ", FAST" : "", many_roots ? ", a root each" : "");
+  std::string text = fmt::format("{} workers, {} inputs, {} threads, {} bare roots{}{}{}", workers, inputs,
+                                 threads, bare_roots, tidy ? ", FAST" : "", many_roots ? ", a root each" : "",
+                                 hooked ? ", hooked" : "");
   for (const Instruction& in : instructions) {
     text += fmt::format("\n  {} on {} ({}) of v{} v{}", kNames[in.kind], in.worker, in.other, in.a, in.b);
     for (const std::int64_t stop : in.stops) text += fmt::format(" >{}", stop);
@@ -134,6 +139,8 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
   program.tidy = pick(4) == 0;
   program.threads = pick(4) == 0 ? 3 : 1;
   program.many_roots = pick(3) == 0;
+  program.hooked = pick(2) == 0;
+  program.bare_roots = std::max(0, pick(4) - 1);
   const int length = 1 + pick(10);
   int values = program.inputs;
   std::vector<Makers> makers(static_cast<std::size_t>(values));
@@ -225,10 +232,13 @@ std::vector<at::Tensor> run_one(const Instruction& in, const at::Tensor& a, cons
 
 /// All values of a program.
 template <class Calls>
-std::vector<at::Tensor> run(const Program& program, std::vector<at::Tensor> values, Calls& calls) {
+std::vector<at::Tensor> run(const Program& program, std::vector<at::Tensor> values, Calls& calls,
+                            HooksCalls& hooks) {
   for (const Instruction& in : program.instructions) {
     const at::Tensor a = values[static_cast<std::size_t>(in.a)], b = values[static_cast<std::size_t>(in.b)];
-    for (at::Tensor& value : run_one(in, a, b, calls)) values.push_back(std::move(value));
+    const std::vector<at::Tensor> made = run_one(in, a, b, calls);
+    if (program.hooked) add_hooks(made, hooks);
+    values.insert(values.end(), made.begin(), made.end());
   }
   return values;
 }
@@ -317,9 +327,9 @@ struct RemoteCalls {
   std::vector<RRef<Store>> stores;
 };
 
-/// The roots of a pass; empty when nothing of it has a graph.
+/// The roots of a pass; empty when nothing of it has a graph. `bare` is a leaf.
 inline std::vector<at::Tensor> roots_of(const Program& program, const std::vector<at::Tensor>& values,
-                                        const std::vector<int>& chosen) {
+                                        const std::vector<int>& chosen, const at::Tensor& bare) {
   std::vector<at::Tensor> roots;
   for (const int value : chosen) {
     const at::Tensor root = values[static_cast<std::size_t>(value)].pow(2).sum();
@@ -330,8 +340,11 @@ inline std::vector<at::Tensor> roots_of(const Program& program, const std::vecto
       roots[0] = roots[0] + root;
     }
   }
+  for (int i = 0; i < program.bare_roots; ++i) roots.insert(roots.begin() + roots.size() / 2, bare);
   return roots;
 }
+
+inline at::Tensor bare_leaf() { return at::ones({}, at::kDouble).set_requires_grad(true); }
 
 inline std::vector<at::Tensor> inputs_of(const Program& program) {
   std::vector<at::Tensor> inputs;
@@ -346,7 +359,15 @@ inline std::vector<at::Tensor> inputs_of(const Program& program) {
 struct Outcome {
   std::map<std::string, at::Tensor> gradients;
   std::vector<std::int64_t> keys;
+  std::vector<std::pair<int, int>> hooks;  ///< calls of each value's, and those without a gradient
 
+  void note_values(const std::vector<at::Tensor>& values, const HooksCalls& calls) {
+    if (calls.empty()) return;
+    for (std::size_t i = values.size() - calls.size(); i < values.size(); ++i) {
+      if (!values[i].is_leaf()) gradients[fmt::format("value{}", i)] = values[i].grad();
+    }
+    for (const auto& call : calls) hooks.emplace_back(call->all, call->undefined);
+  }
   void note_inputs(const std::vector<at::Tensor>& of_inputs) {
     for (std::size_t i = 0; i < of_inputs.size(); ++i) gradients[fmt::format("input{}", i)] = of_inputs[i];
   }
@@ -365,11 +386,15 @@ inline Outcome run_locally(const Program& program) {
   Outcome outcome;
   LocalCalls calls(program.workers);
   const auto inputs = inputs_of(program);
-  const auto values = run(program, inputs, calls);
+  const at::Tensor bare = bare_leaf();
+  HooksCalls hooks;
+  const auto values = run(program, inputs, calls, hooks);
   for (std::size_t pass = 0; pass < program.losses.size(); ++pass) {
-    const auto roots = roots_of(program, values, program.losses[pass]);
+    const auto roots = roots_of(program, values, program.losses[pass], bare);
     if (!roots.empty()) torch::autograd::backward(roots, {}, program.retain[pass]);
   }
+  outcome.note_values(values, hooks);
+  outcome.gradients["bare"] = bare.grad();
   std::vector<at::Tensor> of_inputs;
   for (const at::Tensor& input : inputs) of_inputs.push_back(input.grad());
   outcome.note_inputs(of_inputs);
@@ -381,7 +406,7 @@ inline Outcome run_locally(const Program& program) {
     outcome.note_store(worker, gradients);
     outcome.keys.push_back(count_defined(gradients));
   }
-  outcome.keys[0] += count_defined(of_inputs);
+  outcome.keys[0] += count_defined(of_inputs) + (bare.grad().defined() ? 1 : 0);
   return outcome;
 }
 
@@ -391,9 +416,11 @@ inline Outcome run_remotely(Worker& worker, const Program& program) {
   const auto inputs = inputs_of(program);
   autograd::Context context(worker);
   RemoteCalls calls(worker, program.workers);
-  const auto values = run(program, inputs, calls);
+  const at::Tensor bare = bare_leaf();
+  HooksCalls hooks;
+  const auto values = run(program, inputs, calls, hooks);
   for (std::size_t pass = 0; pass < program.losses.size(); ++pass) {
-    const auto roots = roots_of(program, values, program.losses[pass]);
+    const auto roots = roots_of(program, values, program.losses[pass], bare);
     if (roots.empty()) continue;
     context.backward(roots, {.retain_graph = program.retain[pass],
                              .mode = program.tidy ? autograd::PassMode::kFast : autograd::PassMode::kSmart,
@@ -403,6 +430,8 @@ inline Outcome run_remotely(Worker& worker, const Program& program) {
   std::vector<at::Tensor> of_inputs;
   for (const at::Tensor& input : inputs) of_inputs.push_back(context.gradient(input));
   outcome.note_inputs(of_inputs);
+  outcome.note_values(values, hooks);
+  outcome.gradients["bare"] = context.gradient(bare);
   for (int rank = 0; rank < program.workers; ++rank) {
     outcome.note_store(rank, calls.stores[static_cast<std::size_t>(rank)].rpc_sync(kGradientsOf));
     outcome.keys.push_back(worker.rpc_sync(rank, kKeysOf));
@@ -431,6 +460,13 @@ struct Comparison {
         std::ostringstream text;
         text << name << " is " << mine.to_dense() << ", not " << value.to_dense();
         return text.str();
+      }
+    }
+    for (std::size_t i = 0; i < expected.hooks.size(); ++i) {
+      const auto [all, undefined] = ours.hooks.at(i);
+      if (ours.hooks[i] != expected.hooks[i]) {
+        return fmt::format("hook {} was called {} times, {} without a gradient, not {} and {}", i, all,
+                           undefined, expected.hooks[i].first, expected.hooks[i].second);
       }
     }
     for (std::size_t worker = 0; worker < expected.keys.size(); ++worker) {

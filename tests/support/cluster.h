@@ -33,6 +33,9 @@ struct ClusterOptions {
   bool graceful = true;               ///< whether run() ends every worker by shutdown()
   Duration shutdown_limit = std::chrono::minutes(10);           ///< of that shutdown
   std::function<void(int rank, WorkerPlan& plan)> adjust = {};  ///< changes a worker's plan before it is made
+  Duration spin{};  ///< how long threads that wait poll before they sleep: callers then drive the transport
+  /// Puts a transport of the test's around a worker's.
+  std::function<std::unique_ptr<net::Transport>(int rank, std::unique_ptr<net::Transport>)> wrap = {};
 };
 
 /// A world of workers in this process on the simulated network and clock. run() starts them, runs `body` on
@@ -40,7 +43,9 @@ struct ClusterOptions {
 class SimCluster {
  public:
   explicit SimCluster(ClusterOptions options)
-      : options_(std::move(options)), executor_(options_.seed), network_(executor_, options_.network) {}
+      : options_(std::move(options)), executor_(options_.seed), network_(executor_, options_.network) {
+    executor_.set_spin_limit(options_.spin);
+  }
 
   SimExecutor& executor() { return executor_; }
   net::SimNetwork& network() { return network_; }
@@ -109,14 +114,16 @@ class SimCluster {
   }
 
   void live(int rank, int incarnation, const std::function<void(rpc::WorkerService&)>& body) {
-    Runtime runtime(executor_, name(rank));
+    const auto owned = std::make_shared<Runtime>(executor_, name(rank));  // handles may outlive the service
+    Runtime& runtime = *owned;
     WorkerPlan plan = this->plan(rank, incarnation);
     rpc::WorkerService service(
-        runtime, std::move(plan.functions), plan.service,
+        owned, std::move(plan.functions), plan.service,
         [&](net::Handler& handler) {
           net::TransportOptions transport;
           transport.max_unsent = options_.max_unsent;
-          return network_.make_transport(name(rank), handler, std::move(transport));
+          auto made = network_.make_transport(name(rank), handler, std::move(transport));
+          return options_.wrap ? options_.wrap(rank, std::move(made)) : std::move(made);
         },
         options_.extensions ? options_.extensions() : std::vector<std::unique_ptr<rpc::Extension>>());
     plan.join.address = service.address();

@@ -41,10 +41,13 @@ class TestHost {
 
   bool good() const { return good_; }
   pid_t pid() const { return pid_; }
-  /// The program, with its arguments, that runs another one on this host, where it sees this host's devices.
-  std::vector<std::string> through() const {
-    return {"/usr/bin/nsenter", enter(),   "--", "/usr/bin/unshare",
-            "--mount",          "/bin/sh", "-c", "mount -t sysfs sysfs /sys && exec \"$0\" \"$@\""};
+  /// The program, with its arguments, that runs another one on this host, where it sees this host's devices,
+  /// and nothing of what is in the folder `hidden`, if one is named.
+  std::vector<std::string> through(const std::string& hidden = {}) const {
+    const std::string hide = hidden.empty() ? "" : "mount -t tmpfs tmpfs " + hidden + " && ";
+    return {
+        "/usr/bin/nsenter", enter(),   "--", "/usr/bin/unshare",
+        "--mount",          "/bin/sh", "-c", "mount -t sysfs sysfs /sys && " + hide + "exec \"$0\" \"$@\""};
   }
   bool run(const std::string& command) const {
     return run_quietly("/usr/bin/nsenter " + enter() + " -- " + command);
@@ -81,6 +84,7 @@ class TestNetwork {
   /// Empty, or why there cannot be two hosts here.
   const std::string& trouble() const { return trouble_; }
   bool pull_cable() const { return near.run("ip link set near down"); }
+  bool plug_cable() const { return near.run("ip link set near up"); }
 
   const TestHost near, far;
 

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,8 @@ namespace in_process {
 /// What one rank brings to one operation and gets from it.
 struct Arrival {
   std::string call;  ///< the same on all ranks, or it fails
+  /// Of a sparse tensor with entries: the same on all ranks that have any.
+  std::optional<std::int64_t> sparse_dim;
   std::vector<at::Tensor> tensors;
   Bytes bytes;
   std::vector<at::Tensor> results;
@@ -132,6 +135,24 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     Deadline deadline;
   };
 
+  /// How two ranks' calls differ; empty: they do not.
+  std::string difference(const Arrivals& all) const {
+    const auto told = [&](std::size_t rank) {
+      const auto& sparse_dim = all[rank]->sparse_dim;
+      return "rank " + std::to_string(ranks_[rank]) + " called " + all[rank]->call +
+             (sparse_dim ? " with " + std::to_string(*sparse_dim) + " sparse dimensions" : "");
+    };
+    std::size_t with_entries = 0;
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+      if (!all[with_entries]->sparse_dim) with_entries = rank;
+      if (all[rank]->call != all[0]->call) return told(0) + ", " + told(rank);
+      const auto& sparse_dim = all[rank]->sparse_dim;
+      if (sparse_dim && sparse_dim != all[with_entries]->sparse_dim)
+        return told(with_entries) + ", " + told(rank);
+    }
+    return "";
+  }
+
   void drain() {
     for (;;) {
       std::pair<Arrivals, Work> job;
@@ -145,16 +166,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         full_.pop_front();
       }
       Arrivals& all = job.first;
-      for (std::size_t rank = 1; rank < all.size(); ++rank) {
-        if (all[rank]->call == all[0]->call) continue;
-        const Error error(ErrorKind::kInvalid, "rank " + std::to_string(ranks_[0]) + " called " +
-                                                   all[0]->call + ", rank " + std::to_string(ranks_[rank]) +
-                                                   " called " + all[rank]->call);
+      if (const std::string text = difference(all); !text.empty()) {
+        const Error error(ErrorKind::kInvalid, text);
         fail(error);
         for (const auto& arrival : all) arrival->fail(std::make_exception_ptr(error));
-        all.clear();
+        continue;
       }
-      if (all.empty()) continue;
       const at::NoGradGuard no_grad;
       job.second(all);
       for (const auto& arrival : all) arrival->succeed();
@@ -225,6 +242,7 @@ class BackEnd final : public collective::BackEnd {
   Future<at::Tensor> all_reduce(at::Tensor tensor, collective::Reduction reduction) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = {tensor};
+    if (tensor.is_sparse() && tensor._nnz() > 0) arrival->sparse_dim = tensor.sparse_dim();
     const std::string call = "all_reduce " + to_string(reduction) + " of " + described(tensor);
     return first(arrival, submit(arrival, call, [reduction](Arrivals& all) {
                    const at::Tensor result = reduced(all, reduction);
@@ -238,16 +256,18 @@ class BackEnd final : public collective::BackEnd {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = {tensor};
     return first(arrival,
-                 submit(arrival, "reduce_scatter of " + described(tensor), [reduction](Arrivals& all) {
-                   const auto parts = reduced(all, reduction).chunk(static_cast<std::int64_t>(all.size()));
-                   for (std::size_t rank = 0; rank < all.size(); ++rank)
-                     all[rank]->results = {parts[rank].clone()};
-                 }));
+                 submit(arrival, "reduce_scatter " + to_string(reduction) + " of " + described(tensor),
+                        [reduction](Arrivals& all) {
+                          const auto parts =
+                              reduced(all, reduction).chunk(static_cast<std::int64_t>(all.size()));
+                          for (std::size_t rank = 0; rank < all.size(); ++rank)
+                            all[rank]->results = {parts[rank].clone()};
+                        }));
   }
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = {tensor};
-    return submit(arrival, "all_gather", [](Arrivals& all) {
+    return submit(arrival, "all_gather of " + described(tensor, /*first_free=*/true), [](Arrivals& all) {
       for (const auto& one : all) {
         for (const auto& other : all) one->results.push_back(other->tensors[0].clone());
       }
@@ -268,7 +288,8 @@ class BackEnd final : public collective::BackEnd {
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = std::move(parts);
-    return submit(arrival, "all_to_all", [](Arrivals& all) {
+    const std::string call = std::string("all_to_all of ") + c10::toString(arrival->tensors[0].scalar_type());
+    return submit(arrival, call, [](Arrivals& all) {
       for (std::size_t rank = 0; rank < all.size(); ++rank) {
         for (const auto& other : all) all[rank]->results.push_back(other->tensors[rank].clone());
       }
@@ -293,10 +314,14 @@ class BackEnd final : public collective::BackEnd {
   void abort(const Error& cause) override { exchange_->fail(cause); }
 
  private:
-  static std::string described(const at::Tensor& tensor) {
-    std::string text = c10::toString(tensor.scalar_type());
-    for (const auto size : tensor.sizes()) text += " " + std::to_string(size);
-    return text;
+  /// `first_free`: the first dimension may differ.
+  static std::string described(const at::Tensor& tensor, bool first_free = false) {
+    std::string text = tensor.is_sparse() ? "sparse " : "";
+    text += c10::toString(tensor.scalar_type());
+    for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+      text += i == 0 && first_free ? " *" : " " + std::to_string(tensor.size(i));
+    }
+    return text + " on " + c10::DeviceTypeName(tensor.device().type(), true);
   }
   Future<std::vector<at::Tensor>> submit(const std::shared_ptr<Arrival>& arrival, std::string call,
                                          Work work) {

@@ -1,4 +1,5 @@
 """Plants violations in a small tree and sees the check tools report them, at the right line and nothing else."""
+import json
 import os
 import shutil
 import subprocess
@@ -258,6 +259,116 @@ class InstallDeps(unittest.TestCase):
             self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
             self.assertIn("run this as root: apt-get install", done.stderr)
             self.assertIn("clang-tidy", done.stderr)
+
+
+class Docs(Tree):
+    """Code blocks of documents, compiled with what docs/snippets declares for them."""
+
+    def setUp(self):
+        super().setUp()
+        self.write("docs/snippets/guide.h", "#pragma once\nint answer();\nstruct [[nodiscard]] Done {};\nDone start();\n")
+
+    def guide(self, *blocks):
+        self.write("docs/guide.md", "# Guide\n\n" + "\n".join(f"```cpp{kind}\n{code}```\n" for kind, code in blocks))
+
+    def test_statements_declarations_and_programs_compile(self):
+        self.guide(("", "int x = answer();\n"), ("", "int x = 2;\n"), (" declarations", "int twice(int x) { return 2 * x; }\n"),
+                   ("", "#include <vector>\nstd::vector<int> all{twice(1)};\n"), ("", "int main() {\n  answer();\n}\n"))
+        self.assertIn("5 blocks of 1 documents, 1 compiled: clean", self.assert_clean("check-docs"))
+        self.assertIn("0 compiled: clean", self.assert_clean("check-docs"))
+        self.write("docs/snippets/guide.h", "#pragma once\nvoid answer();\n")
+        self.assert_reports("check-docs", ("docs/guide.md:4", "void value not ignored"))
+
+    def test_a_block_that_does_not_compile_is_named_by_its_line_in_the_document(self):
+        self.guide(("", "answer();\n"), ("", "answer();\nanswer(3);\n"))
+        self.assert_reports("check-docs", ("docs/guide.md:9", "too many arguments"))
+
+    def test_a_program_that_returns_nothing_from_main_is_named(self):
+        self.guide(("", "void stop();\nint main() {\n  return stop();\n}\n"))
+        self.assert_reports("check-docs", ("docs/guide.md:6", "void value not ignored"))
+
+    def test_a_result_that_must_be_used_is_named(self):
+        self.guide(("", "start();\n"))
+        self.assert_reports("check-docs", ("docs/guide.md:4", "ignoring returned value"))
+
+    def test_a_kind_of_block_that_does_not_exist_is_named(self):
+        self.guide((" fragment", "answer();\n"))
+        self.assert_reports("check-docs", ("docs/guide.md:3", "a block is"))
+
+
+class WireTables(Tree):
+    """The tables of messages in docs/wire.md against the structs."""
+
+    MESSAGE = ("#pragma once\nnamespace torchspan::rpc {\n/// Says hello. And more.\nstruct Hello {\n"
+               "  static constexpr wire::MessageType kType{0x0001};\n  using Reply = bool;\n  std::string name;\n"
+               "  std::uint64_t sent = 0, received = 0;\n  int here = 0;  ///< does not travel\n};\n}\n"
+               "template <>\nstruct Wire<rpc::Hello>\n    : WireStruct<rpc::Hello, \"rpc.Hello\", &rpc::Hello::name,\n"
+               "                 &rpc::Hello::sent, &rpc::Hello::received> {};\n")
+
+    def setUp(self):
+        super().setUp()
+        self.write("src/rpc/hello.h", self.MESSAGE)
+        self.write("docs/wire.md", "# Wire\n\n<!-- messages of rpc -->\n<!-- end -->\n")
+
+    def test_what_it_writes_is_clean_and_has_fields_types_and_reply(self):
+        self.assert_clean("check-wire", "--write")
+        self.assertIn("| 0x0001 | Hello. Says hello | `name string, sent uint64, received uint64` | `bool` |",
+                      (self.root / "docs/wire.md").read_text())
+        self.assert_clean("check-wire")
+
+    def test_a_field_that_the_document_lacks_is_named(self):
+        self.assert_clean("check-wire", "--write")
+        self.write("src/rpc/hello.h", self.MESSAGE.replace("::received>", "::received, &rpc::Hello::here>"))
+        self.assert_reports("check-wire", ("docs/wire.md:6", "differs from the sources"), ("docs/wire.md:4", "here int"))
+
+    def test_a_room_without_a_table_is_named(self):
+        self.assert_clean("check-wire", "--write")
+        self.write("src/net/ping.h", self.MESSAGE.replace("rpc", "net").replace("Hello", "Ping"))
+        self.assert_reports("check-wire", ("docs/wire.md:1", "messages of net"))
+
+
+class RunBench(unittest.TestCase):
+    """In a folder with a bench whose peer is a program in Python, and tools that only say what they were asked."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        for path in ("tools", "bench", "build/release/bin", "bin"):
+            (self.root / path).mkdir(parents=True)
+        shutil.copy(TOOLS / "run-bench", self.root / "tools/run-bench")
+        (self.root / "bench/peered_bench.cpp").write_text('const char* kPeer = "bench/peers/torch_any.py";\n')
+        (self.root / "bench/alone_bench.cpp").write_text("int main() {}\n")
+        self.script("bin/ninja", "exit 0")
+        for section in ("peered", "alone"):
+            self.script(f"build/release/bin/bench_{section}", 'printf \'{"arguments": "%s"}\' "$*"')
+
+    def script(self, name, body):
+        path = self.root / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+    def run_bench(self, section, *arguments, install="exit 0"):
+        self.script("tools/install-deps", f'echo "$*" >>"{self.root}/asked"; {install}')
+        done = subprocess.run([self.root / "tools/run-bench", section, *arguments], capture_output=True, text=True,
+                              env={"PATH": f"{self.root / 'bin'}:{os.environ['PATH']}"}, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        asked = self.root / "asked"
+        figures = json.loads((self.root / f"build/bench/{section}.json").read_text())
+        return asked.read_text() if asked.exists() else "", figures["arguments"], done.stderr
+
+    def test_it_installs_the_peer_of_a_section_that_has_one(self):
+        asked, arguments, _ = self.run_bench("peered", "--rounds", "2")
+        self.assertEqual((asked, arguments), ("bench\n", "--rounds 2"))
+
+    def test_a_section_without_a_peer_installs_nothing(self):
+        self.assertEqual(self.run_bench("alone")[:2], ("", ""))
+        self.assertEqual(self.run_bench("peered", "--no-peer")[:2], ("", "--no-peer"))
+
+    def test_a_peer_that_cannot_be_installed_is_left_out_and_said_so(self):
+        asked, arguments, errors = self.run_bench("peered", install="exit 1")
+        self.assertEqual((asked, arguments), ("bench\n", "--no-peer"))
+        self.assertIn("the peer of 'peered' is not installed", errors)
 
 
 if __name__ == "__main__":

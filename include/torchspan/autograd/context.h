@@ -41,9 +41,14 @@ struct BackwardOptions {
   std::stop_token stop = {};
 };
 
+/// Whether the pass that a gradient belongs to goes on here: what is done with the gradient later, asks
+/// again.
+using PassRuns = std::function<bool()>;
 /// Is offered each gradient that is complete in a pass; moves it out and returns what the pass waits for, or
-/// leaves it and returns nothing. Called by the thread that drives the pass.
-using GradientTaker = std::function<std::optional<Future<void>>(const at::Tensor& parameter, at::Tensor&)>;
+/// leaves it and returns nothing. Called by the thread that drives the pass. When the pass fails, its
+/// backward() waits a moment for what was returned here and is not complete.
+using GradientTaker = std::function<std::optional<Future<void>>(const at::Tensor& parameter,
+                                                                at::Tensor& gradient, const PassRuns& runs)>;
 
 /// A context as seen from a handler, or from the scope that made it: runs passes and reads gradients. Cheap
 /// to copy.
@@ -82,6 +87,11 @@ class ContextView {
   /// Passes that begin in this context from now on offer their gradients on this worker to `taker`, before
   /// they are kept; with several takers the first that takes one has it. What a taker throws fails the pass.
   void offer_gradients(GradientTaker taker) const;
+  /// Whether a pass has begun in this context, as far as this worker took part in it.
+  bool saw_backward() const;
+  /// Counts a worker among those of this context, which hear of its end: before a message that it serves with
+  /// Passes::join(). Throws Error{kInvalid} when the context has ended.
+  void add_worker(std::uint32_t rank) const;
   /// How tensors travelled in this context, asked of all workers that took part; with the graphs of `roots`,
   /// losses of this worker. For reading: a forward pass may go on meanwhile.
   ContextGraph graph(const std::vector<at::Tensor>& roots = {}) const;
@@ -96,8 +106,8 @@ class ContextView {
 
 /// A distributed autograd context for as long as the object lives: calls made by this thread meanwhile record
 /// how tensors travelled, and backward() follows them back. Its end releases the state on all workers that
-/// took part. One per thread at a time: a second one throws Error{kInvalid}. Must end on the thread that made
-/// it.
+/// took part. One per thread and worker at a time: a second one throws Error{kInvalid}. Must end on the
+/// thread that made it, or in the coroutine that did.
 class Context : public ContextView {
  public:
   explicit Context(const Worker& worker);
@@ -129,9 +139,11 @@ class ContextScope {
   std::unique_ptr<CurrentScope> scope_;
 };
 
-/// The context that this thread works in: inside a Context's scope, or in a handler of a call made in one.
-/// Throws Error{kInvalid} when there is none.
+/// The context of `worker` that this thread works in: inside a Context's scope, or in a handler of a call
+/// made in one. Throws Error{kInvalid} when there is none.
 ContextView current(const Worker& worker);
+bool has_current(const Worker& worker);
+/// Whether this thread works in a context of any worker of this process.
 bool has_current();
 
 }  // namespace torchspan::autograd

@@ -26,6 +26,10 @@ class Passes final : public rpc::Extension {
   ContextView find(std::uint64_t context) const;
   /// The same; nothing instead of the throw.
   std::optional<ContextView> try_find(std::uint64_t context) const;
+  /// The same for a context that `peer` works in, of which this worker may not have heard yet: takes part in
+  /// it, as by a call that `peer` makes in it. For messages of other rooms that come ahead of such calls,
+  /// sent after ContextView::add_worker(). Throws Error{kInvalid} when the context has ended.
+  ContextView join(std::uint64_t context, std::uint32_t peer);
   PassCounts counts() const;
 
   class Impl;

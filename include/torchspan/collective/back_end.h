@@ -36,6 +36,8 @@ class BackEnd {
   virtual int rank() const = 0;
   virtual const std::vector<int>& ranks() const = 0;
   int size() const { return static_cast<int>(ranks().size()); }
+  /// Whether tensors of that device may be given to it: a Group refuses others with kUnsupported.
+  virtual bool takes(c10::Device device) const { return device.is_cpu(); }
 
   virtual std::shared_ptr<BackEnd> split(int color, int key) = 0;
   virtual Future<at::Tensor> all_reduce(at::Tensor tensor, Reduction reduction) = 0;

@@ -47,14 +47,19 @@ struct GroupOptions {
 /// others with kDisconnected naming it; one that is late by more than the time-out fails them with kTimedOut
 /// naming it and the call it misses. Either breaks the group: all later calls fail with that first error. A
 /// group of one returns what it is given. Bad arguments throw kInvalid at once, and what a back end cannot do
-/// kUnsupported; neither breaks anything. Tensors are not tracked by autograd, and must not be touched
-/// until the future completes.
+/// kUnsupported; neither breaks anything: so for tensors of devices that the back end does not take, which
+/// for ours are all but the CPU. Tensors are not tracked by autograd, and must not be touched until the
+/// future completes.
 class Group {
  public:
   /// Collective over options.ranks (kInvalid if these differ between ranks, or this rank is not among them).
-  /// `runtime` and `world` must outlive the group and what is split from it; deaths and departures that
-  /// `world` hears of end what waits for those ranks. Throws kTimedOut naming who did not come, kUnsupported
-  /// when the ranks have no back end in common, with what to do about it.
+  /// A death that `world` hears of fails the operations of all its groups with that rank, at once; its own
+  /// end, and that of this worker's part in it, fails all operations with kCancelled: a group may outlive its
+  /// world. It has a part in the runtime. Throws kTimedOut naming who did not come, kUnsupported when the
+  /// ranks have no back end in common, with what to do about it.
+  static Group make(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world,
+                    GroupOptions options = {});
+  /// The same for a runtime that outlives the group, what is split from it and what uses them.
   static Group make(Runtime& runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over a back end that exists already; not null.
   explicit Group(std::shared_ptr<BackEnd> back_end);
@@ -70,8 +75,9 @@ class Group {
 
   /// Reduces in place; `tensor` has one shape and dtype on all ranks and any strides. Sparse COO tensors may
   /// hold different numbers of elements; their sum is returned, coalesced, and `tensor` is left alone
-  /// (kSum and kAverage only). Half and bfloat16 are added in float and rounded once. kAverage needs a
-  /// floating or complex dtype, kMinimum and kMaximum an ordered one.
+  /// (kSum and kAverage only). Ranks that hold any must agree on the number of sparse dimensions. Half and
+  /// bfloat16 are added in float and rounded once. kAverage needs a floating or complex dtype, kMinimum and
+  /// kMaximum an ordered one.
   Future<at::Tensor> all_reduce(at::Tensor tensor, Reduction reduction = kSum) const;
   /// The rank's equal part of the reduced tensor, cut along its first dimension, which size() divides.
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, Reduction reduction = kSum) const;

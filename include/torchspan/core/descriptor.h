@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <unistd.h>
 #include <utility>
 
@@ -9,9 +10,16 @@ class Descriptor {
  public:
   Descriptor() = default;
   explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  /// Holds what `make` returns, -1 for nothing, and leaves errno as it does. A child that fork() makes of
+  /// this process does not get it: there its number stands for /dev/null. For sockets: a child that held one
+  /// too would keep the connection open, and the port in use, after this process has died.
+  static Descriptor not_inherited(const std::function<int()>& make);
+  Descriptor(Descriptor&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), inherited_(std::exchange(other.inherited_, true)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
-    if (this != &other) reset(std::exchange(other.fd_, -1));
+    if (this == &other) return *this;
+    reset(std::exchange(other.fd_, -1));
+    inherited_ = std::exchange(other.inherited_, true);
     return *this;
   }
   ~Descriptor() { reset(); }
@@ -19,12 +27,16 @@ class Descriptor {
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
   void reset(int fd = -1) {
-    if (fd_ >= 0) ::close(fd_);
+    if (fd_ >= 0) inherited_ ? static_cast<void>(::close(fd_)) : close_not_inherited(fd_);
     fd_ = fd;
+    inherited_ = true;
   }
 
  private:
+  static void close_not_inherited(int fd);
+
   int fd_ = -1;
+  bool inherited_ = true;
 };
 
 }  // namespace torchspan

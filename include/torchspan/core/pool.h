@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/future.h>
@@ -49,8 +50,12 @@ class Pool final : public FutureHost {
   /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads. May be
   /// nested. Throws kOverloaded when jobs are queued and this was the last thread that could run them.
   class BlockingScope;
+  /// Allows one thread more than max_threads while it lives: for a wait that must not fail and would have to
+  /// throw kOverloaded.
+  class ExtraThread;
 
  private:
+  void allow_threads(std::ptrdiff_t more);
   struct Worker {
     std::unique_ptr<Parker> parker;  // before the thread, which uses it to its end
     std::size_t scopes = 0;          ///< nested waits and BlockingScopes
@@ -100,6 +105,7 @@ class Pool final : public FutureHost {
   std::size_t live_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t blocked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t started_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t max_threads_ TORCHSPAN_GUARDED_BY(mutex_);
   bool out_of_threads_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the system refused the last one
   bool stopping_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
@@ -116,6 +122,18 @@ class Pool::BlockingScope {
  private:
   Pool& pool_;
   Worker* const worker_;
+};
+
+class Pool::ExtraThread {
+ public:
+  explicit ExtraThread(Pool& pool) : pool_(&pool) { pool_->allow_threads(1); }
+  ExtraThread(ExtraThread&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)) {}
+  ~ExtraThread() {
+    if (pool_ != nullptr) pool_->allow_threads(-1);
+  }
+
+ private:
+  Pool* pool_;
 };
 
 }  // namespace torchspan

@@ -39,12 +39,17 @@ class SimExecutor final : public Executor {
   std::unique_ptr<Poller> make_poller() override;
   Thread spawn(std::string name, std::function<void()> body) override;
   void yield() override;
-  Duration spin_limit() const override { return Duration::zero(); }
+  Duration spin_limit() const override { return spin_limit_; }
+  /// Lets waiting threads poll for this long of virtual time before they sleep, as real ones do: then a
+  /// caller that waits drives its worker's transport. Set before run(); zero (the default): they sleep at
+  /// once.
+  void set_spin_limit(Duration limit) { spin_limit_ = limit; }
 
   class Impl;
 
  private:
   std::shared_ptr<Impl> impl_;
+  Duration spin_limit_{};
 };
 
 }  // namespace torchspan

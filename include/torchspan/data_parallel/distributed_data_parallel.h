@@ -18,7 +18,8 @@ template <class Module>
 class DistributedDataParallel {
  public:
   /// Collective. Throws Error{kInvalid} on every rank, with the parameter's name, when models or options
-  /// differ (data_parallel/reducer.h). `runtime` must outlive the wrapper.
+  /// differ (data_parallel/reducer.h). `runtime` must outlive the wrapper, unless it is that of the session
+  /// that made `group`: then forwards fail with kCancelled once the session ended.
   DistributedDataParallel(Runtime& runtime, Module module, collective::Group group,
                           data_parallel::DataParallelOptions options = {})
       : module_(std::move(module)),
@@ -26,19 +27,25 @@ class DistributedDataParallel {
                                                                 std::move(options))) {}
 
   /// Runs the module's forward. Returns what it returns, by value; its tensors are found through
-  /// data_parallel::OutputTensors. Under no-grad nothing is sent, so ranks may do that each for itself.
+  /// data_parallel::OutputTensors. Under no-grad nothing is sent, so ranks may do that each for itself. When
+  /// it throws on one rank, the others' backward passes fail and tell why.
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
-    wrapped_->begin_forward();
-    auto result = module_->forward(std::forward<Inputs>(inputs)...);
-    std::vector<at::Tensor> outputs;
-    auto collect = [&](at::Tensor& tensor) { outputs.push_back(tensor); };
-    data_parallel::visit_tensors(result, collect);
-    outputs = wrapped_->end_forward(std::move(outputs));
-    std::size_t next = 0;
-    auto replace = [&](at::Tensor& tensor) { tensor = std::move(outputs[next++]); };
-    data_parallel::visit_tensors(result, replace);
-    return result;
+    try {
+      wrapped_->begin_forward();
+      auto result = module_->forward(std::forward<Inputs>(inputs)...);
+      std::vector<at::Tensor> outputs;
+      auto collect = [&](at::Tensor& tensor) { outputs.push_back(tensor); };
+      data_parallel::visit_tensors(result, collect);
+      outputs = wrapped_->end_forward(std::move(outputs));
+      std::size_t next = 0;
+      auto replace = [&](at::Tensor& tensor) { tensor = std::move(outputs[next++]); };
+      data_parallel::visit_tensors(result, replace);
+      return result;
+    } catch (...) {
+      wrapped_->forward_failed();
+      throw;
+    }
   }
   template <class... Inputs>
   auto operator()(Inputs&&... inputs) {
@@ -63,7 +70,8 @@ class DistributedDataParallel {
 
   /// Runs `body`, a loop over batches of which ranks may have different numbers: a rank whose body has
   /// returned shadows the others' reductions until the last one has; then all get that one's parameters and
-  /// buffers. Each reduced or accumulating forward inside costs one small all-reduce.
+  /// buffers. Each reduced or accumulating forward inside, and each reduction, costs one small all-reduce. A
+  /// body that throws ends the join on all ranks, as does what a forward says of it.
   template <class Body>
   void join(Body&& body, data_parallel::JoinOptions options = {}) {
     wrapped_->join(std::forward<Body>(body), options);

@@ -54,7 +54,8 @@ enum class BufferHookTime : std::uint8_t { kBeforeForward, kAfterForward };
 
 /// Brings the ranks' buffers together, in place, instead of a broadcast of rank 0's. Called with each reduced
 /// forward, on the thread that trains. It issues its operations on `group`, the same on all ranks, before it
-/// returns; what it returns is waited for, and a failure there is that of the forward or backward pass.
+/// returns; what it returns is waited for, and a failure there is that of the forward, or of the backward
+/// pass on all ranks. An exception also ends the reducer's group, as CommHook's does.
 using BufferHook = std::function<std::vector<Future<at::Tensor>>(const std::vector<NamedBuffer>& buffers,
                                                                  const collective::Group& group)>;
 

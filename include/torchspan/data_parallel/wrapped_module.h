@@ -39,6 +39,9 @@ class WrappedModule {
   /// Before and after the module's forward; the second gives stand-ins for its output tensors.
   void begin_forward();
   std::vector<at::Tensor> end_forward(std::vector<at::Tensor> outputs);
+  /// While an exception of the forward, between the two or out of them, is handled: tells the other ranks,
+  /// whose backward passes then fail. Throws nothing.
+  void forward_failed() noexcept;
 
   /// What the next forwards are to do; returns what they did before.
   bool set_synchronize(bool synchronize);

@@ -1,8 +1,14 @@
 #pragma once
 // Every difference between the LibTorch versions we build against (1.13 to 2.x) that concerns autograd.
+#include <cstddef>
+#include <optional>
+#include <string_view>
+#include <typeinfo>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/version.h>
@@ -22,14 +28,28 @@ inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
   return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
 
-/// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, and returns what
-/// they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own pre-hooks, which
-/// are called through `call`.
+/// The input whose tensor a hook was registered for; none for a hook of the whole node. LibTorch does not
+/// export the type's identity, so its name has to do.
+inline std::optional<std::size_t> input_of(const torch::autograd::FunctionPreHook& hook) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
+  using OfTensor = torch::autograd::CppFunctionTensorPreHook;
+  constexpr std::string_view kName = "N5torch8autograd24CppFunctionTensorPreHookE";
+#else
+  using OfTensor = torch::autograd::CppFunctionPreHook;
+  constexpr std::string_view kName = "N5torch8autograd18CppFunctionPreHookE";
+#endif
+  if (typeid(hook).name() != kName) return std::nullopt;
+  return static_cast<std::size_t>(static_cast<const OfTensor&>(hook).value_idx_);
+}
+
+/// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, each through `call`,
+/// and returns what they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own
+/// pre-hooks.
 template <class Call>
 variable_list run_pre_hooks(Node& node, variable_list gradients, const Call& call) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
-  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
-  for (const auto& [input, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+  for (const auto& hook : node.tensor_pre_hooks()) gradients = call(*hook, gradients);
+  for (const auto& [input, hook] : node.retains_grad_hooks()) gradients = call(*hook, gradients);
 #endif
   for (const auto& hook : node.pre_hooks()) gradients = call(*hook, gradients);
   return gradients;

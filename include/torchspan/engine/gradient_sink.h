@@ -43,6 +43,10 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   /// the work ended and may still hold(). What it throws becomes the pass's error unless there is one. Throws
   /// Error{kInvalid} when the work is over already.
   void after_work(Callback callback);
+  /// Calls back when nothing puts the end off any more and before it comes: the callback sees how everything
+  /// else went, and may still hold(). For a decision that depends on the whole pass. What it throws becomes
+  /// the pass's error unless there is one. Throws Error{kInvalid} when the end has come.
+  void before_end(Callback callback);
   /// Puts the end off until `future` completes; its failure becomes the pass's, unless the pass has one.
   /// When the end has come, throws the pass's failure, or Error{kInvalid} if there was none.
   void hold(Future<void> future);
@@ -65,6 +69,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   bool come_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Callback> work_callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Callback> decisions_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Callback> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Callback> last_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Future<void>> continuations_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -92,6 +97,7 @@ class GradientSink {
 
   std::uint64_t pass() const { return end_->pass(); }
   void after_work(PassEnd::Callback callback) { end_->after_work(std::move(callback)); }
+  void before_end(PassEnd::Callback callback) { end_->before_end(std::move(callback)); }
   void after_pass(PassEnd::Callback callback) { end_->after(std::move(callback)); }
   void hold(Future<void> future) { end_->hold(std::move(future)); }
   const std::shared_ptr<PassEnd>& end() const { return end_; }

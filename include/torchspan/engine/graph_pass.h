@@ -16,6 +16,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/core/function.h>
+#include <torchspan/engine/edge_counts.h>
 #include <torchspan/engine/gradient_sink.h>
 
 namespace torch::autograd {
@@ -31,14 +32,17 @@ struct PassOptions {
   /// none: the state of the thread that constructs the pass.
   std::optional<at::ThreadLocalState> thread_state = std::nullopt;
   /// How many threads may run nodes of branches that do not depend on each other at once. Leaves, their hooks
-  /// and the sink are served one after the other all the same; sums over branches are added in the order in
-  /// which they come, so their last bits may differ from pass to pass.
+  /// and the sink are served one after the other all the same.
   unsigned threads = 1;
   /// Runs a job on another thread, soon; needed for more threads than one.
   std::function<void(UniqueFunction<void()>)> enlist = {};
   /// Called when a node has failed while other threads run other nodes, which the pass's end waits for; on
   /// the thread that ran it, without locks.
   std::function<void()> failed = {};
+  /// The pass goes through a part of the graph that these count, which its pending roots make known: they may
+  /// be added until seal(), and no node leads to one. Its cost is that of the part. Up to seal() it does not
+  /// end, and a node that other parts lead to waits for them.
+  std::shared_ptr<const EdgeCounts> counts = {};
 };
 
 /// Gradients for a pending root. Output i of the root is fed by gradient i; gradients may be undefined.
@@ -82,7 +86,8 @@ class GraphPass {
   void add_root(const at::Tensor& root, at::Tensor gradient = {});
   /// The same for an input of a node; an undefined gradient is passed on.
   void add_root(torch::autograd::Edge root, at::Tensor gradient);
-  /// A node whose input gradients will be delivered; it waits for them and for nothing else.
+  /// A node whose input gradients will be delivered; it waits for them and for nothing else. Nothing when it
+  /// was added before. With PassOptions::counts thread-safe.
   void add_pending(std::shared_ptr<torch::autograd::Node> root);
   /// Counts the dependencies of every node that the roots reach. Once, after the last root.
   void prepare();
@@ -96,6 +101,9 @@ class GraphPass {
   }
   /// Tells that a pending root will get nothing in this pass. Results as deliver().
   bool discard(torch::autograd::Node& root);
+  /// With PassOptions::counts: all pending roots were added; run() goes on with that. False when it was told
+  /// before or the pass has ended.
+  bool seal();
 
   /// Runs the nodes that are ready, highest sequence number first (equal ones in the order of discovery), and
   /// those that become ready, until none is. Returns at once when another thread, or this one further up its

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
@@ -27,22 +28,30 @@ class StockSink final : public GradientSink {
 };
 
 /// The passes of LibTorch's own engine (`loss.backward()`) that are under way, as sinks. A pass that the
-/// engine completes ends through its callback queue, which waits for the held futures, so `backward()`
-/// returns after them; one that it gives up ends with Error{kCancelled}. Shared by the hooks of one owner.
-/// Thread-safe.
+/// engine completes ends through its callback queue: first the work of all owners is over, then the queue
+/// waits for the futures that they hold, so `backward()` returns after them; a pass that the engine gives up
+/// ends with Error{kCancelled}. Shared by the hooks of one owner. Thread-safe.
 class StockPasses final : public std::enable_shared_from_this<StockPasses> {
  public:
   /// The sink of the pass whose node this thread is running. Throws Error{kInvalid} outside any.
   std::shared_ptr<StockSink> current();
+  /// From now on both give the same sinks, for owners that work on the gradients of one parameter: their
+  /// callbacks then run one after the other. To be called while no pass runs.
+  void unite(const std::shared_ptr<StockPasses>& other);
 
  private:
   class Ending;
+  std::shared_ptr<StockPasses> united();
   void forget(const void* task);
 
   Mutex mutex_;
   std::uint64_t next_pass_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
   std::unordered_map<const void*, std::shared_ptr<StockSink>> sinks_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::shared_ptr<StockPasses> successor_ TORCHSPAN_GUARDED_BY(mutex_);
 };
+
+/// What the owner of a hook does with the gradients of its parameter.
+enum class GradientUse : std::uint8_t { kReads, kAverages, kSteps };
 
 /// Tells its owner that a pass is done with one parameter: add it to the parameter's AccumulateGrad node as a
 /// post hook. It is called once a pass that reaches the parameter, whichever engine drives it, after the
@@ -53,6 +62,8 @@ class GradientHook : public torch::autograd::FunctionPostHook {
       : parameter_(std::move(parameter)), passes_(std::move(passes)) {}
   /// On the thread that drives the pass; what it throws fails the pass.
   virtual void gradient_ready(GradientSink& sink, const at::Tensor& parameter) = 0;
+  virtual GradientUse use() const { return GradientUse::kReads; }
+  const std::shared_ptr<StockPasses>& passes() const { return passes_; }
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) final;
@@ -61,6 +72,9 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   const at::Tensor parameter_;
   const std::shared_ptr<StockPasses> passes_;
 };
+
+/// The hooks at a parameter's leaf, in the order of their calls: who uses its gradients.
+std::vector<GradientHook*> gradient_hooks(const at::Tensor& parameter);
 
 /// Whether the pass of LibTorch's engine on this thread is to give a gradient to the parameter behind `leaf`,
 /// its AccumulateGrad node: torch::autograd::grad() gives none, backward() with inputs those it was asked

@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -59,6 +60,18 @@ struct TargetGroup {
   bool hogwild = false;
 };
 
+/// How gradients are clipped. Where DistributedDataParallel averages the gradients of some of the parameters,
+/// and others, of an embedding elsewhere say, have gradients of each trainer's own, the trainers' norms
+/// differ, and copies that each scaled by its own would drift apart: then `replicas` must name them.
+struct ClipOptions {
+  double max_norm = 0;  ///< must be given
+  double norm_type = 2;
+  /// Ranks of the workers that train replicas of one model, this one among them (of a group: group.ranks()).
+  /// All of them clip at the same time with the same options, and scale by the largest of their norms.
+  std::vector<int> replicas = {};
+  Duration timeout = std::chrono::minutes(5);  ///< how long a replica waits for the others
+};
+
 /// Steps parameters where they live, with the gradients of a distributed autograd context: one optimizer on
 /// every owner, made from the same recipes. One thread at a time; several of them, on any workers, may share
 /// parameters (see Steps). In the state, parameters are called by their target's index in its group, and by
@@ -80,24 +93,28 @@ class DistributedOptimizer : public RateHolder {
   requires requires(S& session) { session.worker(); }
   DistributedOptimizer(S& session, const std::vector<TargetGroup>& groups)
       : DistributedOptimizer(session.worker(), groups) {}
-  /// The optimizers on the owners end too.
+  /// The optimizers on the owners end too; those of a worker that died or left end by themselves.
   ~DistributedOptimizer() override;
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
 
   /// Updates every parameter that has a gradient in `context`, on all owners in parallel, and returns when
   /// all are done. The others keep their values and state. Throws one Error that lists every owner's failure;
-  /// the other owners have then stepped.
+  /// the other owners have then stepped. Throws Error{kInvalid} when no pass was heard of in `context`,
+  /// neither here nor on an owner.
   void step(const autograd::ContextView& context);
   /// From now on, passes of `context` step each parameter on its owner as soon as they are done with its
   /// gradient, which is then gone: the gradients of all parameters are never held at once. To be called
-  /// between forward and backward; backward() returns after the steps, and throws what they throw. Not
-  /// together with clip_grad_norm(), nor for parameters that DistributedDataParallel averages.
+  /// before backward(), which returns after the steps and throws what they throw; after it has thrown, none
+  /// begins. Not together with clip_grad_norm(), nor for parameters that DistributedDataParallel averages.
   void step_in_backward(const autograd::ContextView& context);
   /// The norm of all gradients in `context`, asked of all owners at once. If it is above `max_norm`, the next
   /// step() with this context scales the gradients as it uses them; those in the context stay as they are.
-  /// Further passes in the context after this call are scaled by the same factor.
+  /// Further passes in the context after this call are scaled by the same factor. Throws Error{kInvalid}
+  /// naming two parameters where the replicas have to agree (ClipOptions).
   double clip_grad_norm(const autograd::ContextView& context, double max_norm, double norm_type = 2);
+  /// The same; returns the norm that all replicas scale by. A replica that fails meanwhile fails all of them.
+  double clip_grad_norm(const autograd::ContextView& context, const ClipOptions& options);
 
   std::size_t group_count() const { return rates_.size(); }
   double lr(std::size_t group = 0) const { return rates_.at(group); }
@@ -125,7 +142,8 @@ class DistributedOptimizer : public RateHolder {
     std::vector<std::size_t> groups;
   };
   /// Ends the optimizers on the owners, without waiting for it.
-  void drop();
+  void drop() noexcept;
+  double norm_here(const autograd::ContextView& context, const ClipOptions& options) const;
   GlobalId id_on(std::uint32_t owner) const { return {worker_.rank(), shares_.at(owner).id}; }
   std::vector<double> rates_on(std::uint32_t owner) const;
   std::map<std::uint32_t, StateDict> split(const StateDict& state) const;

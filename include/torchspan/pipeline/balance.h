@@ -1,8 +1,10 @@
 #pragma once
+#include <string>
 #include <vector>
 
 #include <torchspan/core/executor.h>
 #include <torchspan/pipeline/layers.h>
+#include <torchspan/rpc/worker.h>
 
 namespace torchspan::pipeline {
 
@@ -21,6 +23,8 @@ struct LayerCost {
 
 struct ProfileOptions {
   int repeats = 3;  ///< the fastest counts
+  /// Of balance_by_time() and balance_by_size(): the workers that call it; empty: all workers.
+  std::vector<std::string> workers = {};
 };
 
 /// Builds every layer here, once, and drives `sample`, one micro-batch, through all of them forwards and
@@ -29,12 +33,14 @@ struct ProfileOptions {
 std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
                                const ProfileOptions& options = {});
 
-/// Balance for PipelineOptions by measured forward and backward time.
-std::vector<int> balance_by_time(Executor& executor, const Layers& layers, int stages, const Batch& sample,
+/// Balance for PipelineOptions by measured forward and backward time. Collective over
+/// ProfileOptions::workers: the first one measures, with its `sample`, and all of them get the same balance,
+/// or the same Error{kInvalid} when a layer does not fit the sample. The others wait for at most 5 minutes.
+std::vector<int> balance_by_time(const Worker& worker, const Layers& layers, int stages, const Batch& sample,
                                  const ProfileOptions& options = {});
-/// Balance by memory: parameters times `parameter_scale` (themselves, gradients, optimizer's state) and
+/// The same by memory: parameters times `parameter_scale` (themselves, gradients, optimizer's state) and
 /// activations.
-std::vector<int> balance_by_size(Executor& executor, const Layers& layers, int stages, const Batch& sample,
-                                 double parameter_scale = 2);
+std::vector<int> balance_by_size(const Worker& worker, const Layers& layers, int stages, const Batch& sample,
+                                 double parameter_scale = 2, const ProfileOptions& options = {});
 
 }  // namespace torchspan::pipeline

@@ -18,12 +18,18 @@ namespace torchspan::pipeline {
 /// tensor, a number, a bool or nothing (None). Cheap to copy; tensors are shared.
 struct Batch {
   std::vector<c10::IValue> members;
-  bool tuple = false;  ///< a tuple, even if it has one member
+  bool tuple = false;                 ///< a tuple, even if it has one member
+  std::vector<std::uint8_t> unsplit;  ///< by member, 1: not split into rows; missing entries are 0
 
   Batch() = default;
   Batch(at::Tensor tensor) { members.emplace_back(std::move(tensor)); }
   explicit Batch(std::vector<c10::IValue> all) : members(std::move(all)), tuple(true) {}
   std::size_t size() const { return members.size(); }
+  /// Marks a tensor that has no rows of the batch, whatever its first dimension: in an input or a target
+  /// every micro-batch gets all of it, in an output those of the micro-batches are stacked. Travels with the
+  /// batch.
+  Batch& mark_unsplit(std::size_t member);
+  bool is_unsplit(std::size_t member) const { return member < unsplit.size() && unsplit[member] != 0; }
   /// The tensor of a batch that is one; throws Error{kInvalid} otherwise.
   const at::Tensor& tensor() const;
 };
@@ -87,13 +93,32 @@ struct Member<T> {
   }
 };
 
+/// A tensor that is not split into micro-batches (Batch::mark_unsplit): a member of make_batch(), or of what
+/// a layer takes or returns.
+struct Unsplit {
+  at::Tensor tensor;
+};
+template <>
+struct Member<Unsplit> {
+  static c10::IValue from(Unsplit value) { return Member<at::Tensor>::from(std::move(value.tensor)); }
+  static Unsplit to(const c10::IValue& value) { return {Member<at::Tensor>::to(value)}; }
+};
+
+namespace batch_detail {
+template <class T>
+void append(Batch& batch, T value) {
+  if constexpr (std::is_same_v<T, Unsplit>) batch.mark_unsplit(batch.size());
+  batch.members.push_back(Member<T>::from(std::move(value)));
+}
+}  // namespace batch_detail
+
 /// How a C++ type is a whole batch: what a layer takes as its only argument, or returns. Specialize it for a
 /// struct of your own.
 template <class T>
 struct BatchOf {
   static Batch from(T value) {
     Batch batch;
-    batch.members.push_back(Member<T>::from(std::move(value)));
+    batch_detail::append<T>(batch, std::move(value));
     return batch;
   }
   static T to(const Batch& batch) {
@@ -131,7 +156,7 @@ struct BatchOf<std::tuple<T...>> {
     return std::apply(
         [](auto&... value) {
           Batch batch{std::vector<c10::IValue>()};
-          (batch.members.push_back(Member<T>::from(std::move(value))), ...);
+          (batch_detail::append<T>(batch, std::move(value)), ...);
           return batch;
         },
         values);
@@ -157,5 +182,11 @@ struct BatchOf<std::pair<A, B>> {
     return {std::move(a), std::move(b)};
   }
 };
+
+/// A tuple of tensors, numbers and the like: `make_batch(tokens, Unsplit{mask})`.
+template <class... T>
+Batch make_batch(T... values) {
+  return BatchOf<std::tuple<T...>>::from({std::move(values)...});
+}
 
 }  // namespace torchspan::pipeline

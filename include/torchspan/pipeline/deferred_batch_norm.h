@@ -59,7 +59,8 @@ class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>
 };
 TORCH_MODULE(DeferredBatchNorm);
 
-/// A module that shares the parameters and running statistics of a batch normalization.
+/// A module that shares the parameters and running statistics of a batch normalization; what is frozen stays
+/// frozen.
 template <class Holder>
 DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
   DeferredBatchNorm converted(std::make_shared<DeferredBatchNormImpl>(
@@ -69,7 +70,9 @@ DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
   return converted;
 }
 
-/// The same modules in the same order, with every batch normalization converted.
+/// The same modules in the same order, with every batch normalization converted. Throws Error{kInvalid} for
+/// one inside another module: that module's class calls it by type, so it has to declare a DeferredBatchNorm
+/// itself.
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules);
 
 }  // namespace torchspan::pipeline

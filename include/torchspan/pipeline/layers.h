@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <torchspan/pipeline/batch.h>
 #include <torchspan/pipeline/skips.h>
@@ -32,6 +33,8 @@ using LayerCall = std::function<Batch(void* object, const Batch& input, Skips& s
 struct LayerRecipe {
   std::string name;
   std::function<BuiltLayer()> build;
+  /// Tensors that are there before it is built: those of a module, or among the constructor's arguments.
+  std::function<std::vector<at::Tensor>()> existing = {};
 };
 
 /// One use of a layer, in the order of the model.
@@ -65,6 +68,24 @@ struct ObjectHelper<T> {
 };
 template <class T>
 using ObjectOf = typename ObjectHelper<std::remove_cvref_t<T>>::type;
+
+/// Appends the parameters and buffers of a module, which may be null.
+void append_tensors(std::vector<at::Tensor>& all, const torch::nn::Module* module);
+/// Appends what a constructor's argument brings with it: a tensor, or those of a module.
+template <class T>
+void append_argument(std::vector<at::Tensor>& all, const T& argument) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    all.push_back(argument);
+  } else if constexpr (requires { typename T::ContainedType; }) {
+    if (!argument.is_empty()) append_argument(all, argument.ptr());
+  } else if constexpr (requires {
+                         typename T::element_type;
+                         argument.get();
+                       }) {
+    if constexpr (std::is_convertible_v<typename T::element_type*, const torch::nn::Module*>)
+      append_tensors(all, argument.get());
+  }
+}
 
 /// Fits what reaches a layer to its parameters: one parameter takes the whole of it, several take a member
 /// each; a parameter Skips& takes the skips.
@@ -173,9 +194,18 @@ class Layers {
   template <class T, class... Args>
   Use<layers_detail::ObjectOf<T>> add(Args... arguments) {
     using Object = layers_detail::ObjectOf<T>;
-    return append<Object>(layers_detail::type_name(typeid(T)), [... arguments = std::move(arguments)] {
-      return layers_detail::ObjectHelper<T>::share(T(arguments...));
-    });
+    const auto kept = std::make_shared<const std::tuple<Args...>>(std::move(arguments)...);
+    return append<Object>(
+        layers_detail::type_name(typeid(T)),
+        [kept] {
+          return std::apply([](const auto&... a) { return layers_detail::ObjectHelper<T>::share(T(a...)); },
+                            *kept);
+        },
+        [kept] {
+          std::vector<at::Tensor> all;
+          std::apply([&](const auto&... a) { (layers_detail::append_argument(all, a), ...); }, *kept);
+          return all;
+        });
   }
   /// A module that is there already, by its holder or a shared pointer. Every worker has one; only the
   /// owner's is used.
@@ -184,7 +214,13 @@ class Layers {
   Use<typename T::ContainedType> add_existing(T holder) { return add_existing(holder.ptr()); }
   template <class Object>
   Use<Object> add_existing(std::shared_ptr<Object> module) {
-    return append<Object>(layers_detail::type_name(typeid(Object)), [module] { return module; });
+    return append<Object>(
+        layers_detail::type_name(typeid(Object)), [module] { return module; },
+        [module] {
+          std::vector<at::Tensor> all;
+          layers_detail::append_argument(all, module);
+          return all;
+        });
   }
   /// A function without parameters of its own: a lambda or a function object whose call operator is not
   /// overloaded.
@@ -221,15 +257,17 @@ class Layers {
   friend class Use;
 
   template <class Object, class Make>
-  Use<Object> append(std::string name, Make make) {
-    recipes_.push_back({std::move(name), [make = std::move(make)] {
+  Use<Object> append(std::string name, Make make, std::function<std::vector<at::Tensor>()> existing) {
+    recipes_.push_back({std::move(name),
+                        [make = std::move(make)] {
                           const std::shared_ptr<Object> object = make();
                           BuiltLayer built;
                           built.object = object;
                           if constexpr (std::is_convertible_v<Object*, torch::nn::Module*>)
                             built.module = object;
                           return built;
-                        }});
+                        },
+                        std::move(existing)});
     uses_.push_back({last_layer(), "", layers_detail::forward_call<Object>(), {}, {}, ""});
     return Use<Object>(*this, last_layer(), uses_.size() - 1);
   }

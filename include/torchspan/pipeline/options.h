@@ -30,8 +30,10 @@ struct PipelineOptions {
   /// The most micro-batches between their first forward and their last backward; 0: what the schedule needs
   /// (kArrival: twice the number of workers). Bounds memory; kGPipe takes no notice of it.
   int most_in_flight = 0;
-  /// Seeds the random numbers of every use of a layer by (seed, step, order, micro-batch): dropout does not
-  /// depend on how the model is split, nor on the schedule. Unset: each worker's own generator.
+  /// Seeds the initial weights of every layer by (seed, layer), and the random numbers of every use and of
+  /// the loss by (seed, step, order, micro-batch): neither depends on how the model is split, nor dropout on
+  /// the schedule. Unset: weights follow from a number that the first worker's generator draws when the
+  /// pipeline is made, uses draw from each worker's own generator.
   std::optional<std::uint64_t> seed = {};
   /// A task, or a worker that does not come to the step, may take so long; then the step fails everywhere.
   Duration stall_timeout = std::chrono::minutes(10);
@@ -48,7 +50,10 @@ struct StepOptions {
 };
 
 /// What LibTorch's generator is seeded with before a use of a layer, under PipelineOptions::seed: for whoever
-/// wants the same numbers in one process. Steps and orders count from 0.
+/// wants the same numbers in one process. Steps and orders count from 0; the loss has the order after the
+/// last use.
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch);
+/// The same before layer number `layer`, counting from 0, is built.
+std::uint64_t seed_of_layer(std::uint64_t seed, int layer);
 
 }  // namespace torchspan::pipeline

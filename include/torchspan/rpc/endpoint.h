@@ -58,6 +58,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual bool is_present(std::uint32_t rank) const = 0;
   /// Whether this worker has stopped, or is about to: all its calls fail.
   virtual bool is_stopping() const = 0;
+  /// Throws Error{kInvalid} on a thread that must never wait: in a function declared kInline.
+  virtual void check_may_wait() const {}
+  /// What is_stopping() means for whoever still uses the worker: Error{kCancelled} that says what to do.
+  Error shut_down() const;
+  /// Throws it when is_stopping().
+  void check_running() const;
   /// Runs `job` on a pool thread later, or never when the worker stops first.
   virtual void after(Duration delay, UniqueFunction<void()> job) = 0;
 

@@ -5,6 +5,7 @@
 #include <typeinfo>
 
 #include <torchspan/core/runtime.h>
+#include <torchspan/rpc/environment.h>
 #include <torchspan/rpc/message.h>
 
 namespace torchspan {
@@ -12,22 +13,6 @@ namespace torchspan {
 class Worker;
 
 namespace rpc {
-
-/// Thread state that belongs to one call on its callee and follows its handler from thread to thread.
-class CallScope {
- public:
-  /// The state is in force while it lives; its end gives the thread its own state back.
-  class Entry {
-   public:
-    virtual ~Entry() = default;
-  };
-  virtual ~CallScope() = default;
-  /// Puts the state in force on this thread.
-  virtual std::unique_ptr<Entry> enter() = 0;
-  /// The handler, a coroutine, is about to suspend on this thread: remembers what the next enter() puts in
-  /// force.
-  virtual void save() = 0;
-};
 
 /// Sees the tensors of every user call and of its reply, on both sides, and adds a small header of its own.
 /// Called from the caller's thread on the way out, from a thread without locks on the way in; from several at
@@ -41,12 +26,10 @@ class Interceptor {
   virtual Bytes outgoing(const CallInfo& call, std::span<at::Tensor> tensors) = 0;
   /// The message could not be sent after all: takes back what outgoing() did.
   virtual void undo(const CallInfo& call, BytesView header) = 0;
-  /// A message with our header came. May replace tensors. For requests, the scope its handler runs in (or
-  /// null).
-  virtual std::shared_ptr<CallScope> incoming(const CallInfo& call, std::span<at::Tensor> tensors,
-                                              BytesView header) = 0;
-  /// What a continuation that this thread adds outside any handler shall run in; null: nothing.
-  virtual std::shared_ptr<CallScope> scope_of_thread() { return nullptr; }
+  /// A message with our header came, or a request without one. May replace tensors. Runs in an empty
+  /// environment. For requests, returns what the environment of the handler has from us (or null).
+  virtual EnvironmentValuePtr incoming(const CallInfo& call, std::span<at::Tensor> tensors,
+                                       BytesView header) = 0;
 };
 
 /// Where a handler runs: on the pool; on the worker's dispatching thread, which is for microseconds without

@@ -36,13 +36,64 @@ class RRef;
 enum class Serve : std::uint8_t { kOnPool, kInline };
 inline constexpr Serve kInline = Serve::kInline;
 
-/// Names a function or member function that other workers may call: a name on the wire, a type at compile
-/// time.
+namespace rpc {
+
+template <class F>
+struct Signature;
+template <class R, class... Args>
+struct Signature<R (*)(Args...)> {
+  using Returned = std::remove_cvref_t<R>;
+  using Object = void;
+  using Arguments = std::tuple<std::remove_cvref_t<Args>...>;
+  /// Passes the arguments on: what is taken by value is the function's own and may end before it returns.
+  template <class F>
+  static decltype(auto) apply(F&& function, Arguments& arguments) {
+    return std::apply([&](auto&... all) -> decltype(auto) { return function(static_cast<Args&&>(all)...); },
+                      arguments);
+  }
+  static constexpr bool kTakesWorker = false;
+};
+template <class R, class... Args>
+struct Signature<R (*)(Worker&, Args...)> : Signature<R (*)(Args...)> {
+  static constexpr bool kTakesWorker = true;
+};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...)> : Signature<R (*)(Args...)> {
+  using Object = C;
+  static constexpr bool kTakesWorker = false;
+};
+template <class R, class... Args>
+struct Signature<R (*)(Args...) noexcept> : Signature<R (*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) const> : Signature<R (C::*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) noexcept> : Signature<R (C::*)(Args...)> {};
+template <class R, class C, class... Args>
+struct Signature<R (C::*)(Args...) const noexcept> : Signature<R (C::*)(Args...)> {};
+/// Lambdas, as the functions that they convert to.
+template <class F>
+requires requires(const F& lambda) { +lambda; } && std::is_class_v<F>
+struct Signature<F> : Signature<decltype(+std::declval<const F&>())> {
+};
+
+/// What a Function can name: everything that has one signature.
+template <auto kFunction>
+concept Nameable = requires {
+  typename Signature<std::remove_cv_t<decltype(kFunction)>>::Returned;
+};
+
+}  // namespace rpc
+
+/// Names a function that other workers may call: a name on the wire, a type at compile time.
 ///   inline constexpr torchspan::Function<mean_of> kMeanOf{"mean_of"};
-/// A free function may take `Worker&` first: it gets the worker it runs on, and callers leave it out. It may
-/// return T, Future<T> or Task<T>; callers get T. Members are called on the value of an RRef.
+/// A free function, or a lambda without captures, may take `Worker&` first: it gets the worker it runs on,
+/// and callers leave it out. It may return T, Future<T> or Task<T>; callers get T. Members are called on the
+/// value of an RRef.
 template <auto kFunction>
 struct Function {
+  static_assert(
+      rpc::Nameable<kFunction>,
+      "a Function names a function, a member function, or a lambda without captures and `auto` parameters");
   constexpr explicit(false) Function(const char* name, Serve serve = Serve::kOnPool)
       : name(name), serve(serve) {}
   /// A copy knows where it was made: so the verbs of a reference, whose other arguments are the function's,
@@ -77,33 +128,6 @@ template <class T>
 struct ResultHelper<Task<T>> {
   using type = T;
 };
-
-template <class F>
-struct Signature;
-template <class R, class... Args>
-struct Signature<R (*)(Args...)> {
-  using Returned = std::remove_cvref_t<R>;
-  using Object = void;
-  using Arguments = std::tuple<std::remove_cvref_t<Args>...>;
-  static constexpr bool kTakesWorker = false;
-};
-template <class R, class... Args>
-struct Signature<R (*)(Worker&, Args...)> : Signature<R (*)(Args...)> {
-  static constexpr bool kTakesWorker = true;
-};
-template <class R, class C, class... Args>
-struct Signature<R (C::*)(Args...)> : Signature<R (*)(Args...)> {
-  using Object = C;
-  static constexpr bool kTakesWorker = false;
-};
-template <class R, class... Args>
-struct Signature<R (*)(Args...) noexcept> : Signature<R (*)(Args...)> {};
-template <class R, class C, class... Args>
-struct Signature<R (C::*)(Args...) const> : Signature<R (C::*)(Args...)> {};
-template <class R, class C, class... Args>
-struct Signature<R (C::*)(Args...) noexcept> : Signature<R (C::*)(Args...)> {};
-template <class R, class C, class... Args>
-struct Signature<R (C::*)(Args...) const noexcept> : Signature<R (C::*)(Args...)> {};
 
 template <auto kFunction>
 using SignatureOf = Signature<std::remove_cv_t<decltype(kFunction)>>;
@@ -195,12 +219,21 @@ decltype(auto) apply_function(Worker& worker, Value* object, Arguments& argument
     using C = typename S::Object;
     C* target = object->template object<C>();
     if (target == nullptr) throw_wrong_object(*object, typeid(C));
-    return std::apply(
-        [&](auto&... args) -> decltype(auto) { return std::invoke(kFunction, *target, args...); }, arguments);
+    return S::apply(
+        [&](auto&&... args) -> decltype(auto) {
+          return std::invoke(kFunction, *target, std::forward<decltype(args)>(args)...);
+        },
+        arguments);
   } else if constexpr (S::kTakesWorker) {
-    return std::apply([&](auto&... args) -> decltype(auto) { return kFunction(worker, args...); }, arguments);
+    return S::apply(
+        [&](auto&&... args) -> decltype(auto) {
+          return kFunction(worker, std::forward<decltype(args)>(args)...);
+        },
+        arguments);
   } else {
-    return std::apply([&](auto&... args) -> decltype(auto) { return kFunction(args...); }, arguments);
+    return S::apply(
+        [](auto&&... args) -> decltype(auto) { return kFunction(std::forward<decltype(args)>(args)...); },
+        arguments);
   }
 }
 

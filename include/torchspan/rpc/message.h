@@ -48,6 +48,7 @@ struct CallInfo {
   std::uint64_t call = 0;  ///< joins request and reply; counted by the caller
   bool reply = false;
   SourceLocation site = {};  ///< on the caller: where the program made the call
+  bool no_grad = false;      ///< see CallOptions: interceptors see neither side of such a call
 };
 
 class CallGroup;  // call_group.h
@@ -61,6 +62,7 @@ struct Request {
   std::stop_token stop;            ///< ends the call, here and on its callee
   std::stop_token inherited_stop;  ///< of the call being served: ends it as well
   bool user_values = false;        ///< interceptors see its tensors, and those of the reply
+  bool no_grad = false;            ///< see CallOptions
   SourceLocation site;
 };
 
@@ -136,6 +138,9 @@ struct CallOptions {
   /// A call made by a handler ends, like everything its caller asked for, with the call that it serves: at
   /// its deadline and when it is cancelled. True: this one does not.
   bool detached = false;
+  /// For evaluation. The callee runs the function under at::NoGradGuard and in no autograd context, and so do
+  /// the calls that it makes in turn; tensors travel without their graphs, both ways, and nobody warns of it.
+  bool no_grad = false;
   std::shared_ptr<rpc::CallGroup> group = {};  ///< set by WaitScope
 };
 

@@ -48,6 +48,12 @@ class TokenName {
   std::size_t size_ = 0;
 };
 
+/// Modules whose forward has one signature. Sequential's is a template, so it has none.
+template <class M>
+concept HasOneForward = requires {
+  typename Signature<decltype(&ObjectOf<M>::forward)>::Returned;
+};
+
 template <class M>
 std::vector<RRef<at::Tensor>> parameters_of(Worker& worker, const RRef<M>& module) {
   return parameter_rrefs(worker, module.local_value());
@@ -70,6 +76,18 @@ void clear_gradients(const RRef<M>& module) {
 /// offers the constructor as "Encoder", and "Encoder.forward", ".parameters", ".train" and ".zero_grad".
 template <class M, class... Args>
 class ModuleClass {
+  static_assert(rpc::HasOneForward<M>,
+                "a ModuleClass needs a module with one forward(), neither overloaded nor a template: wrap a "
+                "Sequential in a "
+                "module of your own whose forward() calls it");
+
+ public:
+  constexpr explicit(false) ModuleClass(const char*) {}
+  auto tokens() const { return std::tuple<>(); }
+};
+template <class M, class... Args>
+requires rpc::HasOneForward<M>
+class ModuleClass<M, Args...> {
  public:
   using Impl = rpc::ObjectOf<M>;
   static constexpr auto kForward = &Impl::forward;
@@ -82,8 +100,6 @@ class ModuleClass {
         zero_grad_(name, ".zero_grad") {}
 
   Class<M, Args...> constructor() const { return {name_}; }
-  /// So that worker.remote() takes this token too.
-  constexpr operator Class<M, Args...>() const { return {name_}; }  // NOLINT(google-explicit-constructor)
   Function<kForward> forward() const { return {forward_.c_str()}; }
   Function<&rpc::parameters_of<M>> parameters() const { return {parameters_.c_str()}; }
   Function<&rpc::set_training<M>> train() const { return {train_.c_str()}; }
@@ -110,6 +126,19 @@ class RemoteForward<Self, kForward, std::tuple<Inputs...>> {
   Future<ResultOf<kForward>> forward_async(const Inputs&... inputs,
                                            SourceLocation site = SourceLocation::current()) const {
     return static_cast<const Self&>(*this).call_forward(site, inputs...);
+  }
+  /// Says what is wrong with a call that has too few or too many arguments.
+  template <class... Given>
+  requires(sizeof...(Given) != sizeof...(Inputs)) ResultOf<kForward> forward(const Given&...)
+  const {
+    static_assert(sizeof...(Given) == sizeof...(Inputs),
+                  "the module's forward() takes another number of arguments");
+  }
+  template <class... Given>
+  requires(sizeof...(Given) != sizeof...(Inputs)) Future<ResultOf<kForward>> forward_async(const Given&...)
+  const {
+    static_assert(sizeof...(Given) == sizeof...(Inputs),
+                  "the module's forward() takes another number of arguments");
   }
 };
 

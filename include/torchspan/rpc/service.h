@@ -35,15 +35,21 @@ struct ServiceOptions {
 };
 
 /// Runs one worker: its transport, its threads and its tables. Construct, join a world with address(),
-/// start(), use worker(), shutdown(). Must not be destroyed by one of its own threads.
+/// start(), use worker(), shutdown(). To be destroyed by none of its own threads.
 class WorkerService {
  public:
   using MakeTransport = std::function<std::unique_ptr<net::Transport>(net::Handler&)>;
 
-  /// Listens and attaches the extensions; serves nothing yet. `runtime` must outlive the service.
+  /// Listens and attaches the extensions; serves nothing yet. The worker has a part in `runtime`, and so has
+  /// every handle to it (Worker, RemoteModule, an optimizer): they may outlive the service, and answer
+  /// Error{kCancelled} then.
+  WorkerService(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options,
+                MakeTransport make_transport, std::vector<std::unique_ptr<Extension>> extensions);
+  /// The same for a runtime that outlives the service and all handles to its worker.
   WorkerService(Runtime& runtime, FunctionTable functions, ServiceOptions options,
                 MakeTransport make_transport, std::vector<std::unique_ptr<Extension>> extensions);
-  /// stop().
+  /// stop(). A thread of the worker's own cannot wait for itself: there the worker is stopped as far as can
+  /// be, and what is left of it stays in memory.
   ~WorkerService();
 
   /// What peers dial; empty in a world of one.

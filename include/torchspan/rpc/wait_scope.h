@@ -8,8 +8,9 @@ namespace torchspan {
 ///   { WaitScope calls(worker); for (auto& shard : shards) calls.rpc_async(shard.worker, kLoad, shard.path);
 ///     calls.wait(); }
 /// wait() returns when every call made through the scope has its reply, and throws the first failure as soon
-/// as it happens. The destructor waits for what is still out, whatever becomes of it. For any thread;
-/// remote() counts until its creation is confirmed.
+/// as it happens. The destructor waits for what is still out, whatever becomes of it: where the pool has no
+/// thread left it gets another one. remote() counts until its creation is confirmed. For any thread; throws
+/// Error{kInvalid} in a function declared kInline.
 class WaitScope : public Caller {
  public:
   explicit WaitScope(const Worker& worker, CallOptions options = {});

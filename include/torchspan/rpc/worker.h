@@ -57,6 +57,12 @@ class Caller {
     encoder.finish();
     return begin_creation<T>(endpoint_->resolve(to), std::move(request));
   }
+  /// The same for a ModuleClass.
+  template <class Token, class... Args>
+  requires requires(const Token& token) { token.constructor(); }
+  auto remote(const Destination& to, const Token& token, Args&&... args) const {
+    return remote(to, token.constructor(), std::forward<Args>(args)...);
+  }
 
   /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) or a TorchScript function
   /// of the callee's table (FunctionTable::add_script) with positional and keyword arguments; what is left
@@ -219,6 +225,19 @@ class Worker : public Caller {
   /// By name, rank or info; throws Error{kInvalid} that lists who is there.
   WorkerInfo info(const Destination& of) const { return endpoint_->info(of); }
   Runtime& runtime() const { return endpoint_->runtime(); }
+  /// The writing end of a future of this worker: whoever waits for it, and its continuations, are served by
+  /// its threads.
+  template <class T>
+  Promise<T> make_promise() const {
+    return Promise<T>(endpoint_->host());
+  }
+  /// Starts a coroutine on this worker (core/task.h). It keeps the environment of this thread: the call that
+  /// is served, the autograd context and grad mode.
+  template <class T>
+  Future<T> start(Task<T> task) const {
+    return torchspan::start(std::move(task), endpoint_->host(),
+                            std::make_shared<rpc::CapturedTaskEnvironment>());
+  }
 
   /// The same verbs with other options: worker.with({.timeout = 5s}).rpc_sync(…).
   Caller with(CallOptions options) const { return Caller(endpoint_, std::move(options)); }

@@ -21,6 +21,10 @@ struct WorkerOptions {
   net::Secret secret;           ///< empty: the job's, from environment.secret_file
   net::NetworkOptions network;  ///< memory shared on one host; certificates and heartbeats between hosts
   Duration rpc_timeout = std::chrono::seconds(60);
+  /// How long a worker of this host may be stopped, by a signal or a debugger, before calls to it fail and
+  /// steps that need it end; zero: as long as it is stopped. Between hosts a stopped worker is silent, and
+  /// network.tls.dead_after is the limit.
+  Duration stopped_limit = std::chrono::seconds(5);
   std::size_t threads = 4;                   ///< handlers that run at once
   std::size_t max_threads = 256;             ///< pool threads, those that wait included
   std::size_t max_pending_calls = 1u << 18;  ///< per peer: further ones fail with kOverloaded
@@ -44,7 +48,9 @@ struct WorkerOptions {
   /// RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the other conventions (rendezvous/environment.h);
   /// certificates from TORCHSPAN_CERTIFICATE_FILE, TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE; the way
   /// between hosts from TORCHSPAN_NETWORK (tls, ucx or ucx-isolated);
-  /// TORCHSPAN_LOG_LEVEL. Throws Error{kInvalid} naming the variable that is wrong.
+  /// TORCHSPAN_LOG_LEVEL; TORCHSPAN_RPC_TIMEOUT and TORCHSPAN_STOPPED_LIMIT in seconds, 0 for none, the
+  /// latter also for network.tls.dead_after where it is longer. Throws Error{kInvalid} naming the variable
+  /// that is wrong.
   static WorkerOptions from_env();
 };
 
@@ -57,7 +63,8 @@ class Session {
   /// rendezvous/membership.h: missing or doubled workers are named).
   explicit Session(WorkerOptions options, FunctionTable functions = {},
                    std::vector<std::unique_ptr<rpc::Extension>> extensions = {});
-  /// Stops at once if shutdown() was not called: the other workers hear that this one died.
+  /// Stops at once if shutdown() was not called: the other workers hear that this one died. Workers, RRefs,
+  /// contexts and optimizers may outlive it: they answer Error{kCancelled} then.
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -68,7 +75,7 @@ class Session {
   std::uint32_t world_size() { return worker().world_size(); }
 
   /// Collective over options.ranks (all workers, unless it says otherwise): a group for all-reduce and its
-  /// kin (collective/group.h). To be let go of before the session ends.
+  /// kin (collective/group.h). It may outlive the session; its operations fail with kCancelled then.
   collective::Group group(collective::GroupOptions options = {});
 
   /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others

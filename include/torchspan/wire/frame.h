@@ -25,7 +25,6 @@ enum FrameFlag : std::uint32_t {
   kFlagError = 1u << 1,        ///< the value is an Error
   kFlagOneWay = 1u << 2,       ///< nobody waits for a reply
   kFlagHasDeadline = 1u << 3,  ///< `remaining` counts
-  kFlagHasContext = 1u << 4,   ///< `context` counts
   kFlagHasBlobs = 1u << 5,     ///< named headers follow: set by encode_frame, as the frame needs it
 };
 
@@ -40,7 +39,6 @@ struct FrameHeader {
   std::uint64_t call = 0;      ///< joins a reply to its request
   std::int64_t remaining =
       0;  ///< nanoseconds to the deadline when sent; clocks differ, so never a time of day
-  std::uint64_t context = 0;  ///< distributed autograd context
   friend bool operator==(const FrameHeader&, const FrameHeader&) = default;
 };
 

@@ -91,8 +91,8 @@ class Encoder : public NestingCounter {
 };
 
 /// Reads the values of a payload in the order they were written. Whatever the bytes are, it gives values or
-/// throws Error{kInvalid}. The payload must outlive it and keeps its own hold on tensors and references. Not
-/// thread-safe.
+/// throws Error{kInvalid}. The payload must outlive it, and keeps its own hold on tensors until expect_end()
+/// and on references. Not thread-safe.
 class Decoder : public NestingCounter {
  public:
   explicit Decoder(Payload& payload) : payload_(payload), bytes_(payload.value) {}
@@ -106,8 +106,12 @@ class Decoder : public NestingCounter {
   std::shared_ptr<void> reference() {
     return payload_.references[get_index(payload_.references.size(), "reference")];
   }
-  /// Throws Error{kInvalid} unless every value byte was read.
-  void expect_end() const { bytes_.expect_end(); }
+  /// Throws Error{kInvalid} unless every value byte was read. Then the payload lets go of its tensors: they
+  /// belong to the values that were decoded.
+  void expect_end() {
+    bytes_.expect_end();
+    payload_.tensors.clear();
+  }
 
  private:
   std::size_t get_index(std::size_t table_size, const char* table);

@@ -20,9 +20,6 @@ struct PackedTensors {
 };
 
 struct PackOptions {
-  /// The tensors are nobody else's (results of a call): segments keep them alive, so a transport may go on
-  /// sending after send() returned. Otherwise the caller's memory is borrowed for the duration of send().
-  bool exclusive = false;
   /// On which device of the receiver's a tensor shall live that lives on that device here; unset: the
   /// receiver decides, who is told where it lived. What it throws ends pack().
   std::function<c10::Device(c10::Device here)> place = {};
@@ -30,7 +27,8 @@ struct PackOptions {
 
 /// Describes tensors and points at their bytes. Copies only what cannot be sent as it lies: views with gaps,
 /// lazily conjugated or negated tensors, tensors of other devices (they travel by way of the CPU). A segment
-/// of such a private copy has `keep`; one that borrows the caller's storage has not (see PackOptions).
+/// of such a private copy has `keep`; one that borrows the caller's storage, for the duration of send(), has
+/// not.
 /// Expanded dimensions are sent once. Layouts other than strided and sparse COO, named dimensions, meta
 /// tensors and tensor wrappers without storage: Error{kUnsupported} that names the tensor's index and the
 /// reason.

@@ -92,8 +92,8 @@ std::shared_ptr<BackEnd> make_c10d_back_end(Runtime& runtime,
       return C10dGroup{split(members), engine};
     };
   }
-  return std::make_shared<SerialBackEnd>(runtime, std::make_unique<C10dWire>(std::move(group)),
-                                         std::move(serial));
+  return SerialBackEnd::make(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime),
+                             std::make_unique<C10dWire>(std::move(group)), std::move(serial));
 }
 
 }  // namespace torchspan::collective

@@ -1,6 +1,7 @@
 #include "collective/c10d/gloo.h"
 
 #include "collective/c10d/c10d_wire.h"
+#include "collective/c10d/connections.h"
 
 #if defined(TORCHSPAN_GLOO)
 #include <algorithm>
@@ -27,13 +28,13 @@ constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 /// after the other until everybody is connected, on a thread of its own: who waits for whom is Gloo's affair.
 class MeetingStore final : public c10d::Store {
  public:
-  MeetingStore(Executor& executor, Membership& world, std::vector<int> ranks, Deadline deadline)
-      : executor_(executor),
-        world_(world),
+  MeetingStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
+      : world_(std::move(world)),
+        executor_(world_->runtime()->executor),
         ranks_(std::move(ranks)),
         deadline_(deadline),
-        parker_(executor.make_parker()),
-        thread_(executor.spawn("gloo store", [this] { run(); })) {}
+        parker_(executor_.make_parker()),
+        thread_(executor_.spawn("gloo store", [this] { run(); })) {}
 
   /// Waits until every rank is connected; throws what kept one of them from it. `trouble`: why this one is
   /// not.
@@ -46,6 +47,20 @@ class MeetingStore final : public c10d::Store {
     thread_.join();
     MutexLock lock(mutex_);
     if (failure_) throw Error(*failure_);
+  }
+
+  /// By what the ranks told each other: how to reach them.
+  Connections connections() {
+    Connections connections;
+    MutexLock lock(mutex_);
+    for (const auto& [key, value] : values_) {
+      if (own_.values.contains(key)) {
+        connections.add_own(value);
+      } else {
+        connections.add_peer(value);
+      }
+    }
+    return connections;
   }
 
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
@@ -141,23 +156,25 @@ class MeetingStore final : public c10d::Store {
     }
     bool all_ended = true;
     std::size_t place = 0;
-    for (const Bytes& theirs : world_.all_gather("torchspan.gloo", mine, sorted, deadline_)) {
+    const std::vector<Bytes> parts = world_->ask(
+        [&](Membership& world) { return world.all_gather("torchspan.gloo", mine, sorted, deadline_); });
+    for (const Bytes& theirs : parts) {
       const Part part = Part::decode(theirs);
       all_ended = all_ended && part.ended();
       const int rank = sorted[place++];
       MutexLock lock(mutex_);
       values_.insert(part.values.begin(), part.values.end());
       if (!part.trouble.empty() && !failure_) {
-        failure_ = Error(ErrorKind::kDisconnected, fmt::format("{} could not connect through Gloo: {}",
-                                                               describe(world_.member(rank)), part.trouble));
+        failure_ = Error(ErrorKind::kDisconnected,
+                         fmt::format("rank {} could not connect through Gloo: {}", rank, part.trouble));
       }
     }
     parker_->unpark();
     return all_ended;
   }
 
+  const std::shared_ptr<WorldLink> world_;
   Executor& executor_;
-  Membership& world_;
   const std::vector<int> ranks_;
   const Deadline deadline_;
   Mutex mutex_;
@@ -192,11 +209,6 @@ class WithoutPipeSignal {
   sigset_t pipe_, before_;
 };
 
-bool on_one_host(const Membership& world, const std::vector<int>& ranks) {
-  return std::all_of(ranks.begin(), ranks.end(),
-                     [&](int rank) { return world.member(rank).host_id == world.self().host_id; });
-}
-
 /// In LibTorch 2 an engine stands inside a process group; in 1.13 it is one.
 c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo) {
 #if TORCH_VERSION_MAJOR >= 2
@@ -223,45 +235,48 @@ std::string host_of_route(const std::string& address) {
 }
 
 /// Gloo would take the address of the host's name, which other hosts may not reach.
-std::shared_ptr<gloo::transport::Device> make_device(const Membership& world, const std::vector<int>& ranks) {
-  if (on_one_host(world, ranks)) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
+std::shared_ptr<gloo::transport::Device> make_device(const WorldLink& world, const GlooOptions& options) {
+  if (options.loopback) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
   const std::string host = host_of_route(world.self().address);
   return host.empty() ? c10d::ProcessGroupGloo::createDefaultDevice()
                       : c10d::ProcessGroupGloo::createDeviceForHostname(host);
 }
 
-C10dGroup connect(Membership& world, const std::vector<int>& ranks, Duration timeout, Executor& executor) {
-  auto options =
-      c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(timeout));
-  options->threads = 2;
-  auto store = c10::make_intrusive<MeetingStore>(executor, world, ranks, executor.deadline_in(timeout));
-  const auto rank = std::find(ranks.begin(), ranks.end(), world.self().rank) - ranks.begin();
+C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
+                  const GlooOptions& options) {
+  auto gloo_options =
+      c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(options.timeout));
+  gloo_options->threads = 2;
+  auto store = c10::make_intrusive<MeetingStore>(world, ranks,
+                                                 world->runtime()->executor.deadline_in(options.timeout));
+  const auto rank = std::find(ranks.begin(), ranks.end(), world->self().rank) - ranks.begin();
   C10dGroup group;
   std::string trouble;
   try {
     const WithoutPipeSignal without_pipe_signal;
-    options->devices.push_back(make_device(world, ranks));
+    gloo_options->devices.push_back(make_device(*world, options));
     group.group = as_process_group(c10::make_intrusive<c10d::ProcessGroupGloo>(
-        store, static_cast<int>(rank), static_cast<int>(ranks.size()), options));
+        store, static_cast<int>(rank), static_cast<int>(ranks.size()), gloo_options));
     group.engine = "gloo";
   } catch (...) {
     trouble = torchspan::describe(std::current_exception()).text;
   }
   store->finish(trouble);
-  group.split = [&world, &executor, ranks, timeout](const std::vector<int>& members) {
+  group.abort = [connections = store->connections()] { connections.end(); };
+  group.split = [world, ranks, options](const std::vector<int>& members) {
     std::vector<int> part;
     for (const int member : members) part.push_back(ranks[static_cast<std::size_t>(member)]);
-    return connect(world, part, timeout, executor);
+    return connect(world, part, options);
   };
   return group;
 }
 
 }  // namespace
 
-std::unique_ptr<Wire> connect_gloo(Runtime& runtime, Membership& world, const std::vector<int>& ranks,
-                                   Duration timeout) {
+std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
+                                   const GlooOptions& options) {
   if (ranks.size() == 1) return nullptr;
-  return std::make_unique<C10dWire>(connect(world, ranks, timeout, runtime.executor));
+  return std::make_unique<C10dWire>(connect(world, ranks, options));
 }
 
 }  // namespace torchspan::collective
@@ -270,7 +285,8 @@ std::unique_ptr<Wire> connect_gloo(Runtime& runtime, Membership& world, const st
 
 namespace torchspan::collective {
 
-std::unique_ptr<Wire> connect_gloo(Runtime&, rendezvous::Membership&, const std::vector<int>&, Duration) {
+std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
+                                   const GlooOptions&) {
   throw Error(ErrorKind::kUnsupported,
               "this build has no Gloo: install libgloo-dev and configure again, or use another back end");
 }

@@ -2,16 +2,20 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/rendezvous/membership.h>
-
 #include "collective/serial/wire.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective {
 
+struct GlooOptions {
+  Duration timeout = std::chrono::minutes(5);
+  /// All ranks are in one network namespace, so that they need no other interface than that of the loopback.
+  bool loopback = false;
+};
+
 /// Collective over `ranks`: LibTorch's Gloo between them, which finds its peers through the world's
-/// membership. On one host it listens on the loopback interface only. Null for one rank alone. Throws
-/// kUnsupported in a build without Gloo's headers.
-std::unique_ptr<Wire> connect_gloo(Runtime& runtime, rendezvous::Membership& world,
-                                   const std::vector<int>& ranks, Duration timeout);
+/// membership. Null for one rank alone. Throws kUnsupported in a build without Gloo's headers.
+std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
+                                   const GlooOptions& options);
 
 }  // namespace torchspan::collective

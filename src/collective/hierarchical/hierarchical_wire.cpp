@@ -116,9 +116,14 @@ std::unique_ptr<Wire> HierarchicalWire::split(const std::vector<int>& members) {
   return std::make_unique<HierarchicalWire>(std::move(part), std::move(local), connect_);
 }
 
-void HierarchicalWire::abort() {
-  local_.abort(Error(ErrorKind::kCancelled, "the group between the hosts was aborted"));
-  if (leaders_) leaders_->abort();
+void HierarchicalWire::abort(const Error& cause) {
+  local_.abort(cause);
+  if (leaders_) leaders_->abort(cause);
+}
+
+/// The local group hears of the world itself.
+void HierarchicalWire::end(const Error& reason) {
+  if (leaders_) leaders_->end(reason);
 }
 
 }  // namespace torchspan::collective

@@ -33,7 +33,8 @@ class HierarchicalWire final : public Wire {
   void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
                   const std::vector<std::int64_t>& all_counts) override;
   std::unique_ptr<Wire> split(const std::vector<int>& members) override;
-  void abort() override;
+  void abort(const Error& cause) override;
+  void end(const Error& reason) override;
 
  private:
   bool leads() const { return local_.rank() == 0; }

@@ -1,7 +1,9 @@
 #include "collective/serial/serial_back_end.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
+#include <tuple>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -14,38 +16,70 @@
 namespace torchspan::collective {
 namespace {
 
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), {static_cast<std::int64_t>(tensor.nbytes())}, at::kByte);
-}
-
-at::Tensor bytes_of(void* data, std::size_t size) {
-  return at::from_blob(data, {static_cast<std::int64_t>(size)}, at::kByte);
-}
-
-at::Tensor empty_bytes(at::IntArrayRef sizes) {
-  return at::empty(sizes, at::TensorOptions().dtype(at::kByte));
-}
-
 std::string comma(Reduction reduction) { return ", " + to_string(reduction); }
+
+constexpr Duration kRollCall = std::chrono::seconds(1);
+
+/// `how` may begin with the name.
+Error lost(const std::string& person, const std::string& how) {
+  return {ErrorKind::kDisconnected,
+          fmt::format("{}, and the group cannot go on without it",
+                      how.starts_with(person) ? how : fmt::format("{} is gone: {}", person, how))};
+}
 
 }  // namespace
 
-SerialBackEnd::SerialBackEnd(Runtime& runtime, std::unique_ptr<Wire> wire, SerialOptions options)
-    : runtime_(runtime),
+SerialBackEnd::SerialBackEnd(std::shared_ptr<Runtime> runtime, std::unique_ptr<Wire> wire,
+                             SerialOptions options)
+    : runtime_(std::move(runtime)),
       options_(std::move(options)),
       wire_(std::move(wire)),
-      host_(std::make_shared<GroupHost>(runtime)),
-      parker_(runtime.executor.make_parker()) {
-  thread_ = runtime.executor.spawn("group", [this] { run(); });
+      gathers_(*wire_, options_.rank, static_cast<int>(options_.ranks.size())),
+      host_(std::make_shared<GroupHost>(runtime_)),
+      parker_(runtime_->executor.make_parker()) {
+  thread_ = runtime_->executor.spawn("group", [this] { run(); });
+}
+
+std::shared_ptr<SerialBackEnd> SerialBackEnd::make(std::shared_ptr<Runtime> runtime,
+                                                   std::unique_ptr<Wire> wire, SerialOptions options) {
+  const std::shared_ptr<SerialBackEnd> back_end(
+      new SerialBackEnd(std::move(runtime), std::move(wire), std::move(options)));
+  const auto& [world, epochs] = std::tie(back_end->options_.world, back_end->options_.epochs);
+  if (!world) return back_end;
+  world->add(back_end);
+  for (std::size_t rank = 0; rank < epochs.size(); ++rank) {
+    const auto how = world->gone(epochs[rank]);
+    if (how) back_end->break_with(lost(back_end->options_.people[rank], *how));
+  }
+  return back_end;
 }
 
 SerialBackEnd::~SerialBackEnd() {
   break_with(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  stop_thread();
+  GroupHost::close(host_, options_.world && options_.world->ended());
+}
+
+void SerialBackEnd::stop_thread() {
   stopping_.store(true);
   parker_->unpark();
-  thread_.join();
-  GroupHost::close(host_);
+  if (thread_.joinable()) thread_.join();
 }
+
+void SerialBackEnd::member_died(const rendezvous::Member& member, const Error& reason) {
+  const auto& epochs = options_.epochs;
+  if (std::find(epochs.begin(), epochs.end(), member.epoch) == epochs.end()) return;
+  const Error cause = lost(describe(member), reason.message());
+  break_with(cause);
+  wire_->abort(cause);
+}
+
+void SerialBackEnd::world_ended(const Error& reason) {
+  break_with(reason);
+  wire_->end(reason);
+}
+
+void SerialBackEnd::world_closing() { stop_thread(); }
 
 template <class T>
 Future<T> SerialBackEnd::submit(CallLine call, UniqueFunction<T()> body) {
@@ -66,12 +100,18 @@ Future<T> SerialBackEnd::submit(CallLine call, UniqueFunction<T()> body) {
   return future;
 }
 
+void SerialBackEnd::fail(Job& job, const Error& cause) {
+  job.fail(std::make_exception_ptr(
+      Error(cause).with_call(fmt::format("{}, call {} of the group", job.call.text, job.number))));
+}
+
 void SerialBackEnd::enqueue(std::unique_ptr<Job> job) {
   std::optional<Error> failure;
   std::unique_ptr<Job> refused;
   {
     MutexLock lock(mutex_);
     failure = failure_;
+    job->number = ++called_;
     if (failure) {
       refused = std::move(job);
     } else {
@@ -79,7 +119,7 @@ void SerialBackEnd::enqueue(std::unique_ptr<Job> job) {
     }
   }
   if (refused) {
-    refused->fail(std::make_exception_ptr(Error(*failure).with_call(refused->call.text)));
+    fail(*refused, *failure);
   } else {
     parker_->unpark();
   }
@@ -108,11 +148,20 @@ void SerialBackEnd::run() {
 void SerialBackEnd::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   try {
+    throw_if_broken("");
+    refuse_without_the_gone();
     compare(job.call);
     job.run();
   } catch (...) {
-    break_with(explain(job.call, std::current_exception()));
-    job.fail(std::make_exception_ptr(Error(*failure()).with_call(job.call.text)));
+    if (!failure()) break_with(explain(job.call, std::current_exception()));
+    fail(job, *failure());
+  }
+}
+
+void SerialBackEnd::refuse_without_the_gone() const {
+  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
+    const auto how = options_.world->gone(options_.epochs[rank]);
+    if (how) throw lost(options_.people[rank], *how);
   }
 }
 
@@ -135,14 +184,17 @@ void SerialBackEnd::compare(const CallLine& call) {
           .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
   wire_->all_gather(bytes_of(mine.data(), mine.size()), all);
   for (std::size_t rank = 1; rank < lines.size(); ++rank) {
-    if (lines[rank] == lines[0]) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and {} "
-                    "called {}",
-                    options_.people[0], unpack_line(lines[0]), options_.people[rank],
-                    unpack_line(lines[rank])));
+    if (lines[rank] != lines[0]) throw_different(0, unpack_line(lines[0]), rank, unpack_line(lines[rank]));
   }
+}
+
+void SerialBackEnd::throw_different(std::size_t one, const std::string& its_call, std::size_t other,
+                                    const std::string& other_call) const {
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and {} "
+                  "called {}",
+                  options_.people[one], its_call, options_.people[other], other_call));
 }
 
 Error SerialBackEnd::explain(const CallLine& call, const std::exception_ptr& exception) const {
@@ -164,15 +216,29 @@ Error SerialBackEnd::explain(const CallLine& call, const std::exception_ptr& exc
 
 std::string SerialBackEnd::who_is_missing() const {
   std::string who;
-  for (std::size_t rank = 0; options_.gone && rank < options_.ranks.size(); ++rank) {
-    if (const auto how = options_.gone(static_cast<int>(rank))) {
+  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
+    if (const auto how = options_.world->gone(options_.epochs[rank])) {
       who += fmt::format("; {} is gone: {}", options_.people[rank], *how);
     }
   }
-  if (!who.empty() || !options_.roll_call) return who;
-  const std::string silent = options_.roll_call(calls_.load(), options_.ranks);
+  if (!who.empty() || !options_.world) return who;
+  const std::string silent = call_the_roll();
   return silent.empty() ? "; all ranks gave up on it"
                         : "; a roll call of those that gave up on it: " + silent;
+}
+
+std::string SerialBackEnd::call_the_roll() const {
+  std::vector<int> ranks = options_.ranks;
+  std::sort(ranks.begin(), ranks.end());
+  try {
+    options_.world->ask([&](rendezvous::Membership& world) {
+      world.barrier(fmt::format("torchspan.roll_call.{}", calls_.load()), std::move(ranks),
+                    runtime_->executor.deadline_in(kRollCall));
+    });
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return {};
 }
 
 template <class T>
@@ -199,15 +265,16 @@ void SerialBackEnd::break_with(const Error& cause) {
     failed.swap(queue_);
   }
   for (const auto& job : failed) {
-    job->fail(std::make_exception_ptr(Error(first).with_call(job->call.text)));
+    fail(*job, first);
   }
 }
 
 void SerialBackEnd::abort(const Error& cause) {
-  break_with(
-      Error(cause.kind(), fmt::format("{} aborted the group: {}",
-                                      options_.people[static_cast<std::size_t>(rank())], cause.message())));
-  wire_->abort();
+  const Error told(cause.kind(),
+                   fmt::format("{} aborted the group: {}", options_.people[static_cast<std::size_t>(rank())],
+                               cause.message()));
+  break_with(told);
+  wire_->abort(told);
 }
 
 std::shared_ptr<BackEnd> SerialBackEnd::split(int color, int key) {
@@ -218,25 +285,24 @@ std::shared_ptr<BackEnd> SerialBackEnd::split(int color, int key) {
   const auto part = std::make_shared<Part>();
   submit<void>({"split()"}, [this, part, color, key] {
     const std::vector<int> members =
-        ranks_of_split([&](BytesView mine) { return gather_bytes(mine); }, color, key);
+        ranks_of_split([&](BytesView mine) { return gathers_.bytes(mine); }, color, key);
     part->options = options_;
     part->options.ranks.clear();
     part->options.people.clear();
+    part->options.epochs.clear();
     for (std::size_t i = 0; i < members.size(); ++i) {
       const auto member = static_cast<std::size_t>(members[i]);
       part->options.ranks.push_back(options_.ranks[member]);
       part->options.people.push_back(options_.people[member]);
+      if (options_.world) part->options.epochs.push_back(options_.epochs[member]);
       if (members[i] == rank()) part->options.rank = static_cast<int>(i);
-    }
-    if (options_.gone) {
-      part->options.gone = [gone = options_.gone, members](int rank) {
-        return gone(members[static_cast<std::size_t>(rank)]);
-      };
     }
     part->wire = wire_->split(members);
   }).wait();
-  if (part->options.ranks.size() == 1) return std::make_shared<SingleBackEnd>(part->options.ranks[0]);
-  return std::make_shared<SerialBackEnd>(runtime_, std::move(part->wire), std::move(part->options));
+  if (part->options.ranks.size() == 1) {
+    return SingleBackEnd::make(part->options.ranks[0], runtime_, options_.world);
+  }
+  return make(runtime_, std::move(part->wire), std::move(part->options));
 }
 
 Future<at::Tensor> SerialBackEnd::all_reduce(at::Tensor tensor, Reduction reduction) {
@@ -270,7 +336,7 @@ Future<at::Tensor> SerialBackEnd::reduce_scatter(at::Tensor tensor, Reduction re
 
 Future<std::vector<at::Tensor>> SerialBackEnd::all_gather(at::Tensor tensor) {
   return submit<std::vector<at::Tensor>>(line_of_tensor("all_gather", tensor, {}, /*first_free=*/true),
-                                         [this, tensor] { return gather_dense(plain(tensor)); });
+                                         [this, tensor] { return gathers_.dense(plain(tensor)); });
 }
 
 Future<at::Tensor> SerialBackEnd::broadcast(at::Tensor tensor, int root) {
@@ -297,7 +363,7 @@ Future<std::vector<at::Tensor>> SerialBackEnd::all_to_all(std::vector<at::Tensor
     }
     std::vector<at::Tensor> results;
     std::int64_t total = 0;
-    for (const Bytes& theirs : gather_bytes(shapes.bytes())) {
+    for (const Bytes& theirs : gathers_.bytes(shapes.bytes())) {
       ByteReader reader(theirs);
       std::vector<std::int64_t> sizes;
       for (int to = 0; to <= rank(); ++to) {
@@ -322,7 +388,7 @@ Future<std::vector<at::Tensor>> SerialBackEnd::all_to_all(std::vector<at::Tensor
 std::vector<Bytes> SerialBackEnd::exchange(BytesView mine, Deadline deadline) {
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
   return wait_until(
-      deadline, submit<std::vector<Bytes>>({"exchange()"}, [this, bytes] { return gather_bytes(*bytes); }),
+      deadline, submit<std::vector<Bytes>>({"exchange()"}, [this, bytes] { return gathers_.bytes(*bytes); }),
       "exchange()");
 }
 
@@ -370,39 +436,34 @@ void SerialBackEnd::reduce_gathered(at::Tensor tensor, Reduction reduction) {
       {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(size())});
 }
 
-std::vector<at::Tensor> SerialBackEnd::gather_dense(const at::Tensor& tensor) {
-  std::int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-  const at::Tensor all_rows = at::empty({size(), 1}, at::TensorOptions().dtype(at::kLong));
-  wire_->all_gather(
-      bytes_of(&rows, sizeof rows),
-      at::from_blob(all_rows.data_ptr(), {size(), static_cast<std::int64_t>(sizeof rows)}, at::kByte));
-  std::vector<at::Tensor> results;
-  for (int rank = 0; rank < size(); ++rank) {
-    std::vector<std::int64_t> sizes = tensor.sizes().vec();
-    if (!sizes.empty()) sizes[0] = all_rows[rank][0].item<std::int64_t>();
-    results.push_back(rank == this->rank() ? tensor.clone() : at::empty(sizes, tensor.options()));
-    if (results.back().nbytes() != 0) wire_->broadcast(bytes_of(results.back()), rank);
-  }
-  return results;
-}
-
-std::vector<Bytes> SerialBackEnd::gather_bytes(BytesView mine) {
-  const at::Tensor tensor = empty_bytes({static_cast<std::int64_t>(mine.size())});
-  if (!mine.empty()) std::memcpy(tensor.data_ptr(), mine.data(), mine.size());
-  std::vector<Bytes> all;
-  for (const at::Tensor& theirs : gather_dense(tensor)) {
-    const auto* data = static_cast<const std::byte*>(theirs.data_ptr());
-    all.emplace_back(data, data + theirs.nbytes());
-  }
-  return all;
-}
-
 at::Tensor SerialBackEnd::reduce_sparse(const at::Tensor& tensor, Reduction reduction) {
   const at::Tensor work = tensor.detach().coalesce();
-  // Entries are the first dimension, which may differ.
-  const auto indices = gather_dense(plain(work.indices().t()));
-  const auto values = gather_dense(plain(work.values()));
-  at::Tensor sum = at::sparse_coo_tensor(at::cat(indices).t(), at::cat(values), work.sizes()).coalesce();
+  const std::vector<std::int64_t> sizes = work.sizes().vec();
+  const auto all = gathers_.numbers({work._nnz(), work.sparse_dim()});
+  std::vector<std::int64_t> entries;
+  std::size_t first = 0;  // with entries: the others follow its number of sparse dimensions
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    entries.push_back(all[rank][0]);
+    if (entries[first] == 0) first = rank;
+    if (entries[rank] == 0 || all[rank][1] == all[first][1]) continue;
+    const auto call = [&](std::size_t of) {
+      return fmt::format("{} with {} sparse dimensions",
+                         line_of_tensor("all_reduce", tensor, comma(reduction)).text, all[of][1]);
+    };
+    throw_different(first, call(first), rank, call(rank));
+  }
+  const std::int64_t sparse_dim = all[entries[first] == 0 ? 0 : first][1];
+  at::Tensor indices = work.indices().t(), values = work.values();
+  if (work._nnz() == 0) {
+    std::vector<std::int64_t> none(sizes.begin() + sparse_dim, sizes.end());
+    none.insert(none.begin(), 0);
+    indices = at::empty({0, sparse_dim}, at::TensorOptions().dtype(at::kLong));
+    values = at::empty(none, values.options());
+  }
+  // Entries are the first dimension.
+  const auto all_indices = gathers_.dense(plain(indices), entries);
+  const auto all_values = gathers_.dense(plain(values), entries);
+  at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();
   if (reduction == kAverage) sum.values().div_(size());
   return sum;
 }

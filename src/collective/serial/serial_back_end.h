@@ -12,7 +12,9 @@
 
 #include "collective/group_host.h"
 #include "collective/serial/call_line.h"
+#include "collective/serial/gathers.h"
 #include "collective/serial/wire.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective {
 
@@ -24,19 +26,17 @@ struct SerialOptions {
   /// Compares calls before each operation, at the price of one small gather: foreign engines hang, or end the
   /// process, where ranks disagree.
   bool compare_calls = true;
-  /// Who of the ranks is known to be gone, and how; asked when the engine fails. May be empty.
-  std::function<std::optional<std::string>(int rank)> gone = {};
-  /// Asks the ranks (of the world), by other ways than the engine's, who else gave up on this call; returns
-  /// who did not answer within a second, or nothing. May be empty.
-  std::function<std::string(std::uint64_t call, std::vector<int> ranks)> roll_call = {};
+  std::shared_ptr<WorldLink> world = {};   ///< may be null; a death that it tells of breaks the group at once
+  std::vector<std::uint64_t> epochs = {};  ///< of the ranks' processes, where there is a world
 };
 
 /// A back end over a Wire: runs one operation after the other on a thread of its own, and builds what the
 /// engine does not have out of what it has. Dtypes and reductions that the engine lacks are gathered and
 /// reduced here, in the order of the ranks; halves are reduced as floats.
-class SerialBackEnd final : public BackEnd {
+class SerialBackEnd final : public BackEnd, public WorldListener {
  public:
-  SerialBackEnd(Runtime& runtime, std::unique_ptr<Wire> wire, SerialOptions options);
+  static std::shared_ptr<SerialBackEnd> make(std::shared_ptr<Runtime> runtime, std::unique_ptr<Wire> wire,
+                                             SerialOptions options);
   /// Fails what has not begun with kCancelled; waits for what has, which the wire's time-outs bound.
   ~SerialBackEnd() override;
 
@@ -54,44 +54,60 @@ class SerialBackEnd final : public BackEnd {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
 
+  void member_died(const rendezvous::Member& member, const Error& reason) override;
+  /// It may have done its part of what is under way: what is called later fails.
+  void member_left(const rendezvous::Member&) override {}
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+
  private:
   struct Job {
     CallLine call;
+    std::uint64_t number = 0;  ///< of the calls of this rank, from 1 on
     UniqueFunction<void()> run;
     UniqueFunction<void(std::exception_ptr)> fail;
   };
 
+  SerialBackEnd(std::shared_ptr<Runtime> runtime, std::unique_ptr<Wire> wire, SerialOptions options);
   template <class T>
   Future<T> submit(CallLine call, UniqueFunction<T()> body);
   void enqueue(std::unique_ptr<Job> job);
   void run();
   void run_one(Job& job);
+  static void fail(Job& job, const Error& cause);
+  void refuse_without_the_gone() const;
   void compare(const CallLine& call);
   Error explain(const CallLine& call, const std::exception_ptr& exception) const;
   /// Who is gone, or else who does not answer; begins with "; ".
   std::string who_is_missing() const;
+  /// Asks the ranks, by other ways than the engine's, who else gave up on this call; returns who did not
+  /// answer within a second, or nothing.
+  std::string call_the_roll() const;
   /// Waits for a call whose caller set a deadline, past which it breaks the group.
   template <class T>
   T wait_until(Deadline deadline, const Future<T>& future, const char* call);
   void break_with(const Error& cause);
+  void stop_thread();
   std::optional<Error> failure();
   void throw_if_broken(const char* call);
 
   void reduce_dense(at::Tensor tensor, Reduction reduction);
   at::Tensor reduce_sparse(const at::Tensor& tensor, Reduction reduction);
   void reduce_gathered(at::Tensor tensor, Reduction reduction);
-  std::vector<at::Tensor> gather_dense(const at::Tensor& tensor);
-  std::vector<Bytes> gather_bytes(BytesView mine);
+  [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
+                                    const std::string& other_call) const;
 
-  Runtime& runtime_;
+  const std::shared_ptr<Runtime> runtime_;
   const SerialOptions options_;
   const std::unique_ptr<Wire> wire_;
+  const Gathers gathers_;
   const std::shared_ptr<GroupHost> host_;
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};
   Mutex mutex_;
   std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::atomic<std::uint64_t> calls_{0};  ///< that the thread began
   Thread thread_;
 };

@@ -27,8 +27,11 @@ class Wire {
                           const std::vector<std::int64_t>& all_counts) = 0;
   /// Collective over everybody: the wire of the ranks in `members`, this one among them; null for one alone.
   virtual std::unique_ptr<Wire> split(const std::vector<int>& members) = 0;
-  /// From any thread: ends what blocks, as far as the engine can.
-  virtual void abort() {}
+  /// From any thread: ends what blocks, and all that is called later, as far as the engine can. The ranks
+  /// that can be told hear `cause`.
+  virtual void abort(const Error& cause) { static_cast<void>(cause); }
+  /// The same for this rank, whose part in the world ends: the others may still finish what it has done.
+  virtual void end(const Error& reason) { abort(reason); }
 };
 
 }  // namespace torchspan::collective

@@ -44,9 +44,9 @@ class Conductor::Host final : public GroupHost {
 
 std::weak_ptr<FutureHost> Conductor::host() const { return host_; }
 
-Conductor::Conductor(Runtime& runtime, std::unique_ptr<GroupMemory> memory, Duration timeout)
-    : runtime_(runtime),
-      executor_(runtime.executor),
+Conductor::Conductor(std::unique_ptr<GroupMemory> memory, Duration timeout)
+    : runtime_(memory->hub()->runtime()),
+      executor_(runtime_->executor),
       timeout_(timeout),
       memory_(std::move(memory)),
       signals_(memory_->signals()),
@@ -54,38 +54,68 @@ Conductor::Conductor(Runtime& runtime, std::unique_ptr<GroupMemory> memory, Dura
       host_(std::make_shared<Host>(runtime_)),
       parker_(executor_.make_parker()) {}
 
-std::shared_ptr<Conductor> Conductor::make(Runtime& runtime, std::unique_ptr<GroupMemory> memory,
-                                           Duration timeout) {
-  const std::shared_ptr<Conductor> conductor(new Conductor(runtime, std::move(memory), timeout));
+std::shared_ptr<Conductor> Conductor::make(std::unique_ptr<GroupMemory> memory, Duration timeout) {
+  const std::shared_ptr<Conductor> conductor(new Conductor(std::move(memory), timeout));
   conductor->start();
   return conductor;
 }
 
 void Conductor::start() {
   host_->set_conductor(weak_from_this());
-  memory_->hub()->on_gone(weak_from_this(), [this] {
-    somebody_gone_.store(true);
-    signals_.interrupt();
-  });
   thread_ = executor_.spawn("group", [this] { run(); });
+  memory_->hub()->add(weak_from_this());
 }
 
-Conductor::~Conductor() {
+void Conductor::stop_thread() {
   stopping_.store(true);
   signals_.interrupt();
   parker_->unpark();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Conductor::somebody_gone() {
+  somebody_gone_.store(true);
+  signals_.interrupt();
+}
+
+void Conductor::world_ended(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    if (end_) return;
+    end_ = reason;
+    ended_.store(true);
+  }
+  signals_.leave();
+  signals_.interrupt();
+  parker_->unpark();
+}
+
+void Conductor::world_closing() {
+  stop_thread();
+  while (!take_baton()) executor_.yield();  // who has it was told to stop
+  fail_all(breakage().value_or(Error(ErrorKind::kCancelled, "the world of this group has ended")));
+  release_baton();
+}
+
+std::optional<Error> Conductor::breakage() {
+  if (signals_.broken()) return signals_.breakage();
+  if (!ended_.load()) return std::nullopt;
+  MutexLock lock(mutex_);
+  return end_;
+}
+
+Conductor::~Conductor() {
+  stop_thread();
   signals_.leave();
   fail_all(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
-  Host::close(std::move(host_));
+  Host::close(std::move(host_), ended_.load());
 }
 
 void Conductor::submit(std::unique_ptr<Operation> operation) {
   operation->issued = executor_.now();
   bool wake = false;
-  std::optional<Error> failure;
+  std::optional<Error> failure = breakage();
   std::unique_ptr<Operation> refused;
-  if (signals_.broken()) failure = signals_.breakage();
   {
     MutexLock lock(mutex_);
     if (failure && !failure_) failure_ = failure;
@@ -155,7 +185,7 @@ std::optional<Deadline> Conductor::rest() {
   if (!baton_taken_ && !queue_.empty()) {
     const Operation& first = *queue_.front();
     const TimePoint due = first.issued + kLeftToCaller;
-    if (first.begun || now >= due || signals_.broken()) return std::nullopt;
+    if (first.begun || now >= due || signals_.broken() || ended_.load()) return std::nullopt;
     return Deadline(due);
   }
   if (now < last_call_ + kLively) return Deadline(now + kNap);
@@ -189,8 +219,8 @@ void Conductor::drive(const std::atomic<bool>* done, Deadline deadline) {
   while (!stopping_.load() && (done == nullptr || !done->load(std::memory_order_acquire))) {
     Operation* const operation = first();
     if (operation == nullptr) return;
-    if (signals_.broken()) {
-      fail_all(signals_.breakage());
+    if (const auto cause = breakage()) {
+      fail_all(*cause);
       return;
     }
     try {
@@ -232,15 +262,22 @@ bool Conductor::advance(Operation& operation, Wish& wish) {
 void Conductor::compare_calls(const Operation& operation) {
   auto& calls = mover_.calls();
   calls.clear();
-  for (int rank = 0; rank < memory_->size(); ++rank) {
-    calls.push_back(memory_->slot(rank, operation.call.sequence).call);
-    if (agree(calls[0], calls.back())) continue;
+  const auto compare = [&](std::size_t one, std::size_t other) {
+    if (agree(calls[one], calls[other])) return;
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and "
                     "{} called {}",
-                    memory_->person(0).text, describe(calls[0]), memory_->person(rank).text,
-                    describe(calls.back())));
+                    memory_->person(static_cast<int>(one)).text, describe(calls[one]),
+                    memory_->person(static_cast<int>(other)).text, describe(calls[other])));
+  };
+  std::size_t with_entries = 0;
+  for (int rank = 0; rank < memory_->size(); ++rank) {
+    calls.push_back(memory_->slot(rank, operation.call.sequence).call);
+    compare(0, calls.size() - 1);
+    if (calls.back().entries == 0) continue;
+    if (calls[with_entries].entries == 0) with_entries = calls.size() - 1;
+    compare(with_entries, calls.size() - 1);
   }
 }
 
@@ -250,6 +287,7 @@ bool Conductor::await(const Operation& operation, Wish wish, const std::atomic<b
   const Deadline limit = operation.deadline.is_never() ? executor_.deadline_in(timeout_) : operation.deadline;
   const auto interrupted = [&] {
     return stopping_.load(std::memory_order_relaxed) || somebody_gone_.load(std::memory_order_relaxed) ||
+           ended_.load(std::memory_order_relaxed) ||
            (done != nullptr && done->load(std::memory_order_relaxed));
   };
   while (true) {
@@ -263,6 +301,7 @@ bool Conductor::await(const Operation& operation, Wish wish, const std::atomic<b
         break;
     }
     if (stopping_.load()) return false;
+    if (ended_.load()) return true;
     somebody_gone_.store(false);
     look_for_the_gone(operation, wish);
     if (limit.passed(executor_.now())) {

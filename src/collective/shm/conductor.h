@@ -16,10 +16,9 @@ namespace torchspan::collective::shm {
 /// Runs the operations of one rank of a group in the order of their calls. They are run by whoever holds the
 /// baton: a caller that waits for a future, else the group's own thread. An operation is left to its caller
 /// for a moment, because waking the thread costs more than a small one takes.
-class Conductor : public std::enable_shared_from_this<Conductor> {
+class Conductor final : public HubListener, public std::enable_shared_from_this<Conductor> {
  public:
-  static std::shared_ptr<Conductor> make(Runtime& runtime, std::unique_ptr<GroupMemory> memory,
-                                         Duration timeout);
+  static std::shared_ptr<Conductor> make(std::unique_ptr<GroupMemory> memory, Duration timeout);
   /// Fails what is pending with kCancelled.
   ~Conductor();
 
@@ -28,17 +27,25 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void submit(std::unique_ptr<Operation> operation);
   void abort(const Error& cause);
 
+  void somebody_gone() override;
+  /// Fails everything here; the others hear that this rank has let go of the group.
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+
   GroupMemory& memory() { return *memory_; }
   Mover& mover() { return mover_; }
-  Runtime& runtime() { return runtime_; }
+  Executor& executor() { return executor_; }
   Duration timeout() const { return timeout_; }
   std::weak_ptr<FutureHost> host() const;
 
  private:
   class Host;
 
-  Conductor(Runtime& runtime, std::unique_ptr<GroupMemory> memory, Duration timeout);
+  Conductor(std::unique_ptr<GroupMemory> memory, Duration timeout);
   void start();
+  void stop_thread();
+  /// Why nothing goes on here, if nothing does.
+  std::optional<Error> breakage();
   void run();
   /// When the group's thread should look again, or nothing if it should take the baton.
   std::optional<Deadline> rest();
@@ -62,7 +69,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void look_for_the_gone(const Operation& operation, Wish wish);
   void give_up_on_the_late(const Operation& operation, Wish wish, Duration waited);
 
-  Runtime& runtime_;
+  const std::shared_ptr<Runtime> runtime_;
   Executor& executor_;
   const Duration timeout_;
   const std::unique_ptr<GroupMemory> memory_;
@@ -72,10 +79,12 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> somebody_gone_{false};
+  std::atomic<bool> ended_{false};  ///< end_ is there
 
   Mutex mutex_;
   std::deque<std::unique_ptr<Operation>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> end_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of the world
   std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::uint64_t posted_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool baton_taken_ TORCHSPAN_GUARDED_BY(mutex_) = false;

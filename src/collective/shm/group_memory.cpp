@@ -136,7 +136,7 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t desk_bytes
     desks_.push_back(reinterpret_cast<Desk*>(place.data() + places[rank].desk));
     tokens_.push_back(places[rank].token);
   }
-  signals_.emplace(hub_->runtime().executor, control, rank_);
+  signals_.emplace(hub_->runtime()->executor, control, rank_);
 }
 
 std::byte* GroupMemory::place(int rank, const Call& call) const {

@@ -5,25 +5,35 @@
 
 namespace torchspan::collective::shm {
 
-void Hub::note_gone(int hub_rank, const std::string& how) {
-  std::vector<Listener> listeners;
-  {
+void Hub::note_gone(std::uint64_t epoch, const std::string& how) {
+  bool news = false;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == self_ || person(rank).epoch != epoch) continue;
     MutexLock lock(mutex_);
-    auto& gone = gone_[static_cast<std::size_t>(hub_rank)];
-    if (gone) return;
-    gone = how;
-    std::erase_if(listeners_, [](const Listener& listener) { return listener.owner.expired(); });
-    listeners = listeners_;
+    auto& gone = gone_[static_cast<std::size_t>(rank)];
+    news = !gone;
+    if (news) gone = how;
   }
-  for (const Listener& listener : listeners) {
-    if (const auto owner = listener.owner.lock()) listener.callback();
-  }
+  if (!news) return;
+  for (const auto& listener : listeners()) listener->somebody_gone();
 }
 
-void Hub::note_gone_by_epoch(std::uint64_t epoch, const std::string& how) {
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank != self_ && person(rank).epoch == epoch) note_gone(rank, how);
+void Hub::world_ended(const Error& reason) {
+  for (const auto& listener : listeners()) listener->world_ended(reason);
+}
+
+void Hub::world_closing() {
+  for (const auto& listener : listeners()) listener->world_closing();
+}
+
+std::vector<std::shared_ptr<HubListener>> Hub::listeners() {
+  std::vector<std::shared_ptr<HubListener>> living;
+  MutexLock lock(mutex_);
+  std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
+  for (const auto& listener : listeners_) {
+    if (auto one = listener.lock()) living.push_back(std::move(one));
   }
+  return living;
 }
 
 std::optional<std::string> Hub::gone(int hub_rank) {
@@ -36,6 +46,7 @@ std::optional<std::string> Hub::gone(int hub_rank) {
     ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
   }
   MutexLock lock(mutex_);
+  if (!gone_[index]) gone_[index] = world_->gone(person(hub_rank).epoch);
   if (ended && !gone_[index]) gone_[index] = "its process ended, or let go of its groups";
   return gone_[index];
 }
@@ -57,9 +68,14 @@ void Hub::reclaim() {
   });
 }
 
-void Hub::on_gone(const std::weak_ptr<void>& owner, std::function<void()> callback) {
-  MutexLock lock(mutex_);
-  listeners_.push_back({owner, std::move(callback)});
+void Hub::add(const std::weak_ptr<HubListener>& listener) {
+  {
+    MutexLock lock(mutex_);
+    listeners_.push_back(listener);
+  }
+  const auto told = listener.lock();
+  const auto ended = world_->ended();
+  if (told && ended) told->world_ended(*ended);
 }
 
 }  // namespace torchspan::collective::shm

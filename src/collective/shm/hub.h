@@ -9,6 +9,7 @@
 #include <torchspan/core/runtime.h>
 
 #include "collective/shm/arena.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective::shm {
 
@@ -19,19 +20,29 @@ struct Person {
   std::string text = {};    ///< "worker1 (rank 1, pid 4711 on node3)"
 };
 
+/// A group of the hub. Called under no lock, while the group is held, and not for threads that it joins.
+class HubListener {
+ public:
+  virtual ~HubListener() = default;
+  virtual void somebody_gone() = 0;
+  /// See WorldListener.
+  virtual void world_ended(const Error& reason) = 0;
+  virtual void world_closing() = 0;
+};
+
 /// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the
 /// news of who is gone. Made by meet(), kept by a group and all that split from it. Thread-safe.
-class Hub {
+class Hub final : public WorldListener {
  public:
   /// `people` by hub rank, `self` is ours.
-  Hub(Runtime& runtime, std::vector<Person> people, int self, std::shared_ptr<Arena> own)
-      : runtime_(runtime), people_(std::move(people)), self_(self), own_(std::move(own)) {
+  Hub(std::shared_ptr<WorldLink> world, std::vector<Person> people, int self, std::shared_ptr<Arena> own)
+      : world_(std::move(world)), people_(std::move(people)), self_(self), own_(std::move(own)) {
     peers_.resize(people_.size());
     ends_.resize(people_.size());
     gone_.resize(people_.size());
   }
 
-  Runtime& runtime() const { return runtime_; }
+  const std::shared_ptr<Runtime>& runtime() const { return world_->runtime(); }
   int self() const { return self_; }
   int size() const { return static_cast<int>(people_.size()); }
   const Person& person(int hub_rank) const { return people_[static_cast<std::size_t>(hub_rank)]; }
@@ -48,9 +59,14 @@ class Hub {
     ends_[static_cast<std::size_t>(hub_rank)] = std::move(socket);
   }
 
-  /// `how`: "it died", "it left the world". Not for threads that a listener's owner joins.
-  void note_gone(int hub_rank, const std::string& how);
-  void note_gone_by_epoch(std::uint64_t epoch, const std::string& how);
+  void member_died(const rendezvous::Member& member, const Error& reason) override {
+    note_gone(member.epoch, reason.message());
+  }
+  void member_left(const rendezvous::Member& member) override {
+    note_gone(member.epoch, "it left the world");
+  }
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
   /// Why a rank can never answer again, if that is known; looks at its connection.
   std::optional<std::string> gone(int hub_rank);
   /// Takes a stretch of this process's arena whose group it has let go of: it is given back once `unseen`
@@ -58,20 +74,18 @@ class Hub {
   void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);
   void reclaim();
 
-  /// Called by note_gone(), under no lock, as long as `owner` lives, which is held meanwhile.
-  void on_gone(const std::weak_ptr<void>& owner, std::function<void()> callback);
+  /// Tells `listener` for as long as it lives.
+  void add(const std::weak_ptr<HubListener>& listener);
 
  private:
   struct Retired {
     Arena::Stretch stretch;
     std::function<bool()> unseen;
   };
-  struct Listener {
-    std::weak_ptr<void> owner;
-    std::function<void()> callback;
-  };
+  void note_gone(std::uint64_t epoch, const std::string& how);
+  std::vector<std::shared_ptr<HubListener>> listeners();
 
-  Runtime& runtime_;
+  const std::shared_ptr<WorldLink> world_;
   const std::vector<Person> people_;
   const int self_;
   const std::shared_ptr<Arena> own_;
@@ -79,7 +93,7 @@ class Hub {
   std::vector<Descriptor> ends_;
   Mutex mutex_;
   std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Listener> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::weak_ptr<HubListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
   Mutex retired_mutex_;
   std::vector<Retired> retired_ TORCHSPAN_GUARDED_BY(retired_mutex_);
 };

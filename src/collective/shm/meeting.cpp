@@ -40,55 +40,30 @@ struct Hello {
   static constexpr std::size_t kBytes = kTokenBytes + 12;
 };
 
-std::string hex(BytesView bytes) {
-  std::string text;
-  for (const std::byte byte : bytes) text += fmt::format("{:02x}", static_cast<unsigned>(byte));
-  return text;
-}
-
-/// Rank 0's invitation: where it listens, and what callers have to know.
-struct Invitation {
-  std::string name;
-  Bytes token;
-  std::string refusal = {};  ///< why there is none
-
-  Bytes encode() const {
-    ByteWriter writer;
-    writer.put_string(refusal);
-    writer.put_string(name);
-    writer.put_bytes(token);
-    return writer.take();
-  }
-  static Invitation decode(BytesView bytes) {
-    ByteReader reader(bytes);
-    Invitation invitation;
-    invitation.refusal = reader.get_string();
-    invitation.name = reader.get_string();
-    const BytesView token = reader.get_bytes(reader.left());
-    invitation.token.assign(token.begin(), token.end());
-    return invitation;
-  }
-};
-
+/// The ranks of one host pass each other their memory.
 class Meeting {
  public:
-  Meeting(Runtime& runtime, const MeetingPlan& plan) : runtime_(runtime), plan_(plan) {
-    hub_ = std::make_shared<Hub>(runtime, plan.people, plan.self, Arena::make(plan.shared_bytes));
+  Meeting(const std::shared_ptr<WorldLink>& world, const MeetingPlan& plan, Neighbors& neighbors)
+      : runtime_(*world->runtime()), neighbors_(neighbors) {
+    const auto& leaders = neighbors.leaders;
+    leader_ = leaders[static_cast<std::size_t>(plan.self)];
+    token_ = neighbors.tokens[static_cast<std::size_t>(leader_)];
+    for (std::size_t rank = 0; rank < leaders.size(); ++rank) {
+      if (leaders[rank] != leader_) continue;
+      if (static_cast<int>(rank) == plan.self) self_ = size();
+      people_.push_back(plan.people[rank]);
+    }
+    if (size() == 1) return;
+    deadline_ = earlier(plan.deadline, runtime_.executor.deadline_in(kMeetingLimit));
+    hub_ = std::make_shared<Hub>(world, people_, self_, plan.memory);
   }
 
-  Invitation invite() {
-    if (plan_.self != 0) return {};
-    token_ = random_bytes(kTokenBytes);
-    doorway_.emplace(runtime_.executor, "torchspan-" + hex(random_bytes(16)));
-    return {doorway_->name(), token_};
-  }
-
-  void accept(const Invitation& invitation) {
-    deadline_ = earlier(plan_.deadline, runtime_.executor.deadline_in(kMeetingLimit));
-    if (plan_.self == 0) {
+  void hold() {
+    if (size() == 1) return;
+    if (self_ == 0) {
       host();
     } else {
-      join(invitation);
+      join();
     }
   }
 
@@ -101,7 +76,7 @@ class Meeting {
     std::uint64_t size;
   };
 
-  int size() const { return static_cast<int>(plan_.people.size()); }
+  int size() const { return static_cast<int>(people_.size()); }
 
   /// A stranger's call, or none at all in time, is nothing.
   std::optional<std::pair<std::uint32_t, Guest>> welcome(Passage passage) {
@@ -109,7 +84,7 @@ class Meeting {
       const Deadline deadline = earlier(deadline_, runtime_.executor.deadline_in(kHelloLimit));
       Parcel parcel = passage.receive(Hello::kBytes, deadline);
       const Hello hello = Hello::decode(parcel.bytes);
-      if (hello.token != token_ || hello.rank == 0 || hello.rank >= plan_.people.size()) return std::nullopt;
+      if (hello.token != token_ || hello.rank == 0 || hello.rank >= people_.size()) return std::nullopt;
       return std::pair(hello.rank, Guest{std::move(passage), std::move(parcel.descriptor), hello.size});
     } catch (const Error& error) {
       runtime_.log.warning(
@@ -119,9 +94,9 @@ class Meeting {
   }
 
   void host() {
-    std::vector<std::optional<Guest>> guests(plan_.people.size());
+    std::vector<std::optional<Guest>> guests(people_.size());
     for (int missing = size() - 1; missing > 0;) {
-      auto guest = welcome(doorway_->accept(deadline_));
+      auto guest = welcome(neighbors_.doorway->accept(deadline_));
       if (!guest || guests[guest->first]) continue;
       guests[guest->first].emplace(std::move(guest->second));
       --missing;
@@ -142,18 +117,17 @@ class Meeting {
     }
   }
 
-  void join(const Invitation& invitation) {
-    Passage passage = dial(runtime_.executor, invitation.name);
-    const Hello hello{invitation.token, static_cast<std::uint32_t>(plan_.self),
-                      hub_->own()->mapping().size()};
+  void join() {
+    Passage passage = std::move(*neighbors_.passage);
+    const Hello hello{token_, static_cast<std::uint32_t>(self_), hub_->own()->mapping().size()};
     passage.send(hello.encode(), hub_->own()->descriptor().get(), deadline_);
-    std::vector<bool> known(plan_.people.size());
-    known[static_cast<std::size_t>(plan_.self)] = true;
+    std::vector<bool> known(people_.size());
+    known[static_cast<std::size_t>(self_)] = true;
     for (int missing = size() - 1; missing > 0; --missing) {
       Parcel parcel = passage.receive(Hello::kBytes, deadline_);
       const Hello about = Hello::decode(parcel.bytes);
-      if (about.token != invitation.token || about.rank >= known.size() || known[about.rank]) {
-        throw Error(ErrorKind::kInvalid, "rank 0 passed memory that makes no sense");
+      if (about.token != token_ || about.rank >= known.size() || known[about.rank]) {
+        throw Error(ErrorKind::kInvalid, "the first rank of its host passed memory that makes no sense");
       }
       known[about.rank] = true;
       hub_->add_peer(static_cast<int>(about.rank), Mapping(parcel.descriptor, about.size));
@@ -162,53 +136,45 @@ class Meeting {
   }
 
   Runtime& runtime_;
-  const MeetingPlan& plan_;
-  std::shared_ptr<Hub> hub_;
-  Deadline deadline_;
+  Neighbors& neighbors_;
+  int leader_ = 0;
+  int self_ = 0;  ///< among people_
+  std::vector<Person> people_;
   Bytes token_;
-  std::optional<Doorway> doorway_;
+  Deadline deadline_;
+  std::shared_ptr<Hub> hub_;
 };
-
-[[noreturn]] void throw_unable(const MeetingPlan& plan, std::size_t rank, const std::string& why) {
-  throw Error(ErrorKind::kUnsupported, fmt::format("the ranks of this group cannot share memory: {}: {}",
-                                                   plan.people[rank].text, why));
-}
-
-/// Tells everybody whether it went well here; throws on all ranks what the first unlucky one says.
-void agree(const MeetingPlan& plan, const Gather& gather, const std::string& trouble) {
-  ByteWriter writer;
-  writer.put_string(trouble);
-  const std::vector<Bytes> answers = gather(writer.bytes());
-  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
-    const std::string text = ByteReader(answers[rank]).get_string();
-    if (!text.empty()) throw_unable(plan, rank, text);
-  }
-}
 
 }  // namespace
 
-std::shared_ptr<Hub> meet(Runtime& runtime, const MeetingPlan& plan, const Gather& gather) {
-  std::optional<Meeting> meeting;
-  Invitation invitation;
-  try {
-    meeting.emplace(runtime, plan);
-    invitation = meeting->invite();
-  } catch (const Error& error) {
-    invitation.refusal = error.message();
-  }
-  std::vector<Invitation> invitations;
-  for (const Bytes& answer : gather(invitation.encode())) invitations.push_back(Invitation::decode(answer));
-  for (std::size_t rank = 0; rank < invitations.size(); ++rank) {
-    if (!invitations[rank].refusal.empty()) throw_unable(plan, rank, invitations[rank].refusal);
-  }
+Met meet(const std::shared_ptr<WorldLink>& world, const MeetingPlan& plan, Neighbors neighbors,
+         const Gather& gather) {
+  Met met{neighbors.leaders, neighbors.reasons};
   std::string trouble;
   try {
-    meeting->accept(invitations[0]);
+    Meeting meeting(world, plan, neighbors);
+    meeting.hold();
+    met.hub = meeting.take_hub();
   } catch (const Error& error) {
     trouble = error.message();
   }
-  agree(plan, gather, trouble);
-  return meeting->take_hub();
+  neighbors.passage.reset();  // who waits for it at the other end hears that this rank gave up
+  ByteWriter writer;
+  writer.put_string(trouble);
+  const std::vector<Bytes> answers = gather(writer.bytes());
+  std::vector<bool> failed(answers.size());
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    const std::string text = ByteReader(answers[rank]).get_string();
+    if (text.empty()) continue;
+    failed[static_cast<std::size_t>(neighbors.leaders[rank])] = true;
+    met.reasons[rank] = fmt::format("{}: {}", plan.people[rank].text, text);
+  }
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    if (!failed[static_cast<std::size_t>(neighbors.leaders[rank])]) continue;
+    met.leaders[rank] = static_cast<int>(rank);
+    if (static_cast<int>(rank) == plan.self) met.hub.reset();
+  }
+  return met;
 }
 
 }  // namespace torchspan::collective::shm

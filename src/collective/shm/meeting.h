@@ -1,30 +1,32 @@
 #pragma once
-#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include <torchspan/core/bytes.h>
-
 #include "collective/shm/hub.h"
+#include "collective/shm/neighbors.h"
 
 namespace torchspan::collective::shm {
-
-/// Everybody's bytes, by rank of the group to be: the channel over which its members know each other already.
-/// Throws what keeps somebody from answering.
-using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
 
 struct MeetingPlan {
   std::vector<Person> people;  ///< by rank of the group to be
   int self = 0;
-  std::uint64_t shared_bytes = 0;
+  std::shared_ptr<Arena> memory;  ///< what this rank hands out
   Deadline deadline;
 };
 
-/// Members of one host pass each other their memory: all dial rank 0, which passes everybody's on. Proof that
-/// it is one host is that this works at all: a Unix socket without a name in any folder, whose ends check
-/// each other's user and a random token that only `gather` told. Each keeps its connection with rank 0, as a
-/// sign of life. Throws, on every rank alike, kUnsupported when somebody could not be reached that way,
-/// saying who and why.
-std::shared_ptr<Hub> meet(Runtime& runtime, const MeetingPlan& plan, const Gather& gather);
+/// What came of a meeting.
+struct Met {
+  std::vector<int> leaders;          ///< by rank: the first of those that it shares memory with
+  std::vector<std::string> reasons;  ///< by rank: what kept it from sharing memory, if anything did
+  std::shared_ptr<Hub> hub = {};     ///< of this rank's host; null where it is alone
+};
+
+/// Collective: neighbors pass each other their memory. All dial their leader, which passes everybody's on;
+/// callers prove that they know a random token that only `gather` told. Each keeps its connection with the
+/// leader, as a sign of life. Who cannot pass or map memory shares none, nor do those that it was to share
+/// with: they are as if on hosts of their own.
+Met meet(const std::shared_ptr<WorldLink>& world, const MeetingPlan& plan, Neighbors neighbors,
+         const Gather& gather);
 
 }  // namespace torchspan::collective::shm

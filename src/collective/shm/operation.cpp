@@ -47,7 +47,9 @@ std::string describe(const Call& call) {
   text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
   if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);
   if (call.verb == Verb::kAllGather) return text + ")";
-  return text + fmt::format(", {})", to_string(static_cast<Reduction>(call.reduction)));
+  text += fmt::format(", {})", to_string(static_cast<Reduction>(call.reduction)));
+  if (call.entries != 0) text += fmt::format(" with {} sparse dimensions", call.sparse_dimensions);
+  return text;
 }
 
 std::string describe_numbered(const Call& call) {
@@ -62,7 +64,9 @@ bool agree(const Call& a, const Call& b) {
   if (a.verb == Verb::kAllToAll || a.verb == Verb::kExchange || a.verb == Verb::kBarrier) return true;
   const auto sizes_a = sizes_of(a), sizes_b = sizes_of(b);
   const std::size_t free = a.verb == Verb::kAllGather && !sizes_a.empty() ? 1 : 0;
-  return a.dimensions == b.dimensions && a.sparse_dimensions == b.sparse_dimensions &&
+  const bool both_have_entries = a.entries != 0 && b.entries != 0;
+  if (both_have_entries && a.sparse_dimensions != b.sparse_dimensions) return false;
+  return a.dimensions == b.dimensions &&
          std::equal(sizes_a.begin() + static_cast<std::ptrdiff_t>(free), sizes_a.end(),
                     sizes_b.begin() + static_cast<std::ptrdiff_t>(free), sizes_b.end());
 }

@@ -39,7 +39,8 @@ std::string describe(const Call& call);
 /// "all_reduce(float [3, 4], sum), call 7 of the group".
 std::string describe_numbered(const Call& call);
 
-/// Whether two ranks called the same thing, as far as that verb demands.
+/// Whether two ranks called the same thing, as far as that verb demands. A sparse tensor without entries
+/// agrees with every number of sparse dimensions.
 bool agree(const Call& a, const Call& b);
 
 }  // namespace torchspan::collective::shm

@@ -9,6 +9,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 namespace torchspan::collective::shm {
 namespace {
@@ -18,12 +19,13 @@ struct Place {
   socklen_t size = 0;
 };
 
-/// The leading zero keeps the name out of the file system.
+/// A leading zero keeps the name out of the file system.
 Place place_of(const std::string& name) {
   Place place;
   place.address.sun_family = AF_UNIX;
+  const std::size_t begin = Doorway::is_nameless(name) ? 1 : 0;
   const std::size_t size = std::min(name.size(), sizeof place.address.sun_path - 1);
-  std::memcpy(place.address.sun_path + 1, name.data(), size);
+  std::memcpy(place.address.sun_path + begin, name.data(), size);
   place.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
   return place;
 }
@@ -49,9 +51,9 @@ Error disconnected(const char* what) {
                                                 errno == 0 ? "the other end closed" : std::strerror(errno))};
 }
 
-void wait_for(Executor& executor, int socket, bool writable, Deadline deadline) {
+void wait_for(Executor& executor, const std::vector<int>& sockets, bool writable, Deadline deadline) {
   const auto poller = executor.make_poller();
-  poller->add(socket, 0, writable);
+  for (std::size_t i = 0; i < sockets.size(); ++i) poller->add(sockets[i], i, writable);
   std::array<Poller::Event, 1> events;
   if (poller->wait(events, deadline) == 0 && deadline.passed(executor.now())) {
     throw Error(ErrorKind::kTimedOut, "the members of the group did not answer each other in time");
@@ -61,7 +63,7 @@ void wait_for(Executor& executor, int socket, bool writable, Deadline deadline) 
 }  // namespace
 
 void Passage::wait_until_ready(bool writable, Deadline deadline) {
-  wait_for(executor_, socket_.get(), writable, deadline);
+  wait_for(*executor_, {socket_.get()}, writable, deadline);
 }
 
 void Passage::send(BytesView bytes, int descriptor, Deadline deadline) {
@@ -112,27 +114,51 @@ Parcel Passage::receive(std::size_t most, Deadline deadline) {
   return parcel;
 }
 
-Doorway::Doorway(Executor& executor, std::string name)
-    : executor_(executor), name_(std::move(name)), socket_(make_socket()) {
-  const Place place = place_of(name_);
-  if (::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) != 0 ||
-      ::listen(socket_.get(), SOMAXCONN) != 0) {
+Doorway::Doorway(Executor& executor, const std::vector<std::string>& names) : executor_(executor) {
+  for (const std::string& name : names) {
+    Descriptor socket = make_socket();
+    const Place place = place_of(name);
+    if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) == 0) {
+      listeners_.emplace_back(name, std::move(socket));
+      if (::listen(listeners_.back().socket.get(), SOMAXCONN) == 0) continue;
+      listeners_.pop_back();
+    }
+    if (!is_nameless(name)) continue;
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("no Unix socket can listen here: {}", std::strerror(errno)));
   }
 }
 
+Doorway::Listener::~Listener() {
+  if (!name.empty() && !is_nameless(name)) ::unlink(name.c_str());
+}
+
+std::vector<std::string> Doorway::names() const {
+  std::vector<std::string> names;
+  for (const Listener& listener : listeners_) names.push_back(listener.name);
+  return names;
+}
+
+std::optional<Passage> Doorway::accept_at(const Listener& listener) {
+  Descriptor socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (socket && is_of_this_user(socket)) return Passage(executor_, std::move(socket));
+  if (!socket && !would_block() && errno != ECONNABORTED) {
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("a member of the group cannot be let in: {}; raise the limit of open files "
+                            "(ulimit -n)",
+                            std::strerror(errno)));
+  }
+  return std::nullopt;
+}
+
 Passage Doorway::accept(Deadline deadline) {
+  std::vector<int> sockets;
+  for (const Listener& listener : listeners_) sockets.push_back(listener.socket.get());
   while (true) {
-    Descriptor socket(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (socket && is_of_this_user(socket)) return {executor_, std::move(socket)};
-    if (!socket && !would_block() && errno != ECONNABORTED) {
-      throw Error(ErrorKind::kOverloaded,
-                  fmt::format("a member of the group cannot be let in: {}; raise the limit of open files "
-                              "(ulimit -n)",
-                              std::strerror(errno)));
+    for (const Listener& listener : listeners_) {
+      if (auto passage = accept_at(listener)) return std::move(*passage);
     }
-    if (!socket) wait_for(executor_, socket_.get(), false, deadline);
+    wait_for(executor_, sockets, false, deadline);
   }
 }
 
@@ -140,15 +166,12 @@ Passage dial(Executor& executor, const std::string& name) {
   Descriptor socket = make_socket();
   const Place place = place_of(name);
   if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) != 0) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("rank 0's socket cannot be reached from here ({}): are all ranks on one host, in one "
-                    "network namespace?",
-                    std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("its Unix socket cannot be reached from here ({}): they have different network "
+                            "namespaces, as containers and pods do, and no folder in common",
+                            std::strerror(errno)));
   }
-  if (!is_of_this_user(socket)) {
-    throw Error(ErrorKind::kDenied, "rank 0 of the group runs as another user");
-  }
+  if (!is_of_this_user(socket)) throw Error(ErrorKind::kDenied, "it runs as another user");
   return {executor, std::move(socket)};
 }
 

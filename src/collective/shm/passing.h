@@ -1,6 +1,8 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/executor.h>
@@ -20,7 +22,7 @@ struct Parcel {
 /// deadline.
 class Passage {
  public:
-  Passage(Executor& executor, Descriptor socket) : executor_(executor), socket_(std::move(socket)) {}
+  Passage(Executor& executor, Descriptor socket) : executor_(&executor), socket_(std::move(socket)) {}
   /// `descriptor` may be -1.
   void send(BytesView bytes, int descriptor, Deadline deadline);
   /// At most `most` bytes.
@@ -30,23 +32,36 @@ class Passage {
  private:
   void wait_until_ready(bool writable, Deadline deadline);
 
-  Executor& executor_;
+  Executor* executor_;
   Descriptor socket_;
 };
 
-/// A listener in the system's nameless namespace: `name` in no folder, open to processes of this host.
+/// A listener under several names. One that begins with '/' is a file, which goes with the listener, and
+/// which processes of other network namespaces can dial that see the file. All others are in no folder, open
+/// to the processes of this network namespace.
 class Doorway {
  public:
-  /// Throws kUnsupported when the system has no such thing.
-  Doorway(Executor& executor, std::string name);
-  const std::string& name() const { return name_; }
+  /// Throws kUnsupported when the system has no such thing; files that cannot be made are left out.
+  Doorway(Executor& executor, const std::vector<std::string>& names);
+  std::vector<std::string> names() const;
+  static bool is_nameless(const std::string& name) { return !name.starts_with('/'); }
   /// The next caller that runs as this user; others are turned away.
   Passage accept(Deadline deadline);
 
  private:
+  struct Listener {
+    Listener(const std::string& name, Descriptor socket) : name(name), socket(std::move(socket)) {}
+    Listener(Listener&& other) noexcept
+        : name(std::exchange(other.name, {})), socket(std::move(other.socket)) {}
+    Listener& operator=(Listener&&) = delete;
+    ~Listener();
+    std::string name;
+    Descriptor socket;
+  };
+  std::optional<Passage> accept_at(const Listener& listener);
+
   Executor& executor_;
-  const std::string name_;
-  Descriptor socket_;
+  std::vector<Listener> listeners_;
 };
 
 /// Throws kUnsupported when nobody listens there, and kDenied when the listener is another user's.

@@ -72,13 +72,19 @@ PartOfRow read_part(BytesView shapes, std::size_t index, std::size_t count, std:
   return wanted;
 }
 
-void SparseParts::add(const Call& call, at::ScalarType dtype) {
-  if (call.dimensions > kMostDimensions || call.sparse_dimensions > call.dimensions) throw_nonsense();
+std::uint32_t SparseParts::sparse_dimensions(const std::vector<Call>& calls) {
+  for (const Call& call : calls) {
+    if (call.entries != 0) return call.sparse_dimensions;
+  }
+  return calls.at(0).sparse_dimensions;
+}
+
+void SparseParts::add(const Call& call, std::uint32_t sparse_dimensions, at::ScalarType dtype) {
+  if (call.dimensions > kMostDimensions || sparse_dimensions > call.dimensions) throw_nonsense();
   const auto entries = static_cast<std::int64_t>(checked_size(call.entries));
   std::vector<std::int64_t> shape{entries};
-  shape.insert(shape.end(), call.sizes.begin() + call.sparse_dimensions,
-               call.sizes.begin() + call.dimensions);
-  const std::vector<std::int64_t> places{call.sparse_dimensions, entries};
+  shape.insert(shape.end(), call.sizes.begin() + sparse_dimensions, call.sizes.begin() + call.dimensions);
+  const std::vector<std::int64_t> places{sparse_dimensions, entries};
   if (bytes_of(shape, c10::elementSize(dtype)) + bytes_of(places, sizeof(std::int64_t)) != call.bytes) {
     throw_nonsense();
   }

@@ -35,8 +35,10 @@ struct SparseParts {
   std::vector<at::Tensor> indices;
   std::vector<at::Tensor> values;
 
+  /// How many of the dimensions are sparse in the sum: as many as in the tensors that have entries.
+  static std::uint32_t sparse_dimensions(const std::vector<Call>& calls);
   /// Makes room for a rank's entries.
-  void add(const Call& call, at::ScalarType dtype);
+  void add(const Call& call, std::uint32_t sparse_dimensions, at::ScalarType dtype);
   /// The coalesced sum, divided by `divisor`.
   at::Tensor sum(at::IntArrayRef sizes, int divisor) const;
 };

@@ -32,13 +32,12 @@ std::shared_ptr<ShmBackEnd> ShmBackEnd::make(std::shared_ptr<Hub> hub, std::vect
                                              Duration timeout, const Gather& gather) {
   std::vector<int> answering(members.size());
   for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
-  Runtime& runtime = hub->runtime();
   auto memory = GroupMemory::make(std::move(hub), std::move(members), gather, answering);
-  return std::shared_ptr<ShmBackEnd>(new ShmBackEnd(Conductor::make(runtime, std::move(memory), timeout)));
+  return std::shared_ptr<ShmBackEnd>(new ShmBackEnd(Conductor::make(std::move(memory), timeout)));
 }
 
 std::shared_ptr<BackEnd> ShmBackEnd::split(int color, int key) {
-  const Deadline deadline = conductor_->runtime().executor.deadline_in(conductor_->timeout());
+  const Deadline deadline = conductor_->executor().deadline_in(conductor_->timeout());
   const Gather gather = [&](BytesView mine) { return exchange(mine, deadline); };
   const std::vector<int> answering = ranks_of_split(gather, color, key);
   std::vector<int> members;
@@ -46,8 +45,7 @@ std::shared_ptr<BackEnd> ShmBackEnd::split(int color, int key) {
     members.push_back(memory().members()[static_cast<std::size_t>(parent_rank)]);
   }
   auto part = GroupMemory::make(memory().hub(), std::move(members), gather, answering);
-  return std::shared_ptr<ShmBackEnd>(
-      new ShmBackEnd(Conductor::make(conductor_->runtime(), std::move(part), conductor_->timeout())));
+  return std::shared_ptr<ShmBackEnd>(new ShmBackEnd(Conductor::make(std::move(part), conductor_->timeout())));
 }
 
 std::unique_ptr<Operation> ShmBackEnd::describe_tensor(Verb verb, const at::Tensor& tensor) const {
@@ -244,8 +242,9 @@ Future<at::Tensor> ShmBackEnd::all_reduce_sparse(const at::Tensor& tensor, Reduc
   operation->begin = [mover = &conductor_->mover(), parts, dtype = work.scalar_type(),
                       pieces = operation->pieces] {
     std::vector<Want> wants;
+    const std::uint32_t sparse_dimensions = SparseParts::sparse_dimensions(mover->calls());
     for (const Call& of : mover->calls()) {
-      parts->add(of, dtype);
+      parts->add(of, sparse_dimensions, dtype);
       wants.push_back({.into = {piece_of(parts->indices.back()), piece_of(parts->values.back())}});
     }
     return mover->fetch(std::move(wants), pieces);

@@ -30,7 +30,8 @@ std::string host_of(const std::string& text) {
 }  // namespace
 
 std::string route_to(const std::string& host) {
-  const TlsPlace place = parse_tls_address(fmt::format("tls:{}:{}", in_address(host), kSomePort));
+  TlsPlace place = parse_tls_address(fmt::format("tls:{}:{}", in_address(host), kSomePort));
+  place.text = host;  // what errors name: nobody asked for that port
   std::vector<Address> addresses;
   try {
     addresses = look_up(place);

@@ -24,7 +24,8 @@ constexpr rlim_t kSpareDescriptors = 32;
 int family_of(const Address& address) { return address.socket.ss_family; }
 
 Descriptor make_socket(const Address& address) {
-  Descriptor socket(::socket(family_of(address), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Descriptor socket = Descriptor::not_inherited(
+      [&] { return ::socket(family_of(address), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (socket) return socket;
   const int reason = errno;
   const bool exhausted = reason == EMFILE || reason == ENFILE;
@@ -122,7 +123,8 @@ void remove_stale(const Address& address) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("'{}' exists and is no socket: remove it or listen elsewhere", address.path));
   }
-  const Descriptor probe = make_socket(address);
+  // A datagram socket cannot connect to a listener, so that nobody hears of this call; the error tells.
+  const Descriptor probe(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (::connect(probe.get(), address.raw(), address.socket_size) == 0 || errno != ECONNREFUSED) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("'{}' is in use by another process: end it or listen elsewhere (to see "
@@ -194,7 +196,8 @@ Descriptor accept_caller(int listener) {
       return {};
     }
   }
-  return Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  return Descriptor::not_inherited(
+      [&] { return ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
 }
 
 ListeningSocket::ListeningSocket(Address address)

@@ -182,6 +182,20 @@ TEST_F(StreamTransportTest, TakesOverTheSocketFileOfADeadProcess) {
   dial_proven(address());
 }
 
+TEST_F(StreamTransportTest, FindsThatAnAddressIsInUseWithoutTheListenerHearing) {
+  transport_->listen(address());
+  const Error error = failure_of([&] { transport_->listen(address()); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.message(), HasSubstr("in use"));
+  for (int i = 0; i < 10; ++i) {
+    transport_->wait(executor_->deadline_in(std::chrono::milliseconds(5)));
+    while (transport_->poll()) {
+    }
+  }
+  EXPECT_TRUE(journal_.refused.empty());
+  dial_proven(address());
+}
+
 TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNoSocket) {
   std::ofstream(path()) << "precious";
   const Error error = failure_of([&] { transport_->listen(address()); });

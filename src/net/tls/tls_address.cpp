@@ -93,9 +93,9 @@ std::vector<Address> look_up(const TlsPlace& place) {
   std::vector<Address> addresses = addresses_of(place, list);
   if (!addresses.empty()) return addresses;
   throw Error(ErrorKind::kDisconnected,
-              fmt::format("the host name '{}' of '{}' is not known here ({}): correct it, or try "
+              fmt::format("the host name '{}'{} is not known here ({}): correct it, or try "
                           "getent hosts '{}'",
-                          place.host, place.text,
+                          place.host, place.text == place.host ? "" : fmt::format(" of '{}'", place.text),
                           failed != 0 ? ::gai_strerror(failed) : "it has no internet address", place.host));
 }
 

@@ -327,7 +327,8 @@ void TlsTransport::tick() {
         Error(ErrorKind::kDisconnected,
               fmt::format("'{}' was silent for {:.1f} s: its host is down, cut off, or does not run it any "
                           "more",
-                          still->second->channel()->peer(), seconds(tls_.dead_after))),
+                          still->second->channel()->peer(), seconds(tls_.dead_after)))
+            .with_elapsed(tls_.dead_after),
         true);
   }
 }

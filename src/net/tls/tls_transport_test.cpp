@@ -203,6 +203,7 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
   EXPECT_GE(executor_->now() - start, std::chrono::milliseconds(250));
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));
+  EXPECT_EQ(journal_.closed.at(0).elapsed(), std::chrono::milliseconds(300));
   // It showed that it lives all that time.
   peer->take(kPrefixBytes + 8);
   ASSERT_TRUE(peer->hears(3 * kPrefixBytes));

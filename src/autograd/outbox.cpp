@@ -1,0 +1,111 @@
+#include "autograd/outbox.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+namespace torchspan::autograd {
+
+void Outbox::close() {
+  std::map<std::uint32_t, Queue> queues;  // what waits ends under no lock
+  MutexLock lock(mutex_);
+  closed_ = true;
+  queues.swap(queues_);
+}
+
+std::vector<std::string> Outbox::waiting() const {
+  std::vector<std::string> lines;
+  const auto endpoint = endpoint_.lock();
+  if (!endpoint) return lines;
+  MutexLock lock(mutex_);
+  for (const auto& [to, queue] : queues_) {
+    if (queue.letters.empty()) continue;
+    lines.push_back(fmt::format("{} messages to worker '{}' wait for room: {}", queue.letters.size(),
+                                endpoint->name_of(to), queue.why));
+  }
+  return lines;
+}
+
+bool Outbox::join_queue(const LetterPtr& letter) {
+  MutexLock lock(mutex_);
+  if (closed_) return true;
+  const auto found = queues_.find(letter->to);
+  if (found == queues_.end() || found->second.letters.empty()) return false;
+  found->second.letters.push_back(letter);
+  return true;
+}
+
+bool Outbox::takes_back(const LetterPtr& letter, const std::exception_ptr& error) {
+  std::optional<Error> full;
+  if (error) full = to_error(error);
+  if (full && full->kind() != ErrorKind::kOverloaded) return false;
+  const std::uint32_t to = letter->to;
+  {
+    MutexLock lock(mutex_);
+    if (full) {
+      if (closed_) return true;
+      Queue& queue = queues_[to];
+      queue.letters.push_back(letter);
+      ++queue.refusals;
+      queue.most = 1;
+      queue.why = full->message();
+      pause(to, queue);
+      return true;
+    }
+    const auto found = queues_.find(to);
+    if (found == queues_.end()) return false;
+    found->second.pause = kFirstPause;
+    if (found->second.letters.empty()) return false;
+  }
+  // Two for one, so that what is under way grows until there is no room again.
+  const auto endpoint = endpoint_.lock();
+  const auto host = endpoint ? endpoint->host().lock() : nullptr;
+  if (host) host->post([self = shared_from_this(), to] { self->send_some(to, 2); });
+  return false;
+}
+
+void Outbox::pause(std::uint32_t to, Queue& queue) {
+  const auto endpoint = endpoint_.lock();
+  if (!endpoint || queue.pausing) return;
+  queue.pausing = true;
+  endpoint->after(queue.pause, [weak = weak_from_this(), to] {
+    if (const auto self = weak.lock()) self->pause_over(to);
+  });
+  queue.pause = std::min(2 * queue.pause, kLongestPause);
+}
+
+void Outbox::pause_over(std::uint32_t to) {
+  std::size_t most = 0;
+  {
+    MutexLock lock(mutex_);
+    const auto found = queues_.find(to);
+    if (found == queues_.end()) return;
+    found->second.pausing = false;
+    most = found->second.most;
+    found->second.most *= 2;
+  }
+  send_some(to, most);
+  MutexLock lock(mutex_);
+  const auto found = queues_.find(to);
+  if (found != queues_.end() && !found->second.letters.empty()) pause(to, found->second);
+}
+
+/// As far as there is room.
+void Outbox::send_some(std::uint32_t to, std::size_t most) {
+  std::optional<std::size_t> refusals;
+  for (; most > 0; --most) {
+    LetterPtr letter;
+    {
+      MutexLock lock(mutex_);
+      const auto found = queues_.find(to);
+      if (found == queues_.end() || found->second.letters.empty()) return;
+      Queue& queue = found->second;
+      if (queue.refusals != refusals.value_or(queue.refusals)) return;
+      refusals = queue.refusals;
+      letter = std::move(queue.letters.front());
+      queue.letters.pop_front();
+    }
+    letter->send(*this);
+  }
+}
+
+}  // namespace torchspan::autograd

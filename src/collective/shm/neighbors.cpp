@@ -1,0 +1,142 @@
+#include "collective/shm/neighbors.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+namespace torchspan::collective::shm {
+namespace {
+
+constexpr std::size_t kTokenBytes = 32;
+
+std::string hex(BytesView bytes) {
+  std::string text;
+  for (const std::byte byte : bytes) text += fmt::format("{:02x}", static_cast<unsigned>(byte));
+  return text;
+}
+
+/// Where a rank listens, and what its callers have to know; no names where nobody else is on its machine.
+struct Invitation {
+  std::vector<std::string> names = {};
+  Bytes token = {};
+  std::string refusal = {};  ///< why there are no names, if there should be
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put_string(refusal);
+    writer.put(static_cast<std::uint32_t>(names.size()));
+    for (const std::string& name : names) writer.put_string(name);
+    writer.put_bytes(token);
+    return writer.take();
+  }
+  static Invitation decode(BytesView bytes) {
+    ByteReader reader(bytes);
+    Invitation invitation;
+    invitation.refusal = reader.get_string();
+    invitation.names.resize(reader.get_count(4));
+    for (std::string& name : invitation.names) name = reader.get_string();
+    const BytesView token = reader.get_bytes(reader.left());
+    invitation.token.assign(token.begin(), token.end());
+    return invitation;
+  }
+};
+
+/// Whom a rank reached.
+struct Answer {
+  std::int32_t leader = 0;
+  bool same_network = false;
+  std::string reason = {};
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put(leader);
+    writer.put(static_cast<std::uint8_t>(same_network ? 1 : 0));
+    writer.put_string(reason);
+    return writer.take();
+  }
+  static Answer decode(BytesView bytes) {
+    ByteReader reader(bytes);
+    Answer answer;
+    answer.leader = reader.get<std::int32_t>();
+    answer.same_network = reader.get<std::uint8_t>() != 0;
+    answer.reason = reader.get_string();
+    return answer;
+  }
+};
+
+Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<Doorway>& doorway) {
+  const std::string& mine = plan.hosts[static_cast<std::size_t>(plan.self)];
+  if (std::count(plan.hosts.begin(), plan.hosts.end(), mine) < 2) return {};
+  if (!plan.refusal.empty()) return {.refusal = plan.refusal};
+  try {
+    const std::string name = "torchspan-" + hex(random_bytes(16));
+    std::vector<std::string> names{name};
+    if (!plan.folder.empty()) names.push_back(plan.folder + "/g-" + hex(random_bytes(8)) + ".sock");
+    doorway.emplace(executor, names);
+    return {doorway->names(), random_bytes(kTokenBytes)};
+  } catch (const Error& error) {
+    return {.refusal = error.message()};
+  }
+}
+
+Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
+                          const std::vector<Invitation>& invitations, std::optional<Passage>& passage) {
+  const auto self = static_cast<std::size_t>(plan.self);
+  Answer answer{.leader = plan.self, .same_network = true};
+  for (std::size_t rank = 0; rank < self && invitations[self].refusal.empty(); ++rank) {
+    if (plan.hosts[rank] != plan.hosts[self]) continue;
+    std::string why = invitations[rank].refusal;
+    for (const std::string& name : invitations[rank].names) {
+      try {
+        passage.emplace(dial(executor, name));
+        answer.leader = static_cast<std::int32_t>(rank);
+        answer.same_network = Doorway::is_nameless(name);
+        return answer;
+      } catch (const Error& error) {
+        if (why.empty()) why = error.message();
+      }
+    }
+    if (answer.reason.empty()) {
+      answer.reason =
+          fmt::format("{} does not reach {}: {}", plan.people[self].text, plan.people[rank].text, why);
+    }
+  }
+  if (!invitations[self].refusal.empty()) {
+    answer.reason = fmt::format("{}: {}", plan.people[self].text, invitations[self].refusal);
+  }
+  return answer;
+}
+
+}  // namespace
+
+bool Neighbors::all_together() const {
+  return std::all_of(leaders.begin(), leaders.end(), [&](int leader) { return leader == leaders[0]; });
+}
+
+Neighbors find_neighbors(Executor& executor, const NeighborsPlan& plan, const Gather& gather) {
+  Neighbors found;
+  std::vector<Invitation> invitations;
+  for (const Bytes& bytes : gather(invite(executor, plan, found.doorway).encode())) {
+    invitations.push_back(Invitation::decode(bytes));
+    found.tokens.push_back(invitations.back().token);
+  }
+  std::vector<Answer> answers;
+  for (const Bytes& bytes : gather(dial_earlier_ranks(executor, plan, invitations, found.passage).encode())) {
+    answers.push_back(Answer::decode(bytes));
+  }
+  found.one_network = true;
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    int leader = answers[rank].leader;
+    const bool good = leader >= 0 && leader <= static_cast<int>(rank) &&
+                      answers[static_cast<std::size_t>(leader)].leader == leader;
+    if (!good) leader = static_cast<int>(rank);
+    found.leaders.push_back(leader);
+    found.reasons.push_back(answers[rank].reason);
+    found.one_network = found.one_network && answers[rank].same_network;
+  }
+  found.one_network = found.one_network && found.all_together();
+  const auto self = static_cast<std::size_t>(plan.self);
+  if (found.leaders[self] == plan.self) found.passage.reset();
+  return found;
+}
+
+}  // namespace torchspan::collective::shm

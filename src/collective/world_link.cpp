@@ -1,0 +1,113 @@
+#include "collective/world_link.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+namespace torchspan::collective {
+
+using rendezvous::Member;
+using rendezvous::Membership;
+
+WorldLink::WorldLink(std::shared_ptr<Runtime> runtime, Membership& world)
+    : runtime_(std::move(runtime)), world_(world), self_(world.self()) {}
+
+std::shared_ptr<WorldLink> WorldLink::make(std::shared_ptr<Runtime> runtime, Membership& world) {
+  const std::shared_ptr<WorldLink> link(new WorldLink(std::move(runtime), world));
+  const auto hold = std::make_shared<Hold>(link);
+  world.watch({.died =
+                   [hold](const Member& member, const Error& reason) {
+                     if (const auto link = hold->link.lock()) link->note_death(member, reason);
+                   },
+               .left =
+                   [hold](const Member& member) {
+                     const auto link = hold->link.lock();
+                     if (!link) return;
+                     link->note_gone(member, "it left the world");
+                     for (const auto& listener : link->listeners()) listener->member_left(member);
+                   }});
+  return link;
+}
+
+void WorldLink::note_death(const Member& member, const Error& reason) {
+  if (member.epoch == self_.epoch) return end(reason);
+  note_gone(member, reason.message());
+  for (const auto& listener : listeners()) listener->member_died(member, reason);
+}
+
+void WorldLink::add(const std::weak_ptr<WorldListener>& listener) {
+  std::optional<Error> ended;
+  {
+    MutexLock lock(mutex_);
+    listeners_.push_back(listener);
+    ended = ended_;
+  }
+  const auto told = listener.lock();
+  if (ended && told) told->world_ended(*ended);
+}
+
+std::vector<std::shared_ptr<WorldListener>> WorldLink::listeners() {
+  std::vector<std::shared_ptr<WorldListener>> living;
+  MutexLock lock(mutex_);
+  std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
+  for (const auto& listener : listeners_) {
+    if (auto one = listener.lock()) living.push_back(std::move(one));
+  }
+  return living;
+}
+
+void WorldLink::note_gone(const Member& member, const std::string& how) {
+  MutexLock lock(mutex_);
+  gone_.emplace_back(member.epoch, how);
+}
+
+std::optional<std::string> WorldLink::gone(std::uint64_t epoch) {
+  MutexLock lock(mutex_);
+  const auto found =
+      std::find_if(gone_.begin(), gone_.end(), [&](const auto& one) { return one.first == epoch; });
+  return found == gone_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<Error> WorldLink::ended() {
+  MutexLock lock(mutex_);
+  return ended_;
+}
+
+void WorldLink::end(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    if (ended_) return;
+    ended_ = reason;
+  }
+  for (const auto& listener : listeners()) listener->world_ended(reason);
+}
+
+void WorldLink::close() {
+  end(Error(
+      ErrorKind::kCancelled,
+      fmt::format("{} has left the world, and its groups have ended with that: use them, and what is made of "
+                  "them, before shutdown() and while the session lives",
+                  describe(self_))));
+  const auto parker = runtime_->executor.make_parker();
+  for (;;) {
+    {
+      MutexLock lock(mutex_);
+      closing_ = asking_ > 0 ? parker.get() : nullptr;
+      if (asking_ == 0) break;
+    }
+    parker->park(Deadline::never());
+  }
+  for (const auto& listener : listeners()) listener->world_closing();
+}
+
+WorldLink::Asking::Asking(WorldLink& link) : link_(link) {
+  MutexLock lock(link_.mutex_);
+  if (link_.ended_) throw Error(*link_.ended_);
+  ++link_.asking_;
+}
+
+WorldLink::Asking::~Asking() {
+  MutexLock lock(link_.mutex_);
+  if (--link_.asking_ == 0 && link_.closing_ != nullptr) link_.closing_->unpark();
+}
+
+}  // namespace torchspan::collective

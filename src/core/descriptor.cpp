@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <cerrno>
+#include <fcntl.h>
+#include <pthread.h>
+#include <vector>
+
+#include <torchspan/core/descriptor.h>
+#include <torchspan/core/mutex.h>
+
+namespace torchspan {
+namespace {
+
+/// The descriptors that forked children do not get. fork() concerns the whole process and its handlers get no
+/// argument, so this list belongs to the process.
+class NotInherited {
+ public:
+  NotInherited() { pthread_atfork(lock_all, unlock_all, replace_all); }
+
+  int make(const std::function<int()>& make) {
+    MutexLock lock(mutex_);
+    const int fd = make();
+    const int reason = errno;
+    if (fd >= 0) fds_.push_back(fd);
+    errno = reason;
+    return fd;
+  }
+  void close(int fd) {
+    MutexLock lock(mutex_);
+    std::erase(fds_, fd);
+    ::close(fd);
+  }
+
+ private:
+  static void lock_all() TORCHSPAN_UNCHECKED;
+  static void unlock_all() TORCHSPAN_UNCHECKED;
+  static void replace_all() TORCHSPAN_UNCHECKED;
+
+  Mutex mutex_;
+  std::vector<int> fds_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// Never destroyed: static objects of the program may hold descriptors to the very end.
+NotInherited& not_inherited_descriptors() {
+  static NotInherited& all = *new NotInherited;
+  return all;
+}
+
+void NotInherited::lock_all() { not_inherited_descriptors().mutex_.lock(); }
+void NotInherited::unlock_all() { not_inherited_descriptors().mutex_.unlock(); }
+
+/// In the child, where only what a signal handler may call is allowed. The numbers stay taken, since objects
+/// that the child got a copy of still close them.
+void NotInherited::replace_all() {
+  NotInherited& all = not_inherited_descriptors();
+  const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (const int fd : all.fds_) {
+    if (nothing < 0 || ::dup3(nothing, fd, O_CLOEXEC) < 0) ::close(fd);
+  }
+  if (nothing >= 0) ::close(nothing);
+  all.fds_.clear();  // the child may use the numbers for files of its own
+  all.mutex_.unlock();
+}
+
+}  // namespace
+
+Descriptor Descriptor::not_inherited(const std::function<int()>& make) {
+  Descriptor made(not_inherited_descriptors().make(make));
+  made.inherited_ = !made;
+  return made;
+}
+
+void Descriptor::close_not_inherited(int fd) { not_inherited_descriptors().close(fd); }
+
+}  // namespace torchspan

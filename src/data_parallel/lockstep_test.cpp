@@ -1,0 +1,316 @@
+// All ranks' steps are about the same forward, or they fail: what breaks on one rank, wherever in a step it
+// does, is heard by the others, and what several wrappers do in one backward pass does not get mixed up.
+#include <functional>
+#include <gtest/gtest.h>
+#include <string>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel/data_parallel.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+namespace nn = torch::nn;
+
+/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either is what it is fed.
+struct TwoImpl : nn::Module {
+  TwoImpl() : a(register_parameter("a", at::ones({1}))), b(register_parameter("b", at::ones({1}))) {}
+  at::Tensor forward(const at::Tensor& to_a, const at::Tensor& to_b) { return a * to_a + b * to_b; }
+  at::Tensor a, b;
+};
+TORCH_MODULE(Two);
+
+at::Tensor fed(double value) { return at::full({1}, value); }
+double averaged(const at::Tensor& parameter) {
+  return parameter.grad().defined() ? parameter.grad().item<double>() : -1;
+}
+
+/// A layer of two others, one of which is in another module too.
+struct PairImpl : nn::Module {
+  explicit PairImpl(Two common) : two(register_module("two", std::move(common))) {}
+  at::Tensor forward(const at::Tensor& to_a, const at::Tensor& to_b) { return two(to_a, to_b) * 2; }
+  Two two{nullptr};
+};
+TORCH_MODULE(Pair);
+
+// Two wrappers share parameters and one loss goes through both. The first one's average was written into
+// `.grad` while the second read its gradient there: in 11 to 13 of 20 steps a mixture was averaged. Here rank
+// 0 always is too late, since its first hook waits.
+TEST(Lockstep, AParameterOfTwoWrappersInOneBackwardGetsOneAverage) {
+  for (const bool view : {true, false}) {
+    for (const bool fixed : {true, false}) {
+      on_ranks(2, [&](const Rank& self) {
+        Two two;
+        const DataParallelOptions options{.static_graph = fixed, .gradient_as_bucket_view = view};
+        DistributedDataParallel one(self.runtime, two, self.group, options);
+        DistributedDataParallel other(self.runtime, Pair(two), self.group, options);
+        one.set_hook(
+            [&](const GradientBucket& bucket, const collective::Group& group) {
+              bucket.buffer.mul_(1 / bucket.divisor);
+              Future<at::Tensor> average = group.all_reduce(bucket.buffer);
+              if (self.rank == 0) average.wait();
+              return average;
+            },
+            "impatient");
+        for (int step = 0; step < 6; ++step) {
+          if (step % 2 == 0) {
+            two->zero_grad();
+          } else {
+            for (const auto& parameter : two->parameters()) parameter.mutable_grad() = at::Tensor();
+          }
+          (one(fed(1 + self.rank), fed(step)) + other(fed(self.rank), fed(step))).sum().backward();
+          EXPECT_EQ(averaged(two->a), 1.5 + 1) << "step " << step;
+          EXPECT_EQ(averaged(two->b), 3 * step) << "step " << step;
+        }
+      });
+    }
+  }
+}
+
+// Two wrappers over different ranks cannot both be right about one gradient.
+TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) {
+  on_ranks(2, [](const Rank& self) {
+    Two two;
+    const collective::Group alone = self.group.split(self.rank, 0);
+    DistributedDataParallel all(self.runtime, two, self.group);
+    DistributedDataParallel one(self.runtime, Pair(two), alone);
+    const std::string text =
+        error_of([&] { (all(fed(1), fed(1)) + one(fed(1 + self.rank), fed(1))).sum().backward(); });
+    EXPECT_NE(text.find("is averaged by two wrappers, over ranks"), std::string::npos) << text;
+    two->zero_grad();
+    one(fed(1 + self.rank), fed(1)).sum().backward();
+    EXPECT_EQ(averaged(two->a), 2 * (1 + self.rank)) << "each pass through one of them";
+    two->zero_grad();
+    all(fed(1 + self.rank), fed(1)).sum().backward();
+    EXPECT_EQ(averaged(two->a), 1.5);
+  });
+}
+
+/// What a program's step met: nothing, or the text of an exception that it caught.
+std::string caught(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// Two, with a buffer or without, whose forward throws when it is told to.
+struct FragileImpl : nn::Module {
+  explicit FragileImpl(bool buffered) : two(register_module("two", Two())) {
+    if (buffered) seen = register_buffer("seen", at::zeros({1}));
+  }
+  at::Tensor forward(const at::Tensor& to_a) {
+    if (seen.defined()) seen.add_(1);
+    if (throws) throw std::runtime_error("no such image");
+    return two(to_a, to_a);
+  }
+  Two two{nullptr};
+  at::Tensor seen;
+  bool throws = false;
+};
+TORCH_MODULE(Fragile);
+
+/// Eight steps, in the third of which `break_on_rank_1` breaks rank 1's; programs catch, and go on. All ranks
+/// fail in that step, and in no other.
+void expect_one_void_step(bool buffered, const std::string& why, const std::string& told,
+                          const std::function<at::Tensor(DistributedDataParallel<Fragile>&, bool)>& loss) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(seed);
+    on_ranks(
+        3,
+        [&](const Rank& self) {
+          Fragile net(buffered);
+          DistributedDataParallel model(self.runtime, net, self.group);
+          for (int step = 0; step < 8; ++step) {
+            const std::string text = caught([&] {
+              net->zero_grad();
+              const bool breaks = step == 2 && self.rank == 1;
+              (loss(model, breaks) * (1 + self.rank + step)).sum().backward();
+            });
+            if (step == 2) {
+              const std::string& wanted = self.rank == 1 ? why : told;
+              EXPECT_NE(text.find(wanted), std::string::npos) << "rank " << self.rank << ": " << text;
+              EXPECT_EQ(text.find("rank 1 gave up") != std::string::npos, self.rank != 1) << text;
+            } else {
+              EXPECT_EQ(text, "") << "step " << step << " on rank " << self.rank;
+              EXPECT_EQ(averaged(net->two->a), 2 + step) << "step " << step << " on rank " << self.rank;
+            }
+          }
+        },
+        seed);
+  }
+}
+
+at::Tensor explosive(const at::Tensor& tensor, bool breaks) {
+  if (breaks) {
+    tensor.register_hook(
+        [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the gradient exploded"); });
+  }
+  return tensor;
+}
+
+// The forward of one rank throws, its program skips the batch. The others were in that step's reduction: they
+// took the gradients of its next step for this one's, and so for ever.
+TEST(Lockstep, AForwardThatThrowsOnOneRankFailsThatStepOnAll) {
+  for (const bool buffered : {false, true}) {
+    expect_one_void_step(buffered, "no such image", "its forward threw: no such image",
+                         [](DistributedDataParallel<Fragile>& model, bool breaks) {
+                           model.module()->throws = breaks;
+                           return model(fed(1));
+                         });
+  }
+}
+
+// A node behind the wrapped module, in what made its input, throws when the averages are under way already.
+TEST(Lockstep, ABackwardThatThrowsBehindTheModuleFailsThatStepOnAll) {
+  for (const bool buffered : {false, true}) {
+    expect_one_void_step(buffered, "the gradient exploded", "gave this backward pass up",
+                         [](DistributedDataParallel<Fragile>& model, bool breaks) {
+                           const at::Tensor made = explosive(fed(1).requires_grad_() * 1, breaks);
+                           return model(made);
+                         });
+  }
+}
+
+// Backward throws in the loss, before it comes to the wrapped module, which hears nothing of the pass.
+TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
+  for (const bool buffered : {false, true}) {
+    for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+      SCOPED_TRACE(seed);
+      on_ranks(
+          3,
+          [&](const Rank& self) {
+            Fragile net(buffered);
+            DistributedDataParallel model(self.runtime, net, self.group);
+            for (int step = 0; step < 8; ++step) {
+              const bool breaks = step == 2 && self.rank == 1;
+              const std::string text = caught([&] {
+                net->zero_grad();
+                explosive(model(fed(1 + self.rank + step)) * 1, breaks).sum().backward();
+              });
+              if (step != 2) {
+                EXPECT_EQ(text, "");
+                EXPECT_EQ(averaged(net->two->a), 2 + step) << "step " << step << " on rank " << self.rank;
+              } else if (self.rank == 1) {
+                EXPECT_NE(text.find("the gradient exploded"), std::string::npos) << text;
+              } else {
+                EXPECT_NE(text.find("rank 1 gave up"), std::string::npos) << text;
+                EXPECT_NE(text.find("an exception took the outputs of its forward"), std::string::npos)
+                    << text;
+              }
+            }
+          },
+          seed);
+    }
+  }
+}
+
+// One rank leaves a backward out (`if (loss is not a number) continue;`). Nothing threw, so nobody can be
+// told before its next backward meets the others' last: that fails on all, and from there on they are level.
+TEST(Lockstep, ABackwardThatOneRankLeavesOutFailsTheReductionThatItWasFor) {
+  for (const bool find_unused : {false, true}) {
+    on_ranks(3, [&](const Rank& self) {
+      Fragile net(false);
+      DistributedDataParallel model(self.runtime, net, self.group, {.find_unused_parameters = find_unused});
+      int failed = 0;
+      for (int step = 0; step < 6; ++step) {
+        const std::string text = caught([&] {
+          net->zero_grad();
+          const at::Tensor loss = model(fed(1 + self.rank + step)).sum();
+          if (step == 2 && self.rank == 1) return;
+          loss.backward();
+        });
+        if (text.empty()) {
+          EXPECT_TRUE(step == 2 || averaged(net->two->a) == 2 + step) << "step " << step;
+          continue;
+        }
+        ++failed;
+        EXPECT_EQ(step, self.rank == 1 ? 3 : 2);
+        EXPECT_NE(text.find("rank 1 has run 4 reduced forwards and rank 0 has run 3"), std::string::npos)
+            << text;
+        if (self.rank == 1) --step;  // takes that batch again, as the others come to it now
+      }
+      EXPECT_EQ(failed, 1);
+    });
+  }
+}
+
+// Backward passes of two wrappers end in the order in which each rank came to them: no end may wait for
+// another.
+TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
+  on_ranks(2, [](const Rank& self) {
+    Two first, second;
+    DistributedDataParallel one(self.runtime, first, self.group);
+    DistributedDataParallel other(self.runtime, second, self.group);
+    for (int step = 0; step < 3; ++step) {
+      first->zero_grad(), second->zero_grad();
+      at::Tensor a, b;
+      if (self.rank == 0) a = one(fed(1), fed(2));
+      b = other(fed(3 + self.rank), fed(4));
+      if (self.rank == 1) a = one(fed(2), fed(2));
+      (a + b).sum().backward();
+      EXPECT_EQ(averaged(first->a), 1.5);
+      EXPECT_EQ(averaged(second->a), 3.5);
+    }
+  });
+}
+
+// Uneven batches, without join(): the rank that has more waits for one that has let go of everything. The
+// error says which rank that is, and what would help.
+TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
+  if (!over_shared_memory()) GTEST_SKIP() << "needs a group that is let go of";
+  for (const bool buffered : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      const collective::Group group = self.group.split(0, self.rank);
+      const std::string text = caught([&] {
+        Fragile net(buffered);
+        DistributedDataParallel model(self.runtime, net, group);
+        for (int i = 0; i < 2 + self.rank; ++i) model(fed(1)).sum().backward();
+      });
+      if (self.rank == 0) {
+        EXPECT_EQ(text, "");
+      } else {
+        EXPECT_NE(text.find("rank 0"), std::string::npos) << text;
+        EXPECT_NE(text.find("DistributedDataParallel::join()"), std::string::npos) << text;
+      }
+    });
+  }
+}
+
+// Buffers of one rank that do not arrive fail the step that they belong to on all ranks.
+TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
+  on_ranks(3, [](const Rank& self) {
+    Fragile net(true);
+    DistributedDataParallel model(self.runtime, net, self.group);
+    int step = 0;
+    model.set_buffer_hook(
+        [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
+          Future<at::Tensor> sent = group.all_reduce(buffers[0].tensor, collective::kAverage);
+          const bool breaks = step == 1 && self.rank == 1;
+          return std::vector{sent.then([breaks](const Future<at::Tensor>& done) {
+            if (breaks) throw Error(ErrorKind::kInvalid, "the buffers have moths");
+            return done.wait();
+          })};
+        },
+        "moths");
+    for (; step < 4; ++step) {
+      const std::string text = caught([&] {
+        net->zero_grad();
+        model(fed(1 + self.rank)).sum().backward();
+      });
+      EXPECT_EQ(text.find("the buffers have moths") != std::string::npos, step == 1) << text;
+      EXPECT_TRUE(step == 1 || averaged(net->two->a) == 2) << "step " << step << text;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

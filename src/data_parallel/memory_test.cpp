@@ -1,0 +1,124 @@
+// Shared memory that is full on one rank: what every rank does then.
+#include <atomic>
+#include <gtest/gtest.h>
+#include <memory>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+
+#include <torchspan/core/error.h>
+
+#include "data_parallel/toy_model.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+using namespace testing;
+
+/// Another back end, of which nothing can be allocated any more once `left` allocations are made.
+class ScarceBackEnd final : public collective::BackEnd {
+ public:
+  using Left = std::shared_ptr<std::atomic<int>>;
+  ScarceBackEnd(std::shared_ptr<collective::BackEnd> inner, Left left)
+      : inner_(std::move(inner)), left_(std::move(left)) {}
+
+  std::string name() const override { return inner_->name(); }
+  int rank() const override { return inner_->rank(); }
+  const std::vector<int>& ranks() const override { return inner_->ranks(); }
+  std::shared_ptr<BackEnd> split(int color, int key) override {
+    return std::make_shared<ScarceBackEnd>(inner_->split(color, key), left_);
+  }
+  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::Reduction reduction) override {
+    return inner_->all_reduce(std::move(tensor), reduction);
+  }
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::Reduction reduction) override {
+    return inner_->reduce_scatter(std::move(tensor), reduction);
+  }
+  Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override {
+    return inner_->all_gather(std::move(tensor));
+  }
+  Future<at::Tensor> broadcast(at::Tensor tensor, int root) override {
+    return inner_->broadcast(std::move(tensor), root);
+  }
+  Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override {
+    return inner_->all_to_all(std::move(parts));
+  }
+  std::vector<Bytes> exchange(BytesView mine, Deadline deadline) override {
+    return inner_->exchange(mine, deadline);
+  }
+  void barrier(Deadline deadline) override { inner_->barrier(deadline); }
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
+    if (left_->fetch_sub(1) <= 0) throw Error(ErrorKind::kOverloaded, "the shared memory is full");
+    return inner_->allocate(sizes, dtype);
+  }
+  void abort(const Error& cause) override { inner_->abort(cause); }
+
+ private:
+  const std::shared_ptr<collective::BackEnd> inner_;
+  const Left left_;
+};
+
+constexpr int kPlenty = 1 << 20;
+
+struct Scarce {
+  explicit Scarce(const Rank& self) : group(std::make_shared<ScarceBackEnd>(self.group.back_end(), left)) {}
+  ScarceBackEnd::Left left = std::make_shared<std::atomic<int>>(kPlenty);
+  collective::Group group;
+};
+
+/// The order in which gradients come, opposite to that of the parameters' first buckets.
+at::Tensor chain(const Tensors& parameters, int rank) {
+  at::Tensor value = at::ones({10}) * (1 + rank);
+  for (std::size_t i = parameters.size(); i-- > 0;) value = (value * parameters[i]).sin();
+  return value.sum();
+}
+
+TEST(ScarceMemory, WhenBucketsAreRebuiltLeavesAllRanksTheirFirstOnes) {
+  for (const int short_of : {0, 1, 2}) {  // on no rank, and in the first or second bucket of rank 1
+    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+      on_ranks(
+          3,
+          [&](const Rank& self) {
+            Scarce scarce(self);
+            const Tensors parameters{leaf({10}), leaf({10}), leaf({10})};
+            Reducer reducer(self.runtime, named(parameters), scarce.group,
+                            {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
+            const auto before = reducer.stats().bucket_parameters;
+            if (self.rank == 1 && short_of > 0) *scarce.left = short_of - 1;
+            for (int i = 0; i < 4; ++i) {
+              zero(parameters, i % 2 == 1);
+              step(reducer, chain(parameters, self.rank));
+              *scarce.left = kPlenty;
+              EXPECT_EQ(reducer.stats().rebuilt, short_of == 0);
+              EXPECT_EQ(reducer.stats().bucket_parameters == before, short_of > 0);
+              Tensors copies;
+              for (const auto& parameter : parameters)
+                copies.push_back(parameter.detach().clone().set_requires_grad(true));
+              for (int rank = 0; rank < self.size; ++rank) (chain(copies, rank) / self.size).backward();
+              for (std::size_t p = 0; p < copies.size(); ++p)
+                expect_close(parameters[p].grad(), copies[p].grad(), 1e-6);
+            }
+          },
+          seed);
+    }
+  }
+}
+
+TEST(ScarceMemory, AtTheBeginningIsToldToAllRanks) {
+  on_ranks(3, [](const Rank& self) {
+    Scarce scarce(self);
+    const Tensors parameters{leaf({10}), leaf({10})};
+    if (self.rank == 2) *scarce.left = 1;
+    const std::string text =
+        error_of([&] { Reducer reducer(self.runtime, named(parameters), scarce.group); });
+    EXPECT_NE(text.find("rank 2 cannot begin"), std::string::npos) << text;
+    EXPECT_NE(text.find("the shared memory is full"), std::string::npos) << text;
+    *scarce.left = kPlenty;
+    Reducer reducer(self.runtime, named(parameters), scarce.group);
+    step(reducer, loss_of(parameters, self.rank, 0));
+    expect_close(parameters[0].grad(), expected(parameters, 3, 0)[0], 1e-6);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::data_parallel

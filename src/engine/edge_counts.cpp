@@ -1,0 +1,67 @@
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <torchspan/engine/edge_counts.h>
+
+namespace torchspan::engine {
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+
+std::size_t EdgeCounts::add(const std::shared_ptr<Node>& root) {
+  MutexLock lock(mutex_);
+  forget_ended();
+  meet(root);
+  for (std::size_t next = 0; next < fresh_.size(); ++next) {
+    for (const Edge& edge : fresh_[next]->next_edges()) {
+      if (edge.is_valid()) meet(edge.function);
+    }
+  }
+  std::stable_sort(fresh_.begin(), fresh_.end(),
+                   [](const Node* a, const Node* b) { return a->sequence_nr() < b->sequence_nr(); });
+  for (Node* node : fresh_) {
+    const auto& edges = node->next_edges();
+    Entry& entry = nodes_.at(node);
+    entry.places.resize(edges.size());
+    for (std::size_t i = edges.size(); i-- > 0;) {  // of equal ones, the first comes last
+      if (edges[i].is_valid()) entry.places[i] = nodes_.at(edges[i].function.get()).known.edges++;
+    }
+  }
+  return std::exchange(fresh_, {}).size();
+}
+
+void EdgeCounts::meet(const std::shared_ptr<Node>& node) {
+  Entry& entry = nodes_[node.get()];
+  if (!entry.node.expired()) return;
+  entry = {node, {0, walked_++}};
+  fresh_.push_back(node.get());
+}
+
+EdgeCounts::Places EdgeCounts::places(Node& node) const {
+  MutexLock lock(mutex_);
+  return nodes_.at(&node).places;
+}
+
+/// Each time that the number of entries has doubled, so that a node costs the same however many come.
+void EdgeCounts::forget_ended() {
+  if (nodes_.size() < sweep_at_) return;
+  std::erase_if(nodes_, [](const auto& entry) { return entry.second.node.expired(); });
+  sweep_at_ = std::max(kSweepAt, 2 * nodes_.size());
+}
+
+std::optional<EdgeCounts::Known> EdgeCounts::find(Node& node) const {
+  MutexLock lock(mutex_);
+  const auto found = nodes_.find(&node);
+  if (found == nodes_.end() || found->second.node.expired()) return std::nullopt;
+  return found->second.known;
+}
+
+std::size_t EdgeCounts::size() const {
+  MutexLock lock(mutex_);
+  return nodes_.size();
+}
+
+}  // namespace torchspan::engine

@@ -1,0 +1,135 @@
+// Sums do not depend on the order in which gradients come.
+#include <algorithm>
+#include <gtest/gtest.h>
+#include <numeric>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/engine/edge_counts.h>
+
+#include "engine/oracle.h"
+#include "engine/test_nodes.h"
+
+namespace torchspan::engine {
+namespace {
+
+using namespace testing;
+
+/// Five sends and a local root over a shared product and a leaf that are each used several times.
+struct Graph {
+  explicit Graph(bool sparse) {
+    torch::manual_seed(3);
+    leaf = at::randn({64, 3}).requires_grad_();
+    const Tensor shared = leaf.sin();
+    for (int i = 0; i < 5; ++i) {
+      const Tensor factor = at::randn({64, 3});
+      const Tensor rows = at::randint(0, 64, {64}, at::kLong);
+      Tensor value = shared * factor + shared.exp() * leaf;
+      if (sparse) value = value + at::embedding(leaf, rows, -1, false, true) * factor;
+      sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{value, shared * i}));
+    }
+    loss = (leaf * at::randn({64, 3})).sum() + shared.cos().sum();
+  }
+  Tensor leaf, loss;
+  std::vector<std::shared_ptr<Outgoing>> sends;
+};
+
+struct Way {
+  bool run_after_each = false;
+  unsigned threads = 1;
+  bool counted = false;
+  bool sparse = false;
+  int seal_after = 0;  ///< deliveries
+};
+
+/// The leaf's gradient when the sends' gradients come in that order; the last two sends get none.
+Tensor gradient_by(const std::vector<std::size_t>& order, const Way& way) {
+  const Graph graph(way.sparse);
+  GradientMap gradients;
+  MapSink sink(gradients);
+  PassOptions options;
+  options.threads = way.threads;
+  options.enlist = [](UniqueFunction<void()> help) { help(); };
+  const auto counts = std::make_shared<EdgeCounts>();
+  if (way.counted) {
+    for (const auto& send : graph.sends) counts->add(send);
+    options.counts = counts;
+  }
+  const auto pass = std::make_shared<GraphPass>(sink, options);
+  pass->add_root(graph.loss);
+  for (std::size_t i = 0; i < graph.sends.size(); ++i) {
+    if (!way.counted || i < 3) pass->add_pending(graph.sends[i]);
+  }
+  pass->prepare();
+  torch::manual_seed(5);
+  std::vector<Tensor> given;
+  for (int i = 0; i < 3; ++i) given.push_back(at::randn({64, 3}));
+  const auto give_up = [&] {
+    if (way.counted) {
+      pass->seal();
+    } else {
+      for (std::size_t i = 3; i < 5; ++i) pass->discard(*graph.sends[i]);
+    }
+    if (way.run_after_each) pass->run();
+  };
+  for (std::size_t at = 0; at <= order.size(); ++at) {
+    if (static_cast<int>(at) == way.seal_after) give_up();
+    if (at == order.size()) break;
+    pass->deliver(*graph.sends[order[at]], Delivery{{given[order[at]], Tensor()}, {true, order[at] == 1}});
+    if (way.run_after_each) pass->run();
+  }
+  pass->run();
+  EXPECT_TRUE(pass->finished());
+  return gradients.gradient(graph.leaf);
+}
+
+TEST(SumsOfAPass, HaveTheSameBitsInWhateverOrderGradientsCome) {
+  for (const bool sparse : {false, true}) {
+    const Tensor wanted = gradient_by({2, 1, 0}, {.sparse = sparse});
+    std::vector<std::size_t> order{0, 1, 2};
+    do {
+      for (const bool run_after_each : {false, true}) {
+        for (const unsigned threads : {1U, 3U}) {
+          for (const bool counted : {false, true}) {
+            for (const int seal_after : {0, 1, 3}) {
+              expect_identical(gradient_by(order, {run_after_each, threads, counted, sparse, seal_after}),
+                               wanted);
+              ASSERT_FALSE(HasFailure()) << order[0] << order[1] << order[2] << " run after each "
+                                         << run_after_each << " threads " << threads << " counted " << counted
+                                         << " sealed after " << seal_after << " sparse " << sparse;
+            }
+          }
+        }
+      }
+    } while (std::next_permutation(order.begin(), order.end()));
+  }
+}
+
+/// What is put aside up to its turn is bounded: beyond, gradients are added as they come.
+TEST(SumsOfAPass, DoNotKeepAllGradientsThatComeBeforeTheirTurn) {
+  const auto huge = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);  // has no memory
+  const Tensor leaf = at::empty({std::int64_t{1} << 25}, huge).requires_grad_();
+  std::vector<std::shared_ptr<Outgoing>> sends;
+  for (int i = 0; i < 10; ++i) sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{leaf}));
+  GradientMap gradients;
+  MapSink sink(gradients);
+  GraphPass pass(sink);
+  for (const auto& send : sends) pass.add_pending(send);
+  pass.prepare();
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
+  for (const auto& send : sends) {  // the last one is the first whose turn comes
+    Tensor gradient = at::empty({std::int64_t{1} << 25}, huge);
+    given.emplace_back(gradient.getIntrusivePtr());
+    pass.deliver(*send, {std::move(gradient)});
+    pass.run();
+    const auto alive =
+        std::count_if(given.begin(), given.end(), [](const auto& one) { return !one.expired(); });
+    EXPECT_LE(alive, 3) << "each is 128 MiB";
+  }
+  EXPECT_TRUE(pass.finished());
+  EXPECT_TRUE(gradients.gradient(leaf).defined());
+}
+
+}  // namespace
+}  // namespace torchspan::engine

@@ -1,0 +1,114 @@
+// A session in this process, and what outlives it.
+#include <atomic>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <memory>
+#include <optional>
+
+#include <ATen/core/ivalue.h>
+#include <torch/torch.h>
+
+#include <torchspan/optim/distributed_optimizer.h>
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/rpc/remote_module.h>
+#include <torchspan/session/session.h>
+
+namespace torchspan {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct OutlivingImpl : torch::nn::Module {
+  OutlivingImpl() { linear = register_module("linear", torch::nn::Linear(2, 2)); }
+  at::Tensor forward(const at::Tensor& x) { return linear(x); }
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Outliving);
+
+at::Tensor twice(const at::Tensor& x) { return x + x; }
+/// Ends the session that serves this call, on one of its own threads.
+void end_session(std::int64_t session, std::int64_t ended) {
+  reinterpret_cast<std::unique_ptr<Session>*>(session)->reset();
+  reinterpret_cast<std::atomic<bool>*>(ended)->store(true);
+}
+constexpr ModuleClass<Outliving> kModule{"Outliving"};
+constexpr Function<twice> kTwice{"twice"};
+constexpr Function<end_session> kEndSession{"end_session"};
+
+FunctionTable functions() { return FunctionTable().add(kModule, kTwice, kEndSession); }
+at::Tensor input() { return torch::ones({2, 2}); }
+
+void expect_cancelled(const char* verb, const std::function<void()>& use) {
+  SCOPED_TRACE(verb);
+  try {
+    use();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
+    EXPECT_THAT(error.what(), ::testing::AnyOf(HasSubstr("keep the Session for as long as anything uses its "
+                                                         "worker"),
+                                               HasSubstr("cannot be used any more")));
+  }
+}
+
+/// Members in the wrong order, static objects, threads that are slow to end: each handle used to read the
+/// memory of the session that was gone.
+void expect_handles_outlive_it(bool shut_down) {
+  auto session = std::make_unique<Session>(WorkerOptions{}, functions());
+  const Worker worker = session->worker();
+  const RemoteModule module(worker, 0, kModule);
+  const RRef<at::Tensor> mine(worker, input().requires_grad_());
+  optim::DistributedOptimizer optimizer(*session, optim::SGD{.lr = 0.1}, {module, mine});
+  optim::LrSchedule schedule(optimizer, optim::step_decay({.every = 1}));
+  pipeline::Layers layers;
+  layers.add<torch::nn::Linear>(2, 2);
+  pipeline::Pipeline pipe(worker, layers, {});
+  autograd::Context context(*session);
+  const at::Tensor loss = (module.forward(input()) * mine.local_value()).sum();
+  context.backward(loss, {.retain_graph = true});
+  optimizer.step(context);
+  const auto pending = worker.rpc_async(0, kTwice, input());
+  pending.wait();
+  if (shut_down) session->shutdown();
+  session.reset();
+
+  expect_cancelled("rpc_sync", [&] { worker.rpc_sync(0, kTwice, input()); });
+  expect_cancelled("with",
+                   [&] { worker.with({.timeout = std::chrono::seconds(1)}).rpc_sync(0, kTwice, input()); });
+  expect_cancelled("remote", [&] { worker.remote(0, kTwice, input()).to_here(); });
+  expect_cancelled("barrier", [&] { worker.barrier(); });
+  expect_cancelled("forward", [&] { module.forward(input()); });
+  expect_cancelled("to_here", [&] { mine.to_here(); });
+  expect_cancelled("backward", [&] { context.backward(loss); });
+  expect_cancelled("step", [&] { optimizer.step(context); });
+  expect_cancelled("state_dict", [&] { optimizer.state_dict(); });
+  expect_cancelled("an optimizer", [&] { optim::DistributedOptimizer(worker, optim::SGD{.lr = 1}, {mine}); });
+  schedule.step();
+  pipe.eval();
+  EXPECT_EQ(pipe.parameters().size(), 2u);
+  EXPECT_TRUE(pending.wait().equal(input() * 2));
+  EXPECT_THAT(module.str(), HasSubstr("RRef(value"));
+  EXPECT_TRUE(mine.local_value().defined());
+  worker.runtime().log.debug("the log of a worker lives as long as the worker's handles");
+}
+
+TEST(Session, MayEndBeforeWhatItsWorkerWasUsedFor) { expect_handles_outlive_it(false); }
+TEST(Session, MayBeShutDownBeforeWhatItsWorkerWasUsedForEnds) { expect_handles_outlive_it(true); }
+
+/// A thread cannot wait for itself: that used to end the process by an exception from a destructor.
+TEST(Session, SurvivesItsEndOnAThreadOfItsOwn) {
+  std::atomic<bool> ended{false};
+  auto session = std::make_unique<Session>(WorkerOptions{}, functions());
+  const Worker worker = session->worker();
+  ::testing::internal::CaptureStderr();
+  EXPECT_THROW(worker.rpc_sync(0, kEndSession, reinterpret_cast<std::int64_t>(&session),
+                               reinterpret_cast<std::int64_t>(&ended)),
+               Error);
+  while (!ended.load()) worker.runtime().executor.sleep(std::chrono::milliseconds(1));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("end that on a thread of the program's own"));
+  expect_cancelled("rpc_sync", [&] { worker.rpc_sync(0, kTwice, input()); });
+}
+
+}  // namespace
+}  // namespace torchspan
