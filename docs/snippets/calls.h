@@ -1,0 +1,9 @@
+#pragma once
+#include "docs/snippets/modules.h"
+
+extern ts::FunctionTable functions;
+extern ts::WorkerOptions options;
+extern at::Tensor input;
+
+at::Tensor part_of(ts::Worker& worker, const at::Tensor& input);
+inline constexpr ts::Function<part_of> kPartOf{"part_of"};

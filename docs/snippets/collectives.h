@@ -1,0 +1,6 @@
+#pragma once
+#include <ATen/ATen.h>
+
+#include <torchspan/torchspan.h>
+
+namespace ts = torchspan;

@@ -1,0 +1,19 @@
+#pragma once
+#include <torchspan/pipeline/pipeline.h>
+
+#include "docs/snippets/modules.h"
+
+struct EmbeddingImpl : torch::nn::Module {
+  EmbeddingImpl(std::int64_t letters, std::int64_t width);
+  torch::Tensor forward(torch::Tensor x);
+  torch::Tensor project(torch::Tensor x);
+};
+TORCH_MODULE(Embedding);
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(std::int64_t width);
+  torch::Tensor forward(torch::Tensor x);
+};
+TORCH_MODULE(Block);
+torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
+extern torchspan::pipeline::Pipeline& pipeline;
+extern torch::Tensor tokens, mask, labels;

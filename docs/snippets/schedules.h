@@ -1,0 +1,5 @@
+#pragma once
+#include <chrono>
+#include <fstream>
+
+using namespace std::chrono_literals;
