@@ -7,7 +7,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::passes_test {
 namespace {
 
 using autograd::Context;
@@ -297,4 +297,4 @@ TEST(Autograd, EndsThePassOnAllWorkersWhenOneDies) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::passes_test

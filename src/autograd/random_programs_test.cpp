@@ -4,7 +4,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/environment.h"
 
-namespace torchspan {
+namespace torchspan::random_programs_test {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -91,4 +91,4 @@ TEST(RandomPrograms, HaveTheSameBitsWhateverTheNetworkDoes) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::random_programs_test

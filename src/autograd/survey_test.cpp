@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace torchspan::autograd {
+namespace torchspan::autograd::survey_test {
 namespace {
 
 using ::testing::AllOf;
@@ -63,4 +63,4 @@ TEST(Survey, IsNotQuietWhenNobodyWaitsForGradients) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd
+}  // namespace torchspan::autograd::survey_test

@@ -8,7 +8,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-namespace torchspan::collective {
+namespace torchspan::collective::kernels_test {
 namespace {
 
 /// Reduces rows of equal length into the first of them.
@@ -90,4 +90,4 @@ TEST(Kernels, RefuseWhatHasNoMeaning) {
 }
 
 }  // namespace
-}  // namespace torchspan::collective
+}  // namespace torchspan::collective::kernels_test

@@ -8,7 +8,7 @@
 #include <torchspan/core/buffer.h>
 #include <torchspan/core/error.h>
 
-namespace torchspan {
+namespace torchspan::buffer_test {
 namespace {
 
 TEST(AllocateBuffer, GivesNothingForNoBytes) {
@@ -74,4 +74,4 @@ TEST(GlobalId, IsOrderedAndHashedByWorkerAndCounter) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::buffer_test

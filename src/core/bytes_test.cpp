@@ -7,7 +7,7 @@
 
 #include <torchspan/core/bytes.h>
 
-namespace torchspan {
+namespace torchspan::bytes_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -185,4 +185,4 @@ TEST(ByteWriter, AppendsToGivenBytesAndPatchesOnlyWhatWasWritten) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::bytes_test

@@ -5,7 +5,7 @@
 
 #include <torchspan/core/descriptor.h>
 
-namespace torchspan {
+namespace torchspan::descriptor_test {
 namespace {
 
 bool is_socket(int fd) {
@@ -68,4 +68,4 @@ TEST(DescriptorTest, WhatCannotBeMadeLeavesItsReason) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::descriptor_test

@@ -105,6 +105,8 @@ ExceptionStory describe(const std::exception_ptr& exception) {
   }
 }
 
+void throw_invalid(std::string message) { throw Error(ErrorKind::kInvalid, std::move(message)); }
+
 Error to_error(const std::exception_ptr& exception) {
   if (exception == nullptr) return Error(ErrorKind::kInvalid, "nothing was thrown");
   try {

@@ -5,7 +5,7 @@
 
 #include <torchspan/core/error.h>
 
-namespace torchspan {
+namespace torchspan::error_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -110,4 +110,4 @@ TEST(ToError, GivesAnErrorBackUnchangedAndWrapsOthers) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::error_test

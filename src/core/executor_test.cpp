@@ -13,7 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/executor.h>
 
-namespace torchspan {
+namespace torchspan::executor_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -339,4 +339,4 @@ TEST_F(RealPoller, RefusesWhatCannotBeWatched) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::executor_test

@@ -4,7 +4,7 @@
 
 #include <torchspan/core/function.h>
 
-namespace torchspan {
+namespace torchspan::function_test {
 namespace {
 
 int triple(int value) { return 3 * value; }
@@ -69,4 +69,4 @@ TEST(UniqueFunction, LetsExceptionsOut) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::function_test

@@ -10,7 +10,7 @@
 #include "core/pool_trials.h"
 #include "core/trials.h"
 
-namespace torchspan {
+namespace torchspan::future_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -377,4 +377,4 @@ TEST(Future, ComputesWhatAPlainProgramComputes) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::future_test

@@ -10,7 +10,7 @@
 #include <torchspan/core/log.h>
 #include <torchspan/core/mutex.h>
 
-namespace torchspan {
+namespace torchspan::log_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -100,4 +100,4 @@ TEST(LogLevel, IsReadByItsNameAndOtherNamesGetTheList) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::log_test

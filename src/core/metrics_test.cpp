@@ -6,7 +6,7 @@
 #include <torchspan/core/executor.h>
 #include <torchspan/core/metrics.h>
 
-namespace torchspan {
+namespace torchspan::metrics_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -57,4 +57,4 @@ TEST(Metrics, CountsEveryAdditionOfSeveralThreads) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::metrics_test

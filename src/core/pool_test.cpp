@@ -11,7 +11,7 @@
 #include "core/pool_trials.h"
 #include "core/trials.h"
 
-namespace torchspan {
+namespace torchspan::pool_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -446,4 +446,4 @@ TEST(Pool, EndsEveryRandomNestWithAValueOrOverloadUnderASmallCap) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::pool_test

@@ -8,7 +8,7 @@
 #include <torchspan/core/progress.h>
 #include <torchspan/core/sim_executor.h>
 
-namespace torchspan {
+namespace torchspan::progress_test {
 namespace {
 
 ProgressReport full_report() {
@@ -214,4 +214,4 @@ TEST(Progress, PrintsAPlainLineEveryTenSecondsElsewhere) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::progress_test

@@ -6,7 +6,7 @@
 #include <torchspan/core/seldom.h>
 #include <torchspan/core/sim_executor.h>
 
-namespace torchspan {
+namespace torchspan::seldom_test {
 namespace {
 
 using ::testing::EndsWith;
@@ -32,4 +32,4 @@ TEST(SeldomWarningTest, WritesTheFirstAtOnceAndThenOneInAWhileThatCountsTheRest)
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::seldom_test

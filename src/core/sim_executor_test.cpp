@@ -9,7 +9,7 @@
 
 #include "core/trials.h"
 
-namespace torchspan {
+namespace torchspan::sim_executor_test {
 namespace {
 
 using ::testing::AllOf;
@@ -488,4 +488,4 @@ TEST(SimExecutor, LetsWaitingThreadsPollInVirtualTime) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::sim_executor_test

@@ -2,7 +2,7 @@
 
 #include <torchspan/core/source_location.h>
 
-namespace torchspan {
+namespace torchspan::source_location_test {
 namespace {
 
 TEST(SourceLocation, IsTheFileWithoutFoldersAndTheLine) {
@@ -14,4 +14,4 @@ TEST(SourceLocation, IsTheFileWithoutFoldersAndTheLine) {
 TEST(SourceLocation, OfNoPlaceIsEmpty) { EXPECT_EQ(site_text({}), ""); }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::source_location_test

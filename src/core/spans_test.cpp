@@ -8,7 +8,7 @@
 
 #include "core/trials.h"
 
-namespace torchspan {
+namespace torchspan::spans_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -96,4 +96,4 @@ TEST(SpanRing, TakesSpansOfSeveralThreadsWhileItIsRead) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::spans_test

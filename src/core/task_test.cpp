@@ -12,7 +12,7 @@
 #include "core/pool_trials.h"
 #include "core/trials.h"
 
-namespace torchspan {
+namespace torchspan::task_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -314,4 +314,4 @@ TEST(TaskEnvironment, HasLeftTheThreadWhenTheTasksFutureCompletes) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::task_test

@@ -2,7 +2,7 @@
 
 #include <torchspan/core/time.h>
 
-namespace torchspan {
+namespace torchspan::time_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -33,4 +33,4 @@ TEST(Deadline, ComparesByTimeWithNeverLast) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::time_test

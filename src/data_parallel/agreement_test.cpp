@@ -6,7 +6,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::agreement_test {
 namespace {
 
 using namespace testing;
@@ -99,4 +99,4 @@ TEST(Agreement, SurvivesItsEncodingAndRefusesDamagedBytes) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::agreement_test

@@ -7,7 +7,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/assignment.h>
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::assignment_test {
 namespace {
 
 using Lists = std::vector<std::vector<std::size_t>>;
@@ -102,4 +102,4 @@ TEST(Assignment, OfRandomTensorsKeepsTheRule) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::assignment_test

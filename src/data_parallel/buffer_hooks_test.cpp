@@ -8,7 +8,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::buffer_hooks_test {
 namespace {
 
 using namespace testing;
@@ -219,4 +219,4 @@ TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::buffer_hooks_test

@@ -6,7 +6,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::graph_test {
 namespace {
 
 using namespace testing;
@@ -253,4 +253,4 @@ TEST(Autograd, GradNeverReachesTheReducer) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::graph_test

@@ -4,7 +4,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::hooks_test {
 namespace {
 
 using namespace testing;
@@ -237,4 +237,4 @@ TEST(Hook, MayAnswerAtOnce) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::hooks_test

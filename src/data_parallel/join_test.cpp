@@ -10,7 +10,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::join_test {
 namespace {
 
 using namespace testing;
@@ -246,7 +246,7 @@ TEST(Join, LeavesTheGradientsOfARankWithoutBatchesAsTheyAre) {
 
 /// Linear, whose forward throws when it is fed 13.
 struct SuperstitiousImpl : nn::Module {
-  SuperstitiousImpl() : linear(register_module("linear", data_parallel::linear())) {}
+  SuperstitiousImpl() : linear(register_module("linear", join_test::linear())) {}
   at::Tensor forward(const at::Tensor& x) {
     if (x.item<double>() == 13) throw std::runtime_error("not that number");
     return linear(x);
@@ -302,4 +302,4 @@ TEST(Join, EndsOnAllWhenRanksDisagreeAboutWhatComesNext) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::join_test

@@ -12,7 +12,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::lockstep_test {
 namespace {
 
 using namespace testing;
@@ -313,4 +313,4 @@ TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::lockstep_test

@@ -10,7 +10,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::memory_test {
 namespace {
 
 using namespace testing;
@@ -121,4 +121,4 @@ TEST(ScarceMemory, AtTheBeginningIsToldToAllRanks) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::memory_test

@@ -9,20 +9,28 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::module_test {
 
 struct Named {
   at::Tensor first;
   std::vector<at::Tensor> rest;
 };
+
+}  // namespace torchspan::data_parallel::module_test
+
+namespace torchspan::data_parallel {
+
 template <>
-struct OutputTensors<Named> {
-  static void visit(Named& value, auto& visitor) {
+struct OutputTensors<module_test::Named> {
+  static void visit(module_test::Named& value, auto& visitor) {
     visit_tensors(value.first, visitor);
     visit_tensors(value.rest, visitor);
   }
 };
 
+}  // namespace torchspan::data_parallel
+
+namespace torchspan::data_parallel::module_test {
 namespace {
 
 using namespace testing;
@@ -389,4 +397,4 @@ TEST(DistributedDataParallel, NoSyncAccumulatesToTheWholeBatch) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::module_test

@@ -24,6 +24,9 @@ struct OutputTensors<torch::nn::utils::rnn::PackedSequence> {
   }
 };
 
+}  // namespace torchspan::data_parallel
+
+namespace torchspan::data_parallel::programs_test {
 namespace {
 
 using namespace testing;
@@ -325,4 +328,4 @@ TEST(Broadcast, TakesTensorsOfAllDtypesAndStridesInMessagesOfAnySize) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::programs_test

@@ -6,7 +6,7 @@
 
 /// Random programs of steps (accumulation, unused parameters, several forwards and backwards, zeroing or not)
 /// against a model of what gradients mean: a few lines that know no buckets.
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::random_steps_test {
 namespace {
 
 using namespace testing;
@@ -193,4 +193,4 @@ TEST(RandomSteps, GiveTheGradientsThatTheModelGives) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::random_steps_test

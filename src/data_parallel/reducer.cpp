@@ -75,8 +75,8 @@ void check_replicas(const Reducer::Replicas& replicas) {
   }
 }
 
-Agreement describe(const Reducer::Replicas& replicas, const DataParallelOptions& options,
-                   const collective::Group& group) {
+Agreement make_agreement(const Reducer::Replicas& replicas, const DataParallelOptions& options,
+                         const collective::Group& group) {
   Agreement mine;
   try {
     options.validate();
@@ -444,13 +444,13 @@ Reducer::Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective
     : Reducer(runtime, Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
 
 Reducer::Reducer(Runtime& runtime, Replicas replicas, collective::Group group, DataParallelOptions options) {
-  agree(group, describe(replicas, options, group));
+  agree(group, make_agreement(replicas, options, group));
   Agreement built;  // a rank that has no memory for its buckets must not be waited for in the first step
   try {
     impl_ = std::make_shared<Impl>(runtime, std::move(replicas), group, std::move(options));
     impl_->attach();
   } catch (...) {
-    built.failure = torchspan::describe(std::current_exception()).text;
+    built.failure = describe(std::current_exception()).text;
   }
   try {
     agree(group, built);

@@ -6,7 +6,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::reducer_test {
 namespace {
 
 using namespace testing;
@@ -356,4 +356,4 @@ TEST(Reducer, KeepsStatisticsAndSpans) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::reducer_test

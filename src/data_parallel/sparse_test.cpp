@@ -13,7 +13,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::sparse_test {
 namespace {
 
 using namespace testing;
@@ -156,4 +156,4 @@ TEST(Devices, ThatTheGroupDoesNotTakeAreRefusedWithTheNameOfTheParameter) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::sparse_test

@@ -9,7 +9,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::sync_batch_norm_test {
 namespace {
 
 using namespace testing;
@@ -407,4 +407,4 @@ TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::sync_batch_norm_test

@@ -7,7 +7,7 @@
 
 #include "data_parallel/toy_model.h"
 
-namespace torchspan::data_parallel {
+namespace torchspan::data_parallel::unused_test {
 namespace {
 
 using namespace testing;
@@ -370,4 +370,4 @@ TEST(FrozenParameters, MayComeAndGoWhereUnusedOnesAreFound) {
 }
 
 }  // namespace
-}  // namespace torchspan::data_parallel
+}  // namespace torchspan::data_parallel::unused_test

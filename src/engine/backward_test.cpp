@@ -6,7 +6,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::backward_test {
 namespace {
 
 using namespace testing;
@@ -287,4 +287,4 @@ TEST(LeafTensors, AreThoseReachedOnceEachInOrderOfDiscovery) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::backward_test

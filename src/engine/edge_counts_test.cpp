@@ -9,7 +9,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::edge_counts_test {
 namespace {
 
 using namespace testing;
@@ -149,4 +149,4 @@ TEST_P(PartialPass, TakesNoRootsOnceItIsSealed) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::edge_counts_test

@@ -8,7 +8,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::graph_pass_test {
 namespace {
 
 using namespace testing;
@@ -380,4 +380,4 @@ TEST(GraphPass, AbortedWhileManyThreadsDeliverEndsOnce) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::graph_pass_test

@@ -6,7 +6,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::hooks_test {
 namespace {
 
 using namespace testing;
@@ -187,4 +187,4 @@ TEST(Hooks, OfWhatLeavesTheProcessRunFirst) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::hooks_test

@@ -11,7 +11,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::order_test {
 namespace {
 
 using namespace testing;
@@ -132,4 +132,4 @@ TEST(SumsOfAPass, DoNotKeepAllGradientsThatComeBeforeTheirTurn) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::order_test

@@ -10,7 +10,7 @@
 #include "engine/oracle.h"
 #include "engine/random_program.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::random_test {
 namespace {
 
 using namespace testing;
@@ -177,4 +177,4 @@ TEST(RandomPrograms, CutGiveTheSameBitsHoweverTheyAreDelivered) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::random_test

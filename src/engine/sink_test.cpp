@@ -9,7 +9,7 @@
 
 #include "engine/oracle.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::sink_test {
 namespace {
 
 using namespace testing;
@@ -427,4 +427,4 @@ TEST(StockPasses, ThatAreUnitedGiveOneSink) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::sink_test

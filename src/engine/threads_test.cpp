@@ -12,7 +12,7 @@
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 
-namespace torchspan::engine {
+namespace torchspan::engine::threads_test {
 namespace {
 
 using namespace testing;
@@ -192,4 +192,4 @@ TEST_F(EngineThreads, AreRefusedWhereTheyCannotBe) {
 }
 
 }  // namespace
-}  // namespace torchspan::engine
+}  // namespace torchspan::engine::threads_test

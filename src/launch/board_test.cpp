@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace torchspan::launch {
+namespace torchspan::launch::board_test {
 namespace {
 
 ProgressReport report(std::int64_t step) {
@@ -67,4 +67,4 @@ TEST(Board, CutsTheNumbersBeforeTheStates) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::board_test

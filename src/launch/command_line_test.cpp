@@ -9,7 +9,7 @@
 
 #include "launch/captured.h"
 
-namespace torchspan::launch {
+namespace torchspan::launch::command_line_test {
 namespace {
 
 using ::testing::AllOf;
@@ -166,4 +166,4 @@ TEST_F(CommandLineTest, FailsWhenItsAnswerIsLost) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::command_line_test

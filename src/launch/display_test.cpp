@@ -6,7 +6,7 @@
 
 #include "launch/captured.h"
 
-namespace torchspan::launch {
+namespace torchspan::launch::display_test {
 namespace {
 
 TEST(Display, WritesOutputAndErrorsApartWhereThereIsNoTerminal) {
@@ -79,4 +79,4 @@ TEST(Display, WaitsForASlowReaderOfANonBlockingPipe) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::display_test

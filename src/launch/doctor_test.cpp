@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace torchspan::launch {
+namespace torchspan::launch::doctor_test {
 namespace {
 
 using ::testing::AllOf;
@@ -81,4 +81,4 @@ TEST(Doctor, ExaminesThisMachine) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::doctor_test

@@ -17,7 +17,7 @@
 
 #include "launch/captured.h"
 
-namespace torchspan::launch {
+namespace torchspan::launch::job_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -411,4 +411,4 @@ TEST_F(Interruptions, TwiceKillTheStubbornAtOnce) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::job_test

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <random>
 
-namespace torchspan::launch {
+namespace torchspan::launch::lines_test {
 namespace {
 
 /// The lines of `text` when it arrives in pieces cut by `random`.
@@ -67,4 +67,4 @@ TEST(LastWords, KeepTheLastLinesThatSaySomething) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::lines_test

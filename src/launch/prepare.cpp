@@ -25,8 +25,6 @@ constexpr std::string_view kFolderPrefix = "torchspan.";
 constexpr int kFirstPort = 20000;
 constexpr int kLastPort = 32000;
 
-[[noreturn]] void refuse(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
-
 std::string value_of(const Environment& environment, const std::string& name) {
   const auto found = environment.find(name);
   return found == environment.end() ? "" : found->second;
@@ -39,12 +37,12 @@ bool is_folder(const std::string& path) {
 
 void check_program(const std::string& path) {
   if (access(path.c_str(), F_OK) != 0) {
-    refuse(fmt::format("there is no program '{}': {}", path, std::strerror(errno)));
+    throw_invalid(fmt::format("there is no program '{}': {}", path, std::strerror(errno)));
   }
-  if (is_folder(path)) refuse(fmt::format("'{}' is a folder, not a program", path));
+  if (is_folder(path)) throw_invalid(fmt::format("'{}' is a folder, not a program", path));
   if (access(path.c_str(), X_OK) != 0) {
-    refuse(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
-                       std::strerror(errno)));
+    throw_invalid(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
+                              std::strerror(errno)));
   }
 }
 
@@ -88,7 +86,7 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
 }
 
 std::string find_program(const std::string& name, const Environment& environment) {
-  if (name.empty()) refuse("the program's name is empty");
+  if (name.empty()) throw_invalid("the program's name is empty");
   if (name.find('/') != std::string::npos) {
     check_program(name);
     return name;
@@ -103,15 +101,16 @@ std::string find_program(const std::string& name, const Environment& environment
     if (access(path.c_str(), X_OK) == 0 && !is_folder(path)) return path;
   }
   if (access(name.c_str(), X_OK) == 0) {
-    refuse(fmt::format("there is no program '{0}' in PATH; for the one in this folder say ./{0}", name));
+    throw_invalid(
+        fmt::format("there is no program '{0}' in PATH; for the one in this folder say ./{0}", name));
   }
-  refuse(fmt::format("there is no program '{}' in PATH ({})", name, searched));
+  throw_invalid(fmt::format("there is no program '{}' in PATH ({})", name, searched));
 }
 
 std::uint16_t choose_port(std::uint16_t wanted) {
   if (wanted != 0) {
     if (is_free(wanted)) return wanted;
-    refuse(fmt::format(
+    throw_invalid(fmt::format(
         "port {0} is in use ('ss -ltnp sport = :{0}' says by whom); choose another --master-port, or "
         "none for a free one",
         wanted));
@@ -122,8 +121,8 @@ std::uint16_t choose_port(std::uint16_t wanted) {
     const auto port = static_cast<std::uint16_t>(draw(random));
     if (is_free(port)) return port;
   }
-  refuse(fmt::format("no free port was found between {} and {}; choose one with --master-port", kFirstPort,
-                     kLastPort));
+  throw_invalid(fmt::format("no free port was found between {} and {}; choose one with --master-port",
+                            kFirstPort, kLastPort));
 }
 
 int usable_cores() {
@@ -179,8 +178,8 @@ void JobFolder::make_locked(const std::string& parent) {
     lock_ = lock_folder(path_);  // none when another job just took it for an abandoned one
   }
   if (lock_) return;
-  refuse(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room", parent,
-                     std::strerror(errno)));
+  throw_invalid(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",
+                            parent, std::strerror(errno)));
 }
 
 JobFolder::JobFolder(const Environment& environment) {
@@ -198,7 +197,7 @@ JobFolder::JobFolder(const Environment& environment) {
   try {
     net::Secret::random().write_file(secret_file());
     if (mkdir(runtime_folder().c_str(), 0700) != 0) {
-      refuse(fmt::format("folder '{}' cannot be made: {}", runtime_folder(), std::strerror(errno)));
+      throw_invalid(fmt::format("folder '{}' cannot be made: {}", runtime_folder(), std::strerror(errno)));
     }
   } catch (...) {
     std::error_code ignored;

@@ -13,7 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/rendezvous/environment.h>
 
-namespace torchspan::launch {
+namespace torchspan::launch::prepare_test {
 namespace {
 
 using ::testing::AllOf;
@@ -171,4 +171,4 @@ TEST_F(Programs, OfAJobAvoidFoldersTooLongForSockets) {
 }
 
 }  // namespace
-}  // namespace torchspan::launch
+}  // namespace torchspan::launch::prepare_test

@@ -31,8 +31,6 @@ constexpr std::array<NamedSchedule, 5> kSchedules = {{
     {"forward-only", true, [](Shape shape) { return schedule::forward_only(schedule::looped(shape)); }},
 }};
 
-[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorKind::kInvalid, text); }
-
 std::string names(bool with_chunks_only) {
   std::string names;
   for (const NamedSchedule& known : kSchedules) {
@@ -44,22 +42,22 @@ std::string names(bool with_chunks_only) {
 
 const NamedSchedule& find_schedule(const ScheduleOptions& options) {
   if (options.name.empty())
-    refuse("torchspan schedule NAME: the name is missing; there are: " + names(false));
+    throw_invalid("torchspan schedule NAME: the name is missing; there are: " + names(false));
   for (const NamedSchedule& known : kSchedules) {
     if (options.name != known.name) continue;
     if (options.chunks > 1 && !known.takes_chunks) {
-      refuse(fmt::format("{} has one chunk a stage; with --chunks {} there are: {}", known.name,
-                         options.chunks, names(true)));
+      throw_invalid(fmt::format("{} has one chunk a stage; with --chunks {} there are: {}", known.name,
+                                options.chunks, names(true)));
     }
     return known;
   }
-  refuse(fmt::format("there is no schedule '{}'; there are: {}", options.name, names(false)));
+  throw_invalid(fmt::format("there is no schedule '{}'; there are: {}", options.name, names(false)));
 }
 
 Duration from_milliseconds(const char* option, double milliseconds, int parts) {
   constexpr double kMost = 1e6;
   if (!(milliseconds >= 0 && milliseconds <= kMost)) {
-    refuse(fmt::format("{} {}: from 0 to {} milliseconds are possible", option, milliseconds, kMost));
+    throw_invalid(fmt::format("{} {}: from 0 to {} milliseconds are possible", option, milliseconds, kMost));
   }
   return Duration(std::llround(milliseconds * 1e6 / parts));
 }
@@ -98,7 +96,7 @@ void write(const std::string& file, const std::string& text) {
   std::ofstream out(file, std::ios::binary);
   out << text;
   out.close();
-  if (!out) refuse(fmt::format("--out {}: {}", file, std::strerror(errno)));
+  if (!out) throw_invalid(fmt::format("--out {}: {}", file, std::strerror(errno)));
 }
 
 }  // namespace

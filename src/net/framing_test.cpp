@@ -7,10 +7,10 @@
 #include <random>
 #include <string>
 
-namespace torchspan::net {
+namespace torchspan::net::framing_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr FrameLimits kLimits{1 << 20, 1 << 22, 1000};
 
@@ -87,7 +87,7 @@ Error failure_of(BytesView wire, FrameLimits limits = kLimits, BufferAllocator a
 
 TEST(Framing, GivesBackRandomMessagesHoweverTheStreamIsCut) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 300; ++round) {
     std::vector<Plain> sent(random() % 6);
@@ -112,7 +112,7 @@ TEST(Framing, GivesBackRandomMessagesHoweverTheStreamIsCut) {
 
 TEST(Framing, GivesBackRandomMessagesReceivedInPlace) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 300; ++round) {
     std::vector<Plain> sent(1 + random() % 6);
@@ -290,4 +290,4 @@ TEST(Framing, ChecksAMessageBeforeItIsSent) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::framing_test

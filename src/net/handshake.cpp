@@ -12,7 +12,7 @@ namespace torchspan::net {
 namespace {
 
 /// Not text, and broken by anything that converts line ends.
-constexpr std::array<std::uint8_t, 8> kMagic = {0x89, 'T', 'S', 'P', 'A', 'N', '\r', '\n'};
+constexpr std::array<std::uint8_t, 8> kHandshakeMagic = {0x89, 'T', 'S', 'P', 'A', 'N', '\r', '\n'};
 constexpr std::byte kProofTag{2};
 constexpr std::byte kRefusalTag{3};
 
@@ -45,7 +45,7 @@ Handshake::Handshake(Role role, HandshakeOptions options) : role_(role), options
         "a transport over sockets needs a cluster secret: set TransportOptions::secret on every worker");
   }
   ByteWriter hello;
-  hello.put_bytes(std::as_bytes(std::span(kMagic)));
+  hello.put_bytes(std::as_bytes(std::span(kHandshakeMagic)));
   hello.put(role_);
   hello.put(std::uint8_t{0});
   hello.put(options_.lowest);
@@ -63,8 +63,8 @@ std::size_t Handshake::receive(BytesView bytes) {
     if (stage_ == Stage::kFailed) throw Error(ErrorKind::kInvalid, "the handshake has failed already");
     record_.push_back(bytes[taken++]);
     // Garbage is told by its first wrong byte: a stranger who speaks first and then waits is not waited for.
-    if (stage_ == Stage::kHello && record_.size() <= kMagic.size() &&
-        static_cast<std::uint8_t>(record_.back()) != kMagic[record_.size() - 1]) {
+    if (stage_ == Stage::kHello && record_.size() <= kHandshakeMagic.size() &&
+        static_cast<std::uint8_t>(record_.back()) != kHandshakeMagic[record_.size() - 1]) {
       fail(ErrorKind::kInvalid, "does not speak TorchSpan's protocol: is the address right?");
     }
     if (record_.size() < record_size()) continue;
@@ -82,7 +82,7 @@ std::size_t Handshake::record_size() const {
 void Handshake::take_hello() {
   theirs_ = record_;
   ByteReader reader(theirs_);
-  reader.get_bytes(kMagic.size());
+  reader.get_bytes(kHandshakeMagic.size());
   const auto role = reader.get<Role>();
   const auto zero = reader.get<std::uint8_t>();
   const auto lowest = reader.get<std::uint16_t>();

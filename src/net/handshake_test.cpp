@@ -7,10 +7,10 @@
 #include <random>
 #include <string>
 
-namespace torchspan::net {
+namespace torchspan::net::handshake_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr std::size_t kHello = 56, kProof = 33;
 
@@ -138,7 +138,7 @@ TEST(Handshake, LeavesTheBytesAfterItForTheFrames) {
 TEST(Handshake, DeniesWhenAnyOneBitOfEitherSideIsFlipped) {
   for (std::size_t bit = 0; bit < (kHello + kProof) * 8; ++bit) {
     for (const bool of_dialer : {true, false}) {
-      SCOPED_TRACE(testing::Message() << (of_dialer ? "dialer" : "listener") << " bit " << bit);
+      SCOPED_TRACE(::testing::Message() << (of_dialer ? "dialer" : "listener") << " bit " << bit);
       Pair pair(options_of(), options_of());
       std::size_t carried = 0;
       const auto carry = [&](Handshake& from, Handshake& to, bool tampered) {
@@ -238,7 +238,7 @@ TEST(Handshake, ToldAtTheFirstWrongByteWhenAStrangerSpeaksSomethingElse) {
 
 TEST(Handshake, SurvivesGarbageAfterAGoodBeginning) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 2000; ++round) {
     Handshake dialer(Role::kDialer, options_of());
@@ -256,4 +256,4 @@ TEST(Handshake, SurvivesGarbageAfterAGoodBeginning) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::handshake_test

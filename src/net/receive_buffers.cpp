@@ -7,7 +7,7 @@
 
 namespace torchspan::net {
 namespace {
-constexpr std::size_t kGrain = std::size_t{1} << 20;
+constexpr std::size_t kLoanGranularity = std::size_t{1} << 20;
 }
 
 /// What is kept, by size. It lives as long as anything of it is out.
@@ -97,7 +97,8 @@ Buffer ReceiveBuffers::operator()(std::size_t size) const {
   };
   const auto loan = std::make_shared<Loan>(store);
   loan->memory = store->take(size);
-  if (loan->memory.data == nullptr) loan->memory = allocate_buffer((size + kGrain - 1) / kGrain * kGrain);
+  if (loan->memory.data == nullptr)
+    loan->memory = allocate_buffer((size + kLoanGranularity - 1) / kLoanGranularity * kLoanGranularity);
   return {loan->memory.data, size, std::shared_ptr<void>(loan, loan->memory.data)};
 }
 

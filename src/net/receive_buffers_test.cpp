@@ -9,7 +9,7 @@
 
 #include <torchspan/core/executor.h>
 
-namespace torchspan::net {
+namespace torchspan::net::receive_buffers_test {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
@@ -125,4 +125,4 @@ TEST(ReceiveBuffers, NeverGivesOneMemoryToTwo) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::receive_buffers_test

@@ -10,15 +10,15 @@
 #include <torchspan/core/error.h>
 #include <torchspan/net/secret.h>
 
-namespace torchspan::net {
+namespace torchspan::net::secret_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class SecretFile : public testing::Test {
+class SecretFile : public ::testing::Test {
  protected:
   SecretFile() {
-    std::string name = testing::TempDir() + "torchspan-secret-XXXXXX";
+    std::string name = ::testing::TempDir() + "torchspan-secret-XXXXXX";
     directory_ = mkdtemp(name.data());
   }
   ~SecretFile() override { std::filesystem::remove_all(directory_); }
@@ -125,4 +125,4 @@ TEST_F(SecretFile, ReadsHexadecimalAndPlainTextAlikeWithOrWithoutNewline) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::secret_test

@@ -18,7 +18,7 @@
 #include <torchspan/optim/rmsprop.h>
 #include <torchspan/optim/sgd.h>
 
-namespace torchspan::optim {
+namespace torchspan::optim::conformance_test {
 namespace {
 
 constexpr int kSteps = 200;
@@ -347,4 +347,4 @@ TEST(Adagrad, ChangesOnlyTheRowsThatASparseGradientTouches) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::conformance_test

@@ -12,7 +12,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan::optim {
+namespace torchspan::optim::distributed_groups_test {
 namespace {
 
 using autograd::Context;
@@ -410,4 +410,4 @@ TEST(DistributedGroups, RefuseAParameterOfTwoGroupsAndAGroupWithoutTargets) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::distributed_groups_test

@@ -10,7 +10,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan::optim {
+namespace torchspan::optim::distributed_optimizer_test {
 namespace {
 
 using autograd::Context;
@@ -280,4 +280,4 @@ TEST(DistributedOptimizer, EndsOnItsOwnersToo) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::distributed_optimizer_test

@@ -10,7 +10,7 @@
 #include <torchspan/optim/recipe.h>
 #include <torchspan/optim/sgd.h>
 
-namespace torchspan::optim {
+namespace torchspan::optim::functional_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -124,13 +124,14 @@ struct Gentle {
 };
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::functional_test
 
 template <>
-struct torchspan::Wire<torchspan::optim::Gentle>
-    : torchspan::WireStruct<torchspan::optim::Gentle, "Gentle", &torchspan::optim::Gentle::lr> {};
+struct torchspan::Wire<torchspan::optim::functional_test::Gentle>
+    : torchspan::WireStruct<torchspan::optim::functional_test::Gentle, "Gentle",
+                            &torchspan::optim::functional_test::Gentle::lr> {};
 
-namespace torchspan::optim {
+namespace torchspan::optim::functional_test {
 namespace {
 
 TEST(OptimizerTable, BuildsAKindThatAProgramAdds) {
@@ -164,4 +165,4 @@ TEST(OptimizerTable, RefusesOptionsThatTheSenderNeverChecked) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::functional_test

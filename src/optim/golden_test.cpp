@@ -12,7 +12,7 @@
 
 #include "optim/golden_optim.h"
 
-namespace torchspan::optim {
+namespace torchspan::optim::golden_test {
 namespace {
 
 constexpr int kSteps = 200;
@@ -106,4 +106,4 @@ TEST(Golden, SchedulesEqualPyTorchs) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::golden_test

@@ -22,13 +22,32 @@ struct Slow {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
+class SlowRule final : public FunctionalOptimizer {
+ public:
+  SlowRule(Executor& executor, std::vector<at::Tensor> parameters)
+      : FunctionalOptimizer("Slow", std::move(parameters)), executor_(executor) {}
+
+ protected:
+  std::string refuse_sparse(const at::Tensor&) const override { return ""; }
+  void update(std::size_t, at::Tensor&, const at::Tensor&) override {
+    executor_.sleep(std::chrono::seconds(1));
+  }
+
+ private:
+  Executor& executor_;
+};
+
+std::unique_ptr<FunctionalOptimizer> Slow::build(std::vector<at::Tensor> parameters) const {
+  return std::make_unique<SlowRule>(*reinterpret_cast<Executor*>(executor), std::move(parameters));
+}
+
 }  // namespace torchspan::optim
 
 template <>
 struct torchspan::Wire<torchspan::optim::Slow>
     : torchspan::WireStruct<torchspan::optim::Slow, "test.Slow", &torchspan::optim::Slow::executor> {};
 
-namespace torchspan::optim {
+namespace torchspan::optim::lifetimes_test {
 namespace {
 
 using autograd::Context;
@@ -38,19 +57,6 @@ using ::testing::AllOf;
 using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
-
-class SlowRule final : public FunctionalOptimizer {
- public:
-  SlowRule(Executor& executor, std::vector<at::Tensor> parameters)
-      : FunctionalOptimizer("Slow", std::move(parameters)), executor_(executor) {}
-
- protected:
-  std::string refuse_sparse(const at::Tensor&) const override { return ""; }
-  void update(std::size_t, at::Tensor&, const at::Tensor&) override { executor_.sleep(seconds(1)); }
-
- private:
-  Executor& executor_;
-};
 
 struct TrainedImpl : torch::nn::Module {
   explicit TrainedImpl(double value) {
@@ -311,9 +317,4 @@ TEST_P(Trainers, EndTheirOptimizersThroughABrokenConnection) {
 }
 
 }  // namespace
-
-std::unique_ptr<FunctionalOptimizer> Slow::build(std::vector<at::Tensor> parameters) const {
-  return std::make_unique<SlowRule>(*reinterpret_cast<Executor*>(executor), std::move(parameters));
-}
-
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::lifetimes_test

@@ -9,7 +9,7 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/from_torch.h>
 
-namespace torchspan::optim {
+namespace torchspan::optim::optimizer_test {
 namespace {
 
 using ::testing::AllOf;
@@ -330,4 +330,4 @@ TEST(Schedule, DrivesTheRatesOfGroupsAndResumes) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::optimizer_test

@@ -11,7 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
-namespace torchspan::optim {
+namespace torchspan::optim::rules_test {
 namespace {
 
 using ::testing::AllOf;
@@ -215,4 +215,4 @@ TEST(Rules, NameTheWrongOptionItsValueAndItsRange) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::rules_test

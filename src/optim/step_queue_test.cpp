@@ -12,7 +12,7 @@
 #include <torchspan/core/sim_executor.h>
 #include <torchspan/optim/sgd.h>
 
-namespace torchspan::optim {
+namespace torchspan::optim::step_queue_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -152,4 +152,4 @@ TEST(StepQueue, FreesTheKeysOfAJobThatFailsAndTellsItsCaller) {
 }
 
 }  // namespace
-}  // namespace torchspan::optim
+}  // namespace torchspan::optim::step_queue_test

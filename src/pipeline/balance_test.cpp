@@ -11,7 +11,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::balance_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -361,4 +361,4 @@ TEST(Profile, NamesTheLayerThatTheSampleDoesNotFit) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::balance_test

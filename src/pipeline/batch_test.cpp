@@ -5,7 +5,7 @@
 
 #include <torchspan/pipeline/layers.h>
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::batch_test {
 
 /// What a user's layers may hand on: a struct of their own.
 struct Attended {
@@ -13,19 +13,27 @@ struct Attended {
   at::Tensor mask;
   std::int64_t heads = 0;
 };
+
+}  // namespace torchspan::pipeline::batch_test
+
+namespace torchspan::pipeline {
+
 template <>
-struct BatchOf<Attended> {
-  static Batch from(Attended value) {
+struct BatchOf<batch_test::Attended> {
+  static Batch from(batch_test::Attended value) {
     return Batch({Member<at::Tensor>::from(std::move(value.hidden)),
                   Member<at::Tensor>::from(std::move(value.mask)), value.heads});
   }
-  static Attended to(const Batch& batch) {
+  static batch_test::Attended to(const Batch& batch) {
     BatchOf<int>::check(batch.size(), 3);
     return {Member<at::Tensor>::to(batch.members[0]), Member<at::Tensor>::to(batch.members[1]),
             Member<std::int64_t>::to(batch.members[2])};
   }
 };
 
+}  // namespace torchspan::pipeline
+
+namespace torchspan::pipeline::batch_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -275,4 +283,4 @@ TEST(Layers, TakeModulesThatAreThereAndThoseOfLibTorch) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::batch_test

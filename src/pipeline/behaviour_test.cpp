@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::behaviour_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -431,4 +431,4 @@ TEST(PipelineSteps, TrainWithAnOptimizerLikeOneProcess) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::behaviour_test

@@ -6,7 +6,7 @@
 
 #include "pipeline/behaviour.h"
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::checkpoint_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -475,4 +475,4 @@ TEST(PipelineCheckpoint, TakesInputsThatAreNoFloats) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::checkpoint_test

@@ -7,7 +7,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::deferred_batch_norm_test {
 namespace {
 
 using torchspan::testing::on_workers;
@@ -456,4 +456,4 @@ TEST(DeferredBatchNorm, NestedInAModuleIsFoundByThePipeline) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::deferred_batch_norm_test

@@ -8,7 +8,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::failure_test {
 namespace {
 
 using schedule::TaskKind;
@@ -410,4 +410,4 @@ TEST(Failure, APipelineThatIsGoneElsewhereEndsTheStep) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::failure_test

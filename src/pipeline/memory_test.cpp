@@ -4,7 +4,7 @@
 
 #include "pipeline/behaviour.h"
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::memory_test {
 namespace {
 
 /// How many tensors of a kind are alive, and the most that ever were.
@@ -211,4 +211,4 @@ TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::memory_test

@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::micro_batches_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -126,4 +126,4 @@ TEST(MicroBatches, ThatDoNotFitAreNotJoined) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::micro_batches_test

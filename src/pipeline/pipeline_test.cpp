@@ -7,7 +7,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan {
+namespace torchspan::pipeline_test {
 namespace {
 
 using pipeline::Batch;
@@ -85,4 +85,4 @@ TEST(Pipeline, TwoWorkersTrainLikeThePlainModel) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::pipeline_test

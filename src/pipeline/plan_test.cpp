@@ -11,7 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/plan.h>
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::plan_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -483,4 +483,4 @@ TEST(PlanDrawing, DrawsEveryRandomPlan) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::plan_test

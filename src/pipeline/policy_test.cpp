@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <random>
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::policy_test {
 namespace {
 
 using schedule::Task;
@@ -145,4 +145,4 @@ TEST(ArrivalPolicy, KeepsItsLimitUnderRandomArrivals) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::policy_test

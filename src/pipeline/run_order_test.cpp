@@ -8,7 +8,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::run_order_test {
 namespace {
 
 using schedule::Task;
@@ -211,4 +211,4 @@ TEST(RunOrder, TheFirstBackwardWaitsForItsController) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::run_order_test

@@ -5,7 +5,7 @@
 
 #include "pipeline/behaviour.h"
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::sharing_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -417,4 +417,4 @@ TEST(PipelineConstruction, ManyPipelinesOfOneWorldAreToldApart) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::sharing_test

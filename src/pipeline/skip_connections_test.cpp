@@ -4,7 +4,7 @@
 
 #include "pipeline/behaviour.h"
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::skip_connections_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -268,4 +268,4 @@ TEST(PipelineSkips, ThatDoNotMatchAreFoundBeforeAnythingIsBuilt) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::skip_connections_test

@@ -6,7 +6,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/skips.h>
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::skips_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -65,4 +65,4 @@ TEST(Skips, ThatWereDeclaredMustBeUsed) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::skips_test

@@ -5,7 +5,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan::pipeline {
+namespace torchspan::pipeline::tables_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -128,4 +128,4 @@ TEST(Tables, RefuseToInterleaveWhatIsNotLooped) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline
+}  // namespace torchspan::pipeline::tables_test

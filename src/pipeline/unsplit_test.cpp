@@ -2,7 +2,7 @@
 
 #include "pipeline/behaviour.h"
 
-namespace torchspan::pipeline::testing {
+namespace torchspan::pipeline::testing::unsplit_test {
 namespace {
 
 // Tensors that are not split, whatever their first dimension.
@@ -89,4 +89,4 @@ TEST(PipelineUnsplit, OutputsOfMicroBatchesAreStackedAndTakeTheirGradientsApart)
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing
+}  // namespace torchspan::pipeline::testing::unsplit_test

@@ -10,17 +10,15 @@
 #include <torchspan/rendezvous/environment.h>
 #include <torchspan/rendezvous/membership.h>
 
+#include "rendezvous/messages.h"
 #include "rendezvous/names.h"
 #include "rendezvous/slurm.h"
 
 namespace torchspan::rendezvous {
 namespace {
 
-constexpr std::int64_t kMostWorkers = 1 << 20;
 constexpr std::uint16_t kFirstDerivedPort = 20000;
 constexpr std::uint64_t kDerivedPorts = 10000;
-
-[[noreturn]] void refuse(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
 
 /// Typed access to the variables; an empty value counts as not set.
 class Variables {
@@ -49,13 +47,14 @@ class Variables {
     const auto result = std::from_chars(value->data(), value->data() + value->size(), number);
     if (result.ec != std::errc() || result.ptr != value->data() + value->size() || number < least ||
         number > most) {
-      refuse(fmt::format("{} is '{}'; expected is a whole number from {} to {}", name, *value, least, most));
+      throw_invalid(
+          fmt::format("{} is '{}'; expected is a whole number from {} to {}", name, *value, least, most));
     }
     return number;
   }
-  std::optional<int> count(const std::string& name) const { return narrow(integer(name, 1, kMostWorkers)); }
+  std::optional<int> count(const std::string& name) const { return narrow(integer(name, 1, kMaxWorkers)); }
   std::optional<int> index(const std::string& name) const {
-    return narrow(integer(name, 0, kMostWorkers - 1));
+    return narrow(integer(name, 0, kMaxWorkers - 1));
   }
 
  private:
@@ -98,7 +97,7 @@ void refuse_batch_script(const Variables& variables) {
   if (step || variables.index("SLURM_PROCID").value_or(0) != 0) return;
   const int size = variables.count("SLURM_NTASKS").value_or(1);
   if (size == 1) return;
-  refuse(fmt::format(
+  throw_invalid(fmt::format(
       "this process runs in the batch script of Slurm job {}, where it is the only one, and not as "
       "one of the job's {} tasks (SLURM_NTASKS); in the script, start the program with srun: srun "
       "./program",
@@ -128,19 +127,20 @@ void read_ranks(const Variables& variables, const Convention& convention, Worker
   worker.rank = *variables.index(convention.rank);
   const auto size = variables.count(convention.size);
   if (!size) {
-    refuse(
+    throw_invalid(
         fmt::format("{} is {} but {} is not set; set both, to this worker's rank and the number of workers",
                     convention.rank, worker.rank, convention.size));
   }
   worker.world_size = *size;
   if (worker.rank >= worker.world_size) {
-    refuse(fmt::format("{} is {} but {} is {}; ranks go from 0 to {}", convention.rank, worker.rank,
-                       convention.size, worker.world_size, worker.world_size - 1));
+    throw_invalid(fmt::format("{} is {} but {} is {}; ranks go from 0 to {}", convention.rank, worker.rank,
+                              convention.size, worker.world_size, worker.world_size - 1));
   }
   const auto said = variables.count("WORLD_SIZE");
   if (said && *said != worker.world_size) {
-    refuse(fmt::format("WORLD_SIZE is {} but {} is {}; unset WORLD_SIZE, or set RANK and WORLD_SIZE both",
-                       *said, convention.size, worker.world_size));
+    throw_invalid(
+        fmt::format("WORLD_SIZE is {} but {} is {}; unset WORLD_SIZE, or set RANK and WORLD_SIZE both", *said,
+                    convention.size, worker.world_size));
   }
 }
 
@@ -167,16 +167,17 @@ void read_local_ranks(const Variables& variables, const Convention& convention, 
   worker.local_world_size = size.value_or(here ? worker.world_size : 1);
   worker.local_rank = rank.value_or(worker.one_host() ? worker.rank : 0);
   if (worker.local_world_size > worker.world_size) {
-    refuse(fmt::format("{} is {}, more than the whole world ({} is {})", size_name, worker.local_world_size,
-                       convention.size, worker.world_size));
+    throw_invalid(fmt::format("{} is {}, more than the whole world ({} is {})", size_name,
+                              worker.local_world_size, convention.size, worker.world_size));
   }
   if (!size && rank && *rank >= worker.local_world_size) {
-    refuse(fmt::format("{} is {} but {} is not set; set it to the number of workers on this host",
-                       convention.local_rank, *rank, size_name));
+    throw_invalid(fmt::format("{} is {} but {} is not set; set it to the number of workers on this host",
+                              convention.local_rank, *rank, size_name));
   }
   if (worker.local_rank >= worker.local_world_size) {
-    refuse(fmt::format("{} is {} but {} is {}; local ranks go from 0 to {}", convention.local_rank,
-                       worker.local_rank, size_name, worker.local_world_size, worker.local_world_size - 1));
+    throw_invalid(fmt::format("{} is {} but {} is {}; local ranks go from 0 to {}", convention.local_rank,
+                              worker.local_rank, size_name, worker.local_world_size,
+                              worker.local_world_size - 1));
   }
 }
 
@@ -190,7 +191,7 @@ void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
   worker.local_rank = variables.index("LOCAL_RANK").value_or(std::max(worker.rank, 0));
   worker.local_world_size = is_loopback(variables.text_or("MASTER_ADDR", "")) ? worker.world_size : 1;
   if (worker.rank == kAnyRank && !variables.text("TORCHSPAN_NAME")) {
-    refuse(
+    throw_invalid(
         "WORLD_SIZE is 0, an open world, and neither RANK nor TORCHSPAN_NAME is set; give this worker a "
         "rank, or a "
         "name of its own and it gets the next free rank");
@@ -244,22 +245,22 @@ void read_master(const Variables& variables, WorkerEnvironment& worker) {
     worker.master_host = slurm_master(variables);
   if (worker.master_host.empty() && (alone || (loose && worker.one_host()))) worker.master_host = "127.0.0.1";
   if (worker.master_host.empty()) {
-    refuse(fmt::format("MASTER_ADDR is not set, but this is rank {} of {}; {}", worker.rank,
-                       worker.world_size, how_to_set_master(worker.launcher)));
+    throw_invalid(fmt::format("MASTER_ADDR is not set, but this is rank {} of {}; {}", worker.rank,
+                              worker.world_size, how_to_set_master(worker.launcher)));
   }
   if (const auto port = variables.integer("MASTER_PORT", 1, 65535)) {
     worker.master_port = static_cast<std::uint16_t>(*port);
   } else if (loose || alone) {
     worker.master_port = port_of_job(variables, worker.launcher).value_or(worker.master_port);
   } else {
-    refuse(
+    throw_invalid(
         fmt::format("MASTER_PORT is not set, but this is rank {} of {}; set it to a free port of the host of "
                     "rank 0, the same for all workers",
                     worker.rank, worker.world_size));
   }
   if (variables.text_or("TORCHELASTIC_USE_AGENT_STORE", "") == "True") {
     if (worker.master_port == 65535) {
-      refuse(
+      throw_invalid(
           "MASTER_PORT is 65535 and belongs to torchrun's agent, so the store would need the next one; "
           "choose "
           "a smaller port");
@@ -290,7 +291,7 @@ void read_network(const Variables& variables, WorkerEnvironment& worker) {
     (file->empty() ? missing : given) = name;
   }
   if (given.empty() || missing.empty()) return;
-  refuse(
+  throw_invalid(
       fmt::format("{} is set but {} is not; certificates need all three: TORCHSPAN_CERTIFICATE_FILE, "
                   "TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE",
                   given, missing));
@@ -298,7 +299,7 @@ void read_network(const Variables& variables, WorkerEnvironment& worker) {
 
 void read_job(const Variables& variables, WorkerEnvironment& worker) {
   worker.restart_count =
-      static_cast<int>(variables.integer("TORCHELASTIC_RESTART_COUNT", 0, kMostWorkers).value_or(0));
+      static_cast<int>(variables.integer("TORCHELASTIC_RESTART_COUNT", 0, kMaxWorkers).value_or(0));
   worker.job = variables.first({"TORCHSPAN_RUN_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID"})
                    .value_or("");
   if (worker.restart_count > 0) worker.job += fmt::format("/attempt {}", worker.restart_count);
@@ -333,8 +334,8 @@ WorkerEnvironment read_environment(const Environment& environment) {
     read_ranks(variables, *convention, worker);
     read_local_ranks(variables, *convention, worker);
   } else if (const auto size = variables.count("WORLD_SIZE"); size && *size != 1) {
-    refuse(fmt::format("WORLD_SIZE is {} but RANK is not set; set it to this worker's rank, 0 to {}", *size,
-                       *size - 1));
+    throw_invalid(fmt::format("WORLD_SIZE is {} but RANK is not set; set it to this worker's rank, 0 to {}",
+                              *size, *size - 1));
   }
   read_master(variables, worker);
   read_job(variables, worker);

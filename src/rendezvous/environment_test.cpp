@@ -5,7 +5,7 @@
 #include <torchspan/rendezvous/environment.h>
 #include <torchspan/rendezvous/membership.h>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::environment_test {
 namespace {
 
 using ::testing::AllOf;
@@ -313,4 +313,4 @@ TEST(Environment, OfThisProcessHasItsVariables) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::environment_test

@@ -13,7 +13,7 @@
 #include <torchspan/core/executor.h>
 #include <torchspan/rendezvous/environment.h>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::files_test {
 namespace {
 
 using ::testing::AllOf;
@@ -172,4 +172,4 @@ TEST_F(Files, RuntimeFolderIsNeverAFileALinkOrTooLong) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::files_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::heartbeats_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -58,4 +58,4 @@ TEST(Heartbeats, TellTheSilenceInSeconds) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::heartbeats_test

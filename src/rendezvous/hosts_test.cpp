@@ -4,7 +4,7 @@
 
 #include "rendezvous/simulated_world.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::hosts_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -216,4 +216,4 @@ TEST(HostsOfAWorld, HeartbeatsThatMakeNoSenseAreRefused) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::hosts_test

@@ -5,7 +5,7 @@
 
 #include "rendezvous/simulated_world.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::leaving_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -167,4 +167,4 @@ TEST(Leaving, LeavingEndsOtherThreadsBarriers) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::leaving_test

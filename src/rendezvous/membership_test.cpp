@@ -4,7 +4,7 @@
 
 #include "rendezvous/simulated_world.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::membership_test {
 
 namespace {
 
@@ -413,4 +413,4 @@ TEST(Membership, OfOneNeedsNoNetwork) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::membership_test

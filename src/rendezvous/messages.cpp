@@ -43,7 +43,7 @@ Duration get_duration(ByteReader& reader) {
 
 int get_rank(ByteReader& reader) {
   const int rank = reader.get<std::int32_t>();
-  if (rank < 0 || rank >= kMostWorkers) {
+  if (rank < 0 || rank >= kMaxWorkers) {
     throw Error(ErrorKind::kInvalid, fmt::format("store message names rank {}", rank));
   }
   return rank;

@@ -16,7 +16,7 @@ namespace torchspan::rendezvous {
 
 inline constexpr std::uint32_t kStoreVersion = 3;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
-inline constexpr int kMostWorkers = 1 << 20;
+inline constexpr int kMaxWorkers = 1 << 20;
 
 /// The end of a wait that a message asked for; Duration::max() is never.
 Deadline deadline_after(TimePoint now, Duration timeout);

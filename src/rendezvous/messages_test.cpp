@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <random>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::messages_test {
 namespace {
 
 Member make_member(int rank) {
@@ -198,4 +198,4 @@ TEST(StoreMessages, DecodeEveryByteStringToAMessageOrAnError) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::messages_test

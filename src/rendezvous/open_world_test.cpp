@@ -5,7 +5,7 @@
 
 #include "rendezvous/simulated_world.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::open_world_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -300,4 +300,4 @@ TEST(FixedWorld, IsGatheredInPeaceWhileAVisitorIsRefused) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::open_world_test

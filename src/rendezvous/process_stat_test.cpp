@@ -4,7 +4,7 @@
 #include <string>
 #include <unistd.h>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::process_stat_test {
 namespace {
 
 TEST(ProcessStat, ReadsStateAndStartBehindAnyCommandName) {
@@ -36,4 +36,4 @@ TEST(ProcessStat, OfThisProcessRunsAndKeepsItsStart) {
 TEST(ProcessStat, IsNothingForAProcessThatIsNot) { EXPECT_FALSE(read_process_stat(-5)); }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::process_stat_test

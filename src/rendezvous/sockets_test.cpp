@@ -14,7 +14,7 @@
 
 #include "rendezvous/simulated_world.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::sockets_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -403,4 +403,4 @@ TEST_F(Sockets, WorkersOfAnOpenWorldComeAndGoUnderHeartbeats) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::sockets_test

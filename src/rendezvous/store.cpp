@@ -230,8 +230,8 @@ std::optional<Error> Store::reason_in_an_open_world(const Register& message) con
                                describe(same_rank->second.member()), kAnyRank, kIfDead));
   }
   if (namesake == nullptr && member.rank == kAnyRank &&
-      workers_.size() >= static_cast<std::size_t>(kMostWorkers)) {
-    return Error(ErrorKind::kOverloaded, fmt::format("all {} ranks of this world were used", kMostWorkers));
+      workers_.size() >= static_cast<std::size_t>(kMaxWorkers)) {
+    return Error(ErrorKind::kOverloaded, fmt::format("all {} ranks of this world were used", kMaxWorkers));
   }
   return std::nullopt;
 }

@@ -1,6 +1,6 @@
 #include "rendezvous/store_fixture.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::store_joins_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -317,4 +317,4 @@ TEST_F(StoreOfHosts, FailsAGatheringWhoseWorkerFellSilent) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::store_joins_test

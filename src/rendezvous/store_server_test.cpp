@@ -5,7 +5,7 @@
 
 #include <torchspan/core/runtime.h>
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::store_server_test {
 namespace {
 
 /// Remembers the last thing it was to send.
@@ -89,4 +89,4 @@ TEST(StoreServer, KeepsItsDeadlinesHoweverManyStrangersKeepItBusy) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::store_server_test

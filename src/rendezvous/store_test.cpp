@@ -4,7 +4,7 @@
 
 #include "rendezvous/store_fixture.h"
 
-namespace torchspan::rendezvous {
+namespace torchspan::rendezvous::store_test {
 namespace {
 
 using ::testing::AllOf;
@@ -355,4 +355,4 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
 }
 
 }  // namespace
-}  // namespace torchspan::rendezvous
+}  // namespace torchspan::rendezvous::store_test

@@ -6,7 +6,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::deadline_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -331,4 +331,4 @@ TEST(DebugInfo, ListsWhatWaitsAndWhatRuns) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::deadline_test

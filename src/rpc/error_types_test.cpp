@@ -5,7 +5,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::error_types_test {
 namespace {
 
 struct OutOfStock : std::runtime_error {
@@ -22,19 +22,26 @@ struct Unregistered : std::runtime_error {
 
 }  // namespace
 
+}  // namespace torchspan::error_types_test
+
+namespace torchspan {
+
 template <>
-struct Wire<OutOfStock> {
+struct Wire<error_types_test::OutOfStock> {
   static std::string name() { return "OutOfStock"; }
-  static void encode(wire::Encoder& encoder, const OutOfStock& value) {
+  static void encode(wire::Encoder& encoder, const error_types_test::OutOfStock& value) {
     wire::encode(encoder, value.item);
     wire::encode(encoder, value.left);
   }
-  static OutOfStock decode(wire::Decoder& decoder) {
+  static error_types_test::OutOfStock decode(wire::Decoder& decoder) {
     auto item = wire::decode<std::string>(decoder);
     return {std::move(item), wire::decode<std::int64_t>(decoder)};
   }
 };
 
+}  // namespace torchspan
+
+namespace torchspan::error_types_test {
 namespace {
 
 using testing::ClusterOptions;
@@ -125,4 +132,4 @@ TEST(ErrorTypes, FallBackToTheStory) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::error_types_test

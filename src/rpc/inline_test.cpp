@@ -6,7 +6,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::inline_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -112,4 +112,4 @@ TEST(Inline, KeepsRequestsAndRepliesApartUnderLoad) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::inline_test

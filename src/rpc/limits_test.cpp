@@ -8,7 +8,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::limits_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -177,4 +177,4 @@ TEST(Reconnect, LosesNoReferenceWhoseDeletionWasUnderWay) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::limits_test

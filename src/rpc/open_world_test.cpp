@@ -6,7 +6,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::open_world_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -204,4 +204,4 @@ TEST(Hosts, ThatVanishFailTheirCallsWithinTheLivenessInterval) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::open_world_test

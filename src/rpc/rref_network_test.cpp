@@ -13,7 +13,7 @@
 #include "rpc/references.h"
 #include "tests/support/memory.h"
 
-namespace torchspan::rpc {
+namespace torchspan::rpc::rref_network_test {
 namespace {
 
 /// Workers that a worker has to do with: the next ones in a ring.
@@ -345,4 +345,4 @@ TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
 }
 
 }  // namespace
-}  // namespace torchspan::rpc
+}  // namespace torchspan::rpc::rref_network_test

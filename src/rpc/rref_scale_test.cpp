@@ -6,7 +6,7 @@
 
 #include "rpc/rref_table.h"
 
-namespace torchspan::rpc {
+namespace torchspan::rpc::rref_scale_test {
 namespace {
 
 using Kind = RRefMessage::Kind;
@@ -139,4 +139,4 @@ TEST(RRefScale, CostsTheSameForEveryReferenceInAWorldOfAThousandWorkers) {
 }
 
 }  // namespace
-}  // namespace torchspan::rpc
+}  // namespace torchspan::rpc::rref_scale_test

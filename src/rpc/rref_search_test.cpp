@@ -8,7 +8,7 @@
 #include "rpc/rref_world.h"
 #include "tests/support/environment.h"
 
-namespace torchspan::rpc::testing {
+namespace torchspan::rpc::testing::rref_search_test {
 namespace {
 
 std::size_t workers_of(std::uint64_t seed) { return 3 + seed % 4; }
@@ -108,4 +108,4 @@ TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
 }
 
 }  // namespace
-}  // namespace torchspan::rpc::testing
+}  // namespace torchspan::rpc::testing::rref_search_test

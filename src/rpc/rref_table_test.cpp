@@ -4,7 +4,7 @@
 #include <random>
 #include <set>
 
-namespace torchspan::rpc {
+namespace torchspan::rpc::rref_table_test {
 namespace {
 
 constexpr PeerId kSelf{0, 0}, kOther{1, 0}, kThird{2, 0};
@@ -237,4 +237,4 @@ TEST(RRefTable, RemembersLittleOfWhatIsGone) {
 }
 
 }  // namespace
-}  // namespace torchspan::rpc
+}  // namespace torchspan::rpc::rref_table_test

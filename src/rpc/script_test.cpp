@@ -10,7 +10,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::script_test {
 namespace {
 
 using testing::ClusterOptions;
@@ -183,4 +183,4 @@ TEST(Script, IsPartOfWhatWorkersCompareWhenTheyMeet) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::script_test

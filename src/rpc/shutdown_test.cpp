@@ -4,7 +4,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan::rpc {
+namespace torchspan::rpc::shutdown_test {
 namespace {
 
 using namespace torchspan::testing;  // NOLINT(google-build-using-namespace)
@@ -192,4 +192,4 @@ TEST(Deaths, WhatTheDeadStillSayIsNoComplaint) {
 }
 
 }  // namespace
-}  // namespace torchspan::rpc
+}  // namespace torchspan::rpc::shutdown_test

@@ -7,7 +7,7 @@
 
 #include "tests/support/cluster.h"
 
-namespace torchspan {
+namespace torchspan::worker_test {
 namespace {
 
 using testing::ClusterOptions;
@@ -331,4 +331,4 @@ TEST(Worker, RunsRandomTrafficTheSameUnderEverySeed) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::worker_test

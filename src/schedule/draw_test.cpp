@@ -8,7 +8,7 @@
 
 #include "schedule/test_tables.h"
 
-namespace torchspan::schedule {
+namespace torchspan::schedule::draw_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -243,4 +243,4 @@ TEST(Draw, RefusesTimelinesThatContradictThemselves) {
 }
 
 }  // namespace
-}  // namespace torchspan::schedule
+}  // namespace torchspan::schedule::draw_test

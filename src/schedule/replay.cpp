@@ -10,7 +10,7 @@
 namespace torchspan::schedule {
 namespace {
 
-constexpr std::size_t kKinds = 4;
+constexpr std::size_t kTaskKinds = 4;
 
 [[noreturn]] void refuse(const Table& table, const std::string& text) {
   throw Error(ErrorKind::kInvalid, fmt::format("schedule '{}': {}", table.name, text));
@@ -34,7 +34,7 @@ void check_frame(const Table& table) {
 
 void check_task(const Table& table, int rank, std::size_t place, const Task& task) {
   const std::string here = fmt::format("rank {}, task {} of its list: {}", rank, place, to_string(task));
-  if (static_cast<std::size_t>(task.kind) >= kKinds) refuse(table, here + " is of no known kind");
+  if (static_cast<std::size_t>(task.kind) >= kTaskKinds) refuse(table, here + " is of no known kind");
   if (task.stage < 0 || task.stage >= table.stages()) {
     refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, task.stage, table.stages()));
   }
@@ -102,7 +102,7 @@ class Deadlock {
 
 Positions::Positions(const Table& table) : table_(table) {
   check_frame(table);
-  place_.assign(kKinds * table.rank_of_stage.size() * static_cast<std::size_t>(table.micro_batches), -1);
+  place_.assign(kTaskKinds * table.rank_of_stage.size() * static_cast<std::size_t>(table.micro_batches), -1);
   place_all();
   for (int micro_batch = 0; micro_batch < table.micro_batches; ++micro_batch) {
     const bool back = goes_back(micro_batch);

@@ -6,7 +6,7 @@
 
 #include "schedule/test_tables.h"
 
-namespace torchspan::schedule {
+namespace torchspan::schedule::simulate_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -273,4 +273,4 @@ TEST_P(SimulateSeed, AgreesWithRelaxationForAnyPlacementAndCosts) {
 }
 
 }  // namespace
-}  // namespace torchspan::schedule
+}  // namespace torchspan::schedule::simulate_test

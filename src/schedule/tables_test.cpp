@@ -6,7 +6,7 @@
 
 #include "schedule/test_tables.h"
 
-namespace torchspan::schedule {
+namespace torchspan::schedule::tables_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -198,4 +198,4 @@ TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
 }
 
 }  // namespace
-}  // namespace torchspan::schedule
+}  // namespace torchspan::schedule::tables_test

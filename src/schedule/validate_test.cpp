@@ -7,7 +7,7 @@
 
 #include "schedule/test_tables.h"
 
-namespace torchspan::schedule {
+namespace torchspan::schedule::validate_test {
 namespace {
 
 using ::testing::AllOf;
@@ -146,4 +146,4 @@ TEST(Validate, FindsExactlyTheOrdersThatCannotFinish) {
 }
 
 }  // namespace
-}  // namespace torchspan::schedule
+}  // namespace torchspan::schedule::validate_test

@@ -13,7 +13,7 @@
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/session/session.h>
 
-namespace torchspan {
+namespace torchspan::session_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -111,4 +111,4 @@ TEST(Session, SurvivesItsEndOnAThreadOfItsOwn) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::session_test

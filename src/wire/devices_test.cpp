@@ -10,7 +10,7 @@
 
 #include "wire/wire_test_util.h"
 
-namespace torchspan::wire {
+namespace torchspan::wire::devices_test {
 namespace {
 
 TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
@@ -68,4 +68,4 @@ TEST(Devices, WhereTheSenderSaysATensorLivesItIsPutOrRefused) {
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::devices_test

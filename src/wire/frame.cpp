@@ -28,8 +28,6 @@ struct RawHeader {
 };
 static_assert(sizeof(RawHeader) == kFrameHeaderSize && std::has_unique_object_representations_v<RawHeader>);
 
-[[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
-
 /// Sizes travel in 32 bits.
 std::uint32_t narrow(std::size_t size, const char* part) {
   if (size > std::numeric_limits<std::uint32_t>::max()) {

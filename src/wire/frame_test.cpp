@@ -9,7 +9,7 @@
 
 #include "wire/wire_test_util.h"
 
-namespace torchspan::wire {
+namespace torchspan::wire::frame_test {
 namespace {
 
 Bytes random_bytes(std::mt19937_64& random, std::size_t limit) {
@@ -186,4 +186,4 @@ TEST(Frames, AreTheBytesOfTheWorkedExampleInTheDocumentation) {
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::frame_test

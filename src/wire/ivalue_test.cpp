@@ -10,7 +10,7 @@
 
 #include "wire/wire_test_util.h"
 
-namespace torchspan::wire {
+namespace torchspan::wire::ivalue_test {
 namespace {
 
 using c10::IValue;
@@ -261,4 +261,4 @@ TEST(RandomIValues, DamagedBytesGiveAValueThatCanBeSentAgainOrAnError) {
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::ivalue_test

@@ -24,8 +24,6 @@ constexpr std::int64_t kMaxStride = std::int64_t{1} << 48;
 /// Bit 0 of a block's layout byte; the other bits are 0.
 constexpr std::uint8_t kStridesFollow = 1;
 
-[[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
-
 std::size_t elements_per_byte(at::ScalarType dtype) {
   if (dtype == at::kQUInt4x2) return 2;
   if (dtype == at::kQUInt2x4) return 4;

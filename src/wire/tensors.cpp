@@ -24,7 +24,6 @@ enum class Scheme : std::uint8_t { kPerTensor = 0, kPerChannel = 1 };
 
 constexpr std::uint8_t kRequiresGrad = 1, kDeviceFollows = 2, kCoalesced = 4, kPlaced = 8;
 
-[[noreturn]] void throw_invalid(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
 [[noreturn]] void throw_unsupported(std::string text) {
   throw Error(ErrorKind::kUnsupported, std::move(text));
 }

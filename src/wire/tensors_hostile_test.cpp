@@ -8,7 +8,7 @@
 
 #include "wire/wire_test_util.h"
 
-namespace torchspan::wire {
+namespace torchspan::wire::tensors_hostile_test {
 namespace {
 
 /// Fails unless every element that the tensor can reach lies inside its storage.
@@ -230,4 +230,4 @@ TEST(HostileTensors, DtypesLayoutsAndDimensionsMustExist) {
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::tensors_hostile_test

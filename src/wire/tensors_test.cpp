@@ -9,7 +9,7 @@
 
 #include "wire/wire_test_util.h"
 
-namespace torchspan::wire {
+namespace torchspan::wire::tensors_test {
 namespace {
 
 struct DtypeCase {
@@ -441,4 +441,4 @@ TEST(UnsupportedTensors, AreRefusedByPositionAndReason) {
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::tensors_test

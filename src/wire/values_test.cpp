@@ -50,7 +50,7 @@ struct torchspan::Wire<Ruler> {
   static Ruler decode(wire::Decoder& decoder) { return {decoder.bytes().get<std::uint32_t>()}; }
 };
 
-namespace torchspan::wire {
+namespace torchspan::wire::values_test {
 namespace {
 
 template <class T>
@@ -407,4 +407,4 @@ TEST(Errors, WithVeryManyFramesAreCutWhereTheyAreSentAndRefusedWhereTheyArrive) 
 }
 
 }  // namespace
-}  // namespace torchspan::wire
+}  // namespace torchspan::wire::values_test

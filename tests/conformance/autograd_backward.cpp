@@ -4,7 +4,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_backward {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -460,4 +460,4 @@ TEST(AutogradBackward, AsyncDistAutograd) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_backward

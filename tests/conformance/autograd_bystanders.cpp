@@ -3,7 +3,7 @@
 #include "tests/conformance/autograd_slow.h"
 #include "tests/conformance/rpc_faults.h"
 
-namespace torchspan {
+namespace torchspan::autograd_bystanders {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -133,4 +133,4 @@ TEST(AutogradBystanders, NoPassBeginsWhoseRootIsDead) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_bystanders

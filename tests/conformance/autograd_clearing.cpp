@@ -2,7 +2,7 @@
 // that have no room for what must be told.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_clearing {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -138,4 +138,4 @@ TEST(AutogradClearing, AFastPassAfterASmartOneWaitsForItsOwnSends) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_clearing

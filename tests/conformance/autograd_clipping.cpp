@@ -7,7 +7,7 @@
 #include "tests/conformance/autograd_world.h"
 #include "tests/support/in_process_group.h"
 
-namespace torchspan {
+namespace torchspan::autograd_clipping {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -164,4 +164,4 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_clipping

@@ -1,7 +1,7 @@
 // Contexts: who has one, what it records of calls, and how it ends.
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_contexts {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -458,4 +458,4 @@ TEST(AutogradContexts, AReleasedContextIsNotRevived) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_contexts

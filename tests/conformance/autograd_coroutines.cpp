@@ -1,7 +1,7 @@
 // Handlers that are coroutines: what a step puts in force, a context or grad mode, is in force in the next.
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_coroutines {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -130,4 +130,4 @@ TEST(AutogradCoroutines, AContextThatEndsOnAnotherThreadLeavesThatThreadItsOwn) 
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_coroutines

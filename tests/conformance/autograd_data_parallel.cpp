@@ -5,7 +5,7 @@
 #include "tests/conformance/autograd_world.h"
 #include "tests/support/in_process_group.h"
 
-namespace torchspan {
+namespace torchspan::autograd_data_parallel {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -326,4 +326,4 @@ TEST(AutogradDataParallel, APassThatFailsOnAServerFailsOnAllTrainers) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_data_parallel

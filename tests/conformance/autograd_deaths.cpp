@@ -8,7 +8,7 @@
 #include "tests/conformance/autograd_slow.h"
 #include "tests/conformance/rpc_faults.h"
 
-namespace torchspan {
+namespace torchspan::autograd_deaths {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -227,4 +227,4 @@ TEST(AutogradDeaths, OfTheRootInAnothersContext) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_deaths

@@ -2,7 +2,7 @@
 // took the place of another.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_departures {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -123,4 +123,4 @@ TEST(AutogradDepartures, AWorkerThatTookAnothersPlaceMakesContexts) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_departures

@@ -3,7 +3,7 @@
 #include "tests/conformance/autograd_world.h"
 #include "tests/support/stand_in_device.h"
 
-namespace torchspan {
+namespace torchspan::autograd_devices {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -161,4 +161,4 @@ TEST_P(AutogradDevices, GradientsSynchronizations) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_devices

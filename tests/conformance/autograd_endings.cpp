@@ -1,7 +1,7 @@
 // How passes end: when backward() returns or throws, and what is left for the next pass.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_endings {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -195,4 +195,4 @@ TEST(AutogradEndings, AGraphThatWasUsedUpIsNamed) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_endings

@@ -4,7 +4,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_environments {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -197,4 +197,4 @@ TEST(AutogradEnvironments, EachWorkerOfAProcessHasAContextOfItsOwn) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_environments

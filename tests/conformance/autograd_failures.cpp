@@ -1,7 +1,7 @@
 // What goes wrong in a backward pass: every failure ends the pass on all workers, at once, with one story.
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_failures {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -343,4 +343,4 @@ TEST(AutogradFailures, BackwardNodeFailurePythonUdf) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_failures

@@ -7,7 +7,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_handles {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -189,4 +189,4 @@ TEST(Handles, LeaveARoundOfTheWorldAsTheirWorkerEnds) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_handles

@@ -2,7 +2,7 @@
 #include "engine/test_nodes.h"
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_hooks {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -381,4 +381,4 @@ TEST(AutogradHooks, DistAutogradProfiling) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_hooks

@@ -2,7 +2,7 @@
 #include "engine/test_nodes.h"
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_inside {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -174,4 +174,4 @@ TEST(AutogradInside, AnEngineThatIsOutsideIsNotReported) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_inside

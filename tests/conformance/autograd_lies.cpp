@@ -3,7 +3,7 @@
 #include "autograd/messages.h"
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_lies {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -154,4 +154,4 @@ TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_lies

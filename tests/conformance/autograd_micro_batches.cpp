@@ -1,7 +1,7 @@
 // Several losses in one context, all forward passes first: each pass costs what it goes through.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_micro_batches {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -128,4 +128,4 @@ TEST(AutogradMicroBatches, LossesAlongOneChain) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_micro_batches

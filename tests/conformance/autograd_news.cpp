@@ -2,7 +2,7 @@
 // on it, however a pass or a context ends by that death.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_news {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -83,4 +83,4 @@ TEST(AutogradNews, AContextThatADeathEndsIsForgottenByAThreadThatMayWait) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_news

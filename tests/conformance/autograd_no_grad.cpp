@@ -5,7 +5,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_no_grad {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -123,4 +123,4 @@ TEST(NoGrad, FollowsACoroutineAndTheCallsItMakes) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_no_grad

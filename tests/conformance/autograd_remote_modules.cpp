@@ -6,7 +6,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_remote_modules {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -249,4 +249,4 @@ TEST(RemoteModuleConformance, TrainsLikeTheSameModulesInOneProcess) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_remote_modules

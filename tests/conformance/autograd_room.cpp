@@ -2,7 +2,7 @@
 // again as room comes.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_room {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -101,4 +101,4 @@ TEST(AutogradRoom, AGradientThatCannotTravelIsNoLostWorker) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_room

@@ -2,7 +2,7 @@
 // beginning anew, with no gradients, after a pass that failed.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_roots {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -381,4 +381,4 @@ TEST(AutogradRoots, ASparseRootOfOneElementNeedsNoGradient) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_roots

@@ -4,7 +4,7 @@
 
 #include "tests/conformance/autograd_world.h"
 
-namespace torchspan {
+namespace torchspan::autograd_servers {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -130,4 +130,4 @@ TEST(AutogradServers, TrainerPsTorchscriptFunctions) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_servers

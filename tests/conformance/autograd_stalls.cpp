@@ -1,7 +1,7 @@
 // What the root finds out about a pass that does not end: who waits for what, who works, who does not answer.
 #include "tests/conformance/autograd_slow.h"
 
-namespace torchspan {
+namespace torchspan::autograd_stalls {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -181,4 +181,4 @@ TEST(AutogradStalls, NamesAWorkerThatDoesNotAnswer) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::autograd_stalls

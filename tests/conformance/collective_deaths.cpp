@@ -6,7 +6,7 @@
 
 #include "tests/conformance/collective_process.h"
 
-namespace torchspan::testing {
+namespace torchspan::testing::collective_deaths {
 namespace {
 
 using namespace collective;
@@ -133,10 +133,11 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
 TEST(CollectiveDeaths, AStoppedRankIsLate) { expect_survivors("stops"); }
 
 }  // namespace
-}  // namespace torchspan::testing
+}  // namespace torchspan::testing::collective_deaths
 
 int main(int argc, char** argv) {
   using namespace torchspan::testing;
+  using namespace torchspan::testing::collective_deaths;
   constexpr std::string_view kOverMpi = "--over-mpi=";
   if (argc > 1 && std::string_view(argv[1]).starts_with(kOverMpi)) {
     return run_over_mpi(std::atoi(argv[1] + kOverMpi.size()), argc - 1, argv + 1);

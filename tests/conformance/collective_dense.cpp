@@ -5,7 +5,7 @@
 #include "tests/conformance/collective_backends.h"
 #include "tests/conformance/collective_oracle.h"
 
-namespace torchspan::testing {
+namespace torchspan::testing::collective_dense {
 namespace {
 
 using namespace collective;
@@ -222,4 +222,4 @@ TEST_P(CollectiveDense, LeavesAutogradAloneAndCountsVersions) {
 }
 
 }  // namespace
-}  // namespace torchspan::testing
+}  // namespace torchspan::testing::collective_dense

@@ -5,7 +5,7 @@
 
 #include "tests/conformance/collective_backends.h"
 
-namespace torchspan::testing {
+namespace torchspan::testing::collective_failures {
 namespace {
 
 using namespace collective;
@@ -253,4 +253,4 @@ TEST_P(CollectiveFailures, RanksThatWantDifferentGroupsAreTold) {
 }
 
 }  // namespace
-}  // namespace torchspan::testing
+}  // namespace torchspan::testing::collective_failures

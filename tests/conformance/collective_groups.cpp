@@ -7,7 +7,7 @@
 #include "tests/conformance/collective_backends.h"
 #include "tests/conformance/collective_oracle.h"
 
-namespace torchspan::testing {
+namespace torchspan::testing::collective_groups {
 namespace {
 
 using namespace collective;
@@ -222,4 +222,4 @@ TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
 }
 
 }  // namespace
-}  // namespace torchspan::testing
+}  // namespace torchspan::testing::collective_groups

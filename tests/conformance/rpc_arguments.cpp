@@ -5,7 +5,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_arguments {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -18,9 +18,18 @@ struct Parcel {
 
 }  // namespace
 
-template <>
-struct Wire<Parcel> : WireStruct<Parcel, "Parcel", &Parcel::tensor, &Parcel::label, &Parcel::inner> {};
+}  // namespace torchspan::rpc_arguments
 
+namespace torchspan {
+
+template <>
+struct Wire<rpc_arguments::Parcel>
+    : WireStruct<rpc_arguments::Parcel, "Parcel", &rpc_arguments::Parcel::tensor,
+                 &rpc_arguments::Parcel::label, &rpc_arguments::Parcel::inner> {};
+
+}  // namespace torchspan
+
+namespace torchspan::rpc_arguments {
 namespace {
 
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) { return a + b; }
@@ -338,4 +347,4 @@ TEST(RpcConformance, UnexepectedKwargIsSpecified) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_arguments

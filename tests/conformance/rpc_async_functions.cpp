@@ -3,7 +3,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_async_functions {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -221,4 +221,4 @@ TEST(RpcConformance, AsyncClassRrefProxy) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_async_functions

@@ -3,7 +3,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_calls {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -73,9 +73,16 @@ struct WhoAmI {
 
 }  // namespace
 
-template <>
-struct Wire<WhoAmI> : WireStruct<WhoAmI, "WhoAmI", &WhoAmI::unused> {};
+}  // namespace torchspan::rpc_calls
 
+namespace torchspan {
+
+template <>
+struct Wire<rpc_calls::WhoAmI> : WireStruct<rpc_calls::WhoAmI, "WhoAmI", &rpc_calls::WhoAmI::unused> {};
+
+}  // namespace torchspan
+
+namespace torchspan::rpc_calls {
 namespace {
 
 class CallerTeller final : public rpc::Extension {
@@ -325,4 +332,4 @@ TEST(RpcConformance, StressHeavyRpc) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_calls

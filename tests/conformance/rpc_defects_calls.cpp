@@ -1,7 +1,7 @@
 // Regressions: calls that once began, ended or were told of in the wrong way.
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_calls {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -336,4 +336,4 @@ TEST(RpcDefects, BusyWorkerMayLeaveAnOpenWorld) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_calls

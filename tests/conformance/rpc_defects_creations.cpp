@@ -2,7 +2,7 @@
 #include "rpc/core.h"
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_creations {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -111,4 +111,4 @@ TEST(RpcDefects, CreationsThatWereNeverSentCostTheOwnerNothing) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_creations

@@ -2,7 +2,7 @@
 #include "rpc/control.h"
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_leaving {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -148,9 +148,9 @@ TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesTheLettersWithoutAnswer) {
     const Error error = to_error(leaving.failure);
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     const std::string letters = keeps ? "1 of 'rref.fork_audit'" : "3 of 'rref.user_delete'";
-    EXPECT_THAT(error.message(), testing::HasSubstr("no answer to " + letters + " to worker 'worker1'"));
+    EXPECT_THAT(error.message(), ::testing::HasSubstr("no answer to " + letters + " to worker 'worker1'"));
   }
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_leaving

@@ -3,7 +3,7 @@
 #include "rpc/core.h"
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_losses {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -99,4 +99,4 @@ TEST(RpcDefects, ServerThatShutsDownFirstGivesNoMessageUp) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_losses

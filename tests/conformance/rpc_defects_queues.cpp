@@ -2,7 +2,7 @@
 #include "rpc/control.h"
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_queues {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -102,4 +102,4 @@ TEST(RpcDefects, ReplyThatFindsNoRoomFailsItsCallInTheEnd) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_queues

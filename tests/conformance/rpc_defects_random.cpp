@@ -6,7 +6,7 @@
 #include "tests/conformance/rpc_defects.h"
 #include "tests/support/environment.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_random {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -126,4 +126,4 @@ TEST(RpcDefects, RandomProgramsEndAllCallsAndLeaveNoReference) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_random

@@ -1,7 +1,7 @@
 // Regressions: references whose messages are lost or refused, and that once were never given back.
 #include "tests/conformance/rpc_defects.h"
 
-namespace torchspan {
+namespace torchspan::rpc_defects_references {
 namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
@@ -179,4 +179,4 @@ TEST(RpcDefects, RandomBreaksLoseNoReference) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_defects_references

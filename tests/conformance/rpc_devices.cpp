@@ -7,7 +7,7 @@
 #include "tests/conformance/rpc_world.h"
 #include "tests/support/stand_in_device.h"
 
-namespace torchspan {
+namespace torchspan::rpc_devices {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -237,4 +237,4 @@ TEST(RpcDevices, AWorkerWithAMapThatCannotBeDoesNotStart) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_devices

@@ -6,7 +6,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_environments {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -248,4 +248,4 @@ TEST(RpcEnvironments, ACallerWhoseDrivingThrowsLetsOthersDrive) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_environments

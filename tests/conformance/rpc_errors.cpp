@@ -3,7 +3,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_errors {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -249,4 +249,4 @@ TEST(RpcConformance, Deadlock) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_errors

@@ -5,7 +5,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_futures {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -278,4 +278,4 @@ TEST(RpcConformance, WaitAllExitEarlyBuiltin) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_futures

@@ -3,7 +3,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_rref_arguments {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -372,4 +372,4 @@ TEST(RpcConformance, MyParameterServer) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_rref_arguments

@@ -7,7 +7,7 @@
 #include "rpc/core.h"
 #include "tests/conformance/rpc_faults.h"
 
-namespace torchspan {
+namespace torchspan::rpc_rref_faults {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -343,4 +343,4 @@ TEST(RpcConformance, NonGarbageCollectedUserRrefDueToLocalCircularDependency) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_rref_faults

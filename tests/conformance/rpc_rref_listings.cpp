@@ -8,7 +8,7 @@
 #include "rpc/control.h"
 #include "tests/conformance/rpc_faults.h"
 
-namespace torchspan {
+namespace torchspan::rpc_rref_listings {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -316,4 +316,4 @@ TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_rref_listings

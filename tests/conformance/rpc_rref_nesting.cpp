@@ -10,7 +10,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_rref_nesting {
 
 /// Cannot travel, and counts itself.
 struct Plank {
@@ -33,12 +33,23 @@ struct Box {
 struct Load {
   std::vector<Box> boxes;
 };
-template <>
-struct Wire<Box> : WireStruct<Box, "Box", &Box::label, &Box::number, &Box::tensors, &Box::plank, &Box::either,
-                              &Box::empty> {};
-template <>
-struct Wire<Load> : WireStruct<Load, "Load", &Load::boxes> {};
 
+}  // namespace torchspan::rpc_rref_nesting
+
+namespace torchspan {
+
+template <>
+struct Wire<rpc_rref_nesting::Box>
+    : WireStruct<rpc_rref_nesting::Box, "Box", &rpc_rref_nesting::Box::label, &rpc_rref_nesting::Box::number,
+                 &rpc_rref_nesting::Box::tensors, &rpc_rref_nesting::Box::plank,
+                 &rpc_rref_nesting::Box::either, &rpc_rref_nesting::Box::empty> {};
+template <>
+struct Wire<rpc_rref_nesting::Load>
+    : WireStruct<rpc_rref_nesting::Load, "Load", &rpc_rref_nesting::Load::boxes> {};
+
+}  // namespace torchspan
+
+namespace torchspan::rpc_rref_nesting {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -152,4 +163,4 @@ TEST(RpcConformance, AnRrefMayBeTheValueOfAnother) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_rref_nesting

@@ -7,7 +7,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_rrefs {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -326,4 +326,4 @@ TEST(RpcConformance, RemoteIsUsedInOneRoundTrip) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_rrefs

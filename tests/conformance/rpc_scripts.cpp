@@ -8,7 +8,7 @@
 
 #include "tests/conformance/rpc_faults.h"
 
-namespace torchspan {
+namespace torchspan::rpc_scripts {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -285,4 +285,4 @@ TEST(RpcConformance, RrefTimeoutPickleScriptFunc) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_scripts

@@ -1,7 +1,7 @@
 // Leaving: with all work done, at once, late, and when something fails on the way.
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_shutdown {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -225,4 +225,4 @@ TEST(RpcConformance, ShutdownErrors) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_shutdown

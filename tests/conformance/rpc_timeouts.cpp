@@ -3,7 +3,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_timeouts {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -199,4 +199,4 @@ TEST(RpcConformance, SetAndGetNumWorkerThreads) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_timeouts

@@ -5,7 +5,7 @@
 
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_wait_scopes {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -194,4 +194,4 @@ TEST(RpcConformance, RrefContextDebugInfo) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_wait_scopes

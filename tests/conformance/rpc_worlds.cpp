@@ -1,7 +1,7 @@
 // Meeting: names, worlds in one process, gathering and barriers.
 #include "tests/conformance/rpc_world.h"
 
-namespace torchspan {
+namespace torchspan::rpc_worlds {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -203,4 +203,4 @@ TEST(RpcConformance, RpcBarrierMultithreaded) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::rpc_worlds

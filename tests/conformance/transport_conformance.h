@@ -71,7 +71,7 @@ struct Backend {
 };
 
 /// Two peers in this process, seen from both sides. A new transport instantiates it.
-class TransportConformance : public testing::TestWithParam<Backend> {
+class TransportConformance : public ::testing::TestWithParam<Backend> {
  protected:
   void in_world(const std::function<void(World&)>& body) const { GetParam().run(body); }
 };
@@ -79,6 +79,6 @@ class TransportConformance : public testing::TestWithParam<Backend> {
 /// A peer that is only seen from outside: in this process, or in another.
 class TransportPeerConformance : public TransportConformance {};
 
-inline std::string backend_name(const testing::TestParamInfo<Backend>& info) { return info.param.name; }
+inline std::string backend_name(const ::testing::TestParamInfo<Backend>& info) { return info.param.name; }
 
 }  // namespace torchspan::net::conformance

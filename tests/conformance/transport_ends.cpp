@@ -5,10 +5,10 @@
 #include "tests/conformance/transport_echo.h"
 
 /// What is left when a peer stops, dies or comes back.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_ends {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 /// What this process has of the system, and what it left lying about.
 struct Belongings {
@@ -115,4 +115,4 @@ TEST_P(TransportPeerConformance, TellsAStoppedPeerFromADeadOneAsItsKindCan) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_ends

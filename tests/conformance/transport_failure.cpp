@@ -4,10 +4,10 @@
 #include "tests/conformance/transport_node.h"
 
 /// What a transport promises when something goes wrong, or ends.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_failure {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 Error failure_of(const std::function<void()>& action) {
   try {
@@ -381,7 +381,7 @@ TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
 
 TEST_P(TransportConformance, TellsEveryChannelsEndExactlyOnce) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   in_world([&](World& world) {
     std::mt19937 random(seed);
     Node listener(world, "listener"), dialer(world, "dialer");
@@ -475,4 +475,4 @@ TEST_P(TransportConformance, EndsSafelyWhileTrafficIsInFlightOnBothSides) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_failure

@@ -16,7 +16,7 @@
 
 /// Two hosts that lose sight of each other without a word. The hosts are two processes in network namespaces
 /// of their own, joined by a pair of virtual Ethernet ends; everything goes with the processes.
-namespace torchspan::net {
+namespace torchspan::net::transport_hosts {
 namespace {
 
 constexpr const char* kNear = "10.77.0.1";
@@ -194,4 +194,4 @@ TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledInTheMiddleOfBulk)
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::transport_hosts

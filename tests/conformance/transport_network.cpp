@@ -11,7 +11,7 @@
 
 /// The rows of the transport of several hosts: peers that find each other on one host, and peers that believe
 /// to be on hosts of their own.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_network {
 namespace {
 
 enum class Hosts { kOne, kSeveral };
@@ -95,4 +95,4 @@ INSTANTIATE_TEST_SUITE_P(Network, TransportPeerConformance,
                          backend_name);
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_network

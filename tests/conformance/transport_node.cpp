@@ -6,7 +6,7 @@
 
 namespace torchspan::net::conformance {
 namespace {
-constexpr Duration kPatience = std::chrono::seconds(30);
+constexpr Duration kNodePatience = std::chrono::seconds(30);
 }  // namespace
 
 Secret common_secret() { return Secret::from_bytes(bytes_of("everybody in the suite knows this")); }
@@ -151,7 +151,7 @@ void Node::on_refused(const std::string& peer, const Error& reason) {
 }
 
 void Node::wait_until(const std::function<bool(const Journal&)>& happened) {
-  const Deadline deadline = world_.executor().deadline_in(kPatience);
+  const Deadline deadline = world_.executor().deadline_in(kNodePatience);
   for (;;) {
     {
       MutexLock lock(mutex_);

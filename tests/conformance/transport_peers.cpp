@@ -3,14 +3,14 @@
 #include "tests/conformance/transport_echo.h"
 
 /// What a transport promises about a peer that is only known by its address and may be killed.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_peers {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST_P(TransportPeerConformance, EchoesWhatWasSent) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   in_world([&](World& world) {
     std::mt19937 random(seed);
     const auto echo = world.start_echo("echo");
@@ -157,4 +157,4 @@ TEST_P(TransportPeerConformance, KeepsOtherPeersWhenOneIsKilled) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_peers

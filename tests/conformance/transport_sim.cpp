@@ -8,7 +8,7 @@
 #include "tests/conformance/transport_echo.h"
 
 /// The simulated network's row in the suite.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_sim {
 namespace {
 
 constexpr Duration kLongestWay = std::chrono::milliseconds(5);
@@ -73,12 +73,12 @@ Backend sim(const std::string& name, SimNetwork::Options options) {
             const std::uint64_t seed = choose_seed();
             SimExecutor executor(seed);
             const int failed_before =
-                testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count();
+                ::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count();
             executor.run([&] {
               SimWorld world(executor, options);
               body(world);
             });
-            if (testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count() !=
+            if (::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count() !=
                 failed_before) {
               ADD_FAILURE() << "run again with TORCHSPAN_SIM_SEED=" << seed;
             }
@@ -88,8 +88,9 @@ Backend sim(const std::string& name, SimNetwork::Options options) {
 const Backend kSim = sim("Sim", {});
 const Backend kSimWithJitter = sim("SimWithJitter", {.jitter = kLongestWay - std::chrono::milliseconds(1)});
 
-INSTANTIATE_TEST_SUITE_P(Sim, TransportConformance, testing::Values(kSim, kSimWithJitter), backend_name);
-INSTANTIATE_TEST_SUITE_P(Sim, TransportPeerConformance, testing::Values(kSim, kSimWithJitter), backend_name);
+INSTANTIATE_TEST_SUITE_P(Sim, TransportConformance, ::testing::Values(kSim, kSimWithJitter), backend_name);
+INSTANTIATE_TEST_SUITE_P(Sim, TransportPeerConformance, ::testing::Values(kSim, kSimWithJitter),
+                         backend_name);
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_sim

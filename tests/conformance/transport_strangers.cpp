@@ -16,7 +16,7 @@
 
 /// Strangers at every listener that they can reach. The listener is a process of its own, so that its memory
 /// and its files can be counted.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_strangers {
 namespace {
 
 TEST_P(TransportStrangers, WhoSayNothingAreHungUpOn) {
@@ -433,4 +433,4 @@ INSTANTIATE_TEST_SUITE_P(Doors, TransportStrangers,
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_strangers

@@ -10,7 +10,7 @@
 
 /// The rows of the transports that dial sockets: stream over Unix and TCP, local, and one of each; peers as
 /// threads and as processes.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_stream {
 namespace {
 
 /// Which transport this side makes, and which an echo in its own process.
@@ -23,7 +23,7 @@ class StreamWorld final : public World {
  public:
   StreamWorld(Address::Kind kind, Peers peers, Kinds kinds)
       : kind_(kind), peers_(peers), kinds_(std::move(kinds)), executor_(make_executor()) {
-    std::string name = testing::TempDir() + "torchspan-XXXXXX";
+    std::string name = ::testing::TempDir() + "torchspan-XXXXXX";
     directory_ = mkdtemp(name.data());
   }
   ~StreamWorld() override { std::filesystem::remove_all(directory_); }
@@ -85,11 +85,11 @@ const Backend kLocalToStream =
 const Backend kStreamToLocal =
     sockets("StreamToLocal", Address::Kind::kUnix, Peers::kProcesses, {"stream", "local"});
 
-INSTANTIATE_TEST_SUITE_P(Stream, TransportConformance, testing::Values(kUnix, kTcp, kLocal), backend_name);
+INSTANTIATE_TEST_SUITE_P(Stream, TransportConformance, ::testing::Values(kUnix, kTcp, kLocal), backend_name);
 INSTANTIATE_TEST_SUITE_P(Stream, TransportPeerConformance,
-                         testing::Values(kUnix, kTcp, kLocal, kUnixProcesses, kTcpProcesses, kLocalProcesses,
-                                         kLocalToStream, kStreamToLocal),
+                         ::testing::Values(kUnix, kTcp, kLocal, kUnixProcesses, kTcpProcesses,
+                                           kLocalProcesses, kLocalToStream, kStreamToLocal),
                          backend_name);
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_stream

@@ -11,7 +11,7 @@
 
 /// The TLS transport's rows in the suite: by secret and by certificate, peers as threads and as processes,
 /// with lanes and without.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_tls {
 namespace {
 
 enum class Proof { kSecret, kCertificate };
@@ -103,4 +103,4 @@ INSTANTIATE_TEST_SUITE_P(Tls, TransportPeerConformance,
                          backend_name);
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_tls

@@ -6,7 +6,7 @@
 #include "tests/conformance/transport_node.h"
 
 /// What a transport promises about messages: whole, once, in order, unchanged.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_traffic {
 namespace {
 
 /// Two nodes with a channel between them.
@@ -45,7 +45,7 @@ TEST_P(TransportConformance, DeliversMessagesInOrderFromBeforeTheHandshakeOn) {
 
 TEST_P(TransportConformance, DeliversEveryShapeUnchangedInBothDirections) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   in_world([&](World& world) {
     std::mt19937 random(seed);
     Pair pair(world);
@@ -220,7 +220,7 @@ TEST_P(TransportConformance, ReceivesEverySegmentThroughTheAllocator) {
     send(*pair.channel, {bytes_of("header"), {Bytes(10), {}, Bytes(100'000)}});
     pair.listener.wait_for_messages(1);
     pair.listener.stop();
-    EXPECT_THAT(asked, testing::ElementsAre(10, 0, 100'000));
+    EXPECT_THAT(asked, ::testing::ElementsAre(10, 0, 100'000));
   });
 }
 
@@ -329,4 +329,4 @@ TEST_P(TransportConformance, WaitsNoLongerThanItsDeadline) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_traffic

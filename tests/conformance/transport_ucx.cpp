@@ -8,7 +8,7 @@
 
 /// The UCX transport's rows in the suite: over UCX's TCP on the loopback interface, which is no more than a
 /// stand-in for RDMA; peers as threads and as processes.
-namespace torchspan::net::conformance {
+namespace torchspan::net::conformance::transport_ucx {
 namespace {
 
 class UcxWorld final : public World {
@@ -66,4 +66,4 @@ INSTANTIATE_TEST_SUITE_P(Ucx, TransportConformance, ::testing::Values(kUcx), bac
 INSTANTIATE_TEST_SUITE_P(Ucx, TransportPeerConformance, ::testing::Values(kUcx, kUcxProcesses), backend_name);
 
 }  // namespace
-}  // namespace torchspan::net::conformance
+}  // namespace torchspan::net::conformance::transport_ucx

@@ -70,6 +70,9 @@ class Error : public std::exception {
   std::size_t headline_ = 0;
 };
 
+/// Throws an Error of kind kInvalid.
+[[noreturn]] void throw_invalid(std::string message);
+
 /// The Error that `exception` is or that is nested in it (std::nested_exception); any other exception becomes
 /// kInvalid with its type and text.
 Error to_error(const std::exception_ptr& exception);

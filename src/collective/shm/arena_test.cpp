@@ -9,7 +9,7 @@
 
 #include <torchspan/core/error.h>
 
-namespace torchspan::collective::shm {
+namespace torchspan::collective::shm::arena_test {
 namespace {
 
 std::uint64_t bytes_held(const Arena& arena) {
@@ -76,4 +76,4 @@ TEST(Arena, BlocksOutliveTheirArenasOwner) {
 }
 
 }  // namespace
-}  // namespace torchspan::collective::shm
+}  // namespace torchspan::collective::shm::arena_test

@@ -8,7 +8,6 @@
 namespace torchspan::collective::shm {
 namespace {
 
-constexpr std::size_t kTokenBytes = 32;
 /// One that says nothing after it dialed must not keep the others waiting for long.
 constexpr Duration kHelloLimit = std::chrono::seconds(10);
 /// All are at it when it begins, so that who is not heard of by then cannot come.

@@ -6,8 +6,6 @@
 namespace torchspan::collective::shm {
 namespace {
 
-constexpr std::size_t kTokenBytes = 32;
-
 std::string hex(BytesView bytes) {
   std::string text;
   for (const std::byte byte : bytes) text += fmt::format("{:02x}", static_cast<unsigned>(byte));

@@ -15,6 +15,8 @@ namespace torchspan::collective::shm {
 /// Throws what keeps somebody from answering.
 using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
 
+inline constexpr std::size_t kTokenBytes = 32;
+
 struct NeighborsPlan {
   std::vector<Person> people;      ///< by rank of the group to be
   std::vector<std::string> hosts;  ///< where they say they are, by rank

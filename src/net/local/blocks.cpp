@@ -11,7 +11,7 @@
 namespace torchspan::net {
 namespace {
 
-constexpr std::size_t kGrain = std::size_t{16} << 10;
+constexpr std::size_t kBlockGranularity = std::size_t{16} << 10;
 /// Rooms between two powers of two, so that little of a block stays empty.
 constexpr std::size_t kStepsPerDoubling = 8;
 /// Blocks looked at before a new one is made; the rest only when none can be.
@@ -69,7 +69,8 @@ BlockPool::~BlockPool() {
 }
 
 std::size_t BlockPool::room_for(std::size_t size) {
-  const std::size_t step = std::max(kGrain, std::bit_floor(std::max(size, kGrain)) / kStepsPerDoubling);
+  const std::size_t step =
+      std::max(kBlockGranularity, std::bit_floor(std::max(size, kBlockGranularity)) / kStepsPerDoubling);
   return (size + step - 1) / step * step;
 }
 

@@ -12,7 +12,7 @@
 
 #include <torchspan/core/executor.h>
 
-namespace torchspan::net {
+namespace torchspan::net::blocks_test {
 namespace {
 
 constexpr std::size_t kSize = 100'000;
@@ -95,7 +95,7 @@ TEST(Blocks, GiveTheReceiverMemoryOfItsOwnAndComeBackWhenItIsDone) {
 
 TEST(Blocks, AreNeverWrittenToWhileTheyAreHeld) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   Lane lane({.pool_bytes = 8 << 20});
   std::vector<std::pair<Buffer, std::uint8_t>> held;
@@ -310,4 +310,4 @@ TEST(Blocks, OfASenderThatPassesTooManyAreRefused) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::blocks_test

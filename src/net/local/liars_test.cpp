@@ -1,10 +1,10 @@
 #include "net/local/local_test_tools.h"
 
 /// A peer that knows the secret and lies in every place where it can.
-namespace torchspan::net::local_test {
+namespace torchspan::net::local_test::liars_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST_F(LocalTransportTest, TalksThroughTheSocketToAPeerThatDeclinesAtLast) {
   const RawPeer peer = dial_raw(Verdict::kNo);
@@ -112,4 +112,4 @@ TEST_F(LocalTransportTest, TakesAGoodbyeThroughTheRing) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::local_test
+}  // namespace torchspan::net::local_test::liars_test

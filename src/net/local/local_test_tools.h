@@ -86,10 +86,10 @@ struct RawPeer {
   }
 };
 
-class LocalTransportTest : public testing::Test {
+class LocalTransportTest : public ::testing::Test {
  protected:
   LocalTransportTest() {
-    std::string name = testing::TempDir() + "torchspan-XXXXXX";
+    std::string name = ::testing::TempDir() + "torchspan-XXXXXX";
     directory_ = mkdtemp(name.data());
   }
   ~LocalTransportTest() override {

@@ -4,10 +4,10 @@
 
 /// What only shared memory has: refusals of the system, lent blocks, sleep. Everything else is in
 /// tests/conformance.
-namespace torchspan::net::local_test {
+namespace torchspan::net::local_test::local_transport_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST_F(LocalTransportTest, NeedsARingOfAPossibleSize) {
   for (const std::size_t size : {std::size_t{0}, std::size_t{100'000}, std::size_t{1} << 40}) {
@@ -104,7 +104,7 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketWhenEitherSideCannotShare) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory,
                                LocalStep::kPassDescriptor, LocalStep::kTakeDescriptor}) {
     for (const bool dials : {false, true}) {
-      SCOPED_TRACE(testing::Message()
+      SCOPED_TRACE(::testing::Message()
                    << "step " << static_cast<int>(step) << (dials ? ", dialer" : ", listener"));
       const LocalOptions lame{.refuse = [step](LocalStep now) { return now == step; }};
       dialer_.reset();
@@ -123,7 +123,7 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketWhenEitherSideCannotShare) {
 TEST_F(LocalTransportTest, SendsBytesWhenTheSystemStopsGivingMemory) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory,
                                LocalStep::kPassDescriptor}) {
-    SCOPED_TRACE(testing::Message() << "step " << static_cast<int>(step));
+    SCOPED_TRACE(::testing::Message() << "step " << static_cast<int>(step));
     bool refuses = false;
     dialer_.reset();
     listener_.reset();
@@ -210,4 +210,4 @@ TEST_F(LocalTransportTest, SleepsWhenNothingHappensAndWakesWhenSomethingDoes) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::local_test
+}  // namespace torchspan::net::local_test::local_transport_test

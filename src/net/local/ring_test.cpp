@@ -10,7 +10,7 @@
 
 #include <torchspan/core/executor.h>
 
-namespace torchspan::net {
+namespace torchspan::net::ring_test {
 namespace {
 
 constexpr std::size_t kCapacity = 4096;
@@ -79,7 +79,7 @@ std::size_t write_text(RingProducer& producer, std::uint64_t sent, std::mt19937&
 
 TEST(Ring, GivesWhatWasPutInAcrossItsEdge) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   Ring ring;
   std::uint64_t sent = 0, read = 0;
@@ -120,7 +120,7 @@ TEST(Ring, TellsOnlyAConsumerThatSleeps) {
 TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
   constexpr std::uint64_t kAll = 5'000'000;
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   const auto executor = make_executor();
   const auto reader = executor->make_parker(), writer = executor->make_parker();
   const Deadline deadline = executor->deadline_in(kPatience);
@@ -172,7 +172,7 @@ TEST(Ring, BelievesNoCounterBeyondItsSize) {
 
 TEST(Ring, StaysInItsMemoryWhateverThePeerWritesIntoTheHeader) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
   Ring ring;
   for (int i = 0; i < 20'000; ++i) {
@@ -201,4 +201,4 @@ TEST(Ring, HasASizeThatIsAPowerOfTwo) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::ring_test

@@ -10,7 +10,7 @@
 
 /// What only the transport of several hosts has: which way it goes to a peer, and one sleep for both ways.
 /// Everything else is in tests/conformance.
-namespace torchspan::net {
+namespace torchspan::net::network_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -229,4 +229,4 @@ TEST(RouteTest, TellsPeersAnotherHostThanItListensAt) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::network_transport_test

@@ -10,14 +10,14 @@
 
 /// The levers and the determinism of the simulated network; what it shares with real ones is in
 /// tests/conformance.
-namespace torchspan::net {
+namespace torchspan::net::sim_network_test {
 namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 Bytes text(std::string_view characters) {
   const BytesView view = std::as_bytes(std::span(characters));
@@ -94,7 +94,7 @@ struct World {
 
 void simulate(SimNetwork::Options options, const std::function<void(World&)>& body,
               std::uint64_t seed = std::random_device()()) {
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   SimExecutor executor(seed);
   executor.run([&] {
     World world(executor, options);
@@ -142,7 +142,7 @@ TEST(SimNetwork, LetsJitterOvertakeWhenAsked) {
     }
     world.pass(milliseconds(50));
     EXPECT_NE(world.b.heard, sent);
-    EXPECT_THAT(world.b.heard, testing::UnorderedElementsAreArray(sent));
+    EXPECT_THAT(world.b.heard, ::testing::UnorderedElementsAreArray(sent));
   });
 }
 
@@ -363,7 +363,7 @@ TEST(SimNetwork, RunsTheSameFromTheSameSeedAndOtherwiseFromAnother) {
     return events;
   };
   const std::uint64_t seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   EXPECT_EQ(history(seed), history(seed));
   EXPECT_NE(history(seed), history(seed + 1));
 }
@@ -379,4 +379,4 @@ TEST(SimNetwork, ListensAtItsOwnNameOnly) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::sim_network_test

@@ -8,14 +8,14 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "net/socket_limits.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
 namespace {
 
 /// Reads of one connection before the others get their turn.
-constexpr int kRounds = 16;
-constexpr std::size_t kPlaces = 15;
+constexpr int kReadRounds = 16;
 /// Of a lane, in rings' capacities, before the others get their turn.
 constexpr std::size_t kLaneRounds = 4;
 
@@ -68,9 +68,9 @@ void Connection::on_event(const Poller::Event& event, std::span<std::byte> scrat
 }
 
 void Connection::receive(bool hung_up, std::span<std::byte> scratch, Handler& handler) {
-  std::array<iovec, kPlaces + 1> places;
-  for (int round = 0; round < kRounds; ++round) {
-    const std::size_t count = parser_.targets(std::span(places).first(kPlaces));
+  std::array<iovec, kReceiveIovecs + 1> places;
+  for (int round = 0; round < kReadRounds; ++round) {
+    const std::size_t count = parser_.targets(std::span(places).first(kReceiveIovecs));
     std::size_t direct = 0;
     for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
     places[count] = {scratch.data(), scratch.size()};

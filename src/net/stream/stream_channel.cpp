@@ -9,14 +9,10 @@
 #include <new>
 #include <sys/socket.h>
 
+#include "net/socket_limits.h"
+
 namespace torchspan::net {
 namespace {
-
-constexpr std::size_t kPlaces = 64;
-/// Messages up to here wait for their neighbours while the channel is corked, as long as few bytes are
-/// waiting.
-constexpr std::uint64_t kSmallMessage = 4 << 10;
-constexpr std::uint64_t kMostCorked = 64 << 10;
 
 /// Bytes the socket took; 0 when it is full; -1 with errno when it is broken.
 ssize_t write_some(int socket, std::span<iovec> places) {
@@ -107,7 +103,7 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
 }
 
 bool StreamChannel::may_hold(std::uint64_t size) const {
-  return corked_ && lane_ == nullptr && size <= kSmallMessage && outbox_.size() + size <= kMostCorked;
+  return corked_ && lane_ == nullptr && size <= kSmallMessage && outbox_.size() + size <= kMaxCorked;
 }
 
 void StreamChannel::cork() {
@@ -123,7 +119,7 @@ void StreamChannel::uncork() {
 }
 
 void StreamChannel::write_locked(Outgoing& message, Released& released) {
-  std::array<iovec, kPlaces> places;
+  std::array<iovec, kSendIovecs> places;
   while (!message.done()) {
     const std::size_t count = message.front(places);
     const ssize_t written = put_locked(std::span(places).first(count));
@@ -186,7 +182,7 @@ StreamChannel::State StreamChannel::flush() {
 }
 
 void StreamChannel::flush_locked(Released& released) {
-  std::array<iovec, kPlaces> places;
+  std::array<iovec, kSendIovecs> places;
   while (!outbox_.empty() && socket_ >= 0 && !broken_) {
     const std::size_t count = outbox_.front(places);
     const ssize_t written = put_locked(std::span(places).first(count));

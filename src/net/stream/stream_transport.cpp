@@ -8,14 +8,12 @@
 #include <unistd.h>
 
 #include "net/receive_buffers.h"
+#include "net/socket_limits.h"
 
 namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kScratchBytes = 64 << 10;
-constexpr int kAcceptsAtOnce = 64;
-constexpr Duration kPauseWithoutDescriptors = std::chrono::milliseconds(100);
-constexpr Deadline kAtOnce{TimePoint::min()};
 /// While frames take lanes the sockets have little to say, and looking at them costs a system call.
 constexpr std::size_t kPollsBetweenLooks = 64;
 
@@ -120,7 +118,7 @@ void StreamTransport::end_sleep(bool ready) {
 
 bool StreamTransport::poll() {
   bool any = mailbox_->pending() && take_requests();
-  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kAtOnce);
+  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kNoWait);
   polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
   for (std::size_t i = 0; i < count; ++i) serve(events_[i]);
@@ -285,7 +283,7 @@ bool StreamTransport::run_timers() {
 }
 
 void StreamTransport::accept_from(std::uint64_t token, Listener& listener) {
-  for (int i = 0; i < kAcceptsAtOnce; ++i) {
+  for (int i = 0; i < kMaxAcceptsPerPoll; ++i) {
     if (strangers_.size() >= options_.max_strangers) {
       hurry_strangers();
       return watch(token, listener, false);

@@ -19,10 +19,10 @@
 
 /// What only sockets have: addresses, files, users, ports, descriptors, and raw bytes from a peer that knows
 /// the secret. Everything else is in tests/conformance.
-namespace torchspan::net {
+namespace torchspan::net::stream_transport_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr Duration kPatience = std::chrono::seconds(30);
 
@@ -55,10 +55,10 @@ struct Journal : Handler {
 };
 
 /// A transport that the test itself drives, and a private directory.
-class StreamTransportTest : public testing::Test {
+class StreamTransportTest : public ::testing::Test {
  protected:
   StreamTransportTest() {
-    std::string name = testing::TempDir() + "torchspan-XXXXXX";
+    std::string name = ::testing::TempDir() + "torchspan-XXXXXX";
     directory_ = mkdtemp(name.data());
     start({});
   }
@@ -360,4 +360,4 @@ TEST_F(StreamTransportTest, ListensAtSeveralPlacesAtOnce) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::stream_transport_test

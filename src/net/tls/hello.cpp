@@ -5,12 +5,12 @@
 
 namespace torchspan::net {
 namespace {
-constexpr std::array<std::uint8_t, 8> kMagic = {0x89, 'T', 'S', 'T', 'L', 'S', '\r', '\n'};
+constexpr std::array<std::uint8_t, 8> kTlsMagic = {0x89, 'T', 'S', 'T', 'L', 'S', '\r', '\n'};
 }  // namespace
 
 Bytes encode(const LaneHello& hello) {
   ByteWriter writer;
-  writer.put_bytes(std::as_bytes(std::span(kMagic)));
+  writer.put_bytes(std::as_bytes(std::span(kTlsMagic)));
   writer.put(hello.lowest);
   writer.put(hello.highest);
   writer.put(hello.lanes);
@@ -23,7 +23,8 @@ Bytes encode(const LaneHello& hello) {
 
 LaneHello decode_lane_hello(BytesView bytes, const std::string& peer) {
   ByteReader reader(bytes);
-  const bool ours = std::ranges::equal(reader.get_bytes(kMagic.size()), std::as_bytes(std::span(kMagic)));
+  const bool ours =
+      std::ranges::equal(reader.get_bytes(kTlsMagic.size()), std::as_bytes(std::span(kTlsMagic)));
   LaneHello hello;
   hello.lowest = reader.get<std::uint16_t>();
   hello.highest = reader.get<std::uint16_t>();

@@ -7,19 +7,19 @@
 namespace torchspan::net {
 namespace {
 
-struct Prefix {
+struct PiecePrefix {
   std::uint64_t message;
   std::uint32_t index;
   std::uint32_t zero;
 };
-static_assert(sizeof(Prefix) == kPiecePrefixBytes && std::endian::native == std::endian::little);
+static_assert(sizeof(PiecePrefix) == kPiecePrefixBytes && std::endian::native == std::endian::little);
 
 constexpr std::uint64_t kMostPieces = std::uint64_t{1} << 32;
 
 }  // namespace
 
 std::array<std::byte, kPiecePrefixBytes> piece_prefix(std::uint64_t message, std::uint32_t index) {
-  const Prefix prefix{message, index, 0};
+  const PiecePrefix prefix{message, index, 0};
   std::array<std::byte, kPiecePrefixBytes> bytes;
   std::memcpy(bytes.data(), &prefix, bytes.size());
   return bytes;
@@ -120,7 +120,7 @@ std::uint64_t PieceReader::message() const {
 }
 
 void PieceReader::begin() {
-  Prefix prefix;
+  PiecePrefix prefix;
   std::memcpy(&prefix, prefix_.data(), sizeof prefix);
   if (prefix.zero != 0) throw Error(ErrorKind::kInvalid, "bytes that are no piece of a message came");
   piece_ = assembly_.claim(prefix.message, prefix.index);

@@ -3,19 +3,14 @@
 #include <fmt/format.h>
 #include <sys/socket.h>
 
+#include "net/socket_limits.h"
 #include "net/tls/tls_transport.h"
 
 /// How TlsTransport takes calls.
 namespace torchspan::net {
-namespace {
-
-constexpr int kAcceptsAtOnce = 64;
-constexpr Duration kPauseWithoutDescriptors = std::chrono::milliseconds(100);
-
-}  // namespace
 
 void TlsTransport::accept_from(std::uint64_t token, Listener& listener) {
-  for (int i = 0; i < kAcceptsAtOnce; ++i) {
+  for (int i = 0; i < kMaxAcceptsPerPoll; ++i) {
     if (strangers_.size() >= options_.max_strangers) {
       hurry_strangers();
       return watch(token, listener, false);

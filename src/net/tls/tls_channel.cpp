@@ -4,17 +4,13 @@
 #include <fmt/format.h>
 #include <new>
 
+#include "net/socket_limits.h"
 #include "net/tls/errand.h"
 #include "net/tls/pieces.h"
 
 namespace torchspan::net {
 namespace {
 
-constexpr std::size_t kPlaces = 64;
-/// Messages up to here wait for their neighbours while the channel is corked, as long as few bytes are
-/// waiting.
-constexpr std::uint64_t kSmallMessage = 4 << 10;
-constexpr std::uint64_t kMostCorked = 64 << 10;
 /// A socket whose peer keeps up takes a message of any size. The lock is not held for all of it: what is
 /// beyond this is queued by send(), and left for the next event by the driver, whose heartbeats other peers
 /// await.
@@ -96,11 +92,11 @@ std::uint64_t TlsChannel::waiting_locked() const {
 void TlsChannel::note_unsent() { unsent_.store(waiting_locked(), std::memory_order_relaxed); }
 
 bool TlsChannel::may_hold(std::uint64_t size) const {
-  return size <= kSmallMessage && lanes_[0].outbox.size() + size <= kMostCorked;
+  return size <= kSmallMessage && lanes_[0].outbox.size() + size <= kMaxCorked;
 }
 
 void TlsChannel::put(Lane& lane, Outgoing& bytes, Released& released) {
-  std::array<iovec, kPlaces> places;
+  std::array<iovec, kSendIovecs> places;
   if (lane.idle()) {
     while (!bytes.done() && direct_left_ != 0) {
       const std::size_t count = bytes.front(places);
@@ -193,7 +189,7 @@ void TlsChannel::flush_locked(Released& released) {
 }
 
 void TlsChannel::flush_lane(Lane& lane, Released& released) {
-  std::array<iovec, kPlaces> places;
+  std::array<iovec, kSendIovecs> places;
   if (!lane.session) return;
   if (lane.session->unsent() != 0 && !lane.session->flush()) {
     return break_locked(lane.session->broken(), released);

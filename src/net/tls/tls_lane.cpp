@@ -4,12 +4,13 @@
 #include <cstring>
 #include <fmt/format.h>
 
+#include "net/socket_limits.h"
+
 namespace torchspan::net {
 namespace {
 
 /// Reads of one connection before the others get their turn.
-constexpr int kRounds = 16;
-constexpr std::size_t kPlaces = 15;
+constexpr int kTlsReadRounds = 16;
 
 }  // namespace
 
@@ -69,10 +70,10 @@ bool TlsLane::note(const TlsSession::Got& got) {
 }
 
 bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
-  std::array<iovec, kPlaces + 1> places;
-  for (int round = 0; round < kRounds; ++round) {
+  std::array<iovec, kReceiveIovecs + 1> places;
+  for (int round = 0; round < kTlsReadRounds; ++round) {
     if (!can_receive()) return true;
-    const std::size_t count = link->targets(std::span(places).first(kPlaces));
+    const std::size_t count = link->targets(std::span(places).first(kReceiveIovecs));
     std::size_t direct = 0;
     for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
     places[count] = {scratch.data(), scratch.size()};
@@ -88,8 +89,8 @@ bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
 }
 
 bool TlsLane::receive_pieces(Handler& handler) {
-  std::array<iovec, kPlaces + 1> places;
-  for (int round = 0; round < kRounds; ++round) {
+  std::array<iovec, kReceiveIovecs + 1> places;
+  for (int round = 0; round < kTlsReadRounds; ++round) {
     if (!pieces_->ready()) return true;
     TlsSession::Got got;
     try {

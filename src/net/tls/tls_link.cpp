@@ -5,7 +5,7 @@
 
 namespace torchspan::net {
 namespace {
-constexpr std::uint64_t kMostHeld = 64 << 20;
+constexpr std::uint64_t kMaxHeldBytes = 64 << 20;
 }  // namespace
 
 TlsLink::TlsLink(std::shared_ptr<TlsChannel> channel, std::uint64_t token, bool dialed,
@@ -64,7 +64,7 @@ void TlsLink::deliver(Handler& handler) {
   if (several) channel_->uncork();
 }
 
-bool TlsLink::choked() const { return assembly_.held_bytes() > kMostHeld; }
+bool TlsLink::choked() const { return assembly_.held_bytes() > kMaxHeldBytes; }
 
 Error TlsLink::end_of_stream() const {
   const std::string peer = channel_->peer();

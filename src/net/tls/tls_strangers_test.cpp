@@ -6,10 +6,10 @@
 #include "net/tls/tls_test_tools.h"
 
 /// Those who dial a TLS transport without being let in, and those who are in and break the rules.
-namespace torchspan::net {
+namespace torchspan::net::tls_strangers_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 class TlsStrangersTest : public TlsTest {
  protected:
@@ -278,4 +278,4 @@ TEST_F(TlsStrangersTest, TellsACutConnectionFromAGoodbye) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::tls_strangers_test

@@ -36,7 +36,7 @@ struct TlsJournal : Handler {
 };
 
 /// A transport that the test itself drives.
-class TlsTest : public testing::Test {
+class TlsTest : public ::testing::Test {
  protected:
   void start(TransportOptions options, TlsOptions tls = {}) {
     options.secret = test_secret();

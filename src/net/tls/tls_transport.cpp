@@ -4,13 +4,13 @@
 #include <fmt/format.h>
 
 #include "net/receive_buffers.h"
+#include "net/socket_limits.h"
 
 namespace torchspan::net {
 namespace {
 
-constexpr Deadline kAtOnce{TimePoint::min()};
 /// Without a connection there are only callers to come, and looking for them costs a system call.
-constexpr std::size_t kPollsBetweenLooks = 64;
+constexpr std::size_t kPollsBetweenAccepts = 64;
 
 TlsOptions checked(TlsOptions options) {
   if (options.lanes > kMostLanes) {
@@ -131,13 +131,13 @@ bool TlsTransport::prepare_sleep(Deadline& until) {
 
 void TlsTransport::end_sleep(bool ready) {
   woken_.store(false, std::memory_order_relaxed);
-  if (ready) polls_ = kPollsBetweenLooks;
+  if (ready) polls_ = kPollsBetweenAccepts;
 }
 
 bool TlsTransport::poll() {
   now_ = executor_.now();
   bool any = mailbox_->pending() && take_requests();
-  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kAtOnce);
+  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kNoWait);
   polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
   const std::vector<std::uint64_t> unfinished = std::exchange(backlog_, {});
@@ -148,7 +148,7 @@ bool TlsTransport::poll() {
   return any || count != 0 || !unfinished.empty();
 }
 
-bool TlsTransport::must_look() const { return !lanes_.empty() || polls_ >= kPollsBetweenLooks; }
+bool TlsTransport::must_look() const { return !lanes_.empty() || polls_ >= kPollsBetweenAccepts; }
 
 bool TlsTransport::take_requests() {
   TlsMailbox::Requests requests = mailbox_->take();

@@ -8,7 +8,7 @@
 
 /// What only the TLS transport has: names, lanes, heartbeats, certificates, keys that are renewed. Everything
 /// else is in tests/conformance.
-namespace torchspan::net {
+namespace torchspan::net::tls_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -298,4 +298,4 @@ TEST(TlsSessionTest, RenewsItsKeysOnTheWay) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::tls_transport_test

@@ -6,14 +6,14 @@
 namespace torchspan::net {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x58435554;
+constexpr std::uint32_t kUcxMagic = 0x58435554;
 constexpr std::uint8_t kVersion = 1;
 constexpr std::uint8_t kGreeting = 1;
 constexpr std::uint8_t kFarewell = 2;
 
 ByteWriter begin(std::uint8_t type) {
   ByteWriter writer;
-  writer.put(kMagic);
+  writer.put(kUcxMagic);
   writer.put(kVersion);
   writer.put(type);
   writer.put(std::uint16_t{0});
@@ -52,7 +52,7 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     const auto type = reader.get<std::uint8_t>();
     const auto zero = reader.get<std::uint16_t>();
     const bool known = type == kGreeting || type == kFarewell;
-    if (magic != kMagic || version != kVersion || !known || zero != 0) {
+    if (magic != kUcxMagic || version != kVersion || !known || zero != 0) {
       throw Error(ErrorKind::kInvalid, "these bytes are no note of it");
     }
     UcxNote note = UcxFarewell{};

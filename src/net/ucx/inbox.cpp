@@ -10,7 +10,7 @@ namespace {
 
 /// Beyond these a peer does not keep to the bounds that senders keep to.
 constexpr std::size_t kMostEarly = 1024;
-constexpr std::uint64_t kMostHeld = 2 * kUcxAhead;
+constexpr std::uint64_t kMaxHeldSegments = 2 * kUcxAhead;
 
 [[noreturn]] void throw_invalid(std::string_view what, std::uint64_t number) {
   throw Error(ErrorKind::kInvalid, fmt::format("{} (number {})", what, number));
@@ -125,7 +125,7 @@ void UcxInbox::take(std::vector<Message>& messages) {
       const auto [index, number] = first.missing.back();
       const auto found = awaited_.find(number);
       if (!found->second.done) {
-        if (held_ > kMostHeld) throw_invalid("too much came behind a segment that is missing", number);
+        if (held_ > kMaxHeldSegments) throw_invalid("too much came behind a segment that is missing", number);
         return;
       }
       first.message.segments[index] = std::move(found->second.buffer);

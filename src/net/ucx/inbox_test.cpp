@@ -9,11 +9,11 @@
 
 #include "net/ucx/greeting.h"
 
-namespace torchspan::net {
+namespace torchspan::net::inbox_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 ErrorKind kind_of(const std::function<void()>& action) {
   try {
@@ -64,7 +64,7 @@ Bytes contents_of(const Buffer& buffer) { return {buffer.data, buffer.data + buf
 
 TEST(UcxInboxTest, PutsChunksAndSegmentsBackInOrderHoweverTheyCome) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 50; ++round) {
     Sender sender;
@@ -125,7 +125,7 @@ TransportOptions limited(const std::function<void(TransportOptions&)>& change) {
   return options;
 }
 
-class LyingPeer : public testing::Test {
+class LyingPeer : public ::testing::Test {
  protected:
   LyingPeer() {
     sender_.send({}, {pattern(2000, 1)}, 1000);
@@ -243,4 +243,4 @@ TEST(UcxGreetingTest, TakesOtherVersionsOnlyFromTheFirstThatUnderstandsOthersOn)
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::inbox_test

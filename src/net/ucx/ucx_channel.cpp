@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kMostChunksUnderWay = 64;
 /// Segments are offered while those that the peer has not fetched yet are less than this.
 constexpr std::size_t kMostOffered = 16 << 20;
-constexpr std::size_t kPlaces = 16;
+constexpr std::size_t kUcxIovecs = 16;
 constexpr std::size_t kLargeCopy = 256 << 10;
 /// Bytes of the stream that one call sends; the rest is for the driver's next turn.
 constexpr std::size_t kMostAtOnce = 4 << 20;
@@ -141,7 +141,7 @@ void UcxChannel::prepare_chunk(Released& released) {
   next_chunk_->link = options_.token;
   Bytes& chunk = next_chunk_->chunk;
   chunk.reserve(std::min(outbox_.size(), kUcxChunkBytes));
-  std::array<iovec, kPlaces> places;
+  std::array<iovec, kUcxIovecs> places;
   while (!outbox_.empty() && chunk.size() < kUcxChunkBytes) {
     const std::size_t count = outbox_.front(places);
     std::size_t taken = 0;

@@ -12,10 +12,10 @@
 #include "net/ucx/ucx_worker.h"
 
 /// What only the UCX transport has. UCX's TCP on the loopback interface stands in for RDMA.
-namespace torchspan::net {
+namespace torchspan::net::ucx_transport_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 UcxOptions on_loopback() { return {.network = UcxNetwork::kIsolated, .devices = "lo"}; }
 
@@ -172,7 +172,7 @@ TEST_F(UcxTransportTest, ReceivesLargeSegmentsByRendezvousInMemoryOfTheAllocator
     EXPECT_EQ(std::memcmp(got.data, sent[i].data(), got.size), 0);
   }
   EXPECT_EQ(counted("net.ucx.segments"), 3u);
-  EXPECT_THAT(asked, testing::UnorderedElementsAre(999, 1000, 300'000, 5'000'000));
+  EXPECT_THAT(asked, ::testing::UnorderedElementsAre(999, 1000, 300'000, 5'000'000));
   channel->close();
   drive_until([&] { return journal_.closed.size() == 2; });
   EXPECT_EQ(channel->unsent_bytes(), 0u);
@@ -265,4 +265,4 @@ TEST_F(UcxTransportTest, RefusesAPeerThatProvesItselfAndThenSaysNothing) {
 }
 
 }  // namespace
-}  // namespace torchspan::net
+}  // namespace torchspan::net::ucx_transport_test
