@@ -9,7 +9,7 @@
 
 #include "tests/conformance/collective_process.h"
 
-namespace torchspan::testing::collective_phases {
+namespace torchspan::testing {
 namespace {
 
 using namespace collective;
@@ -186,4 +186,4 @@ std::map<std::string, Scenario> phase_scenarios() {
   return scenarios;
 }
 
-}  // namespace torchspan::testing::collective_phases
+}  // namespace torchspan::testing
