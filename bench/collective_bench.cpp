@@ -43,7 +43,7 @@ class Rank {
       : executor_(make_executor()),
         environment_(rendezvous::read_environment(rendezvous::process_environment())),
         runtime_(*executor_, environment_.name) {
-    rendezvous::JoinOptions join;
+    rendezvous::MembershipOptions join;
     join.name = environment_.name;
     join.rank = environment_.rank;
     join.world_size = environment_.world_size;

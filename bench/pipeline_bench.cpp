@@ -164,13 +164,13 @@ struct Case {
 std::vector<Case> cases() {
   return {{"makespan/arrival", Schedule::kArrival, 2, 5000},
           {"makespan/gpipe", Schedule::kGPipe, 2, 5000},
-          {"makespan/1f1b", Schedule::kOneFOneB, 2, 5000},
+          {"makespan/1f1b", Schedule::k1F1B, 2, 5000},
           {"makespan/interleaved", Schedule::kInterleaved, 2, 5000},
-          {"task_overhead/1f1b", Schedule::kOneFOneB, 2, 0},
+          {"task_overhead/1f1b", Schedule::k1F1B, 2, 0},
           {"task_overhead/arrival", Schedule::kArrival, 2, 0},
-          {"throughput/two", Schedule::kOneFOneB, 2, -1},
+          {"throughput/two", Schedule::k1F1B, 2, -1},
           {"throughput/two_gpipe", Schedule::kGPipe, 2, -1},
-          {"throughput/one", Schedule::kOneFOneB, 1, -1}};
+          {"throughput/one", Schedule::k1F1B, 1, -1}};
 }
 
 void run_rank(const std::string& name) {

@@ -81,7 +81,7 @@ ts::pipeline::PipelineOptions pipeline_options(const Options& options, int worke
   made.micro_batches = options.micro_batches;
   made.schedule = options.schedule == "gpipe"     ? ts::pipeline::Schedule::kGPipe
                   : options.schedule == "arrival" ? ts::pipeline::Schedule::kArrival
-                                                  : ts::pipeline::Schedule::kOneFOneB;
+                                                  : ts::pipeline::Schedule::k1F1B;
   made.checkpoint = ts::pipeline::Checkpoint::kNever;
   made.seed = options.model.seed;  // the same dropout on any number of workers
   return made;
@@ -190,7 +190,7 @@ class Training {
         const auto next = static_cast<std::uint16_t>(torch::multinomial(chances, 1).item<std::int64_t>());
         mine = {static_cast<std::byte>(next & 0xFF), static_cast<std::byte>(next >> 8)};
       }
-      for (const auto& [name, bytes] : session_.worker().all_gather(mine)) {
+      for (const auto& [name, bytes] : session_.worker().all_gather_bytes(mine)) {
         if (!bytes.empty()) written.push_back(static_cast<int>(bytes[0]) | static_cast<int>(bytes[1]) << 8);
       }
     }

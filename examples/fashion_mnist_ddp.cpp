@@ -119,7 +119,7 @@ struct Result {
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch& mine, double weight) {
   optimizer.zero_grad();
-  const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::Reduction::Sum);
+  const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::ReduceOp::Sum);
   (sum * weight).backward();
   optimizer.step();
   return sum.item<double>();
@@ -189,8 +189,8 @@ torch::Tensor flat_parameters(const ConvNet& network) {
 
 /// Throws on all ranks if a single bit of a parameter differs.
 void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& network) {
-  const torch::Tensor most = group.all_reduce(flat_parameters(network), ts::collective::kMaximum).wait();
-  const torch::Tensor least = group.all_reduce(flat_parameters(network), ts::collective::kMinimum).wait();
+  const torch::Tensor most = group.all_reduce(flat_parameters(network), ts::collective::kMax).wait();
+  const torch::Tensor least = group.all_reduce(flat_parameters(network), ts::collective::kMin).wait();
   if (most.equal(least)) return;
   refuse(fmt::format(
       "parameters of the ranks differ by up to {:.1e}: they were not trained with equal gradients",

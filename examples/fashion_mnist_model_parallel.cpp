@@ -45,7 +45,7 @@ void add_options(CLI::App& app, Options& options) {
                  "write the first step's graph over all workers here, for dot -Tsvg");
 }
 
-ts::optim::Recipe recipe(const Options& options) {
+ts::optim::OptimizerSpec recipe(const Options& options) {
   if (options.optimizer == "adagrad") return ts::optim::Adagrad{.lr = options.lr.value_or(0.01)};
   return ts::optim::SGD{.lr = options.lr.value_or(0.05), .momentum = 0.9};
 }

@@ -125,12 +125,12 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const Occurrences all(ratings);
   ts::optim::DistributedOptimizer optimizer(worker,
                                             {{.targets = {model.students, model.lecturers, model.profiles},
-                                              .recipe = ts::optim::SparseAdam{.lr = options.lr},
+                                              .spec = ts::optim::SparseAdam{.lr = options.lr},
                                               .hogwild = true}});
   const std::int64_t batches = (ratings.size() + options.batch - 1) / options.batch;
   const std::int64_t mine = std::max<std::int64_t>(1, (batches - part.index + part.count - 1) / part.count);
-  ts::optim::LrSchedule schedule(optimizer,
-                                 ts::optim::cosine({.steps = mine * options.epochs, .least = 0.02}));
+  ts::optim::LRScheduler schedule(
+      optimizer, ts::optim::CosineAnnealingLR{.t_max = mine * options.epochs, .eta_min_factor = 0.02});
   Display display(worker.runtime().executor, part, mine);
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     const auto order = batches_of(ratings, options, epoch);

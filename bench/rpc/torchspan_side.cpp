@@ -3,9 +3,9 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/net/tls.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 
@@ -57,8 +57,8 @@ class TlsService final : public Joined {
         runtime_(*executor_, environment_.name, LogLevel::kWarning) {
     const net::Secret secret = rendezvous::load_secret(environment_);
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<autograd::Passes>());
-    extensions.push_back(std::make_unique<optim::Steps>());
+    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+    extensions.push_back(std::make_unique<optim::OptimExtension>());
     rpc::ServiceOptions options;
     options.name = environment_.name;
     options.rank = static_cast<std::uint32_t>(environment_.rank);
@@ -78,8 +78,8 @@ class TlsService final : public Joined {
   void shutdown() override { service_->shutdown(executor_->deadline_in(kLongest)); }
 
  private:
-  rendezvous::JoinOptions join_options() const {
-    rendezvous::JoinOptions join;
+  rendezvous::MembershipOptions join_options() const {
+    rendezvous::MembershipOptions join;
     join.name = environment_.name;
     join.rank = environment_.rank;
     join.world_size = environment_.world_size;

@@ -92,7 +92,7 @@ torchspan::pipeline::Layers layers(const ModelOptions& options) {
     layers.add<Block>(options, block).named("block" + std::to_string(block));
   }
   layers.add<Head>(options).named("head");
-  if (options.tied) layers.again(embedding, "project", &EmbeddingImpl::project);
+  if (options.tied) layers.reuse(embedding, "project", &EmbeddingImpl::project);
   return layers;
 }
 

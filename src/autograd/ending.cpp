@@ -156,7 +156,7 @@ void PassState::report_stray_gradients() {
   const std::vector<at::Tensor> parameters = stray_gradients_.parameters();
   const auto endpoint = endpoint_.lock();
   if (!parameters.empty() && endpoint)
-    Worker(endpoint).extension<Passes>().impl()->warn_of_stray_gradients(parameters);
+    Worker(endpoint).extension<AutogradExtension>().impl()->warn_of_stray_gradients(parameters);
 }
 
 void PassState::tell_part_over(Answer<PropagateGradients> answer) {

@@ -13,10 +13,10 @@ void PassState::begin_marking(const std::vector<at::Tensor>& roots) {
     std::vector<torch::autograd::Edge> edges;
     for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
     walk_.walk(edges);
-    ++errands_;  // our own: nothing is final before all marks from here are on their way
+    ++requests_;  // our own: nothing is final before all marks from here are on their way
   }
   tell_marks();
-  end_errand();
+  end_request();
   leave();
 }
 
@@ -89,10 +89,10 @@ void PassState::take_marks(const Marks& marks, Answer<MarkSends>& answer) {
     }
     if (marked_sends_ < sends_.count) unmarked_workers_.insert(rank_);
     if (!is_root() && !parent_) parent_.emplace(answer.take());
-    ++errands_;
+    ++requests_;
   }
   tell_marks();
-  end_errand();
+  end_request();
   for (; settled > 0; --settled) leave();
   leave();
   if (answer) answer.give(has_unmarked() ? MarkedWorkers{{rank_}, {}} : MarkedWorkers{});
@@ -104,7 +104,7 @@ void PassState::tell_marks() {
   {
     MutexLock lock(marks_mutex_);
     marks = walk_.take_untold();
-    errands_ += marks.size();
+    requests_ += marks.size();
   }
   if (marks.empty()) return;
   for (auto& [rank, sends] : marks) {
@@ -124,7 +124,7 @@ void PassState::hear_marked(MarkedWorkers marked, const std::exception_ptr& erro
   if (error) return post([=](PassState& pass) { pass.fail_without(from, to_error(error)); });
   if (marked.failure) return post([failure = *marked.failure](PassState& pass) { pass.fail(failure); });
   note_unmarked(marked.ranks);
-  end_errand();
+  end_request();
   leave();
 }
 
@@ -135,12 +135,12 @@ void PassState::note_unmarked(const std::vector<std::uint32_t>& ranks) {
 
 /// With the last errand this worker's part of the marking is over, for now: whoever set it off is told, and
 /// at the root all marks are final.
-void PassState::end_errand() {
+void PassState::end_request() {
   std::optional<Answer<MarkSends>> parent;
   std::vector<std::uint32_t> workers;
   {
     MutexLock lock(marks_mutex_);
-    if (--errands_ > 0) return;
+    if (--requests_ > 0) return;
     parent = std::exchange(parent_, std::nullopt);
     workers.assign(unmarked_workers_.begin(), unmarked_workers_.end());
   }

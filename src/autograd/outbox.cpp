@@ -18,33 +18,33 @@ std::vector<std::string> Outbox::waiting() const {
   if (!endpoint) return lines;
   MutexLock lock(mutex_);
   for (const auto& [to, queue] : queues_) {
-    if (queue.letters.empty()) continue;
-    lines.push_back(fmt::format("{} messages to worker '{}' wait for room: {}", queue.letters.size(),
+    if (queue.queue.empty()) continue;
+    lines.push_back(fmt::format("{} messages to worker '{}' wait for room: {}", queue.queue.size(),
                                 endpoint->name_of(to), queue.why));
   }
   return lines;
 }
 
-bool Outbox::join_queue(const LetterPtr& letter) {
+bool Outbox::join_queue(const QueuedMessagePtr& queued) {
   MutexLock lock(mutex_);
   if (closed_) return true;
-  const auto found = queues_.find(letter->to);
-  if (found == queues_.end() || found->second.letters.empty()) return false;
-  found->second.letters.push_back(letter);
+  const auto found = queues_.find(queued->to);
+  if (found == queues_.end() || found->second.queue.empty()) return false;
+  found->second.queue.push_back(queued);
   return true;
 }
 
-bool Outbox::takes_back(const LetterPtr& letter, const std::exception_ptr& error) {
+bool Outbox::takes_back(const QueuedMessagePtr& queued, const std::exception_ptr& error) {
   std::optional<Error> full;
   if (error) full = to_error(error);
   if (full && full->kind() != ErrorKind::kOverloaded) return false;
-  const std::uint32_t to = letter->to;
+  const std::uint32_t to = queued->to;
   {
     MutexLock lock(mutex_);
     if (full) {
       if (closed_) return true;
       Queue& queue = queues_[to];
-      queue.letters.push_back(letter);
+      queue.queue.push_back(queued);
       ++queue.refusals;
       queue.most = 1;
       queue.why = full->message();
@@ -54,7 +54,7 @@ bool Outbox::takes_back(const LetterPtr& letter, const std::exception_ptr& error
     const auto found = queues_.find(to);
     if (found == queues_.end()) return false;
     found->second.pause = kFirstPause;
-    if (found->second.letters.empty()) return false;
+    if (found->second.queue.empty()) return false;
   }
   // Two for one, so that what is under way grows until there is no room again.
   const auto endpoint = endpoint_.lock();
@@ -86,25 +86,25 @@ void Outbox::pause_over(std::uint32_t to) {
   send_some(to, most);
   MutexLock lock(mutex_);
   const auto found = queues_.find(to);
-  if (found != queues_.end() && !found->second.letters.empty()) pause(to, found->second);
+  if (found != queues_.end() && !found->second.queue.empty()) pause(to, found->second);
 }
 
 /// As far as there is room.
 void Outbox::send_some(std::uint32_t to, std::size_t most) {
   std::optional<std::size_t> refusals;
   for (; most > 0; --most) {
-    LetterPtr letter;
+    QueuedMessagePtr queued;
     {
       MutexLock lock(mutex_);
       const auto found = queues_.find(to);
-      if (found == queues_.end() || found->second.letters.empty()) return;
+      if (found == queues_.end() || found->second.queue.empty()) return;
       Queue& queue = found->second;
       if (queue.refusals != refusals.value_or(queue.refusals)) return;
       refusals = queue.refusals;
-      letter = std::move(queue.letters.front());
-      queue.letters.pop_front();
+      queued = std::move(queue.queue.front());
+      queue.queue.pop_front();
     }
-    letter->send(*this);
+    queued->send(*this);
   }
 }
 

@@ -27,8 +27,8 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
   /// kOverloaded.
   template <rpc::Message M, class F>
   void ask(std::uint32_t to, M message, F hear) {
-    auto letter = std::make_shared<LetterOf<M, F>>(to, std::move(message), std::move(hear));
-    if (!join_queue(letter)) letter->send(*this);
+    auto queued = std::make_shared<QueuedMessageOf<M, F>>(to, std::move(message), std::move(hear));
+    if (!join_queue(queued)) queued->send(*this);
   }
   /// The pass is over: what waits is dropped.
   void close();
@@ -39,20 +39,21 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
   static constexpr Duration kFirstPause = std::chrono::milliseconds(1);
   static constexpr Duration kLongestPause = std::chrono::milliseconds(100);
 
-  class Letter {
+  class QueuedMessage {
    public:
-    explicit Letter(std::uint32_t to) : to(to) {}
-    virtual ~Letter() = default;
+    explicit QueuedMessage(std::uint32_t to) : to(to) {}
+    virtual ~QueuedMessage() = default;
     virtual void send(Outbox& outbox) = 0;
     const std::uint32_t to;
   };
-  using LetterPtr = std::shared_ptr<Letter>;
+  using QueuedMessagePtr = std::shared_ptr<QueuedMessage>;
 
   template <rpc::Message M, class F>
-  class LetterOf final : public Letter, public std::enable_shared_from_this<LetterOf<M, F>> {
+  class QueuedMessageOf final : public QueuedMessage,
+                                public std::enable_shared_from_this<QueuedMessageOf<M, F>> {
    public:
-    LetterOf(std::uint32_t to, M message, F hear)
-        : Letter(to), message_(std::move(message)), hear_(std::move(hear)) {}
+    QueuedMessageOf(std::uint32_t to, M message, F hear)
+        : QueuedMessage(to), message_(std::move(message)), hear_(std::move(hear)) {}
     void send(Outbox& outbox) override {
       const auto endpoint = outbox.endpoint_.lock();
       if (!endpoint) return;
@@ -72,18 +73,18 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
 
   /// Of one receiver.
   struct Queue {
-    std::deque<LetterPtr> letters;
+    std::deque<QueuedMessagePtr> queue;
     std::size_t refusals = 0;
-    std::size_t most = 1;  ///< letters that are sent after the next pause
+    std::size_t most = 1;  ///< queue that are sent after the next pause
     Duration pause = kFirstPause;
     bool pausing = false;
     std::string why;
   };
 
   /// False when nothing waits there.
-  bool join_queue(const LetterPtr& letter);
-  /// A letter has come back, or was answered. True when it found no room: then it waits.
-  bool takes_back(const LetterPtr& letter, const std::exception_ptr& error);
+  bool join_queue(const QueuedMessagePtr& queued);
+  /// A queued has come back, or was answered. True when it found no room: then it waits.
+  bool takes_back(const QueuedMessagePtr& queued, const std::exception_ptr& error);
   void send_some(std::uint32_t to, std::size_t most);
   void pause_over(std::uint32_t to);
   /// Begins one, unless one is under way.

@@ -128,7 +128,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   bool has_unmarked();
   void tell_marks();
   void note_unmarked(const std::vector<std::uint32_t>& ranks);
-  void end_errand();
+  void end_request();
   bool is_root() const { return is_root_.load(); }
   Error describe_failure();
   std::vector<std::string> calls_over(const torch::autograd::Node* node);
@@ -169,7 +169,7 @@ class PassState : public std::enable_shared_from_this<PassState> {
   MarkWalk walk_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::map<std::uint64_t, SendMarks> marks_ TORCHSPAN_GUARDED_BY(marks_mutex_);  // of what is reached
   std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(marks_mutex_);
-  std::size_t errands_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
+  std::size_t requests_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
   std::optional<Answer<MarkSends>> parent_ TORCHSPAN_GUARDED_BY(marks_mutex_);
   std::size_t marked_sends_ TORCHSPAN_GUARDED_BY(marks_mutex_) = 0;
   std::set<std::uint32_t> unmarked_workers_ TORCHSPAN_GUARDED_BY(marks_mutex_);

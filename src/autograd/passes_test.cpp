@@ -3,15 +3,15 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 
 #include "tests/support/cluster.h"
 
 namespace torchspan::passes_test {
 namespace {
 
+using autograd::AutogradExtension;
 using autograd::Context;
-using autograd::Passes;
 using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
@@ -36,7 +36,7 @@ at::Tensor there_and_back(Worker& worker, const at::Tensor& a, const at::Tensor&
 Task<at::Tensor> later(Worker& worker, at::Tensor a, at::Tensor b);
 at::Tensor broken_backward(const at::Tensor& x);
 std::int64_t contexts(Worker& worker) {
-  return static_cast<std::int64_t>(worker.extension<Passes>().counts().contexts);
+  return static_cast<std::int64_t>(worker.extension<AutogradExtension>().counts().contexts);
 }
 bool in_context(std::int64_t) { return autograd::has_current(); }
 
@@ -78,7 +78,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed) {
                         kBroken, kContexts, kInContext);
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<Passes>());
+    extensions.push_back(std::make_unique<AutogradExtension>());
     return extensions;
   };
   return options;

@@ -3,7 +3,7 @@
 
 #include <ATen/ops/ones.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/core/sim_executor.h>
 #include <torchspan/net/sim.h>
 #include <torchspan/rpc/service.h>
@@ -26,7 +26,7 @@ std::int64_t count(const std::vector<std::int64_t>& numbers) {
 constexpr Function<same> kSame{"same"};
 constexpr Function<count> kCount{"count"};
 
-constexpr std::uint64_t kEpoch = 1000;
+constexpr std::uint64_t kInstance = 1000;
 
 struct Hearing final : net::Handler {
   void on_accepted(const std::shared_ptr<net::Channel>&) override {}
@@ -40,7 +40,7 @@ Bytes hello() {
   wire::Frame frame;
   frame.header.type = wire::MessageType{0x0001};
   frame.header.flags = wire::kFlagOneWay;
-  frame.value = wire::to_payload(std::make_tuple(std::string("peer"), std::uint32_t{1}, kEpoch)).value;
+  frame.value = wire::to_payload(std::make_tuple(std::string("peer"), std::uint32_t{1}, kInstance)).value;
   return wire::encode_frame(frame);
 }
 
@@ -51,7 +51,7 @@ rendezvous::JoinOptions join_options(int rank, const std::string& address) {
   join.world_size = 2;
   join.store_address = "sim:store";
   join.address = address;
-  join.epoch = kEpoch;
+  join.instance = kInstance;
   return join;
 }
 
@@ -106,7 +106,7 @@ class World {
     options.threads = 1;
     options.stopped_limit = Duration::zero();
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<autograd::Passes>());
+    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
     rpc::WorkerService service(
         runtime, functions, options,
         [&](net::Handler& handler) { return network_.make_transport("worker", handler, {}); },
@@ -184,7 +184,7 @@ class Seeds {
     wire::Frame frame;
     frame.header.type = static_cast<wire::MessageType>(type);
     frame.header.flags = flags;
-    frame.header.epoch = kEpoch;
+    frame.header.instance = kInstance;
     frame.header.sequence = frame.header.call = ++calls_;
     frame.header.remaining = 1'000'000'000;
     frame.blobs = std::move(blobs);

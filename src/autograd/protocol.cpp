@@ -9,7 +9,7 @@
 
 namespace torchspan::autograd {
 
-Passes::Impl::Impl(rpc::Registrar& registrar)
+AutogradExtension::Impl::Impl(rpc::Registrar& registrar)
     : worker(registrar.worker().endpoint()->weak_from_this()),
       host(registrar.host()),
       registry(std::make_shared<Registry>(registrar.worker().name(),
@@ -23,15 +23,16 @@ Passes::Impl::Impl(rpc::Registrar& registrar)
       metrics_(registrar.runtime().metrics),
       stray_gradients_(registrar.runtime().log, registrar.runtime().executor) {}
 
-Worker Passes::Impl::require_worker() const {
+Worker AutogradExtension::Impl::require_worker() const {
   auto endpoint = worker.lock();
   if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
   return Worker(endpoint);
 }
 
 template <rpc::Message M>
-void Passes::Impl::serve_step(rpc::Registrar& registrar, void (Impl::*handler)(std::uint32_t, M, Answer<M>),
-                              rpc::RunOn where) {
+void AutogradExtension::Impl::serve_step(rpc::Registrar& registrar,
+                                         void (Impl::*handler)(std::uint32_t, M, Answer<M>),
+                                         rpc::RunOn where) {
   registrar.handle_raw(M::kType, std::string(M::kName), where,
                        [weak = weak_from_this(), handler](const rpc::CallInfo& call, wire::Payload& payload,
                                                           std::shared_ptr<rpc::Completion> done) {
@@ -42,7 +43,7 @@ void Passes::Impl::serve_step(rpc::Registrar& registrar, void (Impl::*handler)(s
                        });
 }
 
-void Passes::Impl::serve(rpc::Registrar& registrar) {
+void AutogradExtension::Impl::serve(rpc::Registrar& registrar) {
   registrar.intercept(interceptor);
   auto impl = [weak = weak_from_this()] {
     auto alive = weak.lock();
@@ -75,7 +76,7 @@ void Passes::Impl::serve(rpc::Registrar& registrar) {
   registrar.on_shutdown([impl] { return impl()->releases_under_way(); });
 }
 
-std::shared_ptr<ContextState> Passes::Impl::join_context(std::uint64_t id, std::uint32_t peer) {
+std::shared_ptr<ContextState> AutogradExtension::Impl::join_context(std::uint64_t id, std::uint32_t peer) {
   auto context = registry->find_or_create(id);
   const auto dealt = context ? context->add_worker(peer) : ContextState::Dealt::kEnded;
   if (dealt == ContextState::Dealt::kEnded) {
@@ -89,8 +90,8 @@ std::shared_ptr<ContextState> Passes::Impl::join_context(std::uint64_t id, std::
 }
 
 /// The pass that a message of `peer` belongs to: the one that runs, or a new one that begins here.
-std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const PassKey& key,
-                                              std::uint32_t peer) {
+std::shared_ptr<PassState> AutogradExtension::Impl::join(std::uint64_t context_id, const PassKey& key,
+                                                         std::uint32_t peer) {
   auto context = registry->find(context_id);
   if (!context) {
     throw Error(ErrorKind::kInvalid,
@@ -111,9 +112,9 @@ std::shared_ptr<PassState> Passes::Impl::join(std::uint64_t context_id, const Pa
 }
 
 /// Null when another pass of the same root has to end first.
-std::shared_ptr<PassState> Passes::Impl::try_join(const std::shared_ptr<ContextState>& context,
-                                                  const PassKey& key,
-                                                  std::shared_ptr<PassState>& superseded) {
+std::shared_ptr<PassState> AutogradExtension::Impl::try_join(const std::shared_ptr<ContextState>& context,
+                                                             const PassKey& key,
+                                                             std::shared_ptr<PassState>& superseded) {
   const Worker me = require_worker();
   std::vector<std::shared_ptr<SendNode>> gone;
   std::shared_ptr<PassState> running, pass;  // graphs may end with them, under no lock
@@ -158,8 +159,8 @@ Error refuse(const Worker& me, const std::shared_ptr<PassState>& pass) {
 
 }  // namespace
 
-void Passes::Impl::propagate(std::uint32_t peer, PropagateGradients message,
-                             Answer<PropagateGradients> answer) {
+void AutogradExtension::Impl::propagate(std::uint32_t peer, PropagateGradients message,
+                                        Answer<PropagateGradients> answer) {
   const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
   std::shared_ptr<PassState> pass;
   try {
@@ -175,7 +176,7 @@ void Passes::Impl::propagate(std::uint32_t peer, PropagateGradients message,
 }
 
 /// On the thread that received them, where that takes a moment only.
-void Passes::Impl::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> answer) {
+void AutogradExtension::Impl::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> answer) {
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (pass && pass->id() == message.pass && pass->is_small()) {
@@ -189,7 +190,8 @@ void Passes::Impl::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends>
               answer = std::move(answer)]() mutable { self->mark_slowly(peer, message, std::move(answer)); });
 }
 
-void Passes::Impl::mark_slowly(std::uint32_t peer, const MarkSends& message, Answer<MarkSends> answer) {
+void AutogradExtension::Impl::mark_slowly(std::uint32_t peer, const MarkSends& message,
+                                          Answer<MarkSends> answer) {
   std::shared_ptr<PassState> pass;
   try {
     pass =
@@ -202,7 +204,7 @@ void Passes::Impl::mark_slowly(std::uint32_t peer, const MarkSends& message, Ans
 }
 
 /// The root says so, and nobody else.
-void Passes::Impl::marks_are_final(std::uint32_t peer, const MarksFinal& message) {
+void AutogradExtension::Impl::marks_are_final(std::uint32_t peer, const MarksFinal& message) {
   auto context = registry->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (!pass) return;
@@ -210,7 +212,7 @@ void Passes::Impl::marks_are_final(std::uint32_t peer, const MarksFinal& message
   PassState::let_go(std::move(pass));
 }
 
-Future<Unit> Passes::Impl::abort(const AbortPass& message) {
+Future<Unit> AutogradExtension::Impl::abort(const AbortPass& message) {
   std::shared_ptr<PassState> pass;
   if (auto context = registry->find(message.context)) {
     MutexLock beginning(context->beginning());  // a pass that begins is found, or does not begin any more
@@ -225,7 +227,7 @@ Future<Unit> Passes::Impl::abort(const AbortPass& message) {
   return pass->told().then([](const Future<void>&) { return Unit{}; });
 }
 
-Future<void> Passes::Impl::release(std::uint64_t id) {
+Future<void> AutogradExtension::Impl::release(std::uint64_t id) {
   auto context = registry->remove(id);
   if (!context || !context->release()) return make_ready_future<void>();
   if (auto pass = context->pass()) {
@@ -241,13 +243,14 @@ Future<void> Passes::Impl::release(std::uint64_t id) {
   return told;
 }
 
-Future<void> Passes::Impl::released(std::uint64_t id) {
+Future<void> AutogradExtension::Impl::released(std::uint64_t id) {
   MutexLock lock(mutex_);
   const auto found = releases_.find(id);
   return found == releases_.end() ? make_ready_future<void>() : found->second;
 }
 
-void Passes::Impl::release_told(std::uint32_t, ReleaseContext message, Answer<ReleaseContext> answer) {
+void AutogradExtension::Impl::release_told(std::uint32_t, ReleaseContext message,
+                                           Answer<ReleaseContext> answer) {
   const Future<void> told = release(message.context);
   if (told.done()) return answer.give(Unit{});
   told.then([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](const Future<void>&) {
@@ -255,14 +258,14 @@ void Passes::Impl::release_told(std::uint32_t, ReleaseContext message, Answer<Re
   });
 }
 
-Future<void> Passes::Impl::releases_under_way() {
+Future<void> AutogradExtension::Impl::releases_under_way() {
   std::vector<Future<void>> all;
   MutexLock lock(mutex_);
   for (const auto& [context, release] : releases_) all.push_back(release);
   return when_all(std::move(all));
 }
 
-void Passes::Impl::warn_of_stray_gradients(const std::vector<at::Tensor>& parameters) {
+void AutogradExtension::Impl::warn_of_stray_gradients(const std::vector<at::Tensor>& parameters) {
   metrics_.counter("autograd.stray_gradients").add(parameters.size());
   std::string shapes;
   for (const at::Tensor& parameter : parameters)
@@ -275,15 +278,15 @@ void Passes::Impl::warn_of_stray_gradients(const std::vector<at::Tensor>& parame
       parameters.size(), shapes));
 }
 
-void Passes::Impl::abort_all(const Error& error) {
+void AutogradExtension::Impl::abort_all(const Error& error) {
   for (const auto& context : registry->all()) {
     if (auto pass = context->pass()) pass->fail_here(error);
   }
 }
 
-/// Passes need everybody; a context needs its maker, who ends it, and a way to hear of that. The thread that
-/// brings the news has others to bring: it runs nothing of the user's, and no graph ends on it.
-void Passes::Impl::depart(std::uint32_t rank, const Error& reason) {
+/// Passes need everybody; a context needs its maker, who ends it, and a way to hear of that. The
+/// thread that brings the news has others to bring: it runs nothing of the user's, and no graph ends on it.
+void AutogradExtension::Impl::depart(std::uint32_t rank, const Error& reason) {
   auto contexts = registry->all();
   for (const auto& context : contexts) {
     const bool dealt = context->workers().contains(rank), made = maker_of(context->id()) == rank;
@@ -303,7 +306,7 @@ void Passes::Impl::depart(std::uint32_t rank, const Error& reason) {
   });
 }
 
-void Passes::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
+void AutogradExtension::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
   const Worker me = require_worker();
   const std::uint32_t maker = maker_of(context->id());
   if (maker == me.rank()) return;
@@ -320,12 +323,12 @@ void Passes::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
   ask->start();
 }
 
-bool Passes::Impl::adopt(const rpc::CallInfo& call, const AdoptMember& message) {
+bool AutogradExtension::Impl::adopt(const rpc::CallInfo& call, const AdoptMember& message) {
   auto context = registry->find(message.context);
   return context && context->add_worker(call.peer) != ContextState::Dealt::kEnded;
 }
 
-PartReport Passes::Impl::report_of(ContextState& context, std::uint64_t id) const {
+PartReport AutogradExtension::Impl::report_of(ContextState& context, std::uint64_t id) const {
   const Worker me = require_worker();
   auto pass = context.pass();
   if (pass && pass->id() == id) {
@@ -349,15 +352,15 @@ PartReport Passes::Impl::report_of(ContextState& context, std::uint64_t id) cons
   return part;
 }
 
-Future<std::vector<PartReport>> Passes::Impl::ask_about(ContextState& context,
-                                                        const AskPass& question) const {
+Future<std::vector<PartReport>> AutogradExtension::Impl::ask_about(ContextState& context,
+                                                                   const AskPass& question) const {
   auto heard = std::make_shared<Promise<std::vector<PartReport>>>(host);
   ask_all(require_worker(), context, question, {report_of(context, question.pass)}, silent_part,
           [heard](std::vector<PartReport> parts) { heard->set_value(std::move(parts)); });
   return heard->future();
 }
 
-void Passes::Impl::ask_pass(std::uint32_t, AskPass message, Answer<AskPass> answer) {
+void AutogradExtension::Impl::ask_pass(std::uint32_t, AskPass message, Answer<AskPass> answer) {
   auto context = registry->find(message.context);
   if (!context || !context->is_first_of(message.wave)) return answer.give({});
   ask_all(require_worker(), *context, message, {report_of(*context, message.pass)}, silent_part,
@@ -365,7 +368,7 @@ void Passes::Impl::ask_pass(std::uint32_t, AskPass message, Answer<AskPass> answ
               const std::vector<PartReport>& parts) { answer->give(parts); });
 }
 
-void Passes::Impl::ask_graph(std::uint32_t, AskGraph message, Answer<AskGraph> answer) {
+void AutogradExtension::Impl::ask_graph(std::uint32_t, AskGraph message, Answer<AskGraph> answer) {
   auto context = registry->find(message.context);
   if (!context || !context->is_first_of(message.wave)) return answer.give({});
   const Worker me = require_worker();
@@ -374,8 +377,8 @@ void Passes::Impl::ask_graph(std::uint32_t, AskGraph message, Answer<AskGraph> a
               const std::vector<WorkerGraph>& graphs) { answer->give(graphs); });
 }
 
-ContextGraph Passes::Impl::graph(const std::shared_ptr<ContextState>& context,
-                                 const std::vector<at::Tensor>& roots) {
+ContextGraph AutogradExtension::Impl::graph(const std::shared_ptr<ContextState>& context,
+                                            const std::vector<at::Tensor>& roots) {
   const Worker me = require_worker();
   const AskGraph question{context->id(), registry->next_id(), kPatience.count()};
   context->is_first_of(question.wave);

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/autograd/passes.h>
-#include <torchspan/core/seldom.h>
+#include <torchspan/autograd/extension.h>
+#include <torchspan/core/rate_limited_warning.h>
 
 #include "autograd/interceptor.h"
 #include "autograd/messages.h"
@@ -16,7 +16,7 @@ namespace torchspan::autograd {
 
 /// The worker's side of the protocol: starts passes, serves gradients and marks, aborts, releases, answers
 /// questions. Thread-safe.
-class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
+class AutogradExtension::Impl : public std::enable_shared_from_this<AutogradExtension::Impl> {
  public:
   explicit Impl(rpc::Registrar& registrar);
 
@@ -26,7 +26,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
                 const BackwardOptions& options);
   ContextGraph graph(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
-  /// A context that `peer` works in; see Passes::join().
+  /// A context that `peer` works in; see AutogradExtension::join().
   std::shared_ptr<ContextState> join_context(std::uint64_t id, std::uint32_t peer);
   /// Completes when everybody who took part has let go of the context; at once where it is gone already, so
   /// that those who tell each other do not wait for each other.
@@ -75,7 +75,7 @@ class Passes::Impl : public std::enable_shared_from_this<Passes::Impl> {
   PartReport report_of(ContextState& context, std::uint64_t pass) const;
 
   Metrics& metrics_;
-  SeldomWarning stray_gradients_;
+  RateLimitedWarning stray_gradients_;
   Mutex mutex_;
   std::map<std::uint64_t, Future<void>> releases_ TORCHSPAN_GUARDED_BY(mutex_);  ///< under way, by context
 };

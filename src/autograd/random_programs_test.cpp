@@ -17,7 +17,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed) {
   options.network.jitter = std::chrono::microseconds(seed % 3 == 0 ? 0 : 200);
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<autograd::Passes>());
+    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
     return extensions;
   };
   return options;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/core/buffer.h>
 #include <torchspan/core/mutex.h>
 

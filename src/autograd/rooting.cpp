@@ -22,8 +22,8 @@ void check_roots(const std::vector<at::Tensor>& roots) {
 }  // namespace
 
 /// Ids grow in the order in which passes begin: late messages of older ones are known by that.
-std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextState>& context,
-                                               const BackwardOptions& options) {
+std::shared_ptr<PassState> AutogradExtension::Impl::begin(const std::shared_ptr<ContextState>& context,
+                                                          const BackwardOptions& options) {
   const Worker me = require_worker();
   std::vector<std::shared_ptr<SendNode>> gone;
   std::shared_ptr<PassState> running, pass;  // graphs may end with them, under no lock
@@ -43,8 +43,8 @@ std::shared_ptr<PassState> Passes::Impl::begin(const std::shared_ptr<ContextStat
   return pass;
 }
 
-void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
-                            const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
+void AutogradExtension::Impl::backward(const std::shared_ptr<ContextState>& context,
+                                       const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
   check_roots(roots);
   if (options.threads == 0 || options.threads > PassKey::kMostThreads) {
     throw Error(ErrorKind::kInvalid, fmt::format("BackwardOptions::threads is {}; it may be 1 to {}",
@@ -84,7 +84,7 @@ void Passes::Impl::backward(const std::shared_ptr<ContextState>& context,
   }
 }
 
-void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOptions& options) {
+void AutogradExtension::Impl::wait(ContextState& context, PassState& pass, const BackwardOptions& options) {
   Executor& executor = require_worker().runtime().executor;
   const Deadline deadline = executor.deadline_in(options.timeout);
   const Future<void> over = pass.over();
@@ -110,7 +110,7 @@ void Passes::Impl::wait(ContextState& context, PassState& pass, const BackwardOp
   }
 }
 
-Survey Passes::Impl::survey(ContextState& context, const PassState& pass) {
+Survey AutogradExtension::Impl::survey(ContextState& context, const PassState& pass) {
   const Worker me = require_worker();
   const AskPass question{context.id(), pass.id(), registry->next_id(), kPatience.count()};
   context.is_first_of(question.wave);

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 
 #include "autograd/current.h"
 #include "autograd/pass.h"

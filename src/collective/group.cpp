@@ -9,15 +9,15 @@ void check(bool good, std::string text) {
   if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
 }
 
-void check_tensor(const BackEnd& back_end, const char* call, const at::Tensor& tensor,
+void check_tensor(const Backend& backend, const char* call, const at::Tensor& tensor,
                   bool sparse_too = false) {
   check(tensor.defined(), fmt::format("{} of an undefined tensor: give every rank one", call));
-  if (!back_end.takes(tensor.device())) {
+  if (!backend.takes(tensor.device())) {
     throw Error(
         ErrorKind::kUnsupported,
         fmt::format("{} of a tensor on {}: the back end of this group ({}) does not take that device; "
                     "give it the tensor's .to(at::kCPU) and copy the result back{}",
-                    call, tensor.device().str(), back_end.name(),
+                    call, tensor.device().str(), backend.name(),
                     tensor.is_meta() ? "; a meta tensor has no values to send" : ""));
   }
   if (tensor.layout() == at::kStrided || (sparse_too && tensor.layout() == at::kSparse)) {
@@ -35,15 +35,15 @@ void check_rank(const char* what, int rank, int size) {
 
 }  // namespace
 
-std::string to_string(Reduction reduction) {
+std::string to_string(ReduceOp reduction) {
   switch (reduction) {
     case kSum:
       return "sum";
-    case kAverage:
+    case kAvg:
       return "average";
-    case kMinimum:
+    case kMin:
       return "minimum";
-    case kMaximum:
+    case kMax:
       return "maximum";
     case kProduct:
       return "product";
@@ -51,69 +51,70 @@ std::string to_string(Reduction reduction) {
   return fmt::format("reduction {}", static_cast<int>(reduction));
 }
 
-Group::Group(std::shared_ptr<BackEnd> back_end) : back_end_(std::move(back_end)) {
-  check(back_end_ != nullptr, "a group needs a back end: use Group::make()");
+Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
+  check(backend_ != nullptr, "a group needs a back end: use Group::make()");
 }
 
-int Group::rank() const { return back_end_->rank(); }
-int Group::size() const { return back_end_->size(); }
-const std::vector<int>& Group::ranks() const { return back_end_->ranks(); }
+int Group::rank() const { return backend_->rank(); }
+int Group::size() const { return backend_->size(); }
+const std::vector<int>& Group::ranks() const { return backend_->ranks(); }
 
 Group Group::split(int color, int key) const {
   check(color >= 0,
-        fmt::format("color is {}; expected is 0 or more: ranks that should not meet differ in it", color));
-  return Group(back_end_->split(color, key));
+        fmt::format("color is {}; expected is 0 or more: ranks that should not share a group differ in it",
+                    color));
+  return Group(backend_->split(color, key));
 }
 
-Future<at::Tensor> Group::all_reduce(at::Tensor tensor, Reduction reduction) const {
-  check_tensor(*back_end_, "all_reduce", tensor, /*sparse_too=*/true);
-  return back_end_->all_reduce(std::move(tensor), reduction);
+Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) const {
+  check_tensor(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
+  return backend_->all_reduce(std::move(tensor), reduction);
 }
 
-Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, Reduction reduction) const {
-  check_tensor(*back_end_, "reduce_scatter", tensor);
+Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) const {
+  check_tensor(*backend_, "reduce_scatter", tensor);
   check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
         fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}",
                     size(), tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
-  return back_end_->reduce_scatter(std::move(tensor), reduction);
+  return backend_->reduce_scatter(std::move(tensor), reduction);
 }
 
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
-  check_tensor(*back_end_, "all_gather", tensor);
-  return back_end_->all_gather(std::move(tensor));
+  check_tensor(*backend_, "all_gather", tensor);
+  return backend_->all_gather(std::move(tensor));
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
-  check_tensor(*back_end_, "broadcast", tensor);
+  check_tensor(*backend_, "broadcast", tensor);
   check_rank("root", root, size());
-  return back_end_->broadcast(std::move(tensor), root);
+  return backend_->broadcast(std::move(tensor), root);
 }
 
 Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts) const {
   check(parts.size() == static_cast<std::size_t>(size()),
         fmt::format("all_to_all needs one part for each of the {} ranks, but has {}", size(), parts.size()));
   for (const at::Tensor& part : parts) {
-    check_tensor(*back_end_, "all_to_all", part);
+    check_tensor(*backend_, "all_to_all", part);
     check(part.scalar_type() == parts[0].scalar_type(),
           fmt::format("the parts of all_to_all have dtypes {} and {}; they must have one",
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
-  return back_end_->all_to_all(std::move(parts));
+  return backend_->all_to_all(std::move(parts));
 }
 
-std::vector<Bytes> Group::exchange(BytesView mine, Deadline deadline) const {
-  return back_end_->exchange(mine, deadline);
+std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Deadline deadline) const {
+  return backend_->all_gather_bytes(mine, deadline);
 }
 
-void Group::barrier(Deadline deadline) const { back_end_->barrier(deadline); }
+void Group::barrier(Deadline deadline) const { backend_->barrier(deadline); }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {
     check(size >= 0, fmt::format("allocate: a dimension of {}; expected is 0 or more", size));
   }
-  return back_end_->allocate(sizes, dtype);
+  return backend_->allocate(sizes, dtype);
 }
 
-void Group::abort(const Error& cause) const { back_end_->abort(cause); }
+void Group::abort(const Error& cause) const { backend_->abort(cause); }
 
 }  // namespace torchspan::collective

@@ -152,20 +152,20 @@ void reduce(const Reducing& work) {
 }
 
 template <class T>
-Kernel kernel_of(Reduction reduction) {
+Kernel kernel_of(ReduceOp reduction) {
   if (reduction == kSum) return reduce<T, Sum, false>;
   if (reduction == kProduct) return reduce<T, Product, false>;
   if constexpr (!std::is_integral_v<T>) {
-    if (reduction == kAverage) return reduce<T, Sum, true>;
+    if (reduction == kAvg) return reduce<T, Sum, true>;
   }
   if constexpr (!kIsComplex<T>) {
-    if (reduction == kMinimum) return reduce<T, Minimum, false>;
-    if (reduction == kMaximum) return reduce<T, Maximum, false>;
+    if (reduction == kMin) return reduce<T, Minimum, false>;
+    if (reduction == kMax) return reduce<T, Maximum, false>;
   }
   return nullptr;
 }
 
-Kernel kernel_of(at::ScalarType dtype, Reduction reduction) {
+Kernel kernel_of(at::ScalarType dtype, ReduceOp reduction) {
   switch (dtype) {
     case at::kFloat:
       return kernel_of<float>(reduction);
@@ -198,7 +198,7 @@ Kernel kernel_of(at::ScalarType dtype, Reduction reduction) {
 
 }  // namespace
 
-Kernel find_kernel(at::ScalarType dtype, Reduction reduction) {
+Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction) {
   if (Kernel kernel = kernel_of(dtype, reduction)) return kernel;
   throw Error(
       ErrorKind::kUnsupported,

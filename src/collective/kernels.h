@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <span>
 
-#include <torchspan/collective/back_end.h>
+#include <torchspan/collective/backend.h>
 
 namespace torchspan::collective {
 
@@ -18,6 +18,6 @@ struct Reducing {
 using Kernel = void (*)(const Reducing& work);
 
 /// Throws kUnsupported for a dtype that cannot be reduced that way, saying which can.
-Kernel find_kernel(at::ScalarType dtype, Reduction reduction);
+Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction);
 
 }  // namespace torchspan::collective

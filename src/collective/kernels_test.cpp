@@ -13,7 +13,7 @@ namespace {
 
 /// Reduces rows of equal length into the first of them.
 template <class T>
-std::vector<T> reduce_rows(at::ScalarType dtype, Reduction reduction, std::vector<std::vector<T>> rows) {
+std::vector<T> reduce_rows(at::ScalarType dtype, ReduceOp reduction, std::vector<std::vector<T>> rows) {
   std::vector<const std::byte*> sources;
   for (const auto& row : rows) sources.push_back(reinterpret_cast<const std::byte*>(row.data()));
   auto* target = reinterpret_cast<std::byte*>(rows[0].data());
@@ -44,8 +44,7 @@ TEST(Kernels, RoundToEvenAsLibTorchDoes) {
   for (std::uint32_t bits = 0; bits < 0xFFFF'0000U; bits += 0x3FF1) {
     float value = 0;
     std::memcpy(&value, &bits, sizeof value);
-    const auto ours =
-        reduce_rows<c10::BFloat16>(at::kBFloat16, kAverage, {{static_cast<c10::BFloat16>(value)}});
+    const auto ours = reduce_rows<c10::BFloat16>(at::kBFloat16, kAvg, {{static_cast<c10::BFloat16>(value)}});
     const auto theirs = static_cast<c10::BFloat16>(value);
     if (value != value) {
       EXPECT_NE(static_cast<float>(ours[0]), static_cast<float>(ours[0])) << bits;
@@ -68,17 +67,17 @@ TEST(Kernels, LetIntegersWrapAndTruthsJoin) {
 
 TEST(Kernels, KeepWhatIsNotANumberInMinimaAndMaxima) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const Reduction reduction : {kMinimum, kMaximum}) {
+  for (const ReduceOp reduction : {kMin, kMax}) {
     const auto result = reduce_rows<float>(at::kFloat, reduction, {{nan, 1, 2}, {1, nan, 3}});
     EXPECT_NE(result[0], result[0]);
     EXPECT_NE(result[1], result[1]);
-    EXPECT_EQ(result[2], reduction == kMinimum ? 2 : 3);
+    EXPECT_EQ(result[2], reduction == kMin ? 2 : 3);
   }
 }
 
 TEST(Kernels, RefuseWhatHasNoMeaning) {
-  for (const auto& [dtype, reduction] : std::vector<std::pair<at::ScalarType, Reduction>>{
-           {at::kInt, kAverage}, {at::kBool, kAverage}, {at::kComplexFloat, kMaximum}, {at::kQInt8, kSum}}) {
+  for (const auto& [dtype, reduction] : std::vector<std::pair<at::ScalarType, ReduceOp>>{
+           {at::kInt, kAvg}, {at::kBool, kAvg}, {at::kComplexFloat, kMax}, {at::kQInt8, kSum}}) {
     try {
       find_kernel(dtype, reduction);
       ADD_FAILURE() << "a kernel was found";

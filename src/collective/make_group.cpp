@@ -11,11 +11,11 @@
 #include <torchspan/rendezvous/membership.h>
 
 #include "collective/c10d/gloo.h"
-#include "collective/hierarchical/hierarchical_wire.h"
+#include "collective/hierarchical/hierarchical_collectives.h"
 #include "collective/mpi/mpi.h"
-#include "collective/serial/serial_back_end.h"
-#include "collective/shm/meeting.h"
-#include "collective/shm/shm_back_end.h"
+#include "collective/serial/serial_backend.h"
+#include "collective/shm/bootstrap.h"
+#include "collective/shm/shm_backend.h"
 #include "collective/single.h"
 #include "collective/world_link.h"
 
@@ -34,7 +34,7 @@ Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   ByteWriter writer;
   writer.put(static_cast<std::uint32_t>(ranks.size()));
   for (const int rank : ranks) writer.put(rank);
-  writer.put(options.back_end);
+  writer.put(options.backend);
   writer.put(options.network);
   return writer.take();
 }
@@ -43,8 +43,8 @@ std::string describe_plan(BytesView plan) {
   ByteReader reader(plan);
   std::vector<int> ranks(reader.get_count(sizeof(int)));
   for (int& rank : ranks) rank = reader.get<int>();
-  const auto back_end = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
-  return fmt::format("ranks {}, back end {}, network {}", ranks, back_end, network);
+  const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
+  return fmt::format("ranks {}, back end {}, network {}", ranks, backend, network);
 }
 
 /// Where a worker listens for its own host, as the transports have it:
@@ -72,29 +72,29 @@ class Maker {
     deadline_ = runtime_->executor.deadline_in(options_.timeout);
   }
 
-  std::shared_ptr<BackEnd> make() {
+  std::shared_ptr<Backend> make() {
     check_ranks();
     link_ = WorldLink::make(runtime_, world_);
-    if (ranks_.size() == 1) return SingleBackEnd::make(ranks_[0], runtime_, link_);
+    if (ranks_.size() == 1) return SingleBackend::make(ranks_[0], runtime_, link_);
     compare_plans();
     const std::vector<Member> members = members_of_group();
-    switch (options_.back_end) {
-      case BackEndKind::kAutomatic:
-      case BackEndKind::kSharedMemory:
-      case BackEndKind::kHierarchical:
+    switch (options_.backend) {
+      case BackendKind::kAutomatic:
+      case BackendKind::kSharedMemory:
+      case BackendKind::kHierarchical:
         return make_ours(members);
-      case BackEndKind::kC10d: {
+      case BackendKind::kC10d: {
         shm::Neighbors neighbors = find_neighbors(members);
         if (!neighbors.one_network) require_isolation(neighbors.reasons);
         return make_serial(
             connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = neighbors.one_network}),
             members);
       }
-      case BackEndKind::kMpi:
+      case BackendKind::kMpi:
         if (!find_neighbors(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
     }
-    throw Error(ErrorKind::kInvalid, "GroupOptions::back_end is none of the back ends there are");
+    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is none of the back ends there are");
   }
 
  private:
@@ -114,7 +114,7 @@ class Maker {
 
   /// Everybody's bytes, by rank of the group; the membership gathers by rank of the world.
   std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
-    std::vector<Bytes> sorted = world_.all_gather("torchspan.group", mine, ranks, deadline_);
+    std::vector<Bytes> sorted = world_.all_gather_bytes("torchspan.group", mine, ranks, deadline_);
     std::vector<std::size_t> order(ranks.size());
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
@@ -142,14 +142,15 @@ class Maker {
     return members;
   }
 
-  static std::vector<shm::Person> people_of(const std::vector<Member>& members) {
-    std::vector<shm::Person> people;
-    for (const Member& member : members) people.push_back({member.rank, member.epoch, describe(member)});
-    return people;
+  static std::vector<shm::PeerIdentity> identities_of(const std::vector<Member>& members) {
+    std::vector<shm::PeerIdentity> peers;
+    for (const Member& member : members) peers.push_back({member.rank, member.instance, describe(member)});
+    return peers;
   }
 
   shm::Neighbors find_neighbors(const std::vector<Member>& members, const std::string& refusal = {}) {
-    shm::NeighborsPlan plan{.people = people_of(members), .hosts = {}, .self = place_of(world_.self().rank)};
+    shm::NeighborsPlan plan{
+        .peers = identities_of(members), .hosts = {}, .self = place_of(world_.self().rank)};
     for (const Member& member : members) plan.hosts.push_back(member.host_id);
     plan.folder = folder_of_socket(world_.self().address);
     plan.refusal = refusal;
@@ -176,14 +177,15 @@ class Maker {
     return first == reasons.end() ? std::string() : *first;
   }
 
-  std::shared_ptr<BackEnd> make_serial(std::unique_ptr<Wire> wire, const std::vector<Member>& members) {
+  std::shared_ptr<Backend> make_serial(std::unique_ptr<BlockingCollectives> collectives,
+                                       const std::vector<Member>& members) {
     SerialOptions serial{.ranks = ranks_, .rank = place_of(world_.self().rank), .timeout = options_.timeout};
     for (const Member& member : members) {
-      serial.people.push_back(describe(member));
-      serial.epochs.push_back(member.epoch);
+      serial.peers.push_back(describe(member));
+      serial.instances.push_back(member.instance);
     }
     serial.world = link_;
-    return SerialBackEnd::make(runtime_, std::move(wire), std::move(serial));
+    return SerialBackend::make(runtime_, std::move(collectives), std::move(serial));
   }
 
   int place_of(int world_rank) const {
@@ -192,18 +194,18 @@ class Maker {
 
   /// Shared memory where all ranks share it, unless hierarchical was asked for; else a group of its own for
   /// each host, and one between their first ranks.
-  std::shared_ptr<BackEnd> make_ours(const std::vector<Member>& members) {
+  std::shared_ptr<Backend> make_ours(const std::vector<Member>& members) {
     if (dynamic_cast<SimExecutor*>(&runtime_->executor) != nullptr) {
       throw Error(
           ErrorKind::kUnsupported,
           "ranks that share memory wait in the kernel, which cannot be simulated: use another back end");
     }
-    if (options_.back_end == BackEndKind::kSharedMemory) refuse_other_hosts(members);
+    if (options_.backend == BackendKind::kSharedMemory) refuse_other_hosts(members);
     std::string refusal;
-    shm::MeetingPlan plan{.people = people_of(members),
-                          .self = place_of(world_.self().rank),
-                          .memory = {},
-                          .deadline = deadline_};
+    shm::BootstrapOptions plan{.peers = identities_of(members),
+                               .self = place_of(world_.self().rank),
+                               .memory = {},
+                               .deadline = deadline_};
     try {
       plan.memory = shm::Arena::make(options_.shared_bytes);
     } catch (const Error& error) {
@@ -211,24 +213,25 @@ class Maker {
     }
     shm::Neighbors neighbors = find_neighbors(members, refusal);
     const bool loopback = neighbors.one_network;
-    const shm::Met met =
-        meet(link_, plan, std::move(neighbors), [this](BytesView mine) { return gather(mine, ranks_); });
+    const shm::BootstrapResult met =
+        bootstrap(link_, plan, std::move(neighbors), [this](BytesView mine) { return gather(mine, ranks_); });
     const bool together = std::count(met.leaders.begin(), met.leaders.end(), met.leaders[0]) ==
                           static_cast<std::ptrdiff_t>(met.leaders.size());
-    if (!together && options_.back_end == BackEndKind::kSharedMemory) {
+    if (!together && options_.backend == BackendKind::kSharedMemory) {
       throw Error(ErrorKind::kUnsupported, fmt::format("the ranks of this group cannot share memory: {}; {}",
                                                        first_of(met.reasons), kCommonFolder));
     }
-    if (together && options_.back_end != BackEndKind::kHierarchical) return share_memory(met);
+    if (together && options_.backend != BackendKind::kHierarchical) return share_memory(met);
     if (!loopback) require_isolation(met.reasons);
     HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self};
-    Group local(met.hub ? share_memory(met) : SingleBackEnd::make(world_.self().rank, runtime_, link_));
+    Group local(met.peer_memory ? share_memory(met)
+                                : SingleBackend::make(world_.self().rank, runtime_, link_));
     ConnectLeaders connect =
         [link = link_, gloo = GlooOptions{options_.timeout, loopback}](const std::vector<int>& leaders) {
           return connect_gloo(link, leaders, gloo);
         };
     return make_serial(
-        std::make_unique<HierarchicalWire>(std::move(hierarchy), std::move(local), std::move(connect)),
+        std::make_unique<HierarchicalCollectives>(std::move(hierarchy), std::move(local), std::move(connect)),
         members);
   }
 
@@ -242,12 +245,13 @@ class Maker {
   }
 
   /// The group of those that share memory with this rank.
-  std::shared_ptr<BackEnd> share_memory(const shm::Met& met) {
-    std::vector<int> ranks, hub_ranks(static_cast<std::size_t>(met.hub->size()));
-    for (int rank = 0; rank < met.hub->size(); ++rank) ranks.push_back(met.hub->person(rank).world_rank);
-    std::iota(hub_ranks.begin(), hub_ranks.end(), 0);
-    link_->add(met.hub);
-    return shm::ShmBackEnd::make(met.hub, std::move(hub_ranks), options_.timeout,
+  std::shared_ptr<Backend> share_memory(const shm::BootstrapResult& met) {
+    std::vector<int> ranks, peer_ranks(static_cast<std::size_t>(met.peer_memory->size()));
+    for (int rank = 0; rank < met.peer_memory->size(); ++rank)
+      ranks.push_back(met.peer_memory->peer(rank).world_rank);
+    std::iota(peer_ranks.begin(), peer_ranks.end(), 0);
+    link_->add(met.peer_memory);
+    return shm::ShmBackend::make(met.peer_memory, std::move(peer_ranks), options_.timeout,
                                  [&](BytesView mine) { return gather(mine, ranks); });
   }
 
@@ -266,7 +270,7 @@ Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOpti
     Group group(Maker(runtime, world, std::move(options)).make());
     if (runtime->log.enabled(LogLevel::kDebug)) {
       runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
-                                     group.back_end()->name()));
+                                     group.backend()->name()));
     }
     return group;
   } catch (const Error& error) {

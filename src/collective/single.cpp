@@ -8,7 +8,7 @@ namespace torchspan::collective {
 namespace {
 
 /// What other groups refuse is refused here too, so that a program that works alone works with others.
-void check(const at::Tensor& tensor, Reduction reduction) { find_kernel(tensor.scalar_type(), reduction); }
+void check(const at::Tensor& tensor, ReduceOp reduction) { find_kernel(tensor.scalar_type(), reduction); }
 
 template <class T, class Make>
 Future<T> ready(Make make) {
@@ -21,24 +21,24 @@ Future<T> ready(Make make) {
 
 }  // namespace
 
-std::shared_ptr<SingleBackEnd> SingleBackEnd::make(int world_rank, std::shared_ptr<Runtime> runtime,
+std::shared_ptr<SingleBackend> SingleBackend::make(int world_rank, std::shared_ptr<Runtime> runtime,
                                                    std::shared_ptr<WorldLink> world) {
-  const std::shared_ptr<SingleBackEnd> back_end(new SingleBackEnd(world_rank, std::move(runtime), world));
-  if (world) world->add(back_end);
-  return back_end;
+  const std::shared_ptr<SingleBackend> backend(new SingleBackend(world_rank, std::move(runtime), world));
+  if (world) world->add(backend);
+  return backend;
 }
 
-void SingleBackEnd::throw_if_aborted() {
+void SingleBackend::throw_if_aborted() {
   MutexLock lock(mutex_);
   if (aborted_) throw Error(*aborted_);
 }
 
-std::shared_ptr<BackEnd> SingleBackEnd::split(int, int) {
+std::shared_ptr<Backend> SingleBackend::split(int, int) {
   throw_if_aborted();
   return make(ranks_[0], runtime_, world_);
 }
 
-Future<at::Tensor> SingleBackEnd::all_reduce(at::Tensor tensor, Reduction reduction) {
+Future<at::Tensor> SingleBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
   check(tensor, reduction);
   return ready<at::Tensor>([&] {
     throw_if_aborted();
@@ -46,7 +46,7 @@ Future<at::Tensor> SingleBackEnd::all_reduce(at::Tensor tensor, Reduction reduct
   });
 }
 
-Future<at::Tensor> SingleBackEnd::reduce_scatter(at::Tensor tensor, Reduction reduction) {
+Future<at::Tensor> SingleBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
   check(tensor, reduction);
   return ready<at::Tensor>([&] {
     throw_if_aborted();
@@ -54,39 +54,39 @@ Future<at::Tensor> SingleBackEnd::reduce_scatter(at::Tensor tensor, Reduction re
   });
 }
 
-Future<std::vector<at::Tensor>> SingleBackEnd::all_gather(at::Tensor tensor) {
+Future<std::vector<at::Tensor>> SingleBackend::all_gather(at::Tensor tensor) {
   return ready<std::vector<at::Tensor>>([&] {
     throw_if_aborted();
     return std::vector<at::Tensor>{tensor.detach().clone(at::MemoryFormat::Contiguous)};
   });
 }
 
-Future<at::Tensor> SingleBackEnd::broadcast(at::Tensor tensor, int) {
+Future<at::Tensor> SingleBackend::broadcast(at::Tensor tensor, int) {
   return ready<at::Tensor>([&] {
     throw_if_aborted();
     return tensor;
   });
 }
 
-Future<std::vector<at::Tensor>> SingleBackEnd::all_to_all(std::vector<at::Tensor> parts) {
+Future<std::vector<at::Tensor>> SingleBackend::all_to_all(std::vector<at::Tensor> parts) {
   return ready<std::vector<at::Tensor>>([&] {
     throw_if_aborted();
     return std::vector<at::Tensor>{parts[0].detach().clone(at::MemoryFormat::Contiguous)};
   });
 }
 
-std::vector<Bytes> SingleBackEnd::exchange(BytesView mine, Deadline) {
+std::vector<Bytes> SingleBackend::all_gather_bytes(BytesView mine, Deadline) {
   throw_if_aborted();
   return {Bytes(mine.begin(), mine.end())};
 }
 
-void SingleBackEnd::barrier(Deadline) { throw_if_aborted(); }
+void SingleBackend::barrier(Deadline) { throw_if_aborted(); }
 
-at::Tensor SingleBackEnd::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor SingleBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions().dtype(dtype));
 }
 
-void SingleBackEnd::abort(const Error& cause) {
+void SingleBackend::abort(const Error& cause) {
   MutexLock lock(mutex_);
   if (!aborted_) aborted_ = cause;
 }

@@ -1,30 +1,30 @@
 #pragma once
 #include <vector>
 
-#include <torchspan/collective/back_end.h>
+#include <torchspan/collective/backend.h>
 
 #include "collective/world_link.h"
 
 namespace torchspan::collective {
 
 /// A group of one: everything is done before it begins.
-class SingleBackEnd final : public BackEnd, public WorldListener {
+class SingleBackend final : public Backend, public WorldListener {
  public:
   /// `world` may be null: then the group never ends. Either way it keeps the runtime, for what is built on
   /// it.
-  static std::shared_ptr<SingleBackEnd> make(int world_rank, std::shared_ptr<Runtime> runtime,
+  static std::shared_ptr<SingleBackend> make(int world_rank, std::shared_ptr<Runtime> runtime,
                                              std::shared_ptr<WorldLink> world);
 
   std::string name() const override { return "single"; }
   int rank() const override { return 0; }
   const std::vector<int>& ranks() const override { return ranks_; }
-  std::shared_ptr<BackEnd> split(int color, int key) override;
-  Future<at::Tensor> all_reduce(at::Tensor tensor, Reduction reduction) override;
-  Future<at::Tensor> reduce_scatter(at::Tensor tensor, Reduction reduction) override;
+  std::shared_ptr<Backend> split(int color, int key) override;
+  Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
-  std::vector<Bytes> exchange(BytesView mine, Deadline deadline) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
   void barrier(Deadline deadline) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
@@ -35,7 +35,7 @@ class SingleBackEnd final : public BackEnd, public WorldListener {
   void world_closing() override {}
 
  private:
-  SingleBackEnd(int world_rank, std::shared_ptr<Runtime> runtime, std::shared_ptr<WorldLink> world)
+  SingleBackend(int world_rank, std::shared_ptr<Runtime> runtime, std::shared_ptr<WorldLink> world)
       : runtime_(std::move(runtime)), world_(std::move(world)), ranks_{world_rank} {}
   void throw_if_aborted();
 

@@ -29,7 +29,7 @@ std::shared_ptr<WorldLink> WorldLink::make(std::shared_ptr<Runtime> runtime, Mem
 }
 
 void WorldLink::note_death(const Member& member, const Error& reason) {
-  if (member.epoch == self_.epoch) return end(reason);
+  if (member.instance == self_.instance) return end(reason);
   note_gone(member, reason.message());
   for (const auto& listener : listeners()) listener->member_died(member, reason);
 }
@@ -57,13 +57,13 @@ std::vector<std::shared_ptr<WorldListener>> WorldLink::listeners() {
 
 void WorldLink::note_gone(const Member& member, const std::string& how) {
   MutexLock lock(mutex_);
-  gone_.emplace_back(member.epoch, how);
+  gone_.emplace_back(member.instance, how);
 }
 
-std::optional<std::string> WorldLink::gone(std::uint64_t epoch) {
+std::optional<std::string> WorldLink::gone(std::uint64_t instance) {
   MutexLock lock(mutex_);
   const auto found =
-      std::find_if(gone_.begin(), gone_.end(), [&](const auto& one) { return one.first == epoch; });
+      std::find_if(gone_.begin(), gone_.end(), [&](const auto& one) { return one.first == instance; });
   return found == gone_.end() ? std::nullopt : std::optional(found->second);
 }
 

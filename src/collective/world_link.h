@@ -35,8 +35,8 @@ class WorldLink {
   const rendezvous::Member& self() const { return self_; }
   /// Tells `listener`, as long as it lives, what happens from now on, and what has happened to the world.
   void add(const std::weak_ptr<WorldListener>& listener);
-  /// Why the process with this epoch can take part no more, if that is known.
-  std::optional<std::string> gone(std::uint64_t epoch);
+  /// Why the process with this instance can take part no more, if that is known.
+  std::optional<std::string> gone(std::uint64_t instance);
   /// Why there is no world any more.
   std::optional<Error> ended();
 
@@ -80,7 +80,7 @@ class WorldLink {
   const rendezvous::Member self_;
   Mutex mutex_;
   std::vector<std::weak_ptr<WorldListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::pair<std::uint64_t, std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);  ///< epoch, how
+  std::vector<std::pair<std::uint64_t, std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);  ///< instance, how
   std::optional<Error> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   int asking_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   Parker* closing_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;

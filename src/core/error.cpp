@@ -62,8 +62,7 @@ void Error::compose() {
   if (!call_.empty()) about += fmt::format("call '{}'", call_);
   if (!worker_.empty()) about += fmt::format("{}worker '{}'", about.empty() ? "" : ", ", worker_);
   if (elapsed_ > Duration::zero()) {
-    about += fmt::format("{}after {:.3f} s", about.empty() ? "" : ", ",
-                         std::chrono::duration<double>(elapsed_).count());
+    about += fmt::format("{}after {:.3f} s", about.empty() ? "" : ", ", to_seconds(elapsed_));
   }
   if (!about.empty()) text_ += fmt::format(" ({})", about);
   headline_ = text_.size();

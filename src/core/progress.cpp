@@ -207,7 +207,7 @@ void Progress::report(ProgressReport report) {
     began_at_ = now;
     began_fraction_ = fraction;
   } else if (!report.seconds_left && fraction > began_fraction_) {
-    const double elapsed = std::chrono::duration<double>(now - *began_at_).count();
+    const double elapsed = to_seconds(now - *began_at_);
     report.seconds_left = elapsed * (1 - fraction) / (fraction - began_fraction_);
   }
   pending_ = std::move(report);

@@ -117,12 +117,12 @@ std::string first_difference(const std::vector<Agreement>& by_rank, const std::s
 }
 
 void check_device(const collective::Group& group, const std::string& name, const at::Tensor& tensor) {
-  const collective::BackEnd& back_end = *group.back_end();
-  if (back_end.takes(tensor.device())) return;
+  const collective::Backend& backend = *group.backend();
+  if (backend.takes(tensor.device())) return;
   throw Error(ErrorKind::kUnsupported,
               fmt::format("'{}' is on {}, which the group's back end ({}) does not take: move the module to "
                           "the CPU before it is wrapped",
-                          name, tensor.device().str(), back_end.name()));
+                          name, tensor.device().str(), backend.name()));
 }
 
 void agree(const collective::Group& group, const Agreement& mine, const std::string& things) {
@@ -131,13 +131,13 @@ void agree(const collective::Group& group, const Agreement& mine, const std::str
   out.put(static_cast<std::uint8_t>(!mine.failure.empty()));
   out.put(digest(all, 0xcbf29ce484222325ULL));
   out.put(digest(all, 0x9e3779b97f4a7c15ULL));
-  const std::vector<Bytes> digests = group.exchange(out.bytes());
+  const std::vector<Bytes> digests = group.all_gather_bytes(out.bytes());
   const bool same =
       mine.failure.empty() &&
       std::all_of(digests.begin(), digests.end(), [&](const Bytes& other) { return other == out.bytes(); });
   if (same) return;
   std::vector<Agreement> by_rank;
-  for (const Bytes& bytes : group.exchange(all)) by_rank.push_back(Agreement::decode(bytes));
+  for (const Bytes& bytes : group.all_gather_bytes(all)) by_rank.push_back(Agreement::decode(bytes));
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("the ranks cannot train together: {}. Give every rank the same model, options and hooks",

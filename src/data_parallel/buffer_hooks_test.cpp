@@ -40,7 +40,7 @@ std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& b
   std::vector<Future<at::Tensor>> futures;
   for (const NamedBuffer& buffer : buffers) {
     if (buffer.tensor.is_floating_point())
-      futures.push_back(group.all_reduce(buffer.tensor, collective::kAverage));
+      futures.push_back(group.all_reduce(buffer.tensor, collective::kAvg));
   }
   return futures;
 }

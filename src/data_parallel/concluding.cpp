@@ -102,7 +102,7 @@ void Reducer::Impl::send_status(Round& round) {
     if (round.sink != nullptr || round.aborted) std::fill(used_.begin(), used_.end(), 0);
   }
   try {
-    round.status = group_.all_reduce(status_, collective::kMaximum);
+    round.status = group_.all_reduce(status_, collective::kMax);
   } catch (...) {  // as if it had failed later: who waits for this round must not wait for ever
     round.status = make_failed_future<at::Tensor>(std::current_exception());
   }
@@ -217,7 +217,7 @@ void Reducer::Impl::hear_why(const RoundPtr& round, int rank) {
 void Reducer::Impl::hear_counts(const RoundPtr& round) {
   at::Tensor counts = at::full({group_.size()}, kNoNumber, at::kInt);
   if (round->counts) counts[group_.rank()] = round->forwards;
-  group_.all_reduce(counts, collective::kMaximum)
+  group_.all_reduce(counts, collective::kMax)
       .then([round, counts, ranks = group_.ranks()](const Future<at::Tensor>& heard) {
         if (heard.error()) return static_cast<void>(round->promise->set_error(heard.error()));
         const auto* count = counts.data_ptr<std::int32_t>();
@@ -271,7 +271,7 @@ void Reducer::Impl::build_in(const RoundPtr& round, const at::Tensor& order) {
     reason = describe(std::current_exception()).text;
   }
   at::Tensor who = at::full({1}, round->rebuilt ? 0 : group_.rank() + 1, at::kInt);
-  group_.all_reduce(who, collective::kMaximum)
+  group_.all_reduce(who, collective::kMax)
       .then([self = hold(), round, who, reason](const Future<at::Tensor>& told) {
         try {
           told.wait();

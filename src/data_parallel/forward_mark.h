@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/data_parallel/reducer.h>
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 
 namespace torchspan::data_parallel {
 
@@ -40,7 +40,7 @@ class MarkListener {
 
 struct MarkOptions {
   std::weak_ptr<MarkListener> listener;
-  std::shared_ptr<engine::StockPasses> passes;
+  std::shared_ptr<engine::NativeEnginePasses> passes;
   /// One mark for all outputs: a pass through one gives the others undefined gradients, so that parameters
   /// behind outputs that the loss leaves out are told as well.
   bool together = false;

@@ -15,7 +15,7 @@ void expect_average(CommHook (*make)(), double tolerance) {
   on_ranks(3, [&](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2}), leaf({5})};
     Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
-    reducer.set_hook(make(), "the hook");
+    reducer.register_comm_hook(make(), "the hook");
     for (int i = 0; i < 3; ++i) {
       zero(parameters, i % 2 == 0);
       const Tensors wanted = expected(parameters, 3, i);
@@ -32,7 +32,7 @@ TEST(Hook, AllReduceIsTheDefaultToTheBit) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({40})};
       Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
-      if (hooked) reducer.set_hook(all_reduce_hook(), "all_reduce");
+      if (hooked) reducer.register_comm_hook(all_reduce_hook(), "all_reduce");
       step(reducer, loss_of(parameters, self.rank, 0));
       for (const auto& parameter : parameters)
         (hooked ? with : without)[self.rank].push_back(parameter.grad().clone());
@@ -51,17 +51,18 @@ TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
     const Tensors parameters{leaf({3}), leaf({2, 2})};
     Reducer reducer(self.runtime, named(parameters), self.group);
     int calls = 0;
-    reducer.set_hook(fp16_compress_wrapper([&](const GradientBucket& bucket, const collective::Group& group) {
-                       ++calls;
-                       EXPECT_EQ(bucket.buffer.scalar_type(), at::kHalf);
-                       EXPECT_EQ(bucket.gradients.size(), 2U);
-                       for (std::size_t i = 0; i < 2; ++i) {
-                         EXPECT_EQ(bucket.gradients[i].sizes(), bucket.parameter_tensors[i].sizes());
-                         EXPECT_TRUE(bucket.gradients[i].is_alias_of(bucket.buffer));
-                       }
-                       return all_reduce_hook()(bucket, group);
-                     }),
-                     "wrapped");
+    reducer.register_comm_hook(
+        fp16_compress_wrapper([&](const GradientBucket& bucket, const collective::Group& group) {
+          ++calls;
+          EXPECT_EQ(bucket.buffer.scalar_type(), at::kHalf);
+          EXPECT_EQ(bucket.gradients.size(), 2U);
+          for (std::size_t i = 0; i < 2; ++i) {
+            EXPECT_EQ(bucket.gradients[i].sizes(), bucket.parameter_tensors[i].sizes());
+            EXPECT_TRUE(bucket.gradients[i].is_alias_of(bucket.buffer));
+          }
+          return all_reduce_hook()(bucket, group);
+        }),
+        "wrapped");
     step(reducer, loss_of(parameters, self.rank, 0));
     EXPECT_EQ(calls, 1);
     for (std::size_t p = 0; p < 2; ++p)
@@ -77,7 +78,7 @@ TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
       options.gradient_as_bucket_view = view;
       Reducer reducer(self.runtime, named(parameters), self.group, options);
       std::vector<std::size_t> seen;
-      reducer.set_hook(
+      reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
             seen.push_back(bucket.index);
             EXPECT_EQ(bucket.is_last, bucket.index == 1);
@@ -102,7 +103,7 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
     auto list = named({leaf({4, 2})});
     list[0].sparse_gradient = true;
     Reducer reducer(self.runtime, list, self.group);
-    reducer.set_hook(fp16_compress_hook(), "fp16");
+    reducer.register_comm_hook(fp16_compress_hook(), "fp16");
     step(reducer,
          at::embedding(list[0].tensor, at::tensor(std::vector<std::int64_t>{self.rank}), -1, false, true)
              .sum());
@@ -117,11 +118,12 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
     const Tensors parameters{leaf({3})};
     Reducer reducer(self.runtime, named(parameters), self.group);
     const std::string differs =
-        error_of([&] { reducer.set_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
+        error_of([&] { reducer.register_comm_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
     EXPECT_NE(differs.find("'another'"), std::string::npos) << differs;
-    EXPECT_NE(error_of([&] { reducer.set_hook(nullptr, "none"); }).find("empty"), std::string::npos);
-    reducer.set_hook(all_reduce_hook(), "one");
-    EXPECT_NE(error_of([&] { reducer.set_hook(all_reduce_hook(), "one"); }).find("already"),
+    EXPECT_NE(error_of([&] { reducer.register_comm_hook(nullptr, "none"); }).find("empty"),
+              std::string::npos);
+    reducer.register_comm_hook(all_reduce_hook(), "one");
+    EXPECT_NE(error_of([&] { reducer.register_comm_hook(all_reduce_hook(), "one"); }).find("already"),
               std::string::npos);
     Reducer late(self.runtime, named(parameters), self.group);
     {
@@ -129,7 +131,9 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
           reducer.prepare_for_backward(late.prepare_for_backward({loss_of(parameters, self.rank, 0)})).at(0);
       loss.backward();
     }
-    EXPECT_NE(error_of([&] { late.set_hook(all_reduce_hook(), "late"); }).find("before the first backward"),
+    EXPECT_NE(error_of([&] {
+                late.register_comm_hook(all_reduce_hook(), "late");
+              }).find("before the first backward"),
               std::string::npos);
   });
 }
@@ -149,7 +153,7 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
       const std::string text = error_of([&] {
         const Tensors parameters{leaf({3})};
         Reducer reducer(self.runtime, named(parameters), self.group);
-        reducer.set_hook(hook, "nonsense");
+        reducer.register_comm_hook(hook, "nonsense");
         step(reducer, loss_of(parameters, self.rank, 0));
       });
       const std::string wanted = kind == 0   ? "no hook today"
@@ -166,7 +170,7 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
       const Tensors parameters{leaf({3}), leaf({4})};
       Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
       int calls = 0;
-      reducer.set_hook(
+      reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
             const bool fails = self.rank == 1 && ++calls == 1;
             bucket.buffer.div_(3);
@@ -203,7 +207,7 @@ TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
       const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2})};
       const collective::Group own = self.group.split(0, self.rank);
       Reducer reducer(self.runtime, named(parameters), self.group, options);
-      reducer.set_hook(
+      reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
             return (bits & 8 ? own : group).all_reduce(bucket.buffer).then([](const Future<at::Tensor>& sum) {
               return sum.wait() / 2;
@@ -225,9 +229,11 @@ TEST(Hook, MayAnswerAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
-    reducer.set_hook([](const GradientBucket& bucket,
-                        const collective::Group&) { return make_ready_future<at::Tensor>(bucket.buffer); },
-                     "nothing is sent");
+    reducer.register_comm_hook(
+        [](const GradientBucket& bucket, const collective::Group&) {
+          return make_ready_future<at::Tensor>(bucket.buffer);
+        },
+        "nothing is sent");
     for (int i = 0; i < 2; ++i) {
       zero(parameters, false);
       step(reducer, parameters[0].sum() * (1 + self.rank) + parameters[1].sum());

@@ -62,7 +62,7 @@ JoinRound tell(const collective::Group& group, const JoinWord& mine) {
   at::Tensor words = group.allocate({group.size()}, at::kInt);
   words.zero_();
   words.data_ptr<std::int32_t>()[group.rank()] = encode(mine);
-  group.all_reduce(words, collective::kMaximum).wait();
+  group.all_reduce(words, collective::kMax).wait();
   const auto* word = words.data_ptr<std::int32_t>();
   JoinRound round;
   int failed = -1;

@@ -69,7 +69,7 @@ TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
                                      .first_bucket_mb = 1e-5,
                                      .find_unused_parameters = kind == 1,
                                      .static_graph = kind == 2});
-      if (kind == 0) model.set_hook(all_reduce_hook(), "all_reduce");
+      if (kind == 0) model.register_comm_hook(all_reduce_hook(), "all_reduce");
       torch::optim::SGD optimizer(net->parameters(), 0.01);
       model.join([&] {
         for (int i = 0; i < 2 + 2 * (2 - self.rank); ++i) {

@@ -50,7 +50,7 @@ TEST(Lockstep, AParameterOfTwoWrappersInOneBackwardGetsOneAverage) {
         const DataParallelOptions options{.static_graph = fixed, .gradient_as_bucket_view = view};
         DistributedDataParallel one(self.runtime, two, self.group, options);
         DistributedDataParallel other(self.runtime, Pair(two), self.group, options);
-        one.set_hook(
+        one.register_comm_hook(
             [&](const GradientBucket& bucket, const collective::Group& group) {
               bucket.buffer.mul_(1 / bucket.divisor);
               Future<at::Tensor> average = group.all_reduce(bucket.buffer);
@@ -293,7 +293,7 @@ TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
     int step = 0;
     model.set_buffer_hook(
         [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
-          Future<at::Tensor> sent = group.all_reduce(buffers[0].tensor, collective::kAverage);
+          Future<at::Tensor> sent = group.all_reduce(buffers[0].tensor, collective::kAvg);
           const bool breaks = step == 1 && self.rank == 1;
           return std::vector{sent.then([breaks](const Future<at::Tensor>& done) {
             if (breaks) throw Error(ErrorKind::kInvalid, "the buffers have moths");

@@ -16,22 +16,22 @@ namespace {
 using namespace testing;
 
 /// Another back end, of which nothing can be allocated any more once `left` allocations are made.
-class ScarceBackEnd final : public collective::BackEnd {
+class ScarceBackend final : public collective::Backend {
  public:
   using Left = std::shared_ptr<std::atomic<int>>;
-  ScarceBackEnd(std::shared_ptr<collective::BackEnd> inner, Left left)
+  ScarceBackend(std::shared_ptr<collective::Backend> inner, Left left)
       : inner_(std::move(inner)), left_(std::move(left)) {}
 
   std::string name() const override { return inner_->name(); }
   int rank() const override { return inner_->rank(); }
   const std::vector<int>& ranks() const override { return inner_->ranks(); }
-  std::shared_ptr<BackEnd> split(int color, int key) override {
-    return std::make_shared<ScarceBackEnd>(inner_->split(color, key), left_);
+  std::shared_ptr<Backend> split(int color, int key) override {
+    return std::make_shared<ScarceBackend>(inner_->split(color, key), left_);
   }
-  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::Reduction reduction) override {
+  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::ReduceOp reduction) override {
     return inner_->all_reduce(std::move(tensor), reduction);
   }
-  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::Reduction reduction) override {
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::ReduceOp reduction) override {
     return inner_->reduce_scatter(std::move(tensor), reduction);
   }
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override {
@@ -43,8 +43,8 @@ class ScarceBackEnd final : public collective::BackEnd {
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override {
     return inner_->all_to_all(std::move(parts));
   }
-  std::vector<Bytes> exchange(BytesView mine, Deadline deadline) override {
-    return inner_->exchange(mine, deadline);
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override {
+    return inner_->all_gather_bytes(mine, deadline);
   }
   void barrier(Deadline deadline) override { inner_->barrier(deadline); }
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
@@ -54,15 +54,15 @@ class ScarceBackEnd final : public collective::BackEnd {
   void abort(const Error& cause) override { inner_->abort(cause); }
 
  private:
-  const std::shared_ptr<collective::BackEnd> inner_;
+  const std::shared_ptr<collective::Backend> inner_;
   const Left left_;
 };
 
 constexpr int kPlenty = 1 << 20;
 
 struct Scarce {
-  explicit Scarce(const Rank& self) : group(std::make_shared<ScarceBackEnd>(self.group.back_end(), left)) {}
-  ScarceBackEnd::Left left = std::make_shared<std::atomic<int>>(kPlenty);
+  explicit Scarce(const Rank& self) : group(std::make_shared<ScarceBackend>(self.group.backend(), left)) {}
+  ScarceBackend::Left left = std::make_shared<std::atomic<int>>(kPlenty);
   collective::Group group;
 };
 

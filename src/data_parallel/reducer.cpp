@@ -411,7 +411,7 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   return outputs;
 }
 
-void Reducer::Impl::set_hook(CommHook hook, const std::string& name) {
+void Reducer::Impl::register_comm_hook(CommHook hook, const std::string& name) {
   settle();
   Agreement mine;
   {
@@ -467,7 +467,9 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> ou
                                                       ForwardOptions options) {
   return impl_->prepare(std::move(outputs), options);
 }
-void Reducer::set_hook(CommHook hook, std::string name) { impl_->set_hook(std::move(hook), name); }
+void Reducer::register_comm_hook(CommHook hook, std::string name) {
+  impl_->register_comm_hook(std::move(hook), name);
+}
 void Reducer::shadow(ForwardOptions options) { impl_->shadow(options); }
 void Reducer::refuse(ForwardOptions options, const std::string& reason) { impl_->refuse(options, reason); }
 void Reducer::restart_count() { impl_->restart_count(); }

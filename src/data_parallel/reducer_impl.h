@@ -13,8 +13,8 @@
 
 #include <torchspan/core/mutex.h>
 #include <torchspan/data_parallel/reducer.h>
+#include <torchspan/engine/grad_field_sink.h>
 #include <torchspan/engine/gradient_sink.h>
-#include <torchspan/engine/stock_sink.h>
 
 #include "data_parallel/buckets.h"
 #include "data_parallel/forward_mark.h"
@@ -83,7 +83,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
 
   void begin_forward();
   std::vector<at::Tensor> prepare(std::vector<at::Tensor> outputs, const ForwardOptions& options);
-  void set_hook(CommHook hook, const std::string& name);
+  void register_comm_hook(CommHook hook, const std::string& name);
   void shadow(const ForwardOptions& options);
   void refuse(const ForwardOptions& options, const std::string& reason);
   void restart_count();
@@ -203,7 +203,7 @@ class Reducer::Impl final : public MarkListener, public std::enable_shared_from_
   std::vector<at::Tensor> frozen_;  ///< the first replica's other parameters
   std::vector<std::string> frozen_names_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> slot_of_;
-  const std::shared_ptr<engine::StockPasses> passes_ = std::make_shared<engine::StockPasses>();
+  const std::shared_ptr<engine::NativeEnginePasses> passes_ = std::make_shared<engine::NativeEnginePasses>();
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;
   CommHook hook_;                     ///< set before the first reduction, by the thread that trains
   std::unique_ptr<Buckets> buckets_;  ///< changed between reductions only

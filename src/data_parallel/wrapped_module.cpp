@@ -326,8 +326,8 @@ void WrappedModule::forward_failed() noexcept { impl_->forward_failed(); }
 bool WrappedModule::set_synchronize(bool synchronize) {
   return std::exchange(impl_->synchronize_, synchronize);
 }
-void WrappedModule::set_hook(CommHook hook, std::string name) {
-  impl_->reducer().set_hook(std::move(hook), std::move(name));
+void WrappedModule::register_comm_hook(CommHook hook, std::string name) {
+  impl_->reducer().register_comm_hook(std::move(hook), std::move(name));
 }
 void WrappedModule::set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when) {
   impl_->set_buffer_hook(std::move(hook), name, when);

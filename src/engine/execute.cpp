@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <torchspan/engine/compat.h>
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 
 namespace torchspan::engine {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <torchspan/core/executor.h>
 #include <torchspan/core/pool.h>
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 
 #include "engine/oracle.h"
 
@@ -272,10 +272,10 @@ TEST(PassEnd, TellsDecisionsOfFailuresAndTakesTheirs) {
   EXPECT_THROW(of_decision->wait(), std::runtime_error);
 }
 
-TEST(StockSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
+TEST(GradFieldSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
   const auto mine = as_leaves({at::randn({3, 3})}), theirs = as_leaves({mine[0]});
   for (int pass = 0; pass < 2; ++pass) {
-    StockSink sink(1);
+    GradFieldSink sink(1);
     backward({mine[0].matmul(mine[0]).sum()}, {}, sink);
     theirs[0].matmul(theirs[0]).sum().backward();
     expect_identical(mine[0].grad(), theirs[0].grad());
@@ -289,7 +289,7 @@ struct Halver : GradientHook {
     std::vector<bool> ok;
     std::function<Future<void>()> hold;
   };
-  Halver(Tensor parameter, std::shared_ptr<StockPasses> passes, Log& log)
+  Halver(Tensor parameter, std::shared_ptr<NativeEnginePasses> passes, Log& log)
       : GradientHook(std::move(parameter), std::move(passes)), log(log) {}
   void gradient_ready(GradientSink& sink, const Tensor& parameter) override {
     const Tensor gradient = sink.gradient(parameter);
@@ -312,7 +312,7 @@ struct Hooked {
   }
   Tensor loss() const { return (parameters[0] * 4 + parameters[1] * 6).sum(); }
   std::vector<Tensor> parameters = as_leaves({at::ones({2}), at::ones({2})});
-  std::shared_ptr<StockPasses> passes = std::make_shared<StockPasses>();
+  std::shared_ptr<NativeEnginePasses> passes = std::make_shared<NativeEnginePasses>();
   Halver::Log log;
   std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
 };
@@ -376,7 +376,7 @@ TEST(GradientHook, LearnsThatTheStockEngineGaveThePassUp) {
 }
 
 struct Arrivals : PassHook {
-  Arrivals(std::shared_ptr<StockPasses> passes, std::vector<std::uint64_t>& seen)
+  Arrivals(std::shared_ptr<NativeEnginePasses> passes, std::vector<std::uint64_t>& seen)
       : PassHook(std::move(passes)), seen(seen) {}
   void pass_arrives(GradientSink& sink) override { seen.push_back(sink.pass()); }
   std::vector<std::uint64_t>& seen;
@@ -384,7 +384,7 @@ struct Arrivals : PassHook {
 
 TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
   const Tensor x = as_leaves({at::ones({2})})[0];
-  const auto passes = std::make_shared<StockPasses>();
+  const auto passes = std::make_shared<NativeEnginePasses>();
   std::vector<std::uint64_t> seen;
   Tensor y = x * 3;
   y.grad_fn()->add_pre_hook(std::make_unique<Arrivals>(passes, seen));
@@ -396,12 +396,12 @@ TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 3.0)));
 }
 
-TEST(StockPasses, HaveNoCurrentOneOutsideThem) {
-  EXPECT_THROW(std::make_shared<StockPasses>()->current(), Error);
+TEST(NativeEnginePasses, HaveNoCurrentOneOutsideThem) {
+  EXPECT_THROW(std::make_shared<NativeEnginePasses>()->current(), Error);
 }
 
 /// Whose end the other's needs: ranks may come to two owners' ends in different orders.
-TEST(StockPasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaitedFor) {
+TEST(NativeEnginePasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaitedFor) {
   Hooked one, other;
   Promise<void> needed({});
   one.log.hold = [&] { return needed.future(); };
@@ -415,7 +415,7 @@ TEST(StockPasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaited
   EXPECT_EQ(other.log.ok, std::vector<bool>{true});
 }
 
-TEST(StockPasses, ThatAreUnitedGiveOneSink) {
+TEST(NativeEnginePasses, ThatAreUnitedGiveOneSink) {
   Hooked one, other, third;
   one.passes->unite(other.passes);
   third.passes->unite(one.passes);

@@ -62,7 +62,8 @@ std::size_t Handshake::receive(BytesView bytes) {
   while (taken < bytes.size() && stage_ != Stage::kDone) {
     if (stage_ == Stage::kFailed) throw Error(ErrorKind::kInvalid, "the handshake has failed already");
     record_.push_back(bytes[taken++]);
-    // Garbage is told by its first wrong byte: a stranger who speaks first and then waits is not waited for.
+    // Garbage is told by its first wrong byte: an unauthenticated peer who speaks first and then waits is not
+    // waited for.
     if (stage_ == Stage::kHello && record_.size() <= kHandshakeMagic.size() &&
         static_cast<std::uint8_t>(record_.back()) != kHandshakeMagic[record_.size() - 1]) {
       fail(ErrorKind::kInvalid, "does not speak TorchSpan's protocol: is the address right?");
@@ -97,7 +98,7 @@ void Handshake::take_hello() {
   if (zero != 0 || zeros != 0 || lowest > highest) fail(ErrorKind::kInvalid, "sent a malformed greeting");
   agree(lowest, highest);
   stage_ = Stage::kProof;
-  // The dialer proves first: a stranger who dials learns nothing made with the secret.
+  // The dialer proves first: an unauthenticated peer who dials learns nothing made with the secret.
   if (role_ == Role::kDialer) send_proof();
 }
 

@@ -14,8 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::size_t piece = 1 + (data[0] >> 1);
   const BytesView bytes = std::as_bytes(std::span(data + 1, size - 1));
   const auto run = [&](std::size_t most) {
-    Handshake handshake(role,
-                        {.secret = Secret::from_bytes(Bytes(32, std::byte{'s'})), .peer = "a stranger"});
+    Handshake handshake(
+        role, {.secret = Secret::from_bytes(Bytes(32, std::byte{'s'})), .peer = "an unauthenticated peer"});
     int outcome = 0;
     try {
       for (std::size_t at = 0; at < bytes.size(); at += most) {

@@ -5,10 +5,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
+#include <torchspan/optim/extension.h>
 #include <torchspan/optim/from_torch.h>
-#include <torchspan/optim/steps.h>
 
 #include "tests/support/cluster.h"
 
@@ -68,10 +68,10 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
     options.functions.add(kLayer, kRows, kForward, kValues, kLookUp, kWeight);
     options.extensions = [] {
       std::vector<std::unique_ptr<rpc::Extension>> extensions;
-      extensions.push_back(std::make_unique<autograd::Passes>());
+      extensions.push_back(std::make_unique<autograd::AutogradExtension>());
       OptimizerTable table;
       table.add<TorchAdam>();
-      extensions.push_back(std::make_unique<Steps>(std::move(table)));
+      extensions.push_back(std::make_unique<OptimExtension>(std::move(table)));
       return extensions;
     };
     SimCluster(options).run([&](Worker& worker) {
@@ -101,7 +101,7 @@ void expect_same(const std::vector<at::Tensor>& actual, const std::vector<at::Te
     EXPECT_TRUE(actual[i].equal(expected[i])) << "parameter " << i;
 }
 
-std::vector<Recipe> recipes() {
+std::vector<OptimizerSpec> specs() {
   return {SGD{.lr = 0.1, .momentum = 0.9, .nesterov = true},
           Adam{.lr = 0.1, .amsgrad = true},
           AdamW{.lr = 0.1},
@@ -136,12 +136,12 @@ struct Twins {
 
 TEST(DistributedGroups, EveryOptimizerGivesTheBitsOfTheLocalOne) {
   on_first(3, [](Worker& worker) {
-    for (const Recipe& recipe : recipes()) {
-      SCOPED_TRACE(recipe.kind);
+    for (const OptimizerSpec& spec : specs()) {
+      SCOPED_TRACE(spec.kind);
       Twins twins(worker);
       DistributedOptimizer remote(worker,
-                                  {{{twins.first, twins.here}, recipe}, {{twins.second}, SGD{.lr = 0.05}}});
-      Optimizer one(*twins.local_first, recipe), two(*twins.local_here, recipe),
+                                  {{{twins.first, twins.here}, spec}, {{twins.second}, SGD{.lr = 0.05}}});
+      Optimizer one(*twins.local_first, spec), two(*twins.local_here, spec),
           three(*twins.local_second, SGD{.lr = 0.05});
       for (int step = 0; step < 6; ++step) {
         Context context(worker);
@@ -159,13 +159,14 @@ TEST(DistributedGroups, EveryOptimizerGivesTheBitsOfTheLocalOne) {
 TEST(DistributedGroups, RatesAndSchedulesActOnAllOwners) {
   on_first(3, [](Worker& worker) {
     Twins twins(worker);
-    const auto schedule = warm_up({.steps = 2, .from = 0.5, .then = cosine({.steps = 4})});
+    const auto schedule =
+        WarmupLR{.total_iters = 2, .start_factor = 0.5, .then = CosineAnnealingLR{.t_max = 4}};
     DistributedOptimizer remote(
         worker, {{{twins.first, twins.here}, Adam{.lr = 0.1}}, {{twins.second}, SGD{.lr = 0.05}}});
-    Optimizer local({Group(twins.local_first->parameters(), Adam{.lr = 0.1}),
-                     Group(twins.local_here->parameters(), Adam{.lr = 0.1}),
-                     Group(twins.local_second->parameters(), SGD{.lr = 0.05})});
-    LrSchedule remote_schedule(remote, schedule), local_schedule(local, schedule);
+    Optimizer local({ParamGroup(twins.local_first->parameters(), Adam{.lr = 0.1}),
+                     ParamGroup(twins.local_here->parameters(), Adam{.lr = 0.1}),
+                     ParamGroup(twins.local_second->parameters(), SGD{.lr = 0.05})});
+    LRScheduler remote_schedule(remote, schedule), local_schedule(local, schedule);
     for (int step = 0; step < 6; ++step) {
       Context context(worker);
       context.backward(twins.remote_loss(step));
@@ -213,14 +214,14 @@ TEST(DistributedGroups, ClipTheNormOfAllOwnersTogether) {
 
 TEST(DistributedGroups, GoOnFromAStateThatWasGatheredOrKeptOnItsOwners) {
   on_first(3, [](Worker& worker) {
-    for (const Recipe& recipe : recipes()) {
+    for (const OptimizerSpec& spec : specs()) {
       for (const bool gathered : {true, false}) {
-        SCOPED_TRACE(recipe.kind + (gathered ? ", gathered" : ", kept"));
+        SCOPED_TRACE(spec.kind + (gathered ? ", gathered" : ", kept"));
         Twins twins(worker);
-        const std::vector<TargetGroup> groups = {{{twins.first, twins.here}, recipe},
-                                                 {{twins.second}, recipe}};
-        Optimizer one(*twins.local_first, recipe), two(*twins.local_here, recipe),
-            three(*twins.local_second, recipe);
+        const std::vector<DistributedParamGroup> groups = {{{twins.first, twins.here}, spec},
+                                                           {{twins.second}, spec}};
+        Optimizer one(*twins.local_first, spec), two(*twins.local_here, spec),
+            three(*twins.local_second, spec);
         auto before = std::make_unique<DistributedOptimizer>(worker, groups);
         for (int step = 0; step < 6; ++step) {
           if (step == 3) {
@@ -266,9 +267,10 @@ TEST(DistributedGroups, RefuseAStateOfOtherTargetsNamingWhatDoesNotFit) {
 
 TEST(DistributedGroups, NeverApplyAGradientOfAnEarlierContext) {
   on_first(3, [](Worker& worker) {
-    for (const Recipe& recipe : {Recipe(SGD{.lr = 0.1}), Recipe(TorchAdam{torch::optim::AdamOptions(0.1)})}) {
+    for (const OptimizerSpec& spec :
+         {OptimizerSpec(SGD{.lr = 0.1}), OptimizerSpec(TorchAdam{torch::optim::AdamOptions(0.1)})}) {
       Twins twins(worker);
-      DistributedOptimizer optimizer(worker, recipe, {twins.first, twins.second});
+      DistributedOptimizer optimizer(worker, spec, {twins.first, twins.second});
       {
         Context context(worker);
         context.backward(twins.remote_loss(0));
@@ -356,7 +358,7 @@ TEST(DistributedGroups, PassesWhoseParametersWereSteppedMeanwhileFailUnlessTheyA
     SCOPED_TRACE(hogwild ? "hogwild" : "by default");
     on_first(2, [hogwild](Worker& worker) {
       auto layer = worker.remote("worker1", kLayer, 1);
-      const std::vector<TargetGroup> groups = {{{layer}, SGD{.lr = 1}, hogwild}};
+      const std::vector<DistributedParamGroup> groups = {{{layer}, SGD{.lr = 1}, hogwild}};
       DistributedOptimizer mine(worker, groups), others(worker, groups);
       const auto pass = [&] { return layer.rpc_sync(kForward, input(1)).sum(); };
       const at::Tensor before = layer.rpc_sync(kValues)[0];
@@ -389,7 +391,7 @@ TEST(DistributedGroups, AreHogwildOnlyWithRulesThatCanBe) {
     auto layer = worker.remote("worker1", kLayer, 1);
     const TorchAdam wrapped{torch::optim::AdamOptions(0.1)};
     EXPECT_THAT(error_of([&] {
-                  DistributedOptimizer(worker, std::vector<TargetGroup>{{{layer}, wrapped, true}});
+                  DistributedOptimizer(worker, std::vector<DistributedParamGroup>{{{layer}, wrapped, true}});
                 }).what(),
                 AllOf(HasSubstr("torch.Adam"), HasSubstr("without hogwild")));
   });

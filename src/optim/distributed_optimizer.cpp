@@ -5,7 +5,7 @@
 
 #include <torch/nn/module.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
 #include "optim/messages.h"
@@ -72,7 +72,7 @@ class Dropping final : public rpc::Completion {
 
 void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
   worker.endpoint()->check_running();
-  if (worker.extension<autograd::Passes>().try_find(context.id())) return;
+  if (worker.extension<autograd::AutogradExtension>().try_find(context.id())) return;
   throw Error(ErrorKind::kInvalid,
               fmt::format("{} was given autograd context {:#x}, which has ended, and its "
                           "gradients with it; step before its release()",
@@ -127,18 +127,19 @@ Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
   if (tensors_.empty()) throw Error(ErrorKind::kInvalid, "a target module has no parameters");
 }
 
-DistributedOptimizer::DistributedOptimizer(const Worker& worker, const std::vector<TargetGroup>& groups)
+DistributedOptimizer::DistributedOptimizer(const Worker& worker,
+                                           const std::vector<DistributedParamGroup>& groups)
     : worker_(worker) {
   std::map<Owner, CreateOptimizer> messages;
   for (std::size_t g = 0; g < groups.size(); ++g) {
     owners_.emplace_back();
-    kinds_.push_back(groups[g].recipe.kind);
-    rates_.push_back(groups[g].recipe.lr);
+    kinds_.push_back(groups[g].spec.kind);
+    rates_.push_back(groups[g].spec.lr);
     const auto add = [&](const rpc::ReferencePtr& reference, std::string name) {
       std::vector<OptimizerGroup>& there = messages[reference->owner()].groups;
       const std::string label = std::to_string(g);
       if (there.empty() || there.back().label != label) {
-        there.push_back({label, groups[g].recipe, {}, groups[g].hogwild});
+        there.push_back({label, groups[g].spec, {}, groups[g].hogwild});
         shares_[reference->owner()].groups.push_back(g);
       }
       there.back().targets.push_back({reference, std::move(name)});

@@ -4,9 +4,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 
 #include "tests/support/cluster.h"
 
@@ -51,7 +51,7 @@ struct EmptyImpl : torch::nn::Module {};
 TORCH_MODULE(Empty);
 
 std::int64_t optimizers(Worker& worker) {
-  return static_cast<std::int64_t>(worker.extension<Steps>().count());
+  return static_cast<std::int64_t>(worker.extension<OptimExtension>().count());
 }
 at::Tensor scaled(const RRef<at::Tensor>& factor, const at::Tensor& x) { return x * factor.local_value(); }
 at::Tensor make_factor(double value) {
@@ -82,8 +82,8 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
                           kMakeFactor, kNumber);
     options.extensions = [] {
       std::vector<std::unique_ptr<rpc::Extension>> extensions;
-      extensions.push_back(std::make_unique<autograd::Passes>());
-      extensions.push_back(std::make_unique<Steps>());
+      extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+      extensions.push_back(std::make_unique<OptimExtension>());
       return extensions;
     };
     SimCluster(options).run([&](Worker& worker) {

@@ -7,7 +7,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/adagrad.h>
 #include <torchspan/optim/functional.h>
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/optim/sgd.h>
 
 namespace torchspan::optim::functional_test {
@@ -85,9 +85,9 @@ TEST(FunctionalOptimizer, MakesARetainedGraphNoticeTheUpdate) {
   EXPECT_THROW(loss.backward(), c10::Error);
 }
 
-TEST(Recipe, NamesTheWrongOptionAndItsValueWhereItIsWritten) {
+TEST(OptimizerSpec, NamesTheWrongOptionAndItsValueWhereItIsWritten) {
   const auto text = [](auto options) {
-    return std::string(error_of([&] { Recipe recipe(options); }).what());
+    return std::string(error_of([&] { OptimizerSpec spec(options); }).what());
   };
   EXPECT_THAT(text(SGD{}), HasSubstr("SGD{.lr = 0.01}"));
   EXPECT_THAT(text(SGD{.lr = -0.5}), HasSubstr("lr = -0.5"));
@@ -104,9 +104,9 @@ TEST(Recipe, NamesTheWrongOptionAndItsValueWhereItIsWritten) {
   EXPECT_THAT(text(Adagrad{.eps = INFINITY}), HasSubstr("eps = inf"));
 }
 
-TEST(Recipe, BuildsTheSameOptimizerAfterItTravelled) {
-  wire::Payload payload = wire::to_payload(Recipe(SGD{.lr = 0.5, .maximize = true}));
-  const Recipe arrived = wire::from_payload<Recipe>(payload);
+TEST(OptimizerSpec, BuildsTheSameOptimizerAfterItTravelled) {
+  wire::Payload payload = wire::to_payload(OptimizerSpec(SGD{.lr = 0.5, .maximize = true}));
+  const OptimizerSpec arrived = wire::from_payload<OptimizerSpec>(payload);
   const at::Tensor leaf = parameter({2});
   const auto optimizer = OptimizerTable().build(arrived, {leaf});
   optimizer->step(std::vector<at::Tensor>{torch::ones({2}, torch::kFloat64)});
@@ -148,17 +148,17 @@ TEST(OptimizerTable, SaysWhatItHasWhenAKindIsUnknownOrOfAnotherVersion) {
   const Error unknown = error_of([] { OptimizerTable().build(Gentle{}, {parameter({1})}); });
   EXPECT_EQ(unknown.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'Gentle' here, only Adadelta, Adagrad, Adam"));
-  Recipe other(Adagrad{});
+  OptimizerSpec other(Adagrad{});
   other.type += 1;
   EXPECT_THAT(error_of([&] { OptimizerTable().build(other, {parameter({1})}); }).what(),
               HasSubstr("another layout"));
 }
 
 TEST(OptimizerTable, RefusesOptionsThatTheSenderNeverChecked) {
-  Recipe recipe(Adagrad{});
-  recipe.options.resize(3);
-  EXPECT_EQ(error_of([&] { OptimizerTable().build(recipe, {parameter({1})}); }).kind(), ErrorKind::kInvalid);
-  Recipe negative(SGD{.lr = 1});
+  OptimizerSpec spec(Adagrad{});
+  spec.options.resize(3);
+  EXPECT_EQ(error_of([&] { OptimizerTable().build(spec, {parameter({1})}); }).kind(), ErrorKind::kInvalid);
+  OptimizerSpec negative(SGD{.lr = 1});
   negative.options = wire::to_payload(SGD{.lr = -1}).value;
   EXPECT_THAT(error_of([&] { OptimizerTable().build(negative, {parameter({1})}); }).what(),
               HasSubstr("lr = -1"));

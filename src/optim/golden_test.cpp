@@ -39,11 +39,11 @@ at::Tensor sparse_gradient(std::int64_t step) {
                                   gradient(step, 6).view({3, 2}), {4, 2});
 }
 
-void expect_golden(const std::string& name, const Recipe& recipe) {
+void expect_golden(const std::string& name, const OptimizerSpec& spec) {
   SCOPED_TRACE(name);
-  const bool sparse = recipe.kind == "SparseAdam";
+  const bool sparse = spec.kind == "SparseAdam";
   const at::Tensor leaf = (sparse ? values(8).view({4, 2}) : values(6)).set_requires_grad(true);
-  const auto optimizer = recipe.build({leaf});
+  const auto optimizer = spec.build({leaf});
   for (std::int64_t step = 0; step < kSteps; ++step) {
     at::Tensor now;
     if (step % 3 != 2) now = sparse ? sparse_gradient(step) : gradient(step, 6);
@@ -55,7 +55,7 @@ void expect_golden(const std::string& name, const Recipe& recipe) {
 }
 
 TEST(Golden, EveryOptimizerEqualsPyTorchsAfterTwoHundredSteps) {
-  const std::map<std::string, Recipe> cases = {
+  const std::map<std::string, OptimizerSpec> cases = {
       {"SGD(lr=0.01, maximize=True)", SGD{.lr = 0.01, .maximize = true}},
       {"SGD(lr=0.01, momentum=0.9, dampening=0.2, weight_decay=0.1, maximize=True)",
        SGD{.lr = 0.01, .momentum = 0.9, .dampening = 0.2, .weight_decay = 0.1, .maximize = true}},
@@ -88,10 +88,10 @@ TEST(Golden, EveryOptimizerEqualsPyTorchsAfterTwoHundredSteps) {
       {"SparseAdam(maximize=True)", SparseAdam{.maximize = true}},
   };
   EXPECT_EQ(cases.size(), golden::kOptimizers.size());
-  for (const auto& [name, recipe] : cases) expect_golden(name, recipe);
+  for (const auto& [name, spec] : cases) expect_golden(name, spec);
 }
 
-void expect_rates(const std::string& name, const Schedule& schedule) {
+void expect_rates(const std::string& name, const LRLambda& schedule) {
   const std::vector<double>& expected = golden::kSchedules.at(name);
   for (std::size_t step = 0; step < expected.size(); ++step) {
     EXPECT_NEAR(schedule(static_cast<std::int64_t>(step)), expected[step], kTolerance)
@@ -100,9 +100,9 @@ void expect_rates(const std::string& name, const Schedule& schedule) {
 }
 
 TEST(Golden, SchedulesEqualPyTorchs) {
-  expect_rates("step", step_decay({.every = 7, .factor = 0.3}));
-  expect_rates("cosine", cosine({.steps = 40, .least = 0.1}));
-  expect_rates("one_cycle", one_cycle({.steps = 40}));
+  expect_rates("step", StepLR{.step_size = 7, .gamma = 0.3});
+  expect_rates("cosine", CosineAnnealingLR{.t_max = 40, .eta_min_factor = 0.1});
+  expect_rates("one_cycle", OneCycleLR{.total_steps = 40});
 }
 
 }  // namespace

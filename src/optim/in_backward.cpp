@@ -6,7 +6,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/core/mutex.h>
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 #include <torchspan/optim/optimizer.h>
 
 #include "optim/shared_gradient.h"
@@ -35,7 +35,7 @@ bool is_averaged(const at::Tensor& parameter) {
 class BackwardSteps::Impl {
  public:
   explicit Impl(Optimizer& optimizer) : shared_(std::make_shared<Shared>(optimizer)) {
-    const auto passes = std::make_shared<engine::StockPasses>();
+    const auto passes = std::make_shared<engine::NativeEnginePasses>();
     const std::vector<at::Tensor> parameters = optimizer.parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i)
       refuse_shared_gradient(parameters[i], fmt::format("parameter {}", i));
@@ -63,7 +63,8 @@ class BackwardSteps::Impl {
 
   class Hook final : public engine::GradientHook {
    public:
-    Hook(at::Tensor parameter, std::shared_ptr<engine::StockPasses> passes, std::shared_ptr<Shared> shared)
+    Hook(at::Tensor parameter, std::shared_ptr<engine::NativeEnginePasses> passes,
+         std::shared_ptr<Shared> shared)
         : GradientHook(std::move(parameter), std::move(passes)), shared_(std::move(shared)) {}
     engine::GradientUse use() const override { return engine::GradientUse::kSteps; }
     void gradient_ready(engine::GradientSink& sink, const at::Tensor& parameter) override {

@@ -6,15 +6,16 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 
 #include "tests/support/cluster.h"
 
 namespace torchspan::optim {
 
-/// Steps that take a second of the clock at `executor`, an address in this process, and change nothing.
+/// Steps that take a second of the clock at `executor`, an address in this process, and change
+/// nothing.
 struct Slow {
   static constexpr std::string_view kName = "Slow";
   std::uint64_t executor = 0;
@@ -77,10 +78,10 @@ at::Tensor loss_of(const RRef<Trained>& layer, const at::Tensor& x) {
   return layer.rpc_sync(kForward, x).sum();
 }
 std::int64_t optimizers(Worker& worker) {
-  return static_cast<std::int64_t>(worker.extension<Steps>().count());
+  return static_cast<std::int64_t>(worker.extension<OptimExtension>().count());
 }
 std::int64_t contexts(Worker& worker) {
-  return static_cast<std::int64_t>(worker.extension<autograd::Passes>().counts().contexts);
+  return static_cast<std::int64_t>(worker.extension<autograd::AutogradExtension>().counts().contexts);
 }
 /// The backward fails behind it, after a while.
 at::Tensor failing(Worker& worker, const at::Tensor& x, std::int64_t ms) {
@@ -106,8 +107,8 @@ ClusterOptions world(int workers, std::uint64_t seed) {
   options.functions.add(kLayer, kForward, kValue, kFailing, kLoss, kOptimizers, kContexts);
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<autograd::Passes>());
-    extensions.push_back(std::make_unique<Steps>(OptimizerTable().add<Slow>()));
+    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+    extensions.push_back(std::make_unique<OptimExtension>(OptimizerTable().add<Slow>()));
     return extensions;
   };
   return options;
@@ -203,7 +204,7 @@ TEST(StepsInBackward, AreOverWhenTheirFailedPassThrows) {
   });
 }
 
-TEST(Steps, SayWhenThereWasNoBackwardBeforeThem) {
+TEST(OptimExtension, SayWhenThereWasNoBackwardBeforeThem) {
   on_first(3, [](Worker& worker) {
     const auto layer = worker.remote(1, kLayer, 5.0), unused = worker.remote(2, kLayer, 5.0);
     DistributedOptimizer optimizer(worker, SGD{.lr = 0.5}, {layer}), other(worker, SGD{.lr = 0.5}, {unused});

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/optim/state_dict.h>
 #include <torchspan/rpc/endpoint.h>
 #include <torchspan/rpc/message.h>
@@ -18,7 +18,7 @@ struct OptimizerTarget {
 
 struct OptimizerGroup {
   std::string label;
-  Recipe recipe;
+  OptimizerSpec spec;
   std::vector<OptimizerTarget> targets;
   bool hogwild = false;
 };
@@ -133,7 +133,7 @@ struct Wire<optim::OptimizerTarget>
 template <>
 struct Wire<optim::OptimizerGroup>
     : WireStruct<optim::OptimizerGroup, "optim.OptimizerGroup", &optim::OptimizerGroup::label,
-                 &optim::OptimizerGroup::recipe, &optim::OptimizerGroup::targets,
+                 &optim::OptimizerGroup::spec, &optim::OptimizerGroup::targets,
                  &optim::OptimizerGroup::hogwild> {};
 template <>
 struct Wire<optim::CreateOptimizer>

@@ -60,25 +60,25 @@ ParameterState unless_empty(ParameterState state) {
 
 }  // namespace
 
-Group::Group(std::vector<at::Tensor> parameters, Recipe recipe, std::vector<std::string> names)
-    : parameters(std::move(parameters)), recipe(std::move(recipe)), names(std::move(names)) {}
+ParamGroup::ParamGroup(std::vector<at::Tensor> parameters, OptimizerSpec spec, std::vector<std::string> names)
+    : parameters(std::move(parameters)), spec(std::move(spec)), names(std::move(names)) {}
 
-Group::Group(const torch::nn::Module& module, Recipe recipe) : recipe(std::move(recipe)) {
+ParamGroup::ParamGroup(const torch::nn::Module& module, OptimizerSpec spec) : spec(std::move(spec)) {
   for (auto& [name, parameter] : named_parameters_of(module)) {
     names.push_back(name);
     parameters.push_back(parameter);
   }
 }
 
-Optimizer::Optimizer(std::vector<at::Tensor> parameters, Recipe recipe)
-    : Optimizer(std::vector<Group>{Group(std::move(parameters), std::move(recipe))}) {}
+Optimizer::Optimizer(std::vector<at::Tensor> parameters, OptimizerSpec spec)
+    : Optimizer(std::vector<ParamGroup>{ParamGroup(std::move(parameters), std::move(spec))}) {}
 
-Optimizer::Optimizer(const torch::nn::Module& module, Recipe recipe)
-    : Optimizer(std::vector<Group>{Group(module, std::move(recipe))}) {}
+Optimizer::Optimizer(const torch::nn::Module& module, OptimizerSpec spec)
+    : Optimizer(std::vector<ParamGroup>{ParamGroup(module, std::move(spec))}) {}
 
-Optimizer::Optimizer(std::vector<Group> groups, const OptimizerTable* table) {
+Optimizer::Optimizer(std::vector<ParamGroup> groups, const OptimizerTable* table) {
   if (groups.empty()) throw Error(ErrorKind::kInvalid, "an Optimizer needs at least one group of parameters");
-  for (Group& group : groups) add(std::move(group), table);
+  for (ParamGroup& group : groups) add(std::move(group), table);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const auto& parameters = rule(g).parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -92,7 +92,7 @@ Optimizer::Optimizer(std::vector<Group> groups, const OptimizerTable* table) {
   }
 }
 
-void Optimizer::add(Group group, const OptimizerTable* table) {
+void Optimizer::add(ParamGroup group, const OptimizerTable* table) {
   Part part;
   part.label = group.label.empty() ? std::to_string(groups_.size()) : group.label;
   const std::size_t count = group.parameters.size();
@@ -101,8 +101,8 @@ void Optimizer::add(Group group, const OptimizerTable* table) {
     throw Error(ErrorKind::kInvalid, fmt::format("group {} has {} parameters and {} names: give one for each",
                                                  part.label, count, group.names.size()));
   }
-  part.rule = table != nullptr ? table->build(group.recipe, std::move(group.parameters))
-                               : group.recipe.build(std::move(group.parameters));
+  part.rule = table != nullptr ? table->build(group.spec, std::move(group.parameters))
+                               : group.spec.build(std::move(group.parameters));
   if (group.hogwild) part.rule->set_hogwild(true);
   part.names = std::move(group.names);
   for (std::size_t i = part.names.size(); i < count; ++i) part.names.push_back(std::to_string(i));

@@ -51,7 +51,7 @@ TEST(Optimizer, TrainsAModuleLikeLibTorchsWithClippingAndGroups) {
   auto ours = network(1), theirs = network(1);
   const auto mine = ours->parameters(), list = theirs->parameters();
   Optimizer optimizer(
-      {Group({mine[0], mine[2]}, Adam{.lr = 0.1}), Group({mine[1], mine[3]}, SGD{.lr = 0.5})});
+      {ParamGroup({mine[0], mine[2]}, Adam{.lr = 0.1}), ParamGroup({mine[1], mine[3]}, SGD{.lr = 0.5})});
   torch::optim::Adam weights({list[0], list[2]}, torch::optim::AdamOptions(0.1));
   torch::optim::SGD biases({list[1], list[3]}, torch::optim::SGDOptions(0.5));
   for (std::uint64_t step = 0; step < 20; ++step) {
@@ -87,7 +87,7 @@ TEST(Optimizer, NormsAreThoseOfOneLongVector) {
   EXPECT_THAT(error_of([&] { clip_grad_norm({}, -1); }).what(), HasSubstr("max_norm = -1"));
 }
 
-std::vector<Recipe> recipes() {
+std::vector<OptimizerSpec> specs() {
   return {SGD{.lr = 0.1},
           SGD{.lr = 0.1, .momentum = 0.9},
           Adam{.amsgrad = true},
@@ -101,10 +101,10 @@ std::vector<Recipe> recipes() {
 }
 
 TEST(Optimizer, GoesOnFromASavedStateBitForBit) {
-  for (const Recipe& recipe : recipes()) {
-    SCOPED_TRACE(recipe.kind);
+  for (const OptimizerSpec& spec : specs()) {
+    SCOPED_TRACE(spec.kind);
     auto straight = network(2), resumed = network(2);
-    Optimizer whole(*straight, recipe), before(*resumed, recipe);
+    Optimizer whole(*straight, spec), before(*resumed, spec);
     const auto train = [](torch::nn::Sequential& net, Optimizer& optimizer, std::uint64_t from,
                           std::uint64_t to) {
       for (std::uint64_t step = from; step < to; ++step) {
@@ -121,7 +121,7 @@ TEST(Optimizer, GoesOnFromASavedStateBitForBit) {
     torch::save(before.state_dict(), file);
     StateDict loaded;
     torch::load(loaded, file);
-    Optimizer after(*resumed, recipe);
+    Optimizer after(*resumed, spec);
     after.set_lr(3);  // the state brings the rate
     after.load_state_dict(loaded);
     EXPECT_EQ(after.lr(), whole.lr());
@@ -176,7 +176,7 @@ TEST(Optimizer, RefusesAStateThatDoesNotFitNamingTheParameterAndKeepsItsOwn) {
   EXPECT_THAT(error_of([&] { optimizer.load_state_dict(Optimizer(*net, AdamW{}).state_dict()); }).what(),
               AllOf(HasSubstr("'AdamW'"), HasSubstr("'Adam'")));
   const std::vector<at::Tensor> some = {net->parameters()[0]};
-  const StateDict other = Optimizer({Group(some, Adam{}, {"0.weight"})}).state_dict();
+  const StateDict other = Optimizer({ParamGroup(some, Adam{}, {"0.weight"})}).state_dict();
   EXPECT_THAT(error_of([&] { optimizer.load_state_dict(other); }).what(), HasSubstr("'0.bias'"));
   const StateDict now = optimizer.state_dict();
   ASSERT_EQ(now.size(), good.size());
@@ -185,23 +185,26 @@ TEST(Optimizer, RefusesAStateThatDoesNotFitNamingTheParameterAndKeepsItsOwn) {
 
 TEST(Optimizer, RefusesGroupsThatShareAParameterOrDoNotFitTheirNames) {
   const at::Tensor a = torch::ones({2}).set_requires_grad(true), b = torch::ones({3}).set_requires_grad(true);
-  EXPECT_THAT(error_of([] { Optimizer(std::vector<Group>()); }).what(), HasSubstr("at least one group"));
+  EXPECT_THAT(error_of([] { Optimizer(std::vector<ParamGroup>()); }).what(), HasSubstr("at least one group"));
   EXPECT_THAT(error_of([&] {
-                Optimizer({Group({a}, SGD{.lr = 1}), Group({b, a}, Adam{})});
+                Optimizer({ParamGroup({a}, SGD{.lr = 1}), ParamGroup({b, a}, Adam{})});
               }).what(),
               HasSubstr("parameter 1 (shape [2], Float) of group 1 is in group 0 too"));
-  EXPECT_THAT(error_of([&] { Optimizer({Group({a, b}, Adam{}, {"one"})}); }).what(), HasSubstr("1 names"));
   EXPECT_THAT(error_of([&] {
-                Optimizer({Group({a, b}, Adam{}, {"x", "x"})});
+                Optimizer({ParamGroup({a, b}, Adam{}, {"one"})});
+              }).what(),
+              HasSubstr("1 names"));
+  EXPECT_THAT(error_of([&] {
+                Optimizer({ParamGroup({a, b}, Adam{}, {"x", "x"})});
               }).what(),
               HasSubstr("two parameters 'x'"));
-  EXPECT_THAT(error_of([&] { Optimizer({a}, Recipe()); }).what(), HasSubstr("recipe is empty"));
+  EXPECT_THAT(error_of([&] { Optimizer({a}, OptimizerSpec()); }).what(), HasSubstr("spec is empty"));
 }
 
 TEST(Optimizer, ChangesNoGroupWhenAGradientOfOneIsWrong) {
   const at::Tensor a = torch::ones({2}).set_requires_grad(true),
                    b = torch::ones({3, 2}).set_requires_grad(true);
-  Optimizer optimizer({Group({a}, SGD{.lr = 1}), Group({b}, Adam{})});
+  Optimizer optimizer({ParamGroup({a}, SGD{.lr = 1}), ParamGroup({b}, Adam{})});
   a.mutable_grad() = torch::ones({2});
   b.mutable_grad() = torch::ones({3, 2}).to_sparse(1);
   EXPECT_THAT(error_of([&] { optimizer.step(); }).what(), HasSubstr("Adam: parameter 0"));
@@ -260,10 +263,11 @@ TEST(TorchOptimizer, StepsLikeTheClassItWrapsAndLeavesGradAlone) {
   const at::Tensor ours = torch::ones({2}, torch::kDouble).set_requires_grad(true);
   const at::Tensor skipped = torch::ones({2}, torch::kDouble).set_requires_grad(true);
   const at::Tensor theirs = torch::ones({2}, torch::kDouble).set_requires_grad(true);
-  wire::Payload payload = wire::to_payload(Recipe(TorchSGD{torch::optim::SGDOptions(0.1).momentum(0.9)}));
+  wire::Payload payload =
+      wire::to_payload(OptimizerSpec(TorchSGD{torch::optim::SGDOptions(0.1).momentum(0.9)}));
   OptimizerTable table;
   table.add<TorchSGD>();
-  const auto optimizer = table.build(wire::from_payload<Recipe>(payload), {ours, skipped});
+  const auto optimizer = table.build(wire::from_payload<OptimizerSpec>(payload), {ours, skipped});
   torch::optim::SGD oracle({theirs}, torch::optim::SGDOptions(0.1).momentum(0.9));
   const at::Tensor stale = torch::full({2}, 100.0, torch::kDouble);
   ours.mutable_grad() = stale;
@@ -280,35 +284,38 @@ TEST(TorchOptimizer, StepsLikeTheClassItWrapsAndLeavesGradAlone) {
   EXPECT_EQ(optimizer->lr(), 0.1);
 }
 
-TEST(Schedule, FactorsAreTheirClosedForms) {
-  const Schedule decay = step_decay({.every = 3, .factor = 0.5});
+TEST(LRScheduler, FactorsAreTheirClosedForms) {
+  const LRLambda decay = StepLR{.step_size = 3, .gamma = 0.5};
   EXPECT_EQ(decay(2), 1);
   EXPECT_EQ(decay(3), 0.5);
   EXPECT_EQ(decay(7), 0.25);
-  const Schedule wave = cosine({.steps = 10, .least = 0.2});
+  const LRLambda wave = CosineAnnealingLR{.t_max = 10, .eta_min_factor = 0.2};
   EXPECT_EQ(wave(0), 1);
   EXPECT_NEAR(wave(5), 0.6, 1e-12);
   EXPECT_NEAR(wave(10), 0.2, 1e-12);
   EXPECT_EQ(wave(11), wave(10));
-  const Schedule warm = warm_up({.steps = 4, .from = 0.2, .then = decay});
+  const LRLambda warm = WarmupLR{.total_iters = 4, .start_factor = 0.2, .then = decay};
   EXPECT_NEAR(warm(2), 0.6, 1e-12);
   EXPECT_EQ(warm(4), 1);
   EXPECT_EQ(warm(7), 0.5);
-  const Schedule cycle = one_cycle({.steps = 10, .rising = 0.5, .first = 0.1, .last = 0.01});
+  const LRLambda cycle =
+      OneCycleLR{.total_steps = 10, .pct_start = 0.5, .div_factor = 10, .final_div_factor = 10};
   EXPECT_NEAR(cycle(0), 0.1, 1e-12);
   EXPECT_NEAR(cycle(4), 1, 1e-12);
   EXPECT_NEAR(cycle(9), 0.01, 1e-12);
   EXPECT_EQ(cycle(100), cycle(9));
-  EXPECT_THAT(error_of([] { step_decay({}); }).what(), HasSubstr("step_decay: every = 0"));
-  EXPECT_THAT(error_of([] { cosine({.steps = 0}); }).what(), HasSubstr("cosine: steps = 0"));
-  EXPECT_THAT(error_of([] { one_cycle({.steps = 10, .rising = 1}); }).what(), HasSubstr("rising = 1"));
+  EXPECT_THAT(error_of([] { LRLambda(StepLR{}); }).what(), HasSubstr("StepLR: step_size = 0"));
+  EXPECT_THAT(error_of([] { LRLambda(CosineAnnealingLR{.t_max = 0}); }).what(),
+              HasSubstr("CosineAnnealingLR: t_max = 0"));
+  EXPECT_THAT(error_of([] { LRLambda(OneCycleLR{.total_steps = 10, .pct_start = 1}); }).what(),
+              HasSubstr("pct_start = 1"));
 }
 
-TEST(Schedule, DrivesTheRatesOfGroupsAndResumes) {
+TEST(LRScheduler, DrivesTheRatesOfGroupsAndResumes) {
   const at::Tensor a = torch::ones({2}).set_requires_grad(true), b = torch::ones({3}).set_requires_grad(true);
-  Optimizer optimizer({Group({a}, SGD{.lr = 2}), Group({b}, Adam{.lr = 4})});
-  LrSchedule schedule(optimizer, {step_decay({.every = 2, .factor = 0.5}),
-                                  [](std::int64_t step) { return 1.0 / static_cast<double>(1 + step); }});
+  Optimizer optimizer({ParamGroup({a}, SGD{.lr = 2}), ParamGroup({b}, Adam{.lr = 4})});
+  LRScheduler schedule(optimizer, {StepLR{.step_size = 2, .gamma = 0.5},
+                                   [](std::int64_t step) { return 1.0 / static_cast<double>(1 + step); }});
   EXPECT_THAT(optimizer.lrs(), ElementsAre(2, 4));
   schedule.step();
   schedule.step();
@@ -319,13 +326,13 @@ TEST(Schedule, DrivesTheRatesOfGroupsAndResumes) {
   StateDict state;
   torch::load(state, file);
   // Made over rates that a schedule has changed: the state brings the base rates back.
-  LrSchedule resumed(optimizer,
-                     {step_decay({.every = 2, .factor = 0.5}), step_decay({.every = 1, .factor = 0.5})});
+  LRScheduler resumed(optimizer,
+                      {StepLR{.step_size = 2, .gamma = 0.5}, StepLR{.step_size = 1, .gamma = 0.5}});
   resumed.load_state_dict(state);
   EXPECT_EQ(resumed.steps(), 3);
   EXPECT_THAT(optimizer.lrs(), ElementsAre(1, 0.5));
   EXPECT_THAT(
-      error_of([&] { LrSchedule(optimizer, std::vector<Schedule>(3, warm_up({.steps = 1}))); }).what(),
+      error_of([&] { LRScheduler(optimizer, std::vector<LRLambda>(3, WarmupLR{.total_iters = 1})); }).what(),
       HasSubstr("2 groups and 3 schedules"));
 }
 

@@ -71,8 +71,8 @@ double largest_norm(const Worker& worker, const ClipOptions& options,
   }
   std::map<std::string, Bytes> all;
   try {
-    all = worker.endpoint()->all_gather("optim.clip_grad_norm", mine.to_bytes(), names,
-                                        worker.runtime().executor.deadline_in(options.timeout));
+    all = worker.endpoint()->all_gather_bytes("optim.clip_grad_norm", mine.to_bytes(), names,
+                                              worker.runtime().executor.deadline_in(options.timeout));
   } catch (...) {
     if (!failure) throw;
   }

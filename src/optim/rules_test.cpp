@@ -29,7 +29,7 @@ Error error_of(F&& body) {
 }
 
 /// The options of every dense kind that use all of its state, with `foreach` and `float32_state`.
-std::vector<Recipe> dense_recipes(std::optional<bool> foreach, bool float32_state = false) {
+std::vector<OptimizerSpec> dense_specs(std::optional<bool> foreach, bool float32_state = false) {
   const auto f = foreach;
   const bool s = float32_state;
   return {
@@ -54,7 +54,7 @@ std::vector<Recipe> dense_recipes(std::optional<bool> foreach, bool float32_stat
 at::Tensor leaf_of(const at::Tensor& value) { return value.detach().clone().set_requires_grad(true); }
 
 TEST(Rules, StepManyParametersAtOnceWithTheSameBitsAsOneByOne) {
-  const auto simple = dense_recipes(false), many = dense_recipes(true);
+  const auto simple = dense_specs(false), many = dense_specs(true);
   for (std::size_t k = 0; k < simple.size(); ++k) {
     SCOPED_TRACE(simple[k].kind);
     at::Generator generator = at::detail::createCPUGenerator(k + 1);
@@ -79,12 +79,12 @@ TEST(Rules, StepManyParametersAtOnceWithTheSameBitsAsOneByOne) {
 }
 
 TEST(Rules, TreatAComplexParameterAsPairsOfReals) {
-  for (const Recipe& recipe : dense_recipes(false)) {
-    SCOPED_TRACE(recipe.kind);
+  for (const OptimizerSpec& spec : dense_specs(false)) {
+    SCOPED_TRACE(spec.kind);
     at::Generator generator = at::detail::createCPUGenerator(5);
     const at::Tensor complex = at::randn({3, 2}, generator, torch::kComplexDouble).set_requires_grad(true);
     const at::Tensor real = leaf_of(at::view_as_real(complex.detach()));
-    const auto of_complex = recipe.build({complex}), of_real = recipe.build({real});
+    const auto of_complex = spec.build({complex}), of_real = spec.build({real});
     for (int step = 0; step < 20; ++step) {
       const at::Tensor gradient = at::randn({3, 2}, generator, torch::kComplexDouble).conj();
       of_complex->step(std::vector<at::Tensor>{gradient});
@@ -97,8 +97,8 @@ TEST(Rules, TreatAComplexParameterAsPairsOfReals) {
 
 TEST(Rules, KeepTheStateOfHalfParametersInFloat32AndRoundOnceAStep) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
-    const auto halves = dense_recipes(false, true), at_once = dense_recipes(true, true),
-               floats = dense_recipes(false);
+    const auto halves = dense_specs(false, true), at_once = dense_specs(true, true),
+               floats = dense_specs(false);
     for (std::size_t k = 0; k < halves.size(); ++k) {
       SCOPED_TRACE(halves[k].kind);
       at::Generator generator = at::detail::createCPUGenerator(k + 1);
@@ -125,15 +125,15 @@ TEST(Rules, KeepTheStateOfHalfParametersInFloat32AndRoundOnceAStep) {
 }
 
 TEST(Rules, AdvanceAVersionByOneAStepSoThatNoGraphMissesIt) {
-  std::vector<Recipe> all = dense_recipes(false);
-  for (const Recipe& recipe : dense_recipes(true)) all.push_back(recipe);
+  std::vector<OptimizerSpec> all = dense_specs(false);
+  for (const OptimizerSpec& spec : dense_specs(true)) all.push_back(spec);
   all.push_back(SparseAdam{});
-  for (const Recipe& recipe : all) {
-    SCOPED_TRACE(recipe.kind);
+  for (const OptimizerSpec& spec : all) {
+    SCOPED_TRACE(spec.kind);
     const at::Tensor leaf = leaf_of(torch::ones({3, 2}, torch::kDouble)), skipped = leaf_of(leaf);
-    const auto optimizer = recipe.build({leaf, skipped});
+    const auto optimizer = spec.build({leaf, skipped});
     at::Tensor gradient = torch::ones({3, 2}, torch::kDouble);
-    if (recipe.kind == "SparseAdam") gradient = gradient.to_sparse(1);
+    if (spec.kind == "SparseAdam") gradient = gradient.to_sparse(1);
     const at::Tensor loss = (leaf * leaf).sum();
     const void* data = leaf.data_ptr();
     for (std::uint32_t step = 1; step <= 3; ++step) {
@@ -149,36 +149,36 @@ TEST(Rules, AdvanceAVersionByOneAStepSoThatNoGraphMissesIt) {
 
 TEST(Rules, RefuseGradientsOfTheWrongLayoutNamingOptimizerAndParameter) {
   const at::Tensor sparse = torch::ones({3, 2}, torch::kDouble).to_sparse(1);
-  for (const Recipe& recipe : dense_recipes(std::nullopt)) {
-    if (recipe.kind == "SGD" || recipe.kind == "Adagrad") continue;
+  for (const OptimizerSpec& spec : dense_specs(std::nullopt)) {
+    if (spec.kind == "SGD" || spec.kind == "Adagrad") continue;
     const at::Tensor leaf = leaf_of(torch::ones({3, 2}, torch::kDouble));
-    const auto optimizer = recipe.build({leaf});
+    const auto optimizer = spec.build({leaf});
     optimizer->set_parameter_names({"table"});
     const Error error = error_of([&] { optimizer->step(std::vector<at::Tensor>{sparse}); });
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
     EXPECT_THAT(error.what(),
-                HasSubstr(recipe.kind + ": parameter 0 'table' (shape [3, 2], Double) got a sparse"));
+                HasSubstr(spec.kind + ": parameter 0 'table' (shape [3, 2], Double) got a sparse"));
     EXPECT_TRUE(optimizer->state(0).empty());
   }
-  const auto optimizer = Recipe(SparseAdam{}).build({leaf_of(sparse.to_dense())});
+  const auto optimizer = OptimizerSpec(SparseAdam{}).build({leaf_of(sparse.to_dense())});
   const Error error = error_of([&] { optimizer->step(std::vector<at::Tensor>{sparse.to_dense()}); });
   EXPECT_THAT(error.what(), AllOf(HasSubstr("SparseAdam: parameter 0"), HasSubstr("dense gradient")));
 }
 
 TEST(Rules, MakeStateWithTheFirstGradientAndNotBefore) {
-  for (const Recipe& recipe : dense_recipes(false)) {
+  for (const OptimizerSpec& spec : dense_specs(false)) {
     const at::Tensor first = leaf_of(torch::ones({2}, torch::kDouble)), second = leaf_of(first);
-    const auto optimizer = recipe.build({first, second});
+    const auto optimizer = spec.build({first, second});
     EXPECT_TRUE(optimizer->state(0).empty());
     optimizer->step(std::vector<at::Tensor>{torch::ones({2}, torch::kDouble), at::Tensor()});
     EXPECT_EQ(optimizer->state(0).at("step").item<std::int64_t>(), 1);
-    EXPECT_TRUE(optimizer->state(1).empty()) << recipe.kind;
+    EXPECT_TRUE(optimizer->state(1).empty()) << spec.kind;
   }
 }
 
 template <class O>
 void expect_refused(const O& options, const std::string& text) {
-  const Error error = error_of([&] { Recipe recipe(options); });
+  const Error error = error_of([&] { OptimizerSpec spec(options); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.what(), AllOf(HasSubstr(std::string(O::kName) + ": " + text), HasSubstr("must be")));
 }

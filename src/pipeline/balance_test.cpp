@@ -154,8 +154,8 @@ TEST(Profile, CountsAllUsesOfALayer) {
   simulated([](Executor& executor) {
     Layers layers;
     const auto slow = layers.add<Slow>(&executor, 3, 7);
-    layers.again(slow);
-    layers.again(slow);
+    layers.reuse(slow);
+    layers.reuse(slow);
     const auto costs = profile(executor, layers, at::ones({2, 4}));
     EXPECT_NEAR(costs[0].forward_seconds, 3 * 0.003, 1e-6);
     EXPECT_NEAR(costs[0].backward_seconds, 3 * 0.007, 1e-6);

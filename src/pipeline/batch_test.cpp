@@ -227,7 +227,7 @@ TEST(Layers, BuildNothingUntilTheyAreAsked) {
   int made = 0;
   Layers layers;
   const auto use = layers.add<Counting>(&made);
-  layers.again(use);
+  layers.reuse(use);
   EXPECT_EQ(made, 0);
   const BuiltLayer built = layers.recipes()[0].build();
   EXPECT_EQ(made, 1);
@@ -241,8 +241,8 @@ TEST(Layers, ShareALayerBetweenItsUses) {
   Layers layers;
   const auto first = layers.add<Counting>(&made).named("counting");
   layers.add<Plain>(3.0);
-  layers.again(first);
-  layers.again(first, "twice", &CountingImpl::twice);
+  layers.reuse(first);
+  layers.reuse(first, "twice", &CountingImpl::twice);
   EXPECT_EQ(layers.recipes().size(), 2u);
   EXPECT_EQ(layers.recipes()[0].name, "counting");
   EXPECT_THAT(layers.recipes()[1].name, HasSubstr("Plain"));
@@ -263,7 +263,7 @@ TEST(Layers, DoNotRepeatTheSkipsOfAnEarlierUse) {
   EXPECT_EQ(layers.uses()[0].stashes, (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(layers.uses()[0].pops, std::vector<std::string>{"c"});
   EXPECT_EQ(layers.uses()[0].space, "x");
-  layers.again(first);
+  layers.reuse(first);
   EXPECT_TRUE(layers.uses()[1].stashes.empty());
   EXPECT_TRUE(layers.uses()[1].pops.empty());
   EXPECT_TRUE(layers.uses()[1].space.empty());

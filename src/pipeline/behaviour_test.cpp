@@ -239,7 +239,7 @@ TEST(PipelineInput, WithoutRowsGoesToAllMicroBatchesAndGetsTheSumOfTheirGradient
 // Steps of other kinds.
 
 TEST(PipelineSteps, InferEqualsThePlainModelAndKeepsNoGraph) {
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(3, 1, [&](Worker& worker) {
       int calls = 0;
       Layers layers = three();

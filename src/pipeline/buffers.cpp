@@ -5,10 +5,10 @@
 
 namespace torchspan::pipeline {
 
-KeptBuffers::KeptBuffers(const Station& station, const Segment& segment) {
+KeptBuffers::KeptBuffers(const LocalPipeline& local, const LayerRange& segment) {
   for (int order = segment.first; order <= segment.last; ++order) {
-    const LayerUse& use = station.uses[static_cast<std::size_t>(order)];
-    const auto& module = station.layers[static_cast<std::size_t>(use.layer)].module;
+    const LayerUse& use = local.uses[static_cast<std::size_t>(order)];
+    const auto& module = local.layers[static_cast<std::size_t>(use.layer)].module;
     if (!module || !module->is_training()) continue;
     for (const at::Tensor& buffer : module->buffers()) kept_.emplace_back(buffer, buffer.detach().clone());
   }

@@ -5,7 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include "pipeline/station.h"
+#include "pipeline/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
@@ -13,7 +13,7 @@ namespace torchspan::pipeline {
 /// values that they had at its beginning: a forward that is computed again must not count twice.
 class KeptBuffers {
  public:
-  KeptBuffers(const Station& station, const Segment& segment);
+  KeptBuffers(const LocalPipeline& local, const LayerRange& segment);
   ~KeptBuffers();
   KeptBuffers(const KeptBuffers&) = delete;
   KeptBuffers& operator=(const KeptBuffers&) = delete;

@@ -11,7 +11,7 @@
 namespace torchspan::pipeline::failure_test {
 namespace {
 
-using schedule::TaskKind;
+using schedule::ActionKind;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -21,11 +21,11 @@ using torchspan::testing::SimCluster;
 /// Which task fails: the n-th forward or backward of a stage in the step that is armed.
 struct Fault {
   int stage = -1;
-  TaskKind kind = TaskKind::kForward;
+  ActionKind kind = ActionKind::kForward;
   int countdown = 0;
   std::function<void()> what = [] { throw std::runtime_error("the layer broke"); };
 
-  void meet(int at, TaskKind of) {
+  void meet(int at, ActionKind of) {
     if (stage == at && kind == of && countdown-- == 0) what();
   }
 };
@@ -40,7 +40,7 @@ struct FaultyBackward : torch::autograd::Function<FaultyBackward> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
     reinterpret_cast<Fault*>(context->saved_data["fault"].toInt())
-        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), TaskKind::kBackward);
+        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), ActionKind::kBackward);
     return {gradients[0], at::Tensor(), at::Tensor()};
   }
 };
@@ -50,7 +50,7 @@ struct FaultyImpl : torch::nn::Module {
     weight = register_parameter("weight", at::full({1}, 2.0, at::kDouble));
   }
   at::Tensor forward(const at::Tensor& x) {
-    fault->meet(stage, TaskKind::kForward);
+    fault->meet(stage, ActionKind::kForward);
     return FaultyBackward::apply(x * weight, reinterpret_cast<std::int64_t>(fault), stage);
   }
   Fault* fault;
@@ -104,12 +104,12 @@ void expect_good_step(Pipeline& pipe, int stages) {
 
 TEST(Failure, AnExceptionInAnyTaskEndsTheStepEverywhereAndTheNextWorks) {
   constexpr int kStages = 3;
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int which = 0; which < 3; ++which) {
-        for (const TaskKind kind : {TaskKind::kForward, TaskKind::kBackward}) {
+        for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
           SCOPED_TRACE(fmt::format("schedule {}, stage {}, {} of task {}", static_cast<int>(schedule), stage,
-                                   kind == TaskKind::kForward ? "forward" : "backward", which));
+                                   kind == ActionKind::kForward ? "forward" : "backward", which));
           std::vector<std::string> texts(kStages);
           on_workers(kStages, 1, [&](Worker& worker) {
             Fault fault{stage, kind, which};
@@ -122,8 +122,8 @@ TEST(Failure, AnExceptionInAnyTaskEndsTheStepEverywhereAndTheNextWorks) {
           });
           EXPECT_THAT(texts[0], AllOf(HasSubstr("the layer broke"), HasSubstr(fmt::format("faulty{}", stage)),
                                       HasSubstr(fmt::format("stage {} on 'worker{}'", stage, stage)),
-                                      HasSubstr(kind == TaskKind::kForward ? "forward of micro-batch "
-                                                                           : "backward of micro-batch ")));
+                                      HasSubstr(kind == ActionKind::kForward ? "forward of micro-batch "
+                                                                             : "backward of micro-batch ")));
           EXPECT_EQ(texts[1], texts[0]);
           EXPECT_EQ(texts[2], texts[0]);
         }
@@ -134,7 +134,7 @@ TEST(Failure, AnExceptionInAnyTaskEndsTheStepEverywhereAndTheNextWorks) {
 
 TEST(Failure, ALayerThatLibTorchRefusesIsToldWithoutStackFrames) {
   const auto texts = outcomes(2, [](Worker& worker) {
-    Fault fault{1, TaskKind::kForward, 0, [] { at::ones({2, 3}).mm(at::ones({2, 3})); }};
+    Fault fault{1, ActionKind::kForward, 0, [] { at::ones({2, 3}).mm(at::ones({2, 3})); }};
     Pipeline pipe(worker, faulty_layers(fault, 2), options(2));
     pipe.train_step(some_rows(), some_rows(), mean_of);
   });
@@ -162,7 +162,7 @@ TEST(Failure, ABackwardThatFailsBeforeThePipelinesInputEndsTheStepOnAll) {
     const auto texts = outcomes(3, [in_two_parts](Worker& worker) {
       Fault fault;
       Pipeline pipe(worker, faulty_layers(fault, 3), options(3));
-      Fault before{0, TaskKind::kBackward, 0};
+      Fault before{0, ActionKind::kBackward, 0};
       at::Tensor x = some_rows().set_requires_grad(true);
       x = FaultyBackward::apply(x * 1, reinterpret_cast<std::int64_t>(&before), 0);
       const std::string text = text_of([&] {
@@ -216,9 +216,9 @@ TEST(Failure, ALossThatIsNoScalarSaysSo) {
 TEST(Failure, ADeadWorkerEndsTheStepByNameWithinASecond) {
   constexpr int kStages = 3;
   for (int victim = 0; victim < kStages; ++victim) {
-    for (const TaskKind kind : {TaskKind::kForward, TaskKind::kBackward}) {
+    for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
       SCOPED_TRACE(fmt::format("worker {} dies in its {}", victim,
-                               kind == TaskKind::kForward ? "forward" : "backward"));
+                               kind == ActionKind::kForward ? "forward" : "backward"));
       auto cluster = torchspan::testing::pipeline_cluster(kStages);
       cluster.graceful = false;
       SimCluster world(cluster);
@@ -254,7 +254,7 @@ TEST(Failure, ADeadWorkerEndsTheStepByNameWithinASecond) {
 }
 
 TEST(Failure, AStalledTaskIsNamedWithWorkerLayerAndMicroBatch) {
-  for (const TaskKind kind : {TaskKind::kForward, TaskKind::kBackward}) {
+  for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
     std::vector<std::string> texts(3);
     on_workers(3, 1, [&](Worker& worker) {
       Executor& executor = worker.runtime().executor;
@@ -272,7 +272,7 @@ TEST(Failure, AStalledTaskIsNamedWithWorkerLayerAndMicroBatch) {
       expect_good_step(pipe, 3);
     });
     const std::string what =
-        kind == TaskKind::kForward ? "the forward of micro-batch 1" : "the backward of micro-batch 1";
+        kind == ActionKind::kForward ? "the forward of micro-batch 1" : "the backward of micro-batch 1";
     EXPECT_THAT(texts[0],
                 AllOf(HasSubstr("stalled: worker 'worker1' has been in " + what), HasSubstr("faulty1")));
     EXPECT_THAT(texts[2], HasSubstr("stalled: worker 'worker1' has been in " + what));

@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 #include <map>
 
-#include <torchspan/pipeline/pipelines.h>
+#include <torchspan/pipeline/extension.h>
 
 #include "pipeline/random.h"
 #include "pipeline/shared_tensors.h"
@@ -45,9 +45,9 @@ void check(const PipelineOptions& options) {
   };
   if (options.micro_batches < 1)
     refuse(fmt::format("micro_batches is {}; it must be 1 or more", options.micro_batches));
-  if (options.most_in_flight < 0)
-    refuse(fmt::format("most_in_flight is {}; it must be 0 (as many as needed) or more",
-                       options.most_in_flight));
+  if (options.max_in_flight < 0)
+    refuse(
+        fmt::format("max_in_flight is {}; it must be 0 (as many as needed) or more", options.max_in_flight));
   if (options.stall_timeout <= Duration::zero()) refuse("stall_timeout must be more than zero");
 }
 
@@ -74,7 +74,7 @@ std::string fingerprint(const PlanRequest& request, const PipelineOptions& optio
                     "{}\nseed {}\n",
                     request.balance, request.workers, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
-                    options.most_in_flight, options.seed ? std::to_string(*options.seed) : "none");
+                    options.max_in_flight, options.seed ? std::to_string(*options.seed) : "none");
 }
 
 /// The first line in which two fingerprints differ.
@@ -102,8 +102,8 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
                                           const std::vector<std::string>& workers) {
   const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
   std::map<std::string, std::string> texts;
-  for (const auto& [name, text] : worker.all_gather(Bytes(bytes, bytes + mine.size()), workers,
-                                                    worker.runtime().executor.deadline_in(kMeetingTime))) {
+  for (const auto& [name, text] : worker.all_gather_bytes(
+           Bytes(bytes, bytes + mine.size()), workers, worker.runtime().executor.deadline_in(kMeetingTime))) {
     texts[name] = std::string(reinterpret_cast<const char*>(text.data()), text.size());
   }
   return texts;
@@ -137,63 +137,62 @@ std::uint64_t agree(const Worker& worker, const std::string& mine, const Pipelin
 }
 
 /// Returns why a layer could not be built, or nothing.
-std::string build_own_layers(const Layers& layers, std::uint64_t seed, Station& station) {
-  station.layers.resize(layers.recipes().size());
+std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
+  local.layers.resize(layers.recipes().size());
   for (std::size_t layer = 0; layer < layers.recipes().size(); ++layer) {
-    const int stage = station.plan.locations[layer].stage;
-    if (station.plan.worker_of_stage[static_cast<std::size_t>(stage)] != station.me) continue;
+    const int stage = local.plan.locations[layer].stage;
+    if (local.plan.worker_of_stage[static_cast<std::size_t>(stage)] != local.me) continue;
     try {
       const SeededScope random(seed_of_layer(seed, static_cast<int>(layer)));
-      station.layers[layer] = layers.recipes()[layer].build();
+      local.layers[layer] = layers.recipes()[layer].build();
     } catch (...) {
       return fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
-                         layers.recipes()[layer].name, stage, station.worker.name(),
+                         layers.recipes()[layer].name, stage, local.worker.name(),
                          describe(std::current_exception()).text);
     }
   }
   return "";
 }
 
-/// Nobody sends before everybody has a mailbox and all its layers.
-void build_together(const Layers& layers, std::uint64_t seed, Station& station) {
-  const std::string failure = build_own_layers(layers, seed, station);
-  const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(station) : '-' + failure;
+/// Nobody sends before everybody has an event queue and all its layers.
+void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
+  const std::string failure = build_own_layers(layers, seed, local);
+  const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
   std::vector<std::string> reports;
-  for (const auto& [name, text] : gather(station.worker, mine, station.plan.workers)) {
+  for (const auto& [name, text] : gather(local.worker, mine, local.plan.workers)) {
     if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
     reports.push_back(text.substr(1));
   }
-  station.constants = judge_shared_tensors(station, reports);
+  local.constants = judge_shared_tensors(local, reports);
 }
 
 }  // namespace
 
-Station make_station(const Worker& worker, const Layers& layers, PipelineOptions options) {
+LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
   fill_in(worker, layers.recipes().size(), options);
   const PlanRequest request = plan_request(layers, options);
   // Before anything that may throw on one worker only.
   const std::uint64_t seed = agree(worker, fingerprint(request, options), options);
   check(options);
   Plan plan = make_plan(request);
-  Station station{worker, std::move(options), std::move(plan)};
-  const auto me = std::find(station.plan.workers.begin(), station.plan.workers.end(), worker.name());
-  station.me = static_cast<int>(me - station.plan.workers.begin());
-  for (const std::string& name : station.plan.workers)
-    station.ranks.push_back(worker.info(Destination(name)).rank);
-  station.uses = layers.uses();
-  auto opened = worker.extension<Pipelines>().office()->open(
-      station.options.name, fmt::format("{}", fmt::join(station.plan.workers, "\n")),
-      worker.endpoint()->host());
-  station.id = opened.id;
-  station.mailbox = std::move(opened.mailbox);
-  build_together(layers, seed, station);
+  LocalPipeline local{worker, std::move(options), std::move(plan)};
+  const auto me = std::find(local.plan.workers.begin(), local.plan.workers.end(), worker.name());
+  local.me = static_cast<int>(me - local.plan.workers.begin());
+  for (const std::string& name : local.plan.workers)
+    local.ranks.push_back(worker.info(Destination(name)).rank);
+  local.uses = layers.uses();
+  auto opened = worker.extension<PipelineExtension>().router()->open(
+      local.options.name, fmt::format("{}", fmt::join(local.plan.workers, "\n")), worker.endpoint()->host());
+  local.id = opened.id;
+  local.event_queue = std::move(opened.event_queue);
+  build_together(layers, seed, local);
   Log& log = worker.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
-    log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches",
-                          station.options.name, station.plan.layers.size(), station.options.balance,
-                          station.options.workers, station.options.micro_batches));
+    log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches", local.options.name,
+                          local.plan.layers.size(), local.options.balance, local.options.workers,
+                          local.options.micro_batches));
   }
-  return station;
+  return local;
 }
 
 }  // namespace torchspan::pipeline

@@ -3,12 +3,12 @@
 #include <torchspan/pipeline/options.h>
 #include <torchspan/rpc/worker.h>
 
-#include "pipeline/station.h"
+#include "pipeline/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
 /// Plans, agrees with the other workers and builds the layers of this one. Throws Error{kInvalid} on all of
 /// them when they want different pipelines.
-Station make_station(const Worker& worker, const Layers& layers, PipelineOptions options);
+LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options);
 
 }  // namespace torchspan::pipeline

@@ -133,12 +133,12 @@ std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr
 TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
   // GPipe holds all m, 1F1B at most as many as there are stages from here on.
   for (const Census& stage : graphs(with(Schedule::kGPipe, Checkpoint::kNever))) EXPECT_EQ(stage.most, 6);
-  const auto stages = graphs(with(Schedule::kOneFOneB, Checkpoint::kNever));
+  const auto stages = graphs(with(Schedule::k1F1B, Checkpoint::kNever));
   for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(stages[static_cast<std::size_t>(stage)].most, 3 - stage);
 }
 
 TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (const Census& stage : graphs(with(schedule, Checkpoint::kAlways))) {
       EXPECT_EQ(stage.most, 1);
       EXPECT_EQ(stage.made, 3 * 6) << "each forward was repeated once";
@@ -148,7 +148,7 @@ TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
 
 TEST(PipelineMemory, ArrivalHoldsNoMoreThanItsLimit) {
   PipelineOptions options = with(Schedule::kArrival, Checkpoint::kNever, 12);
-  options.most_in_flight = 2;
+  options.max_in_flight = 2;
   for (const Census& stage : graphs(options)) EXPECT_LE(stage.most, 2);
 }
 
@@ -159,7 +159,7 @@ TEST(PipelineMemory, InferenceKeepsNothing) {
     layers.add<Dense>(1u);
     layers.add_function("keeps", [&](const at::Tensor& x) { return x * counted(at::ones_like(x), census); });
     layers.add<Dense>(2u);
-    Pipeline pipe(worker, layers, with(Schedule::kOneFOneB, Checkpoint::kNever));
+    Pipeline pipe(worker, layers, with(Schedule::k1F1B, Checkpoint::kNever));
     pipe.infer(rows());
   });
   EXPECT_EQ(census.made, 6);
@@ -173,7 +173,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
     layers.add<Dense>(1u);
     layers.add_function("keeps", [keep = keeps_one(census)](const at::Tensor& x) { return keep(x); });
     layers.add<Dense>(2u);
-    PipelineOptions options = with(Schedule::kOneFOneB, Checkpoint::kNever);
+    PipelineOptions options = with(Schedule::k1F1B, Checkpoint::kNever);
     options.balance = {2, 1};
     Pipeline pipe(worker, layers, options);
     try {
@@ -194,7 +194,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
 }
 
 TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
-  for (const Schedule schedule : {Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
     for (const int micro_batches : {1, 2, 6, 12}) {
       StepReport report;
       graphs(with(schedule, Checkpoint::kNever, micro_batches), &report);

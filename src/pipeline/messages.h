@@ -75,7 +75,7 @@ struct StepFailed {
 
 /// One task as it was run; times in nanoseconds from the step's start.
 struct RanTask {
-  schedule::TaskKind kind = schedule::TaskKind::kForward;
+  schedule::ActionKind kind = schedule::ActionKind::kForward;
   std::int32_t segment = 0;
   std::int32_t micro_batch = 0;
   std::int64_t start = 0;

@@ -169,7 +169,7 @@ template <class T, class Make>
 void add_object(const char* kind, int number, std::map<int, Use<T>>& known, Layers& layers,
                 const Make& make) {
   if (known.contains(number)) {
-    layers.again(known.at(number));
+    layers.reuse(known.at(number));
   } else {
     known.emplace(number, make().named(fmt::format("{}{}", kind, number)));
   }
@@ -191,7 +191,7 @@ Layers layers_of(const RandomModel& model) {
         add_object("dense", i, denses, layers, [&] { return layers.add<Dense>(seed + 10 * number); });
         break;
       case Operation::kDenseBack:
-        layers.again(denses.at(i), "back", &DenseImpl::back);
+        layers.reuse(denses.at(i), "back", &DenseImpl::back);
         break;
       case Operation::kScale:
         add_object("scale", i, scales, layers, [&] { return layers.add<Scale>(seed + 7777 + number); });
@@ -230,7 +230,7 @@ RandomCase make_case(std::uint64_t seed) {
   made.options.balance = balance;
   made.options.micro_batches = 1 + pick(6);
   made.options.schedule = static_cast<Schedule>(pick(3));
-  made.options.most_in_flight = pick(3) == 0 ? 1 + pick(3) : 0;
+  made.options.max_in_flight = pick(3) == 0 ? 1 + pick(3) : 0;
   made.options.seed = random();
   const bool in_place = std::any_of(made.model.operations.begin(), made.model.operations.end(),
                                     [](const Operation& o) { return o.kind == Operation::kInPlace; });
@@ -244,7 +244,7 @@ RandomCase make_case(std::uint64_t seed) {
   made.text += fmt::format(
       "| {} workers, {} stages, {} micro-batches, schedule {}, checkpoint {}, in flight {}, rows {} {}",
       made.workers, stages, made.options.micro_batches, static_cast<int>(made.options.schedule),
-      static_cast<int>(made.options.checkpoint), made.options.most_in_flight, made.rows[0], made.rows[1]);
+      static_cast<int>(made.options.checkpoint), made.options.max_in_flight, made.rows[0], made.rows[1]);
   return made;
 }
 

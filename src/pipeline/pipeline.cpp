@@ -7,13 +7,13 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/deferred_batch_norm.h>
+#include <torchspan/pipeline/extension.h>
 #include <torchspan/pipeline/pipeline.h>
-#include <torchspan/pipeline/pipelines.h>
 
 #include "pipeline/handshake.h"
-#include "pipeline/letters.h"
 #include "pipeline/micro_batches.h"
 #include "pipeline/step.h"
+#include "pipeline/step_failures.h"
 #include "pipeline/tables.h"
 
 namespace torchspan::pipeline {
@@ -21,7 +21,7 @@ namespace torchspan::pipeline {
 class Pipeline::Impl {
  public:
   Impl(const Worker& worker, const Layers& layers, PipelineOptions options)
-      : station_(make_station(worker, layers, std::move(options))), tables_(station_) {
+      : local_(make_local(worker, layers, std::move(options))), tables_(local_) {
     tables_.check();
   }
   ~Impl() { give_up("the pipeline was destroyed before its backward()"); }
@@ -32,13 +32,13 @@ class Pipeline::Impl {
   void backward(std::vector<at::Tensor> gradients);
 
   void train_mode(bool on) {
-    for (const BuiltLayer& layer : station_.layers) {
+    for (const BuiltLayer& layer : local_.layers) {
       if (layer.module) layer.module->train(on);
     }
   }
   std::vector<at::Tensor> parameters() const;
 
-  const Station& station() const { return station_; }
+  const LocalPipeline& local() const { return local_; }
   const StepReport& last_step() const { return report_; }
 
  private:
@@ -53,10 +53,10 @@ class Pipeline::Impl {
   StepBegin await_begin(StepKind kind);
   void end_step(bool succeeded);
   void give_up(const char* why);
-  bool is_first() const { return station_.me == station_.first_worker(); }
-  bool is_last() const { return station_.me == station_.last_worker(); }
+  bool is_first() const { return local_.me == local_.first_worker(); }
+  bool is_last() const { return local_.me == local_.last_worker(); }
 
-  Station station_;
+  LocalPipeline local_;
   Tables tables_;
   std::uint64_t next_step_ = 0;
   std::unique_ptr<Step> step_;  ///< between forward() and backward() too
@@ -75,7 +75,7 @@ auto Pipeline::Impl::guarded(const Body& body) {
     throw Error(error);
   } catch (...) {
     Error error = to_error(std::current_exception());
-    station_.post_to_all(StepFailed{{station_.id, step}, error});
+    local_.post_to_all(StepFailed{{local_.id, step}, error});
     end_step(false);
     throw error;
   }
@@ -87,7 +87,7 @@ auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& tar
   give_up("its worker began another step without calling backward()");
   ++next_step_;
   return guarded([&] {
-    step_ = std::make_unique<Step>(station_, prepare(kind, input, target, loss, options));
+    step_ = std::make_unique<Step>(local_, prepare(kind, input, target, loss, options));
     auto result = body(*step_);
     if (kind != StepKind::kForward) end_step(true);
     return result;
@@ -96,8 +96,8 @@ auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& tar
 
 StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                                  const StepOptions& options) {
-  station_.mailbox->set_state(next_step_ - 1, true, false, "", station_.executor().now());
-  check_presence(station_, next_step_ - 1);
+  local_.event_queue->set_state(next_step_ - 1, true, false, "", local_.executor().now());
+  check_presence(local_, next_step_ - 1);
   StepWork work;
   work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
   if (is_first()) work.input = input;
@@ -113,8 +113,8 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
           fmt::format(
               "the target has {} rows, the input {}: worker '{}' and worker '{}' were given different "
               "batches",
-              there, rows, station_.worker.name(),
-              station_.plan.workers[static_cast<std::size_t>(station_.first_worker())]));
+              there, rows, local_.worker.name(),
+              local_.plan.workers[static_cast<std::size_t>(local_.first_worker())]));
     }
   }
   work.before_first_backward = options.before_first_backward;
@@ -124,28 +124,28 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
 
 StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const StepOptions& options) {
   StepBegin begin;
-  begin.id = {station_.id, next_step_ - 1};
+  begin.id = {local_.id, next_step_ - 1};
   begin.kind = kind;
-  begin.rows = split_rows(count_rows(input, "input"), station_.options.micro_batches);
+  begin.rows = split_rows(count_rows(input, "input"), local_.options.micro_batches);
   begin.gradient_scale = options.gradient_scale;
-  begin.arrived = station_.executor().now();
-  station_.post_to_all(begin);
+  begin.arrived = local_.executor().now();
+  local_.post_to_all(begin);
   return begin;
 }
 
 StepBegin Pipeline::Impl::await_begin(StepKind kind) {
   const std::uint64_t step = next_step_ - 1;
-  Watch watch(station_);
+  Watch watch(local_);
   for (;;) {
-    const Future<void> arrival = station_.mailbox->arrival();
-    std::deque<Letter> letters = station_.mailbox->take(step);
+    const Future<void> arrival = local_.event_queue->arrival();
+    std::deque<StepEvent> events = local_.event_queue->take(step);
     std::optional<StepBegin> begin;
-    for (const Letter& letter : letters) {
-      throw_failure(station_, step, letter);
-      if (const auto* found = std::get_if<StepBegin>(&letter)) begin = *found;
+    for (const StepEvent& event : events) {
+      throw_failure(local_, step, event);
+      if (const auto* found = std::get_if<StepBegin>(&event)) begin = *found;
     }
     // What came with it or before it belongs to the loop.
-    station_.mailbox->put_back(std::move(letters));
+    local_.event_queue->put_back(std::move(events));
     if (begin) {
       const bool training = kind == StepKind::kTrain || kind == StepKind::kLoss;
       const bool begun_training = begin->kind == StepKind::kTrain || begin->kind == StepKind::kLoss;
@@ -155,9 +155,8 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
             fmt::format(
                 "the workers of pipeline '{}' call different functions in step {}: one of train_step(), "
                 "infer() and forward() on worker '{}', another one on worker '{}'",
-                station_.options.name, step,
-                station_.plan.workers[static_cast<std::size_t>(station_.first_worker())],
-                station_.worker.name()));
+                local_.options.name, step,
+                local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], local_.worker.name()));
       }
       return *begin;
     }
@@ -173,34 +172,33 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
 void Pipeline::Impl::end_step(bool succeeded) {
   if (succeeded) {
     report_ = step_->report();
-    Log& log = station_.worker.runtime().log;
+    Log& log = local_.worker.runtime().log;
     if (log.enabled(LogLevel::kDebug)) {
-      log.debug(fmt::format("pipeline '{}': step {}, {} micro-batches in {:.1f} ms", station_.options.name,
+      log.debug(fmt::format("pipeline '{}': step {}, {} micro-batches in {:.1f} ms", local_.options.name,
                             report_.step, report_.micro_batches,
                             std::chrono::duration<double, std::milli>(report_.measured.makespan).count()));
     }
   }
   step_.reset();
   output_ = Batch();
-  for (const BuiltLayer& layer : station_.layers) {
+  for (const BuiltLayer& layer : local_.layers) {
     if (!layer.module) continue;
     for (const auto& module : layer.module->modules()) {
       if (auto* statistics = dynamic_cast<StepStatistics*>(module.get())) statistics->end_step(succeeded);
     }
   }
-  station_.mailbox->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
-                              station_.executor().now());
+  local_.event_queue->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
+                                local_.executor().now());
 }
 
 /// A forward() whose backward() never came: whoever waits in it shall not.
 void Pipeline::Impl::give_up(const char* why) {
   if (!step_) return;
-  station_.post_to_all(
-      StepFailed{{station_.id, step_->id()},
-                 Error(ErrorKind::kCancelled,
-                       fmt::format("step {} of pipeline '{}' was given up on worker '{}': {}", step_->id(),
-                                   station_.options.name, station_.worker.name(), why))
-                     .with_worker(station_.worker.name())});
+  local_.post_to_all(StepFailed{
+      {local_.id, step_->id()},
+      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was given up on worker '{}': {}",
+                                               step_->id(), local_.options.name, local_.worker.name(), why))
+          .with_worker(local_.worker.name())});
   end_step(false);
 }
 
@@ -239,7 +237,7 @@ void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("backward() of pipeline '{}' without a forward() before it, or after "
                             "one that failed",
-                            station_.options.name));
+                            local_.options.name));
   }
   guarded([&] {
     if (is_last() && gradients.empty()) {
@@ -263,7 +261,7 @@ void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
 std::vector<at::Tensor> Pipeline::Impl::parameters() const {
   std::vector<at::Tensor> all;
   std::set<const void*> seen;
-  for (const BuiltLayer& layer : station_.layers) {
+  for (const BuiltLayer& layer : local_.layers) {
     if (!layer.module) continue;
     for (const at::Tensor& parameter : layer.module->parameters()) {
       if (seen.insert(parameter.unsafeGetTensorImpl()).second) all.push_back(parameter);
@@ -286,9 +284,9 @@ void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backw
 void Pipeline::train(bool on) { impl_->train_mode(on); }
 std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
 std::shared_ptr<torch::nn::Module> Pipeline::module(int layer) const {
-  return impl_->station().layers.at(static_cast<std::size_t>(layer)).module;
+  return impl_->local().layers.at(static_cast<std::size_t>(layer)).module;
 }
-const Plan& Pipeline::plan() const { return impl_->station().plan; }
+const Plan& Pipeline::plan() const { return impl_->local().plan; }
 const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
 
 }  // namespace torchspan::pipeline

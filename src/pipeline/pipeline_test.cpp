@@ -60,7 +60,7 @@ TEST(Pipeline, OneWorkerTrainsLikeThePlainModel) {
 }
 
 TEST(Pipeline, TwoWorkersTrainLikeThePlainModel) {
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
       on_workers(2, 1, [&](Worker& worker) {
         Layers layers;

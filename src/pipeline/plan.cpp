@@ -148,7 +148,7 @@ void make_links(const std::map<SpacedName, Stash>& stashes, Plan& plan) {
 
 int Plan::segment_of(int order) const {
   const auto segment =
-      std::find_if(segments.begin(), segments.end(), [&](const Segment& s) { return order <= s.last; });
+      std::find_if(segments.begin(), segments.end(), [&](const LayerRange& s) { return order <= s.last; });
   return static_cast<int>(segment - segments.begin());
 }
 
@@ -163,7 +163,7 @@ std::string Plan::describe(int order) const {
 
 schedule::Placement Plan::placement(int micro_batches) const {
   schedule::Placement placement;
-  for (const Segment& segment : segments) placement.rank_of_stage.push_back(segment.worker);
+  for (const LayerRange& segment : segments) placement.rank_of_stage.push_back(segment.worker);
   placement.micro_batches = micro_batches;
   placement.ranks = static_cast<int>(workers.size());
   return placement;
@@ -188,7 +188,7 @@ Plan make_plan(const PlanRequest& request) {
 std::string to_text(const Plan& plan) {
   std::string text;
   for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    const Segment& segment = plan.segments[s];
+    const LayerRange& segment = plan.segments[s];
     std::vector<std::string> names;
     for (int order = segment.first; order <= segment.last; ++order) {
       const std::string& method = plan.methods[static_cast<std::size_t>(order)];

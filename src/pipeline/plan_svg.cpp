@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kMargin = 16;
 constexpr double kBoxHeight = 42;
-constexpr double kLetter = 6.7;    ///< the width of a letter of 12 points
+constexpr double kLetter = 6.7;    ///< the width of an letter of 12 points
 constexpr double kLane = 18;       ///< between two skips that run beside one another
 constexpr double kRowGap = 22;     ///< between two rows, without the lanes in it
 constexpr double kColumnGap = 40;  ///< between two boxes, without the lanes in it
@@ -185,7 +185,7 @@ class PlanPicture {
   /// What runs as one task.
   void add_segments() {
     for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
-      const Segment& segment = plan_.segments[s];
+      const LayerRange& segment = plan_.segments[s];
       body_ += fmt::format(
           "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" rx=\"8\" fill=\"#eceff3\">"
           "<title>segment {}</title></rect>\n",

@@ -18,7 +18,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Use = PlanRequest::Use;
 
-/// A letter a use: the same letter is the same layer. Stage s belongs to "w<s>".
+/// One letter per use: the same letter is the same layer. Stage s belongs to "w<s>".
 PlanRequest request_of(const std::string& letters, std::vector<int> balance) {
   PlanRequest request;
   for (const char letter : letters) {
@@ -49,7 +49,7 @@ std::vector<int> stages(const Plan& plan) {
 /// "stage:first-last" of each segment.
 std::vector<std::string> segments(const Plan& plan) {
   std::vector<std::string> all;
-  for (const Segment& segment : plan.segments)
+  for (const LayerRange& segment : plan.segments)
     all.push_back(fmt::format("{}:{}-{}", segment.stage, segment.first, segment.last));
   return all;
 }
@@ -57,7 +57,7 @@ std::vector<std::string> segments(const Plan& plan) {
 /// What passes a micro-batch, in order: the letters of the layers.
 std::string way(const Plan& plan) {
   std::string letters;
-  for (const Segment& segment : plan.segments) {
+  for (const LayerRange& segment : plan.segments) {
     for (int order = segment.first; order <= segment.last; ++order) {
       letters +=
           plan.layers[static_cast<std::size_t>(plan.invocations[static_cast<std::size_t>(order)].layer)];
@@ -368,7 +368,7 @@ void expect_chain(const Plan& plan, const std::string& letters) {
 void expect_longest_segments(const Plan& plan) {
   int next = 0;
   for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    const Segment& segment = plan.segments[s];
+    const LayerRange& segment = plan.segments[s];
     EXPECT_EQ(segment.first, next);
     EXPECT_LE(segment.first, segment.last);
     EXPECT_EQ(segment.worker, plan.worker_of_stage[static_cast<std::size_t>(segment.stage)]);

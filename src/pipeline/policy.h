@@ -12,22 +12,22 @@ namespace torchspan::pipeline {
 class Policy {
  public:
   virtual ~Policy() = default;
-  virtual void became_ready(const schedule::Task& task) = 0;
+  virtual void became_ready(const schedule::Action& task) = 0;
   /// Nothing: what can run now must wait, or nothing can.
-  virtual std::optional<schedule::Task> next() = 0;
+  virtual std::optional<schedule::Action> next() = 0;
   /// The backward that comes after those that ran, if it is known: what idle time may prepare.
-  virtual std::optional<schedule::Task> next_backward() const = 0;
+  virtual std::optional<schedule::Action> next_backward() const = 0;
   /// A micro-batch left the pipeline without a backward.
   virtual void credit() {}
 };
 
 /// The order of a table's row, whatever the order of arrival.
-std::unique_ptr<Policy> make_table_policy(std::vector<schedule::Task> row);
+std::unique_ptr<Policy> make_table_policy(std::vector<schedule::Action> row);
 
 struct ArrivalLimits {
-  int segment = -1;        ///< whose forwards let micro-batches in; -1: not on this worker
-  int most_in_flight = 0;  ///< 0: no limit
-  bool backwards = true;   ///< the backward of that segment lets the next one in; else credit() does
+  int segment = -1;       ///< whose forwards let micro-batches in; -1: not on this worker
+  int max_in_flight = 0;  ///< 0: no limit
+  bool backwards = true;  ///< the backward of that segment lets the next one in; else credit() does
 };
 /// The order in which tasks become ready.
 std::unique_ptr<Policy> make_arrival_policy(ArrivalLimits limits);

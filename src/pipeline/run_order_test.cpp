@@ -11,8 +11,8 @@
 namespace torchspan::pipeline::run_order_test {
 namespace {
 
-using schedule::Task;
-using schedule::TaskKind;
+using schedule::Action;
+using schedule::ActionKind;
 using torchspan::testing::on_workers;
 
 constexpr Duration kForwardTime = std::chrono::milliseconds(1);
@@ -44,7 +44,7 @@ Layers slow_layers(Executor& executor, const std::vector<int>& stages) {
   std::map<int, Use<void>> uses;
   for (const int stage : stages) {
     if (uses.contains(stage)) {
-      layers.again(uses.at(stage));
+      layers.reuse(uses.at(stage));
     } else {
       uses.emplace(stage, layers.add_function(fmt::format("slow{}", stage), slow));
     }
@@ -121,7 +121,7 @@ SlowRun chain(int workers, int chunks, int micro_batches, Schedule schedule) {
 TEST(RunOrder, IsTheSchedulesAndSoAreTimesAndPeaks) {
   for (const int workers : {1, 2, 4}) {
     for (const int micro_batches : {1, 3, 4, 8}) {
-      for (const Schedule schedule : {Schedule::kGPipe, Schedule::kOneFOneB}) {
+      for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
         SCOPED_TRACE(fmt::format("{} workers, {} micro-batches, schedule {}", workers, micro_batches,
                                  static_cast<int>(schedule)));
         expect_as_planned(train(chain(workers, 1, micro_batches, schedule)));
@@ -159,7 +159,7 @@ TEST(RunOrder, IsTheSchedulesWhereLayersAreUsedAgain) {
     for (int stage = 0; stage < known; ++stage) ranks.push_back(stage % run.world);
     run.workers = names(ranks);
     run.options.micro_batches = 4;
-    run.options.schedule = round % 2 == 0 ? Schedule::kOneFOneB : Schedule::kGPipe;
+    run.options.schedule = round % 2 == 0 ? Schedule::k1F1B : Schedule::kGPipe;
     run.options.checkpoint = Checkpoint::kNever;
     SCOPED_TRACE(fmt::format("round {}", round));
     expect_as_planned(train(run));
@@ -169,7 +169,7 @@ TEST(RunOrder, IsTheSchedulesWhereLayersAreUsedAgain) {
 TEST(RunOrder, OfArrivalIsBoundedByItsCredit) {
   for (const int limit : {1, 2, 3, 8}) {
     SlowRun run = chain(3, 1, 8, Schedule::kArrival);
-    run.options.most_in_flight = limit;
+    run.options.max_in_flight = limit;
     const StepReport report = train(run);
     EXPECT_TRUE(report.table.tasks.empty());
     EXPECT_EQ(report.measured.peak_live[0], limit);
@@ -178,14 +178,14 @@ TEST(RunOrder, OfArrivalIsBoundedByItsCredit) {
 }
 
 TEST(RunOrder, ARecomputeIsDoneWhileTheGradientIsOnItsWay) {
-  SlowRun run = chain(2, 1, 2, Schedule::kOneFOneB);
+  SlowRun run = chain(2, 1, 2, Schedule::k1F1B);
   run.options.checkpoint = Checkpoint::kAlways;
   const StepReport report = train(run);
   // The first worker waits for the gradient of micro-batch 0 from 3 ms on, when the second computes it; there
   // is time to compute the forward again: the backward takes its own time only.
   const auto& first = report.measured.spans[0];
-  const auto backward = std::find_if(first.begin(), first.end(), [](const schedule::Span& span) {
-    return span.task == Task{TaskKind::kBackward, 0, 0};
+  const auto backward = std::find_if(first.begin(), first.end(), [](const schedule::ActionSpan& span) {
+    return span.task == Action{ActionKind::kBackward, 0, 0};
   });
   ASSERT_NE(backward, first.end());
   EXPECT_EQ(backward->end - backward->start, kBackwardTime);

@@ -88,13 +88,13 @@ SharedTensors::SharedTensors(const Layers& layers) {
   }
 }
 
-std::string SharedTensors::report(const Station& station) const {
+std::string SharedTensors::report(const LocalPipeline& local) const {
   std::string text;
   if (shared_.empty()) return text;
-  for (std::size_t layer = 0; layer < station.layers.size(); ++layer) {
-    const auto& module = station.layers[layer].module;
+  for (std::size_t layer = 0; layer < local.layers.size(); ++layer) {
+    const auto& module = local.layers[layer].module;
     if (!module) continue;
-    const std::string owner = station.plan.describe(first_order(station.plan, static_cast<int>(layer)));
+    const std::string owner = local.plan.describe(first_order(local.plan, static_cast<int>(layer)));
     std::set<std::int64_t> told;
     const auto tell = [&](const std::string& name, const at::Tensor& tensor) {
       const Extent* known = find(extent_of(tensor));
@@ -107,7 +107,7 @@ std::string SharedTensors::report(const Station& station) const {
   return text;
 }
 
-std::vector<SharedConstant> judge_shared_tensors(const Station& station,
+std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
                                                  const std::vector<std::string>& reports) {
   std::map<std::int64_t, std::vector<Held>> holders;
   std::map<std::int64_t, std::set<std::size_t>> workers;
@@ -131,14 +131,14 @@ std::vector<SharedConstant> judge_shared_tensors(const Station& station,
                 fmt::format("layers of pipeline '{}' on different workers share a parameter: {}. Each worker "
                             "would train a copy of its own: give these stages one owner "
                             "(PipelineOptions::workers), or make them uses of one layer: "
-                            "Layers::again(first, \"name\", &Class::method)",
-                            station.options.name, fmt::join(untied, "; ")));
+                            "Layers::reuse(first, \"name\", &Class::method)",
+                            local.options.name, fmt::join(untied, "; ")));
   }
   std::vector<SharedConstant> mine;
-  for (std::size_t layer = 0; layer < station.layers.size() && !constant.empty(); ++layer) {
-    const auto& module = station.layers[layer].module;
+  for (std::size_t layer = 0; layer < local.layers.size() && !constant.empty(); ++layer) {
+    const auto& module = local.layers[layer].module;
     if (!module) continue;
-    const std::string owner = station.plan.describe(first_order(station.plan, static_cast<int>(layer)));
+    const std::string owner = local.plan.describe(first_order(local.plan, static_cast<int>(layer)));
     const auto keep = [&](const std::string& name, const at::Tensor& tensor) {
       const auto found = constant.find(owner + '\t' + name);
       if (found != constant.end() && !tensor.is_inference()) mine.push_back({tensor, found->second});
@@ -149,24 +149,23 @@ std::vector<SharedConstant> judge_shared_tensors(const Station& station,
   return mine;
 }
 
-ConstantsWatch::ConstantsWatch(const Station& station) : station_(station) {
-  for (const SharedConstant& constant : station.constants)
+ConstantsWatch::ConstantsWatch(const LocalPipeline& local) : local_(local) {
+  for (const SharedConstant& constant : local.constants)
     versions_.push_back(static_cast<std::uint32_t>(constant.tensor._version()));
 }
 
 void ConstantsWatch::check() const {
   for (std::size_t i = 0; i < versions_.size(); ++i) {
-    const SharedConstant& constant = station_.constants[i];
+    const SharedConstant& constant = local_.constants[i];
     const bool changed = static_cast<std::uint32_t>(constant.tensor._version()) != versions_[i];
     if (!changed && !constant.tensor.requires_grad()) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("layers of pipeline '{}' on different workers share a tensor, which {} on worker "
-                    "'{}' only: {}. Each worker has a copy of its own: give these stages one owner "
-                    "(PipelineOptions::workers), or give each layer its own tensor",
-                    station_.options.name, changed ? "a step changed" : "was made to require gradients",
-                    station_.worker.name(), constant.holders))
-        .with_worker(station_.worker.name());
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("layers of pipeline '{}' on different workers share a tensor, which {} on worker "
+                            "'{}' only: {}. Each worker has a copy of its own: give these stages one owner "
+                            "(PipelineOptions::workers), or give each layer its own tensor",
+                            local_.options.name, changed ? "a step changed" : "was made to require gradients",
+                            local_.worker.name(), constant.holders))
+        .with_worker(local_.worker.name());
   }
 }
 

@@ -9,7 +9,7 @@
 
 #include <torchspan/pipeline/layers.h>
 
-#include "pipeline/station.h"
+#include "pipeline/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
@@ -23,7 +23,7 @@ class SharedTensors {
   explicit SharedTensors(const Layers& layers);
 
   /// One line for each tensor of this worker's layers that another layer was given as well.
-  std::string report(const Station& station) const;
+  std::string report(const LocalPipeline& local) const;
 
  private:
   /// Memory that a layer refers to.
@@ -42,17 +42,17 @@ class SharedTensors {
 
 /// Throws Error{kInvalid} when the reports of two workers have a parameter in common that learns. Returns, by
 /// name, the tensors of this worker that others have copies of: they must not change in a step.
-std::vector<SharedConstant> judge_shared_tensors(const Station& station,
+std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
                                                  const std::vector<std::string>& reports);
 
 /// Throws when a step changes a tensor that layers of other workers have copies of.
 class ConstantsWatch {
  public:
-  explicit ConstantsWatch(const Station& station);
+  explicit ConstantsWatch(const LocalPipeline& local);
   void check() const;
 
  private:
-  const Station& station_;
+  const LocalPipeline& local_;
   std::vector<std::uint32_t> versions_;
 };
 

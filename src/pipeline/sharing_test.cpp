@@ -20,7 +20,7 @@ TEST(PipelineSharing, FirstAndLastStageShareWeightsThroughASecondMethod) {
       const auto embedding = layers.add<Dense>(1u);
       layers.add<Dense>(2u);
       layers.add<Dense>(3u);
-      layers.again(embedding, "back", &DenseImpl::back);
+      layers.reuse(embedding, "back", &DenseImpl::back);
       Pipeline pipe(worker, layers, options);
       EXPECT_EQ(pipe.parameters().size(), 2u) << "one owner, one set of parameters";
       const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
@@ -42,7 +42,7 @@ TEST(PipelineSharing, TheTargetIsUsedWhereTheLastUseIs) {
     Layers layers;
     const auto first = layers.add<Dense>(1u);
     layers.add<Dense>(2u);
-    layers.again(first);
+    layers.reuse(first);
     Pipeline pipe(worker, layers, {.micro_batches = 3});
     const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
     // Worker 1 needs neither.
@@ -69,7 +69,7 @@ TEST(PipelineSharing, EverySmallModelOfReusedLayersEqualsThePlainOne) {
         for (const char letter : letters) {
           const auto seed = static_cast<std::uint64_t>(letter - 'A');
           if (uses.contains(letter)) {
-            layers.again(uses.at(letter));
+            layers.reuse(uses.at(letter));
           } else {
             uses.emplace(letter, layers.add<Dense>(seed));
             twins.emplace(letter, Dense(seed));
@@ -97,7 +97,7 @@ TEST(PipelineSharing, EverySmallModelOfReusedLayersEqualsThePlainOne) {
 
 TEST(PipelineSharing, OneWorkerMayOwnSeveralStages) {
   for (const Schedule schedule :
-       {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB, Schedule::kInterleaved}) {
+       {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B, Schedule::kInterleaved}) {
     for (const int micro_batches : {1, 3, 4}) {
       on_workers(2, 1, [&](Worker& worker) {
         Layers layers;
@@ -137,8 +137,8 @@ TEST(PipelineConstruction, OnlyTheOwnerBuildsALayerAndOnce) {
     Layers layers;
     std::vector<Use<CountedImpl>> uses;
     for (auto& layer : built) uses.push_back(layers.add<Counted>(&layer, &rank));
-    layers.again(uses[0]);
-    layers.again(uses[2]);
+    layers.reuse(uses[0]);
+    layers.reuse(uses[2]);
     EXPECT_EQ(built[static_cast<std::size_t>(rank)][rank], 0);
     Pipeline pipe(worker, layers, {.micro_batches = 2});
     for (int layer = 0; layer < 3; ++layer) EXPECT_EQ(pipe.module(layer) != nullptr, layer == rank);
@@ -275,7 +275,7 @@ TEST(PipelineTies, OfParametersOnTwoWorkersAreRefusedByName) {
     for (const std::string& text : tied(add)) {
       EXPECT_THAT(text, HasSubstr("'weight' of layer 'embedding' (order 0, stage 0 on 'worker0') and '"));
       EXPECT_THAT(text, HasSubstr("of layer 'scores' (order 2, stage 1 on 'worker1')"));
-      EXPECT_THAT(text, HasSubstr("Layers::again"));
+      EXPECT_THAT(text, HasSubstr("Layers::reuse"));
     }
     // One owner has one tensor.
     EXPECT_THAT(tied(add, {"worker0", "worker0"}).front(), ::testing::IsEmpty());
@@ -338,8 +338,8 @@ void expect_all(const std::vector<std::string>& texts, const std::string& part) 
 TEST(PipelineConstruction, NamesTheOptionThatCannotBe) {
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.micro_batches = 0; }),
              "micro_batches is 0; it must be 1 or more");
-  expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.most_in_flight = -1; }),
-             "most_in_flight is -1");
+  expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.max_in_flight = -1; }),
+             "max_in_flight is -1");
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.stall_timeout = Duration::zero(); }),
              "stall_timeout must be more than zero");
   expect_all(refused(2,

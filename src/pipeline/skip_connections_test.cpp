@@ -185,7 +185,7 @@ TEST(PipelineSkips, ReachALaterUseOfALayerOfAnEarlierStage) {
       Layers layers;
       const auto first = layers.add<Dense>(1u);
       layers.add<Stash>(2u).stashes("skip");
-      layers.again(first);
+      layers.reuse(first);
       layers.add<Pop>(3u).pops("skip");
       options.balance = {1, 2};
       Pipeline pipe(worker, layers, options);

@@ -8,20 +8,16 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "pipeline/letters.h"
 #include "pipeline/micro_batches.h"
+#include "pipeline/step_failures.h"
 
 namespace torchspan::pipeline {
 
-using schedule::Task;
-using schedule::TaskKind;
+using schedule::Action;
+using schedule::ActionKind;
 
-Step::Step(const Station& station, StepWork work)
-    : station_(station),
-      work_(std::move(work)),
-      start_(work_.begin.arrived),
-      watch_(station),
-      constants_(station) {
+Step::Step(const LocalPipeline& local, StepWork work)
+    : local_(local), work_(std::move(work)), start_(work_.begin.arrived), watch_(local), constants_(local) {
   std::int64_t first = 0;
   for (const std::int64_t rows : work_.begin.rows) {
     first_row_.push_back(first);
@@ -32,8 +28,8 @@ Step::Step(const Station& station, StepWork work)
   output_rows_.resize(work_.begin.rows.size());
   output_wants_.resize(work_.begin.rows.size());
   closing_.id = step_id();
-  closing_.peaks.resize(station.ranks.size());
-  closing_.tasks.resize(station.ranks.size());
+  closing_.peaks.resize(local.ranks.size());
+  closing_.tasks.resize(local.ranks.size());
   backwards_allowed_ = work_.begin.kind == StepKind::kTrain;
   policy_ = make_policy(false);
   tasks_left_ = count_tasks(false);
@@ -43,56 +39,56 @@ Step::Step(const Station& station, StepWork work)
 std::unique_ptr<Policy> Step::make_policy(bool backwards) const {
   if (work_.table == nullptr) {
     ArrivalLimits limits;
-    if (station_.owns_segment(0) && work_.begin.kind != StepKind::kForward) {
-      const int asked = station_.options.most_in_flight;
-      limits = {0, asked > 0 ? asked : 2 * static_cast<int>(station_.ranks.size()), trains()};
+    if (local_.owns_segment(0) && work_.begin.kind != StepKind::kForward) {
+      const int asked = local_.options.max_in_flight;
+      limits = {0, asked > 0 ? asked : 2 * static_cast<int>(local_.ranks.size()), trains()};
     }
     return make_arrival_policy(limits);
   }
-  std::vector<Task> row = work_.table->tasks[static_cast<std::size_t>(station_.me)];
+  std::vector<Action> row = work_.table->tasks[static_cast<std::size_t>(local_.me)];
   if (work_.begin.kind == StepKind::kForward) {
-    std::erase_if(row, [&](const Task& task) { return (task.kind != TaskKind::kForward) != backwards; });
+    std::erase_if(row, [&](const Action& task) { return (task.kind != ActionKind::kForward) != backwards; });
   }
   return make_table_policy(std::move(row));
 }
 
 int Step::count_tasks(bool backwards) const {
   int segments = 0;
-  for (int segment = 0; segment <= station_.last_segment(); ++segment)
-    segments += station_.owns_segment(segment) ? 1 : 0;
+  for (int segment = 0; segment <= local_.last_segment(); ++segment)
+    segments += local_.owns_segment(segment) ? 1 : 0;
   const int parts = work_.begin.kind == StepKind::kTrain && !backwards ? 2 : 1;
   return segments * micro_batches() * parts;
 }
 
 void Step::feed_input() {
-  if (!station_.owns_segment(0)) return;
+  if (!local_.owns_segment(0)) return;
   for (int i = 0; i < micro_batches(); ++i) {
-    Freight freight;
-    freight.batch = slice(work_.input, first_row_[static_cast<std::size_t>(i)],
-                          work_.begin.rows[static_cast<std::size_t>(i)]);
-    for (const c10::IValue& member : freight.batch.members) {
-      freight.wants_gradient.push_back(
+    Activation activation;
+    activation.batch = slice(work_.input, first_row_[static_cast<std::size_t>(i)],
+                             work_.begin.rows[static_cast<std::size_t>(i)]);
+    for (const c10::IValue& member : activation.batch.members) {
+      activation.wants_gradient.push_back(
           trains() && member.isTensor() && member.toTensor().requires_grad() ? 1 : 0);
     }
-    deliver(kOutside, i, std::move(freight));
+    deliver(kOutside, i, std::move(activation));
   }
 }
 
-SegmentPass& Step::pass(int segment, int micro_batch) {
+LayerRangePass& Step::pass(int segment, int micro_batch) {
   auto& slot = passes_[{segment, micro_batch}];
   if (!slot) {
-    const Checkpoint how = station_.options.checkpoint;
+    const Checkpoint how = local_.options.checkpoint;
     const bool last = micro_batch == micro_batches() - 1;
     const bool checkpoint =
         trains() && (how == Checkpoint::kAlways || (how == Checkpoint::kExceptLast && !last));
-    slot = std::make_unique<SegmentPass>(station_, segment, micro_batch,
-                                         PassMode{step_id().step, trains(), checkpoint});
+    slot = std::make_unique<LayerRangePass>(local_, segment, micro_batch,
+                                            RunMode{step_id().step, trains(), checkpoint});
   }
   return *slot;
 }
 
-void Step::tell_policy(const Task& task) {
-  if (task.kind == TaskKind::kForward || backwards_allowed_) {
+void Step::tell_policy(const Action& task) {
+  if (task.kind == ActionKind::kForward || backwards_allowed_) {
     policy_->became_ready(task);
   } else {
     ready_early_.push_back(task);
@@ -100,29 +96,29 @@ void Step::tell_policy(const Task& task) {
 }
 
 void Step::check_forward(int segment, int micro_batch) {
-  if (pass(segment, micro_batch).has_inputs()) tell_policy({TaskKind::kForward, segment, micro_batch});
+  if (pass(segment, micro_batch).has_inputs()) tell_policy({ActionKind::kForward, segment, micro_batch});
 }
 
 void Step::check_backward(int segment, int micro_batch) {
   if (trains() && pass(segment, micro_batch).has_gradients())
-    tell_policy({TaskKind::kBackward, segment, micro_batch});
+    tell_policy({ActionKind::kBackward, segment, micro_batch});
 }
 
-void Step::deliver(int link, int micro_batch, Freight freight) {
-  const int to = link == kOutside ? 0 : station_.plan.links[static_cast<std::size_t>(link)].to;
-  if (station_.owns_segment(to)) {
-    pass(to, micro_batch).put_input(link, std::move(freight));
+void Step::deliver(int link, int micro_batch, Activation activation) {
+  const int to = link == kOutside ? 0 : local_.plan.links[static_cast<std::size_t>(link)].to;
+  if (local_.owns_segment(to)) {
+    pass(to, micro_batch).put_input(link, std::move(activation));
     return check_forward(to, micro_batch);
   }
   Activations message;
   message.id = step_id();
   message.micro_batch = micro_batch;
   message.link = link;
-  message.tuple = freight.batch.tuple;
-  message.members = std::move(freight.batch.members);
-  message.wants_gradient = std::move(freight.wants_gradient);
-  message.unsplit = std::move(freight.batch.unsplit);
-  station_.post_to(station_.plan.segments[static_cast<std::size_t>(to)].worker, message);
+  message.tuple = activation.batch.tuple;
+  message.members = std::move(activation.batch.members);
+  message.wants_gradient = std::move(activation.wants_gradient);
+  message.unsplit = std::move(activation.batch.unsplit);
+  local_.post_to(local_.plan.segments[static_cast<std::size_t>(to)].worker, message);
 }
 
 void Step::deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients) {
@@ -130,19 +126,19 @@ void Step::deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> 
     input_gradients_[micro_batch] = std::move(gradients);
     return;
   }
-  const int from = station_.plan.links[static_cast<std::size_t>(link)].from;
-  if (station_.owns_segment(from)) {
+  const int from = local_.plan.links[static_cast<std::size_t>(link)].from;
+  if (local_.owns_segment(from)) {
     pass(from, micro_batch).put_gradients(link, std::move(gradients));
     return check_backward(from, micro_batch);
   }
-  station_.post_to(station_.plan.segments[static_cast<std::size_t>(from)].worker,
-                   Gradients{step_id(), micro_batch, link, std::move(gradients)});
+  local_.post_to(local_.plan.segments[static_cast<std::size_t>(from)].worker,
+                 Gradients{step_id(), micro_batch, link, std::move(gradients)});
 }
 
 void Step::run_forward(int segment, int micro_batch) {
-  SegmentPass& here = pass(segment, micro_batch);
+  LayerRangePass& here = pass(segment, micro_batch);
   const auto i = static_cast<std::size_t>(micro_batch);
-  const bool last = segment == station_.last_segment();
+  const bool last = segment == local_.last_segment();
   std::optional<LossTask> loss;
   const double share = static_cast<double>(work_.begin.rows[i]) / static_cast<double>(first_row_.back());
   if (last && work_.loss != nullptr) {
@@ -150,9 +146,9 @@ void Step::run_forward(int segment, int micro_batch) {
                     share * work_.begin.gradient_scale};
   }
   peak_ = std::max(peak_, ++live_);
-  std::map<int, Freight> freight = here.forward(std::move(loss));
+  std::map<int, Activation> activation = here.forward(std::move(loss));
   if (last && work_.loss != nullptr) loss_ += share * here.loss();
-  for (auto& [link, load] : freight) {
+  for (auto& [link, load] : activation) {
     if (link != kOutside) {
       deliver(link, micro_batch, std::move(load));
     } else if (work_.loss == nullptr) {
@@ -163,18 +159,18 @@ void Step::run_forward(int segment, int micro_batch) {
   passes_.erase({segment, micro_batch});
   --live_;
   if (!last || work_.table != nullptr) return;
-  if (station_.owns_segment(0)) return policy_->credit();
-  station_.post_to(station_.first_worker(), Credit{step_id(), micro_batch});
+  if (local_.owns_segment(0)) return policy_->credit();
+  local_.post_to(local_.first_worker(), Credit{step_id(), micro_batch});
 }
 
-void Step::keep_output(int micro_batch, Freight freight) {
+void Step::keep_output(int micro_batch, Activation activation) {
   const auto i = static_cast<std::size_t>(micro_batch);
-  const Batch& batch = freight.batch;
+  const Batch& batch = activation.batch;
   for (std::size_t member = 0; member < batch.size(); ++member) {
     output_rows_[i].push_back(has_rows(batch, member) ? batch.members[member].toTensor().size(0) : -1);
   }
-  output_wants_[i] = std::move(freight.wants_gradient);
-  outputs_[i] = std::move(freight.batch);
+  output_wants_[i] = std::move(activation.wants_gradient);
+  outputs_[i] = std::move(activation.batch);
 }
 
 void Step::run_backward(int segment, int micro_batch) {
@@ -188,9 +184,9 @@ void Step::run_backward(int segment, int micro_batch) {
 /// One controller may want to see all forwards done before any gradient moves.
 void Step::hold_first_backward() {
   const Future<void>& go = work_.before_first_backward;
-  if (!go.valid() || !station_.owns_segment(0)) return;
+  if (!go.valid() || !local_.owns_segment(0)) return;
   while (!go.done()) {
-    take_letters();
+    take_events();
     try {
       go.wait(watch_.patience());
     } catch (const Error& error) {
@@ -201,10 +197,10 @@ void Step::hold_first_backward() {
   go.wait();
 }
 
-void Step::run(const Task& task) {
-  const TimePoint start = station_.executor().now();
-  station_.mailbox->set_state(step_id().step, true, true, describe(task), start);
-  if (task.kind == TaskKind::kForward) {
+void Step::run(const Action& task) {
+  const TimePoint start = local_.executor().now();
+  local_.event_queue->set_state(step_id().step, true, true, describe(task), start);
+  if (task.kind == ActionKind::kForward) {
     run_forward(task.stage, task.micro_batch);
   } else {
     run_backward(task.stage, task.micro_batch);
@@ -214,22 +210,21 @@ void Step::run(const Task& task) {
   watch_.progress();
 }
 
-void Step::record(const Task& task, TimePoint start) {
-  const TimePoint end = station_.executor().now();
+void Step::record(const Action& task, TimePoint start) {
+  const TimePoint end = local_.executor().now();
   ran_.push_back(
       {task.kind, task.stage, task.micro_batch, (start - start_).count(), (end - start_).count(), live_});
-  station_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(task), start,
-                                         step_id().step);
+  local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(task), start, step_id().step);
 }
 
 bool Step::recompute_ahead() {
   if (!backwards_allowed_) return false;
   const auto next = policy_->next_backward();
-  if (!next || next->kind != TaskKind::kBackward) return false;
+  if (!next || next->kind != ActionKind::kBackward) return false;
   const auto found = passes_.find({next->stage, next->micro_batch});
   if (found == passes_.end() || !found->second->can_recompute()) return false;
-  station_.mailbox->set_state(step_id().step, true, true, "the repeated forward before " + describe(*next),
-                              station_.executor().now());
+  local_.event_queue->set_state(step_id().step, true, true, "the repeated forward before " + describe(*next),
+                                local_.executor().now());
   found->second->recompute();
   return true;
 }
@@ -239,10 +234,10 @@ void Step::run_part(bool backwards) {
     backwards_allowed_ = true;
     policy_ = make_policy(true);
     tasks_left_ = count_tasks(true);
-    for (const Task& task : std::exchange(ready_early_, {})) policy_->became_ready(task);
+    for (const Action& task : std::exchange(ready_early_, {})) policy_->became_ready(task);
   }
   while (tasks_left_ > 0) {
-    take_letters();
+    take_events();
     if (const auto task = policy_->next()) {
       run(*task);
     } else if (!recompute_ahead()) {
@@ -253,9 +248,9 @@ void Step::run_part(bool backwards) {
 }
 
 void Step::wait() {
-  const Future<void> arrival = station_.mailbox->arrival();
+  const Future<void> arrival = local_.event_queue->arrival();
   if (arrival.done()) return;
-  station_.mailbox->set_state(step_id().step, true, false, "", station_.executor().now());
+  local_.event_queue->set_state(step_id().step, true, false, "", local_.executor().now());
   try {
     arrival.wait(watch_.patience());
   } catch (const Error& error) {
@@ -264,12 +259,12 @@ void Step::wait() {
   }
 }
 
-void Step::take_letters() {
-  std::deque<Letter> letters = station_.mailbox->take(step_id().step);
-  while (!letters.empty()) {
-    Letter letter = std::move(letters.front());
-    letters.pop_front();
-    throw_failure(station_, step_id().step, letter);
+void Step::take_events() {
+  std::deque<StepEvent> events = local_.event_queue->take(step_id().step);
+  while (!events.empty()) {
+    StepEvent event = std::move(events.front());
+    events.pop_front();
+    throw_failure(local_, step_id().step, event);
     watch_.progress();
     std::visit(
         [&](auto& held) {
@@ -280,72 +275,72 @@ void Step::take_letters() {
             accept(held);
           }
         },
-        letter);
+        event);
     // What follows the end of a part belongs to the next one.
-    if (std::holds_alternative<StepClosed>(letter)) return station_.mailbox->put_back(std::move(letters));
+    if (std::holds_alternative<StepClosed>(event)) return local_.event_queue->put_back(std::move(events));
   }
 }
 
-void Step::accept(Activations& letter) {
-  const bool known = letter.link >= 0 && letter.link < static_cast<int>(station_.plan.links.size()) &&
-                     letter.micro_batch >= 0 && letter.micro_batch < micro_batches() &&
-                     letter.members.size() == letter.wants_gradient.size() &&
-                     letter.unsplit.size() <= letter.members.size();
-  const int to = known ? station_.plan.links[static_cast<std::size_t>(letter.link)].to : -1;
-  if (!known || !station_.owns_segment(to)) {
+void Step::accept(Activations& event) {
+  const bool known = event.link >= 0 && event.link < static_cast<int>(local_.plan.links.size()) &&
+                     event.micro_batch >= 0 && event.micro_batch < micro_batches() &&
+                     event.members.size() == event.wants_gradient.size() &&
+                     event.unsplit.size() <= event.members.size();
+  const int to = known ? local_.plan.links[static_cast<std::size_t>(event.link)].to : -1;
+  if (!known || !local_.owns_segment(to)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("activations of link {}, micro-batch {}, do not belong to this worker",
-                            letter.link, letter.micro_batch));
+                            event.link, event.micro_batch));
   }
-  Freight freight;
-  freight.batch.members = std::move(letter.members);
-  freight.batch.tuple = letter.tuple;
-  freight.wants_gradient = std::move(letter.wants_gradient);
-  freight.batch.unsplit = std::move(letter.unsplit);
-  deliver(letter.link, letter.micro_batch, std::move(freight));
+  Activation activation;
+  activation.batch.members = std::move(event.members);
+  activation.batch.tuple = event.tuple;
+  activation.wants_gradient = std::move(event.wants_gradient);
+  activation.batch.unsplit = std::move(event.unsplit);
+  deliver(event.link, event.micro_batch, std::move(activation));
 }
 
-void Step::accept(Gradients& letter) {
-  const bool known = letter.link >= 0 && letter.link < static_cast<int>(station_.plan.links.size()) &&
-                     letter.micro_batch >= 0 && letter.micro_batch < micro_batches();
-  const int from = known ? station_.plan.links[static_cast<std::size_t>(letter.link)].from : -1;
-  if (!known || !station_.owns_segment(from)) {
+void Step::accept(Gradients& event) {
+  const bool known = event.link >= 0 && event.link < static_cast<int>(local_.plan.links.size()) &&
+                     event.micro_batch >= 0 && event.micro_batch < micro_batches();
+  const int from = known ? local_.plan.links[static_cast<std::size_t>(event.link)].from : -1;
+  if (!known || !local_.owns_segment(from)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", letter.link,
-                            letter.micro_batch));
+                fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
+                            event.micro_batch));
   }
-  deliver_gradients(letter.link, letter.micro_batch, std::move(letter.gradients));
+  deliver_gradients(event.link, event.micro_batch, std::move(event.gradients));
 }
 
-void Step::accept(const PartDone& letter) {
-  const auto worker = static_cast<std::size_t>(letter.worker);
-  if (letter.worker < 0 || worker >= station_.ranks.size()) return;
+void Step::accept(const PartDone& event) {
+  const auto worker = static_cast<std::size_t>(event.worker);
+  if (event.worker < 0 || worker >= local_.ranks.size()) return;
   ++parts_done_;
-  if (letter.worker == station_.last_worker()) closing_.loss = letter.loss;
-  closing_.peaks[worker] = letter.peak;
-  closing_.tasks[worker] = letter.tasks;
+  if (event.worker == local_.last_worker()) closing_.loss = event.loss;
+  closing_.peaks[worker] = event.peak;
+  closing_.tasks[worker] = event.tasks;
 }
 
-void Step::accept(StepClosed& letter) {
-  closing_ = std::move(letter);
+void Step::accept(StepClosed& event) {
+  closing_ = std::move(event);
   closed_ = true;
 }
 
 void Step::meet() {
-  const PartDone mine{step_id(), station_.me, loss_, peak_, ran_};
+  const PartDone mine{step_id(), local_.me, loss_, peak_, ran_};
   closed_ = false;
-  if (station_.me == station_.first_worker()) {
+  if (local_.me == local_.first_worker()) {
     accept(mine);
-    while (parts_done_ < static_cast<int>(station_.ranks.size())) {
-      take_letters();
-      if (parts_done_ < static_cast<int>(station_.ranks.size())) wait();
+    while (parts_done_ < static_cast<int>(local_.ranks.size())) {
+      take_events();
+      if (parts_done_ < static_cast<int>(local_.ranks.size())) wait();
     }
     parts_done_ = 0;
-    station_.post_to_all(closing_);
+    local_.post_to_all(closing_);
   } else {
-    station_.post_to(station_.first_worker(), mine);
+    local_.post_to(local_.first_worker(), mine);
     while (!closed_) {
-      take_letters();
+      take_events();
       if (!closed_) wait();
     }
   }
@@ -378,21 +373,20 @@ void Step::finish_input_gradients() {
     roots.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
     gradients.push_back(split ? at::cat(pieces) : at::stack(pieces).sum(0));
   }
-  station_.mailbox->set_state(step_id().step, true, true, "the backward of the graph before the input",
-                              station_.executor().now());
+  local_.event_queue->set_state(step_id().step, true, true, "the backward of the graph before the input",
+                                local_.executor().now());
   try {
     torch::autograd::Engine::get_default_engine().execute(roots, gradients, false, false, true);
   } catch (...) {
     const ExceptionStory story = torchspan::describe(std::current_exception());
-    const std::string where =
-        fmt::format("the graph before the input of pipeline '{}'", station_.options.name);
+    const std::string where = fmt::format("the graph before the input of pipeline '{}'", local_.options.name);
     throw Error(
         ErrorKind::kRemoteFailure,
         fmt::format("step {} of pipeline '{}' failed in the backward of the graph before its input, on "
                     "worker '{}': {}",
-                    step_id().step, station_.options.name, station_.worker.name(), story.text))
-        .with_worker(station_.worker.name())
-        .with_frame({station_.worker.name(), where, story.type, story.text});
+                    step_id().step, local_.options.name, local_.worker.name(), story.text))
+        .with_worker(local_.worker.name())
+        .with_frame({local_.worker.name(), where, story.type, story.text});
   }
 }
 
@@ -408,7 +402,7 @@ Batch Step::output() {
 }
 
 void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
-  if (!station_.owns_segment(station_.last_segment())) return;
+  if (!local_.owns_segment(local_.last_segment())) return;
   std::vector<std::int64_t> first(gradients.size(), 0);
   for (int micro_batch = 0; micro_batch < micro_batches(); ++micro_batch) {
     const auto i = static_cast<std::size_t>(micro_batch);
@@ -426,25 +420,25 @@ void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
     }
     const auto& wants = output_wants_[i];
     if (std::find(wants.begin(), wants.end(), 1) == wants.end()) continue;
-    pass(station_.last_segment(), micro_batch).put_gradients(kOutside, std::move(pieces));
-    check_backward(station_.last_segment(), micro_batch);
+    pass(local_.last_segment(), micro_batch).put_gradients(kOutside, std::move(pieces));
+    check_backward(local_.last_segment(), micro_batch);
   }
 }
 
-std::string Step::describe(const Task& task) const {
-  const Segment& segment = station_.plan.segments[static_cast<std::size_t>(task.stage)];
+std::string Step::describe(const Action& task) const {
+  const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(task.stage)];
   return fmt::format("the {} of micro-batch {} through {}{}",
-                     task.kind == TaskKind::kForward ? "forward" : "backward", task.micro_batch,
-                     station_.plan.describe(segment.first), segment.last == segment.first ? "" : " and on");
+                     task.kind == ActionKind::kForward ? "forward" : "backward", task.micro_batch,
+                     local_.plan.describe(segment.first), segment.last == segment.first ? "" : " and on");
 }
 
 std::string Step::waiting_for() const {
   if (tasks_left_ == 0) return "the others to end their parts";
   if (passes_.empty()) return "activations";
   const auto& [key, oldest] = *passes_.begin();
-  return fmt::format(
-      "{} of micro-batch {} at {}", oldest->forward_done() ? "gradients" : "activations", key.second,
-      station_.plan.describe(station_.plan.segments[static_cast<std::size_t>(key.first)].first));
+  return fmt::format("{} of micro-batch {} at {}", oldest->forward_done() ? "gradients" : "activations",
+                     key.second,
+                     local_.plan.describe(local_.plan.segments[static_cast<std::size_t>(key.first)].first));
 }
 
 StepReport Step::report() const {
@@ -455,7 +449,7 @@ StepReport Step::report() const {
   schedule::Timeline& measured = report.measured;
   measured.name = "measured";
   for (std::size_t worker = 0; worker < closing_.tasks.size(); ++worker) {
-    std::vector<schedule::Span> spans;
+    std::vector<schedule::ActionSpan> spans;
     std::vector<double> live;
     Duration busy{0};
     for (const RanTask& ran : closing_.tasks[worker]) {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/layer_range_pass.h"
+#include "pipeline/local_pipeline.h"
 #include "pipeline/policy.h"
-#include "pipeline/segment_pass.h"
 #include "pipeline/shared_tensors.h"
-#include "pipeline/station.h"
 #include "pipeline/watch.h"
 
 namespace torchspan::pipeline {
@@ -25,11 +25,11 @@ struct StepWork {
   Future<void> before_first_backward = {};
 };
 
-/// One step on one worker: the loop that takes letters in, runs tasks as the policy says, and posts what
+/// One step on one worker: the loop that takes events in, runs tasks as the policy says, and posts what
 /// comes of them. The same for the first, the last and every other worker. Used by the thread that trains.
 class Step {
  public:
-  Step(const Station& station, StepWork work);
+  Step(const LocalPipeline& local, StepWork work);
 
   std::uint64_t id() const { return work_.begin.id.step; }
   /// Runs tasks until this worker's forwards (backwards) of a StepKind::kForward are done, or its part of any
@@ -48,30 +48,30 @@ class Step {
   StepReport report() const;
 
  private:
-  SegmentPass& pass(int segment, int micro_batch);
+  LayerRangePass& pass(int segment, int micro_batch);
   std::unique_ptr<Policy> make_policy(bool backwards) const;
   int count_tasks(bool backwards) const;
-  void tell_policy(const schedule::Task& task);
+  void tell_policy(const schedule::Action& task);
   void feed_input();
   void check_forward(int segment, int micro_batch);
   void check_backward(int segment, int micro_batch);
-  void run(const schedule::Task& task);
+  void run(const schedule::Action& task);
   void run_forward(int segment, int micro_batch);
-  void keep_output(int micro_batch, Freight freight);
+  void keep_output(int micro_batch, Activation activation);
   void run_backward(int segment, int micro_batch);
-  void deliver(int link, int micro_batch, Freight freight);
+  void deliver(int link, int micro_batch, Activation activation);
   void deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients);
   void finish_input_gradients();
   bool recompute_ahead();
   void wait();
-  void take_letters();
-  void accept(Activations& letter);
-  void accept(Gradients& letter);
-  void accept(const PartDone& letter);
-  void accept(StepClosed& letter);
+  void take_events();
+  void accept(Activations& event);
+  void accept(Gradients& event);
+  void accept(const PartDone& event);
+  void accept(StepClosed& event);
   void hold_first_backward();
-  void record(const schedule::Task& task, TimePoint start);
-  std::string describe(const schedule::Task& task) const;
+  void record(const schedule::Action& task, TimePoint start);
+  std::string describe(const schedule::Action& task) const;
   std::string waiting_for() const;
   StepId step_id() const { return work_.begin.id; }
   int micro_batches() const { return static_cast<int>(work_.begin.rows.size()); }
@@ -79,15 +79,15 @@ class Step {
     return work_.begin.kind == StepKind::kTrain || work_.begin.kind == StepKind::kForward;
   }
 
-  const Station& station_;
+  const LocalPipeline& local_;
   StepWork work_;
   const TimePoint start_;
   Watch watch_;
   const ConstantsWatch constants_;
   std::vector<std::int64_t> first_row_;
   std::unique_ptr<Policy> policy_;
-  std::map<std::pair<int, int>, std::unique_ptr<SegmentPass>> passes_;
-  std::vector<schedule::Task> ready_early_;  ///< backwards that can run before their part has begun
+  std::map<std::pair<int, int>, std::unique_ptr<LayerRangePass>> passes_;
+  std::vector<schedule::Action> ready_early_;  ///< backwards that can run before their part has begun
   bool backwards_allowed_ = false;
   bool backwards_begun_ = false;
   int tasks_left_ = 0;

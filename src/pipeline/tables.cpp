@@ -6,8 +6,8 @@
 namespace torchspan::pipeline {
 
 bool Tables::is_looped() const {
-  const auto& segments = station_.plan.segments;
-  const int workers = static_cast<int>(station_.plan.workers.size());
+  const auto& segments = local_.plan.segments;
+  const int workers = static_cast<int>(local_.plan.workers.size());
   for (std::size_t s = 0; s < segments.size(); ++s) {
     if (segments[s].worker != static_cast<int>(s) % workers) return false;
   }
@@ -15,31 +15,31 @@ bool Tables::is_looped() const {
 }
 
 void Tables::check() const {
-  if (station_.options.schedule != Schedule::kInterleaved || is_looped()) return;
+  if (local_.options.schedule != Schedule::kInterleaved || is_looped()) return;
   throw Error(
       ErrorKind::kInvalid,
       fmt::format(
           "Schedule::kInterleaved needs segment s on worker s modulo their number, each worker as often "
-          "as the others; here they are on {}. Schedule::kOneFOneB takes any plan",
-          fmt::join(station_.plan.placement(1).rank_of_stage, ", ")));
+          "as the others; here they are on {}. Schedule::k1F1B takes any plan",
+          fmt::join(local_.plan.placement(1).rank_of_stage, ", ")));
 }
 
 schedule::Table Tables::make(StepKind kind, int micro_batches) const {
-  const schedule::Placement placement = station_.plan.placement(micro_batches);
+  const schedule::Placement placement = local_.plan.placement(micro_batches);
   if (kind == StepKind::kInfer || kind == StepKind::kLoss) return schedule::forward_only(placement);
-  if (kind == StepKind::kForward || station_.options.schedule == Schedule::kGPipe)
+  if (kind == StepKind::kForward || local_.options.schedule == Schedule::kGPipe)
     return schedule::gpipe(placement);
   const int workers = placement.ranks;
   const bool fits = micro_batches < workers || micro_batches % workers == 0;
-  if (station_.options.schedule == Schedule::kInterleaved && fits) {
+  if (local_.options.schedule == Schedule::kInterleaved && fits) {
     return schedule::interleaved(
         {workers, micro_batches, static_cast<int>(placement.rank_of_stage.size()) / workers});
   }
-  return schedule::one_forward_one_backward(placement, station_.options.most_in_flight);
+  return schedule::one_forward_one_backward(placement, local_.options.max_in_flight);
 }
 
 const schedule::Table* Tables::find(StepKind kind, int micro_batches) {
-  if (station_.options.schedule == Schedule::kArrival) return nullptr;
+  if (local_.options.schedule == Schedule::kArrival) return nullptr;
   auto& slot = made_[{kind, micro_batches}];
   if (!slot) slot = std::make_unique<schedule::Table>(make(kind, micro_batches));
   return slot.get();

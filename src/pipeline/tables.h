@@ -3,14 +3,14 @@
 #include <memory>
 #include <utility>
 
-#include "pipeline/station.h"
+#include "pipeline/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
 /// The tables that a pipeline's steps follow, made once for each number of micro-batches.
 class Tables {
  public:
-  explicit Tables(const Station& station) : station_(station) {}
+  explicit Tables(const LocalPipeline& local) : local_(local) {}
 
   /// Throws Error{kInvalid} when the schedule does not fit the plan.
   void check() const;
@@ -21,7 +21,7 @@ class Tables {
   schedule::Table make(StepKind kind, int micro_batches) const;
   bool is_looped() const;
 
-  const Station& station_;
+  const LocalPipeline& local_;
   std::map<std::pair<StepKind, int>, std::unique_ptr<schedule::Table>> made_;
 };
 

@@ -24,14 +24,14 @@ Plan plan_on(const std::vector<std::string>& owners) {
   return make_plan(request);
 }
 
-void with_station(Schedule schedule, const std::vector<std::string>& owners, int most_in_flight,
-                  const std::function<void(const Station&)>& body) {
+void with_local(Schedule schedule, const std::vector<std::string>& owners, int max_in_flight,
+                const std::function<void(const LocalPipeline&)>& body) {
   torchspan::testing::on_workers(1, 1, [&](Worker& worker) {
     PipelineOptions options;
     options.schedule = schedule;
-    options.most_in_flight = most_in_flight;
-    Station station{worker, options, plan_on(owners)};
-    body(station);
+    options.max_in_flight = max_in_flight;
+    LocalPipeline local{worker, options, plan_on(owners)};
+    body(local);
   });
 }
 
@@ -39,47 +39,47 @@ const std::vector<std::string> kStraight{"a", "b", "c"};
 const std::vector<std::string> kLooped{"a", "b", "a", "b"};
 
 TEST(Tables, AreThoseOfTheSchedule) {
-  with_station(Schedule::kGPipe, kStraight, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::kGPipe, kStraight, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     tables.check();
-    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->tasks, schedule::gpipe(station.plan.placement(4)).tasks);
+    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->tasks, schedule::gpipe(local.plan.placement(4)).tasks);
   });
-  with_station(Schedule::kOneFOneB, kStraight, 2, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::k1F1B, kStraight, 2, [](const LocalPipeline& local) {
+    Tables tables(local);
     EXPECT_EQ(tables.find(StepKind::kTrain, 6)->tasks,
-              schedule::one_forward_one_backward(station.plan.placement(6), 2).tasks);
+              schedule::one_forward_one_backward(local.plan.placement(6), 2).tasks);
     EXPECT_NE(tables.find(StepKind::kTrain, 6)->tasks,
-              schedule::one_forward_one_backward(station.plan.placement(6)).tasks)
-        << "most_in_flight must matter";
+              schedule::one_forward_one_backward(local.plan.placement(6)).tasks)
+        << "max_in_flight must matter";
   });
-  with_station(Schedule::kInterleaved, kLooped, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::kInterleaved, kLooped, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     tables.check();
     EXPECT_EQ(tables.find(StepKind::kTrain, 4)->tasks, schedule::interleaved({2, 4, 2}).tasks);
   });
 }
 
 TEST(Tables, OfStepsWithoutBackwardsHaveForwardsOnly) {
-  for (const Schedule schedule : {Schedule::kGPipe, Schedule::kOneFOneB, Schedule::kInterleaved}) {
-    with_station(schedule, kLooped, 0, [](const Station& station) {
-      Tables tables(station);
+  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B, Schedule::kInterleaved}) {
+    with_local(schedule, kLooped, 0, [](const LocalPipeline& local) {
+      Tables tables(local);
       for (const StepKind kind : {StepKind::kInfer, StepKind::kLoss}) {
-        EXPECT_EQ(tables.find(kind, 5)->tasks, schedule::forward_only(station.plan.placement(5)).tasks);
+        EXPECT_EQ(tables.find(kind, 5)->tasks, schedule::forward_only(local.plan.placement(5)).tasks);
       }
     });
   }
 }
 
 TEST(Tables, OfForwardsWhoseBackwardsComeLaterHaveAllForwardsFirst) {
-  with_station(Schedule::kOneFOneB, kStraight, 1, [](const Station& station) {
-    Tables tables(station);
-    EXPECT_EQ(tables.find(StepKind::kForward, 4)->tasks, schedule::gpipe(station.plan.placement(4)).tasks);
+  with_local(Schedule::k1F1B, kStraight, 1, [](const LocalPipeline& local) {
+    Tables tables(local);
+    EXPECT_EQ(tables.find(StepKind::kForward, 4)->tasks, schedule::gpipe(local.plan.placement(4)).tasks);
   });
 }
 
 TEST(Tables, AreNoneWhereTheOrderOfArrivalDecides) {
-  with_station(Schedule::kArrival, kStraight, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::kArrival, kStraight, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     tables.check();
     for (const StepKind kind : {StepKind::kTrain, StepKind::kInfer, StepKind::kForward})
       EXPECT_EQ(tables.find(kind, 4), nullptr);
@@ -87,8 +87,8 @@ TEST(Tables, AreNoneWhereTheOrderOfArrivalDecides) {
 }
 
 TEST(Tables, AreMadeOncePerNumberOfMicroBatches) {
-  with_station(Schedule::kOneFOneB, kStraight, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::k1F1B, kStraight, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     const schedule::Table* four = tables.find(StepKind::kTrain, 4);
     const schedule::Table* three = tables.find(StepKind::kTrain, 3);
     EXPECT_NE(four, three);
@@ -98,10 +98,10 @@ TEST(Tables, AreMadeOncePerNumberOfMicroBatches) {
 }
 
 TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
-  with_station(Schedule::kInterleaved, kLooped, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::kInterleaved, kLooped, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     EXPECT_EQ(tables.find(StepKind::kTrain, 5)->tasks,
-              schedule::one_forward_one_backward(station.plan.placement(5)).tasks);
+              schedule::one_forward_one_backward(local.plan.placement(5)).tasks);
     EXPECT_EQ(tables.find(StepKind::kTrain, 1)->tasks, schedule::interleaved({2, 1, 2}).tasks);
   });
 }
@@ -109,19 +109,19 @@ TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
 TEST(Tables, RefuseToInterleaveWhatIsNotLooped) {
   for (const auto& owners :
        std::vector<std::vector<std::string>>{{"a", "b", "a"}, {"a", "a", "b", "b"}, {"a", "b", "b", "a"}}) {
-    with_station(Schedule::kInterleaved, owners, 0, [](const Station& station) {
-      const Tables tables(station);
+    with_local(Schedule::kInterleaved, owners, 0, [](const LocalPipeline& local) {
+      const Tables tables(local);
       try {
         tables.check();
         ADD_FAILURE() << "accepted";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-        EXPECT_THAT(error.what(), HasSubstr("Schedule::kOneFOneB takes any plan"));
+        EXPECT_THAT(error.what(), HasSubstr("Schedule::k1F1B takes any plan"));
       }
     });
   }
-  with_station(Schedule::kOneFOneB, {"a", "b", "b", "a"}, 0, [](const Station& station) {
-    Tables tables(station);
+  with_local(Schedule::k1F1B, {"a", "b", "b", "a"}, 0, [](const LocalPipeline& local) {
+    Tables tables(local);
     tables.check();
     schedule::validate(*tables.find(StepKind::kTrain, 3));
   });

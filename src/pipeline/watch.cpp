@@ -6,28 +6,28 @@
 namespace torchspan::pipeline {
 
 Duration Watch::patience() const {
-  return std::clamp<Duration>(station_.options.stall_timeout / 4, std::chrono::milliseconds(1),
+  return std::clamp<Duration>(local_.options.stall_timeout / 4, std::chrono::milliseconds(1),
                               std::chrono::seconds(1));
 }
 
 void Watch::ask(std::uint64_t step) {
   asked_.clear();
-  for (int worker = 0; worker < static_cast<int>(station_.ranks.size()); ++worker) {
-    if (worker == station_.me) continue;
-    const Destination to(station_.ranks[static_cast<std::size_t>(worker)]);
-    asked_.push_back({worker, station_.worker.request(to, AskState{{station_.id, step}}, Deadline::never())});
+  for (int worker = 0; worker < static_cast<int>(local_.ranks.size()); ++worker) {
+    if (worker == local_.me) continue;
+    const Destination to(local_.ranks[static_cast<std::size_t>(worker)]);
+    asked_.push_back({worker, local_.worker.request(to, AskState{{local_.id, step}}, Deadline::never())});
   }
 }
 
 std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_for) {
-  const double limit = std::chrono::duration<double>(station_.options.stall_timeout).count();
-  const double waited = std::chrono::duration<double>(station_.executor().now() - since_).count();
+  const double limit = std::chrono::duration<double>(local_.options.stall_timeout).count();
+  const double waited = std::chrono::duration<double>(local_.executor().now() - since_).count();
   const auto stalled = [&](int worker, const std::string& what) {
-    const std::string& name = station_.plan.workers[static_cast<std::size_t>(worker)];
+    const std::string& name = local_.plan.workers[static_cast<std::size_t>(worker)];
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: worker '{}' {}; worker '{}' "
                              "waits for {}. A longer PipelineOptions::stall_timeout waits on",
-                             step, station_.options.name, name, what, station_.worker.name(), waiting_for))
+                             step, local_.options.name, name, what, local_.worker.name(), waiting_for))
         .with_worker(name);
   };
   for (const Question& question : asked_) {
@@ -38,9 +38,9 @@ std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_
     }
     if (question.answer.error()) {
       const Error error = to_error(question.answer.error());
-      return Error(error.kind(), fmt::format("step {} of pipeline '{}' ends: {}", step, station_.options.name,
+      return Error(error.kind(), fmt::format("step {} of pipeline '{}' ends: {}", step, local_.options.name,
                                              error.message()))
-          .with_worker(station_.plan.workers[static_cast<std::size_t>(question.worker)]);
+          .with_worker(local_.plan.workers[static_cast<std::size_t>(question.worker)]);
     }
     const WorkerState state = question.answer.wait();
     if (state.busy && state.seconds > limit) {
@@ -61,7 +61,7 @@ std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: nobody has anything to do; worker "
                              "'{}' waits for {}",
-                             step, station_.options.name, station_.worker.name(), waiting_for));
+                             step, local_.options.name, local_.worker.name(), waiting_for));
   }
   if (all_answered) ask(step);
   return std::nullopt;

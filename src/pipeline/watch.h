@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "pipeline/station.h"
+#include "pipeline/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
@@ -11,14 +11,14 @@ namespace torchspan::pipeline {
 /// finds out who keeps the step from going on. Used by the thread that trains.
 class Watch {
  public:
-  explicit Watch(const Station& station) : station_(station), since_(station.executor().now()) {}
+  explicit Watch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
 
   /// Something came: the step goes on.
   void progress() {
-    since_ = station_.executor().now();
+    since_ = local_.executor().now();
     asked_.clear();
   }
-  /// How long to wait for a letter before look().
+  /// How long to wait for an event before look().
   Duration patience() const;
   /// Asks the others, or judges what they answered. Returns the error that ends the step once a worker has
   /// kept everybody waiting for longer than the stall time-out.
@@ -31,7 +31,7 @@ class Watch {
   };
   void ask(std::uint64_t step);
 
-  const Station& station_;
+  const LocalPipeline& local_;
   TimePoint since_;
   std::vector<Question> asked_;
 };

@@ -18,7 +18,7 @@ std::string silence_of_the_store(Duration silence) {
 
 }  // namespace
 
-Client::Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self)
+Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self)
     : runtime_(runtime),
       options_(std::move(options)),
       self_(std::move(self)),
@@ -393,8 +393,9 @@ void Client::note_end(int rank, std::optional<Error> death) {
 void Client::note_own_death(const Error& reason) {
   {
     MutexLock lock(mutex_);
-    const auto self = std::find_if(known_.begin(), known_.end(),
-                                   [&](const auto& one) { return one.second.member.epoch == self_.epoch; });
+    const auto self = std::find_if(known_.begin(), known_.end(), [&](const auto& one) {
+      return one.second.member.instance == self_.instance;
+    });
     if (self == known_.end()) return;
     events_.push_back({self->second.member, Presence::kDied, reason});
   }

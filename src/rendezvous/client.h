@@ -24,7 +24,7 @@ Deadline with_grace(Deadline deadline);
 /// hears of the others, and carries rounds. Its thread alone drives the transport and runs the callbacks.
 class Client final : private net::Handler {
  public:
-  Client(Runtime& runtime, const TransportFactory& transports, JoinOptions options, Member self);
+  Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self);
   /// Breaks the connection unless leave() ended it.
   ~Client() override;
 
@@ -110,7 +110,7 @@ class Client final : private net::Handler {
   void stop();
 
   Runtime& runtime_;
-  const JoinOptions options_;
+  const MembershipOptions options_;
   const Member self_;
   const TimePoint began_;
   const Deadline join_until_;

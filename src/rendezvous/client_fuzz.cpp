@@ -115,7 +115,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const TransportFactory liar = [&](const std::string&, net::Handler& handler) {
     return std::make_unique<Liar>(*executor, handler, words, *done);
   };
-  JoinOptions options;
+  MembershipOptions options;
   options.name = "worker1";
   options.rank = 1;
   options.world_size = 3;

@@ -16,8 +16,8 @@ using ::testing::HasSubstr;
 class Hosts : public SimulatedWorld {
  public:
   using SimulatedWorld::SimulatedWorld;
-  JoinOptions options(int rank) const {
-    JoinOptions options = SimulatedWorld::options(rank);
+  MembershipOptions options(int rank) const {
+    MembershipOptions options = SimulatedWorld::options(rank);
     options.host_id = "host" + std::to_string(rank);
     options.heartbeat = milliseconds(500);
     options.dead_after = seconds(5);
@@ -205,7 +205,7 @@ TEST(HostsOfAWorld, NothingIsSentBetweenIdleWorkersOfOneHost) {
 TEST(HostsOfAWorld, HeartbeatsThatMakeNoSenseAreRefused) {
   Hosts world(5, 1);
   world.run([&](int rank) {
-    JoinOptions options = world.options(rank);
+    MembershipOptions options = world.options(rank);
     options.heartbeat = Duration::zero();
     EXPECT_THAT(error_of([&] { world.SimulatedWorld::join(0, options); }).what(),
                 HasSubstr("heartbeat is 0 s"));

@@ -37,13 +37,13 @@ std::string boot_id() {
   return id;
 }
 
-std::uint64_t random_epoch() {
+std::uint64_t random_instance() {
   std::random_device random;
   const std::uint64_t number = (std::uint64_t{random()} << 32) | random();
   return number == 0 ? 1 : number;
 }
 
-void check_options(const JoinOptions& options) {
+void check_options(const MembershipOptions& options) {
   check_name(options.name, "the worker's name");
   const auto refuse = [](std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); };
   const int size = options.world_size, rank = options.rank;
@@ -63,12 +63,12 @@ void check_options(const JoinOptions& options) {
   }
 }
 
-Member make_self(const JoinOptions& options) {
+Member make_self(const MembershipOptions& options) {
   Member self;
   self.name = options.name;
   self.rank = options.rank;
   self.address = options.address;
-  self.epoch = options.epoch != 0 ? options.epoch : random_epoch();
+  self.instance = options.instance != 0 ? options.instance : random_instance();
   self.host = host_name();
   self.host_id = options.host_id.empty() ? boot_id() : options.host_id;
   self.pid = getpid();
@@ -118,7 +118,7 @@ TransportFactory tls_transports(Executor& executor, net::Secret secret, net::Tls
 /// `client` and `server` are null in a fixed world of one; `server` is rank 0's, and outlives its client.
 class Membership::Impl {
  public:
-  Impl(Runtime& runtime, const TransportFactory& transports, JoinOptions options)
+  Impl(Runtime& runtime, const TransportFactory& transports, MembershipOptions options)
       : runtime_(runtime), open_(options.world_size == kOpenWorld), self_(make_self(options)) {
     if (options.world_size == 1) return;
     if (options.rank == 0) {
@@ -289,7 +289,7 @@ Membership::Membership(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Membership::~Membership() = default;
 
 std::unique_ptr<Membership> Membership::join(Runtime& runtime, TransportFactory transports,
-                                             JoinOptions options) {
+                                             MembershipOptions options) {
   check_options(options);
   const std::string who = options.name;
   try {
@@ -319,13 +319,13 @@ void Membership::barrier(const std::string& tag, std::vector<int> ranks, Deadlin
   impl_->gather("barrier", tag, {}, std::move(ranks), {.until = deadline});
 }
 
-std::vector<Bytes> Membership::all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                          Deadline deadline) {
+std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
+                                                std::vector<int> ranks, Deadline deadline) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), {.until = deadline});
 }
 
-std::vector<Bytes> Membership::all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                          Wait wait) {
+std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
+                                                std::vector<int> ranks, Wait wait) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
 }
 

@@ -15,10 +15,11 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// Every rank joins with what `change` makes of its options, and all are refused; returns why, by rank.
-std::vector<Error> refusals(SimulatedWorld& world, const std::function<void(int, JoinOptions&)>& change) {
+std::vector<Error> refusals(SimulatedWorld& world,
+                            const std::function<void(int, MembershipOptions&)>& change) {
   std::vector<Error> errors(static_cast<std::size_t>(world.size()), Error(ErrorKind::kInvalid, ""));
   world.run([&](int rank) {
-    JoinOptions options = world.options(rank);
+    MembershipOptions options = world.options(rank);
     change(rank, options);
     errors[static_cast<std::size_t>(rank)] = error_of([&] { world.join(rank, options); });
   });
@@ -41,7 +42,7 @@ TEST_P(Seeded, EverybodyMeetsEverybodyAndLeavesInPeace) {
       EXPECT_EQ(member.rank, other);
       EXPECT_EQ(member.name, "worker" + std::to_string(other));
       EXPECT_EQ(member.address, "sim:worker" + std::to_string(other));
-      EXPECT_EQ(member.epoch, 1000u + static_cast<std::uint64_t>(other));
+      EXPECT_EQ(member.instance, 1000u + static_cast<std::uint64_t>(other));
       EXPECT_EQ(membership->member(member.name).rank, other);
       EXPECT_TRUE(membership->is_present(other));
     }
@@ -75,7 +76,7 @@ TEST_P(Seeded, GathersEverybodysBytesWithinSubsetsToo) {
     const std::vector<int> mine = rank % 2 == 0 ? std::vector<int>{4, 0, 2} : std::vector<int>{5, 3, 1};
     for (int round = 0; round < 10; ++round) {
       const Bytes bytes = {static_cast<std::byte>(rank), static_cast<std::byte>(round)};
-      const auto all = membership->all_gather("halves", bytes, mine, world.in(seconds(10)));
+      const auto all = membership->all_gather_bytes("halves", bytes, mine, world.in(seconds(10)));
       ASSERT_EQ(all.size(), 3u);
       for (std::size_t i = 0; i < 3; ++i) {
         EXPECT_EQ(all[i], (Bytes{static_cast<std::byte>(2 * i + static_cast<std::size_t>(rank % 2)),
@@ -191,7 +192,7 @@ TEST(Membership, SaysSoWhenRankZeroNeverComes) {
 
 TEST(Membership, NamesBothWorkersOfOneNameOnEveryRank) {
   SimulatedWorld world(4, 4);
-  const auto errors = refusals(world, [&](int rank, JoinOptions& options) {
+  const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
     if (rank == 3) world.executor().sleep(seconds(1));  // hears of it as well
     if (rank == 2) options.name = "worker1";
   });
@@ -204,7 +205,7 @@ TEST(Membership, NamesBothWorkersOfOneNameOnEveryRank) {
 
 TEST(Membership, NamesBothWorkersOfOneRankOnEveryRank) {
   SimulatedWorld world(5, 3);
-  const auto errors = refusals(world, [&](int rank, JoinOptions& options) {
+  const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
     if (rank == 2) options.rank = 1;
   });
   for (const Error& error : errors) {
@@ -215,7 +216,7 @@ TEST(Membership, NamesBothWorkersOfOneRankOnEveryRank) {
 
 TEST(Membership, SaysWhoClaimsWhichWorldSizeOnEveryRank) {
   SimulatedWorld world(6, 3);
-  const auto errors = refusals(world, [&](int rank, JoinOptions& options) {
+  const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
     if (rank == 2) options.world_size = 4;
   });
   for (const Error& error : errors) {
@@ -226,7 +227,7 @@ TEST(Membership, SaysWhoClaimsWhichWorldSizeOnEveryRank) {
 
 TEST(Membership, ListsDifferingFunctionsOnEveryRank) {
   SimulatedWorld world(7, 3);
-  const auto errors = refusals(world, [&](int rank, JoinOptions& options) {
+  const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
     options.functions = {"f()"};
     if (rank == 1) {
       options.functions.push_back("g(int)");
@@ -239,7 +240,7 @@ TEST(Membership, ListsDifferingFunctionsOnEveryRank) {
 TEST(Membership, AllowsDifferingFunctionsWhenAsked) {
   SimulatedWorld world(8, 2);
   world.run([&](int rank) {
-    JoinOptions options = world.options(rank);
+    MembershipOptions options = world.options(rank);
     options.functions_digest = static_cast<std::uint64_t>(rank);
     options.require_same_functions = false;
     const auto membership = world.join(rank, options);
@@ -266,7 +267,7 @@ TEST(Membership, FailsEverybodyWhenAWorkerDiesBeforeTheWorldIsComplete) {
 TEST(Membership, TurnsAwayAnotherJobsWorker) {
   SimulatedWorld world(10, 3);
   world.run([&](int rank) {
-    JoinOptions options = world.options(rank == 2 ? 1 : rank);
+    MembershipOptions options = world.options(rank == 2 ? 1 : rank);
     options.world_size = 2;
     if (rank == 2) {
       options.job = "other";
@@ -281,7 +282,7 @@ TEST(Membership, TurnsAwayAnotherJobsWorker) {
 TEST(Membership, TurnsAwayWhoComesWhenTheWorldIsComplete) {
   SimulatedWorld world(11, 3);
   world.run([&](int rank) {
-    JoinOptions options = world.options(rank == 2 ? 1 : rank);
+    MembershipOptions options = world.options(rank == 2 ? 1 : rank);
     options.world_size = 2;
     if (rank == 2) {
       world.executor().sleep(seconds(1));
@@ -370,11 +371,11 @@ TEST(Membership, RefusesWhatMakesNoSenseBeforeItAsks) {
   SimulatedWorld world(19, 2);
   world.run([&](int rank) {
     for (const char* name : {"", "two words", "späte"}) {
-      JoinOptions options = world.options(rank);
+      MembershipOptions options = world.options(rank);
       options.name = name;
       EXPECT_EQ(error_of([&] { world.join(rank, options); }).kind(), ErrorKind::kInvalid);
     }
-    JoinOptions options = world.options(rank);
+    MembershipOptions options = world.options(rank);
     options.rank = 2;
     EXPECT_THAT(error_of([&] { world.join(rank, options); }).what(), HasSubstr("rank is 2"));
     options.world_size = -1;
@@ -389,7 +390,7 @@ TEST(Membership, RefusesWhatMakesNoSenseBeforeItAsks) {
                 HasSubstr("not among"));
     EXPECT_THAT(error_of([&] { membership->barrier("b", {rank, 9}, never); }).what(), HasSubstr("no rank 9"));
     EXPECT_THAT(error_of([&] { membership->barrier("", {}, never); }).what(), HasSubstr("the tag"));
-    EXPECT_THAT(error_of([&] { membership->all_gather("g", Bytes(70000), {}, never); }).what(),
+    EXPECT_THAT(error_of([&] { membership->all_gather_bytes("g", Bytes(70000), {}, never); }).what(),
                 HasSubstr("70000"));
     membership->leave(world.in(seconds(10)));
   });
@@ -403,7 +404,7 @@ TEST(Membership, OfOneNeedsNoNetwork) {
     EXPECT_EQ(membership->member("worker0").rank, 0);
     membership->on_death([](const Member&, const Error&) { FAIL(); });
     membership->barrier("b", {}, Deadline::never());
-    EXPECT_EQ(membership->all_gather("g", Bytes{std::byte{5}}, {0}, Deadline::never()),
+    EXPECT_EQ(membership->all_gather_bytes("g", Bytes{std::byte{5}}, {0}, Deadline::never()),
               (std::vector<Bytes>{{std::byte{5}}}));
     EXPECT_THROW(membership->barrier("b", {1}, Deadline::never()), Error);
     membership->leave(Deadline::never());

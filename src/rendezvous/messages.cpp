@@ -70,7 +70,7 @@ void put_member(ByteWriter& writer, const Member& member) {
   writer.put_string(member.name);
   writer.put(std::int32_t{member.rank});
   writer.put_string(member.address);
-  writer.put(member.epoch);
+  writer.put(member.instance);
   writer.put_string(member.host);
   writer.put_string(member.host_id);
   writer.put(member.pid);
@@ -86,7 +86,7 @@ Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) 
   member.name = reader.get_string();
   member.rank = read_rank(reader);
   member.address = reader.get_string();
-  member.epoch = reader.get<std::uint64_t>();
+  member.instance = reader.get<std::uint64_t>();
   member.host = reader.get_string();
   member.host_id = reader.get_string();
   member.pid = reader.get<std::int64_t>();

@@ -11,7 +11,7 @@ Member make_member(int rank) {
   member.name = "worker" + std::to_string(rank);
   member.rank = rank;
   member.address = "unix:/run/" + member.name;
-  member.epoch = 0x123456789abcdef0ULL + static_cast<std::uint64_t>(rank);
+  member.instance = 0x123456789abcdef0ULL + static_cast<std::uint64_t>(rank);
   member.host = "node";
   member.host_id = "boot";
   member.pid = 1000 + rank;
@@ -94,7 +94,7 @@ TEST(StoreMessages, KeepEveryFieldOfARegistration) {
   EXPECT_EQ(back.member.name, member.name);
   EXPECT_EQ(back.member.rank, 3);
   EXPECT_EQ(back.member.address, member.address);
-  EXPECT_EQ(back.member.epoch, member.epoch);
+  EXPECT_EQ(back.member.instance, member.instance);
   EXPECT_EQ(back.member.host, "node");
   EXPECT_EQ(back.member.host_id, "boot");
   EXPECT_EQ(back.member.pid, 1003);

@@ -15,11 +15,11 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 /// Options of a worker of an open world; number 0 is rank 0.
-JoinOptions visitor(const SimulatedWorld& world, int number, int rank = kAnyRank) {
-  JoinOptions options = world.options(number);
+MembershipOptions visitor(const SimulatedWorld& world, int number, int rank = kAnyRank) {
+  MembershipOptions options = world.options(number);
   options.world_size = kOpenWorld;
   options.rank = number == 0 ? 0 : rank;
-  options.epoch = 0;
+  options.instance = 0;
   return options;
 }
 
@@ -74,7 +74,7 @@ TEST_P(OpenWorld, WorkersComeAndGoAndComeAgain) {
       membership = world.join(number, visitor(world, number));
       EXPECT_EQ(membership->self().rank, 1);
       EXPECT_EQ(membership->self().incarnation, 1u);
-      EXPECT_EQ(membership->member(1).epoch, membership->self().epoch);
+      EXPECT_EQ(membership->member(1).instance, membership->self().instance);
     }
     executor.sleep(seconds(number == 1 ? 9 : 6));
     EXPECT_EQ(membership->is_present(2), number == 2);
@@ -139,8 +139,8 @@ TEST_P(OpenWorld, RoundsGoOnWithAReplacementAfterOneCallAgain) {
   world.run([&](int number) {
     auto& executor = world.executor();
     if (number > 0) executor.sleep(seconds(1));
-    JoinOptions options = world.options(number);  // a fixed world of 4
-    options.epoch = 0;
+    MembershipOptions options = world.options(number);  // a fixed world of 4
+    options.instance = 0;
     auto membership = world.join(number, options);
     const int before = 3 + number;  // not all have come equally often
     for (int round = 0; round < before; ++round) membership->barrier("own", {number}, world.in(seconds(5)));
@@ -154,8 +154,8 @@ TEST_P(OpenWorld, RoundsGoOnWithAReplacementAfterOneCallAgain) {
     for (int attempt = 0; met[static_cast<std::size_t>(number)] < 5; ++attempt) {
       ASSERT_LT(attempt, 200) << "never met again";
       try {
-        const auto all =
-            membership->all_gather("all", Bytes{static_cast<std::byte>(number)}, {}, world.in(seconds(100)));
+        const auto all = membership->all_gather_bytes("all", Bytes{static_cast<std::byte>(number)}, {},
+                                                      world.in(seconds(100)));
         for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(all.at(i), Bytes{static_cast<std::byte>(i)});
         ++met[static_cast<std::size_t>(number)];
       } catch (const Error& error) {
@@ -179,7 +179,7 @@ TEST(OpenWorlds, WaitForRankZeroUntilTheirTimeout) {
       membership->leave(world.in(seconds(5)));
       return;
     }
-    JoinOptions options = visitor(world, number);
+    MembershipOptions options = visitor(world, number);
     if (number == 1) {
       options.timeout = seconds(2);
       const Error error = error_of([&] { world.join(1, options); });
@@ -205,7 +205,7 @@ TEST(OpenWorlds, RefuseWhatIsTakenAndLiveOn) {
       membership->leave(world.in(seconds(5)));
       return;
     }
-    JoinOptions twin = visitor(world, 2), greedy = visitor(world, 2, 1), fixed = world.options(2);
+    MembershipOptions twin = visitor(world, 2), greedy = visitor(world, 2, 1), fixed = world.options(2);
     twin.name = "worker1";
     EXPECT_THAT(error_of([&] { world.join(2, twin); }).what(),
                 HasSubstr("'worker1' is taken by worker1 (rank 1"));
@@ -228,9 +228,9 @@ TEST(OpenWorlds, AskForTheNamesOfThoseWhoTakePart) {
                 }).what(),
                 HasSubstr("no rank 4 in this open world yet; there are [0]"));
     EXPECT_THAT(error_of([&] { membership->is_present(-1); }).what(), HasSubstr("-1"));
-    EXPECT_EQ(membership->all_gather("g", Bytes(3), {0}, Deadline::never()).size(), 1u);
+    EXPECT_EQ(membership->all_gather_bytes("g", Bytes(3), {0}, Deadline::never()).size(), 1u);
     membership->leave(Deadline::never());
-    JoinOptions options = visitor(world, 1, -2);
+    MembershipOptions options = visitor(world, 1, -2);
     EXPECT_THAT(error_of([&] { world.join(1, options); }).what(), HasSubstr("rank is -2"));
   });
 }
@@ -291,7 +291,7 @@ TEST(FixedWorld, IsGatheredInPeaceWhileAVisitorIsRefused) {
       return;
     }
     if (number == 1) world.executor().sleep(seconds(2));
-    JoinOptions options = world.options(number);
+    MembershipOptions options = world.options(number);
     options.world_size = 2;
     const auto membership = world.join(number, options);
     EXPECT_FALSE(membership->open());

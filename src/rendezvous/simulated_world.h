@@ -23,15 +23,15 @@ class SimulatedWorld {
   int size() const { return size_; }
   Deadline in(Duration time) const { return executor_.deadline_in(time); }
 
-  JoinOptions options(int rank) const {
-    JoinOptions options;
+  MembershipOptions options(int rank) const {
+    MembershipOptions options;
     options.name = "worker" + std::to_string(rank);
     options.rank = rank;
     options.world_size = size_;
     options.store_address = "sim:store";
     options.address = "sim:" + options.name;
     options.job = "job";
-    options.epoch = 1000 + static_cast<std::uint64_t>(rank);
+    options.instance = 1000 + static_cast<std::uint64_t>(rank);
     options.timeout = std::chrono::seconds(10);
     return options;
   }
@@ -42,7 +42,7 @@ class SimulatedWorld {
       return network_.make_transport(name, handler, {});
     };
   }
-  std::unique_ptr<Membership> join(int number, JoinOptions options) {
+  std::unique_ptr<Membership> join(int number, MembershipOptions options) {
     auto runtime = std::make_unique<Runtime>(executor_, options.name, LogLevel::kOff);
     Runtime& mine = *runtime;
     runtimes_.push_back(std::move(runtime));

@@ -64,8 +64,8 @@ class Sockets : public ::testing::Test {
   }
   ~Sockets() override { std::filesystem::remove_all(folder_); }
 
-  JoinOptions options(int rank, int world_size) const {
-    JoinOptions options;
+  MembershipOptions options(int rank, int world_size) const {
+    MembershipOptions options;
     options.name = "worker" + std::to_string(rank);
     options.rank = rank;
     options.world_size = world_size;
@@ -75,7 +75,7 @@ class Sockets : public ::testing::Test {
     return options;
   }
   Deadline in(Duration time) const { return executor_->deadline_in(time); }
-  std::unique_ptr<Membership> join(Runtime& runtime, JoinOptions options) const {
+  std::unique_ptr<Membership> join(Runtime& runtime, MembershipOptions options) const {
     const TransportFactory transports = transports_to(options.store_address, secret_);
     return Membership::join(runtime, transports, std::move(options));
   }
@@ -89,16 +89,16 @@ class Sockets : public ::testing::Test {
       threads.push_back(executor_->spawn("worker", [&body, rank] { body(rank); }));
     }
   }
-  void meet(int count, const std::function<void(JoinOptions&)>& change) const {
+  void meet(int count, const std::function<void(MembershipOptions&)>& change) const {
     run(count, [&](int rank) {
       Runtime runtime(*executor_, "worker", LogLevel::kOff);
-      JoinOptions mine = options(rank, count);
+      MembershipOptions mine = options(rank, count);
       change(mine);
       const auto membership = join(runtime, mine);
       EXPECT_EQ(membership->world_size(), count);
       for (int round = 0; round < 50; ++round) {
         const auto all =
-            membership->all_gather("g", Bytes{static_cast<std::byte>(rank)}, {}, in(seconds(30)));
+            membership->all_gather_bytes("g", Bytes{static_cast<std::byte>(rank)}, {}, in(seconds(30)));
         for (int other = 0; other < count; ++other) {
           EXPECT_EQ(all.at(static_cast<std::size_t>(other)), Bytes{static_cast<std::byte>(other)});
         }
@@ -113,22 +113,22 @@ class Sockets : public ::testing::Test {
 };
 
 TEST_F(Sockets, WorkersMeetOverUnixSockets) {
-  meet(6, [](JoinOptions&) {});
+  meet(6, [](MembershipOptions&) {});
 }
 
 TEST_F(Sockets, WorkersMeetOverLoopback) {
   const std::string store = "tcp:127.0.0.1:" + std::to_string(free_port());
-  meet(6, [&](JoinOptions& options) { options.store_address = store; });
+  meet(6, [&](MembershipOptions& options) { options.store_address = store; });
 }
 
 TEST_F(Sockets, WorkersMeetOverTls) {
   const std::string store = "tls:127.0.0.1:" + std::to_string(free_port());
-  meet(6, [&](JoinOptions& options) { options.store_address = store; });
+  meet(6, [&](MembershipOptions& options) { options.store_address = store; });
 }
 
 TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanItIsFoundAt) {
   const std::string port = std::to_string(free_port());
-  meet(3, [&](JoinOptions& options) {
+  meet(3, [&](MembershipOptions& options) {
     options.store_address = "tls:localhost:" + port;
     options.store_listen = "tls:127.0.0.1:" + port;
   });
@@ -136,7 +136,7 @@ TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanItIsFoundAt) {
 
 TEST_F(Sockets, AnAddressOfAnotherMachineIsNoPlaceForTheStore) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
-  JoinOptions mine = options(0, 2);
+  MembershipOptions mine = options(0, 2);
   mine.store_address = "tls:192.0.2.1:29500";
   const Error error = error_of([&] { join(runtime, mine); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -154,7 +154,7 @@ TEST_P(Ports, WrongSecretIsDeniedWithAdvice) {
   const std::string store = at(free_port());
   run(2, [&](int rank) {
     Runtime runtime(*executor_, "worker", LogLevel::kOff);
-    JoinOptions mine = options(rank, 2);
+    MembershipOptions mine = options(rank, 2);
     mine.store_address = store;
     if (rank == 0) {
       mine.timeout = seconds(2);
@@ -171,7 +171,7 @@ TEST_P(Ports, WrongSecretIsDeniedWithAdvice) {
 TEST_P(Ports, PortInUseIsNamedWithAdvice) {
   const ForeignListener other;
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
-  JoinOptions mine = options(0, 2);
+  MembershipOptions mine = options(0, 2);
   mine.store_address = at(other.port());
   const Error error = error_of([&] { join(runtime, mine); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -188,7 +188,7 @@ TEST_P(Ports, ForeignProgramAtTheAddressIsRecognized) {
         "and it says so at some length\r\n");
   });
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
-  JoinOptions mine = options(1, 2);
+  MembershipOptions mine = options(1, 2);
   mine.store_address = at(other.port());
   const Error error = error_of([&] { join(runtime, mine); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -213,7 +213,7 @@ TEST_F(Sockets, WhatIsProvenBetweenWorkersIsNoProofToTheStore) {
 TEST_F(Sockets, PlainTcpToAnotherHostIsUnsupported) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   for (const int rank : {0, 1}) {
-    JoinOptions mine = options(rank, 2);
+    MembershipOptions mine = options(rank, 2);
     mine.store_address = "tcp:192.0.2.1:29500";
     const Error error = error_of([&] { join(runtime, mine); });
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
@@ -250,7 +250,7 @@ TEST_F(Sockets, KilledProcessIsHeardOf) {
 }
 
 /// A worker in a process of its own, which forks a child that outlives it. The child ends with `alive`.
-[[noreturn]] void join_and_fork(const TransportFactory& transports, JoinOptions options, int alive) {
+[[noreturn]] void join_and_fork(const TransportFactory& transports, MembershipOptions options, int alive) {
   const auto executor = make_executor();
   Runtime runtime(*executor, options.name, LogLevel::kOff);
   const auto membership = Membership::join(runtime, transports, std::move(options));
@@ -269,7 +269,7 @@ TEST_F(Sockets, KilledProcessIsHeardOf) {
 TEST_F(Sockets, DeathIsHeardOfThoughAForkedChildLivesOn) {
   for (const std::string scheme : {"unix", "tcp", "tls"}) {
     SCOPED_TRACE(scheme);
-    JoinOptions mine = options(0, 2), its = options(1, 2);
+    MembershipOptions mine = options(0, 2), its = options(1, 2);
     if (scheme != "unix") {
       mine.store_address = its.store_address = scheme + ":127.0.0.1:" + std::to_string(free_port());
     }
@@ -299,7 +299,7 @@ TEST_F(Sockets, DeathIsHeardOfThoughAForkedChildLivesOn) {
 }
 
 TEST_F(Sockets, AStoppedWorkerOfAnotherHostIsSilentAndNotEnded) {
-  JoinOptions mine = options(0, 2), its = options(1, 2);
+  MembershipOptions mine = options(0, 2), its = options(1, 2);
   mine.store_address = its.store_address = "tls:127.0.0.1:" + std::to_string(free_port());
   mine.host_id = "here";
   its.host_id = "there";
@@ -336,7 +336,7 @@ TEST_F(Sockets, StoppedProcessIsNeitherDeadNorPresent) {
   if (child == 0) {
     const auto executor = make_executor();
     Runtime runtime(*executor, "worker1", LogLevel::kOff);
-    JoinOptions mine = options(1, kOpenWorld);
+    MembershipOptions mine = options(1, kOpenWorld);
     mine.rank = kAnyRank;
     const auto membership = Membership::join(runtime, stream_transports(*executor, secret_), mine);
     membership->barrier("in", {0, 1}, executor->deadline_in(seconds(30)));
@@ -373,7 +373,7 @@ TEST_F(Sockets, WorkersOfAnOpenWorldComeAndGoUnderHeartbeats) {
   constexpr std::uint32_t kLives = 5;
   run(kWorkers, [&](int number) {
     Runtime runtime(*executor_, "worker", LogLevel::kOff);
-    JoinOptions mine = options(number, kOpenWorld);
+    MembershipOptions mine = options(number, kOpenWorld);
     mine.host_id = "host" + std::to_string(number);
     mine.heartbeat = milliseconds(2);
     mine.dead_after = seconds(20);
@@ -396,7 +396,7 @@ TEST_F(Sockets, WorkersOfAnOpenWorldComeAndGoUnderHeartbeats) {
       const auto membership = join(runtime, mine);
       EXPECT_EQ(membership->self().incarnation, life);
       executor_->sleep(milliseconds(10));
-      EXPECT_EQ(membership->all_gather("alone", Bytes(1), {number}, in(seconds(30))).size(), 1u);
+      EXPECT_EQ(membership->all_gather_bytes("alone", Bytes(1), {number}, in(seconds(30))).size(), 1u);
       membership->leave(in(seconds(30)));
     }
   });

@@ -33,12 +33,12 @@ std::string story_of(const Error& reason) {
 
 }  // namespace
 
-Store::Store(StoreOptions options, Wires wires)
+Store::Store(StoreOptions options, Connections connections)
     : options_(std::move(options)),
-      wires_(std::move(wires)),
+      connections_(std::move(connections)),
       rounds_([this](int rank, Bytes message) {
         if (const auto& connection = workers_.at(rank).connection) {
-          wires_.send(*connection, std::move(message));
+          connections_.send(*connection, std::move(message));
         }
       }),
       heartbeats_(options_.heartbeats),
@@ -130,7 +130,7 @@ void Store::admit(ConnectionId connection, Register message) {
   workers_[copy.rank] = {std::move(message), connection};
   rounds_.on_join(copy);
   tell_others(copy.rank, Joined{copy});
-  wires_.send(connection, encode_message(make_welcome()));
+  connections_.send(connection, encode_message(make_welcome()));
 }
 
 const Store::Worker* Store::holder_of(const std::string& name) const {
@@ -295,7 +295,7 @@ std::optional<Error> Store::reason_to_fail(const Register& message) const {
 void Store::refuse(ConnectionId connection, const Error& reason, bool passing) {
   heartbeats_.forget(connection);
   refused_.insert(connection);
-  wires_.send(connection, encode_message(Refused{reason.kind(), reason.message(), passing}));
+  connections_.send(connection, encode_message(Refused{reason.kind(), reason.message(), passing}));
 }
 
 void Store::fail(const Error& reason) {
@@ -323,7 +323,7 @@ void Store::welcome_everybody() {
   const Bytes message = encode_message(make_welcome());
   for (const auto& [rank, worker] : workers_) {
     rounds_.on_join(worker.member());
-    wires_.send(*worker.connection, message);
+    connections_.send(*worker.connection, message);
   }
 }
 
@@ -331,13 +331,13 @@ template <class Message>
 void Store::tell_others(int rank, const Message& message) {
   const Bytes bytes = encode_message(message);
   for (const auto& [other, worker] : workers_) {
-    if (other != rank && worker.connection) wires_.send(*worker.connection, bytes);
+    if (other != rank && worker.connection) connections_.send(*worker.connection, bytes);
   }
 }
 
 void Store::on_leave(ConnectionId connection) {
   const int rank = rank_of(connection);
-  wires_.send(connection, encode_message(Farewell{}));
+  connections_.send(connection, encode_message(Farewell{}));
   Worker& worker = workers_.at(rank);
   worker.connection.reset();
   ranks_.erase(connection);
@@ -349,7 +349,7 @@ void Store::on_leave(ConnectionId connection) {
 void Store::on_give_up(ConnectionId connection, const std::string& why) {
   const int rank = rank_of(connection);
   end_of(rank, fmt::format("{} {}", describe(workers_.at(rank).member()), why));
-  wires_.send(connection, encode_message(Farewell{}));
+  connections_.send(connection, encode_message(Farewell{}));
 }
 
 void Store::on_closed(ConnectionId connection, const Error& reason) {
@@ -413,12 +413,13 @@ void Store::tick(TimePoint now) {
   rounds_.tick(now);
   const Heartbeats::Due due = heartbeats_.tick(now);
   const Duration dead_after = heartbeats_.options().dead_after;
-  for (const ConnectionId connection : due.ask) wires_.send(connection, encode_message(Ping{dead_after}));
+  for (const ConnectionId connection : due.ask)
+    connections_.send(connection, encode_message(Ping{dead_after}));
   for (const ConnectionId connection : due.dead) {
     const std::string story = silence_story(dead_after);
     silent_.insert(connection);
-    wires_.send(connection, encode_message(DeclaredDead{story}));
-    wires_.close(connection);
+    connections_.send(connection, encode_message(DeclaredDead{story}));
+    connections_.close(connection);
     bury(connection, story);
   }
 }

@@ -29,11 +29,11 @@ struct StoreOptions {
 class Store {
  public:
   /// How the table acts on its connections; close() lets what was sent before arrive.
-  struct Wires {
+  struct Connections {
     std::function<void(ConnectionId, Bytes)> send;
     std::function<void(ConnectionId)> close;
   };
-  Store(StoreOptions options, Wires wires);
+  Store(StoreOptions options, Connections connections);
 
   /// Throws Error{kInvalid} for bytes that are no message of this phase: close the connection.
   void on_message(ConnectionId connection, BytesView bytes, TimePoint now);
@@ -85,7 +85,7 @@ class Store {
   int rank_of(ConnectionId connection) const;
 
   const StoreOptions options_;
-  const Wires wires_;
+  const Connections connections_;
   MessageTable<ConnectionId, TimePoint> messages_;
   Rounds rounds_;
   Heartbeats heartbeats_;

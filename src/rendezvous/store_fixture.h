@@ -33,7 +33,7 @@ class StoreFixture : public ::testing::Test {
   void open(StoreOptions options) {
     store_ = std::make_unique<Store>(
         std::move(options),
-        Store::Wires{
+        Store::Connections{
             .send = [this](ConnectionId connection,
                            Bytes bytes) { told_[connection].push_back(std::move(bytes)); },
             .close = [this](ConnectionId connection) { closed_.push_back(connection); },

@@ -62,7 +62,7 @@ std::string StoreServer::finish(Deadline deadline) {
 
 void StoreServer::serve() {
   while (!stopping_) {
-    // However much strangers and members say, the store's deadlines pass in time.
+    // However much unauthenticated and members say, the store's deadlines pass in time.
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
     }
     store_.tick(runtime_.executor.now());

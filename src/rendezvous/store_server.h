@@ -5,8 +5,8 @@
 #include <string>
 
 #include <torchspan/core/mutex.h>
+#include <torchspan/core/rate_limited_warning.h>
 #include <torchspan/core/runtime.h>
-#include <torchspan/core/seldom.h>
 #include <torchspan/net/transport.h>
 
 #include "rendezvous/store.h"
@@ -35,7 +35,7 @@ class StoreServer final : private net::Handler {
   void on_refused(const std::string& peer, const Error& reason) override;
 
   Runtime& runtime_;
-  SeldomWarning refusals_;
+  RateLimitedWarning refusals_;
   Store store_;
   std::map<ConnectionId, std::shared_ptr<net::Channel>> channels_;
   std::map<const net::Channel*, ConnectionId> connections_;

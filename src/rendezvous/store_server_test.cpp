@@ -33,7 +33,7 @@ class Ear final : public net::Channel {
   Bytes last_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// One member registers; after that strangers keep poll() busy for ever.
+/// One member registers; after that unauthenticated keep poll() busy for ever.
 class Besieged final : public net::Transport {
  public:
   Besieged(Executor& executor, net::Handler& handler, std::shared_ptr<Ear> member, Bytes registration)

@@ -112,9 +112,9 @@ TEST_F(StoreFixture, AllowsDifferentFunctionsWhenBothDo) {
 TEST_F(StoreFixture, TurnsAwayStrangersWithoutHarmToTheWorld) {
   open(2);
   say(0, registration(0, 2));
-  Register stranger = registration(1, 2);
-  stranger.job = "other job";
-  say(7, stranger);
+  Register unauthenticated_peer = registration(1, 2);
+  unauthenticated_peer.job = "other job";
+  say(7, unauthenticated_peer);
   EXPECT_THAT(refusal(7), AllOf(HasSubstr("'job'"), HasSubstr("'other job'"), HasSubstr("MASTER_PORT")));
   Register old = registration(1, 2);
   old.version = 77;

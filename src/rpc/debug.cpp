@@ -9,8 +9,6 @@ namespace {
 /// References that str() prints.
 constexpr std::size_t kRRefs = 20;
 
-double seconds(Duration time) { return std::chrono::duration<double>(time).count(); }
-
 std::string size_text(std::uint64_t bytes) {
   constexpr double kUnit = 1024;
   if (bytes < 10 * 1024) return fmt::format("{} bytes", bytes);
@@ -54,7 +52,7 @@ std::string RRefInfo::str() const {
   text += site.empty() ? fmt::format(", made by '{}'", creator)
                        : fmt::format(", made by '{}' at {}", creator, site);
   if (!from.empty()) text += fmt::format(", sent by '{}'", from);
-  text += fmt::format(", here for {:.3f} s", seconds(age));
+  text += fmt::format(", here for {:.3f} s", to_seconds(age));
   if (role == Role::kOwner) text += fmt::format(", held by {}", names(holders));
   return text;
 }
@@ -70,14 +68,14 @@ std::string DebugInfo::str() const {
       pool_queued, references.owners, references.forks, references.pending_users,
       references.pending_children);
   for (const Pending& call : pending) {
-    text += fmt::format("  waits {:.3f} s for '{}' on worker '{}'{}{}\n", seconds(call.age), call.call,
+    text += fmt::format("  waits {:.3f} s for '{}' on worker '{}'{}{}\n", to_seconds(call.age), call.call,
                         call.to, call.site.empty() ? "" : ", called at " + call.site,
                         call.left == Duration::max() ? ", without deadline"
-                                                     : fmt::format(", {:.3f} s left", seconds(call.left)));
+                                                     : fmt::format(", {:.3f} s left", to_seconds(call.left)));
   }
   for (const Serving& call : serving) {
     text += fmt::format("  {} '{}' of worker '{}' for {:.3f} s\n", call.begun ? "runs" : "keeps", call.call,
-                        call.from, seconds(call.age));
+                        call.from, to_seconds(call.age));
   }
   const std::vector<RRefInfo> listed = rrefs();
   for (std::size_t i = 0; i < std::min(listed.size(), kRRefs); ++i)

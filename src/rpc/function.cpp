@@ -23,7 +23,7 @@ void throw_wrong_object(const Value& value, const std::type_info& wanted) {
                                                demangle(wanted), value.type_name()));
 }
 
-ValuePtr decode_object(Invocation& invocation) {
+ValuePtr decode_object(Execution& invocation) {
   auto reference = std::static_pointer_cast<Reference>(invocation.arguments.reference());
   if (!reference) throw Error(ErrorKind::kInvalid, "a member function was called without its object");
   return reference->value(Deadline::never());  // ready: calls wait for their references before they start

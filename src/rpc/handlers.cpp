@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
+#include "rpc/agent.h"
 #include "rpc/control.h"
-#include "rpc/core.h"
 #include "rpc/operators.h"
 #include "rpc/script.h"
 
@@ -9,7 +9,7 @@ namespace torchspan::rpc {
 namespace {
 
 /// A user function's exception as its caller sees it: the chain so far, and this hop.
-std::exception_ptr remote_failure(Core& core, const std::string& call, const std::exception_ptr& cause) {
+std::exception_ptr remote_failure(RpcAgent& core, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionStory story = describe(cause);
   std::string text = story.text;
   std::string message = fmt::format("'{}' threw {}: {}", call, story.type, text);
@@ -44,7 +44,7 @@ std::exception_ptr remote_failure(Core& core, const std::string& call, const std
 using Deliver = std::function<void(const ValuePtr&, std::exception_ptr)>;
 
 /// Runs the function whose id leads the payload, and delivers its value or failure, now or later.
-void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliver deliver) {
+void run_entry(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call, Deliver deliver) {
   wire::Decoder decoder(call->payload);
   const FunctionEntry* entry = core->functions().find(wire::decode<std::uint64_t>(decoder));
   if (entry == nullptr) {
@@ -63,7 +63,7 @@ void run_entry(const std::shared_ptr<Core>& core, const IncomingPtr& call, Deliv
   Outcome outcome;
   try {
     const EnvironmentScope serving(Environment::of_call(call));
-    Invocation invocation{core->worker(), decoder, core->host(), std::make_shared<CapturedTaskEnvironment>()};
+    Execution invocation{core->worker(), decoder, core->host(), std::make_shared<CapturedTaskEnvironment>()};
     outcome = entry->run(invocation);
   } catch (...) {
     return finish(nullptr, std::current_exception());
@@ -88,7 +88,7 @@ void acknowledge(const std::shared_ptr<Completion>& reply) {
   reply->succeed(payload);
 }
 
-void serve_call(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+void serve_call(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call,
                 const std::shared_ptr<Completion>& reply) {
   run_entry(core, call, [reply](const ValuePtr& value, std::exception_ptr error) {
     if (error) return reply->fail(error);
@@ -101,7 +101,7 @@ void serve_call(const std::shared_ptr<Core>& core, const IncomingPtr& call,
 }
 
 /// Fills the new reference with what `run` delivers.
-void create(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+void create(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call,
             const std::shared_ptr<Completion>& reply, const std::function<void(Deliver)>& run) {
   const wire::Handle& handle = call->creation;
   const auto* site = call->frame.blob(kSiteBlob);
@@ -129,7 +129,7 @@ struct DynamicCall {
   std::map<std::string, c10::IValue> kwargs;
 };
 
-DynamicCall decode_dynamic(Core& core, IncomingCall& call, wire::Decoder& decoder) {
+DynamicCall decode_dynamic(RpcAgent& core, IncomingCall& call, wire::Decoder& decoder) {
   DynamicCall dynamic;
   dynamic.name = wire::decode<std::string>(decoder);
   dynamic.args = wire::decode<std::vector<c10::IValue>>(decoder);
@@ -141,7 +141,7 @@ DynamicCall decode_dynamic(Core& core, IncomingCall& call, wire::Decoder& decode
 
 /// LibTorch's own errors are user errors; ours keep their kind.
 template <class F>
-c10::IValue as_remote(Core& core, const IncomingPtr& call, F&& body) {
+c10::IValue as_remote(RpcAgent& core, const IncomingPtr& call, F&& body) {
   try {
     const EnvironmentScope serving(Environment::of_call(call));
     return body();
@@ -153,7 +153,7 @@ c10::IValue as_remote(Core& core, const IncomingPtr& call, F&& body) {
 }
 
 /// An ATen operator or a TorchScript function, by name.
-c10::IValue run_by_name(Core& core, const IncomingPtr& call) {
+c10::IValue run_by_name(RpcAgent& core, const IncomingPtr& call) {
   wire::Decoder decoder(call->payload);
   DynamicCall dynamic = decode_dynamic(core, *call, decoder);
   return as_remote(core, call, [&] {
@@ -164,7 +164,7 @@ c10::IValue run_by_name(Core& core, const IncomingPtr& call) {
 }
 
 /// A TorchScript method of the value behind the reference.
-c10::IValue run_method(Core& core, const IncomingPtr& call) {
+c10::IValue run_method(RpcAgent& core, const IncomingPtr& call) {
   wire::Decoder decoder(call->payload);
   auto reference = std::static_pointer_cast<Reference>(decoder.reference());
   if (!reference) throw Error(ErrorKind::kInvalid, "a method was called without its object");
@@ -176,20 +176,20 @@ c10::IValue run_method(Core& core, const IncomingPtr& call) {
 }
 
 template <auto kRun>
-void serve_dynamic(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+void serve_dynamic(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call,
                    const std::shared_ptr<Completion>& reply) {
   wire::Payload payload = wire::to_payload(kRun(*core, call));
   reply->succeed(payload);
 }
 
 template <auto kRun>
-void create_dynamic(const std::shared_ptr<Core>& core, const IncomingPtr& call,
+void create_dynamic(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call,
                     const std::shared_ptr<Completion>& reply) {
   create(core, call, reply,
          [&](const Deliver& deliver) { deliver(make_value<c10::IValue>(kRun(*core, call)), nullptr); });
 }
 
-void serve_fetch(const std::shared_ptr<Core>&, const IncomingPtr& call,
+void serve_fetch(const std::shared_ptr<RpcAgent>&, const IncomingPtr& call,
                  const std::shared_ptr<Completion>& reply) {
   if (call->payload.references.size() != 1 || !call->payload.references[0]) {
     throw Error(ErrorKind::kInvalid, "a fetch came without its reference");
@@ -199,7 +199,7 @@ void serve_fetch(const std::shared_ptr<Core>&, const IncomingPtr& call,
 }
 
 template <Message M, class F>
-void add_control(Core& core, F answer) {
+void add_control(RpcAgent& core, F answer) {
   core.add_handler(M::kType, {std::string(M::kName), RunOn::kDispatcher, false,
                               [answer](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
                                 wire::Payload payload = wire::to_payload(
@@ -209,7 +209,7 @@ void add_control(Core& core, F answer) {
 }
 
 /// The messages of the reference protocol.
-void install_control(Core& core) {
+void install_control(RpcAgent& core) {
   using Kind = RRefMessage::Kind;
   References& references = core.references();
   add_control<ForkRequest>(core, [&](const ForkRequest& m, PeerId from) {
@@ -233,9 +233,9 @@ void install_control(Core& core) {
 
 }  // namespace
 
-void install_handlers(Core& core) {
+void install_handlers(RpcAgent& core) {
   // The core outlives its handlers: it drains them before it ends.
-  auto self = [&core] { return std::static_pointer_cast<Core>(core.shared_from_this()); };
+  auto self = [&core] { return std::static_pointer_cast<RpcAgent>(core.shared_from_this()); };
   auto user = [&](wire::MessageType type, std::string name, auto serve) {
     core.add_handler(type, {std::move(name), RunOn::kPool, true,
                             [self, serve](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {

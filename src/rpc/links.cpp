@@ -11,11 +11,11 @@ Links::Links(net::Transport& transport, Executor& executor, LinkMember self)
     : transport_(transport), executor_(executor), self_(std::move(self)) {}
 
 Bytes Links::hello_frame() const {
-  wire::Payload payload = wire::to_payload(Hello{self_.info.name, self_.info.rank, self_.epoch});
+  wire::Payload payload = wire::to_payload(Hello{self_.info.name, self_.info.rank, self_.instance});
   wire::Frame frame;
   frame.header.type = Hello::kType;
   frame.header.flags = wire::kFlagOneWay;
-  frame.header.epoch = self_.epoch;
+  frame.header.instance = self_.instance;
   frame.value = std::move(payload.value);
   return wire::encode_frame(frame);
 }
@@ -30,7 +30,7 @@ void Links::add(LinkMember member) {
 bool Links::knows(const LinkMember& member) const {
   MutexLock lock(mutex_);
   auto found = peers_.find(member.info.rank);
-  return found != peers_.end() && found->second.member.epoch == member.epoch;
+  return found != peers_.end() && found->second.member.instance == member.instance;
 }
 
 Links::Link Links::to(std::uint32_t rank) {
@@ -61,7 +61,7 @@ bool Links::greet(const std::shared_ptr<net::Channel>& channel, const Hello& hel
   auto found = peers_.find(hello.rank);
   if (found == peers_.end() || found->second.departed || hello.rank == self_.info.rank) return false;
   Peer& peer = found->second;
-  if (peer.member.info.name != hello.name || peer.member.epoch != hello.epoch) return false;
+  if (peer.member.info.name != hello.name || peer.member.instance != hello.instance) return false;
   known_[channel.get()] = {peer.member.id(), ++counter_, channel};
   if (!peer.channel) peer.channel = channel;
   return true;
@@ -99,7 +99,7 @@ bool Links::departed(const LinkMember& member, const Error& reason) {
   {
     MutexLock lock(mutex_);
     auto found = peers_.find(member.info.rank);
-    if (found == peers_.end() || found->second.departed || found->second.member.epoch != member.epoch)
+    if (found == peers_.end() || found->second.departed || found->second.member.instance != member.instance)
       return false;
     found->second.departed = reason;
   }

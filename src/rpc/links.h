@@ -19,14 +19,14 @@ struct Hello {
   static constexpr wire::MessageType kType{0x0001};
   std::string name;
   std::uint32_t rank = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t instance = 0;
 };
 
 /// A member of the world as links see it.
 struct LinkMember {
   WorkerInfo info;
   std::string address;
-  std::uint64_t epoch = 0;
+  std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
   PeerId id() const { return {info.rank, incarnation}; }
 };
@@ -96,5 +96,5 @@ class Links {
 namespace torchspan {
 template <>
 struct Wire<rpc::Hello>
-    : WireStruct<rpc::Hello, "rpc.Hello", &rpc::Hello::name, &rpc::Hello::rank, &rpc::Hello::epoch> {};
+    : WireStruct<rpc::Hello, "rpc.Hello", &rpc::Hello::name, &rpc::Hello::rank, &rpc::Hello::instance> {};
 }  // namespace torchspan

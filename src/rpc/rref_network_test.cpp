@@ -126,7 +126,7 @@ class Node final : public Endpoint, public net::Handler {
       --shared_.outstanding;
       return call.mapped()->succeed(payload);
     }
-    const PeerId from{static_cast<std::uint32_t>(frame.header.epoch), 0};
+    const PeerId from{static_cast<std::uint32_t>(frame.header.instance), 0};
     wire::Frame reply;
     reply.header.type = frame.header.type;
     reply.header.flags = wire::kFlagReply;
@@ -148,8 +148,8 @@ class Node final : public Endpoint, public net::Handler {
   Duration default_timeout() const override { std::abort(); }
   ReferencePtr own(ValuePtr, std::string, SourceLocation) override { std::abort(); }
   ReferencePtr create(std::uint32_t, Request, std::string) override { std::abort(); }
-  std::map<std::string, Bytes> all_gather(const std::string&, const Bytes&, const std::vector<std::string>&,
-                                          Deadline) override {
+  std::map<std::string, Bytes> all_gather_bytes(const std::string&, const Bytes&,
+                                                const std::vector<std::string>&, Deadline) override {
     std::abort();
   }
   GlobalId next_id() override { std::abort(); }
@@ -164,7 +164,7 @@ class Node final : public Endpoint, public net::Handler {
           transport_->connect("sim:" + name_of(to), shared_.executor.deadline_in(std::chrono::seconds(60)));
     wire::Frame frame;
     frame.header.type = request.type;
-    frame.header.epoch = self_.rank;
+    frame.header.instance = self_.rank;
     frame.header.call = ++last_call_;
     frame.handles = handles;
     frame.value = request.payload.value;

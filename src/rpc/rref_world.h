@@ -97,7 +97,7 @@ class RRefWorld {
     std::map<GlobalId, ObjectPtr> creating;  ///< by fork: creations that were not answered
     std::multiset<PeerId> audits;            ///< connections that broke
   };
-  struct Letter {
+  struct Packet {
     enum class Kind : std::uint8_t { kControl, kAnswer, kCreate, kCreated, kCarry, kAudit, kAudited };
     Kind kind = Kind::kControl;
     PeerId from, to;
@@ -127,18 +127,18 @@ class RRefWorld {
   bool crash(Worker& worker, std::uint32_t draw);
   bool restart(Worker& worker);
 
-  void arrive_creation(Worker& here, const Letter& letter);
-  void arrive_created(Worker& here, const Letter& letter);
-  void arrive_carry(Worker& here, const Letter& letter);
-  void arrive_control(Worker& here, const Letter& letter);
-  void arrive_answer(Worker& here, const Letter& letter);
+  void arrive_creation(Worker& here, const Packet& packet);
+  void arrive_created(Worker& here, const Packet& packet);
+  void arrive_carry(Worker& here, const Packet& packet);
+  void arrive_control(Worker& here, const Packet& packet);
+  void arrive_answer(Worker& here, const Packet& packet);
   void fail_creation(Worker& worker, GlobalId fork);
   void answered(Worker& worker, const RRefMessage& message, bool counted);
   void send(Worker& from, const RRefMessage& message);
   void apply(Worker& worker, RRefTable::Effects effects);
   void ended(Object& object);
   void orphan_below(const std::set<GlobalId>& gone);
-  void lose_letter(const Letter& letter);
+  void lose_packet(const Packet& packet);
   void settle();
   bool settle_step();
   void check();
@@ -154,7 +154,7 @@ class RRefWorld {
 
   std::mt19937_64 random_;  ///< for the end only
   std::vector<Worker> workers_;
-  std::vector<Letter> bag_;
+  std::vector<Packet> bag_;
   std::vector<Value> values_;
   std::map<std::pair<PeerId, GlobalId>, std::size_t> by_id_;  ///< owner and id -> values_
   std::map<GlobalId, Book> books_;                            ///< by fork

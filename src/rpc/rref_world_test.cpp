@@ -80,8 +80,8 @@ void RRefWorld::ended(Object& object) {
 void RRefWorld::send(Worker& from, const RRefMessage& message) {
   ++messages_;
   from.unanswered.emplace_back(++numbers_, message);
-  Letter letter{Letter::Kind::kControl, from.id, message.to, message, numbers_};
-  bag_.push_back(std::move(letter));
+  Packet packet{Packet::Kind::kControl, from.id, message.to, message, numbers_};
+  bag_.push_back(std::move(packet));
 }
 
 void RRefWorld::apply(Worker& worker, Effects effects) {
@@ -108,9 +108,9 @@ bool RRefWorld::create(Worker& worker, Worker& owner, bool fails) {
   worker.creating[fork] = object;
   worker.program.push_back(object);
   if (fails) return fail_creation(worker, fork), true;
-  Letter letter{Letter::Kind::kCreate, worker.id, to};
-  letter.handle = {to.rank, id, fork, 0, to.incarnation};
-  if (alive(to) != nullptr) bag_.push_back(std::move(letter));
+  Packet packet{Packet::Kind::kCreate, worker.id, to};
+  packet.handle = {to.rank, id, fork, 0, to.incarnation};
+  if (alive(to) != nullptr) bag_.push_back(std::move(packet));
   return true;
 }
 
@@ -135,20 +135,20 @@ bool RRefWorld::share(Worker& worker, std::size_t index, Worker& other, bool fai
   const auto fork =
       object->fork ? worker.table->send_user(object, to) : worker.table->send_owner(value.id, object, to);
   if (!fork) return false;
-  Letter letter{Letter::Kind::kCarry, worker.id, to};
-  letter.handle = {value.owner.rank, value.id, *fork, 0, value.owner.incarnation};
+  Packet packet{Packet::Kind::kCarry, worker.id, to};
+  packet.handle = {value.owner.rank, value.id, *fork, 0, value.owner.incarnation};
   Book& book = books_[*fork] = {object->value, to, object->fork};
   book.known = !object->fork;
   book.orphan = object->fork && books_.at(*object->fork).orphan;
   if (fails) {
     book.living = false;
     Effects effects;
-    worker.table->unsend(letter.handle, effects);
+    worker.table->unsend(packet.handle, effects);
     apply(worker, std::move(effects));
   } else if (alive(to) == nullptr) {
     book.living = false;
   } else {
-    bag_.push_back(std::move(letter));
+    bag_.push_back(std::move(packet));
   }
   return true;
 }
@@ -183,9 +183,9 @@ void RRefWorld::fail_creation(Worker& worker, GlobalId fork) {
 /// What it needs is a failure, or its function throws.
 bool RRefWorld::refuse(std::uint32_t pick) {
   for (std::size_t i = 0; i < bag_.size(); ++i) {
-    Letter& letter = bag_[(i + pick) % bag_.size()];
-    if (letter.kind != Letter::Kind::kCreate || letter.failed) continue;
-    letter.failed = true;
+    Packet& packet = bag_[(i + pick) % bag_.size()];
+    if (packet.kind != Packet::Kind::kCreate || packet.failed) continue;
+    packet.failed = true;
     return true;
   }
   return false;
@@ -208,7 +208,7 @@ bool RRefWorld::repeat(std::uint32_t pick) {
     Worker& worker = at(static_cast<std::uint32_t>(i + pick));
     if (!worker.alive || worker.unanswered.empty()) continue;
     const auto& [number, message] = worker.unanswered[pick / 8 % worker.unanswered.size()];
-    bag_.push_back({Letter::Kind::kControl, worker.id, message.to, message, number});
+    bag_.push_back({Packet::Kind::kControl, worker.id, message.to, message, number});
     return true;
   }
   return false;
@@ -217,7 +217,7 @@ bool RRefWorld::repeat(std::uint32_t pick) {
 bool RRefWorld::lose(std::uint32_t pick) {
   for (std::size_t i = 0; i < bag_.size(); ++i) {
     const std::size_t index = (i + pick) % bag_.size();
-    if (bag_[index].kind != Letter::Kind::kControl && bag_[index].kind != Letter::Kind::kAnswer) continue;
+    if (bag_[index].kind != Packet::Kind::kControl && bag_[index].kind != Packet::Kind::kAnswer) continue;
     bag_.erase(bag_.begin() + static_cast<std::ptrdiff_t>(index));
     return true;
   }
@@ -225,30 +225,30 @@ bool RRefWorld::lose(std::uint32_t pick) {
 }
 
 /// What its sender and receiver make of it.
-void RRefWorld::lose_letter(const Letter& letter) {
-  if (letter.kind == Letter::Kind::kCarry) books_.at(letter.handle.fork).living = false;
+void RRefWorld::lose_packet(const Packet& packet) {
+  if (packet.kind == Packet::Kind::kCarry) books_.at(packet.handle.fork).living = false;
   Worker* creator = nullptr;
-  if (letter.kind == Letter::Kind::kCreate) creator = alive(letter.from);
-  if (letter.kind == Letter::Kind::kCreated) creator = alive(letter.to);
-  if (creator != nullptr) fail_creation(*creator, letter.handle.fork);
+  if (packet.kind == Packet::Kind::kCreate) creator = alive(packet.from);
+  if (packet.kind == Packet::Kind::kCreated) creator = alive(packet.to);
+  if (creator != nullptr) fail_creation(*creator, packet.handle.fork);
   Worker* asker = nullptr;
-  if (letter.kind == Letter::Kind::kAudit) asker = alive(letter.from);
-  if (letter.kind == Letter::Kind::kAudited) asker = alive(letter.to);
-  if (asker != nullptr) asker->audits.insert(letter.kind == Letter::Kind::kAudit ? letter.to : letter.from);
+  if (packet.kind == Packet::Kind::kAudit) asker = alive(packet.from);
+  if (packet.kind == Packet::Kind::kAudited) asker = alive(packet.to);
+  if (asker != nullptr) asker->audits.insert(packet.kind == Packet::Kind::kAudit ? packet.to : packet.from);
 }
 
 bool RRefWorld::break_connection(Worker& a, Worker& b, std::uint32_t draw) {
   if (!a.alive || !b.alive || &a == &b) return false;
-  std::vector<Letter> lost;
-  std::erase_if(bag_, [&](Letter& letter) {
+  std::vector<Packet> lost;
+  std::erase_if(bag_, [&](Packet& packet) {
     const bool between =
-        (letter.from == a.id && letter.to == b.id) || (letter.from == b.id && letter.to == a.id);
+        (packet.from == a.id && packet.to == b.id) || (packet.from == b.id && packet.to == a.id);
     draw = draw * 1664525u + 1013904223u;
     if (!between || (draw >> 30) == 0) return false;
-    lost.push_back(std::move(letter));
+    lost.push_back(std::move(packet));
     return true;
   });
-  for (const Letter& letter : lost) lose_letter(letter);
+  for (const Packet& packet : lost) lose_packet(packet);
   a.audits.insert(b.id);
   b.audits.insert(a.id);
   return true;
@@ -260,9 +260,9 @@ bool RRefWorld::audit(std::uint32_t pick) {
     if (!worker.alive || worker.audits.empty()) continue;
     const PeerId peer = *worker.audits.begin();
     worker.audits.erase(worker.audits.begin());
-    Letter letter{Letter::Kind::kAudit, worker.id, peer};
-    letter.asked = worker.table->forks_at(peer);
-    if (alive(peer) != nullptr && !letter.asked.empty()) bag_.push_back(std::move(letter));
+    Packet packet{Packet::Kind::kAudit, worker.id, peer};
+    packet.asked = worker.table->forks_at(peer);
+    if (alive(peer) != nullptr && !packet.asked.empty()) bag_.push_back(std::move(packet));
     return true;
   }
   return false;
@@ -271,10 +271,10 @@ bool RRefWorld::audit(std::uint32_t pick) {
 bool RRefWorld::crash(Worker& worker, std::uint32_t draw) {
   if (!worker.alive) return false;
   worker.alive = false;
-  std::erase_if(bag_, [&](const Letter& letter) {
+  std::erase_if(bag_, [&](const Packet& packet) {
     draw = draw * 1664525u + 1013904223u;
-    const bool lost = letter.to == worker.id || (letter.from == worker.id && (draw >> 31) == 0);
-    if (lost && letter.kind == Letter::Kind::kCarry) books_.at(letter.handle.fork).living = false;
+    const bool lost = packet.to == worker.id || (packet.from == worker.id && (draw >> 31) == 0);
+    if (lost && packet.kind == Packet::Kind::kCarry) books_.at(packet.handle.fork).living = false;
     return lost;
   });
   std::set<GlobalId> gone;
@@ -448,7 +448,7 @@ bool RRefWorld::settle_step() {
   for (Worker& worker : workers_) {
     if (!worker.alive) continue;
     for (const auto& [number, message] : worker.unanswered) {
-      bag_.push_back({Letter::Kind::kControl, worker.id, message.to, message, number});
+      bag_.push_back({Packet::Kind::kControl, worker.id, message.to, message, number});
       any = true;
     }
   }
@@ -483,15 +483,15 @@ std::string RRefWorld::describe(const RRefStep& step) const {
   std::string text = fmt::format("{} {} {} {}", kNames.at(static_cast<std::size_t>(step.kind)),
                                  step.a % workers_.size(), step.b % workers_.size(), step.c % 100);
   if (step.kind != RRefStep::Kind::kDeliver || bag_.empty()) return text;
-  const Letter& letter = bag_[step.a % bag_.size()];
+  const Packet& packet = bag_[step.a % bag_.size()];
   constexpr std::array kLetters = {"", "answer to ", "creation", "created", "reference", "audit", "audited"};
-  text = fmt::format("deliver {} -> {}: {}", str(letter.from), str(letter.to),
-                     kLetters.at(static_cast<std::size_t>(letter.kind)));
-  if (letter.kind <= Letter::Kind::kAnswer)
-    return text + fmt::format("{} of {} ({})", name(letter.message.kind), str(letter.message.fork),
-                              str(letter.message.value));
-  return text + fmt::format(" {} of value {} of {}", str(letter.handle.fork), str(letter.handle.value),
-                            letter.handle.owner);
+  text = fmt::format("deliver {} -> {}: {}", str(packet.from), str(packet.to),
+                     kLetters.at(static_cast<std::size_t>(packet.kind)));
+  if (packet.kind <= Packet::Kind::kAnswer)
+    return text + fmt::format("{} of {} ({})", name(packet.message.kind), str(packet.message.fork),
+                              str(packet.message.value));
+  return text + fmt::format(" {} of value {} of {}", str(packet.handle.fork), str(packet.handle.value),
+                            packet.handle.owner);
 }
 
 }  // namespace torchspan::rpc::testing

@@ -2,14 +2,14 @@
 
 #include <torchspan/rpc/service.h>
 
-#include "rpc/core.h"
+#include "rpc/agent.h"
 
 namespace torchspan::rpc {
 
 /// What an extension sees of the core while it is attached.
 class CoreRegistrar final : public Registrar {
  public:
-  explicit CoreRegistrar(Core& core) : core_(core) {}
+  explicit CoreRegistrar(RpcAgent& core) : core_(core) {}
   Worker& worker() override { return core_.worker(); }
   Runtime& runtime() override { return core_.runtime(); }
   std::weak_ptr<FutureHost> host() override { return core_.host(); }
@@ -29,10 +29,10 @@ class CoreRegistrar final : public Registrar {
   }
 
  private:
-  Core& core_;
+  RpcAgent& core_;
 };
 
-void Core::add_handler(wire::MessageType type, Entry entry) {
+void RpcAgent::add_handler(wire::MessageType type, Entry entry) {
   const std::string name = entry.name;
   auto [it, fresh] = handlers_.emplace(static_cast<std::uint16_t>(type), std::move(entry));
   if (!fresh) {
@@ -42,7 +42,7 @@ void Core::add_handler(wire::MessageType type, Entry entry) {
   }
 }
 
-void Core::attach(std::vector<std::unique_ptr<Extension>> extensions) {
+void RpcAgent::attach(std::vector<std::unique_ptr<Extension>> extensions) {
   CoreRegistrar registrar(*this);
   for (auto& extension : extensions) {
     Extension& one = *extension;
@@ -56,7 +56,7 @@ void Core::attach(std::vector<std::unique_ptr<Extension>> extensions) {
 
 class WorkerService::Impl {
  public:
-  std::shared_ptr<Core> core;
+  std::shared_ptr<RpcAgent> core;
 };
 
 WorkerService::WorkerService(Runtime& runtime, FunctionTable functions, ServiceOptions options,
@@ -68,7 +68,7 @@ WorkerService::WorkerService(std::shared_ptr<Runtime> runtime, FunctionTable fun
                              ServiceOptions options, MakeTransport make_transport,
                              std::vector<std::unique_ptr<Extension>> extensions)
     : impl_(std::make_unique<Impl>()) {
-  impl_->core = std::make_shared<Core>(std::move(runtime), std::move(functions), std::move(options));
+  impl_->core = std::make_shared<RpcAgent>(std::move(runtime), std::move(functions), std::move(options));
   impl_->core->open(make_transport);
   impl_->core->attach(std::move(extensions));
 }
@@ -82,7 +82,7 @@ WorkerService::~WorkerService() {
         fmt::format("this worker could not be stopped as its Session or WorkerService ended, and stays in "
                     "memory; end that on a thread of the program's own: {}",
                     describe(std::current_exception()).text));
-    static_cast<void>(new std::shared_ptr<Core>(impl_->core));  // its threads still use it
+    static_cast<void>(new std::shared_ptr<RpcAgent>(impl_->core));  // its threads still use it
   }
 }
 

@@ -117,7 +117,6 @@ std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now, const Rost
 }
 
 std::vector<std::string> ServingTable::unfinished(TimePoint now, const Roster& roster) const {
-  const auto seconds = [](Duration time) { return std::chrono::duration<double>(time).count(); };
   std::vector<std::string> lines;
   for (const IncomingPtr& call : all()) {
     MutexLock lock(mutex_);
@@ -125,9 +124,9 @@ std::vector<std::string> ServingTable::unfinished(TimePoint now, const Roster& r
     if (found == calls_.end()) continue;
     std::string line =
         fmt::format("{} '{}' of worker '{}' for {:.1f} s", found->second.begun ? "runs" : "keeps", call->name,
-                    roster.name(call->peer), seconds(now - call->arrived));
+                    roster.name(call->peer), to_seconds(now - call->arrived));
     if (call->deadline.passed(now)) {
-      line += fmt::format(", whose deadline passed {:.1f} s ago", seconds(now - call->deadline.at()));
+      line += fmt::format(", whose deadline passed {:.1f} s ago", to_seconds(now - call->deadline.at()));
     } else if (call->stop_requested()) {
       line += ", which its caller gave up";
     }

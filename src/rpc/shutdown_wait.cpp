@@ -52,8 +52,7 @@ void ShutdownWait::warn_of_missing(const std::string& names, bool serving, std::
 
 void ShutdownWait::say(const std::string& what) {
   warned_ = runtime_.executor.now();
-  runtime_.log.warning(fmt::format("{} has waited {:.0f} s: {}", who_,
-                                   std::chrono::duration<double>(warned_ - began_).count(), what));
+  runtime_.log.warning(fmt::format("{} has waited {:.0f} s: {}", who_, to_seconds(warned_ - began_), what));
 }
 
 }  // namespace torchspan::rpc

@@ -57,13 +57,14 @@ RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::stri
   return begin_creation<c10::IValue>(rref.owner().rank, std::move(request));
 }
 
-std::map<std::string, Bytes> Worker::all_gather(const Bytes& mine, std::vector<std::string> participants,
-                                                Deadline deadline) const {
-  return endpoint_->all_gather("user.all_gather", mine, participants, deadline);
+std::map<std::string, Bytes> Worker::all_gather_bytes(const Bytes& mine,
+                                                      std::vector<std::string> participants,
+                                                      Deadline deadline) const {
+  return endpoint_->all_gather_bytes("user.all_gather", mine, participants, deadline);
 }
 
 void Worker::barrier(std::vector<std::string> participants, Deadline deadline) const {
-  endpoint_->all_gather("user.barrier", {}, participants, deadline);
+  endpoint_->all_gather_bytes("user.barrier", {}, participants, deadline);
 }
 
 rpc::Reference& RRefBase::held() const {

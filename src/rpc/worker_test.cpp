@@ -275,7 +275,7 @@ TEST(Worker, GathersAndMeetsOverSubsets) {
   SimCluster world(cluster(4, 2));
   world.run([](Worker& worker) {
     const Bytes mine{std::byte(worker.rank())};
-    auto all = worker.all_gather(mine);
+    auto all = worker.all_gather_bytes(mine);
     ASSERT_EQ(all.size(), 4u);
     EXPECT_EQ(all.at("worker3"), Bytes{std::byte(3)});
     if (worker.rank() % 2 == 0) {

@@ -125,7 +125,7 @@ class Picture {
       const Duration here = shortest_span(timeline);
       if (here > Duration::zero()) shortest = std::min(shortest, here);
       for (const auto& spans : timeline.spans) {
-        for (const Span& span : spans) most = std::max(most, span.task.micro_batch);
+        for (const ActionSpan& span : spans) most = std::max(most, span.task.micro_batch);
       }
     }
     const double cell = std::max(22.0, kDigit * static_cast<double>(std::to_string(most).size()) + 5);
@@ -177,7 +177,7 @@ class Picture {
   bool is_used(char kind) const {
     for (const Timeline& timeline : timelines_) {
       for (const auto& spans : timeline.spans) {
-        for (const Span& span : spans) {
+        for (const ActionSpan& span : spans) {
           if (letter(span.task.kind) == kind) return true;
         }
       }
@@ -263,7 +263,7 @@ class Picture {
     add("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"url(#idle)\"/>", number(left), number(y_),
         number(right - left), number(kCell));
     const std::vector<int> stages = stages_of(timeline.spans[rank]);
-    for (const Span& span : timeline.spans[rank]) {
+    for (const ActionSpan& span : timeline.spans[rank]) {
       const auto chunk = std::lower_bound(stages.begin(), stages.end(), span.task.stage) - stages.begin();
       add_cell(span, static_cast<std::size_t>(chunk));
     }
@@ -275,7 +275,7 @@ class Picture {
         number(timeline.peak_live[rank], 2));
   }
 
-  void add_cell(const Span& span, std::size_t chunk) {
+  void add_cell(const ActionSpan& span, std::size_t chunk) {
     const double left = x(span.start), wide = x(span.end) - left;
     const std::string micro_batch = std::to_string(span.task.micro_batch);
     add("<rect class=\"{} {}{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"><title>{}: {} to "
@@ -292,7 +292,7 @@ class Picture {
     std::vector<std::pair<Duration, double>> steps = {{Duration::zero(), 0}};
     for (std::size_t at = 0; at < timeline.spans[rank].size(); ++at) {
       const double after = timeline.live[rank][at];
-      const Span& span = timeline.spans[rank][at];
+      const ActionSpan& span = timeline.spans[rank][at];
       const Duration when = after > steps.back().second ? span.start : span.end;
       if (when == steps.back().first) steps.pop_back();
       if (steps.empty() || after != steps.back().second) steps.emplace_back(when, after);

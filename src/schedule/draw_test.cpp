@@ -88,10 +88,10 @@ TEST(DrawText, RoundsToSlotsOfTheShortestTask) {
 
 TEST(DrawText, StaysWithinBoundsWhenOneTaskIsTiny) {
   Timeline timeline = simulated(forward_only({.rank_of_stage = {0, 1}, .micro_batches = 2}));
-  timeline.spans[0] = {{{TaskKind::kForward, 0, 0}, Duration{0}, Duration{1}},
-                       {{TaskKind::kForward, 0, 1}, Duration{1}, Duration{1'000'000'000}}};
-  timeline.spans[1] = {{{TaskKind::kForward, 1, 0}, Duration{2}, Duration{2}},
-                       {{TaskKind::kForward, 1, 1}, Duration{2}, Duration{2}}};
+  timeline.spans[0] = {{{ActionKind::kForward, 0, 0}, Duration{0}, Duration{1}},
+                       {{ActionKind::kForward, 0, 1}, Duration{1}, Duration{1'000'000'000}}};
+  timeline.spans[1] = {{{ActionKind::kForward, 1, 0}, Duration{2}, Duration{2}},
+                       {{ActionKind::kForward, 1, 1}, Duration{2}, Duration{2}}};
   timeline.makespan = Duration{1'000'000'000};
   EXPECT_THAT(draw_text(timeline),
               ::testing::AllOf(HasSubstr("rank 0  F0 F1---"), HasSubstr("rank 1  F0 F1 .")));
@@ -168,7 +168,7 @@ TEST(DrawSvg, PutsThePlanAndTheMeasuredStepOnOneScale) {
     for (const auto& spans : timeline.spans) {
       EXPECT_GT(cells[at].y, above);
       above = cells[at].y;
-      for (const Span& span : spans) {
+      for (const ActionSpan& span : spans) {
         const Cell& cell = cells[at++];
         EXPECT_EQ(cell.task, to_string(span.task));
         EXPECT_EQ(cell.y, above);

@@ -26,7 +26,7 @@ void check(const Timeline& timeline, std::string_view function) {
     check_length(timeline, function, fmt::format("live[{}]", rank), timeline.live[rank].size(),
                  timeline.spans[rank].size());
     Duration now{0};
-    for (const Span& span : timeline.spans[rank]) {
+    for (const ActionSpan& span : timeline.spans[rank]) {
       if (span.start < now || span.end < span.start || span.end > timeline.makespan) {
         throw Error(
             ErrorKind::kInvalid,
@@ -43,22 +43,22 @@ void check(const Timeline& timeline, std::string_view function) {
 Duration shortest_span(const Timeline& timeline) {
   Duration shortest = Duration::max();
   for (const auto& spans : timeline.spans) {
-    for (const Span& span : spans) {
+    for (const ActionSpan& span : spans) {
       if (span.end > span.start) shortest = std::min(shortest, span.end - span.start);
     }
   }
   return shortest == Duration::max() ? Duration::zero() : shortest;
 }
 
-std::vector<int> stages_of(const std::vector<Span>& spans) {
+std::vector<int> stages_of(const std::vector<ActionSpan>& spans) {
   std::vector<int> stages;
-  for (const Span& span : spans) stages.push_back(span.task.stage);
+  for (const ActionSpan& span : spans) stages.push_back(span.task.stage);
   std::sort(stages.begin(), stages.end());
   stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
   return stages;
 }
 
-char letter(TaskKind kind) {
+char letter(ActionKind kind) {
   const auto number = static_cast<std::size_t>(kind);
   return number < 4 ? "FBIW"[number] : '?';
 }

@@ -14,9 +14,9 @@ void check(const Timeline& timeline, std::string_view function);
 Duration shortest_span(const Timeline& timeline);
 
 /// The stages that a rank's spans are of, in order.
-std::vector<int> stages_of(const std::vector<Span>& spans);
+std::vector<int> stages_of(const std::vector<ActionSpan>& spans);
 
 /// The letter of a kind: F, B, I, W.
-char letter(TaskKind kind);
+char letter(ActionKind kind);
 
 }  // namespace torchspan::schedule

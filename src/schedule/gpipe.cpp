@@ -9,8 +9,8 @@ Table gpipe(const Placement& placement) {
   // The way back is the way there, mirrored: what was last is ready first.
   for (auto& tasks : table.tasks) {
     for (std::size_t left = tasks.size(); left > 0; --left) {
-      const Task forward = tasks[left - 1];
-      tasks.push_back({TaskKind::kBackward, forward.stage, forward.micro_batch});
+      const Action forward = tasks[left - 1];
+      tasks.push_back({ActionKind::kBackward, forward.stage, forward.micro_batch});
     }
   }
   return table;

@@ -11,11 +11,11 @@ namespace {
 /// A rank's tasks of one direction are numbered: `group` micro-batches pass its first stage, then its second,
 /// and so on through all of them; then come the next `group` micro-batches. Backwards the stages come in
 /// reverse.
-Task numbered(TaskKind kind, int rank, const Shape& shape, int number) {
+Action numbered(ActionKind kind, int rank, const Shape& shape, int number) {
   const int group = std::min(shape.ranks, shape.micro_batches);
   const int round = group * shape.stages_per_rank;
   const int forward_chunk = number % round / group;
-  const int chunk = kind == TaskKind::kForward ? forward_chunk : shape.stages_per_rank - 1 - forward_chunk;
+  const int chunk = kind == ActionKind::kForward ? forward_chunk : shape.stages_per_rank - 1 - forward_chunk;
   return {kind, chunk * shape.ranks + rank, number / round * group + number % group};
 }
 
@@ -45,8 +45,8 @@ Table interleaved(Shape shape) {
     const int warm_up = std::min(all, ahead);
     auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
     for (int number = 0; number < all + warm_up; ++number) {
-      if (number < all) tasks.push_back(numbered(TaskKind::kForward, rank, shape, number));
-      if (number >= warm_up) tasks.push_back(numbered(TaskKind::kBackward, rank, shape, number - warm_up));
+      if (number < all) tasks.push_back(numbered(ActionKind::kForward, rank, shape, number));
+      if (number >= warm_up) tasks.push_back(numbered(ActionKind::kBackward, rank, shape, number - warm_up));
     }
   }
   return table;

@@ -8,11 +8,11 @@ Table looped_breadth_first(Shape shape) {
   const int stages = table.stages();
   for (int stage = 0; stage < stages; ++stage) {
     auto& tasks = table.tasks[static_cast<std::size_t>(stage % shape.ranks)];
-    for (int i = 0; i < shape.micro_batches; ++i) tasks.push_back({TaskKind::kForward, stage, i});
+    for (int i = 0; i < shape.micro_batches; ++i) tasks.push_back({ActionKind::kForward, stage, i});
   }
   for (int stage = stages - 1; stage >= 0; --stage) {
     auto& tasks = table.tasks[static_cast<std::size_t>(stage % shape.ranks)];
-    for (int i = shape.micro_batches - 1; i >= 0; --i) tasks.push_back({TaskKind::kBackward, stage, i});
+    for (int i = shape.micro_batches - 1; i >= 0; --i) tasks.push_back({ActionKind::kBackward, stage, i});
   }
   return table;
 }

@@ -16,9 +16,9 @@ struct Mean {
 }  // namespace
 
 std::vector<Costs> mean_costs(const Timeline& measured, int stages) {
-  std::map<std::pair<int, TaskKind>, Mean> means;
+  std::map<std::pair<int, ActionKind>, Mean> means;
   for (const auto& spans : measured.spans) {
-    for (const Span& span : spans) {
+    for (const ActionSpan& span : spans) {
       Mean& mean = means[{span.task.stage, span.task.kind}];
       mean.sum += span.end - span.start;
       ++mean.count;
@@ -26,10 +26,10 @@ std::vector<Costs> mean_costs(const Timeline& measured, int stages) {
   }
   std::vector<Costs> costs;
   for (int stage = 0; stage < stages; ++stage) {
-    const auto mean = [&](TaskKind kind) { return means[{stage, kind}].value(); };
-    costs.push_back({.forward = mean(TaskKind::kForward),
-                     .input_gradient = mean(TaskKind::kBackward) + mean(TaskKind::kInputGradient),
-                     .weight_gradient = mean(TaskKind::kWeightGradient)});
+    const auto mean = [&](ActionKind kind) { return means[{stage, kind}].value(); };
+    costs.push_back({.forward = mean(ActionKind::kForward),
+                     .input_gradient = mean(ActionKind::kBackward) + mean(ActionKind::kInputGradient),
+                     .weight_gradient = mean(ActionKind::kWeightGradient)});
   }
   return costs;
 }

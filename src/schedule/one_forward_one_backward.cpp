@@ -15,21 +15,21 @@ namespace {
 /// and writes down what each rank did. Such a record cannot deadlock: it has happened.
 class ListScheduler {
  public:
-  ListScheduler(const Placement& placement, int ranks, int most_in_flight)
+  ListScheduler(const Placement& placement, int ranks, int max_in_flight)
       : table_(empty_table("1f1b", placement, ranks)),
-        most_(most_in_flight),
+        most_(max_in_flight),
         ready_(static_cast<std::size_t>(ranks)),
         busy_(static_cast<std::size_t>(ranks), false),
         alive_(placement.rank_of_stage.size(), 0) {}
 
   Table run() {
-    make_ready({TaskKind::kForward, 0, 0});
+    make_ready({ActionKind::kForward, 0, 0});
     start(rank_of(0), 0);
     while (!running_.empty()) {
       const int now = std::get<0>(running_.top());
       std::set<int> touched;
       while (!running_.empty() && std::get<0>(running_.top()) == now) {
-        const Task task = std::get<1>(running_.top());
+        const Action task = std::get<1>(running_.top());
         running_.pop();
         finish(task, touched);
       }
@@ -41,18 +41,20 @@ class ListScheduler {
  private:
   /// Backwards first, then the oldest micro-batch, then the earliest stage.
   struct Better {
-    bool operator()(const Task& a, const Task& b) const { return key(a) < key(b); }
-    static std::tuple<bool, int, int> key(const Task& task) {
-      return {task.kind == TaskKind::kForward, task.micro_batch, task.stage};
+    bool operator()(const Action& a, const Action& b) const { return key(a) < key(b); }
+    static std::tuple<bool, int, int> key(const Action& task) {
+      return {task.kind == ActionKind::kForward, task.micro_batch, task.stage};
     }
   };
   struct Later {
-    bool operator()(const std::tuple<int, Task>& a, const std::tuple<int, Task>& b) const { return a > b; }
+    bool operator()(const std::tuple<int, Action>& a, const std::tuple<int, Action>& b) const {
+      return a > b;
+    }
   };
 
   int rank_of(int stage) const { return table_.rank_of_stage[static_cast<std::size_t>(stage)]; }
   int& alive(int stage) { return alive_[static_cast<std::size_t>(stage)]; }
-  void make_ready(const Task& task) { ready_[static_cast<std::size_t>(rank_of(task.stage))].insert(task); }
+  void make_ready(const Action& task) { ready_[static_cast<std::size_t>(rank_of(task.stage))].insert(task); }
 
   /// How many micro-batches may be between their forward and their backward at a stage. The closer the end of
   /// the model, the sooner they come back, and the fewer keep it busy. Micro-batches beyond some stage can
@@ -62,30 +64,30 @@ class ListScheduler {
   void start(int rank, int now) {
     const auto at = static_cast<std::size_t>(rank);
     if (busy_[at]) return;
-    const auto best = std::find_if(ready_[at].begin(), ready_[at].end(), [&](const Task& task) {
-      return task.kind == TaskKind::kBackward || alive(task.stage) < limit(task.stage);
+    const auto best = std::find_if(ready_[at].begin(), ready_[at].end(), [&](const Action& task) {
+      return task.kind == ActionKind::kBackward || alive(task.stage) < limit(task.stage);
     });
     if (best == ready_[at].end()) return;
-    const Task task = *best;
+    const Action task = *best;
     ready_[at].erase(best);
     busy_[at] = true;
     table_.tasks[at].push_back(task);
-    const bool forward = task.kind == TaskKind::kForward;
+    const bool forward = task.kind == ActionKind::kForward;
     if (forward) ++alive(task.stage);
     if (forward && task.stage == 0 && task.micro_batch + 1 < table_.micro_batches) {
-      make_ready({TaskKind::kForward, 0, task.micro_batch + 1});
+      make_ready({ActionKind::kForward, 0, task.micro_batch + 1});
     }
     running_.emplace(now + (forward ? 1 : 2), task);
   }
 
-  void finish(const Task& task, std::set<int>& touched) {
+  void finish(const Action& task, std::set<int>& touched) {
     busy_[static_cast<std::size_t>(rank_of(task.stage))] = false;
     touched.insert(rank_of(task.stage));
-    Task next = task;
-    if (task.kind == TaskKind::kForward && task.stage + 1 < table_.stages()) {
+    Action next = task;
+    if (task.kind == ActionKind::kForward && task.stage + 1 < table_.stages()) {
       ++next.stage;
-    } else if (task.kind == TaskKind::kForward) {
-      next.kind = TaskKind::kBackward;
+    } else if (task.kind == ActionKind::kForward) {
+      next.kind = ActionKind::kBackward;
     } else {
       --alive(task.stage);
       if (--next.stage < 0) return;
@@ -96,10 +98,10 @@ class ListScheduler {
 
   Table table_;
   const int most_;
-  std::vector<std::set<Task, Better>> ready_;  ///< by rank
-  std::vector<bool> busy_;                     ///< by rank
-  std::vector<int> alive_;                     ///< by stage: micro-batches between forward and backward
-  std::priority_queue<std::tuple<int, Task>, std::vector<std::tuple<int, Task>>, Later> running_;
+  std::vector<std::set<Action, Better>> ready_;  ///< by rank
+  std::vector<bool> busy_;                       ///< by rank
+  std::vector<int> alive_;                       ///< by stage: micro-batches between forward and backward
+  std::priority_queue<std::tuple<int, Action>, std::vector<std::tuple<int, Action>>, Later> running_;
 };
 
 }  // namespace
@@ -118,22 +120,22 @@ Table one_forward_one_backward(Shape shape) {
     const int warm_up = std::min(shape.micro_batches, shape.ranks - 1 - rank);
     auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
     for (int i = 0; i < shape.micro_batches + warm_up; ++i) {
-      if (i < shape.micro_batches) tasks.push_back({TaskKind::kForward, rank, i});
-      if (i >= warm_up) tasks.push_back({TaskKind::kBackward, rank, i - warm_up});
+      if (i < shape.micro_batches) tasks.push_back({ActionKind::kForward, rank, i});
+      if (i >= warm_up) tasks.push_back({ActionKind::kBackward, rank, i - warm_up});
     }
   }
   return table;
 }
 
-Table one_forward_one_backward(const Placement& placement, int most_in_flight) {
+Table one_forward_one_backward(const Placement& placement, int max_in_flight) {
   const int ranks = check(placement, "one_forward_one_backward");
-  if (most_in_flight < 0) {
+  if (max_in_flight < 0) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("one_forward_one_backward: most_in_flight is {}; 0 stands for "
+                fmt::format("one_forward_one_backward: max_in_flight is {}; 0 stands for "
                             "the number of ranks",
-                            most_in_flight));
+                            max_in_flight));
   }
-  return ListScheduler(placement, ranks, most_in_flight == 0 ? ranks : most_in_flight).run();
+  return ListScheduler(placement, ranks, max_in_flight == 0 ? ranks : max_in_flight).run();
 }
 
 }  // namespace torchspan::schedule

@@ -32,7 +32,7 @@ void check_frame(const Table& table) {
   }
 }
 
-void check_task(const Table& table, int rank, std::size_t place, const Task& task) {
+void check_task(const Table& table, int rank, std::size_t place, const Action& task) {
   const std::string here = fmt::format("rank {}, task {} of its list: {}", rank, place, to_string(task));
   if (static_cast<std::size_t>(task.kind) >= kTaskKinds) refuse(table, here + " is of no known kind");
   if (task.stage < 0 || task.stage >= table.stages()) {
@@ -58,13 +58,13 @@ class Deadlock {
     const std::vector<int> ring = find_ring();
     std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a ring";
     for (int rank : ring) {
-      const Task mine = head(rank);
-      const Task other = missing(mine);
+      const Action mine = head(rank);
+      const Action other = missing(mine);
       const int owner = positions_.rank_of(other);
       text += fmt::format("; rank {} at {} (task {} of its list) waits for {} ", rank, to_string(mine),
                           positions_.place(mine), to_string(other));
       text += owner == rank ? std::string("of its own") : fmt::format("of rank {}", owner);
-      const Task theirs = head(owner);
+      const Action theirs = head(owner);
       text += other == theirs ? ", which is that one's next"
                               : fmt::format(", which comes after {}", to_string(theirs));
     }
@@ -72,11 +72,11 @@ class Deadlock {
   }
 
  private:
-  const std::vector<Task>& tasks(int rank) const { return table_.tasks[static_cast<std::size_t>(rank)]; }
+  const std::vector<Action>& tasks(int rank) const { return table_.tasks[static_cast<std::size_t>(rank)]; }
   std::size_t next(int rank) const { return next_[static_cast<std::size_t>(rank)]; }
-  const Task& head(int rank) const { return tasks(rank)[next(rank)]; }
-  bool is_done(const Task& task) const { return positions_.place(task) < next(positions_.rank_of(task)); }
-  Task missing(const Task& task) const {
+  const Action& head(int rank) const { return tasks(rank)[next(rank)]; }
+  bool is_done(const Action& task) const { return positions_.place(task) < next(positions_.rank_of(task)); }
+  Action missing(const Action& task) const {
     const auto needs = positions_.needs(task);
     return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
   }
@@ -126,63 +126,64 @@ void Positions::place_all() {
 }
 
 void Positions::check_complete(int stage, int micro_batch, bool back) const {
-  const auto name = [&](TaskKind kind) { return to_string({kind, stage, micro_batch}); };
-  const auto is_there = [&](TaskKind kind) { return has({kind, stage, micro_batch}); };
+  const auto name = [&](ActionKind kind) { return to_string({kind, stage, micro_batch}); };
+  const auto is_there = [&](ActionKind kind) { return has({kind, stage, micro_batch}); };
   const int rank = table_.rank_of_stage[static_cast<std::size_t>(stage)];
-  if (!is_there(TaskKind::kForward)) {
-    refuse(table_, fmt::format("rank {} never runs {}", rank, name(TaskKind::kForward)));
+  if (!is_there(ActionKind::kForward)) {
+    refuse(table_, fmt::format("rank {} never runs {}", rank, name(ActionKind::kForward)));
   }
-  const bool whole = is_there(TaskKind::kBackward);
-  const bool input = is_there(TaskKind::kInputGradient);
-  const bool weight = is_there(TaskKind::kWeightGradient);
+  const bool whole = is_there(ActionKind::kBackward);
+  const bool input = is_there(ActionKind::kInputGradient);
+  const bool weight = is_there(ActionKind::kWeightGradient);
   if (whole && (input || weight)) {
-    const auto half = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
+    const auto half = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
     refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank,
-                               name(TaskKind::kBackward), name(half)));
+                               name(ActionKind::kBackward), name(half)));
   }
   if (input != weight) {
-    const auto here = input ? TaskKind::kInputGradient : TaskKind::kWeightGradient;
-    const auto other = input ? TaskKind::kWeightGradient : TaskKind::kInputGradient;
+    const auto here = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
+    const auto other = input ? ActionKind::kWeightGradient : ActionKind::kInputGradient;
     refuse(table_, fmt::format("rank {} runs {} but never {}", rank, name(here), name(other)));
   }
   if (back && !whole && !input) {
     refuse(table_,
            fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages", rank,
-                       name(TaskKind::kBackward), micro_batch));
+                       name(ActionKind::kBackward), micro_batch));
   }
 }
 
 bool Positions::goes_back(int micro_batch) const {
   for (int stage = 0; stage < table_.stages(); ++stage) {
-    for (const auto kind : {TaskKind::kBackward, TaskKind::kInputGradient, TaskKind::kWeightGradient}) {
+    for (const auto kind : {ActionKind::kBackward, ActionKind::kInputGradient, ActionKind::kWeightGradient}) {
       if (has({kind, stage, micro_batch})) return true;
     }
   }
   return false;
 }
 
-std::array<std::optional<Task>, 2> Positions::needs(const Task& task) const {
+std::array<std::optional<Action>, 2> Positions::needs(const Action& task) const {
   const auto [kind, stage, i] = task;
-  if (kind == TaskKind::kForward) {
+  if (kind == ActionKind::kForward) {
     if (stage == 0) return {};
-    return {Task{kind, stage - 1, i}, std::nullopt};
+    return {Action{kind, stage - 1, i}, std::nullopt};
   }
-  if (kind == TaskKind::kWeightGradient) return {Task{TaskKind::kInputGradient, stage, i}, std::nullopt};
-  const Task forward{TaskKind::kForward, stage, i};
+  if (kind == ActionKind::kWeightGradient)
+    return {Action{ActionKind::kInputGradient, stage, i}, std::nullopt};
+  const Action forward{ActionKind::kForward, stage, i};
   if (stage + 1 == table_.stages()) return {forward, std::nullopt};
-  const Task whole{TaskKind::kBackward, stage + 1, i};
-  return {forward, has(whole) ? whole : Task{TaskKind::kInputGradient, stage + 1, i}};
+  const Action whole{ActionKind::kBackward, stage + 1, i};
+  return {forward, has(whole) ? whole : Action{ActionKind::kInputGradient, stage + 1, i}};
 }
 
-std::size_t Positions::number(const Task& task) const {
+std::size_t Positions::number(const Action& task) const {
   const auto row = static_cast<std::size_t>(task.kind) * table_.rank_of_stage.size() +
                    static_cast<std::size_t>(task.stage);
   return row * static_cast<std::size_t>(table_.micro_batches) + static_cast<std::size_t>(task.micro_batch);
 }
 
-void replay(const Table& table, const Positions& positions, const std::function<void(const Task&)>& run) {
+void replay(const Table& table, const Positions& positions, const std::function<void(const Action&)>& run) {
   std::vector<std::size_t> next(table.tasks.size(), 0);
-  const auto is_ready = [&](const Task& task) {
+  const auto is_ready = [&](const Action& task) {
     for (const auto& need : positions.needs(task)) {
       if (need && positions.place(*need) >= next[static_cast<std::size_t>(positions.rank_of(*need))])
         return false;
@@ -196,10 +197,10 @@ void replay(const Table& table, const Positions& positions, const std::function<
     to_try.pop_back();
     const auto& tasks = table.tasks[rank];
     while (next[rank] < tasks.size() && is_ready(tasks[next[rank]])) {
-      const Task& task = tasks[next[rank]++];
+      const Action& task = tasks[next[rank]++];
       run(task);
       // Only the neighbour in the model can have waited for it.
-      const int neighbour = task.kind == TaskKind::kForward ? task.stage + 1 : task.stage - 1;
+      const int neighbour = task.kind == ActionKind::kForward ? task.stage + 1 : task.stage - 1;
       if (neighbour >= 0 && neighbour < table.stages()) {
         to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);
       }

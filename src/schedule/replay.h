@@ -15,17 +15,17 @@ class Positions {
   explicit Positions(const Table& table);
 
   /// Whether the table has the task.
-  bool has(const Task& task) const { return place_[number(task)] >= 0; }
+  bool has(const Action& task) const { return place_[number(task)] >= 0; }
   /// The task's place among its rank's tasks.
-  std::size_t place(const Task& task) const { return static_cast<std::size_t>(place_[number(task)]); }
-  int rank_of(const Task& task) const { return table_.rank_of_stage[static_cast<std::size_t>(task.stage)]; }
+  std::size_t place(const Action& task) const { return static_cast<std::size_t>(place_[number(task)]); }
+  int rank_of(const Action& task) const { return table_.rank_of_stage[static_cast<std::size_t>(task.stage)]; }
 
   /// Whether the micro-batch goes backwards (in a checked table: everywhere or nowhere).
   bool goes_back(int micro_batch) const;
   /// The tasks that must have ended before `task` begins: at most two.
-  std::array<std::optional<Task>, 2> needs(const Task& task) const;
+  std::array<std::optional<Action>, 2> needs(const Action& task) const;
   /// A number for each task that could be, below numbers().
-  std::size_t number(const Task& task) const;
+  std::size_t number(const Action& task) const;
   std::size_t numbers() const { return place_.size(); }
 
  private:
@@ -38,6 +38,6 @@ class Positions {
 
 /// Calls `run` for each task, never before what it needs and in the order of its rank. Throws Error{kInvalid}
 /// with the ring of ranks that wait for each other when there is no such order.
-void replay(const Table& table, const Positions& positions, const std::function<void(const Task&)>& run);
+void replay(const Table& table, const Positions& positions, const std::function<void(const Action&)>& run);
 
 }  // namespace torchspan::schedule

@@ -37,13 +37,13 @@ class Simulation {
   }
 
   Timeline run() {
-    replay(table_, positions_, [this](const Task& task) { run_task(task); });
+    replay(table_, positions_, [this](const Action& task) { run_task(task); });
     for (const auto& spans : timeline_.spans) {
       if (!spans.empty()) timeline_.makespan = std::max(timeline_.makespan, spans.back().end);
     }
     for (const auto& spans : timeline_.spans) {
       Duration busy{0};
-      for (const Span& span : spans) busy += span.end - span.start;
+      for (const ActionSpan& span : spans) busy += span.end - span.start;
       timeline_.idle.push_back(timeline_.makespan - busy);
     }
     return std::move(timeline_);
@@ -54,22 +54,22 @@ class Simulation {
     return costs_.size() == 1 ? costs_.front() : costs_[static_cast<std::size_t>(stage)];
   }
 
-  Duration cost_of(const Task& task) const {
+  Duration cost_of(const Action& task) const {
     const Costs& costs = costs_of(task.stage);
     switch (task.kind) {
-      case TaskKind::kForward:
+      case ActionKind::kForward:
         return costs.forward;
-      case TaskKind::kInputGradient:
+      case ActionKind::kInputGradient:
         return costs.input_gradient;
-      case TaskKind::kWeightGradient:
+      case ActionKind::kWeightGradient:
         return costs.weight_gradient;
-      case TaskKind::kBackward:
+      case ActionKind::kBackward:
         break;
     }
     return costs.input_gradient + costs.weight_gradient;
   }
 
-  void run_task(const Task& task) {
+  void run_task(const Action& task) {
     const int rank = positions_.rank_of(task);
     auto& spans = timeline_.spans[static_cast<std::size_t>(rank)];
     Duration start = spans.empty() ? Duration::zero() : spans.back().end;
@@ -86,13 +86,13 @@ class Simulation {
   }
 
   /// An activation is held from the start of its forward to the end of the last task that reads it.
-  void keep(const Task& task, std::size_t rank) {
+  void keep(const Action& task, std::size_t rank) {
     auto& live = timeline_.live[rank];
     double held = live.empty() ? 0 : live.back();
     const double activation = costs_of(task.stage).activation;
-    if (task.kind == TaskKind::kForward && goes_back_[static_cast<std::size_t>(task.micro_batch)]) {
+    if (task.kind == ActionKind::kForward && goes_back_[static_cast<std::size_t>(task.micro_batch)]) {
       held += activation;
-    } else if (task.kind == TaskKind::kBackward || task.kind == TaskKind::kWeightGradient) {
+    } else if (task.kind == ActionKind::kBackward || task.kind == ActionKind::kWeightGradient) {
       held -= activation;
     }
     live.push_back(held);

@@ -137,7 +137,7 @@ TEST(Simulate, CostsAreTheStagesAndATransferIsPaidBetweenRanksOnly) {
       simulate(table, {costs(1, 10, 20, 1000, 0.5), costs(2, 30, 40, 100, 1.5), costs(4, 50, 60, 200, 8)});
   ASSERT_EQ(timeline.spans[0].size(), 4u);
   ASSERT_EQ(timeline.spans[1].size(), 2u);
-  const auto expect_span = [](const Span& span, const char* task, int start, int end) {
+  const auto expect_span = [](const ActionSpan& span, const char* task, int start, int end) {
     EXPECT_EQ(to_string(span.task), task);
     EXPECT_EQ(span.start, Duration{start}) << task;
     EXPECT_EQ(span.end, Duration{end}) << task;
@@ -195,21 +195,21 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
 }
 
 /// The start of each task as the least that satisfies every order, by repetition until nothing changes.
-std::map<Task, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
-  const auto cost = [&](const Task& task) {
+std::map<Action, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
+  const auto cost = [&](const Action& task) {
     const Costs& of = costs[static_cast<std::size_t>(task.stage)];
-    if (task.kind == TaskKind::kForward) return of.forward;
-    if (task.kind == TaskKind::kInputGradient) return of.input_gradient;
-    if (task.kind == TaskKind::kWeightGradient) return of.weight_gradient;
+    if (task.kind == ActionKind::kForward) return of.forward;
+    if (task.kind == ActionKind::kInputGradient) return of.input_gradient;
+    if (task.kind == ActionKind::kWeightGradient) return of.weight_gradient;
     return of.input_gradient + of.weight_gradient;
   };
-  std::map<Task, Duration> starts;
+  std::map<Action, Duration> starts;
   for (const auto& tasks : table.tasks) {
-    for (const Task& task : tasks) starts[task] = Duration{0};
+    for (const Action& task : tasks) starts[task] = Duration{0};
   }
   for (bool changed = true; changed;) {
     changed = false;
-    const auto after = [&](const Task& task, const Task& before, Duration hop) {
+    const auto after = [&](const Action& task, const Action& before, Duration hop) {
       const auto known = starts.find(before);
       if (known == starts.end() || starts[task] >= known->second + cost(before) + hop) return;
       starts[task] = known->second + cost(before) + hop;
@@ -217,16 +217,16 @@ std::map<Task, Duration> relaxed(const Table& table, const std::vector<Costs>& c
     };
     for (const auto& tasks : table.tasks) {
       for (std::size_t at = 0; at < tasks.size(); ++at) {
-        const Task& task = tasks[at];
-        const int upstream = task.kind == TaskKind::kForward ? task.stage - 1 : task.stage + 1;
+        const Action& task = tasks[at];
+        const int upstream = task.kind == ActionKind::kForward ? task.stage - 1 : task.stage + 1;
         if (at > 0) after(task, tasks[at - 1], Duration{0});
-        if (task.kind == TaskKind::kWeightGradient || upstream < 0 || upstream == table.stages()) continue;
+        if (task.kind == ActionKind::kWeightGradient || upstream < 0 || upstream == table.stages()) continue;
         const auto other = static_cast<std::size_t>(upstream);
         const bool hops =
             table.rank_of_stage[other] != table.rank_of_stage[static_cast<std::size_t>(task.stage)];
         const Duration hop = hops ? costs[other].transfer : Duration{0};
-        for (const auto kind : {TaskKind::kForward, TaskKind::kBackward, TaskKind::kInputGradient}) {
-          if ((kind == TaskKind::kForward) == (task.kind == TaskKind::kForward)) {
+        for (const auto kind : {ActionKind::kForward, ActionKind::kBackward, ActionKind::kInputGradient}) {
+          if ((kind == ActionKind::kForward) == (task.kind == ActionKind::kForward)) {
             after(task, {kind, upstream, task.micro_batch}, hop);
           }
         }

@@ -14,10 +14,10 @@ using ::testing::HasSubstr;
 /// The most micro-batches between their forward and their backward at one stage, by its rank's order alone.
 int most_alive(const Table& table, int stage) {
   int alive = 0, most = 0;
-  for (const Task& task :
+  for (const Action& task :
        table.tasks[static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)])]) {
     if (task.stage != stage) continue;
-    alive += task.kind == TaskKind::kForward ? 1 : -1;
+    alive += task.kind == ActionKind::kForward ? 1 : -1;
     most = std::max(most, alive);
   }
   return most;
@@ -35,10 +35,10 @@ void expect_refused(Call call, const std::string& complaint) {
 }
 
 TEST(Tables, TasksAreNamedByStageKindAndMicroBatch) {
-  EXPECT_EQ(to_string({TaskKind::kForward, 2, 5}), "2F5");
-  EXPECT_EQ(to_string({TaskKind::kBackward, 0, 11}), "0B11");
-  EXPECT_EQ(to_string({TaskKind::kInputGradient, 1, 0}), "1I0");
-  EXPECT_EQ(to_string({TaskKind::kWeightGradient, 30, 1}), "30W1");
+  EXPECT_EQ(to_string({ActionKind::kForward, 2, 5}), "2F5");
+  EXPECT_EQ(to_string({ActionKind::kBackward, 0, 11}), "0B11");
+  EXPECT_EQ(to_string({ActionKind::kInputGradient, 1, 0}), "1I0");
+  EXPECT_EQ(to_string({ActionKind::kWeightGradient, 30, 1}), "30W1");
 }
 
 TEST(Tables, LoopedPutsStagesOnRanksInTurn) {
@@ -152,18 +152,18 @@ TEST_P(TablesOfSeed, NoForwardGoesBeforeABackwardThatIsReady) {
   SCOPED_TRACE(describe(placement));
   const Table table = one_forward_one_backward(placement, static_cast<int>(random() % 7));
   const Timeline timeline = simulate(table, {Costs{}});
-  std::map<Task, Duration> ends;
+  std::map<Action, Duration> ends;
   for (const auto& spans : timeline.spans) {
-    for (const Span& span : spans) ends[span.task] = span.end;
+    for (const ActionSpan& span : spans) ends[span.task] = span.end;
   }
   for (const auto& spans : timeline.spans) {
     for (auto forward = spans.begin(); forward != spans.end(); ++forward) {
-      if (forward->task.kind != TaskKind::kForward) continue;
+      if (forward->task.kind != ActionKind::kForward) continue;
       for (auto later = forward + 1; later != spans.end(); ++later) {
         const auto [kind, stage, i] = later->task;
-        if (kind == TaskKind::kForward) continue;
+        if (kind == ActionKind::kForward) continue;
         const bool last = stage + 1 == table.stages();
-        const Task before = last ? Task{TaskKind::kForward, stage, i} : Task{kind, stage + 1, i};
+        const Action before = last ? Action{ActionKind::kForward, stage, i} : Action{kind, stage + 1, i};
         ASSERT_GT(ends.at(before), forward->start)
             << to_string(forward->task) << " before " << to_string(later->task);
       }
@@ -192,7 +192,7 @@ TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
       [] {
         one_forward_one_backward(Placement{.rank_of_stage = {0, 1}}, -1);
       },
-      "most_in_flight is -1");
+      "max_in_flight is -1");
   expect_refused([] { looped({.ranks = 1 << 20, .micro_batches = 1 << 20, .stages_per_rank = 1 << 20}); },
                  "are more than");
 }

@@ -28,20 +28,20 @@ inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input 
 inline double in_units(Duration time) { return static_cast<double>(time.count()) / kUnit; }
 
 /// "0F0 0F1 0B0": a rank's tasks in one line.
-inline std::string line_of(const std::vector<Task>& tasks) {
+inline std::string line_of(const std::vector<Action>& tasks) {
   std::string line;
-  for (const Task& task : tasks) line += (line.empty() ? "" : " ") + to_string(task);
+  for (const Action& task : tasks) line += (line.empty() ? "" : " ") + to_string(task);
   return line;
 }
 
 /// A rank's tasks from such a line.
-inline std::vector<Task> tasks_of(const std::string& line) {
-  std::vector<Task> tasks;
+inline std::vector<Action> tasks_of(const std::string& line) {
+  std::vector<Action> tasks;
   std::istringstream words(line);
-  for (Task task; words >> task.stage;) {
+  for (Action task; words >> task.stage;) {
     char kind = ' ';
     words >> kind >> task.micro_batch;
-    task.kind = static_cast<TaskKind>(std::string("FBIW").find(kind));
+    task.kind = static_cast<ActionKind>(std::string("FBIW").find(kind));
     tasks.push_back(task);
   }
   return tasks;
@@ -71,18 +71,18 @@ inline Table zero_bubble_h1(Shape shape) {
   Table table{.name = "zb-h1",
               .rank_of_stage = looped(shape).rank_of_stage,
               .micro_batches = shape.micro_batches,
-              .tasks = std::vector<std::vector<Task>>(static_cast<std::size_t>(shape.ranks))};
+              .tasks = std::vector<std::vector<Action>>(static_cast<std::size_t>(shape.ranks))};
   for (int rank = 0; rank < shape.ranks; ++rank) {
     auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
-    const auto add = [&](TaskKind kind, int i) {
+    const auto add = [&](ActionKind kind, int i) {
       if (i >= 0 && i < shape.micro_batches) tasks.push_back({kind, rank, i});
     };
     const int warm_up = shape.ranks - 1 - rank;
-    for (int i = 0; i < warm_up; ++i) add(TaskKind::kForward, i);
+    for (int i = 0; i < warm_up; ++i) add(ActionKind::kForward, i);
     for (int i = 0; i < shape.micro_batches + rank; ++i) {
-      add(TaskKind::kForward, i + warm_up);
-      add(TaskKind::kInputGradient, i);
-      add(TaskKind::kWeightGradient, i - rank);
+      add(ActionKind::kForward, i + warm_up);
+      add(ActionKind::kInputGradient, i);
+      add(ActionKind::kWeightGradient, i - rank);
     }
   }
   return table;

@@ -3,7 +3,7 @@
 namespace torchspan::schedule {
 
 void validate(const Table& table) {
-  replay(table, Positions(table), [](const Task&) {});
+  replay(table, Positions(table), [](const Action&) {});
 }
 
 }  // namespace torchspan::schedule

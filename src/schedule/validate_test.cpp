@@ -66,7 +66,7 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
     EXPECT_THAT(complaint(row.table), AllOf(HasSubstr("schedule 'mine'"), HasSubstr(row.complaint)));
   }
   Table unknown = table_of({0}, 1, {"0F0"});
-  unknown.tasks[0][0].kind = static_cast<TaskKind>(9);
+  unknown.tasks[0][0].kind = static_cast<ActionKind>(9);
   EXPECT_THAT(complaint(unknown), HasSubstr("0?0 is of no known kind"));
 }
 
@@ -101,16 +101,16 @@ TEST(Validate, SaysWhenARankWaitsForItself) {
 
 /// Whether the tasks can be run to the end, by trying every rank again and again.
 bool can_finish(const Table& table) {
-  std::set<Task> done;
+  std::set<Action> done;
   std::vector<std::size_t> next(table.tasks.size(), 0);
-  const auto is_done = [&](TaskKind kind, int stage, int i) { return done.contains({kind, stage, i}); };
-  const auto is_ready = [&](const Task& task) {
+  const auto is_done = [&](ActionKind kind, int stage, int i) { return done.contains({kind, stage, i}); };
+  const auto is_ready = [&](const Action& task) {
     const auto [kind, stage, i] = task;
-    if (kind == TaskKind::kForward) return stage == 0 || is_done(kind, stage - 1, i);
-    if (kind == TaskKind::kWeightGradient) return is_done(TaskKind::kInputGradient, stage, i);
-    if (!is_done(TaskKind::kForward, stage, i)) return false;
-    return stage + 1 == table.stages() || is_done(TaskKind::kBackward, stage + 1, i) ||
-           is_done(TaskKind::kInputGradient, stage + 1, i);
+    if (kind == ActionKind::kForward) return stage == 0 || is_done(kind, stage - 1, i);
+    if (kind == ActionKind::kWeightGradient) return is_done(ActionKind::kInputGradient, stage, i);
+    if (!is_done(ActionKind::kForward, stage, i)) return false;
+    return stage + 1 == table.stages() || is_done(ActionKind::kBackward, stage + 1, i) ||
+           is_done(ActionKind::kInputGradient, stage + 1, i);
   };
   std::size_t left = 0;
   for (const auto& tasks : table.tasks) left += tasks.size();

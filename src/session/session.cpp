@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/executor.h>
-#include <torchspan/optim/steps.h>
-#include <torchspan/pipeline/pipelines.h>
+#include <torchspan/optim/extension.h>
+#include <torchspan/pipeline/extension.h>
 #include <torchspan/session/session.h>
 
 #include "session/endpoint.h"
@@ -14,8 +14,8 @@
 namespace torchspan {
 namespace {
 
-rendezvous::JoinOptions join_options(const WorkerOptions& options, const FunctionTable& functions) {
-  rendezvous::JoinOptions join;
+rendezvous::MembershipOptions join_options(const WorkerOptions& options, const FunctionTable& functions) {
+  rendezvous::MembershipOptions join;
   join.name = options.environment.name;
   join.rank = options.environment.rank;
   join.world_size = options.environment.world_size;
@@ -122,13 +122,13 @@ class Session::Impl {
   Impl(const WorkerOptions& options, FunctionTable functions,
        std::vector<std::unique_ptr<rpc::Extension>> extensions)
       : runtime_owner_(make_runtime(options)) {
-    extensions.insert(extensions.begin(), std::make_unique<optim::Steps>());
-    extensions.insert(extensions.begin(), std::make_unique<autograd::Passes>());
-    extensions.insert(extensions.begin(), std::make_unique<pipeline::Pipelines>());
+    extensions.insert(extensions.begin(), std::make_unique<optim::OptimExtension>());
+    extensions.insert(extensions.begin(), std::make_unique<autograd::AutogradExtension>());
+    extensions.insert(extensions.begin(), std::make_unique<pipeline::PipelineExtension>());
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;
-    rendezvous::JoinOptions join = join_options(options, functions);
+    rendezvous::MembershipOptions join = join_options(options, functions);
     if (options.environment.world_size != 1) {
       endpoint.emplace(
           runtime_, options,

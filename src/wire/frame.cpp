@@ -18,7 +18,7 @@ struct RawHeader {
   std::uint16_t type = 0;
   std::uint32_t flags = 0;
   std::uint32_t features = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t instance = 0;
   std::uint64_t sequence = 0;
   std::uint64_t call = 0;
   std::int64_t remaining = 0;
@@ -128,7 +128,7 @@ Bytes encode_frame(const Frame& frame) {
   raw.type = static_cast<std::uint16_t>(header.type);
   raw.flags = (header.flags & ~std::uint32_t{kFlagHasBlobs}) | (has_blobs ? kFlagHasBlobs : 0u);
   raw.features = header.features;
-  raw.epoch = header.epoch;
+  raw.instance = header.instance;
   raw.sequence = header.sequence;
   raw.call = header.call;
   raw.remaining = header.remaining;
@@ -156,10 +156,10 @@ FrameView decode_frame(BytesView bytes) {
   std::memcpy(&raw, reader.get_bytes(kFrameHeaderSize).data(), kFrameHeaderSize);
   check_header(raw);
   FrameView frame;
-  frame.header = {raw.version, static_cast<MessageType>(raw.type),
-                  raw.flags,   raw.features,
-                  raw.epoch,   raw.sequence,
-                  raw.call,    raw.remaining};
+  frame.header = {raw.version,  static_cast<MessageType>(raw.type),
+                  raw.flags,    raw.features,
+                  raw.instance, raw.sequence,
+                  raw.call,     raw.remaining};
   if ((raw.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
   if (raw.handle_count > reader.left() / kHandleSize) {
     throw_invalid(

@@ -23,7 +23,7 @@ Frame random_frame(std::uint64_t seed) {
   Frame frame;
   frame.header.type = static_cast<MessageType>(random());
   frame.header.flags = static_cast<std::uint32_t>(random()) & ~std::uint32_t{kFlagHasBlobs};
-  frame.header.epoch = random();
+  frame.header.instance = random();
   frame.header.sequence = random();
   frame.header.call = random();
   frame.header.remaining = static_cast<std::int64_t>(random());
@@ -163,7 +163,7 @@ TEST(Frames, AreTheBytesOfTheWorkedExampleInTheDocumentation) {
   Frame frame;
   frame.header.type = static_cast<MessageType>(1);
   frame.header.flags = kFlagHasDeadline;
-  frame.header.epoch = 0x1122334455667788;
+  frame.header.instance = 0x1122334455667788;
   frame.header.sequence = 9;
   frame.header.call = 5;
   frame.header.remaining = 1'000'000'000;

@@ -14,7 +14,7 @@ namespace {
 
 struct Batch {
   at::Tensor data;
-  std::int64_t epoch = 0;
+  std::int64_t instance = 0;
   std::vector<std::string> tags;
 };
 
@@ -38,7 +38,7 @@ struct Ruler {
 
 template <>
 struct torchspan::Wire<Batch>
-    : torchspan::WireStruct<Batch, "Batch", &Batch::data, &Batch::epoch, &Batch::tags> {};
+    : torchspan::WireStruct<Batch, "Batch", &Batch::data, &Batch::instance, &Batch::tags> {};
 template <>
 struct torchspan::Wire<Tree> : torchspan::WireStruct<Tree, "Tree", &Tree::value, &Tree::children> {};
 template <>
@@ -198,7 +198,7 @@ TEST(Values, AnInterceptorsReplacementIsWhatArrives) {
   const auto batch = from_payload<Batch>(payload);
   EXPECT_TRUE(batch.data.is_same(replacement));
   EXPECT_EQ(replacement.use_count(), 2u) << "the payload let go of it";
-  EXPECT_EQ(batch.epoch, 4);
+  EXPECT_EQ(batch.instance, 4);
   EXPECT_EQ(batch.tags, std::vector<Text>{"a"});
 }
 

@@ -19,7 +19,9 @@ using std::chrono::seconds;
 
 constexpr int kProcesses = 4;
 
-autograd::PassCounts counts_of(const Worker& worker) { return worker.extension<autograd::Passes>().counts(); }
+autograd::PassCounts counts_of(const Worker& worker) {
+  return worker.extension<autograd::AutogradExtension>().counts();
+}
 std::vector<std::int64_t> counts(Worker& worker) {
   const auto counted = counts_of(worker);
   return {static_cast<std::int64_t>(counted.contexts), static_cast<std::int64_t>(counted.passes),

@@ -62,18 +62,17 @@ void sums_and_calls() {
   const auto isolated = collective::Network::kIsolated;
   {
     const collective::Group group = session.group({.network = isolated, .timeout = seconds(60)});
-    const std::string name = group.back_end()->name();
+    const std::string name = group.backend()->name();
     require(name == (together ? "shm" : "hierarchical"), name);
     sum(group);
     sum(session.group(
-        {.back_end = collective::BackEndKind::kC10d, .network = isolated, .timeout = seconds(60)}));
+        {.backend = collective::BackendKind::kC10d, .network = isolated, .timeout = seconds(60)}));
   }
   if (together) {
     sum(session.group());
   } else {
-    for (const auto back_end :
-         {collective::BackEndKind::kAutomatic, collective::BackEndKind::kSharedMemory}) {
-      const std::string text = refusal(session, {.back_end = back_end});
+    for (const auto backend : {collective::BackendKind::kAutomatic, collective::BackendKind::kSharedMemory}) {
+      const std::string text = refusal(session, {.backend = backend});
       require(text.find("a common TORCHSPAN_RUNTIME_DIR") != std::string::npos, text);
     }
   }

@@ -30,8 +30,8 @@ void sums_and_calls() {
     const auto rank = static_cast<std::int64_t>(session.rank());
     const collective::Group group = session.group();
     require(group.rank() == rank && group.size() == 3, "the group is the world");
-    require(group.back_end()->name() == "shm",
-            "workers of one host share memory, not " + group.back_end()->name());
+    require(group.backend()->name() == "shm",
+            "workers of one host share memory, not " + group.backend()->name());
     const collective::Group odd = group.split(rank == 1 ? 1 : 0, 0);
     const std::string next = "worker" + std::to_string((rank + 1) % 3);
     for (std::int64_t step = 0; step < 50; ++step) {
@@ -120,7 +120,7 @@ struct Kept {
       require_cancelled("reduce_scatter", [&] { one.reduce_scatter(at::ones({one.size(), 2})).wait(); });
       require_cancelled("all_gather", [&] { one.all_gather(tensor).wait(); });
       require_cancelled("broadcast", [&] { one.broadcast(tensor, 0).wait(); });
-      require_cancelled("exchange", [&] { one.exchange(Bytes(3)); });
+      require_cancelled("all_gather_bytes", [&] { one.all_gather_bytes(Bytes(3)); });
       require_cancelled("barrier", [&] { one.barrier(); });
       require_cancelled("split", [&] { one.split(0, 0); });
       require_cancelled("a continuation", [&] {
@@ -136,8 +136,8 @@ struct Kept {
 std::vector<collective::GroupOptions> all_kinds() {
   const auto isolated = collective::Network::kIsolated;
   return {{},
-          {.back_end = collective::BackEndKind::kC10d, .network = isolated},
-          {.back_end = collective::BackEndKind::kHierarchical, .network = isolated}};
+          {.backend = collective::BackendKind::kC10d, .network = isolated},
+          {.backend = collective::BackendKind::kHierarchical, .network = isolated}};
 }
 
 /// TEST_ENDING: how the session ends before what was made of it.

@@ -72,7 +72,7 @@ void sum_over_hosts() {
       group.broadcast(mine.fill_(rank), 3).wait();
       require(at::equal(mine, at::full({size}, 3.0)), "the last rank's tensor");
     }
-    require(group.back_end()->name().find("hierarchical") != std::string::npos, group.back_end()->name());
+    require(group.backend()->name().find("hierarchical") != std::string::npos, group.backend()->name());
   }
   session.shutdown(seconds(30));
 }

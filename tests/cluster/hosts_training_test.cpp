@@ -56,7 +56,7 @@ void train() {
   {
     const int rank = static_cast<int>(session.rank());
     const collective::Group group = session.group(over_hosts());
-    require(group.back_end()->name().find("hierarchical") != std::string::npos, group.back_end()->name());
+    require(group.backend()->name().find("hierarchical") != std::string::npos, group.backend()->name());
     nn::Sequential mine = make_net(), whole = make_net();
     require(convert_sync_batch_norm(*mine, group) == 1, "there is one batch norm");
     DistributedDataParallel model(session.runtime(), mine, group, small_buckets());

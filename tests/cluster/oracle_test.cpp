@@ -86,9 +86,9 @@ std::vector<torch::Tensor> train_together(Session& session, bool is_double, bool
   auto a = worker.remote("worker1", kHalf, 1, kFeatures, kHidden, is_double);
   auto b = worker.remote("worker2", kHalf, 2, kHidden, kHidden, is_double);
   Half head(3, kHidden, kClasses, is_double);
-  const optim::Recipe recipe = adagrad ? optim::Recipe(optim::Adagrad{.lr = 0.05})
-                                       : optim::Recipe(optim::SGD{.lr = 0.1, .momentum = 0.9});
-  optim::DistributedOptimizer optimizer(worker, recipe, {a, b, head});
+  const optim::OptimizerSpec spec = adagrad ? optim::OptimizerSpec(optim::Adagrad{.lr = 0.05})
+                                            : optim::OptimizerSpec(optim::SGD{.lr = 0.1, .momentum = 0.9});
+  optim::DistributedOptimizer optimizer(worker, spec, {a, b, head});
   for (const Batch& batch : batches(is_double)) {
     autograd::Context context(session);
     const torch::Tensor hidden = b.rpc_sync(kForward, a.rpc_sync(kForward, batch.data));

@@ -31,7 +31,7 @@ at::Tensor gradient_at(Worker& worker, const RRef<at::Tensor>& kept) {
 }
 Tensors gradients_at(Worker& worker, std::uint64_t context) {
   Tensors gradients;
-  for (const auto& [parameter, gradient] : worker.extension<Passes>().find(context).gradients())
+  for (const auto& [parameter, gradient] : worker.extension<AutogradExtension>().find(context).gradients())
     gradients.push_back(gradient);
   return gradients;
 }
@@ -432,7 +432,7 @@ TEST(AutogradBackward, BackwardInvalidArgs) {
 TEST(AutogradBackward, BackwardWithoutContext) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kInvalid, "knows no autograd context",
-                 [&] { worker.extension<Passes>().find(100); });
+                 [&] { worker.extension<AutogradExtension>().find(100); });
     expect_error(ErrorKind::kInvalid, "no autograd context", [&] { autograd::current(worker); });
   });
 }

@@ -1,4 +1,5 @@
-// Passes as others see them: callbacks, workers that take no part, gradients that are long on their way.
+// Passes as others see them: callbacks, workers that take no part, gradients that are long on
+// their way.
 #include "autograd/messages.h"
 #include "tests/conformance/autograd_slow.h"
 #include "tests/conformance/rpc_faults.h"

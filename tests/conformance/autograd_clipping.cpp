@@ -2,7 +2,7 @@
 // scaled by norms of their own had copies of the averaged parameters that drifted apart without an error.
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 
 #include "tests/conformance/autograd_world.h"
 #include "tests/support/in_process_group.h"
@@ -56,8 +56,8 @@ void on_trainers(const std::function<void(Trainer&)>& body) {
     options.seed = seed;
     options.extensions = [] {
       std::vector<std::unique_ptr<rpc::Extension>> extensions;
-      extensions.push_back(std::make_unique<Passes>());
-      extensions.push_back(std::make_unique<optim::Steps>());
+      extensions.push_back(std::make_unique<AutogradExtension>());
+      extensions.push_back(std::make_unique<optim::OptimExtension>());
       return extensions;
     };
     std::unique_ptr<InProcessWorld> groups;

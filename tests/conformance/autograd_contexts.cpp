@@ -263,7 +263,7 @@ TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
     options.seed = seed;
     options.extensions = [&pushes] {
       std::vector<std::unique_ptr<rpc::Extension>> extensions;
-      extensions.push_back(std::make_unique<Passes>());
+      extensions.push_back(std::make_unique<AutogradExtension>());
       extensions.push_back(std::make_unique<StateExtension<Pushes>>(pushes));
       return extensions;
     };
@@ -339,11 +339,11 @@ TEST(AutogradContexts, AutogradContext) {
         Context context(worker);
         id = context.id();
         EXPECT_EQ(id >> 48, worker.rank());
-        EXPECT_EQ(worker.extension<Passes>().find(id).id(), id);
+        EXPECT_EQ(worker.extension<AutogradExtension>().find(id).id(), id);
       }
       EXPECT_TRUE(ids.insert(id).second) << "this id was used before";
       expect_error(ErrorKind::kInvalid, "knows no autograd context",
-                   [&] { worker.extension<Passes>().find(id); });
+                   [&] { worker.extension<AutogradExtension>().find(id); });
     }
   });
 }

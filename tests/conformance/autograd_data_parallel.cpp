@@ -27,7 +27,7 @@ struct Embedding {
   bool sparse;
 };
 at::Tensor table_gradient(Worker& worker, const RRef<Embedding>& embedding, std::uint64_t context) {
-  return worker.extension<Passes>().find(context).gradient(embedding.local_value().table);
+  return worker.extension<AutogradExtension>().find(context).gradient(embedding.local_value().table);
 }
 
 /// Its backward fails on the server when a trainer is to be without a gradient.

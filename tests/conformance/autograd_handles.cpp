@@ -1,7 +1,7 @@
 // Handles that outlive the worker they were made on: whatever they are asked, they answer kCancelled and say
 // what to do, and they end without a word. They used to read the runtime of a session that was gone.
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/rpc/wait_scope.h>
 
@@ -34,8 +34,8 @@ ClusterOptions world(int workers, std::uint64_t seed, bool open) {
   options.open = open;
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<Passes>());
-    extensions.push_back(std::make_unique<optim::Steps>());
+    extensions.push_back(std::make_unique<AutogradExtension>());
+    extensions.push_back(std::make_unique<optim::OptimExtension>());
     return extensions;
   };
   return options;
@@ -50,7 +50,7 @@ struct Handles {
         mine(on, input().set_requires_grad(true)),
         theirs(on.remote(to, kTwice, input())),
         optimizer(on, optim::SGD{.lr = 0.1}, {module, mine}),
-        schedule(optimizer, optim::step_decay({.every = 1})),
+        schedule(optimizer, optim::StepLR{.step_size = 1}),
         context(std::make_unique<Context>(on)) {
     theirs.creation().wait();
     loss = (module.forward(input()) * mine.local_value()).sum();
@@ -67,7 +67,7 @@ struct Handles {
   RemoteModule<KeptLayer> module;
   RRef<at::Tensor> mine, theirs;
   optim::DistributedOptimizer optimizer;
-  optim::LrSchedule schedule;
+  optim::LRScheduler schedule;
   std::unique_ptr<Context> context;
   std::optional<autograd::ContextView> view;
   at::Tensor loss;

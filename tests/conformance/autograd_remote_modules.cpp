@@ -1,7 +1,7 @@
 // Modules that live on another worker and are used like local ones: forward, training and state; the same
 // numbers as in one process.
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/steps.h>
+#include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
 
 #include "tests/conformance/autograd_world.h"
@@ -62,8 +62,8 @@ ClusterOptions world(int workers = 3) {
                                                                  kGradients, kForwardElsewhere, kNormOf));
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<Passes>());
-    extensions.push_back(std::make_unique<optim::Steps>());
+    extensions.push_back(std::make_unique<AutogradExtension>());
+    extensions.push_back(std::make_unique<optim::OptimExtension>());
     return extensions;
   };
   return options;

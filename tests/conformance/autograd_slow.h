@@ -1,5 +1,5 @@
 #pragma once
-#include <torchspan/engine/stock_sink.h>
+#include <torchspan/engine/grad_field_sink.h>
 
 #include "tests/conformance/autograd_world.h"
 
@@ -31,7 +31,8 @@ inline at::Tensor sleeps_in_backward(const at::Tensor& x, Runtime& runtime, Dura
 /// Asks for a callback after each pass that reaches `parameter`, as a data-parallel reducer does.
 struct AfterPass : engine::GradientHook {
   AfterPass(at::Tensor parameter, std::function<void()> act)
-      : GradientHook(std::move(parameter), std::make_shared<engine::StockPasses>()), act(std::move(act)) {}
+      : GradientHook(std::move(parameter), std::make_shared<engine::NativeEnginePasses>()),
+        act(std::move(act)) {}
   void gradient_ready(engine::GradientSink& sink, const at::Tensor&) override {
     sink.after_pass([act = act](const engine::PassStatus&) { act(); });
   }

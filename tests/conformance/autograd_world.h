@@ -5,7 +5,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 
 #include "tests/conformance/rpc_world.h"
 
@@ -13,10 +13,10 @@
 /// sparse tensors where the peer has both, and over the three ways to call.
 namespace torchspan::testing {
 
+using autograd::AutogradExtension;
 using autograd::Context;
 using autograd::ContextGraph;
 using autograd::GraphPart;
-using autograd::Passes;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using Tensors = std::vector<at::Tensor>;
@@ -96,13 +96,15 @@ inline ClusterOptions autograd_world(int workers, FunctionTable functions = {}) 
   ClusterOptions options = world_of(workers, std::move(functions));
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<Passes>());
+    extensions.push_back(std::make_unique<AutogradExtension>());
     return extensions;
   };
   return options;
 }
 
-inline autograd::PassCounts counts_of(const Worker& worker) { return worker.extension<Passes>().counts(); }
+inline autograd::PassCounts counts_of(const Worker& worker) {
+  return worker.extension<AutogradExtension>().counts();
+}
 
 /// What the worker of that rank sent in the context, in order.
 inline std::vector<GraphPart> sends_of(const ContextGraph& graph, std::uint32_t rank) {

@@ -8,25 +8,25 @@ namespace torchspan::testing {
 
 /// One row of the suite: a back end, and how many ranks.
 struct CollectiveRow {
-  collective::BackEndKind back_end;
+  collective::BackendKind backend;
   int ranks;
   int hosts = 1;
 
   /// Whether sums are those of ranks 0 to P-1 in this order, to the bit.
-  bool in_rank_order() const { return ranks == 1 || back_end == collective::BackEndKind::kSharedMemory; }
+  bool in_rank_order() const { return ranks == 1 || backend == collective::BackendKind::kSharedMemory; }
 };
 
-inline std::string name_of(collective::BackEndKind kind) {
+inline std::string name_of(collective::BackendKind kind) {
   switch (kind) {
-    case collective::BackEndKind::kAutomatic:
+    case collective::BackendKind::kAutomatic:
       return "automatic";
-    case collective::BackEndKind::kSharedMemory:
+    case collective::BackendKind::kSharedMemory:
       return "shm";
-    case collective::BackEndKind::kC10d:
+    case collective::BackendKind::kC10d:
       return "c10d";
-    case collective::BackEndKind::kMpi:
+    case collective::BackendKind::kMpi:
       return "mpi";
-    case collective::BackEndKind::kHierarchical:
+    case collective::BackendKind::kHierarchical:
       return "hierarchical";
   }
   return "unknown";
@@ -35,20 +35,20 @@ inline std::string name_of(collective::BackEndKind kind) {
 /// The list of back ends: one line each.
 inline std::vector<CollectiveRow> collective_rows() {
   std::vector<CollectiveRow> rows;
-  if (const auto mpi = mpi_place()) return {{collective::BackEndKind::kMpi, mpi->size}};
+  if (const auto mpi = mpi_place()) return {{collective::BackendKind::kMpi, mpi->size}};
   for (const int ranks : {1, 2, 3, 4, 8}) {
-    rows.push_back({collective::BackEndKind::kSharedMemory, ranks});
+    rows.push_back({collective::BackendKind::kSharedMemory, ranks});
   }
 #if defined(TORCHSPAN_GLOO)
-  for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackEndKind::kC10d, ranks});
+  for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kC10d, ranks});
   for (const int ranks : {2, 3, 5})
-    rows.push_back({collective::BackEndKind::kHierarchical, ranks, /*hosts=*/2});
+    rows.push_back({collective::BackendKind::kHierarchical, ranks, /*hosts=*/2});
 #endif
   return rows;
 }
 
 inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info) {
-  return name_of(info.param.back_end) + "_" + std::to_string(info.param.ranks);
+  return name_of(info.param.backend) + "_" + std::to_string(info.param.ranks);
 }
 
 /// A test that runs on every row.
@@ -57,7 +57,7 @@ class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
   CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) {}
   int ranks() const { return GetParam().ranks; }
   collective::GroupOptions options() const {
-    return {.back_end = GetParam().back_end, .network = collective::Network::kIsolated};
+    return {.backend = GetParam().backend, .network = collective::Network::kIsolated};
   }
   /// Whether a result is what the oracle says: to the bit, where the back end promises that.
   static bool is_right(const at::Tensor& result, const at::Tensor& oracle) {

@@ -34,9 +34,9 @@ void dies_at_any_time(const GroupOptions& options) {
     }
     expect_error(ErrorKind::kDisconnected, {"worker1 (rank 1, pid"}, [&] {
       while (true) {
-        group.all_reduce(bucket, kMaximum).wait();
-        group.all_reduce(mine, kMaximum).wait();
-        for (int i = 0; i < 20; ++i) group.all_reduce(bucket[i], kMaximum).wait();
+        group.all_reduce(bucket, kMax).wait();
+        group.all_reduce(mine, kMax).wait();
+        for (int i = 0; i < 20; ++i) group.all_reduce(bucket[i], kMax).wait();
       }
     });
   });
@@ -126,7 +126,7 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
         EXPECT_GE(threads, 3) << "one that reads and writes, two that compute";
         group.barrier();
       },
-      {.back_end = BackEndKind::kC10d});
+      {.backend = BackendKind::kC10d});
 }
 #endif
 
@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]).starts_with(kOverMpi)) {
     return run_over_mpi(std::atoi(argv[1] + kOverMpi.size()), argc - 1, argv + 1);
   }
-  const torchspan::collective::GroupOptions gloo{.back_end = torchspan::collective::BackEndKind::kC10d,
+  const torchspan::collective::GroupOptions gloo{.backend = torchspan::collective::BackendKind::kC10d,
                                                  .timeout = std::chrono::seconds(60)};
   std::map<std::string, Scenario> scenarios{
       {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},

@@ -11,16 +11,16 @@ namespace {
 using namespace collective;
 
 class CollectiveDense : public CollectiveSuite {};
-INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveDense, ::testing::ValuesIn(collective_rows()), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveDense, ::testing::ValuesIn(collective_rows()), row_name);
 
 const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf,         at::kBFloat16,
                                              at::kByte,  at::kChar,   at::kShort,        at::kInt,
                                              at::kLong,  at::kBool,   at::kComplexFloat, at::kComplexDouble};
-const std::vector<Reduction> kReductions = {kSum, kAverage, kMinimum, kMaximum, kProduct};
+const std::vector<ReduceOp> kReductions = {kSum, kAvg, kMin, kMax, kProduct};
 
-bool makes_sense(at::ScalarType dtype, Reduction reduction) {
-  if (reduction == kAverage) return at::isFloatingType(dtype) || at::isComplexType(dtype);
-  if (reduction == kMinimum || reduction == kMaximum) return !at::isComplexType(dtype);
+bool makes_sense(at::ScalarType dtype, ReduceOp reduction) {
+  if (reduction == kAvg) return at::isFloatingType(dtype) || at::isComplexType(dtype);
+  if (reduction == kMin || reduction == kMax) return !at::isComplexType(dtype);
   return true;
 }
 
@@ -28,7 +28,7 @@ TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRank
   run([&](Group& group) {
     std::uint64_t seed = 1;
     for (const at::ScalarType dtype : kDtypes) {
-      for (const Reduction reduction : kReductions) {
+      for (const ReduceOp reduction : kReductions) {
         for (const std::int64_t length : {7L, 1000L, 70001L}) {
           const auto inputs = random_inputs(ranks(), {length}, dtype, ++seed);
           at::Tensor mine = inputs[group.rank()].clone();
@@ -65,7 +65,7 @@ std::vector<CollectiveRow> rows_of_two() {
   std::erase_if(rows, [](const CollectiveRow& row) { return row.ranks != 2; });
   return rows;
 }
-INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveLarge, ::testing::ValuesIn(rows_of_two()), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveLarge, ::testing::ValuesIn(rows_of_two()), row_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CollectiveLarge);
 
 TEST_P(CollectiveLarge, AllReducesAQuarterOfAGibibyteAndABit) {
@@ -75,7 +75,7 @@ TEST_P(CollectiveLarge, AllReducesAQuarterOfAGibibyteAndABit) {
     at::Tensor mine = pattern + group.rank();
     const at::Tensor bucket = group.allocate({length}, at::kFloat);
     bucket.copy_(mine);
-    const auto first = group.all_reduce(mine), second = group.all_reduce(bucket, kMaximum);
+    const auto first = group.all_reduce(mine), second = group.all_reduce(bucket, kMax);
     first.wait();
     second.wait();
     EXPECT_TRUE(at::equal(mine, pattern * 2 + 1));
@@ -91,8 +91,8 @@ TEST_P(CollectiveDense, AllReducesWhatLiesInSharedBuckets) {
         const auto inputs = random_inputs(ranks(), {length}, at::kFloat, 31 * length + offset);
         const at::Tensor mine = bucket.narrow(0, offset, length);
         mine.copy_(inputs[group.rank()]);
-        group.all_reduce(mine, kAverage).wait();
-        EXPECT_TRUE(is_right(mine, reduce_alone(inputs, kAverage))) << length << " at " << offset;
+        group.all_reduce(mine, kAvg).wait();
+        EXPECT_TRUE(is_right(mine, reduce_alone(inputs, kAvg))) << length << " at " << offset;
         group.barrier();
       }
     }
@@ -142,9 +142,9 @@ TEST_P(CollectiveDense, ScattersWhatLiesInSharedBuckets) {
     const at::Tensor mine = group.allocate({length}, at::kFloat);
     for (int time = 0; time < 3; ++time) {
       mine.copy_(inputs[group.rank()]);
-      const at::Tensor part = group.reduce_scatter(mine, kAverage).wait();
+      const at::Tensor part = group.reduce_scatter(mine, kAvg).wait();
       mine.zero_();
-      EXPECT_TRUE(is_right(part, reduce_alone(inputs, kAverage).narrow(0, 40000L * group.rank(), 40000)));
+      EXPECT_TRUE(is_right(part, reduce_alone(inputs, kAvg).narrow(0, 40000L * group.rank(), 40000)));
     }
   });
 }
@@ -198,7 +198,7 @@ TEST_P(CollectiveDense, ExchangesBytesOfAnyLength) {
   run([&](Group& group) {
     for (const std::size_t length : {std::size_t{0}, std::size_t{5}, std::size_t{700000}}) {
       const Bytes mine(length * static_cast<std::size_t>(group.rank() + 1), std::byte(group.rank()));
-      const auto all = group.exchange(mine);
+      const auto all = group.all_gather_bytes(mine);
       ASSERT_EQ(static_cast<int>(all.size()), ranks());
       for (int rank = 0; rank < ranks(); ++rank) {
         EXPECT_EQ(all[rank], Bytes(length * static_cast<std::size_t>(rank + 1), std::byte(rank)));

@@ -53,12 +53,12 @@ class CollectiveNews : public CollectiveFailures {};
 std::vector<CollectiveRow> rows_of_several(bool ours_only) {
   std::vector<CollectiveRow> rows = collective_rows();
   std::erase_if(rows, [=](const CollectiveRow& row) {
-    return row.ranks == 1 || (ours_only && row.back_end != BackEndKind::kSharedMemory);
+    return row.ranks == 1 || (ours_only && row.backend != BackendKind::kSharedMemory);
   });
   return rows;
 }
-INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
-INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
 
 TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   for (const Error& error : errors_of([&](Group& group) {

@@ -13,7 +13,7 @@ namespace {
 using namespace collective;
 
 class CollectiveGroups : public CollectiveSuite {};
-INSTANTIATE_TEST_SUITE_P(BackEnds, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
 
 TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   run([&](Group& group) {
@@ -89,7 +89,7 @@ TEST_P(CollectiveGroups, SplitsByColorAndKey) {
 TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 1L, 400L}) {
-      for (const Reduction reduction : {kSum, kAverage}) {
+      for (const ReduceOp reduction : {kSum, kAvg}) {
         std::vector<at::Tensor> inputs;
         at::Tensor sum = at::zeros({50, 70, 4}, at::kDouble);
         for (int rank = 0; rank < ranks(); ++rank) {
@@ -102,7 +102,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
           inputs.push_back(at::sparse_coo_tensor(indices, values, {50, 70, 4}));
           sum += inputs.back().to_dense();
         }
-        if (reduction == kAverage) sum = sum / ranks();
+        if (reduction == kAvg) sum = sum / ranks();
         const at::Tensor result = group.all_reduce(inputs[group.rank()], reduction).wait();
         EXPECT_TRUE(result.is_sparse() && result.is_coalesced());
         EXPECT_TRUE(is_right(result.to_dense(), sum)) << unit;
@@ -135,7 +135,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
         EXPECT_TRUE(same_bits(sum.to_dense(), tensor.to_dense())) << "that of rank " << owner;
       }
     }
-    const at::Tensor nothing = group.all_reduce(empty(1 + group.rank() % 2), kAverage).wait();
+    const at::Tensor nothing = group.all_reduce(empty(1 + group.rank() % 2), kAvg).wait();
     EXPECT_EQ(nothing.sizes(), at::IntArrayRef({5, 3}));
     EXPECT_EQ(nothing._nnz(), 0);
   });

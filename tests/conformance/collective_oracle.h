@@ -43,7 +43,7 @@ inline at::Tensor complex_product(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// The same reduction by LibTorch alone, in the order of the ranks; halves in float, rounded once.
-inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective::Reduction reduction) {
+inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective::ReduceOp reduction) {
   if (inputs.size() == 1) return inputs[0];
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool widen = dtype == at::kHalf || dtype == at::kBFloat16;
@@ -53,7 +53,7 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
     const at::Tensor next = wide(inputs[rank]);
     switch (reduction) {
       case collective::kSum:
-      case collective::kAverage:
+      case collective::kAvg:
         result = dtype == at::kBool ? result.logical_or(next) : result + next;
         break;
       case collective::kProduct:
@@ -63,18 +63,18 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
           result = dtype == at::kBool ? result.logical_and(next) : result * next;
         }
         break;
-      case collective::kMinimum:
+      case collective::kMin:
         result = at::minimum(result, next);
         break;
-      case collective::kMaximum:
+      case collective::kMax:
         result = at::maximum(result, next);
         break;
     }
   }
   const auto ranks = static_cast<std::int64_t>(inputs.size());
-  if (reduction == collective::kAverage && at::isComplexType(dtype)) {
+  if (reduction == collective::kAvg && at::isComplexType(dtype)) {
     result = at::view_as_complex(at::view_as_real(result) / ranks);  // part by part
-  } else if (reduction == collective::kAverage) {
+  } else if (reduction == collective::kAvg) {
     result = result / ranks;
   }
   return result.to(dtype);

@@ -1,6 +1,6 @@
 // A rank dies in every phase of an operation over shared memory: not at a random time, but at one access to
 // its own tensor, whose pages are protected so that the algorithm can just not make it. Which access belongs
-// to which phase is what src/collective/shm/mover.cpp says.
+// to which phase is what src/collective/shm/shm_algorithms.cpp says.
 #include <csignal>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -57,11 +57,11 @@ struct Phase {
 
 /// All operations may be repeated over their own results, so that nothing writes to the tensors in between.
 void reduce(const Group& group, const at::Tensor& mine) {
-  group.all_reduce(mine, kMaximum).wait();
+  group.all_reduce(mine, kMax).wait();
   require_all(mine, kRanks);
 }
 void scatter(const Group& group, const at::Tensor& mine) {
-  const at::Tensor part = group.reduce_scatter(mine.view({kRanks, -1}), kMaximum).wait();
+  const at::Tensor part = group.reduce_scatter(mine.view({kRanks, -1}), kMax).wait();
   require_all(part, kRanks);
 }
 void gather(const Group& group, const at::Tensor& mine) {
@@ -82,7 +82,7 @@ void take_from_victim(const Group& group, const at::Tensor& mine) {
 }
 /// The victim tells its call, with a small tensor, and is gone.
 void call_and_go(const Group& group, const at::Tensor& mine) {
-  const auto done = group.all_reduce(mine.narrow(0, 0, 100), kMaximum);
+  const auto done = group.all_reduce(mine.narrow(0, 0, 100), kMax);
   if (group.rank() == kVictim) _exit(kDiedAsPlanned);
   done.wait();
   require_all(mine.narrow(0, 0, 100), kRanks);

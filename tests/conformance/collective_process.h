@@ -16,7 +16,7 @@ namespace torchspan::testing {
 inline constexpr int kVictim = 1;
 
 inline collective::GroupOptions shared_memory() {
-  return {.back_end = collective::BackEndKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
+  return {.backend = collective::BackendKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
 }
 
 /// Joins the world that the environment tells of, and makes a group of all.

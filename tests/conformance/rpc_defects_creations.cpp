@@ -1,5 +1,5 @@
 // Regressions: creations that fail before they begin, and whose owners once waited for them for ever.
-#include "rpc/core.h"
+#include "rpc/agent.h"
 #include "tests/conformance/rpc_defects.h"
 
 namespace torchspan::rpc_defects_creations {
@@ -15,7 +15,7 @@ std::int64_t read(const Number& number) { return number.to_here(); }
 std::int64_t values(Worker& worker) { return static_cast<std::int64_t>(worker.debug().references.owners); }
 std::int64_t remembered(Worker& worker) {
   return static_cast<std::int64_t>(
-      static_cast<rpc::Core&>(*worker.endpoint()).references().counts().remembered);
+      static_cast<rpc::RpcAgent&>(*worker.endpoint()).references().counts().remembered);
 }
 
 constexpr Function<raise> kRaise{"raise"};

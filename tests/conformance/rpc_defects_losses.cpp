@@ -1,6 +1,6 @@
 // Regressions: references that a broken connection made doubtful, and messages given up too early.
+#include "rpc/agent.h"
 #include "rpc/control.h"
-#include "rpc/core.h"
 #include "tests/conformance/rpc_defects.h"
 
 namespace torchspan::rpc_defects_losses {
@@ -10,7 +10,7 @@ using namespace defects;  // NOLINT(google-build-using-namespace)
 using Number = RRef<std::int64_t>;
 
 rpc::References& references_of(const Worker& worker) {
-  return static_cast<rpc::Core&>(*worker.endpoint()).references();
+  return static_cast<rpc::RpcAgent&>(*worker.endpoint()).references();
 }
 std::int64_t seven() { return 7; }
 std::int64_t how_many(const std::vector<Number>& all) { return static_cast<std::int64_t>(all.size()); }

@@ -3,8 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include "rpc/agent.h"
 #include "rpc/control.h"
-#include "rpc/core.h"
 #include "tests/conformance/rpc_faults.h"
 
 namespace torchspan::rpc_rref_faults {
@@ -272,7 +272,7 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
 TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.remote(0, kMakeTracked);
-    auto& core = static_cast<rpc::Core&>(*worker.endpoint());
+    auto& core = static_cast<rpc::RpcAgent&>(*worker.endpoint());
     auto call = worker.rpc_async(0, kReadSlowly, tracked);
     nap(worker, milliseconds(100));
     const auto kept = core.serving().all();

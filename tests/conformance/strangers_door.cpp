@@ -110,7 +110,7 @@ class HonestMember final : public Honest {
  public:
   HonestMember(Door& door, const std::string& address, const std::string& name)
       : door_(door), runtime_(door.executor(), name, LogLevel::kOff) {
-    rendezvous::JoinOptions join;
+    rendezvous::MembershipOptions join;
     join.name = name;
     join.rank = rendezvous::kAnyRank;
     join.world_size = rendezvous::kOpenWorld;
@@ -128,8 +128,8 @@ class HonestMember final : public Honest {
     Bytes mine(1 + (number_ * 37) % 3000, static_cast<std::byte>(number_));
     ++number_;
     try {
-      const auto all = membership_->all_gather("alone", mine, {membership_->self().rank},
-                                               door_.executor().deadline_in(kPatience));
+      const auto all = membership_->all_gather_bytes("alone", mine, {membership_->self().rank},
+                                                     door_.executor().deadline_in(kPatience));
       EXPECT_TRUE(all == std::vector<Bytes>{mine});
       return true;
     } catch (const Error& error) {

@@ -78,7 +78,7 @@ class VictimWorld final : public World {
   }
   std::string listen_address(const std::string&) override { return address_; }
   std::string deserted_address() override { return {}; }
-  std::unique_ptr<Stranger> make_stranger() override { return nullptr; }
+  std::unique_ptr<Stranger> make_unauthenticated_peer() override { return nullptr; }
   std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
 
   VictimCounts counts;
@@ -123,7 +123,7 @@ void serve_echo(VictimWorld& world) {
 
 void serve_store(VictimWorld& world) {
   Runtime runtime(world.executor(), "victim", LogLevel::kOff);
-  rendezvous::JoinOptions join;
+  rendezvous::MembershipOptions join;
   join.name = "victim";
   join.world_size = rendezvous::kOpenWorld;
   join.store_address = world.listen_address("");

@@ -52,7 +52,7 @@ class World {
   virtual std::string deserted_address() = 0;
   /// What errors call the peer that was dialled at `address`.
   virtual std::string named(const std::string& address) { return address; }
-  virtual std::unique_ptr<Stranger> make_stranger() = 0;
+  virtual std::unique_ptr<Stranger> make_unauthenticated_peer() = 0;
   /// How an honest dialer's first bytes begin: not enough to tell him from a stranger.
   virtual std::string greeting_start() { return "\x89TSPAN"; }
   /// Whether EchoPeer::kill() is over at once, as the end of a process is, so that its report has to be.

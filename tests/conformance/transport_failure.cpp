@@ -312,7 +312,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSpeaksGarbage) {
     for (const std::string& garbage :
          {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(1 << 20, '\0'), std::string(1 << 16, '\xff'),
           std::string("\x89TSPAN\r\n") + std::string(500, 'x')}) {
-      const auto stranger = world.make_stranger();
+      const auto stranger = world.make_unauthenticated_peer();
       stranger->dial(address, bytes_of(garbage));
       EXPECT_TRUE(stranger->hears_hang_up());
     }
@@ -331,7 +331,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
                     options.handshake_timeout = std::chrono::milliseconds(30);
                   }));
     const std::string address = listener.listen();
-    const auto silent = world.make_stranger(), slow = world.make_stranger();
+    const auto silent = world.make_unauthenticated_peer(), slow = world.make_unauthenticated_peer();
     silent->dial(address, {});
     slow->dial(address, bytes_of(world.greeting_start()));
     slow->send(bytes_of("\r"));
@@ -345,11 +345,11 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
 TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
-                    options.max_strangers = 2;
+                    options.max_unauthenticated = 2;
                     options.handshake_timeout = std::chrono::hours(1);
                   }));
     const std::string address = listener.listen();
-    const auto first = world.make_stranger(), second = world.make_stranger();
+    const auto first = world.make_unauthenticated_peer(), second = world.make_unauthenticated_peer();
     first->dial(address, {});
     second->dial(address, {});
     Node honest(world, "honest");
@@ -366,12 +366,12 @@ TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor
 TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
-                    options.max_strangers = 2;
+                    options.max_unauthenticated = 2;
                     options.handshake_timeout = std::chrono::milliseconds(100);
                   }));
     const std::string address = listener.listen();
     std::vector<std::unique_ptr<Stranger>> strangers;
-    for (int i = 0; i < 5; ++i) strangers.push_back(world.make_stranger());
+    for (int i = 0; i < 5; ++i) strangers.push_back(world.make_unauthenticated_peer());
     for (const auto& stranger : strangers) stranger->dial(address, {});
     Node honest(world, "honest");
     send(*honest.connect(address), numbered(1));

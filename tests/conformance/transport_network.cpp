@@ -39,7 +39,7 @@ class NetworkWorld final : public World {
     const NetworkPlace place = parse_network_place(address);
     return hosts_ == Hosts::kOne && is_file(place.near) ? place.near : place.far;
   }
-  std::unique_ptr<Stranger> make_stranger() override {
+  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
     return std::make_unique<SocketStranger>([this](const std::string& text) {
       const NetworkPlace place = parse_network_place(text);
       return hosts_ == Hosts::kOne ? parse_address(place.near)

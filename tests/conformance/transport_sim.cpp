@@ -4,7 +4,7 @@
 #include <torchspan/core/sim_executor.h>
 #include <torchspan/net/sim.h>
 
-#include "net/sim/sim_stranger.h"
+#include "net/sim/sim_unauthenticated_peer.h"
 #include "tests/conformance/transport_echo.h"
 
 /// The simulated network's row in the suite.
@@ -33,7 +33,7 @@ class SimulatedStranger final : public Stranger {
 
  private:
   SimExecutor& executor_;
-  SimStranger stranger_;
+  SimUnauthenticatedPeer stranger_;
 };
 
 class SimWorld final : public World {
@@ -48,7 +48,7 @@ class SimWorld final : public World {
   }
   std::string listen_address(const std::string& name) override { return "sim:" + name; }
   std::string deserted_address() override { return "sim:nobody"; }
-  std::unique_ptr<Stranger> make_stranger() override {
+  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
     return std::make_unique<SimulatedStranger>(executor_, network_,
                                                "stranger" + std::to_string(strangers_++));
   }

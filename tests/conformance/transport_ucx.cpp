@@ -29,7 +29,7 @@ class UcxWorld final : public World {
   bool silence_is_death() const override { return true; }
   /// UCX takes its time to end the endpoints of a transport that lives in a thread.
   bool dies_at_once() const override { return peers_ == Peers::kProcesses; }
-  std::unique_ptr<Stranger> make_stranger() override {
+  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
     return std::make_unique<SocketStranger>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text, "ucx")); });
   }

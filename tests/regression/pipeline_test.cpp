@@ -55,22 +55,22 @@ void on_unsteady_network(int workers, std::uint64_t seed, const std::function<vo
   world.run(body);
 }
 
-/// Trains a model of re-used layers, a letter a use, a stage a number of `balance`, and compares with one
+/// Trains a model of re-used layers, an event a use, a stage a number of `balance`, and compares with one
 /// process.
-void expect_like_one_process(const std::string& letters, std::vector<int> balance,
+void expect_like_one_process(const std::string& events, std::vector<int> balance,
                              PipelineOptions options = {}) {
   on_workers(static_cast<int>(balance.size()), 1, [&](Worker& worker) {
     Layers layers;
     std::map<char, Use<DenseImpl>> uses;
     std::map<char, Dense> twins;
     const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
-    for (const char letter : letters) {
-      const auto seed = static_cast<std::uint64_t>(letter - 'A');
-      if (uses.contains(letter)) {
-        layers.again(uses.at(letter));
+    for (const char event : events) {
+      const auto seed = static_cast<std::uint64_t>(event - 'A');
+      if (uses.contains(event)) {
+        layers.reuse(uses.at(event));
       } else {
-        uses.emplace(letter, layers.add<Dense>(seed));
-        twins.emplace(letter, Dense(seed));
+        uses.emplace(event, layers.add<Dense>(seed));
+        twins.emplace(event, Dense(seed));
       }
     }
     PipelineOptions mine = options;
@@ -79,15 +79,15 @@ void expect_like_one_process(const std::string& letters, std::vector<int> balanc
     Pipeline pipe(worker, layers, mine);
     const double loss = pipe.train_step(x, y, mean_square);
     at::Tensor plain = x;
-    for (const char letter : letters) plain = twins.at(letter)->forward(plain);
+    for (const char event : events) plain = twins.at(event)->forward(plain);
     const at::Tensor expected = mean_square(plain, y);
     expected.backward();
-    EXPECT_NEAR(loss, expected.item<double>(), 1e-12) << letters;
+    EXPECT_NEAR(loss, expected.item<double>(), 1e-12) << events;
     int layer = 0;
-    for (auto& [letter, twin] : twins) {
+    for (auto& [event, twin] : twins) {
       const auto module = pipe.module(layer++);
       if (!module) continue;
-      EXPECT_TRUE(at::allclose(module->parameters()[0].grad(), twin->weight.grad(), 1e-12, 1e-12)) << letter;
+      EXPECT_TRUE(at::allclose(module->parameters()[0].grad(), twin->weight.grad(), 1e-12, 1e-12)) << event;
     }
   });
 }
@@ -145,8 +145,8 @@ TEST(PipelineDefects, ATailWithAReusedLayerLeaksNothing) {
     Layers layers;
     const auto first = layers.add<Dense>(1u);
     const auto tail = layers.add_function("keep", [&](const at::Tensor& x) { return graphs.keep(x); });
-    layers.again(first);
-    layers.again(tail);
+    layers.reuse(first);
+    layers.reuse(tail);
     Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = Checkpoint::kNever});
     for (int step = 0; step < 3; ++step) {
       pipe.train_step(seeded({8, kWidth}, 1), seeded({8, kWidth}, 2), mean_square);
@@ -206,7 +206,7 @@ TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
     layers.add_function("plus", [](const at::Tensor& x) { return x + 1; });
     const auto middle = layers.add_function("times", [](const at::Tensor& x) { return x * 2; });
     layers.add_function("minus", [](const at::Tensor& x) { return x - 3; });
-    layers.again(middle);
+    layers.reuse(middle);
     Pipeline pipe(worker, layers, {.micro_batches = 2});
     const Batch output = pipe.infer(at::ones({4, 1}));
     ASSERT_EQ(output.size(), worker.rank() == 1 ? 1u : 0u);
@@ -218,7 +218,7 @@ TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
 
 // 9. Theirs deadlocked when two ranks sent to each other at once, and its header had room for 1024 bytes.
 TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceGoOn) {
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::kOneFOneB}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(2, 1, [&](Worker& worker) {
       const auto more = [](std::vector<at::Tensor> all) {
         for (at::Tensor& each : all) each = each + 1;
@@ -227,8 +227,8 @@ TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceGoOn) {
       Layers layers;
       const auto a = layers.add_function("a", more), b = layers.add_function("b", more);
       for (int round = 0; round < 5; ++round) {
-        layers.again(a);
-        layers.again(b);
+        layers.reuse(a);
+        layers.reuse(b);
       }
       Pipeline pipe(worker, layers, {.micro_batches = 16, .schedule = schedule});
       std::vector<c10::IValue> many(200, at::zeros({16, 50}));
@@ -248,7 +248,7 @@ TEST(PipelineDefects, StepsOfEvaluationAreNotMixed) {
       Layers layers;
       const auto first = layers.add_function("first", [](const at::Tensor& x) { return x + 1; });
       layers.add_function("second", [](const at::Tensor& x) { return x * 10; });
-      layers.again(first);
+      layers.reuse(first);
       layers.add_function("last", [](const at::Tensor& x) { return x * 1; });
       Pipeline pipe(worker, layers, {.micro_batches = 4, .schedule = Schedule::kArrival});
       for (int step = 0; step < 5; ++step) {
@@ -269,9 +269,9 @@ TEST(PipelineDefects, GradientsDoNotDependOnTheOrderOfArrival) {
       Layers layers;
       const auto first = layers.add<Dense>(1u);
       const auto second = layers.add<Dense>(2u);
-      layers.again(first);
-      layers.again(second);
-      Pipeline pipe(worker, layers, {.micro_batches = 8, .schedule = Schedule::kOneFOneB});
+      layers.reuse(first);
+      layers.reuse(second);
+      Pipeline pipe(worker, layers, {.micro_batches = 8, .schedule = Schedule::k1F1B});
       pipe.train_step(seeded({16, kWidth}, 1), seeded({16, kWidth}, 2), mean_square);
       if (worker.rank() == 0) gradients.push_back(pipe.parameters()[0].grad().clone());
     });
@@ -288,10 +288,10 @@ TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
   world.run([&](Worker& worker) {
     Layers layers;
     const auto first = layers.add<Dense>(1u), tail = layers.add<Dense>(2u);
-    layers.again(first);
-    layers.again(tail);
+    layers.reuse(first);
+    layers.reuse(tail);
     PipelineOptions options;
-    options.micro_batches = options.most_in_flight = 16;
+    options.micro_batches = options.max_in_flight = 16;
     options.schedule = Schedule::kArrival;
     options.checkpoint = Checkpoint::kNever;
     Pipeline pipe(worker, layers, options);

@@ -15,7 +15,7 @@ namespace torchspan::testing {
 struct WorkerPlan {
   FunctionTable functions;
   rpc::ServiceOptions service;
-  rendezvous::JoinOptions join;
+  rendezvous::MembershipOptions join;
 };
 
 struct ClusterOptions {
@@ -27,11 +27,11 @@ struct ClusterOptions {
   std::size_t threads = 4;
   net::SimNetwork::Options network = {};
   std::uint64_t max_unsent = net::TransportOptions().max_unsent;
-  rpc::ServiceOptions service = {};   ///< limits; name, rank, threads and timeout are set from what is here
-  bool open = false;                  ///< the world is open: workers may start() later
-  rendezvous::JoinOptions join = {};  ///< heartbeats; name, rank, size and addresses are set
-  bool graceful = true;               ///< whether run() ends every worker by shutdown()
-  Duration shutdown_limit = std::chrono::minutes(10);           ///< of that shutdown
+  rpc::ServiceOptions service = {};  ///< limits; name, rank, threads and timeout are set from what is here
+  bool open = false;                 ///< the world is open: workers may start() later
+  rendezvous::MembershipOptions join = {};             ///< heartbeats; name, rank, size and addresses are set
+  bool graceful = true;                                ///< whether run() ends every worker by shutdown()
+  Duration shutdown_limit = std::chrono::minutes(10);  ///< of that shutdown
   std::function<void(int rank, WorkerPlan& plan)> adjust = {};  ///< changes a worker's plan before it is made
   Duration spin{};  ///< how long threads that wait poll before they sleep: callers then drive the transport
   /// Puts a transport of the test's around a worker's.
@@ -108,7 +108,8 @@ class SimCluster {
     plan.join.rank = rank;
     plan.join.world_size = options_.open ? rendezvous::kOpenWorld : options_.workers;
     plan.join.store_address = "sim:store";
-    plan.join.epoch = static_cast<std::uint64_t>(rank) + 1 + 1000 * static_cast<std::uint64_t>(incarnation);
+    plan.join.instance =
+        static_cast<std::uint64_t>(rank) + 1 + 1000 * static_cast<std::uint64_t>(incarnation);
     if (options_.adjust) options_.adjust(rank, plan);
     return plan;
   }

@@ -189,7 +189,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::exception_ptr broken_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-inline at::Tensor reduced(const Arrivals& all, collective::Reduction reduction) {
+inline at::Tensor reduced(const Arrivals& all, collective::ReduceOp reduction) {
   const at::ScalarType dtype = all[0]->tensors[0].scalar_type();
   const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
   const auto wide = [&](const at::Tensor& tensor) { return narrow ? tensor.to(at::kFloat) : tensor; };
@@ -198,13 +198,13 @@ inline at::Tensor reduced(const Arrivals& all, collective::Reduction reduction) 
     const at::Tensor next = wide(all[rank]->tensors[0]);
     switch (reduction) {
       case collective::kSum:
-      case collective::kAverage:
+      case collective::kAvg:
         result = result + next;
         break;
-      case collective::kMinimum:
+      case collective::kMin:
         result = at::minimum(result, next);
         break;
-      case collective::kMaximum:
+      case collective::kMax:
         result = at::maximum(result, next);
         break;
       case collective::kProduct:
@@ -212,14 +212,14 @@ inline at::Tensor reduced(const Arrivals& all, collective::Reduction reduction) 
         break;
     }
   }
-  if (reduction == collective::kAverage) result = at::div(result, static_cast<double>(all.size()));
+  if (reduction == collective::kAvg) result = at::div(result, static_cast<double>(all.size()));
   if (narrow) result = result.to(dtype);
   return result.is_sparse() ? result.coalesce() : result;
 }
 
-class BackEnd final : public collective::BackEnd {
+class Backend final : public collective::Backend {
  public:
-  BackEnd(std::shared_ptr<Exchange> exchange, int rank,
+  Backend(std::shared_ptr<Exchange> exchange, int rank,
           std::function<void(const std::shared_ptr<Exchange>&)> made)
       : exchange_(std::move(exchange)), rank_(rank), made_(std::move(made)) {}
 
@@ -227,7 +227,7 @@ class BackEnd final : public collective::BackEnd {
   int rank() const override { return rank_; }
   const std::vector<int>& ranks() const override { return exchange_->ranks(); }
 
-  std::shared_ptr<collective::BackEnd> split(int color, int key) override {
+  std::shared_ptr<collective::Backend> split(int color, int key) override {
     const auto arrival = std::make_shared<Arrival>();
     ByteWriter place;
     place.put(color);
@@ -235,11 +235,11 @@ class BackEnd final : public collective::BackEnd {
     arrival->bytes = place.take();
     auto future = submit(arrival, "split", [this](Arrivals& all) { split_all(all); });
     future.wait();
-    auto made = std::static_pointer_cast<BackEnd>(arrival->extra);
+    auto made = std::static_pointer_cast<Backend>(arrival->extra);
     made_(made->exchange_);
     return made;
   }
-  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::Reduction reduction) override {
+  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::ReduceOp reduction) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = {tensor};
     if (tensor.is_sparse() && tensor._nnz() > 0) arrival->sparse_dim = tensor.sparse_dim();
@@ -252,7 +252,7 @@ class BackEnd final : public collective::BackEnd {
                    }
                  }));
   }
-  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::Reduction reduction) override {
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::ReduceOp reduction) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->tensors = {tensor};
     return first(arrival,
@@ -295,7 +295,7 @@ class BackEnd final : public collective::BackEnd {
       }
     });
   }
-  std::vector<Bytes> exchange(BytesView mine, Deadline deadline) override {
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->bytes.assign(mine.begin(), mine.end());
     submit(arrival, "exchange", [](Arrivals& all) {
@@ -349,7 +349,7 @@ class BackEnd final : public collective::BackEnd {
       for (const auto& [key, rank] : members) ranks.push_back(exchange_->ranks()[rank]);
       const auto made = std::make_shared<Exchange>(exchange_->pool(), ranks, exchange_->options());
       for (std::size_t i = 0; i < members.size(); ++i) {
-        all[members[i].second]->extra = std::make_shared<BackEnd>(made, static_cast<int>(i), made_);
+        all[members[i].second]->extra = std::make_shared<Backend>(made, static_cast<int>(i), made_);
       }
     }
   }
@@ -387,7 +387,7 @@ class InProcessWorld {
   int size() const { return first()->size(); }
   Executor& executor() const { return executor_; }
   collective::Group group(int rank) {
-    return collective::Group(std::make_shared<in_process::BackEnd>(
+    return collective::Group(std::make_shared<in_process::Backend>(
         first(), rank, [this](const std::shared_ptr<in_process::Exchange>& made) { note(made); }));
   }
   /// Rank `rank` died: all groups that it is in fail.

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/pipeline/extension.h>
 #include <torchspan/pipeline/pipeline.h>
-#include <torchspan/pipeline/pipelines.h>
 
 #include "tests/support/cluster.h"
 
@@ -19,7 +19,7 @@ inline ClusterOptions pipeline_cluster(int workers, std::uint64_t seed = 1) {
   options.seed = seed;
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<pipeline::Pipelines>());
+    extensions.push_back(std::make_unique<pipeline::PipelineExtension>());
     return extensions;
   };
   return options;

@@ -34,7 +34,7 @@ inline bool over_shared_memory() {
 inline void on_shared_memory_ranks(int size, const RankBody& body) {
   CollectiveWorld world(size);
   collective::GroupOptions options;
-  options.back_end = collective::BackEndKind::kSharedMemory;
+  options.backend = collective::BackendKind::kSharedMemory;
   options.timeout = std::chrono::seconds(60);
   options.shared_bytes = std::uint64_t{64} << 20;
   const auto live = [&](const CollectiveWorld::Rank& self) {

@@ -84,13 +84,14 @@ class ContextView {
   /// pass that failed is run again, since it leaves what had accumulated. Graphs stay as they are. Throws
   /// Error: kInvalid, naming the worker, while a pass runs; kTimedOut. Either way it may be called again.
   void clear_gradients(Duration timeout = std::chrono::seconds(30)) const;
-  /// Passes that begin in this context from now on offer their gradients on this worker to `taker`, before
-  /// they are kept; with several takers the first that takes one has it. What a taker throws fails the pass.
+  /// Passes that begin in this context from now on offer their gradients on this worker to
+  /// `taker`, before they are kept; with several takers the first that takes one has it. What a taker throws
+  /// fails the pass.
   void offer_gradients(GradientTaker taker) const;
   /// Whether a pass has begun in this context, as far as this worker took part in it.
   bool saw_backward() const;
   /// Counts a worker among those of this context, which hear of its end: before a message that it serves with
-  /// Passes::join(). Throws Error{kInvalid} when the context has ended.
+  /// AutogradExtension::join(). Throws Error{kInvalid} when the context has ended.
   void add_worker(std::uint32_t rank) const;
   /// How tensors travelled in this context, asked of all workers that took part; with the graphs of `roots`,
   /// losses of this worker. For reading: a forward pass may go on meanwhile.

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/collective/back_end.h>
+#include <torchspan/collective/backend.h>
 
 namespace torchspan {
 struct Runtime;
@@ -17,7 +17,7 @@ namespace torchspan::collective {
 
 /// Which back end a group gets. kAutomatic: shared memory where all ranks are proven to share a host, else
 /// hierarchical.
-enum class BackEndKind : std::uint8_t {
+enum class BackendKind : std::uint8_t {
   kAutomatic,
   kSharedMemory,  ///< ours, one host
   kC10d,          ///< LibTorch's Gloo; for another process group see c10d.h
@@ -29,7 +29,7 @@ enum class BackEndKind : std::uint8_t {
 enum class Network : std::uint8_t { kThisHostOnly, kIsolated };
 
 struct GroupOptions {
-  BackEndKind back_end = BackEndKind::kAutomatic;
+  BackendKind backend = BackendKind::kAutomatic;
   Network network = Network::kThisHostOnly;
   std::vector<int> ranks = {};  ///< ranks of the world by rank of the group; empty: the whole world
   /// How long the group waits for a late rank before its operation fails; also for the making of the group.
@@ -62,7 +62,7 @@ class Group {
   /// The same for a runtime that outlives the group, what is split from it and what uses them.
   static Group make(Runtime& runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over a back end that exists already; not null.
-  explicit Group(std::shared_ptr<BackEnd> back_end);
+  explicit Group(std::shared_ptr<Backend> backend);
 
   int rank() const;
   int size() const;
@@ -75,12 +75,12 @@ class Group {
 
   /// Reduces in place; `tensor` has one shape and dtype on all ranks and any strides. Sparse COO tensors may
   /// hold different numbers of elements; their sum is returned, coalesced, and `tensor` is left alone
-  /// (kSum and kAverage only). Ranks that hold any must agree on the number of sparse dimensions. Half and
-  /// bfloat16 are added in float and rounded once. kAverage needs a floating or complex dtype, kMinimum and
-  /// kMaximum an ordered one.
-  Future<at::Tensor> all_reduce(at::Tensor tensor, Reduction reduction = kSum) const;
+  /// (kSum and kAvg only). Ranks that hold any must agree on the number of sparse dimensions. Half and
+  /// bfloat16 are added in float and rounded once. kAvg needs a floating or complex dtype, kMin and
+  /// kMax an ordered one.
+  Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction = kSum) const;
   /// The rank's equal part of the reduced tensor, cut along its first dimension, which size() divides.
-  Future<at::Tensor> reduce_scatter(at::Tensor tensor, Reduction reduction = kSum) const;
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction = kSum) const;
   /// Everybody's tensor, by rank; first dimensions may differ.
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) const;
   /// Overwrites `tensor` with that of `root`, a rank of this group.
@@ -88,7 +88,7 @@ class Group {
   /// Sends parts[r] to rank r; returns what each rank sent here. One dtype, any shapes.
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) const;
   /// Everybody's bytes, by rank: for handshakes. Blocks.
-  std::vector<Bytes> exchange(BytesView mine, Deadline deadline = Deadline::never()) const;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline = Deadline::never()) const;
   /// Waits until every rank called it.
   void barrier(Deadline deadline = Deadline::never()) const;
 
@@ -101,10 +101,10 @@ class Group {
   /// can tell them.
   void abort(const Error& cause) const;
 
-  const std::shared_ptr<BackEnd>& back_end() const { return back_end_; }
+  const std::shared_ptr<Backend>& backend() const { return backend_; }
 
  private:
-  std::shared_ptr<BackEnd> back_end_;
+  std::shared_ptr<Backend> backend_;
 };
 
 }  // namespace torchspan::collective

@@ -14,7 +14,7 @@ namespace torchspan {
 
 /// Things that must not be destroyed by the thread that gives them up, such as a pool by a thread of its own:
 /// kept until this object ends. Thread-safe.
-class Remains {
+class DeferredDestroy {
  public:
   void keep(std::shared_ptr<void> thing) {
     MutexLock lock(mutex_);
@@ -35,7 +35,7 @@ struct Runtime {
   Log log;
   Metrics metrics;
   SpanRing spans;
-  Remains remains;  ///< ends first
+  DeferredDestroy remains;  ///< ends first
 };
 
 }  // namespace torchspan

@@ -6,6 +6,8 @@ namespace torchspan {
 
 using Duration = std::chrono::nanoseconds;
 
+constexpr double to_seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
 /// The clock of an Executor: monotonic, real or simulated. Only Executor::now() reads it.
 struct ExecutorClock {
   using duration = Duration;

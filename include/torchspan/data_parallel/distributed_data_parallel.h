@@ -79,8 +79,8 @@ class DistributedDataParallel {
 
   /// Collective, before the first backward: buckets go through `hook` (data_parallel/hooks.h) instead of an
   /// average. `name` must be the same on all ranks.
-  void set_hook(data_parallel::CommHook hook, std::string name) {
-    wrapped_->set_hook(std::move(hook), std::move(name));
+  void register_comm_hook(data_parallel::CommHook hook, std::string name) {
+    wrapped_->register_comm_hook(std::move(hook), std::move(name));
   }
   /// Collective, once: buffers go through `hook` instead of being taken from rank 0. `name` and `when` must
   /// be the same on all ranks. Not inside join(), and not where broadcast_buffers is false.

@@ -69,7 +69,7 @@ class Reducer {
 
   /// Collective, once, before the first reduction: buckets go through `hook`; `name` must be the same on all
   /// ranks.
-  void set_hook(CommHook hook, std::string name);
+  void register_comm_hook(CommHook hook, std::string name);
 
   /// Takes part in one reduction of the others with nothing of its own; gradients here stay as they are.
   void shadow(ForwardOptions options = {});

@@ -45,7 +45,7 @@ class WrappedModule {
 
   /// What the next forwards are to do; returns what they did before.
   bool set_synchronize(bool synchronize);
-  void set_hook(CommHook hook, std::string name);
+  void register_comm_hook(CommHook hook, std::string name);
   void set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when);
   void join(const std::function<void()>& body, const JoinOptions& options);
   /// Collective: everybody gets the parameters and buffers of `root`.

@@ -18,9 +18,10 @@ struct SimMessage {
 using SimPredicate = std::function<bool(const SimMessage&)>;
 
 /// A network inside the process, on a SimExecutor's clock and seed. Without levers it delivers in order after
-/// `latency`. Levers may be pulled at any time by simulated threads; faults drawn by chance come from the
-/// seed. Drops, reordering and duplication break the Channel's promise on purpose: only protocols that expect
-/// them use them. Handshakes and goodbyes are subject to latency, cut() and kill(), not to the other levers.
+/// `latency`. FaultInjection may be pulled at any time by simulated threads; faults drawn by chance come from
+/// the seed. Drops, reordering and duplication break the Channel's promise on purpose: only protocols that
+/// expect them use them. Handshakes and goodbyes are subject to latency, cut() and kill(), not to the other
+/// levers.
 class SimNetwork {
  public:
   struct Options {

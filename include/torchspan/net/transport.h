@@ -70,7 +70,7 @@ struct TransportOptions {
   std::uint64_t max_unsent = std::uint64_t{8} << 30;   ///< bytes queued per channel
   /// Accepted connections that have not proved the secret. While there are as many and others wait, the one
   /// that came first has only a tenth of a second.
-  std::uint32_t max_strangers = 128;
+  std::uint32_t max_unauthenticated = 128;
   Duration handshake_timeout = std::chrono::seconds(5);
   Duration linger = std::chrono::seconds(5);  ///< how long a closed channel waits for the peer to take note
 };

@@ -13,10 +13,10 @@
 #include <torchspan/optim/adam.h>
 #include <torchspan/optim/adamax.h>
 #include <torchspan/optim/adamw.h>
+#include <torchspan/optim/lr_scheduler.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/rmsprop.h>
 #include <torchspan/optim/rprop.h>
-#include <torchspan/optim/schedule.h>
 #include <torchspan/optim/sgd.h>
 #include <torchspan/optim/sparse_adam.h>
 #include <torchspan/rpc/worker.h>
@@ -54,9 +54,9 @@ class Target {
 /// Targets that are trained with the same options. `hogwild` is for trainers that step the same parameters in
 /// their own time: a pass whose forward saw older values than its backward goes on with the newer ones, where
 /// otherwise it fails (Niu and others, Hogwild!, NIPS 2011). Every trainer must say it.
-struct TargetGroup {
+struct DistributedParamGroup {
   std::vector<Target> targets;
-  Recipe recipe;
+  OptimizerSpec spec;
   bool hogwild = false;
 };
 
@@ -72,26 +72,26 @@ struct ClipOptions {
   Duration timeout = std::chrono::minutes(5);  ///< how long a replica waits for the others
 };
 
-/// Steps parameters where they live, with the gradients of a distributed autograd context: one optimizer on
-/// every owner, made from the same recipes. One thread at a time; several of them, on any workers, may share
-/// parameters (see Steps). In the state, parameters are called by their target's index in its group, and by
-/// their name in its module: "group.0.parameter.2.layer.weight.exp_avg". So a state can be loaded where the
-/// targets are the same, wherever they live now.
-class DistributedOptimizer : public RateHolder {
+/// Steps parameters where they live, with the gradients of a distributed autograd context: one
+/// optimizer on every owner, made from the same specs. One thread at a time; several of them, on any workers,
+/// may share parameters (see OptimExtension). In the state, parameters are called by their target's index in
+/// its group, and by their name in its module: "group.0.parameter.2.layer.weight.exp_avg". So a state can be
+/// loaded where the targets are the same, wherever they live now.
+class DistributedOptimizer : public LRTarget {
  public:
   /// Makes the optimizers on all owners. Throws one Error that lists every owner's failure: an option that is
   /// wrong, a target without parameters, a parameter that is no leaf or is named twice.
-  DistributedOptimizer(const Worker& worker, Recipe recipe, std::vector<Target> targets)
-      : DistributedOptimizer(worker, {TargetGroup{std::move(targets), std::move(recipe)}}) {}
-  DistributedOptimizer(const Worker& worker, const std::vector<TargetGroup>& groups);
+  DistributedOptimizer(const Worker& worker, OptimizerSpec spec, std::vector<Target> targets)
+      : DistributedOptimizer(worker, {DistributedParamGroup{std::move(targets), std::move(spec)}}) {}
+  DistributedOptimizer(const Worker& worker, const std::vector<DistributedParamGroup>& groups);
   /// From whatever has a worker(): a Session.
   template <class S>
   requires requires(S& session) { session.worker(); }
-  DistributedOptimizer(S& session, Recipe recipe, std::vector<Target> targets)
-      : DistributedOptimizer(session.worker(), std::move(recipe), std::move(targets)) {}
+  DistributedOptimizer(S& session, OptimizerSpec spec, std::vector<Target> targets)
+      : DistributedOptimizer(session.worker(), std::move(spec), std::move(targets)) {}
   template <class S>
   requires requires(S& session) { session.worker(); }
-  DistributedOptimizer(S& session, const std::vector<TargetGroup>& groups)
+  DistributedOptimizer(S& session, const std::vector<DistributedParamGroup>& groups)
       : DistributedOptimizer(session.worker(), groups) {}
   /// The optimizers on the owners end too; those of a worker that died or left end by themselves.
   ~DistributedOptimizer() override;

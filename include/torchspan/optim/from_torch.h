@@ -9,7 +9,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/optimizer_spec.h>
 
 namespace torch::optim {
 class Optimizer;
@@ -49,7 +49,7 @@ std::string to_bytes(const torch::optim::OptimizerOptions& options);
 void from_bytes(const std::string& bytes, torch::optim::OptimizerOptions& options);
 }  // namespace detail
 
-/// A class of torch::optim, or of a program, as a kind of optimizer, for OptimizerTable::add and for recipes:
+/// A class of torch::optim, or of a program, as a kind of optimizer, for OptimizerTable::add and for specs:
 ///   using TorchAdam = FromTorch<torch::optim::Adam, torch::optim::AdamOptions, "torch.Adam">;
 /// `T` is made from parameters and `O`; `O` writes and reads itself (OptimizerOptions::serialize) and is made
 /// from nothing or from a rate.

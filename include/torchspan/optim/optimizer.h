@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/optim/state_dict.h>
 
 namespace torch::nn {
@@ -16,11 +16,11 @@ class Module;
 
 namespace torchspan::optim {
 
-/// What has learning rates, one a group: what an LrSchedule drives. Not a number stands for an optimizer
+/// What has learning rates, one a group: what an LRScheduler drives. Not a number stands for an optimizer
 /// without a rate.
-class RateHolder {
+class LRTarget {
  public:
-  virtual ~RateHolder() = default;
+  virtual ~LRTarget() = default;
   virtual std::vector<double> lrs() const = 0;
   /// One rate for each group; one that is not a number leaves its group's as it is.
   virtual void set_lrs(const std::vector<double>& rates) = 0;
@@ -28,16 +28,16 @@ class RateHolder {
 
 /// Parameters that are trained with the same options. Names stand in errors and in the state; without them
 /// the parameters are called by their index.
-struct Group {
-  Group(std::vector<at::Tensor> parameters, Recipe recipe, std::vector<std::string> names = {});
+struct ParamGroup {
+  ParamGroup(std::vector<at::Tensor> parameters, OptimizerSpec spec, std::vector<std::string> names = {});
   /// All parameters of a module, each once, by the module's names.
-  Group(const torch::nn::Module& module, Recipe recipe);
+  ParamGroup(const torch::nn::Module& module, OptimizerSpec spec);
 
   std::vector<at::Tensor> parameters;
-  Recipe recipe;
+  OptimizerSpec spec;
   std::vector<std::string> names;
   std::string label;     ///< the group's name in the state; its index if empty
-  bool hogwild = false;  ///< see TargetGroup
+  bool hogwild = false;  ///< see DistributedParamGroup
 };
 
 class Optimizer;
@@ -57,15 +57,15 @@ class [[nodiscard]] BackwardSteps {
 
 /// Trains parameters of this process by their `.grad`, in groups with options of their own. One thread at a
 /// time.
-class Optimizer : public RateHolder {
+class Optimizer : public LRTarget {
  public:
   using GradientOf = std::function<at::Tensor(const at::Tensor& parameter)>;
 
-  Optimizer(std::vector<at::Tensor> parameters, Recipe recipe);
-  Optimizer(const torch::nn::Module& module, Recipe recipe);
+  Optimizer(std::vector<at::Tensor> parameters, OptimizerSpec spec);
+  Optimizer(const torch::nn::Module& module, OptimizerSpec spec);
   /// Recipes are built by `table` if there is one. Throws Error{kInvalid} for no groups, for a parameter that
-  /// is in two groups, for names that are not one each, and what the recipes' optimizers throw.
-  explicit Optimizer(std::vector<Group> groups, const OptimizerTable* table = nullptr);
+  /// is in two groups, for names that are not one each, and what the specs' optimizers throw.
+  explicit Optimizer(std::vector<ParamGroup> groups, const OptimizerTable* table = nullptr);
 
   /// Updates every parameter that has a gradient. All gradients of all groups are checked before anything
   /// changes; then throws what FunctionalOptimizer::step does.
@@ -109,7 +109,7 @@ class Optimizer : public RateHolder {
     std::string label;
     std::vector<std::string> names;
   };
-  void add(Group group, const OptimizerTable* table);
+  void add(ParamGroup group, const OptimizerTable* table);
 
   std::vector<Part> groups_;
   std::unordered_map<const c10::TensorImpl*, std::pair<std::size_t, std::size_t>> places_;  ///< group, index

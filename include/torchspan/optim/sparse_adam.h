@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <torchspan/optim/functional.h>
-#include <torchspan/optim/recipe.h>
+#include <torchspan/optim/optimizer_spec.h>
 
 namespace torchspan::optim {
 

@@ -158,7 +158,7 @@ LayerCall forward_call() {
 
 class Layers;
 
-/// A layer's place in the model, as Layers::add and Layers::again return it; goes on describing that use. To
+/// A layer's place in the model, as Layers::add and Layers::reuse return it; goes on describing that use. To
 /// be used while its Layers is there and nothing else was added.
 template <class Object>
 class Use {
@@ -233,7 +233,7 @@ class Layers {
   }
   /// The layer of an earlier use, once more, through its forward.
   template <class Object>
-  Use<Object> again(const Use<Object>& earlier) {
+  Use<Object> reuse(const Use<Object>& earlier) {
     LayerUse use = uses_[first_use(earlier.layer())];
     use.stashes.clear();
     use.pops.clear();
@@ -243,7 +243,7 @@ class Layers {
   }
   /// The same through another method, called `method_name` in errors.
   template <class Object, class Method>
-  Use<Object> again(const Use<Object>& earlier, std::string method_name, Method method) {
+  Use<Object> reuse(const Use<Object>& earlier, std::string method_name, Method method) {
     uses_.push_back(
         {earlier.layer(), std::move(method_name), layers_detail::method_call<Object>(method), {}, {}, ""});
     return Use<Object>(*this, earlier.layer(), uses_.size() - 1);

@@ -13,7 +13,7 @@ namespace torchspan::pipeline {
 enum class Schedule : std::uint8_t {
   kArrival,      ///< the order of arrival: work is done as it comes
   kGPipe,        ///< all forwards, then all backwards
-  kOneFOneB,     ///< a backward as soon as one is ready; bounded memory
+  k1F1B,         ///< a backward as soon as one is ready; bounded memory
   kInterleaved,  ///< several stages a worker; a smaller bubble
 };
 
@@ -25,11 +25,11 @@ struct PipelineOptions {
   /// The owner of each stage; empty: stage s on rank s modulo the world's size.
   std::vector<std::string> workers = {};
   int micro_batches = 1;  ///< a batch with fewer rows is split into fewer
-  Schedule schedule = Schedule::kOneFOneB;
+  Schedule schedule = Schedule::k1F1B;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   /// The most micro-batches between their first forward and their last backward; 0: what the schedule needs
   /// (kArrival: twice the number of workers). Bounds memory; kGPipe takes no notice of it.
-  int most_in_flight = 0;
+  int max_in_flight = 0;
   /// Seeds the initial weights of every layer by (seed, layer), and the random numbers of every use and of
   /// the loss by (seed, step, order, micro-batch): neither depends on how the model is split, nor dropout on
   /// the schedule. Unset: weights follow from a number that the first worker's generator draws when the

@@ -24,7 +24,7 @@ struct Invocation {
 };
 
 /// Consecutive invocations on one stage: what runs as one task of a schedule, in which it is a stage.
-struct Segment {
+struct LayerRange {
   int stage = 0;
   int worker = 0;  ///< index into Plan::workers
   int first = 0;   ///< orders, both inclusive
@@ -70,7 +70,7 @@ struct Plan {
   std::vector<std::string> workers;  ///< distinct ones, in the order of their first stage
   std::vector<int> worker_of_stage;  ///< index into workers
   std::vector<Invocation> invocations;
-  std::vector<Segment> segments;
+  std::vector<LayerRange> segments;
   std::vector<Link> links;  ///< first the outputs: link s leads from segment s to s + 1
   std::vector<LocalSkip> local_skips;
 

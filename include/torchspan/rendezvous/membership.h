@@ -15,10 +15,10 @@ namespace torchspan::rendezvous {
 struct Member {
   std::string name;
   int rank = 0;
-  std::string address;      ///< where its own transport listens: what peers dial
-  std::uint64_t epoch = 0;  ///< random per start of the process: a restarted worker is another one
-  std::string host;         ///< host name, for people
-  std::string host_id;      ///< equal only on the same boot of the same machine; still no proof of nearness
+  std::string address;         ///< where its own transport listens: what peers dial
+  std::uint64_t instance = 0;  ///< random per start of the process: a restarted worker is another one
+  std::string host;            ///< host name, for people
+  std::string host_id;  ///< equal only on the same boot of the same machine; still no proof of nearness
   std::int64_t pid = 0;
   std::uint64_t start_ticks =
       0;  ///< when the process started, in the kernel's ticks: tells re-used pids apart
@@ -35,9 +35,9 @@ enum class Condition : std::uint8_t {
   kLeft,
 };
 
-/// As JoinOptions::rank in an open world: the store gives the lowest rank that was never used.
+/// As MembershipOptions::rank in an open world: the store gives the lowest rank that was never used.
 inline constexpr int kAnyRank = -1;
-/// As JoinOptions::world_size: workers come and go while the world lives.
+/// As MembershipOptions::world_size: workers come and go while the world lives.
 inline constexpr int kOpenWorld = 0;
 
 /// "worker1 (rank 1, pid 4711 on node3)": how messages name a worker.
@@ -52,16 +52,16 @@ TransportFactory stream_transports(Executor& executor, net::Secret secret);
 /// The same between hosts, over TLS.
 TransportFactory tls_transports(Executor& executor, net::Secret secret, net::TlsOptions tls = {});
 
-struct JoinOptions {
+struct MembershipOptions {
   std::string name;    ///< 1 to 127 of A-Z a-z 0-9 _ . : -
   int rank = 0;        ///< kAnyRank: see there
   int world_size = 1;  ///< kOpenWorld: see there
   /// Where workers find the store: "tcp:127.0.0.1:29500", "tls:node0:29500", "unix:/path", "sim:store".
   std::string store_address;
-  std::string store_listen;  ///< where rank 0 serves it, if that is another address; else empty
-  std::string address;       ///< this worker's own listening address, told to everybody
-  std::string job;           ///< a store of another job refuses us without harm to its own world
-  std::uint64_t epoch = 0;   ///< 0: drawn from the system's random source
+  std::string store_listen;    ///< where rank 0 serves it, if that is another address; else empty
+  std::string address;         ///< this worker's own listening address, told to everybody
+  std::string job;             ///< a store of another job refuses us without harm to its own world
+  std::uint64_t instance = 0;  ///< 0: drawn from the system's random source
   std::uint64_t functions_digest = 0;
   std::vector<std::string> functions;  ///< "name(signature)" behind the digest, so that a difference is named
   bool require_same_functions = true;
@@ -108,7 +108,8 @@ class Membership {
   /// `timeout` (kTimedOut). A name or rank that a present member holds is refused (kInvalid, naming it). The
   /// name of a member that died or left brings its rank; its rank may also be taken under a new name.
   /// Whoever is refused by a world that runs, or by one of the other sort, does it no harm.
-  static std::unique_ptr<Membership> join(Runtime& runtime, TransportFactory transports, JoinOptions options);
+  static std::unique_ptr<Membership> join(Runtime& runtime, TransportFactory transports,
+                                          MembershipOptions options);
 
   /// Without leave() the others hear of our death. Ends the threads within a second.
   ~Membership();
@@ -154,9 +155,10 @@ class Membership {
   /// was taken meanwhile (then call again). The first deadline to end decides for all.
   void barrier(const std::string& tag, std::vector<int> ranks, Deadline deadline);
   /// As barrier(), and returns everybody's bytes (64 KiB each at most), in the order of ascending rank.
-  std::vector<Bytes> all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                Deadline deadline);
-  std::vector<Bytes> all_gather(const std::string& tag, BytesView mine, std::vector<int> ranks, Wait wait);
+  std::vector<Bytes> all_gather_bytes(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                      Deadline deadline);
+  std::vector<Bytes> all_gather_bytes(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                      Wait wait);
 
   /// Says good-bye, so that the others hear a departure and not a death. Rank 0 goes on serving the others
   /// until they left or the deadline ends. Idempotent; afterwards barriers throw kCancelled.

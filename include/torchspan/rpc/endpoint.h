@@ -76,9 +76,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// Starts the creation of a value on `to`: the request's payload begins after the ids that this adds.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
   /// Everybody's bytes by worker name; see Worker::all_gather.
-  virtual std::map<std::string, Bytes> all_gather(const std::string& tag, const Bytes& mine,
-                                                  const std::vector<std::string>& participants,
-                                                  Deadline deadline) = 0;
+  virtual std::map<std::string, Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                                        const std::vector<std::string>& participants,
+                                                        Deadline deadline) = 0;
   /// An id that no other object of this world has.
   virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;

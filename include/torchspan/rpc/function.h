@@ -140,7 +140,7 @@ inline constexpr bool kIsMember = !std::is_void_v<typename SignatureOf<kFunction
 using ValuePtr = std::shared_ptr<Value>;
 
 /// One execution on the callee. `arguments` is read by the function's own decoder.
-struct Invocation {
+struct Execution {
   Worker& worker;
   wire::Decoder& arguments;
   std::weak_ptr<FutureHost> host;
@@ -158,7 +158,7 @@ struct FunctionEntry {
   std::string name;
   std::string signature;  ///< "(int64, Tensor) -> Tensor", part of the identity
   std::uint64_t id = 0;   ///< digest of name and signature; what travels
-  std::function<Outcome(Invocation&)> run;
+  std::function<Outcome(Execution&)> run;
   Serve serve = Serve::kOnPool;
   std::string (*describe)() = nullptr;  ///< wrote the signature
 };
@@ -175,7 +175,7 @@ std::uint64_t function_id(std::string_view name, std::string_view signature);
 /// The object a member is called on; throws Error{kInvalid} naming both types when they do not fit.
 [[noreturn]] void throw_wrong_object(const Value& value, const std::type_info& wanted);
 /// The value behind the reference that comes next in the arguments; it must be owned here and ready.
-ValuePtr decode_object(Invocation& invocation);
+ValuePtr decode_object(Execution& invocation);
 
 template <class... Args>
 std::string signature_text(std::tuple<Args...>*, const std::string& result, const std::string& object) {
@@ -256,7 +256,7 @@ std::tuple<Args...> decode_arguments(wire::Decoder& decoder, std::tuple<Args...>
 }
 
 template <auto kFunction>
-Outcome run_function(Invocation& invocation) {
+Outcome run_function(Execution& invocation) {
   using S = SignatureOf<kFunction>;
   using Returned = typename S::Returned;
   using R = ResultOf<kFunction>;
@@ -278,7 +278,7 @@ Outcome run_function(Invocation& invocation) {
 }
 
 template <class T, class... Args>
-Outcome run_constructor(Invocation& invocation) {
+Outcome run_constructor(Execution& invocation) {
   auto arguments =
       decode_arguments(invocation.arguments, static_cast<std::tuple<std::remove_cvref_t<Args>...>*>(nullptr));
   return {std::apply([](auto&... args) { return make_value<T>(std::move(args)...); }, arguments), {}};

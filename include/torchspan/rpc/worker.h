@@ -258,8 +258,8 @@ class Worker : public Caller {
 
   /// Everybody's bytes by name, once every worker of `participants` (names; empty: all) has called it the
   /// same number of times. Late or dead participants are named in the error.
-  std::map<std::string, Bytes> all_gather(const Bytes& mine, std::vector<std::string> participants = {},
-                                          Deadline deadline = Deadline::never()) const;
+  std::map<std::string, Bytes> all_gather_bytes(const Bytes& mine, std::vector<std::string> participants = {},
+                                                Deadline deadline = Deadline::never()) const;
   /// Returns once every participant has called it.
   void barrier(std::vector<std::string> participants = {}, Deadline deadline = Deadline::never()) const;
 };

@@ -12,18 +12,18 @@ namespace torchspan::schedule {
 
 /// What a stage does with one micro-batch. kBackward is kInputGradient and kWeightGradient in one; schedules
 /// that fill the bubble split the two.
-enum class TaskKind : std::uint8_t { kForward, kBackward, kInputGradient, kWeightGradient };
+enum class ActionKind : std::uint8_t { kForward, kBackward, kInputGradient, kWeightGradient };
 
 /// One cell of a schedule. Stages and micro-batches count from 0.
-struct Task {
-  TaskKind kind = TaskKind::kForward;
+struct Action {
+  ActionKind kind = ActionKind::kForward;
   int stage = 0;
   int micro_batch = 0;
-  friend auto operator<=>(const Task&, const Task&) = default;
+  friend auto operator<=>(const Action&, const Action&) = default;
 };
 
 /// Stage, letter (F, B, I, W) and micro-batch: "2F5".
-std::string to_string(const Task& task);
+std::string to_string(const Action& task);
 
 /// How large a pipeline is; stage s lives on rank s modulo `ranks`.
 struct Shape {
@@ -47,7 +47,7 @@ struct Table {
   std::string name;
   std::vector<int> rank_of_stage;
   int micro_batches = 1;
-  std::vector<std::vector<Task>> tasks;  ///< by rank
+  std::vector<std::vector<Action>> tasks;  ///< by rank
   int ranks() const { return static_cast<int>(tasks.size()); }
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
@@ -62,11 +62,11 @@ Table gpipe(const Placement& placement);
 /// 2020).
 Table one_forward_one_backward(Shape shape);
 /// The same idea for stages anywhere: a backward that is ready goes before any forward, and at most
-/// `most_in_flight` micro-batches are between their first forward and their last backward (0: as many as
-/// there are ranks). Near the end of the model fewer keep a stage busy: with n = max(most_in_flight, stages),
+/// `max_in_flight` micro-batches are between their first forward and their last backward (0: as many as
+/// there are ranks). Near the end of the model fewer keep a stage busy: with n = max(max_in_flight, stages),
 /// stage s holds at most n − s. What is ready when is taken from unit costs (a forward 1, a backward 2).
 /// Equal to the one above for its shapes.
-Table one_forward_one_backward(const Placement& placement, int most_in_flight = 0);
+Table one_forward_one_backward(const Placement& placement, int max_in_flight = 0);
 /// Several stages a rank; the bubble shrinks by their number (Narayanan et al., Megatron-LM, 2021). Needs
 /// micro_batches to be a multiple of ranks, unless there are fewer than ranks.
 Table interleaved(Shape shape);
@@ -87,8 +87,8 @@ struct Costs {
 };
 
 /// When a task ran, in a simulated or in a measured step, from the step's start.
-struct Span {
-  Task task;
+struct ActionSpan {
+  Action task;
   Duration start{0};
   Duration end{0};
 };
@@ -96,7 +96,7 @@ struct Span {
 /// A simulated or measured step, by rank.
 struct Timeline {
   std::string name;
-  std::vector<std::vector<Span>> spans;
+  std::vector<std::vector<ActionSpan>> spans;
   Duration makespan{0};
   std::vector<Duration> idle;     ///< between 0 and the makespan
   std::vector<double> peak_live;  ///< the most activation held at once

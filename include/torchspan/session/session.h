@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/passes.h>
+#include <torchspan/autograd/extension.h>
 #include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
 #include <torchspan/net/network.h>

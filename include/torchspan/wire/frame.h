@@ -34,7 +34,7 @@ struct FrameHeader {
   MessageType type{};
   std::uint32_t flags = 0;     ///< FrameFlag bits
   std::uint32_t features = 0;  ///< optional encodings this frame uses; the receiver must know them all
-  std::uint64_t epoch = 0;     ///< of the sending worker: differs after a restart
+  std::uint64_t instance = 0;  ///< of the sending worker: differs after a restart
   std::uint64_t sequence = 0;  ///< of the sender's message stream, for duplicates
   std::uint64_t call = 0;      ///< joins a reply to its request
   std::int64_t remaining =

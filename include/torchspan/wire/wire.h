@@ -167,7 +167,7 @@ struct Wire<Unit> {
 /// so two versions of a struct are told apart. The struct must be default-constructible. In any namespace's
 /// file:
 ///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data,
-///   &Batch::epoch> {};
+///   &Batch::instance> {};
 template <class T, FixedString kName, auto... kMembers>
 struct WireStruct {
   template <class... Enclosing>

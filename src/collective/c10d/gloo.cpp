@@ -1,6 +1,6 @@
 #include "collective/c10d/gloo.h"
 
-#include "collective/c10d/c10d_wire.h"
+#include "collective/c10d/c10d_collectives.h"
 #include "collective/c10d/connections.h"
 
 #if defined(TORCHSPAN_GLOO)
@@ -157,7 +157,7 @@ class MeetingStore final : public c10d::Store {
     bool all_ended = true;
     std::size_t place = 0;
     const std::vector<Bytes> parts = world_->ask(
-        [&](Membership& world) { return world.all_gather("torchspan.gloo", mine, sorted, deadline_); });
+        [&](Membership& world) { return world.all_gather_bytes("torchspan.gloo", mine, sorted, deadline_); });
     for (const Bytes& theirs : parts) {
       const Part part = Part::decode(theirs);
       all_ended = all_ended && part.ended();
@@ -273,10 +273,10 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
 
 }  // namespace
 
-std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
-                                   const GlooOptions& options) {
+std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>& world,
+                                                  const std::vector<int>& ranks, const GlooOptions& options) {
   if (ranks.size() == 1) return nullptr;
-  return std::make_unique<C10dWire>(connect(world, ranks, options));
+  return std::make_unique<C10dCollectives>(connect(world, ranks, options));
 }
 
 }  // namespace torchspan::collective
@@ -285,8 +285,8 @@ std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>& world, cons
 
 namespace torchspan::collective {
 
-std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
-                                   const GlooOptions&) {
+std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
+                                                  const GlooOptions&) {
   throw Error(ErrorKind::kUnsupported,
               "this build has no Gloo: install libgloo-dev and configure again, or use another back end");
 }

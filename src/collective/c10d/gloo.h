@@ -2,7 +2,7 @@
 #include <memory>
 #include <vector>
 
-#include "collective/serial/wire.h"
+#include "collective/serial/blocking_collectives.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective {
@@ -15,7 +15,7 @@ struct GlooOptions {
 
 /// Collective over `ranks`: LibTorch's Gloo between them, which finds its peers through the world's
 /// membership. Null for one rank alone. Throws kUnsupported in a build without Gloo's headers.
-std::unique_ptr<Wire> connect_gloo(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
-                                   const GlooOptions& options);
+std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>& world,
+                                                  const std::vector<int>& ranks, const GlooOptions& options);
 
 }  // namespace torchspan::collective

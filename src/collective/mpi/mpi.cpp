@@ -39,11 +39,11 @@ MPI_Datatype mpi_type(at::ScalarType dtype) {
   }
 }
 
-MPI_Op mpi_op(Reduction reduction) {
+MPI_Op mpi_op(ReduceOp reduction) {
   switch (reduction) {
-    case kMinimum:
+    case kMin:
       return MPI_MIN;
-    case kMaximum:
+    case kMax:
       return MPI_MAX;
     case kProduct:
       return MPI_PROD;
@@ -52,24 +52,22 @@ MPI_Op mpi_op(Reduction reduction) {
   }
 }
 
-/// A communicator of one's own, so that nobody else's messages meet ours.
-class MpiWire final : public Wire {
+/// A private communicator: messages of other users of MPI cannot match ours.
+class MpiCollectives final : public BlockingCollectives {
  public:
-  explicit MpiWire(MPI_Comm communicator) : communicator_(communicator) {
+  explicit MpiCollectives(MPI_Comm communicator) : communicator_(communicator) {
     MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
   }
-  ~MpiWire() override {
+  ~MpiCollectives() override {
     int ended = 0;
     MPI_Finalized(&ended);
     if (ended == 0) MPI_Comm_free(&communicator_);
   }
 
   std::string name() const override { return "mpi"; }
-  bool reduces(at::ScalarType dtype, Reduction) const override {
-    return mpi_type(dtype) != MPI_DATATYPE_NULL;
-  }
+  bool reduces(at::ScalarType dtype, ReduceOp) const override { return mpi_type(dtype) != MPI_DATATYPE_NULL; }
 
-  void all_reduce(at::Tensor tensor, Reduction reduction) override {
+  void all_reduce(at::Tensor tensor, ReduceOp reduction) override {
     const at::Tensor flat = tensor.view({-1});
     const std::int64_t step = kMostAtOnce / static_cast<std::int64_t>(tensor.element_size());
     for (std::int64_t at = 0; at < flat.numel(); at += step) {
@@ -112,12 +110,12 @@ class MpiWire final : public Wire {
           "MPI_Alltoallv");
   }
 
-  std::unique_ptr<Wire> split(const std::vector<int>& members) override {
+  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override {
     const int color = *std::min_element(members.begin(), members.end());
     const auto key = std::find(members.begin(), members.end(), rank()) - members.begin();
     MPI_Comm part = MPI_COMM_NULL;
     check(MPI_Comm_split(communicator_, color, static_cast<int>(key), &part), "MPI_Comm_split");
-    return std::make_unique<MpiWire>(part);
+    return std::make_unique<MpiCollectives>(part);
   }
 
  private:
@@ -178,7 +176,8 @@ void check_world(int world_rank, int world_size) {
 
 }  // namespace
 
-std::unique_ptr<Wire> connect_mpi(const std::vector<int>& ranks, int world_rank, int world_size) {
+std::unique_ptr<BlockingCollectives> connect_mpi(const std::vector<int>& ranks, int world_rank,
+                                                 int world_size) {
   check_world(world_rank, world_size);
   MPI_Group everybody = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
   MPI_Comm communicator = MPI_COMM_NULL;
@@ -187,7 +186,7 @@ std::unique_ptr<Wire> connect_mpi(const std::vector<int>& ranks, int world_rank,
   check(MPI_Comm_create_group(MPI_COMM_WORLD, members, 0, &communicator), "MPI_Comm_create_group");
   MPI_Group_free(&members);
   MPI_Group_free(&everybody);
-  return std::make_unique<MpiWire>(communicator);
+  return std::make_unique<MpiCollectives>(communicator);
 }
 
 }  // namespace torchspan::collective
@@ -196,7 +195,7 @@ std::unique_ptr<Wire> connect_mpi(const std::vector<int>& ranks, int world_rank,
 
 namespace torchspan::collective {
 
-std::unique_ptr<Wire> connect_mpi(const std::vector<int>&, int, int) {
+std::unique_ptr<BlockingCollectives> connect_mpi(const std::vector<int>&, int, int) {
   throw Error(
       ErrorKind::kUnsupported,
       "this build has no Open MPI: install libopenmpi-dev and configure again, or use another back end");

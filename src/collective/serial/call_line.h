@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-#include <torchspan/collective/back_end.h>
+#include <torchspan/collective/backend.h>
 
 namespace torchspan::collective {
 

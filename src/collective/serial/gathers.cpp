@@ -21,8 +21,8 @@ at::Tensor empty_bytes(at::IntArrayRef sizes) {
 std::vector<std::vector<std::int64_t>> Gathers::numbers(std::vector<std::int64_t> mine) const {
   const std::size_t bytes = mine.size() * sizeof(std::int64_t);
   std::vector<std::int64_t> all(mine.size() * static_cast<std::size_t>(size_));
-  wire_.all_gather(bytes_of(mine.data(), bytes),
-                   at::from_blob(all.data(), {size_, static_cast<std::int64_t>(bytes)}, at::kByte));
+  collectives_.all_gather(bytes_of(mine.data(), bytes),
+                          at::from_blob(all.data(), {size_, static_cast<std::int64_t>(bytes)}, at::kByte));
   std::vector<std::vector<std::int64_t>> by_rank;
   for (auto at = all.begin(); at != all.end(); at += static_cast<std::ptrdiff_t>(mine.size())) {
     by_rank.emplace_back(at, at + static_cast<std::ptrdiff_t>(mine.size()));
@@ -37,7 +37,7 @@ std::vector<at::Tensor> Gathers::dense(const at::Tensor& tensor,
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
     if (!sizes.empty()) sizes[0] = rows[static_cast<std::size_t>(rank)];
     results.push_back(rank == rank_ ? tensor.clone() : at::empty(sizes, tensor.options()));
-    if (results.back().nbytes() != 0) wire_.broadcast(bytes_of(results.back()), rank);
+    if (results.back().nbytes() != 0) collectives_.broadcast(bytes_of(results.back()), rank);
   }
   return results;
 }

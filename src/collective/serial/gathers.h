@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "collective/serial/wire.h"
+#include "collective/serial/blocking_collectives.h"
 
 namespace torchspan::collective {
 
@@ -11,11 +11,12 @@ at::Tensor bytes_of(const at::Tensor& tensor);
 at::Tensor bytes_of(void* data, std::size_t size);
 at::Tensor empty_bytes(at::IntArrayRef sizes);
 
-/// Gathers what ranks have different amounts of, over a wire that gathers rows of one length.
+/// Gathers what ranks have different amounts of, over a collectives that gathers rows of one length.
 class Gathers {
  public:
-  /// `wire` outlives it.
-  Gathers(Wire& wire, int rank, int size) : wire_(wire), rank_(rank), size_(size) {}
+  /// `collectives` outlives it.
+  Gathers(BlockingCollectives& collectives, int rank, int size)
+      : collectives_(collectives), rank_(rank), size_(size) {}
 
   /// By rank; the same count of numbers on every rank.
   std::vector<std::vector<std::int64_t>> numbers(std::vector<std::int64_t> mine) const;
@@ -26,7 +27,7 @@ class Gathers {
   std::vector<at::Tensor> dense(const at::Tensor& tensor, const std::vector<std::int64_t>& rows) const;
 
  private:
-  Wire& wire_;
+  BlockingCollectives& collectives_;
   const int rank_;
   const int size_;
 };

@@ -32,7 +32,7 @@ struct alignas(kLine) RankCounts {
 };
 
 /// Where a rank sleeps, and what for.
-struct alignas(kLine) Bed {
+struct alignas(kLine) WaitWord {
   std::atomic<std::uint32_t> bell{0};  ///< the futex
   std::atomic<std::uint32_t> asleep{0};
   std::atomic<std::uint64_t> target{0};
@@ -41,7 +41,7 @@ struct alignas(kLine) Bed {
 
 struct RankControl {
   RankCounts counts;
-  Bed bed;
+  WaitWord wait_word;
 };
 
 /// Why the group is broken; written once, by whoever finds out first.
@@ -106,13 +106,14 @@ struct Slot {
 };
 
 /// A rank's own part of the group's memory, in its arena: slots, then staging buffers of chunk_bytes each.
-struct Desk {
-  /// The group's token as long as the rank looks at the others' desks; anything else says that it does not.
+struct StagingArea {
+  /// The group's token as long as the rank looks at the others' staging areas; anything else says that it
+  /// does not.
   alignas(kLine) std::atomic<std::uint64_t> member_of{0};
   std::array<Slot, kSlots> slots;
   std::byte* staging() { return reinterpret_cast<std::byte*>(this + 1); }
   static std::size_t bytes_for(std::uint64_t chunk_bytes) {
-    return sizeof(Desk) + kStagingBuffers * chunk_bytes;
+    return sizeof(StagingArea) + kStagingBuffers * chunk_bytes;
   }
 };
 

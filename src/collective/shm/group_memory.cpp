@@ -6,7 +6,7 @@
 #include <new>
 #include <unistd.h>
 
-#include "collective/shm/passing.h"
+#include "collective/shm/unix_sockets.h"
 
 namespace torchspan::collective::shm {
 namespace {
@@ -35,14 +35,14 @@ std::uint64_t new_token() {
 
 struct GroupMemory::Places {
   std::string trouble = {};
-  std::uint64_t desk = 0;
+  std::uint64_t staging_area = 0;
   std::uint64_t control = 0;
   std::uint64_t token = 0;
 
   Bytes encode() const {
     ByteWriter writer;
     writer.put_string(trouble);
-    writer.put(desk);
+    writer.put(staging_area);
     writer.put(control);
     writer.put(token);
     return writer.take();
@@ -51,7 +51,7 @@ struct GroupMemory::Places {
     ByteReader reader(bytes);
     Places places;
     places.trouble = reader.get_string();
-    places.desk = reader.get<std::uint64_t>();
+    places.staging_area = reader.get<std::uint64_t>();
     places.control = reader.get<std::uint64_t>();
     places.token = reader.get<std::uint64_t>();
     return places;
@@ -59,27 +59,28 @@ struct GroupMemory::Places {
 };
 
 GroupMemory::~GroupMemory() {
-  if (desks_.empty()) return;
-  desk(rank_).member_of.store(0, std::memory_order_release);
-  const auto unseen = [hub = hub_.get(), members = members_, desks = desks_, tokens = tokens_] {
-    for (std::size_t rank = 0; rank < desks.size(); ++rank) {
-      const bool here = desks[rank]->member_of.load(std::memory_order_acquire) == tokens[rank];
-      if (here && !hub->gone(members[rank])) return false;
+  if (staging_areas_.empty()) return;
+  staging_area(rank_).member_of.store(0, std::memory_order_release);
+  const auto unseen = [peer_memory = peer_memory_.get(), members = members_, staging_areas = staging_areas_,
+                       tokens = tokens_] {
+    for (std::size_t rank = 0; rank < staging_areas.size(); ++rank) {
+      const bool here = staging_areas[rank]->member_of.load(std::memory_order_acquire) == tokens[rank];
+      if (here && !peer_memory->gone(members[rank])) return false;
     }
     return true;
   };
-  hub_->retire(*own_desk_, unseen);
-  if (own_control_) hub_->retire(*own_control_, unseen);
+  peer_memory_->retire(*own_staging_area_, unseen);
+  if (own_control_) peer_memory_->retire(*own_control_, unseen);
 }
 
-GroupMemory::Places GroupMemory::reserve(std::size_t desk_bytes, std::size_t control_bytes,
+GroupMemory::Places GroupMemory::reserve(std::size_t staging_area_bytes, std::size_t control_bytes,
                                          bool oversubscribed) {
-  hub_->reclaim();
-  Arena& arena = *hub_->own();
-  own_desk_ = arena.reserve(desk_bytes);
-  Places mine{.desk = own_desk_->offset, .token = new_token()};
-  auto* desk = new (arena.mapping().data() + own_desk_->offset) Desk;
-  desk->member_of.store(mine.token, std::memory_order_release);
+  peer_memory_->reclaim();
+  Arena& arena = *peer_memory_->own();
+  own_staging_area_ = arena.reserve(staging_area_bytes);
+  Places mine{.staging_area = own_staging_area_->offset, .token = new_token()};
+  auto* staging_area = new (arena.mapping().data() + own_staging_area_->offset) StagingArea;
+  staging_area->member_of.store(mine.token, std::memory_order_release);
   if (rank_ != 0) return mine;
   own_control_ = arena.reserve(control_bytes);
   mine.control = own_control_->offset;
@@ -92,20 +93,22 @@ GroupMemory::Places GroupMemory::reserve(std::size_t desk_bytes, std::size_t con
   return mine;
 }
 
-std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<Hub> hub, std::vector<int> members,
-                                               const Gather& gather, const std::vector<int>& answering) {
+std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<PeerMemory> peer_memory,
+                                               std::vector<int> members, const Gather& gather,
+                                               const std::vector<int>& answering) {
   std::unique_ptr<GroupMemory> memory(new GroupMemory);
   const std::size_t size = members.size();
   const bool oversubscribed = static_cast<long>(size) > ::sysconf(_SC_NPROCESSORS_ONLN);
   memory->chunk_bytes_ = oversubscribed ? kOversubscribedChunk : kChunk;
-  memory->rank_ = static_cast<int>(std::find(members.begin(), members.end(), hub->self()) - members.begin());
+  memory->rank_ =
+      static_cast<int>(std::find(members.begin(), members.end(), peer_memory->self()) - members.begin());
   memory->members_ = std::move(members);
-  memory->hub_ = std::move(hub);
-  const std::size_t desk_bytes = Desk::bytes_for(memory->chunk_bytes_),
+  memory->peer_memory_ = std::move(peer_memory);
+  const std::size_t staging_area_bytes = StagingArea::bytes_for(memory->chunk_bytes_),
                     control_bytes = Control::bytes_for(size);
   Places mine;
   try {
-    mine = memory->reserve(desk_bytes, control_bytes, oversubscribed);
+    mine = memory->reserve(staging_area_bytes, control_bytes, oversubscribed);
   } catch (const Error& error) {
     mine.trouble = error.message();
   }
@@ -115,15 +118,16 @@ std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<Hub> hub, std::ve
     places.push_back(Places::decode(answers.at(static_cast<std::size_t>(answering[rank]))));
     if (places.back().trouble.empty()) continue;
     throw Error(ErrorKind::kOverloaded,
-                fmt::format("{} has no memory for this group: {}",
-                            memory->person(static_cast<int>(rank)).text, places.back().trouble));
+                fmt::format("{} has no memory for this group: {}", memory->peer(static_cast<int>(rank)).text,
+                            places.back().trouble));
   }
-  memory->open(places, desk_bytes, control_bytes);
+  memory->open(places, staging_area_bytes, control_bytes);
   return memory;
 }
 
-void GroupMemory::open(const std::vector<Places>& places, std::size_t desk_bytes, std::size_t control_bytes) {
-  const Mapping& root = hub_->memory(members_[0]);
+void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_area_bytes,
+                       std::size_t control_bytes) {
+  const Mapping& root = peer_memory_->memory(members_[0]);
   check_place(root, places[0].control, control_bytes);
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
@@ -131,23 +135,23 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t desk_bytes
                 "the ranks of this group see different machines: they differ in its cores");
   }
   for (std::size_t rank = 0; rank < members_.size(); ++rank) {
-    const Mapping& place = hub_->memory(members_[rank]);
-    check_place(place, places[rank].desk, desk_bytes);
-    desks_.push_back(reinterpret_cast<Desk*>(place.data() + places[rank].desk));
+    const Mapping& place = peer_memory_->memory(members_[rank]);
+    check_place(place, places[rank].staging_area, staging_area_bytes);
+    staging_areas_.push_back(reinterpret_cast<StagingArea*>(place.data() + places[rank].staging_area));
     tokens_.push_back(places[rank].token);
   }
-  signals_.emplace(hub_->runtime()->executor, control, rank_);
+  signals_.emplace(peer_memory_->runtime()->executor, control, rank_);
 }
 
 std::byte* GroupMemory::place(int rank, const Call& call) const {
-  const Mapping& memory = hub_->memory(members_[static_cast<std::size_t>(rank)]);
+  const Mapping& memory = peer_memory_->memory(members_[static_cast<std::size_t>(rank)]);
   if (!memory.holds(call.place, call.bytes)) throw_outside();
   return memory.data() + call.place;
 }
 
 std::optional<std::uint64_t> GroupMemory::place_of(const void* data, std::size_t bytes) const {
-  if (!hub_->own()->holds(data, bytes)) return std::nullopt;
-  return hub_->own()->offset_of(data);
+  if (!peer_memory_->own()->holds(data, bytes)) return std::nullopt;
+  return peer_memory_->own()->offset_of(data);
 }
 
 }  // namespace torchspan::collective::shm

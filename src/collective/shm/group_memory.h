@@ -3,20 +3,20 @@
 #include <optional>
 #include <vector>
 
-#include "collective/shm/hub.h"
-#include "collective/shm/meeting.h"
+#include "collective/shm/bootstrap.h"
+#include "collective/shm/peer_memory.h"
 #include "collective/shm/signals.h"
 
 namespace torchspan::collective::shm {
 
 /// The shared memory of one group as one rank sees it: the control block, in rank 0's arena, and everybody's
-/// desk, in their own arenas.
+/// staging area, in their own arenas.
 class GroupMemory {
  public:
-  /// Collective: `members` are hub ranks, by rank of the group; `gather` gathers from all who take part, of
-  /// whom `answering` says which answer is which member's. Throws, on every rank alike, what one of them
-  /// lacks.
-  static std::unique_ptr<GroupMemory> make(std::shared_ptr<Hub> hub, std::vector<int> members,
+  /// Collective: `members` are peer memory ranks, by rank of the group; `gather` gathers from all who take
+  /// part, of whom `answering` says which answer is which member's. Throws, on every rank alike, what one of
+  /// them lacks.
+  static std::unique_ptr<GroupMemory> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
                                            const Gather& gather, const std::vector<int>& answering);
   /// Other ranks may still read this one's last calls: its memory is given back when they cannot.
   ~GroupMemory();
@@ -24,14 +24,16 @@ class GroupMemory {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
   const std::vector<int>& members() const { return members_; }
-  const std::shared_ptr<Hub>& hub() const { return hub_; }
-  const Person& person(int rank) const { return hub_->person(members_[static_cast<std::size_t>(rank)]); }
+  const std::shared_ptr<PeerMemory>& peer_memory() const { return peer_memory_; }
+  const PeerIdentity& peer(int rank) const {
+    return peer_memory_->peer(members_[static_cast<std::size_t>(rank)]);
+  }
   Signals& signals() { return *signals_; }
   std::uint64_t chunk_bytes() const { return chunk_bytes_; }
 
-  Slot& slot(int rank, std::uint64_t sequence) const { return desk(rank).slots[sequence % kSlots]; }
+  Slot& slot(int rank, std::uint64_t sequence) const { return staging_area(rank).slots[sequence % kSlots]; }
   std::byte* staging(int rank, std::uint64_t chunk) const {
-    return desk(rank).staging() + chunk % kStagingBuffers * chunk_bytes_;
+    return staging_area(rank).staging() + chunk % kStagingBuffers * chunk_bytes_;
   }
   /// Where a rank's contribution lies that it called shared; throws kInvalid for a place outside its memory.
   std::byte* place(int rank, const Call& call) const;
@@ -42,18 +44,18 @@ class GroupMemory {
   GroupMemory() = default;
   /// What one rank tells the others.
   struct Places;
-  Places reserve(std::size_t desk_bytes, std::size_t control_bytes, bool oversubscribed);
-  void open(const std::vector<Places>& places, std::size_t desk_bytes, std::size_t control_bytes);
-  Desk& desk(int rank) const { return *desks_[static_cast<std::size_t>(rank)]; }
+  Places reserve(std::size_t staging_area_bytes, std::size_t control_bytes, bool oversubscribed);
+  void open(const std::vector<Places>& places, std::size_t staging_area_bytes, std::size_t control_bytes);
+  StagingArea& staging_area(int rank) const { return *staging_areas_[static_cast<std::size_t>(rank)]; }
 
-  std::shared_ptr<Hub> hub_;
+  std::shared_ptr<PeerMemory> peer_memory_;
   std::vector<int> members_;
   int rank_ = 0;
   std::uint64_t chunk_bytes_ = 0;
-  std::optional<Arena::Stretch> own_desk_;
+  std::optional<Arena::Stretch> own_staging_area_;
   std::optional<Arena::Stretch> own_control_;  ///< rank 0's only
-  std::vector<Desk*> desks_;
-  std::vector<std::uint64_t> tokens_;  ///< what stands in the desks of those that are still here
+  std::vector<StagingArea*> staging_areas_;
+  std::vector<std::uint64_t> tokens_;  ///< what stands in the staging areas of those that are still here
   std::optional<Signals> signals_;
 };
 

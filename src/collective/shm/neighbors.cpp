@@ -61,7 +61,7 @@ struct Answer {
   }
 };
 
-Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<Doorway>& doorway) {
+Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<UnixListener>& listener) {
   const std::string& mine = plan.hosts[static_cast<std::size_t>(plan.self)];
   if (std::count(plan.hosts.begin(), plan.hosts.end(), mine) < 2) return {};
   if (!plan.refusal.empty()) return {.refusal = plan.refusal};
@@ -69,15 +69,16 @@ Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<D
     const std::string name = "torchspan-" + hex(random_bytes(16));
     std::vector<std::string> names{name};
     if (!plan.folder.empty()) names.push_back(plan.folder + "/g-" + hex(random_bytes(8)) + ".sock");
-    doorway.emplace(executor, names);
-    return {doorway->names(), random_bytes(kTokenBytes)};
+    listener.emplace(executor, names);
+    return {listener->names(), random_bytes(kTokenBytes)};
   } catch (const Error& error) {
     return {.refusal = error.message()};
   }
 }
 
 Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
-                          const std::vector<Invitation>& invitations, std::optional<Passage>& passage) {
+                          const std::vector<Invitation>& invitations,
+                          std::optional<UnixConnection>& connection) {
   const auto self = static_cast<std::size_t>(plan.self);
   Answer answer{.leader = plan.self, .same_network = true};
   for (std::size_t rank = 0; rank < self && invitations[self].refusal.empty(); ++rank) {
@@ -85,9 +86,9 @@ Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
     std::string why = invitations[rank].refusal;
     for (const std::string& name : invitations[rank].names) {
       try {
-        passage.emplace(dial(executor, name));
+        connection.emplace(dial(executor, name));
         answer.leader = static_cast<std::int32_t>(rank);
-        answer.same_network = Doorway::is_nameless(name);
+        answer.same_network = UnixListener::is_nameless(name);
         return answer;
       } catch (const Error& error) {
         if (why.empty()) why = error.message();
@@ -95,11 +96,11 @@ Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
     }
     if (answer.reason.empty()) {
       answer.reason =
-          fmt::format("{} does not reach {}: {}", plan.people[self].text, plan.people[rank].text, why);
+          fmt::format("{} does not reach {}: {}", plan.peers[self].text, plan.peers[rank].text, why);
     }
   }
   if (!invitations[self].refusal.empty()) {
-    answer.reason = fmt::format("{}: {}", plan.people[self].text, invitations[self].refusal);
+    answer.reason = fmt::format("{}: {}", plan.peers[self].text, invitations[self].refusal);
   }
   return answer;
 }
@@ -113,12 +114,13 @@ bool Neighbors::all_together() const {
 Neighbors find_neighbors(Executor& executor, const NeighborsPlan& plan, const Gather& gather) {
   Neighbors found;
   std::vector<Invitation> invitations;
-  for (const Bytes& bytes : gather(invite(executor, plan, found.doorway).encode())) {
+  for (const Bytes& bytes : gather(invite(executor, plan, found.listener).encode())) {
     invitations.push_back(Invitation::decode(bytes));
     found.tokens.push_back(invitations.back().token);
   }
   std::vector<Answer> answers;
-  for (const Bytes& bytes : gather(dial_earlier_ranks(executor, plan, invitations, found.passage).encode())) {
+  for (const Bytes& bytes :
+       gather(dial_earlier_ranks(executor, plan, invitations, found.connection).encode())) {
     answers.push_back(Answer::decode(bytes));
   }
   found.one_network = true;
@@ -133,7 +135,7 @@ Neighbors find_neighbors(Executor& executor, const NeighborsPlan& plan, const Ga
   }
   found.one_network = found.one_network && found.all_together();
   const auto self = static_cast<std::size_t>(plan.self);
-  if (found.leaders[self] == plan.self) found.passage.reset();
+  if (found.leaders[self] == plan.self) found.connection.reset();
   return found;
 }
 

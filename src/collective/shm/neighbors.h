@@ -6,8 +6,8 @@
 
 #include <torchspan/core/bytes.h>
 
-#include "collective/shm/hub.h"
-#include "collective/shm/passing.h"
+#include "collective/shm/peer_memory.h"
+#include "collective/shm/unix_sockets.h"
 
 namespace torchspan::collective::shm {
 
@@ -18,8 +18,8 @@ using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
 inline constexpr std::size_t kTokenBytes = 32;
 
 struct NeighborsPlan {
-  std::vector<Person> people;      ///< by rank of the group to be
-  std::vector<std::string> hosts;  ///< where they say they are, by rank
+  std::vector<PeerIdentity> peers;  ///< by rank of the group to be
+  std::vector<std::string> hosts;   ///< where they say they are, by rank
   int self = 0;
   std::string folder = {};   ///< where a socket may lie that processes of other network namespaces find
   std::string refusal = {};  ///< why this rank has no neighbors whatever it reaches
@@ -33,8 +33,8 @@ struct Neighbors {
       reasons;                     ///< by rank: why it is no neighbor of an earlier rank of the same machine
   bool one_network = false;        ///< all ranks are in the network namespace of the first
   std::vector<Bytes> tokens = {};  ///< by rank: what its callers have to know
-  std::optional<Doorway> doorway = {};
-  std::optional<Passage> passage = {};  ///< to the leader, where that is another rank
+  std::optional<UnixListener> listener = {};
+  std::optional<UnixConnection> connection = {};  ///< to the leader, where that is another rank
 
   bool all_together() const;
 };

@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 #include <span>
 
-#include <torchspan/collective/back_end.h>
+#include <torchspan/collective/backend.h>
 
 #include "collective/dtypes.h"
 
@@ -47,7 +47,7 @@ std::string describe(const Call& call) {
   text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
   if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);
   if (call.verb == Verb::kAllGather) return text + ")";
-  text += fmt::format(", {})", to_string(static_cast<Reduction>(call.reduction)));
+  text += fmt::format(", {})", to_string(static_cast<ReduceOp>(call.reduction)));
   if (call.entries != 0) text += fmt::format(" with {} sparse dimensions", call.sparse_dimensions);
   return text;
 }

@@ -7,7 +7,7 @@
 #include <torchspan/core/function.h>
 
 #include "collective/shm/control.h"
-#include "collective/shm/script.h"
+#include "collective/shm/op_coroutine.h"
 
 namespace torchspan::collective::shm {
 
@@ -24,14 +24,14 @@ struct Operation {
   std::vector<Piece> pieces;  ///< what this rank contributes: call.bytes bytes
   /// Called once everybody's call is there, and agrees: does what can be done at once and returns the rest.
   /// Throws kInvalid for calls that make no sense.
-  UniqueFunction<Script()> begin;
+  UniqueFunction<OpCoroutine()> begin;
   UniqueFunction<void()> succeed;
   UniqueFunction<void(std::exception_ptr)> fail;
   Deadline deadline;  ///< never: as long as the group waits for late ranks
   TimePoint issued;
 
   bool begun = false;
-  Script script;
+  OpCoroutine script;
 };
 
 /// "all_reduce(float [3, 4], sum)".

@@ -27,12 +27,12 @@ void relax() {
 
 }  // namespace
 
-bool Signals::reached(Wish wish) const {
-  if (wish.count == Count::kUnits) {
-    return control_.units_done.load(std::memory_order_acquire) >= wish.target;
+bool Signals::reached(CountTarget target) const {
+  if (target.count == Count::kUnits) {
+    return control_.units_done.load(std::memory_order_acquire) >= target.target;
   }
   for (int rank = 0; rank < size(); ++rank) {
-    if (!reached_by(rank, wish)) return false;
+    if (!reached_by(rank, target)) return false;
   }
   return true;
 }
@@ -43,23 +43,23 @@ void Signals::publish(Count count, std::uint64_t value) {
 }
 
 void Signals::wake_for(Count count) {
-  // Against doze(): either it sees the new count, or its bed is seen here. Against another rank that counts
-  // at this moment: the later of the two sees both.
+  // Against doze(): either it sees the new count, or its wait word is seen here. Against another rank that
+  // counts at this moment: the later of the two sees both.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_) continue;
-    Bed& bed = of(rank).bed;
-    if (bed.asleep.load(std::memory_order_acquire) == 0) continue;
-    if (bed.count.load(std::memory_order_relaxed) != count) continue;
-    if (reached({count, bed.target.load(std::memory_order_relaxed)})) ring(rank);
+    WaitWord& wait_word = of(rank).wait_word;
+    if (wait_word.asleep.load(std::memory_order_acquire) == 0) continue;
+    if (wait_word.count.load(std::memory_order_relaxed) != count) continue;
+    if (reached({count, wait_word.target.load(std::memory_order_relaxed)})) ring(rank);
   }
 }
 
 void Signals::ring(int rank) {
-  Bed& bed = of(rank).bed;
-  bed.bell.fetch_add(1, std::memory_order_seq_cst);
-  if (bed.asleep.load(std::memory_order_seq_cst) == 0) return;
-  syscall(SYS_futex, &bed.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  WaitWord& wait_word = of(rank).wait_word;
+  wait_word.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (wait_word.asleep.load(std::memory_order_seq_cst) == 0) return;
+  syscall(SYS_futex, &wait_word.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 void Signals::ring_all() {
@@ -85,12 +85,13 @@ void Signals::finish_unit() {
   wake_for(Count::kUnits);
 }
 
-Signals::Outcome Signals::spin(Wish wish, Deadline deadline, const std::function<bool()>& interrupted) {
+Signals::Outcome Signals::spin(CountTarget target, Deadline deadline,
+                               const std::function<bool()>& interrupted) {
   const Deadline limit = earlier(deadline, executor_.deadline_in(executor_.spin_limit()));
   const int looks = control_.oversubscribed != 0 ? 1 : kLooks;
   do {
     for (int look = 0; look < looks; ++look) {
-      if (reached(wish)) return Outcome::kReached;
+      if (reached(target)) return Outcome::kReached;
       relax();
     }
     if (broken()) return Outcome::kBroken;
@@ -100,30 +101,32 @@ Signals::Outcome Signals::spin(Wish wish, Deadline deadline, const std::function
   return Outcome::kExpired;
 }
 
-void Signals::doze(Wish wish, Deadline deadline) {
-  Bed& bed = of(rank_).bed;
-  const std::uint32_t heard = bed.bell.load(std::memory_order_seq_cst);
-  bed.target.store(wish.target, std::memory_order_relaxed);
-  bed.count.store(wish.count, std::memory_order_relaxed);
-  bed.asleep.store(1, std::memory_order_release);
+void Signals::doze(CountTarget target, Deadline deadline) {
+  WaitWord& wait_word = of(rank_).wait_word;
+  const std::uint32_t heard = wait_word.bell.load(std::memory_order_seq_cst);
+  wait_word.target.store(target.target, std::memory_order_relaxed);
+  wait_word.count.store(target.count, std::memory_order_relaxed);
+  wait_word.asleep.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!reached(wish) && !broken()) {
+  if (!reached(target) && !broken()) {
     const Duration left = std::min(deadline.left(executor_.now()), kLongestDoze);
     const timespec time{static_cast<time_t>(left.count() / 1'000'000'000),
                         static_cast<long>(left.count() % 1'000'000'000)};
-    syscall(SYS_futex, &bed.bell, FUTEX_WAIT, heard, &time, nullptr, 0);
+    syscall(SYS_futex, &wait_word.bell, FUTEX_WAIT, heard, &time, nullptr, 0);
   }
-  bed.asleep.store(0, std::memory_order_seq_cst);
+  wait_word.asleep.store(0, std::memory_order_seq_cst);
 }
 
-Signals::Outcome Signals::wait(Wish wish, Deadline deadline, const std::function<bool()>& interrupted) {
-  if (const Outcome outcome = spin(wish, deadline, interrupted); outcome != Outcome::kExpired) return outcome;
+Signals::Outcome Signals::wait(CountTarget target, Deadline deadline,
+                               const std::function<bool()>& interrupted) {
+  if (const Outcome outcome = spin(target, deadline, interrupted); outcome != Outcome::kExpired)
+    return outcome;
   while (true) {
-    if (reached(wish)) return Outcome::kReached;
+    if (reached(target)) return Outcome::kReached;
     if (broken()) return Outcome::kBroken;
     if (interrupted()) return Outcome::kInterrupted;
     if (deadline.passed(executor_.now())) return Outcome::kExpired;
-    doze(wish, deadline);
+    doze(target, deadline);
   }
 }
 

@@ -10,7 +10,7 @@
 namespace torchspan::collective::shm {
 
 /// A count that every rank, or the group, must reach.
-struct Wish {
+struct CountTarget {
   Count count = Count::kPosted;
   std::uint64_t target = 0;
 };
@@ -28,8 +28,8 @@ class Signals {
   std::uint64_t count(int rank, Count count) const {
     return of(rank).counts.of[static_cast<std::size_t>(count)].load(std::memory_order_acquire);
   }
-  bool reached(Wish wish) const;
-  bool reached_by(int rank, Wish wish) const { return count(rank, wish.count) >= wish.target; }
+  bool reached(CountTarget target) const;
+  bool reached_by(int rank, CountTarget target) const { return count(rank, target.count) >= target.target; }
 
   /// Sets one of this rank's counts, and wakes who waited for that and nothing else.
   void publish(Count count, std::uint64_t value);
@@ -39,10 +39,10 @@ class Signals {
   void finish_unit();
 
   enum class Outcome : std::uint8_t { kReached, kBroken, kInterrupted, kExpired };
-  /// Waits for `wish`, awake for the executor's spin limit and then asleep, until the deadline; ends early
+  /// Waits for `target`, awake for the executor's spin limit and then asleep, until the deadline; ends early
   /// when the group broke or when `interrupted` says so, which is asked now and then and after each
   /// interrupt().
-  Outcome wait(Wish wish, Deadline deadline, const std::function<bool()>& interrupted);
+  Outcome wait(CountTarget target, Deadline deadline, const std::function<bool()>& interrupted);
   /// Makes a wait() of this rank look about.
   void interrupt() { ring(rank_); }
 
@@ -61,9 +61,9 @@ class Signals {
   void wake_for(Count count);
   void ring(int rank);
   void ring_all();
-  Outcome spin(Wish wish, Deadline deadline, const std::function<bool()>& interrupted);
+  Outcome spin(CountTarget target, Deadline deadline, const std::function<bool()>& interrupted);
   /// One sleep of at most a tenth of a second.
-  void doze(Wish wish, Deadline deadline);
+  void doze(CountTarget target, Deadline deadline);
 
   Executor& executor_;
   Control& control_;

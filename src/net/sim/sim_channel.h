@@ -9,8 +9,8 @@
 
 #include "net/framing.h"
 #include "net/handshake.h"
+#include "net/sim/sim_link.h"
 #include "net/sim/sim_network.h"
-#include "net/sim/wire.h"
 
 namespace torchspan::net {
 
@@ -21,8 +21,8 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   struct Start {
     std::shared_ptr<SimNetwork::Impl> network;
     std::shared_ptr<SimNode> node;
-    std::shared_ptr<Wire> outward;
-    std::shared_ptr<Wire> inward;
+    std::shared_ptr<SimLink> outward;
+    std::shared_ptr<SimLink> inward;
     std::uint64_t id;
     Deadline deadline;  ///< of the call, for the side that dials
     bool dialed;
@@ -35,8 +35,8 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   std::string peer() const override { return peer_; }
 
   SimNode& node() const { return *start_.node; }
-  const std::shared_ptr<Wire>& outward() const { return start_.outward; }
-  const std::shared_ptr<Wire>& inward() const { return start_.inward; }
+  const std::shared_ptr<SimLink>& outward() const { return start_.outward; }
+  const std::shared_ptr<SimLink>& inward() const { return start_.inward; }
   std::uint64_t id() const { return start_.id; }
   bool dialed() const { return start_.dialed; }
   Deadline deadline() const { return start_.deadline; }

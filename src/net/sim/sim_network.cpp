@@ -24,40 +24,40 @@ void SimNetwork::Impl::leave(const SimNode& node) {
   if (found != nodes_.end() && found->second.get() == &node) nodes_.erase(found);
 }
 
-std::shared_ptr<Wire> SimNetwork::Impl::make_wire(std::string from, std::string to) {
-  auto wire = std::make_shared<Wire>();
-  wire->from = std::move(from);
-  wire->to = std::move(to);
-  std::erase_if(wires_, [](const auto& old) { return old.expired(); });
-  wires_.push_back(wire);
-  return wire;
+std::shared_ptr<SimLink> SimNetwork::Impl::make_wire(std::string from, std::string to) {
+  auto link = std::make_shared<SimLink>();
+  link->from = std::move(from);
+  link->to = std::move(to);
+  std::erase_if(links_, [](const auto& old) { return old.expired(); });
+  links_.push_back(link);
+  return link;
 }
 
-void SimNetwork::Impl::transmit(const std::shared_ptr<Wire>& wire, Packet packet) {
-  if (wire->dead) return;
+void SimNetwork::Impl::transmit(const std::shared_ptr<SimLink>& link, Packet packet) {
+  if (link->dead) return;
   Duration delay = options_.latency + packet.extra;
   if (options_.jitter > Duration::zero()) {
     delay += Duration(static_cast<Duration::rep>(executor.random() %
                                                  static_cast<std::uint64_t>(options_.jitter.count() + 1)));
   }
   packet.due = executor.now() + delay;
-  schedule(wire, packet.due);
-  wire->packets.push_back(std::move(packet));
+  schedule(link, packet.due);
+  link->packets.push_back(std::move(packet));
 }
 
-void SimNetwork::Impl::transmit_message(const std::shared_ptr<Wire>& wire, Packet packet) {
+void SimNetwork::Impl::transmit_message(const std::shared_ptr<SimLink>& link, Packet packet) {
   if (by_chance(options_.drop)) {
-    if (const auto source = wire->source.lock()) source->arrived(packet.size());
+    if (const auto source = link->source.lock()) source->arrived(packet.size());
     return count_dropped();
   }
   if (by_chance(options_.duplicate)) {
     ++counters_.duplicated;
     Packet copy = packet;
     copy.copied = true;
-    transmit(wire, std::move(packet));
+    transmit(link, std::move(packet));
     packet = std::move(copy);
   }
-  transmit(wire, std::move(packet));
+  transmit(link, std::move(packet));
 }
 
 bool SimNetwork::Impl::by_chance(double chance) {
@@ -65,28 +65,28 @@ bool SimNetwork::Impl::by_chance(double chance) {
   return std::ldexp(static_cast<double>(executor.random() >> 11), -53) < chance;
 }
 
-void SimNetwork::Impl::schedule(const std::shared_ptr<Wire>& wire, TimePoint when) {
-  executor.at(when, [network = weak_from_this(), wire] {
-    if (const auto alive = network.lock()) alive->pump(wire);
+void SimNetwork::Impl::schedule(const std::shared_ptr<SimLink>& link, TimePoint when) {
+  executor.at(when, [network = weak_from_this(), link] {
+    if (const auto alive = network.lock()) alive->pump(link);
   });
 }
 
 void SimNetwork::Impl::schedule_all() {
-  for (const auto& weak : wires_) {
-    if (const auto wire = weak.lock()) schedule(wire, executor.now());
+  for (const auto& weak : links_) {
+    if (const auto link = weak.lock()) schedule(link, executor.now());
   }
 }
 
-void SimNetwork::Impl::pump(const std::shared_ptr<Wire>& wire) {
+void SimNetwork::Impl::pump(const std::shared_ptr<SimLink>& link) {
   MutexLock lock(mutex);
-  if (cuts_.contains(link_of(wire->from, wire->to))) return;
-  for (Packet& packet : wire->take_due(executor.now(), options_.reorder)) arrive(*wire, std::move(packet));
+  if (cuts_.contains(link_of(link->from, link->to))) return;
+  for (Packet& packet : link->take_due(executor.now(), options_.reorder)) arrive(*link, std::move(packet));
 }
 
-void SimNetwork::Impl::arrive(const Wire& wire, Packet packet) {
-  if (packet.kind == Packet::Kind::kDial) return take_call(wire, std::move(packet));
-  const auto target = wire.target.lock();
-  const auto source = wire.source.lock();
+void SimNetwork::Impl::arrive(const SimLink& link, Packet packet) {
+  if (packet.kind == Packet::Kind::kDial) return take_call(link, std::move(packet));
+  const auto target = link.target.lock();
+  const auto source = link.source.lock();
   if (!target || !target->node().alive) {
     if (source) source->arrived(packet.size());
     return;
@@ -95,10 +95,10 @@ void SimNetwork::Impl::arrive(const Wire& wire, Packet packet) {
   target->node().wake();
 }
 
-void SimNetwork::Impl::take_call(const Wire& wire, Packet packet) {
-  const auto dialer = wire.source.lock();
+void SimNetwork::Impl::take_call(const SimLink& link, Packet packet) {
+  const auto dialer = link.source.lock();
   if (!dialer) return;
-  const auto found = nodes_.find(wire.to);
+  const auto found = nodes_.find(link.to);
   if (found == nodes_.end() || !found->second->alive || !found->second->listening) {
     return transmit(dialer->inward(), {.kind = Packet::Kind::kNobody, .header = {}, .segments = {}});
   }
@@ -115,10 +115,10 @@ void SimNetwork::Impl::set_options(Options options) {
 void SimNetwork::Impl::unblock() {
   levers.unblock();
   MutexLock lock(mutex);
-  for (const auto& weak : wires_) {
-    if (const auto wire = weak.lock()) {
-      wire->hold_rest = false;
-      for (Packet& packet : wire->packets) packet.held = false;
+  for (const auto& weak : links_) {
+    if (const auto link = weak.lock()) {
+      link->hold_rest = false;
+      for (Packet& packet : link->packets) packet.held = false;
     }
   }
   schedule_all();
@@ -131,13 +131,13 @@ void SimNetwork::Impl::kill(const std::string& name) {
     throw Error(ErrorKind::kInvalid, fmt::format("the simulated network has no living transport '{}'", name));
   }
   const std::shared_ptr<SimNode> node = found->second;
-  for (const auto& weak : wires_) {
-    const auto wire = weak.lock();
-    const auto source = wire ? wire->source.lock() : nullptr;
+  for (const auto& weak : links_) {
+    const auto link = weak.lock();
+    const auto source = link ? link->source.lock() : nullptr;
     if (!source || &source->node() != node.get()) continue;
-    wire->packets.clear();
-    transmit(wire, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
-    wire->dead = true;
+    link->packets.clear();
+    transmit(link, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
+    link->dead = true;
   }
   node->alive = false;
   node->wake();
@@ -145,12 +145,12 @@ void SimNetwork::Impl::kill(const std::string& name) {
 
 void SimNetwork::Impl::sever(const std::string& a, const std::string& b) {
   MutexLock lock(mutex);
-  for (const auto& weak : wires_) {
-    const auto wire = weak.lock();
-    if (!wire || wire->dead || link_of(wire->from, wire->to) != link_of(a, b)) continue;
-    wire->packets.clear();
-    transmit(wire, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
-    wire->dead = true;
+  for (const auto& weak : links_) {
+    const auto link = weak.lock();
+    if (!link || link->dead || link_of(link->from, link->to) != link_of(a, b)) continue;
+    link->packets.clear();
+    transmit(link, {.kind = Packet::Kind::kEnd, .header = {}, .segments = {}});
+    link->dead = true;
   }
 }
 

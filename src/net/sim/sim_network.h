@@ -10,8 +10,8 @@
 #include <torchspan/core/mutex.h>
 #include <torchspan/net/sim.h>
 
-#include "net/sim/levers.h"
-#include "net/sim/wire.h"
+#include "net/sim/fault_injection.h"
+#include "net/sim/sim_link.h"
 
 namespace torchspan::net {
 
@@ -47,17 +47,17 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   Impl(SimExecutor& simulated, Options chosen) : executor(simulated), options_(chosen) {}
 
   SimExecutor& executor;
-  Levers levers;
+  FaultInjection levers;
   Mutex mutex;
 
   /// Enters a new transport; throws kInvalid when one of that name is alive.
   void enter(const std::shared_ptr<SimNode>& node) TORCHSPAN_REQUIRES(mutex);
   void leave(const SimNode& node) TORCHSPAN_REQUIRES(mutex);
-  std::shared_ptr<Wire> make_wire(std::string from, std::string to) TORCHSPAN_REQUIRES(mutex);
-  /// Puts a packet on a wire; it arrives after latency and jitter of the moment.
-  void transmit(const std::shared_ptr<Wire>& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  std::shared_ptr<SimLink> make_wire(std::string from, std::string to) TORCHSPAN_REQUIRES(mutex);
+  /// Puts a packet on a link; it arrives after latency and jitter of the moment.
+  void transmit(const std::shared_ptr<SimLink>& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
   /// As transmit(), for a message: draws drops and duplicates, and counts.
-  void transmit_message(const std::shared_ptr<Wire>& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  void transmit_message(const std::shared_ptr<SimLink>& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
   std::uint64_t next_number() TORCHSPAN_REQUIRES(mutex) { return counters_.sent++; }
   std::uint64_t next_id() TORCHSPAN_REQUIRES(mutex) { return next_id_++; }
   void count_delivered() TORCHSPAN_REQUIRES(mutex) { ++counters_.delivered; }
@@ -78,17 +78,17 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   bool by_chance(double chance);
-  void schedule(const std::shared_ptr<Wire>& wire, TimePoint when);
+  void schedule(const std::shared_ptr<SimLink>& link, TimePoint when);
   void schedule_all() TORCHSPAN_REQUIRES(mutex);
-  void pump(const std::shared_ptr<Wire>& wire);
-  void arrive(const Wire& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
-  void take_call(const Wire& wire, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  void pump(const std::shared_ptr<SimLink>& link);
+  void arrive(const SimLink& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
+  void take_call(const SimLink& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
 
   Options options_ TORCHSPAN_GUARDED_BY(mutex);
   Counters counters_ TORCHSPAN_GUARDED_BY(mutex);
   std::uint64_t next_id_ TORCHSPAN_GUARDED_BY(mutex) = 1;
   std::map<std::string, std::shared_ptr<SimNode>> nodes_ TORCHSPAN_GUARDED_BY(mutex);
-  std::vector<std::weak_ptr<Wire>> wires_ TORCHSPAN_GUARDED_BY(mutex);
+  std::vector<std::weak_ptr<SimLink>> links_ TORCHSPAN_GUARDED_BY(mutex);
   std::set<Names> cuts_ TORCHSPAN_GUARDED_BY(mutex);
 };
 

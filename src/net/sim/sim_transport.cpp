@@ -132,9 +132,10 @@ std::optional<Arrival> SimTransport::next_arrival() {
 
 void SimTransport::handle(Arrival arrival) {
   if (arrival.packet.kind == Packet::Kind::kDial) {
-    if (strangers_.size() < options_.max_strangers) return welcome(arrival.source, arrival.packet.header);
+    if (unauthenticated_.size() < options_.max_unauthenticated)
+      return welcome(arrival.source, arrival.packet.header);
     backlog_.push_back(std::move(arrival));
-    return hurry_strangers();
+    return shorten_handshakes();
   }
   const std::shared_ptr<SimChannel>& channel = arrival.channel;
   if (!channels_.contains(channel->id())) return;
@@ -173,7 +174,7 @@ void SimTransport::welcome(const std::shared_ptr<SimChannel>& dialer, const Byte
     channel->outward()->source = channel;
     channel->inward()->target = channel;
   }
-  strangers_.emplace(channel->id(), network_->executor.now());
+  unauthenticated_.emplace(channel->id(), network_->executor.now());
   start_handshake(channel);
   shake_hands(channel, greeting);
 }
@@ -211,22 +212,22 @@ void SimTransport::shake_hands(const std::shared_ptr<SimChannel>& channel, Bytes
 void SimTransport::end_handshake(SimChannel& channel) {
   channel.handshake_pending = false;
   if (channel.dialed()) return;
-  strangers_.erase(channel.id());
+  unauthenticated_.erase(channel.id());
   welcome_backlog();
 }
 
 void SimTransport::welcome_backlog() {
-  while (!backlog_.empty() && strangers_.size() < options_.max_strangers) {
+  while (!backlog_.empty() && unauthenticated_.size() < options_.max_unauthenticated) {
     const Arrival arrival = std::move(backlog_.front());
     backlog_.pop_front();
     welcome(arrival.source, arrival.packet.header);
   }
-  if (!backlog_.empty()) hurry_strangers();
+  if (!backlog_.empty()) shorten_handshakes();
 }
 
-void SimTransport::hurry_strangers() {
-  if (strangers_.empty()) return;
-  const auto& [id, arrived] = *strangers_.begin();
+void SimTransport::shorten_handshakes() {
+  if (unauthenticated_.empty()) return;
+  const auto& [id, arrived] = *unauthenticated_.begin();
   SimChannel& first = *channels_.at(id);
   const TimePoint due = arrived + kLeastPatience;
   if (first.timer && due < *first.timer) set_timer(first, due);

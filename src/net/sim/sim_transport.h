@@ -36,8 +36,8 @@ class SimTransport final : public Transport {
   void handle(Arrival arrival);
   void welcome(const std::shared_ptr<SimChannel>& dialer, const Bytes& greeting);
   void welcome_backlog();
-  /// Others wait at the door: the stranger who came first must be done soon.
-  void hurry_strangers();
+  /// Others wait at the door: the unauthenticated peer who came first must be done soon.
+  void shorten_handshakes();
   void shake_hands(const std::shared_ptr<SimChannel>& channel, BytesView bytes);
   void deliver(const std::shared_ptr<SimChannel>& channel, Packet packet);
   Message receive(const SimChannel& channel, Packet packet) const;
@@ -58,8 +58,8 @@ class SimTransport final : public Transport {
   const std::shared_ptr<SimNode> node_;
   Channels channels_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
-  std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
-  std::deque<Arrival> backlog_;                   ///< calls that wait until there are fewer strangers
+  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< who proved nothing yet, and when they came
+  std::deque<Arrival> backlog_;  ///< calls that wait until there are fewer unauthenticated
 };
 
 }  // namespace torchspan::net

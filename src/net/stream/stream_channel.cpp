@@ -68,9 +68,9 @@ class StreamChannel::Lending {
   bool sent_ = false;
 };
 
-StreamChannel::StreamChannel(Options options, std::shared_ptr<Mailbox> mailbox)
+StreamChannel::StreamChannel(Options options, std::shared_ptr<StreamRequestQueue> request_queue)
     : options_(std::move(options)),
-      mailbox_(std::move(mailbox)),
+      request_queue_(std::move(request_queue)),
       lend_from_(std::numeric_limits<std::size_t>::max()) {}
 
 std::shared_ptr<Lender> StreamChannel::lender_for(std::span<const Segment> segments) const {
@@ -99,7 +99,7 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
   if (direct) write_locked(message, released);
   if (!message.done()) queue_locked(message, released);
   lending.sent();
-  if (direct && !message.done()) mailbox_->post_review(options_.token);
+  if (direct && !message.done()) request_queue_->post_review(options_.token);
 }
 
 bool StreamChannel::may_hold(std::uint64_t size) const {
@@ -158,7 +158,7 @@ void StreamChannel::close() {
   closing_ = true;
   outbox_.copy(goodbye_frame());
   if (socket_ >= 0) flush_locked(released);
-  mailbox_->post_review(options_.token);
+  request_queue_->post_review(options_.token);
 }
 
 StreamChannel::State StreamChannel::open(int socket, Lane* lane) {
@@ -198,7 +198,7 @@ void StreamChannel::break_locked(const std::string& why, Released& released) {
   ended_ = broken_;
   outbox_.clear(released);
   unsent_.store(0, std::memory_order_relaxed);
-  mailbox_->post_review(options_.token);
+  request_queue_->post_review(options_.token);
 }
 
 StreamChannel::State StreamChannel::state() const {

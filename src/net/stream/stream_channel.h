@@ -10,8 +10,8 @@
 
 #include "net/framing.h"
 #include "net/stream/lane.h"
-#include "net/stream/mailbox.h"
 #include "net/stream/outbox.h"
+#include "net/stream/request_queue.h"
 
 namespace torchspan::net {
 
@@ -22,11 +22,11 @@ class StreamChannel final : public Channel {
  public:
   struct Options {
     std::string peer;
-    std::uint64_t token;  ///< the connection's, for the mailbox
+    std::uint64_t token;  ///< the connection's, for the request queue
     FrameLimits limits;
     std::uint64_t max_unsent;
   };
-  StreamChannel(Options options, std::shared_ptr<Mailbox> mailbox);
+  StreamChannel(Options options, std::shared_ptr<StreamRequestQueue> request_queue);
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
@@ -68,7 +68,7 @@ class StreamChannel final : public Channel {
   [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
 
   const Options options_;
-  const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<StreamRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
   std::atomic<std::size_t> lend_from_;  ///< no segment is that large while there is no lane
   mutable Mutex mutex_;

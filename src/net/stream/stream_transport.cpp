@@ -26,7 +26,7 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
       options_(with_receive_buffers(std::move(options))),
       make_lane_(std::move(make_lane)),
       poller_(executor.make_poller()),
-      mailbox_(std::make_shared<Mailbox>(*poller_)),
+      request_queue_(std::make_shared<StreamRequestQueue>(*poller_)),
       scratch_(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes)) {
   if (options_.secret.empty()) {
     throw Error(ErrorKind::kInvalid,
@@ -37,20 +37,21 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
 
 StreamTransport::~StreamTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
-  const Mailbox::Requests left = mailbox_->close();
+  const StreamRequestQueue::Requests left = request_queue_->close();
   for (const auto& connection : left.connections) connection->channel()->end(reason);
   for (const auto& [token, connection] : connections_) connection->channel()->end(reason);
 }
 
 std::shared_ptr<StreamChannel> StreamTransport::make_channel(std::string peer, std::uint64_t token) const {
   return std::make_shared<StreamChannel>(
-      StreamChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent}, mailbox_);
+      StreamChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent},
+      request_queue_);
 }
 
 std::string StreamTransport::listen(const std::string& address) {
   auto socket = std::make_unique<ListeningSocket>(parse_address(address));
   std::string text = socket->address().text;
-  mailbox_->post(std::move(socket));
+  request_queue_->post(std::move(socket));
   return text;
 }
 
@@ -77,7 +78,7 @@ std::shared_ptr<Channel> StreamTransport::connect(const std::string& text, Deadl
   } catch (const Error& error) {
     start.stillborn = error;
   }
-  mailbox_->post(std::make_unique<Connection>(std::move(start), options_));
+  request_queue_->post(std::make_unique<Connection>(std::move(start), options_));
   return channel;
 }
 
@@ -97,7 +98,8 @@ void StreamTransport::wait(Deadline deadline) {
 
 bool StreamTransport::prepare_sleep(Deadline& until) {
   // poll() may have swallowed the poller's own token: what woke it is remembered here.
-  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending()) return false;
+  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || request_queue_->pending())
+    return false;
   if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
   if (const auto* buffers = ReceiveBuffers::of(options_))
     until = earlier(until, buffers->tidy(executor_.now()));
@@ -117,7 +119,7 @@ void StreamTransport::end_sleep(bool ready) {
 }
 
 bool StreamTransport::poll() {
-  bool any = mailbox_->pending() && take_requests();
+  bool any = request_queue_->pending() && take_requests();
   if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kNoWait);
   polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
@@ -154,7 +156,7 @@ bool StreamTransport::serve_lane(Connection& connection) {
 }
 
 bool StreamTransport::take_requests() {
-  Mailbox::Requests requests = mailbox_->take();
+  StreamRequestQueue::Requests requests = request_queue_->take();
   for (auto& socket : requests.listeners) {
     const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
     Listener& listener = listeners_[token];
@@ -211,7 +213,7 @@ void StreamTransport::handle(Connection& connection, const Poller::Event& event)
 void StreamTransport::end_handshake(Connection& connection) {
   connection.handshake_pending = false;
   if (connection.dialed()) return;
-  strangers_.erase(connection.token());
+  unauthenticated_.erase(connection.token());
   resume_listeners();
 }
 
@@ -284,8 +286,8 @@ bool StreamTransport::run_timers() {
 
 void StreamTransport::accept_from(std::uint64_t token, Listener& listener) {
   for (int i = 0; i < kMaxAcceptsPerPoll; ++i) {
-    if (strangers_.size() >= options_.max_strangers) {
-      hurry_strangers();
+    if (unauthenticated_.size() >= options_.max_unauthenticated) {
+      shorten_handshakes();
       return watch(token, listener, false);
     }
     Descriptor socket = accept_caller(listener.socket->get());
@@ -313,7 +315,7 @@ void StreamTransport::welcome(Descriptor socket, const Listener& listener) {
   start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
   start.channel = make_channel(std::move(peer), start.token);
   start.lane = make_lane(address, Role::kListener);
-  strangers_.emplace(start.token, executor_.now());
+  unauthenticated_.emplace(start.token, executor_.now());
   adopt(std::make_unique<Connection>(std::move(start), options_));
 }
 
@@ -333,16 +335,16 @@ void StreamTransport::pause(std::uint64_t token, Listener& listener, int reason)
                                         std::strerror(reason))));
 }
 
-void StreamTransport::hurry_strangers() {
-  if (strangers_.empty()) return;
-  const auto& [token, arrived] = *strangers_.begin();
+void StreamTransport::shorten_handshakes() {
+  if (unauthenticated_.empty()) return;
+  const auto& [token, arrived] = *unauthenticated_.begin();
   Connection& first = *connections_.at(token);
   const TimePoint due = arrived + kLeastPatience;
   if (first.timer && due < *first.timer) set_timer(first, due);
 }
 
 void StreamTransport::resume_listeners() {
-  if (strangers_.size() >= options_.max_strangers) return;
+  if (unauthenticated_.size() >= options_.max_unauthenticated) return;
   for (auto& [token, listener] : listeners_) {
     if (!listener.resume) watch(token, listener, true);
   }

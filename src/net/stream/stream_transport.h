@@ -14,12 +14,12 @@
 
 #include "net/polled.h"
 #include "net/stream/connection.h"
-#include "net/stream/mailbox.h"
+#include "net/stream/request_queue.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
 
-/// Transport over the sockets of one host, or over lanes beside them. Everything but `mailbox_` and the
+/// Transport over the sockets of one host, or over lanes beside them. Everything but `request_queue_` and the
 /// atomics belongs to the thread that is in poll() or wait().
 class StreamTransport final : public PolledTransport {
  public:
@@ -58,7 +58,7 @@ class StreamTransport final : public PolledTransport {
   void adopt(std::unique_ptr<Connection> connection);
   void serve(const Poller::Event& event);
   void handle(Connection& connection, const Poller::Event& event);
-  /// The peer is proven, or never will be: it stops counting as a stranger.
+  /// The peer is proven, or never will be: it stops counting as an unauthenticated peer.
   void end_handshake(Connection& connection);
   bool run_timers();
   /// Brings poller and timers in line with the connection's state; ends it when there is nothing left to do.
@@ -71,8 +71,8 @@ class StreamTransport final : public PolledTransport {
   void welcome(Descriptor socket, const Listener& listener);
   void watch(std::uint64_t token, Listener& listener, bool on);
   void pause(std::uint64_t token, Listener& listener, int reason);
-  /// Others wait at the door: the stranger who came first must be done soon.
-  void hurry_strangers();
+  /// Others wait at the door: the unauthenticated peer who came first must be done soon.
+  void shorten_handshakes();
   void resume_listeners();
 
   Executor& executor_;
@@ -80,7 +80,7 @@ class StreamTransport final : public PolledTransport {
   const TransportOptions options_;
   const MakeLane make_lane_;
   const std::unique_ptr<Poller> poller_;
-  const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<StreamRequestQueue> request_queue_;
   std::atomic<std::uint64_t> next_token_{1};
   std::atomic<bool> woken_{false};
 
@@ -89,7 +89,7 @@ class StreamTransport final : public PolledTransport {
   std::size_t polls_ = 0;             ///< since the sockets were looked at
   std::map<std::uint64_t, Listener> listeners_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
-  std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
+  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< who proved nothing yet, and when they came
   std::array<Poller::Event, 64> events_;
   std::size_t ready_ = 0;  ///< events that wait() left for poll()
   const std::unique_ptr<std::byte[]> scratch_;

@@ -27,8 +27,9 @@ struct Pair {
 
 std::unique_ptr<TlsSession> make_session(std::shared_ptr<const TlsContext> context, Descriptor socket,
                                          Role role) {
-  return std::make_unique<TlsSession>(std::move(context), std::move(socket),
-                                      TlsSession::Start{.role = role, .peer = "a stranger", .host = {}});
+  return std::make_unique<TlsSession>(
+      std::move(context), std::move(socket),
+      TlsSession::Start{.role = role, .peer = "an unauthenticated peer", .host = {}});
 }
 
 Bytes said(const Descriptor& socket) {
@@ -61,8 +62,8 @@ Bytes recorded(Role role, char secret) {
 
 }  // namespace
 
-/// A stranger's first bytes to a connection that listens or, by the first byte, dials: whatever they are,
-/// nothing is proven, and at the end the handshake has failed or waits for more.
+/// An unauthenticated peer's first bytes to a connection that listens or, by the first byte, dials: whatever
+/// they are, nothing is proven, and at the end the handshake has failed or waits for more.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const std::shared_ptr<const TlsContext> context = make_context('k');
   if (size == 0) return 0;

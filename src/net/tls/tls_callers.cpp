@@ -11,8 +11,8 @@ namespace torchspan::net {
 
 void TlsTransport::accept_from(std::uint64_t token, Listener& listener) {
   for (int i = 0; i < kMaxAcceptsPerPoll; ++i) {
-    if (strangers_.size() >= options_.max_strangers) {
-      hurry_strangers();
+    if (unauthenticated_.size() >= options_.max_unauthenticated) {
+      shorten_handshakes();
       return watch(token, listener, false);
     }
     Descriptor socket = accept_caller(listener.socket->get());
@@ -37,7 +37,7 @@ void TlsTransport::welcome(Descriptor socket, const Listener& listener) {
   }
   TlsLane& lane = add_lane(Role::kListener, std::move(peer), 0, nullptr);
   lane.start(std::move(session), true);
-  strangers_.emplace(lane.token(), now_);
+  unauthenticated_.emplace(lane.token(), now_);
   watch(lane, false);
 }
 
@@ -57,16 +57,16 @@ void TlsTransport::pause(std::uint64_t token, Listener& listener, int reason) {
                                         std::strerror(reason))));
 }
 
-void TlsTransport::hurry_strangers() {
-  if (strangers_.empty()) return;
-  const auto& [token, arrived] = *strangers_.begin();
+void TlsTransport::shorten_handshakes() {
+  if (unauthenticated_.empty()) return;
+  const auto& [token, arrived] = *unauthenticated_.begin();
   TlsLane& first = *lanes_.at(token);
   const TimePoint due = arrived + kLeastPatience;
   if (first.timer && due < *first.timer) set_timer(first, due);
 }
 
 void TlsTransport::resume_listeners() {
-  if (strangers_.size() >= options_.max_strangers) return;
+  if (unauthenticated_.size() >= options_.max_unauthenticated) return;
   for (auto& [token, listener] : listeners_) {
     if (!listener.resume) watch(token, listener, true);
   }

@@ -5,8 +5,8 @@
 #include <new>
 
 #include "net/socket_limits.h"
-#include "net/tls/errand.h"
 #include "net/tls/pieces.h"
+#include "net/tls/tls_request.h"
 
 namespace torchspan::net {
 namespace {
@@ -53,8 +53,8 @@ std::uint64_t bytes_of(std::span<const Segment> segments) {
 
 }  // namespace
 
-TlsChannel::TlsChannel(Options options, std::shared_ptr<TlsMailbox> mailbox)
-    : options_(std::move(options)), mailbox_(std::move(mailbox)), lanes_(1) {}
+TlsChannel::TlsChannel(Options options, std::shared_ptr<TlsRequestQueue> request_queue)
+    : options_(std::move(options)), request_queue_(std::move(request_queue)), lanes_(1) {}
 
 void TlsChannel::send(BytesView header, std::span<const Segment> segments) {
   const std::uint64_t size = check_message(header, segments, options_.limits);
@@ -79,7 +79,7 @@ void TlsChannel::send(BytesView header, std::span<const Segment> segments) {
   if (striped) stripe(segments, released);
   note_unsent();
   if (was_idle && lanes_[0].session && unsent_.load(std::memory_order_relaxed) != 0) {
-    mailbox_->post_review(options_.token);
+    request_queue_->post_review(options_.token);
   }
 }
 
@@ -147,7 +147,7 @@ void TlsChannel::close() {
   closing_ = true;
   lanes_[0].outbox.copy(goodbye_frame());
   flush_locked(released);
-  mailbox_->post_review(options_.token);
+  request_queue_->post_review(options_.token);
 }
 
 void TlsChannel::open(std::shared_ptr<TlsSession> first) {
@@ -222,7 +222,7 @@ void TlsChannel::break_locked(const std::string& why, Released& released) {
   ended_ = broken_;
   for (Lane& lane : lanes_) lane.outbox.clear(released);
   unsent_.store(0, std::memory_order_relaxed);
-  mailbox_->post_review(options_.token);
+  request_queue_->post_review(options_.token);
 }
 
 TlsChannel::State TlsChannel::state() const {

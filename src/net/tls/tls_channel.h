@@ -11,14 +11,14 @@
 #include <torchspan/net/transport.h>
 
 #include "net/framing.h"
-#include "net/stream/mailbox.h"
 #include "net/stream/outbox.h"
+#include "net/stream/request_queue.h"
 #include "net/tls/tls_session.h"
 
 namespace torchspan::net {
 
-struct TlsErrand;
-using TlsMailbox = MailboxOf<TlsErrand>;
+struct TlsRequest;
+using TlsRequestQueue = RequestQueue<TlsRequest>;
 
 /// The sending half of a channel over one or more TLS connections, shared by all threads. Encrypts and writes
 /// in the calling thread as long as nothing is queued; the driver flushes the rest.
@@ -26,11 +26,11 @@ class TlsChannel final : public Channel {
  public:
   struct Options {
     std::string peer;
-    std::uint64_t token;  ///< the channel's, for the mailbox
+    std::uint64_t token;  ///< the channel's, for the request queue
     FrameLimits limits;
     std::uint64_t max_unsent;
   };
-  TlsChannel(Options options, std::shared_ptr<TlsMailbox> mailbox);
+  TlsChannel(Options options, std::shared_ptr<TlsRequestQueue> request_queue);
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
@@ -80,7 +80,7 @@ class TlsChannel final : public Channel {
   [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
 
   const Options options_;
-  const std::shared_ptr<TlsMailbox> mailbox_;
+  const std::shared_ptr<TlsRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
   mutable Mutex mutex_;
   std::vector<Lane> lanes_

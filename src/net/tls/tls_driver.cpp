@@ -159,7 +159,7 @@ void TlsTransport::admit(TlsLane& lane, const LaneHello& hello) {
   if (links_.empty()) next_tick_ = now_ + tls_.heartbeat;
   links_.emplace(lane.token(), link);
   accepted_.emplace(answer.token, link.get());
-  forget_stranger(lane);
+  forget_unauthenticated(lane);
   lane.join(link, 0, 0);
   open_link(lane, link);
 }
@@ -180,7 +180,7 @@ void TlsTransport::admit_lane(TlsLane& lane, const LaneHello& hello) {
   answer.token = hello.token;
   lane.say(answer);
   const LinkPtr link = links_.at(found->second->token());
-  forget_stranger(lane);
+  forget_unauthenticated(lane);
   set_timer(lane, std::nullopt);
   link->lanes.push_back(lane.token());
   join(lane, link, hello.lane);
@@ -231,7 +231,7 @@ void TlsTransport::fail(TlsLane& lane, const Error& reason) {
 
 void TlsTransport::drop(TlsLane& lane) {
   set_timer(lane, std::nullopt);
-  forget_stranger(lane);
+  forget_unauthenticated(lane);
   if (lane.watched) poller_->remove(lane.session()->socket());
   if (lane.link) std::erase(lane.link->lanes, lane.token());
   lanes_.erase(lane.token());
@@ -261,8 +261,8 @@ void TlsTransport::go_on_with(TlsLink& link) {
   }
 }
 
-void TlsTransport::forget_stranger(TlsLane& lane) {
-  if (strangers_.erase(lane.token()) != 0) resume_listeners();
+void TlsTransport::forget_unauthenticated(TlsLane& lane) {
+  if (unauthenticated_.erase(lane.token()) != 0) resume_listeners();
 }
 
 }  // namespace torchspan::net

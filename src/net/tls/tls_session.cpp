@@ -15,8 +15,8 @@ namespace {
 constexpr std::size_t kRecord = SSL3_RT_MAX_PLAIN_LENGTH;
 /// Encrypted bytes that leave in one call, and plain bytes per hold of the lock.
 constexpr std::size_t kBatch = 4 * kRecord;
-constexpr std::size_t kStrangerRoom = 4 << 10;
-constexpr std::size_t kStrangerBytes = 64 << 10;
+constexpr std::size_t kUnauthenticatedRoom = 4 << 10;
+constexpr std::size_t kUnauthenticatedBytes = 64 << 10;
 constexpr std::size_t kTrustedRoom = 128 << 10;
 
 }  // namespace
@@ -26,8 +26,8 @@ TlsSession::TlsSession(std::shared_ptr<const TlsContext> context, Descriptor soc
       start_(std::move(start)),
       socket_(std::move(socket)),
       ssl_(context_->make_connection(start_.role, start_.host)),
-      ahead_(std::make_unique_for_overwrite<char[]>(kStrangerRoom)),
-      ahead_room_(kStrangerRoom) {
+      ahead_(std::make_unique_for_overwrite<char[]>(kUnauthenticatedRoom)),
+      ahead_room_(kUnauthenticatedRoom) {
   BIO* bio = BIO_new(context_->method());
   if (bio == nullptr) throw Error(ErrorKind::kOverloaded, "no memory left for a TLS connection");
   BIO_set_data(bio, this);
@@ -54,7 +54,7 @@ int TlsSession::pull(BIO* bio, char* to, int size) {
 void TlsSession::refill() {
   if (drained_ || ended_ || read_error_ != 0 || closed_) return;
   std::size_t room = ahead_room_;
-  if (!trusted_) room = std::min(room, kStrangerBytes - stranger_bytes_);
+  if (!trusted_) room = std::min(room, kUnauthenticatedBytes - unauthenticated_bytes_);
   flooded_ = room == 0;
   if (flooded_) return;
   ssize_t got;
@@ -68,7 +68,7 @@ void TlsSession::refill() {
   heard_ = true;
   ahead_at_ = 0;
   ahead_end_ = static_cast<std::size_t>(got);
-  if (!trusted_) stranger_bytes_ += ahead_end_;
+  if (!trusted_) unauthenticated_bytes_ += ahead_end_;
 }
 
 int TlsSession::push(const char* from, int size) {
@@ -132,7 +132,7 @@ void TlsSession::check_proof() {
 void TlsSession::fail() {
   if (flooded_) {
     throw Error(ErrorKind::kInvalid, fmt::format("'{}' said more than {} bytes before it proved anything",
-                                                 start_.peer, kStrangerBytes));
+                                                 start_.peer, kUnauthenticatedBytes));
   }
   if (ERR_peek_error() == 0 || ended_ || read_error_ != 0) {
     throw Error(ErrorKind::kDisconnected,

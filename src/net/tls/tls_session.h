@@ -87,11 +87,11 @@ class TlsSession {
   std::size_t ahead_room_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t ahead_at_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t ahead_end_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  std::size_t stranger_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< taken before trust()
-  bool drained_ TORCHSPAN_GUARDED_BY(mutex_) = false;            ///< the socket had less than was asked for
+  std::size_t unauthenticated_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< taken before trust()
+  bool drained_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the socket had less than was asked for
   bool heard_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool ended_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  bool flooded_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< a stranger said too much
+  bool flooded_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< an unauthenticated peer said too much
   int read_error_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   /// Encrypted bytes from sent_ on wait for the socket.
   std::vector<char> cipher_ TORCHSPAN_GUARDED_BY(mutex_);

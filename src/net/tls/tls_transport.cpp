@@ -37,13 +37,13 @@ TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOption
       scheme_(std::move(scheme)),
       context_(std::make_shared<const TlsContext>(options_.secret, tls_)),
       poller_(executor.make_poller()),
-      mailbox_(std::make_shared<TlsMailbox>(*poller_)),
+      request_queue_(std::make_shared<TlsRequestQueue>(*poller_)),
       scratch_(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes)),
       resolver_(executor) {}
 
 TlsTransport::~TlsTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
-  const TlsMailbox::Requests left = mailbox_->close();
+  const TlsRequestQueue::Requests left = request_queue_->close();
   for (const auto& errand : left.connections) {
     if (errand->dial) errand->dial->channel->end(reason);
   }
@@ -52,7 +52,7 @@ TlsTransport::~TlsTransport() {
 
 std::shared_ptr<TlsChannel> TlsTransport::make_channel(std::string peer, std::uint64_t token) const {
   return std::make_shared<TlsChannel>(
-      TlsChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent}, mailbox_);
+      TlsChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent}, request_queue_);
 }
 
 std::string TlsTransport::listen(const std::string& text) {
@@ -65,7 +65,7 @@ std::string TlsTransport::listen(const std::string& text) {
   }
   auto socket = std::make_unique<ListeningSocket>(*address);
   std::string bound = with_port(place, socket->address().port);
-  mailbox_->post(std::move(socket));
+  request_queue_->post(std::move(socket));
   return bound;
 }
 
@@ -79,9 +79,9 @@ bool TlsTransport::can_reach(const std::string& address) const {
 }
 
 std::shared_ptr<Channel> TlsTransport::connect(const std::string& text, Deadline deadline) {
-  auto errand = std::make_unique<TlsErrand>();
+  auto errand = std::make_unique<TlsRequest>();
   errand->token = next_token_.fetch_add(1, std::memory_order_relaxed);
-  TlsErrand::Dial& dial = errand->dial.emplace();
+  TlsRequest::Dial& dial = errand->dial.emplace();
   dial.place = parse_tls_address(text, scheme_);
   dial.deadline = deadline;
   dial.channel = make_channel(text, errand->token);
@@ -90,13 +90,13 @@ std::shared_ptr<Channel> TlsTransport::connect(const std::string& text, Deadline
   const bool by_name = dial.addresses.empty();
   const TlsPlace place = dial.place;
   const std::uint64_t token = errand->token;
-  mailbox_->post(std::move(errand));
+  request_queue_->post(std::move(errand));
   if (!by_name) return channel;
-  const auto answered = [mailbox = mailbox_, token](Resolver::Answer answer) {
-    auto news = std::make_unique<TlsErrand>();
+  const auto answered = [request_queue = request_queue_, token](Resolver::Answer answer) {
+    auto news = std::make_unique<TlsRequest>();
     news->token = token;
-    news->resolved = TlsErrand::Resolved{std::move(answer.addresses), std::move(answer.failure)};
-    mailbox->post(std::move(news));
+    news->resolved = TlsRequest::Resolved{std::move(answer.addresses), std::move(answer.failure)};
+    request_queue->post(std::move(news));
   };
   try {
     resolver_.look_up(place, answered);
@@ -118,7 +118,7 @@ void TlsTransport::wait(Deadline deadline) {
 
 bool TlsTransport::prepare_sleep(Deadline& until) {
   // poll() may have swallowed the poller's own token: what woke it is remembered here.
-  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || mailbox_->pending() ||
+  if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || request_queue_->pending() ||
       !backlog_.empty()) {
     return false;
   }
@@ -136,7 +136,7 @@ void TlsTransport::end_sleep(bool ready) {
 
 bool TlsTransport::poll() {
   now_ = executor_.now();
-  bool any = mailbox_->pending() && take_requests();
+  bool any = request_queue_->pending() && take_requests();
   if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kNoWait);
   polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
@@ -151,7 +151,7 @@ bool TlsTransport::poll() {
 bool TlsTransport::must_look() const { return !lanes_.empty() || polls_ >= kPollsBetweenAccepts; }
 
 bool TlsTransport::take_requests() {
-  TlsMailbox::Requests requests = mailbox_->take();
+  TlsRequestQueue::Requests requests = request_queue_->take();
   for (auto& socket : requests.listeners) {
     const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
     Listener& listener = listeners_[token];
@@ -165,9 +165,9 @@ bool TlsTransport::take_requests() {
   return true;
 }
 
-void TlsTransport::run(TlsErrand& errand) {
+void TlsTransport::run(TlsRequest& errand) {
   if (errand.dial) {
-    TlsErrand::Dial& dial = *errand.dial;
+    TlsRequest::Dial& dial = *errand.dial;
     const auto link = std::make_shared<TlsLink>(dial.channel, errand.token, true, options_);
     link->place = std::move(dial.place);
     link->addresses = std::move(dial.addresses);

@@ -13,16 +13,16 @@
 
 #include "net/polled.h"
 #include "net/stream/socket.h"
-#include "net/tls/errand.h"
 #include "net/tls/resolver.h"
 #include "net/tls/tls_lane.h"
 #include "net/tls/tls_link.h"
+#include "net/tls/tls_request.h"
 
 namespace torchspan::net {
 
 /// Transport over TLS 1.3 between hosts. A channel is a TlsLink with one or more TlsLanes, its connections; a
 /// caller is a lane without a link until it has proved itself and said which it is. Everything but the
-/// mailbox, the resolver and the atomics belongs to the thread that is in poll() or wait().
+/// request queue, the resolver and the atomics belongs to the thread that is in poll() or wait().
 class TlsTransport final : public PolledTransport {
  public:
   /// Addresses begin with `scheme`, which another transport that is built on this one sets.
@@ -58,7 +58,7 @@ class TlsTransport final : public PolledTransport {
   std::shared_ptr<TlsChannel> make_channel(std::string peer, std::uint64_t token) const;
   bool must_look() const;
   bool take_requests();
-  void run(TlsErrand& errand);
+  void run(TlsRequest& errand);
   void open_link(TlsLane& lane, const LinkPtr& link);
   /// Brings poller and timers in line with the channel's state; ends it when there is nothing left to do.
   void review(TlsLink& link);
@@ -93,15 +93,15 @@ class TlsTransport final : public PolledTransport {
   void drop(TlsLane& lane);
   void watch(TlsLane& lane, bool writing);
   void go_on_with(TlsLink& link);
-  void forget_stranger(TlsLane& lane);
+  void forget_unauthenticated(TlsLane& lane);
 
   // Callers (tls_callers.cpp)
   void accept_from(std::uint64_t token, Listener& listener);
   void welcome(Descriptor socket, const Listener& listener);
   void watch(std::uint64_t token, Listener& listener, bool on);
   void pause(std::uint64_t token, Listener& listener, int reason);
-  /// Others wait at the door: the stranger who came first must be done soon.
-  void hurry_strangers();
+  /// Others wait at the door: the unauthenticated peer who came first must be done soon.
+  void shorten_handshakes();
   void resume_listeners();
 
   Executor& executor_;
@@ -111,7 +111,7 @@ class TlsTransport final : public PolledTransport {
   const std::string scheme_;
   const std::shared_ptr<const TlsContext> context_;
   const std::unique_ptr<Poller> poller_;
-  const std::shared_ptr<TlsMailbox> mailbox_;
+  const std::shared_ptr<TlsRequestQueue> request_queue_;
   std::atomic<std::uint64_t> next_token_{1};
   std::atomic<bool> woken_{false};
 
@@ -122,13 +122,13 @@ class TlsTransport final : public PolledTransport {
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
   std::vector<std::uint64_t> backlog_;  ///< lanes with bytes that the system does not report any more
   std::size_t polls_ = 0;               ///< since the sockets were looked at
-  std::map<std::uint64_t, TimePoint> strangers_;  ///< who proved nothing yet, and when they came
+  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< who proved nothing yet, and when they came
   TimePoint now_{};
   TimePoint next_tick_{};
   std::array<Poller::Event, 64> events_;
   std::size_t ready_ = 0;  ///< events that wait() left for poll()
   const std::unique_ptr<std::byte[]> scratch_;
-  /// Its destructor waits for look-ups, which post to the mailbox: it goes first.
+  /// Its destructor waits for look-ups, which post to the request queue: it goes first.
   Resolver resolver_;
 };
 

@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include "net/ucx/ucx_errand.h"
+#include "net/ucx/ucx_request.h"
 
 namespace torchspan::net {
 namespace {
@@ -34,8 +34,8 @@ std::vector<Segment> hold_large(std::span<const Segment> segments, std::size_t a
 
 }  // namespace
 
-UcxChannel::UcxChannel(Options options, std::shared_ptr<UcxMailbox> mailbox)
-    : options_(std::move(options)), mailbox_(std::move(mailbox)) {}
+UcxChannel::UcxChannel(Options options, std::shared_ptr<UcxRequestQueue> request_queue)
+    : options_(std::move(options)), request_queue_(std::move(request_queue)) {}
 
 void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
   const std::uint64_t size = check_message(header, segments, options_.limits);
@@ -55,7 +55,7 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
   } catch (const std::exception&) {
     // Part of the message may be in the stream, which cannot be continued.
     broken_ = "no memory left to queue a message";
-    mailbox_->post_review(options_.token);
+    request_queue_->post_review(options_.token);
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("no memory left to queue a message to '{}'", options_.peer));
   }
@@ -94,7 +94,7 @@ void UcxChannel::close() {
   queued_ += goodbye.size();
   unsent_.fetch_add(goodbye.size(), std::memory_order_relaxed);
   flush_locked(false, released);
-  mailbox_->post_review(options_.token);
+  request_queue_->post_review(options_.token);
 }
 
 void UcxChannel::open(UcxWorker& worker, std::shared_ptr<UcxRoute> route, std::uint64_t peer_label) {
@@ -129,7 +129,7 @@ void UcxChannel::flush_locked(bool patient, Released& released) {
   if (patient) posted_ = false;
   if (!posted_ && (patient ? more_to_send() : !quiet())) {
     posted_ = true;
-    mailbox_->post_review(options_.token);
+    request_queue_->post_review(options_.token);
   }
 }
 

@@ -10,14 +10,14 @@
 #include <torchspan/net/transport.h>
 
 #include "net/framing.h"
-#include "net/stream/mailbox.h"
 #include "net/stream/outbox.h"
+#include "net/stream/request_queue.h"
 #include "net/ucx/ucx_worker.h"
 
 namespace torchspan::net {
 
-struct UcxErrand;
-using UcxMailbox = MailboxOf<UcxErrand>;
+struct UcxRequest;
+using UcxRequestQueue = RequestQueue<UcxRequest>;
 
 /// The sending half of a channel over UCX, shared by all threads. Hands messages to UCX in the calling thread
 /// if no other is at it; the driver sends the rest.
@@ -25,12 +25,12 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
  public:
   struct Options {
     std::string peer;
-    std::uint64_t token;  ///< the channel's, for the mailbox
+    std::uint64_t token;  ///< the channel's, for the request queue
     FrameLimits limits;
     std::uint64_t max_unsent;
     std::size_t rendezvous_from;  ///< size of segments that go beside the stream
   };
-  UcxChannel(Options options, std::shared_ptr<UcxMailbox> mailbox);
+  UcxChannel(Options options, std::shared_ptr<UcxRequestQueue> request_queue);
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
@@ -78,7 +78,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   [[noreturn]] void throw_overloaded(std::uint64_t size) const;
 
   const Options options_;
-  const std::shared_ptr<UcxMailbox> mailbox_;
+  const std::shared_ptr<UcxRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
   mutable Mutex mutex_;
   UcxWorker* worker_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;

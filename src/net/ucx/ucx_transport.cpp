@@ -19,7 +19,7 @@ TransportOptions options_beneath(const TransportOptions& options) {
   beneath.max_message = kLongestNote;
   beneath.max_segments = 0;
   beneath.max_unsent = 4 * kLongestNote;
-  beneath.max_strangers = options.max_strangers;
+  beneath.max_unauthenticated = options.max_unauthenticated;
   beneath.handshake_timeout = options.handshake_timeout;
   beneath.linger = options.linger;
   return beneath;
@@ -47,14 +47,14 @@ UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOption
       dropped_((ucx_.metrics != nullptr ? *ucx_.metrics : own_metrics_).counter("net.ucx.dropped")),
       front_(*this),
       tls_(executor, front_, options_beneath(options_), without_lanes(ucx_.tls), "ucx"),
-      mailbox_(std::make_shared<UcxMailbox>(tls_.poller())),
+      request_queue_(std::make_shared<UcxRequestQueue>(tls_.poller())),
       worker_(executor, ucx_) {
   tls_.poller().add(worker_.event_descriptor(), kWorkerToken, false);
 }
 
 UcxTransport::~UcxTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
-  const UcxMailbox::Requests left = mailbox_->close();
+  const UcxRequestQueue::Requests left = request_queue_->close();
   for (const auto& errand : left.connections) errand->channel->end(reason);
   for (const auto& [token, link] : links_) {
     link->channel->end(reason);
@@ -67,14 +67,14 @@ std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadl
   parse_tls_address(address, "ucx");
   const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
   auto channel = make_channel(address, token);
-  mailbox_->post(std::make_unique<UcxErrand>(UcxErrand{token, channel, address, deadline}));
+  request_queue_->post(std::make_unique<UcxRequest>(UcxRequest{token, channel, address, deadline}));
   return channel;
 }
 
 std::shared_ptr<UcxChannel> UcxTransport::make_channel(std::string peer, std::uint64_t token) const {
   return std::make_shared<UcxChannel>(
       UcxChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent, rendezvous_from_},
-      mailbox_);
+      request_queue_);
 }
 
 void UcxTransport::wait(Deadline deadline) {
@@ -84,7 +84,7 @@ void UcxTransport::wait(Deadline deadline) {
 bool UcxTransport::prepare_sleep(Deadline& until) { return may_sleep(until) && tls_.prepare_sleep(until); }
 
 bool UcxTransport::may_sleep(Deadline& until) {
-  if (mailbox_->pending() || worker_.has_news()) return false;
+  if (request_queue_->pending() || worker_.has_news()) return false;
   while (!worker_.arm()) {
     worker_.progress();
     if (worker_.has_news()) return false;
@@ -95,7 +95,7 @@ bool UcxTransport::may_sleep(Deadline& until) {
 
 bool UcxTransport::poll() {
   now_ = executor_.now();
-  bool any = mailbox_->pending() && take_requests();
+  bool any = request_queue_->pending() && take_requests();
   any |= tls_.poll();
   any |= serve_worker();
   if (!timers_.empty()) any |= run_timers();
@@ -103,7 +103,7 @@ bool UcxTransport::poll() {
 }
 
 bool UcxTransport::take_requests() {
-  UcxMailbox::Requests requests = mailbox_->take();
+  UcxRequestQueue::Requests requests = request_queue_->take();
   for (const auto& errand : requests.connections) dial(*errand);
   for (const std::uint64_t token : requests.reviews) {
     const auto found = links_.find(token);

@@ -17,7 +17,7 @@
 #include "net/ucx/greeting.h"
 #include "net/ucx/inbox.h"
 #include "net/ucx/ucx_channel.h"
-#include "net/ucx/ucx_errand.h"
+#include "net/ucx/ucx_request.h"
 #include "net/ucx/ucx_worker.h"
 
 namespace torchspan::net {
@@ -44,8 +44,8 @@ struct UcxLink {
 };
 
 /// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
-/// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the mailbox and the
-/// worker belongs to the thread in poll() or wait().
+/// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the request queue
+/// and the worker belongs to the thread in poll() or wait().
 class UcxTransport final : public PolledTransport {
  public:
   UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx);
@@ -83,7 +83,7 @@ class UcxTransport final : public PolledTransport {
   };
 
   // Wires (ucx_wires.cpp)
-  void dial(UcxErrand& errand);
+  void dial(UcxRequest& errand);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
   void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
@@ -126,7 +126,7 @@ class UcxTransport final : public PolledTransport {
   Counter& dropped_;
   Front front_;
   TlsTransport tls_;
-  const std::shared_ptr<UcxMailbox> mailbox_;
+  const std::shared_ptr<UcxRequestQueue> request_queue_;
   std::atomic<std::uint64_t> next_token_{1};
   UcxWorker worker_;
 

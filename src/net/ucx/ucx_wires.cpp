@@ -18,7 +18,7 @@ std::uint64_t draw_label() {
 
 }  // namespace
 
-void UcxTransport::dial(UcxErrand& errand) {
+void UcxTransport::dial(UcxRequest& errand) {
   const auto link = std::make_shared<UcxLink>(errand.channel, errand.token, options_);
   link->dialed = true;
   try {

@@ -6,44 +6,44 @@
 namespace torchspan::pipeline {
 namespace {
 
-using schedule::Task;
-using schedule::TaskKind;
+using schedule::Action;
+using schedule::ActionKind;
 
 class ArrivalPolicy final : public Policy {
  public:
   explicit ArrivalPolicy(ArrivalLimits limits) : limits_(limits) {}
 
-  void became_ready(const Task& task) override { (enters(task) ? outside_ : ready_).push_back(task); }
-  std::optional<Task> next() override {
+  void became_ready(const Action& task) override { (enters(task) ? outside_ : ready_).push_back(task); }
+  std::optional<Action> next() override {
     // What is inside goes before what would come in, so that the limit is reached by need only.
     if (!ready_.empty()) {
-      const Task task = take(ready_);
-      if (limits_.backwards && task.stage == limits_.segment && task.kind == TaskKind::kBackward) --inside_;
+      const Action task = take(ready_);
+      if (limits_.backwards && task.stage == limits_.segment && task.kind == ActionKind::kBackward) --inside_;
       return task;
     }
-    if (outside_.empty() || (limits_.most_in_flight > 0 && inside_ >= limits_.most_in_flight))
+    if (outside_.empty() || (limits_.max_in_flight > 0 && inside_ >= limits_.max_in_flight))
       return std::nullopt;
     ++inside_;
     return take(outside_);
   }
   /// The oldest micro-batch's is the likeliest, but nothing is certain.
-  std::optional<Task> next_backward() const override { return std::nullopt; }
+  std::optional<Action> next_backward() const override { return std::nullopt; }
   void credit() override { --inside_; }
 
  private:
-  bool enters(const Task& task) const {
-    return task.kind == TaskKind::kForward && task.stage == limits_.segment;
+  bool enters(const Action& task) const {
+    return task.kind == ActionKind::kForward && task.stage == limits_.segment;
   }
-  static Task take(std::deque<Task>& from) {
-    const Task task = from.front();
+  static Action take(std::deque<Action>& from) {
+    const Action task = from.front();
     from.pop_front();
     return task;
   }
 
   const ArrivalLimits limits_;
   int inside_ = 0;
-  std::deque<Task> ready_;
-  std::deque<Task> outside_;
+  std::deque<Action> ready_;
+  std::deque<Action> outside_;
 };
 
 }  // namespace

@@ -1,0 +1,99 @@
+#include "collective/c10d/c10d_collectives.h"
+
+#include <fmt/format.h>
+
+#include <ATen/Functions.h>
+
+#include "collective/serial/serial_backend.h"
+
+namespace torchspan::collective {
+namespace {
+
+c10d::ReduceOp c10d_op(ReduceOp reduction) {
+  switch (reduction) {
+    case kMin:
+      return c10d::ReduceOp::MIN;
+    case kMax:
+      return c10d::ReduceOp::MAX;
+    case kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    default:
+      return c10d::ReduceOp::SUM;
+  }
+}
+
+}  // namespace
+
+bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp) const {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void C10dCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d_op(reduction);
+  group_->allreduce(tensors, options)->wait();
+}
+
+void C10dCollectives::broadcast(at::Tensor tensor, int root) {
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  group_->broadcast(tensors, options)->wait();
+}
+
+void C10dCollectives::all_gather(at::Tensor mine, at::Tensor all) {
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (std::int64_t rank = 0; rank < all.size(0); ++rank) outputs[0].push_back(all[rank]);
+  std::vector<at::Tensor> inputs{std::move(mine)};
+  group_->allgather(outputs, inputs)->wait();
+}
+
+void C10dCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
+                                 at::Tensor all, const std::vector<std::int64_t>& all_counts) {
+  std::vector<std::int64_t> in = mine_counts, out = all_counts;
+  group_->alltoall_base(all, mine, out, in)->wait();
+}
+
+std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members) {
+  if (!split_) {
+    throw Error(ErrorKind::kUnsupported,
+                "this process group cannot be split: give C10dOptions::split, which makes one of its parts");
+  }
+  if (members.size() == 1) return nullptr;
+  return std::make_unique<C10dCollectives>(split_(members));
+}
+
+std::shared_ptr<Backend> make_c10d_backend(Runtime& runtime,
+                                           c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                           C10dOptions options) {
+  const int size = process_group->getSize();
+  SerialOptions serial{.ranks = std::move(options.ranks), .peers = std::move(options.peers)};
+  serial.rank = process_group->getRank();
+  serial.compare_calls = options.compare_calls;
+  for (int rank = static_cast<int>(serial.ranks.size()); rank < size; ++rank) serial.ranks.push_back(rank);
+  for (auto rank = serial.peers.size(); rank < serial.ranks.size(); ++rank) {
+    serial.peers.push_back(fmt::format("rank {}", serial.ranks[rank]));
+  }
+  const std::string engine = process_group->getBackendName();
+  C10dGroup group{std::move(process_group), engine};
+  if (options.split) {
+    group.split = [split = std::move(options.split), engine](const std::vector<int>& members) {
+      return C10dGroup{split(members), engine};
+    };
+  }
+  return SerialBackend::make(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime),
+                             std::make_unique<C10dCollectives>(std::move(group)), std::move(serial));
+}
+
+}  // namespace torchspan::collective

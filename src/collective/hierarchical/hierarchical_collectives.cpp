@@ -1,0 +1,129 @@
+#include "collective/hierarchical/hierarchical_collectives.h"
+
+#include <algorithm>
+#include <map>
+
+#include <ATen/Functions.h>
+
+namespace torchspan::collective {
+namespace {
+
+at::Tensor bytes_for(at::IntArrayRef sizes) { return at::empty(sizes, at::TensorOptions().dtype(at::kByte)); }
+
+std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
+  std::int64_t sum = 0;
+  for (const std::int64_t count : counts) sum += count;
+  return sum;
+}
+
+}  // namespace
+
+HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect)
+    : plan_(std::move(plan)), local_(std::move(local)), connect_(std::move(connect)) {
+  std::map<int, std::size_t> places;
+  std::vector<int> leaders;
+  for (std::size_t rank = 0; rank < plan_.ranks.size(); ++rank) {
+    const auto [place, is_new] = places.emplace(plan_.hosts[rank], hosts_.size());
+    if (is_new) {
+      hosts_.emplace_back();
+      leaders.push_back(plan_.ranks[rank]);
+    }
+    hosts_[place->second].push_back(static_cast<int>(rank));
+  }
+  if (hosts_.size() > 1 && leads()) leaders_ = connect_(leaders);
+}
+
+int HierarchicalCollectives::host_of(int rank) const {
+  for (std::size_t host = 0; host < hosts_.size(); ++host) {
+    if (std::find(hosts_[host].begin(), hosts_[host].end(), rank) != hosts_[host].end()) {
+      return static_cast<int>(host);
+    }
+  }
+  return -1;
+}
+
+bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp) const {
+  // All ranks must say the same, and only leaders have a collectives to ask.
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong ||
+         dtype == at::kByte || dtype == at::kChar;
+}
+
+void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  local_.all_reduce(tensor, reduction).wait();
+  if (hosts_.size() == 1) return;
+  if (leads()) leaders_->all_reduce(tensor, reduction);
+  local_.broadcast(tensor, 0).wait();
+}
+
+void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
+  const int host = host_of(root);
+  const bool here = host == host_of(plan_.rank);
+  if (here) {
+    const auto& ranks = hosts_[static_cast<std::size_t>(host)];
+    local_.broadcast(tensor, static_cast<int>(std::find(ranks.begin(), ranks.end(), root) - ranks.begin()))
+        .wait();
+  }
+  if (leaders_) leaders_->broadcast(tensor, host);
+  if (!here) local_.broadcast(tensor, 0).wait();
+}
+
+void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
+  const std::int64_t length = mine.numel();
+  const at::Tensor rows = at::stack(local_.all_gather(mine).wait());
+  for (std::size_t host = 0; host < hosts_.size(); ++host) {
+    const auto& ranks = hosts_[host];
+    const bool here = static_cast<int>(host) == host_of(plan_.rank);
+    const at::Tensor block = here ? rows : bytes_for({static_cast<std::int64_t>(ranks.size()), length});
+    if (leaders_ && length != 0) leaders_->broadcast(block.view({-1}), static_cast<int>(host));
+    for (std::size_t i = 0; i < ranks.size(); ++i) all[ranks[i]].copy_(block[static_cast<std::int64_t>(i)]);
+  }
+  if (hosts_.size() > 1) local_.broadcast(all, 0).wait();
+}
+
+void HierarchicalCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
+                                         at::Tensor all, const std::vector<std::int64_t>& all_counts) {
+  const auto ranks = static_cast<std::int64_t>(plan_.ranks.size());
+  const at::Tensor counts = at::empty({ranks, ranks}, at::TensorOptions().dtype(at::kLong));
+  const std::int64_t row = ranks * static_cast<std::int64_t>(sizeof(std::int64_t));
+  std::vector<std::int64_t> own = mine_counts;
+  all_gather(at::from_blob(own.data(), {row}, at::kByte),
+             at::from_blob(counts.data_ptr(), {ranks, row}, at::kByte));
+  const std::int64_t most = counts.sum(1).max().item<std::int64_t>();
+  if (most == 0) return;
+  const at::Tensor padded = at::zeros({most}, at::TensorOptions().dtype(at::kByte));
+  padded.narrow(0, 0, sum_of(mine_counts)).copy_(mine);
+  const at::Tensor everything = bytes_for({ranks, most});
+  all_gather(padded, everything);
+  std::int64_t at = 0;
+  for (std::int64_t from = 0; from < ranks; ++from) {
+    const std::int64_t skip = counts[from].narrow(0, 0, plan_.rank).sum().item<std::int64_t>();
+    const std::int64_t count = all_counts[static_cast<std::size_t>(from)];
+    all.narrow(0, at, count).copy_(everything[from].narrow(0, skip, count));
+    at += count;
+  }
+}
+
+std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::vector<int>& members) {
+  HierarchyPlan part;
+  int color = members[0];
+  for (const int member : members) {
+    if (member == plan_.rank) part.rank = static_cast<int>(part.ranks.size());
+    part.ranks.push_back(plan_.ranks[static_cast<std::size_t>(member)]);
+    part.hosts.push_back(plan_.hosts[static_cast<std::size_t>(member)]);
+    color = std::min(color, member);
+  }
+  Group local = local_.split(color, part.rank);
+  return std::make_unique<HierarchicalCollectives>(std::move(part), std::move(local), connect_);
+}
+
+void HierarchicalCollectives::abort(const Error& cause) {
+  local_.abort(cause);
+  if (leaders_) leaders_->abort(cause);
+}
+
+/// The local group hears of the world itself.
+void HierarchicalCollectives::end(const Error& reason) {
+  if (leaders_) leaders_->end(reason);
+}
+
+}  // namespace torchspan::collective

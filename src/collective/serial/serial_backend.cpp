@@ -1,0 +1,473 @@
+#include "collective/serial/serial_backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fmt/format.h>
+#include <tuple>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "collective/kernels.h"
+#include "collective/single.h"
+#include "collective/splits.h"
+#include "collective/tensors.h"
+
+namespace torchspan::collective {
+namespace {
+
+std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
+
+constexpr Duration kRollCall = std::chrono::seconds(1);
+
+/// `how` may begin with the name.
+Error lost(const std::string& peer, const std::string& how) {
+  return {ErrorKind::kDisconnected,
+          fmt::format("{}, and the group cannot go on without it",
+                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
+}
+
+}  // namespace
+
+SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
+                             std::unique_ptr<BlockingCollectives> collectives, SerialOptions options)
+    : runtime_(std::move(runtime)),
+      options_(std::move(options)),
+      collectives_(std::move(collectives)),
+      gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
+      host_(std::make_shared<GroupHost>(runtime_)),
+      parker_(runtime_->executor.make_parker()) {
+  thread_ = runtime_->executor.spawn("group", [this] { run(); });
+}
+
+std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runtime,
+                                                   std::unique_ptr<BlockingCollectives> collectives,
+                                                   SerialOptions options) {
+  const std::shared_ptr<SerialBackend> backend(
+      new SerialBackend(std::move(runtime), std::move(collectives), std::move(options)));
+  const auto& [world, instances] = std::tie(backend->options_.world, backend->options_.instances);
+  if (!world) return backend;
+  world->add(backend);
+  for (std::size_t rank = 0; rank < instances.size(); ++rank) {
+    const auto how = world->gone(instances[rank]);
+    if (how) backend->break_with(lost(backend->options_.peers[rank], *how));
+  }
+  return backend;
+}
+
+SerialBackend::~SerialBackend() {
+  break_with(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  stop_thread();
+  GroupHost::close(host_, options_.world && options_.world->ended());
+}
+
+void SerialBackend::stop_thread() {
+  stopping_.store(true);
+  parker_->unpark();
+  if (thread_.joinable()) thread_.join();
+}
+
+void SerialBackend::member_died(const rendezvous::Member& member, const Error& reason) {
+  const auto& instances = options_.instances;
+  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  const Error cause = lost(describe(member), reason.message());
+  break_with(cause);
+  collectives_->abort(cause);
+}
+
+void SerialBackend::world_ended(const Error& reason) {
+  break_with(reason);
+  collectives_->end(reason);
+}
+
+void SerialBackend::world_closing() { stop_thread(); }
+
+template <class T>
+Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body) {
+  auto promise = std::make_shared<Promise<T>>(host_);
+  Future<T> future = promise->future();
+  auto job = std::make_unique<Job>();
+  job->call = std::move(call);
+  job->run = [promise, body = std::move(body)]() mutable {
+    if constexpr (std::is_void_v<T>) {
+      body();
+      promise->set_value();
+    } else {
+      promise->set_value(body());
+    }
+  };
+  job->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };
+  enqueue(std::move(job));
+  return future;
+}
+
+void SerialBackend::fail(Job& job, const Error& cause) {
+  job.fail(std::make_exception_ptr(
+      Error(cause).with_call(fmt::format("{}, call {} of the group", job.call.text, job.number))));
+}
+
+void SerialBackend::enqueue(std::unique_ptr<Job> job) {
+  std::optional<Error> failure;
+  std::unique_ptr<Job> refused;
+  {
+    MutexLock lock(mutex_);
+    failure = failure_;
+    job->number = ++called_;
+    if (failure) {
+      refused = std::move(job);
+    } else {
+      queue_.push_back(std::move(job));
+    }
+  }
+  if (refused) {
+    fail(*refused, *failure);
+  } else {
+    parker_->unpark();
+  }
+}
+
+void SerialBackend::run() {
+  while (true) {
+    std::unique_ptr<Job> job;
+    {
+      MutexLock lock(mutex_);
+      if (!queue_.empty()) {
+        job = std::move(queue_.front());
+        queue_.pop_front();
+      }
+    }
+    if (job) {
+      run_one(*job);
+    } else if (stopping_.load()) {
+      return;
+    } else {
+      parker_->park(Deadline::never());
+    }
+  }
+}
+
+void SerialBackend::run_one(Job& job) {
+  const at::NoGradGuard no_grad;
+  try {
+    throw_if_broken("");
+    refuse_without_the_gone();
+    compare(job.call);
+    job.run();
+  } catch (...) {
+    if (!failure()) break_with(explain(job.call, std::current_exception()));
+    fail(job, *failure());
+  }
+}
+
+void SerialBackend::refuse_without_the_gone() const {
+  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
+    const auto how = options_.world->gone(options_.instances[rank]);
+    if (how) throw lost(options_.peers[rank], *how);
+  }
+}
+
+std::optional<Error> SerialBackend::failure() {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
+void SerialBackend::throw_if_broken(const char* call) {
+  if (const auto cause = failure()) throw Error(*cause).with_call(call);
+}
+
+void SerialBackend::compare(const CallLine& call) {
+  const std::uint64_t number = calls_++;
+  if (!options_.compare_calls) return;
+  LineBytes mine = pack_line(call, number);
+  std::vector<LineBytes> lines(options_.ranks.size());
+  at::Tensor all =
+      bytes_of(lines.data(), lines.size() * kLineBytes)
+          .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
+  collectives_->all_gather(bytes_of(mine.data(), mine.size()), all);
+  for (std::size_t rank = 1; rank < lines.size(); ++rank) {
+    if (lines[rank] != lines[0]) throw_different(0, unpack_line(lines[0]), rank, unpack_line(lines[rank]));
+  }
+}
+
+void SerialBackend::throw_different(std::size_t one, const std::string& its_call, std::size_t other,
+                                    const std::string& other_call) const {
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and {} "
+                  "called {}",
+                  options_.peers[one], its_call, options_.peers[other], other_call));
+}
+
+Error SerialBackend::explain(const CallLine& call, const std::exception_ptr& exception) const {
+  const auto about = [&](ErrorKind kind, const std::string& text) {
+    return Error(kind, fmt::format("{}, call {} of the group, failed in {}: {}{}", call.text, calls_.load(),
+                                   collectives_->name(), text, who_is_missing()));
+  };
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    const bool lost = error.kind() == ErrorKind::kDisconnected || error.kind() == ErrorKind::kTimedOut;
+    return lost ? about(error.kind(), error.message()) : error;
+  } catch (...) {
+  }
+  const std::string text = torchspan::describe(exception).text;
+  const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
+  return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
+}
+
+std::string SerialBackend::who_is_missing() const {
+  std::string who;
+  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
+    if (const auto how = options_.world->gone(options_.instances[rank])) {
+      who += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
+    }
+  }
+  if (!who.empty() || !options_.world) return who;
+  const std::string silent = call_the_roll();
+  return silent.empty() ? "; all ranks gave up on it"
+                        : "; a roll call of those that gave up on it: " + silent;
+}
+
+std::string SerialBackend::call_the_roll() const {
+  std::vector<int> ranks = options_.ranks;
+  std::sort(ranks.begin(), ranks.end());
+  try {
+    options_.world->ask([&](rendezvous::Membership& world) {
+      world.barrier(fmt::format("torchspan.roll_call.{}", calls_.load()), std::move(ranks),
+                    runtime_->executor.deadline_in(kRollCall));
+    });
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return {};
+}
+
+template <class T>
+T SerialBackend::wait_until(Deadline deadline, const Future<T>& future, const char* call) {
+  try {
+    return future.wait(deadline);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
+    break_with(
+        Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, was not over by its deadline{}",
+                                                call, calls_.load(), who_is_missing())));
+    throw_if_broken(call);
+    throw;
+  }
+}
+
+void SerialBackend::break_with(const Error& cause) {
+  std::deque<std::unique_ptr<Job>> failed;
+  Error first = cause;
+  {
+    MutexLock lock(mutex_);
+    if (!failure_) failure_ = cause;
+    first = *failure_;
+    failed.swap(queue_);
+  }
+  for (const auto& job : failed) {
+    fail(*job, first);
+  }
+}
+
+void SerialBackend::abort(const Error& cause) {
+  const Error told(cause.kind(),
+                   fmt::format("{} aborted the group: {}", options_.peers[static_cast<std::size_t>(rank())],
+                               cause.message()));
+  break_with(told);
+  collectives_->abort(told);
+}
+
+std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
+  struct Part {
+    std::unique_ptr<BlockingCollectives> collectives;
+    SerialOptions options;
+  };
+  const auto part = std::make_shared<Part>();
+  submit<void>({"split()"}, [this, part, color, key] {
+    const std::vector<int> members =
+        ranks_of_split([&](BytesView mine) { return gathers_.bytes(mine); }, color, key);
+    part->options = options_;
+    part->options.ranks.clear();
+    part->options.peers.clear();
+    part->options.instances.clear();
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      const auto member = static_cast<std::size_t>(members[i]);
+      part->options.ranks.push_back(options_.ranks[member]);
+      part->options.peers.push_back(options_.peers[member]);
+      if (options_.world) part->options.instances.push_back(options_.instances[member]);
+      if (members[i] == rank()) part->options.rank = static_cast<int>(i);
+    }
+    part->collectives = collectives_->split(members);
+  }).wait();
+  if (part->options.ranks.size() == 1) {
+    return SingleBackend::make(part->options.ranks[0], runtime_, options_.world);
+  }
+  return make(runtime_, std::move(part->collectives), std::move(part->options));
+}
+
+Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  find_kernel(tensor.scalar_type(), reduction);
+  CallLine line = line_of_tensor("all_reduce", tensor, comma(reduction));
+  if (tensor.is_sparse()) {
+    if (reduction != kSum && reduction != kAvg) {
+      throw Error(ErrorKind::kUnsupported,
+                  "sparse tensors can be summed and averaged only; densify them first");
+    }
+    return submit<at::Tensor>(std::move(line),
+                              [this, tensor, reduction] { return reduce_sparse(tensor, reduction); });
+  }
+  return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
+    const at::Tensor work = plain(tensor);
+    reduce_dense(work, reduction);
+    return put_back(work, tensor);
+  });
+}
+
+Future<at::Tensor> SerialBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
+  find_kernel(tensor.scalar_type(), reduction);
+  return submit<at::Tensor>(line_of_tensor("reduce_scatter", tensor, comma(reduction)),
+                            [this, tensor, reduction] {
+                              const at::Tensor work = plain(tensor).clone();
+                              reduce_dense(work, reduction);
+                              const std::int64_t part = work.size(0) / size();
+                              return work.narrow(0, part * rank(), part).clone();
+                            });
+}
+
+Future<std::vector<at::Tensor>> SerialBackend::all_gather(at::Tensor tensor) {
+  return submit<std::vector<at::Tensor>>(line_of_tensor("all_gather", tensor, {}, /*first_free=*/true),
+                                         [this, tensor] { return gathers_.dense(plain(tensor)); });
+}
+
+Future<at::Tensor> SerialBackend::broadcast(at::Tensor tensor, int root) {
+  return submit<at::Tensor>(line_of_tensor("broadcast", tensor, fmt::format(" from rank {}", root)),
+                            [this, tensor, root] {
+                              const at::Tensor work = plain(tensor);
+                              if (work.nbytes() != 0) collectives_->broadcast(bytes_of(work), root);
+                              return root == rank() ? tensor : put_back(work, tensor);
+                            });
+}
+
+Future<std::vector<at::Tensor>> SerialBackend::all_to_all(std::vector<at::Tensor> parts) {
+  CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
+  return submit<std::vector<at::Tensor>>(std::move(line), [this, parts = std::move(parts)] {
+    ByteWriter shapes;
+    std::vector<at::Tensor> sent;
+    std::vector<std::int64_t> sent_counts, counts;
+    for (const at::Tensor& part : parts) {
+      shapes.put(static_cast<std::uint32_t>(part.dim()));
+      for (const std::int64_t size : part.sizes()) shapes.put(size);
+      const at::Tensor work = plain(part);
+      sent_counts.push_back(static_cast<std::int64_t>(work.nbytes()));
+      sent.push_back(bytes_of(work).clone());
+    }
+    std::vector<at::Tensor> results;
+    std::int64_t total = 0;
+    for (const Bytes& theirs : gathers_.bytes(shapes.bytes())) {
+      ByteReader reader(theirs);
+      std::vector<std::int64_t> sizes;
+      for (int to = 0; to <= rank(); ++to) {
+        sizes.resize(reader.get_count(sizeof(std::int64_t)));
+        for (std::int64_t& size : sizes) size = reader.get<std::int64_t>();
+      }
+      results.push_back(at::empty(sizes, parts[0].options().layout(at::kStrided)));
+      counts.push_back(static_cast<std::int64_t>(results.back().nbytes()));
+      total += counts.back();
+    }
+    const at::Tensor received = empty_bytes({total});
+    collectives_->all_to_all(at::cat(sent), sent_counts, received, counts);
+    std::int64_t at = 0;
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      if (counts[i] != 0) bytes_of(results[i]).copy_(received.narrow(0, at, counts[i]));
+      at += counts[i];
+    }
+    return results;
+  });
+}
+
+std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Deadline deadline) {
+  const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
+  return wait_until(
+      deadline,
+      submit<std::vector<Bytes>>({"all_gather_bytes()"}, [this, bytes] { return gathers_.bytes(*bytes); }),
+      "all_gather_bytes()");
+}
+
+void SerialBackend::barrier(Deadline deadline) {
+  const auto body = [this] {
+    if (options_.compare_calls) return;  // that was one
+    at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
+    collectives_->all_gather(mine, empty_bytes({size(), 1}));
+  };
+  wait_until(deadline, submit<void>({"barrier()"}, body), "barrier()");
+}
+
+at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty(sizes, at::TensorOptions().dtype(dtype));
+}
+
+void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  const ReduceOp first = reduction == kAvg ? kSum : reduction;
+  if (tensor.numel() == 0) return;
+  if (dtype == at::kHalf || dtype == at::kBFloat16) {
+    const at::Tensor wide = tensor.to(at::kFloat);
+    reduce_dense(wide, reduction);
+    tensor.copy_(wide);
+    return;
+  }
+  if (!collectives_->reduces(dtype, first)) {
+    reduce_gathered(std::move(tensor), reduction);
+    return;
+  }
+  collectives_->all_reduce(tensor, first);
+  if (reduction == kAvg) tensor.div_(size());
+}
+
+void SerialBackend::reduce_gathered(at::Tensor tensor, ReduceOp reduction) {
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  const at::Tensor all = empty_bytes({size(), bytes});
+  collectives_->all_gather(bytes_of(tensor), all);
+  std::vector<const std::byte*> sources;
+  for (int rank = 0; rank < size(); ++rank) {
+    sources.push_back(static_cast<const std::byte*>(all.data_ptr()) + rank * bytes);
+  }
+  auto* const target = static_cast<std::byte*>(tensor.data_ptr());
+  find_kernel(tensor.scalar_type(), reduction)(
+      {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(size())});
+}
+
+at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+  const at::Tensor work = tensor.detach().coalesce();
+  const std::vector<std::int64_t> sizes = work.sizes().vec();
+  const auto all = gathers_.numbers({work._nnz(), work.sparse_dim()});
+  std::vector<std::int64_t> entries;
+  std::size_t first = 0;  // with entries: the others follow its number of sparse dimensions
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    entries.push_back(all[rank][0]);
+    if (entries[first] == 0) first = rank;
+    if (entries[rank] == 0 || all[rank][1] == all[first][1]) continue;
+    const auto call = [&](std::size_t of) {
+      return fmt::format("{} with {} sparse dimensions",
+                         line_of_tensor("all_reduce", tensor, comma(reduction)).text, all[of][1]);
+    };
+    throw_different(first, call(first), rank, call(rank));
+  }
+  const std::int64_t sparse_dim = all[entries[first] == 0 ? 0 : first][1];
+  at::Tensor indices = work.indices().t(), values = work.values();
+  if (work._nnz() == 0) {
+    std::vector<std::int64_t> none(sizes.begin() + sparse_dim, sizes.end());
+    none.insert(none.begin(), 0);
+    indices = at::empty({0, sparse_dim}, at::TensorOptions().dtype(at::kLong));
+    values = at::empty(none, values.options());
+  }
+  // Entries are the first dimension.
+  const auto all_indices = gathers_.dense(plain(indices), entries);
+  const auto all_values = gathers_.dense(plain(values), entries);
+  at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();
+  if (reduction == kAvg) sum.values().div_(size());
+  return sum;
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,117 @@
+#pragma once
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <torchspan/core/function.h>
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/pool.h>
+#include <torchspan/core/runtime.h>
+
+#include "collective/group_host.h"
+#include "collective/serial/blocking_collectives.h"
+#include "collective/serial/call_line.h"
+#include "collective/serial/gathers.h"
+#include "collective/world_link.h"
+
+namespace torchspan::collective {
+
+struct SerialOptions {
+  std::vector<int> ranks = {};          ///< of the world, by rank of the group
+  std::vector<std::string> peers = {};  ///< their names for messages
+  int rank = 0;
+  Duration timeout = std::chrono::minutes(5);
+  /// Compares calls before each operation, at the price of one small gather: foreign engines hang, or end the
+  /// process, where ranks disagree.
+  bool compare_calls = true;
+  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it tells of breaks the group at once
+  std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, where there is a world
+};
+
+/// A back end over a BlockingCollectives: runs one operation after the other on a thread of its own, and
+/// builds what the engine does not have out of what it has. Dtypes and reductions that the engine lacks are
+/// gathered and reduced here, in the order of the ranks; halves are reduced as floats.
+class SerialBackend final : public Backend, public WorldListener {
+ public:
+  static std::shared_ptr<SerialBackend> make(std::shared_ptr<Runtime> runtime,
+                                             std::unique_ptr<BlockingCollectives> collectives,
+                                             SerialOptions options);
+  /// Fails what has not begun with kCancelled; waits for what has, which the collectives's time-outs bound.
+  ~SerialBackend() override;
+
+  std::string name() const override { return collectives_->name(); }
+  int rank() const override { return options_.rank; }
+  const std::vector<int>& ranks() const override { return options_.ranks; }
+  std::shared_ptr<Backend> split(int color, int key) override;
+  Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
+  Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
+  Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
+  Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
+  void barrier(Deadline deadline) override;
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
+  void abort(const Error& cause) override;
+
+  void member_died(const rendezvous::Member& member, const Error& reason) override;
+  /// It may have done its part of what is under way: what is called later fails.
+  void member_left(const rendezvous::Member&) override {}
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+
+ private:
+  struct Job {
+    CallLine call;
+    std::uint64_t number = 0;  ///< of the calls of this rank, from 1 on
+    UniqueFunction<void()> run;
+    UniqueFunction<void(std::exception_ptr)> fail;
+  };
+
+  SerialBackend(std::shared_ptr<Runtime> runtime, std::unique_ptr<BlockingCollectives> collectives,
+                SerialOptions options);
+  template <class T>
+  Future<T> submit(CallLine call, UniqueFunction<T()> body);
+  void enqueue(std::unique_ptr<Job> job);
+  void run();
+  void run_one(Job& job);
+  static void fail(Job& job, const Error& cause);
+  void refuse_without_the_gone() const;
+  void compare(const CallLine& call);
+  Error explain(const CallLine& call, const std::exception_ptr& exception) const;
+  /// Who is gone, or else who does not answer; begins with "; ".
+  std::string who_is_missing() const;
+  /// Asks the ranks, by other ways than the engine's, who else gave up on this call; returns who did not
+  /// answer within a second, or nothing.
+  std::string call_the_roll() const;
+  /// Waits for a call whose caller set a deadline, past which it breaks the group.
+  template <class T>
+  T wait_until(Deadline deadline, const Future<T>& future, const char* call);
+  void break_with(const Error& cause);
+  void stop_thread();
+  std::optional<Error> failure();
+  void throw_if_broken(const char* call);
+
+  void reduce_dense(at::Tensor tensor, ReduceOp reduction);
+  at::Tensor reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
+  void reduce_gathered(at::Tensor tensor, ReduceOp reduction);
+  [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
+                                    const std::string& other_call) const;
+
+  const std::shared_ptr<Runtime> runtime_;
+  const SerialOptions options_;
+  const std::unique_ptr<BlockingCollectives> collectives_;
+  const Gathers gathers_;
+  const std::shared_ptr<GroupHost> host_;
+  const std::unique_ptr<Parker> parker_;
+  std::atomic<bool> stopping_{false};
+  Mutex mutex_;
+  std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::atomic<std::uint64_t> calls_{0};  ///< that the thread began
+  Thread thread_;
+};
+
+}  // namespace torchspan::collective

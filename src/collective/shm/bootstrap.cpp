@@ -1,0 +1,180 @@
+#include "collective/shm/bootstrap.h"
+
+#include <fmt/format.h>
+#include <optional>
+
+#include "collective/shm/unix_sockets.h"
+
+namespace torchspan::collective::shm {
+namespace {
+
+/// One that says nothing after it dialed must not keep the others waiting for long.
+constexpr Duration kHelloLimit = std::chrono::seconds(10);
+/// All are at it when it begins, so that who is not heard of by then cannot come.
+constexpr Duration kBootstrapLimit = std::chrono::seconds(30);
+
+/// What a member says when it dials: the token, its rank and the size of the memory it passes.
+struct Hello {
+  Bytes token;
+  std::uint32_t rank = 0;
+  std::uint64_t size = 0;
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put_bytes(token);
+    writer.put(rank);
+    writer.put(size);
+    return writer.take();
+  }
+  static Hello decode(BytesView bytes) {
+    ByteReader reader(bytes);
+    Hello hello;
+    const BytesView token = reader.get_bytes(kTokenBytes);
+    hello.token.assign(token.begin(), token.end());
+    hello.rank = reader.get<std::uint32_t>();
+    hello.size = reader.get<std::uint64_t>();
+    reader.expect_end();
+    return hello;
+  }
+  static constexpr std::size_t kBytes = kTokenBytes + 12;
+};
+
+/// The ranks of one host pass each other their memory.
+class Bootstrap {
+ public:
+  Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, Neighbors& neighbors)
+      : runtime_(*world->runtime()), neighbors_(neighbors) {
+    const auto& leaders = neighbors.leaders;
+    leader_ = leaders[static_cast<std::size_t>(plan.self)];
+    token_ = neighbors.tokens[static_cast<std::size_t>(leader_)];
+    for (std::size_t rank = 0; rank < leaders.size(); ++rank) {
+      if (leaders[rank] != leader_) continue;
+      if (static_cast<int>(rank) == plan.self) self_ = size();
+      peers_.push_back(plan.peers[rank]);
+    }
+    if (size() == 1) return;
+    deadline_ = earlier(plan.deadline, runtime_.executor.deadline_in(kBootstrapLimit));
+    peer_memory_ = std::make_shared<PeerMemory>(world, peers_, self_, plan.memory);
+  }
+
+  void hold() {
+    if (size() == 1) return;
+    if (self_ == 0) {
+      host();
+    } else {
+      join();
+    }
+  }
+
+  std::shared_ptr<PeerMemory> take_hub() { return std::move(peer_memory_); }
+
+ private:
+  struct AcceptedPeer {
+    UnixConnection connection;
+    Descriptor memory;
+    std::uint64_t size;
+  };
+
+  int size() const { return static_cast<int>(peers_.size()); }
+
+  /// A stranger's call, or none at all in time, is nothing.
+  std::optional<std::pair<std::uint32_t, AcceptedPeer>> welcome(UnixConnection connection) {
+    try {
+      const Deadline deadline = earlier(deadline_, runtime_.executor.deadline_in(kHelloLimit));
+      DescriptorMessage received = connection.receive(Hello::kBytes, deadline);
+      const Hello hello = Hello::decode(received.bytes);
+      if (hello.token != token_ || hello.rank == 0 || hello.rank >= peers_.size()) return std::nullopt;
+      return std::pair(hello.rank,
+                       AcceptedPeer{std::move(connection), std::move(received.descriptor), hello.size});
+    } catch (const Error& error) {
+      runtime_.log.warning(
+          fmt::format("a caller of the group's socket was turned away: {}", error.message()));
+      return std::nullopt;
+    }
+  }
+
+  void host() {
+    std::vector<std::optional<AcceptedPeer>> peers(peers_.size());
+    for (int missing = size() - 1; missing > 0;) {
+      auto peer = welcome(neighbors_.listener->accept(deadline_));
+      if (!peer || peers[peer->first]) continue;
+      peers[peer->first].emplace(std::move(peer->second));
+      --missing;
+    }
+    for (int to = 1; to < size(); ++to) {
+      for (int of = 0; of < size(); ++of) {
+        if (of == to) continue;
+        const bool mine = of == 0;
+        const Descriptor& memory = mine ? peer_memory_->own()->descriptor() : peers[of]->memory;
+        const Hello about{token_, static_cast<std::uint32_t>(of),
+                          mine ? peer_memory_->own()->mapping().size() : peers[of]->size};
+        peers[to]->connection.send(about.encode(), memory.get(), deadline_);
+      }
+    }
+    for (int rank = 1; rank < size(); ++rank) {
+      peer_memory_->add_peer(rank, Mapping(peers[rank]->memory, peers[rank]->size));
+      peer_memory_->add_end(rank, peers[rank]->connection.take_socket());
+    }
+  }
+
+  void join() {
+    UnixConnection connection = std::move(*neighbors_.connection);
+    const Hello hello{token_, static_cast<std::uint32_t>(self_), peer_memory_->own()->mapping().size()};
+    connection.send(hello.encode(), peer_memory_->own()->descriptor().get(), deadline_);
+    std::vector<bool> known(peers_.size());
+    known[static_cast<std::size_t>(self_)] = true;
+    for (int missing = size() - 1; missing > 0; --missing) {
+      DescriptorMessage received = connection.receive(Hello::kBytes, deadline_);
+      const Hello about = Hello::decode(received.bytes);
+      if (about.token != token_ || about.rank >= known.size() || known[about.rank]) {
+        throw Error(ErrorKind::kInvalid, "the first rank of its host passed memory that makes no sense");
+      }
+      known[about.rank] = true;
+      peer_memory_->add_peer(static_cast<int>(about.rank), Mapping(received.descriptor, about.size));
+    }
+    peer_memory_->add_end(0, connection.take_socket());
+  }
+
+  Runtime& runtime_;
+  Neighbors& neighbors_;
+  int leader_ = 0;
+  int self_ = 0;  ///< among peers_
+  std::vector<PeerIdentity> peers_;
+  Bytes token_;
+  Deadline deadline_;
+  std::shared_ptr<PeerMemory> peer_memory_;
+};
+
+}  // namespace
+
+BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
+                          Neighbors neighbors, const Gather& gather) {
+  BootstrapResult met{neighbors.leaders, neighbors.reasons};
+  std::string trouble;
+  try {
+    Bootstrap meeting(world, plan, neighbors);
+    meeting.hold();
+    met.peer_memory = meeting.take_hub();
+  } catch (const Error& error) {
+    trouble = error.message();
+  }
+  neighbors.connection.reset();  // who waits for it at the other end hears that this rank gave up
+  ByteWriter writer;
+  writer.put_string(trouble);
+  const std::vector<Bytes> answers = gather(writer.bytes());
+  std::vector<bool> failed(answers.size());
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    const std::string text = ByteReader(answers[rank]).get_string();
+    if (text.empty()) continue;
+    failed[static_cast<std::size_t>(neighbors.leaders[rank])] = true;
+    met.reasons[rank] = fmt::format("{}: {}", plan.peers[rank].text, text);
+  }
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    if (!failed[static_cast<std::size_t>(neighbors.leaders[rank])]) continue;
+    met.leaders[rank] = static_cast<int>(rank);
+    if (static_cast<int>(rank) == plan.self) met.peer_memory.reset();
+  }
+  return met;
+}
+
+}  // namespace torchspan::collective::shm

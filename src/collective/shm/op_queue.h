@@ -1,0 +1,97 @@
+#pragma once
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include <torchspan/core/future.h>
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/pool.h>
+#include <torchspan/core/runtime.h>
+
+#include "collective/shm/shm_algorithms.h"
+
+namespace torchspan::collective::shm {
+
+/// Runs the operations of one rank of a group in the order of their calls. They are run by whoever holds the
+/// driver lock: a caller that waits for a future, else the group's own thread. An operation is left to its
+/// caller for a moment, because waking the thread costs more than a small one takes.
+class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_this<OpQueue> {
+ public:
+  static std::shared_ptr<OpQueue> make(std::unique_ptr<GroupMemory> memory, Duration timeout);
+  /// Fails what is pending with kCancelled.
+  ~OpQueue();
+
+  /// Takes the call's number, tells it to the other ranks as soon as there is a slot, and completes the
+  /// operation in time.
+  void submit(std::unique_ptr<Operation> operation);
+  void abort(const Error& cause);
+
+  void rank_gone() override;
+  /// Fails everything here; the others hear that this rank has let go of the group.
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+
+  GroupMemory& memory() { return *memory_; }
+  ShmAlgorithms& algorithms() { return algorithms_; }
+  Executor& executor() { return executor_; }
+  Duration timeout() const { return timeout_; }
+  std::weak_ptr<FutureHost> host() const;
+
+ private:
+  class Host;
+
+  OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout);
+  void start();
+  void stop_thread();
+  /// Why nothing goes on here, if nothing does.
+  std::optional<Error> breakage();
+  void run();
+  /// When the group's thread should look again, or nothing if it should take the driver lock.
+  std::optional<Deadline> rest();
+
+  bool take_driver_lock();
+  void release_driver_lock();
+  /// Runs operations until `done`, the deadline, or there are none. With the driver lock.
+  void drive(const std::atomic<bool>* done, Deadline deadline);
+  /// Goes on with the first operation; true when it is complete, else `target` is what it waits for.
+  bool advance(Operation& operation, CountTarget& target);
+  /// Waits for other ranks; false when this thread should stop driving.
+  bool await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
+             Deadline deadline);
+  void compare_calls(const Operation& operation);
+  void finish_first();
+  void fail_all(const Error& cause);
+  void post_ready() TORCHSPAN_REQUIRES(mutex_);
+  bool has_slot() const TORCHSPAN_REQUIRES(mutex_);
+  Operation* first();
+
+  /// Breaks the group if a rank that the target needs will never fulfil it.
+  void look_for_the_gone(const Operation& operation, CountTarget target);
+  void give_up_on_the_late(const Operation& operation, CountTarget target, Duration waited);
+
+  const std::shared_ptr<Runtime> runtime_;
+  Executor& executor_;
+  const Duration timeout_;
+  const std::unique_ptr<GroupMemory> memory_;
+  Signals& signals_;
+  ShmAlgorithms algorithms_;
+  std::shared_ptr<Host> host_;
+  const std::unique_ptr<Parker> parker_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> rank_gone_{false};
+  std::atomic<bool> ended_{false};  ///< end_ is there
+
+  Mutex mutex_;
+  std::deque<std::unique_ptr<Operation>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> end_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of the world
+  std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::uint64_t posted_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool asleep_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the thread wakes when it is told only
+  TimePoint last_call_ TORCHSPAN_GUARDED_BY(mutex_);
+  Thread thread_;
+};
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,81 @@
+#include "collective/shm/peer_memory.h"
+
+#include <cerrno>
+#include <sys/socket.h>
+
+namespace torchspan::collective::shm {
+
+void PeerMemory::note_gone(std::uint64_t instance, const std::string& how) {
+  bool news = false;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == self_ || peer(rank).instance != instance) continue;
+    MutexLock lock(mutex_);
+    auto& gone = gone_[static_cast<std::size_t>(rank)];
+    news = !gone;
+    if (news) gone = how;
+  }
+  if (!news) return;
+  for (const auto& listener : listeners()) listener->rank_gone();
+}
+
+void PeerMemory::world_ended(const Error& reason) {
+  for (const auto& listener : listeners()) listener->world_ended(reason);
+}
+
+void PeerMemory::world_closing() {
+  for (const auto& listener : listeners()) listener->world_closing();
+}
+
+std::vector<std::shared_ptr<PeerMemoryListener>> PeerMemory::listeners() {
+  std::vector<std::shared_ptr<PeerMemoryListener>> living;
+  MutexLock lock(mutex_);
+  std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
+  for (const auto& listener : listeners_) {
+    if (auto one = listener.lock()) living.push_back(std::move(one));
+  }
+  return living;
+}
+
+std::optional<std::string> PeerMemory::gone(int peer_rank) {
+  const auto index = static_cast<std::size_t>(peer_rank);
+  bool ended = false;
+  if (ends_[index]) {
+    char byte = 0;
+    // Nobody says anything here: whatever is to be read is the end.
+    const ssize_t got = ::recv(ends_[index].get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+  }
+  MutexLock lock(mutex_);
+  if (!gone_[index]) gone_[index] = world_->gone(peer(peer_rank).instance);
+  if (ended && !gone_[index]) gone_[index] = "its process ended, or let go of its groups";
+  return gone_[index];
+}
+
+void PeerMemory::retire(const Arena::Stretch& stretch, std::function<bool()> unseen) {
+  {
+    MutexLock lock(retired_mutex_);
+    retired_.push_back({stretch, std::move(unseen)});
+  }
+  reclaim();
+}
+
+void PeerMemory::reclaim() {
+  MutexLock lock(retired_mutex_);
+  std::erase_if(retired_, [this](const Retired& retired) {
+    if (!retired.unseen()) return false;
+    own_->release(retired.stretch);
+    return true;
+  });
+}
+
+void PeerMemory::add(const std::weak_ptr<PeerMemoryListener>& listener) {
+  {
+    MutexLock lock(mutex_);
+    listeners_.push_back(listener);
+  }
+  const auto told = listener.lock();
+  const auto ended = world_->ended();
+  if (told && ended) told->world_ended(*ended);
+}
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,104 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/mutex.h>
+#include <torchspan/core/runtime.h>
+
+#include "collective/shm/arena.h"
+#include "collective/world_link.h"
+
+namespace torchspan::collective::shm {
+
+/// A rank of the world as the messages of a group name it.
+struct PeerIdentity {
+  int world_rank = 0;
+  std::uint64_t instance = 0;  ///< of its process: another one may hold the rank later
+  std::string text = {};       ///< "worker1 (rank 1, pid 4711 on node3)"
+};
+
+/// A group of the peer memory. Called under no lock, while the group is held, and not for threads that it
+/// joins.
+class PeerMemoryListener {
+ public:
+  virtual ~PeerMemoryListener() = default;
+  virtual void rank_gone() = 0;
+  /// See WorldListener.
+  virtual void world_ended(const Error& reason) = 0;
+  virtual void world_closing() = 0;
+};
+
+/// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the
+/// news of who is gone. Made by bootstrap(), kept by a group and all that split from it. Thread-safe.
+class PeerMemory final : public WorldListener {
+ public:
+  /// `peers` by peer memory rank, `self` is ours.
+  PeerMemory(std::shared_ptr<WorldLink> world, std::vector<PeerIdentity> peers, int self,
+             std::shared_ptr<Arena> own)
+      : world_(std::move(world)), peers_(std::move(peers)), self_(self), own_(std::move(own)) {
+    mappings_.resize(peers_.size());
+    ends_.resize(peers_.size());
+    gone_.resize(peers_.size());
+  }
+
+  const std::shared_ptr<Runtime>& runtime() const { return world_->runtime(); }
+  int self() const { return self_; }
+  int size() const { return static_cast<int>(peers_.size()); }
+  const PeerIdentity& peer(int peer_rank) const { return peers_[static_cast<std::size_t>(peer_rank)]; }
+  const std::shared_ptr<Arena>& own() const { return own_; }
+  const Mapping& memory(int peer_rank) const {
+    return peer_rank == self_ ? own_->mapping() : mappings_[static_cast<std::size_t>(peer_rank)];
+  }
+
+  /// A peer's memory, and the socket whose end is the peer's. Before the peer memory is shared between
+  /// threads.
+  void add_peer(int peer_rank, Mapping memory) {
+    mappings_[static_cast<std::size_t>(peer_rank)] = std::move(memory);
+  }
+  void add_end(int peer_rank, Descriptor socket) {
+    ends_[static_cast<std::size_t>(peer_rank)] = std::move(socket);
+  }
+
+  void member_died(const rendezvous::Member& member, const Error& reason) override {
+    note_gone(member.instance, reason.message());
+  }
+  void member_left(const rendezvous::Member& member) override {
+    note_gone(member.instance, "it left the world");
+  }
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+  /// Why a rank can never answer again, if that is known; looks at its connection.
+  std::optional<std::string> gone(int peer_rank);
+  /// Takes a stretch of this process's arena whose group it has let go of: it is given back once `unseen`
+  /// says that no other process looks at it any more, which is asked now and then.
+  void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);
+  void reclaim();
+
+  /// Tells `listener` for as long as it lives.
+  void add(const std::weak_ptr<PeerMemoryListener>& listener);
+
+ private:
+  struct Retired {
+    Arena::Stretch stretch;
+    std::function<bool()> unseen;
+  };
+  void note_gone(std::uint64_t instance, const std::string& how);
+  std::vector<std::shared_ptr<PeerMemoryListener>> listeners();
+
+  const std::shared_ptr<WorldLink> world_;
+  const std::vector<PeerIdentity> peers_;
+  const int self_;
+  const std::shared_ptr<Arena> own_;
+  std::vector<Mapping> mappings_;
+  std::vector<Descriptor> ends_;
+  Mutex mutex_;
+  std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::weak_ptr<PeerMemoryListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  Mutex retired_mutex_;
+  std::vector<Retired> retired_ TORCHSPAN_GUARDED_BY(retired_mutex_);
+};
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,260 @@
+#include "collective/shm/shm_backend.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include "collective/shm/shapes.h"
+#include "collective/splits.h"
+#include "collective/tensors.h"
+
+namespace torchspan::collective::shm {
+namespace {
+
+Piece piece_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+at::Tensor empty(const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
+  return at::empty(sizes, at::TensorOptions().dtype(dtype));
+}
+
+}  // namespace
+
+ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
+  for (int rank = 0; rank < memory().size(); ++rank) ranks_.push_back(memory().peer(rank).world_rank);
+}
+
+std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_memory,
+                                             std::vector<int> members, Duration timeout,
+                                             const Gather& gather) {
+  std::vector<int> answering(members.size());
+  for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
+  auto memory = GroupMemory::make(std::move(peer_memory), std::move(members), gather, answering);
+  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(memory), timeout)));
+}
+
+std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
+  const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
+  const Gather gather = [&](BytesView mine) { return all_gather_bytes(mine, deadline); };
+  const std::vector<int> answering = ranks_of_split(gather, color, key);
+  std::vector<int> members;
+  for (const int parent_rank : answering) {
+    members.push_back(memory().members()[static_cast<std::size_t>(parent_rank)]);
+  }
+  auto part = GroupMemory::make(memory().peer_memory(), std::move(members), gather, answering);
+  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(part), op_queue_->timeout())));
+}
+
+std::unique_ptr<Operation> ShmBackend::describe_tensor(Verb verb, const at::Tensor& tensor) const {
+  auto operation = std::make_unique<Operation>();
+  Call& call = operation->call;
+  call.verb = verb;
+  call.dtype = static_cast<std::int8_t>(tensor.scalar_type());
+  put_sizes(call, tensor.sizes());
+  call.bytes = tensor.nbytes();
+  operation->pieces = {piece_of(tensor)};
+  return operation;
+}
+
+void ShmBackend::place(Operation& operation) const {
+  Call& call = operation.call;
+  call.note = operation.note.size();
+  if (call.note > kSlotBytes) {
+    throw Error(ErrorKind::kUnsupported, "too many parts with too many dimensions for this back end");
+  }
+  call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
+  if (call.in_slot != 0 || operation.pieces.size() != 1) return;
+  const auto place = memory().place_of(operation.pieces[0].data, operation.pieces[0].size);
+  call.shared = place ? 1 : 0;
+  call.place = place.value_or(0);
+}
+
+template <class T>
+Future<T> ShmBackend::submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result) {
+  auto promise = std::make_shared<Promise<T>>(op_queue_->host());
+  Future<T> future = promise->future();
+  operation->succeed = [promise, result = std::move(result)]() mutable { promise->set_from(result); };
+  operation->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };
+  op_queue_->submit(std::move(operation));
+  return future;
+}
+
+Future<at::Tensor> ShmBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  if (tensor.is_sparse()) return all_reduce_sparse(tensor, reduction);
+  const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
+  at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(Verb::kAllReduce, work);
+  operation->call.reduction = static_cast<std::uint8_t>(reduction);
+  place(*operation);
+  const Piece piece = piece_of(work);
+  operation->begin = [this_mover = &op_queue_->algorithms(), piece, kernel,
+                      item = static_cast<std::size_t>(work.element_size())] {
+    return this_mover->reduce({piece.data, piece.size, item, kernel}, nullptr);
+  };
+  return submit<at::Tensor>(std::move(operation), [work, tensor] { return put_back(work, tensor); });
+}
+
+Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
+  const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
+  at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(Verb::kReduceScatter, work);
+  operation->call.reduction = static_cast<std::uint8_t>(reduction);
+  place(*operation);
+  std::vector<std::int64_t> sizes = work.sizes().vec();
+  sizes[0] /= size();
+  const at::Tensor part = empty(sizes, work.scalar_type());
+  operation->begin = [this_mover = &op_queue_->algorithms(), piece = piece_of(work), kernel,
+                      item = static_cast<std::size_t>(work.element_size()), into = piece_of(part).data] {
+    return this_mover->reduce({piece.data, piece.size, item, kernel}, into);
+  };
+  return submit<at::Tensor>(std::move(operation), [work, part] { return part; });
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
+  const at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(Verb::kAllGather, work);
+  place(*operation);
+  const auto results = std::make_shared<std::vector<at::Tensor>>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = work.scalar_type(),
+                      pieces = operation->pieces] {
+    std::vector<FetchRange> wants;
+    for (const Call& call : algorithms->calls()) {
+      results->push_back(empty(get_sizes(call, c10::elementSize(dtype)), dtype));
+      wants.push_back({.into = {piece_of(results->back())}});
+    }
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<std::vector<at::Tensor>>(std::move(operation),
+                                         [work, results] { return std::move(*results); });
+}
+
+Future<at::Tensor> ShmBackend::broadcast(at::Tensor tensor, int root) {
+  const at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(Verb::kBroadcast, work);
+  operation->call.root = root;
+  const bool sends = root == rank();
+  const Piece piece = operation->pieces[0];
+  if (!sends) {
+    operation->pieces.clear();
+    operation->call.bytes = 0;
+  }
+  place(*operation);
+  operation->begin = [algorithms = &op_queue_->algorithms(), piece, sends, root, pieces = operation->pieces] {
+    std::vector<FetchRange> wants(algorithms->calls().size());
+    if (!sends) wants[static_cast<std::size_t>(root)].into = {piece};
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<at::Tensor>(std::move(operation),
+                            [work, tensor, sends] { return sends ? tensor : put_back(work, tensor); });
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> parts) {
+  auto operation = std::make_unique<Operation>();
+  operation->call.verb = Verb::kAllToAll;
+  operation->call.dtype = static_cast<std::int8_t>(parts[0].scalar_type());
+  ByteWriter note;
+  for (at::Tensor& part : parts) {
+    part = plain(part);
+    write_shape(note, part.sizes());
+    operation->pieces.push_back(piece_of(part));
+    operation->call.bytes += part.nbytes();
+  }
+  operation->note = note.take();
+  place(*operation);
+  const auto results = std::make_shared<std::vector<at::Tensor>>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = parts[0].scalar_type(),
+                      rank = rank(), pieces = operation->pieces] {
+    std::vector<FetchRange> wants;
+    for (std::size_t from = 0; from < algorithms->calls().size(); ++from) {
+      const PartOfRow part =
+          read_part(algorithms->note(static_cast<int>(from)), static_cast<std::size_t>(rank),
+                    algorithms->calls().size(), c10::elementSize(dtype));
+      results->push_back(empty(part.sizes, dtype));
+      wants.push_back({part.offset, {piece_of(results->back())}});
+    }
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<std::vector<at::Tensor>>(std::move(operation),
+                                         [parts = std::move(parts), results] { return std::move(*results); });
+}
+
+std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Deadline deadline) {
+  auto operation = std::make_unique<Operation>();
+  operation->call.verb = Verb::kExchange;
+  operation->call.bytes = mine.size();
+  operation->deadline = deadline;
+  const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
+  operation->pieces = {{bytes->data(), bytes->size()}};
+  place(*operation);
+  const auto results = std::make_shared<std::vector<Bytes>>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), results, pieces = operation->pieces] {
+    std::vector<FetchRange> wants;
+    for (const Call& call : algorithms->calls()) results->emplace_back(checked_size(call.bytes));
+    for (Bytes& result : *results) wants.push_back({.into = {{result.data(), result.size()}}});
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<std::vector<Bytes>>(std::move(operation), [bytes, results] { return std::move(*results); })
+      .wait();
+}
+
+void ShmBackend::barrier(Deadline deadline) {
+  auto operation = std::make_unique<Operation>();
+  operation->call.verb = Verb::kBarrier;
+  operation->deadline = deadline;
+  place(*operation);
+  operation->begin = [] { return OpCoroutine(); };
+  submit<void>(std::move(operation), [] {}).wait();
+}
+
+at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  std::shared_ptr<std::byte> block = memory().peer_memory()->own()->allocate(bytes);
+  std::byte* const data = block.get();
+  return at::from_blob(
+      data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
+}
+
+Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+  if (reduction != kSum && reduction != kAvg) {
+    throw Error(ErrorKind::kUnsupported, fmt::format("no {} of sparse tensors: an entry that a rank does not "
+                                                     "hold has no value; densify them first",
+                                                     to_string(reduction)));
+  }
+  find_kernel(tensor.scalar_type(), reduction);
+  const at::NoGradGuard no_grad;
+  const at::Tensor work = tensor.detach().coalesce();
+  const at::Tensor indices = work.indices().contiguous(), values = plain(work.values());
+  auto operation = std::make_unique<Operation>();
+  Call& call = operation->call;
+  call.verb = Verb::kAllReduce;
+  call.dtype = static_cast<std::int8_t>(work.scalar_type());
+  call.reduction = static_cast<std::uint8_t>(reduction);
+  call.sparse = 1;
+  call.sparse_dimensions = static_cast<std::uint32_t>(work.sparse_dim());
+  put_sizes(call, work.sizes());
+  call.entries = static_cast<std::uint64_t>(values.size(0));
+  call.bytes = indices.nbytes() + values.nbytes();
+  operation->pieces = {piece_of(indices), piece_of(values)};
+  place(*operation);
+  const auto parts = std::make_shared<SparseParts>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), parts, dtype = work.scalar_type(),
+                      pieces = operation->pieces] {
+    std::vector<FetchRange> wants;
+    const std::uint32_t sparse_dimensions = SparseParts::sparse_dimensions(algorithms->calls());
+    for (const Call& of : algorithms->calls()) {
+      parts->add(of, sparse_dimensions, dtype);
+      wants.push_back({.into = {piece_of(parts->indices.back()), piece_of(parts->values.back())}});
+    }
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<at::Tensor>(std::move(operation),
+                            [parts, indices, values, sizes = work.sizes().vec(), reduction, ranks = size()] {
+                              return parts->sum(sizes, reduction == kAvg ? ranks : 1);
+                            });
+}
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,52 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include <torchspan/collective/backend.h>
+
+#include "collective/shm/op_queue.h"
+
+namespace torchspan::collective::shm {
+
+/// Our back end for the ranks of one host: bytes go through memory that all of them map. Small tensors travel
+/// with the call and every rank reduces them for itself; large ones go through staging buffers chunk by
+/// chunk, unless they lie in shared memory already: then each part is reduced once and written to everybody's
+/// tensor. Sums are those of ranks 0 to P-1 in this order, whichever way a tensor goes.
+class ShmBackend final : public Backend {
+ public:
+  /// Collective over `members`, peer memory ranks by rank of the group; see GroupMemory::make().
+  static std::shared_ptr<ShmBackend> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
+                                          Duration timeout, const Gather& gather);
+
+  std::string name() const override { return "shm"; }
+  int rank() const override { return memory().rank(); }
+  const std::vector<int>& ranks() const override { return ranks_; }
+  std::shared_ptr<Backend> split(int color, int key) override;
+  Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
+  Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
+  Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
+  Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
+  Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
+  void barrier(Deadline deadline) override;
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
+  void abort(const Error& cause) override { op_queue_->abort(cause); }
+
+ private:
+  explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
+
+  GroupMemory& memory() const { return op_queue_->memory(); }
+  Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
+  /// An operation whose contribution is `tensor`, which is dense and contiguous.
+  std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) const;
+  /// Where the contribution goes: into the slot, if it is small, or out of shared memory.
+  void place(Operation& operation) const;
+  /// Connects the operation's outcome with a future of what `result` makes, and submits it.
+  template <class T>
+  Future<T> submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result);
+
+  const std::shared_ptr<OpQueue> op_queue_;
+  std::vector<int> ranks_;
+};
+
+}  // namespace torchspan::collective::shm

@@ -1,0 +1,192 @@
+#include "collective/shm/unix_sockets.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace torchspan::collective::shm {
+namespace {
+
+struct Place {
+  sockaddr_un address{};
+  socklen_t size = 0;
+};
+
+/// A leading zero keeps the name out of the file system.
+Place place_of(const std::string& name) {
+  Place place;
+  place.address.sun_family = AF_UNIX;
+  const std::size_t begin = UnixListener::is_nameless(name) ? 1 : 0;
+  const std::size_t size = std::min(name.size(), sizeof place.address.sun_path - 1);
+  std::memcpy(place.address.sun_path + begin, name.data(), size);
+  place.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
+  return place;
+}
+
+Descriptor make_socket() {
+  Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) {
+    throw Error(ErrorKind::kUnsupported, fmt::format("no Unix socket to be had: {}", std::strerror(errno)));
+  }
+  return socket;
+}
+
+bool is_of_this_user(const Descriptor& socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == ::geteuid();
+}
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+Error disconnected(const char* what) {
+  return {ErrorKind::kDisconnected, fmt::format("{} while the group was being made: {}", what,
+                                                errno == 0 ? "the other end closed" : std::strerror(errno))};
+}
+
+void wait_for(Executor& executor, const std::vector<int>& sockets, bool writable, Deadline deadline) {
+  const auto poller = executor.make_poller();
+  for (std::size_t i = 0; i < sockets.size(); ++i) poller->add(sockets[i], i, writable);
+  std::array<Poller::Event, 1> events;
+  if (poller->wait(events, deadline) == 0 && deadline.passed(executor.now())) {
+    throw Error(ErrorKind::kTimedOut, "the members of the group did not answer each other in time");
+  }
+}
+
+}  // namespace
+
+void UnixConnection::wait_until_ready(bool writable, Deadline deadline) {
+  wait_for(*executor_, {socket_.get()}, writable, deadline);
+}
+
+void UnixConnection::send(BytesView bytes, int descriptor, Deadline deadline) {
+  iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &place;
+  message.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(head), &descriptor, sizeof descriptor);
+  }
+  while (::sendmsg(socket_.get(), &message, MSG_NOSIGNAL) < 0) {
+    if (!would_block()) throw disconnected("a message could not be sent");
+    wait_until_ready(true, deadline);
+  }
+}
+
+DescriptorMessage UnixConnection::receive(std::size_t most, Deadline deadline) {
+  DescriptorMessage received{.bytes = Bytes(most)};
+  iovec place{received.bytes.data(), most};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &place;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ssize_t got;
+  while ((got = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC)) < 0) {
+    if (!would_block()) throw disconnected("a message could not be received");
+    wait_until_ready(false, deadline);
+    message.msg_controllen = control.size();
+  }
+  const cmsghdr* head = CMSG_FIRSTHDR(&message);
+  if (head != nullptr && head->cmsg_type == SCM_RIGHTS && head->cmsg_len == CMSG_LEN(sizeof(int))) {
+    int descriptor;
+    std::memcpy(&descriptor, CMSG_DATA(head), sizeof descriptor);
+    received.descriptor = Descriptor(descriptor);
+  }
+  errno = 0;
+  if (got == 0) throw disconnected("a member went away");
+  received.bytes.resize(static_cast<std::size_t>(got));
+  return received;
+}
+
+UnixListener::UnixListener(Executor& executor, const std::vector<std::string>& names) : executor_(executor) {
+  for (const std::string& name : names) {
+    Descriptor socket = make_socket();
+    const Place place = place_of(name);
+    if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) == 0) {
+      listeners_.emplace_back(name, std::move(socket));
+      if (::listen(listeners_.back().socket.get(), SOMAXCONN) == 0) continue;
+      listeners_.pop_back();
+    }
+    if (!is_nameless(name)) continue;
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("no Unix socket can listen here: {}", std::strerror(errno)));
+  }
+}
+
+UnixListener::Listener::~Listener() {
+  if (!name.empty() && !is_nameless(name)) ::unlink(name.c_str());
+}
+
+std::vector<std::string> UnixListener::names() const {
+  std::vector<std::string> names;
+  for (const Listener& listener : listeners_) names.push_back(listener.name);
+  return names;
+}
+
+std::optional<UnixConnection> UnixListener::accept_at(const Listener& listener) {
+  Descriptor socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (socket && is_of_this_user(socket)) return UnixConnection(executor_, std::move(socket));
+  if (!socket && !would_block() && errno != ECONNABORTED) {
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("a member of the group cannot be let in: {}; raise the limit of open files "
+                            "(ulimit -n)",
+                            std::strerror(errno)));
+  }
+  return std::nullopt;
+}
+
+UnixConnection UnixListener::accept(Deadline deadline) {
+  std::vector<int> sockets;
+  for (const Listener& listener : listeners_) sockets.push_back(listener.socket.get());
+  while (true) {
+    for (const Listener& listener : listeners_) {
+      if (auto connection = accept_at(listener)) return std::move(*connection);
+    }
+    wait_for(executor_, sockets, false, deadline);
+  }
+}
+
+UnixConnection dial(Executor& executor, const std::string& name) {
+  Descriptor socket = make_socket();
+  const Place place = place_of(name);
+  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) != 0) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("its Unix socket cannot be reached from here ({}): they have different network "
+                            "namespaces, as containers and pods do, and no folder in common",
+                            std::strerror(errno)));
+  }
+  if (!is_of_this_user(socket)) throw Error(ErrorKind::kDenied, "it runs as another user");
+  return {executor, std::move(socket)};
+}
+
+Bytes random_bytes(std::size_t size) {
+  Bytes bytes(size);
+  std::size_t at = 0;
+  while (at < size) {
+    const ssize_t got = ::getrandom(bytes.data() + at, size - at, 0);
+    if (got < 0 && errno != EINTR) {
+      throw Error(ErrorKind::kUnsupported,
+                  fmt::format("the system's random source does not answer: {}", std::strerror(errno)));
+    }
+    if (got > 0) at += static_cast<std::size_t>(got);
+  }
+  return bytes;
+}
+
+}  // namespace torchspan::collective::shm
