@@ -13,8 +13,8 @@
 #include <ATen/Parallel.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/rendezvous/environment.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 #include "bench/harness.h"
 #include "collective/c10d/gloo.h"

@@ -12,7 +12,7 @@
 #include <unistd.h>
 #include <vector>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::bench {
 

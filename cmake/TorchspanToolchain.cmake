@@ -24,6 +24,10 @@ add_compile_options(-Wall -Wextra -Wno-unused-parameter -fno-omit-frame-pointer)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # gcc 12 reports these inside its own and LibTorch's inlined headers.
   add_compile_options(-Wno-maybe-uninitialized -Wno-dangling-pointer -fpch-preprocess)
+  if(TORCHSPAN_UNITY)
+    # In a unity build no source is the main one, and gcc suspects its unnamed namespaces of being in a header.
+    add_compile_options(-Wno-subobject-linkage)
+  endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   add_compile_options(-Wthread-safety)
 endif()

@@ -5,8 +5,9 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/engine/backward.h>
-#include <torchspan/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_map.h>
+
+#include "engine/api/backward.h"
 
 namespace torchspan::bench {
 namespace {

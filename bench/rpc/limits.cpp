@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/core/buffer.h>
+#include <torchspan/detail/core/buffer.h>
 
 #include "bench/rpc/rows.h"
 

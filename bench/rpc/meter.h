@@ -5,7 +5,7 @@
 #include <sys/types.h>
 #include <vector>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::bench {
 

@@ -3,7 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 #include <torchspan/net/tls.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/worker.h>

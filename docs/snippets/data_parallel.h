@@ -1,5 +1,5 @@
 #pragma once
-#include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/data_parallel.h>
 
 #include "docs/snippets/modules.h"
 

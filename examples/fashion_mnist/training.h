@@ -2,8 +2,8 @@
 #include <cstdint>
 #include <string>
 
-#include <torchspan/core/executor.h>
 #include <torchspan/core/progress.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "fashion_mnist/dataset.h"
 

@@ -1,8 +1,11 @@
 #pragma once
-// Everything a program needs: Session, Worker, RRef, distributed autograd and optimizers.
-#include <torchspan/autograd/context.h>
+// Everything that needs no more of LibTorch than tensors.
+#include <torchspan/autograd.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/progress.h>
-#include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/rpc/remote_module.h>
-#include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/data_parallel.h>
+#include <torchspan/optim.h>
+#include <torchspan/pipeline.h>
+#include <torchspan/rpc.h>
+#include <torchspan/session.h>
+#include <torchspan/wire.h>

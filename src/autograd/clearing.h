@@ -1,7 +1,7 @@
 #pragma once
 #include <memory>
 
-#include <torchspan/rpc/extension.h>
+#include <torchspan/detail/rpc/extension.h>
 
 #include "autograd/registry.h"
 

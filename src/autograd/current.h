@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/rpc/environment.h>
+#include <torchspan/detail/rpc/environment.h>
 
 namespace torchspan::autograd {
 

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 
 #include "autograd/clearing.h"
 #include "autograd/current.h"

@@ -3,7 +3,7 @@
 #include <functional>
 #include <memory>
 
-#include <torchspan/rpc/extension.h>
+#include <torchspan/detail/rpc/extension.h>
 
 #include "autograd/registry.h"
 

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include <torchspan/autograd/graph.h>
-#include <torchspan/rpc/message.h>
-#include <torchspan/wire/errors.h>
+#include <torchspan/detail/rpc/message.h>
+#include <torchspan/detail/wire/errors.h>
 
 namespace torchspan::autograd {
 

@@ -6,8 +6,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <torchspan/core/spans.h>
-#include <torchspan/engine/pass_node.h>
+#include <torchspan/detail/core/spans.h>
+
+#include "engine/api/pass_node.h"
 
 namespace torchspan::autograd {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "autograd/exchange.h"
 

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include <torchspan/autograd/context.h>
-#include <torchspan/engine/gradient_map.h>
-#include <torchspan/engine/graph_pass.h>
+#include <torchspan/detail/engine/gradient_map.h>
 
 #include "autograd/exchange.h"
 #include "autograd/marks.h"
@@ -18,6 +17,7 @@
 #include "autograd/outbox.h"
 #include "autograd/state.h"
 #include "autograd/stray_gradients.h"
+#include "engine/api/graph_pass.h"
 
 namespace torchspan::autograd {
 

@@ -3,7 +3,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 
 #include "tests/support/cluster.h"
 

@@ -3,16 +3,16 @@
 
 #include <ATen/ops/ones.h>
 
-#include <torchspan/autograd/extension.h>
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/net/sim.h>
-#include <torchspan/rpc/service.h>
-#include <torchspan/wire/frame.h>
-#include <torchspan/wire/tensors.h>
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/rpc/service.h>
+#include <torchspan/detail/wire/frame.h>
 #include <torchspan/wire/types.h>
 
 #include "autograd/messages.h"
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
 #include "tests/support/fuzz_seeds.h"
+#include "wire/api/tensors.h"
 
 /// A worker with functions, references and autograd, and a peer that knows the secret and says anything.
 namespace {

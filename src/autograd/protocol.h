@@ -4,13 +4,13 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/autograd/extension.h>
-#include <torchspan/core/rate_limited_warning.h>
+#include <torchspan/detail/autograd/extension.h>
 
 #include "autograd/interceptor.h"
 #include "autograd/messages.h"
 #include "autograd/pass.h"
 #include "autograd/survey.h"
+#include "core/api/rate_limited_warning.h"
 
 namespace torchspan::autograd {
 

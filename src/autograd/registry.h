@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/extension.h>
-#include <torchspan/core/buffer.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "autograd/pass.h"
 #include "autograd/state.h"

@@ -11,11 +11,11 @@
 
 #include <torchspan/autograd/context.h>
 #include <torchspan/core/error.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/engine/edge_counts.h>
-#include <torchspan/engine/gradient_map.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/engine/gradient_map.h>
 
 #include "autograd/nodes.h"
+#include "engine/api/edge_counts.h"
 
 namespace torchspan::autograd {
 

@@ -8,10 +8,9 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <torchspan/engine/grad_field_sink.h>
-
 #include "autograd/current.h"
 #include "autograd/pass.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::autograd {
 namespace {

@@ -7,7 +7,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::autograd {
 

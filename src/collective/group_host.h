@@ -2,8 +2,8 @@
 #include <memory>
 
 #include <torchspan/core/future.h>
-#include <torchspan/core/pool.h>
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::collective {
 

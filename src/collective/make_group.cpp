@@ -7,8 +7,7 @@
 #include <sys/stat.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 #include "collective/c10d/gloo.h"
 #include "collective/hierarchical/hierarchical_collectives.h"
@@ -18,6 +17,7 @@
 #include "collective/shm/shm_backend.h"
 #include "collective/single.h"
 #include "collective/world_link.h"
+#include "core/api/sim_executor.h"
 
 namespace torchspan::collective {
 namespace {

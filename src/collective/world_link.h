@@ -5,9 +5,9 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/runtime.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 namespace torchspan::collective {
 

@@ -4,8 +4,8 @@
 #include <limits>
 #include <sys/mman.h>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/buffer.h>
 
 namespace torchspan {
 namespace {

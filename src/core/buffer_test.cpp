@@ -5,8 +5,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/buffer.h>
 
 namespace torchspan::buffer_test {
 namespace {

@@ -1,11 +1,12 @@
+#include "core/api/descriptor.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <fcntl.h>
 #include <pthread.h>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan {
 namespace {

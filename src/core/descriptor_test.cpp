@@ -1,9 +1,9 @@
+#include "core/api/descriptor.h"
+
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-
-#include <torchspan/core/descriptor.h>
 
 namespace torchspan::descriptor_test {
 namespace {

@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan {
 namespace {

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::executor_test {
 namespace {

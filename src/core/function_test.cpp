@@ -2,7 +2,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/core/function.h>
+#include <torchspan/detail/core/function.h>
 
 namespace torchspan::function_test {
 namespace {

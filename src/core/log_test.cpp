@@ -6,9 +6,9 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
 #include <torchspan/core/log.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::log_test {
 namespace {

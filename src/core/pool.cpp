@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/pool.h>
 
 namespace torchspan {
 

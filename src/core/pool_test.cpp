@@ -6,7 +6,7 @@
 #include <numeric>
 #include <thread>
 
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/pool.h>
 
 #include "core/pool_trials.h"
 #include "core/trials.h"

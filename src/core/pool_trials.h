@@ -2,7 +2,7 @@
 #include <memory>
 #include <utility>
 
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/pool.h>
 
 namespace torchspan {
 

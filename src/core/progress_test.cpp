@@ -6,7 +6,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/progress.h>
-#include <torchspan/core/sim_executor.h>
+
+#include "core/api/sim_executor.h"
 
 namespace torchspan::progress_test {
 namespace {

@@ -1,7 +1,7 @@
+#include "core/api/rate_limited_warning.h"
+
 #include <fmt/format.h>
 #include <utility>
-
-#include <torchspan/core/rate_limited_warning.h>
 
 namespace torchspan {
 

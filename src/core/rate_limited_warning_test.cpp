@@ -1,10 +1,11 @@
+#include "core/api/rate_limited_warning.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string>
 #include <vector>
 
-#include <torchspan/core/rate_limited_warning.h>
-#include <torchspan/core/sim_executor.h>
+#include "core/api/sim_executor.h"
 
 namespace torchspan::seldom_test {
 namespace {

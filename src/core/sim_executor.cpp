@@ -1,3 +1,5 @@
+#include "core/api/sim_executor.h"
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
@@ -11,7 +13,6 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/sim_executor.h>
 
 #include "core/stack.h"
 

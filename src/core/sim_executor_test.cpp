@@ -1,3 +1,5 @@
+#include "core/api/sim_executor.h"
+
 #include <algorithm>
 #include <functional>
 #include <gmock/gmock.h>
@@ -5,7 +7,6 @@
 #include <set>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/sim_executor.h>
 
 #include "core/trials.h"
 

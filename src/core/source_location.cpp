@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <torchspan/core/source_location.h>
+#include <torchspan/detail/core/source_location.h>
 
 namespace torchspan {
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <torchspan/core/source_location.h>
+#include <torchspan/detail/core/source_location.h>
 
 namespace torchspan::source_location_test {
 namespace {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <torchspan/core/spans.h>
+#include <torchspan/detail/core/spans.h>
 
 namespace torchspan {
 

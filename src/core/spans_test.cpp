@@ -3,9 +3,9 @@
 #include <gtest/gtest.h>
 #include <string>
 
-#include <torchspan/core/runtime.h>
-#include <torchspan/core/sim_executor.h>
+#include <torchspan/detail/core/runtime.h>
 
+#include "core/api/sim_executor.h"
 #include "core/trials.h"
 
 namespace torchspan::spans_test {

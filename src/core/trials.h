@@ -2,8 +2,9 @@
 #include <cstdint>
 #include <gtest/gtest.h>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/sim_executor.h>
+#include <torchspan/detail/core/executor.h>
+
+#include "core/api/sim_executor.h"
 
 namespace torchspan {
 

@@ -9,7 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/data_parallel/reducer.h>
-#include <torchspan/engine/grad_field_sink.h>
+
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::data_parallel {
 

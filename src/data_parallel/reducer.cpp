@@ -9,10 +9,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/engine/backward.h>
 
 #include "data_parallel/agreement.h"
 #include "data_parallel/reducer_impl.h"
+#include "engine/api/backward.h"
 
 namespace torchspan::data_parallel {
 namespace {

@@ -11,13 +11,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <torchspan/core/mutex.h>
 #include <torchspan/data_parallel/reducer.h>
-#include <torchspan/engine/grad_field_sink.h>
-#include <torchspan/engine/gradient_sink.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "data_parallel/buckets.h"
 #include "data_parallel/forward_mark.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::data_parallel {
 

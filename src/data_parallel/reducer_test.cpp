@@ -1,10 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/engine/backward.h>
-#include <torchspan/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_map.h>
 
 #include "data_parallel/toy_model.h"
+#include "engine/api/backward.h"
 
 namespace torchspan::data_parallel::reducer_test {
 namespace {

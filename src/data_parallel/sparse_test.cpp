@@ -9,7 +9,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/data_parallel.h>
 
 #include "data_parallel/toy_model.h"
 

@@ -1,3 +1,5 @@
+#include "engine/api/backward.h"
+
 #include <fmt/format.h>
 #include <unordered_set>
 
@@ -5,8 +7,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <torchspan/engine/backward.h>
 
 namespace torchspan::engine {
 

@@ -16,11 +16,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/engine/edge_counts.h>
-#include <torchspan/engine/graph_pass.h>
-#include <torchspan/engine/pass_node.h>
+#include <torchspan/detail/core/mutex.h>
 
+#include "engine/api/edge_counts.h"
+#include "engine/api/graph_pass.h"
+#include "engine/api/pass_node.h"
 #include "engine/streams.h"
 
 namespace torchspan::engine {

@@ -1,10 +1,10 @@
+#include "engine/api/edge_counts.h"
+
 #include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/function.h>
-
-#include <torchspan/engine/edge_counts.h>
 
 namespace torchspan::engine {
 

@@ -11,8 +11,8 @@
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
-#include <torchspan/engine/compat.h>
-#include <torchspan/engine/grad_field_sink.h>
+#include "engine/api/compat.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::engine {
 namespace {

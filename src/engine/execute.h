@@ -8,8 +8,9 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/engine/gradient_sink.h>
-#include <torchspan/engine/pass_node.h>
+#include <torchspan/detail/engine/gradient_sink.h>
+
+#include "engine/api/pass_node.h"
 
 namespace torchspan::engine {
 

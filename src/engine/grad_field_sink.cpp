@@ -1,3 +1,5 @@
+#include "engine/api/grad_field_sink.h"
+
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -8,7 +10,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/engine/grad_field_sink.h>
 
 namespace torchspan::engine {
 

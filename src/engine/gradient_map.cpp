@@ -3,7 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_map.h>
 
 #include "engine/sums.h"
 

@@ -1,6 +1,6 @@
 #include <utility>
 
-#include <torchspan/engine/gradient_sink.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 namespace torchspan::engine {
 

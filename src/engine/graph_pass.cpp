@@ -1,3 +1,5 @@
+#include "engine/api/graph_pass.h"
+
 #include <atomic>
 #include <fmt/format.h>
 #include <unordered_map>
@@ -11,8 +13,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/engine/graph_pass.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "engine/counted_graph.h"
 #include "engine/execute.h"

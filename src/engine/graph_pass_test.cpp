@@ -3,7 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"

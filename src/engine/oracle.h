@@ -6,8 +6,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/engine/backward.h>
-#include <torchspan/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_map.h>
+
+#include "engine/api/backward.h"
 
 namespace torchspan::engine::testing {
 

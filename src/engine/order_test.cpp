@@ -6,8 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/engine/edge_counts.h>
-
+#include "engine/api/edge_counts.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 

@@ -4,8 +4,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/pool.h>
 
 #include "engine/oracle.h"
 #include "engine/random_program.h"

@@ -3,10 +3,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/pool.h>
-#include <torchspan/engine/grad_field_sink.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/pool.h>
 
+#include "engine/api/grad_field_sink.h"
 #include "engine/oracle.h"
 
 namespace torchspan::engine::sink_test {

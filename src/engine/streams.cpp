@@ -7,7 +7,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <torchspan/engine/compat.h>
+#include "engine/api/compat.h"
 
 namespace torchspan::engine {
 namespace {

@@ -7,7 +7,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
-#include <torchspan/engine/compat.h>
+#include "engine/api/compat.h"
 
 namespace torchspan::engine {
 namespace {

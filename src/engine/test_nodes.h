@@ -8,7 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/engine/pass_node.h>
+#include "engine/api/pass_node.h"
 
 namespace torchspan::engine::testing {
 

@@ -6,8 +6,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/pool.h>
 
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"

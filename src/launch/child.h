@@ -4,8 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
-
+#include "core/api/descriptor.h"
 #include "launch/prepare.h"
 
 namespace torchspan::launch {

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "launch/display.h"
 #include "launch/prepare.h"

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::launch {
 

@@ -3,8 +3,9 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/environment.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::launch {
 

@@ -1,8 +1,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/rendezvous/environment.h>
 
 #include "launch/command_line.h"
 

@@ -7,7 +7,7 @@
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
 #include <torchspan/core/time.h>
-#include <torchspan/net/secret.h>
+#include <torchspan/detail/net/secret.h>
 
 namespace torchspan::net {
 

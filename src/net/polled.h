@@ -1,5 +1,5 @@
 #pragma once
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net {
 

@@ -3,7 +3,7 @@
 #include <map>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::net {
 namespace {

@@ -1,9 +1,9 @@
 #pragma once
 #include <memory>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/time.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net {
 

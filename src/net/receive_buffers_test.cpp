@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::net::receive_buffers_test {
 namespace {

@@ -11,9 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <torchspan/core/descriptor.h>
 #include <torchspan/core/error.h>
-#include <torchspan/net/secret.h>
+#include <torchspan/detail/net/secret.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::net {
 namespace {

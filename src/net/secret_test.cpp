@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/net/secret.h>
+#include <torchspan/detail/net/secret.h>
 
 namespace torchspan::net::secret_test {
 namespace {

@@ -5,7 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/optim/from_torch.h>

@@ -5,7 +5,7 @@
 
 #include <torch/nn/module.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
 #include "optim/messages.h"

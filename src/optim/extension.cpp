@@ -4,7 +4,7 @@
 
 #include <torch/nn/module.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>

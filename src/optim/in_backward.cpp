@@ -5,10 +5,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/engine/grad_field_sink.h>
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "engine/api/grad_field_sink.h"
 #include "optim/shared_gradient.h"
 
 namespace torchspan::optim {

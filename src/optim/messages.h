@@ -2,10 +2,10 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/message.h>
 #include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/optim/state_dict.h>
-#include <torchspan/rpc/endpoint.h>
-#include <torchspan/rpc/message.h>
 #include <torchspan/rpc/rref.h>
 
 namespace torchspan::optim {

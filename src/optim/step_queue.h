@@ -5,9 +5,9 @@
 #include <set>
 #include <vector>
 
-#include <torchspan/core/function.h>
 #include <torchspan/core/future.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/function.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::optim {
 

@@ -8,9 +8,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
-#include <torchspan/core/pool.h>
-#include <torchspan/core/sim_executor.h>
+#include <torchspan/detail/core/pool.h>
 #include <torchspan/optim/sgd.h>
+
+#include "core/api/sim_executor.h"
 
 namespace torchspan::optim::step_queue_test {
 namespace {

@@ -6,9 +6,9 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/core/sim_executor.h>
 #include <torchspan/pipeline/balance.h>
 
+#include "core/api/sim_executor.h"
 #include "tests/support/pipeline_world.h"
 
 namespace torchspan::pipeline::balance_test {

@@ -1,5 +1,7 @@
 #include "pipeline/buffers.h"
 
+#include <exception>
+
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -15,10 +17,20 @@ KeptBuffers::KeptBuffers(const LocalPipeline& local, const LayerRange& segment) 
 }
 
 KeptBuffers::~KeptBuffers() {
+  while (!kept_.empty()) {
+    try {
+      restore();
+    } catch (const std::exception&) {  // the exception that ends the scope is the one to report
+      kept_.pop_back();
+    }
+  }
+}
+
+void KeptBuffers::restore() {
   const torch::autograd::AutoGradMode mode(false);
-  // Backwards, for a buffer that is met twice; and past the version counter: the graph may have saved them.
-  for (auto kept = kept_.rbegin(); kept != kept_.rend(); ++kept)
-    kept->first.variable_data().copy_(kept->second);
+  // In reverse order, for a buffer that is listed twice; past the version counter, because the graph may have
+  // saved the buffers.
+  for (; !kept_.empty(); kept_.pop_back()) kept_.back().first.variable_data().copy_(kept_.back().second);
 }
 
 }  // namespace torchspan::pipeline

@@ -9,12 +9,15 @@
 
 namespace torchspan::pipeline {
 
-/// Gives the buffers of a segment's modules (running statistics and the like) at the end of a scope the
-/// values that they had at its beginning: a forward that is computed again must not count twice.
+/// Restores the buffers of a layer range's modules (running statistics and the like) to their values at
+/// construction: a recomputed forward must not count twice.
 class KeptBuffers {
  public:
   KeptBuffers(const LocalPipeline& local, const LayerRange& segment);
   ~KeptBuffers();
+  /// Throws what LibTorch throws when the forward changed a buffer's shape. The destructor restores what is
+  /// left, for a scope that an exception ends, and does not throw.
+  void restore();
   KeptBuffers(const KeptBuffers&) = delete;
   KeptBuffers& operator=(const KeptBuffers&) = delete;
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <torchspan/core/future.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "pipeline/messages.h"
 

@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 #include <map>
 
-#include <torchspan/pipeline/extension.h>
+#include <torchspan/detail/pipeline/extension.h>
 
 #include "pipeline/random.h"
 #include "pipeline/shared_tensors.h"

@@ -313,7 +313,7 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
 
 void LayerRangePass::recompute() {
   const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(segment_)];
-  const KeptBuffers buffers(local_, segment);
+  KeptBuffers buffers(local_, segment);
   const at::ThreadLocalStateGuard state(*thread_state_);
   const torch::autograd::AutoGradMode mode(true);
   const NoAutocastCache uncached;
@@ -323,6 +323,7 @@ void LayerRangePass::recompute() {
   keep_exits(outputs);
   for (auto& [link, activation] : inputs_) activation.batch = Batch();
   recomputed_ = true;
+  buffers.restore();
 }
 
 std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {

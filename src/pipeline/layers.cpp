@@ -1,8 +1,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 
+#include <torchspan/detail/rpc/value.h>
 #include <torchspan/pipeline/layers.h>
-#include <torchspan/rpc/value.h>
 
 namespace torchspan::pipeline::layers_detail {
 

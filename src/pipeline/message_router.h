@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/pipeline/extension.h>
+#include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/rpc/worker.h>
 
 #include "pipeline/event_queue.h"

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/rpc/message.h>
+#include <torchspan/detail/wire/errors.h>
 #include <torchspan/pipeline/batch.h>
-#include <torchspan/rpc/message.h>
 #include <torchspan/schedule/schedule.h>
-#include <torchspan/wire/errors.h>
 #include <torchspan/wire/torch_types.h>
 
 namespace torchspan::pipeline {

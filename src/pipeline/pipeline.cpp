@@ -6,8 +6,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
-#include <torchspan/pipeline/extension.h>
 #include <torchspan/pipeline/pipeline.h>
 
 #include "pipeline/handshake.h"

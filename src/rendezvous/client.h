@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/runtime.h>
-#include <torchspan/net/transport.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 #include "rendezvous/messages.h"
 

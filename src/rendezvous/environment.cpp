@@ -7,8 +7,8 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/rendezvous/environment.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 #include "rendezvous/messages.h"
 #include "rendezvous/names.h"

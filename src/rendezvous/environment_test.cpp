@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/rendezvous/environment.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 namespace torchspan::rendezvous::environment_test {
 namespace {

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/environment.h>
 
 namespace torchspan::rendezvous {
 namespace {

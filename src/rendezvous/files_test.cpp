@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/rendezvous/environment.h>
 
 namespace torchspan::rendezvous::files_test {
 namespace {

@@ -5,9 +5,9 @@
 #include <random>
 #include <unistd.h>
 
-#include <torchspan/net/stream.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
+#include "net/api/stream.h"
 #include "rendezvous/client.h"
 #include "rendezvous/messages.h"
 #include "rendezvous/names.h"

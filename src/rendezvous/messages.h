@@ -8,7 +8,7 @@
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/time.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 /// What clients and the store say to each other. A message travels as u16 type, then its fields; it is one
 /// struct here and one handler in a MessageTable.

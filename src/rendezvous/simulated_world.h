@@ -5,10 +5,11 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/runtime.h>
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/net/sim.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
+
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
 
 namespace torchspan::rendezvous {
 

@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include <torchspan/core/error.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/environment.h>
 
 namespace torchspan::rendezvous {
 namespace {

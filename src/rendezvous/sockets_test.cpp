@@ -8,10 +8,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/core/runtime.h>
-#include <torchspan/net/stream.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
+#include "net/api/stream.h"
 #include "rendezvous/simulated_world.h"
 
 namespace torchspan::rendezvous::sockets_test {

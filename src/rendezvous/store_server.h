@@ -4,11 +4,11 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/rate_limited_warning.h>
-#include <torchspan/core/runtime.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/net/transport.h>
 
+#include "core/api/rate_limited_warning.h"
 #include "rendezvous/store.h"
 
 namespace torchspan::rendezvous {

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <gtest/gtest.h>
 
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::rendezvous::store_server_test {
 namespace {

@@ -146,9 +146,9 @@ void RpcAgent::rest_in_transport() {
 
 void RpcAgent::run_inline(const IncomingPtr& call, const Entry& entry) {
   const TimePoint begin = runtime_.executor.now();
-  call->on_leader.store(true);
+  call->inline_thread.store(std::this_thread::get_id());
   run(call, entry);
-  call->on_leader.store(false);
+  call->inline_thread.store({});
   const Duration took = runtime_.executor.now() - begin;
   if (took <= kShort && long_runs_.empty()) return;
   const std::uint64_t id = ByteReader(call->frame.value).get<std::uint64_t>();
@@ -204,7 +204,8 @@ void RpcAgent::end_driving(bool unserved) {
 
 void RpcAgent::check_may_wait() const {
   const IncomingPtr& served = Environment::served();
-  if (!served || !served->on_leader.load()) return;
+  // Continuations run in the environment of the call that added them, but on threads of the pool.
+  if (!served || served->inline_thread.load() != std::this_thread::get_id()) return;
   throw Error(
       ErrorKind::kInvalid,
       "a function declared kInline waits for a future, on the thread that would bring it; declare it without "

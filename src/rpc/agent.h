@@ -9,13 +9,12 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/pool.h>
-#include <torchspan/core/rate_limited_warning.h>
-#include <torchspan/net/transport.h>
-#include <torchspan/rendezvous/membership.h>
-#include <torchspan/rpc/service.h>
-#include <torchspan/wire/tensors.h>
+#include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/detail/rpc/service.h>
 
+#include "core/api/rate_limited_warning.h"
 #include "rpc/call_table.h"
 #include "rpc/devices.h"
 #include "rpc/driver_lock.h"
@@ -25,6 +24,7 @@
 #include "rpc/serving.h"
 #include "rpc/shutdown_wait.h"
 #include "rpc/timers.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 

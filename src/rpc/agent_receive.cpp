@@ -1,8 +1,7 @@
 #include <fmt/format.h>
 
-#include <torchspan/wire/tensors.h>
-
 #include "rpc/agent.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 

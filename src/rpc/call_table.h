@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/source_location.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/source_location.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rpc/message.h>
 #include <torchspan/rpc/debug.h>
-#include <torchspan/rpc/message.h>
 
 #include "rpc/roster.h"
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/rpc/message.h>
+#include <torchspan/detail/rpc/message.h>
 
 namespace torchspan::rpc {
 

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <torchspan/wire/tensors.h>
+#include "wire/api/tensors.h"
 
 namespace torchspan {
 

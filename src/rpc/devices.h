@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/rpc/message.h>
 #include <torchspan/rpc/device_map.h>
-#include <torchspan/rpc/message.h>
 
 #include "rpc/roster.h"
 

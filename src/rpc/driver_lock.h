@@ -1,7 +1,7 @@
 #pragma once
 #include <atomic>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::rpc {
 

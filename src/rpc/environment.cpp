@@ -8,7 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <torchspan/rpc/environment.h>
+#include <torchspan/detail/rpc/environment.h>
 
 #include "rpc/serving.h"
 

@@ -21,7 +21,21 @@ void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(mill
 void nap_on_pool(Worker& worker, std::int64_t ms) { nap(worker, ms); }
 void fail() { throw std::runtime_error("on purpose"); }
 
+/// Adds a continuation that waits, on a thread of the pool, while this handler still runs.
+std::int64_t let_another_wait(Worker& worker) {
+  auto begin = worker.make_promise<void>();
+  auto end = worker.make_promise<std::int64_t>();
+  const auto result =
+      begin.future().then([wanted = end.future()](const Future<void>&) { return wanted.wait(); });
+  begin.set_value();
+  nap(worker, 10);
+  end.set_value(42);
+  nap(worker, 10);
+  return result.wait();  // complete by now
+}
+
 constexpr Function<next> kNext{"next", kInline};
+constexpr Function<let_another_wait> kLetAnotherWait{"let_another_wait", kInline};
 constexpr Function<next_of_next> kNextOfNext{"next_of_next", kInline};
 constexpr Function<next_later> kNextLater{"next_later", kInline};
 constexpr Function<nap> kNap{"nap", kInline};
@@ -34,7 +48,7 @@ Task<std::int64_t> next_later(Worker& worker, std::int64_t n) {
 }
 
 void on_first(ClusterOptions options, const std::function<void(Worker&)>& body) {
-  options.functions.add(kNext, kNextOfNext, kNextLater, kNap, kNapOnPool, kFail);
+  options.functions.add(kNext, kNextOfNext, kNextLater, kLetAnotherWait, kNap, kNapOnPool, kFail);
   SimCluster world(std::move(options));
   world.run([&](Worker& worker) {
     if (worker.rank() == 0) body(worker);
@@ -76,6 +90,10 @@ TEST(Inline, MustNotWaitButMayAwait) {
     }
     EXPECT_EQ(worker.rpc_sync(1, kNextLater, 1), 3);
   });
+}
+
+TEST(Inline, LetsContinuationsWaitOnThePool) {
+  on_first({}, [](Worker& worker) { EXPECT_EQ(worker.rpc_sync(1, kLetAnotherWait), 42); });
 }
 
 TEST(Inline, MovesToThePoolWhenItIsNotShort) {

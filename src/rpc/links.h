@@ -6,9 +6,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/net/transport.h>
-#include <torchspan/rpc/message.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rpc/message.h>
 
 #include "rpc/presence.h"
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/rpc/endpoint.h>
+#include <torchspan/detail/rpc/endpoint.h>
 
 #include "rpc/rref_message.h"
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/rpc/debug.h>
-#include <torchspan/rpc/endpoint.h>
 
 #include "rpc/reference_states.h"
 #include "rpc/rref_table.h"

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/rpc/message.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/rpc/message.h>
 
 namespace torchspan::rpc {
 

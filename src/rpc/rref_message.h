@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/buffer.h>
-#include <torchspan/wire/frame.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/wire/frame.h>
 
 #include "rpc/presence.h"
 

@@ -5,10 +5,10 @@
 #include <gtest/gtest.h>
 #include <random>
 
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/net/sim.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
 #include "rpc/control.h"
 #include "rpc/references.h"
 #include "tests/support/memory.h"

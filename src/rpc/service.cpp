@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <torchspan/rpc/service.h>
+#include <torchspan/detail/rpc/service.h>
 
 #include "rpc/agent.h"
 

@@ -8,10 +8,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rpc/extension.h>
 #include <torchspan/rpc/debug.h>
-#include <torchspan/rpc/extension.h>
 
 #include "rpc/presence.h"
 #include "rpc/roster.h"
@@ -48,7 +48,8 @@ struct IncomingCall {
   /// among its arguments, whoever may still hold the call.
   bool end_one_of_both() { return half_ended_.exchange(true); }
 
-  std::atomic<bool> on_leader{false};    ///< its handler runs where requests are read, and must not wait
+  /// The thread that reads requests, while it runs the handler: the handler must not wait there.
+  std::atomic<ThreadId> inline_thread{};
   std::optional<Timers::Id> stop_timer;  ///< guarded by the ServingTable
 
  private:

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::rpc {
 

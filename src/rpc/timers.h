@@ -3,9 +3,9 @@
 #include <map>
 #include <utility>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/function.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/function.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::rpc {
 

@@ -2,9 +2,9 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/core/runtime.h>
-#include <torchspan/net/network.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/session/session.h>
 
 namespace torchspan {

@@ -4,9 +4,9 @@
 #include <optional>
 #include <unistd.h>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
-#include <torchspan/pipeline/extension.h>
 #include <torchspan/session/session.h>
 
 #include "session/endpoint.h"

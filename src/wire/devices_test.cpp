@@ -6,8 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/wire/tensors.h>
-
+#include "wire/api/tensors.h"
 #include "wire/wire_test_util.h"
 
 namespace torchspan::wire::devices_test {

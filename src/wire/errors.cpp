@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <torchspan/wire/errors.h>
+#include <torchspan/detail/wire/errors.h>
 
 namespace torchspan {
 namespace {

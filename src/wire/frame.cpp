@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <limits>
 
-#include <torchspan/wire/frame.h>
+#include <torchspan/detail/wire/frame.h>
 
 namespace torchspan::wire {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/wire/frame.h>
+#include <torchspan/detail/wire/frame.h>
 #include <torchspan/wire/types.h>
 
 #include "wire/wire_test_util.h"

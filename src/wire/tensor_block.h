@@ -7,8 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/quantized/Quantizer.h>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
+#include <torchspan/detail/core/buffer.h>
 
 namespace torchspan::wire {
 

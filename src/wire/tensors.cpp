@@ -1,3 +1,5 @@
+#include "wire/api/tensors.h"
+
 #include <algorithm>
 #include <fmt/format.h>
 
@@ -11,7 +13,6 @@
 #include <c10/core/Layout.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <torchspan/wire/tensors.h>
 #include <torchspan/wire/torch_types.h>
 
 #include "wire/tensor_block.h"

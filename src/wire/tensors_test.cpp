@@ -1,11 +1,11 @@
+#include "wire/api/tensors.h"
+
 #include <functional>
 #include <gtest/gtest.h>
 #include <set>
 
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
-
-#include <torchspan/wire/tensors.h>
 
 #include "wire/wire_test_util.h"
 

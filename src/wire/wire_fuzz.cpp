@@ -8,11 +8,11 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/ones.h>
 
-#include <torchspan/wire/frame.h>
-#include <torchspan/wire/tensors.h>
+#include <torchspan/detail/wire/frame.h>
 #include <torchspan/wire/types.h>
 
 #include "tests/support/fuzz_seeds.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::wire {
 namespace {

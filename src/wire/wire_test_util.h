@@ -10,10 +10,11 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
-#include <torchspan/wire/tensors.h>
+#include <torchspan/detail/core/buffer.h>
+
+#include "wire/api/tensors.h"
 
 namespace torchspan::wire {
 

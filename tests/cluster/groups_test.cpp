@@ -6,7 +6,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-#include <torchspan/net/network.h>
+#include <torchspan/detail/net/network.h>
 #include <torchspan/session/session.h>
 
 #include "tests/support/cluster_main.h"

@@ -5,7 +5,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/torchspan.h>
 
 #include "tests/cluster/hosts_suite.h"

@@ -8,7 +8,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 

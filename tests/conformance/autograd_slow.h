@@ -1,6 +1,5 @@
 #pragma once
-#include <torchspan/engine/grad_field_sink.h>
-
+#include "engine/api/grad_field_sink.h"
 #include "tests/conformance/autograd_world.h"
 
 /// Graphs whose backward takes its time, leaves to make them of, and callbacks after passes.

@@ -5,7 +5,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 
 #include "tests/conformance/rpc_world.h"
 

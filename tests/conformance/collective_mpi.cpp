@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <vector>
 
-#include <torchspan/net/secret.h>
+#include <torchspan/detail/net/secret.h>
 
 #include "tests/support/processes.h"
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/rendezvous/environment.h>
+#include <torchspan/detail/rendezvous/environment.h>
 
 #include "tests/conformance/collective_backends.h"
 #include "tests/support/cluster_main.h"

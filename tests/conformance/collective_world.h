@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/core/runtime.h>
-#include <torchspan/rendezvous/membership.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
 
 #include "tests/conformance/collective_mpi.h"
 #include "tests/support/processes.h"

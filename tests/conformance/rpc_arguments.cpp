@@ -1,9 +1,8 @@
 // What travels: tensors alone and inside containers and structs, and how operators match their arguments.
 #include <ATen/ATen.h>
 
-#include <torchspan/wire/tensors.h>
-
 #include "tests/conformance/rpc_world.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::rpc_arguments {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 #include <optional>
 
-#include <torchspan/wire/frame.h>
+#include <torchspan/detail/wire/frame.h>
 
 #include "tests/conformance/rpc_world.h"
 

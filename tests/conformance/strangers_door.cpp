@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 #include <torchspan/net/local.h>
-#include <torchspan/net/stream.h>
 
+#include "net/api/stream.h"
 #include "net/handshake.h"
 #include "net/tls/tls_address.h"
 #include "net/tls/tls_session.h"

@@ -8,10 +8,10 @@
 #include <sys/types.h>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/net/tls.h>
-#include <torchspan/rendezvous/membership.h>
 
+#include "core/api/descriptor.h"
 #include "net/stream/address.h"
 #include "tests/conformance/strangers_counts.h"
 #include "tests/conformance/transport_node.h"

@@ -5,11 +5,11 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/net/local.h>
-#include <torchspan/net/stream.h>
 #include <torchspan/net/tls.h>
-#include <torchspan/rendezvous/membership.h>
 
+#include "net/api/stream.h"
 #include "tests/conformance/strangers_counts.h"
 #include "tests/conformance/transport_echo.h"
 

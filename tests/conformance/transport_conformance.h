@@ -5,8 +5,8 @@
 #include <ostream>
 #include <string>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net::conformance {
 

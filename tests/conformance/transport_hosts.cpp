@@ -11,8 +11,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/core/descriptor.h>
 #include <torchspan/net/tls.h>
+
+#include "core/api/descriptor.h"
 
 /// Two hosts that lose sight of each other without a word. The hosts are two processes in network namespaces
 /// of their own, joined by a pair of virtual Ethernet ends; everything goes with the processes.

@@ -1,7 +1,7 @@
 #include <filesystem>
 #include <map>
 
-#include <torchspan/net/network.h>
+#include <torchspan/detail/net/network.h>
 
 #include "net/network/place.h"
 #include "net/tls/tls_address.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "tests/conformance/transport_conformance.h"
 

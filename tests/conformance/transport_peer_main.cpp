@@ -1,12 +1,12 @@
 #include <cstdio>
 #include <unistd.h>
 
+#include <torchspan/detail/net/network.h>
 #include <torchspan/net/local.h>
-#include <torchspan/net/network.h>
-#include <torchspan/net/stream.h>
 #include <torchspan/net/tls.h>
 #include <torchspan/net/ucx.h>
 
+#include "net/api/stream.h"
 #include "tests/conformance/transport_echo.h"
 
 /// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,

@@ -1,9 +1,8 @@
 #include <cstdlib>
 #include <random>
 
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/net/sim.h>
-
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
 #include "net/sim/sim_unauthenticated_peer.h"
 #include "tests/conformance/transport_echo.h"
 

@@ -11,8 +11,7 @@
 #include <sys/wait.h>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
-
+#include "core/api/descriptor.h"
 #include "net/stream/address.h"
 #include "tests/conformance/transport_conformance.h"
 

@@ -3,8 +3,8 @@
 #include <map>
 
 #include <torchspan/net/local.h>
-#include <torchspan/net/stream.h>
 
+#include "net/api/stream.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"
 

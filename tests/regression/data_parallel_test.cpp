@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/data_parallel/data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/sgd.h>
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <string>
 
-#include <torchspan/rpc/extension.h>
+#include <torchspan/detail/rpc/extension.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan::soak {

@@ -3,7 +3,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/extension.h>
+#include <torchspan/detail/autograd/extension.h>
 
 /// What workers of random programs are asked for (autograd_programs.h).
 namespace torchspan::testing {

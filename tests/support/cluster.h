@@ -4,10 +4,11 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/sim_executor.h>
-#include <torchspan/net/sim.h>
-#include <torchspan/net/stream.h>
-#include <torchspan/rpc/service.h>
+#include <torchspan/detail/rpc/service.h>
+
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
+#include "net/api/stream.h"
 
 namespace torchspan::testing {
 

@@ -14,9 +14,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/pool.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/pool.h>
 
 /// Groups whose ranks are threads of one process: reduction in the order of ranks, on any Executor, so that
 /// tests of what is built on groups run on the simulated one too; ranks may die, be late, or disagree.

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/pipeline/extension.h>
+#include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/pipeline/pipeline.h>
 
 #include "tests/support/cluster.h"

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/runtime.h>
-#include <torchspan/core/sim_executor.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
 
+#include "core/api/sim_executor.h"
 #include "tests/conformance/collective_world.h"
 #include "tests/support/in_process_group.h"
 

@@ -90,6 +90,21 @@ class Arrows(Tree):
                             ("include/torchspan/net/leak.h:2", "public header includes the private header"),
                             ("examples/peek.cpp:1", "private to room 'net'"))
 
+    def test_headers_for_other_rooms_lie_in_detail_and_api(self):
+        self.write("include/torchspan/detail/net/channel.h", "#pragma once\n")
+        self.write("include/torchspan/net.h", "#pragma once\n#include <torchspan/detail/net/channel.h>\n")
+        self.write("src/net/api/sim.h", "#pragma once\n")
+        self.write("src/rendezvous/store.cpp", '#include <torchspan/detail/net/channel.h>\n#include "net/api/sim.h"\n')
+        self.assert_clean("check-arrows")
+        self.write("src/wire/side.cpp", '#include "net/api/sim.h"\n#include <torchspan/net.h>\n')
+        self.write("include/torchspan/net/leak.h", '#pragma once\n#include "net/api/sim.h"\n')
+        self.write("examples/peek.cpp", '#include "net/api/sim.h"\n')
+        self.assert_reports("check-arrows",
+                            ("src/wire/side.cpp:1", "room 'wire' has no arrow to 'net'"),
+                            ("src/wire/side.cpp:2", "room 'wire' has no arrow to 'net'"),
+                            ("include/torchspan/net/leak.h:2", "public header includes the private header"),
+                            ("examples/peek.cpp:1", "private to room 'net'"))
+
     def test_a_path_round_the_back_is_seen(self):
         self.write("src/net/ring.h", "#pragma once\n")
         self.write("src/wire/sly.cpp", '#include "../net/ring.h"\n')
@@ -229,8 +244,9 @@ class Tidy(Tree):
     def test_a_guarded_field_read_without_its_lock_is_named(self):
         repository = TOOLS.parent
         self.write(".clang-tidy", (repository / ".clang-tidy").read_text())
-        self.write("include/torchspan/core/mutex.h", (repository / "include/torchspan/core/mutex.h").read_text())
-        self.write("src/net/bare.cpp", "#include <torchspan/core/mutex.h>\nstruct Counter {\n  torchspan::Mutex mutex;\n"
+        self.write("include/torchspan/detail/core/mutex.h",
+                   (repository / "include/torchspan/detail/core/mutex.h").read_text())
+        self.write("src/net/bare.cpp", "#include <torchspan/detail/core/mutex.h>\nstruct Counter {\n  torchspan::Mutex mutex;\n"
                    "  int count TORCHSPAN_GUARDED_BY(mutex) = 0;\n  int get() { return count; }\n};\n")
         code, output = self.run_tool("check-tidy", "src/net/bare.cpp")
         self.assertEqual(code, 1, output)

@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <torchspan/collective/backend.h>
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::collective {
 

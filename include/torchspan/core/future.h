@@ -9,9 +9,9 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/core/function.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/function.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan {
 

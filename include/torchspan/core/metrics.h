@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan {
 

@@ -8,10 +8,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/core/runtime.h>
 #include <torchspan/data_parallel/hooks.h>
 #include <torchspan/data_parallel/options.h>
 #include <torchspan/data_parallel/stats.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::data_parallel {
 

@@ -10,6 +10,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/data_parallel/convert_sync_batch_norm.h>
 
 namespace torchspan {
 
@@ -61,14 +62,5 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   std::optional<collective::Group> group_;
 };
 TORCH_MODULE(SyncBatchNorm);
-
-/// Collective: every batch norm in `module` looks at the batches of all ranks of `group` from now on. Those
-/// that a torch::nn::Sequential holds are replaced by SyncBatchNorm, with their tensors; a SyncBatchNorm that
-/// is there already gets the group. C++ knows no way to replace a member of a class: a BatchNorm that is one
-/// is an error that names it; declare it as SyncBatchNorm. Returns how many synchronize. They share a group
-/// of their own, so they mix with nothing else. Before DistributedDataParallel; the optimizer's parameters
-/// stay the same. Throws Error{kInvalid} on all ranks, with names, when ranks differ; nothing is changed
-/// then.
-std::size_t convert_sync_batch_norm(torch::nn::Module& module, const collective::Group& group);
 
 }  // namespace torchspan

@@ -8,8 +8,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/core/runtime.h>
 #include <torchspan/data_parallel/reducer.h>
+#include <torchspan/detail/core/runtime.h>
 
 namespace torch::nn {
 class Module;

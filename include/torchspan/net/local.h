@@ -4,7 +4,7 @@
 #include <memory>
 
 #include <torchspan/core/metrics.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net {
 

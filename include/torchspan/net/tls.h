@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net {
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include <torchspan/core/metrics.h>
+#include <torchspan/detail/net/transport.h>
 #include <torchspan/net/tls.h>
-#include <torchspan/net/transport.h>
 
 namespace torchspan::net {
 

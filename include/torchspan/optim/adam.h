@@ -12,8 +12,9 @@ namespace torchspan::optim {
 /// Adam (Kingma and Ba, ICLR 2015), with amsgrad that of Reddi, Kale and Kumar (ICLR 2018), by LibTorch's
 /// rules; t counts the parameter's own steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p
-///   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g²;  w = v, with amsgrad the largest v
-///   yet p -= lr / (1 - beta1^t) * m / (sqrt(w) / sqrt(1 - beta2^t) + eps)
+///   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g²
+///   w = v; with amsgrad, the largest v so far
+///   p -= lr / (1 - beta1^t) * m / (sqrt(w) / sqrt(1 - beta2^t) + eps)
 /// Dense gradients only; SparseAdam is for the others.
 struct Adam {
   static constexpr std::string_view kName = "Adam";

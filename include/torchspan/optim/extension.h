@@ -1,8 +1,8 @@
 #pragma once
 #include <memory>
 
+#include <torchspan/detail/rpc/extension.h>
 #include <torchspan/optim/optimizer_spec.h>
-#include <torchspan/rpc/extension.h>
 
 namespace torchspan::optim {
 

@@ -11,8 +11,8 @@ namespace torchspan::optim {
 
 /// Steps divided by a running root mean square (Hinton's lectures, 2012), by LibTorch's rules:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = alpha * s + (1 - alpha) * g²
-///   r = sqrt(s) + eps; centered (Graves, arXiv 1308.0850): sqrt(s - a²) + eps, a = alpha * a + (1 - alpha) *
-///   g p -= lr * g / r; with momentum b = momentum * b + g / r, p -= lr * b
+///   r = sqrt(s) + eps; centered (Graves, arXiv 1308.0850): a = alpha * a + (1 - alpha) * g, r = sqrt(s - a²) + eps
+///   p -= lr * g / r; with momentum: b = momentum * b + g / r, p -= lr * b
 /// Dense gradients only.
 struct RMSprop {
   static constexpr std::string_view kName = "RMSprop";

@@ -12,10 +12,10 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/core/source_location.h>
 #include <torchspan/core/task.h>
+#include <torchspan/detail/core/source_location.h>
+#include <torchspan/detail/rpc/value.h>
 #include <torchspan/rpc/error_types.h>
-#include <torchspan/rpc/value.h>
 
 namespace torch::jit {
 struct CompilationUnit;

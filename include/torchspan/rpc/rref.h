@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/rpc/endpoint.h>
+#include <torchspan/detail/rpc/endpoint.h>
 
 namespace torchspan {
 

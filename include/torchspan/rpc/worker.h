@@ -8,8 +8,8 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/rpc/call_group.h>
-#include <torchspan/rpc/endpoint.h>
+#include <torchspan/detail/rpc/call_group.h>
+#include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/rpc/rref.h>
 
 namespace torchspan {

@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/extension.h>
 #include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
-#include <torchspan/net/network.h>
-#include <torchspan/rendezvous/environment.h>
-#include <torchspan/rpc/service.h>
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/detail/rpc/service.h>
 
 namespace torchspan {
 

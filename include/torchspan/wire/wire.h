@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include <torchspan/core/future.h>
-#include <torchspan/wire/payload.h>
+#include <torchspan/detail/wire/payload.h>
 
 namespace torchspan {
 

@@ -8,7 +8,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <torchspan/core/descriptor.h>
+#include "core/api/descriptor.h"
 
 namespace torchspan::collective {
 namespace {

@@ -15,7 +15,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/version.h>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::collective {
 namespace {

@@ -5,10 +5,10 @@
 #include <optional>
 #include <vector>
 
-#include <torchspan/core/function.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/pool.h>
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/function.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/core/runtime.h>
 
 #include "collective/group_host.h"
 #include "collective/serial/blocking_collectives.h"

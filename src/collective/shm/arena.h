@@ -5,8 +5,9 @@
 #include <memory>
 #include <utility>
 
-#include <torchspan/core/descriptor.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::collective::shm {
 

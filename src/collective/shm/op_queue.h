@@ -5,9 +5,9 @@
 #include <optional>
 
 #include <torchspan/core/future.h>
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/pool.h>
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/core/runtime.h>
 
 #include "collective/shm/shm_algorithms.h"
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/core/function.h>
+#include <torchspan/detail/core/function.h>
 
 #include "collective/shm/control.h"
 #include "collective/shm/op_coroutine.h"

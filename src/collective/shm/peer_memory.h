@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/core/runtime.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
 
 #include "collective/shm/arena.h"
 #include "collective/world_link.h"

@@ -3,7 +3,7 @@
 #include <optional>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "collective/shm/control.h"
 

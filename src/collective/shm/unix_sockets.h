@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "collective/shm/arena.h"
 

@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/net/local.h>
 
 #include "net/local/memory.h"

@@ -3,8 +3,9 @@
 #include <optional>
 #include <utility>
 
-#include <torchspan/core/descriptor.h>
 #include <torchspan/net/local.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::net {
 

@@ -4,8 +4,9 @@
 #include <span>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/core/descriptor.h>
 #include <torchspan/net/local.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::net {
 

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::net::ring_test {
 namespace {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/net/network.h>
+#include <torchspan/detail/net/network.h>
 
 #include "net/network/place.h"
 #include "net/polled.h"

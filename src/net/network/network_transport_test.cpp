@@ -3,7 +3,7 @@
 #include <map>
 #include <optional>
 
-#include <torchspan/net/network.h>
+#include <torchspan/detail/net/network.h>
 
 #include "net/network/place.h"
 #include "tests/support/processes.h"

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 #include <sys/socket.h>
 
-#include <torchspan/core/descriptor.h>
-#include <torchspan/net/network.h>
+#include <torchspan/detail/net/network.h>
 
+#include "core/api/descriptor.h"
 #include "net/network/place.h"
 #include "net/tls/tls_address.h"
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/handshake.h"

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/net/sim.h>
+#include <torchspan/detail/core/mutex.h>
 
+#include "net/api/sim.h"
 #include "net/sim/fault_injection.h"
 #include "net/sim/sim_link.h"
 

@@ -6,7 +6,8 @@
 #include <set>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/net/sim.h>
+
+#include "net/api/sim.h"
 
 /// The levers and the determinism of the simulated network; what it shares with real ones is in
 /// tests/conformance.

@@ -7,8 +7,7 @@
 #include <string>
 #include <utility>
 
-#include <torchspan/net/sim.h>
-
+#include "net/api/sim.h"
 #include "net/sim/sim_channel.h"
 #include "net/sim/sim_network.h"
 

@@ -2,8 +2,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/net/sim.h>
-
+#include "net/api/sim.h"
 #include "net/sim/sim_channel.h"
 #include "net/sim/sim_network.h"
 

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/net/transport.h>
 
+#include "core/api/descriptor.h"
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/stream/address.h"

@@ -6,9 +6,9 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/time.h>
+#include <torchspan/detail/core/buffer.h>
 
 namespace torchspan::net {
 

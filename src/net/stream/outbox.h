@@ -6,8 +6,8 @@
 #include <sys/uio.h>
 #include <vector>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
+#include <torchspan/detail/core/buffer.h>
 
 namespace torchspan::net {
 

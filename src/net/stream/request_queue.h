@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "net/stream/socket.h"
 

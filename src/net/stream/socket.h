@@ -2,9 +2,9 @@
 #include <string>
 #include <sys/types.h>
 
-#include <torchspan/core/descriptor.h>
 #include <torchspan/core/error.h>
 
+#include "core/api/descriptor.h"
 #include "net/stream/address.h"
 
 namespace torchspan::net {

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/stream/lane.h"

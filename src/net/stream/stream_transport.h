@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/net/stream.h>
-
+#include "net/api/stream.h"
 #include "net/polled.h"
 #include "net/stream/connection.h"
 #include "net/stream/request_queue.h"

@@ -10,8 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <torchspan/net/stream.h>
-
+#include "net/api/stream.h"
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/stream/address.h"

@@ -9,9 +9,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/net/transport.h>
 
 namespace torchspan::net {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "net/tls/tls_address.h"
 

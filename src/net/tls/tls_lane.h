@@ -6,8 +6,8 @@
 #include <span>
 #include <string>
 
-#include <torchspan/core/executor.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/tls/hello.h"
 #include "net/tls/pieces.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/tls/hello.h"

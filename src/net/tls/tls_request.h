@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "net/tls/tls_address.h"
 #include "net/tls/tls_channel.h"

@@ -9,10 +9,10 @@
 #include <sys/uio.h>
 #include <vector>
 
-#include <torchspan/core/descriptor.h>
 #include <torchspan/core/error.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/mutex.h>
 
+#include "core/api/descriptor.h"
 #include "net/tls/tls_context.h"
 
 namespace torchspan::net {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include <torchspan/core/mutex.h>
-#include <torchspan/net/transport.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/stream/outbox.h"

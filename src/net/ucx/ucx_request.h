@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/core/executor.h>
+#include <torchspan/detail/core/executor.h>
 
 #include "net/ucx/ucx_channel.h"
 

@@ -7,10 +7,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torchspan/core/buffer.h>
 #include <torchspan/core/bytes.h>
-#include <torchspan/core/executor.h>
-#include <torchspan/core/mutex.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/net/ucx.h>
 
 #include "net/ucx/inbox.h"

@@ -1,0 +1,4 @@
+#pragma once
+// Distributed autograd: Context, backward passes over workers, and the graph as a picture.
+#include <torchspan/autograd/context.h>
+#include <torchspan/autograd/graph.h>

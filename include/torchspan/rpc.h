@@ -1,0 +1,10 @@
+#pragma once
+// Remote calls: Worker, RRef, functions, futures, coroutines, remote modules, errors.
+#include <torchspan/core/error.h>
+#include <torchspan/core/future.h>
+#include <torchspan/core/task.h>
+#include <torchspan/core/when_all.h>
+#include <torchspan/rpc/error_types.h>
+#include <torchspan/rpc/remote_module.h>
+#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>

@@ -1,0 +1,3 @@
+#pragma once
+// Session: one worker with everything that it needs.
+#include <torchspan/session/session.h>
