@@ -119,7 +119,7 @@ struct Result {
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch& mine, double weight) {
   optimizer.zero_grad();
-  const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::ReduceOp::Sum);
+  const torch::Tensor sum = torch::nll_loss(model.forward(mine.images), mine.labels, {}, at::Reduction::Sum);
   (sum * weight).backward();
   optimizer.step();
   return sum.item<double>();

@@ -44,8 +44,8 @@ Bytes hello() {
   return wire::encode_frame(frame);
 }
 
-rendezvous::JoinOptions join_options(int rank, const std::string& address) {
-  rendezvous::JoinOptions join;
+rendezvous::MembershipOptions join_options(int rank, const std::string& address) {
+  rendezvous::MembershipOptions join;
   join.name = rank == 0 ? "worker" : "peer";
   join.rank = rank;
   join.world_size = 2;

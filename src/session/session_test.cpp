@@ -59,7 +59,7 @@ void expect_handles_outlive_it(bool shut_down) {
   const RemoteModule module(worker, 0, kModule);
   const RRef<at::Tensor> mine(worker, input().requires_grad_());
   optim::DistributedOptimizer optimizer(*session, optim::SGD{.lr = 0.1}, {module, mine});
-  optim::LRScheduler schedule(optimizer, optim::step_decay({.every = 1}));
+  optim::LRScheduler schedule(optimizer, optim::StepLR{.step_size = 1});
   pipeline::Layers layers;
   layers.add<torch::nn::Linear>(2, 2);
   pipeline::Pipeline pipe(worker, layers, {});

@@ -25,7 +25,7 @@ inline void with_group(collective::GroupOptions options,
   const auto executor = make_executor();
   const auto environment = rendezvous::read_environment(rendezvous::process_environment());
   Runtime runtime(*executor, environment.name);
-  rendezvous::JoinOptions join;
+  rendezvous::MembershipOptions join;
   join.name = environment.name;
   join.rank = environment.rank;
   join.world_size = environment.world_size;

@@ -75,7 +75,7 @@ class CollectiveWorld {
  private:
   void live(int rank, const std::function<void(Rank)>& body) {
     Runtime runtime(*executor_, "worker" + std::to_string(rank));
-    rendezvous::JoinOptions options;
+    rendezvous::MembershipOptions options;
     options.name = "worker" + std::to_string(rank);
     options.rank = rank;
     options.world_size = size_;

@@ -62,7 +62,7 @@ TEST(RpcConformance, Reinit) {
   SimCluster cluster(world(2));
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 1) return;
-    rendezvous::JoinOptions again;
+    rendezvous::MembershipOptions again;
     again.name = "worker1";
     again.rank = 1;
     again.world_size = 2;
