@@ -1,5 +1,5 @@
-// A small GPT that learns to write like Melville, its blocks spread over worker processes:
-//   tools/fetch-data moby-dick.txt
+// A small GPT that learns to write like the fortune program, its blocks spread over worker processes:
+//   tools/fetch-data fortunes.txt
 //   torchspan run -n 2 char_transformer_pipeline
 // Micro-batches flow through the stages, a backward as soon as one is ready (1F1B). With --tied the scores
 // are computed with the embedding's matrix: the last use of a layer that lives on the first worker.
@@ -34,7 +34,7 @@ using namespace char_transformer;
 namespace {
 
 struct Options {
-  std::string text = "build/data/moby-dick.txt";
+  std::string text = "build/data/fortunes.txt";
   ModelOptions model;
   std::int64_t steps = 400;
   std::int64_t batch = 32;

@@ -233,9 +233,9 @@ void RpcAgent::wake_leader() {
   if (timer_) timer_->unpark();
 }
 
-void RpcAgent::stop() {
+void RpcAgent::stop(const std::string& why) {
   if (stopping_.exchange(true)) return;
-  if (membership_) membership_->give_up("left without shutdown(); see its own output for why");
+  if (membership_) membership_->give_up(why);
   wake_leader();
   leader_.join();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");

@@ -99,7 +99,7 @@ class RpcAgent final : public Endpoint, public net::Handler, public Driver {
   /// After stop(): leaves the world for good, and drops what refers back to this object. Handles of the
   /// program may keep it for longer; all they do fails with kCancelled.
   void release();
-  void stop();
+  void stop(const std::string& why);
   void member_departed(const LinkMember& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void add_handler(wire::MessageType type, Entry entry);

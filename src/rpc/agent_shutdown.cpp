@@ -238,7 +238,7 @@ void RpcAgent::shutdown(Deadline deadline) {
     story = tell_failure(*failure, wait);
     if (membership_) membership_->give_up(last_words(*failure));
   }
-  stop();
+  stop("left");
   if (!failure) return throw_leaks(leaks);
   throw Error(failure->kind(),
               fmt::format("worker '{}' stopped without waiting for all others: {}", self_.name, story));

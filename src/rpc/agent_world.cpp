@@ -162,9 +162,10 @@ void RpcAgent::check_stopped_peers() {
         Error(
             ErrorKind::kDisconnected,
             fmt::format(
-                "worker '{}' (rank {}) has been stopped, by a signal or a debugger, for {:.0f} s; continue "
-                "it (kill "
-                "-CONT) and call again, or allow more than {:g} s with TORCHSPAN_STOPPED_LIMIT (0: any time)",
+                "worker '{}' (rank {}) is stopped, by a signal or a debugger, for {:.0f} s so far; continue "
+                "it "
+                "(kill -CONT) and call again, or allow more than {:g} s with TORCHSPAN_STOPPED_LIMIT (0: any "
+                "time)",
                 roster_.name(peer), peer, to_seconds(now - stopped[peer]),
                 to_seconds(options_.stopped_limit))));
   }

@@ -93,6 +93,6 @@ void WorkerService::start(std::unique_ptr<rendezvous::Membership> membership) {
 rendezvous::Membership& WorkerService::membership() { return impl_->core->membership(); }
 Worker& WorkerService::worker() { return impl_->core->worker(); }
 void WorkerService::shutdown(Deadline deadline) { impl_->core->shutdown(deadline); }
-void WorkerService::stop() { impl_->core->stop(); }
+void WorkerService::stop(const std::string& why) { impl_->core->stop(why); }
 
 }  // namespace torchspan::rpc

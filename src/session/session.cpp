@@ -121,7 +121,10 @@ class Session::Impl {
  public:
   Impl(const WorkerOptions& options, FunctionTable functions,
        std::vector<std::unique_ptr<rpc::Extension>> extensions)
-      : runtime_owner_(make_runtime(options)) {
+      : runtime_owner_(make_runtime(options)),
+        shutdown_timeout_(options.shutdown_timeout),
+        leave_timeout_(options.leave_timeout),
+        exceptions_(std::uncaught_exceptions()) {
     extensions.insert(extensions.begin(), std::make_unique<optim::OptimExtension>());
     extensions.insert(extensions.begin(), std::make_unique<autograd::AutogradExtension>());
     extensions.insert(extensions.begin(), std::make_unique<pipeline::PipelineExtension>());
@@ -150,13 +153,44 @@ class Session::Impl {
     }
   }
 
+  ~Impl() {
+    try {
+      leave();
+    } catch (...) {
+      runtime_.log.error(describe(std::current_exception()).text);
+    }
+  }
+
+  void shutdown(Deadline deadline) {
+    left_ = true;
+    service_->shutdown(deadline);
+  }
+  void shutdown(Duration timeout) { shutdown(runtime_.executor.deadline_in(timeout)); }
+  void shutdown() {
+    if (shutdown_timeout_ == Duration::zero()) return shutdown(Deadline::never());
+    shutdown(shutdown_timeout_);
+  }
+  void abort(const std::string& why) {
+    left_ = true;
+    service_->stop("left because its program failed: " + why);
+  }
+
   Runtime& runtime() { return runtime_; }
   const std::shared_ptr<Runtime>& runtime_owner() const { return runtime_owner_; }
   rpc::WorkerService& service() { return *service_; }
 
  private:
+  void leave() {
+    if (left_) return;
+    if (std::uncaught_exceptions() > exceptions_) return abort("an exception ended the scope of its Session");
+    if (!service_->worker().current_call()) shutdown(leave_timeout_);
+  }
+
   const std::shared_ptr<Runtime> runtime_owner_;
   Runtime& runtime_{*runtime_owner_};
+  const Duration shutdown_timeout_, leave_timeout_;
+  const int exceptions_;  ///< in flight when the session was made
+  bool left_ = false;
   std::unique_ptr<rpc::WorkerService> service_;
 };
 
@@ -170,9 +204,11 @@ Runtime& Session::runtime() { return impl_->runtime(); }
 collective::Group Session::group(collective::GroupOptions options) {
   return collective::Group::make(impl_->runtime_owner(), impl_->service().membership(), std::move(options));
 }
-void Session::shutdown() { impl_->service().shutdown(); }
-void Session::shutdown(Duration timeout) {
-  impl_->service().shutdown(impl_->runtime().executor.deadline_in(timeout));
+void Session::shutdown() { impl_->shutdown(); }
+void Session::shutdown(Duration timeout) { impl_->shutdown(timeout); }
+void Session::abort(const std::exception_ptr& cause) {
+  const ExceptionStory story = describe(cause);
+  impl_->abort(fmt::format("{}: {}", story.type, story.text));
 }
 
 }  // namespace torchspan

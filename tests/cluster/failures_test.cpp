@@ -122,16 +122,15 @@ void join_only() {
   session.shutdown();
 }
 
-/// Rank 0's session ends without shutdown(). Its process takes a moment to end, as those with much to free
-/// do.
+/// An exception ends rank 0's session. Its process takes a moment to end, as those with much to free do.
 void ends_early() {
-  int rank;
-  {
+  try {
     Session session(WorkerOptions::from_env(), functions());
-    rank = static_cast<int>(session.rank());
-    if (rank != 0) session.shutdown();
+    if (session.rank() == 0) throw std::out_of_range("rank 0 has had enough");
+    session.shutdown();
+    return;
+  } catch (const std::out_of_range&) {
   }
-  if (rank != 0) return;
   poll(nullptr, 0, 500);
   std::exit(std::atoi(std::getenv("TORCHSPAN_TEST_CODE")));
 }
@@ -163,6 +162,56 @@ TEST(Cluster, LauncherSaysThatAWorkerEndedWithoutShutdown) {
   EXPECT_THAT(output,
               ::testing::ContainsRegex(
                   "first failure: worker0 .rank 0, pid [0-9]+. exited with code 0 without shutdown.., "));
+}
+
+/// Rank 1's scope ends first; the others still call it.
+void leaves_by_scope() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 1) return;
+  session.runtime().executor.sleep(std::chrono::milliseconds(300));
+  require(session.worker().rpc_sync("worker1", kAdd, 1, 1) == 2, "worker1 serves until all are done");
+}
+
+void throws_in_its_body() {
+  Session session(WorkerOptions::from_env(), functions());
+  session.run([](Session& self) {
+    if (self.rank() == 1) throw std::out_of_range("the data of rank 1 has ended");
+    self.worker().rpc_sync("worker1", kNever);
+  });
+}
+
+void has_a_limit_for_shutdown() {
+  WorkerOptions options = WorkerOptions::from_env();
+  options.shutdown_timeout = std::chrono::milliseconds(300);
+  Session session(options, functions());
+  if (session.rank() != 0) session.runtime().executor.sleep(std::chrono::seconds(3));
+  const Error error = error_of([&] { session.shutdown(); });
+  require(error.kind() == (session.rank() == 0 ? ErrorKind::kTimedOut : ErrorKind::kDisconnected),
+          error.what());
+}
+
+TEST(Cluster, ASessionThatEndsWithItsScopeServesTheOthersUntilTheyAreDone) {
+  ProcessWorld world(3);
+  world.start_all("leaves_by_scope");
+  expect_all_end_well(world);
+}
+
+TEST(Cluster, AnExceptionOfTheBodyReachesTheOtherWorkers) {
+  ProcessWorld world(3);
+  world.start_all("throws_in_its_body");
+  for (const std::size_t rank : {0, 2}) {
+    EXPECT_TRUE(world.process(rank).wait(world.executor(), std::chrono::seconds(60)));
+    EXPECT_EQ(world.process(rank).exit_code(), 1);
+    EXPECT_THAT(
+        world.process(rank).output(),
+        HasSubstr("left because its program failed: std::out_of_range: the data of rank 1 has ended"));
+  }
+}
+
+TEST(Cluster, ShutdownEndsAtItsDefaultLimit) {
+  ProcessWorld world(2);
+  world.start_all("has_a_limit_for_shutdown");
+  expect_all_end_well(world);
 }
 
 TEST(Cluster, CallsAcrossProcesses) {
@@ -269,5 +318,8 @@ int main(int argc, char** argv) {
        {"unknown_function", torchspan::unknown_function},
        {"worker_dies_during_a_call", torchspan::worker_dies_during_a_call},
        {"join_only", torchspan::join_only},
-       {"ends_early", torchspan::ends_early}});
+       {"ends_early", torchspan::ends_early},
+       {"leaves_by_scope", torchspan::leaves_by_scope},
+       {"throws_in_its_body", torchspan::throws_in_its_body},
+       {"has_a_limit_for_shutdown", torchspan::has_a_limit_for_shutdown}});
 }

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,6 +22,8 @@ struct WorkerOptions {
   net::Secret secret;           ///< empty: the job's, from environment.secret_file
   net::NetworkOptions network;  ///< memory shared on one host; certificates and heartbeats between hosts
   Duration rpc_timeout = std::chrono::seconds(60);
+  Duration shutdown_timeout = std::chrono::minutes(30);  ///< of shutdown(); zero: none
+  Duration leave_timeout = std::chrono::seconds(30);     ///< how long ~Session waits for the other workers
   /// How long a worker of this host may be stopped, by a signal or a debugger, before calls to it fail and
   /// steps that need it end; zero: as long as it is stopped. Between hosts a stopped worker is silent, and
   /// network.tls.dead_after is the limit.
@@ -63,8 +66,9 @@ class Session {
   /// rendezvous/membership.h: missing or doubled workers are named).
   explicit Session(WorkerOptions options, FunctionTable functions = {},
                    std::vector<std::unique_ptr<rpc::Extension>> extensions = {});
-  /// Stops at once if shutdown() was not called: the other workers hear that this one died. Workers, RRefs,
-  /// contexts and optimizers may outlive it: they answer Error{kCancelled} then.
+  /// Without a shutdown() before, leaves as shutdown() does, within options.leave_timeout; at once when an
+  /// exception ends its scope, or on a thread that serves a call. Failures go to the log. Workers, RRefs,
+  /// contexts, groups and optimizers may outlive the session: their operations fail with kCancelled.
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -78,12 +82,27 @@ class Session {
   /// kin (collective/group.h). It may outlive the session; its operations fail with kCancelled then.
   collective::Group group(collective::GroupOptions options = {});
 
-  /// Waits until every worker called it and no call or reference is outstanding anywhere, serving the others
-  /// meanwhile; then leaves. Waits for ever unless there is a `timeout`. Throws Error naming the worker that
-  /// died, or what was waited for at the time-out; this worker has left then too. In an open world: waits for
-  /// this worker's own calls and references only.
+  /// Runs `body(session)`, then shutdown(). When `body` throws: this worker leaves at once, the other workers
+  /// see its death with the exception's type and text, and the exception is thrown on.
+  template <class F>
+  void run(F&& body) {
+    try {
+      body(*this);
+    } catch (...) {
+      abort(std::current_exception());
+      throw;
+    }
+    shutdown();
+  }
+
+  /// Waits until every worker has called it and no call or reference is outstanding anywhere, and serves the
+  /// others meanwhile; then leaves. Throws Error naming the worker that died, or after options.shutdown_timeout
+  /// what it waited for; this worker has left then too. In an open world it waits for this worker's own calls
+  /// and references only.
   void shutdown();
   void shutdown(Duration timeout);
+  /// Leaves at once. The other workers see its death with the type and text of `cause`.
+  void abort(const std::exception_ptr& cause);
 
  private:
   class Impl;

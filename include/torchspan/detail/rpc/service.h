@@ -64,8 +64,9 @@ class WorkerService {
   /// the others. When a worker died or the deadline ends first: stops this worker and throws an Error that
   /// says which. Idempotent.
   void shutdown(Deadline deadline = Deadline::never());
-  /// Stops this worker at once; what is outstanding fails with kCancelled. Idempotent.
-  void stop();
+  /// Stops this worker at once; what is outstanding fails with kCancelled, and the other workers see a death
+  /// with the reason `why`. Idempotent.
+  void stop(const std::string& why = "left without shutdown(); see its own output for why");
 
  private:
   class Impl;
