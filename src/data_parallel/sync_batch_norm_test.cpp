@@ -6,6 +6,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>
 
 #include "data_parallel/toy_model.h"
 
