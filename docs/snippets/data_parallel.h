@@ -1,5 +1,6 @@
 #pragma once
 #include <torchspan/data_parallel.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>
 
 #include "docs/snippets/modules.h"
 
