@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <gmock/gmock.h>
 
-#include "tests/conformance/rpc_world.h"
+#include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc::shutdown_test {
 namespace {

@@ -1,5 +1,5 @@
 // Where tensors of other devices than the CPU come to live. Over real tensors of such devices:
-// tests/conformance/rpc_devices.cpp.
+// tests/parity/rpc_devices.cpp.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -111,7 +111,7 @@ class Promise;
 /// shared state: copy it freely, wait on it from any thread, any number of times. Every future of this
 /// library completes.
 template <class T>
-class Future {
+class [[nodiscard]] Future {
  public:
   using value_type = T;
   Future() = default;

@@ -10,6 +10,8 @@
 namespace torchspan {
 
 class Caller;
+template <class T>
+class RRefCaller;
 class Worker;
 
 namespace rpc {
@@ -75,6 +77,9 @@ class RRef : public RRefBase {
   template <auto kFunction, class... Args>
   RRef<Stored<rpc::ResultOf<kFunction>>> remote(Function<kFunction> token, Args&&... args) const;
 
+  /// The same verbs, and to_here(), with other options: rref.with({.timeout = 5s}).rpc_sync(token, …).
+  RRefCaller<T> with(CallOptions options) const;
+
   /// Calls a method of the TorchScript object that the value is, with positional and keyword arguments.
   c10::IValue rpc_sync(const std::string& method, std::vector<c10::IValue> args,
                        std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
@@ -85,6 +90,7 @@ class RRef : public RRefBase {
                            std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
 
  private:
+  friend class RRefCaller<T>;
   Caller caller() const;
   Future<T> fetch(CallOptions options) const;
 };

@@ -218,8 +218,8 @@ class Worker : public Caller {
 
   WorkerInfo info() const { return endpoint_->self(); }
   std::string name() const { return info().name; }
-  std::uint32_t rank() const { return info().rank; }
-  std::uint32_t world_size() const { return static_cast<std::uint32_t>(workers().size()); }
+  int rank() const { return static_cast<int>(info().rank); }
+  int world_size() const { return static_cast<int>(workers().size()); }
   /// All workers in the order of their ranks; in an open world those that are in at this moment.
   std::vector<WorkerInfo> workers() const { return endpoint_->workers(); }
   /// By name, rank or info; throws Error{kInvalid} that lists who is there.
@@ -275,6 +275,38 @@ class BlockingScope {
   Pool::BlockingScope scope_;
 };
 
+/// An RRef with the options of the calls made through it: what RRef::with() returns.
+template <class T>
+class RRefCaller {
+ public:
+  RRefCaller(RRef<T> rref, CallOptions options) : rref_(std::move(rref)), options_(std::move(options)) {}
+
+  template <auto kFunction, class... Args>
+  rpc::ResultOf<kFunction> rpc_sync(Function<kFunction> token, Args&&... args) const {
+    return caller().call_on_from(token.site, rref_, token, std::forward<Args>(args)...).wait();
+  }
+  template <auto kFunction, class... Args>
+  Future<rpc::ResultOf<kFunction>> rpc_async(Function<kFunction> token, Args&&... args) const {
+    return caller().call_on_from(token.site, rref_, token, std::forward<Args>(args)...);
+  }
+  template <auto kFunction, class... Args>
+  RRef<Stored<rpc::ResultOf<kFunction>>> remote(Function<kFunction> token, Args&&... args) const {
+    return caller().create_on_from(token.site, rref_, token, std::forward<Args>(args)...);
+  }
+  T to_here() const { return to_here_async().wait(); }
+  Future<T> to_here_async() const { return rref_.fetch(options_); }
+
+ private:
+  Caller caller() const { return Caller(rref_.held().endpoint(), options_); }
+
+  RRef<T> rref_;
+  CallOptions options_;
+};
+
+template <class T>
+RRefCaller<T> RRef<T>::with(CallOptions options) const {
+  return RRefCaller<T>(*this, std::move(options));
+}
 template <class T>
 RRef<T>::RRef(const Worker& worker, T value, SourceLocation site)
     : RRefBase(worker.endpoint()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}

@@ -75,8 +75,8 @@ class Session {
 
   Worker& worker();
   Runtime& runtime();
-  std::uint32_t rank() { return worker().rank(); }
-  std::uint32_t world_size() { return worker().world_size(); }
+  int rank() { return worker().rank(); }
+  int world_size() { return worker().world_size(); }
 
   /// Collective over options.ranks (all workers, unless it says otherwise): a group for all-reduce and its
   /// kin (collective/group.h). It may outlive the session; its operations fail with kCancelled then.

@@ -1,0 +1,164 @@
+// Gradients of tensors that live on other devices than the CPU, which are stand-ins for GPUs
+// (tests/support/stand_in_device.h): they come back to where the tensors are.
+#include "tests/parity/autograd_world.h"
+#include "tests/support/stand_in_device.h"
+
+namespace torchspan::autograd_devices {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+/// Computes where its arguments live.
+at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) {
+  if (a.device() != b.device())
+    throw std::runtime_error("a on " + a.device().str() + ", b on " + b.device().str());
+  return a * b;
+}
+at::Tensor layer_on(const c10::Device& device, std::int64_t seed) {
+  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+  return at::randn({4, 4}, generator, at::kDouble).to(device).requires_grad_();
+}
+/// With the layer behind the reference, which lives where `x` came to.
+at::Tensor forward(const RRef<at::Tensor>& layer, const at::Tensor& x) {
+  return at::matmul(x, layer.local_value()).tanh();
+}
+at::Tensor gradient_of(Worker& worker, const RRef<at::Tensor>& layer) {
+  const at::Tensor gradient = autograd::current(worker).gradient(layer.local_value());
+  if (gradient.device() != layer.local_value().device())
+    throw std::runtime_error("a gradient on " + gradient.device().str());
+  return gradient.cpu();
+}
+
+constexpr Function<multiply> kMultiply{"multiply"};
+constexpr Function<layer_on> kLayerOn{"layer_on"};
+constexpr Function<forward> kForward{"forward"};
+constexpr Function<gradient_of> kGradientOf{"gradient_of"};
+
+using Maps = std::map<std::string, DeviceMap>;
+/// Worker r has maps[r].
+ClusterOptions world(const std::vector<Maps>& maps, int workers = 2) {
+  ClusterOptions options =
+      autograd_world(workers, FunctionTable().add(kMultiply, kLayerOn, kForward, kGradientOf));
+  options.adjust = [maps](int rank, WorkerPlan& plan) {
+    if (static_cast<std::size_t>(rank) < maps.size()) plan.service.device_maps = maps[rank];
+  };
+  return options;
+}
+
+class AutogradDevices : public ::testing::TestWithParam<autograd::PassMode> {
+ protected:
+  autograd::BackwardOptions options() const { return {.mode = GetParam()}; }
+};
+INSTANTIATE_TEST_SUITE_P(Modes, AutogradDevices,
+                         ::testing::Values(autograd::PassMode::kSmart, autograd::PassMode::kFast),
+                         [](const auto& info) {
+                           return info.param == autograd::PassMode::kSmart ? "Smart" : "Fast";
+                         });
+
+void expect_gradient(const Context& context, const at::Tensor& leaf, const at::Tensor& expected) {
+  const at::Tensor gradient = context.gradient(leaf);
+  EXPECT_EQ(gradient.device(), leaf.device());
+  expect_equal(gradient.cpu(), expected);
+}
+
+TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
+  const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}};
+  on_first(world({maps}), [&](Worker& worker) {
+    for (const Way way : kWays) {
+      for (const c10::Device& device : {stand_in(0), stand_in(1)}) {
+        Context context(worker);
+        const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
+        const at::Tensor t1 = a.to(device).requires_grad_(), t2 = b.to(device).requires_grad_();
+        const at::Tensor product = call(way, worker, "worker1", kMultiply, t1, t2);
+        EXPECT_EQ(product.device(), device);
+        context.backward((product * t1).sum(), options());
+        expect_gradient(context, t1, 2 * a * b);
+        expect_gradient(context, t2, a * a);
+      }
+    }
+  });
+}
+
+/// gpu_simple: a device here, and whatever the peer makes of it; no map is needed for gradients.
+TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
+  on_first(world({}), [&](Worker& worker) {
+    Context context(worker);
+    const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
+    const at::Tensor t1 = a.to(stand_in(1)).requires_grad_(), t2 = b.to(stand_in(1)).requires_grad_();
+    const at::Tensor product = worker.rpc_sync("worker1", kMultiply, t1, t2);
+    EXPECT_TRUE(product.is_cpu());
+    context.backward((product.to(stand_in(1)) + t1).sum(), options());
+    expect_gradient(context, t1, b + 1);
+    expect_gradient(context, t2, a);
+  });
+}
+
+/// Gradients need no map, so no map can be in their way.
+TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
+  const Maps here{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}})}};
+  const Maps there{{"worker0", DeviceMap({{stand_in(0), stand_in(1)}})}};
+  on_first(world({here, there}), [&](Worker& worker) {
+    Context context(worker);
+    const at::Tensor a = Kind(false).make(1).detach();
+    const at::Tensor t = a.to(stand_in(0)).requires_grad_();
+    context.backward(worker.rpc_sync("worker1", kMultiply, t, t).sum(), options());
+    expect_gradient(context, t, 2 * a);
+  });
+}
+
+/// gpu_to_cpu_continuation and its _gpu_root: hops over the CPU between hops over devices.
+TEST_P(AutogradDevices, GpuToCpuContinuation) {
+  const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(0)}})}};
+  on_first(world({maps}), [&](Worker& worker) {
+    for (const bool root_on_device : {false, true}) {
+      Context context(worker);
+      const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
+      const at::Tensor t1 = a.to(stand_in(0)).requires_grad_(), t2 = b.clone().requires_grad_();
+      const at::Tensor there = worker.rpc_sync("worker1", kMultiply, t1, t1);
+      at::Tensor loss = worker.rpc_sync("worker1", kMultiply, there.cpu(), t2);
+      if (root_on_device) loss = worker.rpc_sync("worker1", kMultiply, loss.to(stand_in(0)), t1);
+      context.backward(loss.sum(), options());
+      expect_gradient(context, t1, root_on_device ? 3 * a * a * b : 2 * a * b);
+      expect_gradient(context, t2, root_on_device ? a * a * a : a * a);
+    }
+  });
+}
+
+/// gradients_synchronizations, dist_autograd_sync_streams: layers on devices of several workers, one after
+/// the other, against the same layers in one process.
+TEST_P(AutogradDevices, GradientsSynchronizations) {
+  const DeviceMap swap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}});
+  on_first(world({{{"worker1", swap}, {"worker2", swap}, {"worker3", swap}}}, 4), [&](Worker& worker) {
+    constexpr int kLayers = 3;
+    std::vector<RRef<at::Tensor>> layers;
+    for (int i = 0; i < kLayers; ++i)
+      layers.push_back(worker.remote(1 + i, kLayerOn, stand_in((i + 1) % 2), std::int64_t{i}));
+    const auto compute = [](const Tensors& leaves) {
+      at::Tensor x = leaves[kLayers];
+      for (int i = 0; i < kLayers; ++i) x = at::matmul(x, leaves[i]).tanh();
+      return x;
+    };
+    Tensors leaves;
+    for (int i = 0; i < kLayers; ++i) leaves.push_back(layer_on(c10::kCPU, i));
+    leaves.push_back(Kind(false).make(9).detach().new_ones({2, 4}));
+    const Tensors wanted = expected(Kind(false), leaves, compute);
+
+    for (int step = 0; step < 3; ++step) {
+      Context context(worker);
+      const at::Tensor input = leaves[kLayers].detach().to(stand_in(0)).requires_grad_();
+      at::Tensor x = input;
+      // Layer i lives on the device that the one before does not: what comes back from it is moved here.
+      for (int i = 0; i < kLayers; ++i)
+        x = worker.rpc_sync(1 + i, kForward, layers[static_cast<std::size_t>(i)], x.to(stand_in(i % 2)));
+      context.backward(x.sum(), options());
+      expect_gradient(context, input, wanted[kLayers]);
+      for (int i = 0; i < kLayers; ++i) {
+        expect_equal(worker.rpc_sync(1 + i, kGradientOf, layers[static_cast<std::size_t>(i)]),
+                     wanted[static_cast<std::size_t>(i)]);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::autograd_devices

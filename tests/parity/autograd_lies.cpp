@@ -1,0 +1,157 @@
+// A peer that is wrong or lies about passes: nothing it says makes a gradient go missing silently, and what
+// it could not say gets an error.
+#include "autograd/messages.h"
+#include "tests/parity/autograd_slow.h"
+
+namespace torchspan::autograd_lies {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using autograd::PassMode;
+using ::testing::HasSubstr;
+
+at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
+at::Tensor slowly(Worker& worker, const at::Tensor& x) {
+  return sleeps_in_backward(x, worker.runtime(), seconds(2));
+}
+constexpr Function<multiply> kMultiply{"multiply"};
+constexpr Function<slowly> kSlowly{"slowly"};
+
+/// The ids of the pass whose gradients were seen first, and of the message that they were for.
+struct Seen {
+  std::atomic<std::uint64_t> context{0}, pass{0}, message{0};
+  std::atomic<bool> over{false};
+};
+
+void listen(SimCluster& cluster, Seen& seen) {
+  cluster.network().observe([&seen](const net::SimMessage& message) {
+    if (message.from.ends_with(".membership") || !message.from.starts_with("sim:worker")) return;
+    const auto frame = wire::decode_frame(message.header);
+    const bool request = (frame.header.flags & wire::kFlagReply) == 0;
+    if (!request || frame.header.type != autograd::PropagateGradients::kType || seen.message != 0) return;
+    ByteReader reader(frame.value);
+    seen.context = reader.get<std::uint64_t>();
+    seen.pass = reader.get<std::uint64_t>();
+    seen.message = reader.get<std::uint64_t>();
+  });
+}
+
+using Lie = std::function<void(Worker& liar, const Seen& seen)>;
+using Then = std::function<void(Worker& worker, Context& context, const at::Tensor& leaf)>;
+
+/// Worker 0 differentiates through worker 2, which takes two seconds, and marks take one; meanwhile worker 1,
+/// which is in the context too, lies. Gives the error of backward(), if there was one.
+std::optional<Error> with_liar(PassMode mode, const Lie& lie, const Then& then = {}) {
+  Seen seen;
+  std::optional<Error> failure;
+  SimCluster cluster(autograd_world(3, FunctionTable().add(kMultiply, kSlowly)));
+  listen(cluster, seen);
+  const auto is_mark = [](const net::SimMessage& message) {
+    if (message.from.ends_with(".membership") || !message.from.starts_with("sim:worker")) return false;
+    return wire::decode_frame(message.header).header.type == autograd::MarkSends::kType;
+  };
+  cluster.network().delay_if(is_mark, seconds(1));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() == 1) {
+      while (seen.message == 0 && !seen.over) nap(worker, milliseconds(1));
+      if (!seen.over) lie(worker, seen);
+    }
+    if (worker.rank() != 0) return;
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker2", kSlowly, a).sum();
+    worker.rpc_sync("worker1", kMultiply, a.detach(), a.detach());
+    try {
+      context.backward(loss, {.retain_graph = true, .mode = mode, .timeout = seconds(30)});
+      expect_equal(context.gradient(a), at::ones_like(a));
+    } catch (const Error& error) {
+      failure = error;
+    }
+    seen.over = true;
+    if (then) then(worker, context, a);
+  });
+  EXPECT_NE(seen.message, 0U);
+  return failure;
+}
+
+template <class M>
+auto say(Worker& liar, std::uint32_t to, const M& message) {
+  return liar.request(Destination(to), message, liar.runtime().executor.deadline_in(seconds(20))).wait();
+}
+
+TEST(AutogradLies, OnlyTheRootSaysThatMarksAreFinal) {
+  for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
+    for (const std::uint32_t to : {0U, 2U}) {
+      const auto failure = with_liar(mode, [&](Worker& liar, const Seen& seen) {
+        say(liar, to, autograd::MarksFinal{seen.context, seen.pass});
+      });
+      EXPECT_FALSE(failure) << failure->what();
+    }
+  }
+}
+
+TEST(AutogradLies, GradientsComeFromWhomTheTensorsWentTo) {
+  for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
+    const auto failure = with_liar(mode, [&](Worker& liar, const Seen& seen) {
+      autograd::PropagateGradients stolen{seen.context,    seen.pass, seen.message, true, 1,
+                                          {at::ones({2})}, {}};
+      if (mode == PassMode::kSmart) stolen.reached = {1};
+      const autograd::PartOver answer = say(liar, 2, stolen);
+      ASSERT_TRUE(answer.failure);
+      EXPECT_THAT(answer.failure->what(), HasSubstr("came from a worker that it was not sent to"));
+    });
+    ASSERT_TRUE(failure);
+    EXPECT_THAT(failure->what(), HasSubstr("came from a worker that it was not sent to"));
+  }
+}
+
+TEST(AutogradLies, AnAbortIsForThePassThatItNames) {
+  const auto failure = with_liar(
+      PassMode::kSmart,
+      [](Worker& liar, const Seen& seen) {
+        say(liar, 2,
+            autograd::AbortPass{seen.context, seen.pass + 1000, Error(ErrorKind::kCancelled, "a lie")});
+      },
+      [](Worker& worker, Context& context, const at::Tensor& a) {
+        context.clear_gradients();
+        context.backward(worker.rpc_sync("worker2", kMultiply, a, a).sum());
+        expect_equal(context.gradient(a), a.detach() * 2);
+      });
+  EXPECT_FALSE(failure) << failure->what();
+}
+
+/// Worker 2 gets the gradients of its reply from worker 0, and says what it pleases about its own message.
+TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
+  for (const bool twice : {true, false}) {
+    std::optional<Error> failure;
+    Seen seen;
+    SimCluster cluster(autograd_world(2, FunctionTable().add(kMultiply, kSlowly)));
+    listen(cluster, seen);
+    cluster.run([&](Worker& worker) {
+      if (worker.rank() != 0) return;
+      const at::Tensor a = parameter();
+      Context context(worker);
+      const at::Tensor loss = worker.rpc_sync("worker1", kSlowly, a).sum();
+      Thread liar = worker.runtime().executor.spawn("liar", [&] {
+        while (seen.message == 0) nap(worker, milliseconds(1));
+        nap(worker, milliseconds(100));
+        autograd::PropagateGradients again{
+            seen.context, seen.pass, seen.message, true, 1, {at::ones({2}, at::kDouble)}, {}};
+        again.reached.assign(twice ? 1 : 2, 1);
+        const autograd::PartOver answer = say(worker, 1, again);
+        ASSERT_TRUE(answer.failure);
+        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "came twice" : "do not say for each"));
+      });
+      try {
+        context.backward(loss, {.retain_graph = true, .timeout = seconds(30)});
+      } catch (const Error& error) {
+        failure = error;
+      }
+    });
+    ASSERT_TRUE(failure);
+    EXPECT_NE(failure->kind(), ErrorKind::kTimedOut) << failure->what();
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::autograd_lies

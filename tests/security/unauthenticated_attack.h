@@ -1,0 +1,165 @@
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <sys/socket.h>
+#include <utility>
+
+#include "tests/security/unauthenticated_door.h"
+
+/// Strangers at a door while honest peers are served there, and what that may cost.
+namespace torchspan::net::conformance {
+
+/// What 128 strangers may cost at once: a TLS connection in the middle of its handshake is the most
+/// expensive.
+inline constexpr std::size_t kMostMemory = std::size_t{48} << 20;
+inline constexpr std::size_t kMostStrangers = 128;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+/// Between two steps of an attack: whether there is processor enough for all is not the question here.
+inline constexpr Duration kPace = std::chrono::milliseconds(3);
+inline constexpr bool kMemoryTells = false;  ///< the sanitizer's own memory grows with every allocation
+#else
+inline constexpr Duration kPace = std::chrono::microseconds(300);
+inline constexpr bool kMemoryTells = true;
+#endif
+
+inline bool hung_up(const Descriptor& socket) {
+  std::byte bytes[4096];
+  for (;;) {
+    const ssize_t got = ::recv(socket.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR && errno != ENOTCONN)) return true;
+    if (got < 0) return false;
+  }
+}
+
+inline void say(const Descriptor& socket, BytesView bytes) {
+  static_cast<void>(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
+}
+
+/// The most that the victim had, sampled for as long as it lives.
+class Watch {
+ public:
+  explicit Watch(Door& door) : files_(door.open_files()), memory_(door.resident_bytes()) {
+    thread_ = door.executor().spawn("watch", [this, &door] {
+      while (!stopping_) {
+        files_ = std::max(files_.load(), door.open_files());
+        memory_ = std::max(memory_.load(), door.resident_bytes());
+        door.executor().sleep(std::chrono::milliseconds(5));
+      }
+    });
+  }
+  ~Watch() { stopping_ = true; }
+  std::size_t files() const { return files_; }
+  std::size_t memory() const { return memory_; }
+
+ private:
+  std::atomic<std::size_t> files_, memory_;
+  std::atomic<bool> stopping_{false};
+  Thread thread_;
+};
+
+/// One who was in before the strangers came, and talks all the time. Nothing may happen to him.
+class Traffic {
+ public:
+  explicit Traffic(Door& door) : honest_(door.make_honest()) {
+    if (!honest_) return;
+    thread_ = door.executor().spawn("traffic", [this] {
+      while (!stopping_) {
+        const bool served = honest_->exchange();
+        EXPECT_TRUE(served) << "an honest peer lost its connection after " << rounds_
+                            << " rounds: " << honest_->why();
+        if (!served) return;
+        ++rounds_;
+      }
+    });
+  }
+  ~Traffic() { stopping_ = true; }
+  std::uint64_t rounds() const { return rounds_; }
+
+ private:
+  const std::unique_ptr<Honest> honest_;
+  std::atomic<std::uint64_t> rounds_{0};
+  std::atomic<bool> stopping_{false};
+  Thread thread_;
+};
+
+/// Strangers: step() again and again, until it was done at least `least` times.
+struct Attack {
+  std::function<void()> step;
+  int least = 1;
+  Duration pace = kPace;
+  std::function<std::uint64_t()> let_in = [] { return std::uint64_t{0}; };  ///< who knew the secret after all
+};
+
+class UnauthenticatedPeers : public ::testing::TestWithParam<DoorKind> {
+ protected:
+  void under(Door& door, const Attack& attack) {
+    const Counts counts_before = door.counts();
+    std::uint64_t honest = 1;
+    const auto warm = door.make_honest();
+    ASSERT_TRUE(warm);
+    for (int i = 0; i < 20; ++i) EXPECT_TRUE(warm->exchange());
+    const std::size_t files = door.open_files(), memory = door.resident_bytes();
+    {
+      const Traffic traffic(door);
+      ++honest;
+      const Watch watch(door);
+      std::atomic<bool> stopping{false};
+      std::atomic<int> steps{0};
+      Thread strangers = door.executor().spawn("strangers", [&] {
+        while (!stopping || steps < attack.least) {
+          attack.step();
+          ++steps;
+          if (attack.pace != Duration::zero()) door.executor().sleep(attack.pace);
+        }
+      });
+      const std::uint64_t before = traffic.rounds();
+      for (int i = 0; i < 3; ++i) {
+        const auto newcomer = door.make_honest();
+        ++honest;
+        for (int k = 0; k < 5 && newcomer; ++k) EXPECT_TRUE(newcomer->exchange());
+      }
+      stopping = true;
+      strangers.join();
+      EXPECT_GT(traffic.rounds(), before + 10) << "honest traffic stood still";
+      EXPECT_LE(watch.files(), files + kMostStrangers + 16);
+      EXPECT_TRUE(!kMemoryTells || watch.memory() <= memory + kMostMemory)
+          << watch.memory() << " bytes, before " << memory;
+    }
+    held_.clear();
+    EXPECT_TRUE(happens([&] { return door.open_files() <= files; }, door))
+        << door.open_files() << " files are open, " << files << " were";
+    EXPECT_TRUE(door.alive());
+    EXPECT_TRUE(!kMemoryTells || door.resident_bytes() <= memory + kMostMemory);
+    EXPECT_TRUE(warm->exchange());
+    const Counts counts = door.counts();
+    EXPECT_EQ(counts.accepted - counts_before.accepted, honest + attack.let_in())
+        << "not just those who belong here were let in";
+    refused_ = counts.refused - counts_before.refused;
+    denied_ = counts.denied - counts_before.denied;
+  }
+
+  static ::testing::AssertionResult happens(const std::function<bool()>& what, Door& door) {
+    const Deadline deadline = door.executor().deadline_in(std::chrono::seconds(20));
+    while (!what()) {
+      if (deadline.passed(door.executor().now())) return ::testing::AssertionFailure();
+      door.executor().sleep(std::chrono::milliseconds(5));
+    }
+    return ::testing::AssertionSuccess();
+  }
+
+  /// Keeps the newest `most` sockets open.
+  void hold(Descriptor socket, std::size_t most) {
+    if (socket) held_.push_back(std::move(socket));
+    while (held_.size() > most) held_.pop_front();
+  }
+
+  std::deque<Descriptor> held_;
+  std::uint64_t refused_ = 0, denied_ = 0;
+};
+
+}  // namespace torchspan::net::conformance

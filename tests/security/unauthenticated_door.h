@@ -1,0 +1,92 @@
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+#include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/net/tls.h>
+
+#include "core/api/descriptor.h"
+#include "net/stream/address.h"
+#include "tests/security/unauthenticated_counts.h"
+#include "tests/conformance/transport_node.h"
+#include "tests/support/certificates.h"
+#include "tests/support/processes.h"
+
+/// A listener that strangers can reach, in a process of its own that is watched from outside.
+namespace torchspan::net::conformance {
+
+struct DoorKind {
+  std::string name;
+  std::string transport;  ///< of unauthenticated_victim
+  bool store = false;     ///< rank 0's store, instead of an echo
+  bool unix_socket = false;
+  bool certificates = false;
+  friend std::ostream& operator<<(std::ostream& out, const DoorKind& kind) { return out << kind.name; }
+};
+
+/// Somebody who belongs here. Fails the test when what comes back is not what was sent.
+class Honest {
+ public:
+  virtual ~Honest() = default;
+  /// One message there and back, or with the others of the world. False when the connection ended.
+  virtual bool exchange() = 0;
+  /// Why the last exchange() was false.
+  virtual std::string why() const = 0;
+};
+
+/// What the victim said about its callers so far.
+struct Counts {
+  std::uint64_t accepted, refused, denied, overloaded;
+};
+
+/// The victim, and all ways to come to its door.
+class Door {
+ public:
+  /// `descriptors`: how many files the victim may have open, 0 for what is usual.
+  explicit Door(DoorKind kind, int descriptors = 0);
+  ~Door();
+  const DoorKind& kind() const { return kind_; }
+  Executor& executor() { return *executor_; }
+  const std::string& address() const { return address_; }
+  bool is_tls() const { return kind_.transport == "tls"; }
+
+  bool alive() const;
+  std::size_t open_files() const;
+  std::size_t resident_bytes() const;
+  /// User and system time that it has used.
+  Duration cpu_time() const;
+  Counts counts();
+  void send_signal(int signal) const;
+
+  /// A socket that dials and never waits; empty while the system takes no more callers. `to` instead of the
+  /// victim's own address.
+  Descriptor dial() const;
+  Address parsed(const std::string& address) const;
+  /// The first bytes of one who dials as this door expects it, and has another secret.
+  Bytes opening() const;
+  /// A transport that this door would let in, or one with another secret.
+  std::unique_ptr<Transport> make_transport(Handler& handler, TransportOptions options) const;
+  TlsOptions tls_options(bool ours) const;
+  /// Somebody honest who dials `address` (the victim's if empty) until he is in; null when he is not in time.
+  std::unique_ptr<Honest> make_honest(const std::string& address = {});
+  /// Where somebody else of this kind may listen.
+  std::string other_address(const std::string& name) const;
+
+ private:
+  const DoorKind kind_;
+  const torchspan::testing::TemporaryFolder folder_;
+  const std::unique_ptr<Executor> executor_ = make_executor();
+  std::unique_ptr<torchspan::testing::TestAuthority> ours_, foreign_;
+  Descriptor to_victim_, from_victim_;
+  pid_t victim_ = 0;
+  std::string address_;
+  int members_ = 0;
+};
+
+}  // namespace torchspan::net::conformance

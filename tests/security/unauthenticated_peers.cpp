@@ -1,0 +1,436 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <sys/resource.h>
+
+#include "net/framing.h"
+#include "net/handshake.h"
+#include "net/local/notes.h"
+#include "net/stream/socket.h"
+#include "net/tls/hello.h"
+#include "net/tls/tls_session.h"
+#include "rendezvous/messages.h"
+#include "tests/security/unauthenticated_attack.h"
+#include "tests/support/fuzz_seeds.h"
+
+/// Strangers at every listener that they can reach. The listener is a process of its own, so that its memory
+/// and its files can be counted.
+namespace torchspan::net::conformance::unauthenticated_peers {
+namespace {
+
+TEST_P(UnauthenticatedPeers, WhoSayNothingAreHungUpOn) {
+  Door door(GetParam());
+  under(door, {.step =
+                   [&] {
+                     hold(door.dial(), 300);
+                     door.executor().sleep(std::chrono::milliseconds(1));
+                   },
+               .least = 600});
+  EXPECT_GE(refused_, 300u);
+}
+
+TEST_P(UnauthenticatedPeers, WhoSpeakGarbageAreHungUpOn) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  Door door(GetParam());
+  const Bytes opening = door.opening();
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     Bytes bytes(random() % 5 == 0 ? 200'000 : random() % 2000);
+                     for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+                     // Some begin well.
+                     if (random() % 2 == 0)
+                       std::copy_n(opening.begin(), std::min(opening.size(), random() % (bytes.size() + 1)),
+                                   bytes.begin());
+                     if (random() % 8 == 0) std::ranges::fill(bytes, std::byte{0});
+                     if (socket) say(socket, bytes);
+                     hold(std::move(socket), 60);
+                   },
+               .least = 2000});
+  EXPECT_GE(refused_, 500u);
+}
+
+TEST_P(UnauthenticatedPeers, WhoKnowAnotherSecretAreDenied) {
+  Door door(GetParam());
+  struct Wrong : Handler {
+    void on_accepted(const std::shared_ptr<Channel>&) override {}
+    void on_message(const std::shared_ptr<Channel>&, Message) override {
+      ADD_FAILURE() << "a stranger was answered";
+    }
+    void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override {
+      denied += reason.kind() == ErrorKind::kDenied;
+      ++closed;
+    }
+    int denied = 0, closed = 0;
+  };
+  Wrong wrong;
+  TransportOptions options;
+  options.secret = Secret::from_bytes(bytes_of("a secret of somebody else's"));
+  const auto transport = door.make_transport(wrong, options);
+  int dialled = 0;
+  const auto drive = [&](int most) {
+    while (dialled - wrong.closed > most) {
+      if (!transport->poll()) transport->wait(door.executor().deadline_in(std::chrono::milliseconds(10)));
+    }
+  };
+  under(door, {.step =
+                   [&] {
+                     const auto channel = transport->connect(
+                         door.address(), door.executor().deadline_in(std::chrono::seconds(20)));
+                     ++dialled;
+                     try {
+                       channel->send(Bytes(100), {});
+                     } catch (const Error&) {
+                     }
+                     drive(5);
+                   },
+               .least = 300});
+  drive(0);
+  EXPECT_GE(denied_, 250u);
+  EXPECT_GE(wrong.denied, 250);
+}
+
+/// Between an honest dialer and the victim sits one that copies what the dialer says.
+Bytes record_honest_call(Door& door) {
+  const std::string place = door.other_address("relay");
+  const ListeningSocket listener(door.parsed(place));
+  std::atomic<bool> done{false};
+  Bytes recorded;
+  Thread relay = door.executor().spawn("relay", [&] {
+    Descriptor near, far = door.dial();
+    const auto pass = [](const Descriptor& from, const Descriptor& to, Bytes* record) {
+      std::byte bytes[16384];
+      const ssize_t got = ::recv(from.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+      if (got <= 0) return;
+      if (record != nullptr) record->insert(record->end(), bytes, bytes + got);
+      for (ssize_t sent = 0; sent < got;) {
+        const ssize_t part =
+            ::send(to.get(), bytes + sent, static_cast<std::size_t>(got - sent), MSG_NOSIGNAL);
+        if (part > 0) sent += part;
+      }
+    };
+    while (!done) {
+      if (!near) near.reset(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (near) {
+        pass(near, far, &recorded);
+        pass(far, near, nullptr);
+      }
+      door.executor().sleep(std::chrono::microseconds(100));
+    }
+  });
+  {
+    const auto dialer = door.make_honest(place);
+    EXPECT_TRUE(dialer && dialer->exchange());
+  }
+  done = true;
+  relay.join();
+  return recorded;
+}
+
+TEST_P(UnauthenticatedPeers, WhoReplayAnHonestCallAreRefused) {
+  Door door(GetParam());
+  const Bytes recorded = record_honest_call(door);
+  ASSERT_GT(recorded.size(), 80u);
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     if (socket) say(socket, recorded);
+                     hold(std::move(socket), 40);
+                     // More than the listener can answer would be a question of processors, not of proofs.
+                     door.executor().sleep(std::chrono::milliseconds(3));
+                   },
+               .least = 500});
+  EXPECT_GE(refused_, 300u);
+}
+
+TEST_P(UnauthenticatedPeers, OfWhomTenThousandComeAreKeptOut) {
+  constexpr int kMany = 10'000;
+  rlimit limit{}, raised{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  raised = {limit.rlim_max, limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &raised), 0);
+  const std::size_t most = std::min<rlim_t>(limit.rlim_max, kMany + 500) - 400;
+  Door door(GetParam());
+  int dialled = 0;
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     // The system takes no more callers for now.
+                     if (!socket) return door.executor().sleep(std::chrono::milliseconds(1));
+                     ++dialled;
+                     hold(std::move(socket), most);
+                     if (dialled >= kMany) door.executor().sleep(std::chrono::milliseconds(1));
+                   },
+               .least = kMany,
+               .pace = Duration::zero()});
+  EXPECT_GE(dialled, kMany / 2);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+}
+
+TEST_P(UnauthenticatedPeers, WhoDripTheirGreetingAreHungUpOn) {
+  Door door(GetParam());
+  const Bytes opening = door.opening();
+  struct Drip {
+    Descriptor socket;
+    std::size_t said = 0;
+  };
+  std::vector<Drip> drips(40);
+  int hung_up_on = 0;
+  under(door, {.step =
+                   [&] {
+                     for (Drip& drip : drips) {
+                       if (drip.socket && hung_up(drip.socket)) {
+                         ++hung_up_on;
+                         drip.socket.reset();
+                       }
+                       if (!drip.socket) drip = {door.dial()};
+                       // The last byte is never said.
+                       if (drip.socket && drip.said + 1 < opening.size())
+                         say(drip.socket, BytesView(opening).subspan(drip.said++, 1));
+                     }
+                     door.executor().sleep(std::chrono::milliseconds(2));
+                     if (hung_up_on >= 80) drips.clear();
+                   },
+               .least = 600});
+  EXPECT_GE(hung_up_on, 80);
+}
+
+TEST_P(UnauthenticatedPeers, WhoLeaveHalfWayAreForgotten) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  Door door(GetParam());
+  const Bytes opening = door.opening();
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     if (!socket) return;
+                     say(socket, BytesView(opening).first(random() % (opening.size() + 1)));
+                     const linger at_once{1, 0};
+                     if (random() % 2 == 0)
+                       ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+                     if (random() % 2 == 0) ::shutdown(socket.get(), random() % 2 == 0 ? SHUT_WR : SHUT_RD);
+                     hold(std::move(socket), random() % 100);
+                   },
+               .least = 3000});
+  EXPECT_GE(refused_, 500u);
+}
+
+/// What claims to be endless where a frame or a proof is due.
+std::vector<Bytes> endless_claims() {
+  std::vector<Bytes> claims;
+  for (const std::uint64_t size : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1} << 62}) {
+    const std::vector<Segment> segments = {{nullptr, size, nullptr}};
+    claims.push_back(torchspan::testing::joined({FramePrefix({}, segments).bytes()}));
+    // The same as the header's size, and as many segments as can be claimed.
+    Bytes header = claims.back(), many = claims.back();
+    std::memcpy(header.data() + 8, &size, sizeof size);
+    std::memset(many.data() + 4, 0xff, 4);
+    claims.push_back(header);
+    claims.push_back(many);
+  }
+  return claims;
+}
+
+TEST_P(UnauthenticatedPeers, WhoClaimEndlessLengthsGetNoMemory) {
+  Door door(GetParam());
+  const Bytes opening = door.opening();
+  const std::vector<Bytes> claims = endless_claims();
+  std::size_t next = 0;
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     if (!socket) return;
+                     const Bytes& claim = claims[next++ % claims.size()];
+                     if (next % 2 == 0) say(socket, opening);
+                     say(socket, claim);
+                     say(socket, Bytes(100'000));
+                     hold(std::move(socket), 50);
+                   },
+               .least = 1000});
+  EXPECT_GE(refused_, 300u);
+}
+
+enum class Lied : std::uint8_t { kTurnedAway, kCutOff, kKept };
+
+/// A member is told goodbye before the store hangs up, which then waits for an answer.
+// clang 14 cannot read libstdc++'s std::ranges::search.
+bool says_goodbye(const Bytes& heard) {
+  const auto goodbye = goodbye_frame();
+  return std::search(heard.begin(), heard.end(), goodbye.begin(), goodbye.end()) != heard.end();
+}
+
+/// Waits for the end of what `ended` looks at.
+Lied wait_for_cut(Door& door, const std::function<bool()>& ended) {
+  const Deadline deadline = door.executor().deadline_in(std::chrono::seconds(20));
+  while (!ended()) {
+    if (deadline.passed(door.executor().now())) return Lied::kKept;
+    door.executor().sleep(std::chrono::microseconds(100));
+  }
+  return Lied::kCutOff;
+}
+
+Lied lie_by_tls(Door& door, Descriptor socket, BytesView bytes) {
+  TlsSession session(std::make_shared<const TlsContext>(common_secret(), door.tls_options(true)),
+                     std::move(socket),
+                     TlsSession::Start{.role = Role::kDialer, .peer = "victim", .host = "127.0.0.1"});
+  while (!session.shake_hands()) door.executor().sleep(std::chrono::microseconds(100));
+  session.trust();
+  const auto write = [&](BytesView what) {
+    const iovec place{const_cast<std::byte*>(what.data()), what.size()};
+    session.write({&place, 1});
+  };
+  Bytes heard;
+  const auto ended = [&] {
+    Bytes room(4096);
+    const iovec place{room.data(), room.size()};
+    const TlsSession::Got got = session.read({&place, 1});
+    heard.insert(heard.end(), room.begin(), room.begin() + static_cast<std::ptrdiff_t>(got.size));
+    return got.ended || got.broken != 0 || says_goodbye(heard);
+  };
+  write(encode(LaneHello{}));
+  // The answer tells that it is in.
+  wait_for_cut(door, [&] { return ended() || heard.size() >= kLaneHelloBytes; });
+  if (heard.size() < kLaneHelloBytes) return Lied::kTurnedAway;
+  write(bytes);
+  return wait_for_cut(door, ended);
+}
+
+/// One that proves the secret by hand and then speaks `bytes`.
+Lied lie(Door& door, BytesView bytes) {
+  Descriptor socket = door.dial();
+  if (!socket) return Lied::kTurnedAway;
+  try {
+    if (door.is_tls()) return lie_by_tls(door, std::move(socket), bytes);
+    HandshakeOptions options{.secret = common_secret(), .peer = "victim"};
+    draw_nonce(options.nonce);
+    Handshake handshake(Role::kDialer, options);
+    while (!handshake.done()) {
+      say(socket, handshake.take_output());
+      Bytes heard(4096);
+      const ssize_t got = ::recv(socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
+      if (got == 0 || (got < 0 && errno != EAGAIN)) return Lied::kTurnedAway;
+      if (got > 0) handshake.receive(BytesView(heard).first(static_cast<std::size_t>(got)));
+      if (got < 0) door.executor().sleep(std::chrono::microseconds(100));
+    }
+  } catch (const Error&) {
+    return Lied::kTurnedAway;
+  }
+  say(socket, bytes);
+  Bytes heard;
+  return wait_for_cut(door, [&] {
+    Bytes room(4096);
+    const ssize_t got = ::recv(socket.get(), room.data(), room.size(), MSG_DONTWAIT);
+    if (got > 0) heard.insert(heard.end(), room.begin(), room.begin() + got);
+    return got == 0 || (got < 0 && errno != EAGAIN) || says_goodbye(heard);
+  });
+}
+
+/// What a worker never says to the store: lists and texts that claim more than there is.
+std::vector<Bytes> endless_messages() {
+  std::vector<Bytes> frames;
+  rendezvous::Register entry;
+  entry.member.name = "worker1";
+  entry.functions = {"f()"};
+  const Bytes whole = rendezvous::encode_message(entry);
+  // After the type and the version: of another version nothing else is read. At least a byte is missing.
+  for (std::size_t at = 6; at + 4 < whole.size(); ++at) {
+    Bytes message = whole;
+    std::memset(message.data() + at, 0xff, 4);
+    message.resize(at + 4);
+    frames.push_back(torchspan::testing::joined({FramePrefix(message, {}).bytes(), message}));
+  }
+  return frames;
+}
+
+TEST_P(UnauthenticatedPeers, WhoKnowTheSecretAndClaimEndlessLengthsAreCutOff) {
+  Door door(GetParam());
+  std::vector<Bytes> claims = endless_claims();
+  if (GetParam().store) {
+    for (Bytes& one : endless_messages()) claims.push_back(std::move(one));
+  }
+  std::size_t next = 0;
+  std::uint64_t let_in = 0;
+  under(door, {.step =
+                   [&] {
+                     const Lied lied = lie(door, claims[next % claims.size()]);
+                     EXPECT_NE(lied, Lied::kKept) << "claim " << next % claims.size();
+                     if (lied == Lied::kTurnedAway) return;
+                     ++let_in;
+                     ++next;
+                   },
+               .least = 150,
+               .let_in = [&] { return let_in; }});
+  EXPECT_GT(next, claims.size()) << "not every claim was made";
+}
+
+TEST_P(UnauthenticatedPeers, WhoPassDescriptorsLeaveNone) {
+  if (!GetParam().unix_socket) GTEST_SKIP() << "only Unix sockets pass descriptors";
+  Door door(GetParam());
+  const Bytes opening = door.opening();
+  under(door, {.step =
+                   [&] {
+                     Descriptor socket = door.dial();
+                     if (!socket) return;
+                     for (std::size_t at = 0; at + 8 <= opening.size(); at += 8) {
+                       send_with_descriptor(socket.get(), BytesView(opening).subspan(at, 8), 0);
+                     }
+                     hold(std::move(socket), 50);
+                   },
+               .least = 1000});
+  EXPECT_GE(refused_, 300u);
+}
+
+TEST_P(UnauthenticatedPeers, WhoTakeAllDescriptorsDoNotMakeItSpin) {
+  constexpr int kDescriptors = 64;
+  Door door(GetParam(), kDescriptors);
+  const auto early = door.make_honest();
+  ASSERT_TRUE(early);
+  const Counts before = door.counts();
+  const Duration used_before = door.cpu_time();
+  const TimePoint began = door.executor().now();
+  std::uint64_t rounds = 0;
+  // Faster than the silent ones are hung up on.
+  for (int i = 0; i < 4 * kDescriptors && door.counts().overloaded == before.overloaded; ++i)
+    hold(door.dial(), 200);
+  while (door.executor().now() - began < std::chrono::seconds(2) || rounds < 25) {
+    hold(door.dial(), 200);
+    EXPECT_TRUE(early->exchange());
+    ++rounds;
+    door.executor().sleep(std::chrono::milliseconds(5));
+  }
+  const auto elapsed = door.executor().now() - began;
+  const Counts after = door.counts();
+  EXPECT_GT(rounds, 20u);
+  EXPECT_GT(after.overloaded, before.overloaded) << "descriptors never ran out";
+  EXPECT_LE(after.overloaded - before.overloaded,
+            static_cast<std::uint64_t>(elapsed / std::chrono::milliseconds(100)) + 2)
+      << "each pause is told once, and lasts";
+  EXPECT_TRUE(!kMemoryTells || door.cpu_time() - used_before < elapsed / 2) << "it spins";
+  held_.clear();
+  const auto late = door.make_honest();
+  EXPECT_TRUE(late && late->exchange());
+  EXPECT_TRUE(early->exchange());
+}
+
+const DoorKind kUnixDoor{"Unix", "stream", false, true};
+const DoorKind kLocalDoor{"Local", "local", false, true};
+const DoorKind kTcpDoor{"Tcp", "stream"};
+const DoorKind kTlsDoor{"TlsSecret", "tls"};
+const DoorKind kTlsCertificateDoor{"TlsCertificate", "tls", false, false, true};
+const DoorKind kStoreUnixDoor{"StoreUnix", "stream", true, true};
+const DoorKind kStoreTcpDoor{"StoreTcp", "stream", true};
+const DoorKind kStoreTlsDoor{"StoreTlsSecret", "tls", true};
+const DoorKind kStoreTlsCertificateDoor{"StoreTlsCertificate", "tls", true, false, true};
+
+INSTANTIATE_TEST_SUITE_P(Doors, UnauthenticatedPeers,
+                         ::testing::Values(kUnixDoor, kLocalDoor, kTcpDoor, kTlsDoor, kTlsCertificateDoor,
+                                           kStoreUnixDoor, kStoreTcpDoor, kStoreTlsDoor,
+                                           kStoreTlsCertificateDoor),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace torchspan::net::conformance::unauthenticated_peers
