@@ -179,7 +179,7 @@ void make_plan(Plan& plan, torch::nn::Module& module, const std::string& path) {
     } else if (const auto twin = twin_of(*held)) {
       if (sequential == nullptr) {
         throw Error(ErrorKind::kInvalid,
-                    fmt::format("'{}' is a member of type BatchNorm of its class, which nobody can replace "
+                    fmt::format("'{}' is a member of type BatchNorm of its class, which cannot be replaced "
                                 "from outside; declare it as torchspan::SyncBatchNorm",
                                 name));
       }

@@ -18,7 +18,7 @@ bool is_crash(int signal) {
 
 std::string hint(const Ending& ending) {
   if (ending.signal == SIGKILL && !ending.asked) {
-    return " (by somebody, or by the system for lack of memory: see 'dmesg')";
+    return " (by a user, or by the system for lack of memory: see 'dmesg')";
   }
   if (ending.signal == SIGABRT) return " (an uncaught exception or a failed check)";
   if (ending.signal == SIGSEGV || ending.signal == SIGBUS) return " (a bad memory access)";

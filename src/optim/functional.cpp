@@ -40,8 +40,9 @@ FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tenso
     if (!is_new) {
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("{}: {} is parameter {} once more, and would be updated twice a step: name it once",
-                      name_, describe(i), first->second));
+          fmt::format(
+              "{}: {} is the same tensor as parameter {} and would be updated twice in a step: list it once",
+              name_, describe(i), first->second));
     }
   }
 }

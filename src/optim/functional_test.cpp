@@ -42,7 +42,7 @@ TEST(FunctionalOptimizer, RefusesListsItCannotOptimizeNamingTheParameter) {
   EXPECT_THAT(error_of([&] {
                 sgd.build({parameter({3}), shared, shared});
               }).what(),
-              HasSubstr("parameter 2 (shape [2], Double) is parameter 1 once more"));
+              HasSubstr("parameter 2 (shape [2], Double) is the same tensor as parameter 1"));
 }
 
 TEST(FunctionalOptimizer, RefusesAWrongNumberOfGradients) {

@@ -59,7 +59,7 @@ std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_
   });
   if (waited > limit && all_answered && !asked_.empty() && !somebody_busy) {
     return Error(ErrorKind::kTimedOut,
-                 fmt::format("step {} of pipeline '{}' stalled: nobody has anything to do; worker "
+                 fmt::format("step {} of pipeline '{}' stalled: no worker has anything to do; worker "
                              "'{}' waits for {}",
                              step, local_.options.name, local_.worker.name(), waiting_for));
   }

@@ -254,7 +254,7 @@ class Membership::Impl {
   void check_ranks(std::vector<int>& ranks) const {
     if (ranks.empty() && open_) {
       throw Error(ErrorKind::kInvalid,
-                  "in an open world nobody knows who 'everybody' is: name the ranks that take part");
+                  "an open world has no fixed set of ranks: name the ranks that take part");
     }
     if (ranks.empty()) {
       for (const Member& member : members()) ranks.push_back(member.rank);

@@ -434,7 +434,7 @@ void RpcAgent::forget_channel(const std::shared_ptr<net::Channel>& channel, std:
 }
 
 void RpcAgent::on_refused(const std::string& peer, const Error& reason) {
-  refusals_.write(fmt::format("somebody at '{}' was turned away: {}", peer, reason.message()));
+  refusals_.write(fmt::format("rejected a connection from '{}': {}", peer, reason.message()));
 }
 
 void RpcAgent::protocol_error(const std::shared_ptr<net::Channel>& channel, const Error& error) {

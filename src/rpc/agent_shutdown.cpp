@@ -203,7 +203,7 @@ void RpcAgent::leave_world(Deadline deadline, ShutdownWait& wait, std::vector<RR
     references_->delete_users();
     agree_on_quiet(deadline, false, wait);
     report_leaks(
-        "nobody gave back the references to them; a worker that held them may have ended without "
+        "the references to them were not released; a worker that held them may have ended without "
         "shutdown()");
     membership_->leave(deadline);
   } else {

@@ -186,8 +186,7 @@ std::map<std::string, Bytes> RpcAgent::all_gather_bytes(const std::string& tag, 
   std::map<int, std::string> who;
   for (const std::string& name : participants) who.emplace(static_cast<int>(resolve(name)), name);
   if (who.empty() && membership->open()) {
-    throw Error(ErrorKind::kInvalid,
-                "in an open world nobody knows who is meant by everybody: name the participants");
+    throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
   }
   if (who.empty()) {
     for (const WorkerInfo& worker : roster_.all()) who.emplace(static_cast<int>(worker.rank), worker.name);

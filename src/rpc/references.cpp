@@ -314,7 +314,9 @@ Error References::refused(GlobalId value, const Refusal& refusal) const {
     case Refusal::Why::kLetGo:
       break;
   }
-  return gone("everybody that its owner knew of let go of it before the owner heard of this reference");
+  return gone(
+      "its owner destroyed the value before it heard of this reference: all references that it knew of were "
+      "released");
 }
 
 void References::release(GlobalId fork) {

@@ -73,7 +73,7 @@ std::optional<net::UcxOptions> read_network(const std::string& name) {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("TORCHSPAN_NETWORK is '{}'; expected is tls, ucx (RDMA devices only), or ucx-isolated "
-                  "(TCP too, on a network that carries this job and nobody else)",
+                  "(TCP too, on a network that only this job's workers can reach)",
                   name));
 }
 

@@ -48,7 +48,7 @@ class World {
                                                     TransportOptions options) = 0;
   /// What the transport made under `name` can listen at.
   virtual std::string listen_address(const std::string& name) = 0;
-  /// A good address at which nobody listens.
+  /// A good address at which no worker listens.
   virtual std::string deserted_address() = 0;
   /// What errors call the peer that was dialled at `address`.
   virtual std::string named(const std::string& address) { return address; }

@@ -87,8 +87,7 @@ class Bootstrap {
       return std::pair(hello.rank,
                        AcceptedPeer{std::move(connection), std::move(received.descriptor), hello.size});
     } catch (const Error& error) {
-      runtime_.log.warning(
-          fmt::format("a caller of the group's socket was turned away: {}", error.message()));
+      runtime_.log.warning(fmt::format("rejected a connection to the group's socket: {}", error.message()));
       return std::nullopt;
     }
   }

@@ -64,7 +64,7 @@ class UnixListener {
   std::vector<Listener> listeners_;
 };
 
-/// Throws kUnsupported when nobody listens there, and kDenied when the listener is another user's.
+/// Throws kUnsupported when no worker listens there, and kDenied when the listener is another user's.
 UnixConnection dial(Executor& executor, const std::string& name);
 
 /// Bytes from the system's random source.

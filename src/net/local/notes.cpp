@@ -104,7 +104,7 @@ void NoteParser::feed(BytesView bytes, bool truncated, std::deque<Note>& notes) 
   }
   partial_.erase(partial_.begin(), partial_.begin() + static_cast<std::ptrdiff_t>(at));
   if (descriptors_.size() > kMostWaiting) {
-    throw Error(ErrorKind::kInvalid, "passed descriptors that nobody asked for");
+    throw Error(ErrorKind::kInvalid, "passed descriptors that were not requested");
   }
 }
 

@@ -294,7 +294,7 @@ TEST(SimNetwork, KillClosesChannelsOnBothEndsAndLosesWhatWasUnderWay) {
     world.b.connect("a");
     world.pass(milliseconds(1));
     ASSERT_EQ(world.a.closed.size(), 2u);
-    EXPECT_THAT(world.a.closed.at(1).message(), HasSubstr("nobody listens at 'sim:b'"));
+    EXPECT_THAT(world.a.closed.at(1).message(), HasSubstr("no worker listens at 'sim:b'"));
     EXPECT_EQ(world.b.closed.size(), 2u);
     EXPECT_THAT(world.a.accepted, IsEmpty());
   });

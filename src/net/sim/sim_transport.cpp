@@ -150,9 +150,9 @@ void SimTransport::handle(Arrival arrival) {
     case Packet::Kind::kEnd:
       return end(channel, gone(*channel));
     case Packet::Kind::kNobody:
-      return end(channel, Error(ErrorKind::kDisconnected,
-                                fmt::format("nobody listens at '{}': is that worker running (yet)?",
-                                            channel->peer())));
+      return end(channel,
+                 Error(ErrorKind::kDisconnected,
+                       fmt::format("no worker listens at '{}'; is it running yet?", channel->peer())));
     case Packet::Kind::kDial:
       return;
   }

@@ -39,7 +39,7 @@ Descriptor make_socket(const Address& address) {
     case ENOENT:
     case ECONNREFUSED:
       throw Error(ErrorKind::kDisconnected,
-                  fmt::format("nobody listens at '{}': is that worker running (yet)?", address.text));
+                  fmt::format("no worker listens at '{}'; is it running yet?", address.text));
     case EAGAIN:
       throw Error(ErrorKind::kDisconnected,
                   fmt::format("'{}' has more callers waiting than it takes: dial again", address.text));
@@ -59,7 +59,7 @@ void send_small_messages_at_once(int socket) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-/// A port in the system's range for callers may get connected to itself when nobody listens there.
+/// A port in the system's range for callers may get connected to itself when no worker listens there.
 bool is_own_mirror(int socket) {
   sockaddr_storage mine{}, theirs{};
   socklen_t mine_size = sizeof mine, theirs_size = sizeof theirs;
@@ -115,7 +115,7 @@ Descriptor hold_private_directory(const std::string& path) {
   return directory;
 }
 
-/// Removes a socket file that nobody listens at; throws kInvalid when somebody does, or when it is no socket.
+/// Removes a socket file that no worker listens at; throws kInvalid when somebody does, or when it is no socket.
 void remove_stale(const Address& address) {
   struct stat about {};
   if (::lstat(address.path.c_str(), &about) != 0) return;

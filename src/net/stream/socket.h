@@ -10,7 +10,7 @@
 namespace torchspan::net {
 
 /// A socket that is being connected to `address`, or is already. Throws what on_closed reports: kDisconnected
-/// when nobody listens there, kOverloaded without descriptors, kDenied when the system forbids it.
+/// when no worker listens there, kOverloaded without descriptors, kDenied when the system forbids it.
 struct Dialed {
   Descriptor socket;
   bool connected;

@@ -104,7 +104,7 @@ TlsContext::TlsContext(const Secret& secret, const TlsOptions& options)
   }
   if (check_names_ && !by_certificate_) {
     throw Error(ErrorKind::kInvalid,
-                "TlsOptions::check_names needs certificates: a shared secret names nobody");
+                "TlsOptions::check_names needs certificates: a shared secret carries no name");
   }
   if (!by_certificate_ && secret.empty()) {
     throw Error(ErrorKind::kInvalid,

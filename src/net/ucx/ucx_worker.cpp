@@ -30,7 +30,7 @@ std::string advice(const UcxOptions& options) {
     return "name the network's devices in UcxOptions::devices as 'ucx_info -d' does, or use the tls "
            "transport";
   }
-  return "'ucx_info -d' lists the devices. On a network that carries the job's workers and nobody else, "
+  return "'ucx_info -d' lists the devices. On a network that only the job's workers can reach, "
          "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
 }
 

@@ -87,7 +87,7 @@ class Transport {
   /// Whether this transport knows how to dial `address`.
   virtual bool can_reach(const std::string& address) const = 0;
   /// Dials. Returns at once; send() may be called right away and is queued until the handshake is done;
-  /// failure arrives as on_closed, kDisconnected when nobody listens there (yet: dial again). The deadline
+  /// failure arrives as on_closed, kDisconnected when no worker listens there (yet: dial again). The deadline
   /// covers the handshake. Throws kInvalid for an address that cannot be read, kUnsupported for one that this
   /// transport may not dial.
   virtual std::shared_ptr<Channel> connect(const std::string& address, Deadline deadline) = 0;
