@@ -1,4 +1,4 @@
 #pragma once
-// Distributed autograd: Context, backward passes over workers, and the graph as a picture.
+// Distributed autograd: Context, distributed backward passes, and drawings of the graph.
 #include <torchspan/autograd/context.h>
 #include <torchspan/autograd/graph.h>

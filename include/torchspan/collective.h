@@ -1,3 +1,3 @@
 #pragma once
-// Groups of ranks and their collective operations. Groups over a c10d process group are in collective/c10d.h.
+// Groups of ranks and collective operations. For groups over a c10d process group see collective/c10d.h.
 #include <torchspan/collective/group.h>

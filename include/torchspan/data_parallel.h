@@ -1,5 +1,5 @@
 #pragma once
-// DistributedDataParallel, its reducer and its hooks. SyncBatchNorm itself, which needs torch/nn.h, is in
+// DistributedDataParallel, its reducer and its hooks. SyncBatchNorm, which needs torch/nn.h, is in
 // data_parallel/sync_batch_norm.h.
 #include <torchspan/data_parallel/assignment.h>
 #include <torchspan/data_parallel/convert_sync_batch_norm.h>

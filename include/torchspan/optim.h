@@ -1,5 +1,6 @@
 #pragma once
-// Optimizers for parameters here (Optimizer) and on other workers (DistributedOptimizer), and their schedules.
+// Optimizers for local parameters (Optimizer) and remote ones (DistributedOptimizer), and learning-rate
+// schedules.
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/from_torch.h>
 #include <torchspan/optim/lr_scheduler.h>

@@ -1,3 +1,3 @@
 #pragma once
-// Session: one worker with everything that it needs.
+// Session: one worker and everything it runs on.
 #include <torchspan/session/session.h>

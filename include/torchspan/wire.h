@@ -1,5 +1,5 @@
 #pragma once
-// Which types travel, and how to let one of yours travel: torchspan::Wire.
+// Types that can be sent, and how to make a type sendable: torchspan::Wire.
 #include <torchspan/wire/containers.h>
 #include <torchspan/wire/torch_types.h>
 #include <torchspan/wire/types.h>

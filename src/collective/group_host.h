@@ -30,7 +30,7 @@ class GroupHost : public FutureHost {
     if (!pool->is_pool_thread()) return pool->stop();
     const std::shared_ptr<Runtime> runtime = std::move(host->runtime_);  // it is to keep the host
     if (over) static_cast<void>(new std::shared_ptr<Runtime>(runtime));
-    runtime->remains.keep(std::move(host));
+    runtime->deferred_destroy.keep(std::move(host));
   }
 
  protected:

@@ -5,32 +5,32 @@
 
 namespace torchspan::autograd {
 
-/// The tensors of one message that carry gradients, as the worker sees them that sent it; or a loss.
+/// The tensors of one message that carry gradients, as recorded by the sending worker; or a loss.
 struct GraphPart {
-  std::uint64_t message = 0;           ///< unique in the world; 0: a loss of the worker that asked
-  std::string call;                    ///< the function's or operator's name
-  std::string site;                    ///< where the program made the call ("train.cpp:41"), if it is known
-  bool reply = false;                  ///< the call's result; else its arguments
+  std::uint64_t message = 0;           ///< globally unique; 0: a loss of the asking worker
+  std::string call;                    ///< function or operator name
+  std::string site;                    ///< call site ("train.cpp:41"), if known
+  bool reply = false;                  ///< true: a result; false: arguments
   std::uint32_t to = 0;                ///< rank of the receiver
-  std::uint32_t tensors = 0;           ///< how many of the message's tensors carry gradients
-  std::vector<std::uint64_t> sources;  ///< messages that they were computed from, here
-  std::uint64_t nodes = 0;             ///< of this worker's graph behind them
-  std::uint64_t parameters = 0;        ///< leaves among those
+  std::uint32_t tensors = 0;           ///< number of tensors that carry gradients
+  std::vector<std::uint64_t> sources;  ///< local messages they were computed from
+  std::uint64_t nodes = 0;             ///< nodes of this worker's graph behind them
+  std::uint64_t parameters = 0;        ///< leaves among those nodes
 };
 
 struct WorkerGraph {
   std::string worker;
   std::uint32_t rank = 0;
-  bool silent = false;  ///< it did not answer: its part and those behind it are missing
+  bool silent = false;  ///< no answer: its part, and parts behind it, are missing
   std::vector<GraphPart> parts;
 };
 
-/// The graph of a context over all workers that take part, by rank.
+/// The graph of a context over all participating workers, by rank.
 struct ContextGraph {
   std::uint64_t context = 0;
   std::vector<WorkerGraph> workers;
 
-  /// Graphviz DOT: a cluster a worker, an edge from each send to its receive, labelled with the call.
+  /// Graphviz DOT: one cluster per worker, one edge per send to its receive, labeled with the call.
   std::string dot() const;
 };
 

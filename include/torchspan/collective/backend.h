@@ -13,30 +13,29 @@
 
 namespace torchspan::collective {
 
-/// How the values of all ranks become one. kAvg divides the sum by the number of ranks. Truth values:
-/// sum and maximum mean "any", product and minimum mean "all".
+/// Reduction over ranks. kAvg divides the sum by the number of ranks. For bool, sum and maximum are "any",
+/// product and minimum are "all".
 enum class ReduceOp : std::uint8_t { kSum, kAvg, kMin, kMax, kProduct };
 using enum ReduceOp;
 
 /// "sum", "average", …
 std::string to_string(ReduceOp reduction);
 
-/// Who moves the bytes of one group, as seen from one rank of it: what a Group hands its calls to once their
-/// arguments are known to make sense. Users may bring their own. Every method but allocate() and abort() is
-/// called in the same order on all ranks. Thread-safe. Futures complete in the order of the calls, with
-/// Error{kTimedOut} that names late ranks and the call they miss, or with Error{kDisconnected} that names
-/// dead ones; after either the group is broken: every later call fails with that first error. The contracts
-/// are those of Group.
+/// Moves the data of one group, as seen from one of its ranks. Users may implement their own. Group
+/// validates arguments first; its contracts apply here. All ranks call every method except allocate() and
+/// abort() in the same order. Thread-safe. Futures complete in call order, or fail with Error{kTimedOut}
+/// that names late ranks and the call they miss or Error{kDisconnected} that names dead ranks; then the
+/// group is broken and every later call fails with that first error.
 class Backend {
  public:
   virtual ~Backend() = default;
 
-  /// "shm", "c10d", …: for peers.
+  /// Name of the kind for errors and logs: "shm", "c10d", ….
   virtual std::string name() const = 0;
   virtual int rank() const = 0;
   virtual const std::vector<int>& ranks() const = 0;
   int size() const { return static_cast<int>(ranks().size()); }
-  /// Whether tensors of that device may be given to it: a Group refuses others with kUnsupported.
+  /// Whether tensors on `device` are accepted; Group rejects others with kUnsupported.
   virtual bool takes(c10::Device device) const { return device.is_cpu(); }
 
   virtual std::shared_ptr<Backend> split(int color, int key) = 0;

@@ -17,15 +17,15 @@ namespace torchspan {
 using Bytes = std::vector<std::byte>;
 using BytesView = std::span<const std::byte>;
 
-/// What may be written as its own bytes: long double has bytes that mean nothing.
+/// Types that can be written as their bytes; long double has indeterminate padding.
 template <class T>
 concept FixedWidth = (std::is_arithmetic_v<T> && !std::is_same_v<T, long double>) || std::is_enum_v<T>;
 
-/// Appends little-endian values to a byte string it owns. Not thread-safe.
+/// Appends little-endian values to an owned byte string. Not thread-safe.
 class ByteWriter {
  public:
   ByteWriter() = default;
-  /// Appends to `bytes`, whose capacity is used.
+  /// Appends to `bytes` and uses its capacity.
   explicit ByteWriter(Bytes bytes) : bytes_(std::move(bytes)) {}
 
   template <FixedWidth T>
@@ -35,13 +35,13 @@ class ByteWriter {
     bytes_.insert(bytes_.end(), raw, raw + sizeof(T));
   }
   void put_bytes(BytesView bytes) { bytes_.insert(bytes_.end(), bytes.begin(), bytes.end()); }
-  /// A u32 length, then the characters.
+  /// Writes a u32 length, then the characters.
   void put_string(std::string_view text);
 
   const Bytes& bytes() const { return bytes_; }
   Bytes take() { return std::move(bytes_); }
   std::size_t size() const { return bytes_.size(); }
-  /// Overwrites a value written before at `offset`; Error{kInvalid} when none can be there.
+  /// Overwrites a value written earlier at `offset`; throws Error{kInvalid} if out of range.
   template <FixedWidth T>
   void patch(std::size_t offset, T value) {
     if (offset > bytes_.size() || sizeof(T) > bytes_.size() - offset) throw_bad_patch(offset, sizeof(T));
@@ -54,8 +54,8 @@ class ByteWriter {
   Bytes bytes_;
 };
 
-/// Reads what ByteWriter wrote from bytes it does not own. Reading past the end, or a length that cannot fit,
-/// throws Error{kInvalid}; it never allocates more than the bytes that are really there.
+/// Reads what ByteWriter wrote, from borrowed bytes. Reading past the end, or a length that cannot fit,
+/// throws Error{kInvalid}. It never allocates more than the bytes that are present.
 class ByteReader {
  public:
   explicit ByteReader(BytesView bytes) : bytes_(bytes) {}
@@ -78,13 +78,13 @@ class ByteReader {
     return part;
   }
   std::string get_string();
-  /// A u32 element count whose elements take at least `least_size` bytes each (at least one); checked against
-  /// what is left, so that it may be reserved for.
+  /// Reads a u32 count of elements that take at least `least_size` bytes each (at least one). Checked
+  /// against the remaining bytes, so it is safe to reserve for.
   std::size_t get_count(std::size_t least_size);
 
   std::size_t left() const { return bytes_.size() - position_; }
   bool at_end() const { return left() == 0; }
-  /// Throws unless every byte was read: trailing bytes are a disagreement, not padding.
+  /// Throws Error{kInvalid} unless every byte was read.
   void expect_end() const;
 
  private:

@@ -9,42 +9,42 @@
 
 namespace torchspan {
 
-/// What a caller can do about a failure; the number travels on the wire and never changes meaning.
+/// What a caller can do about a failure. The number travels on the wire and never changes meaning.
 enum class ErrorKind : std::uint8_t {
-  kInvalid = 1,        ///< the call itself is wrong: correct the argument named in the message
+  kInvalid = 1,        ///< wrong call: fix the argument named in the message
   kRemoteFailure = 2,  ///< user code on another worker threw: see frames()
-  kDisconnected = 3,   ///< the other worker died or left: start it again, or go on without it
-  kTimedOut = 4,       ///< the deadline passed: the work may still happen over there
-  kCancelled = 5,      ///< somebody asked to stop, or this worker is shutting down
-  kOverloaded = 6,     ///< a bounded queue or pool is full: try again later
+  kDisconnected = 3,   ///< the other worker died or left: restart it or do without
+  kTimedOut = 4,       ///< the deadline passed; the work may still happen remotely
+  kCancelled = 5,      ///< cancelled by a caller, or this worker is shutting down
+  kOverloaded = 6,     ///< a bounded queue or pool is full: retry later
   kDenied = 7,         ///< authentication or permission failed
-  kUnsupported = 8,    ///< this build, version or backend cannot do it
+  kUnsupported = 8,    ///< not supported by this build, version or backend
 };
 
-/// The kind's name as it is printed: "invalid", "remote failure", … ; "unknown kind" for a foreign number.
+/// The printed name of a kind: "invalid", "remote failure", …; "unknown kind" for any other number.
 std::string_view to_string(ErrorKind kind);
 
-/// One hop of a failure that crossed workers: who ran which call, and what was thrown there.
+/// One hop of a failure that crossed workers: which worker ran which call, and what it threw.
 struct RemoteFrame {
-  std::string worker;  ///< name of the worker that ran the call
-  std::string call;    ///< the call's name: a function token, an operator, a message
-  std::string type;    ///< demangled C++ type of what was thrown
+  std::string worker;  ///< worker that ran the call
+  std::string call;    ///< function token, operator or message
+  std::string type;    ///< demangled C++ type of the exception
   std::string text;    ///< its what()
 };
 
-/// The one exception type of the library. Copyable, immutable once thrown; what() is the whole story in one
-/// text: kind, worker, call, elapsed time and the chain of remote frames.
+/// The library's only exception type. Copyable; immutable once thrown. what() contains kind, worker, call,
+/// elapsed time and the chain of remote frames.
 class Error : public std::exception {
  public:
   Error(ErrorKind kind, std::string message);
 
-  /// Adds the worker concerned; returns itself so that it can be thrown in the same expression.
+  /// Sets the affected worker; returns *this, for use in a throw expression.
   Error& with_worker(std::string worker);
-  /// Adds the call concerned (a token's name, an operator, a message).
+  /// Sets the affected call (a token's name, an operator, a message).
   Error& with_call(std::string call);
-  /// Adds the time from the call to the failure.
+  /// Sets the time from the call to the failure.
   Error& with_elapsed(Duration elapsed);
-  /// Appends a hop; the first frame is where the failure began.
+  /// Appends a hop; the first frame is the origin of the failure.
   Error& with_frame(RemoteFrame frame);
 
   ErrorKind kind() const noexcept { return kind_; }
@@ -70,14 +70,14 @@ class Error : public std::exception {
   std::size_t headline_ = 0;
 };
 
-/// Throws an Error of kind kInvalid.
+/// Throws Error{kInvalid}.
 [[noreturn]] void throw_invalid(std::string message);
 
-/// The Error that `exception` is or that is nested in it (std::nested_exception); any other exception becomes
-/// kInvalid with its type and text.
+/// Returns the Error that `exception` is, or that is nested in it (std::nested_exception). Any other
+/// exception becomes kInvalid with its type and text.
 Error to_error(const std::exception_ptr& exception);
 
-/// Demangled dynamic type and text of any exception, for reports.
+/// Demangled dynamic type and text of an exception.
 struct ExceptionStory {
   std::string type;
   std::string text;

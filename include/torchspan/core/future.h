@@ -15,49 +15,49 @@
 
 namespace torchspan {
 
-/// Stands for void where a value is stored.
+/// Stand-in for void where a value is stored.
 struct Unit {
   friend bool operator==(Unit, Unit) = default;
 };
 template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
 
-/// Where the waiters of a future wait and where its continuations run; a worker is one. Thread-safe.
+/// Where a future's waiters wait and its continuations run, such as a worker. Thread-safe.
 class FutureHost {
  public:
   virtual ~FutureHost() = default;
   virtual Executor& executor() = 0;
-  /// Runs `job` on a thread that holds no lock of anybody. After the host stopped, or while it cannot get a
-  /// single thread, runs it on the caller's. Never throws for itself: whoever completes a future relies on
-  /// it.
+  /// Runs `job` on a thread that holds no lock; after the host stopped, or if it cannot start a single
+  /// thread, on the calling thread. Never throws: completing a future relies on it.
   virtual void post(UniqueFunction<void()> job) = 0;
-  /// A continuation as it is kept until its future completes: wrapped, if the host likes, in thread state of
-  /// the thread that adds it.
+  /// Prepares a continuation for storage; may wrap it in thread-local state of the thread that adds it.
   virtual UniqueFunction<void()> bind(UniqueFunction<void()> continuation) { return continuation; }
-  /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress meanwhile.
+  /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress
+  /// meanwhile.
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
 };
 
-/// The part of a future's shared state that does not depend on its type.
+/// Type-independent part of a future's shared state.
 class FutureStateBase {
  public:
   explicit FutureStateBase(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
   virtual ~FutureStateBase() = default;
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  /// Throws Error{kTimedOut} when the deadline passes first.
+  /// Throws Error{kTimedOut} if the deadline passes first.
   void wait(Deadline deadline);
-  /// The deadline `timeout` from now on the host's clock.
+  /// The deadline `timeout` from now, on the host's clock.
   Deadline deadline_in(Duration timeout) const;
-  /// Runs `continuation` once after completion: posted to the host, or when that is gone on the completing
-  /// thread (on this one when already complete). It must not throw.
+  /// Runs `continuation` once after completion: posted to the host or, if the host is gone, on the
+  /// completing thread (on this one if already complete). It must not throw.
   void on_done(UniqueFunction<void()> continuation);
-  /// The same, in what FutureHost::bind() adds to it on this thread.
+  /// on_done() with `continuation` wrapped by FutureHost::bind() on this thread.
   void on_done_bound(UniqueFunction<void()> continuation);
   const std::weak_ptr<FutureHost>& host() const { return host_; }
 
  protected:
-  /// Marks completion after the value was stored; false when it was complete already.
+  /// claim() reserves completion and returns false if it was reserved; publish() completes after the value
+  /// is set.
   bool claim();
   void publish();
 
@@ -81,7 +81,7 @@ class FutureState final : public FutureStateBase {
     try {
       value_.emplace(std::forward<Args>(args)...);
     } catch (...) {
-      error_ = std::current_exception();  // claimed is claimed: the future completes with what happened
+      error_ = std::current_exception();  // already claimed: complete with this error
     }
     publish();
     return true;
@@ -92,7 +92,7 @@ class FutureState final : public FutureStateBase {
     publish();
     return true;
   }
-  /// After done() only.
+  /// Call only after done().
   const Stored<T>& value() const {
     if (error_) std::rethrow_exception(error_);
     return *value_;
@@ -107,8 +107,8 @@ class FutureState final : public FutureStateBase {
 template <class T>
 class Promise;
 
-/// A value that another thread or worker will supply, or the Error that took its place. A cheap handle to
-/// shared state: copy it freely, wait on it from any thread, any number of times. Every future of this
+/// A value that another thread or worker will supply, or the Error that replaces it. A cheap handle to
+/// shared state: copy it freely and wait on it from any thread, any number of times. Every future of this
 /// library completes.
 template <class T>
 class [[nodiscard]] Future {
@@ -118,8 +118,9 @@ class [[nodiscard]] Future {
 
   bool valid() const { return state_ != nullptr; }
   bool done() const { return state_->done(); }
-  /// Waits for the value and returns a copy; rethrows the failure, or Error{kTimedOut} at the deadline, after
-  /// which the future may still complete. Must not be called while holding a lock that a handler needs.
+  /// Waits for the value and returns a copy. Rethrows the failure, or throws Error{kTimedOut} at the
+  /// deadline; the future may still complete later. Do not call it while holding a lock that a handler
+  /// needs.
   T wait(Deadline deadline = Deadline::never()) const {
     state_->wait(deadline);
     if constexpr (std::is_void_v<T>) {
@@ -134,8 +135,9 @@ class [[nodiscard]] Future {
   /// Where its waiters wait and its continuations run.
   const std::weak_ptr<FutureHost>& host() const { return state_->host(); }
 
-  /// Runs `callback(Future<T>)` on a pool thread after completion, success or not; what it returns or throws
-  /// completes the returned future. Runs on this thread only when the future is complete and its worker gone.
+  /// Runs `callback(Future<T>)` on a pool thread after completion, successful or not. Its result or
+  /// exception completes the returned future. Runs on this thread only if the future is complete and its
+  /// worker is gone.
   template <class F>
   auto then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>>;
 
@@ -157,9 +159,9 @@ class [[nodiscard]] Future {
   std::shared_ptr<FutureState<T>> state_;
 };
 
-/// The writing end of a future. The first set_… wins and returns true. A promise that is dropped unset fails
-/// its future with kCancelled, so nobody waits for ever; one that was moved away sets nothing. A waiter may
-/// destroy the promise as soon as it has the value.
+/// The writing end of a future. The first set_… wins and returns true. Destroying an unset promise fails
+/// its future with kCancelled; a moved-from promise sets nothing. A waiter may destroy the promise as soon
+/// as it has the value.
 template <class T>
 class Promise {
  public:
@@ -167,7 +169,7 @@ class Promise {
       : state_(std::make_shared<FutureState<T>>(std::move(host))) {}
   Promise(Promise&&) = default;
   Promise& operator=(Promise&& other) noexcept {
-    Promise(std::move(other)).state_.swap(state_);  // what was here before is dropped now
+    Promise(std::move(other)).state_.swap(state_);  // drops the previous promise
     return *this;
   }
   ~Promise() {
@@ -180,7 +182,7 @@ class Promise {
   Future<T> future() const { return Future<T>(state_); }
   template <class... Args>
   bool set_value(Args&&... args) {
-    const auto state = state_;  // a waiter may destroy this promise as soon as the value is out
+    const auto state = state_;  // a waiter may destroy this promise once the value is set
     return state && state->set_value(std::forward<Args>(args)...);
   }
   bool set_error(std::exception_ptr error) {
@@ -188,7 +190,7 @@ class Promise {
     return state && state->set_error(std::move(error));
   }
   bool set_error(const Error& error) { return set_error(std::make_exception_ptr(error)); }
-  /// Completes with what `body` returns or throws.
+  /// Completes with the result or exception of `body`.
   template <class F>
   void set_from(F&& body) {
     try {

@@ -9,14 +9,14 @@ namespace torchspan {
 
 enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 
-/// "debug", "info", "warning", "error", "off"; anything else throws Error{kInvalid} with the list.
+/// Parses "debug", "info", "warning", "error" or "off"; anything else throws Error{kInvalid} with the list.
 LogLevel parse_log_level(std::string_view text);
 
-/// Writes lines "torchspan[worker1] warning: …" to standard error, or to a sink of the owner's. Handed down
-/// from main(), one per worker. Thread-safe; a line is written whole.
+/// Writes lines "torchspan[worker1] warning: …" to standard error or to a custom sink. Created in main(),
+/// one per worker, and passed down. Thread-safe; lines are not interleaved.
 class Log {
  public:
-  /// Called from any thread, from several at once, for lines that passed the level; must not throw.
+  /// Receives lines that passed the level. Called concurrently from any thread; must not throw.
   using Sink = std::function<void(LogLevel, const std::string& line)>;
   explicit Log(std::string who, LogLevel least = LogLevel::kWarning, Sink sink = {});
 

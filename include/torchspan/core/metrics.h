@@ -9,7 +9,7 @@
 
 namespace torchspan {
 
-/// A number that any thread may add to; reading it is a snapshot.
+/// A counter that any thread may add to; reads are snapshots.
 class Counter {
  public:
   void add(std::uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
@@ -20,8 +20,8 @@ class Counter {
   std::atomic<std::uint64_t> value_{0};
 };
 
-/// The counters of one worker, by name ("rpc.calls_sent"). A counter lives as long as its Metrics; ask for it
-/// once and keep the reference.
+/// The counters of one worker, by name ("rpc.calls_sent"). A counter lives as long as its Metrics: look it
+/// up once and keep the reference.
 class Metrics {
  public:
   Counter& counter(const std::string& name);

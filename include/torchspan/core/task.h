@@ -9,10 +9,10 @@
 
 namespace torchspan {
 
-/// Thread-local state that belongs to a coroutine rather than to the threads it visits (grad mode, the
-/// autograd context). Each step of the coroutine, from one suspension to the next, runs inside run(): it
-/// installs the saved state, resumes the step, saves the state that the step left, and gives the thread its
-/// own back. The next step, perhaps on another thread, begins after that.
+/// Thread-local state that belongs to a coroutine instead of its threads (grad mode, the autograd context).
+/// Each step, from one suspension to the next, runs inside run(), which installs the saved state, resumes
+/// the coroutine, saves the new state and restores the thread's. The next step starts after that, on any
+/// thread.
 class TaskEnvironment {
  public:
   virtual ~TaskEnvironment() = default;
@@ -24,9 +24,9 @@ class Task;
 
 namespace task_detail {
 
-/// What the coroutines under one start() share. It resumes them one after another from a loop, so a million
-/// awaits that need not wait use no stack, and it listens to the awaited future only when the step has left
-/// the environment: the next step, on another thread, then finds the state complete.
+/// Shared state of the coroutines under one start(). It resumes them in a loop, so a million awaits that
+/// are ready use no stack. It subscribes to the awaited future only after the step has left the
+/// environment, so the next step, on another thread, sees the complete state.
 class Flow final : public std::enable_shared_from_this<Flow> {
  public:
   explicit Flow(std::shared_ptr<TaskEnvironment> environment);
@@ -34,15 +34,14 @@ class Flow final : public std::enable_shared_from_this<Flow> {
   Flow(const Flow&) = delete;
 
   const std::shared_ptr<TaskEnvironment>& environment() const { return environment_; }
-  /// Runs `first` and what follows from it until the flow waits for a future or has finished.
+  /// Runs `first` and its successors until the flow waits for a future or has finished.
   void step(std::coroutine_handle<> first);
 
-  /// Said inside a step by the coroutine that suspends: `next` runs in the same step.
+  /// Called in a step by the suspending coroutine: `next` runs in the same step.
   void go_on(std::coroutine_handle<> next) { next_ = next; }
-  /// Said inside a step by the coroutine that suspends: the step ends, `handle` begins another one after
-  /// `future` completed.
+  /// Called in a step by the suspending coroutine: ends the step; `handle` resumes when `future` completes.
   void resume_after(std::coroutine_handle<> handle, std::shared_ptr<FutureStateBase> future);
-  /// Said inside the last step: `report` runs after it, outside the environment.
+  /// Called in the last step: `report` runs after it, outside the environment.
   void finish(UniqueFunction<void()> report) { report_ = std::move(report); }
 
  private:
@@ -107,9 +106,9 @@ class TaskPromise<void> final : public PromiseBase {
 
 }  // namespace task_detail
 
-/// A coroutine that computes a T: lazy (runs when awaited or started), owned by this object, awaited at most
-/// once. It may co_await futures and other tasks without holding a thread. A function that is served to other
-/// workers may return one. T may be move-only.
+/// A lazy coroutine that computes a T: it runs when awaited or started, is owned by this object, and is
+/// awaited at most once. It may co_await futures and tasks without holding a thread. A served function may
+/// return one. T may be move-only.
 template <class T>
 class [[nodiscard]] Task {
  public:
@@ -154,7 +153,7 @@ inline Task<void> TaskPromise<void>::get_return_object() {
   return Task<void>(std::coroutine_handle<TaskPromise<void>>::from_promise(*this));
 }
 
-/// A coroutine that owns itself: the root under which start() runs a task.
+/// A self-owning coroutine: the root under which start() runs a task.
 struct Detached {
   struct promise_type {
     template <class... Args>
@@ -191,10 +190,10 @@ Detached drive(std::shared_ptr<Flow> flow, Task<T> task, Promise<T> promise) {
 
 }  // namespace task_detail
 
-/// Runs `task` on this thread up to its first suspension and gives the future of its result. `environment`
-/// may be null; otherwise every step of the task runs inside it, the end of its locals and arguments too. The
-/// task goes on where continuations of the future it awaits run; its own future completes after the last
-/// step.
+/// Runs `task` on this thread up to its first suspension and returns the future of its result.
+/// `environment` may be null; otherwise every step runs inside it, including the destruction of locals and
+/// arguments. The task resumes where continuations of the awaited future run. The returned future completes
+/// after the last step.
 template <class T>
 Future<T> start(Task<T> task, std::weak_ptr<FutureHost> host,
                 std::shared_ptr<TaskEnvironment> environment = nullptr) {

@@ -8,7 +8,7 @@ using Duration = std::chrono::nanoseconds;
 
 constexpr double to_seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-/// The clock of an Executor: monotonic, real or simulated. Only Executor::now() reads it.
+/// Clock of an Executor: monotonic, real or simulated. Only Executor::now() reads it.
 struct ExecutorClock {
   using duration = Duration;
   using rep = duration::rep;
@@ -18,7 +18,7 @@ struct ExecutorClock {
 };
 using TimePoint = ExecutorClock::time_point;
 
-/// A point in time after which waiting ends; default-constructed: never.
+/// A point in time at which waiting ends; default-constructed: never.
 class Deadline {
  public:
   constexpr Deadline() = default;
@@ -28,7 +28,7 @@ class Deadline {
   constexpr bool is_never() const { return at_ == TimePoint::max(); }
   constexpr TimePoint at() const { return at_; }
   constexpr bool passed(TimePoint now) const { return now >= at_; }
-  /// What is left at `now`: zero when passed, Duration::max() when never.
+  /// Time left at `now`: zero if passed, Duration::max() for never.
   constexpr Duration left(TimePoint now) const {
     if (is_never()) return Duration::max();
     return now >= at_ ? Duration::zero() : at_ - now;

@@ -12,7 +12,7 @@ namespace future_detail {
 template <class T>
 using All = std::conditional_t<std::is_void_v<T>, void, std::vector<Stored<T>>>;
 
-/// Collects outcomes; completes with the last value or the first failure.
+/// Collects results; completes with the last value or the first failure.
 template <class T>
 class Collector {
  public:
@@ -46,14 +46,15 @@ class Collector {
 
 }  // namespace future_detail
 
-/// The values of all `futures`, in their order (for Future<void>: nothing), as soon as the last is there; or
-/// the first failure as soon as it happens, while others still run. Awaitable. None: complete at once.
+/// Completes with the values of all `futures`, in order (Future<void>: no value), when the last one is
+/// ready, or with the first failure at once, while others still run. Awaitable. Completes at once for no
+/// futures.
 template <class T>
 Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   if (futures.empty()) return make_ready_future<future_detail::All<T>>();
   std::weak_ptr<FutureHost> host;
   for (const Future<T>& future : futures) {
-    if (host.expired()) host = future.host();  // those that were ready from the start have none
+    if (host.expired()) host = future.host();  // futures that were created ready have no host
   }
   auto collector = std::make_shared<future_detail::Collector<T>>(host, futures);
   for (const Future<T>& future : futures) {
@@ -62,8 +63,8 @@ Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   return collector->future();
 }
 
-/// Waits for all of them and returns their values; throws the first failure as soon as it happens, or
-/// Error{kTimedOut} at the deadline, while the others go on.
+/// Waits for all futures and returns their values. Throws the first failure at once, or Error{kTimedOut} at
+/// the deadline; the others continue.
 template <class T>
 future_detail::All<T> wait_all(std::vector<Future<T>> futures, Deadline deadline = Deadline::never()) {
   return when_all(std::move(futures)).wait(deadline);

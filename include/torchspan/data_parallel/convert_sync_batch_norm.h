@@ -9,11 +9,12 @@ class Module;
 
 namespace torchspan {
 
-/// Collective: makes every batch norm in `module` normalize over the batches of all ranks of `group`, and
-/// returns how many there are. Replaces those in a torch::nn::Sequential by SyncBatchNorm, with their tensors;
-/// an existing SyncBatchNorm gets the group; a member of a class must be declared as SyncBatchNorm
-/// (data_parallel/sync_batch_norm.h), else Error{kInvalid} names it. Call it before DistributedDataParallel.
-/// Throws Error{kInvalid} on all ranks when they differ; the module is then unchanged.
+/// Makes every batch norm in `module` normalize over the batches of all ranks of `group`; returns their
+/// number. Collective; call it before DistributedDataParallel. A batch norm in a torch::nn::Sequential is
+/// replaced by a SyncBatchNorm with the same tensors, and an existing SyncBatchNorm gets the group. A batch
+/// norm that is a class member cannot be replaced: Error{kInvalid} names it; declare it as SyncBatchNorm
+/// (data_parallel/sync_batch_norm.h). Throws Error{kInvalid} on all ranks if modules differ, leaving them
+/// unchanged.
 std::size_t convert_sync_batch_norm(torch::nn::Module& module, const collective::Group& group);
 
 }  // namespace torchspan

@@ -10,25 +10,25 @@
 
 namespace torchspan {
 
-/// Wraps a module (a holder such as `torch::nn::Linear`, or a shared_ptr to a module) whose replicas live on
-/// the ranks of a group: their parameters and buffers start as those of rank 0, and when backward over an
-/// output of the wrapper returns, every rank holds the same averaged gradients. Names in checkpoints are the
-/// module's own. To be used by the thread that trains.
+/// Data-parallel wrapper of a module, given as a holder such as `torch::nn::Linear` or a shared_ptr.
+/// Parameters and buffers start as rank 0's. When a backward over an output of the wrapper returns, every
+/// rank holds the same averaged gradients. Names in checkpoints are those of the wrapped module. Not
+/// thread-safe: use it from the training thread.
 template <class Module>
 class DistributedDataParallel {
  public:
-  /// Collective. Throws Error{kInvalid} on every rank, with the parameter's name, when models or options
-  /// differ (data_parallel/reducer.h). `runtime` must outlive the wrapper, unless it is that of the session
-  /// that made `group`: then forwards fail with kCancelled once the session ended.
+  /// Collective. Throws Error{kInvalid} on every rank, naming the parameter, if models or options differ
+  /// (data_parallel/reducer.h). `runtime` must outlive the wrapper unless it belongs to the session that
+  /// made `group`; then forwards fail with kCancelled after the session ended.
   DistributedDataParallel(Runtime& runtime, Module module, collective::Group group,
                           data_parallel::DataParallelOptions options = {})
       : module_(std::move(module)),
         wrapped_(std::make_unique<data_parallel::WrappedModule>(runtime, pointer(module_), std::move(group),
                                                                 std::move(options))) {}
 
-  /// Runs the module's forward. Returns what it returns, by value; its tensors are found through
-  /// data_parallel::OutputTensors. Under no-grad nothing is sent, so ranks may do that each for itself. When
-  /// it throws on one rank, the others' backward passes fail and tell why.
+  /// Runs the module's forward and returns its result by value; data_parallel::OutputTensors finds the
+  /// tensors in it. Under NoGradGuard it sends nothing, so ranks may call it independently. If it throws on
+  /// one rank, the backward passes of the other ranks fail with its reason.
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
     try {
@@ -52,8 +52,8 @@ class DistributedDataParallel {
     return forward(std::forward<Inputs>(inputs)...);
   }
 
-  /// Forwards while it lives belong to passes that add to this rank's gradients and send nothing; the first
-  /// reduced pass after it averages the sums.
+  /// While it lives, forwards belong to passes that accumulate gradients locally and send nothing. The
+  /// first reduced pass afterwards averages the sums.
   class NoSync {
    public:
     explicit NoSync(data_parallel::WrappedModule& wrapped)
@@ -68,27 +68,27 @@ class DistributedDataParallel {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*wrapped_); }
 
-  /// Runs `body`, a loop over batches of which ranks may have different numbers: a rank whose body has
-  /// returned shadows the others' reductions until the last one has; then all get that one's parameters and
-  /// buffers. Each reduced or accumulating forward inside, and each reduction, costs one small all-reduce. A
-  /// body that throws ends the join on all ranks, as does what a forward says of it.
+  /// Runs `body`, a loop over batches, on ranks with different numbers of batches. A rank whose body has
+  /// returned takes part in the others' reductions with zeros. At the end all ranks get the parameters and
+  /// buffers of the last one. Every forward with gradients and every reduction inside costs one small
+  /// all-reduce. An exception from `body`, or a failed forward, ends the join on all ranks.
   template <class Body>
   void join(Body&& body, data_parallel::JoinOptions options = {}) {
     wrapped_->join(std::forward<Body>(body), options);
   }
 
-  /// Collective, before the first backward: buckets go through `hook` (data_parallel/hooks.h) instead of an
-  /// average. `name` must be the same on all ranks.
+  /// Reduces buckets with `hook` (data_parallel/hooks.h) instead of averaging them. Collective, before the
+  /// first backward; `name` must be the same on all ranks.
   void register_comm_hook(data_parallel::CommHook hook, std::string name) {
     wrapped_->register_comm_hook(std::move(hook), std::move(name));
   }
-  /// Collective, once: buffers go through `hook` instead of being taken from rank 0. `name` and `when` must
-  /// be the same on all ranks. Not inside join(), and not where broadcast_buffers is false.
+  /// Combines buffers with `hook` instead of broadcasting rank 0's. Collective, at most once; `name` and
+  /// `when` must be the same on all ranks. Not inside join(), nor with broadcast_buffers = false.
   void set_buffer_hook(data_parallel::BufferHook hook, std::string name,
                        data_parallel::BufferHookTime when = data_parallel::BufferHookTime::kAfterForward) {
     wrapped_->set_buffer_hook(std::move(hook), std::move(name), when);
   }
-  /// Collective: everybody gets the parameters and buffers of `root`, as after loading a checkpoint there.
+  /// Broadcasts parameters and buffers from `root`, for example after it loaded a checkpoint. Collective.
   void synchronize_state(int root = 0) { wrapped_->synchronize_state(root); }
 
   Module& module() { return module_; }

@@ -9,39 +9,38 @@
 
 namespace torchspan::data_parallel {
 
-/// What to do when a backward pass reaches a parameter without having come through the wrapper's forward:
-/// its gradients stay local, and the replicas would drift apart.
+/// What to do when a backward pass reaches a parameter but did not come through an output of the wrapper.
+/// Its gradients then stay local and the replicas diverge.
 enum class Unwrapped : std::uint8_t { kWarnOnce, kThrow, kIgnore };
 
-/// All ranks give the same: a difference is an error on every one of them.
+/// Options of DistributedDataParallel. Must be equal on all ranks; a difference is an error on every rank.
 struct DataParallelOptions {
-  double bucket_cap_mb = 25;   ///< MiB of gradients reduced together
-  double first_bucket_mb = 1;  ///< MiB in the bucket that is reduced first, so that it begins early
-  /// Replaces both, unless it is empty: MiB by bucket of one dtype and device, in the order of reduction. The
-  /// last is that of all further ones.
+  double bucket_cap_mb = 25;   ///< MiB of gradients per bucket
+  double first_bucket_mb = 1;  ///< MiB in the first bucket, so that reduction starts early
+  /// MiB of each bucket of one dtype and device, in the order of reduction; later buckets use the last
+  /// value. If not empty, replaces bucket_cap_mb and first_bucket_mb.
   std::vector<double> bucket_cap_mb_list = {};
-  /// The graph is walked every step for parameters that it does not reach; without it, one that gets no
-  /// gradient fails the backward pass by name.
+  /// Walks the graph in every step to find parameters that it does not reach. False: a parameter without a
+  /// gradient fails the backward pass, which names it.
   bool find_unused_parameters = false;
-  bool static_graph = false;  ///< the first step's graph is that of all steps; anything else is an error
-  bool gradient_as_bucket_view = true;  ///< `.grad` lies in the bucket: less memory, no copies
-  bool broadcast_buffers = true;        ///< rank 0's buffers, before every forward that will be reduced
-  bool initial_sync = true;             ///< everybody begins with rank 0's parameters and buffers
-  bool rebuild_buckets = true;          ///< after the first step, in the order in which gradients really come
-  /// One forward is followed by several backward passes over parts of its outputs, which together give every
-  /// parameter that they reach its gradient, and every other one must be found unused. Without it, a pass
-  /// that leaves parameters out fails.
+  bool static_graph = false;            ///< all steps have the first step's graph; else an error
+  bool gradient_as_bucket_view = true;  ///< `.grad` is a view of the bucket: less memory, no copies
+  bool broadcast_buffers = true;        ///< from rank 0, before every reduced forward
+  bool initial_sync = true;             ///< broadcast rank 0's parameters and buffers at the start
+  bool rebuild_buckets = true;          ///< in the order of gradients, after the first step
+  /// Allows several backward passes after one forward, over parts of its outputs. Together they must give
+  /// every parameter that they reach its gradient, and all others must be found unused. False: a pass that
+  /// misses parameters fails.
   bool partial_backward = false;
   Unwrapped unwrapped_backward = Unwrapped::kWarnOnce;
-  std::vector<std::string> ignored_parameters =
-      {};  ///< qualified names of parameters and buffers to leave alone
-  std::vector<std::string> sparse_parameters = {};  ///< besides those of embeddings that say sparse(true)
+  std::vector<std::string> ignored_parameters = {};  ///< qualified names of parameters and buffers to skip
+  std::vector<std::string> sparse_parameters = {};   ///< besides embeddings with sparse(true)
 
-  /// Throws Error{kInvalid} naming the field that is wrong.
+  /// Throws Error{kInvalid} that names the wrong field.
   void validate() const;
 };
 
-/// A parameter as the reducer is to know it.
+/// A parameter as the reducer sees it.
 struct Parameter {
   std::string name;
   at::Tensor tensor;

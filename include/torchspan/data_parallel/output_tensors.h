@@ -16,9 +16,9 @@
 
 namespace torchspan::data_parallel {
 
-/// How the tensors in what a module's forward returns are reached. Specialize it for a type of your own:
-/// `static void visit(T& value, auto& visitor)` calls visit_tensors(member, visitor) for each member that may
-/// hold tensors. A tensor that is missed fails the backward pass, or gets gradients that stay local.
+/// Finds the tensors in the result of a module's forward. Specialize it for your type: `static void
+/// visit(T& value, auto& visitor)` calls visit_tensors(member, visitor) for each member that may hold
+/// tensors. A missed tensor fails the backward pass, or its gradients stay local.
 template <class T>
 struct OutputTensors;
 
@@ -27,7 +27,7 @@ concept HasOutputTensors = requires {
   sizeof(OutputTensors<T>);
 };
 
-/// Calls visitor(at::Tensor&) for every tensor in `value`, each of which it may replace.
+/// Calls visitor(at::Tensor&) for every tensor in `value`; the visitor may replace it.
 template <class T, class Visitor>
 void visit_tensors(T& value, Visitor& visitor) {
   static_assert(HasOutputTensors<T>,
@@ -41,7 +41,7 @@ struct OutputTensors<at::Tensor> {
   static void visit(at::Tensor& value, auto& visitor) { visitor(value); }
 };
 
-/// Nothing to see.
+/// No tensors.
 template <class T>
 requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) struct OutputTensors<T> {
   static void visit(T&, auto&) {}
@@ -88,7 +88,7 @@ struct OutputTensors<std::map<K, V>> {
     for (auto& [key, value] : values) visit_tensors(value, visitor);
   }
 };
-/// In the order of keys, so that it is the same on all ranks.
+/// In key order, which is the same on all ranks.
 template <class K, class V>
 struct OutputTensors<std::unordered_map<K, V>> {
   static void visit(std::unordered_map<K, V>& values, auto& visitor) {

@@ -14,16 +14,16 @@
 
 namespace torchspan {
 
-/// Batch normalization whose mean and variance, while it trains, are those of the batches of all ranks
-/// together (Ioffe and Szegedy 2015): every rank gets what one process with the whole batch would, forward
-/// and backward. Ranks may have batches of different sizes, also empty ones, but all of them go through
-/// forward and backward. For inputs [batch, features, …] of a floating dtype; parameters, buffers and their
-/// names are those of torch::nn::BatchNorm. Without a group, in a group of one, and after eval() it is an
-/// ordinary batch norm and sends nothing. No second derivatives: Error{kUnsupported}.
+/// Batch normalization whose training statistics are those of all ranks' batches together (Ioffe and
+/// Szegedy, 2015); forward and backward match one process with the whole batch. Ranks may have different,
+/// even zero, batch sizes, but all must run forward and backward. Inputs are [batch, features, …] of a
+/// floating-point dtype; parameters, buffers and their names are those of torch::nn::BatchNorm. Without a
+/// group, in a group of one, and after eval() it is a plain batch norm. No double backward:
+/// Error{kUnsupported}.
 class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
  public:
   explicit SyncBatchNormImpl(const torch::nn::BatchNormOptions& options);
-  /// Takes the place of `norm`: the same options and mode, the same tensors.
+  /// Replaces `norm`: same options, mode and tensors.
   template <std::size_t D, class Derived>
   explicit SyncBatchNormImpl(const torch::nn::BatchNormImplBase<D, Derived>& norm) : options(norm.options) {
     adopt({norm.weight, norm.bias}, {norm.running_mean, norm.running_var, norm.num_batches_tracked});
@@ -33,12 +33,12 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// Throws Error{kInvalid} for shapes and dtypes that make no sense; and on all ranks when all batches
-  /// together have one value a feature, or ranks differ in their features. What a group throws, it throws.
+  /// Throws Error{kInvalid} for an invalid shape or dtype, and on all ranks if all batches together have
+  /// one value per feature or ranks differ in their number of features. Throws what the group throws.
   at::Tensor forward(const at::Tensor& input);
 
-  /// Whose batches are one from now on. All ranks of the group do the same, in the same order as their other
-  /// operations on it, and let go of the module before the group's session.
+  /// Sets the group whose ranks' batches are normalized together. All ranks of the group must call it in
+  /// the same order as their other operations on the group.
   void set_group(collective::Group group) { group_ = std::move(group); }
   const std::optional<collective::Group>& group() const { return group_; }
 
@@ -56,7 +56,7 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   void adopt(const Parameters& parameters, const Buffers& buffers);
   void check(const at::Tensor& input) const;
   bool synchronizes() const { return is_training() && group_ && group_->size() > 1; }
-  /// Counts a batch; the weight of its statistics in the running ones.
+  /// Counts a batch; returns the momentum of the running statistics.
   double count_batch();
 
   std::optional<collective::Group> group_;

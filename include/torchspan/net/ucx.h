@@ -10,35 +10,31 @@
 
 namespace torchspan::net {
 
-/// Who can reach the network that UCX uses. UCX neither authenticates nor encrypts: whoever reaches one of
-/// its TCP ports can crash the worker or write its memory.
+/// Which network UCX may use. UCX neither authenticates nor encrypts: any host that reaches one of its TCP
+/// ports can crash the worker or write its memory.
 enum class UcxNetwork : std::uint8_t {
-  kRdma,      ///< RDMA devices only; UCX opens no port that TCP reaches
-  kIsolated,  ///< TCP as well: this network carries the job's workers and nobody else, which you vouch for
+  kRdma,      ///< RDMA devices only; UCX opens no TCP port
+  kIsolated,  ///< also TCP: you assert that only the job's workers reach this network
 };
 
 struct UcxOptions {
-  UcxNetwork network = UcxNetwork::kRdma;  ///< the same on all workers of a job
-  std::string devices = {};                ///< as UCX names them, "mlx5_0:1,mlx5_1:1"; empty: all
-  /// Segments from so many bytes on come by UCX's rendezvous, straight into the receiver's memory; smaller
-  /// ones are copied into the stream. 0: from 64 KiB on with RDMA, never with TCP, where UCX 1.13 aborts the
-  /// process when a peer dies in the middle of a rendezvous.
+  UcxNetwork network = UcxNetwork::kRdma;  ///< equal on all workers of a job
+  std::string devices = {};                ///< UCX names, "mlx5_0:1,mlx5_1:1"; empty: all
+  /// Minimum size in bytes of segments sent by UCX rendezvous, directly into the receiver's memory; smaller
+  /// ones are copied. 0: 64 KiB with RDMA and never with TCP, where UCX 1.13 aborts the process if a peer
+  /// dies during a rendezvous.
   std::size_t rendezvous_from = 0;
-  /// Of the connections that introduce the peers to one another and tell their deaths; `lanes` plays no part.
+  /// TLS connections that authenticate the peers and detect their death; `lanes` is ignored.
   TlsOptions tls = {};
-  Metrics* metrics = nullptr;  ///< gets net.ucx.*; outlives the transport
+  Metrics* metrics = nullptr;  ///< gets net.ucx.*; must outlive the transport
 };
 
-/// UCX (openucx.org) between hosts with fast fabrics: "ucx:host:port". Peers meet over TLS at that place and
-/// prove the secret or a certificate there, as with make_tls_transport(); inside TLS they exchange the
-/// addresses of their UCX workers, then messages go through UCX. Heartbeats, deaths and goodbyes stay with
-/// TLS. UCX (libucp) is loaded when the first such transport is made. Counts net.ucx.segments (received by
-/// rendezvous) and .dropped (UCX messages for channels that are not there, or not any more). Throws
-/// kUnsupported when this build has no UCX, when it is not installed, or when it finds no device that
-/// `network` allows; kInvalid as make_tls_transport().
-///
-/// Tested over UCX's TCP on one host only: no RDMA device was at hand. Verify it on yours before you rely on
-/// it, with the conformance suite's row "Ucx".
+/// UCX (openucx.org) between hosts with fast fabrics: "ucx:host:port". Peers authenticate over TLS as in
+/// make_tls_transport(); messages go through UCX, heartbeats, deaths and closes through TLS. Loads libucp
+/// at the first use. Counts net.ucx.segments (received by rendezvous) and .dropped (messages for unknown
+/// channels). Throws kUnsupported without UCX in this build, an installed UCX, or a device that `network`
+/// allows; kInvalid as make_tls_transport(). Tested over UCX's TCP on one host only: run the conformance
+/// suite's "Ucx" row on your RDMA devices before relying on it.
 std::unique_ptr<Transport> make_ucx_transport(Executor& executor, Handler& handler, TransportOptions options,
                                               UcxOptions ucx = {});
 

@@ -9,7 +9,7 @@
 
 namespace torchspan::optim {
 
-/// Steps in the parameter's own units (Zeiler, arXiv 1212.5701), by LibTorch's rules:
+/// Per-element step sizes from running averages (Zeiler, arXiv 1212.5701), with LibTorch's arithmetic:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = rho * s + (1 - rho) * g²
 ///   d = sqrt(u + eps) / sqrt(s + eps) * g;  u = rho * u + (1 - rho) * d²;  p -= lr * d
 /// Dense gradients only.
@@ -21,8 +21,8 @@ struct Adadelta {
   double eps = 1e-6;
   double weight_decay = 0;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

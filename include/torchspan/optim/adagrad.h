@@ -9,11 +9,11 @@
 
 namespace torchspan::optim {
 
-/// Adaptive steps per element (Duchi, Hazan and Singer, JMLR 2011), by LibTorch's rules; t counts the
-/// parameter's own steps from 1:
+/// Per-element step sizes from the sum of squared gradients (Duchi, Hazan and Singer, JMLR 2011), with
+/// LibTorch's arithmetic; t counts the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = initial_accumulator_value + sum of g²
 ///   p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
-/// A sparse gradient changes only the elements it has, which rules weight decay out.
+/// A sparse gradient updates only the elements it contains and requires weight_decay = 0.
 struct Adagrad {
   static constexpr std::string_view kName = "Adagrad";
 
@@ -23,8 +23,8 @@ struct Adagrad {
   double initial_accumulator_value = 0;
   double eps = 1e-10;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

@@ -9,13 +9,12 @@
 
 namespace torchspan::optim {
 
-/// Adam (Kingma and Ba, ICLR 2015), with amsgrad that of Reddi, Kale and Kumar (ICLR 2018), by LibTorch's
-/// rules; t counts the parameter's own steps from 1:
+/// Adaptive moment estimation (Kingma and Ba, ICLR 2015), optionally amsgrad (Reddi, Kale and Kumar, ICLR
+/// 2018), with LibTorch's arithmetic. Dense gradients only; t counts the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p
 ///   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g²
 ///   w = v; with amsgrad, the largest v so far
 ///   p -= lr / (1 - beta1^t) * m / (sqrt(w) / sqrt(1 - beta2^t) + eps)
-/// Dense gradients only; SparseAdam is for the others.
 struct Adam {
   static constexpr std::string_view kName = "Adam";
 
@@ -26,8 +25,8 @@ struct Adam {
   double weight_decay = 0;
   bool amsgrad = false;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

@@ -9,8 +9,8 @@
 
 namespace torchspan::optim {
 
-/// Adam by the infinity norm (Kingma and Ba, ICLR 2015, section 7), by LibTorch's rules; t counts the
-/// parameter's own steps from 1:
+/// Adam with the infinity norm (Kingma and Ba, ICLR 2015, section 7), with LibTorch's arithmetic; t counts
+/// the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p;  m = beta1 * m + (1 - beta1) * g
 ///   u = max(beta2 * u, |g| + eps);  p -= lr / (1 - beta1^t) * m / u
 /// Dense gradients only.
@@ -23,8 +23,8 @@ struct Adamax {
   double eps = 1e-8;
   double weight_decay = 0;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

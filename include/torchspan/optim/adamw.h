@@ -9,8 +9,8 @@
 
 namespace torchspan::optim {
 
-/// Adam with the decay apart from the gradient (Loshchilov and Hutter, ICLR 2019), by LibTorch's rules: first
-/// p *= 1 - lr * weight_decay, then a step of Adam without decay. Dense gradients only.
+/// Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), with LibTorch's arithmetic: first p
+/// *= 1 - lr * weight_decay, then a step of Adam without decay. Dense gradients only.
 struct AdamW {
   static constexpr std::string_view kName = "AdamW";
 
@@ -21,8 +21,8 @@ struct AdamW {
   double weight_decay = 0.01;
   bool amsgrad = false;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

@@ -6,17 +6,17 @@
 
 namespace torchspan::optim {
 
-/// The optimizers that live on one worker beside their parameters: an extension to give to its Session (which
-/// has it by default). Steps of different optimizers run in parallel, unless they share a parameter:
-/// then one after the other, in the order they came, and no thread is held by those that wait.
+/// The optimizers on one worker, next to their parameters. An extension that a Session includes by default.
+/// Steps of different optimizers run in parallel unless they share a parameter; then they run one at a time
+/// in order of arrival, and waiting steps hold no thread.
 class OptimExtension final : public rpc::Extension {
  public:
-  /// `table` holds the kinds that this worker can build; the same on all workers.
+  /// `table` holds the kinds that this worker can build; identical on all workers.
   explicit OptimExtension(OptimizerTable table = {});
   ~OptimExtension() override;
   void attach(rpc::Registrar& registrar) override;
 
-  /// How many optimizers live here.
+  /// Number of optimizers on this worker.
   std::size_t count() const;
 
   class Impl;

@@ -18,10 +18,10 @@ class OptimizerOptions;
 
 namespace torchspan::optim {
 
-/// Any optimizer of LibTorch's interface as a functional one. It finds each step's gradients in the
-/// parameters' `.grad`, which holds its old values again afterwards; those without a gradient have none
-/// there. Its state is one tensor of bytes, which stands with the first parameter. Not for optimizers that
-/// need a closure.
+/// Adapts an optimizer with torch::optim's interface. It passes each step's gradients in the parameters'
+/// `.grad`, restores the old `.grad` afterwards, and leaves it undefined for parameters without a gradient.
+/// Its state is one tensor of bytes, stored with the first parameter. Optimizers that need a closure are
+/// not supported.
 class TorchOptimizer final : public FunctionalOptimizer {
  public:
   using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
@@ -43,16 +43,16 @@ class TorchOptimizer final : public FunctionalOptimizer {
 };
 
 namespace detail {
-/// The rate of options, or not a number.
+/// Learning rate of the options; NaN if they have none.
 double rate_of(const torch::optim::OptimizerOptions& options);
 std::string to_bytes(const torch::optim::OptimizerOptions& options);
 void from_bytes(const std::string& bytes, torch::optim::OptimizerOptions& options);
 }  // namespace detail
 
-/// A class of torch::optim, or of a program, as a kind of optimizer, for OptimizerTable::add and for specs:
+/// Makes a class with torch::optim's interface a kind of optimizer, for OptimizerTable::add and for specs:
 ///   using TorchAdam = FromTorch<torch::optim::Adam, torch::optim::AdamOptions, "torch.Adam">;
-/// `T` is made from parameters and `O`; `O` writes and reads itself (OptimizerOptions::serialize) and is made
-/// from nothing or from a rate.
+/// `T` is constructible from parameters and `O`. `O` serializes itself (OptimizerOptions::serialize) and is
+/// constructible from nothing or from a learning rate.
 template <class T, class O, FixedString kKind>
 struct FromTorch {
   static constexpr std::string_view kName = kKind.text;
@@ -60,7 +60,7 @@ struct FromTorch {
   FromTorch() : FromTorch(empty()) {}
   FromTorch(O options) : options(std::move(options)), lr(detail::rate_of(this->options)) {}
 
-  /// LibTorch's optimizers check their options when they are made.
+  /// LibTorch's optimizers check their options in their constructors.
   void validate() const {}
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const {
     return std::make_unique<TorchOptimizer>(
@@ -69,7 +69,7 @@ struct FromTorch {
   }
 
   O options;
-  double lr;  ///< that of the options
+  double lr;  ///< the rate of the options
 
  private:
   static O empty() {

@@ -18,8 +18,8 @@
 
 namespace torchspan::optim {
 
-/// The options of one kind of optimizer: a plain struct that travels (Wire<O>), knows the kind's name, throws
-/// Error{kInvalid} naming a wrong option from validate(), and builds the optimizer, validated, from
+/// Options of one kind of optimizer: a plain struct with a Wire<O> and the kind's name. Its validate()
+/// throws Error{kInvalid} naming a wrong option; its build() validates and builds the optimizer from
 /// parameters.
 template <class O>
 concept OptimizerOptions = wire::Transferable<O> && std::default_initializable<O> &&
@@ -29,13 +29,13 @@ concept OptimizerOptions = wire::Transferable<O> && std::default_initializable<O
   { options.build(std::move(parameters)) } -> std::same_as<std::unique_ptr<FunctionalOptimizer>>;
 };
 
-/// Which optimizer, with which options: made from any options struct; built here, or carried to the
+/// Which optimizer, with which options. Made from any options struct; built locally, or sent to the
 /// parameters' owners and built there from their OptimizerTable.
 struct OptimizerSpec {
   using Build = std::function<std::unique_ptr<FunctionalOptimizer>(std::vector<at::Tensor>)>;
 
   OptimizerSpec() = default;
-  /// Throws Error{kInvalid} when the options are wrong.
+  /// Throws Error{kInvalid} for wrong options.
   template <OptimizerOptions O>
   OptimizerSpec(const O& options)
       : OptimizerSpec(O::kName, wire::type_tag<O>(), (options.validate(), wire::to_payload(options))) {
@@ -50,14 +50,14 @@ struct OptimizerSpec {
     build_ = [options](std::vector<at::Tensor> parameters) { return options.build(std::move(parameters)); };
   }
 
-  /// Builds the optimizer where the spec was made; a spec that travelled is for an OptimizerTable, and
-  /// throws Error{kInvalid} here.
+  /// Builds the optimizer in the process where the spec was made. A received spec throws Error{kInvalid}:
+  /// build it with an OptimizerTable.
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 
   std::string kind;        ///< O::kName
-  std::uint64_t type = 0;  ///< digest of the options' type: tells two versions of a program apart
-  Bytes options;           ///< as Wire<O> writes them
-  /// The options' learning rate, or not a number when they have none.
+  std::uint64_t type = 0;  ///< digest of the options' type; detects version skew
+  Bytes options;           ///< encoded by Wire<O>
+  /// Learning rate of the options; NaN if they have none.
   double lr = std::numeric_limits<double>::quiet_NaN();
 
  private:
@@ -66,13 +66,13 @@ struct OptimizerSpec {
   Build build_;
 };
 
-/// The kinds of optimizers that a worker can build. Made in main() and handed to the worker's optimizer
-/// extension; the same on all workers. Not changed once a worker has it.
+/// The kinds of optimizers that a worker can build. Build it in main(), identically on all workers, and
+/// pass it to the OptimExtension. It is immutable once a worker has it.
 class OptimizerTable {
  public:
-  /// The kinds of this library.
+  /// The kinds in this library.
   OptimizerTable();
-  /// Adds a kind. Throws Error{kInvalid} when its name is taken.
+  /// Adds a kind. Throws Error{kInvalid} if its name is taken.
   template <OptimizerOptions O>
   OptimizerTable& add() {
     insert(O::kName, {wire::type_tag<O>(), [](const Bytes& bytes, std::vector<at::Tensor> parameters) {
@@ -82,8 +82,8 @@ class OptimizerTable {
                       }});
     return *this;
   }
-  /// Throws Error{kInvalid} for a kind that is not here (naming those that are), for options of another
-  /// version of the program, and whatever the optimizer's constructor throws.
+  /// Builds an optimizer. Throws Error{kInvalid} for an unknown kind (listing the known ones) and for
+  /// options of another version of the program, and what the optimizer's constructor throws.
   std::unique_ptr<FunctionalOptimizer> build(const OptimizerSpec& spec,
                                              std::vector<at::Tensor> parameters) const;
   std::vector<std::string> kinds() const;

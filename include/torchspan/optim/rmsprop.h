@@ -9,11 +9,12 @@
 
 namespace torchspan::optim {
 
-/// Steps divided by a running root mean square (Hinton's lectures, 2012), by LibTorch's rules:
+/// Steps divided by the gradient's running root mean square (Hinton's lectures, 2012), with LibTorch's
+/// arithmetic; dense gradients only:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = alpha * s + (1 - alpha) * g²
-///   r = sqrt(s) + eps; centered (Graves, arXiv 1308.0850): a = alpha * a + (1 - alpha) * g, r = sqrt(s - a²) + eps
+///   r = sqrt(s) + eps
+///   centered (Graves, arXiv 1308.0850): a = alpha * a + (1 - alpha) * g;  r = sqrt(s - a²) + eps
 ///   p -= lr * g / r; with momentum: b = momentum * b + g / r, p -= lr * b
-/// Dense gradients only.
 struct RMSprop {
   static constexpr std::string_view kName = "RMSprop";
 
@@ -24,8 +25,8 @@ struct RMSprop {
   double momentum = 0;
   bool centered = false;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

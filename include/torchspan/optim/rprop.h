@@ -9,22 +9,22 @@
 
 namespace torchspan::optim {
 
-/// Resilient backpropagation (Riedmiller and Braun, ICNN 1993), by LibTorch's rules: every element has a step
-/// size of its own, from lr, which grows by eta_plus while its gradient keeps its sign and shrinks by
-/// eta_minus when the sign turns, within bounds; the element moves by it against the sign, and not at all
-/// when the sign turned. A rate that is set later is for parameters that had no step yet. Dense gradients
-/// only.
+/// Resilient backpropagation (Riedmiller and Braun, ICNN 1993), with LibTorch's arithmetic. Each element
+/// has a step size, initially lr, within [step_min, step_max]. It grows by eta_plus while the gradient
+/// keeps its sign and shrinks by eta_minus when the sign flips. The element moves by the step size against
+/// the sign; on a flip it does not move. A later change of lr affects only parameters that have not
+/// stepped. Dense gradients only.
 struct Rprop {
   static constexpr std::string_view kName = "Rprop";
 
-  double lr = 0.01;  ///< the first step size
+  double lr = 0.01;  ///< initial step size
   double eta_minus = 0.5;
   double eta_plus = 1.2;
   double step_min = 1e-6;
   double step_max = 50;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

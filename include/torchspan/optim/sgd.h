@@ -10,22 +10,22 @@
 
 namespace torchspan::optim {
 
-/// Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), by LibTorch's rules:
+/// Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), with LibTorch's arithmetic:
 ///   g = gradient (negated to maximize) + weight_decay * p
 ///   b = g at the first step, momentum * b + (1 - dampening) * g later
 ///   p -= lr * (g without momentum; g + momentum * b with nesterov; else b)
-/// Sparse gradients work without weight decay; their momentum is sparse too.
+/// Sparse gradients require weight_decay = 0; their momentum is sparse too.
 struct SGD {
   static constexpr std::string_view kName = "SGD";
 
-  double lr = std::numeric_limits<double>::quiet_NaN();  ///< must be given
+  double lr = std::numeric_limits<double>::quiet_NaN();  ///< required
   double momentum = 0;
   double dampening = 0;
   double weight_decay = 0;
-  bool nesterov = false;  ///< needs a momentum and no dampening
+  bool nesterov = false;  ///< requires momentum > 0 and dampening = 0
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< many parameters at once; unset: on CUDA devices
-  bool float32_state = false;                  ///< for half and bfloat16: state and arithmetic in float32
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

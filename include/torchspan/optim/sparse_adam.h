@@ -8,21 +8,21 @@
 
 namespace torchspan::optim {
 
-/// Adam for sparse gradients, by LibTorch's rules: moments and elements that a gradient does not have stay as
-/// they are; t counts the parameter's steps, whichever elements they had. With g the entries (negated to
-/// maximize), and m and v those moments of theirs:
+/// Adam for sparse gradients, with LibTorch's arithmetic. Elements absent from a gradient keep their value
+/// and moments; t counts all steps of the parameter. With g the entries (negated to maximize) and m, v
+/// their moments:
 ///   m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g² - v)
 ///   p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
 /// Sparse gradients only.
 struct SparseAdam {
   static constexpr std::string_view kName = "SparseAdam";
 
-  double lr = 1e-3;  ///< above 0
+  double lr = 1e-3;  ///< > 0
   double beta1 = 0.9;
   double beta2 = 0.999;
-  double eps = 1e-8;  ///< above 0
+  double eps = 1e-8;  ///< > 0
   bool maximize = false;
-  bool float32_state = false;  ///< for half and bfloat16: state and arithmetic in float32
+  bool float32_state = false;  ///< float32 state and arithmetic for half and bfloat16
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;

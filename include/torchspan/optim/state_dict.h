@@ -16,20 +16,20 @@ class OutputArchive;
 
 namespace torchspan::optim {
 
-/// An optimizer's state by name, in order; a number is a tensor without dimensions, a text a tensor of bytes.
-/// torch::save and torch::load take it; it travels. The names are "group.<group>.kind", "group.<group>.lr"
-/// and "group.<group>.parameter.<name>.<entry>".
+/// State of an optimizer: ordered tensors by name. Numbers are zero-dimensional tensors, strings are byte
+/// tensors. Works with torch::save and torch::load, and can be sent to other workers. The names are
+/// "group.<group>.kind", "group.<group>.lr" and "group.<group>.parameter.<name>.<entry>".
 struct StateDict : torch::OrderedDict<std::string, at::Tensor> {
   StateDict() : OrderedDict("Entry") {}
 };
 
 torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const StateDict& state);
-/// Throws Error{kInvalid} for an archive that holds something else.
+/// Throws Error{kInvalid} for an archive with other contents.
 torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, StateDict& state);
 
 }  // namespace torchspan::optim
 
-/// As a list of names and tensors.
+/// Encoded as a list of names and tensors.
 template <>
 struct torchspan::Wire<torchspan::optim::StateDict> {
   static std::string name() { return "optim.StateDict"; }

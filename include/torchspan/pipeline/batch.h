@@ -14,32 +14,31 @@
 
 namespace torchspan::pipeline {
 
-/// What one layer hands to the next for one micro-batch: one tensor, or a tuple of members. A member is a
-/// tensor, a number, a bool or nothing (None). Cheap to copy; tensors are shared.
+/// What a layer passes to the next for one micro-batch: one tensor, or a tuple of members. A member is a
+/// tensor, a number, a bool or None. Cheap to copy; tensors are shared.
 struct Batch {
   std::vector<c10::IValue> members;
-  bool tuple = false;                 ///< a tuple, even if it has one member
-  std::vector<std::uint8_t> unsplit;  ///< by member, 1: not split into rows; missing entries are 0
+  bool tuple = false;                 ///< a tuple, even with one member
+  std::vector<std::uint8_t> unsplit;  ///< by member; 1: not split; missing entries are 0
 
   Batch() = default;
   Batch(at::Tensor tensor) { members.emplace_back(std::move(tensor)); }
   explicit Batch(std::vector<c10::IValue> all) : members(std::move(all)), tuple(true) {}
   std::size_t size() const { return members.size(); }
-  /// Marks a tensor that has no rows of the batch, whatever its first dimension: in an input or a target
-  /// every micro-batch gets all of it, in an output those of the micro-batches are stacked. Travels with the
-  /// batch.
+  /// Marks a tensor that has no batch dimension. In an input or a target every micro-batch gets all of it;
+  /// in an output the micro-batches' tensors are stacked. The mark is sent with the batch.
   Batch& mark_unsplit(std::size_t member);
   bool is_unsplit(std::size_t member) const { return member < unsplit.size() && unsplit[member] != 0; }
-  /// The tensor of a batch that is one; throws Error{kInvalid} otherwise.
+  /// The tensor of a single-tensor batch; otherwise throws Error{kInvalid}.
   const at::Tensor& tensor() const;
 };
 
 namespace batch_detail {
-/// Throws Error{kInvalid}: a member is not what a layer takes.
+/// Throws Error{kInvalid}: a member has a type that the layer does not accept.
 [[noreturn]] void refuse(const char* wanted, const c10::IValue& there);
 }  // namespace batch_detail
 
-/// How a C++ type is a member of a batch. Tensors that are undefined are nothing.
+/// Converts between a C++ type and a batch member. An undefined tensor is None.
 template <class T>
 struct Member {
   static c10::IValue from(T value) { return c10::IValue(std::move(value)); }
@@ -93,8 +92,8 @@ struct Member<T> {
   }
 };
 
-/// A tensor that is not split into micro-batches (Batch::mark_unsplit): a member of make_batch(), or of what
-/// a layer takes or returns.
+/// A tensor that is not split into micro-batches (Batch::mark_unsplit): a member of make_batch(), or of a
+/// layer's parameters or result.
 struct Unsplit {
   at::Tensor tensor;
 };
@@ -112,8 +111,8 @@ void append(Batch& batch, T value) {
 }
 }  // namespace batch_detail
 
-/// How a C++ type is a whole batch: what a layer takes as its only argument, or returns. Specialize it for a
-/// struct of your own.
+/// Converts between a C++ type and a whole batch: a layer's only parameter, or its result. Specialize it
+/// for your struct.
 template <class T>
 struct BatchOf {
   static Batch from(T value) {
@@ -183,7 +182,7 @@ struct BatchOf<std::pair<A, B>> {
   }
 };
 
-/// A tuple of tensors, numbers and the like: `make_batch(tokens, Unsplit{mask})`.
+/// Makes a tuple of tensors, numbers and the like: `make_batch(tokens, Unsplit{mask})`.
 template <class... T>
 Batch make_batch(T... values) {
   return BatchOf<std::tuple<T...>>::from({std::move(values)...});

@@ -10,27 +10,27 @@
 
 namespace torchspan::pipeline {
 
-/// What the pipeline tells a module that keeps statistics over micro-batches.
+/// Interface of a module that gathers statistics over micro-batches; called by the pipeline.
 class StepStatistics {
  public:
   virtual ~StepStatistics() = default;
-  /// The forward that comes next is of this use of its layer; it is `repeated` when it is computed again for
-  /// a backward.
+  /// The next forward is this use of the layer; `repeated` if a checkpoint recomputes it.
   virtual void begin_use(int order, bool repeated) = 0;
-  /// The step is over: it succeeded, or what was gathered is to be forgotten.
+  /// Ends the step: commits the gathered statistics, or discards them if it failed.
   virtual void end_step(bool succeeded) = 0;
 };
 
-/// Batch normalization for micro-batches: normalizes each with its own statistics, as BatchNorm does, but
-/// updates the running statistics once a step with those of the whole batch (mean and unbiased variance,
-/// merged in double precision after Chan et al.), for each use of its layer in order. Takes inputs of 2 to 5
-/// dimensions, channels second. Outside a pipeline every forward is a step. State names are BatchNorm's.
+/// Batch normalization for micro-batches. Normalizes each micro-batch with its own statistics, as BatchNorm
+/// does, but updates the running statistics once per step with those of the whole batch (mean and unbiased
+/// variance, merged in double precision after Chan et al.), for each use of its layer in order. Inputs have
+/// 2 to 5 dimensions, channels second. Outside a pipeline every forward is a step. State names are
+/// BatchNorm's.
 class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>, public StepStatistics {
  public:
   explicit DeferredBatchNormImpl(std::int64_t channels)
       : DeferredBatchNormImpl(torch::nn::BatchNormOptions(channels)) {}
   explicit DeferredBatchNormImpl(torch::nn::BatchNormOptions options);
-  /// Parameters and running statistics that somebody else has as well.
+  /// Parameters and running statistics shared with another module.
   struct State {
     at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
   };
@@ -47,7 +47,7 @@ class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>
  private:
   struct Moments {
     double count = 0;
-    at::Tensor mean;            ///< in double precision
+    at::Tensor mean;            ///< double precision
     at::Tensor squared_spread;  ///< sum of squared distances from the mean
   };
   void gather(const at::Tensor& input);
@@ -59,8 +59,8 @@ class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>
 };
 TORCH_MODULE(DeferredBatchNorm);
 
-/// A module that shares the parameters and running statistics of a batch normalization; what is frozen stays
-/// frozen.
+/// Returns a module that shares the parameters and running statistics of a batch norm; frozen parameters
+/// stay frozen.
 template <class Holder>
 DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
   DeferredBatchNorm converted(std::make_shared<DeferredBatchNormImpl>(
@@ -70,9 +70,8 @@ DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
   return converted;
 }
 
-/// The same modules in the same order, with every batch normalization converted. Throws Error{kInvalid} for
-/// one inside another module: that module's class calls it by type, so it has to declare a DeferredBatchNorm
-/// itself.
+/// Returns the same modules in the same order with every batch norm converted. Throws Error{kInvalid} for
+/// one inside another module, whose class must declare a DeferredBatchNorm member instead.
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules);
 
 }  // namespace torchspan::pipeline

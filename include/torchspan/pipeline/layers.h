@@ -20,31 +20,31 @@ class Module;
 
 namespace torchspan::pipeline {
 
-/// One layer as its owner built it. A function without state has no module.
+/// A layer built on its owner. A stateless function has no module.
 struct BuiltLayer {
   std::shared_ptr<void> object;
   std::shared_ptr<torch::nn::Module> module;
 };
 
-/// Runs a layer (or one method of it) on what reaches it.
+/// Runs a layer, or one of its methods, on its input.
 using LayerCall = std::function<Batch(void* object, const Batch& input, Skips& skips)>;
 
-/// A layer that only its owner builds, when the pipeline is made.
+/// Description of a layer that only its owner builds, when the pipeline is created.
 struct LayerRecipe {
   std::string name;
   std::function<BuiltLayer()> build;
-  /// Tensors that are there before it is built: those of a module, or among the constructor's arguments.
+  /// Tensors that exist before it is built: those of a module, or in the constructor's arguments.
   std::function<std::vector<at::Tensor>()> existing = {};
 };
 
-/// One use of a layer, in the order of the model.
+/// One use of a layer, in model order.
 struct LayerUse {
-  int layer = 0;  ///< index among the recipes
+  int layer = 0;  ///< index into Layers::recipes()
   std::string method;
   LayerCall call;
   std::vector<std::string> stashes;
   std::vector<std::string> pops;
-  std::string space;  ///< names of stashes and pops are looked up in it
+  std::string space;  ///< namespace of `stashes` and `pops`
 };
 
 namespace layers_detail {
@@ -54,7 +54,7 @@ std::string type_name(const std::type_info& type);
 template <class T>
 inline constexpr bool kIsSkips = std::is_same_v<std::remove_cvref_t<T>, Skips>;
 
-/// The object whose methods are called: what a module holder holds, or the object itself.
+/// The object whose methods are called: a module holder's module, or the object itself.
 template <class T>
 struct ObjectHelper {
   using type = T;
@@ -71,7 +71,7 @@ using ObjectOf = typename ObjectHelper<std::remove_cvref_t<T>>::type;
 
 /// Appends the parameters and buffers of a module, which may be null.
 void append_tensors(std::vector<at::Tensor>& all, const torch::nn::Module* module);
-/// Appends what a constructor's argument brings with it: a tensor, or those of a module.
+/// Appends the tensors in a constructor argument: a tensor, or those of a module.
 template <class T>
 void append_argument(std::vector<at::Tensor>& all, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -87,8 +87,8 @@ void append_argument(std::vector<at::Tensor>& all, const T& argument) {
   }
 }
 
-/// Fits what reaches a layer to its parameters: one parameter takes the whole of it, several take a member
-/// each; a parameter Skips& takes the skips.
+/// Matches a layer's input to its parameters: a single parameter takes the whole input, several take one
+/// member each; a parameter Skips& takes the skip connections.
 template <class... A>
 struct Fit {
   static constexpr std::size_t kPlain = ((kIsSkips<A> ? 0 : 1) + ... + 0);
@@ -108,7 +108,7 @@ struct Fit {
   static Batch run(const Batch& input, Skips& skips, const Call& call) {
     if constexpr (kPlain != 1) BatchOf<int>::check(input.size(), kPlain);
     std::size_t next = 0;
-    // Braces: the arguments are made from left to right.
+    // Braces: the arguments are evaluated left to right.
     std::tuple<decltype(Argument<A>::get(input, skips, next))...> arguments{
         Argument<A>::get(input, skips, next)...};
     using R = std::remove_cvref_t<decltype(std::apply(call, std::move(arguments)))>;
@@ -140,7 +140,7 @@ LayerCall function_call(F function, R (F::*)(A...) const) {
   };
 }
 
-/// forward() of an object; one that is overloaded or a template is called with tensors.
+/// Calls forward() of an object; an overloaded or templated one is called with tensors.
 template <class Object>
 LayerCall forward_call() {
   if constexpr (requires { &Object::forward; }) {
@@ -158,20 +158,20 @@ LayerCall forward_call() {
 
 class Layers;
 
-/// A layer's place in the model, as Layers::add and Layers::reuse return it; goes on describing that use. To
-/// be used while its Layers is there and nothing else was added.
+/// Result of Layers::add and Layers::reuse: refines that use of the layer. Valid while its Layers exists
+/// and until the next layer is added.
 template <class Object>
 class Use {
  public:
-  /// Names that the layer puts aside for later layers, through Skips.
+  /// Names of the tensors that the layer stashes for later layers, through Skips.
   template <class... Names>
   Use& stashes(Names... names);
-  /// Names that the layer takes from what earlier layers put aside.
+  /// Names of the tensors that the layer pops from earlier layers.
   template <class... Names>
   Use& pops(Names... names);
-  /// The space in which the names of this use are looked up, so that a layer used twice meets itself not.
+  /// Namespace of this use's stash and pop names, so that two uses of a layer do not collide.
   Use& in_space(std::string space);
-  /// What errors, plans and drawings call the layer; otherwise its type's name.
+  /// Name of the layer in errors, plans and drawings; default: its type's name.
   Use& named(std::string name);
   int layer() const { return layer_; }
 
@@ -183,14 +183,14 @@ class Use {
   std::size_t use_;
 };
 
-/// The layers of a model in the order in which a micro-batch passes them. A layer is described by its class
-/// and constructor arguments and built on its owner only; it may be used again any number of times, also
-/// from elsewhere and through another method, with one owner and one set of parameters. A layer's forward
-/// takes and returns tensors, tuples of them, numbers, optionals (batch.h).
+/// The layers of a model in the order in which a micro-batch passes them. A layer is a class with
+/// constructor arguments, built on its owner only. It may be reused any number of times, from any position
+/// and through any method, with one owner and one set of parameters. A layer's forward takes and returns
+/// tensors, tuples of them, numbers and optionals (batch.h).
 class Layers {
  public:
-  /// A layer of class T (a torch::nn::Module, its holder, or any class with a forward) made from `arguments`.
-  /// Captured by copy.
+  /// Adds a layer of class T (a torch::nn::Module, its holder, or any class with a forward), constructed
+  /// from `arguments`, which are copied.
   template <class T, class... Args>
   Use<layers_detail::ObjectOf<T>> add(Args... arguments) {
     using Object = layers_detail::ObjectOf<T>;
@@ -207,8 +207,7 @@ class Layers {
           return all;
         });
   }
-  /// A module that is there already, by its holder or a shared pointer. Every worker has one; only the
-  /// owner's is used.
+  /// Adds an existing module, by holder or shared_ptr. Every worker has one; only the owner's is used.
   template <class T>
   requires requires { typename T::ContainedType; }
   Use<typename T::ContainedType> add_existing(T holder) { return add_existing(holder.ptr()); }
@@ -222,8 +221,8 @@ class Layers {
           return all;
         });
   }
-  /// A function without parameters of its own: a lambda or a function object whose call operator is not
-  /// overloaded.
+  /// Adds a function without parameters to train: a lambda or a function object with a single, non-template
+  /// call operator.
   template <class F>
   Use<void> add_function(std::string name, F function) {
     recipes_.push_back({std::move(name), [] { return BuiltLayer(); }});
@@ -231,7 +230,7 @@ class Layers {
         {last_layer(), "", layers_detail::function_call(std::move(function), &F::operator()), {}, {}, ""});
     return Use<void>(*this, last_layer(), uses_.size() - 1);
   }
-  /// The layer of an earlier use, once more, through its forward.
+  /// Uses the layer of an earlier use again, through its forward.
   template <class Object>
   Use<Object> reuse(const Use<Object>& earlier) {
     LayerUse use = uses_[first_use(earlier.layer())];
@@ -241,7 +240,7 @@ class Layers {
     uses_.push_back(std::move(use));
     return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
   }
-  /// The same through another method, called `method_name` in errors.
+  /// Uses it again through another method, named `method_name` in errors.
   template <class Object, class Method>
   Use<Object> reuse(const Use<Object>& earlier, std::string method_name, Method method) {
     uses_.push_back(

@@ -9,51 +9,51 @@
 
 namespace torchspan::pipeline {
 
-/// What decides the next task of a stage.
+/// What determines the order of actions on a worker.
 enum class Schedule : std::uint8_t {
-  kArrival,      ///< the order of arrival: work is done as it comes
+  kArrival,      ///< runs actions in order of arrival
   kGPipe,        ///< all forwards, then all backwards
-  k1F1B,         ///< a backward as soon as one is ready; bounded memory
-  kInterleaved,  ///< several stages a worker; a smaller bubble
+  k1F1B,         ///< runs a backward as soon as one is ready; bounded memory
+  kInterleaved,  ///< several stages per worker; a smaller bubble
 };
 
-/// Which micro-batches keep only their inputs and are computed again for their backward.
+/// Which micro-batches keep only their inputs and recompute activations for the backward.
 enum class Checkpoint : std::uint8_t { kNever, kExceptLast, kAlways };
 
 struct PipelineOptions {
-  std::vector<int> balance = {};  ///< distinct layers of each stage; empty: evenly over `workers`
-  /// The owner of each stage; empty: stage s on rank s modulo the world's size.
+  std::vector<int> balance = {};  ///< distinct layers per stage; empty: even
+  /// Owner of each stage; empty: stage s on rank s modulo the world size.
   std::vector<std::string> workers = {};
-  int micro_batches = 1;  ///< a batch with fewer rows is split into fewer
+  int micro_batches = 1;  ///< upper bound; a small batch has fewer
   Schedule schedule = Schedule::k1F1B;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  /// The most micro-batches between their first forward and their last backward; 0: what the schedule needs
-  /// (kArrival: twice the number of workers). Bounds memory; kGPipe takes no notice of it.
+  /// Maximum number of micro-batches between their first forward and their last backward, which bounds
+  /// memory; 0: what the schedule needs (kArrival: twice the number of workers). kGPipe ignores it.
   int max_in_flight = 0;
-  /// Seeds the initial weights of every layer by (seed, layer), and the random numbers of every use and of
-  /// the loss by (seed, step, order, micro-batch): neither depends on how the model is split, nor dropout on
-  /// the schedule. Unset: weights follow from a number that the first worker's generator draws when the
-  /// pipeline is made, uses draw from each worker's own generator.
+  /// Seeds the initial weights of each layer by (seed, layer), and the random numbers of each use and of
+  /// the loss by (seed, step, order, micro-batch). Weights and dropout then do not depend on how the model
+  /// is split or scheduled. Unset: weights derive from a number that the first worker draws when the
+  /// pipeline is created, and uses draw from their worker's generator.
   std::optional<std::uint64_t> seed = {};
-  /// A task, or a worker that does not come to the step, may take so long; then the step fails everywhere.
+  /// Limit of one action, and of the wait for a worker to begin the step. After it the step fails on all
+  /// workers.
   Duration stall_timeout = std::chrono::minutes(10);
-  std::string name = "pipeline";  ///< in errors; tells the pipelines of one set of workers apart
+  std::string name = "pipeline";  ///< in errors; unique among pipelines of one set of workers
 };
 
-/// What one step may have of its own.
+/// Options of one step.
 struct StepOptions {
-  /// The loss is multiplied by it before its backward: 1/k accumulates the mean over k steps.
+  /// Factor of the loss before its backward; 1/k accumulates the mean over k steps.
   double gradient_scale = 1;
-  /// On the worker of the first segment: its first backward waits for it, so that one controller may see all
-  /// forwards done first.
+  /// On the worker of the first layer range: its first backward waits for this future, so that one
+  /// controller can let all forwards finish first.
   Future<void> before_first_backward = {};
 };
 
-/// What LibTorch's generator is seeded with before a use of a layer, under PipelineOptions::seed: for whoever
-/// wants the same numbers in one process. Steps and orders count from 0; the loss has the order after the
-/// last use.
+/// Seed of LibTorch's generator for one use of a layer under PipelineOptions::seed; use it to reproduce the
+/// numbers in one process. Steps and orders count from 0; the loss has the order after the last use.
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch);
-/// The same before layer number `layer`, counting from 0, is built.
+/// Seed for building layer number `layer`, counted from 0.
 std::uint64_t seed_of_layer(std::uint64_t seed, int layer);
 
 }  // namespace torchspan::pipeline

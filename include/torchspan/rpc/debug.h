@@ -11,55 +11,55 @@
 
 namespace torchspan {
 
-/// One entry of a worker's books on references, in the terms of docs/architecture/rref.md. Values that nobody
-/// else refers to are not in them.
+/// One entry of a worker's reference table (terms: docs/architecture/rref.md). The table omits values that
+/// no other worker references.
 struct RRefInfo {
   enum class Role : std::uint8_t {
-    kOwner,         ///< a value here that others refer to
-    kUser,          ///< a reference here to a value elsewhere
-    kPendingFork,   ///< the same, not confirmed by the owner yet
-    kPendingChild,  ///< a copy of a reference of ours on its way; ours is kept for it
+    kOwner,         ///< a value here that other workers reference
+    kUser,          ///< a reference here to a remote value
+    kPendingFork,   ///< a kUser that the owner has not confirmed
+    kPendingChild,  ///< a copy in transit of a reference held here
   };
   Role role = Role::kOwner;
-  std::string value;                   ///< id: "0:3", the third value that rank 0 made there
-  std::string fork;                    ///< id of the reference; empty for owners
-  std::string type;                    ///< C++ type; empty: it was not decoded here yet
-  std::optional<std::uint64_t> bytes;  ///< owners: of data, when the value was made, where known
-  Duration age{0};                     ///< of the entry
-  std::string site;                    ///< "train.cpp:41", where the program made the value, if known here
-  std::string creator;                 ///< worker
-  std::string owner;                   ///< worker
-  std::string from;                    ///< users: the worker that sent it; empty: its creation made it
-  std::map<std::string, std::size_t> holders;  ///< owners: references by worker; a child: who gets it
-  bool there = true;                           ///< owners: whether the creation came
+  std::string value;                           ///< id: "0:3" is the third value made on rank 0
+  std::string fork;                            ///< reference id; empty for owners
+  std::string type;                            ///< C++ type; empty until decoded here
+  std::optional<std::uint64_t> bytes;          ///< owners: data size at creation, if known
+  Duration age{0};                             ///< since the entry was made
+  std::string site;                            ///< creation site, "train.cpp:41", if known here
+  std::string creator;                         ///< worker name
+  std::string owner;                           ///< worker name
+  std::string from;                            ///< users: the sending worker; empty: created here
+  std::map<std::string, std::size_t> holders;  ///< owners: references by worker; child: receiver
+  bool there = true;                           ///< owners: the creation request has arrived
 
-  /// One line, for a terminal.
+  /// Formats the entry as one line for a terminal.
   std::string str() const;
 };
 
-/// What a worker is doing at this moment, for people who look for what hangs or grows: Worker::debug().
+/// Snapshot of a worker's activity, for finding hangs and leaks; see Worker::debug().
 struct DebugInfo {
-  /// A call that waits for its reply.
+  /// An outgoing call that waits for its reply.
   struct Pending {
     std::string call;
-    std::string to;    ///< worker
-    std::string site;  ///< "train.cpp:41", empty for the library's own messages
+    std::string to;    ///< worker name
+    std::string site;  ///< "train.cpp:41"; empty for internal messages
     Duration age{0};
-    Duration left{0};  ///< to its deadline; Duration::max(): no limit
+    Duration left{0};  ///< to its deadline; Duration::max(): none
   };
-  /// A request that came and is not answered.
+  /// A received request that has not been answered.
   struct Serving {
     std::string call;
-    std::string from;  ///< worker
+    std::string from;  ///< worker name
     Duration age{0};
-    bool begun = false;  ///< false: it waits for a thread or for its references
+    bool begun = false;  ///< false: waits for a thread or for its references
   };
-  /// References, in the terms of docs/architecture/rref.md.
+  /// Reference counts (terms: docs/architecture/rref.md).
   struct References {
-    std::size_t owners = 0;            ///< values here that others refer to
-    std::size_t forks = 0;             ///< references of others to them
-    std::size_t pending_users = 0;     ///< references here that their owner has not confirmed
-    std::size_t pending_children = 0;  ///< references here kept for a copy on its way
+    std::size_t owners = 0;            ///< values here that other workers reference
+    std::size_t forks = 0;             ///< references to them on other workers
+    std::size_t pending_users = 0;     ///< references here not confirmed by their owner
+    std::size_t pending_children = 0;  ///< references here kept for a copy in transit
   };
 
   std::string worker;
@@ -68,16 +68,16 @@ struct DebugInfo {
   References references;
   std::size_t pool_threads = 0;
   std::size_t pool_queued = 0;
-  std::uint64_t calls_sent = 0;     ///< since the start, the library's own messages included
-  std::uint64_t calls_handled = 0;  ///< the same
-  std::uint64_t late_replies = 0;   ///< replies that came after their call had ended
+  std::uint64_t calls_sent = 0;     ///< since the start, including internal messages
+  std::uint64_t calls_handled = 0;  ///< since the start, including internal messages
+  std::uint64_t late_replies = 0;   ///< replies that arrived after their call ended
 
-  /// Every entry of the worker's books on references, oldest first, as they are when this is called; empty
-  /// once the worker has ended.
+  /// Returns every entry of the worker's reference table at the time of this call, oldest first. Empty
+  /// after the worker has stopped.
   std::vector<RRefInfo> rrefs() const { return list_rrefs ? list_rrefs() : std::vector<RRefInfo>(); }
   std::function<std::vector<RRefInfo>()> list_rrefs;  ///< set by the worker
 
-  /// One line for each thing, oldest first, for a terminal; of references the oldest 20.
+  /// Formats one line per entry for a terminal, oldest first; at most the 20 oldest references.
   std::string str() const;
 };
 

@@ -8,20 +8,20 @@
 
 namespace torchspan {
 
-/// Where tensors of a worker live on one of its peers: pairs of a device here and the device there, one to
-/// one. Calls to the peer go by it, and their results come back by its inverse. The CPU may be named as well;
-/// if it is not, what lives on the CPU stays there.
+/// Maps devices of this worker one-to-one to devices of one peer. Tensors in calls to the peer are placed
+/// by the map, and tensors in their results by its inverse. CPU tensors stay on the CPU unless the map
+/// names it.
 class DeviceMap {
  public:
   using Pair = std::pair<c10::Device, c10::Device>;
 
   DeviceMap() = default;
-  /// {{here, there}, …}. Throws Error{kInvalid} when a device comes twice on one side, or has no index
-  /// ("cuda" for "cuda:0").
+  /// Builds the map from {{here, there}, …}. Throws Error{kInvalid} for a device that occurs twice on one
+  /// side or has no index ("cuda" instead of "cuda:0").
   DeviceMap(std::initializer_list<Pair> pairs) : DeviceMap(std::vector<Pair>(pairs)) {}
   explicit DeviceMap(std::vector<Pair> pairs);
 
-  /// Nothing for devices that it does not name.
+  /// Returns nullopt for a device that the map does not name.
   std::optional<c10::Device> there(c10::Device here) const;
   std::optional<c10::Device> here(c10::Device there) const;
   const std::vector<Pair>& pairs() const { return pairs_; }

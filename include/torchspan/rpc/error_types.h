@@ -9,12 +9,12 @@
 
 namespace torchspan::rpc {
 
-/// An exception type of the user's that travels: thrown by a handler, it is thrown again at the caller.
+/// A user exception type that a handler can throw to its caller across workers.
 struct ErrorType {
   std::string name;
-  /// The exception's bytes; nothing when it is of another type.
+  /// Encodes the exception; nullopt if it has another type.
   std::optional<Bytes> (*encode)(const std::exception_ptr& cause) = nullptr;
-  /// An exception of the type with `story`, an Error, nested in it.
+  /// Rebuilds the exception with `story`, an Error, nested in it.
   std::exception_ptr (*rebuild)(Bytes value, const std::exception_ptr& story) = nullptr;
 };
 
@@ -44,11 +44,11 @@ std::exception_ptr rebuild_error(Bytes value, const std::exception_ptr& story) {
   } catch (const E&) {
     return std::current_exception();
   } catch (...) {
-    return story;  // its bytes are not an E here: the story is still right
+    return story;  // not an E here: keep the Error
   }
 }
 
-/// What travels for exceptions of these types; the first type that fits counts.
+/// The exception types that travel to the caller. The first type that matches is used.
 class ErrorTypes {
  public:
   template <class E>
@@ -57,9 +57,9 @@ class ErrorTypes {
     static_assert(std::is_class_v<E> && !std::is_final_v<E>, "it is thrown with its story nested in it");
     insert({std::move(name), &encode_error<E>, &rebuild_error<E>});
   }
-  /// Type name and value; nothing when no type fits.
+  /// Encodes the type name and the value; nullopt if no type matches.
   std::optional<Bytes> encode(const std::exception_ptr& cause) const;
-  /// What encode() made, as an exception; `story` itself when that is not known here.
+  /// Rebuilds what encode() returned; returns `story` itself for a type unknown here.
   std::exception_ptr rebuild(BytesView encoded, const std::exception_ptr& story) const;
 
  private:
@@ -67,10 +67,10 @@ class ErrorTypes {
   std::vector<ErrorType> types_;
 };
 
-/// The blob of an error reply that holds ErrorTypes::encode().
+/// Name of the blob in an error reply that holds ErrorTypes::encode().
 inline constexpr const char* kErrorBlob = "rpc.error";
 
-/// A user function's failure, with what rebuilds it.
+/// A user function's failure together with its encoded exception.
 class UserFailure final : public Error {
  public:
   UserFailure(Error error, Bytes encoded) : Error(std::move(error)), encoded_(std::move(encoded)) {}

@@ -28,11 +28,11 @@ class Worker;
 template <class T>
 class RRef;
 
-/// A function that takes microseconds and waits for nothing may be declared kInline: it then runs where its
-/// request was read, which saves the hand-over to the pool:
+/// Where a function runs. A function that takes microseconds and never waits may be declared kInline: it
+/// then runs on the thread that read its request, without a hand-off to the pool:
 ///   inline constexpr torchspan::Function<next> kNext{"next", torchspan::kInline};
-/// A wait inside it throws kInvalid; when it takes longer than ten milliseconds it is served on the pool from
-/// then on, and the log says so.
+/// A wait inside it throws kInvalid. After one call that takes longer than 10 ms the function is served on
+/// the pool, and a warning is logged.
 enum class Serve : std::uint8_t { kOnPool, kInline };
 inline constexpr Serve kInline = Serve::kInline;
 
@@ -45,7 +45,8 @@ struct Signature<R (*)(Args...)> {
   using Returned = std::remove_cvref_t<R>;
   using Object = void;
   using Arguments = std::tuple<std::remove_cvref_t<Args>...>;
-  /// Passes the arguments on: what is taken by value is the function's own and may end before it returns.
+  /// Forwards the arguments. By-value parameters belong to the function and may be destroyed before it
+  /// returns.
   template <class F>
   static decltype(auto) apply(F&& function, Arguments& arguments) {
     return std::apply([&](auto&... all) -> decltype(auto) { return function(static_cast<Args&&>(all)...); },
@@ -70,13 +71,13 @@ template <class R, class C, class... Args>
 struct Signature<R (C::*)(Args...) noexcept> : Signature<R (C::*)(Args...)> {};
 template <class R, class C, class... Args>
 struct Signature<R (C::*)(Args...) const noexcept> : Signature<R (C::*)(Args...)> {};
-/// Lambdas, as the functions that they convert to.
+/// Lambdas, through the function pointer they convert to.
 template <class F>
 requires requires(const F& lambda) { +lambda; } && std::is_class_v<F>
 struct Signature<F> : Signature<decltype(+std::declval<const F&>())> {
 };
 
-/// What a Function can name: everything that has one signature.
+/// What a Function can name: a callable with exactly one signature.
 template <auto kFunction>
 concept Nameable = requires {
   typename Signature<std::remove_cv_t<decltype(kFunction)>>::Returned;
@@ -86,9 +87,9 @@ concept Nameable = requires {
 
 /// Names a function that other workers may call: a name on the wire, a type at compile time.
 ///   inline constexpr torchspan::Function<mean_of> kMeanOf{"mean_of"};
-/// A free function, or a lambda without captures, may take `Worker&` first: it gets the worker it runs on,
-/// and callers leave it out. It may return T, Future<T> or Task<T>; callers get T. Members are called on the
-/// value of an RRef.
+/// A free function or a captureless lambda may take `Worker&` as its first parameter; it receives the
+/// worker it runs on, and callers omit it. It may return T, Future<T> or Task<T>; callers get T. Member
+/// functions are called on the value of an RRef.
 template <auto kFunction>
 struct Function {
   static_assert(
@@ -96,8 +97,8 @@ struct Function {
       "a Function names a function, a member function, or a lambda without captures and `auto` parameters");
   constexpr explicit(false) Function(const char* name, Serve serve = Serve::kOnPool)
       : name(name), serve(serve) {}
-  /// A copy knows where it was made: so the verbs of a reference, whose other arguments are the function's,
-  /// learn where the program called them.
+  /// Copies the token and records the call site. This is how the verbs of an RRef, whose other parameters
+  /// are the function's, learn where the program called them.
   constexpr explicit(false) Function(const Function& token, SourceLocation site = SourceLocation::current())
       : name(token.name), serve(token.serve), site(site) {}
   Function& operator=(const Function&) = delete;
@@ -131,7 +132,7 @@ struct ResultHelper<Task<T>> {
 
 template <auto kFunction>
 using SignatureOf = Signature<std::remove_cv_t<decltype(kFunction)>>;
-/// What a caller of the function gets: T for T, Future<T> and Task<T>.
+/// What a caller gets: T for a function that returns T, Future<T> or Task<T>.
 template <auto kFunction>
 using ResultOf = typename ResultHelper<typename SignatureOf<kFunction>::Returned>::type;
 template <auto kFunction>
@@ -139,7 +140,7 @@ inline constexpr bool kIsMember = !std::is_void_v<typename SignatureOf<kFunction
 
 using ValuePtr = std::shared_ptr<Value>;
 
-/// One execution on the callee. `arguments` is read by the function's own decoder.
+/// One execution on the callee. The function's own decoder reads `arguments`.
 struct Execution {
   Worker& worker;
   wire::Decoder& arguments;
@@ -147,23 +148,23 @@ struct Execution {
   std::shared_ptr<TaskEnvironment> environment;
 };
 
-/// The result of an execution: there already, or later.
+/// The result of an execution: available now or later.
 struct Outcome {
   ValuePtr value;
   Future<ValuePtr> later;
 };
 
-/// A function as the callee knows it.
+/// A function in the callee's table.
 struct FunctionEntry {
   std::string name;
-  std::string signature;  ///< "(int64, Tensor) -> Tensor", part of the identity
-  std::uint64_t id = 0;   ///< digest of name and signature; what travels
+  std::string signature;  ///< "(int64, Tensor) -> Tensor"; part of the identity
+  std::uint64_t id = 0;   ///< digest of name and signature; sent on the wire
   std::function<Outcome(Execution&)> run;
   Serve serve = Serve::kOnPool;
-  std::string (*describe)() = nullptr;  ///< wrote the signature
+  std::string (*describe)() = nullptr;  ///< the function that produced `signature`
 };
 
-/// A TorchScript function, or a method of a module, as the callee knows it.
+/// A TorchScript function, or a method of a module, in the callee's table.
 struct ScriptEntry {
   std::string name;
   std::string schema;
@@ -172,9 +173,9 @@ struct ScriptEntry {
 };
 
 std::uint64_t function_id(std::string_view name, std::string_view signature);
-/// The object a member is called on; throws Error{kInvalid} naming both types when they do not fit.
+/// Throws Error{kInvalid} that names both types: a member function was called on an object of another type.
 [[noreturn]] void throw_wrong_object(const Value& value, const std::type_info& wanted);
-/// The value behind the reference that comes next in the arguments; it must be owned here and ready.
+/// Decodes the next reference and returns its value, which this worker must own and which must be ready.
 ValuePtr decode_object(Execution& invocation);
 
 template <class... Args>
@@ -250,7 +251,7 @@ Task<ValuePtr> run_coroutine(Worker& worker, ValuePtr object, Arguments argument
 
 template <class... Args>
 std::tuple<Args...> decode_arguments(wire::Decoder& decoder, std::tuple<Args...>*) {
-  std::tuple<Args...> arguments{wire::decode<Args>(decoder)...};  // braces: from left to right
+  std::tuple<Args...> arguments{wire::decode<Args>(decoder)...};  // braces: left to right
   decoder.expect_end();
   return arguments;
 }
@@ -286,11 +287,11 @@ Outcome run_constructor(Execution& invocation) {
 
 }  // namespace rpc
 
-/// The functions and classes that other workers may call here. Built in main(), the same on every worker;
-/// nothing outside it can be called. Not changed once a worker has it.
+/// The functions and classes that other workers may call here. Build it in main(), identically on every
+/// worker; nothing else is callable. It is immutable once a worker has it.
 class FunctionTable {
  public:
-  /// Adds tokens. Throws Error{kInvalid} for an empty name or one already taken.
+  /// Adds tokens. Throws Error{kInvalid} for an empty or duplicate name.
   template <class... Tokens>
   FunctionTable& add(const Tokens&... tokens) {
     (add_one(tokens), ...);
@@ -299,11 +300,11 @@ class FunctionTable {
   /// Adds every function of a unit under its qualified name: rpc_sync(to, "__torch__.score", {x}).
   FunctionTable& add_script(const std::shared_ptr<torch::jit::CompilationUnit>& unit);
   /// Adds the methods of a module that every worker has: rpc_sync(to, "model.forward", {x}) runs the
-  /// callee's.
+  /// callee's module.
   FunctionTable& add_script(const std::string& name, const torch::jit::Module& module);
-  /// Lets exceptions of type E, which has a Wire<E>, travel: the caller catches an E again, in which the
-  /// Error that tells the story is nested (std::rethrow_if_nested). Types are tried in the order of their
-  /// adding: derived ones first.
+  /// Lets exceptions of type E, which needs a Wire<E>, travel: the caller catches an E with the Error that
+  /// describes the failure nested in it (std::rethrow_if_nested). Types are tried in the order they were
+  /// added: add derived types first.
   template <class E>
   FunctionTable& add_error(std::string name) {
     errors_.add<E>(std::move(name));
@@ -315,13 +316,13 @@ class FunctionTable {
   /// The TorchScript entry of that name, or null.
   const rpc::ScriptEntry* find_script(std::string_view name) const;
   const rpc::ErrorTypes& errors() const { return errors_; }
-  /// "name signature" of every entry, sorted: what workers compare when they meet.
+  /// "name signature" of every entry, sorted. Workers compare these when they connect.
   std::vector<std::string> descriptions() const;
-  /// One number for descriptions().
+  /// Digest of descriptions().
   std::uint64_t digest() const;
 
  private:
-  /// A token that stands for several.
+  /// A token that expands to several tokens.
   template <class Token>
   requires requires(const Token& token) { token.tokens(); }
   void add_one(const Token& token) {

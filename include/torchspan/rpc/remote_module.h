@@ -11,9 +11,9 @@
 
 namespace torchspan {
 
-/// References to the parameters of a module of this process, in the order of its parameters(). They are
-/// counted like all others, so the parameters live while somebody refers to them. Targets for an optimizer
-/// (optim::DistributedOptimizer), and arguments for functions that read or set them.
+/// Creates RRefs to the parameters of a local module, in the order of its parameters(). The references are
+/// counted, so the parameters live as long as any worker references them. Use them as targets of an
+/// optim::DistributedOptimizer or as arguments of functions that read or set parameters.
 template <class Module>
 std::vector<RRef<at::Tensor>> parameter_rrefs(const Worker& worker, const Module& module,
                                               SourceLocation site = SourceLocation::current()) {
@@ -31,7 +31,7 @@ std::vector<RRef<at::Tensor>> parameter_rrefs(const Worker& worker, const Module
 
 namespace rpc {
 
-/// A name with an ending, put together at compile time.
+/// A name with a suffix, concatenated at compile time.
 class TokenName {
  public:
   constexpr TokenName(std::string_view name, std::string_view ending) {
@@ -48,7 +48,7 @@ class TokenName {
   std::size_t size_ = 0;
 };
 
-/// Modules whose forward has one signature. Sequential's is a template, so it has none.
+/// Modules whose forward has exactly one signature; Sequential's forward is a template and has none.
 template <class M>
 concept HasOneForward = requires {
   typename Signature<decltype(&ObjectOf<M>::forward)>::Returned;
@@ -69,11 +69,11 @@ void clear_gradients(const RRef<M>& module) {
 
 }  // namespace rpc
 
-/// Names a module class of which other workers may create objects, and what a RemoteModule does with them. M
-/// is a module's holder or a shared_ptr to one, Args are the parameters of its constructor:
+/// Names a module class of which other workers may create objects for a RemoteModule. M is a module holder
+/// or a shared_ptr to a module; Args are its constructor's parameters:
 ///   inline constexpr torchspan::ModuleClass<Encoder, int64_t> kEncoder{"Encoder"};
 ///   functions.add(kEncoder);
-/// offers the constructor as "Encoder", and "Encoder.forward", ".parameters", ".train" and ".zero_grad".
+/// registers the constructor as "Encoder", and "Encoder.forward", ".parameters", ".train", ".zero_grad".
 template <class M, class... Args>
 class ModuleClass {
   static_assert(rpc::HasOneForward<M>,
@@ -104,7 +104,7 @@ class ModuleClass<M, Args...> {
   Function<&rpc::parameters_of<M>> parameters() const { return {parameters_.c_str()}; }
   Function<&rpc::set_training<M>> train() const { return {train_.c_str()}; }
   Function<&rpc::clear_gradients<M>> zero_grad() const { return {zero_grad_.c_str()}; }
-  /// For FunctionTable::add.
+  /// The tokens for FunctionTable::add.
   auto tokens() const { return std::tuple(constructor(), forward(), parameters(), train(), zero_grad()); }
 
  private:
@@ -114,7 +114,8 @@ class ModuleClass<M, Args...> {
 
 namespace rpc {
 
-/// forward() and forward_async() with the parameters of the module's own, for a RemoteModule to derive from.
+/// Base of RemoteModule with forward() and forward_async(), whose parameters are those of the module's
+/// forward.
 template <class Self, auto kForward, class Inputs>
 class RemoteForward;
 template <class Self, auto kForward, class... Inputs>
@@ -127,7 +128,7 @@ class RemoteForward<Self, kForward, std::tuple<Inputs...>> {
                                            SourceLocation site = SourceLocation::current()) const {
     return static_cast<const Self&>(*this).call_forward(site, inputs...);
   }
-  /// Says what is wrong with a call that has too few or too many arguments.
+  /// Compile error for a call with the wrong number of arguments.
   template <class... Given>
   requires(sizeof...(Given) != sizeof...(Inputs)) ResultOf<kForward> forward(const Given&...)
   const {
@@ -144,10 +145,10 @@ class RemoteForward<Self, kForward, std::tuple<Inputs...>> {
 
 }  // namespace rpc
 
-/// A module that lives on another worker, and is used like one of this process; an RRef to it, so that an
-/// optimizer takes it as a target, and functions as an argument. Inside an autograd::Context its forward
-/// takes part in the backward pass. Every verb throws what its call throws (see Caller): errors name the
-/// worker and "Encoder.forward"; those of a constructor that threw come with the first use.
+/// A module on another worker that is used like a local one. It is an RRef to the module, so it is a valid
+/// optimizer target and function argument. Inside an autograd::Context its forward is part of the backward
+/// pass. Verbs throw as Caller's do; errors name the worker and "Encoder.forward", and the first use throws
+/// what the constructor threw.
 ///   torchspan::RemoteModule encoder(worker, "worker1", kEncoder, 256);
 ///   auto hidden = encoder.forward(input);
 template <class M, class... Params>
@@ -158,21 +159,21 @@ class RemoteModule
  public:
   using Token = ModuleClass<M, Params...>;
 
-  /// Creates the module there; returns at once. `token` must outlive this object: it is a constant.
+  /// Creates the module on `on` and returns at once. `token` must outlive this object; use a constant.
   template <class... Args>
   RemoteModule(const Caller& worker, const Destination& on, const Token& token, Args&&... args)
       : RRef<M>(worker.remote(on, token.constructor(), std::forward<Args>(args)...)),
         token_(&token),
         caller_(worker) {}
-  /// The same verbs for a module that a reference came for.
+  /// Wraps an existing reference to a module.
   RemoteModule(const Caller& worker, const Token& token, RRef<M> module)
       : RRef<M>(std::move(module)), token_(&token), caller_(worker) {}
 
-  /// The same module, used with other options: encoder.with({.timeout = 5s}).forward(x).
+  /// Returns a handle to the same module with other call options: encoder.with({.timeout = 5s}).forward(x).
   RemoteModule with(CallOptions options) const {
     return RemoteModule(Caller(caller_.endpoint(), std::move(options)), *token_, *this);
   }
-  /// References to its parameters there, in the order of its parameters(); one round trip for all.
+  /// RRefs to the remote parameters, in the order of the module's parameters(); one round trip.
   std::vector<RRef<at::Tensor>> parameter_rrefs(SourceLocation site = SourceLocation::current()) const {
     return caller_.call_on_from(site, *this, token_->parameters()).wait();
   }
@@ -180,7 +181,7 @@ class RemoteModule
     caller_.call_on_from(site, *this, token_->train(), training).wait();
   }
   void eval(SourceLocation site = SourceLocation::current()) const { train(false, site); }
-  /// Clears its parameters' own `.grad`; gradients of a context are not there.
+  /// Clears `.grad` of the remote parameters. Does not affect the gradients of an autograd context.
   void zero_grad(SourceLocation site = SourceLocation::current()) const {
     caller_.call_on_from(site, *this, token_->zero_grad()).wait();
   }

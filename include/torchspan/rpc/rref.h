@@ -20,8 +20,8 @@ template <class T>
 inline constexpr bool kScripted = std::is_same_v<T, c10::IValue> || std::is_same_v<T, torch::jit::Module>;
 }  // namespace rpc
 
-/// What is the same for references of every type. A default-constructed one is empty: it may be passed on and
-/// asked valid() and str(); every other use throws Error{kInvalid}.
+/// Type-independent part of an RRef. A default-constructed one is empty: it may be copied, and valid() and
+/// str() work; every other use throws Error{kInvalid}.
 class RRefBase {
  public:
   RRefBase() = default;
@@ -32,10 +32,10 @@ class RRefBase {
   bool is_owner() const { return held().is_owner(); }
   WorkerInfo owner() const;
   std::string owner_name() const { return owner().name; }
-  /// Whether the owner has confirmed this reference; owners always.
+  /// Whether the owner has confirmed this reference; always true on the owner.
   bool confirmed_by_owner() const;
-  /// Done when the value was created there, or failed as the creation did. For a reference that came from
-  /// another worker the owner is asked, as by a call with the worker's default timeout.
+  /// Completes when the value has been created on its owner, or fails as the creation did. A reference
+  /// received from another worker asks the owner, under the worker's default timeout.
   Future<void> creation() const;
   /// "RRef<Encoder>(value 0:3, fork 0:4, owner worker1)".
   std::string str() const;
@@ -43,29 +43,29 @@ class RRefBase {
   const rpc::ReferencePtr& state() const { return state_; }
 
  protected:
-  /// What an RRef is used through; an empty one throws Error{kInvalid}.
+  /// The shared state behind the RRef; throws Error{kInvalid} for an empty one.
   rpc::Reference& held() const;
 
   rpc::ReferencePtr state_;
 };
 
-/// A reference to a T that lives on one worker and is used from any: counted across the world, so the value
-/// lives as long as anybody refers to it. A cheap handle; copy it and pass it to other workers as an argument
-/// or result. Its verbs are defined in <torchspan/rpc/worker.h>.
+/// A reference to a T that lives on one worker and is usable from any. References are counted across
+/// workers: the value lives as long as any of them exists. A cheap handle; copy it and send it as an
+/// argument or result. Its verbs are defined in <torchspan/rpc/worker.h>.
 template <class T>
 class RRef : public RRefBase {
  public:
   using RRefBase::RRefBase;
-  /// A reference to a value owned by this worker.
+  /// Makes a value owned by this worker and a reference to it.
   RRef(const Worker& worker, T value, SourceLocation site = SourceLocation::current());
 
-  /// A copy of the value, fetched from its owner. Throws what its creation threw, and Error{kUnsupported} for
-  /// types that cannot travel.
+  /// Fetches a copy of the value from its owner. Throws what the creation threw, and Error{kUnsupported}
+  /// for a type that cannot travel.
   T to_here() const;
   T to_here(Duration timeout) const;
   Future<T> to_here_async() const;
-  /// The value itself, on its owner only; elsewhere Error{kInvalid} that names both workers. Waits for its
-  /// creation.
+  /// The value itself, on its owner only; waits for its creation. Elsewhere throws Error{kInvalid} that
+  /// names both workers.
   T& local_value() const;
 
   /// Calls a member function of the value, or a free function whose first parameter is this RRef, on the
@@ -77,10 +77,10 @@ class RRef : public RRefBase {
   template <auto kFunction, class... Args>
   RRef<Stored<rpc::ResultOf<kFunction>>> remote(Function<kFunction> token, Args&&... args) const;
 
-  /// The same verbs, and to_here(), with other options: rref.with({.timeout = 5s}).rpc_sync(token, …).
+  /// Returns the same verbs, and to_here(), with other options: rref.with({.timeout = 5s}).rpc_sync(token, …).
   RRefCaller<T> with(CallOptions options) const;
 
-  /// Calls a method of the TorchScript object that the value is, with positional and keyword arguments.
+  /// Calls a method of the TorchScript object with positional and keyword arguments.
   c10::IValue rpc_sync(const std::string& method, std::vector<c10::IValue> args,
                        std::map<std::string, c10::IValue> kwargs = {}) const requires rpc::kScripted<T>;
   Future<c10::IValue> rpc_async(
@@ -96,9 +96,9 @@ class RRef : public RRefBase {
 };
 
 namespace rpc {
-/// Throws Error{kInvalid} unless the reference is of that type.
+/// Throws Error{kInvalid} unless the reference has that type.
 void check_reference_type(const Reference& reference, const std::string& type_name);
-/// Asks the owner for the value.
+/// Fetches the value from the owner.
 void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion);
 }  // namespace rpc
 

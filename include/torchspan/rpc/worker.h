@@ -14,14 +14,12 @@
 
 namespace torchspan {
 
-/// The verbs of remote calls, with the options of one place in the program. Cheap to copy; any thread.
-///
-/// Arguments convert to the function's declared types here; a wrong one is a compile error that names the
-/// token. They are captured when the call is made: the caller may overwrite its tensors as soon as the verb
-/// returns. rpc_sync waits and returns the result, rpc_async returns its future, remote leaves the result
-/// where it was made and returns a reference at once. Failures are Error: kRemoteFailure (user code threw
-/// there: see frames()), kDisconnected, kTimedOut, kInvalid (unknown worker or function), kCancelled (shut
-/// down).
+/// The remote-call verbs with one set of call options. Cheap to copy; thread-safe. rpc_sync waits and
+/// returns the result, rpc_async returns a future, remote leaves the result on the callee and returns an
+/// RRef at once. Arguments convert to the function's declared types at compile time and are captured before
+/// the verb returns. Calls are unordered: wait for A before issuing B. Throws Error: kRemoteFailure (user
+/// code threw; see frames()), kDisconnected, kTimedOut, kInvalid (unknown worker or function), kCancelled
+/// (shut down).
 class Caller {
  public:
   Caller(std::shared_ptr<rpc::Endpoint> endpoint, CallOptions options)
@@ -57,7 +55,7 @@ class Caller {
     encoder.finish();
     return begin_creation<T>(endpoint_->resolve(to), std::move(request));
   }
-  /// The same for a ModuleClass.
+  /// Constructs a module of a ModuleClass on another worker.
   template <class Token, class... Args>
   requires requires(const Token& token) { token.constructor(); }
   auto remote(const Destination& to, const Token& token, Args&&... args) const {
@@ -65,9 +63,9 @@ class Caller {
   }
 
   /// Calls an ATen operator ("aten::add", or "aten::add.Tensor" for one overload) or a TorchScript function
-  /// of the callee's table (FunctionTable::add_script) with positional and keyword arguments; what is left
-  /// out takes its default. The overload that accepts them is chosen on the callee; kInvalid lists the
-  /// schemas when none does.
+  /// of the callee's table (FunctionTable::add_script) with positional and keyword arguments. Omitted
+  /// arguments take their defaults. The callee selects the overload that accepts them; if none does,
+  /// kInvalid lists the schemas.
   Future<c10::IValue> rpc_async(const Destination& to, const std::string& operator_name,
                                 std::vector<c10::IValue> args,
                                 std::map<std::string, c10::IValue> kwargs = {}) const;
@@ -77,8 +75,8 @@ class Caller {
                            std::vector<c10::IValue> args,
                            std::map<std::string, c10::IValue> kwargs = {}) const;
 
-  /// The same for a method of the TorchScript object behind a reference: an RRef<c10::IValue> that holds one,
-  /// or an RRef<torch::jit::Module>.
+  /// Calls a method of the TorchScript object behind an RRef<torch::jit::Module> or an RRef<c10::IValue>
+  /// that holds an object.
   Future<c10::IValue> call_method(const RRefBase& rref, const std::string& method,
                                   std::vector<c10::IValue> args,
                                   std::map<std::string, c10::IValue> kwargs = {},
@@ -88,8 +86,8 @@ class Caller {
                                      std::map<std::string, c10::IValue> kwargs = {},
                                      SourceLocation site = SourceLocation::current()) const;
 
-  /// Calls a function on the value of `rref`, where it lives: a member function of it, or a free function
-  /// whose first parameter is the RRef.
+  /// Calls a function on the value of `rref`, on its owner: a member function, or a free function whose
+  /// first parameter is the RRef.
   template <class T, auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> call_on(const RRef<T>& rref, Function<kFunction> token,
                                            Args&&... args) const {
@@ -100,11 +98,11 @@ class Caller {
                                                    Args&&... args) const {
     return create_on_from(token.site, rref, token, std::forward<Args>(args)...);
   }
-  /// The same for a call that the program made at `site`.
+  /// Makes the same call with an explicit call site for errors.
   template <class T, auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> call_on_from(SourceLocation site, const RRef<T>& rref,
                                                 const Function<kFunction>& token, Args&&... args) const {
-    const std::uint32_t owner = rref.owner().rank;  // who left is known to have had it
+    const std::uint32_t owner = rref.owner().rank;  // known even after it left
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return call<kFunction>(owner, site, token, &rref.state(), std::forward<Args>(args)...);
@@ -116,7 +114,7 @@ class Caller {
   RRef<Stored<rpc::ResultOf<kFunction>>> create_on_from(SourceLocation site, const RRef<T>& rref,
                                                         const Function<kFunction>& token,
                                                         Args&&... args) const {
-    const std::uint32_t owner = rref.owner().rank;  // who left is known to have had it
+    const std::uint32_t owner = rref.owner().rank;  // known even after it left
     if constexpr (rpc::kIsMember<kFunction>) {
       check_object<T, kFunction>();
       return create<kFunction>(owner, site, token, &rref.state(), std::forward<Args>(args)...);
@@ -125,7 +123,7 @@ class Caller {
     }
   }
 
-  /// Sends a message of an extension (rpc/message.h) and gives its reply.
+  /// Sends a message of an extension (rpc/message.h) and returns its reply.
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message, Deadline deadline) const {
     rpc::Request request = rpc::make_request(message);
@@ -210,8 +208,8 @@ class Caller {
   }
 };
 
-/// This process's place in the world, as user code sees it: who is there, the verbs of remote calls, and the
-/// worker's extensions. A handle; a function that is served may take one as its first parameter.
+/// This process's worker: the members of the world, the remote-call verbs and the worker's extensions. A
+/// cheap handle; a served function may take one as its first parameter.
 class Worker : public Caller {
  public:
   explicit Worker(std::shared_ptr<rpc::Endpoint> endpoint) : Caller(std::move(endpoint), {}) {}
@@ -220,19 +218,18 @@ class Worker : public Caller {
   std::string name() const { return info().name; }
   int rank() const { return static_cast<int>(info().rank); }
   int world_size() const { return static_cast<int>(workers().size()); }
-  /// All workers in the order of their ranks; in an open world those that are in at this moment.
+  /// All workers by rank; in an open world the current members.
   std::vector<WorkerInfo> workers() const { return endpoint_->workers(); }
-  /// By name, rank or info; throws Error{kInvalid} that lists who is there.
+  /// Looks a worker up by name, rank or info; throws Error{kInvalid} that lists the members.
   WorkerInfo info(const Destination& of) const { return endpoint_->info(of); }
   Runtime& runtime() const { return endpoint_->runtime(); }
-  /// The writing end of a future of this worker: whoever waits for it, and its continuations, are served by
-  /// its threads.
+  /// Makes a promise hosted by this worker: its threads run the waits and continuations of the future.
   template <class T>
   Promise<T> make_promise() const {
     return Promise<T>(endpoint_->host());
   }
-  /// Starts a coroutine on this worker (core/task.h). It keeps the environment of this thread: the call that
-  /// is served, the autograd context and grad mode.
+  /// Starts a coroutine on this worker (core/task.h). It inherits this thread's environment: the call being
+  /// served, the autograd context and grad mode.
   template <class T>
   Future<T> start(Task<T> task) const {
     return torchspan::start(std::move(task), endpoint_->host(),
@@ -241,32 +238,32 @@ class Worker : public Caller {
 
   /// The same verbs with other options: worker.with({.timeout = 5s}).rpc_sync(…).
   Caller with(CallOptions options) const { return Caller(endpoint_, std::move(options)); }
-  /// In a handler: the call that it serves, and its coroutine and the continuations it adds too; elsewhere
-  /// nothing. Calls made here inherit its deadline and stop token (CallOptions::detached: they do not).
+  /// In a handler, and in its coroutine and continuations: the call being served; elsewhere nullopt. Calls
+  /// made there inherit its deadline and stop token unless CallOptions::detached is set.
   std::optional<CurrentCall> current_call() const { return endpoint_->current_call(); }
-  /// What waits, runs and is referred to at this moment.
+  /// Snapshot of pending calls, running handlers and references.
   DebugInfo debug() const { return endpoint_->debug(); }
-  /// The limit of calls made from now on without one of their own; zero: none.
+  /// Sets the timeout of later calls that have no timeout option; 0: none.
   void set_default_timeout(Duration timeout) { endpoint_->set_default_timeout(timeout); }
   Duration default_timeout() const { return endpoint_->default_timeout(); }
 
-  /// The extension of type E; throws Error{kInvalid} that says what to add when this worker has none.
+  /// The extension of type E. Without it throws Error{kInvalid} that says what to add.
   template <class E>
   E& extension() const {
     return *static_cast<E*>(endpoint_->find_extension(typeid(E)));
   }
 
-  /// Everybody's bytes by name, once every worker of `participants` (names; empty: all) has called it the
-  /// same number of times. Late or dead participants are named in the error.
+  /// Gathers each participant's bytes by worker name, once every worker in `participants` (names; empty:
+  /// all) has made the call the same number of times. Errors name late or dead participants.
   std::map<std::string, Bytes> all_gather_bytes(const Bytes& mine, std::vector<std::string> participants = {},
                                                 Deadline deadline = Deadline::never()) const;
   /// Returns once every participant has called it.
   void barrier(std::vector<std::string> participants = {}, Deadline deadline = Deadline::never()) const;
 };
 
-/// Put around what a handler waits for outside this library (a lock, a file, another system): another thread
-/// takes over its place among the handlers that run at once, so that waiting handlers starve nobody. Waits on
-/// futures need none. Throws Error{kOverloaded} when no thread is left for those who could end the wait.
+/// Marks a wait outside this library inside a handler (a lock, a file, another system): another thread
+/// takes the handler's slot meanwhile, so blocked handlers do not starve the rest. Waits on futures need no
+/// scope. Throws Error{kOverloaded} when no thread is left to run the work that could end the wait.
 class BlockingScope {
  public:
   explicit BlockingScope(const Worker& worker) : scope_(worker.endpoint()->pool()) {}

@@ -19,7 +19,7 @@ namespace wire {
 [[noreturn]] void throw_duplicate_key(const std::string& map_name);
 [[noreturn]] void throw_bad_alternative(std::size_t index, const std::string& variant_name);
 
-/// `value` if it is a number between the bounds; otherwise throws Error{kInvalid}.
+/// Returns `value` if it is a number within the bounds; otherwise throws Error{kInvalid}.
 long double check_duration(long double value, long double least, long double most);
 
 /// "head<A, B>".
@@ -31,7 +31,7 @@ std::string template_name(std::string head, std::tuple<Enclosing...>*) {
   return head += '>';
 }
 
-/// The code of std::optional and its look-alikes: a byte 0, or a byte 1 and the value.
+/// Encoding of std::optional and similar types: a byte 0, or a byte 1 and the value.
 template <class Optional, class T>
 struct OptionalWire {
   template <class... Enclosing>
@@ -48,7 +48,7 @@ struct OptionalWire {
   }
 };
 
-/// The code of maps: a count, then keys and values in the map's order; a key that comes twice is refused.
+/// Encoding of maps: a count, then keys and values in map order; duplicate keys are rejected.
 template <class Map>
 struct MapWire {
   using Key = typename Map::key_type;
@@ -76,7 +76,7 @@ struct MapWire {
 
 }  // namespace wire
 
-/// A count, then the elements. Elements that take no bytes (Unit, empty structs) are refused when encoded.
+/// A count, then the elements. Zero-size elements (Unit, empty structs) are rejected when encoded.
 template <wire::Transferable T>
 struct Wire<std::vector<T>> {
   template <class... Enclosing>
@@ -111,7 +111,7 @@ struct Wire<std::vector<T>> {
   }
 };
 
-/// The elements; the count is in the type.
+/// The elements; the count is part of the type.
 template <wire::Transferable T, std::size_t kCount>
 struct Wire<std::array<T, kCount>> {
   using Array = std::array<T, kCount>;
@@ -144,7 +144,7 @@ struct Wire<std::array<T, kCount>> {
  private:
   template <std::size_t... kIndex>
   static Array decode_each(wire::Decoder& decoder, std::index_sequence<kIndex...>) {
-    return {(static_cast<void>(kIndex), wire::decode<T>(decoder))...};  // braces: from left to right
+    return {(static_cast<void>(kIndex), wire::decode<T>(decoder))...};  // braces: left to right
   }
 };
 
@@ -173,7 +173,7 @@ struct Wire<std::tuple<Ts...>> {
     std::apply([&](const Ts&... elements) { (wire::encode<Ts>(encoder, elements), ...); }, value);
   }
   static std::tuple<Ts...> decode(wire::Decoder& decoder) {
-    return std::tuple<Ts...>{wire::decode<Ts>(decoder)...};  // braces: evaluated from left to right
+    return std::tuple<Ts...>{wire::decode<Ts>(decoder)...};  // braces: evaluated left to right
   }
 };
 
@@ -235,8 +235,8 @@ struct Wire<std::monostate> {
   static std::monostate decode(wire::Decoder&) { return {}; }
 };
 
-/// Nanoseconds in 64 bits, whatever the unit; Error{kInvalid} for what does not fit on either side. Coarser
-/// units are rounded towards zero on arrival.
+/// 64-bit nanoseconds for any unit; throws Error{kInvalid} on overflow on either side. The receiver rounds
+/// coarser units toward zero.
 template <class Rep, class Period>
 struct Wire<std::chrono::duration<Rep, Period>> {
   using Time = std::chrono::duration<Rep, Period>;

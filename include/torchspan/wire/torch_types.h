@@ -25,11 +25,10 @@ inline constexpr bool kPlainBytes<c10::complex<float>> = true;
 template <>
 inline constexpr bool kPlainBytes<c10::complex<double>> = true;
 
-/// The wire's number of an element type; Error{kUnsupported} for a type without one (docs/wire.md lists
-/// them).
+/// Wire code of a dtype; throws Error{kUnsupported} for one without a code (listed in docs/wire.md).
 std::uint8_t dtype_code(at::ScalarType dtype);
-/// The element type of a number; Error{kUnsupported} when this build of LibTorch does not have it,
-/// Error{kInvalid} when there is no such number.
+/// Dtype of a wire code. Throws Error{kUnsupported} if this build of LibTorch lacks the dtype,
+/// Error{kInvalid} for an unknown code.
 at::ScalarType dtype_from_code(std::uint8_t code);
 
 }  // namespace wire
@@ -73,7 +72,7 @@ requires(std::is_same_v<T, float> || std::is_same_v<T, double>) struct Wire<c10:
   }
 };
 
-/// A number that keeps being a bool, an integer, a double or a complex number.
+/// A number; stays a bool, an integer, a double or a complex number.
 template <>
 struct Wire<c10::Scalar> {
   static std::string name() { return "Scalar"; }
@@ -88,7 +87,7 @@ struct Wire<at::ScalarType> {
   static at::ScalarType decode(wire::Decoder& decoder);
 };
 
-/// A device's text, "cuda:0"; whether the receiver has that device is not checked.
+/// A device string, "cuda:0". Whether the receiver has the device is not checked.
 template <>
 struct Wire<c10::Device> {
   static std::string name() { return "Device"; }
@@ -96,15 +95,15 @@ struct Wire<c10::Device> {
   static c10::Device decode(wire::Decoder& decoder);
 };
 
-/// LibTorch's own optional, where it is not std::optional.
+/// LibTorch's optional, where it differs from std::optional.
 template <wire::Transferable T>
 requires(!std::is_same_v<c10::optional<T>, std::optional<T>>) struct Wire<c10::optional<T>>
     : wire::OptionalWire<c10::optional<T>, T> {
 };
 
-/// A value of TorchScript's type system: None, bool, int, double, complex, string, Tensor, Device and lists,
-/// tuples and dicts of them, with the element types of lists and dicts. Names of tuple fields are not
-/// carried. Anything else (objects, futures, generators, streams…) is Error{kUnsupported} when encoded.
+/// A TorchScript value: None, bool, int, double, complex, string, Tensor, Device, and lists, tuples and
+/// dicts of them, with the element types of lists and dicts. Field names of tuples are dropped. Encoding
+/// anything else (objects, futures, generators, streams, …) throws Error{kUnsupported}.
 template <>
 struct Wire<c10::IValue> {
   static std::string name() { return "IValue"; }

@@ -1,5 +1,5 @@
 #pragma once
-// Every type that travels without help from its user.
+// All types with a predefined Wire.
 #include <torchspan/detail/wire/errors.h>
 #include <torchspan/wire/containers.h>
 #include <torchspan/wire/torch_types.h>

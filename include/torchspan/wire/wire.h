@@ -11,11 +11,11 @@
 
 namespace torchspan {
 
-/// How a type travels: THE customization point. A specialization has three static functions:
-/// - `std::string name()`: the same text wherever the encoding means the same;
+/// Serialization of a type; the customization point. A specialization has three static functions:
+/// - `std::string name()`: the same string wherever the encoding means the same;
 /// - `void encode(wire::Encoder&, const T&)`;
 /// - `T decode(wire::Decoder&)`: any bytes give a T or throw Error{kInvalid}.
-/// WireStruct writes them for a plain struct. <torchspan/wire/types.h> has all that the library knows.
+/// WireStruct implements them for a plain struct. <torchspan/wire/types.h> includes all predefined ones.
 template <class T>
 struct Wire;
 
@@ -29,21 +29,20 @@ struct FixedString {
 
 namespace wire {
 
-/// Types that can travel: Wire<T> is there.
+/// Types that can be sent: Wire<T> exists.
 template <class T>
 concept Transferable = requires(Encoder& encoder, Decoder& decoder, const T& value) {
   Wire<T>::encode(encoder, value);
   { Wire<T>::decode(decoder) } -> std::same_as<T>;
 };
 
-/// True for types whose wire bytes are their memory, so that a vector of them is copied in one piece.
+/// Types whose wire bytes are their memory, so that a vector of them is copied at once.
 template <class T>
 inline constexpr bool kPlainBytes =
     (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) || std::is_same_v<T, std::byte>;
 
-/// The wire's name of a type, such as "int64", "vector<Tensor>" or "Batch{Tensor, int64}"; equal in all
-/// processes whatever the compiler calls the type. `Enclosing` are the structs being named, which ends
-/// recursive types.
+/// Wire name of a type, such as "int64", "vector<Tensor>" or "Batch{Tensor, int64}"; the same in all
+/// processes and compilers. `Enclosing` lists the structs being named, to terminate on recursive types.
 template <class T, class... Enclosing>
 std::string type_name() {
   if constexpr (requires { Wire<T>::template name<Enclosing...>(); }) {
@@ -53,7 +52,8 @@ std::string type_name() {
   }
 }
 
-/// Appends `value`. Throws Error{kInvalid} for what no receiver could read (nested too deep, 2^32 elements).
+/// Appends `value`. Throws Error{kInvalid} for what no receiver could read (nested too deep, 2^32
+/// elements).
 template <class T>
 void encode(Encoder& encoder, const T& value) {
   static_assert(Transferable<T>, "this type cannot travel: specialize torchspan::Wire for it (docs/wire.md)");
@@ -77,7 +77,7 @@ T decode(Decoder& decoder) {
   }
 }
 
-/// The payload of some values, one after the other.
+/// Encodes values in order into one payload.
 template <class... Ts>
 Payload to_payload(const Ts&... values) {
   Payload payload;
@@ -87,7 +87,7 @@ Payload to_payload(const Ts&... values) {
   return payload;
 }
 
-/// The one value a payload holds; bytes left over are Error{kInvalid}.
+/// Decodes the payload's only value; throws Error{kInvalid} for trailing bytes.
 template <class T>
 T from_payload(Payload& payload) {
   Decoder decoder(payload);
@@ -96,24 +96,24 @@ T from_payload(Payload& payload) {
   return value;
 }
 
-/// A 64-bit digest of a text (XXH3), the same in every process: signatures and type tags. Not a
-/// secret-keeper.
+/// 64-bit digest of a string (XXH3), the same in every process, for signatures and type tags. Not
+/// cryptographic.
 std::uint64_t digest(std::string_view text);
 
-/// The digest of a type's name: what Handle::type_tag holds.
+/// Digest of a type's name, as in Handle::type_tag.
 template <class T>
 std::uint64_t type_tag() {
   return digest(type_name<T>());
 }
 
-/// A byte that must be 0 or 1; Error{kInvalid} otherwise.
+/// Reads a byte that must be 0 or 1; otherwise throws Error{kInvalid}.
 bool decode_flag(Decoder& decoder);
 
-/// Writes an element count; Error{kInvalid} from 2^32 on.
+/// Writes an element count; throws Error{kInvalid} from 2^32 on.
 void encode_count(Encoder& encoder, std::size_t count);
 
-/// Readers believe a count only if as many bytes follow: throws Error{kInvalid} when `count` elements took
-/// fewer.
+/// Throws Error{kInvalid} if `count` elements took fewer than `count` bytes: readers accept a count only if
+/// at least as many bytes follow.
 void check_element_bytes(std::size_t count, std::size_t bytes);
 
 }  // namespace wire
@@ -137,7 +137,7 @@ requires(std::is_arithmetic_v<T> && sizeof(T) <= 8 && !std::is_same_v<T, wchar_t
   }
 };
 
-/// Enumerations travel as their number; a receiver must expect numbers its program does not know.
+/// The enumeration's number. Receivers must expect numbers that their program does not know.
 template <class T>
 requires std::is_enum_v<T>
 struct Wire<T> {
@@ -147,7 +147,7 @@ struct Wire<T> {
   static T decode(wire::Decoder& decoder) { return static_cast<T>(wire::decode<Number>(decoder)); }
 };
 
-/// Text or any bytes up to 4 GiB.
+/// Text or bytes, up to 4 GiB.
 template <>
 struct Wire<std::string> {
   static std::string name() { return "string"; }
@@ -155,7 +155,7 @@ struct Wire<std::string> {
   static std::string decode(wire::Decoder& decoder) { return decoder.bytes().get_string(); }
 };
 
-/// The result of a call that returns nothing; takes no bytes.
+/// Result of a call that returns nothing; takes no bytes.
 template <>
 struct Wire<Unit> {
   static std::string name() { return "void"; }
@@ -163,9 +163,9 @@ struct Wire<Unit> {
   static Unit decode(wire::Decoder&) { return {}; }
 };
 
-/// Makes a plain struct travel, member by member in the order given. The members' types are part of its name,
-/// so two versions of a struct are told apart. The struct must be default-constructible. In any namespace's
-/// file:
+/// Makes a plain, default-constructible struct sendable, member by member in the given order. The member
+/// types are part of its wire name, so different versions of a struct do not match. Place it in the global
+/// namespace:
 ///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data,
 ///   &Batch::instance> {};
 template <class T, FixedString kName, auto... kMembers>

@@ -7,28 +7,28 @@
 
 namespace torchspan::autograd {
 
-/// How many contexts and running passes a worker has.
+/// Number of contexts and running passes of a worker.
 struct PassCounts {
   std::size_t contexts = 0;
   std::size_t passes = 0;
-  std::size_t remembered = 0;  ///< ids of ended contexts, kept so that late messages do not revive them
+  std::size_t remembered = 0;  ///< ids of ended contexts, kept to reject late messages
 };
 
-/// Distributed autograd of one worker: an extension to give to its Session (which has it by default).
+/// Distributed autograd of one worker: an extension that a Session includes by default.
 class AutogradExtension final : public rpc::Extension {
  public:
   AutogradExtension();
   ~AutogradExtension() override;
   void attach(rpc::Registrar& registrar) override;
 
-  /// A context by its id; throws Error{kInvalid} when this worker knows no such context: it took no part in
-  /// it, or it was released.
+  /// Finds a context by id. Throws Error{kInvalid} if this worker does not know it: it took no part in it,
+  /// or the context was released.
   ContextView find(std::uint64_t context) const;
-  /// The same; nothing instead of the throw.
+  /// Finds a context by id; nullopt if this worker does not know it.
   std::optional<ContextView> try_find(std::uint64_t context) const;
-  /// The same for a context that `peer` works in, of which this worker may not have heard yet: takes part in
-  /// it, as by a call that `peer` makes in it. For messages of other rooms that come ahead of such calls,
-  /// sent after ContextView::add_worker(). Throws Error{kInvalid} when the context has ended.
+  /// Takes part in a context in which `peer` works, as a call from `peer` in that context would. For
+  /// messages of other extensions that may arrive before such a call, sent after ContextView::add_worker().
+  /// Throws Error{kInvalid} if the context has ended.
   ContextView join(std::uint64_t context, std::uint32_t peer);
   PassCounts counts() const;
 

@@ -18,8 +18,8 @@
 
 namespace torchspan {
 
-/// A mutex known to clang's thread-safety analysis. Held for microseconds, never across a park or user code:
-/// that rule is what lets the simulated executor run one thread at a time without deadlock.
+/// A mutex known to clang's thread-safety analysis. Hold it for microseconds, never across a park or user
+/// code: this rule lets the simulated executor run one thread at a time without deadlock.
 class TORCHSPAN_CAPABILITY("mutex") Mutex {
  public:
   void lock() TORCHSPAN_ACQUIRE() { mutex_.lock(); }

@@ -16,48 +16,47 @@ namespace torchspan {
 
 struct PoolOptions {
   std::string name = "pool";
-  std::size_t threads = 2;                     ///< runnable threads at most
-  std::size_t max_threads = 256;               ///< threads at most, the blocked ones included
-  Duration linger = std::chrono::seconds(10);  ///< an idle thread beyond `threads` ends after this long
+  std::size_t threads = 2;                     ///< runnable threads
+  std::size_t max_threads = 256;               ///< threads, including blocked ones
+  Duration linger = std::chrono::seconds(10);  ///< idle time after which a thread beyond `threads` ends
 };
 
-/// Threads that run posted jobs. Grows while its threads are blocked in a wait that it knows of (wait(), or a
-/// BlockingScope), so that nested calls cannot starve each other. A job's exception ends the process: jobs
-/// catch. Held by a shared_ptr, since futures refer to it; its owner calls stop() before letting go, because
-/// the last reference must not drop on a pool thread that is still to be joined.
+/// Threads that run posted jobs. It grows while threads are blocked in wait() or a BlockingScope, so nested
+/// calls cannot starve each other. An exception from a job terminates the process. Futures share ownership;
+/// the owner calls stop() before releasing it, because the last reference must not drop on a pool thread
+/// that is not yet joined.
 class Pool final : public FutureHost {
  public:
   Pool(Executor& executor, PoolOptions options);
-  /// stop(), if nobody did.
+  /// Calls stop() if it was not called.
   ~Pool() override;
 
   Executor& executor() override { return executor_; }
-  /// Queues `job`. While not one thread can be started it runs on the poster's, as after stop().
+  /// Queues `job`. Runs it on the calling thread if no thread can be started, or after stop().
   void post(UniqueFunction<void()> job) override;
-  /// Parks; a pool thread that waits is counted as blocked. When jobs are queued, every thread is blocked and
-  /// no more can be started, the youngest wait throws kOverloaded: only that can free a thread for certain.
+  /// Parks; a pool thread counts as blocked. If jobs are queued, every thread is blocked and no more can be
+  /// started, the youngest wait throws kOverloaded, which always frees a thread.
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
 
-  /// Runs what is queued, then ends the threads and waits for them. Later posts run on the poster's thread.
-  /// Throws Error{kInvalid} on a pool thread, which cannot wait for itself.
+  /// Runs queued jobs, then ends and joins the threads. Later posts run on the posting thread. Throws
+  /// Error{kInvalid} on a pool thread.
   void stop();
   bool is_pool_thread() const;
   std::size_t thread_count() const;
   std::size_t queued() const;
-  /// Whether a job is queued or runs.
+  /// Whether a job is queued or running.
   bool busy() const;
 
-  /// Tells the pool that this thread is blocked until the scope ends; nothing on other threads. May be
-  /// nested. Throws kOverloaded when jobs are queued and this was the last thread that could run them.
+  /// Marks this pool thread as blocked for a scope; no effect on other threads. May be nested. Throws
+  /// kOverloaded if jobs are queued and this was the last thread that could run them.
   class BlockingScope;
-  /// Allows one thread more than max_threads while it lives: for a wait that must not fail and would have to
-  /// throw kOverloaded.
+  /// Allows one thread beyond max_threads while it lives, for a wait that must not throw kOverloaded.
   class ExtraThread;
 
  private:
   void allow_threads(std::ptrdiff_t more);
   struct Worker {
-    std::unique_ptr<Parker> parker;  // before the thread, which uses it to its end
+    std::unique_ptr<Parker> parker;  // declared before the thread, which uses it until it ends
     std::size_t scopes = 0;          ///< nested waits and BlockingScopes
     std::atomic<bool> idle{false};
     Thread thread;
@@ -71,22 +70,22 @@ class Pool final : public FutureHost {
   using Workers = std::vector<std::unique_ptr<Worker>>;
 
   void run(Worker& self);
-  /// A thread that has just become idle looks for the next job for a moment before it sleeps; one at a time.
+  /// Spins briefly for the next job before an idle thread sleeps; one thread at a time.
   void look_out(const Worker& self);
   UniqueFunction<void()> next_job() TORCHSPAN_REQUIRES(mutex_);
-  /// Sleeps until there is work; false when this thread has been idle for too long and ends.
+  /// Sleeps until there is work; false if this thread has been idle for too long and must end.
   bool rest(Worker& self, Deadline deadline);
   void retire(Worker& self) TORCHSPAN_REQUIRES(mutex_);
 
-  /// Counts this thread as blocked, if it is one of the pool's: else null.
+  /// Counts this thread as blocked if it belongs to the pool; else returns null.
   Worker* begin_blocking(Waiter* waiter);
   void end_blocking(Worker& self, Waiter* waiter);
   void leave(Worker& self, Waiter* waiter) TORCHSPAN_REQUIRES(mutex_);
 
-  /// Wakes an idle thread or starts a new one when a queued job could run.
+  /// Wakes an idle thread or starts one if a queued job could run.
   void staff() TORCHSPAN_REQUIRES(mutex_);
   void add_worker() TORCHSPAN_REQUIRES(mutex_);
-  /// Jobs are queued, and no thread will come to run them unless a wait fails.
+  /// Jobs are queued, and no thread will become free unless a wait fails.
   bool starved() const TORCHSPAN_REQUIRES(mutex_);
   Error overloaded() const TORCHSPAN_REQUIRES(mutex_);
   Worker* this_worker() const TORCHSPAN_REQUIRES(mutex_);
@@ -106,7 +105,7 @@ class Pool final : public FutureHost {
   std::size_t blocked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t started_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t max_threads_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool out_of_threads_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the system refused the last one
+  bool out_of_threads_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the system refused to start the last one
   bool stopping_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 

@@ -12,8 +12,8 @@
 
 namespace torchspan {
 
-/// Things that must not be destroyed by the thread that gives them up, such as a pool by a thread of its own:
-/// kept until this object ends. Thread-safe.
+/// Keeps objects that the releasing thread must not destroy, such as a pool released by its own thread,
+/// until this object is destroyed. Thread-safe.
 class DeferredDestroy {
  public:
   void keep(std::shared_ptr<void> thing) {
@@ -26,8 +26,8 @@ class DeferredDestroy {
   std::vector<std::shared_ptr<void>> things_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// What every room needs of its worker: the door to threads and time, the log, the counters and the spans.
-/// Owned by the session or by a test, handed down by reference, one per worker.
+/// Services of one worker that all components share: executor, log, counters and spans. Owned by the
+/// session or a test, passed by reference.
 struct Runtime {
   Runtime(Executor& executor, std::string who, LogLevel level = LogLevel::kWarning)
       : executor(executor), log(std::move(who), level), spans(executor) {}
@@ -35,7 +35,7 @@ struct Runtime {
   Log log;
   Metrics metrics;
   SpanRing spans;
-  DeferredDestroy remains;  ///< ends first
+  DeferredDestroy deferred_destroy;  ///< destroyed first
 };
 
 }  // namespace torchspan

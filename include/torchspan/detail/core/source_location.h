@@ -10,16 +10,16 @@
 
 namespace torchspan {
 
-/// A place in the program, as a default argument captures it; clang 14 has only the experimental one.
+/// Source location captured by a default argument; clang 14 has only the experimental one.
 #if defined(__cpp_lib_source_location)
 using SourceLocation = std::source_location;
 #else
 using SourceLocation = std::experimental::source_location;
 #endif
 
-/// A path without its folders; views the same text.
+/// File name of a path; views the same text.
 std::string_view file_of(std::string_view path);
-/// "train.cpp:41"; empty for no place.
+/// "train.cpp:41"; empty if unknown.
 std::string site_text(const SourceLocation& site);
 
 }  // namespace torchspan

@@ -21,17 +21,16 @@ enum class SpanKind : std::uint8_t {
   kUser
 };
 
-/// One thing that took time on this worker; `id` ties spans of different workers together (a call id, a pass
-/// id).
+/// A timed operation on this worker. `id` links spans of different workers (a call id, a pass id).
 struct Span {
   SpanKind kind = SpanKind::kUser;
-  std::array<char, 47> name{};  ///< cut to fit, always ended by a zero
+  std::array<char, 47> name{};  ///< truncated, always zero-terminated
   TimePoint begin;
   TimePoint end;
   std::uint64_t id = 0;
 };
 
-/// The last `capacity` spans of one worker, for traces and reports. Thread-safe; old spans are overwritten.
+/// The last `capacity` spans of one worker, for traces and reports. Thread-safe; overwrites the oldest.
 class SpanRing {
  public:
   explicit SpanRing(Executor& executor, std::size_t capacity = 16384);
@@ -39,7 +38,7 @@ class SpanRing {
   void record(SpanKind kind, std::string_view name, TimePoint begin, std::uint64_t id = 0);
   /// Oldest first.
   std::vector<Span> snapshot() const;
-  /// How many were ever recorded, the overwritten ones included.
+  /// Number of spans ever recorded, including overwritten ones.
   std::uint64_t recorded() const;
   Executor& executor() const { return executor_; }
 

@@ -13,27 +13,27 @@
 
 namespace torchspan::engine {
 
-/// A parameter and what passes have accumulated for it.
+/// A parameter and its accumulated gradient.
 struct ParameterGradient {
   at::Tensor parameter;
   at::Tensor gradient;
 };
 
-/// Gradients by parameter, apart from `.grad`: what an autograd context owns. A parameter is the tensor
-/// object itself, not its storage. Order is that of first accumulation. A gradient handed out never changes
-/// later: sums are made in place only in memory that nobody else holds. Thread-safe.
+/// Gradients by parameter, separate from `.grad`; owned by an autograd context. A parameter is identified
+/// by its tensor object, not its storage. Ordered by first accumulation. A returned gradient never changes:
+/// sums are in place only in memory that has no other owner. Thread-safe.
 class GradientMap {
  public:
-  /// Adds `gradient` to what `parameter` has. A first dense gradient is adopted when nobody else holds it or
-  /// its memory and it is laid out as LibTorch lays out `.grad` (like a dense parameter, else row-major), and
-  /// copied so otherwise; of a first sparse one, indices and values are adopted likewise, each for itself.
-  /// Sparse + sparse stays sparse; dense and sparse, in either order, become dense.
+  /// Adds `gradient` to the gradient of `parameter`. A first dense gradient is adopted if it and its memory
+  /// have no other owner and its layout is LibTorch's for `.grad` (as a dense parameter's, else row-major);
+  /// otherwise it is copied to that layout. Indices and values of a first sparse one are each adopted or
+  /// copied likewise. Sparse + sparse stays sparse; dense + sparse, in either order, becomes dense.
   void accumulate(const at::Tensor& parameter, at::Tensor gradient);
-  /// Puts `gradient`, which may share memory with others, in the place of what there is.
+  /// Replaces the gradient with `gradient`, which may share memory.
   void replace(const at::Tensor& parameter, at::Tensor gradient);
-  /// Undefined when there is none.
+  /// Undefined if there is none.
   at::Tensor gradient(const at::Tensor& parameter) const;
-  /// All, in the order of their first accumulation.
+  /// All gradients, in order of first accumulation.
   std::vector<ParameterGradient> gradients() const;
   std::size_t size() const;
   void clear();

@@ -18,42 +18,42 @@ namespace torchspan::engine {
 /// How a backward pass ended.
 struct PassStatus {
   std::uint64_t pass = 0;
-  std::exception_ptr error;  ///< null: the pass did all its work
+  std::exception_ptr error;  ///< null: success
   bool ok() const { return error == nullptr; }
 };
 
-/// The end of one pass: it has come when the graph's work is over (end()) and every held future has
-/// completed; then the callbacks run, once, in the order they were given, on the thread that brought the end.
-/// Shared, so that it outlives the pass and its sink. Thread-safe; nothing runs under its lock.
+/// End of one pass: reached when the graph's work is over (end()) and every held future has completed.
+/// Callbacks then run once, in order of registration, on the thread that reached the end. Shared, so it
+/// outlives the pass and its sink. Thread-safe; nothing runs under its lock.
 class PassEnd final : public std::enable_shared_from_this<PassEnd> {
  public:
   using Callback = UniqueFunction<void(const PassStatus&)>;
   explicit PassEnd(std::uint64_t pass) : pass_(pass) {}
 
   std::uint64_t pass() const { return pass_; }
-  /// Calls back after the end; at once when it has come. An exception that leaves a callback becomes the
-  /// error of the callbacks after it.
+  /// Calls back after the end, or at once if it was reached. An exception from a callback becomes the error
+  /// passed to later callbacks.
   void after(Callback callback);
-  /// The same, when all callbacks of after() have returned: for the one who runs the pass, once. It tells the
-  /// program, whose next step may meet what the others have finished only then.
+  /// Calls back when all after() callbacks have returned; for the code that runs the pass, once. It reports
+  /// to the program, whose next step must find the other callbacks done.
   void last(Callback callback);
-  /// Whether anybody but last() waits for the end.
+  /// Whether there are callbacks other than last().
   bool is_watched() const;
-  /// Calls back when the graph's work is over, before the held futures are waited for: the callback sees how
-  /// the work ended and may still hold(). What it throws becomes the pass's error unless there is one. Throws
-  /// Error{kInvalid} when the work is over already.
+  /// Calls back when the graph's work is over, before held futures are waited for. The callback sees the
+  /// status and may still hold(). Its exception becomes the pass's error unless there is one. Throws
+  /// Error{kInvalid} if the work is already over.
   void after_work(Callback callback);
-  /// Calls back when nothing puts the end off any more and before it comes: the callback sees how everything
-  /// else went, and may still hold(). For a decision that depends on the whole pass. What it throws becomes
-  /// the pass's error unless there is one. Throws Error{kInvalid} when the end has come.
+  /// Calls back just before the end, when no hold remains. The callback sees the status of the whole pass
+  /// and may still hold(). Its exception becomes the pass's error unless there is one. Throws
+  /// Error{kInvalid} after the end.
   void before_end(Callback callback);
-  /// Puts the end off until `future` completes; its failure becomes the pass's, unless the pass has one.
-  /// When the end has come, throws the pass's failure, or Error{kInvalid} if there was none.
+  /// Delays the end until `future` completes; its failure becomes the pass's, unless there is one. After
+  /// the end throws the pass's failure, or Error{kInvalid} if it succeeded.
   void hold(Future<void> future);
-  /// The graph's work is over, with `error` or without; later calls are ignored.
+  /// The graph's work is over, with or without an error; later calls are ignored.
   void end(std::exception_ptr error);
-  /// Waits for the held futures and the callbacks, then rethrows the pass's failure. To be called by the
-  /// thread that called end(), while it holds no lock.
+  /// Waits for held futures and callbacks, then rethrows the pass's failure. Call it on the thread that
+  /// called end(), without holding a lock.
   void wait(Deadline deadline = Deadline::never());
   /// Whether the callbacks have been started.
   bool has_come() const;
@@ -64,7 +64,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
 
   const std::uint64_t pass_;
   mutable Mutex mutex_;
-  std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  // the graph's own work is the first
+  std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  // the first is the graph's own work
   bool ended_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool come_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -75,10 +75,9 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   std::vector<Future<void>> continuations_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Where one backward pass puts the gradients of parameters, and the seam to whoever works on them while the
-/// pass runs: a data-parallel reducer reads and replaces gradients here and puts the end of the pass off
-/// until its all-reduces are done. Whether gradients live in `.grad` or in an autograd context is the sink's
-/// secret. Thread-safe.
+/// Destination of a backward pass's parameter gradients, in `.grad` or an autograd context. A data-parallel
+/// reducer reads and replaces gradients here during the pass and delays the end of the pass until its
+/// all-reduces are done. Thread-safe.
 class GradientSink {
  public:
   explicit GradientSink(std::uint64_t pass) : end_(std::make_shared<PassEnd>(pass)) {}
@@ -86,13 +85,14 @@ class GradientSink {
   GradientSink(const GradientSink&) = delete;
   GradientSink& operator=(const GradientSink&) = delete;
 
-  /// What has been accumulated for `parameter`; undefined when nothing has.
+  /// Accumulated gradient of `parameter`; undefined if there is none.
   virtual at::Tensor gradient(const at::Tensor& parameter) const = 0;
-  /// Adds `gradient`, shaped like `parameter`, dense or sparse; move it in so that its memory may be adopted.
+  /// Adds `gradient`, shaped like `parameter`, dense or sparse. Move it in so that its memory can be
+  /// adopted.
   virtual void accumulate(const at::Tensor& parameter, at::Tensor gradient) = 0;
-  /// Puts `gradient` in place of what has been accumulated; it is kept as it is, not copied.
+  /// Replaces the accumulated gradient with `gradient` itself, without a copy.
   virtual void replace(const at::Tensor& parameter, at::Tensor gradient) = 0;
-  /// Whether gradients land in `parameter.grad()`, which LibTorch's post-accumulate hooks expect.
+  /// Whether gradients are stored in `parameter.grad()`, as LibTorch's post-accumulate hooks expect.
   virtual bool writes_grad_field() const { return false; }
 
   std::uint64_t pass() const { return end_->pass(); }

@@ -13,34 +13,33 @@ namespace torchspan::net {
 struct NetworkOptions {
   LocalOptions local = {};
   TlsOptions tls = {};
-  /// Between hosts UCX carries the messages and TLS proves who is there; the same on all workers. Its own
-  /// `tls` is not looked at: the one above holds.
+  /// If set, messages between hosts use UCX, and TLS authenticates; equal on all workers. Uses
+  /// NetworkOptions::tls; UcxOptions::tls is ignored.
   std::optional<UcxOptions> ucx = {};
-  /// What this host is called in addresses; empty: this boot of this machine. For tests that play several
-  /// hosts on one.
+  /// Host mark in addresses; empty: boot id of this machine. Tests set it to simulate several hosts on one.
   std::string host_mark = {};
 };
 
-/// The transport of a world of several hosts: shared memory to peers of this host, TLS (or UCX) to all
-/// others. It listens at "unix:/path,tls:host:port" ("ucx:" with UCX) and tells peers
-/// "unix:/path@mark,tls:host:port"; who has the same mark and finds the socket dials it, everybody else dials
-/// by TLS. A mark and a path alone prove nothing: the dialled socket and the memory passed over it do. Either
-/// half may stand alone. Throws as make_local_transport(), make_tls_transport() and make_ucx_transport().
+/// Transport for several hosts: shared memory to peers on this host, TLS (or UCX) to others. Listens at
+/// "unix:/path,tls:host:port" ("ucx:" with UCX) and advertises "unix:/path@mark,tls:host:port". A peer with
+/// the same mark that finds the socket dials it; others dial TLS. Mark and path are only hints: the dialed
+/// socket and the memory passed over it prove that peers share a host. Either part of an address may be
+/// absent. Throws as make_local_transport(), make_tls_transport() and make_ucx_transport().
 std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,
                                                   TransportOptions options, NetworkOptions network = {});
 
-/// The address of this host from which `host`, a name or an address, would be reached: where a worker listens
-/// so that its peers find it, without brackets. Asks the system's resolver and may take long; sends nothing.
-/// Throws kInvalid for a name that is not known or a host to which no route leads.
+/// This host's address, without brackets, on the route to `host` (a name or an address), at which a worker
+/// listens for its peers. Uses the system resolver, which may be slow; sends no traffic to `host`. Throws
+/// kInvalid for an unknown name or an unreachable host.
 std::string route_to(const std::string& host);
 
-/// `address` of a network transport with `host` in place of its TLS or UCX host: what peers are told by a
-/// worker that listens on every interface.
+/// `address` with `host` in place of its TLS or UCX host: advertised by a worker that listens on every
+/// interface.
 std::string with_far_host(const std::string& address, const std::string& host);
 
-/// Whether `host` is the address of no interface in particular: 0.0.0.0 or ::.
+/// Whether `host` is a wildcard address: 0.0.0.0 or ::.
 bool is_any_host(const std::string& host);
-/// Whether `host` is an address that does not leave this machine, or the name localhost.
+/// Whether `host` is a loopback address or the name localhost.
 bool is_loopback_host(const std::string& host);
 
 }  // namespace torchspan::net

@@ -6,8 +6,8 @@
 
 namespace torchspan::net {
 
-/// The cluster secret: at least 16 bytes that every worker of one job knows and never sends. An empty one is
-/// allowed only on transports that stay inside the process (sim).
+/// Cluster secret: at least 16 bytes that all workers of one job know and never send. May be empty only on
+/// in-process transports (sim).
 class Secret {
  public:
   Secret() = default;
@@ -15,14 +15,14 @@ class Secret {
   static Secret from_bytes(Bytes bytes);
   /// 32 bytes from the system's random source.
   static Secret random();
-  /// Reads a file that only its owner may read (mode 0600 or stricter). Throws kDenied for a file others can
-  /// read, kInvalid for one that is missing or too short; the text says which command makes a good one.
+  /// Reads a file with mode 0600 or stricter. Throws kDenied if others can read it, and kInvalid if it is
+  /// missing or too short; the message gives the command that creates one.
   static Secret from_file(const std::string& path);
-  /// Writes the secret to a new file of mode 0600. Throws kInvalid when the file exists or cannot be made.
+  /// Writes a new file with mode 0600. Throws kInvalid if it exists or cannot be created.
   void write_file(const std::string& path) const;
 
-  /// 32 bytes for one use of this secret, from which neither it nor those for other uses can be told. Throws
-  /// kInvalid for an empty one.
+  /// Derives 32 bytes for one use of this secret, which reveal neither the secret nor those of other uses.
+  /// Throws kInvalid for an empty secret.
   Secret derived(std::string_view use) const;
 
   bool empty() const { return bytes_.empty(); }

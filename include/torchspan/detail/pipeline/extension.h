@@ -5,7 +5,7 @@
 
 namespace torchspan::pipeline {
 
-/// The pipelines of one worker: an extension that takes their messages in (its Session has it by default).
+/// Receives the pipeline messages of one worker: an extension that a Session includes by default.
 class PipelineExtension final : public rpc::Extension {
  public:
   PipelineExtension();

@@ -17,9 +17,9 @@ class CallGroup {
     group->begin();
     call.then([group](Future<T> done) { group->end(done.error()); });
   }
-  /// Done when no call is out, or failed as the first one that fails.
+  /// Completes when no call is pending, or fails with the first failure.
   Future<void> settled();
-  /// The same, but waits for all of them in any case.
+  /// Completes when no call is pending, regardless of failures.
   Future<void> all_ended();
 
  private:

@@ -14,7 +14,7 @@
 
 namespace torchspan::rpc {
 
-/// One-way: the caller gave up the call that the header names.
+/// One-way: the caller has cancelled the call named in the header.
 inline constexpr wire::MessageType kCancelCall{0x0002};
 inline constexpr wire::MessageType kCallFunction{0x0010};
 inline constexpr wire::MessageType kCreateRemote{0x0011};
@@ -28,7 +28,7 @@ inline constexpr wire::MessageType kAwaitCreation{0x0017};
 class Reference;
 using ReferencePtr = std::shared_ptr<Reference>;
 
-/// What the templates of Worker and RRef need of the worker behind them. Implemented in src/rpc.
+/// Interface of the worker behind the templates of Worker and RRef. Implemented in src/rpc.
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
   virtual ~Endpoint() = default;
@@ -38,53 +38,53 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// Where handlers run.
   virtual Pool& pool() = 0;
   virtual const WorkerInfo& self() const = 0;
-  /// Who is in the world, by rank.
+  /// Members of the world, by rank.
   virtual std::vector<WorkerInfo> workers() const = 0;
   virtual WorkerInfo info(const Destination& of) const = 0;
-  /// Of whoever has the rank, or had it.
+  /// Name of the current or last holder of a rank.
   virtual std::string name_of(std::uint32_t rank) const = 0;
-  /// The rank that a destination means; throws Error{kInvalid} that lists who is there.
+  /// Rank of a destination; throws Error{kInvalid} that lists the members.
   virtual std::uint32_t resolve(const Destination& to) const = 0;
-  /// The id of a token in this worker's table; throws Error{kInvalid} that says to add it.
+  /// Id of a token in this worker's table; throws Error{kInvalid} that says to add it.
   virtual std::uint64_t id_of(const char* name, std::string (*signature)()) const = 0;
-  /// Gives a request the deadline and stop tokens that the options and the call being served ask for.
+  /// Sets a request's deadline and stop tokens from the options and the call being served.
   virtual void apply(const CallOptions& options, Request& request) = 0;
   virtual std::optional<CurrentCall> current_call() = 0;
   virtual DebugInfo debug() const = 0;
   virtual void set_default_timeout(Duration timeout) = 0;
   virtual Duration default_timeout() const = 0;
 
-  /// Whether a worker neither died nor left, as far as this one has heard.
+  /// Whether a worker has neither died nor left, as far as this one knows.
   virtual bool is_present(std::uint32_t rank) const = 0;
-  /// Whether this worker has stopped, or is about to: all its calls fail.
+  /// Whether this worker has stopped or is about to; all its calls fail.
   virtual bool is_stopping() const = 0;
   /// Throws Error{kInvalid} on a thread that must never wait: in a function declared kInline.
   virtual void check_may_wait() const {}
-  /// What is_stopping() means for whoever still uses the worker: Error{kCancelled} that says what to do.
+  /// Error{kCancelled} for callers after is_stopping(); says what to do.
   Error shut_down() const;
-  /// Throws it when is_stopping().
+  /// Throws shut_down() if is_stopping().
   void check_running() const;
-  /// Runs `job` on a pool thread later, or never when the worker stops first.
+  /// Runs `job` on a pool thread after a delay, or never if the worker stops first.
   virtual void after(Duration delay, UniqueFunction<void()> job) = 0;
 
-  /// Sends a request; the completion hears of its reply or failure. Never waits for the peer. Throws nothing:
-  /// every failure goes to the completion.
+  /// Sends a request; the completion receives its reply or failure. Never waits for the peer and never
+  /// throws.
   virtual void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) = 0;
 
-  /// A reference to a new value owned here.
+  /// Makes a reference to a new value owned here.
   virtual ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) = 0;
-  /// Starts the creation of a value on `to`: the request's payload begins after the ids that this adds.
+  /// Starts the creation of a value on `to`; prepends the ids to the request's payload.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
-  /// Everybody's bytes by worker name; see Worker::all_gather.
+  /// All participants' bytes by worker name; see Worker::all_gather_bytes.
   virtual std::map<std::string, Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
                                                         const std::vector<std::string>& participants,
                                                         Deadline deadline) = 0;
-  /// An id that no other object of this world has.
+  /// A globally unique id.
   virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;
 };
 
-/// The shared state behind an RRef: an owner's hold on the value, or a user's fork of it. Its end releases
+/// Shared state of an RRef: the owner's hold on the value, or a user's fork of it. Destroying it releases
 /// the fork. Thread-safe.
 class Reference {
  public:
@@ -93,20 +93,20 @@ class Reference {
   virtual std::uint32_t owner() const = 0;
   virtual GlobalId value_id() const = 0;
   virtual GlobalId fork_id() const = 0;
-  /// Digest of the value's type name, as handles carry it.
+  /// Digest of the value's type name, as in handles.
   virtual std::uint64_t type_tag() const = 0;
-  /// Done when the owner knows this fork (users), or when the value is there (owners); fails with the
-  /// creation.
+  /// Completes when the owner knows this fork (users) or the value has been created (owners); fails if the
+  /// creation failed.
   virtual Future<void> ready() const = 0;
-  /// Whether ready() says nothing of the creation: this is a copy of another user's reference.
+  /// Whether this is a copy of another user's reference; ready() then does not cover the creation.
   virtual bool copied() const { return false; }
   /// The value; owners only. Throws the creation's error, or Error{kInvalid} naming both workers on a user.
   virtual ValuePtr value(Deadline deadline) const = 0;
-  /// Its value's type is called that, and has this reference's tag: for listings.
+  /// Records the type name that belongs to this reference's tag, for listings.
   virtual void name_type(const std::string& /*name*/) const {}
-  /// What is not there yet never comes: the worker stops.
+  /// Fails everything still pending: the worker is stopping.
   virtual void abandon(const std::exception_ptr& reason) = 0;
-  /// The worker behind; throws Error{kCancelled} when it is shut down or the reference was deleted by it.
+  /// The worker; throws Error{kCancelled} if it is shut down or has deleted the reference.
   virtual std::shared_ptr<Endpoint> endpoint() const = 0;
 };
 

@@ -13,36 +13,36 @@ namespace torchspan::rpc {
 
 struct IncomingCall;
 
-/// What an extension keeps in environments: immutable, at most one of each type.
+/// A value that an extension stores in environments: immutable, at most one per type.
 class EnvironmentValue {
  public:
   virtual ~EnvironmentValue() = default;
-  /// Whether captured environments have it, too. False: it is for the thread that it was put in force on.
+  /// Whether captured environments include it. False: it stays on the thread where it was set.
   virtual bool is_captured() const { return true; }
 };
 using EnvironmentValuePtr = std::shared_ptr<const EnvironmentValue>;
 
-/// What surrounds a piece of work, whichever thread runs it: the call that it serves, the values of
-/// extensions (the autograd contexts), and LibTorch's thread-local state (grad mode, inference mode and the
-/// rest). A handler begins in the environment of its call; a coroutine and a continuation run in that of the
-/// place which started or added them. Immutable; a copy costs two reference counts.
+/// Context of a piece of work on any thread: the call being served, the values of extensions (autograd
+/// contexts) and LibTorch's thread-local state (grad mode, inference mode and others). A handler starts in
+/// the environment of its call; a coroutine or continuation runs in that of the place that started or added
+/// it. Immutable; a copy costs two reference counts.
 class Environment {
  public:
-  /// No call, no values, and LibTorch's state as a new thread has it.
+  /// No call, no values, and the LibTorch state of a new thread.
   Environment() = default;
-  /// The one for the handler of `call`; without grad mode where the caller wants no gradients.
+  /// Environment of the handler of `call`; without grad mode if the caller disabled gradients.
   static Environment of_call(std::shared_ptr<IncomingCall> call);
-  /// This thread's, for work that continues later or elsewhere.
+  /// Captures this thread's environment for work that continues later or elsewhere.
   static Environment capture();
 
   /// The call that this thread serves, or null.
   static const std::shared_ptr<IncomingCall>& served();
-  /// The value of type T on this thread, or null. Valid until the thread's environment changes.
+  /// This thread's value of type T, or null. Valid until the thread's environment changes.
   template <class T>
   static const T* find() {
     return static_cast<const T*>(find(typeid(T)));
   }
-  /// Puts `value` in force on this thread, null for none, and returns the value of type T that was there.
+  /// Sets this thread's value of type T, null for none, and returns the previous one.
   template <class T>
   static std::shared_ptr<const T> exchange(std::shared_ptr<const T> value) {
     return std::static_pointer_cast<const T>(exchange(typeid(T), std::move(value)));
@@ -61,8 +61,8 @@ class Environment {
   std::shared_ptr<const at::ThreadLocalState> torch_;  ///< null: as on a new thread
 };
 
-/// Runs this thread in another environment while the scope lives. Its end restores what the thread had
-/// before, whatever the code in between left behind.
+/// Runs this thread in another environment for a scope. Its end restores the previous environment, whatever
+/// the code in between changed.
 class EnvironmentScope {
  public:
   explicit EnvironmentScope(const Environment& inside);
@@ -75,8 +75,8 @@ class EnvironmentScope {
   std::unique_ptr<const at::ThreadLocalState> outside_torch_;  ///< null: as on a new thread
 };
 
-/// Restores the call and the values of this thread at its end, whatever was put in force in between.
-/// LibTorch's state stays as it is.
+/// Restores this thread's call and values at the end of a scope, whatever the code in between changed.
+/// Leaves LibTorch's state alone.
 class EnvironmentValuesScope {
  public:
   EnvironmentValuesScope() : outside_(Environment::of_thread()) {}
@@ -88,8 +88,8 @@ class EnvironmentValuesScope {
   Environment::ValuesPtr outside_;
 };
 
-/// Runs the steps of a coroutine in the environment of the thread that started it, each step as the one
-/// before left it.
+/// Runs a coroutine's steps in the environment of the thread that started it; each step sees the changes of
+/// the previous one.
 class CapturedTaskEnvironment final : public TaskEnvironment {
  public:
   void run(std::coroutine_handle<> step) override;

@@ -15,7 +15,7 @@
 
 namespace torchspan {
 
-/// Who a worker is. Travels as an argument; equal when name and rank are.
+/// Identity of a worker. Can be sent as an argument; equal if name and rank are.
 struct WorkerInfo {
   std::string name;
   std::uint32_t rank = 0;
@@ -29,10 +29,10 @@ struct Wire<WorkerInfo> : WireStruct<WorkerInfo, "WorkerInfo", &WorkerInfo::name
 
 namespace rpc {
 
-/// A message is a struct that knows its number and its reply and travels by Wire<M>:
+/// A message is a struct with a type number and a reply type that is sent by Wire<M>:
 ///   struct Ping { static constexpr auto kType = wire::MessageType{0x8001};
 ///                 static constexpr std::string_view kName = "ping"; using Reply = Unit; std::int64_t n; };
-/// and one handler, registered by the extension of its room (extension.h).
+/// It has one handler, registered by an extension (extension.h).
 template <class M>
 concept Message = wire::Transferable<M> && requires {
   { M::kType } -> std::convertible_to<wire::MessageType>;
@@ -40,34 +40,34 @@ concept Message = wire::Transferable<M> && requires {
   typename M::Reply;
 };
 
-/// One message as interceptors see it.
+/// A message as interceptors see it.
 struct CallInfo {
   wire::MessageType type{};
-  std::string_view name;   ///< the function's, operator's or message's name
+  std::string_view name;   ///< of the function, operator or message
   std::uint32_t peer = 0;  ///< rank of the other side
-  std::uint64_t call = 0;  ///< joins request and reply; counted by the caller
+  std::uint64_t call = 0;  ///< links request and reply; counted by the caller
   bool reply = false;
-  SourceLocation site = {};  ///< on the caller: where the program made the call
-  bool no_grad = false;      ///< see CallOptions: interceptors see no tensors of such a call, on neither side
+  SourceLocation site = {};  ///< on the caller: the call site
+  bool no_grad = false;      ///< see CallOptions; interceptors then see no tensors
 };
 
 class CallGroup;  // call_group.h
 
-/// A request on its way out.
+/// An outgoing request.
 struct Request {
   wire::MessageType type{};
   std::string name;  ///< in errors and spans
   wire::Payload payload;
   Deadline deadline;               ///< never: no limit
-  std::stop_token stop;            ///< ends the call, here and on its callee
-  std::stop_token inherited_stop;  ///< of the call being served: ends it as well
-  bool user_values = false;        ///< interceptors see its tensors, and those of the reply
+  std::stop_token stop;            ///< cancels the call, here and on its callee
+  std::stop_token inherited_stop;  ///< of the call being served; also cancels this one
+  bool user_values = false;        ///< interceptors see its tensors and the reply's
   bool no_grad = false;            ///< see CallOptions
   SourceLocation site;
 };
 
-/// What becomes of a request: exactly one of both is called, once, on a thread that holds no lock. Neither
-/// may wait or run user callbacks.
+/// Receives the outcome of a request: exactly one of the two is called, once, on a thread that holds no
+/// lock. Neither may wait or run user callbacks.
 class Completion {
  public:
   virtual ~Completion() = default;
@@ -97,7 +97,7 @@ class PromiseCompletion final : public Completion {
 
 }  // namespace rpc
 
-/// Where a call goes: a worker's name, rank or info. Remembers the place in the program, which errors name.
+/// Where a call goes: a worker's name, rank or info. Records the call site for errors.
 class Destination {
  public:
   Destination(const char* name, SourceLocation site = SourceLocation::current()) : name_(name), site_(site) {}
@@ -119,33 +119,33 @@ class Destination {
   SourceLocation site_;
 };
 
-/// The call that a handler serves: Worker::current_call(). What is registered with its stop token by a
-/// std::stop_callback runs on the worker's own thread: it must be short and never wait.
+/// The call that a handler serves: Worker::current_call(). A std::stop_callback on its stop token runs on
+/// the worker's internal thread: it must be short and never wait.
 struct CurrentCall {
   WorkerInfo caller;
   std::string name;      ///< of the function, operator or method
-  Deadline deadline;     ///< the caller's; never: it waits without limit
-  std::stop_token stop;  ///< stopped when the caller cancels or is gone, at the deadline, or at shutdown
+  Deadline deadline;     ///< the caller's; never: no limit
+  std::stop_token stop;  ///< set on cancel, loss of the caller, deadline or shutdown
 };
 
-/// Options of single calls, for Worker::with().
+/// Options of individual calls, for Worker::with().
 struct CallOptions {
-  /// How long the caller waits; unset: the worker's default (60 s). Zero: without limit. The callee hears how
-  /// much is left.
+  /// Timeout at the caller; unset: the worker's default (60 s). Zero: no limit. The callee receives the
+  /// remaining time.
   std::optional<Duration> timeout = {};
-  /// Cancels the call: it fails at once with kCancelled, and its handler's stop token is stopped.
+  /// Cancels the call: it fails at once with kCancelled, and its handler's stop token is set.
   std::stop_token stop = {};
-  /// A call made by a handler ends, like everything its caller asked for, with the call that it serves: at
-  /// its deadline and when it is cancelled. True: this one does not.
+  /// By default a call made by a handler ends with the call being served: at its deadline and when it is
+  /// cancelled. True: it does not.
   bool detached = false;
-  /// For evaluation. The callee runs the function under at::NoGradGuard and in no autograd context, and so do
-  /// the calls that it makes in turn; tensors travel without their graphs, both ways, and nobody warns of it.
+  /// For evaluation. The callee runs the function, and the calls that it makes, under at::NoGradGuard and
+  /// without an autograd context. Tensors are sent without their graphs, both ways, and without a warning.
   bool no_grad = false;
   std::shared_ptr<rpc::CallGroup> group = {};  ///< set by WaitScope
 };
 
 namespace rpc {
-/// A request that carries message M, without a deadline.
+/// A request with message M and no deadline.
 template <Message M>
 Request make_request(const M& message) {
   Request request;

@@ -29,7 +29,7 @@ concept HasParameters = requires(const T& module) {
   { *module.buffers().begin() } -> std::convertible_to<at::Tensor>;
 };
 
-/// The sum over a range, if all its elements have a size.
+/// Sum over a range, if all its elements have a known size.
 template <class Range>
 KnownSize size_of_all(const Range& range) {
   std::uint64_t sum = 0;
@@ -46,8 +46,8 @@ inline constexpr bool kPair = false;
 template <class A, class B>
 inline constexpr bool kPair<std::pair<A, B>> = true;
 
-/// How many bytes of data a value holds, for listings: known of tensors, numbers, strings, containers of
-/// those, and modules (their parameters and buffers, also behind a holder). Unknown of all else.
+/// Size of a value's data in bytes, for listings. Known for tensors, numbers, strings, containers of those,
+/// and modules (parameters and buffers, also behind a holder).
 template <class T>
 KnownSize size_of(const T& value) {
   if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) {

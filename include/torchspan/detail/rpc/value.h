@@ -10,10 +10,10 @@
 
 namespace torchspan::rpc {
 
-/// The C++ type's demangled name; names types that cannot travel (modules) in signatures and type tags.
+/// Demangled name of a C++ type; names types that cannot be sent (modules) in signatures and type tags.
 std::string demangle(const std::type_info& type);
 
-/// How a type is called in signatures, tags and messages: its wire name, or its C++ name.
+/// Name of a type in signatures, tags and messages: its wire name, or its C++ name.
 template <class T>
 std::string type_name_of() {
   if constexpr (wire::Transferable<T>) {
@@ -37,23 +37,22 @@ requires requires { typename T::element_type; }
 struct ObjectOfHelper<T> {
   using type = typename T::element_type;
 };
-/// The type whose members a T is called through: the implementation behind a module holder or smart pointer.
+/// The type whose members are called on a T: the module behind a holder, or the target of a smart pointer.
 template <class T>
 using ObjectOf = typename ObjectOfHelper<T>::type;
 
-/// A value of any type on its owner. Shared by the references to it; destroyed outside every lock.
+/// A value of any type on its owner. Shared by its references; destroyed outside every lock.
 class Value {
  public:
   virtual ~Value() = default;
-  /// Writes the value; throws Error{kUnsupported} for types that cannot travel.
+  /// Writes the value; throws Error{kUnsupported} for a type that cannot be sent.
   virtual void encode(wire::Encoder& encoder) const = 0;
   virtual const std::type_info& type() const = 0;
   virtual void* address() = 0;
   virtual std::string type_name() const = 0;
-  /// Bytes of data in it at this moment, if known; not while others may change it.
+  /// Current size of its data in bytes, if known. Not while other threads may change it.
   virtual KnownSize size() const = 0;
-  /// The object of class C that members are called on, C being the object's class or a base of it; null if
-  /// neither.
+  /// The object as class C, which is its class or a base of it; null otherwise.
   template <class C>
   C* object() {
     if (object_type() == typeid(C)) return static_cast<C*>(object_address());
@@ -69,7 +68,7 @@ class Value {
  protected:
   virtual const std::type_info& object_type() const = 0;
   virtual void* object_address() = 0;
-  [[noreturn]] virtual void throw_object() = 0;  ///< lets the language find a base class of a forgotten type
+  [[noreturn]] virtual void throw_object() = 0;  ///< finds a base class of an erased type
 };
 
 template <class T>

@@ -8,7 +8,7 @@ template <>
 struct Wire<RemoteFrame> : WireStruct<RemoteFrame, "RemoteFrame", &RemoteFrame::worker, &RemoteFrame::call,
                                       &RemoteFrame::type, &RemoteFrame::text> {};
 
-/// An Error with all its parts. A kind that this program does not know is kept as its number.
+/// An Error with all its parts. A kind unknown to this program keeps its number.
 template <>
 struct Wire<Error> {
   static std::string name() { return "Error"; }

@@ -12,20 +12,20 @@
 
 namespace torchspan::wire {
 
-/// How deep values may be nested on the wire; more is refused with Error{kInvalid} on both sides.
+/// Maximum nesting of values on the wire; more throws Error{kInvalid} on both sides.
 inline constexpr std::uint32_t kMaxNesting = 256;
 
-/// A value taken apart: its bytes, and beside them what bytes cannot hold. The value bytes name a tensor or a
-/// reference by its index in these tables. `tensors` are the sender's own tensor objects in the order met, so
-/// an interceptor may look at them and replace them in place; pack() (tensors.h) turns them into segments.
-/// `references` are opaque here: `rpc` knows their type and turns them into the frame's handles.
+/// An encoded value: its bytes, and tables of what bytes cannot hold, which they reference by index.
+/// `tensors` are the sender's tensor objects in encoding order; an interceptor may replace them in place,
+/// and pack() (tensors.h) turns them into segments. `references` are opaque; `rpc` turns them into the
+/// frame's handles.
 struct Payload {
   Bytes value;
   std::vector<at::Tensor> tensors;
   std::vector<std::shared_ptr<void>> references;
 };
 
-/// Counts how deep a value is nested while it is encoded or decoded.
+/// Counts the nesting depth of a value during encoding or decoding.
 class NestingCounter {
  protected:
   NestingCounter() = default;
@@ -36,7 +36,7 @@ class NestingCounter {
   std::uint32_t depth_ = 0;
 };
 
-/// One level of nesting for as long as it lives; beyond kMaxNesting its constructor throws Error{kInvalid}.
+/// One level of nesting; beyond kMaxNesting its constructor throws Error{kInvalid}.
 class NestingScope {
  public:
   explicit NestingScope(NestingCounter& counter) : counter_(counter) {
@@ -51,9 +51,8 @@ class NestingScope {
   NestingCounter& counter_;
 };
 
-/// Appends values to a payload and uses the capacity its vectors have. The payload must outlive the encoder,
-/// and its `value` is filled in when the encoder is destroyed or finish() is called; until then it is empty.
-/// Not thread-safe.
+/// Appends values to a payload, using its vectors' capacity. The payload must outlive the encoder. `value`
+/// is empty until finish() or the destructor fills it in. Not thread-safe.
 class Encoder : public NestingCounter {
  public:
   explicit Encoder(Payload& payload) : payload_(payload), bytes_(with_room(std::move(payload.value))) {}
@@ -62,11 +61,11 @@ class Encoder : public NestingCounter {
   Encoder& operator=(const Encoder&) = delete;
 
   ByteWriter& bytes() { return bytes_; }
-  /// Puts a tensor, defined or not, into the tensor table; its storage is neither read nor copied here.
+  /// Adds a tensor, defined or not, to the tensor table, without reading or copying its storage.
   void tensor(const at::Tensor& tensor) { put_index(payload_.tensors, tensor); }
-  /// Puts an opaque object into the reference table.
+  /// Adds an opaque object to the reference table.
   void reference(std::shared_ptr<void> object) { put_index(payload_.references, std::move(object)); }
-  /// Hands the bytes to the payload. Encoding may go on afterwards only with a new encoder.
+  /// Moves the bytes to the payload. To encode more, use a new encoder.
   void finish() {
     if (!finished_) payload_.value = bytes_.take();
     finished_ = true;
@@ -90,9 +89,9 @@ class Encoder : public NestingCounter {
   bool finished_ = false;
 };
 
-/// Reads the values of a payload in the order they were written. Whatever the bytes are, it gives values or
-/// throws Error{kInvalid}. The payload must outlive it, and keeps its own hold on tensors until expect_end()
-/// and on references. Not thread-safe.
+/// Reads the values of a payload in the order they were written. Any bytes give values or throw
+/// Error{kInvalid}. The payload must outlive it. It holds the tensors until expect_end(), and the
+/// references throughout. Not thread-safe.
 class Decoder : public NestingCounter {
  public:
   explicit Decoder(Payload& payload) : payload_(payload), bytes_(payload.value) {}
@@ -100,14 +99,14 @@ class Decoder : public NestingCounter {
   Decoder& operator=(const Decoder&) = delete;
 
   ByteReader& bytes() { return bytes_; }
-  /// The tensor whose index comes next; Error{kInvalid} when the table has no such entry.
+  /// The tensor at the next index; throws Error{kInvalid} if the table has no such entry.
   at::Tensor tensor() { return payload_.tensors[get_index(payload_.tensors.size(), "tensor")]; }
-  /// The opaque object whose index comes next; Error{kInvalid} when the table has no such entry.
+  /// The object at the next index; throws Error{kInvalid} if the table has no such entry.
   std::shared_ptr<void> reference() {
     return payload_.references[get_index(payload_.references.size(), "reference")];
   }
-  /// Throws Error{kInvalid} unless every value byte was read. Then the payload lets go of its tensors: they
-  /// belong to the values that were decoded.
+  /// Throws Error{kInvalid} unless every value byte was read. Then releases the payload's tensors to the
+  /// decoded values.
   void expect_end() {
     bytes_.expect_end();
     payload_.tensors.clear();
