@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <fmt/format.h>
+#include <optional>
 
 #include "rpc/agent.h"
 
@@ -66,6 +67,28 @@ std::vector<std::string> lines(const std::vector<RRefInfo>& leaks) {
   return lines;
 }
 
+/// The deadline of a shutdown, brought forward while nothing is sent or handled.
+class QuietLimit {
+ public:
+  QuietLimit(Runtime& runtime, Duration limit, Deadline deadline)
+      : executor_(runtime.executor), limit_(limit), deadline_(deadline), until_(deadline) {}
+  /// What all workers have sent and handled by now.
+  void heard(const Totals& totals) {
+    if (limit_ == Duration::zero() || (totals.sent == sent_ && totals.handled == handled_)) return;
+    sent_ = totals.sent;
+    handled_ = totals.handled;
+    until_ = earlier(deadline_, executor_.deadline_in(limit_));
+  }
+  Deadline until() const { return until_; }
+
+ private:
+  Executor& executor_;
+  const Duration limit_;
+  const Deadline deadline_;
+  Deadline until_;
+  std::optional<std::uint64_t> sent_, handled_;
+};
+
 }  // namespace
 
 /// Waits a moment for this worker's own work to end; false when some is still going on.
@@ -113,13 +136,14 @@ std::vector<Bytes> RpcAgent::exchange_totals(Deadline deadline, ShutdownWait& wa
 std::vector<RRefInfo> RpcAgent::agree_on_quiet(Deadline deadline, bool list, ShutdownWait& wait) {
   std::vector<RRefInfo> held;
   Totals before;
+  QuietLimit limit(runtime_, options_.shutdown_limit, deadline);
   bool quiet_before = false;
   for (;;) {
-    wait_until_quiet(deadline);
+    wait_until_quiet(limit.until());
     if (list) held = references_->list_owners();
     Totals sum;
     std::uint32_t rank = 0;
-    for (const Bytes& bytes : exchange_totals(deadline, wait)) {
+    for (const Bytes& bytes : exchange_totals(limit.until(), wait)) {
       const Report one = from_bytes(bytes);
       sum.sent += one.totals.sent;
       sum.handled += one.totals.handled;
@@ -127,6 +151,7 @@ std::vector<RRefInfo> RpcAgent::agree_on_quiet(Deadline deadline, bool list, Shu
       if (rank != self_.rank) wait.heard(roster_.name(rank), one.totals.busy, one.news);
       ++rank;
     }
+    limit.heard(sum);
     references_->leave(false);  // all have come this far: nobody serves on
     if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;
     quiet_before = !sum.busy;
@@ -156,9 +181,11 @@ void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
 /// for others may never end; their calls fail as it leaves. Gives the values that are to be leaks then.
 std::vector<RRefInfo> RpcAgent::leave_open_world(Deadline deadline, ShutdownWait& wait) {
   references_->leave(true);
+  QuietLimit limit(runtime_, options_.shutdown_limit, deadline);
   auto wait_for = [&](const char* for_what) {
     while (calls_.size() != 0 || !references_->settled()) {
-      if (deadline.passed(runtime_.executor.now())) {
+      limit.heard(totals());
+      if (limit.until().passed(runtime_.executor.now())) {
         std::string letters;
         for (const std::string& line : references_->outstanding()) letters += fmt::format("  {}\n", line);
         throw Error(ErrorKind::kTimedOut,
@@ -207,8 +234,11 @@ void RpcAgent::leave_world(Deadline deadline, ShutdownWait& wait, std::vector<RR
         "shutdown()");
     membership_->leave(deadline);
   } else {
-    while (!wait_until_quiet(deadline) && !deadline.passed(runtime_.executor.now()))
+    QuietLimit limit(runtime_, options_.shutdown_limit, deadline);
+    while (!wait_until_quiet(limit.until()) && !limit.until().passed(runtime_.executor.now())) {
+      limit.heard(totals());
       wait.warn_of([&] { return unfinished(); });
+    }
   }
 }
 

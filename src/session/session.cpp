@@ -36,6 +36,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.rank = static_cast<std::uint32_t>(std::max(options.environment.rank, 0));
   service.default_timeout = options.rpc_timeout;
   service.stopped_limit = options.stopped_limit;
+  service.shutdown_limit = options.shutdown_timeout;
   service.device_maps = options.device_maps;
   service.threads = options.threads;
   service.max_threads = options.max_threads;
@@ -122,7 +123,6 @@ class Session::Impl {
   Impl(const WorkerOptions& options, FunctionTable functions,
        std::vector<std::unique_ptr<rpc::Extension>> extensions)
       : runtime_owner_(make_runtime(options)),
-        shutdown_timeout_(options.shutdown_timeout),
         leave_timeout_(options.leave_timeout),
         exceptions_(std::uncaught_exceptions()) {
     extensions.insert(extensions.begin(), std::make_unique<optim::OptimExtension>());
@@ -166,10 +166,7 @@ class Session::Impl {
     service_->shutdown(deadline);
   }
   void shutdown(Duration timeout) { shutdown(runtime_.executor.deadline_in(timeout)); }
-  void shutdown() {
-    if (shutdown_timeout_ == Duration::zero()) return shutdown(Deadline::never());
-    shutdown(shutdown_timeout_);
-  }
+  void shutdown() { shutdown(Deadline::never()); }
   void abort(const std::string& why) {
     left_ = true;
     service_->stop("left because its program failed: " + why);
@@ -188,7 +185,7 @@ class Session::Impl {
 
   const std::shared_ptr<Runtime> runtime_owner_;
   Runtime& runtime_{*runtime_owner_};
-  const Duration shutdown_timeout_, leave_timeout_;
+  const Duration leave_timeout_;
   const int exceptions_;  ///< in flight when the session was made
   bool left_ = false;
   std::unique_ptr<rpc::WorkerService> service_;

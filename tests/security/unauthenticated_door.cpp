@@ -156,8 +156,8 @@ std::string read_line(const Descriptor& from) {
 }  // namespace
 
 Door::Door(DoorKind kind, int descriptors) : kind_(std::move(kind)) {
-  std::vector<std::string> arguments = {"unauthenticated_victim", (kind_.store ? "store-" : "") + kind_.transport,
-                                        other_address("door")};
+  std::vector<std::string> arguments = {
+      "unauthenticated_victim", (kind_.store ? "store-" : "") + kind_.transport, other_address("door")};
   if (kind_.certificates) {
     ours_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "ours");
     foreign_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "foreign");

@@ -13,8 +13,8 @@
 
 #include "core/api/descriptor.h"
 #include "net/stream/address.h"
-#include "tests/security/unauthenticated_counts.h"
 #include "tests/conformance/transport_node.h"
+#include "tests/security/unauthenticated_counts.h"
 #include "tests/support/certificates.h"
 #include "tests/support/processes.h"
 

@@ -10,8 +10,8 @@
 #include <torchspan/net/tls.h>
 
 #include "net/api/stream.h"
-#include "tests/security/unauthenticated_counts.h"
 #include "tests/conformance/transport_echo.h"
+#include "tests/security/unauthenticated_counts.h"
 
 /// unauthenticated_victim stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS; with "store-" in
 /// front it is rank 0 of an open world and serves its store there. TORCHSPAN_TEST_DESCRIPTORS limits the

@@ -23,8 +23,11 @@ struct WorkerOptions {
   net::Secret secret;           ///< empty: read from environment.secret_file
   net::NetworkOptions network;  ///< shared memory on one host; certificates, heartbeats between hosts
   Duration rpc_timeout = std::chrono::seconds(60);
-  Duration shutdown_timeout = std::chrono::minutes(30);  ///< limit of shutdown(); 0: none
-  Duration leave_timeout = std::chrono::seconds(30);     ///< limit of the wait in ~Session
+  /// How long shutdown() waits for calls and references that do not end: counted while no worker sends or
+  /// handles a message, once all have called it; zero: no limit. Workers that have not called it, and a
+  /// worker that serves calls, are waited for without a limit.
+  Duration shutdown_timeout = std::chrono::minutes(30);
+  Duration leave_timeout = std::chrono::seconds(30);  ///< limit of the wait in ~Session
   /// How long a worker on this host may stay stopped by a signal or a debugger before calls to it fail and
   /// training steps that need it end; 0: no limit. A stopped worker on another host is silent, and
   /// network.tls.dead_after applies instead.

@@ -25,6 +25,9 @@ struct ServiceOptions {
   std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per peer, of requests queued for a thread
   Duration stopped_limit =
       std::chrono::seconds(5);  ///< calls to a stopped process fail after it; zero: never
+  /// How long a graceful shutdown waits while no message is handled anywhere, once all workers have begun it;
+  /// zero: no limit.
+  Duration shutdown_limit = Duration::zero();
   /// Device map per peer name: where non-CPU tensors sent to the peer, and results of calls to it, are
   /// placed. Without a map tensors are sent as they are and arrive on the CPU.
   std::map<std::string, DeviceMap> device_maps = {};
