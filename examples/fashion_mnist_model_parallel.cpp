@@ -53,8 +53,8 @@ ts::optim::OptimizerSpec recipe(const Options& options) {
 /// The model, in two halves that live where there is room: on workers 1 and 2 of three.
 struct Model {
   Model(ts::Worker& worker, std::uint64_t seed)
-      : features(worker, std::min(1u, worker.world_size() - 1), kFeatures, seed),
-        classifier(worker, std::min(2u, worker.world_size() - 1), kClassifier, seed + 1) {}
+      : features(worker, std::min(1, worker.world_size() - 1), kFeatures, seed),
+        classifier(worker, std::min(2, worker.world_size() - 1), kClassifier, seed + 1) {}
 
   torch::Tensor forward(const torch::Tensor& images) { return classifier.forward(features.forward(images)); }
   void train(bool on) {

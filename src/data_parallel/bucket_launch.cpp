@@ -73,8 +73,8 @@ void Reducer::Impl::launch(Round& round, std::size_t bucket) {
   }
   round.broken = false;
   if (!round.measured) return;
-  work.then([self = hold(), bucket, number = round.number,
-             began = runtime_.executor.now()](const Future<at::Tensor>&) {
+  work.add_done_callback([self = hold(), bucket, number = round.number,
+                          began = runtime_.executor.now()](const Future<at::Tensor>&) {
     self->runtime_.spans.record(SpanKind::kBucket, fmt::format("bucket {}", bucket), began, number);
   });
 }

@@ -74,18 +74,18 @@ void Reducer::Impl::conclude(const RoundPtr& round) {
   }
   if (round->sink != nullptr) round->end->hold(round->finished);
   if (!round->status.valid()) return await_hooks(round, 0);
-  round->status.then([self = hold(), round](const Future<at::Tensor>&) { self->finish(round); });
+  round->status.add_done_callback([self = hold(), round](const Future<at::Tensor>&) { self->finish(round); });
 }
 
 void Reducer::Impl::await_hooks(const RoundPtr& round, std::size_t bucket) {
   const auto self = hold();
   if (bucket < round->works.size()) {
-    round->works[bucket].then(
+    round->works[bucket].add_done_callback(
         [self, round, bucket](const Future<at::Tensor>&) { self->await_hooks(round, bucket + 1); });
     return;
   }
   send_status(*round);
-  round->status.then([self, round](const Future<at::Tensor>&) { self->finish(round); });
+  round->status.add_done_callback([self, round](const Future<at::Tensor>&) { self->finish(round); });
 }
 
 void Reducer::Impl::send_status(Round& round) {
@@ -200,7 +200,7 @@ void Reducer::Impl::hear_why(const RoundPtr& round, int rank) {
     std::memcpy(reason.data_ptr(), round->reason.data(), size);
   }
   group_.broadcast(reason, rank)
-      .then([round, reason, world_rank = group_.ranks()[rank]](const Future<at::Tensor>& heard) {
+      .add_done_callback([round, reason, world_rank = group_.ranks()[rank]](const Future<at::Tensor>& heard) {
         if (round->failure) return static_cast<void>(round->promise->set_error(round->failure));
         if (heard.error()) return static_cast<void>(round->promise->set_error(heard.error()));
         const std::string text(static_cast<const char*>(reason.data_ptr()));
@@ -218,7 +218,7 @@ void Reducer::Impl::hear_counts(const RoundPtr& round) {
   at::Tensor counts = at::full({group_.size()}, kNoNumber, at::kInt);
   if (round->counts) counts[group_.rank()] = round->forwards;
   group_.all_reduce(counts, collective::kMax)
-      .then([round, counts, ranks = group_.ranks()](const Future<at::Tensor>& heard) {
+      .add_done_callback([round, counts, ranks = group_.ranks()](const Future<at::Tensor>& heard) {
         if (heard.error()) return static_cast<void>(round->promise->set_error(heard.error()));
         const auto* count = counts.data_ptr<std::int32_t>();
         std::size_t fewest = ranks.size(), most = ranks.size();
@@ -250,7 +250,7 @@ void Reducer::Impl::rebuild(const RoundPtr& round) {
     if (!placed[parameter]) *next++ = static_cast<std::int64_t>(parameter);
   }
   group_.broadcast(order, round->leader)
-      .then([self = hold(), round, order](const Future<at::Tensor>& agreed) {
+      .add_done_callback([self = hold(), round, order](const Future<at::Tensor>& agreed) {
         try {
           agreed.wait();
           self->build_in(round, order);
@@ -272,7 +272,7 @@ void Reducer::Impl::build_in(const RoundPtr& round, const at::Tensor& order) {
   }
   at::Tensor who = at::full({1}, round->rebuilt ? 0 : group_.rank() + 1, at::kInt);
   group_.all_reduce(who, collective::kMax)
-      .then([self = hold(), round, who, reason](const Future<at::Tensor>& told) {
+      .add_done_callback([self = hold(), round, who, reason](const Future<at::Tensor>& told) {
         try {
           told.wait();
           const int unbuilt = *who.data_ptr<std::int32_t>();

@@ -171,7 +171,7 @@ namespace {
 void when_done(const std::vector<Future<void>>& futures, std::function<void()> next) {
   auto left = std::make_shared<std::atomic<std::size_t>>(futures.size());
   for (const Future<void>& future : futures) {
-    future.then([left, next](Future<void>) {
+    future.add_done_callback([left, next](Future<void>) {
       if (left->fetch_sub(1) == 1) next();
     });
   }

@@ -69,7 +69,7 @@ void run_entry(const std::shared_ptr<RpcAgent>& core, const IncomingPtr& call, D
     return finish(nullptr, std::current_exception());
   }
   if (!outcome.later.valid()) return finish(outcome.value, nullptr);
-  outcome.later.then([finish](Future<ValuePtr> done) {
+  outcome.later.add_done_callback([finish](Future<ValuePtr> done) {
     if (done.error()) return finish(nullptr, done.error());
     finish(done.wait(), nullptr);
   });

@@ -87,7 +87,8 @@ TEST(Shutdown, TheDeadlineErrorTellsWhatWasNotFinishedAndWhoThisWorkerIs) {
   const Story story = tell(2, [](SimCluster& cluster, WorkerService& service) {
     Worker& worker = service.worker();
     const bool first = worker.rank() == 0;
-    if (first) worker.with({.timeout = seconds(1)}).rpc_async(1, kWork, Duration(seconds(45)));
+    if (first)
+      static_cast<void>(worker.with({.timeout = seconds(1)}).rpc_async(1, kWork, Duration(seconds(45))));
     service.shutdown(first ? cluster.executor().deadline_in(seconds(3)) : Deadline::never());
   });
   EXPECT_EQ(story.error(0).kind(), ErrorKind::kTimedOut);
@@ -181,7 +182,7 @@ TEST(Deaths, WhatTheDeadStillSayIsNoComplaint) {
       worker.rpc_sync(0, kWork, Duration(0));
       service.membership().give_up("left because of a test");  // its connections live on
       for (int i = 0; i < 400; ++i) {
-        worker.rpc_async(0, kWork, Duration(0));
+        static_cast<void>(worker.rpc_async(0, kWork, Duration(0)));
         nap(worker, std::chrono::microseconds(5));
       }
     });

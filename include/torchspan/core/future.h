@@ -140,6 +140,11 @@ class [[nodiscard]] Future {
   /// worker is gone.
   template <class F>
   auto then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>>;
+  /// The same for a callback without a result; an exception that it throws is lost.
+  template <class F>
+  void add_done_callback(F callback) const {
+    static_cast<void>(then(std::move(callback)));
+  }
 
   bool await_ready() const { return done(); }
   template <class P>

@@ -58,7 +58,7 @@ Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   }
   auto collector = std::make_shared<future_detail::Collector<T>>(host, futures);
   for (const Future<T>& future : futures) {
-    future.then([collector](Future<T> done) { collector->note(done); });
+    future.add_done_callback([collector](Future<T> done) { collector->note(done); });
   }
   return collector->future();
 }

@@ -145,7 +145,9 @@ class DistributedOptimizer : public LRTarget {
   /// Destroys the optimizers on the owners without waiting.
   void drop() noexcept;
   double norm_here(const autograd::ContextView& context, const ClipOptions& options) const;
-  GlobalId id_on(std::uint32_t owner) const { return {worker_.rank(), shares_.at(owner).id}; }
+  GlobalId id_on(std::uint32_t owner) const {
+    return {static_cast<std::uint32_t>(worker_.rank()), shares_.at(owner).id};
+  }
   std::vector<double> rates_on(std::uint32_t owner) const;
   std::map<std::uint32_t, StateDict> split(const StateDict& state) const;
 

@@ -15,7 +15,7 @@ class CallGroup {
   template <class T>
   static void track(const std::shared_ptr<CallGroup>& group, const Future<T>& call) {
     group->begin();
-    call.then([group](Future<T> done) { group->end(done.error()); });
+    call.add_done_callback([group](Future<T> done) { group->end(done.error()); });
   }
   /// Completes when no call is pending, or fails with the first failure.
   Future<void> settled();

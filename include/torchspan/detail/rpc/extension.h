@@ -70,7 +70,7 @@ class Registrar {
                    };
                    const Future<R> reply = handler(call, wire::from_payload<M>(payload));
                    if (reply.done()) return answer(reply);
-                   reply.then(std::move(answer));
+                   reply.add_done_callback(std::move(answer));
                  } else {
                    auto encoded = wire::to_payload(R(handler(call, wire::from_payload<M>(payload))));
                    done->succeed(encoded);
