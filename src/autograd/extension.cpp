@@ -71,7 +71,7 @@ namespace {
 void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadline,
                   const std::stop_token& stop) {
   const auto either = std::make_shared<Promise<void>>(worker.endpoint()->host());
-  done.then([either](const Future<void>& end) {
+  done.add_done_callback([either](const Future<void>& end) {
     end.error() ? either->set_error(end.error()) : either->set_value();
   });
   const std::stop_callback stopped(stop, [either] {
@@ -147,14 +147,14 @@ Context::~Context() {
           "made it must end it, else it goes on in the ended one",
           state_->id()));
     }
-    worker_.extension<AutogradExtension>().impl()->release(state_->id());
+    static_cast<void>(worker_.extension<AutogradExtension>().impl()->release(state_->id()));
   } catch (...) {  // the others forget it as this worker ends
   }
 }
 
 void Context::release(Duration timeout) {
   const auto impl = worker_.extension<AutogradExtension>().impl();
-  impl->release(state_->id());
+  static_cast<void>(impl->release(state_->id()));
   impl->released(state_->id()).wait(timeout);
 }
 

@@ -151,8 +151,8 @@ void PassState::end_request() {
   if (const auto endpoint = endpoint_.lock()) {
     for (const std::uint32_t rank : workers) {
       if (rank == rank_) continue;
-      std::make_shared<Telling<MarksFinal>>(Worker(endpoint), rank, MarksFinal{context_->id(), id()})
-          ->start();
+      const MarksFinal message{context_->id(), id()};
+      static_cast<void>(std::make_shared<Telling<MarksFinal>>(Worker(endpoint), rank, message)->start());
     }
   }
   marks_are_final();

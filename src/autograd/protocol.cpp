@@ -253,9 +253,8 @@ void AutogradExtension::Impl::release_told(std::uint32_t, ReleaseContext message
                                            Answer<ReleaseContext> answer) {
   const Future<void> told = release(message.context);
   if (told.done()) return answer.give(Unit{});
-  told.then([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](const Future<void>&) {
-    answer->give(Unit{});
-  });
+  told.add_done_callback([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](
+                             const Future<void>&) { answer->give(Unit{}); });
 }
 
 Future<void> AutogradExtension::Impl::releases_under_way() {
@@ -309,18 +308,18 @@ void AutogradExtension::Impl::depart(std::uint32_t rank, const Error& reason) {
 void AutogradExtension::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
   const Worker me = require_worker();
   const std::uint32_t maker = maker_of(context->id());
-  if (maker == me.rank()) return;
+  if (maker == me.info().rank) return;
   const auto release_soon = [weak = weak_from_this(), id = context->id()] {
     const auto self = weak.lock();
     const auto pool = self ? self->host.lock() : nullptr;
-    if (pool) pool->post([self, id] { self->release(id); });
+    if (pool) pool->post([self, id] { static_cast<void>(self->release(id)); });
   };
   if (!me.endpoint()->is_present(maker)) return release_soon();
   const auto ask = std::make_shared<Telling<AdoptMember>>(me, maker, AdoptMember{context->id()},
                                                           [release_soon](bool known) {
                                                             if (!known) release_soon();
                                                           });
-  ask->start();
+  static_cast<void>(ask->start());
 }
 
 bool AutogradExtension::Impl::adopt(const rpc::CallInfo& call, const AdoptMember& message) {

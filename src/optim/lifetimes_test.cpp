@@ -134,7 +134,7 @@ Error error_of(F&& body) {
   return Error(ErrorKind::kInvalid, "");
 }
 
-void await(Worker& worker, std::uint32_t size) {
+void await(Worker& worker, int size) {
   for (int i = 0; i < 10'000 && worker.world_size() != size; ++i)
     worker.runtime().executor.sleep(milliseconds(1));
   ASSERT_EQ(worker.world_size(), size);

@@ -51,7 +51,7 @@ TEST(PipelineSkips, FromTheFirstToTheThirdInEveryBalanceAndMode) {
         expect_gradients(pipe, {a.ptr(), b.ptr(), c.ptr()});
         if (worker.rank() == 0) expect_close(x.grad(), plain_x.grad());
         const Batch output = pipe.infer(x);
-        if (worker.rank() + 1 == balance.size())
+        if (worker.rank() + 1 == static_cast<int>(balance.size()))
           expect_close(output.tensor(), (c->forward(b->forward(first)) + first * 0.5).detach());
       });
     });

@@ -101,13 +101,13 @@ class RRefWorld {
     enum class Kind : std::uint8_t { kControl, kAnswer, kCreate, kCreated, kCarry, kAudit, kAudited };
     Kind kind = Kind::kControl;
     PeerId from, to;
-    RRefMessage message;
+    RRefMessage message = {};
     std::size_t number = 0;  ///< of the control message
     bool counted = true;
     bool failed = false;  ///< the creation, at its owner
-    wire::Handle handle;
-    RRefTable::Forks asked;
-    std::vector<GlobalId> lost;
+    wire::Handle handle = {};
+    RRefTable::Forks asked = {};
+    std::vector<GlobalId> lost = {};
   };
 
   void step(const RRefStep& step);

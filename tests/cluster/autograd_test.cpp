@@ -56,7 +56,7 @@ void require_nothing_left(Worker& worker, const std::vector<int>& ranks) {
 /// A loss that takes in all workers: worker -> +1 -> +2 -> +3.
 at::Tensor loss_over_all(Worker& worker, const at::Tensor& a) {
   std::vector<std::int64_t> stops;
-  for (std::uint32_t hop = 1; hop < worker.world_size(); ++hop) {
+  for (int hop = 1; hop < worker.world_size(); ++hop) {
     stops.push_back((worker.rank() + hop) % worker.world_size());
   }
   return worker.rpc_sync(worker.rank(), kTour, stops, a).sum();

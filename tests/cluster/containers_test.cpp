@@ -47,7 +47,7 @@ std::uint64_t adopted(Session& session) {
 
 void call_everybody(Session& session) {
   Worker& worker = session.worker();
-  for (std::uint32_t peer = 0; peer < session.world_size(); ++peer) {
+  for (int peer = 0; peer < session.world_size(); ++peer) {
     if (peer == session.rank()) continue;
     const at::Tensor x = at::arange(3 << 20, at::kFloat);
     require(at::equal(worker.rpc_sync(peer, kTwice, x), x * 2), "twice");

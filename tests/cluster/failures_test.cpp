@@ -59,7 +59,7 @@ Error error_of(F&& call) {
 void calls_work() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
-  for (std::uint32_t rank = 0; rank < worker.world_size(); ++rank) {
+  for (int rank = 0; rank < worker.world_size(); ++rank) {
     require(worker.rpc_sync(rank, kAdd, 40, 2) == 42, "40 + 2 = 42");
   }
   const at::Tensor big = at::arange(1 << 20);

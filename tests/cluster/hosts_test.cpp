@@ -41,7 +41,7 @@ FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); 
 void meet() {
   Session session(host_options(), functions());
   Worker& worker = session.worker();
-  for (std::uint32_t peer = 0; peer < session.world_size(); ++peer) {
+  for (int peer = 0; peer < session.world_size(); ++peer) {
     if (peer == session.rank()) continue;
     for (const std::int64_t size : {1, 1 << 10, 3 << 20}) {
       const at::Tensor x = at::arange(size, at::kFloat);

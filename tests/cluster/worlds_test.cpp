@@ -80,7 +80,7 @@ void init_twice() {
   }
 }
 
-void wait_for(Worker& worker, std::uint32_t size) {
+void wait_for(Worker& worker, int size) {
   for (int i = 0; i < 3000 && worker.world_size() != size; ++i)
     worker.runtime().executor.sleep(milliseconds(10));
   require(worker.world_size() == size, "a world of " + std::to_string(size));

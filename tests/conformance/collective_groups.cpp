@@ -155,13 +155,13 @@ TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
                     ::testing::AllOf(::testing::HasSubstr("on meta"), ::testing::HasSubstr(".to(at::kCPU)")));
       }
     };
-    refused([&] { group.all_reduce(meta); });
-    refused([&] { group.reduce_scatter(meta); });
-    refused([&] { group.all_gather(meta); });
-    refused([&] { group.broadcast(meta, 0); });
+    refused([&] { static_cast<void>(group.all_reduce(meta)); });
+    refused([&] { static_cast<void>(group.reduce_scatter(meta)); });
+    refused([&] { static_cast<void>(group.all_gather(meta)); });
+    refused([&] { static_cast<void>(group.broadcast(meta, 0)); });
     std::vector<at::Tensor> parts(ranks(), at::ones({2}));
     parts.back() = meta;
-    refused([&] { group.all_to_all(parts); });
+    refused([&] { static_cast<void>(group.all_to_all(parts)); });
     EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
   });
 }

@@ -127,8 +127,7 @@ TEST(Handles, AnswerCancelledOnceTheirWorkerHasEnded) {
         std::unique_ptr<Handles> handles;
         const auto failures = cluster.try_services([&](rpc::WorkerService& service) {
           Worker& worker = service.worker();
-          while (worker.world_size() < static_cast<std::uint32_t>(workers))
-            worker.runtime().executor.sleep(milliseconds(1));
+          while (worker.world_size() < workers) worker.runtime().executor.sleep(milliseconds(1));
           if (worker.rank() == 0) {
             handles = std::make_unique<Handles>(worker, to);
           } else {

@@ -81,7 +81,7 @@ ClusterOptions world(int workers = 2) {
 
 std::vector<std::int64_t> all_keys(const Worker& worker) {
   std::vector<std::int64_t> counts;
-  for (std::uint32_t rank = 0; rank < worker.world_size(); ++rank) {
+  for (int rank = 0; rank < worker.world_size(); ++rank) {
     counts.push_back(worker.rpc_sync(rank, kKeys));
   }
   return counts;

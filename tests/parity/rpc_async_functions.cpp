@@ -93,7 +93,7 @@ Number async_fanout(Worker& worker, const WorkerInfo& to, std::int64_t x, std::i
   auto all = std::make_shared<Gathering>(Promise<std::int64_t>(worker.endpoint()->host()), 0, count);
   Number result = all->promise.future();
   for (std::int64_t i = 0; i < count; ++i) {
-    worker.rpc_async(to, kAdd, x, i * step).then([all](Number number) {
+    worker.rpc_async(to, kAdd, x, i * step).add_done_callback([all](Number number) {
       all->sum += number.wait();
       if (--all->left == 0) all->promise.set_value(all->sum.load());
     });

@@ -36,7 +36,7 @@ constexpr Function<raise_on_next> kRaiseOnNext{"raise_on_next"};
 constexpr Function<add> kOnlyOnTheCaller{"only_on_the_caller"};
 
 std::int64_t raise_on_next(Worker& worker) {
-  const std::uint32_t next = worker.rank() + 1;
+  const int next = worker.rank() + 1;
   return next + 1 < worker.world_size() ? worker.rpc_sync(next, kRaiseOnNext) : worker.rpc_sync(next, kRaise);
 }
 

@@ -33,7 +33,7 @@ constexpr Function<complete_my_own_future> kCompleteMine{"complete_my_own_future
 
 std::int64_t add_use_future(Worker& worker, const WorkerInfo& to, std::int64_t a, std::int64_t b) {
   Promise<std::int64_t> promise(worker.endpoint()->host());
-  worker.rpc_async(to, kAdd, a, b).then([&](Number sum) { promise.set_value(sum.wait()); });
+  worker.rpc_async(to, kAdd, a, b).add_done_callback([&](Number sum) { promise.set_value(sum.wait()); });
   return promise.future().wait();
 }
 std::int64_t add_with_callback(Worker& worker, const WorkerInfo& to, std::int64_t a, std::int64_t b) {

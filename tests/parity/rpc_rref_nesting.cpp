@@ -105,7 +105,7 @@ ClusterOptions world(int& alive) {
 /// References to values of every worker, those of this one among them.
 Load make_load(Worker& worker) {
   Load load;
-  for (std::uint32_t owner = 0; owner < worker.world_size(); ++owner) {
+  for (int owner = 0; owner < worker.world_size(); ++owner) {
     Box box{.label = "of " + std::to_string(owner),
             .number = worker.remote(owner, kNextNumber, 7),
             .tensors = {},

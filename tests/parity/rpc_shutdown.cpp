@@ -25,7 +25,8 @@ constexpr Function<fire_and_forget> kFireAndForget{"fire_and_forget"};
 
 void fire_and_forget(Worker& worker, std::int64_t hops) {
   ++state_of<Tally>(worker).done;
-  if (hops > 1) worker.rpc_async((worker.rank() + 1) % worker.world_size(), kFireAndForget, hops - 1);
+  if (hops > 1)
+    static_cast<void>(worker.rpc_async((worker.rank() + 1) % worker.world_size(), kFireAndForget, hops - 1));
 }
 
 ClusterOptions world(Tally& tally, int workers) {
@@ -107,7 +108,7 @@ TEST(RpcConformance, GracefulShutdownWithUnevenWorkload) {
         Worker& worker = service.worker();
         if (worker.rank() == 0) {
           for (std::uint32_t to = 1; to < 4; ++to) {
-            for (int i = 0; i < 5; ++i) worker.rpc_async(to, kWork, seconds(to));
+            for (int i = 0; i < 5; ++i) static_cast<void>(worker.rpc_async(to, kWork, seconds(to)));
           }
         }
         service.shutdown();
@@ -123,7 +124,7 @@ TEST(RpcConformance, MultiLayerNestedAsyncRpc) {
       4,
       [](rpc::WorkerService& service, Tally&) {
         Worker& worker = service.worker();
-        worker.rpc_async((worker.rank() + 1) % 4, kFireAndForget, 20);
+        static_cast<void>(worker.rpc_async((worker.rank() + 1) % 4, kFireAndForget, 20));
         service.shutdown();
       },
       [](const auto& failures, const Tally& tally) {

@@ -177,8 +177,8 @@ TEST(RpcConformance, RrefProxyTimeout) {
     expect_timeout(worker, milliseconds(100), [&] { made.creation().wait(); });
     const auto late = worker.remote("worker1", kSleep, seconds(2));
     expect_timeout(worker, milliseconds(100), [&] { late.with({.timeout = milliseconds(100)}).to_here(); });
+    worker.runtime().executor.sleep(seconds(10));  // the threads over there are done
     EXPECT_EQ(brief.rpc_sync(kGet), 5);
-    worker.runtime().executor.sleep(seconds(10));
     const Caller hurried = worker.with({.timeout = milliseconds(100)});
     expect_timeout(worker, milliseconds(100), [&] { hurried.call_on(sleeper, kSlowGet, seconds(2)).wait(); });
     auto created = hurried.create_on(sleeper, kSlowGet, seconds(2));

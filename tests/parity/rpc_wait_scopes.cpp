@@ -89,7 +89,7 @@ TEST(RpcConformance, WaitAllTimeout) {
     const TimePoint begin = now(worker);
     expect_error(ErrorKind::kTimedOut, "worker1", [&] {
       WaitScope calls(worker, {.timeout = milliseconds(100)});
-      calls.rpc_async("worker1", kSlowAdd, 1, 2);
+      static_cast<void>(calls.rpc_async("worker1", kSlowAdd, 1, 2));
       calls.wait();
     });
     EXPECT_LT(now(worker) - begin, milliseconds(105));
@@ -100,7 +100,7 @@ TEST(RpcConformance, WaitAllRaiseInUserFunc) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] {
       WaitScope calls(worker);
-      calls.rpc_async("worker1", kRaise);
+      static_cast<void>(calls.rpc_async("worker1", kRaise));
       calls.wait();
     });
     WaitScope creations(worker);
@@ -128,7 +128,7 @@ TEST(RpcConformance, WaitAllScopeExitsEarly) {
     WaitScope calls(worker);
     auto slow = calls.rpc_async("worker2", kSlowAdd, 1, 2);
     const TimePoint begin = now(worker);
-    calls.rpc_async("worker1", kRaise);
+    static_cast<void>(calls.rpc_async("worker1", kRaise));
     expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] { calls.wait(); });
     EXPECT_LT(now(worker) - begin, milliseconds(100));
     EXPECT_FALSE(slow.done());

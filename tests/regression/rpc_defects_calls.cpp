@@ -99,7 +99,7 @@ TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
       worker.rpc_sync(1, kDoze, 1);
       nap(worker, seconds(1));
       try {
-        worker.with({.timeout = seconds(30)}).rpc_async(1, kMark);  // sent into the cut
+        static_cast<void>(worker.with({.timeout = seconds(30)}).rpc_async(1, kMark));  // sent into the cut
         nap(worker, seconds(40));
       } catch (const std::exception&) {
       }
@@ -148,7 +148,7 @@ TEST(RpcDefects, ShutdownWaitsForContinuations) {
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
-    worker.rpc_async(1, kDoze, 10).then([worker](Future<void> done) mutable {
+    worker.rpc_async(1, kDoze, 10).add_done_callback([worker](Future<void> done) mutable {
       done.wait();
       nap(worker, milliseconds(500));
       worker.rpc_sync(1, kMark);

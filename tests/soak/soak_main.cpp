@@ -85,7 +85,7 @@ int worker_main() {
 void wait_until_alone(Worker& worker) {
   for (int i = 0; i < 600 && worker.world_size() > 1; ++i) {
     for (const WorkerInfo& other : worker.workers()) {
-      if (other.rank == worker.rank()) continue;
+      if (other.rank == worker.info().rank) continue;
       try {
         worker.with({.timeout = seconds(2)}).rpc_sync(other, kFinish);
       } catch (const Error&) {  // it is about to leave, or just left
