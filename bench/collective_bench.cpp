@@ -19,12 +19,13 @@
 #include "bench/harness.h"
 #include "collective/c10d/gloo.h"
 #include "collective/mpi/mpi.h"
+#include "collective/world_link.h"
 
 namespace torchspan {
 namespace {
 
+using collective::BlockingCollectives;
 using collective::Group;
-using collective::Wire;
 
 struct Size {
   std::string name;
@@ -58,7 +59,9 @@ class Rank {
   void run() {
     at::set_num_threads(1);
     const std::vector<int> ranks = group_->ranks();
-    peers_.emplace_back("gloo", collective::connect_gloo(runtime_, *world_, ranks, std::chrono::seconds(60)));
+    const std::shared_ptr<Runtime> runtime(std::shared_ptr<void>(), &runtime_);
+    peers_.emplace_back("gloo", collective::connect_gloo(collective::WorldLink::make(runtime, *world_), ranks,
+                                                         {.timeout = std::chrono::seconds(60)}));
     if (environment_.launcher == rendezvous::Launcher::kOpenMpi) {
       peers_.emplace_back("openmpi",
                           collective::connect_mpi(ranks, environment_.rank, environment_.world_size));
@@ -103,7 +106,7 @@ class Rank {
   Runtime runtime_;
   std::unique_ptr<rendezvous::Membership> world_;
   std::unique_ptr<Group> group_;
-  std::vector<std::pair<std::string, std::unique_ptr<Wire>>> peers_;
+  std::vector<std::pair<std::string, std::unique_ptr<BlockingCollectives>>> peers_;
 };
 
 pid_t start(const std::vector<std::string>& command) {

@@ -4,6 +4,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -25,10 +26,18 @@ class Flags:
         self.torch = [f"-isystem{LIBTORCH_FRONT_END}"] if LIBTORCH_FRONT_END.is_dir() else []
         database = root / "build" / "dev" / "compile_commands.json"
         for entry in json.loads(database.read_text()) if database.is_file() else []:
-            path = os.path.relpath(entry["file"], root)
-            self.known[path] = self._portable(shlex.split(entry["command"]))
-            if path == "cmake/torch_pch.cpp":
-                self.torch = self.known[path]
+            flags = self._portable(shlex.split(entry["command"]))
+            for path in self._sources_of(Path(entry["file"])):
+                self.known[path] = flags
+                if path == "cmake/torch_pch.cpp":
+                    self.torch = flags
+
+    def _sources_of(self, path):
+        """The source itself, or those that a unity source includes."""
+        if path.parent.name != "Unity" or not path.is_file():
+            return [os.path.relpath(path, self.root)]
+        return [os.path.relpath(name, self.root)
+                for name in re.findall(r'^#include "(.*)"$', path.read_text(), re.MULTILINE)]
 
     def _portable(self, words):
         kept = []

@@ -47,7 +47,7 @@ TEST(Error, KeepsItsPartsWhenThrownAndCopied) {
   try {
     throw Error(ErrorKind::kOverloaded, "full").with_worker("w3").with_call("push").with_elapsed(3s);
   } catch (const Error& error) {
-    const Error copy = error;
+    const Error copy = error;  // NOLINT(performance-unnecessary-copy-initialization): what is tested
     EXPECT_EQ(copy.kind(), ErrorKind::kOverloaded);
     EXPECT_EQ(copy.message(), "full");
     EXPECT_EQ(copy.worker(), "w3");

@@ -22,7 +22,7 @@ TEST(UniqueFunction, IsEmptyUntilGivenSomething) {
 TEST(UniqueFunction, HoldsMoveOnlyCapturesAndTakesThemAlongWhenMoved) {
   UniqueFunction<int()> function = [value = std::make_unique<int>(7)] { return *value; };
   UniqueFunction<int()> moved = std::move(function);
-  EXPECT_FALSE(function);
+  EXPECT_FALSE(function);  // NOLINT(bugprone-use-after-move): what is tested
   EXPECT_EQ(moved(), 7);
   EXPECT_EQ(moved(), 7);
 }

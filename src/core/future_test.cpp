@@ -35,7 +35,9 @@ TEST(Future, GivesItsValueToEveryCopyAnyNumberOfTimes) {
   everywhere(30, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<std::string> promise(pool.host());
-    const Future<std::string> future = promise.future(), copy = future;
+    const Future<std::string> future = promise.future();
+    // NOLINTNEXTLINE(performance-unnecessary-copy-initialization): what is tested
+    const Future<std::string> copy = future;
     EXPECT_TRUE(future.valid());
     EXPECT_FALSE(future.done());
     Thread thread = executor.spawn("sets", [&] { promise.set_value("hello"); });
@@ -94,6 +96,7 @@ TEST(Promise, LeavesALosingValueWithItsOwner) {
   promise.set_value("first");
   std::string second = "second, which is too long to be kept in place";
   EXPECT_FALSE(promise.set_value(std::move(second)));
+  // NOLINTNEXTLINE(bugprone-use-after-move): what is tested
   EXPECT_EQ(second, "second, which is too long to be kept in place");
   EXPECT_EQ(promise.future().wait(), "first");
 }
@@ -119,7 +122,7 @@ TEST(Promise, CancelsWhatItHeldWhenAnotherIsMovedIn) {
   promise = std::move(same);
   EXPECT_FALSE(fresh.done());
   EXPECT_TRUE(promise.set_value(1));
-  EXPECT_FALSE(other.set_value(2)) << "it was moved away";
+  EXPECT_FALSE(other.set_value(2)) << "it was moved away";  // NOLINT(bugprone-use-after-move): what is tested
   EXPECT_EQ(fresh.wait(), 1);
 }
 

@@ -116,7 +116,7 @@ TEST(Task, RefusesToBeAwaitedTwice) {
   const auto moved_away = []() -> Task<int> {
     Task<int> task = constant(1);
     Task<int> other = std::move(task);
-    co_return co_await task;
+    co_return co_await task;  // NOLINT(bugprone-use-after-move): what is tested
   };
   EXPECT_THROW(start(twice(), {}).wait(), Error);
   EXPECT_THROW(start(moved_away(), {}).wait(), Error);
@@ -160,7 +160,7 @@ TEST(Task, DestroysItsLocalsAndArgumentsBeforeItsFutureCompletes) {
     OwnedPool pool(executor);
     const auto token = std::make_shared<int>(1);
     const auto hold = [](std::shared_ptr<int> argument, Future<int> future) -> Task<int> {
-      const auto local = argument;
+      const auto local = argument;  // NOLINT(performance-unnecessary-copy-initialization): what is tested
       co_return co_await future + *local;
     };
     Promise<int> promise(pool.host());

@@ -128,7 +128,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (!client.find(member.rank)) std::abort();
   }
   try {
-    client.gather("tag", {}, {0, 1, 2}, executor->deadline_in(Duration(0) - std::chrono::seconds(2)));
+    client.gather("tag", {}, {0, 1, 2},
+                  {.until = executor->deadline_in(Duration(0) - std::chrono::seconds(2))});
     std::abort();
   } catch (const Error&) {
   }

@@ -237,8 +237,8 @@ TEST(UcxGreetingTest, TakesOtherVersionsOnlyFromTheFirstThatUnderstandsOthersOn)
   };
   meet(13, 13);
   meet(16, 18);
-  for (const auto& [theirs, ours] : {std::pair{13u, 14u}, {13u, 18u}, {18u, 13u}}) {
-    EXPECT_EQ(kind_of([&] { meet(theirs, ours); }), ErrorKind::kUnsupported);
+  for (const auto& versions : {std::pair{13u, 14u}, {13u, 18u}, {18u, 13u}}) {
+    EXPECT_EQ(kind_of([&] { meet(versions.first, versions.second); }), ErrorKind::kUnsupported);
   }
 }
 
