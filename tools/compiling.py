@@ -23,12 +23,14 @@ class Flags:
     def __init__(self, root):
         self.root = root
         self.known = {}
+        self.unit = {}  # the unity source that a source is compiled in
         self.torch = [f"-isystem{LIBTORCH_FRONT_END}"] if LIBTORCH_FRONT_END.is_dir() else []
         database = root / "build" / "dev" / "compile_commands.json"
         for entry in json.loads(database.read_text()) if database.is_file() else []:
             flags = self._portable(shlex.split(entry["command"]))
             for path in self._sources_of(Path(entry["file"])):
                 self.known[path] = flags
+                self.unit[path] = entry["file"]
                 if path == "cmake/torch_pch.cpp":
                     self.torch = flags
 

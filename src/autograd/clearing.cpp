@@ -74,7 +74,7 @@ void ContextView::clear_gradients(Duration timeout) const {
   while (!next.empty()) {
     std::map<std::uint32_t, Future<ClearedPart>> asked;
     for (const std::uint32_t rank : std::exchange(next, {})) {
-      if (rank != worker_.info().rank) ask(asked, worker_, rank, id(), deadline);
+      if (rank != worker_.endpoint()->self().rank) ask(asked, worker_, rank, id(), deadline);
     }
     for (const auto& [rank, answer] : asked) {
       const std::optional<ClearedPart> part = heard(worker_, rank, answer);

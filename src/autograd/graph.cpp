@@ -88,7 +88,7 @@ void write_worker(const WorkerGraph& worker, const std::map<std::uint64_t, std::
 }  // namespace
 
 WorkerGraph graph_of(const Worker& me, const ContextState& context, const std::vector<at::Tensor>& roots) {
-  WorkerGraph graph{me.name(), me.info().rank, false, {}};
+  WorkerGraph graph{me.name(), me.endpoint()->self().rank, false, {}};
   for (const auto& send : context.sends()) {
     const MessageInfo& message = send->message();
     GraphPart part{

@@ -308,7 +308,7 @@ void AutogradExtension::Impl::depart(std::uint32_t rank, const Error& reason) {
 void AutogradExtension::Impl::lost_touch(const std::shared_ptr<ContextState>& context) {
   const Worker me = require_worker();
   const std::uint32_t maker = maker_of(context->id());
-  if (maker == me.info().rank) return;
+  if (maker == me.endpoint()->self().rank) return;
   const auto release_soon = [weak = weak_from_this(), id = context->id()] {
     const auto self = weak.lock();
     const auto pool = self ? self->host.lock() : nullptr;

@@ -81,7 +81,8 @@ template <rpc::Message M>
 Future<void> tell_all(const Worker& me, const ContextState& context, const M& message) {
   std::vector<Future<void>> heard;
   for (const std::uint32_t rank : context.workers()) {
-    if (rank != me.info().rank) heard.push_back(std::make_shared<Telling<M>>(me, rank, message)->start());
+    if (rank != me.endpoint()->self().rank)
+      heard.push_back(std::make_shared<Telling<M>>(me, rank, message)->start());
   }
   return when_all(std::move(heard));
 }
@@ -116,7 +117,7 @@ void ask_all(const Worker& me, const ContextState& context, const M& question, t
   M next = question;
   next.patience = Duration(patience * 2 / 3).count();  // whoever asks on answers in time
   for (const std::uint32_t rank : context.workers()) {
-    if (rank == me.info().rank || !me.endpoint()->is_present(rank)) continue;
+    if (rank == me.endpoint()->self().rank || !me.endpoint()->is_present(rank)) continue;
     {
       MutexLock lock(gathering->mutex);
       ++gathering->left;

@@ -1,9 +1,12 @@
 #include "core/api/descriptor.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstring>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/socket.h>
 #include <vector>
 
 #include <torchspan/detail/core/mutex.h>
@@ -71,5 +74,27 @@ Descriptor Descriptor::not_inherited(const std::function<int()>& make) {
 }
 
 void Descriptor::close_not_inherited(int fd) { not_inherited_descriptors().close(fd); }
+
+ssize_t send_with_descriptor(int socket, BytesView bytes, int descriptor, int flags) {
+  iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &place;
+  message.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(head), &descriptor, sizeof descriptor);
+  }
+  ssize_t sent;
+  do {
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | flags);
+  } while (sent < 0 && errno == EINTR);
+  return sent;
+}
 
 }  // namespace torchspan

@@ -13,10 +13,13 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::executor_test {
 namespace {
 
 using namespace std::chrono_literals;
+using torchspan::testing::kind_of;
 
 class RealExecutor : public ::testing::Test {
  protected:
@@ -215,15 +218,6 @@ class RealPoller : public RealExecutor {
   std::unique_ptr<Poller> poller_ = executor_->make_poller();
   std::array<Poller::Event, 8> events_{};
 };
-
-ErrorKind kind_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  return ErrorKind{};
-}
 
 TEST_F(RealPoller, ReportsAReadablePipeByItsTokenForAsLongAsItIs) {
   Pipe pipe;

@@ -9,26 +9,18 @@
 
 #include "core/pool_trials.h"
 #include "core/trials.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::future_test {
 namespace {
 
 using ::testing::HasSubstr;
 using namespace std::chrono_literals;
+using torchspan::testing::kind_of;
 
 template <class T>
 ErrorKind failure_of(const Future<T>& future) {
   return to_error(future.error()).kind();
-}
-
-template <class Body>
-ErrorKind kind_of(Body body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  return ErrorKind{};
 }
 
 TEST(Future, GivesItsValueToEveryCopyAnyNumberOfTimes) {

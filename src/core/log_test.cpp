@@ -51,17 +51,17 @@ TEST(Log, ChangesItsLevelAndCanBeSilent) {
 
 TEST(Log, WritesToStandardErrorWithoutASink) {
   Log log("w7");
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   log.warning(std::string(100'000, 'x'));
   log.info("not shown");
-  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(),
             "torchspan[w7] warning: " + std::string(100'000, 'x') + "\n");
 }
 
 TEST(Log, KeepsLinesWholeWhenSeveralThreadsWrite) {
   const auto executor = make_executor();
   Log log("w");
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   {
     std::vector<Thread> threads;
     for (char letter = 'a'; letter < 'e'; ++letter) {
@@ -70,7 +70,7 @@ TEST(Log, KeepsLinesWholeWhenSeveralThreadsWrite) {
       }));
     }
   }
-  const std::string all = testing::internal::GetCapturedStderr();
+  const std::string all = ::testing::internal::GetCapturedStderr();
   std::size_t lines = 0;
   for (std::size_t at = 0; at < all.size(); ++lines) {
     const std::size_t end = all.find('\n', at);

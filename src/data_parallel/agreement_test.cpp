@@ -17,7 +17,7 @@ std::string disagreement(
     const std::function<DataParallelOptions(int)>& options = [](int) { return DataParallelOptions{}; }) {
   PerRank<std::string> texts(3);
   on_ranks(3, [&](const Rank& self) {
-    texts[self.rank] = error_of(
+    texts[self.rank] = error_text(
         [&] { Reducer reducer(self.runtime, parameters(self.rank), self.group, options(self.rank)); });
   });
   EXPECT_EQ(texts[0], texts[1]);

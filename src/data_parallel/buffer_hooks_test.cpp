@@ -169,7 +169,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
             return futures;
           },
           "moths", when);
-      const std::string text = error_of([&] { model(fed(1)).sum().backward(); });
+      const std::string text = error_text([&] { model(fed(1)).sum().backward(); });
       EXPECT_NE(text.find("moths"), std::string::npos) << text;
       fails = false;
       net->zero_grad();
@@ -190,7 +190,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
         },
         "moths");
     model(fed(1));
-    const std::string text = error_of([&] { model(fed(1)); });
+    const std::string text = error_text([&] { model(fed(1)); });
     EXPECT_NE(text.find("moths"), std::string::npos) << text;
   });
 }
@@ -200,7 +200,7 @@ TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
     Counter net;
     DistributedDataParallel model(self.runtime, net, self.group);
     const auto refused = [&](const std::string& text, const std::function<void()>& body) {
-      const std::string heard = error_of(body);
+      const std::string heard = error_text(body);
       EXPECT_NE(heard.find(text), std::string::npos) << heard;
     };
     refused("'another'", [&] { model.set_buffer_hook(average_floats, self.rank == 0 ? "one" : "another"); });

@@ -108,7 +108,7 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   on_ranks(2, [&](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4}), leaf({4}), leaf({4})};
     Reducer reducer(self.runtime, named(parameters), self.group, small({}));
-    const std::string text = error_of([&] { step(reducer, twice(parameters, self.rank)); });
+    const std::string text = error_text([&] { step(reducer, twice(parameters, self.rank)); });
     EXPECT_NE(text.find("'p2'"), std::string::npos) << text;
     EXPECT_NE(text.find("static_graph"), std::string::npos) << text;
   });
@@ -147,7 +147,7 @@ TEST(StaticGraph, ThatChangesFailsByName) {
     Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
     step(reducer, loss_of(parameters, self.rank, 0));
     zero(parameters, true);
-    const std::string fewer = error_of([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
+    const std::string fewer = error_text([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
     EXPECT_NE(fewer.find("'p0'"), std::string::npos) << fewer;
     EXPECT_NE(fewer.find("static_graph"), std::string::npos) << fewer;
   });
@@ -155,7 +155,7 @@ TEST(StaticGraph, ThatChangesFailsByName) {
     const Tensors parameters{leaf({4}), leaf({4})};
     Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
     step(reducer, loss_of({parameters[0]}, self.rank, 0));
-    const std::string more = error_of([&] { step(reducer, loss_of(parameters, self.rank, 0)); });
+    const std::string more = error_text([&] { step(reducer, loss_of(parameters, self.rank, 0)); });
     EXPECT_NE(more.find("'p1'"), std::string::npos) << more;
   });
 }
@@ -194,7 +194,7 @@ TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
       auto list = named({leaf({6, 2})});
       list[0].sparse_gradient = declared;
       Reducer reducer(self.runtime, list, self.group);
-      const std::string text = error_of(
+      const std::string text = error_text(
           [&] { step(reducer, declared ? list[0].tensor.sum() : looked_up(list[0].tensor, {1}).sum()); });
       EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
     });
@@ -222,7 +222,7 @@ TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
     const Tensors parameters{leaf({3}), leaf({2})};
     Reducer reducer(self.runtime, named(parameters), self.group);
     const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, 0)}).at(0);
-    const std::string text = error_of(
+    const std::string text = error_text(
         [&] { torch::autograd::backward({loss}, {}, /*retain_graph=*/true, false, {parameters[0]}); });
     EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
     EXPECT_EQ(text.find("'p0'"), std::string::npos) << text;

@@ -117,13 +117,13 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
     Reducer reducer(self.runtime, named(parameters), self.group);
-    const std::string differs =
-        error_of([&] { reducer.register_comm_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
+    const std::string differs = error_text(
+        [&] { reducer.register_comm_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
     EXPECT_NE(differs.find("'another'"), std::string::npos) << differs;
-    EXPECT_NE(error_of([&] { reducer.register_comm_hook(nullptr, "none"); }).find("empty"),
+    EXPECT_NE(error_text([&] { reducer.register_comm_hook(nullptr, "none"); }).find("empty"),
               std::string::npos);
     reducer.register_comm_hook(all_reduce_hook(), "one");
-    EXPECT_NE(error_of([&] { reducer.register_comm_hook(all_reduce_hook(), "one"); }).find("already"),
+    EXPECT_NE(error_text([&] { reducer.register_comm_hook(all_reduce_hook(), "one"); }).find("already"),
               std::string::npos);
     Reducer late(self.runtime, named(parameters), self.group);
     {
@@ -131,7 +131,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
           reducer.prepare_for_backward(late.prepare_for_backward({loss_of(parameters, self.rank, 0)})).at(0);
       loss.backward();
     }
-    EXPECT_NE(error_of([&] {
+    EXPECT_NE(error_text([&] {
                 late.register_comm_hook(all_reduce_hook(), "late");
               }).find("before the first backward"),
               std::string::npos);
@@ -150,7 +150,7 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
           return kind == 2 ? at::Tensor() : at::zeros({7});
         });
       };
-      const std::string text = error_of([&] {
+      const std::string text = error_text([&] {
         const Tensors parameters{leaf({3})};
         Reducer reducer(self.runtime, named(parameters), self.group);
         reducer.register_comm_hook(hook, "nonsense");

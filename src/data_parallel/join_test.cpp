@@ -110,7 +110,7 @@ TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(self.runtime, net, self.group);
-    const std::string text = error_of([&] {
+    const std::string text = error_text([&] {
       model.join(
           [&] {
             for (int i = 0; i < (self.rank == 1 ? 2 : 4); ++i) model(rows(1)).sum().backward();
@@ -136,7 +136,7 @@ TEST(Join, TellsTheOthersOfALoopThatThrew) {
     if (self.rank == 2) {
       EXPECT_THROW(train(), std::runtime_error);
     } else {
-      const std::string text = error_of(train);
+      const std::string text = error_text(train);
       EXPECT_NE(text.find("the training loop of rank 2"), std::string::npos) << text;
       EXPECT_NE(text.find("no such file"), std::string::npos) << text;
     }
@@ -162,7 +162,7 @@ TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
     if (self.rank == 2) {
       EXPECT_THROW(train(), std::runtime_error);
     } else {
-      const std::string text = error_of(train);
+      const std::string text = error_text(train);
       EXPECT_NE(text.find("the training loop of rank 2"), std::string::npos) << text;
       EXPECT_NE(text.find("the loss is not a number"), std::string::npos) << text;
     }
@@ -282,7 +282,7 @@ TEST(Join, EndsOnAllWhenRanksDisagreeAboutWhatComesNext) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(self.runtime, net, self.group);
-    const std::string text = error_of([&] {
+    const std::string text = error_text([&] {
       model.join([&] {
         for (int i = 0; i < (self.rank == 2 ? 1 : 4); ++i) {
           const at::Tensor loss = model(rows(1)).sum();

@@ -81,7 +81,7 @@ TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) 
     DistributedDataParallel all(self.runtime, two, self.group);
     DistributedDataParallel one(self.runtime, Pair(two), alone);
     const std::string text =
-        error_of([&] { (all(fed(1), fed(1)) + one(fed(1 + self.rank), fed(1))).sum().backward(); });
+        error_text([&] { (all(fed(1), fed(1)) + one(fed(1 + self.rank), fed(1))).sum().backward(); });
     EXPECT_NE(text.find("is averaged by two wrappers, over ranks"), std::string::npos) << text;
     two->zero_grad();
     one(fed(1 + self.rank), fed(1)).sum().backward();

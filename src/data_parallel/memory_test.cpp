@@ -110,7 +110,7 @@ TEST(ScarceMemory, AtTheBeginningIsToldToAllRanks) {
     const Tensors parameters{leaf({10}), leaf({10})};
     if (self.rank == 2) *scarce.left = 1;
     const std::string text =
-        error_of([&] { Reducer reducer(self.runtime, named(parameters), scarce.group); });
+        error_text([&] { Reducer reducer(self.runtime, named(parameters), scarce.group); });
     EXPECT_NE(text.find("rank 2 cannot begin"), std::string::npos) << text;
     EXPECT_NE(text.find("the shared memory is full"), std::string::npos) << text;
     *scarce.left = kPlenty;

@@ -243,7 +243,7 @@ TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
     model(batch(2, 2, 0).to(at::kFloat)).sum().backward();
     mlp->zero_grad();
     mlp->to(at::kDouble);
-    const std::string text = error_of([&] { model(batch(2, 2, 0)).sum().backward(); });
+    const std::string text = error_text([&] { model(batch(2, 2, 0)).sum().backward(); });
     EXPECT_NE(text.find("'layer0.weight' was converted"), std::string::npos) << text;
   });
 }
@@ -295,7 +295,7 @@ TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
     EXPECT_FALSE(at::equal(biases[0], biases[1]));
     const auto weights = self.group.all_gather(mlp->layers[1]->weight.grad()).wait();
     EXPECT_TRUE(at::equal(weights[0], weights[1]));
-    const std::string text = error_of([&] {
+    const std::string text = error_text([&] {
       DistributedDataParallel wrong(self.runtime, mlp, self.group, {.ignored_parameters = {"layer7.bias"}});
     });
     EXPECT_NE(text.find("'layer7.bias'"), std::string::npos) << text;
@@ -308,7 +308,7 @@ TEST(DistributedDataParallel, RefusesIgnoreListsThatDiffer) {
     DataParallelOptions options;
     if (self.rank == 1) options.ignored_parameters = {"layer0.bias"};
     const std::string text =
-        error_of([&] { DistributedDataParallel model(self.runtime, mlp, self.group, options); });
+        error_text([&] { DistributedDataParallel model(self.runtime, mlp, self.group, options); });
     EXPECT_NE(text.find("ignored_parameters"), std::string::npos) << text;
   });
 }

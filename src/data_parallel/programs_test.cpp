@@ -252,7 +252,7 @@ TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
       self.group.barrier();  // another rank may still be at the end of that step
       if (self.rank == 1) broken.reducer().group().abort(Error(ErrorKind::kCancelled, "enough of this"));
       self.group.barrier();
-      const std::string text = error_of([&] { broken(values({1, 2}, 0)).sum().backward(); });
+      const std::string text = error_text([&] { broken(values({1, 2}, 0)).sum().backward(); });
       EXPECT_NE(text.find("enough of this"), std::string::npos) << text;
     }
     DistributedDataParallel model(self.runtime, mine, self.group);
@@ -284,7 +284,7 @@ TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
               return gradient;
             });
           if (self.rank == 0) return output.sum().backward();
-          const std::string text = error_of([&] { output.sum().backward(); });
+          const std::string text = error_text([&] { output.sum().backward(); });
           EXPECT_NE(text.find("rank 0 gave up"), std::string::npos) << text;
           EXPECT_NE(text.find("destroyed"), std::string::npos) << text;
         },
@@ -297,7 +297,7 @@ TEST(Programs, ThatReplaceAParameterHearOfItByName) {
     nn::Linear mine(2, 2);
     DistributedDataParallel model(self.runtime, mine, self.group);
     mine->weight = leaf({2, 2});
-    const std::string text = error_of([&] { model(values({1, 2}, 0)).sum().backward(); });
+    const std::string text = error_text([&] { model(values({1, 2}, 0)).sum().backward(); });
     EXPECT_NE(text.find("left 1 of 2 parameters without a gradient"), std::string::npos) << text;
     EXPECT_NE(text.find("'weight'"), std::string::npos) << text;
   });

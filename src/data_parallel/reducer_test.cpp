@@ -190,7 +190,7 @@ TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
     EXPECT_TRUE(reducer.stats().rebuilt);
     EXPECT_EQ(reducer.stats().bucket_bytes, (std::vector<std::size_t>{80, 40, 120, 40}));
     const auto refused = [&](std::vector<double> list) {
-      return error_of([&] {
+      return error_text([&] {
         Reducer wrong(self.runtime, named(parameters), self.group, {.bucket_cap_mb_list = std::move(list)});
       });
     };
@@ -204,7 +204,7 @@ TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn)
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
     Reducer reducer(self.runtime, named(parameters), self.group);
-    const std::string text = error_of([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
+    const std::string text = error_text([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
     EXPECT_NE(text.find("'p0', 'p2'"), std::string::npos) << text;
     EXPECT_NE(text.find("find_unused_parameters"), std::string::npos) << text;
     for (int i = 0; i < 2; ++i) {
@@ -220,7 +220,7 @@ TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(self.runtime, named(parameters), self.group);
-    const std::string text = error_of([&] {
+    const std::string text = error_text([&] {
       step(reducer, self.rank == 1 ? loss_of({parameters[1]}, 1, 0) : loss_of(parameters, self.rank, 0));
     });
     EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
@@ -251,7 +251,7 @@ void survive_a_throwing_backward(bool early, bool to_none, bool view, std::uint6
     if (self.rank == 1) {
       EXPECT_THROW(step(reducer, loss), std::runtime_error);
     } else {
-      const std::string text = error_of([&] { step(reducer, loss); });
+      const std::string text = error_text([&] { step(reducer, loss); });
       EXPECT_NE(text.find("rank 1 gave up its backward pass"), std::string::npos) << text;
     }
     EXPECT_EQ(reducer.stats().aborted, 1U);
@@ -279,7 +279,7 @@ TEST(Reducer, FailsEverywhereWhenARankDies) {
     Reducer reducer(self.runtime, named(parameters), self.group);
     step(reducer, loss_of(parameters, self.rank, 0));
     if (self.rank == 2) return self.die();
-    const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
+    const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
     EXPECT_NE(text.find("rank 2 died"), std::string::npos) << text;
   });
 }
@@ -292,7 +292,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              Reducer reducer(self.runtime, named(parameters), self.group);
              step(reducer, loss_of(parameters, self.rank, 0));
              if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
-             const std::string text = error_of([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
+             const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
              EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
              EXPECT_NE(text.find("in reduction 2, bucket 0 of 1 (with 'p0')"), std::string::npos) << text;
              EXPECT_NE(text.find("fewer batches than the others"), std::string::npos) << text;

@@ -149,7 +149,8 @@ struct WithoutMemory : nn::Module {
 TEST(Devices, ThatTheGroupDoesNotTakeAreRefusedWithTheNameOfTheParameter) {
   on_ranks(2, [](const Rank& self) {
     const auto net = std::make_shared<WithoutMemory>();
-    const std::string text = error_of([&] { DistributedDataParallel model(self.runtime, net, self.group); });
+    const std::string text =
+        error_text([&] { DistributedDataParallel model(self.runtime, net, self.group); });
     EXPECT_NE(text.find("'weight' is on meta"), std::string::npos) << text;
     EXPECT_NE(text.find("move the module to the CPU"), std::string::npos) << text;
   });

@@ -206,7 +206,7 @@ TEST(SyncBatchNorm, TakesOneRowARankButNotOneInAll) {
     const at::Tensor whole = values({2, 2}, 1, at::kFloat);
     expect_close(norm(whole.narrow(0, self.rank, 1)).detach(), plain(whole).narrow(0, self.rank, 1).detach(),
                  1e-6);
-    const std::string text = error_of([&] { norm(whole.narrow(0, 0, self.rank)); });
+    const std::string text = error_text([&] { norm(whole.narrow(0, 0, self.rank)); });
     EXPECT_NE(text.find("one value a feature"), std::string::npos) << text;
   });
 }
@@ -287,7 +287,7 @@ TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
     expect_close(norm->weight.grad(), once * 2, 1e-6);
     EXPECT_THROW(loss.backward(), c10::Error) << "nothing is left to walk";
     const std::string text =
-        error_of([&] { other.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
+        error_text([&] { other.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
     EXPECT_NE(text.find("second derivatives"), std::string::npos) << text;
     at::Tensor input = mine * 1;
     const at::Tensor output = norm(input);
@@ -298,7 +298,7 @@ TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
 
 TEST(SyncBatchNorm, RefusesInputsThatMakeNoSense) {
   SyncBatchNorm norm(nn::BatchNormOptions(2));
-  const auto refused = [&](const at::Tensor& input) { return error_of([&] { norm(input); }); };
+  const auto refused = [&](const at::Tensor& input) { return error_text([&] { norm(input); }); };
   EXPECT_NE(refused(at::ones({4})).find("[4]; it takes [batch, 2, ...]"), std::string::npos);
   EXPECT_NE(refused(at::ones({4, 3})).find("SyncBatchNorm of 2 features got Float [4, 3]"),
             std::string::npos);
@@ -309,7 +309,7 @@ TEST(SyncBatchNorm, NamesRanksWhoseFeaturesDiffer) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2 + self.rank));
     norm->set_group(self.group);
-    const std::string text = error_of([&] { norm(at::ones({4, 2 + self.rank})); });
+    const std::string text = error_text([&] { norm(at::ones({4, 2 + self.rank})); });
     EXPECT_NE(text.find("2 features on rank 0 and 3 on rank 1"), std::string::npos) << text;
   });
 }
@@ -368,11 +368,11 @@ TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
     nn::Sequential good(nn::BatchNorm1d(3));
     net->register_module("good", good.ptr());
     if (self.rank == 1) net->register_module("block", std::make_shared<Block>());
-    const std::string text = error_of([&] { convert_sync_batch_norm(*net, self.group); });
+    const std::string text = error_text([&] { convert_sync_batch_norm(*net, self.group); });
     EXPECT_NE(text.find("rank 1 cannot begin: 'block.norm' is a member of type BatchNorm"), std::string::npos)
         << text;
     EXPECT_NE(dynamic_cast<nn::BatchNorm1dImpl*>(good->ptr(0).get()), nullptr);
-    const std::string alone = error_of([&] { convert_sync_batch_norm(*nn::BatchNorm1d(2), self.group); });
+    const std::string alone = error_text([&] { convert_sync_batch_norm(*nn::BatchNorm1d(2), self.group); });
     EXPECT_NE(alone.find("itself a BatchNorm"), std::string::npos) << alone;
   });
 }
@@ -380,7 +380,7 @@ TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
 TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
   on_ranks(2, [](const Rank& self) {
     const auto refused = [&](nn::Sequential net) {
-      return error_of([&] { convert_sync_batch_norm(*net, self.group); });
+      return error_text([&] { convert_sync_batch_norm(*net, self.group); });
     };
     const std::string options =
         refused(nn::Sequential(nn::BatchNorm1d(nn::BatchNormOptions(3).eps(self.rank == 0 ? 0.5 : 0.25))));
@@ -400,9 +400,9 @@ TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
     const auto train = [&] {
       for (int i = 0; i < 2 + self.rank; ++i) model.forward(values({3, 2}, i, at::kFloat)).sum().backward();
     };
-    const std::string text = error_of([&] { model.join(train); });
+    const std::string text = error_text([&] { model.join(train); });
     EXPECT_NE(text.find("'1', a SyncBatchNorm"), std::string::npos) << text;
-    const std::string end = error_of([&] { model.join(train, {.throw_on_early_termination = true}); });
+    const std::string end = error_text([&] { model.join(train, {.throw_on_early_termination = true}); });
     EXPECT_NE(end.find("rank 0 has run out of batches"), std::string::npos) << end;
   });
 }

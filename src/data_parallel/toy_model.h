@@ -9,11 +9,12 @@
 
 #include <torchspan/data_parallel/reducer.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace torchspan::data_parallel::testing {
 
-using torchspan::testing::error_of;
+using torchspan::testing::error_text;
 using torchspan::testing::on_ranks;
 using torchspan::testing::over_shared_memory;
 using torchspan::testing::PerRank;

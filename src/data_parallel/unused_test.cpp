@@ -268,7 +268,7 @@ TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
     const Tensors outputs =
         reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
     outputs[0].backward();
-    const std::string text = error_of([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
+    const std::string text = error_text([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
     EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
     zero(parameters, true);
     step(reducer, squares(parameters, 1 + self.rank));
@@ -282,7 +282,7 @@ TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
     Reducer reducer(self.runtime, named(parameters), self.group);
     const Tensors outputs =
         reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
-    const std::string text = error_of([&] { outputs[0].backward(); });
+    const std::string text = error_text([&] { outputs[0].backward(); });
     EXPECT_NE(text.find("partial_backward"), std::string::npos) << text;
   });
 }
@@ -291,7 +291,7 @@ TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
     Reducer strict(self.runtime, named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
-    const std::string text = error_of([&] { squares(parameters, 1).backward(); });
+    const std::string text = error_text([&] { squares(parameters, 1).backward(); });
     EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
     zero(parameters, true);
     step(strict, squares(parameters, 1 + self.rank));
@@ -324,7 +324,7 @@ TEST(FrozenParameters, ThatThawAreRefusedByName) {
     Reducer reducer(self.runtime, named(parameters), self.group);
     step(reducer, squares({parameters[0]}, 1));
     parameters[1].set_requires_grad(true);
-    const std::string text = error_of([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
+    const std::string text = error_text([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
     EXPECT_NE(text.find("'p1'"), std::string::npos) << text;
   });
 }
@@ -336,7 +336,7 @@ TEST(FrozenParameters, ThatWereNotWhenTheyWereWrappedAreNamedAsSuch) {
     step(reducer, squares(parameters, 1 + self.rank));
     zero(parameters, true);
     if (self.rank == 1) parameters[1].set_requires_grad(false);
-    const std::string text = error_of([&] { step(reducer, squares(parameters, 1)); });
+    const std::string text = error_text([&] { step(reducer, squares(parameters, 1)); });
     EXPECT_NE(text.find("'p1' was frozen after it was wrapped"), std::string::npos) << text;
     EXPECT_EQ(text.find("dtype"), std::string::npos) << text;
     EXPECT_EQ(text.find("rank 1 gave up") != std::string::npos, self.rank == 0) << text;

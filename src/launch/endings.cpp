@@ -30,9 +30,7 @@ std::string who(const Ending& ending) {
   return fmt::format("{} (rank {}, pid {})", ending.name, ending.rank, ending.pid);
 }
 
-std::string seconds(Duration time) {
-  return fmt::format("{:.1f} s", std::chrono::duration<double>(time).count());
-}
+std::string seconds(Duration time) { return fmt::format("{:.1f} s", to_seconds(time)); }
 
 /// "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by SIGTERM)",
 /// by rank. `endings[i].blames` of who failed because of the first failure is its process.

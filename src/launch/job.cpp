@@ -317,8 +317,7 @@ void Job::settle(TimePoint now) {
     }
     display_.say(fmt::format(
         "torchspan: {} (rank {}, pid {}) has left the others, but its process still runs {:.1f} s later\n",
-        leaving->name, leaving->rank, leaving->child.pid(),
-        std::chrono::duration<double>(options_.grace).count()));
+        leaving->name, leaving->rank, leaving->child.pid(), to_seconds(options_.grace)));
   }
   const Ending& first = endings_.at(first_failure(endings_).value());
   if (endings_.size() < workers_.size()) {

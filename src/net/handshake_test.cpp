@@ -7,10 +7,13 @@
 #include <random>
 #include <string>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::net::handshake_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::error_of;
 
 constexpr std::size_t kHello = 56, kProof = 33;
 
@@ -20,16 +23,6 @@ HandshakeOptions options_of(char secret = 's') {
   HandshakeOptions options{.secret = secret_of(secret), .peer = "unix:/run/peer"};
   draw_nonce(options.nonce);
   return options;
-}
-
-Error failure_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
 }
 
 /// Two sides whose bytes are carried by hand; keeps what each said and how it failed.
@@ -149,7 +142,7 @@ TEST(Handshake, DeniesWhenAnyOneBitOfEitherSideIsFlipped) {
         if (tampered) carried += bytes.size();
         to.receive(bytes);
       };
-      const Error error = failure_of([&] {
+      const Error error = error_of([&] {
         for (int round = 0; round < 2; ++round) {
           carry(pair.dialer, pair.listener, of_dialer);
           carry(pair.listener, pair.dialer, !of_dialer);
@@ -167,7 +160,7 @@ TEST(Handshake, SeesThroughAMirror) {
   for (const Role role : {Role::kDialer, Role::kListener}) {
     Handshake side(role, options_of());
     const Bytes mirrored = side.take_output();
-    EXPECT_EQ(failure_of([&] { side.receive(mirrored); }).kind(), ErrorKind::kDenied);
+    EXPECT_EQ(error_of([&] { side.receive(mirrored); }).kind(), ErrorKind::kDenied);
     EXPECT_TRUE(side.take_output().empty()) << "no proof for a mirror";
   }
 }
@@ -176,7 +169,7 @@ TEST(Handshake, SeesThroughAMirrorThatChangesTheRole) {
   Handshake dialer(Role::kDialer, options_of());
   Bytes mirrored = dialer.take_output();
   mirrored[8] = static_cast<std::byte>(Role::kListener);
-  EXPECT_EQ(failure_of([&] { dialer.receive(mirrored); }).kind(), ErrorKind::kDenied);
+  EXPECT_EQ(error_of([&] { dialer.receive(mirrored); }).kind(), ErrorKind::kDenied);
 }
 
 TEST(Handshake, DeniesTheDialersOwnProofAsTheListeners) {
@@ -186,16 +179,16 @@ TEST(Handshake, DeniesTheDialersOwnProofAsTheListeners) {
   dialer.receive(listener.take_output());
   const Bytes own_proof = dialer.take_output();
   ASSERT_EQ(own_proof.size(), kProof);
-  EXPECT_EQ(failure_of([&] { dialer.receive(own_proof); }).kind(), ErrorKind::kDenied);
+  EXPECT_EQ(error_of([&] { dialer.receive(own_proof); }).kind(), ErrorKind::kDenied);
 }
 
 TEST(Handshake, DeniesAReplayOfAnotherHandshake) {
   Pair recorded(options_of(), options_of());
   recorded.run();
   Handshake listener(Role::kListener, options_of());
-  EXPECT_EQ(failure_of([&] { listener.receive(recorded.from_dialer); }).kind(), ErrorKind::kDenied);
+  EXPECT_EQ(error_of([&] { listener.receive(recorded.from_dialer); }).kind(), ErrorKind::kDenied);
   Handshake dialer(Role::kDialer, options_of());
-  EXPECT_EQ(failure_of([&] { dialer.receive(recorded.from_listener); }).kind(), ErrorKind::kDenied);
+  EXPECT_EQ(error_of([&] { dialer.receive(recorded.from_listener); }).kind(), ErrorKind::kDenied);
 }
 
 TEST(Handshake, AgreesOnTheHighestCommonVersionAndTheCommonFeatures) {
@@ -232,7 +225,7 @@ TEST(Handshake, RefusesAnEmptySecret) {
 TEST(Handshake, ToldAtTheFirstWrongByteWhenAStrangerSpeaksSomethingElse) {
   const std::string request = "GET / HTTP/1.1\r\n";
   Handshake listener(Role::kListener, options_of());
-  EXPECT_EQ(failure_of([&] { listener.receive(std::as_bytes(std::span(request)).first(1)); }).kind(),
+  EXPECT_EQ(error_of([&] { listener.receive(std::as_bytes(std::span(request)).first(1)); }).kind(),
             ErrorKind::kInvalid);
 }
 

@@ -11,6 +11,7 @@
 #include <torchspan/optim/from_torch.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::optim::distributed_groups_test {
 namespace {
@@ -20,6 +21,7 @@ using ::testing::AllOf;
 using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
+using torchspan::testing::error_of;
 
 using TorchAdam = FromTorch<torch::optim::Adam, torch::optim::AdamOptions, "torch.Adam">;
 
@@ -78,17 +80,6 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
       if (worker.rank() == 0) body(worker);
     });
   }
-}
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
 }
 
 at::Tensor input(int step) {

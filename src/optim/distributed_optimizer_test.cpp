@@ -9,6 +9,7 @@
 #include <torchspan/optim/extension.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::optim::distributed_optimizer_test {
 namespace {
@@ -19,6 +20,7 @@ using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::SimCluster;
+using torchspan::testing::error_of;
 
 /// Two layers of which forward() uses one.
 struct HalfImpl : torch::nn::Module {
@@ -90,17 +92,6 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
       if (worker.rank() == 0) body(worker);
     });
   }
-}
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
 }
 
 void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {

@@ -10,21 +10,13 @@
 #include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/optim/sgd.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::optim::functional_test {
 namespace {
 
 using ::testing::HasSubstr;
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
+using torchspan::testing::error_of;
 
 at::Tensor parameter(at::IntArrayRef shape) {
   return torch::ones(shape, torch::kFloat64).set_requires_grad(true);

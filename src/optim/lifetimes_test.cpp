@@ -11,8 +11,11 @@
 #include <torchspan/optim/extension.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::optim {
+
+using torchspan::testing::error_of;
 
 /// Steps that take a second of the clock at `executor`, an address in this process, and change
 /// nothing.
@@ -121,17 +124,6 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
       if (worker.rank() == 0) body(worker);
     });
   }
-}
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
 }
 
 void await(Worker& worker, int size) {

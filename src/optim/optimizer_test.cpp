@@ -9,23 +9,15 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/from_torch.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::optim::optimizer_test {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
+using torchspan::testing::error_of;
 
 using TorchAdam = FromTorch<torch::optim::Adam, torch::optim::AdamOptions, "torch.Adam">;
 using TorchSGD = FromTorch<torch::optim::SGD, torch::optim::SGDOptions, "torch.SGD">;

@@ -11,22 +11,14 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::optim::rules_test {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-template <class F>
-Error error_of(F&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
+using torchspan::testing::error_of;
 
 /// The options of every dense kind that use all of its state, with `foreach` and `float32_state`.
 std::vector<OptimizerSpec> dense_specs(std::optional<bool> foreach, bool float32_state = false) {

@@ -97,8 +97,8 @@ void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, boo
   }
   const TimePoint ready = executor.now();
   if (!roots.empty()) torch::autograd::backward(roots, gradients);
-  cost.forward_seconds += std::chrono::duration<double>(middle - begin).count();
-  cost.backward_seconds += std::chrono::duration<double>(executor.now() - ready).count();
+  cost.forward_seconds += to_seconds(middle - begin);
+  cost.backward_seconds += to_seconds(executor.now() - ready);
   cost.activation_bytes += tensor_bytes(output);
   for (auto& [name, value] : skips.stashed()) {
     probe.aside[{use.space, name}] = value.defined() ? value.detach() : value;

@@ -9,6 +9,7 @@
 #include <torchspan/pipeline/balance.h>
 
 #include "core/api/sim_executor.h"
+#include "tests/support/errors.h"
 #include "tests/support/pipeline_world.h"
 
 namespace torchspan::pipeline::balance_test {
@@ -17,18 +18,8 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using torchspan::testing::invalid_text;
 using torchspan::testing::on_workers;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 double bottleneck(const std::vector<double>& costs, const std::vector<int>& parts) {
   double worst = 0;
@@ -87,12 +78,12 @@ TEST(BalanceCosts, MakeThePartsEvenWhereTheBottleneckLeavesAChoice) {
 }
 
 TEST(BalanceCosts, RefuseWhatCannotBeCut) {
-  EXPECT_THAT(error_of([] { balance_costs({1, 2}, 0); }), HasSubstr("0 parts were asked for"));
-  EXPECT_THAT(error_of([] { balance_costs({1, 2}, -1); }), HasSubstr("-1 parts"));
-  EXPECT_THAT(error_of([] { balance_costs({1}, 2); }), HasSubstr("1 layers cannot be 2 stages"));
-  EXPECT_THAT(error_of([] { balance_costs({1, -2}, 1); }), HasSubstr("the cost of layer 1 is -2"));
-  EXPECT_THAT(error_of([] { balance_costs({std::nan(""), 2}, 1); }), HasSubstr("layer 0"));
-  EXPECT_THAT(error_of([] { balance_costs({std::numeric_limits<double>::infinity()}, 1); }),
+  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, 0); }), HasSubstr("0 parts were asked for"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, -1); }), HasSubstr("-1 parts"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1}, 2); }), HasSubstr("1 layers cannot be 2 stages"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1, -2}, 1); }), HasSubstr("the cost of layer 1 is -2"));
+  EXPECT_THAT(invalid_text([] { balance_costs({std::nan(""), 2}, 1); }), HasSubstr("layer 0"));
+  EXPECT_THAT(invalid_text([] { balance_costs({std::numeric_limits<double>::infinity()}, 1); }),
               HasSubstr("layer 0"));
 }
 
@@ -201,7 +192,7 @@ TEST(Profile, TellsAllWorkersWhichLayerTheSampleDoesNotFit) {
     Layers layers;
     layers.add<torch::nn::Linear>(4, 2).named("first");
     layers.add<torch::nn::Linear>(3, 2).named("second");
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(invalid_text([&] {
                   balance_by_time(worker, layers, 2, at::ones({2, 4}));
                 }),
                 HasSubstr("layer 'second' failed with the sample"));
@@ -351,9 +342,9 @@ TEST(Profile, NamesTheLayerThatTheSampleDoesNotFit) {
     Layers layers;
     layers.add<torch::nn::Linear>(4, 2).named("first");
     layers.add<torch::nn::Linear>(3, 2).named("second");
-    const std::string text = error_of([&] { profile(executor, layers, at::ones({2, 4})); });
+    const std::string text = invalid_text([&] { profile(executor, layers, at::ones({2, 4})); });
     EXPECT_THAT(text, HasSubstr("layer 'second' failed with the sample"));
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(invalid_text([&] {
                   profile(executor, layers, at::ones({2, 4}), {.repeats = 0});
                 }),
                 HasSubstr("repeats"));

@@ -5,7 +5,11 @@
 
 #include <torchspan/pipeline/layers.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::pipeline::batch_test {
+
+using torchspan::testing::invalid_text;
 
 /// What a user's layers may hand on: a struct of their own.
 struct Attended {
@@ -38,17 +42,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
 at::Tensor number(double value) { return at::full({2}, value); }
 
 /// What a layer makes of `input`.
@@ -71,9 +64,9 @@ TEST(Batch, IsATensorOrATuple) {
 }
 
 TEST(Batch, ThatIsNoTensorSaysHowManyMembersItHas) {
-  EXPECT_THAT(error_of([] { Batch({number(1), number(2)}).tensor(); }), HasSubstr("2 members"));
-  EXPECT_THAT(error_of([] { Batch({c10::IValue(3)}).tensor(); }), HasSubstr("single tensor"));
-  EXPECT_THAT(error_of([] { Batch().tensor(); }), HasSubstr("0 members"));
+  EXPECT_THAT(invalid_text([] { Batch({number(1), number(2)}).tensor(); }), HasSubstr("2 members"));
+  EXPECT_THAT(invalid_text([] { Batch({c10::IValue(3)}).tensor(); }), HasSubstr("single tensor"));
+  EXPECT_THAT(invalid_text([] { Batch().tensor(); }), HasSubstr("0 members"));
 }
 
 TEST(Batch, SharesItsTensors) {
@@ -184,10 +177,10 @@ TEST(LayerCalls, PassSkipsWhereverTheParameterStands) {
 
 TEST(LayerCalls, CountWhatReachesThem) {
   const auto sum = [](const at::Tensor& a, const at::Tensor& b) { return a + b; };
-  EXPECT_THAT(error_of([&] { run(sum, number(1)); }),
+  EXPECT_THAT(invalid_text([&] { run(sum, number(1)); }),
               HasSubstr("the layer takes 2 values, but what reaches it has 1"));
-  EXPECT_THAT(error_of([&] { run(sum, Batch({number(1), number(2), number(3)})); }), HasSubstr("has 3"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(invalid_text([&] { run(sum, Batch({number(1), number(2), number(3)})); }), HasSubstr("has 3"));
+  EXPECT_THAT(invalid_text([&] {
                 run([](const at::Tensor& x) { return x; }, Batch({number(1), number(2)}));
               }),
               HasSubstr("takes 1 values, but what reaches it has 2"));
@@ -199,12 +192,14 @@ TEST(LayerCalls, NameTheTypeThatDoesNotFit) {
   const auto takes_real = [](double x) { return x; };
   const auto takes_bool = [](bool x) { return x; };
   const Batch integer({c10::IValue(std::int64_t{3})}), real({c10::IValue(0.5)}), none({c10::IValue()});
-  EXPECT_THAT(error_of([&] { run(takes_tensor, integer); }),
+  EXPECT_THAT(invalid_text([&] { run(takes_tensor, integer); }),
               HasSubstr("the layer takes a tensor where a value of type Int reaches it"));
-  EXPECT_THAT(error_of([&] { run(takes_integer, number(1)); }), HasSubstr("takes an integer where a value"));
-  EXPECT_THAT(error_of([&] { run(takes_integer, real); }), HasSubstr("type Double"));
-  EXPECT_THAT(error_of([&] { run(takes_real, integer); }), HasSubstr("a floating-point number"));
-  EXPECT_THAT(error_of([&] { run(takes_bool, none); }), HasSubstr("a bool where nothing (None) reaches it"));
+  EXPECT_THAT(invalid_text([&] { run(takes_integer, number(1)); }),
+              HasSubstr("takes an integer where a value"));
+  EXPECT_THAT(invalid_text([&] { run(takes_integer, real); }), HasSubstr("type Double"));
+  EXPECT_THAT(invalid_text([&] { run(takes_real, integer); }), HasSubstr("a floating-point number"));
+  EXPECT_THAT(invalid_text([&] { run(takes_bool, none); }),
+              HasSubstr("a bool where nothing (None) reaches it"));
 }
 
 // Layers as they are described.

@@ -72,7 +72,7 @@ void EventQueue::set_state(std::uint64_t step, bool in_step, bool busy, std::str
 WorkerState EventQueue::state(TimePoint now) const {
   MutexLock lock(mutex_);
   WorkerState state = state_;
-  state.seconds = std::chrono::duration<double>(now - since_).count();
+  state.seconds = to_seconds(now - since_);
   return state;
 }
 

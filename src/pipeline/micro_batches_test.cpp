@@ -6,22 +6,14 @@
 
 #include <torch/torch.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::pipeline::micro_batches_test {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
+using torchspan::testing::invalid_text;
 
 at::Tensor rows(std::int64_t count) { return at::arange(count * 2).reshape({count, 2}); }
 
@@ -49,21 +41,22 @@ TEST(MicroBatches, AreFewerThanAskedForOnlyIfThereAreFewerRows) {
 TEST(MicroBatches, CountRowsAndNameTheBatchThatHasNone) {
   EXPECT_EQ(count_rows(rows(3), "input"), 3);
   EXPECT_EQ(count_rows(Batch({c10::IValue(7), at::scalar_tensor(1.0), rows(4), c10::IValue()}), "input"), 4);
-  EXPECT_THAT(error_of([] { count_rows(Batch(), "input"); }), HasSubstr("the input has no tensor with rows"));
-  EXPECT_THAT(error_of([] { count_rows(Batch({c10::IValue(7)}), "target"); }),
+  EXPECT_THAT(invalid_text([] { count_rows(Batch(), "input"); }),
+              HasSubstr("the input has no tensor with rows"));
+  EXPECT_THAT(invalid_text([] { count_rows(Batch({c10::IValue(7)}), "target"); }),
               HasSubstr("the target has no"));
-  EXPECT_THAT(error_of([] { count_rows(at::scalar_tensor(1.0), "input"); }),
+  EXPECT_THAT(invalid_text([] { count_rows(at::scalar_tensor(1.0), "input"); }),
               HasSubstr("no tensor with rows"));
-  EXPECT_THAT(error_of([] { count_rows(rows(0), "input"); }), HasSubstr("the input has no rows"));
+  EXPECT_THAT(invalid_text([] { count_rows(rows(0), "input"); }), HasSubstr("the input has no rows"));
 }
 
 TEST(MicroBatches, NameTensorsOfDifferentFirstDimensions) {
-  const std::string text = error_of([] { count_rows(Batch({rows(3), rows(4)}), "input"); });
+  const std::string text = invalid_text([] { count_rows(Batch({rows(3), rows(4)}), "input"); });
   EXPECT_THAT(text, HasSubstr("3 and 4 (member 1)"));
   EXPECT_THAT(text, HasSubstr("Batch::mark_unsplit"));
   EXPECT_EQ(count_rows(Batch({rows(3), rows(4)}).mark_unsplit(1), "input"), 3);
   EXPECT_EQ(count_rows(Batch({rows(3), rows(4)}).mark_unsplit(0), "input"), 4);
-  EXPECT_THAT(error_of([] { count_rows(Batch(rows(3)).mark_unsplit(0), "input"); }),
+  EXPECT_THAT(invalid_text([] { count_rows(Batch(rows(3)).mark_unsplit(0), "input"); }),
               HasSubstr("the input has no tensor with rows"));
 }
 
@@ -114,11 +107,11 @@ TEST(MicroBatches, StackWhatHasNoRows) {
 }
 
 TEST(MicroBatches, ThatDoNotFitAreNotJoined) {
-  EXPECT_THAT(error_of([] {
+  EXPECT_THAT(invalid_text([] {
                 join({Batch({rows(1), rows(1)}), Batch({c10::IValue(rows(1))})});
               }),
               HasSubstr("micro-batches 0 and 1 cannot be joined"));
-  EXPECT_THAT(error_of([] {
+  EXPECT_THAT(invalid_text([] {
                 join({Batch({rows(1), rows(1)}), Batch({rows(1), rows(1)}), Batch({rows(1), c10::IValue()})});
               }),
               HasSubstr("micro-batches 0 and 2"));

@@ -11,6 +11,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/plan.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::pipeline::plan_test {
 namespace {
 
@@ -67,14 +69,7 @@ std::string way(const Plan& plan) {
 }
 
 std::string error_of(const PlanRequest& request) {
-  try {
-    make_plan(request);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  ADD_FAILURE() << "the plan was made";
-  return "";
+  return torchspan::testing::invalid_text([&] { make_plan(request); });
 }
 
 // The three layouts of the peer's test_instantiate_partition.

@@ -6,21 +6,13 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/skips.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::pipeline::skips_test {
 namespace {
 
 using ::testing::HasSubstr;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
+using torchspan::testing::invalid_text;
 
 TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
   const at::Tensor in = at::ones({2});
@@ -41,19 +33,19 @@ TEST(Skips, MayBeNothing) {
 
 TEST(Skips, ThatWereNotDeclaredAreRefused) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
-  EXPECT_THAT(error_of([&] { skips.stash("other", at::ones({1})); }),
+  EXPECT_THAT(invalid_text([&] { skips.stash("other", at::ones({1})); }),
               HasSubstr("'other' is stashed but was not declared by stashes(\"other\")"));
-  EXPECT_THAT(error_of([&] { skips.pop("other"); }), HasSubstr("not declared by pops(\"other\")"));
-  EXPECT_THAT(error_of([&] { skips.stash("in", at::ones({1})); }), HasSubstr("stashes(\"in\")"));
-  EXPECT_THAT(error_of([&] { skips.pop("out"); }), HasSubstr("pops(\"out\")"));
+  EXPECT_THAT(invalid_text([&] { skips.pop("other"); }), HasSubstr("not declared by pops(\"other\")"));
+  EXPECT_THAT(invalid_text([&] { skips.stash("in", at::ones({1})); }), HasSubstr("stashes(\"in\")"));
+  EXPECT_THAT(invalid_text([&] { skips.pop("out"); }), HasSubstr("pops(\"out\")"));
 }
 
 TEST(Skips, GoOnce) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
   skips.pop("in");
   skips.stash("out", at::ones({1}));
-  EXPECT_THAT(error_of([&] { skips.pop("in"); }), HasSubstr("popped for the second time"));
-  EXPECT_THAT(error_of([&] { skips.stash("out", at::zeros({1})); }),
+  EXPECT_THAT(invalid_text([&] { skips.pop("in"); }), HasSubstr("popped for the second time"));
+  EXPECT_THAT(invalid_text([&] { skips.stash("out", at::zeros({1})); }),
               HasSubstr("stashed for the second time"));
   EXPECT_TRUE(skips.stashed().at("out").equal(at::ones({1}))) << "the first one stays";
 }

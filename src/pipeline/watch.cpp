@@ -20,8 +20,8 @@ void Watch::ask(std::uint64_t step) {
 }
 
 std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_for) {
-  const double limit = std::chrono::duration<double>(local_.options.stall_timeout).count();
-  const double waited = std::chrono::duration<double>(local_.executor().now() - since_).count();
+  const double limit = to_seconds(local_.options.stall_timeout);
+  const double waited = to_seconds(local_.executor().now() - since_);
   const auto stalled = [&](int worker, const std::string& what) {
     const std::string& name = local_.plan.workers[static_cast<std::size_t>(worker)];
     return Error(ErrorKind::kTimedOut,

@@ -179,7 +179,7 @@ Member Client::join() {
 }
 
 Error Client::unreachable() const {
-  const double seconds = std::chrono::duration<double>(options_.timeout).count();
+  const double seconds = to_seconds(options_.timeout);
   MutexLock lock(mutex_);
   return Error(
       ErrorKind::kTimedOut,

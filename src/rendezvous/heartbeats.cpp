@@ -7,7 +7,7 @@ namespace torchspan::rendezvous {
 std::string silence_story(Duration silence) {
   return fmt::format(
       "silent for {:.1f} s (no heartbeat); its process is stopped, or its host or the network is down",
-      std::chrono::duration<double>(silence).count());
+      to_seconds(silence));
 }
 
 void Heartbeats::heard(std::uint64_t connection) {

@@ -55,11 +55,10 @@ void check_options(const MembershipOptions& options) {
     refuse(fmt::format("rank is {}; in a world of {} expected is 0 to {}", rank, size, size - 1));
   }
   if (options.heartbeat <= Duration::zero() || options.dead_after / 2 < options.heartbeat) {
-    const auto seconds = [](Duration time) { return std::chrono::duration<double>(time).count(); };
     refuse(
         fmt::format("heartbeat is {:g} s and dead_after {:g} s; expected is a heartbeat of more than nothing "
                     "and a dead_after of at least two heartbeats",
-                    seconds(options.heartbeat), seconds(options.dead_after)));
+                    to_seconds(options.heartbeat), to_seconds(options.dead_after)));
   }
 }
 

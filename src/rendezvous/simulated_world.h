@@ -10,8 +10,11 @@
 
 #include "core/api/sim_executor.h"
 #include "net/api/sim.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::rendezvous {
+
+using torchspan::testing::error_of;
 
 /// For tests: workers of one world as simulated threads, each with a runtime and endpoints of its own.
 class SimulatedWorld {
@@ -73,16 +76,5 @@ class SimulatedWorld {
   net::SimNetwork network_;
   std::vector<std::unique_ptr<Runtime>> runtimes_;
 };
-
-/// The Error that `body` throws; a test failure when it throws none.
-inline Error error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "nothing was thrown");
-}
 
 }  // namespace torchspan::rendezvous

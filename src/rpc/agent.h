@@ -100,6 +100,8 @@ class RpcAgent final : public Endpoint, public net::Handler, public Driver {
   /// program may keep it for longer; all they do fails with kCancelled.
   void release();
   void stop(const std::string& why);
+  /// This object never ends: it could not be stopped, so its threads still use it.
+  void stay_in_memory() { itself_ = shared_from_this(); }
   void member_departed(const LinkMember& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void add_handler(wire::MessageType type, Entry entry);
@@ -303,6 +305,7 @@ class RpcAgent final : public Endpoint, public net::Handler, public Driver {
   std::map<std::uint32_t, TimePoint> stopped_since_;  ///< leader only
   std::vector<Parked> parked_;                        ///< the holder of the driver lock
   std::unique_ptr<Parker> timer_;                     ///< where the leader of a world of one sleeps
+  std::shared_ptr<Endpoint> itself_;                  ///< set by stay_in_memory()
   Thread leader_;
 };
 

@@ -258,7 +258,7 @@ std::string RpcAgent::tell_failure(const Error& failure, const ShutdownWait& wai
 void RpcAgent::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || stopping_.load()) return;
   std::optional<Error> failure;
-  std::string story;
+  std::string story, why = "left";
   std::vector<RRefInfo> leaks;
   ShutdownWait wait(runtime_);
   try {
@@ -266,9 +266,9 @@ void RpcAgent::shutdown(Deadline deadline) {
   } catch (...) {
     failure = to_error(std::current_exception());
     story = tell_failure(*failure, wait);
-    if (membership_) membership_->give_up(last_words(*failure));
+    why = last_words(*failure);
   }
-  stop("left");
+  stop(why);
   if (!failure) return throw_leaks(leaks);
   throw Error(failure->kind(),
               fmt::format("worker '{}' stopped without waiting for all others: {}", self_.name, story));

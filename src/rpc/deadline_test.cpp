@@ -5,6 +5,7 @@
 #include <torchspan/rpc/wait_scope.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::deadline_test {
 namespace {
@@ -14,6 +15,7 @@ using std::chrono::seconds;
 using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
+using torchspan::testing::kind_of;
 
 /// What handlers of one test saw; a member of no worker, since one process holds them all.
 struct Seen {
@@ -111,15 +113,6 @@ void expect_soon(Worker& worker, const RRef<Board>& board, Read read, std::int64
   for (int i = 0; i < 50 && board.rpc_sync(read) != value; ++i)
     worker.runtime().executor.sleep(milliseconds(100));
   EXPECT_EQ(board.rpc_sync(read), value);
-}
-
-ErrorKind kind_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  return ErrorKind{};
 }
 
 TEST(Deadlines, ArriveAtTheHandler) {

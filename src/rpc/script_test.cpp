@@ -9,6 +9,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::script_test {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
+using torchspan::testing::error_of;
 
 std::shared_ptr<torch::jit::CompilationUnit> make_unit() {
   auto unit = std::make_shared<torch::jit::CompilationUnit>();
@@ -63,16 +65,6 @@ void on_first(const std::function<void(Worker&)>& body) {
   world.run([&](Worker& worker) {
     if (worker.rank() == 0) body(worker);
   });
-}
-
-template <class F>
-Error error_of(F body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  return Error(ErrorKind::kUnsupported, "nothing was thrown");
 }
 
 TEST(Script, CallsFunctionsByQualifiedNameWithDefaultsAndKeywords) {

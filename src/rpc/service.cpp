@@ -82,7 +82,7 @@ WorkerService::~WorkerService() {
         fmt::format("this worker could not be stopped as its Session or WorkerService ended, and stays in "
                     "memory; end that on a thread of the program's own: {}",
                     describe(std::current_exception()).text));
-    static_cast<void>(new std::shared_ptr<RpcAgent>(impl_->core));  // its threads still use it
+    impl_->core->stay_in_memory();  // its threads still use it
   }
 }
 

@@ -56,7 +56,7 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
   const std::string& text = found->second;
   double seconds = -1;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), seconds);
-  const double most = std::chrono::duration<double>(kWeek).count();
+  const double most = to_seconds(kWeek);
   if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
       !(seconds >= 0 && seconds <= most)) {
     throw Error(

@@ -104,7 +104,7 @@ TEST(Frames, WithUnknownFeaturesAreUnsupportedAndWithUnknownFlagsAreRead) {
   Frame frame;
   frame.header.features = 1u << 31;
   const Bytes featured = encode_frame(frame);
-  EXPECT_EQ(kind_thrown_by([&] { decode_frame(featured); }), ErrorKind::kUnsupported);
+  EXPECT_EQ(kind_of([&] { decode_frame(featured); }), ErrorKind::kUnsupported);
   frame.header.features = 0;
   frame.header.flags = 1u << 31;
   const Bytes flagged = encode_frame(frame);
@@ -114,22 +114,22 @@ TEST(Frames, WithUnknownFeaturesAreUnsupportedAndWithUnknownFlagsAreRead) {
 TEST(Frames, OfForeignBytesAreRefused) {
   Bytes bytes = encode_frame({});
   bytes[0] = std::byte{'X'};
-  EXPECT_EQ(kind_thrown_by([&] { decode_frame(bytes); }), ErrorKind::kInvalid);
-  EXPECT_EQ(kind_thrown_by([] { decode_frame({}); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { decode_frame(bytes); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([] { decode_frame({}); }), ErrorKind::kInvalid);
 }
 
 TEST(Frames, ThatAnnounceMoreThanFollowsAreRefused) {
   for (const std::size_t offset : {56u, 60u}) {  // the size of the value, the number of handles
     ByteWriter writer(encode_frame(random_frame(3)));
     writer.patch(offset, std::uint32_t{0xFFFFFFFF});
-    EXPECT_EQ(kind_thrown_by([&] { decode_frame(writer.bytes()); }), ErrorKind::kInvalid);
+    EXPECT_EQ(kind_of([&] { decode_frame(writer.bytes()); }), ErrorKind::kInvalid);
   }
 }
 
 TEST(Frames, WithANameThatIsTooLongAreNotEncoded) {
   Frame frame;
   frame.blobs = {{std::string(256, 'n'), {}}};
-  EXPECT_EQ(kind_thrown_by([&] { encode_frame(frame); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { encode_frame(frame); }), ErrorKind::kInvalid);
 }
 
 TEST(Frames, DamagedOnesAreViewsOfTheirBytesOrAnError) {

@@ -50,13 +50,13 @@ void expect_kept(const IValue& value) {
 }
 
 ErrorKind refusal_of(const IValue& value) {
-  return kind_thrown_by([&] { to_payload(value); });
+  return kind_of([&] { to_payload(value); });
 }
 
 ErrorKind refusal_of_bytes(std::initializer_list<int> bytes) {
   Payload payload;
   for (int byte : bytes) payload.value.push_back(static_cast<std::byte>(byte));
-  return kind_thrown_by([&] { from_payload<IValue>(payload); });
+  return kind_of([&] { from_payload<IValue>(payload); });
 }
 
 TEST(IValues, SimpleOnesAreKept) {
@@ -143,10 +143,10 @@ TEST(HostileIValues, NestingIsLimitedInValuesAndInTypes) {
   for (int i = 0; i < 100000; ++i) {
     for (int byte : {9, 1, 0, 0, 0}) values.value.push_back(static_cast<std::byte>(byte));
   }
-  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(values); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { from_payload<IValue>(values); }), ErrorKind::kInvalid);
   Payload types;
   types.value.assign(100000, std::byte{8});
-  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(types); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { from_payload<IValue>(types); }), ErrorKind::kInvalid);
   IValue deep(1);
   for (int i = 0; i < 300; ++i) deep = c10::ivalue::Tuple::create({deep});
   EXPECT_EQ(refusal_of(deep), ErrorKind::kInvalid);
@@ -171,7 +171,7 @@ TEST(HostileIValues, KeysThatBurstLibTorchsHashTableAreRefused) {
     return payload;
   };
   Payload nans = dict_bytes(3, std::vector<double>(40, nan));
-  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(nans); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { from_payload<IValue>(nans); }), ErrorKind::kInvalid);
 
   // Multiples of the inverse of the table's multiplier have the same high bits once multiplied by it.
   std::uint64_t inverse = 1;
@@ -180,7 +180,7 @@ TEST(HostileIValues, KeysThatBurstLibTorchsHashTableAreRefused) {
   std::vector<std::uint64_t> keys;
   for (std::uint64_t k = 1; k <= 100; ++k) keys.push_back(k * inverse);
   Payload colliding = dict_bytes(2, keys);
-  EXPECT_EQ(kind_thrown_by([&] { from_payload<IValue>(colliding); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { from_payload<IValue>(colliding); }), ErrorKind::kInvalid);
 }
 
 TEST(IValues, LargeDictsOfOrdinaryKeysAreKept) {

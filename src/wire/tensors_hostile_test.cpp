@@ -90,10 +90,10 @@ TEST(HostileTensors, DamagedSegmentsGiveTensorsInsideTheirMemoryOrAnError) {
   EXPECT_GT(refused, 50);  // indices out of range, or not ascending in a coalesced tensor
 }
 
-class HostileSegments : public testing::Test {
+class HostileSegments : public ::testing::Test {
  protected:
   ErrorKind unpack_kind() {
-    return kind_thrown_by([&] { unpack(packed_.metadata, buffers_); });
+    return kind_of([&] { unpack(packed_.metadata, buffers_); });
   }
   std::vector<at::Tensor> tensors_{torch::arange(4), torch::ones({2}, at::kComplexDouble)};
   PackedTensors packed_ = pack(tensors_);
@@ -144,7 +144,7 @@ TEST(HostileTensors, SparseIndicesMustLieInsideTheSizesAndAscendWhereTheyAreCall
   };
   EXPECT_EQ(unpack_with(1, 2).size(), 1u);
   for (const auto& pair : std::vector<std::pair<int, int>>{{2, 1}, {1, 1}, {0, 3}, {-1, 0}}) {
-    EXPECT_EQ(kind_thrown_by([&] { unpack_with(pair.first, pair.second); }), ErrorKind::kInvalid)
+    EXPECT_EQ(kind_of([&] { unpack_with(pair.first, pair.second); }), ErrorKind::kInvalid)
         << pair.first << ' ' << pair.second;
   }
 }
@@ -164,9 +164,9 @@ TEST(HostileTensors, AQuantizersChannelsMustFitItsTensor) {
   EXPECT_EQ(unpack_with(0, 7).size(), 1u);
   for (const std::int64_t axis :
        {std::int64_t{1}, std::int64_t{2}, std::int64_t{-1}, std::int64_t{1} << 40}) {
-    EXPECT_EQ(kind_thrown_by([&] { unpack_with(axis, 7); }), ErrorKind::kInvalid) << axis;
+    EXPECT_EQ(kind_of([&] { unpack_with(axis, 7); }), ErrorKind::kInvalid) << axis;
   }
-  EXPECT_EQ(kind_thrown_by([&] { unpack_with(0, 4); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { unpack_with(0, 4); }), ErrorKind::kInvalid);
 }
 
 /// A table of one strided tensor, written by hand.
@@ -185,7 +185,7 @@ Bytes metadata_of(std::uint8_t dtype, std::vector<std::int64_t> sizes,
 void expect_refused(const Bytes& metadata, std::size_t segment_size, ErrorKind kind = ErrorKind::kInvalid) {
   std::vector<Buffer> buffers;
   if (segment_size > 0) buffers.push_back(allocate_buffer(segment_size));
-  EXPECT_EQ(kind_thrown_by([&] { unpack(metadata, buffers); }), kind);
+  EXPECT_EQ(kind_of([&] { unpack(metadata, buffers); }), kind);
 }
 
 TEST(HostileTensors, TheHandWrittenTableIsRightToBeginWith) {

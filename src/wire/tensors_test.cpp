@@ -179,7 +179,7 @@ void expect_same_tensor(const at::Tensor& got, const at::Tensor& sent) {
   EXPECT_EQ(elements_of(got), elements_of(sent));
 }
 
-class Tensors : public testing::TestWithParam<std::tuple<int, int>> {
+class Tensors : public ::testing::TestWithParam<std::tuple<int, int>> {
  protected:
   at::Tensor make() const {
     return kLayouts[std::get<1>(GetParam())].make(kDtypes[std::get<0>(GetParam())].dtype);
@@ -228,8 +228,8 @@ TEST_P(Tensors, BelongToTheReceiver) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Tensors,
-                         testing::Combine(testing::Range(0, static_cast<int>(std::size(kDtypes))),
-                                          testing::Range(0, static_cast<int>(std::size(kLayouts)))),
+                         ::testing::Combine(::testing::Range(0, static_cast<int>(std::size(kDtypes))),
+                                            ::testing::Range(0, static_cast<int>(std::size(kLayouts)))),
                          [](const auto& info) {
                            return std::string(kDtypes[std::get<0>(info.param)].name) + "_" +
                                   kLayouts[std::get<1>(info.param)].name;

@@ -14,9 +14,12 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/buffer.h>
 
+#include "tests/support/errors.h"
 #include "wire/api/tensors.h"
 
 namespace torchspan::wire {
+
+using torchspan::testing::kind_of;
 
 /// What a transport does: every segment arrives in a buffer of its own.
 inline std::vector<Buffer> deliver(std::span<const Segment> segments) {
@@ -35,18 +38,6 @@ inline std::vector<at::Tensor> round_trip(std::span<const at::Tensor> tensors) {
 }
 
 inline at::Tensor round_trip(const at::Tensor& tensor) { return round_trip(std::span(&tensor, 1)).at(0); }
-
-/// The kind of Error that `action` throws; another outcome fails the test.
-template <class Action>
-ErrorKind kind_thrown_by(Action action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return ErrorKind{};
-}
 
 /// Runs `decode` on every shortened form of `valid`, and on `rounds` randomly damaged ones. It must return or
 /// throw Error; anything else ends the test. Returns how many damaged forms were refused.

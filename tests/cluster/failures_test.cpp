@@ -9,6 +9,7 @@
 #include <torchspan/session/session.h>
 
 #include "tests/support/cluster_main.h"
+#include "tests/support/errors.h"
 
 namespace torchspan {
 namespace {
@@ -18,6 +19,7 @@ using ::testing::HasSubstr;
 using testing::Process;
 using testing::ProcessWorld;
 using testing::require;
+using torchspan::testing::error_of;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 void fail(const std::string& text) { throw std::out_of_range(text); }
@@ -44,17 +46,6 @@ constexpr Function<fork_child> kForkChild{"fork_child"};
 constexpr Function<add> kUnlisted{"unlisted"};
 
 FunctionTable functions() { return FunctionTable().add(kAdd, kFail, kNever, kDie, kForkChild); }
-
-/// What a call throws, and how long it took.
-template <class F>
-Error error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  throw std::runtime_error("nothing was thrown");
-}
 
 void calls_work() {
   Session session(WorkerOptions::from_env(), functions());

@@ -9,6 +9,7 @@
 #include <torchspan/torchspan.h>
 
 #include "tests/cluster/hosts_suite.h"
+#include "tests/support/errors.h"
 
 namespace torchspan {
 namespace {
@@ -19,6 +20,7 @@ using testing::host_options;
 using testing::Process;
 using testing::ProcessWorld;
 using testing::require;
+using torchspan::testing::error_of;
 namespace nn = torch::nn;
 
 constexpr int kRanks = 4;
@@ -115,16 +117,6 @@ void lose_a_rank() {
     return;
   }
   require(false, "somebody missed " + name);
-}
-
-/// The error that `body` throws.
-Error error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  throw std::runtime_error("nothing was thrown");
 }
 
 /// Trains until the network is cut, prints "lost", and waits until it is mended: by then the group has ended,

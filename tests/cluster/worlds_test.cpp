@@ -5,6 +5,7 @@
 #include <torchspan/session/session.h>
 
 #include "tests/support/cluster_main.h"
+#include "tests/support/errors.h"
 
 namespace torchspan {
 namespace {
@@ -14,6 +15,7 @@ using std::chrono::seconds;
 using testing::expect_all_end_well;
 using testing::ProcessWorld;
 using testing::require;
+using torchspan::testing::error_of;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 std::int64_t pid() { return getpid(); }
@@ -23,16 +25,6 @@ constexpr Function<pid> kPid{"pid"};
 constexpr Function<nap> kNap{"nap"};
 
 FunctionTable functions() { return FunctionTable().add(kAdd, kPid, kNap); }
-
-template <class F>
-Error error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  throw std::runtime_error("nothing was thrown");
-}
 
 double seconds_since(Worker& worker, TimePoint start) {
   return std::chrono::duration<double>(worker.runtime().executor.now() - start).count();

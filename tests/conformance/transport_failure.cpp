@@ -2,22 +2,14 @@
 #include <gmock/gmock.h>
 
 #include "tests/conformance/transport_node.h"
+#include "tests/support/errors.h"
 
 /// What a transport promises when something goes wrong, or ends.
 namespace torchspan::net::conformance::transport_failure {
 namespace {
 
 using ::testing::HasSubstr;
-
-Error failure_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
+using torchspan::testing::error_of;
 
 /// Sends on a channel that may have ended already.
 void send_if_open(Channel& channel, const Parcel& parcel) {
@@ -95,11 +87,11 @@ TEST_P(TransportConformance, SendsNothingMoreAfterClose) {
     send(*channel, numbered(1));
     channel->close();
     channel->close();
-    const Error error = failure_of([&] { send(*channel, numbered(2)); });
+    const Error error = error_of([&] { send(*channel, numbered(2)); });
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.message(), HasSubstr(channel->peer()));
     dialer.wait_for_end(channel);
-    EXPECT_EQ(failure_of([&] { send(*channel, numbered(3)); }).kind(), ErrorKind::kDisconnected);
+    EXPECT_EQ(error_of([&] { send(*channel, numbered(3)); }).kind(), ErrorKind::kDisconnected);
     listener.wait_for_end(listener.wait_for_caller());
     EXPECT_EQ(listener.journal().received.size(), 1u);
     EXPECT_EQ(channel->unsent_bytes(), 0u);
@@ -150,7 +142,7 @@ TEST_P(TransportConformance, QueuesUpToItsLimitAndRecovers) {
     Node dialer(world, "dialer", with([](TransportOptions& options) { options.max_unsent = kLimit; }));
     const auto channel = dialer.connect(listener.listen());
     std::uint64_t sent = 0;
-    const Error error = failure_of([&] {
+    const Error error = error_of([&] {
       for (; sent < 1000; ++sent) send(*channel, {numbered(sent).header, {Bytes(100'000)}});
     });
     EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
@@ -173,7 +165,7 @@ TEST_P(TransportConformance, TakesAMessageLargerThanTheQueueWhenNothingIsQueued)
     Node dialer(world, "dialer", with([](TransportOptions& options) { options.max_unsent = 1000; }));
     const auto channel = dialer.connect(listener.listen());
     send(*channel, {{}, {Bytes(3 << 20)}});
-    EXPECT_EQ(failure_of([&] { send(*channel, numbered(1)); }).kind(), ErrorKind::kOverloaded);
+    EXPECT_EQ(error_of([&] { send(*channel, numbered(1)); }).kind(), ErrorKind::kOverloaded);
     listener.drive();
     listener.wait_for_messages(1);
   });
@@ -190,7 +182,7 @@ TEST_P(TransportConformance, RefusesAMessageBeyondItsLimitsAndSendsNothingOfIt) 
     const auto channel = dialer.connect(listener.listen());
     for (const Parcel& parcel : {Parcel{Bytes(101), {}}, Parcel{{}, std::vector<Bytes>(4)},
                                  Parcel{Bytes(1), {Bytes(500), Bytes(500)}}}) {
-      EXPECT_EQ(failure_of([&] { send(*channel, parcel); }).kind(), ErrorKind::kInvalid);
+      EXPECT_EQ(error_of([&] { send(*channel, parcel); }).kind(), ErrorKind::kInvalid);
     }
     const Parcel largest{Bytes(100), {Bytes(450), {}, Bytes(450)}};
     send(*channel, largest);
@@ -270,8 +262,8 @@ TEST_P(TransportConformance, RefusesAddressesItCannotRead) {
     for (const char* address : {"", ":", "nonsense", "carrier-pigeon:coop", "unix:", "tcp:", "sim:"}) {
       SCOPED_TRACE(address);
       EXPECT_FALSE(node.transport().can_reach(address));
-      EXPECT_EQ(failure_of([&] { node.connect(address); }).kind(), ErrorKind::kInvalid);
-      EXPECT_EQ(failure_of([&] { node.transport().listen(address); }).kind(), ErrorKind::kInvalid);
+      EXPECT_EQ(error_of([&] { node.connect(address); }).kind(), ErrorKind::kInvalid);
+      EXPECT_EQ(error_of([&] { node.transport().listen(address); }).kind(), ErrorKind::kInvalid);
     }
     EXPECT_TRUE(node.transport().can_reach(world.deserted_address()));
   });
@@ -281,7 +273,7 @@ TEST_P(TransportConformance, RefusesToListenWhereSomebodyDoes) {
   in_world([](World& world) {
     Node node(world, "node");
     const std::string address = node.listen();
-    const Error error = failure_of([&] { node.transport().listen(address); });
+    const Error error = error_of([&] { node.transport().listen(address); });
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
     EXPECT_THAT(error.message(), HasSubstr("in use"));
   });
@@ -454,7 +446,7 @@ TEST_P(TransportConformance, EndsSafelyWhileTrafficIsInFlightOnBothSides) {
       std::vector<Thread> senders;
       for (const auto& end : {channel, back, channel, back}) {
         senders.push_back(world.executor().spawn("sender", [&world, end] {
-          const Error error = failure_of([&] {
+          const Error error = error_of([&] {
             for (;;) {
               if (end->unsent_bytes() < 1'000'000)
                 send(*end, {numbered(1).header, {Bytes(50'000), Bytes(3)}});
@@ -468,7 +460,7 @@ TEST_P(TransportConformance, EndsSafelyWhileTrafficIsInFlightOnBothSides) {
       listener.reset();
       senders.clear();
       EXPECT_EQ(dialer.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
-      EXPECT_EQ(failure_of([&] { send(*back, numbered(2)); }).kind(), ErrorKind::kDisconnected);
+      EXPECT_EQ(error_of([&] { send(*back, numbered(2)); }).kind(), ErrorKind::kDisconnected);
       back->close();
     });
   }

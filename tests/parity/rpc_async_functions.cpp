@@ -86,11 +86,12 @@ Number async_multi_chained(Worker& worker, const WorkerInfo& to, std::int64_t x,
 Number async_fanout(Worker& worker, const WorkerInfo& to, std::int64_t x, std::int64_t count,
                     std::int64_t step) {
   struct Gathering {
+    Gathering(const std::weak_ptr<FutureHost>& host, std::int64_t count) : promise(host), left(count) {}
     Promise<std::int64_t> promise;
-    std::atomic<std::int64_t> sum;
+    std::atomic<std::int64_t> sum{0};
     std::atomic<std::int64_t> left;
   };
-  auto all = std::make_shared<Gathering>(Promise<std::int64_t>(worker.endpoint()->host()), 0, count);
+  auto all = std::make_shared<Gathering>(worker.endpoint()->host(), count);
   Number result = all->promise.future();
   for (std::int64_t i = 0; i < count; ++i) {
     worker.rpc_async(to, kAdd, x, i * step).add_done_callback([all](Number number) {

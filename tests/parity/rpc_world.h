@@ -10,24 +10,14 @@
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::testing {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-/// The Error that `call` throws; a test failure when it throws none.
-template <class F>
-Error error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "nothing was thrown");
-}
+using torchspan::testing::error_of;
 
 /// Expects that `call` throws an Error of that kind whose text contains `text`.
 template <class F>

@@ -11,6 +11,7 @@
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/sgd.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace torchspan {
@@ -18,7 +19,7 @@ namespace {
 
 using data_parallel::DataParallelOptions;
 using data_parallel::Unwrapped;
-using testing::error_of;
+using testing::error_text;
 using testing::on_ranks;
 using testing::Rank;
 namespace nn = torch::nn;
@@ -52,7 +53,8 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
     (self.rank == 0 ? two->b : two->a).set_requires_grad(false);
-    const std::string text = error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    const std::string text =
+        error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
     EXPECT_NE(text.find("'a' is"), std::string::npos) << text;
     EXPECT_NE(text.find("without gradient"), std::string::npos) << text;
   });
@@ -63,7 +65,8 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
 TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two(self.rank == 1);
-    const std::string text = error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    const std::string text =
+        error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
     EXPECT_NE(text.find("'a' on rank 0 and 'b' on rank 1"), std::string::npos) << text;
   });
 }
@@ -75,7 +78,7 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   on_ranks(2, [](const Rank& self) {
     Two two;
     DistributedDataParallel model(self.runtime, two, self.group);
-    const std::string text = error_of([&] { model(fed(1 + self.rank), at::Tensor()).sum().backward(); });
+    const std::string text = error_text([&] { model(fed(1 + self.rank), at::Tensor()).sum().backward(); });
     EXPECT_NE(text.find("'b'"), std::string::npos) << text;
     two->zero_grad();
     model(fed(1 + self.rank), fed(1)).sum().backward();
@@ -120,7 +123,7 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
     Two two;
     {
       DistributedDataParallel model(self.runtime, two, self.group, {.unwrapped_backward = Unwrapped::kThrow});
-      const std::string text = error_of([&] { two->forward(fed(1), fed(1)).sum().backward(); });
+      const std::string text = error_text([&] { two->forward(fed(1), fed(1)).sum().backward(); });
       EXPECT_NE(text.find("Call the wrapper"), std::string::npos) << text;
     }
     two->zero_grad();
@@ -141,13 +144,13 @@ TEST(SilentWrongResult, AnOptimizerThatStepsInBackwardIsRefusedWhicheverIsMadeFi
       std::optional<optim::BackwardSteps> steps;
       if (self.rank == 1) steps.emplace(optimizer.step_in_backward());
       const std::string text =
-          error_of([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+          error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
       EXPECT_NE(text.find("rank 1 cannot begin: parameter 'a' is stepped in backward"), std::string::npos)
           << text;
       EXPECT_NE(text.find("call step() after backward"), std::string::npos) << text;
     }
     DistributedDataParallel model(self.runtime, two, self.group);
-    const std::string text = error_of([&] { static_cast<void>(optimizer.step_in_backward()); });
+    const std::string text = error_text([&] { static_cast<void>(optimizer.step_in_backward()); });
     EXPECT_NE(text.find("DistributedDataParallel averages its gradient"), std::string::npos) << text;
     model(fed(1 + self.rank), fed(1)).sum().backward();
     EXPECT_EQ(averaged(two->a), 1.5);

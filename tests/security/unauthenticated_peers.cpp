@@ -376,7 +376,7 @@ TEST_P(UnauthenticatedPeers, WhoPassDescriptorsLeaveNone) {
                      Descriptor socket = door.dial();
                      if (!socket) return;
                      for (std::size_t at = 0; at + 8 <= opening.size(); at += 8) {
-                       send_with_descriptor(socket.get(), BytesView(opening).subspan(at, 8), 0);
+                       send_note(socket.get(), BytesView(opening).subspan(at, 8), 0);
                      }
                      hold(std::move(socket), 50);
                    },

@@ -86,18 +86,4 @@ class PerRank {
   std::vector<T> values_;
 };
 
-/// The text of the Error that `body` throws; empty, and a failure of the test, when it throws none.
-inline std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "not an Error: " << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
 }  // namespace torchspan::testing

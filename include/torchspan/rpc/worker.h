@@ -215,8 +215,8 @@ class Worker : public Caller {
   explicit Worker(std::shared_ptr<rpc::Endpoint> endpoint) : Caller(std::move(endpoint), {}) {}
 
   WorkerInfo info() const { return endpoint_->self(); }
-  std::string name() const { return info().name; }
-  int rank() const { return static_cast<int>(info().rank); }
+  std::string name() const { return endpoint_->self().name; }
+  int rank() const { return static_cast<int>(endpoint_->self().rank); }
   int world_size() const { return static_cast<int>(workers().size()); }
   /// All workers by rank; in an open world the current members.
   std::vector<WorkerInfo> workers() const { return endpoint_->workers(); }

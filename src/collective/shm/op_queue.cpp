@@ -371,8 +371,7 @@ void OpQueue::give_up_on_the_late(const Operation& operation, CountTarget target
   signals_.break_group(
       Error(ErrorKind::kTimedOut,
             fmt::format("{} waited {:.3g} s for {}; ranks of a group must call the same, in the same order",
-                        describe_numbered(operation.call), std::chrono::duration<double>(waited).count(),
-                        fmt::join(late, "; "))));
+                        describe_numbered(operation.call), to_seconds(waited), fmt::join(late, "; "))));
 }
 
 }  // namespace torchspan::collective::shm

@@ -20,7 +20,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
  public:
   static std::shared_ptr<OpQueue> make(std::unique_ptr<GroupMemory> memory, Duration timeout);
   /// Fails what is pending with kCancelled.
-  ~OpQueue();
+  ~OpQueue() override;
 
   /// Takes the call's number, tells it to the other ranks as soon as there is a slot, and completes the
   /// operation in time.

@@ -67,21 +67,7 @@ void UnixConnection::wait_until_ready(bool writable, Deadline deadline) {
 }
 
 void UnixConnection::send(BytesView bytes, int descriptor, Deadline deadline) {
-  iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &place;
-  message.msg_iovlen = 1;
-  if (descriptor >= 0) {
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(head), &descriptor, sizeof descriptor);
-  }
-  while (::sendmsg(socket_.get(), &message, MSG_NOSIGNAL) < 0) {
+  while (send_with_descriptor(socket_.get(), bytes, descriptor, 0) < 0) {
     if (!would_block()) throw disconnected("a message could not be sent");
     wait_until_ready(true, deadline);
   }

@@ -1,7 +1,10 @@
 #pragma once
 #include <functional>
+#include <sys/types.h>
 #include <unistd.h>
 #include <utility>
+
+#include <torchspan/core/bytes.h>
 
 namespace torchspan {
 
@@ -38,5 +41,9 @@ class Descriptor {
   int fd_ = -1;
   bool inherited_ = true;
 };
+
+/// Sends bytes through a Unix socket, with `descriptor` unless that is -1, as sendmsg(2) does: the size that
+/// was taken, or -1 and errno.
+ssize_t send_with_descriptor(int socket, BytesView bytes, int descriptor, int flags);
 
 }  // namespace torchspan

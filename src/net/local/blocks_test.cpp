@@ -12,20 +12,14 @@
 
 #include <torchspan/detail/core/executor.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::net::blocks_test {
 namespace {
 
-constexpr std::size_t kSize = 100'000;
+using torchspan::testing::kind_of;
 
-ErrorKind kind_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return ErrorKind::kUnsupported;
-}
+constexpr std::size_t kSize = 100'000;
 
 /// A sender's pool and its receiver's shelf, with nothing in between.
 struct Lane : BlockNotes {

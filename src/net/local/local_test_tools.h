@@ -66,7 +66,7 @@ struct RawPeer {
     ASSERT_EQ(out->write({&place, 1}), bytes.size());
   }
   void say(BytesView bytes, int descriptor = -1) const {
-    ASSERT_TRUE(send_with_descriptor(socket.get(), bytes, descriptor));
+    ASSERT_TRUE(send_note(socket.get(), bytes, descriptor));
   }
   static Bytes note(Note::Kind kind, std::uint64_t number, std::uint64_t size) {
     ByteWriter writer;

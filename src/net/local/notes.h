@@ -26,7 +26,7 @@ inline constexpr std::size_t kNoteBytes = 24;
 
 /// Sends bytes that fit as one, with a descriptor if `descriptor` is not -1. False when they were not sent:
 /// no room, no connection, or the system passes no more descriptors.
-bool send_with_descriptor(int socket, BytesView bytes, int descriptor);
+bool send_note(int socket, BytesView bytes, int descriptor);
 
 /// Bytes and descriptors from a socket.
 struct Reception {

@@ -10,21 +10,15 @@
 
 #include <torchspan/detail/core/executor.h>
 
+#include "tests/support/errors.h"
+
 namespace torchspan::net::ring_test {
 namespace {
 
+using torchspan::testing::kind_of;
+
 constexpr std::size_t kCapacity = 4096;
 constexpr Duration kPatience = std::chrono::seconds(30);
-
-ErrorKind kind_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return ErrorKind::kUnsupported;
-}
 
 /// Both ends of a ring, each with a mapping of its own, as in two processes.
 struct Ring {

@@ -25,7 +25,7 @@ struct Pair {
 /// Says `bytes`, with the descriptor of a ring beside them if so asked.
 void say(const Pair& pair, BytesView bytes, bool with_ring) {
   const auto made = with_ring ? make_memory({}, kRingHeaderBytes + kRing) : std::nullopt;
-  if (!bytes.empty()) send_with_descriptor(pair.theirs.get(), bytes, made ? made->descriptor.get() : -1);
+  if (!bytes.empty()) send_note(pair.theirs.get(), bytes, made ? made->descriptor.get() : -1);
 }
 
 void use(SharedLane& lane) {
@@ -84,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 }
 
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
-  return testing::offer_seeds(count, arguments, [] {
+  return ::testing::offer_seeds(count, arguments, [] {
     const auto record = [](bool offers, bool accepts) {
       ByteWriter writer;
       writer.put(std::uint32_t{0x4c505354});
@@ -96,7 +96,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
       return writer.take();
     };
     const auto part = [](int how, BytesView bytes) {
-      return testing::joined({testing::bytes_of({how | static_cast<int>(bytes.size())}), bytes});
+      return ::testing::joined({::testing::bytes_of({how | static_cast<int>(bytes.size())}), bytes});
     };
     ByteWriter block;
     block.put(Note::Kind::kBlock);
@@ -105,15 +105,15 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     block.put(std::uint64_t{kRingHeaderBytes + kRing});
     std::vector<Bytes> seeds;
     // Who dials us: its offer, then its verdict. Who listens: its offer and verdict in one.
-    seeds.push_back(testing::joined({testing::bytes_of({0}), part(64, record(true, false)),
-                                     part(128, record(false, true)), part(0, testing::bytes_of({1, 1})),
-                                     part(64, block.bytes())}));
-    seeds.push_back(testing::joined(
-        {testing::bytes_of({0}), part(64, record(true, false)), part(0, record(false, false))}));
-    seeds.push_back(testing::joined({testing::bytes_of({0}), part(0, record(false, false))}));
-    seeds.push_back(testing::joined({testing::bytes_of({1}), part(192, record(true, true)),
-                                     part(0, testing::bytes_of({1})), part(64, block.bytes())}));
-    seeds.push_back(testing::joined({testing::bytes_of({1}), part(0, record(false, false))}));
+    seeds.push_back(::testing::joined({::testing::bytes_of({0}), part(64, record(true, false)),
+                                       part(128, record(false, true)), part(0, ::testing::bytes_of({1, 1})),
+                                       part(64, block.bytes())}));
+    seeds.push_back(::testing::joined(
+        {::testing::bytes_of({0}), part(64, record(true, false)), part(0, record(false, false))}));
+    seeds.push_back(::testing::joined({::testing::bytes_of({0}), part(0, record(false, false))}));
+    seeds.push_back(::testing::joined({::testing::bytes_of({1}), part(192, record(true, true)),
+                                       part(0, ::testing::bytes_of({1})), part(64, block.bytes())}));
+    seeds.push_back(::testing::joined({::testing::bytes_of({1}), part(0, record(false, false))}));
     return seeds;
   });
 }

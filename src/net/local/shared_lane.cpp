@@ -68,7 +68,7 @@ void SharedLane::send_record() {
     writer.put(record.ring_bytes);
     writer.put_bytes(record.nonce);
     const bool refuses = record.offers && refused(share_->options, LocalStep::kPassDescriptor);
-    return !refuses && send_with_descriptor(socket_, writer.bytes(), record.offers ? offered_.get() : -1);
+    return !refuses && send_note(socket_, writer.bytes(), record.offers ? offered_.get() : -1);
   };
   bool sent = send();
   if (!sent && record.offers) {
@@ -202,7 +202,7 @@ ssize_t SharedLane::write(std::span<const iovec> places) {
 void SharedLane::wake_peer() {
   // Not sent means that much lies there unread, which wakes the peer as well, or that it is gone.
   const std::byte wake{static_cast<std::uint8_t>(Note::Kind::kWake)};
-  send_with_descriptor(socket_, {&wake, 1}, -1);
+  send_note(socket_, {&wake, 1}, -1);
 }
 
 bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) {
@@ -212,7 +212,7 @@ bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& d
   note.put_bytes(std::array<std::byte, 7>{});
   note.put(block);
   note.put(std::uint64_t{size});
-  return send_with_descriptor(socket_, note.bytes(), descriptor.get());
+  return send_note(socket_, note.bytes(), descriptor.get());
 }
 
 bool SharedLane::retire(std::uint64_t block) {
@@ -221,7 +221,7 @@ bool SharedLane::retire(std::uint64_t block) {
   note.put_bytes(std::array<std::byte, 7>{});
   note.put(block);
   note.put(std::uint64_t{0});
-  return send_with_descriptor(socket_, note.bytes(), -1);
+  return send_note(socket_, note.bytes(), -1);
 }
 
 }  // namespace torchspan::net

@@ -15,6 +15,7 @@
 #include "net/handshake.h"
 #include "net/stream/address.h"
 #include "net/stream/socket.h"
+#include "tests/support/errors.h"
 
 /// What only sockets have: addresses, files, users, ports, descriptors, and raw bytes from a peer that knows
 /// the secret. Everything else is in tests/conformance.
@@ -22,20 +23,11 @@ namespace torchspan::net::stream_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::error_of;
 
 constexpr Duration kPatience = std::chrono::seconds(30);
 
 Secret test_secret() { return Secret::from_bytes(Bytes(32, std::byte{'k'})); }
-
-Error failure_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
 
 struct Journal : Handler {
   void on_accepted(const std::shared_ptr<Channel>& channel) override { accepted.push_back(channel); }
@@ -117,7 +109,7 @@ class StreamTransportTest : public ::testing::Test {
 };
 
 TEST_F(StreamTransportTest, NeedsASecret) {
-  const Error error = failure_of([&] { make_stream_transport(*executor_, journal_, {}); });
+  const Error error = error_of([&] { make_stream_transport(*executor_, journal_, {}); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("TransportOptions::secret"));
 }
@@ -125,7 +117,7 @@ TEST_F(StreamTransportTest, NeedsASecret) {
 TEST_F(StreamTransportTest, ListensOnlyInADirectoryClosedToOthers) {
   for (const mode_t mode : {0755, 0710, 0701}) {
     ASSERT_EQ(chmod(directory_.c_str(), mode), 0);
-    const Error error = failure_of([&] { transport_->listen(address()); });
+    const Error error = error_of([&] { transport_->listen(address()); });
     EXPECT_EQ(error.kind(), ErrorKind::kDenied);
     EXPECT_THAT(error.message(), HasSubstr("chmod 700 '" + directory_ + "'"));
   }
@@ -134,7 +126,7 @@ TEST_F(StreamTransportTest, ListensOnlyInADirectoryClosedToOthers) {
 }
 
 TEST_F(StreamTransportTest, SaysHowToMakeADirectoryThatIsMissing) {
-  const Error error = failure_of([&] { transport_->listen(address("missing/socket")); });
+  const Error error = error_of([&] { transport_->listen(address("missing/socket")); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("mkdir -m 700 '" + path("missing") + "'"));
 }
@@ -143,11 +135,11 @@ TEST_F(StreamTransportTest, SaysThatAPathIsTooLong) {
   const std::string longest = path(std::string(107 - directory_.size() - 1, 'x'));
   ASSERT_EQ(longest.size(), 107u);
   EXPECT_NO_THROW(transport_->listen("unix:" + longest));
-  const Error error = failure_of([&] { transport_->listen("unix:" + longest + "x"); });
+  const Error error = error_of([&] { transport_->listen("unix:" + longest + "x"); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("108 bytes"));
   EXPECT_THAT(error.message(), HasSubstr("107"));
-  EXPECT_EQ(failure_of([&] { transport_->connect("unix:relative", {}); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { transport_->connect("unix:relative", {}); }).kind(), ErrorKind::kInvalid);
 }
 
 TEST_F(StreamTransportTest, RemovesItsSocketFileWhenItEnds) {
@@ -183,7 +175,7 @@ TEST_F(StreamTransportTest, TakesOverTheSocketFileOfADeadProcess) {
 
 TEST_F(StreamTransportTest, FindsThatAnAddressIsInUseWithoutTheListenerHearing) {
   transport_->listen(address());
-  const Error error = failure_of([&] { transport_->listen(address()); });
+  const Error error = error_of([&] { transport_->listen(address()); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("in use"));
   for (int i = 0; i < 10; ++i) {
@@ -197,7 +189,7 @@ TEST_F(StreamTransportTest, FindsThatAnAddressIsInUseWithoutTheListenerHearing) 
 
 TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNoSocket) {
   std::ofstream(path()) << "precious";
-  const Error error = failure_of([&] { transport_->listen(address()); });
+  const Error error = error_of([&] { transport_->listen(address()); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_TRUE(std::filesystem::exists(path()));
 }
@@ -205,7 +197,7 @@ TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNoSocket) {
 TEST_F(StreamTransportTest, NamesAPortThatIsInUseAndWhatToDo) {
   const std::string bound = transport_->listen("tcp:127.0.0.1:0");
   const std::string port = bound.substr(bound.rfind(':') + 1);
-  const Error error = failure_of([&] { transport_->listen(bound); });
+  const Error error = error_of([&] { transport_->listen(bound); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("port " + port + " is in use"));
   EXPECT_THAT(error.message(), HasSubstr("sport = :" + port));
@@ -216,8 +208,8 @@ TEST_F(StreamTransportTest, RefusesTcpThatLeavesTheHostAndSaysWhatToUse) {
        {"tcp:10.0.0.1:1234", "tcp:0.0.0.0:1234", "tcp:[::]:1234", "tcp:example.org:1234"}) {
     SCOPED_TRACE(away);
     EXPECT_FALSE(transport_->can_reach(away));
-    for (const Error& error : {failure_of([&] { transport_->listen(away); }),
-                               failure_of([&] { transport_->connect(away, {}); })}) {
+    for (const Error& error :
+         {error_of([&] { transport_->listen(away); }), error_of([&] { transport_->connect(away, {}); })}) {
       EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
       EXPECT_THAT(error.message(), HasSubstr("tls"));
     }
@@ -227,7 +219,7 @@ TEST_F(StreamTransportTest, RefusesTcpThatLeavesTheHostAndSaysWhatToUse) {
   EXPECT_TRUE(transport_->can_reach("tcp:[::1]:1234"));
   for (const char* wrong :
        {"tcp:127.0.0.1", "tcp:127.0.0.1:", "tcp:127.0.0.1:65536", "tcp:127.0.0.1:12x", "tcp::80"}) {
-    EXPECT_EQ(failure_of([&] { transport_->connect(wrong, {}); }).kind(), ErrorKind::kInvalid) << wrong;
+    EXPECT_EQ(error_of([&] { transport_->connect(wrong, {}); }).kind(), ErrorKind::kInvalid) << wrong;
   }
 }
 
@@ -242,7 +234,7 @@ TEST_F(StreamTransportTest, DeniesAPeerOfAnotherUser) {
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
   const Descriptor one(ends[0]), other(ends[1]);
   EXPECT_NO_THROW(check_peer_user(one.get(), "unix:/peer", ::geteuid()));
-  const Error error = failure_of([&] { check_peer_user(one.get(), "unix:/peer", ::geteuid() + 1); });
+  const Error error = error_of([&] { check_peer_user(one.get(), "unix:/peer", ::geteuid() + 1); });
   EXPECT_EQ(error.kind(), ErrorKind::kDenied);
   EXPECT_THAT(error.message(), HasSubstr("unix:/peer"));
 }

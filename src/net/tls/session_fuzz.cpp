@@ -90,13 +90,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 }
 
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
-  return testing::offer_seeds(count, arguments, [] {
+  return ::testing::offer_seeds(count, arguments, [] {
     std::vector<Bytes> seeds;
     for (const Role role : {Role::kDialer, Role::kListener}) {
       for (const char secret : {'k', 'x'}) {
         for (const int cut : {0, 20, 254}) {
-          seeds.push_back(testing::joined(
-              {testing::bytes_of({cut | (role == Role::kListener ? 1 : 0)}), recorded(role, secret)}));
+          seeds.push_back(::testing::joined(
+              {::testing::bytes_of({cut | (role == Role::kListener ? 1 : 0)}), recorded(role, secret)}));
         }
       }
     }

@@ -24,8 +24,6 @@ TlsOptions checked(TlsOptions options) {
   return options;
 }
 
-double seconds(Duration time) { return std::chrono::duration<double>(time).count(); }
-
 }  // namespace
 
 TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOptions options, TlsOptions tls,
@@ -327,7 +325,7 @@ void TlsTransport::tick() {
         Error(ErrorKind::kDisconnected,
               fmt::format("'{}' was silent for {:.1f} s: its host is down, cut off, or does not run it any "
                           "more",
-                          still->second->channel()->peer(), seconds(tls_.dead_after)))
+                          still->second->channel()->peer(), to_seconds(tls_.dead_after)))
             .with_elapsed(tls_.dead_after),
         true);
   }

@@ -4,6 +4,7 @@
 #include "net/tls/pieces.h"
 #include "net/tls/tls_test_tools.h"
 #include "tests/support/certificates.h"
+#include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
 /// What only the TLS transport has: names, lanes, heartbeats, certificates, keys that are renewed. Everything
@@ -12,18 +13,9 @@ namespace torchspan::net::tls_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::error_of;
 using torchspan::testing::TemporaryFolder;
 using torchspan::testing::TestAuthority;
-
-Error failure_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorKind::kInvalid, "");
-}
 
 class TlsTransportTest : public TlsTest {
  protected:
@@ -52,7 +44,7 @@ class TlsTransportTest : public TlsTest {
 
 TEST_F(TlsTransportTest, NeedsASecretOrCertificates) {
   const auto make = [&](const TlsOptions& tls, bool secret) {
-    return failure_of([&] {
+    return error_of([&] {
       TransportOptions options;
       if (secret) options.secret = test_secret();
       make_tls_transport(*executor_, journal_, options, tls);
@@ -75,8 +67,8 @@ TEST_F(TlsTransportTest, ReadsAddresses) {
         "tls:[::1:80", "tls:[name]:80", "tls:a b:80", "tls:a/b:80", "tcp:127.0.0.1:80"}) {
     SCOPED_TRACE(wrong);
     EXPECT_FALSE(transport_->can_reach(wrong));
-    EXPECT_EQ(failure_of([&] { transport_->connect(wrong, {}); }).kind(), ErrorKind::kInvalid);
-    EXPECT_EQ(failure_of([&] { transport_->listen(wrong); }).kind(), ErrorKind::kInvalid);
+    EXPECT_EQ(error_of([&] { transport_->connect(wrong, {}); }).kind(), ErrorKind::kInvalid);
+    EXPECT_EQ(error_of([&] { transport_->listen(wrong); }).kind(), ErrorKind::kInvalid);
   }
   for (const char* right :
        {"tls:10.0.0.1:80", "tls:[::1]:80", "tls:[2001:db8::7]:1", "tls:worker-3.job.local:29500"}) {
@@ -96,7 +88,7 @@ TEST_F(TlsTransportTest, SpeaksOverIpv6AndToNames) {
 }
 
 TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
-  const Error error = failure_of([&] { transport_->listen(address_); });
+  const Error error = error_of([&] { transport_->listen(address_); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("'" + address_ + "'"));
 }
@@ -208,7 +200,7 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
   peer->take(kPrefixBytes + 8);
   ASSERT_TRUE(peer->hears(3 * kPrefixBytes));
   EXPECT_THAT(peer->take(kPrefixBytes), ::testing::ElementsAreArray(heartbeat_frame()));
-  EXPECT_EQ(failure_of([&] { channel->send({}, {}); }).kind(), ErrorKind::kDisconnected);
+  EXPECT_EQ(error_of([&] { channel->send({}, {}); }).kind(), ErrorKind::kDisconnected);
 }
 
 TEST_F(TlsTransportTest, KeepsAnIdleChannelAndOneWithoutMessagesInOneDirection) {

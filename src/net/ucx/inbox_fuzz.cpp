@@ -70,24 +70,26 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 }
 
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
-  return testing::offer_seeds(count, arguments, [] {
+  return ::testing::offer_seeds(count, arguments, [] {
     const auto chunk = [](int number, BytesView bytes) {
-      return testing::joined({testing::bytes_of({0, number, 0, static_cast<int>(bytes.size())}), bytes});
+      return ::testing::joined({::testing::bytes_of({0, number, 0, static_cast<int>(bytes.size())}), bytes});
     };
-    const auto offer = [](int number, int size) { return testing::bytes_of({1, number, 0, size, 0, 0, 0}); };
+    const auto offer = [](int number, int size) {
+      return ::testing::bytes_of({1, number, 0, size, 0, 0, 0});
+    };
     const Bytes text(30, std::byte{'t'});
     const std::vector<Segment> segments = {{nullptr, 200, nullptr}, {text.data(), 30, nullptr}};
     const std::uint64_t numbers[] = {1, 0};
     ByteWriter number;
     number.put(numbers[0]);
     const Bytes frame =
-        testing::joined({FramePrefix(text, segments, numbers).bytes(), text, number.bytes(), text});
+        ::testing::joined({FramePrefix(text, segments, numbers).bytes(), text, number.bytes(), text});
     const BytesView start = BytesView(frame).first(20), rest = BytesView(frame).subspan(20);
     return std::vector<Bytes>{
         encode(UcxGreeting{1, 16, 7, Bytes(12)}),
         encode(UcxFarewell{}),
-        testing::joined({chunk(0, frame), offer(1, 200)}),
-        testing::joined({offer(1, 200), chunk(1, rest), chunk(0, start), chunk(2, goodbye_frame())}),
+        ::testing::joined({chunk(0, frame), offer(1, 200)}),
+        ::testing::joined({offer(1, 200), chunk(1, rest), chunk(0, start), chunk(2, goodbye_frame())}),
     };
   });
 }

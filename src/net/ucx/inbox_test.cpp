@@ -8,22 +8,14 @@
 #include <random>
 
 #include "net/ucx/greeting.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::net::inbox_test {
 namespace {
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-ErrorKind kind_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
+using torchspan::testing::kind_of;
 
 Bytes pattern(std::size_t size, unsigned salt) {
   Bytes bytes(size);
