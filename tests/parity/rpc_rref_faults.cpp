@@ -3,8 +3,8 @@
 
 #include <ATen/ATen.h>
 
-#include "rpc/agent.h"
-#include "rpc/control.h"
+#include "rpc/agent/agent.h"
+#include "rpc/references/control.h"
 #include "tests/parity/rpc_faults.h"
 
 namespace torchspan::rpc_rref_faults {

@@ -5,7 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/zeros.h>
 
-#include "rpc/control.h"
+#include "rpc/references/control.h"
 #include "tests/parity/rpc_faults.h"
 
 namespace torchspan::rpc_rref_listings {

@@ -1,5 +1,5 @@
 // Regressions: creations that fail before they begin, and whose owners once waited for them for ever.
-#include "rpc/agent.h"
+#include "rpc/agent/agent.h"
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_creations {

@@ -1,5 +1,5 @@
 // Regressions: a worker that leaves an open world whose members it cannot reach.
-#include "rpc/control.h"
+#include "rpc/references/control.h"
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_leaving {

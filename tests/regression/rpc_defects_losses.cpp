@@ -1,6 +1,6 @@
 // Regressions: references that a broken connection made doubtful, and messages given up too early.
-#include "rpc/agent.h"
-#include "rpc/control.h"
+#include "rpc/agent/agent.h"
+#include "rpc/references/control.h"
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_losses {
@@ -23,7 +23,7 @@ GlobalId fork_of(std::uint32_t rank, std::int64_t number) {
 }
 /// Worker 0 asks whether a reference came; its answer is that it did not.
 bool misses(Worker& worker, std::int64_t number) {
-  return references_of(worker).on_fork_audit({fork_of(0, number)}, {0, 0}).size() == 1;
+  return references_of(worker).driver().on_fork_audit({fork_of(0, number)}, {0, 0}).size() == 1;
 }
 
 constexpr Function<seven> kSeven{"seven"};
@@ -70,7 +70,7 @@ TEST(RpcDefects, LateReplyWithALostReferenceKeepsTheConnection) {
     const std::int64_t number = worker.rpc_sync(1, kLastNumber) + 1;
     auto bystander = worker.rpc_async(1, kDoze, 2000);
     EXPECT_THROW(worker.with({.timeout = milliseconds(100)}).rpc_sync(1, kMakeLate, 300), Error);
-    EXPECT_EQ(references_of(worker).on_fork_audit({fork_of(1, number)}, {1, 0}).size(), 1u);
+    EXPECT_EQ(references_of(worker).driver().on_fork_audit({fork_of(1, number)}, {1, 0}).size(), 1u);
     EXPECT_NO_THROW(bystander.wait());
     EXPECT_EQ(worker.debug().late_replies, 1u);
   });

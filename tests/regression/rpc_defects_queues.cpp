@@ -1,5 +1,5 @@
 // Regressions: what was refused because too much waited for a peer, and then never said again.
-#include "rpc/control.h"
+#include "rpc/references/control.h"
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_queues {

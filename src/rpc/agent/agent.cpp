@@ -1,0 +1,344 @@
+#include "rpc/agent/agent.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+#include "rpc/agent/shutdown_wait.h"
+#include "rpc/calls/handlers.h"
+
+namespace torchspan::rpc {
+namespace {
+
+LinkMember link_member(const rendezvous::Member& member) {
+  return {{member.name, static_cast<std::uint32_t>(member.rank)},
+          member.address,
+          member.instance,
+          member.incarnation};
+}
+
+}  // namespace
+
+/// What an extension sees of the agent while it is attached.
+class RpcAgent::ExtensionRegistrar final : public Registrar {
+ public:
+  explicit ExtensionRegistrar(RpcAgent& agent) : agent_(agent) {}
+  Worker& worker() override { return agent_.worker(); }
+  Runtime& runtime() override { return agent_.runtime(); }
+  std::weak_ptr<FutureHost> host() override { return agent_.host(); }
+  void intercept(Interceptor& interceptor) override { agent_.state_.interceptors.push_back(&interceptor); }
+  void on_departure(std::function<void(std::uint32_t, const Error&)> callback) override {
+    agent_.departure_callbacks_.push_back(std::move(callback));
+  }
+  void on_shutdown(std::function<Future<void>()> callback) override {
+    agent_.shutdown_hooks_.push_back(std::move(callback));
+  }
+  void handle_raw(wire::MessageType type, std::string name, RunOn where, RawHandler handler) override {
+    agent_.server_.add_handler(type, {std::move(name), where, false,
+                                      [handler = std::move(handler)](
+                                          const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                                        handler(call->info, call->payload, reply);
+                                      }});
+  }
+
+ private:
+  RpcAgent& agent_;
+};
+
+RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options)
+    : state_(std::move(runtime), std::move(functions), std::move(options)),
+      loop_(state_.runtime, state_.calls, server_, [this] { calls_.fail_expired(); }),
+      sender_(
+          state_, loop_, [this](net::Message message) { receiver_.deliver_here(std::move(message)); },
+          [this](const auto& channel, const Error& error) { receiver_.break_channel(channel, error); }),
+      stopped_peers_(state_, loop_, calls_),
+      calls_(state_, loop_, sender_, stopped_peers_),
+      server_(state_, loop_, sender_),
+      receiver_(state_, loop_, calls_, server_),
+      default_timeout_(state_.options.default_timeout) {}
+
+void RpcAgent::open(const WorkerService::MakeTransport& make_transport) {
+  state_.endpoint = weak_from_this();
+  state_.references = std::make_shared<References>(weak_from_this(), state_.self.rank);
+  worker_ = std::make_unique<Worker>(shared_from_this());
+  state_.host->set_driver(std::shared_ptr<Driver>(shared_from_this(), &loop_));
+  install_handlers(*this);
+  if (!make_transport) return;
+  transport_ = make_transport(receiver_);
+  if (!state_.options.listen.empty()) address_ = transport_->listen(state_.options.listen);
+}
+
+void RpcAgent::attach(std::vector<std::unique_ptr<Extension>> extensions) {
+  ExtensionRegistrar registrar(*this);
+  for (auto& extension : extensions) {
+    Extension& one = *extension;
+    const auto [it, fresh] = extensions_.emplace(typeid(one), std::move(extension));
+    if (!fresh) {
+      throw Error(ErrorKind::kInvalid, fmt::format("extension {} was given twice", demangle(typeid(one))));
+    }
+    one.attach(registrar);
+  }
+}
+
+void RpcAgent::start(std::unique_ptr<rendezvous::Membership> membership) {
+  membership_ = std::move(membership);
+  stopped_peers_.start(membership_);
+  const rendezvous::Member& self = membership_->self();
+  state_.self = {self.name, static_cast<std::uint32_t>(self.rank)};
+  state_.instance = self.instance;
+  state_.incarnation = self.incarnation;
+  open_world_ = membership_->open();
+  state_.references->begin(state_.id());
+  state_.roster.clear();
+  state_.roster.set(state_.self);
+  if (transport_) join_world(self);
+  loop_.start(transport_.get(), state_.self.name);
+  if (!transport_) return;
+  membership_->watch(
+      {.joined = [this](const rendezvous::Member& member) { member_joined(member); },
+       .died = [this](const rendezvous::Member& member,
+                      const Error& reason) { member_departed(link_member(member), reason); },
+       .left =
+           [this](const rendezvous::Member& member) {
+             member_departed(
+                 link_member(member),
+                 Error(ErrorKind::kDisconnected, fmt::format("worker '{}' has left the world", member.name)));
+           }});
+}
+
+void RpcAgent::join_world(const rendezvous::Member& self) {
+  state_.links = std::make_unique<Links>(*transport_, state_.runtime.executor, link_member(self));
+  for (const rendezvous::Member& member : membership_->members()) {
+    if (member.rank == self.rank) continue;
+    state_.references->joined(link_member(member).id());
+    state_.links->add(link_member(member));
+    state_.roster.set({member.name, static_cast<std::uint32_t>(member.rank)});
+  }
+  if (!open_world_) state_.devices.check_names(state_.roster.all());
+}
+
+void RpcAgent::member_joined(const rendezvous::Member& member) {
+  const LinkMember link = link_member(member);
+  if (link.info.rank == state_.self.rank || state_.links->knows(link)) return;
+  state_.references->joined(link.id());
+  state_.links->add(link);
+  state_.roster.set(link.info);
+  if (state_.runtime.log.enabled(LogLevel::kDebug))
+    state_.runtime.log.debug(fmt::format("worker '{}' (rank {}) joined the world", member.name, member.rank));
+  loop_.at(Deadline(state_.runtime.executor.now()), [this] { receiver_.unknown_peers().admit(); });
+  loop_.wake();
+}
+
+void RpcAgent::member_departed(const LinkMember& member, const Error& reason) {
+  const std::uint32_t rank = member.info.rank;
+  if (rank == state_.self.rank || !state_.links->departed(member, reason)) return;
+  if (state_.runtime.log.enabled(LogLevel::kDebug)) {
+    state_.runtime.log.debug(
+        fmt::format("worker '{}' (rank {}) is gone: {}", member.info.name, rank, reason.message()));
+  }
+  calls_.fail(state_.calls.take_peer(rank), reason);
+  for (const IncomingPtr& call : state_.serving.all()) {
+    if (call->peer == rank) call->request_stop();
+  }
+  state_.references->departed(member.id());
+  for (const auto& callback : departure_callbacks_) callback(rank, reason);
+  if (open_world_) state_.roster.remove(rank);
+}
+
+void RpcAgent::shutdown(Deadline deadline) {
+  if (shut_down_.exchange(true) || state_.stopping.load()) return;
+  const GracefulShutdown::Outcome outcome =
+      GracefulShutdown(state_, membership_, shutdown_hooks_).run(deadline);
+  stop(outcome.last_words);
+  if (outcome.failure) throw Error(*outcome.failure);
+  throw_leaks(outcome.leaks);
+}
+
+void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
+  if (leaks.empty()) return;
+  std::string text = fmt::format(
+      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); let go of these "
+      "RRefs before shutdown():",
+      state_.self.name, leaks.size());
+  for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;
+  throw Error(ErrorKind::kInvalid, text);
+}
+
+void RpcAgent::stop(const std::string& why) {
+  if (state_.stopping.exchange(true)) return;
+  if (membership_) membership_->give_up(why);
+  loop_.stop();
+  const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
+  if (state_.links) {
+    for (const LinkMember& member : state_.links->present()) member_departed(member, reason);
+  }
+  for (const IncomingPtr& call : state_.serving.all()) call->request_stop();
+  calls_.fail(state_.calls.take_all(), reason);
+  if (state_.links) {
+    state_.links->close_all();
+    loop_.drain();
+    receiver_.unknown_peers().clear();
+  }
+  stop_pool();
+  state_.references->clear();
+}
+
+/// Waits for the handlers that still run: nothing can end them.
+void RpcAgent::stop_pool() {
+  Executor& executor = state_.runtime.executor;
+  const std::unique_ptr<Parker> done = executor.make_parker();
+  Thread teller;
+  const auto end = [&](Parker* parker) {
+    parker->unpark();
+    teller.join();
+  };
+  const std::unique_ptr<Parker, decltype(end)> until_the_end(done.get(), end);
+  if (const auto calls = state_.serving.describe(executor.now(), state_.roster);
+      std::any_of(calls.begin(), calls.end(), [](const auto& call) { return call.begun; })) {
+    try {
+      teller = executor.spawn(state_.self.name + "/stop", [&] {
+        ShutdownWait wait(state_.runtime, "stop()");
+        while (!done->park(executor.deadline_in(ShutdownWait::kEvery))) wait.warn(unfinished_work(state_));
+      });
+    } catch (const Error&) {  // the system has no thread left: nothing reports what this waits for
+    }
+  }
+  state_.host->pool().stop();
+}
+
+void RpcAgent::release() {
+  std::shared_ptr<rendezvous::Membership> membership;
+  {
+    MutexLock lock(membership_mutex_);
+    membership.swap(membership_);
+  }
+  stopped_peers_.end();
+  membership.reset();
+  worker_.reset();
+}
+
+std::uint32_t RpcAgent::resolve(const Destination& to) const {
+  try {
+    return state_.roster.resolve(to);
+  } catch (const Error&) {
+    if (!is_stopping()) throw;
+    throw shut_down();  // the others are gone because this worker is
+  }
+}
+
+std::uint64_t RpcAgent::id_of(const char* name, std::string (*signature)()) const {
+  const FunctionEntry* named = state_.functions.find_named(name);
+  if (named != nullptr && named->describe == signature) return named->id;
+  const std::string text = signature();
+  const std::uint64_t id = function_id(name, text);
+  if (state_.functions.find(id) != nullptr) return id;
+  throw Error(
+      ErrorKind::kInvalid,
+      named != nullptr
+          ? fmt::format("the function table's '{}' has another signature than this token's {}", name, text)
+          : fmt::format("'{}' is not in this worker's function table; add its token to the FunctionTable in "
+                        "main(), on every worker",
+                        name));
+}
+
+void RpcAgent::apply(const CallOptions& options, Request& request) {
+  const Duration timeout = options.timeout.value_or(default_timeout_.load());
+  if (timeout < Duration::zero()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a timeout of {} ns is negative; zero means without limit", timeout.count()));
+  }
+  if (timeout != Duration::zero()) request.deadline = state_.runtime.executor.deadline_in(timeout);
+  request.stop = options.stop;
+  const IncomingPtr& served = Environment::served();
+  request.no_grad = options.no_grad || (served && served->info.no_grad && !at::GradMode::is_enabled());
+  if (!served || options.detached) return;
+  request.deadline = earlier(request.deadline, served->deadline);
+  request.inherited_stop = server_.stop_token_of(served);
+}
+
+std::optional<CurrentCall> RpcAgent::current_call() {
+  const IncomingPtr& served = Environment::served();
+  if (!served) return std::nullopt;
+  return CurrentCall{{state_.roster.name(served->peer), served->peer},
+                     served->name,
+                     served->deadline,
+                     server_.stop_token_of(served)};
+}
+
+DebugInfo RpcAgent::debug() const {
+  const TimePoint now = state_.runtime.executor.now();
+  DebugInfo info;
+  info.worker = state_.self.name;
+  info.pending = state_.calls.describe(now, state_.roster);
+  info.serving = state_.serving.describe(now, state_.roster);
+  const RRefTable::Counts counts = state_.references->counts();
+  info.list_rrefs = [references = std::weak_ptr<const References>(state_.references)] {
+    const auto alive = references.lock();
+    return alive ? alive->list() : std::vector<RRefInfo>();
+  };
+  info.references = {counts.owners, counts.forks, counts.pending_users, counts.pending_children};
+  info.pool_threads = state_.host->pool().thread_count();
+  info.pool_queued = state_.host->pool().queued();
+  info.calls_sent = state_.sent.load();
+  info.calls_handled = state_.handled.load();
+  info.late_replies = receiver_.late_replies();
+  return info;
+}
+
+void RpcAgent::after(Duration delay, UniqueFunction<void()> job) {
+  loop_.after(delay, state_.host, std::move(job));
+}
+
+void RpcAgent::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
+  calls_.send(to, std::move(request), std::move(completion));
+}
+
+ReferencePtr RpcAgent::own(ValuePtr value, std::string type_name, SourceLocation site) {
+  return state_.references->own(std::move(value), type_name, site);
+}
+
+ReferencePtr RpcAgent::create(std::uint32_t to, Request request, std::string type_name) {
+  return calls_.create(to, std::move(request), type_name);
+}
+
+void* RpcAgent::find_extension(const std::type_info& type) const {
+  auto it = extensions_.find(type);
+  if (it != extensions_.end()) return dynamic_cast<void*>(it->second.get());
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("worker '{}' has no extension {}; add one to its Session (or to the "
+                          "WorkerService) when it is made",
+                          state_.self.name, demangle(type)));
+}
+
+std::map<std::string, Bytes> RpcAgent::all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                                        const std::vector<std::string>& participants,
+                                                        Deadline deadline) {
+  std::shared_ptr<rendezvous::Membership> membership;
+  {
+    MutexLock lock(membership_mutex_);
+    membership = membership_;
+  }
+  if (is_stopping() || !membership) throw shut_down();
+  std::map<int, std::string> who;
+  for (const std::string& name : participants) who.emplace(static_cast<int>(resolve(name)), name);
+  if (who.empty() && membership->open()) {
+    throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
+  }
+  if (who.empty()) {
+    for (const WorkerInfo& worker : state_.roster.all())
+      who.emplace(static_cast<int>(worker.rank), worker.name);
+  }
+  // Only the participants wait for each other: the tag names them, so that each set counts its own rounds.
+  std::string group = tag;
+  std::vector<int> ranks;
+  for (const auto& [rank, name] : who) {
+    group += fmt::format(".{}", rank);
+    ranks.push_back(rank);
+  }
+  const std::vector<Bytes> gathered = membership->all_gather_bytes(group, mine, ranks, deadline);
+  std::map<std::string, Bytes> result;
+  for (std::size_t i = 0; i < ranks.size(); ++i) result[who.at(ranks[i])] = gathered[i];
+  return result;
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,52 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rpc/service.h>
+
+#include "rpc/agent/host.h"
+#include "rpc/calls/call_table.h"
+#include "rpc/calls/devices.h"
+#include "rpc/calls/serving.h"
+#include "rpc/peers/links.h"
+#include "rpc/peers/roster.h"
+#include "rpc/references/references.h"
+
+namespace torchspan::rpc {
+
+/// What the parts of one worker's agent share: set before the worker joins its world and constant from then
+/// on, or with a lock inside.
+struct AgentState {
+  AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable table, ServiceOptions service);
+
+  PeerId id() const { return {self.rank, incarnation}; }
+  /// Whether a worker has neither died nor left, as far as this one knows.
+  bool is_present(std::uint32_t rank) const;
+
+  const std::shared_ptr<Runtime> runtime_owner;
+  Runtime& runtime;
+  const FunctionTable functions;
+  const ServiceOptions options;
+  const Devices devices;
+  std::weak_ptr<Endpoint> endpoint;  ///< of the agent; a posted job locks it to keep the agent alive
+  WorkerInfo self;
+  std::uint64_t instance = 0;
+  std::uint32_t incarnation = 0;
+  std::vector<Interceptor*> interceptors;
+
+  Roster roster;
+  const std::shared_ptr<Host> host;
+  CallTable calls;
+  ServingTable serving;
+  std::shared_ptr<References> references;
+  std::unique_ptr<Links> links;  ///< null in a world of one, which has no transport
+  std::atomic<bool> stopping{false};
+  std::atomic<std::uint64_t> sent{0};     ///< requests
+  std::atomic<std::uint64_t> handled{0};  ///< requests that were answered
+  std::atomic<std::uint64_t> running{0};  ///< requests that came and are not answered
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,284 @@
+#include "rpc/agent/graceful_shutdown.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+namespace torchspan::rpc {
+namespace {
+
+constexpr Duration kQuietCheck = std::chrono::milliseconds(2);
+/// How many values a report of leaks names.
+constexpr std::size_t kLeakLines = 20;
+constexpr const char* kTag = "rpc.shutdown";
+/// Precedes a worker's name in texts for that worker itself; the store writes it too.
+constexpr std::string_view kThisWorker = "this worker, ";
+
+/// What a worker reports to the others in a round.
+struct Report {
+  Totals totals;
+  std::string news;  ///< its unfinished work; empty most of the time
+};
+
+Bytes to_bytes(const Report& report) {
+  ByteWriter writer;
+  writer.put(report.totals.sent);
+  writer.put(report.totals.handled);
+  writer.put(report.totals.busy);
+  writer.put_string(report.news);
+  return writer.take();
+}
+
+Report from_bytes(BytesView bytes) {
+  ByteReader reader(bytes);
+  Report report;
+  report.totals.sent = reader.get<std::uint64_t>();
+  report.totals.handled = reader.get<std::uint64_t>();
+  report.totals.busy = reader.get<bool>();
+  report.news = reader.get_string();
+  return report;
+}
+
+/// Why a worker leaves whose shutdown failed. If another worker left first, the reason of that one.
+std::string last_words(const Error& failure) {
+  constexpr std::string_view kBecause = " left because ";
+  std::string text = failure.message();
+  if (const auto self = text.find(kThisWorker); self != std::string::npos)
+    text.erase(self, kThisWorker.size());
+  if (failure.kind() != ErrorKind::kDisconnected) return "left because its shutdown() failed: " + text;
+  const auto last = text.rfind(kBecause);
+  const std::string cause = last == std::string::npos ? text : text.substr(last + kBecause.size());
+  return "left because " + (cause.starts_with("its ") ? text : cause);
+}
+
+/// The first of them in one line.
+std::string in_short(const std::vector<std::string>& lines) {
+  constexpr std::size_t kMost = 3;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(lines.size(), kMost); ++i) text += (i == 0 ? "" : ", ") + lines[i];
+  return lines.size() <= kMost ? text : text + fmt::format(", and {} more", lines.size() - kMost);
+}
+
+/// The deadline of a shutdown, brought forward while nothing is sent or handled.
+class QuietLimit {
+ public:
+  QuietLimit(Runtime& runtime, Duration limit, Deadline deadline)
+      : executor_(runtime.executor), limit_(limit), deadline_(deadline), until_(deadline) {}
+  /// What all workers have sent and handled by now.
+  void heard(const Totals& totals) {
+    if (limit_ == Duration::zero() || (totals.sent == sent_ && totals.handled == handled_)) return;
+    sent_ = totals.sent;
+    handled_ = totals.handled;
+    until_ = earlier(deadline_, executor_.deadline_in(limit_));
+  }
+  Deadline until() const { return until_; }
+
+ private:
+  Executor& executor_;
+  const Duration limit_;
+  const Deadline deadline_;
+  Deadline until_;
+  std::optional<std::uint64_t> sent_, handled_;
+};
+
+}  // namespace
+
+std::vector<std::string> leak_lines(const std::vector<RRefInfo>& leaks) {
+  std::vector<std::string> lines;
+  for (std::size_t i = 0; i < std::min(leaks.size(), kLeakLines); ++i) lines.push_back(leaks[i].str());
+  if (leaks.size() > kLeakLines) lines.push_back(fmt::format("and {} more", leaks.size() - kLeakLines));
+  return lines;
+}
+
+std::string unfinished_work(const AgentState& state) {
+  const TimePoint now = state.runtime.executor.now();
+  std::vector<std::string> lines = state.serving.unfinished(now, state.roster);
+  for (const DebugInfo::Pending& call : state.calls.describe(now, state.roster)) {
+    lines.push_back(
+        fmt::format("waits {:.1f} s for '{}' on worker '{}'", to_seconds(call.age), call.call, call.to));
+  }
+  if (lines.empty() && !state.references->settled())
+    lines.push_back("waits for others to confirm references");
+  if (lines.empty() && state.host->pool().busy()) lines.push_back("runs continuations of futures");
+  return in_short(lines);
+}
+
+GracefulShutdown::GracefulShutdown(AgentState& state, std::shared_ptr<rendezvous::Membership> membership,
+                                   const Hooks& hooks)
+    : state_(state),
+      runtime_(state.runtime),
+      membership_(std::move(membership)),
+      hooks_(hooks),
+      wait_(runtime_) {}
+
+GracefulShutdown::Outcome GracefulShutdown::run(Deadline deadline) {
+  Outcome outcome;
+  try {
+    outcome.leaks = leave_world(deadline);
+  } catch (...) {
+    const Error failure = to_error(std::current_exception());
+    outcome.failure =
+        Error(failure.kind(), fmt::format("worker '{}' stopped without waiting for all others: {}",
+                                          state_.self.name, describe_failure(failure)));
+    outcome.last_words = last_words(failure);
+  }
+  return outcome;
+}
+
+std::vector<RRefInfo> GracefulShutdown::leave_world(Deadline deadline) {
+  for (const auto& hook : hooks_) wait_for_hook(hook(), deadline);
+  if (membership_ && membership_->open()) return leave_open_world(deadline);
+  if (membership_ && membership_->world_size() > 1) return leave_fixed_world(deadline);
+  leave_world_of_one(deadline);
+  return {};
+}
+
+Totals GracefulShutdown::totals() const {
+  return {state_.sent.load(), state_.handled.load(),
+          state_.calls.size() != 0 || state_.running.load() != 0 || state_.host->pool().busy() ||
+              !state_.references->settled()};
+}
+
+/// Waits for a moment until this worker's own work has ended; false if some is left.
+bool GracefulShutdown::wait_until_quiet(Deadline deadline) {
+  const Deadline round = earlier(deadline, runtime_.executor.deadline_in(std::chrono::milliseconds(100)));
+  while (totals().busy) {
+    if (round.passed(runtime_.executor.now())) return false;
+    runtime_.executor.sleep(kQuietCheck);
+  }
+  return true;
+}
+
+/// One round: the reports of all workers, by rank. Warns of what it waits for.
+std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
+  const std::string work = totals().busy ? unfinished() : "";
+  wait_.warn(work);
+  const auto tell = [&](const std::vector<rendezvous::Member>& missing) {
+    std::string names;
+    for (const rendezvous::Member& member : missing)
+      names += (names.empty() ? "" : ", ") + rendezvous::describe(member);
+    const bool serving = state_.calls.size() != 0 || state_.serving.awaited(runtime_.executor.now());
+    wait_.warn_of_missing(names, serving, state_.handled.load());
+  };
+  return membership_->all_gather_bytes(
+      kTag, to_bytes({totals(), wait_.news(work)}), {},
+      rendezvous::Membership::Wait{.until = deadline, .every = ShutdownWait::kEvery, .tell = tell});
+}
+
+/// Returns when no worker was busy in two consecutive rounds and nothing was sent or handled between them: then
+/// no message is on its way either, because a request is outstanding at its sender until it is answered. With
+/// `list`, returns the values that other workers referred to at that moment; when this returns, some of them
+/// may have released theirs.
+std::vector<RRefInfo> GracefulShutdown::agree_on_quiet(Deadline deadline, bool list) {
+  std::vector<RRefInfo> held;
+  Totals before;
+  QuietLimit limit(runtime_, state_.options.shutdown_limit, deadline);
+  bool quiet_before = false;
+  for (;;) {
+    wait_until_quiet(limit.until());
+    if (list) held = state_.references->list_owners();
+    Totals sum;
+    std::uint32_t rank = 0;
+    for (const Bytes& bytes : exchange_totals(limit.until())) {
+      const Report one = from_bytes(bytes);
+      sum.sent += one.totals.sent;
+      sum.handled += one.totals.handled;
+      sum.busy = sum.busy || one.totals.busy;
+      if (rank != state_.self.rank) wait_.heard(state_.roster.name(rank), one.totals.busy, one.news);
+      ++rank;
+    }
+    limit.heard(sum);
+    state_.references->driver().leave(false);  // all workers are in shutdown
+    if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;
+    quiet_before = !sum.busy;
+    before = sum;
+  }
+}
+
+void GracefulShutdown::report_leaks(const char* why) {
+  if (!state_.options.report_leaks) return;
+  const std::vector<RRefInfo> leaks = state_.references->list_owners();
+  if (leaks.empty()) return;
+  runtime_.log.warning(fmt::format("{} values end though {}:", leaks.size(), why));
+  for (const std::string& line : leak_lines(leaks)) runtime_.log.warning("leak: " + line);
+}
+
+/// Waits for this worker's own calls and returns its references to their owners. Requests that it serves may
+/// never end; their callers get an error when it leaves. Returns the values that are leaks then.
+std::vector<RRefInfo> GracefulShutdown::leave_open_world(Deadline deadline) {
+  state_.references->driver().leave(true);
+  QuietLimit limit(runtime_, state_.options.shutdown_limit, deadline);
+  const auto wait_for = [&](const char* for_what) {
+    while (state_.calls.size() != 0 || !state_.references->settled()) {
+      limit.heard(totals());
+      if (limit.until().passed(runtime_.executor.now())) {
+        std::string unanswered;
+        for (const std::string& line : state_.references->driver().outstanding())
+          unanswered += fmt::format("  {}\n", line);
+        const auto agent = state_.endpoint.lock();
+        throw Error(ErrorKind::kTimedOut, fmt::format("{} did not end in time:\n{}{}", for_what, unanswered,
+                                                      agent ? agent->debug().str() : ""));
+      }
+      wait_.warn_of([&] { return unfinished(); });
+      runtime_.executor.sleep(kQuietCheck);
+    }
+  };
+  wait_for("its calls");
+  state_.references->delete_users();
+  wait_for("the return of its references");
+  std::vector<RRefInfo> leaks;
+  if (state_.options.strict_leaks) {
+    leaks = state_.references->list_owners();
+  } else {
+    report_leaks("other workers refer to them");
+  }
+  membership_->leave(deadline);
+  return leaks;
+}
+
+void GracefulShutdown::wait_for_hook(const Future<void>& hook, Deadline deadline) {
+  for (;;) {
+    try {
+      return hook.wait(earlier(deadline, runtime_.executor.deadline_in(ShutdownWait::kEvery)));
+    } catch (const Error&) {
+      if (hook.done()) return hook.wait();
+      if (deadline.passed(runtime_.executor.now())) throw;
+    }
+    const std::string work = unfinished();
+    wait_.warn(work.empty() ? "has an extension that is not ready to end" : work);
+  }
+}
+
+std::vector<RRefInfo> GracefulShutdown::leave_fixed_world(Deadline deadline) {
+  std::vector<RRefInfo> leaks = agree_on_quiet(deadline, state_.options.strict_leaks);
+  state_.references->delete_users();
+  agree_on_quiet(deadline, false);
+  report_leaks(
+      "the references to them were not released; a worker that held them may have ended without "
+      "shutdown()");
+  membership_->leave(deadline);
+  return leaks;
+}
+
+void GracefulShutdown::leave_world_of_one(Deadline deadline) {
+  QuietLimit limit(runtime_, state_.options.shutdown_limit, deadline);
+  while (!wait_until_quiet(limit.until()) && !limit.until().passed(runtime_.executor.now())) {
+    limit.heard(totals());
+    wait_.warn_of([&] { return unfinished(); });
+  }
+}
+
+/// The text of a failed shutdown for this worker's program: names its own unfinished work.
+std::string GracefulShutdown::describe_failure(const Error& failure) const {
+  std::string text = failure.message();
+  const std::string self = membership_ ? rendezvous::describe(membership_->self()) : "";
+  const auto at =
+      self.empty() || text.find(kThisWorker) != std::string::npos ? std::string::npos : text.find(self);
+  if (at != std::string::npos) text.insert(at, kThisWorker);
+  const bool late = failure.kind() == ErrorKind::kTimedOut;
+  const bool serves = failure.kind() == ErrorKind::kDisconnected && !state_.serving.all().empty();
+  const std::string work = late ? wait_.work(unfinished()) : serves ? "this worker " + unfinished() : "";
+  return work.empty() ? text : fmt::format("{}; {}", text, work);
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,147 @@
+#include "rpc/agent/message_receiver.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+namespace torchspan::rpc {
+
+MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, RequestSender& calls,
+                                 RequestServer& server)
+    : state_(state),
+      loop_(loop),
+      calls_(calls),
+      server_(server),
+      unknown_peers_(
+          state, loop,
+          [this](const auto& channel, net::Message message) { on_message(channel, std::move(message)); },
+          [this](const auto& channel, const Error& error) { break_channel(channel, error); }),
+      refusals_(state.runtime.log, state.runtime.executor) {}
+
+void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  try {
+    const auto peer = state_.links->peer_of(channel.get());
+    if (peer) return dispatch(*peer, channel, std::move(message));
+    if (state_.links->is_shut(channel.get())) return;  // what the dead had sent before
+    if (state_.stopping.load()) return;                // what known peers sent before they heard
+    unknown_peers_.receive(channel, std::move(message));
+  } catch (...) {
+    break_channel(channel, to_error(std::current_exception()));
+  }
+}
+
+/// On whichever thread drives the transport, a user's that waits among them: nothing of what surrounds its
+/// own work (inference mode, an autograd context) may reach what others are sent.
+void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel,
+                               net::Message message) {
+  const EnvironmentScope empty{Environment()};
+  auto call = std::make_shared<IncomingCall>();
+  call->peer = peer.rank;
+  call->incarnation = peer.incarnation;
+  call->channel = channel;
+  call->message = std::move(message);
+  call->frame = wire::decode_frame(call->message.header);
+  const wire::FrameHeader& header = call->frame.header;
+  if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
+  if (header.type == Hello::kType) return;
+  const TimePoint now = state_.runtime.executor.now();
+  call->arrived = now;
+  if (header.type == kCancelCall) return receive_cancel(*call);
+  if ((header.flags & wire::kFlagHasDeadline) != 0) {
+    call->deadline =
+        state_.runtime.executor.deadline_in(Duration(std::max<std::int64_t>(header.remaining, 0)));
+  }
+  server_.receive(std::move(call));
+}
+
+void MessageReceiver::receive_cancel(const IncomingCall& cancel) {
+  const IncomingPtr served = state_.serving.find(cancel.channel.get(), cancel.frame.header.call);
+  if (!served) return;
+  if (loop_.driven_by_caller()) return state_.host->post([served] { served->request_stop(); });
+  served->request_stop();
+}
+
+void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame) {
+  auto call = state_.calls.take(frame.header.call, peer.rank);
+  if (!call) {
+    late_replies_.fetch_add(1);
+    try {
+      state_.references->driver().let_go(state_.references->from_handles(frame.handles, peer));
+    } catch (const Error& error) {  // of a reference that was said to be lost; nobody waits for it
+      state_.runtime.log.info(fmt::format("of a reply that came too late: {}", error.what()));
+    }
+    return;
+  }
+  wire::Payload payload;
+  try {
+    payload.value.assign(frame.value.begin(), frame.value.end());
+    if ((frame.header.flags & wire::kFlagError) != 0) {
+      auto error = calls_.annotate(*call, std::make_exception_ptr(wire::from_payload<Error>(payload)));
+      if (const auto* typed = frame.blob(kErrorBlob))
+        error = state_.functions.errors().rebuild(typed->bytes, error);
+      return call->completion->fail(error);
+    }
+    payload.references = state_.references->from_handles(frame.handles, peer);
+    complete(*call, message, frame, payload);
+  } catch (...) {
+    call->completion->fail(calls_.annotate(*call, std::current_exception()));
+  }
+  call.reset();  // its result too, when nobody waits for it
+  state_.references->driver().let_go(std::move(payload.references));
+}
+
+void MessageReceiver::complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,
+                               wire::Payload& payload) {
+  const std::uint64_t id = frame.header.call;
+  payload.tensors =
+      wire::unpack(frame.tensor_metadata, message.segments,
+                   {.place = call.user_values ? state_.devices.results(call.peer, state_.roster) : nullptr});
+  const CallInfo info{call.info.type, call.name, call.peer, id, true, call.site};
+  for (Interceptor* interceptor : state_.interceptors) {
+    if (const auto* blob = frame.blob(interceptor->name()))
+      interceptor->incoming(info, payload.tensors, blob->bytes);
+  }
+  if (call.user_values) state_.runtime.spans.record(SpanKind::kCall, call.name, call.started, id);
+  call.completion->succeed(payload);
+}
+
+void MessageReceiver::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  const bool shut = state_.links->is_shut(channel.get());
+  const auto peer = state_.links->closed(channel.get());
+  if (shut) return;
+  unknown_peers_.closed(channel);
+  if (loop_.driven_by_caller()) {
+    return state_.host->post([this, agent = state_.endpoint.lock(), channel, peer, reason] {
+      forget_channel(channel, peer, reason);
+    });
+  }
+  forget_channel(channel, peer, reason);
+}
+
+void MessageReceiver::forget_channel(const std::shared_ptr<net::Channel>& channel,
+                                     std::optional<std::uint32_t> peer, const Error& reason) {
+  if (!peer) {
+    state_.runtime.log.info(fmt::format("a connection from {} closed before it said who it was: {}",
+                                        channel->peer(), reason.what()));
+    return;
+  }
+  for (const IncomingPtr& call : state_.serving.of_channel(channel.get())) call->request_stop();
+  const bool present = !state_.stopping.load() && state_.links->is_present(*peer);
+  if (present) state_.references->driver().on_broken(*peer);
+  const Error error(reason.kind(),
+                    fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
+                                state_.roster.name(*peer), *peer, reason.message()));
+  if (!present) return calls_.fail(state_.calls.take_channel(channel.get()), error);
+  calls_.fail_channel_later(channel, error);
+}
+
+void MessageReceiver::on_refused(const std::string& peer, const Error& reason) {
+  refusals_.write(fmt::format("rejected a connection from '{}': {}", peer, reason.message()));
+}
+
+void MessageReceiver::break_channel(const std::shared_ptr<net::Channel>& channel, const Error& error) {
+  state_.runtime.log.warning(fmt::format("closing the connection to {}: {}", channel->peer(), error.what()));
+  channel->close();
+}
+
+}  // namespace torchspan::rpc

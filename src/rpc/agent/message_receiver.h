@@ -1,0 +1,54 @@
+#pragma once
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/api/rate_limited_warning.h"
+#include "rpc/agent/agent_state.h"
+#include "rpc/agent/request_sender.h"
+#include "rpc/agent/request_server.h"
+#include "rpc/agent/transport_loop.h"
+#include "rpc/agent/unknown_peers.h"
+
+namespace torchspan::rpc {
+
+/// What the transport reports: decodes messages and hands replies to the calls that wait, requests to the
+/// server. Runs on whichever thread polls.
+class MessageReceiver final : public net::Handler {
+ public:
+  MessageReceiver(AgentState& state, TransportLoop& loop, RequestSender& calls, RequestServer& server);
+
+  /// A message of this worker to itself.
+  void deliver_here(net::Message message) { dispatch(state_.id(), nullptr, std::move(message)); }
+  /// Closes a channel whose peer broke the protocol.
+  void break_channel(const std::shared_ptr<net::Channel>& channel, const Error& error);
+  UnknownPeers& unknown_peers() { return unknown_peers_; }
+  /// Replies that came after their call had ended.
+  std::uint64_t late_replies() const { return late_replies_.load(); }
+
+  // net::Handler
+  void on_accepted(const std::shared_ptr<net::Channel>& channel) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void on_refused(const std::string& peer, const Error& reason) override;
+
+ private:
+  void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
+  void receive_cancel(const IncomingCall& cancel);
+  void receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame);
+  void complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,
+                wire::Payload& payload);
+  void forget_channel(const std::shared_ptr<net::Channel>& channel, std::optional<std::uint32_t> peer,
+                      const Error& reason);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  RequestSender& calls_;
+  RequestServer& server_;
+  UnknownPeers unknown_peers_;
+  RateLimitedWarning refusals_;
+  std::atomic<std::uint64_t> late_replies_{0};
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,140 @@
+#include "rpc/agent/message_sender.h"
+
+#include <cstring>
+#include <fmt/format.h>
+#include <span>
+#include <utility>
+
+namespace torchspan::rpc {
+namespace {
+
+/// How long a reply waits whose channel is full, and how many wait at most before such channels are closed.
+constexpr Duration kFullPause = std::chrono::milliseconds(50);
+constexpr std::size_t kMostUnsentReplies = 1u << 16;
+
+/// Detaches every tensor of a call that wants no gradients.
+void detach_all(std::span<at::Tensor> tensors) {
+  for (at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad()) tensor = tensor.detach();
+  }
+}
+
+/// Detaches tensors inside a graph that no interceptor replaced: the graph does not reach other workers.
+bool detach_graph_tensors(std::span<at::Tensor> tensors) {
+  bool any = false;
+  for (at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    tensor = tensor.detach();
+    any = true;
+  }
+  return any;
+}
+
+}  // namespace
+
+MessageSender::MessageSender(
+    AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
+    std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel)
+    : state_(state),
+      loop_(loop),
+      deliver_here_(std::move(deliver_here)),
+      break_channel_(std::move(break_channel)),
+      bytes_sent_(state.runtime.metrics.counter("rpc.bytes_sent")) {}
+
+OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
+                                       bool user_values) {
+  OutgoingMessage out;
+  try {
+    if (user_values && info.no_grad) {
+      detach_all(payload.tensors);
+      if (!info.reply) out.frame.blobs.push_back({kNoGradBlob, Bytes(1)});
+    } else if (user_values) {
+      for (Interceptor* interceptor : state_.interceptors) {
+        Bytes header = interceptor->outgoing(info, payload.tensors);
+        if (!header.empty()) out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
+      }
+      if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
+    }
+    const bool arguments = user_values && !info.reply;
+    out.tensors = wire::pack(
+        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.roster) : nullptr});
+    out.frame.handles = state_.references->to_handles(payload.references, to);
+  } catch (...) {
+    undo(info, out.frame);
+    throw;
+  }
+  out.frame.value = std::move(payload.value);
+  out.frame.tensor_metadata = std::move(out.tensors.metadata);
+  out.frame.header.instance = state_.instance;
+  out.frame.header.sequence = ++sequence_;
+  out.frame.header.call = info.call;
+  return out;
+}
+
+void MessageSender::undo(const CallInfo& info, const wire::Frame& frame) {
+  state_.references->undo(frame.handles);
+  for (const wire::NamedBlob& blob : frame.blobs) {
+    for (Interceptor* interceptor : state_.interceptors) {
+      if (interceptor->name() == blob.name) interceptor->undo(info, blob.bytes);
+    }
+  }
+}
+
+void MessageSender::warn_of_detached(const CallInfo& info) {
+  state_.runtime.metrics.counter("rpc.detached_tensors").add();
+  if (warned_of_detached_.exchange(true)) return;
+  const std::string site = info.reply ? "" : site_text(info.site);
+  state_.runtime.log.warning(fmt::format(
+      "tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since the call "
+      "was made in no autograd::Context, or in one that had ended: gradients do not cross workers then. "
+      "Threads of the program's own need an autograd::ContextScope; calls that evaluate are made "
+      "with({{.no_grad = true}}) (said once)",
+      info.name, info.reply ? "back to" : "to", state_.roster.name(info.peer),
+      site.empty() ? "" : fmt::format(", called at {},", site)));
+}
+
+void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+                         const wire::PackedTensors& tensors) {
+  Bytes header = wire::encode_frame(frame);
+  std::uint64_t bytes = header.size();
+  for (const Segment& segment : tensors.segments) bytes += segment.size;
+  bytes_sent_.add(bytes);
+  if (channel) return channel->send(header, tensors.segments);
+  loop_back(header, tensors);
+}
+
+/// A message to this worker itself takes the whole path: its bytes are copied like those that cross a wire.
+void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
+  net::Message message{header, {}};
+  for (const Segment& segment : tensors.segments) {
+    Buffer buffer = allocate_buffer(segment.size);
+    if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
+    message.segments.push_back(std::move(buffer));
+  }
+  deliver_here_(std::move(message));
+}
+
+void MessageSender::send_reply(SmallReply reply) {
+  try {
+    return send(reply.channel, reply.frame, {});
+  } catch (const Error& error) {
+    const bool full = error.kind() == ErrorKind::kOverloaded && !state_.stopping.load();
+    if (!full || reply.deadline.passed(state_.runtime.executor.now())) {
+      return state_.runtime.log.info(
+          fmt::format("the answer to '{}' has no way back: {}", reply.call, error.what()));
+    }
+    if (unsent_replies_.fetch_add(1) >= kMostUnsentReplies) {
+      unsent_replies_.fetch_sub(1);
+      return break_channel_(reply.channel, error);  // the caller sees that
+    }
+  }
+  loop_.after(kFullPause, state_.host,
+              [this, endpoint = state_.endpoint, reply = std::move(reply)]() mutable {
+                const auto alive = endpoint.lock();
+                if (!alive) return;
+                unsent_replies_.fetch_sub(1);
+                send_reply(std::move(reply));
+              });
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,62 @@
+#pragma once
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <torchspan/detail/rpc/extension.h>
+
+#include "rpc/agent/agent_state.h"
+#include "rpc/agent/transport_loop.h"
+#include "wire/api/tensors.h"
+
+namespace torchspan::rpc {
+
+/// The blob of a request whose caller wants no gradients.
+inline constexpr const char* kNoGradBlob = "rpc.no_grad";
+
+/// A message on its way out: its frame, and the tensors that the frame describes.
+struct OutgoingMessage {
+  wire::Frame frame;
+  wire::PackedTensors tensors;
+};
+
+/// The reply that a call failed, or another small reply that must arrive.
+struct SmallReply {
+  std::shared_ptr<net::Channel> channel;
+  wire::Frame frame;
+  std::string call;   ///< for people
+  Deadline deadline;  ///< the caller's: after it nobody waits
+};
+
+/// Turns payloads into frames and puts frames onto channels. Thread-safe.
+class MessageSender {
+ public:
+  /// `deliver_here` takes messages to this worker itself; `break_channel` closes a channel that is of no use.
+  MessageSender(AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
+                std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel);
+
+  /// Applies the interceptors and packs references and tensors. Undone by undo() if the send fails.
+  OutgoingMessage prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values);
+  void undo(const CallInfo& info, const wire::Frame& frame);
+  /// Sends to `channel`; null is this worker itself. Throws Error if the channel does not take it.
+  void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+            const wire::PackedTensors& tensors);
+  /// Sends now, or as soon as the channel has room: a caller without a deadline must get it.
+  void send_reply(SmallReply reply);
+
+ private:
+  void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
+  void warn_of_detached(const CallInfo& info);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  const std::function<void(net::Message)> deliver_here_;
+  const std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel_;
+  Counter& bytes_sent_;  ///< frames and tensors, retries included
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<std::size_t> unsent_replies_{0};
+  std::atomic<bool> warned_of_detached_{false};
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,76 @@
+#include "rpc/agent/reply_completion.h"
+
+#include <fmt/format.h>
+#include <optional>
+#include <utility>
+
+#include "rpc/agent/request_server.h"
+
+namespace torchspan::rpc {
+namespace {
+
+std::optional<Bytes> encoded_type(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const UserFailure& failure) {
+    return failure.encoded();
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+ReplyCompletion::~ReplyCompletion() {
+  if (!sent_.load()) {
+    fail(std::make_exception_ptr(Error(ErrorKind::kCancelled, "the handler was dropped before it replied")));
+  }
+}
+
+void ReplyCompletion::succeed(wire::Payload& reply) {
+  if (sent_.exchange(true)) return;
+  CallInfo info = call_->info;
+  info.reply = true;
+  try {
+    OutgoingMessage out = [&] {
+      const EnvironmentScope serving(Environment::of_call(call_));
+      return sender_.prepare(info, call_->from(), reply, call_->user_values);
+    }();
+    out.frame.header.type = info.type;
+    out.frame.header.flags |= wire::kFlagReply;
+    try {
+      sender_.send(call_->channel, out.frame, out.tensors);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
+        // The caller takes kOverloaded for a request that was not served: such a reply waits for room.
+        sender_.send_reply({call_->channel, std::move(out.frame), call_->name, call_->deadline});
+        return server_.answered(*call_);
+      }
+      sender_.undo(info, out.frame);
+      if (error.kind() != ErrorKind::kDisconnected) throw;
+      state_.runtime.log.info(
+          fmt::format("the reply of '{}' has no way back: {}", call_->name, error.what()));
+    }
+  } catch (...) {
+    sent_.store(false);
+    return fail(std::current_exception());
+  }
+  server_.answered(*call_);
+}
+
+void ReplyCompletion::fail(std::exception_ptr cause) {
+  if (sent_.exchange(true)) return;
+  cause = server_.count_failed_creation(*call_, cause);
+  SmallReply failure{call_->channel, {}, call_->name, call_->deadline};
+  wire::Frame& frame = failure.frame;
+  frame.header.type = call_->info.type;
+  frame.header.flags = wire::kFlagReply | wire::kFlagError;
+  frame.header.call = call_->info.call;
+  frame.header.instance = state_.instance;
+  frame.value = wire::to_payload(to_error(cause)).value;
+  if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
+  sender_.send_reply(std::move(failure));
+  server_.answered(*call_);
+}
+
+}  // namespace torchspan::rpc

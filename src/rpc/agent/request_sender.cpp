@@ -1,0 +1,238 @@
+#include "rpc/agent/request_sender.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include "rpc/agent/stopped_peers.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// Completes a creation on this worker itself.
+class OwnCreation final : public Completion {
+ public:
+  OwnCreation(std::shared_ptr<References> references, std::shared_ptr<OwnerReference> owner)
+      : references_(std::move(references)), owner_(std::move(owner)) {}
+  void succeed(wire::Payload&) override {}
+  void fail(std::exception_ptr error) override { references_->own_creation_failed(std::move(owner_), error); }
+
+ private:
+  std::shared_ptr<References> references_;
+  std::shared_ptr<OwnerReference> owner_;
+};
+
+/// Completes a creation on another worker.
+class RemoteCreation final : public Completion {
+ public:
+  RemoteCreation(std::shared_ptr<References> references, std::shared_ptr<UserReference> user)
+      : references_(std::move(references)), user_(std::move(user)) {}
+  void succeed(wire::Payload&) override { references_->created(user_); }
+  void fail(std::exception_ptr error) override { references_->creation_failed(user_, error); }
+
+ private:
+  std::shared_ptr<References> references_;
+  std::shared_ptr<UserReference> user_;
+};
+
+}  // namespace
+
+void RequestSender::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
+  do_send(to, std::move(request), std::move(completion), nullptr);
+}
+
+ReferencePtr RequestSender::create(std::uint32_t to, Request request, const std::string& type_name) {
+  const std::uint64_t tag = wire::digest(type_name);
+  const std::shared_ptr<References>& references = state_.references;
+  if (to == state_.self.rank) {
+    auto owner = references->begin_own_creation(type_name, request.site);
+    const wire::Handle handle{to, owner->value_id(), {}, tag, state_.incarnation};
+    do_send(to, std::move(request), std::make_shared<OwnCreation>(references, owner), &handle);
+    return owner;
+  }
+  auto user = references->begin_creation(to, type_name, request.site);
+  const wire::Handle handle{to, user->value_id(), user->fork_id(), tag, user->owner_peer().incarnation};
+  do_send(to, std::move(request), std::make_shared<RemoteCreation>(references, user), &handle);
+  return user;
+}
+
+OutgoingMessage RequestSender::prepare(const CallInfo& info, PeerId peer, Request& request,
+                                       const wire::Handle* creation) {
+  OutgoingMessage out = sender_.prepare(info, peer, request.payload, request.user_values);
+  out.frame.header.type = request.type;
+  if (!request.deadline.is_never()) {
+    out.frame.header.flags |= wire::kFlagHasDeadline;
+    out.frame.header.remaining = request.deadline.left(state_.runtime.executor.now()).count();
+  }
+  if (creation != nullptr) {
+    out.frame.handles.insert(out.frame.handles.begin(), *creation);
+    if (Bytes site = encode_site(request.site); !site.empty())
+      out.frame.blobs.push_back({kSiteBlob, std::move(site)});
+  }
+  return out;
+}
+
+void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
+                            const wire::Handle* creation) {
+  const TimePoint now = state_.runtime.executor.now();
+  PendingCall call;
+  call.completion = std::move(completion);
+  call.name = request.name;
+  call.peer = to;
+  call.deadline = request.deadline;
+  call.started = now;
+  call.site = request.site;
+  call.user_values = request.user_values;
+  const std::uint64_t id = state_.calls.next_id();
+  const CallInfo info{request.type, request.name, to, id, false, request.site, request.no_grad};
+  call.info = info;
+  call.info.name = {};
+  try {
+    check_may_start(request, now);
+    // Fails before anything has to be undone.
+    auto link = to == state_.self.rank ? Links::Link{nullptr, state_.id()} : state_.links->to(to);
+    if (creation != nullptr && creation->incarnation != link.peer.incarnation)
+      throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
+    OutgoingMessage out = prepare(info, link.peer, request, creation);
+    try {
+      if (!start(id, call, out, std::move(link))) return;
+    } catch (...) {
+      if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
+      sender_.undo(info, out.frame);
+      throw;
+    }
+    watch_stop(id, {request.stop, request.inherited_stop});
+  } catch (...) {
+    const std::exception_ptr error = annotate(call, std::current_exception());
+    if (creation == nullptr && await_news(id, call, error)) return;
+    if (creation != nullptr) state_.references->creation_not_sent(creation->fork, error);
+    call.completion->fail(error);
+  }
+}
+
+void RequestSender::check_may_start(const Request& request, TimePoint now) const {
+  if (const auto agent = state_.endpoint.lock()) agent->check_running();
+  if (request.stop.stop_requested() || request.inherited_stop.stop_requested())
+    throw Error(ErrorKind::kCancelled, "its stop token was stopped before the call was made");
+  if (request.deadline.passed(now))
+    throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
+}
+
+bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, Links::Link link) {
+  const std::uint32_t to = call.peer;
+  auto& channel = link.channel;
+  for (bool again : {true, false}) {
+    call.channel = channel.get();
+    const Deadline deadline = call.deadline;
+    if (state_.calls.add(id, call)) loop_.wake_by(deadline);
+    state_.sent.fetch_add(1);
+    try {
+      // What ends all calls, or all of this peer, may have run before the call was added: then the call ends
+      // itself.
+      if (state_.stopping.load()) throw Error(ErrorKind::kCancelled, "this worker is shutting down");
+      if (channel && !state_.links->is_present(to)) state_.links->to(to);
+      sender_.send(channel, out.frame, out.tensors);
+      if (channel) stopped_peers_.watch();
+      return true;
+    } catch (const Error& error) {
+      state_.sent.fetch_sub(1);
+      auto back = state_.calls.take(id);
+      if (!back) return false;  // ended by the closing of its channel
+      call = std::move(*back);
+      if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !state_.links->is_present(to))
+        throw;
+      state_.links->drop(
+          channel.get());  // it broke, and nothing of the call is sent: a new connection may do
+      Links::Link fresh = state_.links->to(to);
+      if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before
+      link = std::move(fresh);
+    }
+  }
+  return false;
+}
+
+/// A call that found no connection to a peer which is present, as far as is known, fails by the peer's death
+/// if the news of that comes in a moment. False if the caller must fail it.
+bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
+  const std::uint32_t to = call.peer;
+  if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() || !state_.is_present(to))
+    return false;
+  call.channel = nullptr;
+  const Deadline when = earlier(state_.runtime.executor.deadline_in(kDeathNews), call.deadline);
+  try {
+    state_.calls.add(id, call);
+  } catch (const Error&) {  // too many wait for that peer
+    return false;
+  }
+  const auto give_up = [this, id, error] {
+    if (auto left = state_.calls.take(id)) left->completion->fail(error);
+  };
+  if (state_.stopping.load() || !state_.is_present(to)) return give_up(), true;
+  loop_.at(when, give_up);
+  return true;
+}
+
+void RequestSender::watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens) {
+  for (const std::stop_token& stop : tokens) {
+    if (!stop.stop_possible()) continue;
+    auto hook = std::make_unique<StopHook>(stop, [this, agent = state_.endpoint, id] {
+      if (const auto alive = agent.lock()) cancel(id);
+    });
+    if (!state_.calls.attach(id, hook)) return;
+  }
+}
+
+void RequestSender::cancel(std::uint64_t id) {
+  auto call = state_.calls.take(id);
+  if (!call) return;
+  if (call->peer == state_.self.rank) {
+    if (auto served = state_.serving.find(nullptr, id)) served->request_stop();
+  } else {
+    try {
+      wire::Frame frame;
+      frame.header.type = kCancelCall;
+      frame.header.flags = wire::kFlagOneWay;
+      frame.header.instance = state_.instance;
+      frame.header.call = id;
+      sender_.send(state_.links->to(call->peer).channel, frame, {});
+    } catch (const Error&) {  // then the broken connection stops its handler
+    }
+  }
+  call->completion->fail(annotate(
+      *call,
+      std::make_exception_ptr(Error(ErrorKind::kCancelled,
+                                    "its stop token was stopped; its handler over there is told to stop"))));
+}
+
+void RequestSender::fail_expired() {
+  for (PendingCall& call : state_.calls.take_expired(state_.runtime.executor.now())) {
+    Error error(ErrorKind::kTimedOut,
+                "no reply came before the deadline; the work may still happen over there");
+    call.completion->fail(annotate(call, std::make_exception_ptr(error)));
+  }
+}
+
+void RequestSender::fail(CallTable::Calls calls, const Error& reason) {
+  for (PendingCall& call : calls) call.completion->fail(annotate(call, std::make_exception_ptr(reason)));
+}
+
+void RequestSender::fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  loop_.at(state_.runtime.executor.deadline_in(kDeathNews),
+           [this, channel, reason] { fail(state_.calls.take_channel(channel.get()), reason); });
+}
+
+std::exception_ptr RequestSender::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
+  const Error plain = to_error(cause);
+  std::string text = plain.message();
+  // A failure that was told once, of the creation that this call uses, keeps its own worker and call.
+  const bool told = !plain.call().empty();
+  const std::string site = call.user_values ? site_text(call.site) : "";
+  if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);
+  Error error(plain.kind(), std::move(text));
+  error.with_worker(told ? plain.worker() : state_.roster.name(call.peer))
+      .with_call(told ? plain.call() : call.name);
+  error.with_elapsed(state_.runtime.executor.now() - call.started);
+  for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);
+  return std::make_exception_ptr(error);
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,56 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+
+#include "rpc/agent/agent_state.h"
+#include "rpc/agent/message_sender.h"
+#include "rpc/agent/transport_loop.h"
+
+namespace torchspan::rpc {
+
+class StoppedPeers;
+
+/// How long the calls of a connection that broke wait for the news that its peer died, which says why.
+inline constexpr Duration kDeathNews = std::chrono::milliseconds(500);
+
+/// Sends requests and completes each call once: by its reply, or by what ends it before. Thread-safe.
+class RequestSender {
+ public:
+  RequestSender(AgentState& state, TransportLoop& loop, MessageSender& sender, StoppedPeers& stopped_peers)
+      : state_(state), loop_(loop), sender_(sender), stopped_peers_(stopped_peers) {}
+
+  void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion);
+  /// Creates a value on a worker, this one included, and returns the reference to it.
+  ReferencePtr create(std::uint32_t to, Request request, const std::string& type_name);
+  void fail_expired();
+  void fail(CallTable::Calls calls, const Error& reason);
+  /// The same after kDeathNews, for what still waits on the channel by then.
+  void fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason);
+  /// `error` with the call's name, place, peer and time.
+  std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
+
+ private:
+  void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
+               const wire::Handle* creation);
+  void check_may_start(const Request& request, TimePoint now) const;
+  /// The frame of a request to `peer`.
+  OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
+  /// Puts the call into the table and its frame onto `link`, or a new one if that turns out broken. False if
+  /// the call has ended meanwhile. If it throws, the call is still the caller's.
+  bool start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, Links::Link link);
+  /// Lets the tokens end the call.
+  void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
+  void cancel(std::uint64_t id);
+  bool await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  MessageSender& sender_;
+  StoppedPeers& stopped_peers_;
+};
+
+}  // namespace torchspan::rpc

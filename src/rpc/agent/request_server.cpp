@@ -1,0 +1,231 @@
+#include "rpc/agent/request_server.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include "rpc/agent/reply_completion.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// What a waiting request costs beside its bytes.
+constexpr std::uint64_t kRequestOverhead = 1024;
+
+std::uint64_t function_of(const IncomingCall& call) {
+  return ByteReader(call.frame.value).get<std::uint64_t>();
+}
+
+/// Runs `next` when every future is done, whatever their outcomes.
+void when_done(const std::vector<Future<void>>& futures, std::function<void()> next) {
+  auto left = std::make_shared<std::atomic<std::size_t>>(futures.size());
+  for (const Future<void>& future : futures) {
+    future.add_done_callback([left, next](Future<void>) {
+      if (left->fetch_sub(1) == 1) next();
+    });
+  }
+}
+
+void throw_first_failure(const std::vector<Future<void>>& futures) {
+  for (const Future<void>& future : futures) {
+    if (future.error()) std::rethrow_exception(future.error());
+  }
+}
+
+}  // namespace
+
+RequestServer::RequestServer(AgentState& state, TransportLoop& loop, MessageSender& sender)
+    : state_(state), loop_(loop), sender_(sender) {}
+
+void RequestServer::add_handler(wire::MessageType type, RequestHandler handler) {
+  const std::string name = handler.name;
+  auto [it, fresh] = handlers_.emplace(static_cast<std::uint16_t>(type), std::move(handler));
+  if (!fresh) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("message type {:#06x} is taken by '{}', so '{}' cannot have it",
+                            static_cast<int>(type), it->second.name, name));
+  }
+}
+
+std::shared_ptr<Completion> RequestServer::make_completion(const IncomingPtr& call) {
+  return std::make_shared<ReplyCompletion>(state_, sender_, *this, call);
+}
+
+void RequestServer::refuse(const IncomingPtr& call, std::exception_ptr error) {
+  make_completion(call)->fail(std::move(error));
+  state_.references->driver().let_go(std::move(call->payload.references));
+}
+
+void RequestServer::receive(IncomingPtr call) {
+  state_.running.fetch_add(1);
+  const wire::MessageType type = call->frame.header.type;
+  call->info = {type, {}, call->peer, call->frame.header.call, false};
+  try {
+    take_handles(*call);
+    auto it = handlers_.find(static_cast<std::uint16_t>(type));
+    if (it == handlers_.end()) {
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("worker '{}' does not serve messages of type {:#06x}: its session lacks the extension "
+                      "that does",
+                      state_.self.name, static_cast<int>(type)));
+    }
+    const RequestHandler& handler = it->second;
+    call->name = handler.name;
+    call->info.name = call->name;
+    call->user_values = handler.user_values;
+    const bool here = handler.where == RunOn::kReceiver ||
+                      (handler.where == RunOn::kDispatcher && !loop_.driven_by_caller());
+    if (here && call->channel) return run(call, handler);
+    call->bytes = kRequestOverhead + call->message.header.size();
+    for (const Buffer& segment : call->message.segments) call->bytes += segment.size;
+    if (handler.where == RunOn::kPool) state_.serving.add(call);
+    if (is_inline(*call)) return loop_.add_inline({call, &handler});
+    post(call, handler);
+  } catch (...) {
+    refuse(call, std::current_exception());
+  }
+}
+
+/// At once, in the order of arrival: what comes later on this channel may ask what became of them.
+void RequestServer::take_handles(IncomingCall& call) {
+  std::vector<wire::Handle> handles = call.frame.handles;
+  const wire::MessageType type = call.frame.header.type;
+  if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
+    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
+    call.creation = handles.front();
+    handles.erase(handles.begin());
+  }
+  call.payload.references = state_.references->from_handles(handles, call.from());
+}
+
+bool RequestServer::is_inline(const IncomingCall& call) const {
+  if (call.info.type != kCallFunction || !call.channel || !call.payload.references.empty()) return false;
+  if (call.frame.value.size() < sizeof(std::uint64_t)) return false;
+  const std::uint64_t id = function_of(call);
+  const FunctionEntry* function = state_.functions.find(id);
+  return function != nullptr && function->serve == torchspan::Serve::kInline && inline_policy_.is_short(id);
+}
+
+void RequestServer::post(const IncomingPtr& call, const RequestHandler& handler) {
+  state_.host->post([this, alive = state_.endpoint.lock(), call, &handler] { run(call, handler); });
+}
+
+void RequestServer::run_on_pool(const InlineCall& call) { post(call.call, *call.handler); }
+
+void RequestServer::run_here(const InlineCall& inline_call) {
+  const IncomingPtr& call = inline_call.call;
+  const TimePoint begin = state_.runtime.executor.now();
+  call->inline_thread.store(std::this_thread::get_id());
+  run(call, *inline_call.handler);
+  call->inline_thread.store({});
+  const Duration took = state_.runtime.executor.now() - begin;
+  const std::uint64_t id = function_of(*call);
+  if (!inline_policy_.ran(id, took)) return;
+  DriverLockGuard hold(loop_.driver_lock(), state_.runtime.executor);
+  if (!inline_policy_.move_to_pool(id)) return;
+  state_.runtime.log.warning(fmt::format(
+      "function '{}' is declared kInline but took {:.3f} ms; it is served on the pool from now on",
+      call->name, to_seconds(took) * 1e3));
+}
+
+void RequestServer::unpack(IncomingCall& call) {
+  const wire::FrameView& frame = call.frame;
+  call.payload.value.assign(frame.value.begin(), frame.value.end());
+  call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments);
+  if (!call.user_values) return;
+  call.info.no_grad = frame.blob(kNoGradBlob) != nullptr;
+  for (Interceptor* interceptor : state_.interceptors) {
+    const auto* blob = frame.blob(interceptor->name());
+    auto value =
+        interceptor->incoming(call.info, call.payload.tensors, blob == nullptr ? BytesView() : blob->bytes);
+    if (value) call.values.push_back(std::move(value));
+  }
+}
+
+/// Where the pool has no thread, this is that of whoever posted the call.
+void RequestServer::run(const IncomingPtr& call, const RequestHandler& handler) {
+  const EnvironmentScope empty{Environment()};
+  const std::shared_ptr<Completion> reply = make_completion(call);
+  std::vector<Future<void>> references, waits;
+  try {
+    unpack(*call);
+    for (const auto& reference : call->payload.references) {
+      if (!reference) continue;
+      references.push_back(std::static_pointer_cast<Reference>(reference)->ready());
+      if (!references.back().done()) waits.push_back(references.back());
+    }
+  } catch (...) {
+    reply->fail(std::current_exception());
+    return leave_call(*call, handler);
+  }
+  if (waits.empty()) return serve(call, handler, reply, references);
+  // What it waits for may never come: the end of the call ends the wait.
+  auto hook = std::make_shared<std::unique_ptr<StopHook>>();
+  *hook = std::make_unique<StopHook>(stop_token_of(call), [reply] {
+    reply->fail(std::make_exception_ptr(
+        Error(ErrorKind::kTimedOut,
+              "a reference among the arguments was not confirmed before the call ended; the "
+              "creation of its value may have been lost")));
+  });
+  when_done(waits, [this, call, &handler, reply, references, hook] {
+    hook->reset();
+    serve(call, handler, reply, references);
+  });
+}
+
+void RequestServer::serve(const IncomingPtr& call, const RequestHandler& handler,
+                          const std::shared_ptr<Completion>& reply,
+                          const std::vector<Future<void>>& references) {
+  try {
+    if (call->deadline.passed(state_.runtime.executor.now()))
+      throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
+    if (call->stop_requested())
+      throw Error(ErrorKind::kCancelled, "the caller gave the call up before the work could begin");
+    throw_first_failure(references);
+    state_.serving.begin(*call);
+    handler.serve(call, reply);
+  } catch (...) {
+    reply->fail(std::current_exception());
+  }
+  leave_call(*call, handler);
+}
+
+void RequestServer::leave_call(IncomingCall& call, const RequestHandler& handler) {
+  if (!call.end_one_of_both()) return;
+  auto references = std::move(call.payload.references);
+  if (handler.where != RunOn::kPool)
+    state_.references->driver().let_go(std::move(references));  // else here and now
+}
+
+void RequestServer::answered(IncomingCall& call) {
+  if (auto timer = state_.serving.remove(call)) loop_.cancel(*timer);
+  if (call.end_one_of_both()) state_.references->driver().let_go(std::move(call.payload.references));
+  state_.handled.fetch_add(1);
+  state_.running.fetch_sub(1);
+}
+
+std::exception_ptr RequestServer::count_failed_creation(const IncomingCall& call,
+                                                        const std::exception_ptr& cause) {
+  if (call.creation == wire::Handle{} || call.peer == state_.self.rank) return cause;
+  try {
+    const auto* site = call.frame.blob(kSiteBlob);
+    state_.references->arriving_creation(call.creation, call.from(), site ? site->bytes : BytesView())
+        ->set_error(cause);
+    return cause;
+  } catch (...) {  // it was not for this worker
+    return std::current_exception();
+  }
+}
+
+std::stop_token RequestServer::stop_token_of(const IncomingPtr& served) {
+  bool fresh = false;
+  std::stop_token token = served->stop_token(&fresh);
+  if (!fresh || served->deadline.is_never()) return token;
+  const Timers::Id timer = loop_.at(served->deadline, [weak = std::weak_ptr<IncomingCall>(served)] {
+    if (auto call = weak.lock()) call->request_stop();
+  });
+  state_.serving.set_stop_timer(*served, timer);
+  return token;
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,70 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <stop_token>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <torchspan/detail/rpc/extension.h>
+
+#include "rpc/agent/agent_state.h"
+#include "rpc/agent/inline_policy.h"
+#include "rpc/agent/message_sender.h"
+#include "rpc/agent/transport_loop.h"
+
+namespace torchspan::rpc {
+
+/// What serves one type of message.
+struct RequestHandler {
+  using Serve = std::function<void(const IncomingPtr&, const std::shared_ptr<Completion>&)>;
+  std::string name;
+  RunOn where = RunOn::kPool;
+  bool user_values = false;
+  Serve serve;
+};
+
+/// Serves requests: unpacks them, waits for the references among their arguments, runs their handlers, and
+/// keeps the books until they are answered. Thread-safe once all handlers are added.
+class RequestServer final : public InlineServer {
+ public:
+  RequestServer(AgentState& state, TransportLoop& loop, MessageSender& sender);
+
+  /// Before the first message. Throws Error{kInvalid} if the type is taken.
+  void add_handler(wire::MessageType type, RequestHandler handler);
+  /// Takes in a request whose frame is decoded, on the thread that polls.
+  void receive(IncomingPtr call);
+  /// The token that stops a call being served; it is stopped at the call's deadline too.
+  std::stop_token stop_token_of(const IncomingPtr& served);
+  /// The call was answered: forgets it.
+  void answered(IncomingCall& call);
+  /// A creation that is answered with an error has come, whether it began or not: calls that wait for its
+  /// value get the error. Returns the error to answer with.
+  std::exception_ptr count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause);
+
+  // InlineServer
+  void run_here(const InlineCall& call) override;
+  void run_on_pool(const InlineCall& call) override;
+
+ private:
+  std::shared_ptr<Completion> make_completion(const IncomingPtr& call);
+  bool is_inline(const IncomingCall& call) const;
+  void post(const IncomingPtr& call, const RequestHandler& handler);
+  void refuse(const IncomingPtr& call, std::exception_ptr error);
+  void take_handles(IncomingCall& call);
+  void unpack(IncomingCall& call);
+  /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
+  void run(const IncomingPtr& call, const RequestHandler& handler);
+  void serve(const IncomingPtr& call, const RequestHandler& handler, const std::shared_ptr<Completion>& reply,
+             const std::vector<Future<void>>& references);
+  /// The thread that called the handler is done with the call.
+  void leave_call(IncomingCall& call, const RequestHandler& handler);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  MessageSender& sender_;
+  InlinePolicy inline_policy_;
+  std::unordered_map<std::uint16_t, RequestHandler> handlers_;
+};
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,58 @@
+#include "rpc/agent/shutdown_wait.h"
+
+#include <fmt/format.h>
+
+namespace torchspan::rpc {
+
+std::string ShutdownWait::news(const std::string& unfinished) {
+  const TimePoint now = runtime_.executor.now();
+  if (unfinished.empty() || now - told_ < kNewsEvery) return "";
+  told_ = now;
+  return unfinished;
+}
+
+void ShutdownWait::heard(const std::string& worker, bool busy, const std::string& news) {
+  if (!busy) {
+    others_.erase(worker);
+  } else if (!news.empty()) {
+    others_[worker] = news;
+  } else {
+    others_.try_emplace(worker, "still has work");
+  }
+}
+
+std::string ShutdownWait::work(const std::string& unfinished) const {
+  constexpr std::size_t kMost = 8;
+  std::string text = unfinished.empty() ? "" : "this worker " + unfinished;
+  std::size_t named = 0;
+  for (const auto& [worker, work] : others_) {
+    if (named++ == kMost)
+      return text + fmt::format("; and {} more workers have work", others_.size() - kMost);
+    text += fmt::format("{}worker '{}' {}", text.empty() ? "" : "; ", worker, work);
+  }
+  return text;
+}
+
+void ShutdownWait::warn(const std::string& unfinished) {
+  if (!is_due()) return;
+  if (const std::string text = work(unfinished); !text.empty()) say(text);
+}
+
+void ShutdownWait::warn_of_missing(const std::string& names, bool serving, std::uint64_t handled) {
+  const TimePoint now = runtime_.executor.now();
+  if (serving || handled != handled_) {
+    handled_ = handled;
+    served_at_ = now;
+    return;
+  }
+  if (now - served_at_ < patience_) return;
+  patience_ *= 2;
+  say(fmt::format("these have not called shutdown() yet, or wait in it for their own work: {}", names));
+}
+
+void ShutdownWait::say(const std::string& what) {
+  warned_ = runtime_.executor.now();
+  runtime_.log.warning(fmt::format("{} has waited {:.0f} s: {}", who_, to_seconds(warned_ - began_), what));
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,159 @@
+#include "rpc/agent/transport_loop.h"
+
+#include <utility>
+
+#include <torchspan/detail/rpc/extension.h>
+
+namespace torchspan::rpc {
+namespace {
+
+/// How long the thread stands aside for callers that drive, before it looks again.
+constexpr Duration kAside = std::chrono::microseconds(200);
+
+}  // namespace
+
+TransportLoop::TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server,
+                             std::function<void()> fail_expired)
+    : executor_(runtime.executor),
+      calls_(calls),
+      server_(server),
+      fail_expired_(std::move(fail_expired)),
+      aside_parker_(executor_.make_parker()),
+      timer_parker_(executor_.make_parker()) {}
+
+void TransportLoop::start(net::Transport* transport, const std::string& worker) {
+  transport_ = transport;
+  if (transport_ == nullptr) {
+    thread_ = executor_.spawn(worker + "/timer", [this] { run_timers_only(); });
+  } else {
+    thread_ = executor_.spawn(worker + "/net", [this] { run(); });
+  }
+}
+
+void TransportLoop::run() {
+  TimePoint last = executor_.now();
+  while (!stopping_.load(std::memory_order_acquire)) {
+    const bool busy = poll_once();
+    fail_expired_();
+    timers_.run_due(executor_.now());
+    const Duration spin = executor_.spin_limit();
+    if (busy) {
+      last = executor_.now();
+    } else if (spin > Duration::zero() && drivers_.load(std::memory_order_relaxed) > 0) {
+      aside_.store(true);
+      aside_parker_->park(executor_.deadline_in(kAside));
+      aside_.store(false);
+      last = executor_.now();
+    } else if (spin > Duration::zero() && executor_.now() - last < spin) {
+      executor_.yield();
+    } else {
+      rest_in_transport();
+    }
+  }
+}
+
+bool TransportLoop::poll_once() {
+  InlineCalls calls;
+  bool busy = false;
+  {
+    DriverLockGuard hold(driver_lock_, executor_);
+    busy = transport_->poll();
+    calls.swap(inline_calls_);
+  }
+  for (const InlineCall& call : calls) server_.run_here(call);
+  return busy;
+}
+
+void TransportLoop::rest_in_transport() {
+  sleeps_until_.store(TimePoint::max());  // a deadline that comes now wakes, even if we count it below
+  const Deadline until = next_due();
+  sleeps_until_.store(until.at());
+  if (!stopping_.load()) {
+    DriverLockGuard hold(driver_lock_, executor_);
+    transport_->wait(until);
+  }
+  sleeps_until_.store(TimePoint::min());
+}
+
+void TransportLoop::run_timers_only() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    fail_expired_();
+    timers_.run_due(executor_.now());
+    sleeps_until_.store(TimePoint::max());
+    const Deadline until = next_due();
+    sleeps_until_.store(until.at());
+    timer_parker_->park(until);
+    sleeps_until_.store(TimePoint::min());
+  }
+}
+
+bool TransportLoop::drive() {
+  if (stopping_.load(std::memory_order_relaxed) || transport_ == nullptr) return false;
+  InlineCalls calls;
+  bool busy = false;
+  {
+    const DriverLockGuard hold(driver_lock_);
+    if (!hold.held() || stopping_.load()) return false;
+    struct ByCaller {
+      bool& flag;
+      explicit ByCaller(bool& driven) : flag(driven) { flag = true; }
+      ~ByCaller() { flag = false; }
+    } const by_caller(driven_by_caller_);
+    busy = transport_->poll();
+    calls.swap(inline_calls_);
+  }
+  for (const InlineCall& call : calls) server_.run_on_pool(call);
+  return busy;
+}
+
+void TransportLoop::end_driving(bool unserved) {
+  drivers_.fetch_sub(1, std::memory_order_relaxed);
+  if (unserved && aside_.load()) aside_parker_->unpark();
+}
+
+void TransportLoop::check_may_wait() const {
+  const IncomingPtr& served = Environment::served();
+  // Continuations run in the environment of the call that added them, but on threads of the pool.
+  if (!served || served->inline_thread.load() != std::this_thread::get_id()) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      "a function declared kInline waits for a future, on the thread that would bring it; declare it without "
+      "kInline, or make it a coroutine");
+}
+
+Timers::Id TransportLoop::at(Deadline when, UniqueFunction<void()> job) {
+  const Timers::Added added = timers_.at(when, std::move(job));
+  if (added.earliest) wake_by(when);
+  return added.id;
+}
+
+void TransportLoop::after(Duration delay, std::shared_ptr<FutureHost> host, UniqueFunction<void()> job) {
+  at(executor_.deadline_in(delay),
+     [host = std::move(host), job = std::move(job)]() mutable { host->post(std::move(job)); });
+}
+
+void TransportLoop::wake_by(Deadline deadline) {
+  if (deadline.at() < sleeps_until_.load()) wake();
+}
+
+void TransportLoop::wake() {
+  if (transport_ != nullptr) transport_->wake();
+  timer_parker_->unpark();
+}
+
+void TransportLoop::stop() {
+  stopping_.store(true);
+  wake();
+  thread_.join();
+}
+
+void TransportLoop::drain() {
+  if (transport_ == nullptr) return;
+  InlineCalls calls;
+  // A waiting caller may still drive; it finds stopping_ set when it takes the driver lock next.
+  DriverLockGuard hold(driver_lock_, executor_);
+  transport_->poll();
+  calls.swap(inline_calls_);
+}
+
+}  // namespace torchspan::rpc

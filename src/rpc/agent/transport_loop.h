@@ -1,0 +1,98 @@
+#pragma once
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/detail/net/transport.h>
+
+#include "rpc/agent/driver_lock.h"
+#include "rpc/agent/timers.h"
+#include "rpc/calls/call_table.h"
+#include "rpc/calls/serving.h"
+
+namespace torchspan::rpc {
+
+struct RequestHandler;
+
+/// A request whose handler runs on the thread that received it.
+struct InlineCall {
+  IncomingPtr call;
+  const RequestHandler* handler = nullptr;
+};
+
+/// Runs inline calls after the poll that brought them.
+class InlineServer {
+ public:
+  virtual ~InlineServer() = default;
+  /// On the transport's own thread.
+  virtual void run_here(const InlineCall& call) = 0;
+  /// For a caller that polled while it waits: its thread must not run them.
+  virtual void run_on_pool(const InlineCall& call) = 0;
+};
+
+/// Polls the transport, from a thread of its own or from callers that wait, and runs timers. One thread at a
+/// time polls: the one that holds the driver lock.
+class TransportLoop final : public Driver {
+ public:
+  /// `fail_expired` ends the calls of `calls` whose deadline passed; the loop's thread runs it.
+  TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server,
+                std::function<void()> fail_expired);
+
+  /// Starts the thread. Without a transport it runs timers only.
+  void start(net::Transport* transport, const std::string& worker);
+  /// Ends the thread. Callers poll no more, from now on.
+  void stop();
+  /// After stop(): takes in what has come, and drops the inline calls.
+  void drain();
+
+  /// Runs `job` on the loop's thread; it must be short.
+  Timers::Id at(Deadline when, UniqueFunction<void()> job);
+  void cancel(const Timers::Id& id) { timers_.cancel(id); }
+  /// Posts `job` to the pool of `host` after a delay.
+  void after(Duration delay, std::shared_ptr<FutureHost> host, UniqueFunction<void()> job);
+  /// Wakes the thread if it would sleep beyond `deadline`.
+  void wake_by(Deadline deadline);
+  void wake();
+
+  /// With the driver lock held, that is inside a poll:
+  bool driven_by_caller() const { return driven_by_caller_; }
+  void add_inline(InlineCall call) { inline_calls_.push_back(std::move(call)); }
+  DriverLock& driver_lock() { return driver_lock_; }
+
+  // Driver
+  bool drive() override;
+  void begin_driving() override { drivers_.fetch_add(1, std::memory_order_relaxed); }
+  void end_driving(bool unserved) override;
+  void check_may_wait() const override;
+
+ private:
+  using InlineCalls = std::vector<InlineCall>;
+  void run();
+  void run_timers_only();
+  /// One poll, and the inline calls that it brought. False if it brought nothing.
+  bool poll_once();
+  /// Sleeps in the transport until a message comes or something is due.
+  void rest_in_transport();
+  Deadline next_due() const { return earlier(calls_.next_deadline(), timers_.next()); }
+
+  Executor& executor_;
+  const CallTable& calls_;
+  InlineServer& server_;
+  const std::function<void()> fail_expired_;
+  net::Transport* transport_ = nullptr;  ///< set before the thread starts
+  Timers timers_;
+  DriverLock driver_lock_;
+  bool driven_by_caller_ = false;  ///< the holder of the driver lock
+  InlineCalls inline_calls_;       ///< the same
+  std::atomic<int> drivers_{0};
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> aside_{false};  ///< the thread lets waiting callers drive
+  const std::unique_ptr<Parker> aside_parker_;
+  const std::unique_ptr<Parker> timer_parker_;             ///< where it sleeps without a transport
+  std::atomic<TimePoint> sleeps_until_{TimePoint::min()};  ///< min(): it is awake
+  Thread thread_;
+};
+
+}  // namespace torchspan::rpc

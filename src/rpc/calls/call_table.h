@@ -1,0 +1,94 @@
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/source_location.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rpc/message.h>
+#include <torchspan/rpc/debug.h>
+
+#include "rpc/peers/roster.h"
+
+namespace torchspan::rpc {
+
+/// What runs on the thread that stops a call's token.
+using StopHook = std::stop_callback<std::function<void()>>;
+
+/// A request that waits for its reply.
+struct PendingCall {
+  std::shared_ptr<Completion> completion;
+  CallInfo info;
+  std::string name;
+  std::uint32_t peer = 0;
+  const net::Channel* channel = nullptr;  ///< identity only
+  Deadline deadline;
+  TimePoint started;
+  SourceLocation site;
+  bool user_values = false;
+  std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
+};
+
+/// The requests of one worker that wait for replies. Each is taken out exactly once, by whoever completes it.
+/// Thread-safe.
+class CallTable {
+ public:
+  using Calls = std::vector<PendingCall>;
+  /// At most this many user calls wait per peer.
+  explicit CallTable(std::size_t most_per_peer) : most_per_peer_(most_per_peer) {}
+
+  std::uint64_t next_id() { return counter_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  /// True when its deadline is now the earliest of all. Throws Error{kOverloaded} when too many user calls
+  /// wait for that peer; then the call is still the caller's.
+  bool add(std::uint64_t id, PendingCall& call);
+  /// False when the call has ended: then the hook is still the caller's.
+  bool attach(std::uint64_t id, std::unique_ptr<StopHook>& hook);
+  std::optional<PendingCall> take(std::uint64_t id);
+  /// Only if it was made to that peer.
+  std::optional<PendingCall> take(std::uint64_t id, std::uint32_t peer);
+  Calls take_expired(TimePoint now);
+  Calls take_channel(const net::Channel* channel);
+  Calls take_peer(std::uint32_t peer);
+  /// Those that were started before `start`.
+  Calls take_peer_older(std::uint32_t peer, TimePoint start);
+  Calls take_all();
+  Deadline next_deadline() const;
+  std::size_t size() const;
+  /// Whose replies are waited for.
+  std::vector<std::uint32_t> peers() const;
+  /// Oldest first.
+  std::vector<DebugInfo::Pending> describe(TimePoint now, const Roster& roster) const;
+
+ private:
+  using Deadlines = std::multimap<Deadline, std::uint64_t>;
+  struct Entry {
+    PendingCall call;
+    Deadlines::iterator deadline;  ///< deadlines_.end(): none
+  };
+  using Entries = std::unordered_map<std::uint64_t, Entry>;
+  template <class Predicate>
+  Calls take_if(Predicate predicate);
+  PendingCall remove(Entries::iterator it) TORCHSPAN_REQUIRES(mutex_);
+
+  const std::size_t most_per_peer_;
+  std::atomic<std::uint64_t> counter_{0};
+  mutable Mutex mutex_;
+  Entries calls_ TORCHSPAN_GUARDED_BY(mutex_);
+  struct PerPeer {
+    std::size_t calls = 0;
+    std::size_t user_calls = 0;
+  };
+  std::unordered_map<std::uint32_t, PerPeer> per_peer_ TORCHSPAN_GUARDED_BY(mutex_);
+  Deadlines deadlines_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::rpc

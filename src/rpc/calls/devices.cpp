@@ -1,0 +1,106 @@
+#include "rpc/calls/devices.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "wire/api/tensors.h"
+
+namespace torchspan {
+
+DeviceMap::DeviceMap(std::vector<Pair> pairs) : pairs_(std::move(pairs)) {
+  for (auto pair = pairs_.begin(); pair != pairs_.end(); ++pair) {
+    for (const c10::Device& device : {pair->first, pair->second}) {
+      if (device.is_cpu() || device.has_index()) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("a device map names '{}' without an index; say which one: '{}:0'", device.str(),
+                              device.str()));
+    }
+    const auto twice = std::find_if(pairs_.begin(), pair, [&](const Pair& before) {
+      return before.first == pair->first || before.second == pair->second;
+    });
+    if (twice == pair) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a device map is one to one, but has both {} to {} and {} to {}",
+                            twice->first.str(), twice->second.str(), pair->first.str(), pair->second.str()));
+  }
+}
+
+std::optional<c10::Device> DeviceMap::there(c10::Device here) const {
+  for (const Pair& pair : pairs_) {
+    if (pair.first == here) return pair.second;
+  }
+  return std::nullopt;
+}
+
+std::optional<c10::Device> DeviceMap::here(c10::Device there) const {
+  for (const Pair& pair : pairs_) {
+    if (pair.second == there) return pair.first;
+  }
+  return std::nullopt;
+}
+
+namespace rpc {
+
+void Devices::check_here() const {
+  for (const auto& [peer, map] : maps_) {
+    for (const DeviceMap::Pair& pair : map.pairs()) {
+      const std::string why = wire::why_absent(pair.first);
+      if (why.empty()) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("worker '{}' has a device map for worker '{}' that names its own {}: {}",
+                              self_.name, peer, pair.first.str(), why));
+    }
+  }
+}
+
+void Devices::check_names(const std::vector<WorkerInfo>& world) const {
+  std::vector<std::string> names;
+  for (const WorkerInfo& worker : world) names.push_back(worker.name);
+  for (const auto& [peer, map] : maps_) {
+    if (std::find(names.begin(), names.end(), peer) != names.end()) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("worker '{}' has a device map for worker '{}', which is not in this world; there "
+                            "are {}",
+                            self_.name, peer, fmt::join(names, ", ")));
+  }
+}
+
+Devices::Place Devices::arguments(std::uint32_t peer, const Roster& roster) const {
+  return place(peer, roster, &DeviceMap::there, &Devices::no_place_there);
+}
+
+Devices::Place Devices::results(std::uint32_t peer, const Roster& roster) const {
+  return place(peer, roster, &DeviceMap::here, &Devices::no_place_here);
+}
+
+Devices::Place Devices::place(std::uint32_t peer, const Roster& roster, Lookup lookup,
+                              Refusal refusal) const {
+  if (peer == self_.rank) return [](c10::Device device) { return device; };
+  if (maps_.empty()) return nullptr;
+  const std::string name = roster.name(peer);
+  const auto found = maps_.find(name);
+  if (found == maps_.end()) return nullptr;
+  return [this, map = &found->second, name, lookup, refusal](c10::Device device) {
+    if (const auto other = (map->*lookup)(device)) return *other;
+    if (device.is_cpu()) return device;
+    throw(this->*refusal)(device.str(), name);
+  };
+}
+
+Error Devices::no_place_there(const std::string& device, const std::string& peer) const {
+  return Error(ErrorKind::kInvalid,
+               fmt::format("it lives on {}, which the device map of worker '{}' for worker '{}' does not "
+                           "name; add where it lives there, or send tensor.cpu()",
+                           device, self_.name, peer));
+}
+
+Error Devices::no_place_here(const std::string& device, const std::string& peer) const {
+  return Error(ErrorKind::kInvalid,
+               fmt::format("a result lives on {} of worker '{}', where the device map of worker '{}' has "
+                           "nothing; add where it lives here, or return tensor.cpu()",
+                           device, peer, self_.name));
+}
+
+}  // namespace rpc
+}  // namespace torchspan

@@ -1,0 +1,267 @@
+#include "rpc/calls/handlers.h"
+
+#include <fmt/format.h>
+
+#include "rpc/agent/agent.h"
+#include "rpc/calls/operators.h"
+#include "rpc/calls/script.h"
+#include "rpc/references/control.h"
+
+namespace torchspan::rpc {
+namespace {
+
+/// A user function's exception as its caller sees it: the chain so far, and this hop.
+std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, const std::exception_ptr& cause) {
+  const ExceptionStory story = describe(cause);
+  std::string text = story.text;
+  std::string message = fmt::format("'{}' threw {}: {}", call, story.type, text);
+  std::vector<RemoteFrame> frames;
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error& error) {
+    frames = error.frames();
+    text = error.headline();
+    message = fmt::format("'{}' threw {}: {}", call, story.type, text);
+    // The text of the exception stands once, where it was thrown.
+    if (error.kind() == ErrorKind::kRemoteFailure && !frames.empty()) {
+      const RemoteFrame& first = frames.front();
+      const RemoteFrame& last = frames.back();
+      text = fmt::format("what '{}' on worker '{}' threw", last.call, last.worker);
+      message = fmt::format("'{}' threw what '{}' on worker '{}' threw: {}: {}", call, first.call,
+                            first.worker, first.type, first.text);
+    }
+  } catch (const std::nested_exception& rebuilt) {
+    if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
+  } catch (...) {
+  }
+  Error error(ErrorKind::kRemoteFailure, message);
+  for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
+  error.with_frame({agent.self().name, call, story.type, text});
+  agent.runtime().log.info(error.what());
+  if (auto encoded = agent.functions().errors().encode(cause))
+    return std::make_exception_ptr(UserFailure(std::move(error), std::move(*encoded)));
+  return std::make_exception_ptr(error);
+}
+
+using Deliver = std::function<void(const ValuePtr&, std::exception_ptr)>;
+
+/// Runs the function whose id leads the payload, and delivers its value or failure, now or later.
+void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, Deliver deliver) {
+  wire::Decoder decoder(call->payload);
+  const FunctionEntry* entry = agent->functions().find(wire::decode<std::uint64_t>(decoder));
+  if (entry == nullptr) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("worker '{}' has no such function in its table; add the token there, "
+                            "and check that all workers run the same program",
+                            agent->self().name));
+  }
+  agent->serving().name(*call, entry->name);
+  const TimePoint begin = agent->runtime().executor.now();
+  auto finish = [agent, call, begin, name = entry->name, deliver](const ValuePtr& value,
+                                                                  std::exception_ptr error) {
+    agent->runtime().spans.record(SpanKind::kHandler, name, begin, call->info.call);
+    deliver(value, error ? remote_failure(*agent, name, error) : nullptr);
+  };
+  Outcome outcome;
+  try {
+    const EnvironmentScope serving(Environment::of_call(call));
+    Execution invocation{agent->worker(), decoder, agent->host(),
+                         std::make_shared<CapturedTaskEnvironment>()};
+    outcome = entry->run(invocation);
+  } catch (...) {
+    return finish(nullptr, std::current_exception());
+  }
+  if (!outcome.later.valid()) return finish(outcome.value, nullptr);
+  outcome.later.add_done_callback([finish](Future<ValuePtr> done) {
+    if (done.error()) return finish(nullptr, done.error());
+    finish(done.wait(), nullptr);
+  });
+}
+
+void reply_with(const ValuePtr& value, const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload;
+  wire::Encoder encoder(payload);
+  value->encode(encoder);
+  encoder.finish();
+  reply->succeed(payload);
+}
+
+void acknowledge(const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload = wire::to_payload(Unit{});
+  reply->succeed(payload);
+}
+
+void serve_call(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
+                const std::shared_ptr<Completion>& reply) {
+  run_entry(agent, call, [reply](const ValuePtr& value, std::exception_ptr error) {
+    if (error) return reply->fail(error);
+    try {
+      reply_with(value, reply);
+    } catch (...) {
+      reply->fail(std::current_exception());
+    }
+  });
+}
+
+/// Fills the new reference with what `run` delivers.
+void create(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
+            const std::shared_ptr<Completion>& reply, const std::function<void(Deliver)>& run) {
+  const wire::Handle& handle = call->creation;
+  const auto* site = call->frame.blob(kSiteBlob);
+  auto owner = agent->references().arriving_creation(handle, call->from(), site ? site->bytes : BytesView());
+  auto deliver = [agent, owner, reply](const ValuePtr& value, std::exception_ptr error) {
+    if (error) {
+      owner->set_error(error);
+      return reply->fail(error);
+    }
+    if (!agent->references().names().knows_type(owner->type_tag()))
+      agent->references().names().check_and_add_type(owner->type_tag(), value->type_name());
+    owner->set(value);
+    acknowledge(reply);
+  };
+  try {
+    run(deliver);
+  } catch (...) {
+    deliver(nullptr, std::current_exception());
+  }
+}
+
+struct DynamicCall {
+  std::string name;
+  std::vector<c10::IValue> args;
+  std::map<std::string, c10::IValue> kwargs;
+};
+
+DynamicCall decode_dynamic(RpcAgent& agent, IncomingCall& call, wire::Decoder& decoder) {
+  DynamicCall dynamic;
+  dynamic.name = wire::decode<std::string>(decoder);
+  dynamic.args = wire::decode<std::vector<c10::IValue>>(decoder);
+  dynamic.kwargs = wire::decode<std::map<std::string, c10::IValue>>(decoder);
+  decoder.expect_end();
+  agent.serving().name(call, dynamic.name);
+  return dynamic;
+}
+
+/// LibTorch's own errors are user errors; ours keep their kind.
+template <class F>
+c10::IValue as_remote(RpcAgent& agent, const IncomingPtr& call, F&& body) {
+  try {
+    const EnvironmentScope serving(Environment::of_call(call));
+    return body();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    std::rethrow_exception(remote_failure(agent, call->name, std::current_exception()));
+  }
+}
+
+/// An ATen operator or a TorchScript function, by name.
+c10::IValue run_by_name(RpcAgent& agent, const IncomingPtr& call) {
+  wire::Decoder decoder(call->payload);
+  DynamicCall dynamic = decode_dynamic(agent, *call, decoder);
+  return as_remote(agent, call, [&] {
+    if (const ScriptEntry* script = agent.functions().find_script(dynamic.name))
+      return script->run(std::move(dynamic.args), dynamic.kwargs);
+    return call_operator(dynamic.name, std::move(dynamic.args), dynamic.kwargs);
+  });
+}
+
+/// A TorchScript method of the value behind the reference.
+c10::IValue run_method(RpcAgent& agent, const IncomingPtr& call) {
+  wire::Decoder decoder(call->payload);
+  auto reference = std::static_pointer_cast<Reference>(decoder.reference());
+  if (!reference) throw Error(ErrorKind::kInvalid, "a method was called without its object");
+  DynamicCall dynamic = decode_dynamic(agent, *call, decoder);
+  return as_remote(agent, call, [&] {
+    const ValuePtr object = reference->value(Deadline::never());  // ready: its call waited for it
+    return call_method(*object, dynamic.name, std::move(dynamic.args), dynamic.kwargs);
+  });
+}
+
+template <auto kRun>
+void serve_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
+                   const std::shared_ptr<Completion>& reply) {
+  wire::Payload payload = wire::to_payload(kRun(*agent, call));
+  reply->succeed(payload);
+}
+
+template <auto kRun>
+void create_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
+                    const std::shared_ptr<Completion>& reply) {
+  create(agent, call, reply,
+         [&](const Deliver& deliver) { deliver(make_value<c10::IValue>(kRun(*agent, call)), nullptr); });
+}
+
+void serve_fetch(const std::shared_ptr<RpcAgent>&, const IncomingPtr& call,
+                 const std::shared_ptr<Completion>& reply) {
+  if (call->payload.references.size() != 1 || !call->payload.references[0]) {
+    throw Error(ErrorKind::kInvalid, "a fetch came without its reference");
+  }
+  auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
+  reply_with(reference->value(Deadline::never()), reply);
+}
+
+template <Message M, class F>
+void add_control(RpcAgent& agent, F answer) {
+  agent.server().add_handler(
+      M::kType, {std::string(M::kName), RunOn::kDispatcher, false,
+                 [answer](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                   wire::Payload payload =
+                       wire::to_payload(answer(wire::from_payload<M>(call->payload), call->from()));
+                   reply->succeed(payload);
+                 }});
+}
+
+/// The messages of the reference protocol.
+void install_control(RpcAgent& agent) {
+  using Kind = RRefMessage::Kind;
+  RRefDriver& references = agent.references().driver();
+  add_control<ForkRequest>(agent, [&](const ForkRequest& m, PeerId from) {
+    return references.receive({Kind::kForkRequest, {0, m.incarnation}, m.value, m.fork, m.number, {}}, from);
+  });
+  add_control<ChildAccept>(agent, [&](const ChildAccept& m, PeerId from) {
+    references.receive({Kind::kChildAccept, {}, m.value, m.fork, 0, {}}, from);
+    return Unit();
+  });
+  add_control<UserDelete>(agent, [&](const UserDelete& m, PeerId from) {
+    references.receive({Kind::kUserDelete, {}, m.value, m.fork, 0, {}}, from);
+    return Unit();
+  });
+  add_control<CreationGivenUp>(agent, [&](const CreationGivenUp& m, PeerId from) {
+    references.receive({Kind::kGivenUp, {}, m.value, m.fork, 0, m.reason}, from);
+    return Unit();
+  });
+  add_control<ForkAudit>(
+      agent, [&](const ForkAudit& m, PeerId from) { return references.on_fork_audit(m.forks, from); });
+}
+
+}  // namespace
+
+void install_handlers(RpcAgent& agent) {
+  // The agent outlives its handlers: it waits for them before it ends.
+  auto self = [&agent] { return std::static_pointer_cast<RpcAgent>(agent.shared_from_this()); };
+  auto user = [&](wire::MessageType type, std::string name, auto serve) {
+    agent.server().add_handler(
+        type, {std::move(name), RunOn::kPool, true,
+               [self, serve](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                 serve(self(), call, reply);
+               }});
+  };
+  user(kCallFunction, "call", serve_call);
+  user(kCreateRemote, "remote", [](const auto& agent, const auto& call, const auto& reply) {
+    create(agent, call, reply, [&](const Deliver& deliver) { run_entry(agent, call, deliver); });
+  });
+  user(kFetch, "to_here", serve_fetch);
+  user(kCallOperator, "operator", serve_dynamic<run_by_name>);
+  user(kCreateByOperator, "remote operator", create_dynamic<run_by_name>);
+  user(kCallMethod, "method", serve_dynamic<run_method>);
+  user(kCreateByMethod, "remote method", create_dynamic<run_method>);
+  // It is served once its argument is there, or fails with it.
+  agent.server().add_handler(
+      kAwaitCreation,
+      {"creation", RunOn::kPool, false,
+       [](const IncomingPtr&, const std::shared_ptr<Completion>& reply) { acknowledge(reply); }});
+  install_control(agent);
+}
+
+}  // namespace torchspan::rpc

@@ -1,0 +1,360 @@
+#include "rpc/references/references.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torchspan/rpc/worker.h>
+
+#include "rpc/references/reference_list.h"
+
+namespace torchspan::rpc {
+
+References::References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self)
+    : endpoint_(std::move(endpoint)),
+      shared_(std::make_shared<SharedRRefTable>(self)),
+      driver_(std::make_shared<RRefDriver>(endpoint_, shared_)) {}
+
+void References::begin(PeerId self) {
+  MutexLock lock(shared_->mutex);
+  shared_->table.begin(self);
+}
+
+void References::joined(PeerId peer) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.join(peer, effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+void References::departed(PeerId peer) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.depart(peer, effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+Origin References::origin(SourceLocation site) const {
+  auto endpoint = endpoint_.lock();
+  return {site.file_name(), static_cast<std::uint32_t>(site.line()), false, 0,
+          endpoint ? endpoint->runtime().executor.now() : TimePoint()};
+}
+
+Origin References::origin_from(PeerId from) const {
+  Origin origin = this->origin({});
+  origin.copied = true;
+  origin.from = from.rank;
+  return origin;
+}
+
+GlobalId References::next_id() {
+  MutexLock lock(shared_->mutex);
+  return shared_->table.next_id();
+}
+
+ReferencePtr References::own(ValuePtr value, const std::string& type, SourceLocation site) {
+  const std::uint64_t tag = wire::digest(type);
+  PeerId self;
+  GlobalId id;
+  {
+    MutexLock lock(shared_->mutex);
+    self = shared_->table.self();
+    id = shared_->table.next_value(self.rank);
+  }
+  names_.add_type(tag, type);
+  auto owner = std::make_shared<OwnerReference>(endpoint_, self, id, tag, origin(site));
+  owner->set(std::move(value));
+  return owner;
+}
+
+std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string& type, SourceLocation site) {
+  const Origin origin = this->origin(site);
+  const std::uint64_t tag = wire::digest(type);
+  names_.add_type(tag, type);
+  MutexLock lock(shared_->mutex);
+  const PeerId self = shared_->table.self();
+  auto owner =
+      std::make_shared<OwnerReference>(endpoint_, self, shared_->table.next_value(self.rank), tag, origin);
+  shared_->table.owned().expect_own(owner->value_id(), owner);
+  return owner;
+}
+
+void References::own_creation_failed(std::shared_ptr<OwnerReference> owner, std::exception_ptr error) {
+  owner->set_error(std::move(error));
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.owned().own_creation_ended(owner->value_id(), effects);
+  }
+  effects.released.push_back(std::move(owner));  // its value may be there after all
+  driver_->apply(std::move(effects));
+}
+
+std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, const std::string& type,
+                                                          SourceLocation site) {
+  UserReference::Ids ids;
+  {
+    MutexLock lock(shared_->mutex);
+    ids = {shared_->table.presence().latest(to), shared_->table.next_value(to), shared_->table.next_id(),
+           wire::digest(type)};
+  }
+  names_.add_type(ids.tag, type);
+  auto user = std::make_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site));
+  MutexLock lock(shared_->mutex);
+  shared_->table.held().add_creating(ids.owner, ids.value, ids.fork, user);
+  return user;
+}
+
+void References::created(const std::shared_ptr<UserReference>& user) {
+  user->confirm();
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.held().created(user->fork_id(), effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+void References::creation_failed(const std::shared_ptr<UserReference>& user,
+                                 const std::exception_ptr& error) {
+  const Error story = to_error(error);
+  user->fail(error);
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    if (story.kind() == ErrorKind::kRemoteFailure) {
+      shared_->table.held().created(user->fork_id(),
+                                    effects);  // its owner answered: a value that is a failure
+    } else {
+      shared_->table.held().give_up(user->fork_id(), story.message(), effects);
+    }
+  }
+  driver_->apply(std::move(effects));
+}
+
+void References::creation_not_sent(GlobalId fork, const std::exception_ptr& error) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.held().give_up(fork, to_error(error).message(), effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle& handle, PeerId from,
+                                                              BytesView site) {
+  RRefTable::Effects effects;
+  std::shared_ptr<void> kept;
+  std::shared_ptr<OwnerReference> fresh;
+  {
+    Origin origin = origin_from(from);
+    names_.read_site(site, origin);
+    MutexLock lock(shared_->mutex);
+    const PeerId self = shared_->table.self();
+    if (handle.owner != self.rank || handle.incarnation != self.incarnation ||
+        creator_of(handle.value) != from)
+      throw Error(ErrorKind::kDisconnected,
+                  "this creation was meant for another worker, or one that had this rank before; call again");
+    fresh = std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
+    if (from == self) {
+      kept = shared_->table.owned().find(handle.value);
+      shared_->table.owned().own_creation_ended(handle.value, effects);
+    } else {
+      kept = shared_->table.owned().creation_came(handle.value, handle.fork, fresh);
+      if (kept && kept != fresh) std::static_pointer_cast<OwnerReference>(kept)->set_origin(origin);
+    }
+  }
+  driver_->apply(std::move(effects));
+  return kept ? std::static_pointer_cast<OwnerReference>(kept) : fresh;  // nobody else's when it is late
+}
+
+bool References::send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
+                                std::optional<Refusal>& dead) {
+  const auto& state = static_cast<const Reference&>(*std::static_pointer_cast<Reference>(reference));
+  handle = {state.owner(), state.value_id(), {}, state.type_tag()};
+  std::optional<GlobalId> fork;
+  if (state.is_owner()) {
+    handle.incarnation = shared_->table.self().incarnation;
+    fork = shared_->table.send_owner(handle.value, reference, to);
+  } else {
+    const PeerId owner = static_cast<const UserReference&>(state).owner_peer();
+    handle.incarnation = owner.incarnation;
+    if (shared_->table.presence().of(owner) == Presence::Standing::kGone)
+      dead = Refusal{Refusal::Why::kOwnerGone, owner, {}};
+    if (!dead) fork = shared_->table.send_user(reference, to);
+  }
+  handle.fork = fork.value_or(GlobalId());
+  return fork.has_value();
+}
+
+std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_ptr<void>>& references,
+                                                 PeerId to) {
+  for (const auto& reference : references) {
+    if (!reference) continue;
+    const auto state = std::static_pointer_cast<Reference>(reference);
+    state->endpoint();  // a deleted reference cannot travel
+    const Future<void> ready = state->ready();
+    if (ready.done()) ready.wait();  // nor can one whose creation failed
+  }
+  std::vector<wire::Handle> handles;
+  handles.reserve(references.size());
+  RRefTable::Effects effects;
+  std::optional<Refusal> dead;
+  {
+    MutexLock lock(shared_->mutex);  // once: who asks what is on its way hears of all of them or of none
+    bool all = true;
+    for (auto it = references.begin(); it != references.end() && all; ++it) {
+      wire::Handle& handle = handles.emplace_back();
+      all = !*it || send_reference(*it, to, handle, dead);
+    }
+    if (all) return handles;
+    for (const wire::Handle& handle : handles) shared_->table.unsend(handle, effects);
+  }
+  driver_->apply(std::move(effects));
+  if (dead) throw driver_->refused(handles.back().value, *dead);
+  throw Error(ErrorKind::kDisconnected, "the worker died or left before this reference could be sent to it");
+}
+
+void References::undo(const std::vector<wire::Handle>& handles) {
+  if (handles.empty()) return;
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    for (const wire::Handle& handle : handles) shared_->table.unsend(handle, effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+std::optional<std::shared_ptr<void>> References::from_handle(const wire::Handle& handle, PeerId from) {
+  if (handle == wire::Handle{}) return nullptr;
+  bool home = false;
+  {
+    MutexLock lock(shared_->mutex);
+    if (shared_->table.held().is_missing(handle.fork, from)) return std::nullopt;
+    home = handle.owner == shared_->table.self().rank;
+  }
+  return home ? come_home(handle, from) : adopt(handle, from);
+}
+
+std::shared_ptr<void> References::come_home(const wire::Handle& handle, PeerId from) {
+  RRefTable::Effects effects;
+  OwnedValues::Found found;
+  const Origin origin = origin_from(from);
+  std::shared_ptr<OwnerReference> fresh;
+  {
+    MutexLock lock(shared_->mutex);
+    fresh = std::make_shared<OwnerReference>(endpoint_, shared_->table.self(), handle.value, handle.type_tag,
+                                             origin);
+    found = shared_->table.come_home(handle, from, fresh, effects);
+  }
+  if (found.refusal) {
+    fresh->set_error(std::make_exception_ptr(driver_->refused(handle.value, *found.refusal)));
+    found.owner = fresh;
+  }
+  driver_->apply(std::move(effects));
+  return found.owner;
+}
+
+std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from) {
+  const PeerId owner{handle.owner, handle.incarnation};
+  auto user = std::make_shared<UserReference>(
+      endpoint_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
+      origin_from(from));
+  RRefTable::Effects effects;
+  std::optional<Refusal> refusal;
+  {
+    MutexLock lock(shared_->mutex);
+    refusal = shared_->table.held().adopt(handle, from, user, effects);
+  }
+  if (refusal) {
+    user->fail(std::make_exception_ptr(driver_->refused(handle.value, *refusal)));
+  } else if (owner == from) {
+    user->confirm();
+  }
+  driver_->apply(std::move(effects));
+  return user;
+}
+
+std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wire::Handle>& handles,
+                                                            PeerId from) {
+  std::vector<std::shared_ptr<void>> references;
+  references.reserve(handles.size());
+  bool lost = false;
+  for (const wire::Handle& handle : handles) {
+    if (auto reference = from_handle(handle, from)) {
+      references.push_back(std::move(*reference));
+    } else {
+      lost = true;
+    }
+  }
+  if (!lost) return references;
+  driver_->let_go(std::move(references));  // the others came, and their sender hears that they are given back
+  throw Error(ErrorKind::kDisconnected,
+              "a reference in this message was taken for lost when a connection broke; send it again");
+}
+
+void References::release(GlobalId fork) {
+  RRefTable::Effects effects;
+  {
+    MutexLock lock(shared_->mutex);
+    shared_->table.held().release(fork, effects);
+  }
+  driver_->apply(std::move(effects));
+}
+
+RRefTable::Counts References::counts() const {
+  MutexLock lock(shared_->mutex);
+  return shared_->table.counts();
+}
+
+bool References::settled() const {
+  if (!driver_->idle()) return false;
+  MutexLock lock(shared_->mutex);
+  const auto counts = shared_->table.counts();
+  return counts.pending_users == 0 && counts.pending_children == 0;
+}
+
+void References::delete_users() {
+  RRefTable::Effects effects;
+  std::vector<std::shared_ptr<void>> living;
+  {
+    MutexLock lock(shared_->mutex);
+    living = shared_->table.held().release_all(effects);
+  }
+  for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
+  driver_->apply(std::move(effects));
+}
+
+void References::clear() {
+  RRefTable::Effects effects;
+  std::vector<std::shared_ptr<void>> living;
+  {
+    MutexLock lock(shared_->mutex);
+    for (const auto& [fork, user] : shared_->table.held().all()) {
+      if (auto alive = user.reference.lock()) living.push_back(std::move(alive));
+    }
+    shared_->table.clear(effects);
+  }
+  for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
+  // Calls that wait for a reference hold it too: they let go when it is settled.
+  const auto reason = std::make_exception_ptr(
+      Error(ErrorKind::kCancelled, "this worker was shut down before the value came"));
+  for (const auto& kept : effects.released) {
+    if (kept) std::static_pointer_cast<Reference>(kept)->abandon(reason);
+  }
+}
+
+std::vector<RRefInfo> References::list() const {
+  const auto endpoint = endpoint_.lock();
+  return endpoint ? list_references(*shared_, names_, *endpoint) : std::vector<RRefInfo>();
+}
+
+std::vector<RRefInfo> References::list_owners() const {
+  const auto endpoint = endpoint_.lock();
+  return endpoint ? list_owned_values(*shared_, names_, *endpoint) : std::vector<RRefInfo>();
+}
+
+}  // namespace torchspan::rpc

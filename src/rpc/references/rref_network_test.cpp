@@ -1,0 +1,348 @@
+// A thousand workers on the simulated network: what references cost, in messages and in memory, with the
+// driver, the handles and the acknowledgements that real workers have.
+#include <deque>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <random>
+
+#include <torchspan/rpc/worker.h>
+
+#include "core/api/sim_executor.h"
+#include "net/api/sim.h"
+#include "rpc/references/control.h"
+#include "rpc/references/references.h"
+#include "tests/support/memory.h"
+
+namespace torchspan::rpc::rref_network_test {
+namespace {
+
+/// Workers that a worker has to do with: the next ones in a ring.
+constexpr std::uint32_t kNeighbours = 8;
+
+/// Jobs of all workers, run by the one thread that drives them.
+class JobQueue final : public FutureHost {
+ public:
+  explicit JobQueue(Executor& executor) : executor_(executor) {}
+  Executor& executor() override { return executor_; }
+  void post(UniqueFunction<void()> job) override { jobs_.push_back(std::move(job)); }
+  void wait(Parker&, const std::atomic<bool>&, Deadline) override { std::abort(); }
+  bool run() {
+    const bool any = !jobs_.empty();
+    for (; !jobs_.empty(); jobs_.pop_front()) jobs_.front()();
+    return any;
+  }
+
+ private:
+  Executor& executor_;
+  std::deque<UniqueFunction<void()>> jobs_;
+};
+
+/// What all workers share, and count.
+struct Shared {
+  SimExecutor executor{7};
+  net::SimNetwork network{executor, {}};
+  Runtime runtime{executor, "world"};
+  std::shared_ptr<JobQueue> jobs = std::make_shared<JobQueue>(executor);
+  std::size_t outstanding = 0;  ///< requests that wait for their replies
+  std::size_t control = 0;      ///< messages of the protocol so far
+};
+
+constexpr wire::MessageType kShare{0x8001};
+
+/// One worker: the reference driver over a transport, without threads.
+class Node final : public Endpoint, public net::Handler {
+ public:
+  Node(Shared& shared, std::uint32_t rank)
+      : shared_(shared),
+        self_{"worker" + std::to_string(rank), rank},
+        transport_(shared.network.make_transport(self_.name, *this, {})) {
+    transport_->listen("sim:" + self_.name);
+  }
+  void begin(std::uint32_t workers) {
+    references_ = std::make_shared<References>(weak_from_this(), self_.rank);
+    references_->begin({self_.rank, 0});
+    for (std::uint32_t rank = 0; rank < workers; ++rank) references_->joined({rank, 0});
+  }
+  bool poll() { return transport_->poll(); }
+  References& references() const { return *references_; }
+  std::vector<ReferencePtr>& held() { return held_; }
+
+  /// Makes a value on `owner`.
+  void make(std::uint32_t owner) {
+    auto user = references_->begin_creation(owner, "int64", {});
+    Request request;
+    request.type = kCreateRemote;
+    const wire::Handle handle{owner, user->value_id(), user->fork_id(), user->type_tag(), 0};
+    class Created final : public Completion {
+     public:
+      Created(References& references, std::shared_ptr<UserReference> user)
+          : references_(references), user_(std::move(user)) {}
+      void succeed(wire::Payload&) override { references_.created(user_); }
+      void fail(std::exception_ptr) override { std::abort(); }
+
+     private:
+      References& references_;
+      std::shared_ptr<UserReference> user_;
+    };
+    transmit(owner, request, {handle}, std::make_shared<Created>(*references_, user));
+    held_.push_back(user);
+  }
+  /// Gives a copy of a reference to `to`, which keeps it.
+  void share(const ReferencePtr& reference, std::uint32_t to) {
+    class Ignore final : public Completion {
+     public:
+      void succeed(wire::Payload&) override {}
+      void fail(std::exception_ptr) override { std::abort(); }
+    };
+    Request request;
+    request.type = kShare;
+    transmit(to, request, references_->to_handles({reference}, {to, 0}), std::make_shared<Ignore>());
+  }
+
+  // Endpoint: what the driver needs of a worker
+  Runtime& runtime() override { return shared_.runtime; }
+  std::weak_ptr<FutureHost> host() override { return shared_.jobs; }
+  const WorkerInfo& self() const override { return self_; }
+  std::string name_of(std::uint32_t rank) const override { return "worker" + std::to_string(rank); }
+  bool is_present(std::uint32_t) const override { return true; }
+  bool is_stopping() const override { return false; }
+  void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override {
+    ++shared_.control;
+    transmit(to, request, {}, std::move(completion));
+  }
+  void after(Duration, UniqueFunction<void()>) override { std::abort(); }  // nothing is lost here
+
+  // net::Handler
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_closed(const std::shared_ptr<net::Channel>&, const Error& reason) override {
+    ADD_FAILURE() << reason.what();
+  }
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override {
+    const wire::FrameView frame = wire::decode_frame(message.header);
+    wire::Payload payload;
+    payload.value.assign(frame.value.begin(), frame.value.end());
+    if ((frame.header.flags & wire::kFlagReply) != 0) {
+      const auto call = calls_.extract(frame.header.call);
+      --shared_.outstanding;
+      return call.mapped()->succeed(payload);
+    }
+    const PeerId from{static_cast<std::uint32_t>(frame.header.instance), 0};
+    wire::Frame reply;
+    reply.header.type = frame.header.type;
+    reply.header.flags = wire::kFlagReply;
+    reply.header.call = frame.header.call;
+    reply.value = serve(frame, payload, from).value;
+    channel->send(wire::encode_frame(reply), {});
+  }
+
+  // Endpoint: what nobody asks here
+  Pool& pool() override { std::abort(); }
+  std::vector<WorkerInfo> workers() const override { std::abort(); }
+  WorkerInfo info(const Destination&) const override { std::abort(); }
+  std::uint32_t resolve(const Destination&) const override { std::abort(); }
+  std::uint64_t id_of(const char*, std::string (*)()) const override { std::abort(); }
+  void apply(const CallOptions&, Request&) override { std::abort(); }
+  std::optional<CurrentCall> current_call() override { std::abort(); }
+  DebugInfo debug() const override { std::abort(); }
+  void set_default_timeout(Duration) override { std::abort(); }
+  Duration default_timeout() const override { std::abort(); }
+  ReferencePtr own(ValuePtr, std::string, SourceLocation) override { std::abort(); }
+  ReferencePtr create(std::uint32_t, Request, std::string) override { std::abort(); }
+  std::map<std::string, Bytes> all_gather_bytes(const std::string&, const Bytes&,
+                                                const std::vector<std::string>&, Deadline) override {
+    std::abort();
+  }
+  GlobalId next_id() override { std::abort(); }
+  void* find_extension(const std::type_info&) const override { std::abort(); }
+
+ private:
+  void transmit(std::uint32_t to, const Request& request, const std::vector<wire::Handle>& handles,
+                std::shared_ptr<Completion> completion) {
+    auto& channel = channels_[to];
+    if (!channel)
+      channel =
+          transport_->connect("sim:" + name_of(to), shared_.executor.deadline_in(std::chrono::seconds(60)));
+    wire::Frame frame;
+    frame.header.type = request.type;
+    frame.header.instance = self_.rank;
+    frame.header.call = ++last_call_;
+    frame.handles = handles;
+    frame.value = request.payload.value;
+    calls_.emplace(last_call_, std::move(completion));
+    ++shared_.outstanding;
+    channel->send(wire::encode_frame(frame), {});
+  }
+  wire::Payload serve(const wire::FrameView& frame, wire::Payload& payload, PeerId from) {
+    using Kind = RRefMessage::Kind;
+    const auto control = [&](const auto& message, Kind kind) {
+      references_->driver().receive({kind, {}, message.value, message.fork, 0, {}}, from);
+      return wire::to_payload(Unit());
+    };
+    switch (static_cast<std::uint16_t>(frame.header.type)) {
+      case static_cast<std::uint16_t>(kCreateRemote):
+        references_->arriving_creation(frame.handles.at(0), from, {})->set(make_value<std::int64_t>(35));
+        return wire::to_payload(Unit());
+      case static_cast<std::uint16_t>(kShare):
+        for (const auto& reference : references_->from_handles(frame.handles, from))
+          held_.push_back(std::static_pointer_cast<Reference>(reference));
+        return wire::to_payload(Unit());
+      case static_cast<std::uint16_t>(ForkRequest::kType): {
+        const auto message = wire::from_payload<ForkRequest>(payload);
+        auto refusal = references_->driver().receive(
+            {Kind::kForkRequest, {0, message.incarnation}, message.value, message.fork, message.number, {}},
+            from);
+        EXPECT_FALSE(refusal);
+        return wire::to_payload(refusal);
+      }
+      case static_cast<std::uint16_t>(ChildAccept::kType):
+        return control(wire::from_payload<ChildAccept>(payload), Kind::kChildAccept);
+      default:
+        return control(wire::from_payload<UserDelete>(payload), Kind::kUserDelete);
+    }
+  }
+
+  Shared& shared_;
+  const WorkerInfo self_;
+  std::shared_ptr<References> references_;
+  std::vector<ReferencePtr> held_;
+  std::map<std::uint32_t, std::shared_ptr<net::Channel>> channels_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Completion>> calls_;
+  std::uint64_t last_call_ = 0;
+  const std::unique_ptr<net::Transport> transport_;
+};
+
+/// What a number of references cost.
+struct Cost {
+  double messages = 0;         ///< of the protocol, for each
+  std::size_t remembered = 0;  ///< numbers that the worst worker keeps in the end
+  double bytes = 0;            ///< of memory in use in the end, of all workers
+};
+
+class NetworkWorld {
+ public:
+  explicit NetworkWorld(std::uint32_t workers) : random_(workers) {
+    for (std::uint32_t rank = 0; rank < workers; ++rank)
+      nodes_.push_back(std::make_shared<Node>(shared_, rank));
+    for (const auto& node : nodes_) node->begin(workers);
+  }
+  SimExecutor& executor() { return shared_.executor; }
+
+  /// Makes so many references, four to each value, and drops them again; some thousands live at any time.
+  Cost share_and_drop(std::size_t references) {
+    const std::size_t before = shared_.control;
+    for (std::size_t made = 0; made < references; made += 4 * nodes_.size()) {
+      for (const auto& node : nodes_) node->make((node->self().rank + 1 + wave_ % kNeighbours) % size());
+      ++wave_;
+      settle();
+      for (const auto& node : nodes_) share_last(*node);
+      settle();
+      if (made >= 2 * 4 * nodes_.size()) drop(4);
+    }
+    drop(SIZE_MAX);
+    Cost cost;
+    cost.messages = static_cast<double>(shared_.control - before) / static_cast<double>(references);
+    for (const auto& node : nodes_) {
+      const RRefTable::Counts counts = node->references().counts();
+      EXPECT_EQ(counts.owners + counts.forks + counts.users + counts.pending_users + counts.pending_children,
+                0u);
+      cost.remembered = std::max(cost.remembered, counts.remembered);
+    }
+    cost.bytes = static_cast<double>(torchspan::testing::heap_in_use());
+    return cost;
+  }
+
+ private:
+  std::uint32_t size() const { return static_cast<std::uint32_t>(nodes_.size()); }
+  /// The value that the worker just made, with three workers that are neither it nor the owner.
+  void share_last(Node& node) {
+    const ReferencePtr reference = made_by(node);
+    for (std::uint32_t shared = 0, next = node.self().rank + 1; shared < 3; ++next) {
+      if (next % size() == reference->owner()) continue;
+      node.share(reference, next % size());
+      ++shared;
+    }
+  }
+  static ReferencePtr made_by(Node& node) {
+    for (auto it = node.held().rbegin();; ++it) {
+      if ((*it)->value_id().worker == node.self().rank && (*it)->fork_id().worker == node.self().rank)
+        return *it;
+    }
+  }
+  /// So many references of each worker, at random.
+  void drop(std::size_t count) {
+    for (const auto& node : nodes_) {
+      auto& held = node->held();
+      for (std::size_t i = 0; i < count && !held.empty(); ++i) {
+        std::swap(held[random_() % held.size()], held.back());
+        held.pop_back();
+      }
+    }
+    settle();
+  }
+  /// Until nothing is on its way.
+  void settle() {
+    while (shared_.outstanding != 0 || shared_.jobs->run()) {
+      for (const auto& node : nodes_) node->poll();
+      shared_.jobs->run();
+      shared_.executor.sleep(std::chrono::microseconds(20));
+    }
+  }
+
+  Shared shared_;
+  std::mt19937_64 random_;
+  std::uint32_t wave_ = 0;
+  std::vector<std::shared_ptr<Node>> nodes_;
+};
+
+TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
+  NetworkWorld world(1000);
+  Cost few, many;
+  world.executor().run([&] {
+    world.share_and_drop(4 * 1000 * kNeighbours);  // everybody has met its neighbours
+    few = world.share_and_drop(20'000);
+    many = world.share_and_drop(100'000);
+  });
+  fmt::print(
+      "control messages a reference: {:.2f} of 20,000, {:.2f} of 100,000; numbers remembered a worker: {} "
+      "and {}; "
+      "memory grew by {:.1f} bytes a reference\n",
+      few.messages, many.messages, few.remembered, many.remembered, (many.bytes - few.bytes) / 100'000);
+  // A value shared with three: four deletions, three fork requests, three acceptances.
+  EXPECT_DOUBLE_EQ(few.messages, 10.0 / 4.0);
+  EXPECT_DOUBLE_EQ(many.messages, 10.0 / 4.0);
+  EXPECT_LE(many.remembered, 4u * kNeighbours) << "an interval for each creator and each holder";
+  EXPECT_LT((many.bytes - few.bytes) / 100'000, 1.0) << "what is gone costs nothing";
+}
+
+struct Guest {
+  int* alive;
+  explicit Guest(int& alive) : alive(&alive) { ++alive; }
+  Guest(Guest&& other) noexcept : alive(std::exchange(other.alive, nullptr)) {}
+  ~Guest() {
+    if (alive != nullptr) --*alive;
+  }
+};
+
+// Were it let go of at once because the program holds it too, the program might let go a moment before, and
+// the value's destructor would run on the thread that reads messages.
+TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
+  Shared shared;
+  shared.executor.run([&] {
+    const auto owner = std::make_shared<Node>(shared, 0);
+    owner->begin(2);
+    int alive = 0;
+    ReferencePtr held = owner->references().own(make_value<Guest>(alive), "Guest", {});
+    const GlobalId value = held->value_id();
+    const auto handles = owner->references().to_handles({held}, {1, 0});
+    owner->references().driver().receive(
+        {RRefMessage::Kind::kUserDelete, {0, 0}, value, handles.at(0).fork, 0, {}}, {1, 0});
+    EXPECT_EQ(owner->references().counts().owners, 0u);
+    held = nullptr;
+    EXPECT_EQ(alive, 1);
+    shared.jobs->run();
+    EXPECT_EQ(alive, 0);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::rpc::rref_network_test
