@@ -10,7 +10,7 @@
 namespace torchspan::rpc {
 namespace {
 
-LinkMember link_member(const rendezvous::Member& member) {
+Peer to_peer(const rendezvous::Member& member) {
   return {{member.name, static_cast<std::uint32_t>(member.rank)},
           member.address,
           member.instance,
@@ -89,49 +89,49 @@ void RpcAgent::start(std::unique_ptr<rendezvous::Membership> membership) {
   state_.incarnation = self.incarnation;
   open_world_ = membership_->open();
   state_.references->begin(state_.id());
-  state_.roster.clear();
-  state_.roster.set(state_.self);
+  state_.peers.begin(to_peer(self));
   if (transport_) join_world(self);
   loop_.start(transport_.get(), state_.self.name);
   if (!transport_) return;
   membership_->watch(
       {.joined = [this](const rendezvous::Member& member) { member_joined(member); },
        .died = [this](const rendezvous::Member& member,
-                      const Error& reason) { member_departed(link_member(member), reason); },
+                      const Error& reason) { member_departed(to_peer(member), reason); },
        .left =
            [this](const rendezvous::Member& member) {
              member_departed(
-                 link_member(member),
+                 to_peer(member),
                  Error(ErrorKind::kDisconnected, fmt::format("worker '{}' has left the world", member.name)));
            }});
 }
 
 void RpcAgent::join_world(const rendezvous::Member& self) {
-  state_.links = std::make_unique<Links>(*transport_, state_.runtime.executor, link_member(self));
+  state_.channels =
+      std::make_unique<PeerChannels>(*transport_, state_.runtime.executor, state_.peers, to_peer(self));
   for (const rendezvous::Member& member : membership_->members()) {
     if (member.rank == self.rank) continue;
-    state_.references->joined(link_member(member).id());
-    state_.links->add(link_member(member));
-    state_.roster.set({member.name, static_cast<std::uint32_t>(member.rank)});
+    state_.references->joined(to_peer(member).id());
+    state_.peers.add(to_peer(member));
   }
-  if (!open_world_) state_.devices.check_names(state_.roster.all());
+  if (!open_world_) state_.devices.check_names(state_.peers.members());
 }
 
 void RpcAgent::member_joined(const rendezvous::Member& member) {
-  const LinkMember link = link_member(member);
-  if (link.info.rank == state_.self.rank || state_.links->knows(link)) return;
-  state_.references->joined(link.id());
-  state_.links->add(link);
-  state_.roster.set(link.info);
+  const Peer peer = to_peer(member);
+  if (peer.info.rank == state_.self.rank || state_.peers.knows(peer)) return;
+  state_.references->joined(peer.id());
+  state_.channels->close(peer.info.rank);
+  state_.peers.add(peer);
   if (state_.runtime.log.enabled(LogLevel::kDebug))
     state_.runtime.log.debug(fmt::format("worker '{}' (rank {}) joined the world", member.name, member.rank));
   loop_.at(Deadline(state_.runtime.executor.now()), [this] { receiver_.unknown_peers().admit(); });
   loop_.wake();
 }
 
-void RpcAgent::member_departed(const LinkMember& member, const Error& reason) {
+void RpcAgent::member_departed(const Peer& member, const Error& reason) {
   const std::uint32_t rank = member.info.rank;
-  if (rank == state_.self.rank || !state_.links->departed(member, reason)) return;
+  if (rank == state_.self.rank || !state_.peers.depart(member, reason)) return;
+  state_.channels->close(rank);
   if (state_.runtime.log.enabled(LogLevel::kDebug)) {
     state_.runtime.log.debug(
         fmt::format("worker '{}' (rank {}) is gone: {}", member.info.name, rank, reason.message()));
@@ -142,7 +142,7 @@ void RpcAgent::member_departed(const LinkMember& member, const Error& reason) {
   }
   state_.references->departed(member.id());
   for (const auto& callback : departure_callbacks_) callback(rank, reason);
-  if (open_world_) state_.roster.remove(rank);
+  if (open_world_) state_.peers.forget(rank);
 }
 
 void RpcAgent::shutdown(Deadline deadline) {
@@ -169,13 +169,13 @@ void RpcAgent::stop(const std::string& why) {
   if (membership_) membership_->give_up(why);
   loop_.stop();
   const Error reason(ErrorKind::kCancelled, "this worker is shutting down");
-  if (state_.links) {
-    for (const LinkMember& member : state_.links->present()) member_departed(member, reason);
+  if (state_.channels) {
+    for (const Peer& member : state_.peers.all_present()) member_departed(member, reason);
   }
   for (const IncomingPtr& call : state_.serving.all()) call->request_stop();
   calls_.fail(state_.calls.take_all(), reason);
-  if (state_.links) {
-    state_.links->close_all();
+  if (state_.channels) {
+    state_.channels->close_all();
     loop_.drain();
     receiver_.unknown_peers().clear();
   }
@@ -193,7 +193,7 @@ void RpcAgent::stop_pool() {
     teller.join();
   };
   const std::unique_ptr<Parker, decltype(end)> until_the_end(done.get(), end);
-  if (const auto calls = state_.serving.describe(executor.now(), state_.roster);
+  if (const auto calls = state_.serving.describe(executor.now(), state_.peers);
       std::any_of(calls.begin(), calls.end(), [](const auto& call) { return call.begun; })) {
     try {
       teller = executor.spawn(state_.self.name + "/stop", [&] {
@@ -219,7 +219,7 @@ void RpcAgent::release() {
 
 std::uint32_t RpcAgent::resolve(const Destination& to) const {
   try {
-    return state_.roster.resolve(to);
+    return state_.peers.resolve(to);
   } catch (const Error&) {
     if (!is_stopping()) throw;
     throw shut_down();  // the others are gone because this worker is
@@ -259,7 +259,7 @@ void RpcAgent::apply(const CallOptions& options, Request& request) {
 std::optional<CurrentCall> RpcAgent::current_call() {
   const IncomingPtr& served = Environment::served();
   if (!served) return std::nullopt;
-  return CurrentCall{{state_.roster.name(served->peer), served->peer},
+  return CurrentCall{{state_.peers.name(served->peer), served->peer},
                      served->name,
                      served->deadline,
                      server_.stop_token_of(served)};
@@ -269,8 +269,8 @@ DebugInfo RpcAgent::debug() const {
   const TimePoint now = state_.runtime.executor.now();
   DebugInfo info;
   info.worker = state_.self.name;
-  info.pending = state_.calls.describe(now, state_.roster);
-  info.serving = state_.serving.describe(now, state_.roster);
+  info.pending = state_.calls.describe(now, state_.peers);
+  info.serving = state_.serving.describe(now, state_.peers);
   const RRefTable::Counts counts = state_.references->counts();
   info.list_rrefs = [references = std::weak_ptr<const References>(state_.references)] {
     const auto alive = references.lock();
@@ -325,7 +325,7 @@ std::map<std::string, Bytes> RpcAgent::all_gather_bytes(const std::string& tag, 
     throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
   }
   if (who.empty()) {
-    for (const WorkerInfo& worker : state_.roster.all())
+    for (const WorkerInfo& worker : state_.peers.members())
       who.emplace(static_cast<int>(worker.rank), worker.name);
   }
   // Only the participants wait for each other: the tag names them, so that each set counts its own rounds.

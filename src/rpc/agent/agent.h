@@ -44,9 +44,9 @@ class RpcAgent final : public Endpoint {
   std::weak_ptr<FutureHost> host() override { return state_.host; }
   Pool& pool() override { return state_.host->pool(); }
   const WorkerInfo& self() const override { return state_.self; }
-  std::vector<WorkerInfo> workers() const override { return state_.roster.all(); }
-  WorkerInfo info(const Destination& of) const override { return state_.roster.info(of); }
-  std::string name_of(std::uint32_t rank) const override { return state_.roster.name(rank); }
+  std::vector<WorkerInfo> workers() const override { return state_.peers.members(); }
+  WorkerInfo info(const Destination& of) const override { return state_.peers.info(of); }
+  std::string name_of(std::uint32_t rank) const override { return state_.peers.name(rank); }
   std::uint32_t resolve(const Destination& to) const override;
   std::uint64_t id_of(const char* name, std::string (*signature)()) const override;
   void apply(const CallOptions& options, Request& request) override;
@@ -55,7 +55,7 @@ class RpcAgent final : public Endpoint {
   void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
   Duration default_timeout() const override { return default_timeout_.load(); }
   void check_may_wait() const override { loop_.check_may_wait(); }
-  bool is_present(std::uint32_t rank) const override { return state_.is_present(rank); }
+  bool is_present(std::uint32_t rank) const override { return state_.peers.is_present(rank); }
   bool is_stopping() const override { return state_.stopping.load(); }
   void after(Duration delay, UniqueFunction<void()> job) override;
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
@@ -77,7 +77,7 @@ class RpcAgent final : public Endpoint {
  private:
   class ExtensionRegistrar;
   void join_world(const rendezvous::Member& self);
-  void member_departed(const LinkMember& member, const Error& reason);
+  void member_departed(const Peer& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void stop_pool();
   void throw_leaks(const std::vector<RRefInfo>& leaks) const;

@@ -22,15 +22,11 @@ AgentState::AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable ta
       options(std::move(service)),
       devices({options.name, options.rank}, options.device_maps),
       self{options.name, options.rank},
-      roster(self),
+      peers(Peer{self, {}, 0, 0}),
       host(std::make_shared<Host>(runtime_owner, pool_options(options))),
       calls(options.max_pending_calls),
       serving(options.max_waiting_bytes) {
   devices.check_here();
-}
-
-bool AgentState::is_present(std::uint32_t rank) const {
-  return rank == self.rank || (links && links->is_present(rank));
 }
 
 }  // namespace torchspan::rpc

@@ -11,8 +11,8 @@
 #include "rpc/calls/call_table.h"
 #include "rpc/calls/devices.h"
 #include "rpc/calls/serving.h"
-#include "rpc/peers/links.h"
-#include "rpc/peers/roster.h"
+#include "rpc/peers/peer_channels.h"
+#include "rpc/peers/peer_table.h"
 #include "rpc/references/references.h"
 
 namespace torchspan::rpc {
@@ -23,8 +23,6 @@ struct AgentState {
   AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable table, ServiceOptions service);
 
   PeerId id() const { return {self.rank, incarnation}; }
-  /// Whether a worker has neither died nor left, as far as this one knows.
-  bool is_present(std::uint32_t rank) const;
 
   const std::shared_ptr<Runtime> runtime_owner;
   Runtime& runtime;
@@ -37,12 +35,12 @@ struct AgentState {
   std::uint32_t incarnation = 0;
   std::vector<Interceptor*> interceptors;
 
-  Roster roster;
+  PeerTable peers;
   const std::shared_ptr<Host> host;
   CallTable calls;
   ServingTable serving;
   std::shared_ptr<References> references;
-  std::unique_ptr<Links> links;  ///< null in a world of one, which has no transport
+  std::unique_ptr<PeerChannels> channels;  ///< null in a world of one, which has no transport
   std::atomic<bool> stopping{false};
   std::atomic<std::uint64_t> sent{0};     ///< requests
   std::atomic<std::uint64_t> handled{0};  ///< requests that were answered

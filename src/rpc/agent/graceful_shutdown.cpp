@@ -92,8 +92,8 @@ std::vector<std::string> leak_lines(const std::vector<RRefInfo>& leaks) {
 
 std::string unfinished_work(const AgentState& state) {
   const TimePoint now = state.runtime.executor.now();
-  std::vector<std::string> lines = state.serving.unfinished(now, state.roster);
-  for (const DebugInfo::Pending& call : state.calls.describe(now, state.roster)) {
+  std::vector<std::string> lines = state.serving.unfinished(now, state.peers);
+  for (const DebugInfo::Pending& call : state.calls.describe(now, state.peers)) {
     lines.push_back(
         fmt::format("waits {:.1f} s for '{}' on worker '{}'", to_seconds(call.age), call.call, call.to));
   }
@@ -184,7 +184,7 @@ std::vector<RRefInfo> GracefulShutdown::agree_on_quiet(Deadline deadline, bool l
       sum.sent += one.totals.sent;
       sum.handled += one.totals.handled;
       sum.busy = sum.busy || one.totals.busy;
-      if (rank != state_.self.rank) wait_.heard(state_.roster.name(rank), one.totals.busy, one.news);
+      if (rank != state_.self.rank) wait_.heard(state_.peers.name(rank), one.totals.busy, one.news);
       ++rank;
     }
     limit.heard(sum);

@@ -20,10 +20,10 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
 
 void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   try {
-    const auto peer = state_.links->peer_of(channel.get());
+    const auto peer = state_.channels->peer_of(channel.get());
     if (peer) return dispatch(*peer, channel, std::move(message));
-    if (state_.links->is_shut(channel.get())) return;  // what the dead had sent before
-    if (state_.stopping.load()) return;                // what known peers sent before they heard
+    if (state_.channels->is_shut(channel.get())) return;  // what the dead had sent before
+    if (state_.stopping.load()) return;                   // what known peers sent before they heard
     unknown_peers_.receive(channel, std::move(message));
   } catch (...) {
     break_channel(channel, to_error(std::current_exception()));
@@ -95,7 +95,7 @@ void MessageReceiver::complete(PendingCall& call, net::Message& message, const w
   const std::uint64_t id = frame.header.call;
   payload.tensors =
       wire::unpack(frame.tensor_metadata, message.segments,
-                   {.place = call.user_values ? state_.devices.results(call.peer, state_.roster) : nullptr});
+                   {.place = call.user_values ? state_.devices.results(call.peer, state_.peers) : nullptr});
   const CallInfo info{call.info.type, call.name, call.peer, id, true, call.site};
   for (Interceptor* interceptor : state_.interceptors) {
     if (const auto* blob = frame.blob(interceptor->name()))
@@ -106,8 +106,8 @@ void MessageReceiver::complete(PendingCall& call, net::Message& message, const w
 }
 
 void MessageReceiver::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
-  const bool shut = state_.links->is_shut(channel.get());
-  const auto peer = state_.links->closed(channel.get());
+  const bool shut = state_.channels->is_shut(channel.get());
+  const auto peer = state_.channels->closed(channel.get());
   if (shut) return;
   unknown_peers_.closed(channel);
   if (loop_.driven_by_caller()) {
@@ -126,11 +126,11 @@ void MessageReceiver::forget_channel(const std::shared_ptr<net::Channel>& channe
     return;
   }
   for (const IncomingPtr& call : state_.serving.of_channel(channel.get())) call->request_stop();
-  const bool present = !state_.stopping.load() && state_.links->is_present(*peer);
+  const bool present = !state_.stopping.load() && state_.peers.is_present(*peer);
   if (present) state_.references->driver().on_broken(*peer);
   const Error error(reason.kind(),
                     fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
-                                state_.roster.name(*peer), *peer, reason.message()));
+                                state_.peers.name(*peer), *peer, reason.message()));
   if (!present) return calls_.fail(state_.calls.take_channel(channel.get()), error);
   calls_.fail_channel_later(channel, error);
 }

@@ -57,7 +57,7 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
     }
     const bool arguments = user_values && !info.reply;
     out.tensors = wire::pack(
-        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.roster) : nullptr});
+        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.peers) : nullptr});
     out.frame.handles = state_.references->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);
@@ -89,7 +89,7 @@ void MessageSender::warn_of_detached(const CallInfo& info) {
       "was made in no autograd::Context, or in one that had ended: gradients do not cross workers then. "
       "Threads of the program's own need an autograd::ContextScope; calls that evaluate are made "
       "with({{.no_grad = true}}) (said once)",
-      info.name, info.reply ? "back to" : "to", state_.roster.name(info.peer),
+      info.name, info.reply ? "back to" : "to", state_.peers.name(info.peer),
       site.empty() ? "" : fmt::format(", called at {},", site)));
 }
 

@@ -89,7 +89,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
   try {
     check_may_start(request, now);
     // Fails before anything has to be undone.
-    auto link = to == state_.self.rank ? Links::Link{nullptr, state_.id()} : state_.links->to(to);
+    auto link = to == state_.self.rank ? PeerChannels::Link{nullptr, state_.id()} : state_.channels->to(to);
     if (creation != nullptr && creation->incarnation != link.peer.incarnation)
       throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
     OutgoingMessage out = prepare(info, link.peer, request, creation);
@@ -117,7 +117,8 @@ void RequestSender::check_may_start(const Request& request, TimePoint now) const
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
 }
 
-bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, Links::Link link) {
+bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out,
+                          PeerChannels::Link link) {
   const std::uint32_t to = call.peer;
   auto& channel = link.channel;
   for (bool again : {true, false}) {
@@ -129,7 +130,7 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       // What ends all calls, or all of this peer, may have run before the call was added: then the call ends
       // itself.
       if (state_.stopping.load()) throw Error(ErrorKind::kCancelled, "this worker is shutting down");
-      if (channel && !state_.links->is_present(to)) state_.links->to(to);
+      if (channel && !state_.peers.is_present(to)) state_.channels->to(to);
       sender_.send(channel, out.frame, out.tensors);
       if (channel) stopped_peers_.watch();
       return true;
@@ -138,11 +139,11 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       auto back = state_.calls.take(id);
       if (!back) return false;  // ended by the closing of its channel
       call = std::move(*back);
-      if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !state_.links->is_present(to))
+      if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !state_.peers.is_present(to))
         throw;
-      state_.links->drop(
+      state_.channels->drop(
           channel.get());  // it broke, and nothing of the call is sent: a new connection may do
-      Links::Link fresh = state_.links->to(to);
+      PeerChannels::Link fresh = state_.channels->to(to);
       if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before
       link = std::move(fresh);
     }
@@ -154,7 +155,8 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
 /// if the news of that comes in a moment. False if the caller must fail it.
 bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
   const std::uint32_t to = call.peer;
-  if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() || !state_.is_present(to))
+  if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() ||
+      !state_.peers.is_present(to))
     return false;
   call.channel = nullptr;
   const Deadline when = earlier(state_.runtime.executor.deadline_in(kDeathNews), call.deadline);
@@ -166,7 +168,7 @@ bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::e
   const auto give_up = [this, id, error] {
     if (auto left = state_.calls.take(id)) left->completion->fail(error);
   };
-  if (state_.stopping.load() || !state_.is_present(to)) return give_up(), true;
+  if (state_.stopping.load() || !state_.peers.is_present(to)) return give_up(), true;
   loop_.at(when, give_up);
   return true;
 }
@@ -193,7 +195,7 @@ void RequestSender::cancel(std::uint64_t id) {
       frame.header.flags = wire::kFlagOneWay;
       frame.header.instance = state_.instance;
       frame.header.call = id;
-      sender_.send(state_.links->to(call->peer).channel, frame, {});
+      sender_.send(state_.channels->to(call->peer).channel, frame, {});
     } catch (const Error&) {  // then the broken connection stops its handler
     }
   }
@@ -228,7 +230,7 @@ std::exception_ptr RequestSender::annotate(const PendingCall& call, const std::e
   const std::string site = call.user_values ? site_text(call.site) : "";
   if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);
   Error error(plain.kind(), std::move(text));
-  error.with_worker(told ? plain.worker() : state_.roster.name(call.peer))
+  error.with_worker(told ? plain.worker() : state_.peers.name(call.peer))
       .with_call(told ? plain.call() : call.name);
   error.with_elapsed(state_.runtime.executor.now() - call.started);
   for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);

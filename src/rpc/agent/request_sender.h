@@ -41,7 +41,7 @@ class RequestSender {
   OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
   /// Puts the call into the table and its frame onto `link`, or a new one if that turns out broken. False if
   /// the call has ended meanwhile. If it throws, the call is still the caller's.
-  bool start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, Links::Link link);
+  bool start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, PeerChannels::Link link);
   /// Lets the tokens end the call.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);

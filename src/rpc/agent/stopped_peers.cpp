@@ -13,7 +13,8 @@ constexpr Duration kCheckEvery = std::chrono::seconds(1);
 }  // namespace
 
 void StoppedPeers::watch() {
-  if (state_.options.stopped_limit == Duration::zero() || !state_.links || watching_.exchange(true)) return;
+  if (state_.options.stopped_limit == Duration::zero() || !state_.channels || watching_.exchange(true))
+    return;
   loop_.at(state_.runtime.executor.deadline_in(kCheckEvery), [this] { check(); });
 }
 
@@ -36,7 +37,7 @@ void StoppedPeers::check() {
                 "worker '{}' (rank {}) is stopped, by a signal or a debugger, for {:.0f} s so far; continue "
                 "it (kill -CONT) and call again, or allow more than {:g} s with TORCHSPAN_STOPPED_LIMIT (0: "
                 "any time)",
-                state_.roster.name(peer), peer, to_seconds(now - stopped[peer]), to_seconds(limit))));
+                state_.peers.name(peer), peer, to_seconds(now - stopped[peer]), to_seconds(limit))));
   }
   since_ = std::move(stopped);
   watching_.store(false);

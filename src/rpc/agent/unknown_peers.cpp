@@ -31,7 +31,7 @@ void UnknownPeers::receive(const std::shared_ptr<net::Channel>& channel, net::Me
   wire::Payload payload;
   payload.value.assign(frame.value.begin(), frame.value.end());
   const auto hello = wire::from_payload<Hello>(payload);
-  if (state_.links->greet(channel, hello)) {
+  if (state_.channels->greet(channel, hello)) {
     if (state_.runtime.log.enabled(LogLevel::kDebug))
       state_.runtime.log.debug(fmt::format("worker '{}' (rank {}) connected", hello.name, hello.rank));
     return;
@@ -46,7 +46,7 @@ void UnknownPeers::admit() {
   const TimePoint now = state_.runtime.executor.now();
   std::vector<Waiting> still, admitted;
   for (Waiting& waiting : std::exchange(waiting_, {})) {
-    if (state_.links->greet(waiting.channel, waiting.hello)) {
+    if (state_.channels->greet(waiting.channel, waiting.hello)) {
       admitted.push_back(std::move(waiting));
     } else if (!waiting.until.passed(now)) {
       still.push_back(std::move(waiting));

@@ -111,13 +111,13 @@ std::vector<std::uint32_t> CallTable::peers() const {
   return peers;
 }
 
-std::vector<DebugInfo::Pending> CallTable::describe(TimePoint now, const Roster& roster) const {
+std::vector<DebugInfo::Pending> CallTable::describe(TimePoint now, const PeerTable& peers) const {
   std::map<std::uint64_t, DebugInfo::Pending> by_id;
   {
     MutexLock lock(mutex_);
     for (const auto& [id, entry] : calls_) {
       const PendingCall& call = entry.call;
-      by_id[id] = {call.name, roster.name(call.peer), call.user_values ? site_text(call.site) : "",
+      by_id[id] = {call.name, peers.name(call.peer), call.user_values ? site_text(call.site) : "",
                    now - call.started, call.deadline.left(now)};
     }
   }

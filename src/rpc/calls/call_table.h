@@ -17,7 +17,7 @@
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/rpc/debug.h>
 
-#include "rpc/peers/roster.h"
+#include "rpc/peers/peer_table.h"
 
 namespace torchspan::rpc {
 
@@ -66,7 +66,7 @@ class CallTable {
   /// Whose replies are waited for.
   std::vector<std::uint32_t> peers() const;
   /// Oldest first.
-  std::vector<DebugInfo::Pending> describe(TimePoint now, const Roster& roster) const;
+  std::vector<DebugInfo::Pending> describe(TimePoint now, const PeerTable& peers) const;
 
  private:
   using Deadlines = std::multimap<Deadline, std::uint64_t>;

@@ -66,19 +66,19 @@ void Devices::check_names(const std::vector<WorkerInfo>& world) const {
   }
 }
 
-Devices::Place Devices::arguments(std::uint32_t peer, const Roster& roster) const {
-  return place(peer, roster, &DeviceMap::there, &Devices::no_place_there);
+Devices::Place Devices::arguments(std::uint32_t peer, const PeerTable& peers) const {
+  return place(peer, peers, &DeviceMap::there, &Devices::no_place_there);
 }
 
-Devices::Place Devices::results(std::uint32_t peer, const Roster& roster) const {
-  return place(peer, roster, &DeviceMap::here, &Devices::no_place_here);
+Devices::Place Devices::results(std::uint32_t peer, const PeerTable& peers) const {
+  return place(peer, peers, &DeviceMap::here, &Devices::no_place_here);
 }
 
-Devices::Place Devices::place(std::uint32_t peer, const Roster& roster, Lookup lookup,
+Devices::Place Devices::place(std::uint32_t peer, const PeerTable& peers, Lookup lookup,
                               Refusal refusal) const {
   if (peer == self_.rank) return [](c10::Device device) { return device; };
   if (maps_.empty()) return nullptr;
-  const std::string name = roster.name(peer);
+  const std::string name = peers.name(peer);
   const auto found = maps_.find(name);
   if (found == maps_.end()) return nullptr;
   return [this, map = &found->second, name, lookup, refusal](c10::Device device) {

@@ -9,7 +9,7 @@
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/rpc/device_map.h>
 
-#include "rpc/peers/roster.h"
+#include "rpc/peers/peer_table.h"
 
 namespace torchspan::rpc {
 
@@ -28,15 +28,15 @@ class Devices {
   void check_names(const std::vector<WorkerInfo>& world) const;
   /// Where arguments live on `peer`, or null where that is up to it: without a map. On this worker itself
   /// they live where they are. The function throws Error{kInvalid} for a device without a place.
-  Place arguments(std::uint32_t peer, const Roster& roster) const;
+  Place arguments(std::uint32_t peer, const PeerTable& peers) const;
   /// Where the results of calls to `peer` live here, likewise.
-  Place results(std::uint32_t peer, const Roster& roster) const;
+  Place results(std::uint32_t peer, const PeerTable& peers) const;
 
  private:
   using Lookup = std::optional<c10::Device> (DeviceMap::*)(c10::Device) const;
   /// The error for a device without a place, of `peer`.
   using Refusal = Error (Devices::*)(const std::string& device, const std::string& peer) const;
-  Place place(std::uint32_t peer, const Roster& roster, Lookup lookup, Refusal refusal) const;
+  Place place(std::uint32_t peer, const PeerTable& peers, Lookup lookup, Refusal refusal) const;
   Error no_place_there(const std::string& device, const std::string& peer) const;
   Error no_place_here(const std::string& device, const std::string& peer) const;
 

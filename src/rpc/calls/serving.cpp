@@ -105,18 +105,18 @@ std::vector<IncomingPtr> ServingTable::all() const {
   return calls;
 }
 
-std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now, const Roster& roster) const {
+std::vector<DebugInfo::Serving> ServingTable::describe(TimePoint now, const PeerTable& peers) const {
   std::vector<DebugInfo::Serving> rows;
   for (const IncomingPtr& call : all()) {
     MutexLock lock(mutex_);
     auto found = calls_.find(key_of(*call));
     if (found == calls_.end()) continue;
-    rows.push_back({call->name, roster.name(call->peer), now - call->arrived, found->second.begun});
+    rows.push_back({call->name, peers.name(call->peer), now - call->arrived, found->second.begun});
   }
   return rows;
 }
 
-std::vector<std::string> ServingTable::unfinished(TimePoint now, const Roster& roster) const {
+std::vector<std::string> ServingTable::unfinished(TimePoint now, const PeerTable& peers) const {
   std::vector<std::string> lines;
   for (const IncomingPtr& call : all()) {
     MutexLock lock(mutex_);
@@ -124,7 +124,7 @@ std::vector<std::string> ServingTable::unfinished(TimePoint now, const Roster& r
     if (found == calls_.end()) continue;
     std::string line =
         fmt::format("{} '{}' of worker '{}' for {:.1f} s", found->second.begun ? "runs" : "keeps", call->name,
-                    roster.name(call->peer), to_seconds(now - call->arrived));
+                    peers.name(call->peer), to_seconds(now - call->arrived));
     if (call->deadline.passed(now)) {
       line += fmt::format(", whose deadline passed {:.1f} s ago", to_seconds(now - call->deadline.at()));
     } else if (call->stop_requested()) {

@@ -14,8 +14,8 @@
 #include <torchspan/rpc/debug.h>
 
 #include "rpc/agent/timers.h"
-#include "rpc/peers/presence.h"
-#include "rpc/peers/roster.h"
+#include "rpc/peers/peer_table.h"
+#include "rpc/references/presence.h"
 
 namespace torchspan::rpc {
 
@@ -79,9 +79,9 @@ class ServingTable {
   IncomingPtr find(const net::Channel* channel, std::uint64_t call) const;
   std::vector<IncomingPtr> of_channel(const net::Channel* channel) const;
   std::vector<IncomingPtr> all() const;
-  std::vector<DebugInfo::Serving> describe(TimePoint now, const Roster& roster) const;
+  std::vector<DebugInfo::Serving> describe(TimePoint now, const PeerTable& peers) const;
   /// "runs 'f' of worker 'worker0' for 12.0 s, whose caller gave it up", oldest first.
-  std::vector<std::string> unfinished(TimePoint now, const Roster& roster) const;
+  std::vector<std::string> unfinished(TimePoint now, const PeerTable& peers) const;
   /// Whether a caller still waits for one of them.
   bool awaited(TimePoint now) const;
 

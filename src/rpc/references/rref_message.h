@@ -7,7 +7,7 @@
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/wire/frame.h>
 
-#include "rpc/peers/presence.h"
+#include "rpc/references/presence.h"
 
 namespace torchspan::rpc {
 

@@ -1,20 +1,15 @@
 #pragma once
-#include <compare>
 #include <cstdint>
 #include <optional>
 #include <unordered_map>
 #include <utility>
 
+#include "rpc/peers/peer_id.h"
+
 namespace torchspan::rpc {
 
-/// One process of the world: a rank, and how many processes held that rank before it.
-struct PeerId {
-  std::uint32_t rank = 0;
-  std::uint32_t incarnation = 0;
-  friend auto operator<=>(const PeerId&, const PeerId&) = default;
-};
-
-/// Who is in the world, as far as this worker has heard.
+/// Which processes are in the world, for the reference protocol: part of its state machine, so that it changes
+/// between two of the protocol's events and never during one.
 class Presence {
  public:
   enum class Standing {

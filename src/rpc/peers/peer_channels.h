@@ -1,0 +1,80 @@
+#pragma once
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rpc/message.h>
+
+#include "rpc/peers/peer_table.h"
+
+namespace torchspan::rpc {
+
+/// The first message on every channel: which process dialed.
+struct Hello {
+  static constexpr wire::MessageType kType{0x0001};
+  std::string name;
+  std::uint32_t rank = 0;
+  std::uint64_t instance = 0;
+};
+
+/// The channels to the other workers: dialed on first use, accepted when they dial, dialed anew after a break.
+/// Thread-safe; never calls the transport's poll(). Its lock may be held while the table's is taken.
+class PeerChannels {
+ public:
+  PeerChannels(net::Transport& transport, Executor& executor, PeerTable& peers, Peer self);
+
+  /// A channel, and the process at its other end.
+  struct Link {
+    std::shared_ptr<net::Channel> channel;
+    PeerId peer;
+  };
+  /// The channel for requests to a worker. Throws what PeerTable::present() throws.
+  Link to(std::uint32_t rank);
+  /// The process at the other end, once it said hello or because this worker dialed it.
+  std::optional<PeerId> peer_of(const net::Channel* channel) const;
+  /// The hello of an accepted channel. False if it names no present process of this world.
+  bool greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  /// Whether this side closed it: messages that still come on it are ignored.
+  bool is_shut(const net::Channel* channel) const;
+  /// The channel turned out broken before the transport said so: the next to() dials anew.
+  void drop(const net::Channel* channel);
+  /// The rank at the other end of a channel that closed, if it was known and not shut.
+  std::optional<std::uint32_t> closed(const net::Channel* channel);
+  /// Closes the channels of a rank: after its process departed, or before another one takes the rank.
+  void close(std::uint32_t rank) { close_channels_of(rank); }
+  void close_all() { close_channels_of(std::nullopt); }
+
+ private:
+  struct Known {
+    PeerId peer;
+    std::uint64_t number = 0;
+    std::shared_ptr<net::Channel> channel;
+  };
+  Bytes hello_frame() const;
+  void close_channels_of(std::optional<std::uint32_t> rank);
+  void no_longer_current(const net::Channel* channel, std::uint32_t rank) TORCHSPAN_REQUIRES(mutex_);
+
+  net::Transport& transport_;
+  Executor& executor_;
+  PeerTable& peers_;
+  const Peer self_;
+  mutable Mutex mutex_;
+  std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  /// By rank: what to() returns, if it is for the process that has the rank now.
+  std::map<std::uint32_t, Link> current_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unordered_map<const net::Channel*, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
+  /// Closed by this side, until the transport reports their end.
+  std::unordered_map<const net::Channel*, std::shared_ptr<net::Channel>> shut_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::rpc
+
+namespace torchspan {
+template <>
+struct Wire<rpc::Hello>
+    : WireStruct<rpc::Hello, "rpc.Hello", &rpc::Hello::name, &rpc::Hello::rank, &rpc::Hello::instance> {};
+}  // namespace torchspan

@@ -1,0 +1,72 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/rpc/message.h>
+
+#include "rpc/peers/peer_id.h"
+
+namespace torchspan::rpc {
+
+/// A member of the world, as its membership reports it.
+struct Peer {
+  WorkerInfo info;
+  std::string address;
+  std::uint64_t instance = 0;
+  std::uint32_t incarnation = 0;
+  PeerId id() const { return {info.rank, incarnation}; }
+};
+
+/// The members of the world as far as this worker knows, itself included: their names, processes and whether
+/// they are present. Thread-safe.
+class PeerTable {
+ public:
+  explicit PeerTable(Peer self) { begin(std::move(self)); }
+
+  /// A worker joined; it takes its rank from the process before it.
+  void add(Peer peer);
+  /// A process died or left. False if that was known, or another process has the rank now.
+  bool depart(const Peer& peer, const Error& reason);
+  /// Forgets that a rank was a member, as an open world does; its name stays for reports.
+  void forget(std::uint32_t rank);
+  /// This worker has joined its world: forgets what was known before.
+  void begin(Peer self);
+
+  /// Whether exactly this process is known.
+  bool knows(const Peer& peer) const;
+  bool is_present(std::uint32_t rank) const;
+  std::optional<Peer> find_present(std::uint32_t rank) const;
+  /// The same; throws Error{kInvalid} if there is no such rank, and the reason of its departure if the process
+  /// has departed.
+  Peer present(std::uint32_t rank) const;
+  std::vector<Peer> all_present() const;
+
+  /// The members by rank; a fixed world keeps those that departed.
+  std::vector<WorkerInfo> members() const;
+  /// The rank of a destination. Throws Error{kInvalid} that lists the members.
+  std::uint32_t resolve(const Destination& to) const;
+  WorkerInfo info(const Destination& of) const;
+  /// The name of the process that has, or had, the rank.
+  std::string name(std::uint32_t rank) const;
+
+ private:
+  struct Entry {
+    Peer peer;
+    std::optional<Error> departed;
+    bool member = true;
+  };
+  using Entries = std::map<std::uint32_t, Entry>;
+  Entries::const_iterator find(const Destination& of) const TORCHSPAN_REQUIRES(mutex_);
+  void release_name(const Entry& entry) TORCHSPAN_REQUIRES(mutex_);
+
+  mutable Mutex mutex_;
+  Entries entries_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::string, std::uint32_t, std::less<>> ranks_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of members
+};
+
+}  // namespace torchspan::rpc
