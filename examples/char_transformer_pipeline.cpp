@@ -190,7 +190,7 @@ class Training {
         const auto next = static_cast<std::uint16_t>(torch::multinomial(chances, 1).item<std::int64_t>());
         mine = {static_cast<std::byte>(next & 0xFF), static_cast<std::byte>(next >> 8)};
       }
-      for (const auto& [name, bytes] : session_.worker().all_gather_bytes(mine)) {
+      for (const ts::Bytes& bytes : session_.worker().all_gather_bytes(mine)) {
         if (!bytes.empty()) written.push_back(static_cast<int>(bytes[0]) | static_cast<int>(bytes[1]) << 8);
       }
     }

@@ -69,7 +69,7 @@ double largest_norm(const Worker& worker, const ClipOptions& options,
     failure = std::current_exception();
     mine.failure = to_error(failure).message();
   }
-  std::map<std::string, Bytes> all;
+  std::vector<Bytes> all;
   try {
     all = worker.endpoint()->all_gather_bytes("optim.clip_grad_norm", mine.to_bytes(), names,
                                               worker.runtime().executor.deadline_in(options.timeout));
@@ -78,9 +78,9 @@ double largest_norm(const Worker& worker, const ClipOptions& options,
   }
   if (failure) std::rethrow_exception(failure);
   double largest = 0;
-  for (const auto& [name, bytes] : all) {
-    const ReplicaNorm theirs = ReplicaNorm::from_bytes(bytes);
-    check(mine, theirs, name);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const ReplicaNorm theirs = ReplicaNorm::from_bytes(all[i]);
+    check(mine, theirs, names[i]);
     const bool number = !std::isnan(theirs.norm) && !std::isnan(largest);
     largest = number ? std::max(largest, theirs.norm) : std::numeric_limits<double>::quiet_NaN();
   }

@@ -154,9 +154,9 @@ std::vector<double> measure_once(const Worker& worker, std::vector<std::string> 
     }
   }
   const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
-  const auto texts = worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers,
-                                             worker.runtime().executor.deadline_in(std::chrono::minutes(5)));
-  const Bytes& measured = texts.at(workers.front());
+  const std::vector<Bytes> texts =
+      worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers, std::chrono::minutes(5));
+  const Bytes& measured = texts.front();
   const std::string text(reinterpret_cast<const char*>(measured.data()), measured.size());
   if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(workers.front());
   std::istringstream words(text.substr(1));

@@ -102,10 +102,10 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
                                           const std::vector<std::string>& workers) {
   const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
   std::map<std::string, std::string> texts;
-  for (const auto& [name, text] : worker.all_gather_bytes(
-           Bytes(bytes, bytes + mine.size()), workers, worker.runtime().executor.deadline_in(kMeetingTime))) {
-    texts[name] = std::string(reinterpret_cast<const char*>(text.data()), text.size());
-  }
+  const std::vector<Bytes> all =
+      worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers, kMeetingTime);
+  for (std::size_t i = 0; i < workers.size(); ++i)
+    texts[workers[i]] = std::string(reinterpret_cast<const char*>(all[i].data()), all[i].size());
   return texts;
 }
 

@@ -103,8 +103,7 @@ void make_weights() {
     const auto* bytes = static_cast<const std::byte*>(mine.data_ptr());
     const auto all = session.worker().all_gather_bytes(Bytes(bytes, bytes + mine.nbytes()));
     torch::manual_seed(3);
-    require(all.at("worker0") != all.at("worker1") && all.at("worker1") != all.at("worker2") &&
-                all.at("worker0") != all.at("worker2"),
+    require(all.at(0) != all.at(1) && all.at(1) != all.at(2) && all.at(0) != all.at(2),
             "stages have initial weights of their own");
     // The same model on one worker.
     Pipeline alone(session.worker(), layers, {.balance = {3}, .workers = {session.worker().name()}});

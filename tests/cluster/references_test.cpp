@@ -212,14 +212,14 @@ void survive() {
   }
   threads.clear();
   require(unexpected == 0, "calls fail only because somebody died");
-  worker.barrier(survivors, executor.deadline_in(seconds(30)));
+  worker.barrier(survivors, seconds(30));
   books_of(worker).clear();
-  worker.barrier(survivors, executor.deadline_in(seconds(30)));
+  worker.barrier(survivors, seconds(30));
   wait_until_empty(worker);
   std::printf("rank %u: %lld values lived and ended here\n", worker.rank(),
               static_cast<long long>(books_of(worker).made.load()));
   try {
-    worker.barrier(survivors, executor.deadline_in(seconds(30)));  // the store lives on rank 0
+    worker.barrier(survivors, seconds(30));  // the store lives on rank 0
   } catch (const Error&) {
     if (worker.rank() == 0) throw;
   }

@@ -10,6 +10,9 @@
 #include <torchspan/core/time.h>
 
 namespace torchspan {
+namespace rpc {
+class RpcAgent;
+}
 
 /// One entry of a worker's reference table (terms: docs/architecture/rref.md). The table omits values that
 /// no other worker references.
@@ -74,11 +77,14 @@ struct DebugInfo {
 
   /// Returns every entry of the worker's reference table at the time of this call, oldest first. Empty
   /// after the worker has stopped.
-  std::vector<RRefInfo> rrefs() const { return list_rrefs ? list_rrefs() : std::vector<RRefInfo>(); }
-  std::function<std::vector<RRefInfo>()> list_rrefs;  ///< set by the worker
+  std::vector<RRefInfo> rrefs() const { return list_rrefs_ ? list_rrefs_() : std::vector<RRefInfo>(); }
 
   /// Formats one line per entry for a terminal, oldest first; at most the 20 oldest references.
   std::string str() const;
+
+ private:
+  friend class rpc::RpcAgent;
+  std::function<std::vector<RRefInfo>()> list_rrefs_;
 };
 
 }  // namespace torchspan

@@ -144,6 +144,7 @@ class Caller {
  protected:
   std::shared_ptr<rpc::Endpoint> endpoint_;
   CallOptions options_;
+  std::shared_ptr<rpc::CallGroup> group_;  ///< set by WaitScope
 
  private:
   template <class T, auto kFunction>
@@ -195,7 +196,7 @@ class Caller {
   template <class R>
   RRef<R> begin_creation(std::uint32_t to, rpc::Request request) const {
     auto reference = endpoint_->create(to, std::move(request), rpc::type_name_of<R>());
-    if (options_.group) rpc::CallGroup::track(options_.group, reference->ready());
+    if (group_) rpc::CallGroup::track(group_, reference->ready());
     return RRef<R>(std::move(reference));
   }
   template <class R>
@@ -203,7 +204,7 @@ class Caller {
     auto completion = std::make_shared<rpc::PromiseCompletion<R>>(endpoint_->host());
     Future<R> future = completion->future();
     endpoint_->send(to, std::move(request), std::move(completion));
-    if (options_.group) rpc::CallGroup::track(options_.group, future);
+    if (group_) rpc::CallGroup::track(group_, future);
     return future;
   }
 };
@@ -253,12 +254,13 @@ class Worker : public Caller {
     return *static_cast<E*>(endpoint_->find_extension(typeid(E)));
   }
 
-  /// Gathers each participant's bytes by worker name, once every worker in `participants` (names; empty:
-  /// all) has made the call the same number of times. Errors name late or dead participants.
-  std::map<std::string, Bytes> all_gather_bytes(const Bytes& mine, std::vector<std::string> participants = {},
-                                                Deadline deadline = Deadline::never()) const;
+  /// Returns the bytes of every participant, in the order of `participants` (worker names; empty: all
+  /// workers, by rank), once each has made the call the same number of times. Blocks for at most `timeout`
+  /// (zero: no limit). Errors name late or dead participants.
+  std::vector<Bytes> all_gather_bytes(const Bytes& mine, const std::vector<std::string>& participants = {},
+                                      Duration timeout = Duration::zero()) const;
   /// Returns once every participant has called it.
-  void barrier(std::vector<std::string> participants = {}, Deadline deadline = Deadline::never()) const;
+  void barrier(const std::vector<std::string>& participants = {}, Duration timeout = Duration::zero()) const;
 };
 
 /// Marks a wait outside this library inside a handler (a lock, a file, another system): another thread

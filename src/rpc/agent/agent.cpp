@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <set>
 #include <utility>
 
 #include "rpc/agent/shutdown_wait.h"
@@ -272,7 +273,7 @@ DebugInfo RpcAgent::debug() const {
   info.pending = state_.calls.describe(now, state_.peers);
   info.serving = state_.serving.describe(now, state_.peers);
   const RRefTable::Counts counts = state_.references->counts();
-  info.list_rrefs = [references = std::weak_ptr<const References>(state_.references)] {
+  info.list_rrefs_ = [references = std::weak_ptr<const References>(state_.references)] {
     const auto alive = references.lock();
     return alive ? alive->list() : std::vector<RRefInfo>();
   };
@@ -310,34 +311,33 @@ void* RpcAgent::find_extension(const std::type_info& type) const {
                           state_.self.name, demangle(type)));
 }
 
-std::map<std::string, Bytes> RpcAgent::all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                                        const std::vector<std::string>& participants,
-                                                        Deadline deadline) {
+std::vector<Bytes> RpcAgent::all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                              const std::vector<std::string>& participants,
+                                              Deadline deadline) {
   std::shared_ptr<rendezvous::Membership> membership;
   {
     MutexLock lock(membership_mutex_);
     membership = membership_;
   }
   if (is_stopping() || !membership) throw shut_down();
-  std::map<int, std::string> who;
-  for (const std::string& name : participants) who.emplace(static_cast<int>(resolve(name)), name);
-  if (who.empty() && membership->open()) {
+  std::vector<int> asked;
+  for (const std::string& name : participants) asked.push_back(static_cast<int>(resolve(name)));
+  if (asked.empty() && membership->open()) {
     throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
   }
-  if (who.empty()) {
-    for (const WorkerInfo& worker : state_.peers.members())
-      who.emplace(static_cast<int>(worker.rank), worker.name);
+  if (asked.empty()) {
+    for (const WorkerInfo& worker : state_.peers.members()) asked.push_back(static_cast<int>(worker.rank));
   }
   // Only the participants wait for each other: the tag names them, so that each set counts its own rounds.
+  const std::set<int> sorted(asked.begin(), asked.end());
+  const std::vector<int> ranks(sorted.begin(), sorted.end());
   std::string group = tag;
-  std::vector<int> ranks;
-  for (const auto& [rank, name] : who) {
-    group += fmt::format(".{}", rank);
-    ranks.push_back(rank);
-  }
+  for (const int rank : ranks) group += fmt::format(".{}", rank);
   const std::vector<Bytes> gathered = membership->all_gather_bytes(group, mine, ranks, deadline);
-  std::map<std::string, Bytes> result;
-  for (std::size_t i = 0; i < ranks.size(); ++i) result[who.at(ranks[i])] = gathered[i];
+  std::vector<Bytes> result;
+  for (const int rank : asked)
+    result.push_back(
+        gathered[static_cast<std::size_t>(std::ranges::lower_bound(ranks, rank) - ranks.begin())]);
   return result;
 }
 

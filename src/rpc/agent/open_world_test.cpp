@@ -137,7 +137,7 @@ TEST(OpenWorldRounds, NameTheirParticipants) {
   world.run([&](Worker& worker) {
     for (int rank = 0; rank < 3; ++rank) await(worker, SimCluster::name(rank));
     EXPECT_THROW(worker.barrier(), Error);
-    worker.barrier({"worker0", "worker1", "worker2"}, world.executor().deadline_in(seconds(10)));
+    worker.barrier({"worker0", "worker1", "worker2"}, seconds(10));
   });
 }
 

@@ -48,14 +48,14 @@ Future<void> CallGroup::all_ended() {
 WaitScope::WaitScope(const Worker& worker, CallOptions options)
     : Caller(worker.endpoint(), std::move(options)) {
   endpoint_->check_may_wait();  // the destructor has to, and could not say so
-  options_.group = std::make_shared<rpc::CallGroup>(endpoint_->host());
+  group_ = std::make_shared<rpc::CallGroup>(endpoint_->host());
 }
 
 WaitScope::~WaitScope() {
   std::vector<Pool::ExtraThread> extra;
   for (;;) {
     try {
-      options_.group->all_ended().wait();
+      group_->all_ended().wait();
       return;
     } catch (const Error& error) {
       // Else only a worker that is gone throws here: then no call of it is out.
@@ -67,7 +67,7 @@ WaitScope::~WaitScope() {
   }
 }
 
-void WaitScope::wait(Deadline deadline) { options_.group->settled().wait(deadline); }
-void WaitScope::wait(Duration timeout) { options_.group->settled().wait(timeout); }
+void WaitScope::wait(Deadline deadline) { group_->settled().wait(deadline); }
+void WaitScope::wait(Duration timeout) { group_->settled().wait(timeout); }
 
 }  // namespace torchspan

@@ -57,14 +57,21 @@ RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::stri
   return begin_creation<c10::IValue>(rref.owner().rank, std::move(request));
 }
 
-std::map<std::string, Bytes> Worker::all_gather_bytes(const Bytes& mine,
-                                                      std::vector<std::string> participants,
-                                                      Deadline deadline) const {
-  return endpoint_->all_gather_bytes("user.all_gather", mine, participants, deadline);
+namespace {
+
+Deadline deadline_of(rpc::Endpoint& endpoint, Duration timeout) {
+  return timeout == Duration::zero() ? Deadline::never() : endpoint.runtime().executor.deadline_in(timeout);
 }
 
-void Worker::barrier(std::vector<std::string> participants, Deadline deadline) const {
-  endpoint_->all_gather_bytes("user.barrier", {}, participants, deadline);
+}  // namespace
+
+std::vector<Bytes> Worker::all_gather_bytes(const Bytes& mine, const std::vector<std::string>& participants,
+                                            Duration timeout) const {
+  return endpoint_->all_gather_bytes("user.all_gather", mine, participants, deadline_of(*endpoint_, timeout));
+}
+
+void Worker::barrier(const std::vector<std::string>& participants, Duration timeout) const {
+  endpoint_->all_gather_bytes("user.barrier", {}, participants, deadline_of(*endpoint_, timeout));
 }
 
 rpc::Reference& RRefBase::held() const {

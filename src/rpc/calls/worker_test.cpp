@@ -277,7 +277,11 @@ TEST(Worker, GathersAndMeetsOverSubsets) {
     const Bytes mine{std::byte(worker.rank())};
     auto all = worker.all_gather_bytes(mine);
     ASSERT_EQ(all.size(), 4u);
-    EXPECT_EQ(all.at("worker3"), Bytes{std::byte(3)});
+    EXPECT_EQ(all[3], Bytes{std::byte(3)});
+    if (worker.rank() == 0 || worker.rank() == 3) {
+      const auto two = worker.all_gather_bytes(mine, {"worker3", "worker0"});
+      EXPECT_EQ(two, (std::vector<Bytes>{{std::byte(3)}, {std::byte(0)}})) << "in the order asked for";
+    }
     if (worker.rank() % 2 == 0) {
       worker.barrier({"worker0", "worker2"});
     } else {

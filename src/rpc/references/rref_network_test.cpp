@@ -148,8 +148,8 @@ class Node final : public Endpoint, public net::Handler {
   Duration default_timeout() const override { std::abort(); }
   ReferencePtr own(ValuePtr, std::string, SourceLocation) override { std::abort(); }
   ReferencePtr create(std::uint32_t, Request, std::string) override { std::abort(); }
-  std::map<std::string, Bytes> all_gather_bytes(const std::string&, const Bytes&,
-                                                const std::vector<std::string>&, Deadline) override {
+  std::vector<Bytes> all_gather_bytes(const std::string&, const Bytes&, const std::vector<std::string>&,
+                                      Deadline) override {
     std::abort();
   }
   GlobalId next_id() override { std::abort(); }

@@ -75,10 +75,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) = 0;
   /// Starts the creation of a value on `to`; prepends the ids to the request's payload.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
-  /// All participants' bytes by worker name; see Worker::all_gather_bytes.
-  virtual std::map<std::string, Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                                        const std::vector<std::string>& participants,
-                                                        Deadline deadline) = 0;
+  /// See Worker::all_gather_bytes.
+  virtual std::vector<Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                              const std::vector<std::string>& participants,
+                                              Deadline deadline) = 0;
   /// A globally unique id.
   virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;

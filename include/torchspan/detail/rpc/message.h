@@ -51,8 +51,6 @@ struct CallInfo {
   bool no_grad = false;      ///< see CallOptions; interceptors then see no tensors
 };
 
-class CallGroup;  // call_group.h
-
 /// An outgoing request.
 struct Request {
   wire::MessageType type{};
@@ -141,7 +139,6 @@ struct CallOptions {
   /// For evaluation. The callee runs the function, and the calls that it makes, under at::NoGradGuard and
   /// without an autograd context. Tensors are sent without their graphs, both ways, and without a warning.
   bool no_grad = false;
-  std::shared_ptr<rpc::CallGroup> group = {};  ///< set by WaitScope
 };
 
 namespace rpc {
