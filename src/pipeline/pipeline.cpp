@@ -10,11 +10,11 @@
 #include <torchspan/pipeline/deferred_batch_norm.h>
 #include <torchspan/pipeline/pipeline.h>
 
-#include "pipeline/handshake.h"
-#include "pipeline/micro_batches.h"
-#include "pipeline/step.h"
-#include "pipeline/step_failures.h"
-#include "pipeline/tables.h"
+#include "pipeline/layers/micro_batches.h"
+#include "pipeline/policies/tables.h"
+#include "pipeline/runtime/handshake.h"
+#include "pipeline/runtime/step.h"
+#include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
 

@@ -1,0 +1,48 @@
+#include "pipeline/policies/tables.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace torchspan::pipeline {
+
+bool Tables::is_looped() const {
+  const auto& segments = local_.plan.segments;
+  const int workers = static_cast<int>(local_.plan.workers.size());
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    if (segments[s].worker != static_cast<int>(s) % workers) return false;
+  }
+  return static_cast<int>(segments.size()) % workers == 0;
+}
+
+void Tables::check() const {
+  if (local_.options.schedule != Schedule::kInterleaved || is_looped()) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format(
+          "Schedule::kInterleaved needs segment s on worker s modulo their number, each worker as often "
+          "as the others; here they are on {}. Schedule::k1F1B takes any plan",
+          fmt::join(local_.plan.placement(1).rank_of_stage, ", ")));
+}
+
+schedule::Table Tables::make(StepKind kind, int micro_batches) const {
+  const schedule::Placement placement = local_.plan.placement(micro_batches);
+  if (kind == StepKind::kInfer || kind == StepKind::kLoss) return schedule::forward_only(placement);
+  if (kind == StepKind::kForward || local_.options.schedule == Schedule::kGPipe)
+    return schedule::gpipe(placement);
+  const int workers = placement.ranks;
+  const bool fits = micro_batches < workers || micro_batches % workers == 0;
+  if (local_.options.schedule == Schedule::kInterleaved && fits) {
+    return schedule::interleaved(
+        {workers, micro_batches, static_cast<int>(placement.rank_of_stage.size()) / workers});
+  }
+  return schedule::one_forward_one_backward(placement, local_.options.max_in_flight);
+}
+
+const schedule::Table* Tables::find(StepKind kind, int micro_batches) {
+  if (local_.options.schedule == Schedule::kArrival) return nullptr;
+  auto& slot = made_[{kind, micro_batches}];
+  if (!slot) slot = std::make_unique<schedule::Table>(make(kind, micro_batches));
+  return slot.get();
+}
+
+}  // namespace torchspan::pipeline

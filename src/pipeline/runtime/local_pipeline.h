@@ -1,0 +1,65 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/pipeline/layers.h>
+#include <torchspan/pipeline/options.h>
+#include <torchspan/pipeline/plan.h>
+#include <torchspan/rpc/worker.h>
+
+#include "pipeline/messages/event_queue.h"
+#include "pipeline/messages/message_router.h"
+
+namespace torchspan::pipeline {
+
+/// A tensor of which layers on other workers have copies.
+struct SharedConstant {
+  at::Tensor tensor;
+  std::string holders;  ///< all of them, for an error
+};
+
+/// What one worker has of a pipeline: the plan, and the layers it owns. Fixed once it is made.
+struct LocalPipeline {
+  Worker worker;
+  PipelineOptions options;
+  Plan plan;
+  int me = 0;                             ///< index into plan.workers
+  std::vector<std::uint32_t> ranks = {};  ///< of plan.workers, in the world
+  std::vector<LayerUse> uses = {};        ///< by order
+  std::vector<BuiltLayer> layers = {};    ///< by layer; of others: empty
+  std::vector<SharedConstant> constants = {};
+  std::uint64_t id = 0;
+  std::shared_ptr<EventQueue> event_queue = {};
+
+  bool owns_segment(int segment) const {
+    return plan.segments[static_cast<std::size_t>(segment)].worker == me;
+  }
+  int first_worker() const { return plan.segments.front().worker; }
+  int last_worker() const { return plan.segments.back().worker; }
+  int last_segment() const { return static_cast<int>(plan.segments.size()) - 1; }
+  Executor& executor() const { return worker.runtime().executor; }
+
+  template <rpc::Message M>
+  void post_to(int worker_index, const M& message) const;
+  template <rpc::Message M>
+  void post_to_all(const M& message) const;
+};
+
+template <rpc::Message M>
+void LocalPipeline::post_to(int worker_index, const M& message) const {
+  post(worker, event_queue, ranks[static_cast<std::size_t>(worker_index)], message);
+}
+
+template <rpc::Message M>
+void LocalPipeline::post_to_all(const M& message) const {
+  for (int worker_index = 0; worker_index < static_cast<int>(ranks.size()); ++worker_index) {
+    if (worker_index != me) post_to(worker_index, message);
+  }
+}
+
+}  // namespace torchspan::pipeline

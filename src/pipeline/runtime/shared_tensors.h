@@ -1,0 +1,59 @@
+#pragma once
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/pipeline/layers.h>
+
+#include "pipeline/runtime/local_pipeline.h"
+
+namespace torchspan::pipeline {
+
+/// Finds tensors that layers of different workers share: each owner's process has its own copy, so a change
+/// on one worker does not reach the others.
+///
+/// Sees the parameters and buffers that were there before their layers were built: those of modules given to
+/// Layers::add_existing, and tensors and modules among the arguments of Layers::add.
+class SharedTensors {
+ public:
+  explicit SharedTensors(const Layers& layers);
+
+  /// One line for each tensor of this worker's layers that another layer was given as well.
+  std::string report(const LocalPipeline& local) const;
+
+ private:
+  /// Memory that a layer refers to.
+  struct Extent {
+    const void* storage = nullptr;
+    std::int64_t begin = 0, end = 0;  ///< in bytes
+    int layer = 0;
+    std::int64_t id = 0;  ///< of the first extent that overlaps it; the same on all workers
+  };
+  static Extent extent_of(const at::Tensor& tensor);
+  const Extent* find(const Extent& extent) const;
+
+  std::vector<Extent> extents_;
+  std::set<std::int64_t> shared_;  ///< ids that several layers refer to
+};
+
+/// Throws Error{kInvalid} when the reports of two workers have a parameter in common that learns. Returns, by
+/// name, the tensors of this worker that others have copies of: they must not change in a step.
+std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
+                                                 const std::vector<std::string>& reports);
+
+/// Throws when a step changes a tensor that layers of other workers have copies of.
+class ConstantsWatch {
+ public:
+  explicit ConstantsWatch(const LocalPipeline& local);
+  void check() const;
+
+ private:
+  const LocalPipeline& local_;
+  std::vector<std::uint32_t> versions_;
+};
+
+}  // namespace torchspan::pipeline
