@@ -250,7 +250,7 @@ TEST(PipelineSteps, InferEqualsThePlainModelAndKeepsNoGraph) {
         return x * 1;
       });
       Pipeline pipe(worker, layers,
-                    {.micro_batches = 4, .schedule = schedule, .checkpoint = Checkpoint::kAlways});
+                    {.micro_batches = 4, .schedule = schedule, .checkpoint = ActivationCheckpoint::kAlways});
       const at::Tensor x = seeded({7, kWidth}, 3);
       const Batch output = pipe.infer(x);
       EXPECT_EQ(calls, worker.rank() == 2 ? 4 : 0) << "nothing is computed again";

@@ -222,7 +222,7 @@ RandomCase make_case(std::uint64_t seed) {
   RandomCase made;
   made.model = Builder(random).build(1 + pick(12));
   const Layers layers = layers_of(made.model);
-  const int distinct = static_cast<int>(layers.recipes().size());
+  const int distinct = static_cast<int>(layers.specs().size());
   made.workers = 1 + pick(std::min(4, distinct));
   const int stages = made.workers + pick(std::min(made.workers, distinct - made.workers) + 1);
   std::vector<int> balance(static_cast<std::size_t>(stages), 1);
@@ -234,7 +234,8 @@ RandomCase make_case(std::uint64_t seed) {
   made.options.seed = random();
   const bool in_place = std::any_of(made.model.operations.begin(), made.model.operations.end(),
                                     [](const Operation& o) { return o.kind == Operation::kInPlace; });
-  made.options.checkpoint = in_place ? Checkpoint::kNever : static_cast<Checkpoint>(pick(3));
+  made.options.checkpoint =
+      in_place ? ActivationCheckpoint::kNever : static_cast<ActivationCheckpoint>(pick(3));
   const bool norms = std::any_of(made.model.operations.begin(), made.model.operations.end(),
                                  [](const Operation& o) { return o.kind == Operation::kNorm; });
   // The variance of one row is none.

@@ -21,7 +21,8 @@ inline at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target
 /// Every way to run a step that must not change its result.
 inline void in_every_way(const std::function<void(PipelineOptions)>& body) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
-    for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const ActivationCheckpoint checkpoint :
+         {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways}) {
       SCOPED_TRACE(::testing::Message() << "schedule " << static_cast<int>(schedule) << ", checkpoint "
                                         << static_cast<int>(checkpoint));
       PipelineOptions options;

@@ -224,7 +224,7 @@ TEST(Layers, BuildNothingUntilTheyAreAsked) {
   const auto use = layers.add<Counting>(&made);
   layers.reuse(use);
   EXPECT_EQ(made, 0);
-  const BuiltLayer built = layers.recipes()[0].build();
+  const BuiltLayer built = layers.specs()[0].build();
   EXPECT_EQ(made, 1);
   ASSERT_NE(built.module, nullptr);
   Skips skips({}, {});
@@ -238,17 +238,17 @@ TEST(Layers, ShareALayerBetweenItsUses) {
   layers.add<Plain>(3.0);
   layers.reuse(first);
   layers.reuse(first, "twice", &CountingImpl::twice);
-  EXPECT_EQ(layers.recipes().size(), 2u);
-  EXPECT_EQ(layers.recipes()[0].name, "counting");
-  EXPECT_THAT(layers.recipes()[1].name, HasSubstr("Plain"));
+  EXPECT_EQ(layers.specs().size(), 2u);
+  EXPECT_EQ(layers.specs()[0].name, "counting");
+  EXPECT_THAT(layers.specs()[1].name, HasSubstr("Plain"));
   ASSERT_EQ(layers.uses().size(), 4u);
   EXPECT_EQ(layers.uses()[3].layer, 0);
   EXPECT_EQ(layers.uses()[3].method, "twice");
-  const BuiltLayer built = layers.recipes()[0].build();
+  const BuiltLayer built = layers.specs()[0].build();
   Skips skips({}, {});
   EXPECT_TRUE(layers.uses()[2].call(built.object.get(), number(1), skips).tensor().equal(number(2)));
   EXPECT_TRUE(layers.uses()[3].call(built.object.get(), number(1), skips).tensor().equal(number(3)));
-  EXPECT_EQ(layers.recipes()[1].build().module, nullptr);
+  EXPECT_EQ(layers.specs()[1].build().module, nullptr);
 }
 
 TEST(Layers, DoNotRepeatTheSkipsOfAnEarlierUse) {
@@ -270,10 +270,10 @@ TEST(Layers, TakeModulesThatAreThereAndThoseOfLibTorch) {
   layers.add_existing(linear);
   layers.add<torch::nn::Sequential>(torch::nn::Linear(2, 2), torch::nn::ReLU());
   layers.add<torch::nn::Dropout>(0.5);
-  EXPECT_EQ(layers.recipes()[0].build().module, linear.ptr());
-  EXPECT_NE(layers.recipes()[1].build().module, nullptr);
+  EXPECT_EQ(layers.specs()[0].build().module, linear.ptr());
+  EXPECT_NE(layers.specs()[1].build().module, nullptr);
   Skips skips({}, {});
-  const BuiltLayer sequence = layers.recipes()[1].build();
+  const BuiltLayer sequence = layers.specs()[1].build();
   EXPECT_EQ(layers.uses()[1].call(sequence.object.get(), at::ones({4, 2}), skips).tensor().size(1), 2);
 }
 

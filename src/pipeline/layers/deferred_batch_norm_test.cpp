@@ -369,7 +369,7 @@ struct ConvNorm {
 };
 
 /// conv, norm, conv's way back: the norm on the second of three stages.
-void train_conv_norm(Checkpoint checkpoint, std::int64_t batch, int micro_batches) {
+void train_conv_norm(ActivationCheckpoint checkpoint, std::int64_t batch, int micro_batches) {
   SCOPED_TRACE(::testing::Message() << "checkpoint " << static_cast<int>(checkpoint) << ", " << batch
                                     << " rows in " << micro_batches);
   std::vector<at::Tensor> inputs;
@@ -395,14 +395,15 @@ void train_conv_norm(Checkpoint checkpoint, std::int64_t batch, int micro_batche
 }
 
 TEST(DeferredBatchNorm, InAPipelineHasTheStatisticsOfTheWholeBatchInEveryMode) {
-  for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+  for (const ActivationCheckpoint checkpoint :
+       {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways}) {
     train_conv_norm(checkpoint, 8, 4);
     train_conv_norm(checkpoint, 7, 4);
   }
 }
 
 TEST(DeferredBatchNorm, CommitsThoughThereAreFewerMicroBatchesThanAskedFor) {
-  train_conv_norm(Checkpoint::kExceptLast, 3, 4);
+  train_conv_norm(ActivationCheckpoint::kExceptLast, 3, 4);
 }
 
 TEST(DeferredBatchNorm, OfAFailedStepOfAPipelineCommitsNothing) {
@@ -417,7 +418,7 @@ TEST(DeferredBatchNorm, OfAFailedStepOfAPipelineCommitsNothing) {
       if (fail && ++calls == 3) throw std::runtime_error("as it was told to");
       return x * 1;
     });
-    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = Checkpoint::kNever});
+    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kNever});
     const auto loss = [](const at::Tensor& output, const at::Tensor&) { return output.square().mean(); };
     EXPECT_THROW(pipe.train_step(input, input, loss), Error);
     EXPECT_EQ(modules.norm->num_batches_tracked.item<std::int64_t>(), 0);

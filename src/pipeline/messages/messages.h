@@ -73,10 +73,10 @@ struct StepFailed {
   Error error{ErrorKind::kCancelled, ""};
 };
 
-/// One task as it was run; times in nanoseconds from the step's start.
-struct RanTask {
+/// One action as it was run; times in nanoseconds from the step's start.
+struct RanAction {
   schedule::ActionKind kind = schedule::ActionKind::kForward;
-  std::int32_t segment = 0;
+  std::int32_t layer_range = 0;
   std::int32_t micro_batch = 0;
   std::int64_t start = 0;
   std::int64_t end = 0;
@@ -92,7 +92,7 @@ struct PartDone {
   std::int32_t worker = 0;  ///< index in the plan
   double loss = 0;
   std::int32_t peak = 0;
-  std::vector<RanTask> tasks;
+  std::vector<RanAction> actions;
 };
 
 /// Everybody's part is done; from the first worker.
@@ -102,8 +102,8 @@ struct StepClosed {
   using Reply = Unit;
   StepId id;
   double loss = 0;
-  std::vector<std::int32_t> peaks;          ///< by worker
-  std::vector<std::vector<RanTask>> tasks;  ///< by worker
+  std::vector<std::int32_t> peaks;              ///< by worker
+  std::vector<std::vector<RanAction>> actions;  ///< by worker
 };
 
 /// A micro-batch has left the pipeline without a backward: the first worker may let another one in.
@@ -119,8 +119,8 @@ struct Credit {
 struct WorkerState {
   std::uint64_t step = 0;  ///< the one it is in, or the last one it was in
   bool in_step = false;
-  bool busy = false;   ///< runs a task, and is not waiting for others
-  std::string doing;   ///< the task, or what it waits for
+  bool busy = false;   ///< runs an action, and is not waiting for others
+  std::string doing;   ///< the action, or what it waits for
   double seconds = 0;  ///< for how long
 };
 
@@ -158,18 +158,19 @@ template <>
 struct Wire<pipeline::StepFailed> : WireStruct<pipeline::StepFailed, "pipeline.StepFailed",
                                                &pipeline::StepFailed::id, &pipeline::StepFailed::error> {};
 template <>
-struct Wire<pipeline::RanTask>
-    : WireStruct<pipeline::RanTask, "pipeline.RanTask", &pipeline::RanTask::kind, &pipeline::RanTask::segment,
-                 &pipeline::RanTask::micro_batch, &pipeline::RanTask::start, &pipeline::RanTask::end,
-                 &pipeline::RanTask::live> {};
+struct Wire<pipeline::RanAction>
+    : WireStruct<pipeline::RanAction, "pipeline.RanTask", &pipeline::RanAction::kind,
+                 &pipeline::RanAction::layer_range, &pipeline::RanAction::micro_batch,
+                 &pipeline::RanAction::start, &pipeline::RanAction::end, &pipeline::RanAction::live> {};
 template <>
 struct Wire<pipeline::PartDone> : WireStruct<pipeline::PartDone, "pipeline.PartDone", &pipeline::PartDone::id,
                                              &pipeline::PartDone::worker, &pipeline::PartDone::loss,
-                                             &pipeline::PartDone::peak, &pipeline::PartDone::tasks> {};
+                                             &pipeline::PartDone::peak, &pipeline::PartDone::actions> {};
 template <>
 struct Wire<pipeline::StepClosed>
     : WireStruct<pipeline::StepClosed, "pipeline.StepClosed", &pipeline::StepClosed::id,
-                 &pipeline::StepClosed::loss, &pipeline::StepClosed::peaks, &pipeline::StepClosed::tasks> {};
+                 &pipeline::StepClosed::loss, &pipeline::StepClosed::peaks, &pipeline::StepClosed::actions> {
+};
 template <>
 struct Wire<pipeline::Credit>
     : WireStruct<pipeline::Credit, "pipeline.Credit", &pipeline::Credit::id, &pipeline::Credit::micro_batch> {

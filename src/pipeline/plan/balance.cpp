@@ -202,7 +202,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
   if (options.repeats < 1) throw Error(ErrorKind::kInvalid, "ProfileOptions::repeats must be 1 or more");
   const RandomScope random;
   std::vector<BuiltLayer> built;
-  for (const LayerRecipe& recipe : layers.recipes()) built.push_back(recipe.build());
+  for (const LayerSpec& spec : layers.specs()) built.push_back(spec.build());
   const Untouched untouched(built);
   const torch::autograd::AutoGradMode mode(true);
   std::vector<LayerCost> best(built.size());
@@ -216,7 +216,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
         drive(executor, use, built[layer], std::exchange(first, false), probe, costs[layer]);
       } catch (...) {
         throw Error(ErrorKind::kInvalid,
-                    fmt::format("layer '{}' failed with the sample: {}", layers.recipes()[layer].name,
+                    fmt::format("layer '{}' failed with the sample: {}", layers.specs()[layer].name,
                                 describe(std::current_exception()).text));
       }
     }

@@ -119,23 +119,23 @@ void make_invocations(const PlanRequest& request, Plan& plan) {
     }
     plan.methods.push_back(use.method);
     plan.invocations.push_back(invocation);
-    if (!plan.segments.empty() && plan.segments.back().stage == invocation.here.stage) {
-      plan.segments.back().last = invocation.order;
+    if (!plan.layer_ranges.empty() && plan.layer_ranges.back().stage == invocation.here.stage) {
+      plan.layer_ranges.back().last = invocation.order;
     } else {
-      plan.segments.push_back({invocation.here.stage,
-                               plan.worker_of_stage[static_cast<std::size_t>(invocation.here.stage)],
-                               invocation.order, invocation.order});
+      plan.layer_ranges.push_back({invocation.here.stage,
+                                   plan.worker_of_stage[static_cast<std::size_t>(invocation.here.stage)],
+                                   invocation.order, invocation.order});
     }
   }
 }
 
 void make_links(const std::map<SpacedName, Stash>& stashes, Plan& plan) {
-  for (int segment = 0; segment + 1 < static_cast<int>(plan.segments.size()); ++segment) {
-    const int last = plan.segments[static_cast<std::size_t>(segment)].last;
-    plan.links.push_back({segment, segment + 1, last, last + 1, ""});
+  for (int range = 0; range + 1 < static_cast<int>(plan.layer_ranges.size()); ++range) {
+    const int last = plan.layer_ranges[static_cast<std::size_t>(range)].last;
+    plan.links.push_back({range, range + 1, last, last + 1, ""});
   }
   for (const auto& [name, stash] : stashes) {
-    const int from = plan.segment_of(stash.order), to = plan.segment_of(*stash.popped_by);
+    const int from = plan.layer_range_of(stash.order), to = plan.layer_range_of(*stash.popped_by);
     if (from == to) {
       plan.local_skips.push_back({name.second, stash.order, *stash.popped_by});
     } else {
@@ -146,10 +146,10 @@ void make_links(const std::map<SpacedName, Stash>& stashes, Plan& plan) {
 
 }  // namespace
 
-int Plan::segment_of(int order) const {
-  const auto segment =
-      std::find_if(segments.begin(), segments.end(), [&](const LayerRange& s) { return order <= s.last; });
-  return static_cast<int>(segment - segments.begin());
+int Plan::layer_range_of(int order) const {
+  const auto range = std::find_if(layer_ranges.begin(), layer_ranges.end(),
+                                  [&](const LayerRange& each) { return order <= each.last; });
+  return static_cast<int>(range - layer_ranges.begin());
 }
 
 std::string Plan::describe(int order) const {
@@ -163,7 +163,7 @@ std::string Plan::describe(int order) const {
 
 schedule::Placement Plan::placement(int micro_batches) const {
   schedule::Placement placement;
-  for (const LayerRange& segment : segments) placement.rank_of_stage.push_back(segment.worker);
+  for (const LayerRange& range : layer_ranges) placement.rank_of_stage.push_back(range.worker);
   placement.micro_batches = micro_batches;
   placement.ranks = static_cast<int>(workers.size());
   return placement;
@@ -187,21 +187,21 @@ Plan make_plan(const PlanRequest& request) {
 
 std::string to_text(const Plan& plan) {
   std::string text;
-  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    const LayerRange& segment = plan.segments[s];
+  for (std::size_t s = 0; s < plan.layer_ranges.size(); ++s) {
+    const LayerRange& range = plan.layer_ranges[s];
     std::vector<std::string> names;
-    for (int order = segment.first; order <= segment.last; ++order) {
+    for (int order = range.first; order <= range.last; ++order) {
       const std::string& method = plan.methods[static_cast<std::size_t>(order)];
       const Invocation& invocation = plan.invocations[static_cast<std::size_t>(order)];
       names.push_back(plan.layers[static_cast<std::size_t>(invocation.layer)] +
                       (method.empty() ? "" : "." + method));
     }
-    text += fmt::format("segment {}: stage {} on {}: {}\n", s, segment.stage,
-                        plan.workers[static_cast<std::size_t>(segment.worker)], fmt::join(names, " > "));
+    text += fmt::format("layer range {}: stage {} on {}: {}\n", s, range.stage,
+                        plan.workers[static_cast<std::size_t>(range.worker)], fmt::join(names, " > "));
   }
   for (const Link& link : plan.links) {
     if (!link.skip.empty())
-      text += fmt::format("skip '{}': segment {} to {}\n", link.skip, link.from, link.to);
+      text += fmt::format("skip '{}': layer range {} to {}\n", link.skip, link.from, link.to);
   }
   return text;
 }

@@ -90,7 +90,7 @@ class PlanPicture {
 
   std::string draw() {
     add_rows();
-    add_segments();
+    add_layer_ranges();
     add_skips();
     add_arrows();
     add_boxes();
@@ -182,15 +182,15 @@ class PlanPicture {
     }
   }
 
-  /// What runs as one task.
-  void add_segments() {
-    for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
-      const LayerRange& segment = plan_.segments[s];
+  /// Each runs as one action.
+  void add_layer_ranges() {
+    for (std::size_t s = 0; s < plan_.layer_ranges.size(); ++s) {
+      const LayerRange& range = plan_.layer_ranges[s];
       body_ += fmt::format(
           "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" rx=\"8\" fill=\"#eceff3\">"
-          "<title>segment {}</title></rect>\n",
-          x_of(segment.first) - 6, y_of(segment.first) - 6,
-          x_of(segment.last) + box_width_ - x_of(segment.first) + 12, kBoxHeight + 12, s);
+          "<title>layer range {}</title></rect>\n",
+          x_of(range.first) - 6, y_of(range.first) - 6,
+          x_of(range.last) + box_width_ - x_of(range.first) + 12, kBoxHeight + 12, s);
     }
   }
 

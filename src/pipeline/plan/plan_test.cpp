@@ -48,19 +48,19 @@ std::vector<int> stages(const Plan& plan) {
   return all;
 }
 
-/// "stage:first-last" of each segment.
-std::vector<std::string> segments(const Plan& plan) {
+/// "stage:first-last" of each layer range.
+std::vector<std::string> ranges(const Plan& plan) {
   std::vector<std::string> all;
-  for (const LayerRange& segment : plan.segments)
-    all.push_back(fmt::format("{}:{}-{}", segment.stage, segment.first, segment.last));
+  for (const LayerRange& range : plan.layer_ranges)
+    all.push_back(fmt::format("{}:{}-{}", range.stage, range.first, range.last));
   return all;
 }
 
 /// What passes a micro-batch, in order: the letters of the layers.
 std::string way(const Plan& plan) {
   std::string letters;
-  for (const LayerRange& segment : plan.segments) {
-    for (int order = segment.first; order <= segment.last; ++order) {
+  for (const LayerRange& range : plan.layer_ranges) {
+    for (int order = range.first; order <= range.last; ++order) {
       letters +=
           plan.layers[static_cast<std::size_t>(plan.invocations[static_cast<std::size_t>(order)].layer)];
     }
@@ -77,7 +77,7 @@ std::string error_of(const PlanRequest& request) {
 TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
   const Plan plan = plan_of("ABCD", {2, 2});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}, Location{1, 1}));
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-1", "1:2-3"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-1", "1:2-3"));
   ASSERT_EQ(plan.links.size(), 1u);
   EXPECT_EQ(plan.links[0].stashed_by, 1);
   EXPECT_EQ(plan.links[0].popped_by, 2);
@@ -87,7 +87,7 @@ TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
 TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
   const Plan plan = plan_of("ABCA", {2, 1});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}));
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-1", "1:2-2", "0:3-3"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-1", "1:2-2", "0:3-3"));
   EXPECT_EQ(plan.invocations.back().source, (Location{1, 0}));
   EXPECT_EQ(plan.invocations.back().destination, std::nullopt);
 }
@@ -95,7 +95,7 @@ TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
 TEST(Plan, GoesToAndFroBetweenReusedLayersOfManyStages) {
   const Plan plan = plan_of("ABCABCD", {1, 1, 2});
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 2, 0, 1, 2, 2));
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-0", "1:1-1", "2:2-2", "0:3-3", "1:4-4", "2:5-6"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-0", "1:1-1", "2:2-2", "0:3-3", "1:4-4", "2:5-6"));
   EXPECT_EQ(plan.invocations[3].source, (Location{2, 0}));
   EXPECT_EQ(plan.invocations[3].destination, (Location{1, 0}));
   EXPECT_EQ(plan.links.size(), 5u);
@@ -107,14 +107,14 @@ TEST(Plan, RunsWhatIsBetweenTwoUsesOnceOnly) {
   const Plan plan = plan_of("ABAC", {1, 2});
   EXPECT_EQ(way(plan), "ABAC");
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 0, 1));
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-0", "1:1-1", "0:2-2", "1:3-3"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-0", "1:1-1", "0:2-2", "1:3-3"));
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{1, 0}, Location{1, 1}));
 }
 
 TEST(Plan, RunsALayerTwiceInARow) {
   const Plan plan = plan_of("AAB", {1, 1});
   EXPECT_EQ(way(plan), "AAB");
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-1", "1:2-2"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-1", "1:2-2"));
   EXPECT_EQ(plan.invocations[0].destination, (Location{0, 0}));
   EXPECT_EQ(plan.invocations[1].source, (Location{0, 0}));
 }
@@ -122,14 +122,14 @@ TEST(Plan, RunsALayerTwiceInARow) {
 TEST(Plan, EndsWithARepeatedLayer) {
   const Plan plan = plan_of("ABA", {1, 1});
   EXPECT_EQ(way(plan), "ABA");
-  EXPECT_THAT(segments(plan), ElementsAre("0:0-0", "1:1-1", "0:2-2"));
+  EXPECT_THAT(ranges(plan), ElementsAre("0:0-0", "1:1-1", "0:2-2"));
 }
 
 TEST(Plan, EndsWhereverTheLastUseIs) {
   for (int last = 0; last < 3; ++last) {
     const std::string letters = std::string("ABC") + "ABC"[last];
     const Plan plan = plan_of(letters, {1, 1, 1});
-    EXPECT_EQ(plan.segments.back().stage, last) << letters;
+    EXPECT_EQ(plan.layer_ranges.back().stage, last) << letters;
     EXPECT_EQ(plan.invocations.back().destination, std::nullopt) << letters;
     EXPECT_EQ(way(plan), letters);
   }
@@ -141,8 +141,8 @@ TEST(Plan, LetsOneWorkerOwnSeveralStages) {
   const Plan plan = make_plan(request);
   EXPECT_THAT(plan.workers, ElementsAre("x", "y"));
   EXPECT_THAT(plan.worker_of_stage, ElementsAre(0, 1, 0, 1));
-  // Neighbours stay tasks of their own: that is what an interleaved schedule is made from.
-  EXPECT_EQ(plan.segments.size(), 4u);
+  // Adjacent stages of one worker stay separate layer ranges: an interleaved schedule needs them.
+  EXPECT_EQ(plan.layer_ranges.size(), 4u);
   const auto placement = plan.placement(6);
   EXPECT_THAT(placement.rank_of_stage, ElementsAre(0, 1, 0, 1));
   EXPECT_EQ(placement.micro_batches, 6);
@@ -152,14 +152,14 @@ TEST(Plan, LetsOneWorkerOwnSeveralStages) {
 TEST(Plan, KeepsStagesOfOneWorkerThatFollowEachOtherApart) {
   PlanRequest request = request_of("AB", {1, 1});
   request.workers = {"x", "x"};
-  EXPECT_EQ(make_plan(request).segments.size(), 2u);
+  EXPECT_EQ(make_plan(request).layer_ranges.size(), 2u);
 }
 
-TEST(Plan, FindsTheSegmentOfEveryUse) {
+TEST(Plan, FindsTheLayerRangeOfEveryUse) {
   const Plan plan = plan_of("ABACAAB", {1, 2});
-  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    for (int order = plan.segments[s].first; order <= plan.segments[s].last; ++order)
-      EXPECT_EQ(plan.segment_of(order), static_cast<int>(s));
+  for (std::size_t s = 0; s < plan.layer_ranges.size(); ++s) {
+    for (int order = plan.layer_ranges[s].first; order <= plan.layer_ranges[s].last; ++order)
+      EXPECT_EQ(plan.layer_range_of(order), static_cast<int>(s));
   }
 }
 
@@ -170,7 +170,8 @@ TEST(Plan, DescribesAUseByLayerMethodOrderStageAndWorker) {
   EXPECT_EQ(plan.describe(1), "layer 'B' (order 1, stage 1 on 'w1')");
   EXPECT_EQ(plan.describe(2), "layer 'A.back' (order 2, stage 0 on 'w0')");
   EXPECT_EQ(to_text(plan),
-            "segment 0: stage 0 on w0: A\nsegment 1: stage 1 on w1: B\nsegment 2: stage 0 on w0: A.back\n");
+            "layer range 0: stage 0 on w0: A\nlayer range 1: stage 1 on w1: B\n"
+            "layer range 2: stage 0 on w0: A.back\n");
 }
 
 // Skip connections: the peer's test_inspect_skip_layout and test_verify_skippables.
@@ -182,7 +183,7 @@ PlanRequest with_skip(std::vector<int> balance, int from, int to) {
   return request;
 }
 
-TEST(PlanSkips, StayInsideASegmentWithoutALink) {
+TEST(PlanSkips, StayInsideALayerRangeWithoutALink) {
   const Plan plan = make_plan(with_skip({4}, 0, 2));
   EXPECT_TRUE(plan.links.empty());
   ASSERT_EQ(plan.local_skips.size(), 1u);
@@ -199,11 +200,11 @@ TEST(PlanSkips, GoStraightToTheConsumer) {
     EXPECT_EQ(plan.links[3].from, from);
     EXPECT_EQ(plan.links[3].to, to);
     EXPECT_EQ(plan.links[3].skip, "s");
-    EXPECT_THAT(to_text(plan), HasSubstr(fmt::format("skip 's': segment {} to {}", from, to)));
+    EXPECT_THAT(to_text(plan), HasSubstr(fmt::format("skip 's': layer range {} to {}", from, to)));
   }
 }
 
-TEST(PlanSkips, AreALinkBetweenTwoSegmentsOfOneStage) {
+TEST(PlanSkips, AreALinkBetweenTwoLayerRangesOfOneStage) {
   PlanRequest request = request_of("ABA", {1, 1});
   request.uses[0].stashes = {"s"};
   request.uses[2].pops = {"s"};
@@ -360,19 +361,19 @@ void expect_chain(const Plan& plan, const std::string& letters) {
   }
 }
 
-void expect_longest_segments(const Plan& plan) {
+void expect_longest_layer_ranges(const Plan& plan) {
   int next = 0;
-  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    const LayerRange& segment = plan.segments[s];
-    EXPECT_EQ(segment.first, next);
-    EXPECT_LE(segment.first, segment.last);
-    EXPECT_EQ(segment.worker, plan.worker_of_stage[static_cast<std::size_t>(segment.stage)]);
-    for (int order = segment.first; order <= segment.last; ++order)
-      EXPECT_EQ(plan.invocations[static_cast<std::size_t>(order)].here.stage, segment.stage);
+  for (std::size_t s = 0; s < plan.layer_ranges.size(); ++s) {
+    const LayerRange& range = plan.layer_ranges[s];
+    EXPECT_EQ(range.first, next);
+    EXPECT_LE(range.first, range.last);
+    EXPECT_EQ(range.worker, plan.worker_of_stage[static_cast<std::size_t>(range.stage)]);
+    for (int order = range.first; order <= range.last; ++order)
+      EXPECT_EQ(plan.invocations[static_cast<std::size_t>(order)].here.stage, range.stage);
     if (s > 0) {
-      EXPECT_NE(segment.stage, plan.segments[s - 1].stage) << "two that could be one";
+      EXPECT_NE(range.stage, plan.layer_ranges[s - 1].stage) << "two that could be one";
     }
-    next = segment.last + 1;
+    next = range.last + 1;
   }
   EXPECT_EQ(next, static_cast<int>(plan.invocations.size()));
 }
@@ -382,11 +383,11 @@ void expect_skips_once(const Plan& plan, const PlanRequest& request) {
   for (const Use& use : request.uses) declared += use.stashes.size();
   for (const Link& link : plan.links) {
     EXPECT_LT(link.from, link.to);
-    EXPECT_EQ(plan.segment_of(link.stashed_by), link.from);
-    EXPECT_EQ(plan.segment_of(link.popped_by), link.to);
+    EXPECT_EQ(plan.layer_range_of(link.stashed_by), link.from);
+    EXPECT_EQ(plan.layer_range_of(link.popped_by), link.to);
     outputs += link.skip.empty() ? 1 : 0;
   }
-  EXPECT_EQ(outputs, plan.segments.size() - 1);
+  EXPECT_EQ(outputs, plan.layer_ranges.size() - 1);
   for (std::size_t s = 0; s < outputs; ++s) EXPECT_EQ(plan.links[s].from, static_cast<int>(s));
   EXPECT_EQ(plan.links.size() - outputs + plan.local_skips.size(), declared);
 }
@@ -402,7 +403,7 @@ TEST(Plan, KeepsItsPromisesForRandomModels) {
         letters += random.request.layers[static_cast<std::size_t>(use.layer)];
       return letters;
     }());
-    expect_longest_segments(plan);
+    expect_longest_layer_ranges(plan);
     expect_skips_once(plan, random.request);
     std::map<int, int> on_stage;
     for (const Location& location : plan.locations) {

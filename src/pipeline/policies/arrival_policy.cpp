@@ -13,13 +13,14 @@ class ArrivalPolicy final : public Policy {
  public:
   explicit ArrivalPolicy(ArrivalLimits limits) : limits_(limits) {}
 
-  void became_ready(const Action& task) override { (enters(task) ? outside_ : ready_).push_back(task); }
+  void became_ready(const Action& action) override { (enters(action) ? outside_ : ready_).push_back(action); }
   std::optional<Action> next() override {
     // What is inside goes before what would come in, so that the limit is reached by need only.
     if (!ready_.empty()) {
-      const Action task = take(ready_);
-      if (limits_.backwards && task.stage == limits_.segment && task.kind == ActionKind::kBackward) --inside_;
-      return task;
+      const Action action = take(ready_);
+      if (limits_.backwards && action.stage == limits_.layer_range && action.kind == ActionKind::kBackward)
+        --inside_;
+      return action;
     }
     if (outside_.empty() || (limits_.max_in_flight > 0 && inside_ >= limits_.max_in_flight))
       return std::nullopt;
@@ -31,13 +32,13 @@ class ArrivalPolicy final : public Policy {
   void credit() override { --inside_; }
 
  private:
-  bool enters(const Action& task) const {
-    return task.kind == ActionKind::kForward && task.stage == limits_.segment;
+  bool enters(const Action& action) const {
+    return action.kind == ActionKind::kForward && action.stage == limits_.layer_range;
   }
   static Action take(std::deque<Action>& from) {
-    const Action task = from.front();
+    const Action action = from.front();
     from.pop_front();
-    return task;
+    return action;
   }
 
   const ArrivalLimits limits_;

@@ -21,8 +21,8 @@ TEST(TablePolicy, KeepsTheRowsOrderWhateverTheOrderOfArrival) {
     std::shuffle(arriving.begin(), arriving.end(), random);
     const auto policy = make_table_policy(row);
     std::vector<Action> ran;
-    for (const Action& task : arriving) {
-      policy->became_ready(task);
+    for (const Action& action : arriving) {
+      policy->became_ready(action);
       while (const auto next = policy->next()) ran.push_back(*next);
     }
     EXPECT_EQ(ran, row);
@@ -30,7 +30,7 @@ TEST(TablePolicy, KeepsTheRowsOrderWhateverTheOrderOfArrival) {
   }
 }
 
-TEST(TablePolicy, WaitsForItsNextTaskThoughOthersAreReady) {
+TEST(TablePolicy, WaitsForItsNextActionThoughOthersAreReady) {
   const auto policy = make_table_policy({forward(0, 0), forward(0, 1)});
   policy->became_ready(forward(0, 1));
   EXPECT_EQ(policy->next(), std::nullopt);
@@ -42,8 +42,8 @@ TEST(TablePolicy, WaitsForItsNextTaskThoughOthersAreReady) {
 TEST(TablePolicy, KnowsTheBackwardThatComesNext) {
   const auto policy = make_table_policy({forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)});
   EXPECT_EQ(policy->next_backward(), backward(0, 0));
-  for (const Action& task : {forward(0, 0), forward(0, 1), backward(0, 0)}) {
-    policy->became_ready(task);
+  for (const Action& action : {forward(0, 0), forward(0, 1), backward(0, 0)}) {
+    policy->became_ready(action);
     policy->next();
   }
   EXPECT_EQ(policy->next_backward(), backward(0, 1));
@@ -58,16 +58,16 @@ TEST(TablePolicy, OfAnEmptyRowHasNothing) {
   EXPECT_EQ(policy->next_backward(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, TakesTasksAsTheyCome) {
+TEST(ArrivalPolicy, TakesActionsAsTheyCome) {
   const auto policy = make_arrival_policy({});
   const std::vector<Action> arriving{forward(2, 1), backward(1, 0), forward(2, 0), backward(1, 1)};
-  for (const Action& task : arriving) policy->became_ready(task);
-  for (const Action& task : arriving) EXPECT_EQ(policy->next(), task);
+  for (const Action& action : arriving) policy->became_ready(action);
+  for (const Action& action : arriving) EXPECT_EQ(policy->next(), action);
   EXPECT_EQ(policy->next(), std::nullopt);
 }
 
 TEST(ArrivalPolicy, LetsNoMoreInThanItsLimitUntilABackwardLeaves) {
-  const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = 2});
+  const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 2});
   for (int i = 0; i < 4; ++i) policy->became_ready(forward(0, i));
   EXPECT_EQ(policy->next(), forward(0, 0));
   EXPECT_EQ(policy->next(), forward(0, 1));
@@ -78,14 +78,14 @@ TEST(ArrivalPolicy, LetsNoMoreInThanItsLimitUntilABackwardLeaves) {
   EXPECT_EQ(policy->next(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, IsOnlyLetOnByTheBackwardOfItsOwnSegment) {
-  const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = 1});
+TEST(ArrivalPolicy, IsOnlyLetOnByTheBackwardOfItsOwnLayerRange) {
+  const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 1});
   policy->became_ready(forward(0, 0));
   policy->became_ready(forward(0, 1));
   EXPECT_EQ(policy->next(), forward(0, 0));
   policy->became_ready(forward(2, 0));
   policy->became_ready(backward(2, 0));
-  EXPECT_EQ(policy->next(), forward(2, 0)) << "a segment further on is inside already";
+  EXPECT_EQ(policy->next(), forward(2, 0)) << "a later layer range holds the micro-batch already";
   EXPECT_EQ(policy->next(), backward(2, 0));
   EXPECT_EQ(policy->next(), std::nullopt);
   policy->became_ready(backward(0, 0));
@@ -94,7 +94,7 @@ TEST(ArrivalPolicy, IsOnlyLetOnByTheBackwardOfItsOwnSegment) {
 }
 
 TEST(ArrivalPolicy, FinishesWhatIsInsideBeforeItLetsMoreIn) {
-  const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = 4});
+  const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 4});
   policy->became_ready(forward(0, 0));
   EXPECT_EQ(policy->next(), forward(0, 0));
   policy->became_ready(forward(0, 1));
@@ -104,7 +104,7 @@ TEST(ArrivalPolicy, FinishesWhatIsInsideBeforeItLetsMoreIn) {
 }
 
 TEST(ArrivalPolicy, WithoutBackwardsIsLetOnByCredit) {
-  const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = 1, .backwards = false});
+  const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 1, .backwards = false});
   for (int i = 0; i < 3; ++i) policy->became_ready(forward(0, i));
   EXPECT_EQ(policy->next(), forward(0, 0));
   EXPECT_EQ(policy->next(), std::nullopt);
@@ -114,7 +114,7 @@ TEST(ArrivalPolicy, WithoutBackwardsIsLetOnByCredit) {
 }
 
 TEST(ArrivalPolicy, WithoutALimitLetsEverythingIn) {
-  const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = 0});
+  const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 0});
   for (int i = 0; i < 100; ++i) policy->became_ready(forward(0, i));
   for (int i = 0; i < 100; ++i) EXPECT_EQ(policy->next(), forward(0, i));
 }
@@ -123,17 +123,17 @@ TEST(ArrivalPolicy, KeepsItsLimitUnderRandomArrivals) {
   for (std::uint64_t seed = 1; seed <= 100; ++seed) {
     std::mt19937_64 random(seed);
     const int limit = 1 + static_cast<int>(random() % 4), micro_batches = 12;
-    const auto policy = make_arrival_policy({.segment = 0, .max_in_flight = limit});
+    const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = limit});
     for (int i = 0; i < micro_batches; ++i) policy->became_ready(forward(0, i));
     std::vector<int> inside;
     int ran = 0;
     while (ran < 2 * micro_batches) {
-      if (const auto task = policy->next()) {
+      if (const auto action = policy->next()) {
         ++ran;
-        if (task->kind == ActionKind::kForward) {
-          inside.push_back(task->micro_batch);
+        if (action->kind == ActionKind::kForward) {
+          inside.push_back(action->micro_batch);
         } else {
-          std::erase(inside, task->micro_batch);
+          std::erase(inside, action->micro_batch);
         }
         ASSERT_LE(static_cast<int>(inside.size()), limit) << "seed " << seed;
         continue;

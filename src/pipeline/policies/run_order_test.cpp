@@ -33,7 +33,7 @@ struct Slow : torch::autograd::Function<Slow> {
   }
 };
 
-/// A model whose segments are one slow use each, on the stages of `stages` in turn.
+/// A model whose layer ranges are one slow use each, on the stages of `stages` in turn.
 Layers slow_layers(Executor& executor, const std::vector<int>& stages) {
   const auto slow = [&executor](const at::Tensor& x) {
     const at::Tensor y =
@@ -83,16 +83,16 @@ schedule::Costs slow_costs() {
 }
 
 void expect_as_planned(const StepReport& report) {
-  ASSERT_FALSE(report.table.tasks.empty());
+  ASSERT_FALSE(report.table.actions.empty());
   const schedule::Timeline plan = schedule::simulate(report.table, {slow_costs()});
   ASSERT_EQ(report.measured.spans.size(), plan.spans.size());
   for (std::size_t worker = 0; worker < plan.spans.size(); ++worker) {
-    ASSERT_EQ(report.measured.spans[worker].size(), report.table.tasks[worker].size());
+    ASSERT_EQ(report.measured.spans[worker].size(), report.table.actions[worker].size());
     for (std::size_t i = 0; i < plan.spans[worker].size(); ++i) {
-      EXPECT_EQ(report.measured.spans[worker][i].task, report.table.tasks[worker][i])
-          << "worker " << worker << ", task " << i;
+      EXPECT_EQ(report.measured.spans[worker][i].action, report.table.actions[worker][i])
+          << "worker " << worker << ", action " << i;
       EXPECT_EQ(report.measured.spans[worker][i].start, plan.spans[worker][i].start)
-          << "worker " << worker << ", " << schedule::to_string(plan.spans[worker][i].task);
+          << "worker " << worker << ", " << schedule::to_string(plan.spans[worker][i].action);
     }
     EXPECT_EQ(report.measured.peak_live[worker], plan.peak_live[worker]) << "worker " << worker;
   }
@@ -114,7 +114,7 @@ SlowRun chain(int workers, int chunks, int micro_batches, Schedule schedule) {
   run.world = workers;
   run.options.micro_batches = micro_batches;
   run.options.schedule = schedule;
-  run.options.checkpoint = Checkpoint::kNever;
+  run.options.checkpoint = ActivationCheckpoint::kNever;
   return run;
 }
 
@@ -149,7 +149,7 @@ TEST(RunOrder, IsTheSchedulesWhereLayersAreUsedAgain) {
     int known = 0;
     for (int order = 0; order < 6; ++order) {
       const int stage = static_cast<int>(random() % static_cast<std::uint64_t>(known + 1));
-      // A segment is one use: the same stage does not follow itself.
+      // A layer range is one use: the same stage does not follow itself.
       if (!run.stages.empty() && stage == run.stages.back()) continue;
       run.stages.push_back(stage);
       known = std::max(known, stage + 1);
@@ -160,7 +160,7 @@ TEST(RunOrder, IsTheSchedulesWhereLayersAreUsedAgain) {
     run.workers = names(ranks);
     run.options.micro_batches = 4;
     run.options.schedule = round % 2 == 0 ? Schedule::k1F1B : Schedule::kGPipe;
-    run.options.checkpoint = Checkpoint::kNever;
+    run.options.checkpoint = ActivationCheckpoint::kNever;
     SCOPED_TRACE(fmt::format("round {}", round));
     expect_as_planned(train(run));
   }
@@ -171,7 +171,7 @@ TEST(RunOrder, OfArrivalIsBoundedByItsCredit) {
     SlowRun run = chain(3, 1, 8, Schedule::kArrival);
     run.options.max_in_flight = limit;
     const StepReport report = train(run);
-    EXPECT_TRUE(report.table.tasks.empty());
+    EXPECT_TRUE(report.table.actions.empty());
     EXPECT_EQ(report.measured.peak_live[0], limit);
     for (const auto& spans : report.measured.spans) EXPECT_EQ(spans.size(), 16u);
   }
@@ -179,13 +179,13 @@ TEST(RunOrder, OfArrivalIsBoundedByItsCredit) {
 
 TEST(RunOrder, ARecomputeIsDoneWhileTheGradientIsOnItsWay) {
   SlowRun run = chain(2, 1, 2, Schedule::k1F1B);
-  run.options.checkpoint = Checkpoint::kAlways;
+  run.options.checkpoint = ActivationCheckpoint::kAlways;
   const StepReport report = train(run);
   // The first worker waits for the gradient of micro-batch 0 from 3 ms on, when the second computes it; there
   // is time to compute the forward again: the backward takes its own time only.
   const auto& first = report.measured.spans[0];
   const auto backward = std::find_if(first.begin(), first.end(), [](const schedule::ActionSpan& span) {
-    return span.task == Action{ActionKind::kBackward, 0, 0};
+    return span.action == Action{ActionKind::kBackward, 0, 0};
   });
   ASSERT_NE(backward, first.end());
   EXPECT_EQ(backward->end - backward->start, kBackwardTime);
@@ -194,7 +194,8 @@ TEST(RunOrder, ARecomputeIsDoneWhileTheGradientIsOnItsWay) {
 TEST(RunOrder, TheFirstBackwardWaitsForItsController) {
   on_workers(2, 1, [](Worker& worker) {
     Executor& executor = worker.runtime().executor;
-    PipelineOptions options{.balance = {1, 1}, .micro_batches = 2, .checkpoint = Checkpoint::kNever};
+    PipelineOptions options{
+        .balance = {1, 1}, .micro_batches = 2, .checkpoint = ActivationCheckpoint::kNever};
     Pipeline pipe(worker, slow_layers(executor, {0, 1}), options);
     Promise<void> go(worker.endpoint()->host());
     const TimePoint begin = executor.now();

@@ -14,14 +14,14 @@ class TablePolicy final : public Policy {
  public:
   explicit TablePolicy(std::vector<Action> row) : row_(std::move(row)) {}
 
-  void became_ready(const Action& task) override { ready_.insert(task); }
+  void became_ready(const Action& action) override { ready_.insert(action); }
   std::optional<Action> next() override {
     if (cursor_ == row_.size() || ready_.erase(row_[cursor_]) == 0) return std::nullopt;
     return row_[cursor_++];
   }
   std::optional<Action> next_backward() const override {
     const auto found = std::find_if(row_.begin() + static_cast<std::ptrdiff_t>(cursor_), row_.end(),
-                                    [](const Action& task) { return task.kind != ActionKind::kForward; });
+                                    [](const Action& action) { return action.kind != ActionKind::kForward; });
     return found == row_.end() ? std::nullopt : std::optional<Action>(*found);
   }
 

@@ -6,12 +6,12 @@
 namespace torchspan::pipeline {
 
 bool Tables::is_looped() const {
-  const auto& segments = local_.plan.segments;
+  const auto& ranges = local_.plan.layer_ranges;
   const int workers = static_cast<int>(local_.plan.workers.size());
-  for (std::size_t s = 0; s < segments.size(); ++s) {
-    if (segments[s].worker != static_cast<int>(s) % workers) return false;
+  for (std::size_t s = 0; s < ranges.size(); ++s) {
+    if (ranges[s].worker != static_cast<int>(s) % workers) return false;
   }
-  return static_cast<int>(segments.size()) % workers == 0;
+  return static_cast<int>(ranges.size()) % workers == 0;
 }
 
 void Tables::check() const {
@@ -19,8 +19,8 @@ void Tables::check() const {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format(
-          "Schedule::kInterleaved needs segment s on worker s modulo their number, each worker as often "
-          "as the others; here they are on {}. Schedule::k1F1B takes any plan",
+          "Schedule::kInterleaved needs layer range s on worker s modulo the number of workers, and as many "
+          "layer ranges on each worker; here they are on workers {}. Schedule::k1F1B takes any plan",
           fmt::join(local_.plan.placement(1).rank_of_stage, ", ")));
 }
 

@@ -42,20 +42,20 @@ TEST(Tables, AreThoseOfTheSchedule) {
   with_local(Schedule::kGPipe, kStraight, 0, [](const LocalPipeline& local) {
     Tables tables(local);
     tables.check();
-    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->tasks, schedule::gpipe(local.plan.placement(4)).tasks);
+    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->actions, schedule::gpipe(local.plan.placement(4)).actions);
   });
   with_local(Schedule::k1F1B, kStraight, 2, [](const LocalPipeline& local) {
     Tables tables(local);
-    EXPECT_EQ(tables.find(StepKind::kTrain, 6)->tasks,
-              schedule::one_forward_one_backward(local.plan.placement(6), 2).tasks);
-    EXPECT_NE(tables.find(StepKind::kTrain, 6)->tasks,
-              schedule::one_forward_one_backward(local.plan.placement(6)).tasks)
+    EXPECT_EQ(tables.find(StepKind::kTrain, 6)->actions,
+              schedule::one_forward_one_backward(local.plan.placement(6), 2).actions);
+    EXPECT_NE(tables.find(StepKind::kTrain, 6)->actions,
+              schedule::one_forward_one_backward(local.plan.placement(6)).actions)
         << "max_in_flight must matter";
   });
   with_local(Schedule::kInterleaved, kLooped, 0, [](const LocalPipeline& local) {
     Tables tables(local);
     tables.check();
-    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->tasks, schedule::interleaved({2, 4, 2}).tasks);
+    EXPECT_EQ(tables.find(StepKind::kTrain, 4)->actions, schedule::interleaved({2, 4, 2}).actions);
   });
 }
 
@@ -64,7 +64,7 @@ TEST(Tables, OfStepsWithoutBackwardsHaveForwardsOnly) {
     with_local(schedule, kLooped, 0, [](const LocalPipeline& local) {
       Tables tables(local);
       for (const StepKind kind : {StepKind::kInfer, StepKind::kLoss}) {
-        EXPECT_EQ(tables.find(kind, 5)->tasks, schedule::forward_only(local.plan.placement(5)).tasks);
+        EXPECT_EQ(tables.find(kind, 5)->actions, schedule::forward_only(local.plan.placement(5)).actions);
       }
     });
   }
@@ -73,7 +73,7 @@ TEST(Tables, OfStepsWithoutBackwardsHaveForwardsOnly) {
 TEST(Tables, OfForwardsWhoseBackwardsComeLaterHaveAllForwardsFirst) {
   with_local(Schedule::k1F1B, kStraight, 1, [](const LocalPipeline& local) {
     Tables tables(local);
-    EXPECT_EQ(tables.find(StepKind::kForward, 4)->tasks, schedule::gpipe(local.plan.placement(4)).tasks);
+    EXPECT_EQ(tables.find(StepKind::kForward, 4)->actions, schedule::gpipe(local.plan.placement(4)).actions);
   });
 }
 
@@ -100,9 +100,9 @@ TEST(Tables, AreMadeOncePerNumberOfMicroBatches) {
 TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
   with_local(Schedule::kInterleaved, kLooped, 0, [](const LocalPipeline& local) {
     Tables tables(local);
-    EXPECT_EQ(tables.find(StepKind::kTrain, 5)->tasks,
-              schedule::one_forward_one_backward(local.plan.placement(5)).tasks);
-    EXPECT_EQ(tables.find(StepKind::kTrain, 1)->tasks, schedule::interleaved({2, 1, 2}).tasks);
+    EXPECT_EQ(tables.find(StepKind::kTrain, 5)->actions,
+              schedule::one_forward_one_backward(local.plan.placement(5)).actions);
+    EXPECT_EQ(tables.find(StepKind::kTrain, 1)->actions, schedule::interleaved({2, 1, 2}).actions);
   });
 }
 

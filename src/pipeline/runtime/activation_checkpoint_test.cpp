@@ -18,7 +18,7 @@ at::Tensor numbered(std::int64_t micro_batches) {
 }
 int number_of(const at::Tensor& x) { return static_cast<int>(x.flatten()[0].item<double>()); }
 
-PipelineOptions with(Checkpoint checkpoint, int micro_batches = 4) {
+PipelineOptions with(ActivationCheckpoint checkpoint, int micro_batches = 4) {
   PipelineOptions options;
   options.micro_batches = micro_batches;
   options.checkpoint = checkpoint;
@@ -54,19 +54,19 @@ std::vector<std::map<int, int>> count_forwards(PipelineOptions options, bool tra
 
 TEST(PipelineCheckpoint, ComputesAgainThoseMicroBatchesThatItsModeSays) {
   using Counts = std::map<int, int>;
-  for (const auto& each : count_forwards(with(Checkpoint::kNever)))
+  for (const auto& each : count_forwards(with(ActivationCheckpoint::kNever)))
     EXPECT_EQ(each, (Counts{{0, 1}, {1, 1}, {2, 1}, {3, 1}}));
-  for (const auto& each : count_forwards(with(Checkpoint::kExceptLast)))
+  for (const auto& each : count_forwards(with(ActivationCheckpoint::kExceptLast)))
     EXPECT_EQ(each, (Counts{{0, 2}, {1, 2}, {2, 2}, {3, 1}}));
-  for (const auto& each : count_forwards(with(Checkpoint::kAlways)))
+  for (const auto& each : count_forwards(with(ActivationCheckpoint::kAlways)))
     EXPECT_EQ(each, (Counts{{0, 2}, {1, 2}, {2, 2}, {3, 2}}));
 }
 
 TEST(PipelineCheckpoint, OfASingleMicroBatch) {
   using Counts = std::map<int, int>;
-  EXPECT_EQ(count_forwards(with(Checkpoint::kNever, 1))[1], (Counts{{0, 1}}));
-  EXPECT_EQ(count_forwards(with(Checkpoint::kExceptLast, 1))[1], (Counts{{0, 1}}));
-  EXPECT_EQ(count_forwards(with(Checkpoint::kAlways, 1))[1], (Counts{{0, 2}}));
+  EXPECT_EQ(count_forwards(with(ActivationCheckpoint::kNever, 1))[1], (Counts{{0, 1}}));
+  EXPECT_EQ(count_forwards(with(ActivationCheckpoint::kExceptLast, 1))[1], (Counts{{0, 1}}));
+  EXPECT_EQ(count_forwards(with(ActivationCheckpoint::kAlways, 1))[1], (Counts{{0, 2}}));
 }
 
 TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
@@ -75,7 +75,7 @@ TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
   on_workers(1, 1, [&](Worker& worker) {
     Layers layers;
     layers.add<Counting>(&forwards);
-    Pipeline pipe(worker, layers, with(Checkpoint::kExceptLast));
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kExceptLast));
     pipe.train_step(numbered(2), numbered(2), mean_square);
   });
   EXPECT_EQ(forwards, (std::map<int, int>{{0, 2}, {1, 1}}));
@@ -90,7 +90,7 @@ TEST(PipelineCheckpoint, ComputesNothingAgainThatHasNothingToLearn) {
       return x * 2;
     });
     layers.add<Dense>(1u);
-    Pipeline pipe(worker, layers, with(Checkpoint::kAlways));
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kAlways));
     pipe.train_step(numbered(4), numbered(4), mean_square);
   });
   EXPECT_EQ(calls, 4);
@@ -106,7 +106,7 @@ TEST(PipelineCheckpoint, TellsALayerThatItIsRecordedOnlyTheSecondTime) {
       EXPECT_EQ(x.requires_grad(), torch::GradMode::is_enabled());
       return x * 1;
     });
-    Pipeline pipe(worker, layers, with(Checkpoint::kAlways, 1));
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kAlways, 1));
     pipe.train_step(numbered(1), numbered(1), mean_square);
   });
   EXPECT_EQ(recorded, (std::vector<bool>{false, true}));
@@ -136,7 +136,7 @@ std::map<int, std::vector<at::Tensor>> masks(PipelineOptions options) {
 
 TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
   for (const bool seeded : {false, true}) {
-    PipelineOptions options = with(Checkpoint::kAlways);
+    PipelineOptions options = with(ActivationCheckpoint::kAlways);
     if (seeded) options.seed = 5;
     auto seen = masks(options);
     ASSERT_EQ(seen.size(), 4u);
@@ -149,7 +149,7 @@ TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
 }
 
 TEST(PipelineRandom, ASeedMakesTheMasksWhateverTheScheduleAndTheMode) {
-  PipelineOptions options = with(Checkpoint::kNever);
+  PipelineOptions options = with(ActivationCheckpoint::kNever);
   options.seed = 5;
   const auto expected = masks(options);
   in_every_way([&](PipelineOptions each) {
@@ -177,13 +177,14 @@ double drawn_after_step(PipelineOptions options) {
 }
 
 TEST(PipelineRandom, RepeatedForwardsTakeNoNumbersFromOutside) {
-  EXPECT_EQ(drawn_after_step(with(Checkpoint::kAlways)), drawn_after_step(with(Checkpoint::kNever)));
+  EXPECT_EQ(drawn_after_step(with(ActivationCheckpoint::kAlways)),
+            drawn_after_step(with(ActivationCheckpoint::kNever)));
 }
 
 TEST(PipelineRandom, UnderASeedTheGeneratorOutsideIsUntouched) {
   torch::manual_seed(3);
   const double expected = at::rand({1}, at::kDouble).item<double>();
-  PipelineOptions options = with(Checkpoint::kAlways);
+  PipelineOptions options = with(ActivationCheckpoint::kAlways);
   options.seed = 9;
   EXPECT_EQ(drawn_after_step(options), expected);
 }
@@ -299,7 +300,7 @@ at::Tensor autocast_gradient(PipelineOptions options, Where where) {
 }
 
 TEST(PipelineAutocast, GivesEveryModeTheSameGradients) {
-  const at::Tensor expected = autocast_gradient(with(Checkpoint::kNever, 1), Where::kAround);
+  const at::Tensor expected = autocast_gradient(with(ActivationCheckpoint::kNever, 1), Where::kAround);
   {
     nn::Linear first = float_linear(1), second = float_linear(3);
     const at::Tensor x = seeded({4, kWidth}, 5).to(at::kFloat);
@@ -311,7 +312,8 @@ TEST(PipelineAutocast, GivesEveryModeTheSameGradients) {
     loss.backward();
     expect_close(expected, all_gradients(first, second), 1e-6);
   }
-  for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+  for (const ActivationCheckpoint checkpoint :
+       {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
     for (const Where where : {Where::kAround, Where::kForwardOnly}) {
       const at::Tensor ours = autocast_gradient(with(checkpoint, 1), where);
       ASSERT_TRUE(ours.defined());
@@ -325,7 +327,7 @@ TEST(PipelineAutocast, LeavesNoCastOfAWeightBehind) {
     nn::Linear linear = float_linear(1);
     Layers layers;
     layers.add_existing(linear);
-    Pipeline pipe(worker, layers, with(Checkpoint::kAlways, 2));
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kAlways, 2));
     const at::Tensor x = at::ones({2, kWidth});
     Batch output;
     {
@@ -345,7 +347,7 @@ TEST(PipelineAutocast, LeavesNoCastOfAWeightBehind) {
 // What a repeated forward must not do.
 
 TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
-  const auto run = [](Checkpoint checkpoint) {
+  const auto run = [](ActivationCheckpoint checkpoint) {
     std::vector<std::string> texts(2);
     on_workers(2, 1, [&](Worker& worker) {
       Layers layers;
@@ -361,10 +363,10 @@ TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
     });
     return texts;
   };
-  for (const std::string& text : run(Checkpoint::kAlways)) {
-    EXPECT_THAT(text, HasSubstr("changed the input of a checkpointed segment in place"));
+  for (const std::string& text : run(ActivationCheckpoint::kAlways)) {
+    EXPECT_THAT(text, HasSubstr("changed the input of a checkpointed layer range in place"));
     EXPECT_THAT(text, HasSubstr("adder"));
-    EXPECT_THAT(text, HasSubstr("use Checkpoint::kNever"));
+    EXPECT_THAT(text, HasSubstr("use ActivationCheckpoint::kNever"));
   }
 }
 
@@ -374,7 +376,7 @@ TEST(PipelineCheckpoint, LetsThemWithout) {
     layers.add<Dense>(1u);
     layers.add_function("adder", [](at::Tensor x) { return x.add_(1); });
     layers.add<Dense>(2u);
-    PipelineOptions options = with(Checkpoint::kNever, 2);
+    PipelineOptions options = with(ActivationCheckpoint::kNever, 2);
     options.balance = {1, 2};
     Pipeline pipe(worker, layers, options);
     const at::Tensor x = seeded({4, kWidth}, 3), y = seeded({4, kWidth}, 4);
@@ -409,7 +411,8 @@ TEST(PipelineCheckpoint, WorksWhenTheFirstOutputTakesNoGradient) {
 }
 
 TEST(PipelineCheckpoint, DoesNotCountTwiceInAPlainBatchNorm) {
-  for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+  for (const ActivationCheckpoint checkpoint :
+       {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways}) {
     on_workers(1, 1, [&](Worker& worker) {
       nn::BatchNorm1d norm(kWidth), plain(kWidth);
       norm->to(at::kDouble);

@@ -18,7 +18,7 @@ using ::testing::Not;
 using torchspan::testing::on_workers;
 using torchspan::testing::SimCluster;
 
-/// Which task fails: the n-th forward or backward of a stage in the step that is armed.
+/// Which action fails: the n-th forward or backward of a stage in the step that is armed.
 struct Fault {
   int stage = -1;
   ActionKind kind = ActionKind::kForward;
@@ -72,7 +72,7 @@ PipelineOptions options(int stages, int micro_batches = 3) {
   PipelineOptions made;
   made.balance.assign(static_cast<std::size_t>(stages), 1);
   made.micro_batches = micro_batches;
-  made.checkpoint = Checkpoint::kNever;
+  made.checkpoint = ActivationCheckpoint::kNever;
   return made;
 }
 
@@ -102,14 +102,14 @@ void expect_good_step(Pipeline& pipe, int stages) {
   }
 }
 
-TEST(Failure, AnExceptionInAnyTaskEndsTheStepEverywhereAndTheNextWorks) {
+TEST(Failure, AnExceptionInAnyActionEndsTheStepEverywhereAndTheNextWorks) {
   constexpr int kStages = 3;
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int which = 0; which < 3; ++which) {
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
-          SCOPED_TRACE(fmt::format("schedule {}, stage {}, {} of task {}", static_cast<int>(schedule), stage,
-                                   kind == ActionKind::kForward ? "forward" : "backward", which));
+          SCOPED_TRACE(fmt::format("schedule {}, stage {}, {} of action {}", static_cast<int>(schedule),
+                                   stage, kind == ActionKind::kForward ? "forward" : "backward", which));
           std::vector<std::string> texts(kStages);
           on_workers(kStages, 1, [&](Worker& worker) {
             Fault fault{stage, kind, which};
@@ -253,7 +253,7 @@ TEST(Failure, ADeadWorkerEndsTheStepByNameWithinASecond) {
   }
 }
 
-TEST(Failure, AStalledTaskIsNamedWithWorkerLayerAndMicroBatch) {
+TEST(Failure, AStalledActionIsNamedWithWorkerLayerAndMicroBatch) {
   for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
     std::vector<std::string> texts(3);
     on_workers(3, 1, [&](Worker& worker) {

@@ -53,7 +53,7 @@ void check(const PipelineOptions& options) {
 
 PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
   PlanRequest request;
-  for (const LayerRecipe& recipe : layers.recipes()) request.layers.push_back(recipe.name);
+  for (const LayerSpec& spec : layers.specs()) request.layers.push_back(spec.name);
   for (const LayerUse& use : layers.uses()) {
     request.uses.push_back({use.layer, use.stashes, use.pops, use.space, use.method});
   }
@@ -138,16 +138,16 @@ std::uint64_t agree(const Worker& worker, const std::string& mine, const Pipelin
 
 /// Returns why a layer could not be built, or nothing.
 std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
-  local.layers.resize(layers.recipes().size());
-  for (std::size_t layer = 0; layer < layers.recipes().size(); ++layer) {
+  local.layers.resize(layers.specs().size());
+  for (std::size_t layer = 0; layer < layers.specs().size(); ++layer) {
     const int stage = local.plan.locations[layer].stage;
     if (local.plan.worker_of_stage[static_cast<std::size_t>(stage)] != local.me) continue;
     try {
       const SeededScope random(seed_of_layer(seed, static_cast<int>(layer)));
-      local.layers[layer] = layers.recipes()[layer].build();
+      local.layers[layer] = layers.specs()[layer].build();
     } catch (...) {
       return fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
-                         layers.recipes()[layer].name, stage, local.worker.name(),
+                         layers.specs()[layer].name, stage, local.worker.name(),
                          describe(std::current_exception()).text);
     }
   }
@@ -169,7 +169,7 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
 }  // namespace
 
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
-  fill_in(worker, layers.recipes().size(), options);
+  fill_in(worker, layers.specs().size(), options);
   const PlanRequest request = plan_request(layers, options);
   // Before anything that may throw on one worker only.
   const std::uint64_t seed = agree(worker, fingerprint(request, options), options);

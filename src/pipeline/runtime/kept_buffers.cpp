@@ -7,8 +7,8 @@
 
 namespace torchspan::pipeline {
 
-KeptBuffers::KeptBuffers(const LocalPipeline& local, const LayerRange& segment) {
-  for (int order = segment.first; order <= segment.last; ++order) {
+KeptBuffers::KeptBuffers(const LocalPipeline& local, const LayerRange& range) {
+  for (int order = range.first; order <= range.last; ++order) {
     const LayerUse& use = local.uses[static_cast<std::size_t>(order)];
     const auto& module = local.layers[static_cast<std::size_t>(use.layer)].module;
     if (!module || !module->is_training()) continue;

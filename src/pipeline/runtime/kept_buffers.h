@@ -13,7 +13,7 @@ namespace torchspan::pipeline {
 /// construction: a recomputed forward must not count twice.
 class KeptBuffers {
  public:
-  KeptBuffers(const LocalPipeline& local, const LayerRange& segment);
+  KeptBuffers(const LocalPipeline& local, const LayerRange& range);
   ~KeptBuffers();
   /// Throws what LibTorch throws when the forward changed a buffer's shape. The destructor restores what is
   /// left, for a scope that an exception ends, and does not throw.

@@ -35,8 +35,8 @@ class InPlaceWatch {
       if (static_cast<std::uint32_t>(tensor._version()) == version) continue;
       throw Error(
           ErrorKind::kInvalid,
-          "a layer changed the input of a checkpointed segment in place, so its forward cannot be computed "
-          "again: make the operation out of place, or use Checkpoint::kNever");
+          "a layer changed the input of a checkpointed layer range in place, so its forward cannot be "
+          "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
     }
   }
 
@@ -64,7 +64,7 @@ bool Activation::wants_any() const {
                      [](std::uint8_t wants) { return wants != 0; });
 }
 
-/// The entrance of a segment's graph: keeps the gradients that reach it. Its outputs are not leaves, so a
+/// The root of a layer range's graph: keeps the gradients that reach it. Its outputs are not leaves, so a
 /// layer may change them in place.
 class LayerRangePass::Received final : public torch::autograd::Node {
  public:
@@ -81,30 +81,30 @@ class LayerRangePass::Received final : public torch::autograd::Node {
   torch::autograd::variable_list gradients_;
 };
 
-/// What comes out of a segment, with its graph.
+/// The outputs of a layer range, with their graph.
 struct LayerRangePass::Outputs {
   std::map<int, Batch> batches;
   at::Tensor loss;
 };
 
-LayerRangePass::LayerRangePass(const LocalPipeline& local, int segment, int micro_batch, RunMode mode)
-    : local_(local), segment_(segment), micro_batch_(micro_batch), mode_(mode) {
-  if (segment == 0) ++missing_inputs_;
-  for (const Link& link : local.plan.links) missing_inputs_ += link.to == segment ? 1 : 0;
+LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
+    : local_(local), range_(range), micro_batch_(micro_batch), mode_(mode) {
+  if (range == 0) ++missing_inputs_;
+  for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
 }
 
 void LayerRangePass::put_input(int link, Activation activation) {
   if (!inputs_.emplace(link, std::move(activation)).second) {
-    throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached segment {} twice by link {}",
-                                                 micro_batch_, segment_, link));
+    throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
+                                                 micro_batch_, range_, link));
   }
   --missing_inputs_;
 }
 
-std::string LayerRangePass::segment_name() const {
-  const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(segment_)];
-  std::string name = local_.plan.describe(segment.first);
-  if (segment.last != segment.first) name += " to " + local_.plan.describe(segment.last);
+std::string LayerRangePass::range_name() const {
+  const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(range_)];
+  std::string name = local_.plan.describe(range.first);
+  if (range.last != range.first) name += " to " + local_.plan.describe(range.last);
   return name;
 }
 
@@ -170,7 +170,7 @@ Batch LayerRangePass::run_use(int order, const Batch& input, std::map<std::strin
 
 LayerRangePass::Outputs LayerRangePass::run_layers(const std::map<int, Activation>& inputs, bool repeated) {
   const Plan& plan = local_.plan;
-  const LayerRange& segment = plan.segments[static_cast<std::size_t>(segment_)];
+  const LayerRange& range = plan.layer_ranges[static_cast<std::size_t>(range_)];
   Outputs outputs;
   std::map<std::pair<int, std::string>, at::Tensor> aside;  // by the order that pops it, and the name
   for (const auto& [link, activation] : inputs) {
@@ -178,8 +178,8 @@ LayerRangePass::Outputs LayerRangePass::run_layers(const std::map<int, Activatio
     const Link& skip = plan.links[static_cast<std::size_t>(link)];
     aside[{skip.popped_by, skip.skip}] = Member<at::Tensor>::to(activation.batch.members.at(0));
   }
-  Batch batch = inputs.at(segment_ == 0 ? kOutside : segment_ - 1).batch;
-  for (int order = segment.first; order <= segment.last; ++order) {
+  Batch batch = inputs.at(range_ == 0 ? kOutside : range_ - 1).batch;
+  for (int order = range.first; order <= range.last; ++order) {
     std::map<std::string, at::Tensor> pops, stashed;
     for (const std::string& name : local_.uses[static_cast<std::size_t>(order)].pops) {
       pops.emplace(name, std::move(aside[{order, name}]));
@@ -190,7 +190,7 @@ LayerRangePass::Outputs LayerRangePass::run_layers(const std::map<int, Activatio
     }
     for (std::size_t link = 0; link < plan.links.size(); ++link) {
       const Link& skip = plan.links[link];
-      if (skip.skip.empty() || skip.stashed_by != order || skip.from != segment_) continue;
+      if (skip.skip.empty() || skip.stashed_by != order || skip.from != range_) continue;
       outputs.batches[static_cast<int>(link)].members = {Member<at::Tensor>::from(stashed.at(skip.skip))};
     }
   }
@@ -206,13 +206,13 @@ LayerRangePass::Outputs LayerRangePass::run_layers(const std::map<int, Activatio
       fail("the loss", repeated ? "repeated forward" : "forward");
     }
   }
-  outputs.batches[segment_ == local_.last_segment() ? kOutside : segment_] = std::move(batch);
+  outputs.batches[range_ == local_.last_layer_range() ? kOutside : range_] = std::move(batch);
   return outputs;
 }
 
 bool LayerRangePass::any_layer_learns() const {
-  const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(segment_)];
-  for (int order = segment.first; order <= segment.last; ++order) {
+  const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(range_)];
+  for (int order = range.first; order <= range.last; ++order) {
     const LayerUse& use = local_.uses[static_cast<std::size_t>(order)];
     const auto& module = local_.layers[static_cast<std::size_t>(use.layer)].module;
     if (!module) continue;
@@ -247,7 +247,7 @@ std::map<int, Activation> LayerRangePass::activation_of(Outputs& outputs) const 
       bool wants = false;
       if (is_tensor(member)) {
         const at::Tensor& tensor = member.toTensor();
-        wants = needs_backward_ && (mode_.checkpoint ? can_have_gradient(tensor) : tensor.requires_grad());
+        wants = needs_backward_ && (mode_.recompute ? can_have_gradient(tensor) : tensor.requires_grad());
         activation.batch.members.push_back(tensor.detach());
       } else {
         activation.batch.members.push_back(std::move(member));
@@ -258,16 +258,16 @@ std::map<int, Activation> LayerRangePass::activation_of(Outputs& outputs) const 
   return all;
 }
 
-std::map<int, Activation> LayerRangePass::forward(std::optional<LossTask> loss) {
+std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
   loss_ = std::move(loss);
   bool learns = any_layer_learns();
   for (const auto& [link, activation] : inputs_) learns = learns || activation.wants_any();
   needs_backward_ = mode_.gradients && learns;
   // A graph may begin at tensors of the user's own, which no layer's parameters show. Where nothing else
   // learns, recording tells, and costs nothing if there are none.
-  const bool records = mode_.gradients && (!mode_.checkpoint || !learns);
+  const bool records = mode_.gradients && (!mode_.recompute || !learns);
   std::optional<InPlaceWatch> watch;
-  if (mode_.checkpoint && mode_.gradients) {
+  if (mode_.recompute && mode_.gradients) {
     if (!local_.options.seed) random_ = RandomState::capture();
     thread_state_.emplace();
     watch.emplace(inputs_);
@@ -276,26 +276,26 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<LossTask> loss) 
   {
     const torch::autograd::AutoGradMode mode(records);
     std::optional<NoAutocastCache> uncached;
-    if (!records || mode_.checkpoint) uncached.emplace();
+    if (!records || mode_.recompute) uncached.emplace();
     outputs = run_layers(attach_inputs(), false);
   }
   if (records) keep_exits(outputs);
   if (records) needs_backward_ = needs_backward_ || !exits_.empty() || loss_edge_.is_valid();
-  if (mode_.checkpoint) {
+  if (mode_.recompute) {
     exits_.clear();
     loss_edge_ = {};
   }
   try {
     if (watch && needs_backward_) watch->check();
   } catch (...) {
-    fail(segment_name(), "forward");
+    fail(range_name(), "forward");
   }
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
   std::map<int, Activation> activation = activation_of(outputs);
   for (const auto& [link, load] : activation) {
     if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
   }
-  if (!mode_.checkpoint) {
+  if (!mode_.recompute) {
     for (auto& [link, load] : inputs_) load.batch = Batch();  // what wants gradients is remembered
   }
   forward_done_ = true;
@@ -305,15 +305,15 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<LossTask> loss) 
 void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) {
   if (!gradients_.emplace(link, std::move(gradients)).second) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of micro-batch {} came twice to segment {} by link {}", micro_batch_,
-                            segment_, link));
+                fmt::format("gradients of micro-batch {} came twice to layer range {} by link {}",
+                            micro_batch_, range_, link));
   }
   --missing_gradients_;
 }
 
 void LayerRangePass::recompute() {
-  const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(segment_)];
-  KeptBuffers buffers(local_, segment);
+  const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(range_)];
+  KeptBuffers buffers(local_, range);
   const at::ThreadLocalStateGuard state(*thread_state_);
   const torch::autograd::AutoGradMode mode(true);
   const NoAutocastCache uncached;
@@ -346,7 +346,7 @@ std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {
       torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
     }
   } catch (...) {
-    fail(segment_name(), "backward");
+    fail(range_name(), "backward");
   }
   std::map<int, std::vector<at::Tensor>> back;
   std::uint32_t input = 0;

@@ -31,29 +31,29 @@ inline constexpr int kOutside = -1;
 /// How the passes of a step are run.
 struct RunMode {
   std::uint64_t step = 0;
-  bool gradients = false;   ///< a backward will come
-  bool checkpoint = false;  ///< keep the inputs only, compute again for the backward
+  bool gradients = false;  ///< a backward will come
+  bool recompute = false;  ///< keeps only the inputs and recomputes the forward for the backward
 };
 
-/// The loss at the end of the last segment.
-struct LossTask {
+/// The loss of one micro-batch, after the last layer range.
+struct MicroBatchLoss {
   const Loss* loss = nullptr;
   Batch target;
   double weight = 1;  ///< of this micro-batch, in the gradient
 };
 
-/// One micro-batch's way through one segment, forwards and backwards. Holds inputs until the forward,
+/// Runs one micro-batch through one layer range, forward and backward. Holds inputs until the forward,
 /// gradient edges (not outputs) until the backward, and nothing after it. Used by the thread that trains.
 class LayerRangePass {
  public:
-  LayerRangePass(const LocalPipeline& local, int segment, int micro_batch, RunMode mode);
+  LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode);
 
   void put_input(int link, Activation activation);
   bool has_inputs() const { return missing_inputs_ == 0; }
 
-  /// Runs the layers. Returns what goes out, by link; kOutside is the output of the last segment. Throws an
+  /// Runs the layers. Returns what goes out, by link; kOutside is the output of the last layer range. Throws an
   /// Error that names the layer and the micro-batch.
-  std::map<int, Activation> forward(std::optional<LossTask> loss);
+  std::map<int, Activation> forward(std::optional<MicroBatchLoss> loss);
   bool forward_done() const { return forward_done_; }
   /// The loss of the forward.
   double loss() const { return loss_value_; }
@@ -62,7 +62,7 @@ class LayerRangePass {
   /// The forward is done and all gradients that its outputs wanted are here.
   bool has_gradients() const { return forward_done_ && missing_gradients_ == 0; }
 
-  bool can_recompute() const { return forward_done_ && mode_.checkpoint && needs_backward_ && !recomputed_; }
+  bool can_recompute() const { return forward_done_ && mode_.recompute && needs_backward_ && !recomputed_; }
   /// Computes a checkpointed forward again, ahead of its backward.
   void recompute();
   /// Gives parameters their gradients; returns those of the inputs, by link, for links that want any.
@@ -87,10 +87,10 @@ class LayerRangePass {
   std::map<int, Activation> activation_of(Outputs& outputs) const;
   bool any_layer_learns() const;
   [[noreturn]] void fail(const std::string& where, const char* phase) const;
-  std::string segment_name() const;
+  std::string range_name() const;
 
   const LocalPipeline& local_;
-  const int segment_;
+  const int range_;
   const int micro_batch_;
   const RunMode mode_;
   int missing_inputs_ = 0;
@@ -99,7 +99,7 @@ class LayerRangePass {
   bool recomputed_ = false;
   bool needs_backward_ = false;
   double loss_value_ = 0;
-  std::optional<LossTask> loss_;
+  std::optional<MicroBatchLoss> loss_;
   std::map<int, Activation> inputs_;
   std::optional<RandomState> random_;
   std::optional<at::ThreadLocalState> thread_state_;

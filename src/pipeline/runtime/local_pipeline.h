@@ -36,12 +36,12 @@ struct LocalPipeline {
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};
 
-  bool owns_segment(int segment) const {
-    return plan.segments[static_cast<std::size_t>(segment)].worker == me;
+  bool owns_layer_range(int range) const {
+    return plan.layer_ranges[static_cast<std::size_t>(range)].worker == me;
   }
-  int first_worker() const { return plan.segments.front().worker; }
-  int last_worker() const { return plan.segments.back().worker; }
-  int last_segment() const { return static_cast<int>(plan.segments.size()) - 1; }
+  int first_worker() const { return plan.layer_ranges.front().worker; }
+  int last_worker() const { return plan.layer_ranges.back().worker; }
+  int last_layer_range() const { return static_cast<int>(plan.layer_ranges.size()) - 1; }
   Executor& executor() const { return worker.runtime().executor; }
 
   template <rpc::Message M>

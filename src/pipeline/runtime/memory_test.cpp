@@ -51,7 +51,7 @@ at::Tensor count_output(const at::Tensor& x, Census& census, std::vector<int>& a
                               reinterpret_cast<std::int64_t>(&alive_at_backward));
 }
 
-PipelineOptions with(Schedule schedule, Checkpoint checkpoint, int micro_batches = 6) {
+PipelineOptions with(Schedule schedule, ActivationCheckpoint checkpoint, int micro_batches = 6) {
   PipelineOptions options;
   options.micro_batches = micro_batches;
   options.schedule = schedule;
@@ -65,7 +65,8 @@ const at::Tensor& rows() {
 }
 
 TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
-  for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+  for (const ActivationCheckpoint checkpoint :
+       {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
     Census census;
     std::vector<int> alive;
     on_workers(2, 1, [&](Worker& worker) {
@@ -80,7 +81,7 @@ TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
     });
     // All were sent, and all forwards behind them done, before the first backward.
     EXPECT_EQ(alive, std::vector<int>(6, 0)) << "outputs alive at the beginning of each backward";
-    EXPECT_EQ(census.made, checkpoint == Checkpoint::kNever ? 6 : 12);
+    EXPECT_EQ(census.made, checkpoint == ActivationCheckpoint::kNever ? 6 : 12);
     EXPECT_EQ(census.alive, 0);
   }
 }
@@ -94,7 +95,7 @@ TEST(PipelineMemory, OutputsHandedOnInsideAWorkerAreFreedWithTheirUse) {
     layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, census, alive); });
     layers.add_function("plus", [](const at::Tensor& x) { return x + 1; });  // saves nothing
     layers.add<Dense>(2u);
-    PipelineOptions options = with(Schedule::kGPipe, Checkpoint::kNever);
+    PipelineOptions options = with(Schedule::kGPipe, ActivationCheckpoint::kNever);
     options.balance = {2, 1, 1};
     options.workers = {"worker0", "worker0", "worker0"};
     Pipeline pipe(worker, layers, options);
@@ -132,14 +133,15 @@ std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr
 
 TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
   // GPipe holds all m, 1F1B at most as many as there are stages from here on.
-  for (const Census& stage : graphs(with(Schedule::kGPipe, Checkpoint::kNever))) EXPECT_EQ(stage.most, 6);
-  const auto stages = graphs(with(Schedule::k1F1B, Checkpoint::kNever));
+  for (const Census& stage : graphs(with(Schedule::kGPipe, ActivationCheckpoint::kNever)))
+    EXPECT_EQ(stage.most, 6);
+  const auto stages = graphs(with(Schedule::k1F1B, ActivationCheckpoint::kNever));
   for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(stages[static_cast<std::size_t>(stage)].most, 3 - stage);
 }
 
 TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
-    for (const Census& stage : graphs(with(schedule, Checkpoint::kAlways))) {
+    for (const Census& stage : graphs(with(schedule, ActivationCheckpoint::kAlways))) {
       EXPECT_EQ(stage.most, 1);
       EXPECT_EQ(stage.made, 3 * 6) << "each forward was repeated once";
     }
@@ -147,7 +149,7 @@ TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
 }
 
 TEST(PipelineMemory, ArrivalHoldsNoMoreThanItsLimit) {
-  PipelineOptions options = with(Schedule::kArrival, Checkpoint::kNever, 12);
+  PipelineOptions options = with(Schedule::kArrival, ActivationCheckpoint::kNever, 12);
   options.max_in_flight = 2;
   for (const Census& stage : graphs(options)) EXPECT_LE(stage.most, 2);
 }
@@ -159,7 +161,7 @@ TEST(PipelineMemory, InferenceKeepsNothing) {
     layers.add<Dense>(1u);
     layers.add_function("keeps", [&](const at::Tensor& x) { return x * counted(at::ones_like(x), census); });
     layers.add<Dense>(2u);
-    Pipeline pipe(worker, layers, with(Schedule::k1F1B, Checkpoint::kNever));
+    Pipeline pipe(worker, layers, with(Schedule::k1F1B, ActivationCheckpoint::kNever));
     pipe.infer(rows());
   });
   EXPECT_EQ(census.made, 6);
@@ -173,7 +175,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
     layers.add<Dense>(1u);
     layers.add_function("keeps", [keep = keeps_one(census)](const at::Tensor& x) { return keep(x); });
     layers.add<Dense>(2u);
-    PipelineOptions options = with(Schedule::k1F1B, Checkpoint::kNever);
+    PipelineOptions options = with(Schedule::k1F1B, ActivationCheckpoint::kNever);
     options.balance = {2, 1};
     Pipeline pipe(worker, layers, options);
     try {
@@ -197,7 +199,7 @@ TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
   for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
     for (const int micro_batches : {1, 2, 6, 12}) {
       StepReport report;
-      graphs(with(schedule, Checkpoint::kNever, micro_batches), &report);
+      graphs(with(schedule, ActivationCheckpoint::kNever, micro_batches), &report);
       const auto simulated = schedule::simulate(report.table, {schedule::Costs{}});
       EXPECT_EQ(report.measured.peak_live, simulated.peak_live);
       for (int worker = 0; worker < 3; ++worker) {

@@ -72,10 +72,10 @@ const SharedTensors::Extent* SharedTensors::find(const Extent& extent) const {
 }
 
 SharedTensors::SharedTensors(const Layers& layers) {
-  for (std::size_t layer = 0; layer < layers.recipes().size(); ++layer) {
-    if (!layers.recipes()[layer].existing) continue;
+  for (std::size_t layer = 0; layer < layers.specs().size(); ++layer) {
+    if (!layers.specs()[layer].existing) continue;
     std::int64_t place = 0;
-    for (const at::Tensor& tensor : layers.recipes()[layer].existing()) {
+    for (const at::Tensor& tensor : layers.specs()[layer].existing()) {
       Extent extent = extent_of(tensor);
       extent.layer = static_cast<int>(layer);
       extent.id = static_cast<std::int64_t>(layer) << 32 | place++;

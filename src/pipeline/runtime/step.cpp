@@ -29,39 +29,40 @@ Step::Step(const LocalPipeline& local, StepWork work)
   output_wants_.resize(work_.begin.rows.size());
   closing_.id = step_id();
   closing_.peaks.resize(local.ranks.size());
-  closing_.tasks.resize(local.ranks.size());
+  closing_.actions.resize(local.ranks.size());
   backwards_allowed_ = work_.begin.kind == StepKind::kTrain;
   policy_ = make_policy(false);
-  tasks_left_ = count_tasks(false);
+  actions_left_ = count_actions(false);
   feed_input();
 }
 
 std::unique_ptr<Policy> Step::make_policy(bool backwards) const {
   if (work_.table == nullptr) {
     ArrivalLimits limits;
-    if (local_.owns_segment(0) && work_.begin.kind != StepKind::kForward) {
+    if (local_.owns_layer_range(0) && work_.begin.kind != StepKind::kForward) {
       const int asked = local_.options.max_in_flight;
       limits = {0, asked > 0 ? asked : 2 * static_cast<int>(local_.ranks.size()), trains()};
     }
     return make_arrival_policy(limits);
   }
-  std::vector<Action> row = work_.table->tasks[static_cast<std::size_t>(local_.me)];
+  std::vector<Action> row = work_.table->actions[static_cast<std::size_t>(local_.me)];
   if (work_.begin.kind == StepKind::kForward) {
-    std::erase_if(row, [&](const Action& task) { return (task.kind != ActionKind::kForward) != backwards; });
+    std::erase_if(row,
+                  [&](const Action& action) { return (action.kind != ActionKind::kForward) != backwards; });
   }
   return make_table_policy(std::move(row));
 }
 
-int Step::count_tasks(bool backwards) const {
-  int segments = 0;
-  for (int segment = 0; segment <= local_.last_segment(); ++segment)
-    segments += local_.owns_segment(segment) ? 1 : 0;
+int Step::count_actions(bool backwards) const {
+  int ranges = 0;
+  for (int range = 0; range <= local_.last_layer_range(); ++range)
+    ranges += local_.owns_layer_range(range) ? 1 : 0;
   const int parts = work_.begin.kind == StepKind::kTrain && !backwards ? 2 : 1;
-  return segments * micro_batches() * parts;
+  return ranges * micro_batches() * parts;
 }
 
 void Step::feed_input() {
-  if (!local_.owns_segment(0)) return;
+  if (!local_.owns_layer_range(0)) return;
   for (int i = 0; i < micro_batches(); ++i) {
     Activation activation;
     activation.batch = slice(work_.input, first_row_[static_cast<std::size_t>(i)],
@@ -74,39 +75,39 @@ void Step::feed_input() {
   }
 }
 
-LayerRangePass& Step::pass(int segment, int micro_batch) {
-  auto& slot = passes_[{segment, micro_batch}];
+LayerRangePass& Step::pass(int range, int micro_batch) {
+  auto& slot = passes_[{range, micro_batch}];
   if (!slot) {
-    const Checkpoint how = local_.options.checkpoint;
+    const ActivationCheckpoint checkpoint = local_.options.checkpoint;
     const bool last = micro_batch == micro_batches() - 1;
-    const bool checkpoint =
-        trains() && (how == Checkpoint::kAlways || (how == Checkpoint::kExceptLast && !last));
-    slot = std::make_unique<LayerRangePass>(local_, segment, micro_batch,
-                                            RunMode{step_id().step, trains(), checkpoint});
+    const bool recompute = trains() && (checkpoint == ActivationCheckpoint::kAlways ||
+                                        (checkpoint == ActivationCheckpoint::kExceptLast && !last));
+    slot = std::make_unique<LayerRangePass>(local_, range, micro_batch,
+                                            RunMode{step_id().step, trains(), recompute});
   }
   return *slot;
 }
 
-void Step::tell_policy(const Action& task) {
-  if (task.kind == ActionKind::kForward || backwards_allowed_) {
-    policy_->became_ready(task);
+void Step::tell_policy(const Action& action) {
+  if (action.kind == ActionKind::kForward || backwards_allowed_) {
+    policy_->became_ready(action);
   } else {
-    ready_early_.push_back(task);
+    ready_early_.push_back(action);
   }
 }
 
-void Step::check_forward(int segment, int micro_batch) {
-  if (pass(segment, micro_batch).has_inputs()) tell_policy({ActionKind::kForward, segment, micro_batch});
+void Step::check_forward(int range, int micro_batch) {
+  if (pass(range, micro_batch).has_inputs()) tell_policy({ActionKind::kForward, range, micro_batch});
 }
 
-void Step::check_backward(int segment, int micro_batch) {
-  if (trains() && pass(segment, micro_batch).has_gradients())
-    tell_policy({ActionKind::kBackward, segment, micro_batch});
+void Step::check_backward(int range, int micro_batch) {
+  if (trains() && pass(range, micro_batch).has_gradients())
+    tell_policy({ActionKind::kBackward, range, micro_batch});
 }
 
 void Step::deliver(int link, int micro_batch, Activation activation) {
   const int to = link == kOutside ? 0 : local_.plan.links[static_cast<std::size_t>(link)].to;
-  if (local_.owns_segment(to)) {
+  if (local_.owns_layer_range(to)) {
     pass(to, micro_batch).put_input(link, std::move(activation));
     return check_forward(to, micro_batch);
   }
@@ -118,7 +119,7 @@ void Step::deliver(int link, int micro_batch, Activation activation) {
   message.members = std::move(activation.batch.members);
   message.wants_gradient = std::move(activation.wants_gradient);
   message.unsplit = std::move(activation.batch.unsplit);
-  local_.post_to(local_.plan.segments[static_cast<std::size_t>(to)].worker, message);
+  local_.post_to(local_.plan.layer_ranges[static_cast<std::size_t>(to)].worker, message);
 }
 
 void Step::deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients) {
@@ -127,23 +128,23 @@ void Step::deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> 
     return;
   }
   const int from = local_.plan.links[static_cast<std::size_t>(link)].from;
-  if (local_.owns_segment(from)) {
+  if (local_.owns_layer_range(from)) {
     pass(from, micro_batch).put_gradients(link, std::move(gradients));
     return check_backward(from, micro_batch);
   }
-  local_.post_to(local_.plan.segments[static_cast<std::size_t>(from)].worker,
+  local_.post_to(local_.plan.layer_ranges[static_cast<std::size_t>(from)].worker,
                  Gradients{step_id(), micro_batch, link, std::move(gradients)});
 }
 
-void Step::run_forward(int segment, int micro_batch) {
-  LayerRangePass& here = pass(segment, micro_batch);
+void Step::run_forward(int range, int micro_batch) {
+  LayerRangePass& here = pass(range, micro_batch);
   const auto i = static_cast<std::size_t>(micro_batch);
-  const bool last = segment == local_.last_segment();
-  std::optional<LossTask> loss;
+  const bool last = range == local_.last_layer_range();
+  std::optional<MicroBatchLoss> loss;
   const double share = static_cast<double>(work_.begin.rows[i]) / static_cast<double>(first_row_.back());
   if (last && work_.loss != nullptr) {
-    loss = LossTask{work_.loss, slice(work_.target, first_row_[i], work_.begin.rows[i]),
-                    share * work_.begin.gradient_scale};
+    loss = MicroBatchLoss{work_.loss, slice(work_.target, first_row_[i], work_.begin.rows[i]),
+                          share * work_.begin.gradient_scale};
   }
   peak_ = std::max(peak_, ++live_);
   std::map<int, Activation> activation = here.forward(std::move(loss));
@@ -155,11 +156,11 @@ void Step::run_forward(int segment, int micro_batch) {
       keep_output(micro_batch, std::move(load));
     }
   }
-  if (trains()) return check_backward(segment, micro_batch);
-  passes_.erase({segment, micro_batch});
+  if (trains()) return check_backward(range, micro_batch);
+  passes_.erase({range, micro_batch});
   --live_;
   if (!last || work_.table != nullptr) return;
-  if (local_.owns_segment(0)) return policy_->credit();
+  if (local_.owns_layer_range(0)) return policy_->credit();
   local_.post_to(local_.first_worker(), Credit{step_id(), micro_batch});
 }
 
@@ -173,10 +174,10 @@ void Step::keep_output(int micro_batch, Activation activation) {
   outputs_[i] = std::move(activation.batch);
 }
 
-void Step::run_backward(int segment, int micro_batch) {
+void Step::run_backward(int range, int micro_batch) {
   if (!std::exchange(backwards_begun_, true)) hold_first_backward();
-  auto back = pass(segment, micro_batch).backward();
-  passes_.erase({segment, micro_batch});
+  auto back = pass(range, micro_batch).backward();
+  passes_.erase({range, micro_batch});
   --live_;
   for (auto& [link, gradients] : back) deliver_gradients(link, micro_batch, std::move(gradients));
 }
@@ -184,7 +185,7 @@ void Step::run_backward(int segment, int micro_batch) {
 /// One controller may want to see all forwards done before any gradient moves.
 void Step::hold_first_backward() {
   const Future<void>& go = work_.before_first_backward;
-  if (!go.valid() || !local_.owns_segment(0)) return;
+  if (!go.valid() || !local_.owns_layer_range(0)) return;
   while (!go.done()) {
     take_events();
     try {
@@ -197,24 +198,25 @@ void Step::hold_first_backward() {
   go.wait();
 }
 
-void Step::run(const Action& task) {
+void Step::run(const Action& action) {
   const TimePoint start = local_.executor().now();
-  local_.event_queue->set_state(step_id().step, true, true, describe(task), start);
-  if (task.kind == ActionKind::kForward) {
-    run_forward(task.stage, task.micro_batch);
+  local_.event_queue->set_state(step_id().step, true, true, describe(action), start);
+  if (action.kind == ActionKind::kForward) {
+    run_forward(action.stage, action.micro_batch);
   } else {
-    run_backward(task.stage, task.micro_batch);
+    run_backward(action.stage, action.micro_batch);
   }
-  --tasks_left_;
-  record(task, start);
+  --actions_left_;
+  record(action, start);
   watch_.progress();
 }
 
-void Step::record(const Action& task, TimePoint start) {
+void Step::record(const Action& action, TimePoint start) {
   const TimePoint end = local_.executor().now();
-  ran_.push_back(
-      {task.kind, task.stage, task.micro_batch, (start - start_).count(), (end - start_).count(), live_});
-  local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(task), start, step_id().step);
+  ran_.push_back({action.kind, action.stage, action.micro_batch, (start - start_).count(),
+                  (end - start_).count(), live_});
+  local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(action), start,
+                                       step_id().step);
 }
 
 bool Step::recompute_ahead() {
@@ -233,13 +235,13 @@ void Step::run_part(bool backwards) {
   if (backwards) {
     backwards_allowed_ = true;
     policy_ = make_policy(true);
-    tasks_left_ = count_tasks(true);
-    for (const Action& task : std::exchange(ready_early_, {})) policy_->became_ready(task);
+    actions_left_ = count_actions(true);
+    for (const Action& action : std::exchange(ready_early_, {})) policy_->became_ready(action);
   }
-  while (tasks_left_ > 0) {
+  while (actions_left_ > 0) {
     take_events();
-    if (const auto task = policy_->next()) {
-      run(*task);
+    if (const auto action = policy_->next()) {
+      run(*action);
     } else if (!recompute_ahead()) {
       wait();
     }
@@ -287,7 +289,7 @@ void Step::accept(Activations& event) {
                      event.members.size() == event.wants_gradient.size() &&
                      event.unsplit.size() <= event.members.size();
   const int to = known ? local_.plan.links[static_cast<std::size_t>(event.link)].to : -1;
-  if (!known || !local_.owns_segment(to)) {
+  if (!known || !local_.owns_layer_range(to)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("activations of link {}, micro-batch {}, do not belong to this worker",
                             event.link, event.micro_batch));
@@ -304,7 +306,7 @@ void Step::accept(Gradients& event) {
   const bool known = event.link >= 0 && event.link < static_cast<int>(local_.plan.links.size()) &&
                      event.micro_batch >= 0 && event.micro_batch < micro_batches();
   const int from = known ? local_.plan.links[static_cast<std::size_t>(event.link)].from : -1;
-  if (!known || !local_.owns_segment(from)) {
+  if (!known || !local_.owns_layer_range(from)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
                             event.micro_batch));
@@ -318,7 +320,7 @@ void Step::accept(const PartDone& event) {
   ++parts_done_;
   if (event.worker == local_.last_worker()) closing_.loss = event.loss;
   closing_.peaks[worker] = event.peak;
-  closing_.tasks[worker] = event.tasks;
+  closing_.actions[worker] = event.actions;
 }
 
 void Step::accept(StepClosed& event) {
@@ -402,7 +404,7 @@ Batch Step::output() {
 }
 
 void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
-  if (!local_.owns_segment(local_.last_segment())) return;
+  if (!local_.owns_layer_range(local_.last_layer_range())) return;
   std::vector<std::int64_t> first(gradients.size(), 0);
   for (int micro_batch = 0; micro_batch < micro_batches(); ++micro_batch) {
     const auto i = static_cast<std::size_t>(micro_batch);
@@ -420,25 +422,25 @@ void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
     }
     const auto& wants = output_wants_[i];
     if (std::find(wants.begin(), wants.end(), 1) == wants.end()) continue;
-    pass(local_.last_segment(), micro_batch).put_gradients(kOutside, std::move(pieces));
-    check_backward(local_.last_segment(), micro_batch);
+    pass(local_.last_layer_range(), micro_batch).put_gradients(kOutside, std::move(pieces));
+    check_backward(local_.last_layer_range(), micro_batch);
   }
 }
 
-std::string Step::describe(const Action& task) const {
-  const LayerRange& segment = local_.plan.segments[static_cast<std::size_t>(task.stage)];
+std::string Step::describe(const Action& action) const {
+  const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(action.stage)];
   return fmt::format("the {} of micro-batch {} through {}{}",
-                     task.kind == ActionKind::kForward ? "forward" : "backward", task.micro_batch,
-                     local_.plan.describe(segment.first), segment.last == segment.first ? "" : " and on");
+                     action.kind == ActionKind::kForward ? "forward" : "backward", action.micro_batch,
+                     local_.plan.describe(range.first), range.last == range.first ? "" : " and on");
 }
 
 std::string Step::waiting_for() const {
-  if (tasks_left_ == 0) return "the others to end their parts";
+  if (actions_left_ == 0) return "the others to end their parts";
   if (passes_.empty()) return "activations";
   const auto& [key, oldest] = *passes_.begin();
-  return fmt::format("{} of micro-batch {} at {}", oldest->forward_done() ? "gradients" : "activations",
-                     key.second,
-                     local_.plan.describe(local_.plan.segments[static_cast<std::size_t>(key.first)].first));
+  return fmt::format(
+      "{} of micro-batch {} at {}", oldest->forward_done() ? "gradients" : "activations", key.second,
+      local_.plan.describe(local_.plan.layer_ranges[static_cast<std::size_t>(key.first)].first));
 }
 
 StepReport Step::report() const {
@@ -448,12 +450,12 @@ StepReport Step::report() const {
   if (work_.table != nullptr) report.table = *work_.table;
   schedule::Timeline& measured = report.measured;
   measured.name = "measured";
-  for (std::size_t worker = 0; worker < closing_.tasks.size(); ++worker) {
+  for (std::size_t worker = 0; worker < closing_.actions.size(); ++worker) {
     std::vector<schedule::ActionSpan> spans;
     std::vector<double> live;
     Duration busy{0};
-    for (const RanTask& ran : closing_.tasks[worker]) {
-      spans.push_back({{ran.kind, ran.segment, ran.micro_batch}, Duration(ran.start), Duration(ran.end)});
+    for (const RanAction& ran : closing_.actions[worker]) {
+      spans.push_back({{ran.kind, ran.layer_range, ran.micro_batch}, Duration(ran.start), Duration(ran.end)});
       live.push_back(ran.live);
       busy += Duration(ran.end - ran.start);
       measured.makespan = std::max(measured.makespan, Duration(ran.end));

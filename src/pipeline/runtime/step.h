@@ -18,21 +18,21 @@ namespace torchspan::pipeline {
 /// What this worker brings to a step.
 struct StepWork {
   StepBegin begin;
-  const schedule::Table* table = nullptr;  ///< the order of tasks; null: the order of arrival
-  Batch input;                             ///< on the worker of the first segment
+  const schedule::Table* table = nullptr;  ///< the order of actions; null: the order of arrival
+  Batch input;                             ///< on the worker of the first layer range
   Batch target;                            ///< on that of the last, if there is a loss
   const Loss* loss = nullptr;
   Future<void> before_first_backward = {};
 };
 
-/// One step on one worker: the loop that takes events in, runs tasks as the policy says, and posts what
+/// One step on one worker: the loop that takes events in, runs actions as the policy says, and posts what
 /// comes of them. The same for the first, the last and every other worker. Used by the thread that trains.
 class Step {
  public:
   Step(const LocalPipeline& local, StepWork work);
 
   std::uint64_t id() const { return work_.begin.id.step; }
-  /// Runs tasks until this worker's forwards (backwards) of a StepKind::kForward are done, or its part of any
+  /// Runs actions until this worker's forwards (backwards) of a StepKind::kForward are done, or its part of any
   /// other step. Throws the error that ends the step, after telling the others if it began here.
   void run_part(bool backwards);
   /// Waits until every worker is done with its part.
@@ -40,7 +40,7 @@ class Step {
   /// Gives the input its gradients; then the same at the end of the step.
   void close();
 
-  /// The whole output, on the worker of the last segment.
+  /// The whole output, on the worker of the last layer range.
   Batch output();
   /// Gives the backwards the gradients of the whole output, one a member.
   void put_output_gradients(const std::vector<at::Tensor>& gradients);
@@ -48,17 +48,17 @@ class Step {
   StepReport report() const;
 
  private:
-  LayerRangePass& pass(int segment, int micro_batch);
+  LayerRangePass& pass(int range, int micro_batch);
   std::unique_ptr<Policy> make_policy(bool backwards) const;
-  int count_tasks(bool backwards) const;
-  void tell_policy(const schedule::Action& task);
+  int count_actions(bool backwards) const;
+  void tell_policy(const schedule::Action& action);
   void feed_input();
-  void check_forward(int segment, int micro_batch);
-  void check_backward(int segment, int micro_batch);
-  void run(const schedule::Action& task);
-  void run_forward(int segment, int micro_batch);
+  void check_forward(int range, int micro_batch);
+  void check_backward(int range, int micro_batch);
+  void run(const schedule::Action& action);
+  void run_forward(int range, int micro_batch);
   void keep_output(int micro_batch, Activation activation);
-  void run_backward(int segment, int micro_batch);
+  void run_backward(int range, int micro_batch);
   void deliver(int link, int micro_batch, Activation activation);
   void deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients);
   void finish_input_gradients();
@@ -70,8 +70,8 @@ class Step {
   void accept(const PartDone& event);
   void accept(StepClosed& event);
   void hold_first_backward();
-  void record(const schedule::Action& task, TimePoint start);
-  std::string describe(const schedule::Action& task) const;
+  void record(const schedule::Action& action, TimePoint start);
+  std::string describe(const schedule::Action& action) const;
   std::string waiting_for() const;
   StepId step_id() const { return work_.begin.id; }
   int micro_batches() const { return static_cast<int>(work_.begin.rows.size()); }
@@ -90,10 +90,10 @@ class Step {
   std::vector<schedule::Action> ready_early_;  ///< backwards that can run before their part has begun
   bool backwards_allowed_ = false;
   bool backwards_begun_ = false;
-  int tasks_left_ = 0;
+  int actions_left_ = 0;
   int live_ = 0;
   int peak_ = 0;
-  std::vector<RanTask> ran_;
+  std::vector<RanAction> ran_;
   double loss_ = 0;
   std::vector<Batch> outputs_;  ///< by micro-batch, until output()
   /// By micro-batch and member of the output: its rows, or -1 for a tensor without, and whether it wants a
