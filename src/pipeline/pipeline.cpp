@@ -135,7 +135,7 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
 
 StepBegin Pipeline::Impl::await_begin(StepKind kind) {
   const std::uint64_t step = next_step_ - 1;
-  Watch watch(local_);
+  StallWatch watch(local_);
   for (;;) {
     const Future<void> arrival = local_.event_queue->arrival();
     std::deque<StepEvent> events = local_.event_queue->take(step);

@@ -45,38 +45,4 @@ TimePoint PipelineExtension::MessageRouter::now() const {
   return worker ? worker->runtime().executor.now() : TimePoint();
 }
 
-PipelineExtension::PipelineExtension() = default;
-PipelineExtension::~PipelineExtension() = default;
-
-namespace {
-
-template <rpc::Message M>
-void take_in(rpc::Registrar& registrar, const std::shared_ptr<PipelineExtension::MessageRouter>& router) {
-  registrar.handle<M>(rpc::RunOn::kReceiver, [router](const rpc::CallInfo&, M message) {
-    if constexpr (std::is_same_v<M, StepBegin>) message.arrived = router->now();
-    const auto event_queue = router->find(message.id.pipeline);
-    event_queue->put(std::move(message));
-    return Unit{};
-  });
-}
-
-}  // namespace
-
-void PipelineExtension::attach(rpc::Registrar& registrar) {
-  router_ = std::make_shared<MessageRouter>(registrar.worker());
-  take_in<StepBegin>(registrar, router_);
-  take_in<Activations>(registrar, router_);
-  take_in<Gradients>(registrar, router_);
-  take_in<StepFailed>(registrar, router_);
-  take_in<PartDone>(registrar, router_);
-  take_in<StepClosed>(registrar, router_);
-  take_in<Credit>(registrar, router_);
-  registrar.handle<AskState>(rpc::RunOn::kReceiver,
-                             [router = router_](const rpc::CallInfo&, const AskState& ask) {
-                               return router->find(ask.id.pipeline)->state(router->now());
-                             });
-  registrar.on_departure(
-      [router = router_](std::uint32_t rank, const Error& reason) { router->departed(rank, reason); });
-}
-
 }  // namespace torchspan::pipeline

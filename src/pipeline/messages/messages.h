@@ -26,6 +26,9 @@ enum class StepKind : std::uint8_t {
   kForward,    ///< forwards whose backwards come by a call of their own
 };
 
+/// Whether passes of such a step have a backward.
+inline bool has_backwards(StepKind kind) { return kind == StepKind::kTrain || kind == StepKind::kForward; }
+
 /// The first worker of the plan split its batch: the step has begun.
 struct StepBegin {
   static constexpr wire::MessageType kType{0x0301};

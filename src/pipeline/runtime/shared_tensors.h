@@ -45,15 +45,4 @@ class SharedTensors {
 std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
                                                  const std::vector<std::string>& reports);
 
-/// Throws when a step changes a tensor that layers of other workers have copies of.
-class ConstantsWatch {
- public:
-  explicit ConstantsWatch(const LocalPipeline& local);
-  void check() const;
-
- private:
-  const LocalPipeline& local_;
-  std::vector<std::uint32_t> versions_;
-};
-
 }  // namespace torchspan::pipeline

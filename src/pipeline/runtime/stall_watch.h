@@ -9,9 +9,9 @@ namespace torchspan::pipeline {
 
 /// Looks after the others while this worker waits in a step: asks them from time to time what they do, and
 /// finds out who keeps the step from going on. Used by the thread that trains.
-class Watch {
+class StallWatch {
  public:
-  explicit Watch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
+  explicit StallWatch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
 
   /// Something came: the step goes on.
   void progress() {

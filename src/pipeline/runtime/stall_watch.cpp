@@ -1,16 +1,16 @@
-#include "pipeline/runtime/watch.h"
+#include "pipeline/runtime/stall_watch.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 
 namespace torchspan::pipeline {
 
-Duration Watch::patience() const {
+Duration StallWatch::patience() const {
   return std::clamp<Duration>(local_.options.stall_timeout / 4, std::chrono::milliseconds(1),
                               std::chrono::seconds(1));
 }
 
-void Watch::ask(std::uint64_t step) {
+void StallWatch::ask(std::uint64_t step) {
   asked_.clear();
   for (int worker = 0; worker < static_cast<int>(local_.ranks.size()); ++worker) {
     if (worker == local_.me) continue;
@@ -19,7 +19,7 @@ void Watch::ask(std::uint64_t step) {
   }
 }
 
-std::optional<Error> Watch::look(std::uint64_t step, const std::string& waiting_for) {
+std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& waiting_for) {
   const double limit = to_seconds(local_.options.stall_timeout);
   const double waited = to_seconds(local_.executor().now() - since_);
   const auto stalled = [&](int worker, const std::string& what) {
