@@ -10,7 +10,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// Three dense layers, a stage each.
+/// Three dense layers, one per stage.
 Layers three() {
   Layers layers;
   for (const std::uint64_t seed : {1u, 2u, 3u}) layers.add<Dense>(seed);
@@ -303,7 +303,7 @@ TEST(PipelineSteps, EvaluationAndTrainingAlternate) {
   });
 }
 
-/// Depends on all rows at once: no sum over micro-batches.
+/// Depends on all rows together; not a sum over micro-batches.
 at::Tensor entangled(const at::Tensor& output) {
   return at::matmul(output.t(), output).square().sum().log() + at::logsumexp(output, at::IntArrayRef{0, 1});
 }

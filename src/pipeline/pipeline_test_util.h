@@ -1,5 +1,5 @@
 #pragma once
-// What the tests of a pipeline's behaviour share: models of which a plain twin exists in one process.
+// Shared by the tests of pipelines: comparison with the same model in one process.
 #include <functional>
 #include <gtest/gtest.h>
 #include <memory>
@@ -18,7 +18,7 @@ inline at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target
   return (output - target).square().mean();
 }
 
-/// Every way to run a step that must not change its result.
+/// Runs `body` with every combination of schedule and activation checkpointing.
 inline void in_every_way(const std::function<void(PipelineOptions)>& body) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (const ActivationCheckpoint checkpoint :
@@ -41,8 +41,7 @@ inline void expect_close(const at::Tensor& ours, const at::Tensor& expected, dou
   EXPECT_TRUE(at::allclose(ours, expected, tolerance, tolerance)) << ours << "\nexpected " << expected;
 }
 
-/// The parameters' gradients of the layers that this worker owns are those of the twins, by layer; null: a
-/// layer without.
+/// Expects the gradients of this worker's layers to equal those of `twins`, by layer; null: not compared.
 inline void expect_gradients(const Pipeline& pipe,
                              const std::vector<std::shared_ptr<torch::nn::Module>>& twins) {
   for (std::size_t layer = 0; layer < twins.size(); ++layer) {

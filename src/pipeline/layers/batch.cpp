@@ -12,14 +12,14 @@ Batch& Batch::mark_unsplit(std::size_t member) {
 
 void batch_detail::refuse(const char* wanted, const c10::IValue& there) {
   throw Error(ErrorKind::kInvalid,
-              fmt::format("the layer takes {} where {} reaches it", wanted,
+              fmt::format("the layer takes {}, but its input is {}", wanted,
                           there.isNone() ? "nothing (None)" : "a value of type " + there.tagKind()));
 }
 
 const at::Tensor& Batch::tensor() const {
   if (members.size() != 1 || !members.front().isTensor()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("a single tensor was expected; the batch has {} members", members.size()));
+                fmt::format("expected a single tensor; the batch has {} members", members.size()));
   }
   return members.front().toTensor();
 }

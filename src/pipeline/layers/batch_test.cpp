@@ -11,7 +11,7 @@ namespace torchspan::pipeline::batch_test {
 
 using torchspan::testing::invalid_text;
 
-/// What a user's layers may hand on: a struct of their own.
+/// A user's struct that layers return and take.
 struct Attended {
   at::Tensor hidden;
   at::Tensor mask;
@@ -44,7 +44,7 @@ using ::testing::HasSubstr;
 
 at::Tensor number(double value) { return at::full({2}, value); }
 
-/// What a layer makes of `input`.
+/// Runs a layer on `input`.
 template <class F>
 Batch run(F function, const Batch& input) {
   Layers layers;
@@ -178,12 +178,12 @@ TEST(LayerCalls, PassSkipsWhereverTheParameterStands) {
 TEST(LayerCalls, CountWhatReachesThem) {
   const auto sum = [](const at::Tensor& a, const at::Tensor& b) { return a + b; };
   EXPECT_THAT(invalid_text([&] { run(sum, number(1)); }),
-              HasSubstr("the layer takes 2 values, but what reaches it has 1"));
+              HasSubstr("the layer takes 2 values, but its input has 1"));
   EXPECT_THAT(invalid_text([&] { run(sum, Batch({number(1), number(2), number(3)})); }), HasSubstr("has 3"));
   EXPECT_THAT(invalid_text([&] {
                 run([](const at::Tensor& x) { return x; }, Batch({number(1), number(2)}));
               }),
-              HasSubstr("takes 1 values, but what reaches it has 2"));
+              HasSubstr("takes 1 values, but its input has 2"));
 }
 
 TEST(LayerCalls, NameTheTypeThatDoesNotFit) {
@@ -193,16 +193,16 @@ TEST(LayerCalls, NameTheTypeThatDoesNotFit) {
   const auto takes_bool = [](bool x) { return x; };
   const Batch integer({c10::IValue(std::int64_t{3})}), real({c10::IValue(0.5)}), none({c10::IValue()});
   EXPECT_THAT(invalid_text([&] { run(takes_tensor, integer); }),
-              HasSubstr("the layer takes a tensor where a value of type Int reaches it"));
+              HasSubstr("the layer takes a tensor, but its input is a value of type Int"));
   EXPECT_THAT(invalid_text([&] { run(takes_integer, number(1)); }),
-              HasSubstr("takes an integer where a value"));
+              HasSubstr("takes an integer, but its input is a value"));
   EXPECT_THAT(invalid_text([&] { run(takes_integer, real); }), HasSubstr("type Double"));
   EXPECT_THAT(invalid_text([&] { run(takes_real, integer); }), HasSubstr("a floating-point number"));
   EXPECT_THAT(invalid_text([&] { run(takes_bool, none); }),
-              HasSubstr("a bool where nothing (None) reaches it"));
+              HasSubstr("a bool, but its input is nothing (None)"));
 }
 
-// Layers as they are described.
+// Descriptions of layers.
 
 struct CountingImpl : torch::nn::Module {
   explicit CountingImpl(int* made) { ++*made; }
@@ -211,7 +211,7 @@ struct CountingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Counting);
 
-/// No module: any class with a forward will do.
+/// Not a module: any class with a forward can be a layer.
 struct Plain {
   explicit Plain(double by) : by(by) {}
   at::Tensor forward(const at::Tensor& x) { return x * by; }

@@ -9,7 +9,7 @@
 namespace torchspan::pipeline {
 namespace {
 
-/// All dimensions but the second, the channels'.
+/// All dimensions except the second one, the channels.
 std::vector<std::int64_t> reduced_dimensions(const at::Tensor& input) {
   std::vector<std::int64_t> dimensions{0};
   for (std::int64_t d = 2; d < input.dim(); ++d) dimensions.push_back(d);
@@ -55,7 +55,7 @@ at::Tensor DeferredBatchNormImpl::forward(const at::Tensor& input) {
     if (order_ < 0) end_step(true);
   }
   namespace F = torch::nn::functional;
-  // With its own statistics, and without touching the running ones.
+  // Normalizes with the statistics of the batch and leaves the running ones unchanged.
   const bool own = is_training() || !running_mean.defined();
   return F::detail::batch_norm(input, own ? at::Tensor() : running_mean, own ? at::Tensor() : running_var,
                                weight, bias, own, 0.0, options.eps());
@@ -66,7 +66,7 @@ void DeferredBatchNormImpl::begin_use(int order, bool repeated) {
   repeated_ = repeated;
 }
 
-/// Chan, Golub and LeVeque: the moments of two sets from those of each, without cancellation.
+/// Merges the moments of two sets without cancellation (Chan, Golub and LeVeque, 1979).
 void DeferredBatchNormImpl::gather(const at::Tensor& input) {
   const torch::autograd::AutoGradMode mode(false);
   const at::Tensor values = input.detach().to(at::kDouble);
@@ -107,7 +107,7 @@ void DeferredBatchNormImpl::end_step(bool succeeded) {
 
 namespace {
 
-/// The layer that takes the place of `module`; null: it stays.
+/// Returns the replacement of `module`; null if it is not a batch norm.
 std::shared_ptr<DeferredBatchNormImpl> substitute(const std::shared_ptr<torch::nn::Module>& module) {
   namespace nn = torch::nn;
   if (auto one = std::dynamic_pointer_cast<nn::BatchNorm1dImpl>(module))
@@ -119,18 +119,20 @@ std::shared_ptr<DeferredBatchNormImpl> substitute(const std::shared_ptr<torch::n
   return nullptr;
 }
 
-/// A block's own code calls its norms by their C++ type: nothing can take their place from outside.
+/// Throws if the block has a norm that needs conversion: its code calls the norm by its C++ type.
 void refuse_norms_inside(const std::string& name, const torch::nn::Module& block) {
   for (const auto& inner : block.named_modules("", false)) {
     const auto norm = substitute(inner.value());
-    if (!norm || !norm->running_mean.defined()) continue;  // without statistics there is nothing to defer
+    if (!norm || !norm->running_mean.defined())
+      continue;  // a norm without running statistics needs no conversion
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("'{}' of module '{}' ({}) cannot be converted: the module calls it by its type, {}. "
-                    "Declare it there as torchspan::pipeline::DeferredBatchNorm, whose parameters and "
-                    "buffers have the same names; a Sequential inside the module can be converted and "
-                    "put back by Module::replace_module()",
-                    inner.key(), name, block.name(), inner.value()->name()));
+        fmt::format(
+            "'{}' of module '{}' ({}) cannot be converted: the module calls it by its type, {}. "
+            "Declare it there as torchspan::pipeline::DeferredBatchNorm, whose parameters and "
+            "buffers have the same names, or convert a Sequential inside the module and put it back with "
+            "Module::replace_module()",
+            inner.key(), name, block.name(), inner.value()->name()));
   }
 }
 
@@ -138,7 +140,7 @@ void refuse_norms_inside(const std::string& name, const torch::nn::Module& block
 
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules) {
   torch::nn::Sequential converted;
-  // Before it has modules: each of them keeps its own mode.
+  // Before the modules are added, so that each keeps its mode.
   converted->train(modules->is_training());
   const auto children = modules->named_children();
   std::size_t index = 0;

@@ -22,7 +22,7 @@ struct Pair {
   DeferredBatchNorm deferred{nullptr};
 };
 
-/// Two of equal parameters, of which nothing is shared.
+/// Two norms with equal, unshared parameters.
 Pair make_pair(std::int64_t channels, at::ScalarType type = at::kDouble,
                c10::optional<double> momentum = 0.1) {
   nn::BatchNormOptions options(channels);
@@ -84,7 +84,7 @@ TEST(DeferredBatchNorm, GathersTheStatisticsOfTheWholeBatch) {
         SCOPED_TRACE(::testing::Message() << type << ", " << momentum.value_or(-1) << ", " << chunks);
         Pair pair = make_pair(3, type, momentum);
         for (std::uint64_t step = 0; step < 4; ++step) {
-          // Few values, so that the unbiased variance is far from the biased one.
+          // Few values, so that biased and unbiased variance differ clearly.
           const at::Tensor input = seeded({7, 3, 2, 1}, 10 + step, type);
           use(*pair.deferred, input, chunks);
           pair.deferred->end_step(true);
@@ -107,7 +107,7 @@ TEST(DeferredBatchNorm, CommitsAtTheEndOfTheStepAndNotBefore) {
   EXPECT_EQ(pair.deferred->num_batches_tracked.item<std::int64_t>(), 1) << "a step without it counts nothing";
 }
 
-// E[x²] − E[x]² has no correct digit left here.
+// E[x²] − E[x]² has no correct digits here.
 TEST(DeferredBatchNorm, DoesNotCancelForLargeMeans) {
   for (const double mean : {1e4, 1e6}) {
     Pair pair = make_pair(2, at::kFloat);
@@ -368,7 +368,7 @@ struct ConvNorm {
   nn::BatchNorm2d norm{nullptr};
 };
 
-/// conv, norm, conv's way back: the norm on the second of three stages.
+/// conv, norm, conv: the norm is on the second of three stages.
 void train_conv_norm(ActivationCheckpoint checkpoint, std::int64_t batch, int micro_batches) {
   SCOPED_TRACE(::testing::Message() << "checkpoint " << static_cast<int>(checkpoint) << ", " << batch
                                     << " rows in " << micro_batches);

@@ -10,7 +10,7 @@
 namespace torchspan::pipeline {
 namespace {
 
-/// Whether `piece` can follow `first` in a whole: as many members, and tensors where it has tensors.
+/// Throws unless `piece` has as many members as `first`, and tensors in the same places.
 void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
   bool alike = piece.members.size() == first.members.size();
   for (std::size_t i = 0; alike && i < first.members.size(); ++i)
@@ -38,7 +38,7 @@ std::int64_t count_rows(const Batch& batch, const std::string& what) {
     if (rows && *rows != here) {
       throw Error(ErrorKind::kInvalid,
                   fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {}); "
-                              "mark one that is not to be split by Batch::mark_unsplit(member)",
+                              "mark a tensor without a batch dimension with Batch::mark_unsplit(member)",
                               what, *rows, here, i));
     }
     rows = here;

@@ -7,7 +7,7 @@
 
 namespace torchspan::pipeline {
 
-/// The state of LibTorch's CPU generator, to be had back later.
+/// A saved state of LibTorch's CPU generator.
 class RandomState {
  public:
   static RandomState capture();
@@ -18,7 +18,7 @@ class RandomState {
   at::Tensor state_;
 };
 
-/// Gives the generator its present state back at the end of a scope.
+/// Restores the state of LibTorch's CPU generator at the end of a scope.
 class RandomScope {
  public:
   RandomScope() : before_(RandomState::capture()) {}
@@ -30,7 +30,7 @@ class RandomScope {
   const RandomState before_;
 };
 
-/// Seeds LibTorch's CPU generator for a scope; without a seed does nothing.
+/// Seeds LibTorch's CPU generator for a scope. Does nothing without a seed.
 class SeededScope {
  public:
   explicit SeededScope(std::optional<std::uint64_t> seed);
@@ -39,7 +39,7 @@ class SeededScope {
   std::optional<RandomScope> outer_;
 };
 
-/// The next number of LibTorch's CPU generator.
+/// Draws the next number of LibTorch's CPU generator.
 std::uint64_t draw_seed();
 
 }  // namespace torchspan::pipeline

@@ -7,7 +7,7 @@
 namespace torchspan::pipeline {
 namespace {
 
-/// The step that an event belongs to; none: any.
+/// The step that an event belongs to; nullopt: any step.
 std::optional<std::uint64_t> step_of(const StepEvent& event) {
   return std::visit(
       [](const auto& held) -> std::optional<std::uint64_t> {
@@ -33,7 +33,7 @@ void EventQueue::put(StepEvent event) {
 }
 
 std::deque<StepEvent> EventQueue::take(std::uint64_t step) {
-  std::deque<StepEvent> here, dropped;  // destroyed after the lock is gone
+  std::deque<StepEvent> here, dropped;  // destroyed after the lock is released
   {
     MutexLock lock(mutex_);
     std::deque<StepEvent> all = std::exchange(later_, {});

@@ -15,12 +15,12 @@
 
 namespace torchspan::pipeline {
 
-/// A worker of the world died or left.
+/// A worker of the world died or left the job.
 struct Departure {
   std::uint32_t rank = 0;
   Error error{ErrorKind::kDisconnected, ""};
 };
-/// A message of ours did not arrive.
+/// A message of this worker did not arrive.
 struct NotSent {
   StepId id;
   std::uint32_t rank = 0;
@@ -30,8 +30,8 @@ struct NotSent {
 using StepEvent = std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit,
                                Departure, NotSent>;
 
-/// What reaches one pipeline on one worker: put in by whoever receives, taken out by the thread that trains.
-/// Thread-safe; waits for nothing.
+/// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
+/// out. Thread-safe; never blocks.
 class EventQueue {
  public:
   EventQueue(std::string name, std::weak_ptr<FutureHost> host)
@@ -39,15 +39,15 @@ class EventQueue {
 
   const std::string& name() const { return name_; }
   void put(StepEvent event);
-  /// The events of a step and the departures, in the order in which they came. Those of earlier steps are
-  /// dropped, those of later ones kept.
+  /// Returns the events of a step, and departures, in order of arrival. Drops events of earlier steps and
+  /// keeps those of later steps.
   std::deque<StepEvent> take(std::uint64_t step);
-  /// Letters that were taken too early, for the next take().
+  /// Returns events to the queue; the next take() sees them first.
   void put_back(std::deque<StepEvent> events);
-  /// Done when something has come since the last take().
+  /// Completes when an event arrives, or at once if one arrived since the last take().
   Future<void> arrival();
 
-  /// What AskState is answered; by the thread that trains.
+  /// Sets the answer to AskState. Called by the training thread.
   void set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since);
   WorkerState state(TimePoint now) const;
 
@@ -56,7 +56,7 @@ class EventQueue {
   const std::weak_ptr<FutureHost> host_;
   mutable Mutex mutex_;
   std::deque<StepEvent> events_ TORCHSPAN_GUARDED_BY(mutex_);  ///< since the last take()
-  std::deque<StepEvent> later_ TORCHSPAN_GUARDED_BY(mutex_);   ///< of steps that have not begun here
+  std::deque<StepEvent> later_ TORCHSPAN_GUARDED_BY(mutex_);   ///< of steps that this worker has not begun
   std::optional<Promise<void>> waiting_ TORCHSPAN_GUARDED_BY(mutex_);
   WorkerState state_ TORCHSPAN_GUARDED_BY(mutex_);
   TimePoint since_ TORCHSPAN_GUARDED_BY(mutex_);

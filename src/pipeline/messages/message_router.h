@@ -10,19 +10,20 @@
 
 namespace torchspan::pipeline {
 
-/// The event queues of one worker, by pipeline.
+/// Finds the event queue of a message's pipeline among those of one worker. Thread-safe.
 class PipelineExtension::MessageRouter {
  public:
   explicit MessageRouter(Worker& worker) : worker_(worker.endpoint()->weak_from_this()) {}
 
-  /// The id of the next pipeline of these workers and name, equal on all of them as long as they make such
-  /// pipelines in the same order, and its event queue here, which exists as long as somebody keeps it.
+  /// Id and event queue of a pipeline on this worker. The router does not own the queue.
   struct Opened {
     std::uint64_t id = 0;
     std::shared_ptr<EventQueue> event_queue;
   };
+  /// Registers the next pipeline of these workers and name. Its id is the same on all workers if they create
+  /// such pipelines in the same order.
   Opened open(const std::string& name, const std::string& workers, std::weak_ptr<FutureHost> host);
-  /// Throws Error{kInvalid} when there is no such pipeline (any more).
+  /// Throws Error{kInvalid} if the pipeline does not exist or was destroyed.
   std::shared_ptr<EventQueue> find(std::uint64_t id);
   void departed(std::uint32_t rank, const Error& error);
   TimePoint now() const;
@@ -34,13 +35,13 @@ class PipelineExtension::MessageRouter {
   std::map<std::uint64_t, std::weak_ptr<EventQueue>> event_queues_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Sends a message that nobody waits for: what goes wrong becomes an event in the sender's own event queue.
+/// Sends a message without waiting for its reply. A failure becomes an event in the sender's `event_queue`.
 template <rpc::Message M>
 void post(const Worker& worker, const std::shared_ptr<EventQueue>& event_queue, std::uint32_t rank,
           const M& message);
 
 namespace message_router_detail {
-/// Turns the failure of a message into an event.
+/// Puts the failure of a message into an event queue.
 class NoteFailure final : public rpc::Completion {
  public:
   NoteFailure(std::weak_ptr<EventQueue> event_queue, StepId id, std::uint32_t rank)

@@ -23,13 +23,13 @@ enum class StepKind : std::uint8_t {
   kTrain = 1,  ///< forwards, loss, backwards
   kLoss,       ///< the same without gradients: no backwards
   kInfer,      ///< forwards only
-  kForward,    ///< forwards whose backwards come by a call of their own
+  kForward,    ///< forwards; a separate call runs the backwards
 };
 
 /// Whether passes of such a step have a backward.
 inline bool has_backwards(StepKind kind) { return kind == StepKind::kTrain || kind == StepKind::kForward; }
 
-/// The first worker of the plan split its batch: the step has begun.
+/// Begins a step; from the first worker, which splits the batch.
 struct StepBegin {
   static constexpr wire::MessageType kType{0x0301};
   static constexpr std::string_view kName = "pipeline.begin";
@@ -38,10 +38,10 @@ struct StepBegin {
   StepKind kind = StepKind::kTrain;
   std::vector<std::int64_t> rows;  ///< by micro-batch
   double gradient_scale = 1;
-  TimePoint arrived = {};  ///< here; does not travel
+  TimePoint arrived = {};  ///< on this worker; not sent
 };
 
-/// What a link carries forwards for one micro-batch.
+/// The activations of one micro-batch that a link carries forward.
 struct Activations {
   static constexpr wire::MessageType kType{0x0302};
   static constexpr std::string_view kName = "pipeline.activations";
@@ -55,8 +55,8 @@ struct Activations {
   std::vector<std::uint8_t> unsplit = {};    ///< as Batch::unsplit
 };
 
-/// What the link carries back: one tensor a member, undefined where there is no gradient. Sent if any member
-/// wants one.
+/// The gradients that a link carries back: one tensor per member, undefined where there is none. Sent if any
+/// member wants one.
 struct Gradients {
   static constexpr wire::MessageType kType{0x0303};
   static constexpr std::string_view kName = "pipeline.gradients";
@@ -67,7 +67,7 @@ struct Gradients {
   std::vector<at::Tensor> gradients;
 };
 
-/// The step failed on the sender: it ends everywhere.
+/// Ends the step on all workers, because it failed on the sender.
 struct StepFailed {
   static constexpr wire::MessageType kType{0x0304};
   static constexpr std::string_view kName = "pipeline.failed";
@@ -76,7 +76,7 @@ struct StepFailed {
   Error error{ErrorKind::kCancelled, ""};
 };
 
-/// One action as it was run; times in nanoseconds from the step's start.
+/// An executed action; times in nanoseconds from the step's start.
 struct RanAction {
   schedule::ActionKind kind = schedule::ActionKind::kForward;
   std::int32_t layer_range = 0;
@@ -86,7 +86,7 @@ struct RanAction {
   std::int32_t live = 0;  ///< passes whose activations the worker holds after it
 };
 
-/// The sender's part of the step is done; to the first worker.
+/// The sender has run its part of the step; to the first worker.
 struct PartDone {
   static constexpr wire::MessageType kType{0x0305};
   static constexpr std::string_view kName = "pipeline.done";
@@ -98,7 +98,7 @@ struct PartDone {
   std::vector<RanAction> actions;
 };
 
-/// Everybody's part is done; from the first worker.
+/// All workers have run their part of the step; from the first worker.
 struct StepClosed {
   static constexpr wire::MessageType kType{0x0306};
   static constexpr std::string_view kName = "pipeline.closed";
@@ -109,7 +109,7 @@ struct StepClosed {
   std::vector<std::vector<RanAction>> actions;  ///< by worker
 };
 
-/// A micro-batch has left the pipeline without a backward: the first worker may let another one in.
+/// A micro-batch left the pipeline without a backward; the first worker may start another one.
 struct Credit {
   static constexpr wire::MessageType kType{0x0307};
   static constexpr std::string_view kName = "pipeline.credit";
@@ -118,16 +118,16 @@ struct Credit {
   std::int32_t micro_batch = 0;
 };
 
-/// What a worker of the pipeline does at this moment.
+/// What a worker of the pipeline does now.
 struct WorkerState {
-  std::uint64_t step = 0;  ///< the one it is in, or the last one it was in
+  std::uint64_t step = 0;  ///< the current step, or the last one
   bool in_step = false;
-  bool busy = false;   ///< runs an action, and is not waiting for others
-  std::string doing;   ///< the action, or what it waits for
-  double seconds = 0;  ///< for how long
+  bool busy = false;   ///< runs an action; does not wait for other workers
+  std::string doing;   ///< the action
+  double seconds = 0;  ///< duration of this state
 };
 
-/// Asked by a worker that has been waiting.
+/// Asks for the state of a worker; from one that waits for it.
 struct AskState {
   static constexpr wire::MessageType kType{0x0308};
   static constexpr std::string_view kName = "pipeline.state";

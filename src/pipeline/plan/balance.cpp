@@ -21,15 +21,15 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-/// best[p][i]: the least value of the first i items in p parts, where a part of cost c adds to the value by
-/// `combine`; cut[p][i]: where its last part begins.
+/// best[p][i]: the smallest value of the first i items in p parts, where `combine` adds the cost of a part to
+/// the value; cut[p][i]: where the last part begins.
 struct Cuts {
   std::vector<std::vector<double>> best;
   std::vector<std::vector<int>> cut;
 };
 
 template <class Combine>
-Cuts cut_up(const std::vector<double>& sums, int parts, const Combine& combine) {
+Cuts find_cuts(const std::vector<double>& sums, int parts, const Combine& combine) {
   const int items = static_cast<int>(sums.size()) - 1;
   const auto size = static_cast<std::size_t>(items) + 1;
   Cuts cuts;
@@ -53,10 +53,10 @@ Cuts cut_up(const std::vector<double>& sums, int parts, const Combine& combine) 
   return cuts;
 }
 
-/// What the layers hand on while they are driven one after the other.
+/// The data that passes from layer to layer while they run in order.
 struct Probe {
   Batch batch;
-  std::map<std::pair<std::string, std::string>, at::Tensor> aside;
+  std::map<std::pair<std::string, std::string>, at::Tensor> stashed;
 };
 
 double tensor_bytes(const Batch& batch) {
@@ -79,11 +79,11 @@ Batch detached(const Batch& batch, bool learns) {
   return copy;
 }
 
-/// One use forwards and backwards, timed.
+/// Runs one use forward and backward, and adds its times to `cost`.
 void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, bool first, Probe& probe,
            LayerCost& cost) {
   std::map<std::string, at::Tensor> pops;
-  for (const std::string& name : use.pops) pops.emplace(name, probe.aside[{use.space, name}]);
+  for (const std::string& name : use.pops) pops.emplace(name, probe.stashed[{use.space, name}]);
   Skips skips(std::move(pops), use.stashes);
   const Batch input = detached(probe.batch, !first);
   const TimePoint begin = executor.now();
@@ -101,15 +101,15 @@ void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, boo
   cost.backward_seconds += to_seconds(executor.now() - ready);
   cost.activation_bytes += tensor_bytes(output);
   for (auto& [name, value] : skips.stashed()) {
-    probe.aside[{use.space, name}] = value.defined() ? value.detach() : value;
+    probe.stashed[{use.space, name}] = value.defined() ? value.detach() : value;
   }
   probe.batch = detached(output, false);
 }
 
-/// Puts gradients and buffers of modules back that somebody uses elsewhere.
-class Untouched {
+/// Restores the gradients and buffers of existing modules at the end of a scope.
+class KeptState {
  public:
-  explicit Untouched(const std::vector<BuiltLayer>& layers) {
+  explicit KeptState(const std::vector<BuiltLayer>& layers) {
     for (const BuiltLayer& layer : layers) {
       if (!layer.module) continue;
       for (const at::Tensor& parameter : layer.module->parameters()) {
@@ -120,13 +120,13 @@ class Untouched {
         buffers_.emplace_back(buffer, buffer.detach().clone());
     }
   }
-  ~Untouched() {
+  ~KeptState() {
     const torch::autograd::AutoGradMode mode(false);
     for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
     for (auto& [buffer, value] : buffers_) buffer.copy_(value);
   }
-  Untouched(const Untouched&) = delete;
-  Untouched& operator=(const Untouched&) = delete;
+  KeptState(const KeptState&) = delete;
+  KeptState& operator=(const KeptState&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
@@ -139,7 +139,7 @@ std::vector<double> costs_of(const std::vector<LayerCost>& layers,
   return costs;
 }
 
-/// Runs `measure` on the first of the workers only: two measurements are never the same.
+/// Runs `measure` on the first worker and returns its result on all: two measurements differ.
 std::vector<double> measure_once(const Worker& worker, std::vector<std::string> workers,
                                  const std::function<std::vector<double>()>& measure) {
   if (workers.empty()) {
@@ -168,23 +168,22 @@ std::vector<double> measure_once(const Worker& worker, std::vector<std::string> 
 }  // namespace
 
 std::vector<int> balance_costs(const std::vector<double>& costs, int parts) {
-  if (parts < 1)
-    throw Error(ErrorKind::kInvalid, fmt::format("{} parts were asked for; it must be 1 or more", parts));
+  if (parts < 1) throw Error(ErrorKind::kInvalid, fmt::format("parts is {}; it must be 1 or more", parts));
   if (costs.size() < static_cast<std::size_t>(parts)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} layers cannot be {} stages: no stage may be empty", costs.size(), parts));
+    throw Error(ErrorKind::kInvalid, fmt::format("{} layers do not fill {} stages: every stage needs a layer",
+                                                 costs.size(), parts));
   }
   std::vector<double> sums{0};
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("the cost of layer {} is {}; costs are 0 or more", i, costs[i]));
+                  fmt::format("the cost of layer {} is {}; it must be finite, 0 or more", i, costs[i]));
     }
     sums.push_back(sums.back() + costs[i]);
   }
   const auto largest = [](double before, double part) { return std::max(before, part); };
-  const double bottleneck = cut_up(sums, parts, largest).best.back().back() * (1 + 1e-12);
-  const Cuts even = cut_up(sums, parts, [bottleneck](double before, double part) {
+  const double bottleneck = find_cuts(sums, parts, largest).best.back().back() * (1 + 1e-12);
+  const Cuts even = find_cuts(sums, parts, [bottleneck](double before, double part) {
     return part > bottleneck ? kNever : before + part * part;
   });
   std::vector<int> balance(static_cast<std::size_t>(parts));
@@ -203,7 +202,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
   const RandomScope random;
   std::vector<BuiltLayer> built;
   for (const LayerSpec& spec : layers.specs()) built.push_back(spec.build());
-  const Untouched untouched(built);
+  const KeptState kept(built);
   const torch::autograd::AutoGradMode mode(true);
   std::vector<LayerCost> best(built.size());
   for (int repeat = 0; repeat < options.repeats; ++repeat) {

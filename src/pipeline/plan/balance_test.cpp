@@ -33,7 +33,7 @@ double bottleneck(const std::vector<double>& costs, const std::vector<int>& part
   return worst;
 }
 
-/// The least bottleneck of all ways to cut, tried one by one.
+/// The smallest bottleneck among all cuts, by exhaustive search.
 double best_by_trying(const std::vector<double>& costs, std::size_t first, int parts) {
   if (parts == 1)
     return std::accumulate(costs.begin() + static_cast<std::ptrdiff_t>(first), costs.end(), 0.0);
@@ -78,16 +78,16 @@ TEST(BalanceCosts, MakeThePartsEvenWhereTheBottleneckLeavesAChoice) {
 }
 
 TEST(BalanceCosts, RefuseWhatCannotBeCut) {
-  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, 0); }), HasSubstr("0 parts were asked for"));
-  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, -1); }), HasSubstr("-1 parts"));
-  EXPECT_THAT(invalid_text([] { balance_costs({1}, 2); }), HasSubstr("1 layers cannot be 2 stages"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, 0); }), HasSubstr("parts is 0"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1, 2}, -1); }), HasSubstr("parts is -1"));
+  EXPECT_THAT(invalid_text([] { balance_costs({1}, 2); }), HasSubstr("1 layers do not fill 2 stages"));
   EXPECT_THAT(invalid_text([] { balance_costs({1, -2}, 1); }), HasSubstr("the cost of layer 1 is -2"));
   EXPECT_THAT(invalid_text([] { balance_costs({std::nan(""), 2}, 1); }), HasSubstr("layer 0"));
   EXPECT_THAT(invalid_text([] { balance_costs({std::numeric_limits<double>::infinity()}, 1); }),
               HasSubstr("layer 0"));
 }
 
-/// Takes its time, on the executor's clock: forwards, and backwards.
+/// A layer whose forward and backward take set times on the executor's clock.
 struct SlowFunction : torch::autograd::Function<SlowFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             std::int64_t executor, std::int64_t backward) {
@@ -110,7 +110,7 @@ struct SlowImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     executor->sleep(milliseconds(forward_ms));
-    // The first call of all is slower, as it is in life.
+    // The first call is slower, as on real machines.
     if (calls++ == 0) executor->sleep(milliseconds(50));
     return SlowFunction::apply(x * weight, reinterpret_cast<std::int64_t>(executor), backward_ms);
   }
@@ -170,8 +170,7 @@ TEST(Profile, BalancesByTime) {
 TEST(Profile, MeasuresOnOneWorkerForAll) {
   std::vector<std::vector<int>> balances(3);
   on_workers(3, 1, [&](Worker& worker) {
-    // The layers take different times on different workers, as they do in life; and only the first has a
-    // sample.
+    // The layers take different times on different workers, and only the first worker has a sample.
     const bool measures = worker.rank() == 1;
     Layers layers;
     for (const int time : {1, 2, 3, 4, 5, 6})
@@ -281,7 +280,7 @@ TEST(Profile, RunsEveryRepeatOnTheSameInput) {
   });
 }
 
-/// Counts and remembers, so that a trace of it is seen.
+/// Counts its forwards in a buffer, so that the test sees whether a profile leaves a trace.
 struct MarkedImpl : torch::nn::Module {
   MarkedImpl() {
     norm = register_module("norm", torch::nn::BatchNorm1d(3));

@@ -20,7 +20,7 @@ std::string use_name(const PlanRequest& request, std::size_t order) {
 }
 
 void check_shape(const PlanRequest& request, Violations& violations) {
-  if (request.uses.empty()) violations.push_back("there is no layer: add some to Layers");
+  if (request.uses.empty()) violations.push_back("there is no layer: add layers to Layers");
   for (std::size_t stage = 0; stage < request.balance.size(); ++stage) {
     if (request.balance[stage] < 1) {
       violations.push_back(
@@ -38,7 +38,7 @@ void check_shape(const PlanRequest& request, Violations& violations) {
   }
 }
 
-/// A name that was put aside and by whom.
+/// The uses that stash and pop a name.
 struct Stash {
   int order = 0;
   std::optional<int> popped_by;
@@ -55,15 +55,15 @@ std::map<SpacedName, Stash> match_skips(const PlanRequest& request, Violations& 
   std::map<SpacedName, Stash> stashes;
   for (std::size_t order = 0; order < request.uses.size(); ++order) {
     const PlanRequest::Use& use = request.uses[order];
-    const std::string who = use_name(request, order);
+    const std::string here = use_name(request, order);
     for (const std::string& name : use.pops) {
       const SpacedName key{use.space, name};
       const auto stash = stashes.find(key);
       if (stash == stashes.end()) {
-        violations.push_back(fmt::format("{} pops {}, which no earlier layer stashes", who, quoted(key)));
+        violations.push_back(fmt::format("{} pops {}, which no earlier layer stashes", here, quoted(key)));
       } else if (stash->second.popped_by) {
         violations.push_back(
-            fmt::format("{} pops {}, which {} has popped already", who, quoted(key),
+            fmt::format("{} pops {}, which {} has popped already", here, quoted(key),
                         use_name(request, static_cast<std::size_t>(*stash->second.popped_by))));
       } else {
         stash->second.popped_by = static_cast<int>(order);
@@ -74,9 +74,9 @@ std::map<SpacedName, Stash> match_skips(const PlanRequest& request, Violations& 
       const auto [stash, fresh] = stashes.emplace(key, Stash{static_cast<int>(order), std::nullopt});
       if (!fresh) {
         violations.push_back(
-            fmt::format("{} stashes {}, which {} has stashed already; put one of them in a space of "
-                        "its own",
-                        who, quoted(key), use_name(request, static_cast<std::size_t>(stash->second.order))));
+            fmt::format("{} stashes {}, which {} has stashed already; give one of them another space "
+                        "(Use::in_space)",
+                        here, quoted(key), use_name(request, static_cast<std::size_t>(stash->second.order))));
       }
     }
   }

@@ -12,15 +12,15 @@ namespace {
 
 constexpr double kMargin = 16;
 constexpr double kBoxHeight = 42;
-constexpr double kLetter = 6.7;    ///< the width of an letter of 12 points
-constexpr double kLane = 18;       ///< between two skips that run beside one another
-constexpr double kRowGap = 22;     ///< between two rows, without the lanes in it
-constexpr double kColumnGap = 40;  ///< between two boxes, without the lanes in it
+constexpr double kLetter = 6.7;    ///< width of a letter of 12 points
+constexpr double kLane = 18;       ///< between two adjacent skips
+constexpr double kRowGap = 22;     ///< between two rows, without lanes
+constexpr double kColumnGap = 40;  ///< between two boxes, without lanes
 constexpr double kCorner = 7;
 constexpr std::size_t kLongestName = 22;
 
-/// Told apart by those who see colours differently too (Okabe and Ito, 2008); the first is for layers that
-/// are used once.
+/// Colors that readers with color blindness can distinguish (Okabe and Ito, 2008). The plain fill is for
+/// layers that are used once.
 constexpr const char* kPlainFill = "#f4f4f4";
 constexpr std::array<const char*, 5> kFills = {"#cfe7f7", "#fbe3b5", "#cdeee2", "#f3d9e8", "#fdf6bd"};
 constexpr std::array<const char*, 5> kStrokes = {"#d55e00", "#0072b2", "#009e73", "#cc79a7", "#8a6d00"};
@@ -41,7 +41,7 @@ std::string escaped(const std::string& text) {
   return result;
 }
 
-/// What a box has room for: the end of a long name tells more than its beginning.
+/// Shortens a name to the width of a box. Keeps the end, which differs more often than the beginning.
 std::string shortened(const std::string& name) {
   return name.size() <= kLongestName ? name : "…" + name.substr(name.size() - kLongestName + 1);
 }
@@ -51,7 +51,7 @@ struct Point {
   double y = 0;
 };
 
-/// A line along `points`, at right angles, its corners rounded.
+/// A path along `points`, at right angles, with rounded corners.
 std::string rounded_path(const std::vector<Point>& points) {
   std::string path = fmt::format("M{:.1f} {:.1f}", points.front().x, points.front().y);
   for (std::size_t i = 1; i + 1 < points.size(); ++i) {
@@ -69,16 +69,16 @@ std::string rounded_path(const std::vector<Point>& points) {
   return path + fmt::format(" L{:.1f} {:.1f}", points.back().x, points.back().y);
 }
 
-/// A skip connection on its way between the rows: lanes in the gap beside each of its ends, and in the gap
-/// before the column of its pop where they are in different gaps.
-struct Way {
+/// The path of a skip connection between the rows: a lane in the gap next to each end, and, if these gaps
+/// differ, a lane in the gap before the column of its pop.
+struct SkipPath {
   std::string name;
   int from = 0;  ///< orders
   int to = 0;
   int from_gap = 0;  ///< gap g is above row g
   int to_gap = 0;
   int from_lane = 0, to_lane = 0, column_lane = 0;
-  int leaves_as = 0, arrives_as = 0;  ///< among those of the same side of the same box
+  int leaves_as = 0, arrives_as = 0;  ///< index among the skips at the same side of the box
 };
 
 class PlanPicture {
@@ -122,23 +122,24 @@ class PlanPicture {
     for (const Link& link : plan_.links) {
       if (!link.skip.empty()) all.push_back({{link.stashed_by, link.popped_by}, link.skip});
     }
-    // Short ones next to the boxes, long ones around them.
+    // Short skips next to the boxes, long ones around them.
     std::stable_sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
       return a.first.second - a.first.first < b.first.second - b.first.first;
     });
     for (auto& [ends, name] : all) {
-      Way way;
-      way.name = std::move(name);
-      std::tie(way.from, way.to) = ends;
-      const int from_row = row_of(way.from), to_row = row_of(way.to);
-      way.from_gap = from_row < to_row ? from_row + 1 : from_row;
-      way.to_gap = to_row < from_row ? to_row + 1 : to_row;
-      way.from_lane = gap_lanes_[way.from_gap]++;
-      way.to_lane = way.to_gap == way.from_gap ? way.from_lane : gap_lanes_[way.to_gap]++;
-      if (way.to_gap != way.from_gap) way.column_lane = column_lanes_[way.to]++;
-      way.leaves_as = ports_[{way.from, way.from_gap}]++;
-      way.arrives_as = ports_[{way.to, way.to_gap}]++;
-      ways_.push_back(std::move(way));
+      SkipPath skip_path;
+      skip_path.name = std::move(name);
+      std::tie(skip_path.from, skip_path.to) = ends;
+      const int from_row = row_of(skip_path.from), to_row = row_of(skip_path.to);
+      skip_path.from_gap = from_row < to_row ? from_row + 1 : from_row;
+      skip_path.to_gap = to_row < from_row ? to_row + 1 : to_row;
+      skip_path.from_lane = gap_lanes_[skip_path.from_gap]++;
+      skip_path.to_lane =
+          skip_path.to_gap == skip_path.from_gap ? skip_path.from_lane : gap_lanes_[skip_path.to_gap]++;
+      if (skip_path.to_gap != skip_path.from_gap) skip_path.column_lane = column_lanes_[skip_path.to]++;
+      skip_path.leaves_as = ports_[{skip_path.from, skip_path.from_gap}]++;
+      skip_path.arrives_as = ports_[{skip_path.to, skip_path.to_gap}]++;
+      skip_paths_.push_back(std::move(skip_path));
     }
   }
 
@@ -182,7 +183,7 @@ class PlanPicture {
     }
   }
 
-  /// Each runs as one action.
+  /// A layer range runs as one action.
   void add_layer_ranges() {
     for (std::size_t s = 0; s < plan_.layer_ranges.size(); ++s) {
       const LayerRange& range = plan_.layer_ranges[s];
@@ -194,7 +195,7 @@ class PlanPicture {
     }
   }
 
-  /// Those that are used more than once have colours of their own.
+  /// A color for each layer that is used more than once.
   std::string fill_of(int layer) {
     const auto uses = std::count_if(plan_.invocations.begin(), plan_.invocations.end(),
                                     [&](const Invocation& each) { return each.layer == layer; });
@@ -218,15 +219,15 @@ class PlanPicture {
     }
   }
 
-  /// The head of an arrow in a colour.
-  std::string marker(const std::string& colour) {
-    const std::string id = "head" + colour.substr(1);
+  /// Returns the id of the arrow head in a color; defines it at the first use.
+  std::string marker(const std::string& color) {
+    const std::string id = "head" + color.substr(1);
     if (markers_.find(id + "\"") == std::string::npos) {
       markers_ += fmt::format(
           "<marker id=\"{}\" viewBox=\"0 0 8 8\" refX=\"7.5\" refY=\"4\" markerWidth=\"7\" "
           "markerHeight=\"7\" "
           "orient=\"auto\"><path d=\"M0 0.5 L8 4 L0 7.5 Z\" fill=\"{}\"/></marker>\n",
-          id, colour);
+          id, color);
     }
     return id;
   }
@@ -251,7 +252,7 @@ class PlanPicture {
         add_arrow(fmt::format("M{:.1f} {:.1f} H{:.1f}", from, middle(order), to));
         continue;
       }
-      // Beside the lanes of skips, which keep to the right of the gap.
+      // Left of the lanes of skips, which are on the right of the gap.
       const double turn = from + (kColumnGap - 12) / 2;
       add_arrow(rounded_path({{from, middle(order)},
                               {turn, middle(order)},
@@ -263,53 +264,54 @@ class PlanPicture {
   }
 
   double lane_y(int gap, int lane) const {
-    // Lanes count away from the row below, which most skips of a gap leave or reach.
+    // Lanes count from the row below upwards: most skips of a gap begin or end at that row.
     const double below = gap < row_count() ? rows_[static_cast<std::size_t>(gap)]
                                            : rows_.back() + kBoxHeight + gap_height(gap);
     return below - kRowGap / 2 - 6 - kLane * lane;
   }
 
   void add_skips() {
-    for (std::size_t i = 0; i < ways_.size(); ++i) {
-      const Way& way = ways_[i];
-      const char* colour = kStrokes[i % kStrokes.size()];
+    for (std::size_t i = 0; i < skip_paths_.size(); ++i) {
+      const SkipPath& skip_path = skip_paths_[i];
+      const char* color = kStrokes[i % kStrokes.size()];
       const auto side = [&](int order, int gap) {
         return y_of(order) + (gap > row_of(order) ? kBoxHeight : 0.0);
       };
-      const double leave = x_of(way.from) + box_width_ - 14 - 9 * way.leaves_as;
-      const double arrive = x_of(way.to) + 14 + 9 * way.arrives_as;
-      const double first = lane_y(way.from_gap, way.from_lane), second = lane_y(way.to_gap, way.to_lane);
-      std::vector<Point> points{{leave, side(way.from, way.from_gap)}, {leave, first}};
-      if (way.from_gap != way.to_gap) {
-        const double across = x_of(way.to) - 14 - 10 * way.column_lane;
+      const double leave = x_of(skip_path.from) + box_width_ - 14 - 9 * skip_path.leaves_as;
+      const double arrive = x_of(skip_path.to) + 14 + 9 * skip_path.arrives_as;
+      const double first = lane_y(skip_path.from_gap, skip_path.from_lane),
+                   second = lane_y(skip_path.to_gap, skip_path.to_lane);
+      std::vector<Point> points{{leave, side(skip_path.from, skip_path.from_gap)}, {leave, first}};
+      if (skip_path.from_gap != skip_path.to_gap) {
+        const double across = x_of(skip_path.to) - 14 - 10 * skip_path.column_lane;
         points.push_back({across, first});
         points.push_back({across, second});
       }
       points.push_back({arrive, second});
-      points.push_back({arrive, side(way.to, way.to_gap)});
+      points.push_back({arrive, side(skip_path.to, skip_path.to_gap)});
       body_ += fmt::format(
           "<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" stroke-dasharray=\"5 3\" "
           "marker-end=\"url(#{})\"><title>skip '{}': order {} to {}</title></path>\n",
-          rounded_path(points), colour, marker(colour), escaped(way.name), way.from, way.to);
-      // Past the arrow that leaves the box, where there is room for it.
-      const double past = x_of(way.from) + box_width_ + kColumnGap - 12;
+          rounded_path(points), color, marker(color), escaped(skip_path.name), skip_path.from, skip_path.to);
+      // To the right of the arrow that leaves the box, if there is room.
+      const double past = x_of(skip_path.from) + box_width_ + kColumnGap - 12;
       const double end = points[2].x;
-      const std::string name = shortened(way.name);
+      const std::string name = shortened(skip_path.name);
       const bool fits = past + kLetter * static_cast<double>(name.size()) < end;
-      add_label({fits ? past : leave + 8, first - 3}, colour, name);
+      add_label({fits ? past : leave + 8, first - 3}, color, name);
     }
   }
 
-  /// Above all lines, which shall not cross it.
-  void add_label(Point at, const char* colour, const std::string& text) {
+  /// Draws a label above all lines.
+  void add_label(Point at, const char* color, const std::string& text) {
     labels_above_ += fmt::format(
         "<text x=\"{:.1f}\" y=\"{:.1f}\" font-size=\"10\" fill=\"{}\" stroke=\"#fff\" stroke-width=\"3\" "
         "paint-order=\"stroke\">{}</text>\n",
-        at.x, at.y, colour, escaped(text));
+        at.x, at.y, color, escaped(text));
   }
 
   const Plan& plan_;
-  std::vector<Way> ways_;
+  std::vector<SkipPath> skip_paths_;
   std::map<int, int> gap_lanes_, column_lanes_;
   std::map<std::pair<int, int>, int> ports_;
   std::map<int, std::size_t> fills_;

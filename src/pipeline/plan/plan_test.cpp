@@ -56,7 +56,7 @@ std::vector<std::string> ranges(const Plan& plan) {
   return all;
 }
 
-/// What passes a micro-batch, in order: the letters of the layers.
+/// The letters of the layers that a micro-batch passes, in order.
 std::string way(const Plan& plan) {
   std::string letters;
   for (const LayerRange& range : plan.layer_ranges) {
@@ -101,7 +101,7 @@ TEST(Plan, GoesToAndFroBetweenReusedLayersOfManyStages) {
   EXPECT_EQ(plan.links.size(), 5u);
 }
 
-// The three that the peer's planner gets wrong without a word.
+// The three plans that the peer's planner gets wrong without an error.
 
 TEST(Plan, RunsWhatIsBetweenTwoUsesOnceOnly) {
   const Plan plan = plan_of("ABAC", {1, 2});
@@ -242,7 +242,7 @@ TEST(PlanSkips, ThatNobodyStashesAreRefused) {
   PlanRequest request = request_of("AB", {1, 1});
   request.uses[1].pops = {"s"};
   EXPECT_THAT(error_of(request), HasSubstr("layer 'B' (order 1) pops 's', which no earlier layer stashes"));
-  // Before its stash is as bad as never, and in the same layer too.
+  // A pop before its stash, or in the same layer, is an error as well.
   request.uses[0].pops = {"t"};
   request.uses[1].stashes = {"t"};
   request.uses[1].pops = {"t"};
@@ -271,18 +271,18 @@ TEST(PlanSkips, StashedAndPoppedTwiceNeedSpacesOfTheirOwn) {
   PlanRequest request = request_of("ABCD", {2, 2});
   request.uses[0].stashes = request.uses[2].stashes = {"s"};
   request.uses[1].pops = request.uses[3].pops = {"s"};
-  EXPECT_THAT(error_of(request), HasSubstr("put one of them in a space of its own"));
+  EXPECT_THAT(error_of(request), HasSubstr("give one of them another space (Use::in_space)"));
   request.uses[2].space = request.uses[3].space = "second";
   const Plan plan = make_plan(request);
   EXPECT_EQ(plan.local_skips.size(), 2u);
 }
 
-// What cannot be planned.
+// Invalid plans.
 
 TEST(PlanErrors, NameABalanceThatDoesNotAddUp) {
   EXPECT_THAT(error_of(request_of("ABC", {1, 1})), HasSubstr("balance [1, 1] has 2 layers, the model has 3"));
   EXPECT_THAT(error_of(request_of("ABC", {3, 1})), HasSubstr("has 4 layers, the model has 3"));
-  // Uses do not count, layers do.
+  // The balance counts layers, not uses.
   EXPECT_THAT(error_of(request_of("ABA", {2, 1})), HasSubstr("the model has 2 distinct ones"));
 }
 
@@ -298,7 +298,7 @@ TEST(PlanErrors, NameABalanceThatNeedsMoreWorkers) {
 }
 
 TEST(PlanErrors, AskForLayers) {
-  EXPECT_THAT(error_of(request_of("", {1})), HasSubstr("there is no layer: add some to Layers"));
+  EXPECT_THAT(error_of(request_of("", {1})), HasSubstr("there is no layer: add layers to Layers"));
   EXPECT_THAT(error_of(request_of("", {})), HasSubstr("there is no layer"));
 }
 
@@ -426,7 +426,7 @@ int count(const std::string& text, const std::string& part) {
   return found;
 }
 
-/// TORCHSPAN_DRAWINGS names a folder that keeps the drawings, to be looked at.
+/// TORCHSPAN_DRAWINGS names a folder where the drawings are kept.
 void keep(const std::string& name, const std::string& svg) {
   if (const char* folder = std::getenv("TORCHSPAN_DRAWINGS"))
     std::ofstream(std::string(folder) + "/" + name + ".svg") << svg;

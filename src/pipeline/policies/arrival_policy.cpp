@@ -13,26 +13,26 @@ class ArrivalPolicy final : public Policy {
  public:
   explicit ArrivalPolicy(ArrivalLimits limits) : limits_(limits) {}
 
-  void became_ready(const Action& action) override { (enters(action) ? outside_ : ready_).push_back(action); }
+  void became_ready(const Action& action) override { (starts(action) ? new_ : ready_).push_back(action); }
   std::optional<Action> next() override {
-    // What is inside goes before what would come in, so that the limit is reached by need only.
+    // Micro-batches in flight go before new ones, so that no more are in flight than needed.
     if (!ready_.empty()) {
       const Action action = take(ready_);
       if (limits_.backwards && action.stage == limits_.layer_range && action.kind == ActionKind::kBackward)
-        --inside_;
+        --in_flight_;
       return action;
     }
-    if (outside_.empty() || (limits_.max_in_flight > 0 && inside_ >= limits_.max_in_flight))
+    if (new_.empty() || (limits_.max_in_flight > 0 && in_flight_ >= limits_.max_in_flight))
       return std::nullopt;
-    ++inside_;
-    return take(outside_);
+    ++in_flight_;
+    return take(new_);
   }
-  /// The oldest micro-batch's is the likeliest, but nothing is certain.
+  /// Unknown: the order of arrival is not known in advance.
   std::optional<Action> next_backward() const override { return std::nullopt; }
-  void credit() override { --inside_; }
+  void credit() override { --in_flight_; }
 
  private:
-  bool enters(const Action& action) const {
+  bool starts(const Action& action) const {
     return action.kind == ActionKind::kForward && action.stage == limits_.layer_range;
   }
   static Action take(std::deque<Action>& from) {
@@ -42,9 +42,9 @@ class ArrivalPolicy final : public Policy {
   }
 
   const ArrivalLimits limits_;
-  int inside_ = 0;
+  int in_flight_ = 0;
   std::deque<Action> ready_;
-  std::deque<Action> outside_;
+  std::deque<Action> new_;
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ using torchspan::testing::on_workers;
 constexpr Duration kForwardTime = std::chrono::milliseconds(1);
 constexpr Duration kBackwardTime = std::chrono::milliseconds(2);
 
-/// Takes time forwards and backwards, on the simulated clock.
+/// A layer whose forward and backward take time on the simulated clock.
 struct Slow : torch::autograd::Function<Slow> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             std::int64_t executor) {
@@ -181,8 +181,8 @@ TEST(RunOrder, ARecomputeIsDoneWhileTheGradientIsOnItsWay) {
   SlowRun run = chain(2, 1, 2, Schedule::k1F1B);
   run.options.checkpoint = ActivationCheckpoint::kAlways;
   const StepReport report = train(run);
-  // The first worker waits for the gradient of micro-batch 0 from 3 ms on, when the second computes it; there
-  // is time to compute the forward again: the backward takes its own time only.
+  // From 3 ms on the first worker waits for the gradient of micro-batch 0, which the second worker computes.
+  // It recomputes the forward meanwhile, so that the backward takes only its own time.
   const auto& first = report.measured.spans[0];
   const auto backward = std::find_if(first.begin(), first.end(), [](const schedule::ActionSpan& span) {
     return span.action == Action{ActionKind::kBackward, 0, 0};

@@ -20,7 +20,8 @@ void Tables::check() const {
       ErrorKind::kInvalid,
       fmt::format(
           "Schedule::kInterleaved needs layer range s on worker s modulo the number of workers, and as many "
-          "layer ranges on each worker; here they are on workers {}. Schedule::k1F1B takes any plan",
+          "layer ranges on each worker; here they are on workers {}. Change PipelineOptions::workers, or use "
+          "Schedule::k1F1B, which takes any plan",
           fmt::join(local_.plan.placement(1).rank_of_stage, ", ")));
 }
 

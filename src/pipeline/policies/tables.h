@@ -7,14 +7,14 @@
 
 namespace torchspan::pipeline {
 
-/// The tables that a pipeline's steps follow, made once for each number of micro-batches.
+/// The schedules of a pipeline's steps; computed once for each kind of step and number of micro-batches.
 class Tables {
  public:
   explicit Tables(const LocalPipeline& local) : local_(local) {}
 
-  /// Throws Error{kInvalid} when the schedule does not fit the plan.
+  /// Throws Error{kInvalid} if the schedule does not fit the plan.
   void check() const;
-  /// Null: the order of arrival.
+  /// Returns null for Schedule::kArrival. The table lives as long as this.
   const schedule::Table* find(StepKind kind, int micro_batches);
 
  private:

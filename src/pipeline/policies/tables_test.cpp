@@ -10,7 +10,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// Layers one after the other, a stage each, on the workers of `owners`.
+/// Consecutive layers, one per stage, on the workers of `owners`.
 Plan plan_on(const std::vector<std::string>& owners) {
   PlanRequest request;
   for (std::size_t layer = 0; layer < owners.size(); ++layer) {
@@ -116,7 +116,7 @@ TEST(Tables, RefuseToInterleaveWhatIsNotLooped) {
         ADD_FAILURE() << "accepted";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-        EXPECT_THAT(error.what(), HasSubstr("Schedule::k1F1B takes any plan"));
+        EXPECT_THAT(error.what(), HasSubstr("Schedule::k1F1B, which takes any plan"));
       }
     });
   }

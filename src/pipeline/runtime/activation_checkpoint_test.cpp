@@ -12,7 +12,7 @@ namespace {
 using ::testing::HasSubstr;
 namespace nn = torch::nn;
 
-/// Rows that tell their micro-batch: one a micro-batch, filled with its number.
+/// One row per micro-batch, filled with its number.
 at::Tensor numbered(std::int64_t micro_batches) {
   return at::arange(micro_batches, at::kDouble).reshape({micro_batches, 1}).repeat({1, kWidth});
 }
@@ -25,7 +25,7 @@ PipelineOptions with(ActivationCheckpoint checkpoint, int micro_batches = 4) {
   return options;
 }
 
-/// Learns, and says which micro-batch it sees.
+/// A layer with parameters that records the micro-batches that it sees.
 struct CountingImpl : nn::Module {
   explicit CountingImpl(std::map<int, int>* count) : forwards(count) {
     weight = register_parameter("weight", at::ones({kWidth}, at::kDouble));
@@ -344,7 +344,7 @@ TEST(PipelineAutocast, LeavesNoCastOfAWeightBehind) {
   });
 }
 
-// What a repeated forward must not do.
+// Side effects of a repeated forward.
 
 TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
   const auto run = [](ActivationCheckpoint checkpoint) {
@@ -432,7 +432,7 @@ TEST(PipelineCheckpoint, DoesNotCountTwiceInAPlainBatchNorm) {
   }
 }
 
-// A function may use a parameter that no module of the pipeline shows.
+// A function may use a parameter that no module of the pipeline has.
 TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -452,7 +452,7 @@ TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
   });
 }
 
-// An integer may reach a layer that learns.
+// The input of a layer with parameters may be an integer.
 TEST(PipelineCheckpoint, TakesInputsThatAreNoFloats) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {

@@ -16,7 +16,7 @@ void ConstantsWatch::check() const {
     if (!changed && !constant.tensor.requires_grad()) continue;
     throw Error(ErrorKind::kInvalid,
                 fmt::format("layers of pipeline '{}' on different workers share a tensor, which {} on worker "
-                            "'{}' only: {}. Each worker has a copy of its own: give these stages one owner "
+                            "'{}' only: {}. Each worker has its own copy: give these stages one owner "
                             "(PipelineOptions::workers), or give each layer its own tensor",
                             local_.options.name, changed ? "a step changed" : "was made to require gradients",
                             local_.worker.name(), constant.holders))

@@ -6,10 +6,11 @@
 
 namespace torchspan::pipeline {
 
-/// Throws when a step changes a tensor that layers of other workers have copies of.
+/// Detects steps that change a tensor of which other workers have copies.
 class ConstantsWatch {
  public:
   explicit ConstantsWatch(const LocalPipeline& local);
+  /// Throws Error{kInvalid} if a tensor changed since construction, or requires gradients.
   void check() const;
 
  private:

@@ -87,7 +87,7 @@ std::string text_of(const std::function<void()>& body) {
   return "";
 }
 
-/// What every worker's call throws, or "".
+/// The text of the error that each worker's call throws, or "".
 std::vector<std::string> outcomes(int workers, const std::function<void(Worker&)>& body) {
   std::vector<std::string> texts(static_cast<std::size_t>(workers));
   on_workers(workers, 1, [&](Worker& worker) { texts[worker.rank()] = text_of([&] { body(worker); }); });
@@ -276,7 +276,7 @@ TEST(Failure, AStalledActionIsNamedWithWorkerLayerAndMicroBatch) {
     EXPECT_THAT(texts[0],
                 AllOf(HasSubstr("stalled: worker 'worker1' has been in " + what), HasSubstr("faulty1")));
     EXPECT_THAT(texts[2], HasSubstr("stalled: worker 'worker1' has been in " + what));
-    EXPECT_THAT(texts[1], HasSubstr("stalled")) << "the late one hears of it";
+    EXPECT_THAT(texts[1], HasSubstr("stalled")) << "the late worker receives the error as well";
   }
 }
 
@@ -296,7 +296,7 @@ TEST(Failure, AWorkerThatDoesNotComeToTheStepIsNamed) {
       }
     });
     EXPECT_THAT(texts[static_cast<std::size_t>(1 - late)],
-                HasSubstr(fmt::format("worker 'worker{}' has not come to the step", late)));
+                HasSubstr(fmt::format("worker 'worker{}' has not begun the step", late)));
   }
 }
 
@@ -321,7 +321,7 @@ TEST(Failure, WhoWaitsInABackwardThatOneWorkerSkipsIsTold) {
     if (worker.rank() != 2) texts[worker.rank()] = text_of([&] { pipe.backward(); });
     expect_good_step(pipe, 3);
   });
-  EXPECT_THAT(texts[0], HasSubstr("step 0 of pipeline 'pipeline' was given up on worker 'worker2'"));
+  EXPECT_THAT(texts[0], HasSubstr("step 0 of pipeline 'pipeline' was abandoned on worker 'worker2'"));
   EXPECT_EQ(texts[1], texts[0]);
 }
 

@@ -13,10 +13,10 @@
 namespace torchspan::pipeline {
 namespace {
 
-/// How long the workers may be apart when they make a pipeline.
-constexpr Duration kMeetingTime = std::chrono::minutes(5);
+/// Limit for all workers to create the pipeline.
+constexpr Duration kHandshakeTimeout = std::chrono::minutes(5);
 
-/// Layers as even as they can be: the first stages have one more.
+/// Splits the layers evenly; the first stages get one more.
 std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
   std::vector<int> balance;
   for (std::size_t stage = 0; stage < stages; ++stage) {
@@ -28,7 +28,7 @@ std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
 void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options) {
   const std::vector<WorkerInfo> world = worker.workers();
   if (options.balance.empty()) {
-    // A model without layers has everybody's stages, so that all of them are told.
+    // A model without layers gets a stage per worker, so that all workers get the error.
     const std::size_t most = layers == 0 ? world.size() : std::min(world.size(), layers);
     const std::size_t stages = options.workers.empty() ? most : options.workers.size();
     options.balance = even_balance(layers, stages);
@@ -46,8 +46,8 @@ void check(const PipelineOptions& options) {
   if (options.micro_batches < 1)
     refuse(fmt::format("micro_batches is {}; it must be 1 or more", options.micro_batches));
   if (options.max_in_flight < 0)
-    refuse(
-        fmt::format("max_in_flight is {}; it must be 0 (as many as needed) or more", options.max_in_flight));
+    refuse(fmt::format("max_in_flight is {}; it must be 0 (what the schedule needs) or more",
+                       options.max_in_flight));
   if (options.stall_timeout <= Duration::zero()) refuse("stall_timeout must be more than zero");
 }
 
@@ -62,7 +62,7 @@ PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
   return request;
 }
 
-/// What all workers must have alike.
+/// Text of everything that must be the same on all workers.
 std::string fingerprint(const PlanRequest& request, const PipelineOptions& options) {
   std::string text = fmt::format("layers {}\n", fmt::join(request.layers, ", "));
   for (const PlanRequest::Use& use : request.uses) {
@@ -70,14 +70,14 @@ std::string fingerprint(const PlanRequest& request, const PipelineOptions& optio
                         use.stashes, use.pops, use.space);
   }
   return text + fmt::format(
-                    "balance {}\nowners {}\nmicro_batches {}\nschedule {}\ncheckpoint {}\nmost_in_flight "
+                    "balance {}\nowners {}\nmicro_batches {}\nschedule {}\ncheckpoint {}\nmax_in_flight "
                     "{}\nseed {}\n",
                     request.balance, request.workers, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
                     options.max_in_flight, options.seed ? std::to_string(*options.seed) : "none");
 }
 
-/// The first line in which two fingerprints differ.
+/// The first lines in which two fingerprints differ.
 std::pair<std::string, std::string> difference(const std::string& a, const std::string& b) {
   const std::size_t at =
       static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
@@ -97,28 +97,29 @@ std::vector<std::string> distinct(const std::vector<std::string>& workers) {
   return all;
 }
 
-/// Everybody's text, by name.
+/// The texts of all workers, by name.
 std::map<std::string, std::string> gather(const Worker& worker, const std::string& mine,
                                           const std::vector<std::string>& workers) {
   const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
   std::map<std::string, std::string> texts;
-  for (const auto& [name, text] : worker.all_gather_bytes(
-           Bytes(bytes, bytes + mine.size()), workers, worker.runtime().executor.deadline_in(kMeetingTime))) {
+  for (const auto& [name, text] :
+       worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers,
+                               worker.runtime().executor.deadline_in(kHandshakeTimeout))) {
     texts[name] = std::string(reinterpret_cast<const char*>(text.data()), text.size());
   }
   return texts;
 }
 
-/// Returns the first worker's seed of the initial weights.
+/// Throws unless all workers have the same text. Returns the first worker's seed of the initial weights.
 std::uint64_t agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
   const std::vector<std::string> workers = distinct(options.workers);
   if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("worker '{}' owns no stage of pipeline '{}' and must not make it; its workers are {}",
+        fmt::format("worker '{}' owns no stage of pipeline '{}' and must not create it; its workers are {}",
                     worker.name(), options.name, fmt::join(workers, ", ")));
   }
-  // Drawn on all workers, so that their generators are in step, and used as the first one has it.
+  // All workers draw, so that their generators stay in the same state; the first worker's number is used.
   const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
   auto texts = gather(worker, fmt::format("{:016x}{}", seed, mine), workers);
   const std::uint64_t agreed = std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16);
@@ -130,13 +131,13 @@ std::uint64_t agree(const Worker& worker, const std::string& mine, const Pipelin
     throw Error(
         ErrorKind::kInvalid,
         fmt::format(
-            "the workers make different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
+            "the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
             options.name, workers.front(), there, name, here));
   }
   return agreed;
 }
 
-/// Returns why a layer could not be built, or nothing.
+/// Returns why a layer could not be built, or an empty text.
 std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   local.layers.resize(layers.specs().size());
   for (std::size_t layer = 0; layer < layers.specs().size(); ++layer) {
@@ -154,7 +155,7 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
   return "";
 }
 
-/// Nobody sends before everybody has an event queue and all its layers.
+/// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   const std::string failure = build_own_layers(layers, seed, local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
@@ -163,7 +164,7 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
     if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
     reports.push_back(text.substr(1));
   }
-  local.constants = judge_shared_tensors(local, reports);
+  local.constants = check_shared_tensors(local, reports);
 }
 
 }  // namespace
@@ -171,7 +172,7 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
   fill_in(worker, layers.specs().size(), options);
   const PlanRequest request = plan_request(layers, options);
-  // Before anything that may throw on one worker only.
+  // First, because what follows may throw on one worker only.
   const std::uint64_t seed = agree(worker, fingerprint(request, options), options);
   check(options);
   Plan plan = make_plan(request);

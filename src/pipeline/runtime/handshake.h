@@ -7,8 +7,8 @@
 
 namespace torchspan::pipeline {
 
-/// Plans, agrees with the other workers and builds the layers of this one. Throws Error{kInvalid} on all of
-/// them when they want different pipelines.
+/// Makes the plan, compares it with the other workers, and builds the layers of this worker. Throws
+/// Error{kInvalid} on all workers if their pipelines differ.
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options);
 
 }  // namespace torchspan::pipeline

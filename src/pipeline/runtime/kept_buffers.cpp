@@ -20,7 +20,7 @@ KeptBuffers::~KeptBuffers() {
   while (!kept_.empty()) {
     try {
       restore();
-    } catch (const std::exception&) {  // the exception that ends the scope is the one to report
+    } catch (const std::exception&) {  // the scope's exception is the one to report
       kept_.pop_back();
     }
   }
@@ -28,8 +28,8 @@ KeptBuffers::~KeptBuffers() {
 
 void KeptBuffers::restore() {
   const torch::autograd::AutoGradMode mode(false);
-  // In reverse order, for a buffer that is listed twice; past the version counter, because the graph may have
-  // saved the buffers.
+  // In reverse order, because a buffer may be listed twice. Without changing its version, because the graph
+  // may have saved the buffer.
   for (; !kept_.empty(); kept_.pop_back()) kept_.back().first.variable_data().copy_(kept_.back().second);
 }
 

@@ -15,8 +15,8 @@ class KeptBuffers {
  public:
   KeptBuffers(const LocalPipeline& local, const LayerRange& range);
   ~KeptBuffers();
-  /// Throws what LibTorch throws when the forward changed a buffer's shape. The destructor restores what is
-  /// left, for a scope that an exception ends, and does not throw.
+  /// Throws LibTorch's error if the forward changed a buffer's shape. If an exception ends the scope, the
+  /// destructor restores the rest and does not throw.
   void restore();
   KeptBuffers(const KeptBuffers&) = delete;
   KeptBuffers& operator=(const KeptBuffers&) = delete;

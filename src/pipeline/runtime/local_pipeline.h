@@ -20,18 +20,18 @@ namespace torchspan::pipeline {
 /// A tensor of which layers on other workers have copies.
 struct SharedConstant {
   at::Tensor tensor;
-  std::string holders;  ///< all of them, for an error
+  std::string holders;  ///< all layers that hold it, for an error
 };
 
-/// What one worker has of a pipeline: the plan, and the layers it owns. Fixed once it is made.
+/// One worker's part of a pipeline: the plan, and the layers that this worker owns. Constant after creation.
 struct LocalPipeline {
   Worker worker;
   PipelineOptions options;
   Plan plan;
   int me = 0;                             ///< index into plan.workers
-  std::vector<std::uint32_t> ranks = {};  ///< of plan.workers, in the world
+  std::vector<std::uint32_t> ranks = {};  ///< of plan.workers
   std::vector<LayerUse> uses = {};        ///< by order
-  std::vector<BuiltLayer> layers = {};    ///< by layer; of others: empty
+  std::vector<BuiltLayer> layers = {};    ///< by layer; empty for layers of other workers
   std::vector<SharedConstant> constants = {};
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};

@@ -7,7 +7,7 @@
 namespace torchspan::pipeline::testing::memory_test {
 namespace {
 
-/// How many tensors of a kind are alive, and the most that ever were.
+/// Number of tensors of a kind that are alive, and its maximum.
 struct Census {
   int alive = 0;
   int most = 0;
@@ -30,7 +30,7 @@ at::Tensor counted(const at::Tensor& x, Census& census) {
   return copy;
 }
 
-/// Its output is counted and saved by nobody; tells when its backward begins.
+/// A layer whose output is counted and not saved by its graph; reports the start of its backward.
 struct CountedOutput : torch::autograd::Function<CountedOutput> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             std::int64_t census, std::int64_t alive_at_backward) {
@@ -104,7 +104,7 @@ TEST(PipelineMemory, OutputsHandedOnInsideAWorkerAreFreedWithTheirUse) {
   EXPECT_EQ(alive, std::vector<int>(6, 0));
 }
 
-/// A layer whose graph keeps a counted tensor: as many graphs as tensors. Without a graph it counts nothing.
+/// A layer whose graph holds one counted tensor.
 std::function<at::Tensor(const at::Tensor&)> keeps_one(Census& census) {
   return [&census](const at::Tensor& x) {
     return torch::GradMode::is_enabled() ? x * counted(at::ones_like(x), census) : x * 1;
@@ -184,7 +184,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
         EXPECT_EQ(census.alive, 6);
       }
     } catch (const Error& error) {
-      // Worker 0 may give the step up before this one has ended its forward.
+      // Worker 0 may abandon the step before this worker ends its forward.
       EXPECT_EQ(worker.rank(), 1);
       EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
     }

@@ -95,19 +95,19 @@ std::string SharedTensors::report(const LocalPipeline& local) const {
     const auto& module = local.layers[layer].module;
     if (!module) continue;
     const std::string owner = local.plan.describe(first_order(local.plan, static_cast<int>(layer)));
-    std::set<std::int64_t> told;
-    const auto tell = [&](const std::string& name, const at::Tensor& tensor) {
+    std::set<std::int64_t> reported;
+    const auto add = [&](const std::string& name, const at::Tensor& tensor) {
       const Extent* known = find(extent_of(tensor));
-      if (known == nullptr || !shared_.contains(known->id) || !told.insert(known->id).second) return;
+      if (known == nullptr || !shared_.contains(known->id) || !reported.insert(known->id).second) return;
       text += Held{known->id, tensor.requires_grad(), name, owner}.line();
     };
-    for (const auto& parameter : module->named_parameters()) tell(parameter.key(), parameter.value());
-    for (const auto& buffer : module->named_buffers()) tell(buffer.key(), buffer.value());
+    for (const auto& parameter : module->named_parameters()) add(parameter.key(), parameter.value());
+    for (const auto& buffer : module->named_buffers()) add(buffer.key(), buffer.value());
   }
   return text;
 }
 
-std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
+std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
                                                  const std::vector<std::string>& reports) {
   std::map<std::int64_t, std::vector<Held>> holders;
   std::map<std::int64_t, std::set<std::size_t>> workers;
@@ -118,7 +118,7 @@ std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
     }
   }
   std::vector<std::string> untied;
-  std::map<std::string, std::string> constant;  // name and owner -> who has it
+  std::map<std::string, std::string> constant;  // name and owner -> all holders
   for (const auto& [id, all] : holders) {
     if (workers[id].size() < 2) continue;
     bool learns = false;
@@ -129,7 +129,7 @@ std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
   if (!untied.empty()) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("layers of pipeline '{}' on different workers share a parameter: {}. Each worker "
-                            "would train a copy of its own: give these stages one owner "
+                            "would train its own copy: give these stages one owner "
                             "(PipelineOptions::workers), or make them uses of one layer: "
                             "Layers::reuse(first, \"name\", &Class::method)",
                             local.options.name, fmt::join(untied, "; ")));

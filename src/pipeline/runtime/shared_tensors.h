@@ -15,14 +15,13 @@ namespace torchspan::pipeline {
 
 /// Finds tensors that layers of different workers share: each owner's process has its own copy, so a change
 /// on one worker does not reach the others.
-///
-/// Sees the parameters and buffers that were there before their layers were built: those of modules given to
-/// Layers::add_existing, and tensors and modules among the arguments of Layers::add.
+/// Considers the parameters and buffers that exist before their layers are built: those of modules
+/// passed to Layers::add_existing, and tensors and modules among the arguments of Layers::add.
 class SharedTensors {
  public:
   explicit SharedTensors(const Layers& layers);
 
-  /// One line for each tensor of this worker's layers that another layer was given as well.
+  /// One line for each tensor of this worker's layers that another layer refers to as well.
   std::string report(const LocalPipeline& local) const;
 
  private:
@@ -40,9 +39,9 @@ class SharedTensors {
   std::set<std::int64_t> shared_;  ///< ids that several layers refer to
 };
 
-/// Throws Error{kInvalid} when the reports of two workers have a parameter in common that learns. Returns, by
-/// name, the tensors of this worker that others have copies of: they must not change in a step.
-std::vector<SharedConstant> judge_shared_tensors(const LocalPipeline& local,
+/// Throws Error{kInvalid} if two workers report the same parameter and it requires gradients. Returns the
+/// tensors of this worker that other workers have copies of; they must not change in a step.
+std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
                                                  const std::vector<std::string>& reports);
 
 }  // namespace torchspan::pipeline

@@ -11,7 +11,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// Layers that are used more than once, and who builds what.
+// Layers that are used more than once, and which worker builds them.
 
 TEST(PipelineSharing, FirstAndLastStageShareWeightsThroughASecondMethod) {
   in_every_way([](PipelineOptions options) {
@@ -45,7 +45,7 @@ TEST(PipelineSharing, TheTargetIsUsedWhereTheLastUseIs) {
     layers.reuse(first);
     Pipeline pipe(worker, layers, {.micro_batches = 3});
     const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
-    // Worker 1 needs neither.
+    // Worker 1 builds neither.
     const bool here = worker.rank() == 0;
     const double loss =
         pipe.train_step(here ? Batch(x) : Batch(), here ? Batch(y) : Batch(), loss_of(mean_square));
@@ -208,7 +208,7 @@ TEST(PipelineWeights, WithoutASeedFollowFromTheFirstWorkersGenerator) {
 
 // Tensors that two layers share.
 
-/// A projection by a matrix that somebody made.
+/// A projection by a given matrix.
 struct ProjectionImpl : torch::nn::Module {
   explicit ProjectionImpl(const at::Tensor& matrix) {
     weight = register_parameter("weight", matrix, matrix.requires_grad());
@@ -218,7 +218,7 @@ struct ProjectionImpl : torch::nn::Module {
 };
 TORCH_MODULE(Projection);
 
-/// Counts its forwards in a buffer that somebody made.
+/// Counts its forwards in a given buffer.
 struct CounterImpl : torch::nn::Module {
   CounterImpl(const at::Tensor& counter, bool counts) : counting(counts) {
     count = register_buffer("count", counter);
@@ -232,8 +232,8 @@ struct CounterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Counter);
 
-/// What every worker throws when a pipeline of three layers, the first and the last with the same tensor, is
-/// made and trained.
+/// The errors of all workers that create and train a pipeline of three layers, of which the first and the
+/// last share a tensor.
 std::vector<std::string> tied(const std::function<void(Layers&)>& add_layers,
                               std::vector<std::string> owners = {}) {
   std::vector<std::string> texts(2);
@@ -277,7 +277,7 @@ TEST(PipelineTies, OfParametersOnTwoWorkersAreRefusedByName) {
       EXPECT_THAT(text, HasSubstr("of layer 'scores' (order 2, stage 1 on 'worker1')"));
       EXPECT_THAT(text, HasSubstr("Layers::reuse"));
     }
-    // One owner has one tensor.
+    // With one owner there is one tensor.
     EXPECT_THAT(tied(add, {"worker0", "worker0"}).front(), ::testing::IsEmpty());
   }
 }
@@ -316,7 +316,7 @@ TEST(PipelineTies, OfABufferThatAStepChangesEndTheStep) {
   }
 }
 
-/// What every worker throws when the pipeline is made.
+/// The errors of all workers that create the pipeline.
 std::vector<std::string> refused(int workers,
                                  const std::function<void(Worker&, Layers&, PipelineOptions&)>& set) {
   std::vector<std::string> texts(static_cast<std::size_t>(workers));
@@ -352,7 +352,7 @@ TEST(PipelineConstruction, NamesTheOptionThatCannotBe) {
 
 TEST(PipelineConstruction, AsksForLayersIfThereAreNone) {
   expect_all(refused(2, [](Worker&, Layers& layers, PipelineOptions&) { layers = Layers(); }),
-             "there is no layer: add some to Layers");
+             "there is no layer: add layers to Layers");
 }
 
 TEST(PipelineConstruction, RefusesAWorkerThatOwnsNoStage) {
@@ -367,7 +367,8 @@ TEST(PipelineConstruction, RefusesAWorkerThatOwnsNoStage) {
       Pipeline(worker, layers, {});
     }
   });
-  EXPECT_THAT(text, HasSubstr("worker 'worker2' owns no stage of pipeline 'pipeline' and must not make it"));
+  EXPECT_THAT(text,
+              HasSubstr("worker 'worker2' owns no stage of pipeline 'pipeline' and must not create it"));
 }
 
 TEST(PipelineConstruction, NamesWhatTheWorkersHaveDifferently) {

@@ -9,7 +9,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// Puts its input aside, made a little different.
+/// Stashes a changed copy of its input.
 struct StashImpl : DenseImpl {
   using DenseImpl::DenseImpl;
   at::Tensor forward(const at::Tensor& x, Skips& skips) {
@@ -199,7 +199,7 @@ TEST(PipelineSkips, ReachALaterUseOfALayerOfAnEarlierStage) {
   });
 }
 
-/// What every worker of a pipeline of two throws in a step.
+/// The errors of both workers of a pipeline in a step.
 std::string step_error(const std::function<void(Layers&)>& add) {
   std::vector<std::string> texts(2);
   on_workers(2, 1, [&](Worker& worker) {

@@ -26,7 +26,7 @@ std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& wai
     const std::string& name = local_.plan.workers[static_cast<std::size_t>(worker)];
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: worker '{}' {}; worker '{}' "
-                             "waits for {}. A longer PipelineOptions::stall_timeout waits on",
+                             "waits for {}. Raise PipelineOptions::stall_timeout to wait longer",
                              step, local_.options.name, name, what, local_.worker.name(), waiting_for))
         .with_worker(name);
   };
@@ -48,18 +48,18 @@ std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& wai
     }
     if (waited > limit && !state.in_step && state.step <= step) {
       return stalled(question.worker,
-                     fmt::format("has not come to the step ({})",
-                                 state.doing.empty() ? "it was in none yet" : "last: " + state.doing));
+                     fmt::format("has not begun the step ({})",
+                                 state.doing.empty() ? "it has run none yet" : "last: " + state.doing));
     }
   }
   const bool all_answered =
       std::all_of(asked_.begin(), asked_.end(), [](const Question& q) { return q.answer.done(); });
-  const bool somebody_busy = std::any_of(asked_.begin(), asked_.end(), [](const Question& question) {
+  const bool any_busy = std::any_of(asked_.begin(), asked_.end(), [](const Question& question) {
     return question.answer.done() && question.answer.wait().busy;
   });
-  if (waited > limit && all_answered && !asked_.empty() && !somebody_busy) {
+  if (waited > limit && all_answered && !asked_.empty() && !any_busy) {
     return Error(ErrorKind::kTimedOut,
-                 fmt::format("step {} of pipeline '{}' stalled: no worker has anything to do; worker "
+                 fmt::format("step {} of pipeline '{}' stalled: no worker has an action to run; worker "
                              "'{}' waits for {}",
                              step, local_.options.name, local_.worker.name(), waiting_for));
   }

@@ -7,21 +7,21 @@
 
 namespace torchspan::pipeline {
 
-/// Looks after the others while this worker waits in a step: asks them from time to time what they do, and
-/// finds out who keeps the step from going on. Used by the thread that trains.
+/// Asks the other workers for their state while this worker waits in a step, and detects the worker that
+/// blocks the step. Used by the training thread.
 class StallWatch {
  public:
   explicit StallWatch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
 
-  /// Something came: the step goes on.
+  /// Restarts the time-out: an event arrived or an action ended.
   void progress() {
     since_ = local_.executor().now();
     asked_.clear();
   }
   /// How long to wait for an event before look().
   Duration patience() const;
-  /// Asks the others, or judges what they answered. Returns the error that ends the step once a worker has
-  /// kept everybody waiting for longer than the stall time-out.
+  /// Asks the other workers, or checks their answers. Returns the error that ends the step if a worker blocks
+  /// the others for longer than PipelineOptions::stall_timeout.
   std::optional<Error> look(std::uint64_t step, const std::string& waiting_for);
 
  private:

@@ -140,7 +140,7 @@ void Step::wait() {
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
     const std::string waiting_for =
-        actions_.any_left() ? passes_.waiting_for() : "the others to end their parts";
+        actions_.any_left() ? passes_.waiting_for() : "the other workers to end their parts";
     if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
   }
 }

@@ -17,8 +17,8 @@ namespace {
   }
   const std::string& name = local.plan.workers[static_cast<std::size_t>(worker)];
   throw Error(reason.kind(),
-              fmt::format("step {} of pipeline '{}' ends: worker '{}', which owns stage {}, is out of "
-                          "reach: {}",
+              fmt::format("step {} of pipeline '{}' ends: worker '{}', which owns stage {}, is "
+                          "unreachable: {}",
                           step, local.options.name, name, fmt::join(stages, ", "), reason.message()))
       .with_worker(name);
 }

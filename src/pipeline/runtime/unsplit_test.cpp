@@ -7,7 +7,7 @@ namespace {
 
 // Tensors that are not split, whatever their first dimension.
 
-/// x, and a matrix over the columns whose first dimension is the batch's by accident.
+/// x, and a matrix over the columns whose first dimension happens to equal the number of rows.
 at::Tensor mix_columns(const at::Tensor& x, const at::Tensor& matrix) { return at::matmul(x, matrix); }
 
 TEST(PipelineUnsplit, AnInputGoesWholeToAllMicroBatchesAndGetsTheSumOfTheirGradients) {
@@ -62,7 +62,7 @@ TEST(PipelineUnsplit, OutputsOfMicroBatchesAreStackedAndTakeTheirGradientsApart)
     on_workers(2, 1, [&](Worker& worker) {
       Layers layers;
       layers.add<Dense>(1u);
-      // The mark travels with the batch.
+      // The mark is sent with the batch.
       layers.add_function(
           "gram", [](const at::Tensor& x) { return std::make_tuple(x, Unsplit{at::matmul(x.t(), x)}); });
       layers.add_function("pass", [](const Batch& all) { return all; });
