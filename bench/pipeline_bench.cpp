@@ -93,7 +93,7 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-/// Steps whose tasks take `time`, beside what the schedule says they should take.
+/// Steps whose actions take `time`, beside what the schedule says they should take.
 void timed_steps(Session& session, Schedule schedule, std::int64_t time, int steps, Samples& samples) {
   Executor& executor = session.runtime().executor;
   const int workers = static_cast<int>(session.world_size());
@@ -104,7 +104,7 @@ void timed_steps(Session& session, Schedule schedule, std::int64_t time, int ste
   options.balance.assign(static_cast<std::size_t>(stages), 1);
   options.micro_batches = kMicroBatches;
   options.schedule = schedule;
-  options.checkpoint = pipeline::Checkpoint::kNever;
+  options.checkpoint = pipeline::ActivationCheckpoint::kNever;
   Pipeline pipe(session.worker(), layers, options);
   const at::Tensor x = at::ones({kMicroBatches, 4});
   for (int i = 0; i < steps + kWarmUp; ++i) {
@@ -118,7 +118,7 @@ void timed_steps(Session& session, Schedule schedule, std::int64_t time, int ste
     const auto& table = pipe.last_step().table;
     // In order of arrival there is no plan: the bound is that of 1F1B.
     const auto plan =
-        table.tasks.empty() ? schedule::one_forward_one_backward({workers, kMicroBatches, 1}) : table;
+        table.actions.empty() ? schedule::one_forward_one_backward({workers, kMicroBatches, 1}) : table;
     samples["plan"].push_back(microseconds(schedule::simulate(plan, {costs}).makespan));
     samples["task"].push_back(samples["step"].back() / (2.0 * kMicroBatches * stages / workers));
   }
@@ -133,7 +133,7 @@ void real_steps(Session& session, Schedule schedule, Samples& samples) {
   PipelineOptions options;
   options.micro_batches = kMicroBatches;
   options.schedule = schedule;
-  options.checkpoint = pipeline::Checkpoint::kNever;
+  options.checkpoint = pipeline::ActivationCheckpoint::kNever;
   Pipeline pipe(session.worker(), layers, options);
   std::vector<Real> plain;
   for (int layer = 0; layer < kLayers; ++layer) plain.emplace_back();

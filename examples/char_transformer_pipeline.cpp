@@ -82,7 +82,7 @@ ts::pipeline::PipelineOptions pipeline_options(const Options& options, int worke
   made.schedule = options.schedule == "gpipe"     ? ts::pipeline::Schedule::kGPipe
                   : options.schedule == "arrival" ? ts::pipeline::Schedule::kArrival
                                                   : ts::pipeline::Schedule::k1F1B;
-  made.checkpoint = ts::pipeline::Checkpoint::kNever;
+  made.checkpoint = ts::pipeline::ActivationCheckpoint::kNever;
   made.seed = options.model.seed;  // the same dropout on any number of workers
   return made;
 }
@@ -164,7 +164,7 @@ class Training {
     if (options_.drawing.empty() || !is_first()) return;
     const auto& report = pipe_.last_step();
     std::vector<ts::schedule::Timeline> timelines;
-    if (!report.table.tasks.empty())
+    if (!report.table.actions.empty())
       timelines.push_back(ts::schedule::simulate(
           report.table, ts::schedule::mean_costs(report.measured, report.table.stages())));
     timelines.push_back(report.measured);

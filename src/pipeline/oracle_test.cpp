@@ -19,7 +19,7 @@ std::string name_of(const char* kind, int object, const std::string& member) {
 
 namespace {
 
-/// Draws operations that fit one after the other.
+/// Draws operations of which each takes the result of the one before.
 class Builder {
  public:
   explicit Builder(std::mt19937_64& random) : random_(random) {}
@@ -42,7 +42,7 @@ class Builder {
     if (count == 0 || pick(100) < percent_fresh) return count++;
     return pick(count);
   }
-  /// Neither the operation before nor anybody else has kept what it returned.
+  /// Whether nothing else holds the result of the operation before.
   bool may_change_in_place() const {
     if (model_.operations.empty()) return false;
     const Operation::Kind before = model_.operations.back().kind;
@@ -91,7 +91,7 @@ class Builder {
   std::vector<std::string> open_;
 };
 
-/// Objects of a model, made on demand: the plain loop's own.
+/// The modules of the plain loop, created at their first use.
 struct Objects {
   explicit Objects(std::uint64_t weights) : seed(weights) {}
   Dense dense(int i) {
@@ -127,7 +127,7 @@ std::string describe(const Operation& operation) {
 
 namespace {
 
-/// What a stateless operation adds.
+/// Adds a stateless operation.
 void add_function(const Operation& operation, Layers& layers) {
   const std::string name = operation.skip;
   switch (operation.kind) {
@@ -222,7 +222,7 @@ RandomCase make_case(std::uint64_t seed) {
   RandomCase made;
   made.model = Builder(random).build(1 + pick(12));
   const Layers layers = layers_of(made.model);
-  const int distinct = static_cast<int>(layers.recipes().size());
+  const int distinct = static_cast<int>(layers.specs().size());
   made.workers = 1 + pick(std::min(4, distinct));
   const int stages = made.workers + pick(std::min(made.workers, distinct - made.workers) + 1);
   std::vector<int> balance(static_cast<std::size_t>(stages), 1);
@@ -234,10 +234,11 @@ RandomCase make_case(std::uint64_t seed) {
   made.options.seed = random();
   const bool in_place = std::any_of(made.model.operations.begin(), made.model.operations.end(),
                                     [](const Operation& o) { return o.kind == Operation::kInPlace; });
-  made.options.checkpoint = in_place ? Checkpoint::kNever : static_cast<Checkpoint>(pick(3));
+  made.options.checkpoint =
+      in_place ? ActivationCheckpoint::kNever : static_cast<ActivationCheckpoint>(pick(3));
   const bool norms = std::any_of(made.model.operations.begin(), made.model.operations.end(),
                                  [](const Operation& o) { return o.kind == Operation::kNorm; });
-  // The variance of one row is none.
+  // One row has no variance.
   const int least = norms ? 2 * made.options.micro_batches : 1;
   for (int step = 0; step < 2; ++step) made.rows.push_back(least + pick(12));
   for (const Operation& operation : made.model.operations) made.text += describe(operation) + " ";
@@ -250,7 +251,7 @@ RandomCase make_case(std::uint64_t seed) {
 
 namespace {
 
-/// One micro-batch through the plain model.
+/// Runs one micro-batch through the plain model.
 class PlainPass {
  public:
   PlainPass(const RandomModel& model, Objects& objects, std::map<std::size_t, std::vector<at::Tensor>>& seen)
@@ -315,7 +316,7 @@ class PlainPass {
   std::map<std::size_t, std::vector<at::Tensor>>& seen_;
 };
 
-/// What BatchNorm would have done to its running statistics with the whole batch at each of its uses.
+/// Updates running statistics as BatchNorm does for the whole batch, at each use.
 void update_norms(const RandomModel& model, Objects& objects,
                   const std::map<std::size_t, std::vector<at::Tensor>>& seen) {
   const torch::NoGradGuard guard;
@@ -403,7 +404,7 @@ bool alike(const at::Tensor& a, const at::Tensor& b) {
   return !a.defined() || at::allclose(a.to(at::kDouble), b.to(at::kDouble), 1e-12, 1e-12);
 }
 
-/// Whatever there is in either must be in both, and equal.
+/// Expects the same names with equal tensors.
 void expect_equal(const std::map<std::string, at::Tensor>& ours,
                   const std::map<std::string, at::Tensor>& expected) {
   std::set<std::string> names;
@@ -417,7 +418,7 @@ void expect_equal(const std::map<std::string, at::Tensor>& ours,
   }
 }
 
-/// TORCHSPAN_CASES and TORCHSPAN_SEED run more, or one again.
+/// TORCHSPAN_CASES sets the number of cases, TORCHSPAN_SEED repeats one.
 TEST(Oracle, RandomModelsTrainLikeOneProcess) {
   const long cases = torchspan::testing::number_from("TORCHSPAN_CASES", 240);
   const long first = torchspan::testing::number_from("TORCHSPAN_SEED", 1);

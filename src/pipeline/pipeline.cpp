@@ -10,11 +10,11 @@
 #include <torchspan/pipeline/deferred_batch_norm.h>
 #include <torchspan/pipeline/pipeline.h>
 
-#include "pipeline/handshake.h"
-#include "pipeline/micro_batches.h"
-#include "pipeline/step.h"
-#include "pipeline/step_failures.h"
-#include "pipeline/tables.h"
+#include "pipeline/layers/micro_batches.h"
+#include "pipeline/policies/tables.h"
+#include "pipeline/runtime/handshake.h"
+#include "pipeline/runtime/step.h"
+#include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
 
@@ -24,7 +24,7 @@ class Pipeline::Impl {
       : local_(make_local(worker, layers, std::move(options))), tables_(local_) {
     tables_.check();
   }
-  ~Impl() { give_up("the pipeline was destroyed before its backward()"); }
+  ~Impl() { abandon("the pipeline was destroyed before its backward()"); }
 
   double train(const Batch& input, const Batch& target, const Loss* loss, const StepOptions& options);
   Batch infer(const Batch& input);
@@ -52,19 +52,19 @@ class Pipeline::Impl {
   StepBegin begin_first(StepKind kind, const Batch& input, const StepOptions& options);
   StepBegin await_begin(StepKind kind);
   void end_step(bool succeeded);
-  void give_up(const char* why);
+  void abandon(const char* why);
   bool is_first() const { return local_.me == local_.first_worker(); }
   bool is_last() const { return local_.me == local_.last_worker(); }
 
   LocalPipeline local_;
   Tables tables_;
   std::uint64_t next_step_ = 0;
-  std::unique_ptr<Step> step_;  ///< between forward() and backward() too
+  std::unique_ptr<Step> step_;  ///< also between forward() and backward()
   Batch output_;
   StepReport report_;
 };
 
-/// Runs what belongs to a step: a failure that began here is told to all, and ends the step.
+/// Runs a part of a step. Reports a failure of this worker to the others, and ends the step.
 template <class Body>
 auto Pipeline::Impl::guarded(const Body& body) {
   const std::uint64_t step = next_step_ - 1;
@@ -84,7 +84,7 @@ auto Pipeline::Impl::guarded(const Body& body) {
 template <class Body>
 auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                              const StepOptions& options, const Body& body) {
-  give_up("its worker began another step without calling backward()");
+  abandon("its worker began another step without calling backward()");
   ++next_step_;
   return guarded([&] {
     step_ = std::make_unique<Step>(local_, prepare(kind, input, target, loss, options));
@@ -110,11 +110,10 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
     if (there != rows) {
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format(
-              "the target has {} rows, the input {}: worker '{}' and worker '{}' were given different "
-              "batches",
-              there, rows, local_.worker.name(),
-              local_.plan.workers[static_cast<std::size_t>(local_.first_worker())]));
+          fmt::format("the target has {} rows, the input {}: worker '{}' and worker '{}' got different "
+                      "batches; pass both the same batch",
+                      there, rows, local_.worker.name(),
+                      local_.plan.workers[static_cast<std::size_t>(local_.first_worker())]));
     }
   }
   work.before_first_backward = options.before_first_backward;
@@ -135,7 +134,7 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
 
 StepBegin Pipeline::Impl::await_begin(StepKind kind) {
   const std::uint64_t step = next_step_ - 1;
-  Watch watch(local_);
+  StallWatch watch(local_);
   for (;;) {
     const Future<void> arrival = local_.event_queue->arrival();
     std::deque<StepEvent> events = local_.event_queue->take(step);
@@ -144,7 +143,7 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
       throw_failure(local_, step, event);
       if (const auto* found = std::get_if<StepBegin>(&event)) begin = *found;
     }
-    // What came with it or before it belongs to the loop.
+    // The step takes the events that arrived with it or before it.
     local_.event_queue->put_back(std::move(events));
     if (begin) {
       const bool training = kind == StepKind::kTrain || kind == StepKind::kLoss;
@@ -154,7 +153,7 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
             ErrorKind::kInvalid,
             fmt::format(
                 "the workers of pipeline '{}' call different functions in step {}: one of train_step(), "
-                "infer() and forward() on worker '{}', another one on worker '{}'",
+                "infer() and forward() on worker '{}', another one on worker '{}'; call the same one on all",
                 local_.options.name, step,
                 local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], local_.worker.name()));
       }
@@ -191,12 +190,12 @@ void Pipeline::Impl::end_step(bool succeeded) {
                                 local_.executor().now());
 }
 
-/// A forward() whose backward() never came: whoever waits in it shall not.
-void Pipeline::Impl::give_up(const char* why) {
+/// Abandons a forward() whose backward() was not called, so that the other workers do not wait in it.
+void Pipeline::Impl::abandon(const char* why) {
   if (!step_) return;
   local_.post_to_all(StepFailed{
       {local_.id, step_->id()},
-      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was given up on worker '{}': {}",
+      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
                                                step_->id(), local_.options.name, local_.worker.name(), why))
           .with_worker(local_.worker.name())});
   end_step(false);
@@ -215,7 +214,7 @@ double Pipeline::Impl::train(const Batch& input, const Batch& target, const Loss
 Batch Pipeline::Impl::infer(const Batch& input) {
   return in_step(StepKind::kInfer, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
-    // Before the others are free to go: outputs that cannot be joined fail for all of them.
+    // Before the other workers may leave the step: outputs that cannot be joined fail on all of them.
     Batch output = is_last() ? step.output() : Batch();
     step.close();
     return output;
@@ -236,7 +235,7 @@ void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
   if (!step_) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("backward() of pipeline '{}' without a forward() before it, or after "
-                            "one that failed",
+                            "one that failed; call forward() first",
                             local_.options.name));
   }
   guarded([&] {
@@ -248,7 +247,7 @@ void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
     }
     if (is_last() && gradients.size() != output_.members.size()) {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("backward() was given {} gradients for an output of {} members",
+                  fmt::format("backward() got {} gradients for an output of {} members; pass one per member",
                               gradients.size(), output_.members.size()));
     }
     step_->put_output_gradients(gradients);

@@ -10,8 +10,8 @@
 namespace torchspan::pipeline_test {
 namespace {
 
+using pipeline::ActivationCheckpoint;
 using pipeline::Batch;
-using pipeline::Checkpoint;
 using pipeline::Layers;
 using pipeline::Pipeline;
 using pipeline::PipelineOptions;
@@ -61,7 +61,8 @@ TEST(Pipeline, OneWorkerTrainsLikeThePlainModel) {
 
 TEST(Pipeline, TwoWorkersTrainLikeThePlainModel) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
-    for (const Checkpoint checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const ActivationCheckpoint checkpoint :
+         {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways}) {
       on_workers(2, 1, [&](Worker& worker) {
         Layers layers;
         layers.add<Dense>(4, 5, 1);

@@ -1,6 +1,6 @@
 #pragma once
-// Random models for the tests: each is described once, as a list of operations, and run twice: through a
-// Pipeline, and by a plain loop in one process that knows nothing of it.
+// Random models for the tests: a list of operations that runs twice, through a Pipeline and in a plain loop in
+// one process.
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -33,7 +33,7 @@ struct DenseImpl : torch::nn::Module {
 };
 TORCH_MODULE(Dense);
 
-/// Several values, of which one is an integer tensor, one may be nothing, one is a number.
+/// Several values: among them an integer tensor, an optional tensor and a number.
 using Several = std::tuple<at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>, std::int64_t>;
 
 inline Several fork(const at::Tensor& x) {
@@ -82,7 +82,7 @@ struct RandomModel {
   std::uint64_t weights = 0;
 };
 
-/// What a random case is, and how it prints.
+/// A random model, how to run it, and its text.
 struct RandomCase {
   RandomModel model;
   int workers = 1;
@@ -93,13 +93,13 @@ struct RandomCase {
 RandomCase make_case(std::uint64_t seed);
 Layers layers_of(const RandomModel& model);
 
-/// What a step leaves behind, by name.
+/// The results of all steps, by name.
 struct Outcome {
   std::vector<double> losses;
   std::map<std::string, at::Tensor> gradients;
   std::map<std::string, at::Tensor> buffers;
 };
-/// The plain loop: micro-batch by micro-batch, one process, no pipeline.
+/// Runs the model without a pipeline: micro-batch by micro-batch, in one process.
 Outcome run_plainly(const RandomCase& random);
 at::Tensor input_of(const RandomCase& random, std::size_t step);
 at::Tensor target_of(const RandomCase& random, std::size_t step);

@@ -125,12 +125,12 @@ class Picture {
       const Duration here = shortest_span(timeline);
       if (here > Duration::zero()) shortest = std::min(shortest, here);
       for (const auto& spans : timeline.spans) {
-        for (const ActionSpan& span : spans) most = std::max(most, span.task.micro_batch);
+        for (const ActionSpan& span : spans) most = std::max(most, span.action.micro_batch);
       }
     }
     const double cell = std::max(22.0, kDigit * static_cast<double>(std::to_string(most).size()) + 5);
-    const double tasks = static_cast<double>(longest_.count()) / static_cast<double>(shortest.count());
-    return std::clamp(tasks * cell, 620.0, 2600.0);
+    const double actions = static_cast<double>(longest_.count()) / static_cast<double>(shortest.count());
+    return std::clamp(actions * cell, 620.0, 2600.0);
   }
 
   double x(Duration time) const {
@@ -178,7 +178,7 @@ class Picture {
     for (const Timeline& timeline : timelines_) {
       for (const auto& spans : timeline.spans) {
         for (const ActionSpan& span : spans) {
-          if (letter(span.task.kind) == kind) return true;
+          if (letter(span.action.kind) == kind) return true;
         }
       }
     }
@@ -264,7 +264,7 @@ class Picture {
         number(right - left), number(kCell));
     const std::vector<int> stages = stages_of(timeline.spans[rank]);
     for (const ActionSpan& span : timeline.spans[rank]) {
-      const auto chunk = std::lower_bound(stages.begin(), stages.end(), span.task.stage) - stages.begin();
+      const auto chunk = std::lower_bound(stages.begin(), stages.end(), span.action.stage) - stages.begin();
       add_cell(span, static_cast<std::size_t>(chunk));
     }
     add_curve(timeline, rank);
@@ -277,11 +277,11 @@ class Picture {
 
   void add_cell(const ActionSpan& span, std::size_t chunk) {
     const double left = x(span.start), wide = x(span.end) - left;
-    const std::string micro_batch = std::to_string(span.task.micro_batch);
+    const std::string micro_batch = std::to_string(span.action.micro_batch);
     add("<rect class=\"{} {}{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"><title>{}: {} to "
         "{}</title></rect>",
-        wide < 8 ? "u" : "t", letter(span.task.kind), chunk, number(left), number(y_), number(wide),
-        number(kCell), to_string(span.task), unit_.of(span.start), unit_.of(span.end));
+        wide < 8 ? "u" : "t", letter(span.action.kind), chunk, number(left), number(y_), number(wide),
+        number(kCell), to_string(span.action), unit_.of(span.start), unit_.of(span.end));
     if (wide < kDigit * static_cast<double>(micro_batch.size()) + 2) return;
     add("<text class=\"n\" x=\"{}\" y=\"{}\">{}</text>", number(left + wide / 2), number(y_ + 17),
         micro_batch);

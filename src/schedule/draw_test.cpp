@@ -40,7 +40,7 @@ std::string xml_complaint(const std::string& xml) {
 
 /// A task's rectangle in a drawing.
 struct Cell {
-  std::string colour, task;
+  std::string colour, action;
   double x = 0, y = 0, width = 0;
 };
 
@@ -80,13 +80,13 @@ TEST(DrawText, NamesTheStageWhereARankHasSeveral) {
             "rank 1  .   .   2F0\n");
 }
 
-TEST(DrawText, RoundsToSlotsOfTheShortestTask) {
+TEST(DrawText, RoundsToSlotsOfTheShortestAction) {
   const Costs costs{.forward = Duration{10}, .input_gradient = Duration{9}, .weight_gradient = Duration{5}};
   EXPECT_EQ(draw_text(simulated(gpipe({.rank_of_stage = {0}, .micro_batches = 2}), "", costs)),
             "rank 0  F0 F1 B1 B0---\n");
 }
 
-TEST(DrawText, StaysWithinBoundsWhenOneTaskIsTiny) {
+TEST(DrawText, StaysWithinBoundsWhenOneActionIsTiny) {
   Timeline timeline = simulated(forward_only({.rank_of_stage = {0, 1}, .micro_batches = 2}));
   timeline.spans[0] = {{{ActionKind::kForward, 0, 0}, Duration{0}, Duration{1}},
                        {{ActionKind::kForward, 0, 1}, Duration{1}, Duration{1'000'000'000}}};
@@ -108,12 +108,12 @@ TEST(DrawSvg, IsWellFormedAndNamesWhatMatters) {
   for (const char* peak : {"peak 4", "peak 3", "peak 2", "peak 1"}) EXPECT_EQ(count(svg, peak), 1) << peak;
 }
 
-TEST(DrawSvg, ColoursAndNumbersEachTask) {
+TEST(DrawSvg, ColoursAndNumbersEachAction) {
   const std::string svg = draw_svg({simulated(zero_bubble_h1({.ranks = 2, .micro_batches = 3}))});
   std::map<std::string, int> colours;
   for (const Cell& cell : cells_of(svg)) {
     ++colours[cell.colour];
-    EXPECT_EQ(cell.colour.front(), cell.task[1]) << cell.task;
+    EXPECT_EQ(cell.colour.front(), cell.action[1]) << cell.action;
   }
   EXPECT_EQ(colours, (std::map<std::string, int>{{"F0", 6}, {"I0", 6}, {"W0", 6}}));
   for (const char* number : {"0", "1", "2"}) EXPECT_GE(count(svg, ">" + std::string(number) + "</text>"), 6);
@@ -134,7 +134,7 @@ TEST(DrawSvg, LaterStagesOfARankAreOfALighterColour) {
   const Table table = interleaved({.ranks = 2, .micro_batches = 2, .stages_per_rank = 2});
   const std::string svg = draw_svg({simulated(table)});
   for (const Cell& cell : cells_of(svg)) {
-    EXPECT_EQ(cell.colour.back(), cell.task.front() < '2' ? '0' : '1') << cell.task;
+    EXPECT_EQ(cell.colour.back(), cell.action.front() < '2' ? '0' : '1') << cell.action;
   }
   const auto brightness = [&](const std::string& colour) {
     std::smatch parts;
@@ -170,7 +170,7 @@ TEST(DrawSvg, PutsThePlanAndTheMeasuredStepOnOneScale) {
       above = cells[at].y;
       for (const ActionSpan& span : spans) {
         const Cell& cell = cells[at++];
-        EXPECT_EQ(cell.task, to_string(span.task));
+        EXPECT_EQ(cell.action, to_string(span.action));
         EXPECT_EQ(cell.y, above);
         EXPECT_NEAR(cell.x, origin + scale * static_cast<double>(span.start.count()), 0.4);
         EXPECT_NEAR(cell.width, scale * static_cast<double>((span.end - span.start).count()), 0.2);

@@ -53,12 +53,12 @@ std::string draw_text(const Timeline& timeline) {
   check(timeline, "draw_text");
   const bool shared = std::any_of(timeline.spans.begin(), timeline.spans.end(),
                                   [](const auto& spans) { return stages_of(spans).size() > 1; });
-  const auto label = [&](const Action& task) {
-    return shared ? to_string(task) : fmt::format("{}{}", letter(task.kind), task.micro_batch);
+  const auto label = [&](const Action& action) {
+    return shared ? to_string(action) : fmt::format("{}{}", letter(action.kind), action.micro_batch);
   };
   std::size_t width = 2;
   for (const auto& spans : timeline.spans) {
-    for (const ActionSpan& span : spans) width = std::max(width, label(span.task).size() + 1);
+    for (const ActionSpan& span : spans) width = std::max(width, label(span.action).size() + 1);
   }
   const double makespan = static_cast<double>(timeline.makespan.count());
   const double slot =
@@ -68,7 +68,7 @@ std::string draw_text(const Timeline& timeline) {
   std::string text;
   for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank) {
     Row row(slot, width, columns);
-    for (const ActionSpan& span : timeline.spans[rank]) row.add(label(span.task), span);
+    for (const ActionSpan& span : timeline.spans[rank]) row.add(label(span.action), span);
     text += row.after(fmt::format("rank {:<{}}  ", rank, digits)) + "\n";
   }
   return text;

@@ -32,7 +32,7 @@ void check(const Timeline& timeline, std::string_view function) {
             ErrorKind::kInvalid,
             fmt::format("{}: in timeline '{}' rank {} runs {} from {} to {} ns, before {} ns or after the "
                         "makespan",
-                        function, timeline.name, rank, to_string(span.task), span.start.count(),
+                        function, timeline.name, rank, to_string(span.action), span.start.count(),
                         span.end.count(), now.count()));
       }
       now = span.end;
@@ -52,7 +52,7 @@ Duration shortest_span(const Timeline& timeline) {
 
 std::vector<int> stages_of(const std::vector<ActionSpan>& spans) {
   std::vector<int> stages;
-  for (const ActionSpan& span : spans) stages.push_back(span.task.stage);
+  for (const ActionSpan& span : spans) stages.push_back(span.action.stage);
   std::sort(stages.begin(), stages.end());
   stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
   return stages;

@@ -7,10 +7,10 @@ Table gpipe(const Placement& placement) {
   Table table = empty_table("gpipe", placement, ranks);
   append_forwards(table);
   // The way back is the way there, mirrored: what was last is ready first.
-  for (auto& tasks : table.tasks) {
-    for (std::size_t left = tasks.size(); left > 0; --left) {
-      const Action forward = tasks[left - 1];
-      tasks.push_back({ActionKind::kBackward, forward.stage, forward.micro_batch});
+  for (auto& actions : table.actions) {
+    for (std::size_t left = actions.size(); left > 0; --left) {
+      const Action forward = actions[left - 1];
+      actions.push_back({ActionKind::kBackward, forward.stage, forward.micro_batch});
     }
   }
   return table;

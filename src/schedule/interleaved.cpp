@@ -43,10 +43,11 @@ Table interleaved(Shape shape) {
     const int hops = shape.ranks - 1 - rank;
     const int ahead = shape.stages_per_rank == 1 ? hops : 2 * hops + (shape.stages_per_rank - 1) * group;
     const int warm_up = std::min(all, ahead);
-    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    auto& actions = table.actions[static_cast<std::size_t>(rank)];
     for (int number = 0; number < all + warm_up; ++number) {
-      if (number < all) tasks.push_back(numbered(ActionKind::kForward, rank, shape, number));
-      if (number >= warm_up) tasks.push_back(numbered(ActionKind::kBackward, rank, shape, number - warm_up));
+      if (number < all) actions.push_back(numbered(ActionKind::kForward, rank, shape, number));
+      if (number >= warm_up)
+        actions.push_back(numbered(ActionKind::kBackward, rank, shape, number - warm_up));
     }
   }
   return table;

@@ -7,12 +7,12 @@ Table looped_breadth_first(Shape shape) {
   Table table = empty_table("bfs", looped(shape), shape.ranks);
   const int stages = table.stages();
   for (int stage = 0; stage < stages; ++stage) {
-    auto& tasks = table.tasks[static_cast<std::size_t>(stage % shape.ranks)];
-    for (int i = 0; i < shape.micro_batches; ++i) tasks.push_back({ActionKind::kForward, stage, i});
+    auto& actions = table.actions[static_cast<std::size_t>(stage % shape.ranks)];
+    for (int i = 0; i < shape.micro_batches; ++i) actions.push_back({ActionKind::kForward, stage, i});
   }
   for (int stage = stages - 1; stage >= 0; --stage) {
-    auto& tasks = table.tasks[static_cast<std::size_t>(stage % shape.ranks)];
-    for (int i = shape.micro_batches - 1; i >= 0; --i) tasks.push_back({ActionKind::kBackward, stage, i});
+    auto& actions = table.actions[static_cast<std::size_t>(stage % shape.ranks)];
+    for (int i = shape.micro_batches - 1; i >= 0; --i) actions.push_back({ActionKind::kBackward, stage, i});
   }
   return table;
 }

@@ -19,7 +19,7 @@ std::vector<Costs> mean_costs(const Timeline& measured, int stages) {
   std::map<std::pair<int, ActionKind>, Mean> means;
   for (const auto& spans : measured.spans) {
     for (const ActionSpan& span : spans) {
-      Mean& mean = means[{span.task.stage, span.task.kind}];
+      Mean& mean = means[{span.action.stage, span.action.kind}];
       mean.sum += span.end - span.start;
       ++mean.count;
     }

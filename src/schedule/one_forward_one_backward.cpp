@@ -29,9 +29,9 @@ class ListScheduler {
       const int now = std::get<0>(running_.top());
       std::set<int> touched;
       while (!running_.empty() && std::get<0>(running_.top()) == now) {
-        const Action task = std::get<1>(running_.top());
+        const Action action = std::get<1>(running_.top());
         running_.pop();
-        finish(task, touched);
+        finish(action, touched);
       }
       for (int rank : touched) start(rank, now);
     }
@@ -42,8 +42,8 @@ class ListScheduler {
   /// Backwards first, then the oldest micro-batch, then the earliest stage.
   struct Better {
     bool operator()(const Action& a, const Action& b) const { return key(a) < key(b); }
-    static std::tuple<bool, int, int> key(const Action& task) {
-      return {task.kind == ActionKind::kForward, task.micro_batch, task.stage};
+    static std::tuple<bool, int, int> key(const Action& action) {
+      return {action.kind == ActionKind::kForward, action.micro_batch, action.stage};
     }
   };
   struct Later {
@@ -54,7 +54,9 @@ class ListScheduler {
 
   int rank_of(int stage) const { return table_.rank_of_stage[static_cast<std::size_t>(stage)]; }
   int& alive(int stage) { return alive_[static_cast<std::size_t>(stage)]; }
-  void make_ready(const Action& task) { ready_[static_cast<std::size_t>(rank_of(task.stage))].insert(task); }
+  void make_ready(const Action& action) {
+    ready_[static_cast<std::size_t>(rank_of(action.stage))].insert(action);
+  }
 
   /// How many micro-batches may be between their forward and their backward at a stage. The closer the end of
   /// the model, the sooner they come back, and the fewer keep it busy. Micro-batches beyond some stage can
@@ -64,32 +66,32 @@ class ListScheduler {
   void start(int rank, int now) {
     const auto at = static_cast<std::size_t>(rank);
     if (busy_[at]) return;
-    const auto best = std::find_if(ready_[at].begin(), ready_[at].end(), [&](const Action& task) {
-      return task.kind == ActionKind::kBackward || alive(task.stage) < limit(task.stage);
+    const auto best = std::find_if(ready_[at].begin(), ready_[at].end(), [&](const Action& action) {
+      return action.kind == ActionKind::kBackward || alive(action.stage) < limit(action.stage);
     });
     if (best == ready_[at].end()) return;
-    const Action task = *best;
+    const Action action = *best;
     ready_[at].erase(best);
     busy_[at] = true;
-    table_.tasks[at].push_back(task);
-    const bool forward = task.kind == ActionKind::kForward;
-    if (forward) ++alive(task.stage);
-    if (forward && task.stage == 0 && task.micro_batch + 1 < table_.micro_batches) {
-      make_ready({ActionKind::kForward, 0, task.micro_batch + 1});
+    table_.actions[at].push_back(action);
+    const bool forward = action.kind == ActionKind::kForward;
+    if (forward) ++alive(action.stage);
+    if (forward && action.stage == 0 && action.micro_batch + 1 < table_.micro_batches) {
+      make_ready({ActionKind::kForward, 0, action.micro_batch + 1});
     }
-    running_.emplace(now + (forward ? 1 : 2), task);
+    running_.emplace(now + (forward ? 1 : 2), action);
   }
 
-  void finish(const Action& task, std::set<int>& touched) {
-    busy_[static_cast<std::size_t>(rank_of(task.stage))] = false;
-    touched.insert(rank_of(task.stage));
-    Action next = task;
-    if (task.kind == ActionKind::kForward && task.stage + 1 < table_.stages()) {
+  void finish(const Action& action, std::set<int>& touched) {
+    busy_[static_cast<std::size_t>(rank_of(action.stage))] = false;
+    touched.insert(rank_of(action.stage));
+    Action next = action;
+    if (action.kind == ActionKind::kForward && action.stage + 1 < table_.stages()) {
       ++next.stage;
-    } else if (task.kind == ActionKind::kForward) {
+    } else if (action.kind == ActionKind::kForward) {
       next.kind = ActionKind::kBackward;
     } else {
-      --alive(task.stage);
+      --alive(action.stage);
       if (--next.stage < 0) return;
     }
     make_ready(next);
@@ -118,10 +120,10 @@ Table one_forward_one_backward(Shape shape) {
   Table table = empty_table("1f1b", looped(shape), shape.ranks);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     const int warm_up = std::min(shape.micro_batches, shape.ranks - 1 - rank);
-    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    auto& actions = table.actions[static_cast<std::size_t>(rank)];
     for (int i = 0; i < shape.micro_batches + warm_up; ++i) {
-      if (i < shape.micro_batches) tasks.push_back({ActionKind::kForward, rank, i});
-      if (i >= warm_up) tasks.push_back({ActionKind::kBackward, rank, i - warm_up});
+      if (i < shape.micro_batches) actions.push_back({ActionKind::kForward, rank, i});
+      if (i >= warm_up) actions.push_back({ActionKind::kBackward, rank, i - warm_up});
     }
   }
   return table;

@@ -10,7 +10,7 @@
 namespace torchspan::schedule {
 namespace {
 
-constexpr std::size_t kTaskKinds = 4;
+constexpr std::size_t kActionKinds = 4;
 
 [[noreturn]] void refuse(const Table& table, const std::string& text) {
   throw Error(ErrorKind::kInvalid, fmt::format("schedule '{}': {}", table.name, text));
@@ -22,7 +22,7 @@ void check_frame(const Table& table) {
   for (std::size_t stage = 0; stage < table.rank_of_stage.size(); ++stage) {
     const int rank = table.rank_of_stage[stage];
     if (rank < 0 || rank >= table.ranks()) {
-      refuse(table, fmt::format("rank_of_stage[{}] is {}; tasks has {} ranks", stage, rank, table.ranks()));
+      refuse(table, fmt::format("rank_of_stage[{}] is {}; actions has {} ranks", stage, rank, table.ranks()));
     }
   }
   const auto cells = static_cast<std::int64_t>(table.rank_of_stage.size()) * table.micro_batches;
@@ -32,19 +32,19 @@ void check_frame(const Table& table) {
   }
 }
 
-void check_task(const Table& table, int rank, std::size_t place, const Action& task) {
-  const std::string here = fmt::format("rank {}, task {} of its list: {}", rank, place, to_string(task));
-  if (static_cast<std::size_t>(task.kind) >= kTaskKinds) refuse(table, here + " is of no known kind");
-  if (task.stage < 0 || task.stage >= table.stages()) {
-    refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, task.stage, table.stages()));
+void check_action(const Table& table, int rank, std::size_t place, const Action& action) {
+  const std::string here = fmt::format("rank {}, action {} of its list: {}", rank, place, to_string(action));
+  if (static_cast<std::size_t>(action.kind) >= kActionKinds) refuse(table, here + " is of no known kind");
+  if (action.stage < 0 || action.stage >= table.stages()) {
+    refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, action.stage, table.stages()));
   }
-  if (task.micro_batch < 0 || task.micro_batch >= table.micro_batches) {
-    refuse(table,
-           fmt::format("{} is of micro-batch {}; there are {}", here, task.micro_batch, table.micro_batches));
+  if (action.micro_batch < 0 || action.micro_batch >= table.micro_batches) {
+    refuse(table, fmt::format("{} is of micro-batch {}; there are {}", here, action.micro_batch,
+                              table.micro_batches));
   }
-  const int owner = table.rank_of_stage[static_cast<std::size_t>(task.stage)];
+  const int owner = table.rank_of_stage[static_cast<std::size_t>(action.stage)];
   if (owner != rank) {
-    refuse(table, fmt::format("{} belongs to rank {}, which owns stage {}", here, owner, task.stage));
+    refuse(table, fmt::format("{} belongs to rank {}, which owns stage {}", here, owner, action.stage));
   }
 }
 
@@ -61,7 +61,7 @@ class Deadlock {
       const Action mine = head(rank);
       const Action other = missing(mine);
       const int owner = positions_.rank_of(other);
-      text += fmt::format("; rank {} at {} (task {} of its list) waits for {} ", rank, to_string(mine),
+      text += fmt::format("; rank {} at {} (action {} of its list) waits for {} ", rank, to_string(mine),
                           positions_.place(mine), to_string(other));
       text += owner == rank ? std::string("of its own") : fmt::format("of rank {}", owner);
       const Action theirs = head(owner);
@@ -72,19 +72,23 @@ class Deadlock {
   }
 
  private:
-  const std::vector<Action>& tasks(int rank) const { return table_.tasks[static_cast<std::size_t>(rank)]; }
+  const std::vector<Action>& actions(int rank) const {
+    return table_.actions[static_cast<std::size_t>(rank)];
+  }
   std::size_t next(int rank) const { return next_[static_cast<std::size_t>(rank)]; }
-  const Action& head(int rank) const { return tasks(rank)[next(rank)]; }
-  bool is_done(const Action& task) const { return positions_.place(task) < next(positions_.rank_of(task)); }
-  Action missing(const Action& task) const {
-    const auto needs = positions_.needs(task);
+  const Action& head(int rank) const { return actions(rank)[next(rank)]; }
+  bool is_done(const Action& action) const {
+    return positions_.place(action) < next(positions_.rank_of(action));
+  }
+  Action missing(const Action& action) const {
+    const auto needs = positions_.needs(action);
     return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
   }
 
   /// Whoever waits, waits for a rank that waits; following them long enough ends in a ring.
   std::vector<int> find_ring() const {
     int rank = 0;
-    while (next(rank) == tasks(rank).size()) ++rank;
+    while (next(rank) == actions(rank).size()) ++rank;
     std::vector<int> path;
     while (std::find(path.begin(), path.end(), rank) == path.end()) {
       path.push_back(rank);
@@ -102,7 +106,8 @@ class Deadlock {
 
 Positions::Positions(const Table& table) : table_(table) {
   check_frame(table);
-  place_.assign(kTaskKinds * table.rank_of_stage.size() * static_cast<std::size_t>(table.micro_batches), -1);
+  place_.assign(kActionKinds * table.rank_of_stage.size() * static_cast<std::size_t>(table.micro_batches),
+                -1);
   place_all();
   for (int micro_batch = 0; micro_batch < table.micro_batches; ++micro_batch) {
     const bool back = goes_back(micro_batch);
@@ -112,13 +117,13 @@ Positions::Positions(const Table& table) : table_(table) {
 
 void Positions::place_all() {
   for (int rank = 0; rank < table_.ranks(); ++rank) {
-    const auto& tasks = table_.tasks[static_cast<std::size_t>(rank)];
-    for (std::size_t place = 0; place < tasks.size(); ++place) {
-      check_task(table_, rank, place, tasks[place]);
-      auto& known = place_[number(tasks[place])];
+    const auto& actions = table_.actions[static_cast<std::size_t>(rank)];
+    for (std::size_t place = 0; place < actions.size(); ++place) {
+      check_action(table_, rank, place, actions[place]);
+      auto& known = place_[number(actions[place])];
       if (known >= 0) {
-        refuse(table_, fmt::format("rank {} runs {} twice: tasks {} and {} of its list", rank,
-                                   to_string(tasks[place]), known, place));
+        refuse(table_, fmt::format("rank {} runs {} twice: actions {} and {} of its list", rank,
+                                   to_string(actions[place]), known, place));
       }
       known = static_cast<std::ptrdiff_t>(place);
     }
@@ -161,8 +166,8 @@ bool Positions::goes_back(int micro_batch) const {
   return false;
 }
 
-std::array<std::optional<Action>, 2> Positions::needs(const Action& task) const {
-  const auto [kind, stage, i] = task;
+std::array<std::optional<Action>, 2> Positions::needs(const Action& action) const {
+  const auto [kind, stage, i] = action;
   if (kind == ActionKind::kForward) {
     if (stage == 0) return {};
     return {Action{kind, stage - 1, i}, std::nullopt};
@@ -175,16 +180,16 @@ std::array<std::optional<Action>, 2> Positions::needs(const Action& task) const 
   return {forward, has(whole) ? whole : Action{ActionKind::kInputGradient, stage + 1, i}};
 }
 
-std::size_t Positions::number(const Action& task) const {
-  const auto row = static_cast<std::size_t>(task.kind) * table_.rank_of_stage.size() +
-                   static_cast<std::size_t>(task.stage);
-  return row * static_cast<std::size_t>(table_.micro_batches) + static_cast<std::size_t>(task.micro_batch);
+std::size_t Positions::number(const Action& action) const {
+  const auto row = static_cast<std::size_t>(action.kind) * table_.rank_of_stage.size() +
+                   static_cast<std::size_t>(action.stage);
+  return row * static_cast<std::size_t>(table_.micro_batches) + static_cast<std::size_t>(action.micro_batch);
 }
 
 void replay(const Table& table, const Positions& positions, const std::function<void(const Action&)>& run) {
-  std::vector<std::size_t> next(table.tasks.size(), 0);
-  const auto is_ready = [&](const Action& task) {
-    for (const auto& need : positions.needs(task)) {
+  std::vector<std::size_t> next(table.actions.size(), 0);
+  const auto is_ready = [&](const Action& action) {
+    for (const auto& need : positions.needs(action)) {
       if (need && positions.place(*need) >= next[static_cast<std::size_t>(positions.rank_of(*need))])
         return false;
     }
@@ -195,19 +200,19 @@ void replay(const Table& table, const Positions& positions, const std::function<
   while (!to_try.empty()) {
     const auto rank = static_cast<std::size_t>(to_try.back());
     to_try.pop_back();
-    const auto& tasks = table.tasks[rank];
-    while (next[rank] < tasks.size() && is_ready(tasks[next[rank]])) {
-      const Action& task = tasks[next[rank]++];
-      run(task);
+    const auto& actions = table.actions[rank];
+    while (next[rank] < actions.size() && is_ready(actions[next[rank]])) {
+      const Action& action = actions[next[rank]++];
+      run(action);
       // Only the neighbour in the model can have waited for it.
-      const int neighbour = task.kind == ActionKind::kForward ? task.stage + 1 : task.stage - 1;
+      const int neighbour = action.kind == ActionKind::kForward ? action.stage + 1 : action.stage - 1;
       if (neighbour >= 0 && neighbour < table.stages()) {
         to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);
       }
     }
   }
   for (std::size_t rank = 0; rank < next.size(); ++rank) {
-    if (next[rank] < table.tasks[rank].size()) refuse(table, Deadlock(table, positions, next).text());
+    if (next[rank] < table.actions[rank].size()) refuse(table, Deadlock(table, positions, next).text());
   }
 }
 

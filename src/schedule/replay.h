@@ -15,17 +15,19 @@ class Positions {
   explicit Positions(const Table& table);
 
   /// Whether the table has the task.
-  bool has(const Action& task) const { return place_[number(task)] >= 0; }
+  bool has(const Action& action) const { return place_[number(action)] >= 0; }
   /// The task's place among its rank's tasks.
-  std::size_t place(const Action& task) const { return static_cast<std::size_t>(place_[number(task)]); }
-  int rank_of(const Action& task) const { return table_.rank_of_stage[static_cast<std::size_t>(task.stage)]; }
+  std::size_t place(const Action& action) const { return static_cast<std::size_t>(place_[number(action)]); }
+  int rank_of(const Action& action) const {
+    return table_.rank_of_stage[static_cast<std::size_t>(action.stage)];
+  }
 
   /// Whether the micro-batch goes backwards (in a checked table: everywhere or nowhere).
   bool goes_back(int micro_batch) const;
-  /// The tasks that must have ended before `task` begins: at most two.
-  std::array<std::optional<Action>, 2> needs(const Action& task) const;
+  /// The tasks that must have ended before `action` begins: at most two.
+  std::array<std::optional<Action>, 2> needs(const Action& action) const;
   /// A number for each task that could be, below numbers().
-  std::size_t number(const Action& task) const;
+  std::size_t number(const Action& action) const;
   std::size_t numbers() const { return place_.size(); }
 
  private:

@@ -30,14 +30,14 @@ class Simulation {
   Simulation(const Table& table, const std::vector<Costs>& costs)
       : table_(table), costs_(costs), positions_(table), ends_(positions_.numbers()) {
     timeline_.name = table.name;
-    timeline_.spans.resize(table.tasks.size());
-    timeline_.live.resize(table.tasks.size());
-    timeline_.peak_live.resize(table.tasks.size(), 0);
+    timeline_.spans.resize(table.actions.size());
+    timeline_.live.resize(table.actions.size());
+    timeline_.peak_live.resize(table.actions.size(), 0);
     for (int i = 0; i < table.micro_batches; ++i) goes_back_.push_back(positions_.goes_back(i));
   }
 
   Timeline run() {
-    replay(table_, positions_, [this](const Action& task) { run_task(task); });
+    replay(table_, positions_, [this](const Action& action) { run_action(action); });
     for (const auto& spans : timeline_.spans) {
       if (!spans.empty()) timeline_.makespan = std::max(timeline_.makespan, spans.back().end);
     }
@@ -54,9 +54,9 @@ class Simulation {
     return costs_.size() == 1 ? costs_.front() : costs_[static_cast<std::size_t>(stage)];
   }
 
-  Duration cost_of(const Action& task) const {
-    const Costs& costs = costs_of(task.stage);
-    switch (task.kind) {
+  Duration cost_of(const Action& action) const {
+    const Costs& costs = costs_of(action.stage);
+    switch (action.kind) {
       case ActionKind::kForward:
         return costs.forward;
       case ActionKind::kInputGradient:
@@ -69,30 +69,30 @@ class Simulation {
     return costs.input_gradient + costs.weight_gradient;
   }
 
-  void run_task(const Action& task) {
-    const int rank = positions_.rank_of(task);
+  void run_action(const Action& action) {
+    const int rank = positions_.rank_of(action);
     auto& spans = timeline_.spans[static_cast<std::size_t>(rank)];
     Duration start = spans.empty() ? Duration::zero() : spans.back().end;
-    for (const auto& need : positions_.needs(task)) {
+    for (const auto& need : positions_.needs(action)) {
       if (!need) continue;
       const bool hops = positions_.rank_of(*need) != rank;
       start = std::max(start, ends_[positions_.number(*need)] +
                                   (hops ? costs_of(need->stage).transfer : Duration::zero()));
     }
-    const Duration end = start + cost_of(task);
-    ends_[positions_.number(task)] = end;
-    spans.push_back({task, start, end});
-    keep(task, static_cast<std::size_t>(rank));
+    const Duration end = start + cost_of(action);
+    ends_[positions_.number(action)] = end;
+    spans.push_back({action, start, end});
+    keep(action, static_cast<std::size_t>(rank));
   }
 
   /// An activation is held from the start of its forward to the end of the last task that reads it.
-  void keep(const Action& task, std::size_t rank) {
+  void keep(const Action& action, std::size_t rank) {
     auto& live = timeline_.live[rank];
     double held = live.empty() ? 0 : live.back();
-    const double activation = costs_of(task.stage).activation;
-    if (task.kind == ActionKind::kForward && goes_back_[static_cast<std::size_t>(task.micro_batch)]) {
+    const double activation = costs_of(action.stage).activation;
+    if (action.kind == ActionKind::kForward && goes_back_[static_cast<std::size_t>(action.micro_batch)]) {
       held += activation;
-    } else if (task.kind == ActionKind::kBackward || task.kind == ActionKind::kWeightGradient) {
+    } else if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kWeightGradient) {
       held -= activation;
     }
     live.push_back(held);

@@ -137,10 +137,10 @@ TEST(Simulate, CostsAreTheStagesAndATransferIsPaidBetweenRanksOnly) {
       simulate(table, {costs(1, 10, 20, 1000, 0.5), costs(2, 30, 40, 100, 1.5), costs(4, 50, 60, 200, 8)});
   ASSERT_EQ(timeline.spans[0].size(), 4u);
   ASSERT_EQ(timeline.spans[1].size(), 2u);
-  const auto expect_span = [](const ActionSpan& span, const char* task, int start, int end) {
-    EXPECT_EQ(to_string(span.task), task);
-    EXPECT_EQ(span.start, Duration{start}) << task;
-    EXPECT_EQ(span.end, Duration{end}) << task;
+  const auto expect_span = [](const ActionSpan& span, const char* action, int start, int end) {
+    EXPECT_EQ(to_string(span.action), action);
+    EXPECT_EQ(span.start, Duration{start}) << action;
+    EXPECT_EQ(span.end, Duration{end}) << action;
   };
   expect_span(timeline.spans[0][0], "0F0", 0, 1);
   expect_span(timeline.spans[0][1], "1F0", 1, 3);
@@ -159,13 +159,13 @@ TEST(Simulate, AnActivationIsKeptUntilItsWeightGradient) {
   const Table table{.name = "halves",
                     .rank_of_stage = {0},
                     .micro_batches = 2,
-                    .tasks = {tasks_of("0F0 0I0 0F1 0I1 0W0 0W1")}};
+                    .actions = {actions_of("0F0 0I0 0F1 0I1 0W0 0W1")}};
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{1, 1, 2, 2, 1, 0}));
 }
 
 TEST(Simulate, MicroBatchesThatNeverGoBackwardsAreNotKept) {
   const Table table{
-      .name = "mixed", .rank_of_stage = {0}, .micro_batches = 2, .tasks = {tasks_of("0F0 0F1 0B1")}};
+      .name = "mixed", .rank_of_stage = {0}, .micro_batches = 2, .actions = {actions_of("0F0 0F1 0B1")}};
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{0, 1, 0}));
 }
 
@@ -196,38 +196,39 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
 
 /// The start of each task as the least that satisfies every order, by repetition until nothing changes.
 std::map<Action, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
-  const auto cost = [&](const Action& task) {
-    const Costs& of = costs[static_cast<std::size_t>(task.stage)];
-    if (task.kind == ActionKind::kForward) return of.forward;
-    if (task.kind == ActionKind::kInputGradient) return of.input_gradient;
-    if (task.kind == ActionKind::kWeightGradient) return of.weight_gradient;
+  const auto cost = [&](const Action& action) {
+    const Costs& of = costs[static_cast<std::size_t>(action.stage)];
+    if (action.kind == ActionKind::kForward) return of.forward;
+    if (action.kind == ActionKind::kInputGradient) return of.input_gradient;
+    if (action.kind == ActionKind::kWeightGradient) return of.weight_gradient;
     return of.input_gradient + of.weight_gradient;
   };
   std::map<Action, Duration> starts;
-  for (const auto& tasks : table.tasks) {
-    for (const Action& task : tasks) starts[task] = Duration{0};
+  for (const auto& actions : table.actions) {
+    for (const Action& action : actions) starts[action] = Duration{0};
   }
   for (bool changed = true; changed;) {
     changed = false;
-    const auto after = [&](const Action& task, const Action& before, Duration hop) {
+    const auto after = [&](const Action& action, const Action& before, Duration hop) {
       const auto known = starts.find(before);
-      if (known == starts.end() || starts[task] >= known->second + cost(before) + hop) return;
-      starts[task] = known->second + cost(before) + hop;
+      if (known == starts.end() || starts[action] >= known->second + cost(before) + hop) return;
+      starts[action] = known->second + cost(before) + hop;
       changed = true;
     };
-    for (const auto& tasks : table.tasks) {
-      for (std::size_t at = 0; at < tasks.size(); ++at) {
-        const Action& task = tasks[at];
-        const int upstream = task.kind == ActionKind::kForward ? task.stage - 1 : task.stage + 1;
-        if (at > 0) after(task, tasks[at - 1], Duration{0});
-        if (task.kind == ActionKind::kWeightGradient || upstream < 0 || upstream == table.stages()) continue;
+    for (const auto& actions : table.actions) {
+      for (std::size_t at = 0; at < actions.size(); ++at) {
+        const Action& action = actions[at];
+        const int upstream = action.kind == ActionKind::kForward ? action.stage - 1 : action.stage + 1;
+        if (at > 0) after(action, actions[at - 1], Duration{0});
+        if (action.kind == ActionKind::kWeightGradient || upstream < 0 || upstream == table.stages())
+          continue;
         const auto other = static_cast<std::size_t>(upstream);
         const bool hops =
-            table.rank_of_stage[other] != table.rank_of_stage[static_cast<std::size_t>(task.stage)];
+            table.rank_of_stage[other] != table.rank_of_stage[static_cast<std::size_t>(action.stage)];
         const Duration hop = hops ? costs[other].transfer : Duration{0};
         for (const auto kind : {ActionKind::kForward, ActionKind::kBackward, ActionKind::kInputGradient}) {
-          if ((kind == ActionKind::kForward) == (task.kind == ActionKind::kForward)) {
-            after(task, {kind, upstream, task.micro_batch}, hop);
+          if ((kind == ActionKind::kForward) == (action.kind == ActionKind::kForward)) {
+            after(action, {kind, upstream, action.micro_batch}, hop);
           }
         }
       }
@@ -259,11 +260,11 @@ TEST_P(SimulateSeed, AgreesWithRelaxationForAnyPlacementAndCosts) {
     for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank) {
       const auto& spans = timeline.spans[rank];
       Duration busy{0};
-      ASSERT_EQ(spans.size(), table.tasks[rank].size());
+      ASSERT_EQ(spans.size(), table.actions[rank].size());
       for (std::size_t at = 0; at < spans.size(); ++at) {
-        EXPECT_EQ(spans[at].task, table.tasks[rank][at]);
-        ASSERT_EQ(spans[at].start, starts.at(spans[at].task))
-            << table.name << " " << to_string(spans[at].task);
+        EXPECT_EQ(spans[at].action, table.actions[rank][at]);
+        ASSERT_EQ(spans[at].start, starts.at(spans[at].action))
+            << table.name << " " << to_string(spans[at].action);
         EXPECT_LE(spans[at].end, timeline.makespan);
         busy += spans[at].end - spans[at].start;
       }

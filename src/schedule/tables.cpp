@@ -27,8 +27,8 @@ void check_size(const std::string& schedule, std::int64_t stages, std::int64_t m
 
 }  // namespace
 
-std::string to_string(const Action& task) {
-  return fmt::format("{}{}{}", task.stage, letter(task.kind), task.micro_batch);
+std::string to_string(const Action& action) {
+  return fmt::format("{}{}{}", action.stage, letter(action.kind), action.micro_batch);
 }
 
 Placement looped(Shape shape) {
@@ -76,7 +76,7 @@ Table empty_table(std::string name, const Placement& placement, int ranks) {
   return {.name = std::move(name),
           .rank_of_stage = placement.rank_of_stage,
           .micro_batches = placement.micro_batches,
-          .tasks = std::vector<std::vector<Action>>(static_cast<std::size_t>(ranks))};
+          .actions = std::vector<std::vector<Action>>(static_cast<std::size_t>(ranks))};
 }
 
 void append_forwards(Table& table) {
@@ -85,7 +85,7 @@ void append_forwards(Table& table) {
     const int earliest = std::max(0, step - table.micro_batches + 1);
     for (int stage = latest; stage >= earliest; --stage) {
       const auto rank = static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)]);
-      table.tasks[rank].push_back({ActionKind::kForward, stage, step - stage});
+      table.actions[rank].push_back({ActionKind::kForward, stage, step - stage});
     }
   }
 }

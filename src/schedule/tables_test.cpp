@@ -14,10 +14,10 @@ using ::testing::HasSubstr;
 /// The most micro-batches between their forward and their backward at one stage, by its rank's order alone.
 int most_alive(const Table& table, int stage) {
   int alive = 0, most = 0;
-  for (const Action& task :
-       table.tasks[static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)])]) {
-    if (task.stage != stage) continue;
-    alive += task.kind == ActionKind::kForward ? 1 : -1;
+  for (const Action& action :
+       table.actions[static_cast<std::size_t>(table.rank_of_stage[static_cast<std::size_t>(stage)])]) {
+    if (action.stage != stage) continue;
+    alive += action.kind == ActionKind::kForward ? 1 : -1;
     most = std::max(most, alive);
   }
   return most;
@@ -34,7 +34,7 @@ void expect_refused(Call call, const std::string& complaint) {
   }
 }
 
-TEST(Tables, TasksAreNamedByStageKindAndMicroBatch) {
+TEST(Tables, ActionsAreNamedByStageKindAndMicroBatch) {
   EXPECT_EQ(to_string({ActionKind::kForward, 2, 5}), "2F5");
   EXPECT_EQ(to_string({ActionKind::kBackward, 0, 11}), "0B11");
   EXPECT_EQ(to_string({ActionKind::kInputGradient, 1, 0}), "1I0");
@@ -50,35 +50,35 @@ TEST(Tables, LoopedPutsStagesOnRanksInTurn) {
 
 TEST(Tables, GPipeRunsAllForwardsThenAllBackwardsFromTheLastMicroBatch) {
   const Table table = gpipe(looped({.ranks = 2, .micro_batches = 3}));
-  EXPECT_EQ(line_of(table.tasks[0]), "0F0 0F1 0F2 0B2 0B1 0B0");
-  EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 1F2 1B2 1B1 1B0");
+  EXPECT_EQ(line_of(table.actions[0]), "0F0 0F1 0F2 0B2 0B1 0B0");
+  EXPECT_EQ(line_of(table.actions[1]), "1F0 1F1 1F2 1B2 1B1 1B0");
 }
 
 TEST(Tables, ARankThatFollowsItselfSendsEachMicroBatchOnAtOnce) {
   const Table table = gpipe({.rank_of_stage = {0, 0, 1}, .micro_batches = 2});
-  EXPECT_EQ(line_of(table.tasks[0]), "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0");
-  EXPECT_EQ(line_of(table.tasks[1]), "2F0 2F1 2B1 2B0");
-  EXPECT_EQ(line_of(forward_only({.rank_of_stage = {0, 0, 1}, .micro_batches = 2}).tasks[0]),
+  EXPECT_EQ(line_of(table.actions[0]), "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0");
+  EXPECT_EQ(line_of(table.actions[1]), "2F0 2F1 2B1 2B0");
+  EXPECT_EQ(line_of(forward_only({.rank_of_stage = {0, 0, 1}, .micro_batches = 2}).actions[0]),
             "0F0 1F0 0F1 1F1");
 }
 
 TEST(Tables, OneForwardOneBackwardWarmsUpByTheRanksThatFollow) {
   const Table table = one_forward_one_backward(Shape{.ranks = 3, .micro_batches = 4});
-  EXPECT_EQ(line_of(table.tasks[0]), "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3");
-  EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3");
-  EXPECT_EQ(line_of(table.tasks[2]), "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3");
+  EXPECT_EQ(line_of(table.actions[0]), "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3");
+  EXPECT_EQ(line_of(table.actions[1]), "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3");
+  EXPECT_EQ(line_of(table.actions[2]), "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3");
 }
 
 TEST(Tables, InterleavedTakesItsStagesInGroupsOfMicroBatches) {
   const Table table = interleaved({.ranks = 2, .micro_batches = 4, .stages_per_rank = 2});
-  EXPECT_EQ(line_of(table.tasks[0]), "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3");
-  EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3");
+  EXPECT_EQ(line_of(table.actions[0]), "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3");
+  EXPECT_EQ(line_of(table.actions[1]), "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3");
 }
 
 TEST(Tables, LoopedBreadthFirstFinishesAStageBeforeTheNext) {
   const Table table = looped_breadth_first({.ranks = 2, .micro_batches = 2, .stages_per_rank = 2});
-  EXPECT_EQ(line_of(table.tasks[0]), "0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0");
-  EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0");
+  EXPECT_EQ(line_of(table.actions[0]), "0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0");
+  EXPECT_EQ(line_of(table.actions[1]), "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0");
 }
 
 TEST(Tables, EveryScheduleOfEveryShapeIsValid) {
@@ -110,7 +110,7 @@ TEST(Tables, ListSchedulingFindsOneForwardOneBackwardByItself) {
       const Table table = one_forward_one_backward(shape);
       const Table found = one_forward_one_backward(looped(shape));
       EXPECT_EQ(found.name, table.name);
-      ASSERT_EQ(found.tasks, table.tasks) << p << " ranks, " << m << " micro-batches";
+      ASSERT_EQ(found.actions, table.actions) << p << " ranks, " << m << " micro-batches";
     }
   }
 }
@@ -118,7 +118,7 @@ TEST(Tables, ListSchedulingFindsOneForwardOneBackwardByItself) {
 class TablesOfSeed : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, TablesOfSeed, ::testing::Range<std::uint64_t>(1, 401));
 
-TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsTasks) {
+TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsActions) {
   std::mt19937_64 random(GetParam());
   const Placement placement = random_placement(random);
   SCOPED_TRACE(describe(placement));
@@ -133,9 +133,9 @@ TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsTasks) {
     EXPECT_EQ(table.ranks(), placement.ranks);
     EXPECT_EQ(table.rank_of_stage, placement.rank_of_stage);
     ASSERT_NO_THROW(validate(table)) << name;
-    std::size_t tasks = 0;
-    for (const auto& row : table.tasks) tasks += row.size();
-    EXPECT_EQ(tasks, name == "forward-only" ? cells : 2 * cells);
+    std::size_t actions = 0;
+    for (const auto& row : table.actions) actions += row.size();
+    EXPECT_EQ(actions, name == "forward-only" ? cells : 2 * cells);
   }
   const int limit = most == 0 ? placement.ranks : most;
   const int stages = tables.at("1f1b").stages();
@@ -154,18 +154,18 @@ TEST_P(TablesOfSeed, NoForwardGoesBeforeABackwardThatIsReady) {
   const Timeline timeline = simulate(table, {Costs{}});
   std::map<Action, Duration> ends;
   for (const auto& spans : timeline.spans) {
-    for (const ActionSpan& span : spans) ends[span.task] = span.end;
+    for (const ActionSpan& span : spans) ends[span.action] = span.end;
   }
   for (const auto& spans : timeline.spans) {
     for (auto forward = spans.begin(); forward != spans.end(); ++forward) {
-      if (forward->task.kind != ActionKind::kForward) continue;
+      if (forward->action.kind != ActionKind::kForward) continue;
       for (auto later = forward + 1; later != spans.end(); ++later) {
-        const auto [kind, stage, i] = later->task;
+        const auto [kind, stage, i] = later->action;
         if (kind == ActionKind::kForward) continue;
         const bool last = stage + 1 == table.stages();
         const Action before = last ? Action{ActionKind::kForward, stage, i} : Action{kind, stage + 1, i};
         ASSERT_GT(ends.at(before), forward->start)
-            << to_string(forward->task) << " before " << to_string(later->task);
+            << to_string(forward->action) << " before " << to_string(later->action);
       }
     }
   }

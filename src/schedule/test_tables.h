@@ -28,23 +28,23 @@ inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input 
 inline double in_units(Duration time) { return static_cast<double>(time.count()) / kUnit; }
 
 /// "0F0 0F1 0B0": a rank's tasks in one line.
-inline std::string line_of(const std::vector<Action>& tasks) {
+inline std::string line_of(const std::vector<Action>& actions) {
   std::string line;
-  for (const Action& task : tasks) line += (line.empty() ? "" : " ") + to_string(task);
+  for (const Action& action : actions) line += (line.empty() ? "" : " ") + to_string(action);
   return line;
 }
 
 /// A rank's tasks from such a line.
-inline std::vector<Action> tasks_of(const std::string& line) {
-  std::vector<Action> tasks;
+inline std::vector<Action> actions_of(const std::string& line) {
+  std::vector<Action> actions;
   std::istringstream words(line);
-  for (Action task; words >> task.stage;) {
+  for (Action action; words >> action.stage;) {
     char kind = ' ';
-    words >> kind >> task.micro_batch;
-    task.kind = static_cast<ActionKind>(std::string("FBIW").find(kind));
-    tasks.push_back(task);
+    words >> kind >> action.micro_batch;
+    action.kind = static_cast<ActionKind>(std::string("FBIW").find(kind));
+    actions.push_back(action);
   }
-  return tasks;
+  return actions;
 }
 
 /// A placement of up to 8 stages on up to 5 ranks, re-used and repeated as it comes; some ranks may have
@@ -71,11 +71,11 @@ inline Table zero_bubble_h1(Shape shape) {
   Table table{.name = "zb-h1",
               .rank_of_stage = looped(shape).rank_of_stage,
               .micro_batches = shape.micro_batches,
-              .tasks = std::vector<std::vector<Action>>(static_cast<std::size_t>(shape.ranks))};
+              .actions = std::vector<std::vector<Action>>(static_cast<std::size_t>(shape.ranks))};
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    auto& tasks = table.tasks[static_cast<std::size_t>(rank)];
+    auto& actions = table.actions[static_cast<std::size_t>(rank)];
     const auto add = [&](ActionKind kind, int i) {
-      if (i >= 0 && i < shape.micro_batches) tasks.push_back({kind, rank, i});
+      if (i >= 0 && i < shape.micro_batches) actions.push_back({kind, rank, i});
     };
     const int warm_up = shape.ranks - 1 - rank;
     for (int i = 0; i < warm_up; ++i) add(ActionKind::kForward, i);

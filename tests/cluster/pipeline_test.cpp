@@ -15,7 +15,7 @@
 namespace torchspan {
 namespace {
 
-using pipeline::Checkpoint;
+using pipeline::ActivationCheckpoint;
 using pipeline::Layers;
 using pipeline::Pipeline;
 using pipeline::PipelineOptions;
@@ -63,7 +63,7 @@ void train() {
                   {.balance = {1, 1, 1},
                    .micro_batches = 4,
                    .schedule = schedule,
-                   .checkpoint = Checkpoint::kExceptLast});
+                   .checkpoint = ActivationCheckpoint::kExceptLast});
     std::vector<Dense> plain{Dense(kWidth, kWidth, 1), Dense(kWidth, kWidth, 2), Dense(kWidth, kWidth, 3)};
     for (std::uint64_t step = 0; step < 3; ++step) {
       const std::int64_t rows = 600 + 7 * static_cast<std::int64_t>(step);
@@ -193,7 +193,7 @@ void be_struck(int signal) {
   Layers layers;
   for (int stage = 0; stage < 3; ++stage) layers.add<Treacherous>(stage == victim, signal);
   PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
-  options.checkpoint = Checkpoint::kNever;
+  options.checkpoint = ActivationCheckpoint::kNever;
   Pipeline pipe(session.worker(), layers, options);
   const at::Tensor x = at::ones({8, 1}, at::kDouble);
   const auto loss = [](const at::Tensor& output, const at::Tensor&) { return output.mean(); };
@@ -261,7 +261,7 @@ void be_paused() {
     Layers layers;
     for (int stage = 0; stage < 3; ++stage) layers.add<Treacherous>(stage == 1, SIGSTOP);
     PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
-    options.checkpoint = Checkpoint::kNever;
+    options.checkpoint = ActivationCheckpoint::kNever;
     Pipeline pipe(session.worker(), layers, options);
     const at::Tensor x = at::ones({8, 1}, at::kDouble);
     for (int step = 0; step < 3; ++step)

@@ -16,8 +16,8 @@
 namespace torchspan {
 namespace {
 
+using pipeline::ActivationCheckpoint;
 using pipeline::Batch;
-using pipeline::Checkpoint;
 using pipeline::DeferredBatchNorm;
 using pipeline::Layers;
 using pipeline::loss_of;
@@ -130,8 +130,9 @@ TEST(PipelineDefects, GraphsGoWithTheirMicroBatch) {
       layers.add<Dense>(stage);
       layers.add_function("keep", [&each = graphs[stage]](const at::Tensor& x) { return each.keep(x); });
     }
-    Pipeline pipe(worker, layers,
-                  {.balance = {2, 2}, .workers = {}, .micro_batches = 8, .checkpoint = Checkpoint::kNever});
+    Pipeline pipe(
+        worker, layers,
+        {.balance = {2, 2}, .workers = {}, .micro_batches = 8, .checkpoint = ActivationCheckpoint::kNever});
     pipe.train_step(seeded({8, kWidth}, 1), seeded({8, kWidth}, 2), mean_square);
   });
   EXPECT_EQ(graphs[0].most, 2);
@@ -147,7 +148,7 @@ TEST(PipelineDefects, ATailWithAReusedLayerLeaksNothing) {
     const auto tail = layers.add_function("keep", [&](const at::Tensor& x) { return graphs.keep(x); });
     layers.reuse(first);
     layers.reuse(tail);
-    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = Checkpoint::kNever});
+    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kNever});
     for (int step = 0; step < 3; ++step) {
       pipe.train_step(seeded({8, kWidth}, 1), seeded({8, kWidth}, 2), mean_square);
       if (worker.rank() == 1) {
@@ -163,7 +164,7 @@ TEST(PipelineDefects, AFirstStageWithoutParametersIsNoError) {
     Layers layers;
     layers.add_function("double", [](const at::Tensor& x) { return x * 2; });
     layers.add<Dense>(1u);
-    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = Checkpoint::kNever});
+    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kNever});
     pipe.train_step(seeded({8, kWidth}, 1), seeded({8, kWidth}, 2), mean_square);
     if (worker.rank() == 1) {
       EXPECT_TRUE(pipe.parameters()[0].grad().defined());
@@ -293,7 +294,7 @@ TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
     PipelineOptions options;
     options.micro_batches = options.max_in_flight = 16;
     options.schedule = Schedule::kArrival;
-    options.checkpoint = Checkpoint::kNever;
+    options.checkpoint = ActivationCheckpoint::kNever;
     Pipeline pipe(worker, layers, options);
     pipe.train_step(seeded({16, kWidth}, 1), seeded({16, kWidth}, 2), mean_square);
     if (worker.rank() == 0) makespan = pipe.last_step().measured.makespan;
@@ -346,8 +347,9 @@ TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
       }
       return y;
     });
-    Pipeline pipe(worker, layers,
-                  {.balance = {2, 1}, .workers = {}, .micro_batches = 1, .checkpoint = Checkpoint::kAlways});
+    Pipeline pipe(
+        worker, layers,
+        {.balance = {2, 1}, .workers = {}, .micro_batches = 1, .checkpoint = ActivationCheckpoint::kAlways});
     pipe.train_step(seeded({4, kWidth}, 1), seeded({4, kWidth}, 2), mean_square);
   });
   EXPECT_EQ(events, (std::vector<std::string>{"repeated", "the tail's backward"}));
@@ -368,8 +370,9 @@ TEST(PipelineDefects, OutputsThatNobodyUsesGetNoZeros) {
     });
     layers.add_function("choose",
                         [](const at::Tensor& a, const at::Tensor&, const at::Tensor& c) { return a * c; });
-    Pipeline pipe(worker, layers,
-                  {.balance = {2, 1}, .workers = {}, .micro_batches = 4, .checkpoint = Checkpoint::kNever});
+    Pipeline pipe(
+        worker, layers,
+        {.balance = {2, 1}, .workers = {}, .micro_batches = 4, .checkpoint = ActivationCheckpoint::kNever});
     pipe.train_step(seeded({8, kWidth}, 1), seeded({8, kWidth}, 2), mean_square);
   });
   EXPECT_EQ(gradients, (std::map<std::string, int>{{"used", 4}}));
@@ -431,7 +434,7 @@ TEST(PipelineDefects, SixRowsInFourAreFourMicroBatches) {
       return at::cat({x, x * 2});  // the variance of one row is none
     });
     layers.add_existing(norm);
-    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = Checkpoint::kExceptLast});
+    Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kExceptLast});
     const auto loss = [](const at::Tensor& y, const at::Tensor&) { return y.sum(); };
     pipe.train_step(seeded({6, kWidth}, 1), seeded({6, kWidth}, 2), loss);
     EXPECT_EQ(pipe.last_step().micro_batches, 4);

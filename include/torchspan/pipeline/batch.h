@@ -127,7 +127,7 @@ struct BatchOf {
   static void check(std::size_t there, std::size_t wanted) {
     if (there != wanted) {
       throw Error(ErrorKind::kInvalid, "the layer takes " + std::to_string(wanted) +
-                                           " values, but what reaches it has " + std::to_string(there));
+                                           " values, but its input has " + std::to_string(there));
     }
   }
 };

@@ -14,7 +14,7 @@ namespace torchspan::pipeline {
 class StepStatistics {
  public:
   virtual ~StepStatistics() = default;
-  /// The next forward is this use of the layer; `repeated` if a checkpoint recomputes it.
+  /// The next forward is this use of the layer; `repeated` if it is recomputed for a backward.
   virtual void begin_use(int order, bool repeated) = 0;
   /// Ends the step: commits the gathered statistics, or discards them if it failed.
   virtual void end_step(bool succeeded) = 0;

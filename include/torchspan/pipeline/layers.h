@@ -30,7 +30,7 @@ struct BuiltLayer {
 using LayerCall = std::function<Batch(void* object, const Batch& input, Skips& skips)>;
 
 /// Description of a layer that only its owner builds, when the pipeline is created.
-struct LayerRecipe {
+struct LayerSpec {
   std::string name;
   std::function<BuiltLayer()> build;
   /// Tensors that exist before it is built: those of a module, or in the constructor's arguments.
@@ -39,7 +39,7 @@ struct LayerRecipe {
 
 /// One use of a layer, in model order.
 struct LayerUse {
-  int layer = 0;  ///< index into Layers::recipes()
+  int layer = 0;  ///< index into Layers::specs()
   std::string method;
   LayerCall call;
   std::vector<std::string> stashes;
@@ -225,7 +225,7 @@ class Layers {
   /// call operator.
   template <class F>
   Use<void> add_function(std::string name, F function) {
-    recipes_.push_back({std::move(name), [] { return BuiltLayer(); }});
+    specs_.push_back({std::move(name), [] { return BuiltLayer(); }});
     uses_.push_back(
         {last_layer(), "", layers_detail::function_call(std::move(function), &F::operator()), {}, {}, ""});
     return Use<void>(*this, last_layer(), uses_.size() - 1);
@@ -248,7 +248,7 @@ class Layers {
     return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
   }
 
-  const std::vector<LayerRecipe>& recipes() const { return recipes_; }
+  const std::vector<LayerSpec>& specs() const { return specs_; }
   const std::vector<LayerUse>& uses() const { return uses_; }
 
  private:
@@ -257,27 +257,27 @@ class Layers {
 
   template <class Object, class Make>
   Use<Object> append(std::string name, Make make, std::function<std::vector<at::Tensor>()> existing) {
-    recipes_.push_back({std::move(name),
-                        [make = std::move(make)] {
-                          const std::shared_ptr<Object> object = make();
-                          BuiltLayer built;
-                          built.object = object;
-                          if constexpr (std::is_convertible_v<Object*, torch::nn::Module*>)
-                            built.module = object;
-                          return built;
-                        },
-                        std::move(existing)});
+    specs_.push_back({std::move(name),
+                      [make = std::move(make)] {
+                        const std::shared_ptr<Object> object = make();
+                        BuiltLayer built;
+                        built.object = object;
+                        if constexpr (std::is_convertible_v<Object*, torch::nn::Module*>)
+                          built.module = object;
+                        return built;
+                      },
+                      std::move(existing)});
     uses_.push_back({last_layer(), "", layers_detail::forward_call<Object>(), {}, {}, ""});
     return Use<Object>(*this, last_layer(), uses_.size() - 1);
   }
-  int last_layer() const { return static_cast<int>(recipes_.size()) - 1; }
+  int last_layer() const { return static_cast<int>(specs_.size()) - 1; }
   std::size_t first_use(int layer) const {
     std::size_t use = 0;
     while (uses_[use].layer != layer) ++use;
     return use;
   }
 
-  std::vector<LayerRecipe> recipes_;
+  std::vector<LayerSpec> specs_;
   std::vector<LayerUse> uses_;
 };
 
@@ -300,7 +300,7 @@ Use<Object>& Use<Object>::in_space(std::string space) {
 }
 template <class Object>
 Use<Object>& Use<Object>::named(std::string name) {
-  layers_->recipes_[static_cast<std::size_t>(layer_)].name = std::move(name);
+  layers_->specs_[static_cast<std::size_t>(layer_)].name = std::move(name);
   return *this;
 }
 

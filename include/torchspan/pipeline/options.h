@@ -18,7 +18,7 @@ enum class Schedule : std::uint8_t {
 };
 
 /// Which micro-batches keep only their inputs and recompute activations for the backward.
-enum class Checkpoint : std::uint8_t { kNever, kExceptLast, kAlways };
+enum class ActivationCheckpoint : std::uint8_t { kNever, kExceptLast, kAlways };
 
 struct PipelineOptions {
   std::vector<int> balance = {};  ///< distinct layers per stage; empty: even
@@ -26,7 +26,7 @@ struct PipelineOptions {
   std::vector<std::string> workers = {};
   int micro_batches = 1;  ///< upper bound; a small batch has fewer
   Schedule schedule = Schedule::k1F1B;
-  Checkpoint checkpoint = Checkpoint::kExceptLast;
+  ActivationCheckpoint checkpoint = ActivationCheckpoint::kExceptLast;
   /// Maximum number of micro-batches between their first forward and their last backward, which bounds
   /// memory; 0: what the schedule needs (kArrival: twice the number of workers). kGPipe ignores it.
   int max_in_flight = 0;

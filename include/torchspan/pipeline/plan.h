@@ -70,11 +70,11 @@ struct Plan {
   std::vector<std::string> workers;  ///< distinct ones, in the order of their first stage
   std::vector<int> worker_of_stage;  ///< index into `workers`
   std::vector<Invocation> invocations;
-  std::vector<LayerRange> segments;
+  std::vector<LayerRange> layer_ranges;
   std::vector<Link> links;  ///< outputs first: link s goes from layer range s to s + 1
   std::vector<LocalSkip> local_skips;
 
-  int segment_of(int order) const;
+  int layer_range_of(int order) const;
   /// Formats an invocation: "layer 'Linear' (order 3, stage 1 on 'worker1')".
   std::string describe(int order) const;
   schedule::Placement placement(int micro_batches) const;

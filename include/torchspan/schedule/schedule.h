@@ -23,7 +23,7 @@ struct Action {
 };
 
 /// Stage, letter (F, B, I, W) and micro-batch: "2F5".
-std::string to_string(const Action& task);
+std::string to_string(const Action& action);
 
 /// Size of a pipeline; stage s is on rank s modulo `ranks`.
 struct Shape {
@@ -47,8 +47,8 @@ struct Table {
   std::string name;
   std::vector<int> rank_of_stage;
   int micro_batches = 1;
-  std::vector<std::vector<Action>> tasks;  ///< by rank
-  int ranks() const { return static_cast<int>(tasks.size()); }
+  std::vector<std::vector<Action>> actions;  ///< by rank
+  int ranks() const { return static_cast<int>(actions.size()); }
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
@@ -87,7 +87,7 @@ struct Costs {
 
 /// Start and end of an action in a simulated or measured step, from the step's start.
 struct ActionSpan {
-  Action task;
+  Action action;
   Duration start{0};
   Duration end{0};
 };

@@ -1,0 +1,80 @@
+#include "pipeline/layers/micro_batches.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <optional>
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+namespace torchspan::pipeline {
+namespace {
+
+/// Throws unless `piece` has as many members as `first`, and tensors in the same places.
+void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
+  bool alike = piece.members.size() == first.members.size();
+  for (std::size_t i = 0; alike && i < first.members.size(); ++i)
+    alike = piece.members[i].isTensor() == first.members[i].isTensor();
+  if (alike) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the outputs of micro-batches 0 and {} cannot be joined: each must have the same "
+                          "members, and a tensor where the other has one",
+                          number));
+}
+
+}  // namespace
+
+bool has_rows(const Batch& batch, std::size_t member) {
+  const c10::IValue& value = batch.members[member];
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().dim() > 0 &&
+         !batch.is_unsplit(member);
+}
+
+std::int64_t count_rows(const Batch& batch, const std::string& what) {
+  std::optional<std::int64_t> rows;
+  for (std::size_t i = 0; i < batch.members.size(); ++i) {
+    if (!has_rows(batch, i)) continue;
+    const std::int64_t here = batch.members[i].toTensor().size(0);
+    if (rows && *rows != here) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {}); "
+                              "mark a tensor without a batch dimension with Batch::mark_unsplit(member)",
+                              what, *rows, here, i));
+    }
+    rows = here;
+  }
+  if (!rows) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no tensor with rows to split", what));
+  if (*rows == 0) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no rows", what));
+  return *rows;
+}
+
+std::vector<std::int64_t> split_rows(std::int64_t rows, int parts) {
+  const std::int64_t pieces = std::min<std::int64_t>(rows, parts);
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t piece = 0; piece < pieces; ++piece)
+    sizes.push_back(rows / pieces + (piece < rows % pieces ? 1 : 0));
+  return sizes;
+}
+
+Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows) {
+  Batch piece = batch;
+  for (std::size_t i = 0; i < piece.members.size(); ++i) {
+    if (has_rows(batch, i)) piece.members[i] = batch.members[i].toTensor().narrow(0, first, rows);
+  }
+  return piece;
+}
+
+Batch join(const std::vector<Batch>& pieces) {
+  if (pieces.size() == 1) return pieces.front();
+  Batch whole = pieces.empty() ? Batch() : pieces.front();
+  for (std::size_t piece = 1; piece < pieces.size(); ++piece) check_alike(whole, pieces[piece], piece);
+  for (std::size_t member = 0; member < whole.members.size(); ++member) {
+    if (!whole.members[member].isTensor()) continue;
+    std::vector<at::Tensor> tensors;
+    for (const Batch& piece : pieces) tensors.push_back(piece.members[member].toTensor());
+    whole.members[member] = has_rows(whole, member) ? at::cat(tensors) : at::stack(tensors);
+  }
+  return whole;
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,24 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <torchspan/pipeline/batch.h>
+
+namespace torchspan::pipeline {
+
+/// Whether a member is a tensor that is split along its first dimension.
+bool has_rows(const Batch& batch, std::size_t member);
+/// Returns the size of the first dimension of the tensors that are split. Throws Error{kInvalid}, which names
+/// the batch `what`, if the sizes differ, are 0, or if no tensor is split.
+std::int64_t count_rows(const Batch& batch, const std::string& what);
+/// Returns the sizes of at most `parts` pieces: as even as possible, larger ones first, none 0.
+std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
+/// Returns rows [first, first + rows) of every tensor, as views. Tensors without rows and other members are
+/// copied to every slice.
+Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows);
+/// Joins pieces: concatenates tensors along their first dimension, stacks tensors without rows, and takes
+/// other members from the first piece.
+Batch join(const std::vector<Batch>& pieces);
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,49 @@
+#include "pipeline/layers/random.h"
+
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <torchspan/pipeline/options.h>
+#include <torchspan/wire/wire.h>
+
+namespace torchspan::pipeline {
+
+RandomState RandomState::capture() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return RandomState(generator.get_state());
+}
+
+void RandomState::restore() const {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state_);
+}
+
+std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch) {
+  const std::uint64_t words[] = {seed, step, static_cast<std::uint64_t>(order),
+                                 static_cast<std::uint64_t>(micro_batch)};
+  return wire::digest({reinterpret_cast<const char*>(words), sizeof words});
+}
+
+std::uint64_t seed_of_layer(std::uint64_t seed, int layer) {
+  const std::uint64_t words[] = {seed, static_cast<std::uint64_t>(layer)};
+  return wire::digest({reinterpret_cast<const char*>(words), sizeof words});
+}
+
+SeededScope::SeededScope(std::optional<std::uint64_t> seed) {
+  if (!seed) return;
+  outer_.emplace();
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(*seed);
+}
+
+std::uint64_t draw_seed() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,79 @@
+#include "pipeline/messages/event_queue.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace torchspan::pipeline {
+namespace {
+
+/// The step that an event belongs to; nullopt: any step.
+std::optional<std::uint64_t> step_of(const StepEvent& event) {
+  return std::visit(
+      [](const auto& held) -> std::optional<std::uint64_t> {
+        if constexpr (requires { held.id.step; }) {
+          return held.id.step;
+        } else {
+          return std::nullopt;
+        }
+      },
+      event);
+}
+
+}  // namespace
+
+void EventQueue::put(StepEvent event) {
+  std::optional<Promise<void>> waiting;
+  {
+    MutexLock lock(mutex_);
+    events_.push_back(std::move(event));
+    waiting = std::exchange(waiting_, std::nullopt);
+  }
+  if (waiting) waiting->set_value();
+}
+
+std::deque<StepEvent> EventQueue::take(std::uint64_t step) {
+  std::deque<StepEvent> here, dropped;  // destroyed after the lock is released
+  {
+    MutexLock lock(mutex_);
+    std::deque<StepEvent> all = std::exchange(later_, {});
+    std::move(events_.begin(), events_.end(), std::back_inserter(all));
+    events_.clear();
+    for (StepEvent& event : all) {
+      const auto of = step_of(event);
+      std::deque<StepEvent>& place = !of || *of == step ? here : *of > step ? later_ : dropped;
+      place.push_back(std::move(event));
+    }
+  }
+  return here;
+}
+
+void EventQueue::put_back(std::deque<StepEvent> events) {
+  MutexLock lock(mutex_);
+  std::move(events.rbegin(), events.rend(), std::front_inserter(later_));
+}
+
+Future<void> EventQueue::arrival() {
+  MutexLock lock(mutex_);
+  if (!events_.empty()) return make_ready_future<void>();
+  if (!waiting_) waiting_.emplace(host_);
+  return waiting_->future();
+}
+
+void EventQueue::set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since) {
+  MutexLock lock(mutex_);
+  state_.step = step;
+  state_.in_step = in_step;
+  state_.busy = busy;
+  state_.doing = std::move(doing);
+  since_ = since;
+}
+
+WorkerState EventQueue::state(TimePoint now) const {
+  MutexLock lock(mutex_);
+  WorkerState state = state_;
+  state.seconds = to_seconds(now - since_);
+  return state;
+}
+
+}  // namespace torchspan::pipeline

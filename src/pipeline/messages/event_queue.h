@@ -1,0 +1,65 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <torchspan/core/future.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "pipeline/messages/messages.h"
+
+namespace torchspan::pipeline {
+
+/// A worker of the world died or left the job.
+struct Departure {
+  std::uint32_t rank = 0;
+  Error error{ErrorKind::kDisconnected, ""};
+};
+/// A message of this worker did not arrive.
+struct NotSent {
+  StepId id;
+  std::uint32_t rank = 0;
+  Error error{ErrorKind::kDisconnected, ""};
+};
+
+using StepEvent = std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit,
+                               Departure, NotSent>;
+
+/// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
+/// out. Thread-safe; never blocks.
+class EventQueue {
+ public:
+  EventQueue(std::string name, std::weak_ptr<FutureHost> host)
+      : name_(std::move(name)), host_(std::move(host)) {}
+
+  const std::string& name() const { return name_; }
+  void put(StepEvent event);
+  /// Returns the events of a step, and departures, in order of arrival. Drops events of earlier steps and
+  /// keeps those of later steps.
+  std::deque<StepEvent> take(std::uint64_t step);
+  /// Returns events to the queue; the next take() sees them first.
+  void put_back(std::deque<StepEvent> events);
+  /// Completes when an event arrives, or at once if one arrived since the last take().
+  Future<void> arrival();
+
+  /// Sets the answer to AskState. Called by the training thread.
+  void set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since);
+  WorkerState state(TimePoint now) const;
+
+ private:
+  const std::string name_;
+  const std::weak_ptr<FutureHost> host_;
+  mutable Mutex mutex_;
+  std::deque<StepEvent> events_ TORCHSPAN_GUARDED_BY(mutex_);  ///< since the last take()
+  std::deque<StepEvent> later_ TORCHSPAN_GUARDED_BY(mutex_);   ///< of steps that this worker has not begun
+  std::optional<Promise<void>> waiting_ TORCHSPAN_GUARDED_BY(mutex_);
+  WorkerState state_ TORCHSPAN_GUARDED_BY(mutex_);
+  TimePoint since_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,48 @@
+#include "pipeline/messages/message_router.h"
+
+#include <fmt/format.h>
+
+#include <torchspan/wire/wire.h>
+
+namespace torchspan::pipeline {
+
+PipelineExtension::MessageRouter::Opened PipelineExtension::MessageRouter::open(
+    const std::string& name, const std::string& workers, std::weak_ptr<FutureHost> host) {
+  MutexLock lock(mutex_);
+  const std::string key = name + '\n' + workers;
+  Opened opened;
+  opened.id = wire::digest(fmt::format("{}\n{}", key, counts_[key]++));
+  opened.event_queue = std::make_shared<EventQueue>(name, std::move(host));
+  std::erase_if(event_queues_, [](const auto& entry) { return entry.second.expired(); });
+  event_queues_[opened.id] = opened.event_queue;
+  return opened;
+}
+
+std::shared_ptr<EventQueue> PipelineExtension::MessageRouter::find(std::uint64_t id) {
+  MutexLock lock(mutex_);
+  const auto found = event_queues_.find(id);
+  auto event_queue = found == event_queues_.end() ? nullptr : found->second.lock();
+  if (!event_queue) {
+    throw Error(ErrorKind::kInvalid,
+                "this worker has no such pipeline: it was destroyed here while another worker still uses it");
+  }
+  return event_queue;
+}
+
+void PipelineExtension::MessageRouter::departed(std::uint32_t rank, const Error& error) {
+  std::vector<std::shared_ptr<EventQueue>> all;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [id, weak] : event_queues_) {
+      if (auto event_queue = weak.lock()) all.push_back(std::move(event_queue));
+    }
+  }
+  for (const auto& event_queue : all) event_queue->put(Departure{rank, error});
+}
+
+TimePoint PipelineExtension::MessageRouter::now() const {
+  const auto worker = worker_.lock();
+  return worker ? worker->runtime().executor.now() : TimePoint();
+}
+
+}  // namespace torchspan::pipeline

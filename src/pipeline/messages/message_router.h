@@ -1,0 +1,69 @@
+#pragma once
+#include <map>
+#include <memory>
+#include <string>
+
+#include <torchspan/detail/pipeline/extension.h>
+#include <torchspan/rpc/worker.h>
+
+#include "pipeline/messages/event_queue.h"
+
+namespace torchspan::pipeline {
+
+/// Finds the event queue of a message's pipeline among those of one worker. Thread-safe.
+class PipelineExtension::MessageRouter {
+ public:
+  explicit MessageRouter(Worker& worker) : worker_(worker.endpoint()->weak_from_this()) {}
+
+  /// Id and event queue of a pipeline on this worker. The router does not own the queue.
+  struct Opened {
+    std::uint64_t id = 0;
+    std::shared_ptr<EventQueue> event_queue;
+  };
+  /// Registers the next pipeline of these workers and name. Its id is the same on all workers if they create
+  /// such pipelines in the same order.
+  Opened open(const std::string& name, const std::string& workers, std::weak_ptr<FutureHost> host);
+  /// Throws Error{kInvalid} if the pipeline does not exist or was destroyed.
+  std::shared_ptr<EventQueue> find(std::uint64_t id);
+  void departed(std::uint32_t rank, const Error& error);
+  TimePoint now() const;
+
+ private:
+  const std::weak_ptr<rpc::Endpoint> worker_;
+  Mutex mutex_;
+  std::map<std::string, std::uint64_t> counts_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, std::weak_ptr<EventQueue>> event_queues_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// Sends a message without waiting for its reply. A failure becomes an event in the sender's `event_queue`.
+template <rpc::Message M>
+void post(const Worker& worker, const std::shared_ptr<EventQueue>& event_queue, std::uint32_t rank,
+          const M& message);
+
+namespace message_router_detail {
+/// Puts the failure of a message into an event queue.
+class NoteFailure final : public rpc::Completion {
+ public:
+  NoteFailure(std::weak_ptr<EventQueue> event_queue, StepId id, std::uint32_t rank)
+      : event_queue_(std::move(event_queue)), id_(id), rank_(rank) {}
+  void succeed(wire::Payload&) override {}
+  void fail(std::exception_ptr error) override {
+    if (auto event_queue = event_queue_.lock()) event_queue->put(NotSent{id_, rank_, to_error(error)});
+  }
+
+ private:
+  const std::weak_ptr<EventQueue> event_queue_;
+  const StepId id_;
+  const std::uint32_t rank_;
+};
+}  // namespace message_router_detail
+
+template <rpc::Message M>
+void post(const Worker& worker, const std::shared_ptr<EventQueue>& event_queue, std::uint32_t rank,
+          const M& message) {
+  worker.endpoint()->send(
+      rank, rpc::make_request(message),
+      std::make_shared<message_router_detail::NoteFailure>(event_queue, message.id, rank));
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,189 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/detail/rpc/message.h>
+#include <torchspan/detail/wire/errors.h>
+#include <torchspan/pipeline/batch.h>
+#include <torchspan/schedule/schedule.h>
+#include <torchspan/wire/torch_types.h>
+
+namespace torchspan::pipeline {
+
+/// The step of one pipeline that a message belongs to.
+struct StepId {
+  std::uint64_t pipeline = 0;
+  std::uint64_t step = 0;
+};
+
+/// What a step computes.
+enum class StepKind : std::uint8_t {
+  kTrain = 1,  ///< forwards, loss, backwards
+  kLoss,       ///< the same without gradients: no backwards
+  kInfer,      ///< forwards only
+  kForward,    ///< forwards; a separate call runs the backwards
+};
+
+/// Whether passes of such a step have a backward.
+inline bool has_backwards(StepKind kind) { return kind == StepKind::kTrain || kind == StepKind::kForward; }
+
+/// Begins a step; from the first worker, which splits the batch.
+struct StepBegin {
+  static constexpr wire::MessageType kType{0x0301};
+  static constexpr std::string_view kName = "pipeline.begin";
+  using Reply = Unit;
+  StepId id;
+  StepKind kind = StepKind::kTrain;
+  std::vector<std::int64_t> rows;  ///< by micro-batch
+  double gradient_scale = 1;
+  TimePoint arrived = {};  ///< on this worker; not sent
+};
+
+/// The activations of one micro-batch that a link carries forward.
+struct Activations {
+  static constexpr wire::MessageType kType{0x0302};
+  static constexpr std::string_view kName = "pipeline.activations";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+  std::int32_t link = 0;
+  bool tuple = false;
+  std::vector<c10::IValue> members;
+  std::vector<std::uint8_t> wants_gradient;  ///< by member
+  std::vector<std::uint8_t> unsplit = {};    ///< as Batch::unsplit
+};
+
+/// The gradients that a link carries back: one tensor per member, undefined where there is none. Sent if any
+/// member wants one.
+struct Gradients {
+  static constexpr wire::MessageType kType{0x0303};
+  static constexpr std::string_view kName = "pipeline.gradients";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+  std::int32_t link = 0;
+  std::vector<at::Tensor> gradients;
+};
+
+/// Ends the step on all workers, because it failed on the sender.
+struct StepFailed {
+  static constexpr wire::MessageType kType{0x0304};
+  static constexpr std::string_view kName = "pipeline.failed";
+  using Reply = Unit;
+  StepId id;
+  Error error{ErrorKind::kCancelled, ""};
+};
+
+/// An executed action; times in nanoseconds from the step's start.
+struct RanAction {
+  schedule::ActionKind kind = schedule::ActionKind::kForward;
+  std::int32_t layer_range = 0;
+  std::int32_t micro_batch = 0;
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+  std::int32_t live = 0;  ///< passes whose activations the worker holds after it
+};
+
+/// The sender has run its part of the step; to the first worker.
+struct PartDone {
+  static constexpr wire::MessageType kType{0x0305};
+  static constexpr std::string_view kName = "pipeline.done";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t worker = 0;  ///< index in the plan
+  double loss = 0;
+  std::int32_t peak = 0;
+  std::vector<RanAction> actions;
+};
+
+/// All workers have run their part of the step; from the first worker.
+struct StepClosed {
+  static constexpr wire::MessageType kType{0x0306};
+  static constexpr std::string_view kName = "pipeline.closed";
+  using Reply = Unit;
+  StepId id;
+  double loss = 0;
+  std::vector<std::int32_t> peaks;              ///< by worker
+  std::vector<std::vector<RanAction>> actions;  ///< by worker
+};
+
+/// A micro-batch left the pipeline without a backward; the first worker may start another one.
+struct Credit {
+  static constexpr wire::MessageType kType{0x0307};
+  static constexpr std::string_view kName = "pipeline.credit";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t micro_batch = 0;
+};
+
+/// What a worker of the pipeline does now.
+struct WorkerState {
+  std::uint64_t step = 0;  ///< the current step, or the last one
+  bool in_step = false;
+  bool busy = false;   ///< runs an action; does not wait for other workers
+  std::string doing;   ///< the action
+  double seconds = 0;  ///< duration of this state
+};
+
+/// Asks for the state of a worker; from one that waits for it.
+struct AskState {
+  static constexpr wire::MessageType kType{0x0308};
+  static constexpr std::string_view kName = "pipeline.state";
+  using Reply = WorkerState;
+  StepId id;
+};
+
+}  // namespace torchspan::pipeline
+
+namespace torchspan {
+template <>
+struct Wire<pipeline::StepId>
+    : WireStruct<pipeline::StepId, "pipeline.StepId", &pipeline::StepId::pipeline, &pipeline::StepId::step> {
+};
+template <>
+struct Wire<pipeline::StepBegin>
+    : WireStruct<pipeline::StepBegin, "pipeline.StepBegin", &pipeline::StepBegin::id,
+                 &pipeline::StepBegin::kind, &pipeline::StepBegin::rows,
+                 &pipeline::StepBegin::gradient_scale> {};
+template <>
+struct Wire<pipeline::Activations>
+    : WireStruct<pipeline::Activations, "pipeline.Activations", &pipeline::Activations::id,
+                 &pipeline::Activations::micro_batch, &pipeline::Activations::link,
+                 &pipeline::Activations::tuple, &pipeline::Activations::members,
+                 &pipeline::Activations::wants_gradient, &pipeline::Activations::unsplit> {};
+template <>
+struct Wire<pipeline::Gradients> : WireStruct<pipeline::Gradients, "pipeline.Gradients",
+                                              &pipeline::Gradients::id, &pipeline::Gradients::micro_batch,
+                                              &pipeline::Gradients::link, &pipeline::Gradients::gradients> {};
+template <>
+struct Wire<pipeline::StepFailed> : WireStruct<pipeline::StepFailed, "pipeline.StepFailed",
+                                               &pipeline::StepFailed::id, &pipeline::StepFailed::error> {};
+template <>
+struct Wire<pipeline::RanAction>
+    : WireStruct<pipeline::RanAction, "pipeline.RanTask", &pipeline::RanAction::kind,
+                 &pipeline::RanAction::layer_range, &pipeline::RanAction::micro_batch,
+                 &pipeline::RanAction::start, &pipeline::RanAction::end, &pipeline::RanAction::live> {};
+template <>
+struct Wire<pipeline::PartDone> : WireStruct<pipeline::PartDone, "pipeline.PartDone", &pipeline::PartDone::id,
+                                             &pipeline::PartDone::worker, &pipeline::PartDone::loss,
+                                             &pipeline::PartDone::peak, &pipeline::PartDone::actions> {};
+template <>
+struct Wire<pipeline::StepClosed>
+    : WireStruct<pipeline::StepClosed, "pipeline.StepClosed", &pipeline::StepClosed::id,
+                 &pipeline::StepClosed::loss, &pipeline::StepClosed::peaks, &pipeline::StepClosed::actions> {
+};
+template <>
+struct Wire<pipeline::Credit>
+    : WireStruct<pipeline::Credit, "pipeline.Credit", &pipeline::Credit::id, &pipeline::Credit::micro_batch> {
+};
+template <>
+struct Wire<pipeline::WorkerState>
+    : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,
+                 &pipeline::WorkerState::in_step, &pipeline::WorkerState::busy, &pipeline::WorkerState::doing,
+                 &pipeline::WorkerState::seconds> {};
+template <>
+struct Wire<pipeline::AskState>
+    : WireStruct<pipeline::AskState, "pipeline.AskState", &pipeline::AskState::id> {};
+}  // namespace torchspan

@@ -1,0 +1,44 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "pipeline/policies/policy.h"
+#include "pipeline/runtime/local_pipeline.h"
+
+namespace torchspan::pipeline {
+
+/// The actions of one step on this worker: picks the next one through a policy, and counts those left. The
+/// backwards of a StepKind::kForward run after begin_backwards(). Used by the training thread.
+class ReadyActions {
+ public:
+  /// `table` is the schedule, which must outlive this; null: order of arrival.
+  ReadyActions(const LocalPipeline& local, const StepBegin& begin, const schedule::Table* table);
+
+  /// Starts the second part of a StepKind::kForward.
+  void begin_backwards();
+  void became_ready(const schedule::Action& action);
+  /// The action to run now; nullopt: none may run yet. Call ended() after it.
+  std::optional<schedule::Action> next() { return policy_->next(); }
+  void ended() { --left_; }
+  bool any_left() const { return left_ > 0; }
+  /// The next backward, if it is known and may run in this part.
+  std::optional<schedule::Action> next_backward() const;
+  /// A micro-batch left the pipeline without a backward.
+  void credit() { policy_->credit(); }
+
+ private:
+  std::unique_ptr<Policy> make_policy(bool backwards) const;
+  int count(bool backwards) const;
+
+  const LocalPipeline& local_;
+  const StepKind kind_;
+  const int micro_batches_;
+  const schedule::Table* const table_;
+  std::unique_ptr<Policy> policy_;
+  int left_ = 0;  ///< actions of this part that have not ended
+  bool backwards_allowed_ = false;
+  std::vector<schedule::Action> early_;  ///< backwards that became ready before begin_backwards()
+};
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,198 @@
+#include "pipeline/runtime/handshake.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <map>
+
+#include <torchspan/detail/pipeline/extension.h>
+
+#include "pipeline/layers/random.h"
+#include "pipeline/runtime/shared_tensors.h"
+
+namespace torchspan::pipeline {
+namespace {
+
+/// Limit for all workers to create the pipeline.
+constexpr Duration kHandshakeTimeout = std::chrono::minutes(5);
+
+/// Splits the layers evenly; the first stages get one more.
+std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
+  std::vector<int> balance;
+  for (std::size_t stage = 0; stage < stages; ++stage) {
+    balance.push_back(static_cast<int>(layers / stages + (stage < layers % stages ? 1 : 0)));
+  }
+  return balance;
+}
+
+void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options) {
+  const std::vector<WorkerInfo> world = worker.workers();
+  if (options.balance.empty()) {
+    // A model without layers gets a stage per worker, so that all workers get the error.
+    const std::size_t most = layers == 0 ? world.size() : std::min(world.size(), layers);
+    const std::size_t stages = options.workers.empty() ? most : options.workers.size();
+    options.balance = even_balance(layers, stages);
+  }
+  if (!options.workers.empty()) return;
+  for (std::size_t stage = 0; stage < options.balance.size(); ++stage) {
+    options.workers.push_back(world[stage % world.size()].name);
+  }
+}
+
+void check(const PipelineOptions& options) {
+  const auto refuse = [](const std::string& why) {
+    throw Error(ErrorKind::kInvalid, "PipelineOptions::" + why);
+  };
+  if (options.micro_batches < 1)
+    refuse(fmt::format("micro_batches is {}; it must be 1 or more", options.micro_batches));
+  if (options.max_in_flight < 0)
+    refuse(fmt::format("max_in_flight is {}; it must be 0 (what the schedule needs) or more",
+                       options.max_in_flight));
+  if (options.stall_timeout <= Duration::zero()) refuse("stall_timeout must be more than zero");
+}
+
+PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
+  PlanRequest request;
+  for (const LayerSpec& spec : layers.specs()) request.layers.push_back(spec.name);
+  for (const LayerUse& use : layers.uses()) {
+    request.uses.push_back({use.layer, use.stashes, use.pops, use.space, use.method});
+  }
+  request.balance = options.balance;
+  request.workers = options.workers;
+  return request;
+}
+
+/// Text of everything that must be the same on all workers.
+std::string fingerprint(const PlanRequest& request, const PipelineOptions& options) {
+  std::string text = fmt::format("layers {}\n", fmt::join(request.layers, ", "));
+  for (const PlanRequest::Use& use : request.uses) {
+    text += fmt::format("use of layer {} method '{}' stashes {} pops {} space '{}'\n", use.layer, use.method,
+                        use.stashes, use.pops, use.space);
+  }
+  return text + fmt::format(
+                    "balance {}\nowners {}\nmicro_batches {}\nschedule {}\ncheckpoint {}\nmax_in_flight "
+                    "{}\nseed {}\n",
+                    request.balance, request.workers, options.micro_batches,
+                    static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
+                    options.max_in_flight, options.seed ? std::to_string(*options.seed) : "none");
+}
+
+/// The first lines in which two fingerprints differ.
+std::pair<std::string, std::string> difference(const std::string& a, const std::string& b) {
+  const std::size_t at =
+      static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
+  const auto line = [at](const std::string& text) {
+    const std::size_t begin = at == 0 ? 0 : text.rfind('\n', at - 1) + 1;
+    return begin >= text.size() ? std::string("nothing more")
+                                : text.substr(begin, text.find('\n', begin) - begin);
+  };
+  return {line(a), line(b)};
+}
+
+std::vector<std::string> distinct(const std::vector<std::string>& workers) {
+  std::vector<std::string> all;
+  for (const std::string& worker : workers) {
+    if (std::find(all.begin(), all.end(), worker) == all.end()) all.push_back(worker);
+  }
+  return all;
+}
+
+/// The texts of all workers, by name.
+std::map<std::string, std::string> gather(const Worker& worker, const std::string& mine,
+                                          const std::vector<std::string>& workers) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
+  std::map<std::string, std::string> texts;
+  const std::vector<Bytes> all =
+      worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers, kHandshakeTimeout);
+  for (std::size_t i = 0; i < workers.size(); ++i)
+    texts[workers[i]] = std::string(reinterpret_cast<const char*>(all[i].data()), all[i].size());
+  return texts;
+}
+
+/// Throws unless all workers have the same text. Returns the first worker's seed of the initial weights.
+std::uint64_t agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
+  const std::vector<std::string> workers = distinct(options.workers);
+  if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("worker '{}' owns no stage of pipeline '{}' and must not create it; its workers are {}",
+                    worker.name(), options.name, fmt::join(workers, ", ")));
+  }
+  // All workers draw, so that their generators stay in the same state; the first worker's number is used.
+  const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
+  auto texts = gather(worker, fmt::format("{:016x}{}", seed, mine), workers);
+  const std::uint64_t agreed = std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16);
+  for (auto& [name, text] : texts) text.erase(0, 16);
+  const std::string& wanted = texts.at(workers.front());
+  for (const std::string& name : workers) {
+    if (texts.at(name) == wanted) continue;
+    const auto [there, here] = difference(wanted, texts.at(name));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format(
+            "the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
+            options.name, workers.front(), there, name, here));
+  }
+  return agreed;
+}
+
+/// Returns why a layer could not be built, or an empty text.
+std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
+  local.layers.resize(layers.specs().size());
+  for (std::size_t layer = 0; layer < layers.specs().size(); ++layer) {
+    const int stage = local.plan.locations[layer].stage;
+    if (local.plan.worker_of_stage[static_cast<std::size_t>(stage)] != local.me) continue;
+    try {
+      const SeededScope random(seed_of_layer(seed, static_cast<int>(layer)));
+      local.layers[layer] = layers.specs()[layer].build();
+    } catch (...) {
+      return fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
+                         layers.specs()[layer].name, stage, local.worker.name(),
+                         describe(std::current_exception()).text);
+    }
+  }
+  return "";
+}
+
+/// Waits until all workers have an event queue and their layers, so that no message arrives too early.
+void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
+  const std::string failure = build_own_layers(layers, seed, local);
+  const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
+  std::vector<std::string> reports;
+  for (const auto& [name, text] : gather(local.worker, mine, local.plan.workers)) {
+    if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
+    reports.push_back(text.substr(1));
+  }
+  local.constants = check_shared_tensors(local, reports);
+}
+
+}  // namespace
+
+LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
+  fill_in(worker, layers.specs().size(), options);
+  const PlanRequest request = plan_request(layers, options);
+  // First, because what follows may throw on one worker only.
+  const std::uint64_t seed = agree(worker, fingerprint(request, options), options);
+  check(options);
+  Plan plan = make_plan(request);
+  LocalPipeline local{worker, std::move(options), std::move(plan)};
+  const auto me = std::find(local.plan.workers.begin(), local.plan.workers.end(), worker.name());
+  local.me = static_cast<int>(me - local.plan.workers.begin());
+  for (const std::string& name : local.plan.workers)
+    local.ranks.push_back(worker.info(Destination(name)).rank);
+  local.uses = layers.uses();
+  auto opened = worker.extension<PipelineExtension>().router()->open(
+      local.options.name, fmt::format("{}", fmt::join(local.plan.workers, "\n")), worker.endpoint()->host());
+  local.id = opened.id;
+  local.event_queue = std::move(opened.event_queue);
+  build_together(layers, seed, local);
+  Log& log = worker.runtime().log;
+  if (log.enabled(LogLevel::kDebug)) {
+    log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches", local.options.name,
+                          local.plan.layers.size(), local.options.balance, local.options.workers,
+                          local.options.micro_batches));
+  }
+  return local;
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,14 @@
+#pragma once
+#include <torchspan/pipeline/layers.h>
+#include <torchspan/pipeline/options.h>
+#include <torchspan/rpc/worker.h>
+
+#include "pipeline/runtime/local_pipeline.h"
+
+namespace torchspan::pipeline {
+
+/// Makes the plan, compares it with the other workers, and builds the layers of this worker. Throws
+/// Error{kInvalid} on all workers if their pipelines differ.
+LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options);
+
+}  // namespace torchspan::pipeline

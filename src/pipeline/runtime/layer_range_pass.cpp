@@ -1,0 +1,171 @@
+#include "pipeline/runtime/layer_range_pass.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "pipeline/runtime/kept_buffers.h"
+
+namespace torchspan::pipeline {
+namespace {
+
+bool can_have_gradient(const at::Tensor& tensor) { return tensor.is_floating_point() || tensor.is_complex(); }
+
+/// Detects layers that change an input in place which the repeated forward needs unchanged.
+class InPlaceWatch {
+ public:
+  explicit InPlaceWatch(const std::map<int, Activation>& inputs) {
+    for (const auto& [link, activation] : inputs) {
+      for (const c10::IValue& member : activation.batch.members) {
+        if (is_defined_tensor(member))
+          versions_.emplace_back(member.toTensor(), member.toTensor()._version());
+      }
+    }
+  }
+  void check() const {
+    for (const auto& [tensor, version] : versions_) {
+      if (static_cast<std::uint32_t>(tensor._version()) == version) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          "a layer changed the input of a checkpointed layer range in place, so its forward cannot be "
+          "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
+    }
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
+};
+
+/// Disables autocast's cache of cast weights: casts made without a graph would hide the weights from a later
+/// forward, and casts of a repeated forward would outlive the optimizer's step.
+class NoAutocastCache {
+ public:
+  NoAutocastCache() { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
+
+ private:
+  const bool before_ = at::autocast::is_autocast_cache_enabled();
+};
+
+}  // namespace
+
+LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
+    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode.step) {
+  if (range == 0) ++missing_inputs_;
+  for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
+}
+
+void LayerRangePass::put_input(int link, Activation activation) {
+  if (!inputs_.emplace(link, std::move(activation)).second) {
+    throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
+                                                 runner_.micro_batch(), runner_.range_index(), link));
+  }
+  --missing_inputs_;
+}
+
+std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outputs) const {
+  std::map<int, Activation> all;
+  for (auto& [link, batch] : outputs.batches) {
+    Activation& activation = all[link];
+    activation.batch.tuple = batch.tuple;
+    activation.batch.unsplit = batch.unsplit;
+    for (c10::IValue& member : batch.members) {
+      bool wants = false;
+      if (is_defined_tensor(member)) {
+        const at::Tensor& tensor = member.toTensor();
+        wants = needs_backward_ && (mode_.recompute ? can_have_gradient(tensor) : tensor.requires_grad());
+        activation.batch.members.push_back(tensor.detach());
+      } else {
+        activation.batch.members.push_back(std::move(member));
+      }
+      activation.wants_gradient.push_back(wants ? 1 : 0);
+    }
+  }
+  return all;
+}
+
+std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
+  loss_ = std::move(loss);
+  bool learns = runner_.any_layer_learns();
+  for (const auto& [link, activation] : inputs_) learns = learns || activation.wants_any();
+  needs_backward_ = mode_.gradients && learns;
+  // A graph may begin at the user's own tensors, which are not among the layers' parameters. Where nothing
+  // else learns, recording the graph finds them; it costs nothing if there are none.
+  const bool records = mode_.gradients && (!mode_.recompute || !learns);
+  std::optional<InPlaceWatch> watch;
+  if (mode_.recompute && mode_.gradients) {
+    if (!local_.options.seed) random_ = RandomState::capture();
+    thread_state_.emplace();
+    watch.emplace(inputs_);
+  }
+  LayerRangeOutputs outputs;
+  {
+    const torch::autograd::AutoGradMode mode(records);
+    std::optional<NoAutocastCache> uncached;
+    if (!records || mode_.recompute) uncached.emplace();
+    outputs = runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, false);
+  }
+  if (records) {
+    graph_.keep_edges(outputs, loss_ ? loss_->weight : 0);
+    needs_backward_ = needs_backward_ || graph_.has_edges();
+  }
+  if (mode_.recompute) graph_.drop_edges();
+  try {
+    if (watch && needs_backward_) watch->check();
+  } catch (...) {
+    runner_.fail_range("forward");
+  }
+  if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
+  std::map<int, Activation> activation = activation_of(outputs);
+  for (const auto& [link, load] : activation) {
+    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
+  }
+  if (!mode_.recompute) {
+    for (auto& [link, load] : inputs_) load.batch = Batch();  // wants_gradient stays, for the backward
+  }
+  forward_done_ = true;
+  return activation;
+}
+
+void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) {
+  if (!gradients_.emplace(link, std::move(gradients)).second) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("gradients of micro-batch {} came twice to layer range {} by link {}",
+                            runner_.micro_batch(), runner_.range_index(), link));
+  }
+  --missing_gradients_;
+}
+
+void LayerRangePass::recompute() {
+  KeptBuffers buffers(local_, runner_.range());
+  const at::ThreadLocalStateGuard state(*thread_state_);
+  const torch::autograd::AutoGradMode mode(true);
+  const NoAutocastCache uncached;
+  const RandomScope outer;
+  if (random_) random_->restore();
+  graph_.keep_edges(runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, true),
+                    loss_ ? loss_->weight : 0);
+  for (auto& [link, activation] : inputs_) activation.batch = Batch();
+  recomputed_ = true;
+  buffers.restore();
+}
+
+std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {
+  if (can_recompute()) recompute();
+  try {
+    graph_.backward(gradients_);
+  } catch (...) {
+    runner_.fail_range("backward");
+  }
+  auto back = graph_.input_gradients(inputs_);
+  graph_ = PassGraph();
+  gradients_.clear();
+  inputs_.clear();
+  return back;
+}
+
+}  // namespace torchspan::pipeline

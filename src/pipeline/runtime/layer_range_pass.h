@@ -1,0 +1,69 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ThreadLocalState.h>
+
+#include "pipeline/layers/random.h"
+#include "pipeline/runtime/layer_runner.h"
+#include "pipeline/runtime/pass_graph.h"
+
+namespace torchspan::pipeline {
+
+/// How the passes of a step run.
+struct RunMode {
+  std::uint64_t step = 0;
+  bool gradients = false;  ///< a backward will come
+  bool recompute = false;  ///< keeps only the inputs and recomputes the forward for the backward
+};
+
+/// Runs one micro-batch through one layer range, forward and backward. Holds inputs until the forward,
+/// gradient edges (not outputs) until the backward, and nothing afterwards. Used by the training thread.
+class LayerRangePass {
+ public:
+  LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode);
+
+  void put_input(int link, Activation activation);
+  bool has_inputs() const { return missing_inputs_ == 0; }
+
+  /// Runs the layers. Returns the outputs by link; kOutside is the output of the last layer range. Throws an
+  /// Error that names the layer and the micro-batch.
+  std::map<int, Activation> forward(std::optional<MicroBatchLoss> loss);
+  bool forward_done() const { return forward_done_; }
+  /// The loss of the forward.
+  double loss() const { return loss_value_; }
+
+  void put_gradients(int link, std::vector<at::Tensor> gradients);
+  /// Whether the forward is done and all gradients that its outputs want have arrived.
+  bool has_gradients() const { return forward_done_ && missing_gradients_ == 0; }
+
+  bool can_recompute() const { return forward_done_ && mode_.recompute && needs_backward_ && !recomputed_; }
+  /// Repeats the forward and records its graph, before backward().
+  void recompute();
+  /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that want any.
+  std::map<int, std::vector<at::Tensor>> backward();
+
+ private:
+  std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
+
+  const LocalPipeline& local_;
+  const RunMode mode_;
+  const LayerRunner runner_;
+  PassGraph graph_;
+  int missing_inputs_ = 0;
+  int missing_gradients_ = 0;
+  bool forward_done_ = false;
+  bool recomputed_ = false;
+  bool needs_backward_ = false;
+  double loss_value_ = 0;
+  std::optional<MicroBatchLoss> loss_;
+  std::map<int, Activation> inputs_;                  ///< by link
+  std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
+  std::optional<RandomState> random_;                 ///< at the forward, for its repetition
+  std::optional<at::ThreadLocalState> thread_state_;  ///< at the forward, for its repetition
+};
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,65 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/pipeline/layers.h>
+#include <torchspan/pipeline/options.h>
+#include <torchspan/pipeline/plan.h>
+#include <torchspan/rpc/worker.h>
+
+#include "pipeline/messages/event_queue.h"
+#include "pipeline/messages/message_router.h"
+
+namespace torchspan::pipeline {
+
+/// A tensor of which layers on other workers have copies.
+struct SharedConstant {
+  at::Tensor tensor;
+  std::string holders;  ///< all layers that hold it, for an error
+};
+
+/// One worker's part of a pipeline: the plan, and the layers that this worker owns. Constant after creation.
+struct LocalPipeline {
+  Worker worker;
+  PipelineOptions options;
+  Plan plan;
+  int me = 0;                             ///< index into plan.workers
+  std::vector<std::uint32_t> ranks = {};  ///< of plan.workers
+  std::vector<LayerUse> uses = {};        ///< by order
+  std::vector<BuiltLayer> layers = {};    ///< by layer; empty for layers of other workers
+  std::vector<SharedConstant> constants = {};
+  std::uint64_t id = 0;
+  std::shared_ptr<EventQueue> event_queue = {};
+
+  bool owns_layer_range(int range) const {
+    return plan.layer_ranges[static_cast<std::size_t>(range)].worker == me;
+  }
+  int first_worker() const { return plan.layer_ranges.front().worker; }
+  int last_worker() const { return plan.layer_ranges.back().worker; }
+  int last_layer_range() const { return static_cast<int>(plan.layer_ranges.size()) - 1; }
+  Executor& executor() const { return worker.runtime().executor; }
+
+  template <rpc::Message M>
+  void post_to(int worker_index, const M& message) const;
+  template <rpc::Message M>
+  void post_to_all(const M& message) const;
+};
+
+template <rpc::Message M>
+void LocalPipeline::post_to(int worker_index, const M& message) const {
+  post(worker, event_queue, ranks[static_cast<std::size_t>(worker_index)], message);
+}
+
+template <rpc::Message M>
+void LocalPipeline::post_to_all(const M& message) const {
+  for (int worker_index = 0; worker_index < static_cast<int>(ranks.size()); ++worker_index) {
+    if (worker_index != me) post_to(worker_index, message);
+  }
+}
+
+}  // namespace torchspan::pipeline

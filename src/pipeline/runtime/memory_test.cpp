@@ -1,0 +1,216 @@
+#include <algorithm>
+
+#include <torch/torch.h>
+
+#include "pipeline/pipeline_test_util.h"
+
+namespace torchspan::pipeline::testing::memory_test {
+namespace {
+
+/// Number of tensors of a kind that are alive, and its maximum.
+struct Census {
+  int alive = 0;
+  int most = 0;
+  int made = 0;
+};
+
+/// A copy of `x` that a census counts until its memory is freed.
+at::Tensor counted(const at::Tensor& x, Census& census) {
+  auto* memory = new std::vector<double>(static_cast<std::size_t>(x.numel()));
+  ++census.made;
+  census.most = std::max(census.most, ++census.alive);
+  const at::Tensor copy = at::from_blob(
+      memory->data(), x.sizes(),
+      [memory, &census](void*) {
+        --census.alive;
+        delete memory;
+      },
+      at::kDouble);
+  copy.copy_(x.detach());
+  return copy;
+}
+
+/// A layer whose output is counted and not saved by its graph; reports the start of its backward.
+struct CountedOutput : torch::autograd::Function<CountedOutput> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            std::int64_t census, std::int64_t alive_at_backward) {
+    context->saved_data["census"] = census;
+    context->saved_data["seen"] = alive_at_backward;
+    return counted(x, *reinterpret_cast<Census*>(census));
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto* census = reinterpret_cast<const Census*>(context->saved_data["census"].toInt());
+    reinterpret_cast<std::vector<int>*>(context->saved_data["seen"].toInt())->push_back(census->alive);
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor count_output(const at::Tensor& x, Census& census, std::vector<int>& alive_at_backward) {
+  return CountedOutput::apply(x, reinterpret_cast<std::int64_t>(&census),
+                              reinterpret_cast<std::int64_t>(&alive_at_backward));
+}
+
+PipelineOptions with(Schedule schedule, ActivationCheckpoint checkpoint, int micro_batches = 6) {
+  PipelineOptions options;
+  options.micro_batches = micro_batches;
+  options.schedule = schedule;
+  options.checkpoint = checkpoint;
+  return options;
+}
+
+const at::Tensor& rows() {
+  static const at::Tensor tensor = seeded({12, kWidth}, 3);
+  return tensor;
+}
+
+TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
+  for (const ActivationCheckpoint checkpoint :
+       {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
+    Census census;
+    std::vector<int> alive;
+    on_workers(2, 1, [&](Worker& worker) {
+      Layers layers;
+      layers.add<Dense>(1u);
+      layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, census, alive); });
+      layers.add<Dense>(2u);
+      PipelineOptions options = with(Schedule::kGPipe, checkpoint);
+      options.balance = {2, 1};
+      Pipeline pipe(worker, layers, options);
+      pipe.train_step(rows(), rows(), mean_square);
+    });
+    // All were sent, and all forwards behind them done, before the first backward.
+    EXPECT_EQ(alive, std::vector<int>(6, 0)) << "outputs alive at the beginning of each backward";
+    EXPECT_EQ(census.made, checkpoint == ActivationCheckpoint::kNever ? 6 : 12);
+    EXPECT_EQ(census.alive, 0);
+  }
+}
+
+TEST(PipelineMemory, OutputsHandedOnInsideAWorkerAreFreedWithTheirUse) {
+  Census census;
+  std::vector<int> alive;
+  on_workers(1, 1, [&](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, census, alive); });
+    layers.add_function("plus", [](const at::Tensor& x) { return x + 1; });  // saves nothing
+    layers.add<Dense>(2u);
+    PipelineOptions options = with(Schedule::kGPipe, ActivationCheckpoint::kNever);
+    options.balance = {2, 1, 1};
+    options.workers = {"worker0", "worker0", "worker0"};
+    Pipeline pipe(worker, layers, options);
+    pipe.train_step(rows(), rows(), mean_square);
+  });
+  EXPECT_EQ(alive, std::vector<int>(6, 0));
+}
+
+/// A layer whose graph holds one counted tensor.
+std::function<at::Tensor(const at::Tensor&)> keeps_one(Census& census) {
+  return [&census](const at::Tensor& x) {
+    return torch::GradMode::is_enabled() ? x * counted(at::ones_like(x), census) : x * 1;
+  };
+}
+
+/// Census of the graphs of each of three stages.
+std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr) {
+  std::vector<Census> all(3);
+  on_workers(3, 1, [&](Worker& worker) {
+    Layers layers;
+    for (std::uint64_t stage = 0; stage < 3; ++stage) {
+      layers.add<Dense>(stage + 1);
+      layers.add_function("keeps", [keep = keeps_one(all[stage])](const at::Tensor& x) { return keep(x); });
+    }
+    options.balance = {2, 2, 2};
+    Pipeline pipe(worker, layers, options);
+    for (int step = 0; step < 3; ++step) {
+      pipe.train_step(rows(), rows(), mean_square);
+      EXPECT_EQ(all[static_cast<std::size_t>(worker.rank())].alive, 0) << "after step " << step;
+    }
+    if (report != nullptr && worker.rank() == 0) *report = pipe.last_step();
+  });
+  return all;
+}
+
+TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
+  // GPipe holds all m, 1F1B at most as many as there are stages from here on.
+  for (const Census& stage : graphs(with(Schedule::kGPipe, ActivationCheckpoint::kNever)))
+    EXPECT_EQ(stage.most, 6);
+  const auto stages = graphs(with(Schedule::k1F1B, ActivationCheckpoint::kNever));
+  for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(stages[static_cast<std::size_t>(stage)].most, 3 - stage);
+}
+
+TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
+    for (const Census& stage : graphs(with(schedule, ActivationCheckpoint::kAlways))) {
+      EXPECT_EQ(stage.most, 1);
+      EXPECT_EQ(stage.made, 3 * 6) << "each forward was repeated once";
+    }
+  }
+}
+
+TEST(PipelineMemory, ArrivalHoldsNoMoreThanItsLimit) {
+  PipelineOptions options = with(Schedule::kArrival, ActivationCheckpoint::kNever, 12);
+  options.max_in_flight = 2;
+  for (const Census& stage : graphs(options)) EXPECT_LE(stage.most, 2);
+}
+
+TEST(PipelineMemory, InferenceKeepsNothing) {
+  Census census;
+  on_workers(2, 1, [&](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add_function("keeps", [&](const at::Tensor& x) { return x * counted(at::ones_like(x), census); });
+    layers.add<Dense>(2u);
+    Pipeline pipe(worker, layers, with(Schedule::k1F1B, ActivationCheckpoint::kNever));
+    pipe.infer(rows());
+  });
+  EXPECT_EQ(census.made, 6);
+  EXPECT_EQ(census.most, 1);
+}
+
+TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
+  Census census;
+  on_workers(2, 1, [&](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add_function("keeps", [keep = keeps_one(census)](const at::Tensor& x) { return keep(x); });
+    layers.add<Dense>(2u);
+    PipelineOptions options = with(Schedule::k1F1B, ActivationCheckpoint::kNever);
+    options.balance = {2, 1};
+    Pipeline pipe(worker, layers, options);
+    try {
+      pipe.forward(rows());
+      if (worker.rank() == 0) {
+        EXPECT_EQ(census.alive, 6);
+      }
+    } catch (const Error& error) {
+      // Worker 0 may abandon the step before this worker ends its forward.
+      EXPECT_EQ(worker.rank(), 1);
+      EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
+    }
+    pipe.train_step(rows(), rows(), mean_square);
+    if (worker.rank() == 0) {
+      EXPECT_EQ(census.alive, 0);
+    }
+  });
+}
+
+TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
+  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
+    for (const int micro_batches : {1, 2, 6, 12}) {
+      StepReport report;
+      graphs(with(schedule, ActivationCheckpoint::kNever, micro_batches), &report);
+      const auto simulated = schedule::simulate(report.table, {schedule::Costs{}});
+      EXPECT_EQ(report.measured.peak_live, simulated.peak_live);
+      for (int worker = 0; worker < 3; ++worker) {
+        const int expected =
+            schedule == Schedule::kGPipe ? micro_batches : std::min(micro_batches, 3 - worker);
+        EXPECT_EQ(report.measured.peak_live[static_cast<std::size_t>(worker)], expected)
+            << "worker " << worker << " of " << micro_batches;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::pipeline::testing::memory_test

@@ -1,0 +1,92 @@
+#include "pipeline/runtime/pass_graph.h"
+
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace torchspan::pipeline {
+/// The node that all inputs lead to: keeps their gradients.
+class PassGraph::Entrance final : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    gradients_ = std::move(gradients);
+    return {};
+  }
+  std::string name() const override { return "torchspan::pipeline::Received"; }
+  at::Tensor gradient(std::uint32_t input) const {
+    return input < gradients_.size() ? gradients_[input] : at::Tensor();
+  }
+
+ private:
+  torch::autograd::variable_list gradients_;
+};
+
+std::map<int, Activation> PassGraph::attach_inputs(const std::map<int, Activation>& inputs, bool records) {
+  std::map<int, Activation> attached;
+  entrance_ = std::make_shared<Entrance>();
+  for (const auto& [link, activation] : inputs) {
+    Activation& here = attached[link];
+    here = activation;
+    for (std::size_t i = 0; i < here.batch.members.size(); ++i) {
+      if (!is_defined_tensor(here.batch.members[i])) continue;
+      at::Tensor tensor = here.batch.members[i].toTensor().detach();
+      if (records && here.wants_gradient[i] != 0) torch::autograd::create_gradient_edge(tensor, entrance_);
+      here.batch.members[i] = std::move(tensor);
+    }
+  }
+  return attached;
+}
+
+void PassGraph::keep_edges(const LayerRangeOutputs& outputs, double loss_weight) {
+  exits_.clear();
+  for (const auto& [link, batch] : outputs.batches) {
+    for (std::size_t i = 0; i < batch.members.size(); ++i) {
+      if (!is_defined_tensor(batch.members[i]) || !batch.members[i].toTensor().requires_grad()) continue;
+      exits_.push_back({link, i, torch::autograd::impl::gradient_edge(batch.members[i].toTensor())});
+    }
+  }
+  if (!outputs.loss.defined() || !outputs.loss.requires_grad()) return;
+  loss_edge_ = torch::autograd::impl::gradient_edge(outputs.loss);
+  loss_gradient_ = at::full_like(outputs.loss.detach(), loss_weight);
+}
+
+void PassGraph::drop_edges() {
+  exits_.clear();
+  loss_edge_ = {};
+}
+
+void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list root_gradients;
+  for (const Exit& exit : exits_) {
+    const auto found = gradients.find(exit.link);
+    if (found == gradients.end() || exit.member >= found->second.size()) continue;
+    if (!found->second[exit.member].defined()) continue;
+    roots.push_back(exit.edge);
+    root_gradients.push_back(std::move(found->second[exit.member]));
+  }
+  if (loss_edge_.is_valid()) {
+    roots.push_back(loss_edge_);
+    root_gradients.push_back(loss_gradient_);
+  }
+  if (roots.empty()) return;
+  torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
+}
+
+std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(
+    const std::map<int, Activation>& inputs) const {
+  std::map<int, std::vector<at::Tensor>> all;
+  std::uint32_t input = 0;
+  for (const auto& [link, activation] : inputs) {
+    if (!activation.wants_any()) continue;
+    std::vector<at::Tensor>& gradients = all[link];
+    for (const std::uint8_t wants : activation.wants_gradient) {
+      gradients.push_back(wants != 0 ? entrance_->gradient(input++) : at::Tensor());
+    }
+  }
+  return all;
+}
+
+}  // namespace torchspan::pipeline

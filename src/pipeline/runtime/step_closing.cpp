@@ -1,0 +1,63 @@
+#include "pipeline/runtime/step_closing.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torchspan::pipeline {
+
+StepClosing::StepClosing(const LocalPipeline& local, StepId id) : local_(local) {
+  result_.id = id;
+  result_.peaks.resize(local.ranks.size());
+  result_.actions.resize(local.ranks.size());
+}
+
+void StepClosing::add(const PartDone& part) {
+  const auto worker = static_cast<std::size_t>(part.worker);
+  if (part.worker < 0 || worker >= local_.ranks.size()) return;
+  ++parts_;
+  if (part.worker == local_.last_worker()) result_.loss = part.loss;
+  result_.peaks[worker] = part.peak;
+  result_.actions[worker] = part.actions;
+}
+
+void StepClosing::set(StepClosed result) {
+  result_ = std::move(result);
+  closed_ = true;
+}
+
+bool StepClosing::complete() const {
+  return local_.me == local_.first_worker() ? parts_ >= static_cast<int>(local_.ranks.size()) : closed_;
+}
+
+void StepClosing::reset() {
+  parts_ = 0;
+  closed_ = false;
+}
+
+StepReport StepClosing::report(int micro_batches, const schedule::Table* table) const {
+  StepReport report;
+  report.step = result_.id.step;
+  report.micro_batches = micro_batches;
+  if (table != nullptr) report.table = *table;
+  schedule::Timeline& measured = report.measured;
+  measured.name = "measured";
+  for (std::size_t worker = 0; worker < result_.actions.size(); ++worker) {
+    std::vector<schedule::ActionSpan> spans;
+    std::vector<double> live;
+    Duration busy{0};
+    for (const RanAction& ran : result_.actions[worker]) {
+      spans.push_back({{ran.kind, ran.layer_range, ran.micro_batch}, Duration(ran.start), Duration(ran.end)});
+      live.push_back(ran.live);
+      busy += Duration(ran.end - ran.start);
+      measured.makespan = std::max(measured.makespan, Duration(ran.end));
+    }
+    measured.spans.push_back(std::move(spans));
+    measured.live.push_back(std::move(live));
+    measured.peak_live.push_back(result_.peaks[worker]);
+    measured.idle.push_back(busy);  // completed below, when the makespan is known
+  }
+  for (Duration& idle : measured.idle) idle = measured.makespan - idle;
+  return report;
+}
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,22 @@
+#pragma once
+#include <string>
+
+#include "pipeline/runtime/local_pipeline.h"
+
+namespace torchspan::pipeline {
+
+/// Another worker ended the step and reported the error to all.
+class EndedElsewhere : public Error {
+ public:
+  using Error::Error;
+  explicit EndedElsewhere(const Error& error) : Error(error) {}
+};
+
+/// Throws if the event ends the step: EndedElsewhere for StepFailed, an Error for a worker of the pipeline
+/// that died, left or cannot be reached. Returns for other events and for workers of other pipelines.
+void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEvent& event);
+
+/// Throws if a worker of the pipeline died or left before the step.
+void check_presence(const LocalPipeline& local, std::uint64_t step);
+
+}  // namespace torchspan::pipeline

@@ -1,0 +1,106 @@
+#include "pipeline/runtime/step_passes.h"
+
+#include <fmt/format.h>
+
+namespace torchspan::pipeline {
+
+using schedule::ActionKind;
+
+StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions)
+    : local_(local),
+      id_(begin.id),
+      micro_batches_(static_cast<int>(begin.rows.size())),
+      has_backwards_(has_backwards(begin.kind)),
+      actions_(actions) {}
+
+LayerRangePass& StepPasses::at(int range, int micro_batch) {
+  auto& slot = passes_[{range, micro_batch}];
+  if (!slot) {
+    const ActivationCheckpoint checkpoint = local_.options.checkpoint;
+    const bool last = micro_batch == micro_batches_ - 1;
+    const bool recompute = has_backwards_ && (checkpoint == ActivationCheckpoint::kAlways ||
+                                              (checkpoint == ActivationCheckpoint::kExceptLast && !last));
+    slot = std::make_unique<LayerRangePass>(local_, range, micro_batch,
+                                            RunMode{id_.step, has_backwards_, recompute});
+  }
+  return *slot;
+}
+
+LayerRangePass* StepPasses::find(int range, int micro_batch) {
+  const auto found = passes_.find({range, micro_batch});
+  return found == passes_.end() ? nullptr : found->second.get();
+}
+
+void StepPasses::check_backward(int range, int micro_batch) {
+  if (has_backwards_ && at(range, micro_batch).has_gradients())
+    actions_.became_ready({ActionKind::kBackward, range, micro_batch});
+}
+
+void StepPasses::deliver(int link, int micro_batch, Activation activation) {
+  const int to = link == kOutside ? 0 : local_.plan.links[static_cast<std::size_t>(link)].to;
+  if (local_.owns_layer_range(to)) {
+    LayerRangePass& pass = at(to, micro_batch);
+    pass.put_input(link, std::move(activation));
+    if (pass.has_inputs()) actions_.became_ready({ActionKind::kForward, to, micro_batch});
+    return;
+  }
+  Activations message;
+  message.id = id_;
+  message.micro_batch = micro_batch;
+  message.link = link;
+  message.tuple = activation.batch.tuple;
+  message.members = std::move(activation.batch.members);
+  message.wants_gradient = std::move(activation.wants_gradient);
+  message.unsplit = std::move(activation.batch.unsplit);
+  local_.post_to(range_of(to).worker, message);
+}
+
+void StepPasses::deliver_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients) {
+  const int from = local_.plan.links[static_cast<std::size_t>(link)].from;
+  if (local_.owns_layer_range(from)) {
+    at(from, micro_batch).put_gradients(link, std::move(gradients));
+    return check_backward(from, micro_batch);
+  }
+  local_.post_to(range_of(from).worker, Gradients{id_, micro_batch, link, std::move(gradients)});
+}
+
+bool StepPasses::is_known(int link, int micro_batch) const {
+  return link >= 0 && link < static_cast<int>(local_.plan.links.size()) && micro_batch >= 0 &&
+         micro_batch < micro_batches_;
+}
+
+void StepPasses::accept(Activations& event) {
+  const bool valid = is_known(event.link, event.micro_batch) &&
+                     event.members.size() == event.wants_gradient.size() &&
+                     event.unsplit.size() <= event.members.size();
+  if (!valid || !local_.owns_layer_range(local_.plan.links[static_cast<std::size_t>(event.link)].to)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("activations of link {}, micro-batch {}, do not belong to this worker",
+                            event.link, event.micro_batch));
+  }
+  Activation activation;
+  activation.batch.members = std::move(event.members);
+  activation.batch.tuple = event.tuple;
+  activation.wants_gradient = std::move(event.wants_gradient);
+  activation.batch.unsplit = std::move(event.unsplit);
+  deliver(event.link, event.micro_batch, std::move(activation));
+}
+
+void StepPasses::accept(Gradients& event) {
+  if (!is_known(event.link, event.micro_batch) ||
+      !local_.owns_layer_range(local_.plan.links[static_cast<std::size_t>(event.link)].from)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
+                            event.micro_batch));
+  }
+  deliver_gradients(event.link, event.micro_batch, std::move(event.gradients));
+}
+
+std::string StepPasses::waiting_for() const {
+  if (passes_.empty()) return "activations";
+  const auto& [key, oldest] = *passes_.begin();
+  return fmt::format("{} of micro-batch {} at {}", oldest->forward_done() ? "gradients" : "activations",
+                     key.second, local_.plan.describe(range_of(key.first).first));
+}
+
+}  // namespace torchspan::pipeline
