@@ -15,7 +15,7 @@
 namespace torchspan::data_parallel {
 
 /// What one forward left behind for the backward passes through its outputs; alive as long as their graph.
-/// Guarded by the reducer's mutex.
+/// What changes in it is guarded by the ForwardLog.
 struct ForwardRecord {
   bool synchronize = true;
   double divisor = 1;
