@@ -104,9 +104,9 @@ void BucketPlan::build_together(const std::vector<std::size_t>& order, const Reb
 
 void BucketPlan::warn_not_rebuilt(int rank, const std::string& reason) const {
   log_.warning(
-      fmt::format("gradient buckets stay in the order of parameters, because rank {} cannot allocate others "
-                  "beside them{}; training goes on, with less overlap. Give the group more memory, or set "
-                  "rebuild_buckets to false",
+      fmt::format("gradient buckets keep the order of parameters, because rank {} cannot allocate new ones "
+                  "next to them{}; training continues, with less overlap of communication and backward. "
+                  "Give the group more memory, or set rebuild_buckets to false",
                   group_.ranks()[static_cast<std::size_t>(rank)], reason.empty() ? "" : ": " + reason));
 }
 

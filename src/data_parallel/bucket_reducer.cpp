@@ -47,7 +47,7 @@ Future<at::Tensor> BucketReducer::reduce(Buckets& buckets, std::size_t bucket, d
   Future<at::Tensor> work = hook_(argument, group_);
   if (!work.valid()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the communication hook gave no future for bucket {}", bucket));
+                fmt::format("the communication hook returned an empty future for bucket {}", bucket));
   }
   return work;
 }
@@ -62,7 +62,7 @@ void BucketReducer::check(const Buckets& buckets, std::size_t bucket, const at::
   throw Error(
       ErrorKind::kInvalid,
       fmt::format(
-          "the communication hook answered bucket {} with {}; it must answer with {} elements of {}", bucket,
+          "the result of the communication hook for bucket {} is {}; it must be {} elements of {}", bucket,
           reduced.defined()
               ? fmt::format("{} elements of {}", reduced.numel(), c10::toString(reduced.scalar_type()))
               : "an undefined tensor",

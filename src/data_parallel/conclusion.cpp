@@ -114,7 +114,7 @@ std::exception_ptr Conclusion::placed(std::exception_ptr failure) const {
     std::rethrow_exception(failure);
   } catch (const Error& error) {
     std::string where = launcher_->failed_bucket();
-    if (where.empty() && status_.done() && status_.error()) where = "the flags of parameters";
+    if (where.empty() && status_.done() && status_.error()) where = "the status exchange";
     if (where.empty()) return failure;
     const Error located(error.kind(),
                         fmt::format("in reduction {}, {}: {}", terms_.round, where, error.message()));

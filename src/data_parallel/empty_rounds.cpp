@@ -19,7 +19,7 @@ void EmptyRounds::finish(Round& round) {
     round.conclude_with_zeros();
   } catch (...) {
     const collective::Group& group = parts_.group;
-    group.abort(Error(ErrorKind::kCancelled, fmt::format("rank {} could not go on with its reduction: {}",
+    group.abort(Error(ErrorKind::kCancelled, fmt::format("rank {} cannot continue its reduction: {}",
                                                          group.ranks()[group.rank()], round.reason())));
     return;
   }

@@ -50,7 +50,7 @@ bool ForwardLog::others_unfinished(const Record& record) const {
 
 void ForwardLog::note_dropped(const Record& record) {
   MutexLock lock(mutex_);
-  if (record->synchronize && !record->told && !record->any_passed() && !dropped_) dropped_ = record;
+  if (record->synchronize && !record->settled && !record->any_passed() && !dropped_) dropped_ = record;
 }
 
 ForwardLog::Record ForwardLog::take_dropped() {
@@ -62,7 +62,7 @@ void ForwardLog::forget() {
   Record dropped;  // may own the last handles of what awaits it; released without the lock
   MutexLock lock(mutex_);
   for (const auto& weak : records_) {
-    if (const Record record = weak.lock()) record->told = true;
+    if (const Record record = weak.lock()) record->settled = true;
   }
   dropped.swap(dropped_);
 }

@@ -57,8 +57,8 @@ void ParameterSlots::check_frozen() const {
     if (!parameter.tensor.requires_grad()) continue;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("parameter '{}' required no gradient when it was wrapped, and does now; wrap the module "
-                    "again to have it reduced",
+        fmt::format("parameter '{}' required no gradient when it was wrapped, and requires one now; wrap the "
+                    "module again",
                     parameter.name));
   }
 }

@@ -14,8 +14,7 @@ PassReducer::PassReducer(std::shared_ptr<ReducerParts> parts)
 
 void PassReducer::close() {
   parts_->hooks.detach();
-  if (const RoundPtr round = current())
-    give_up(round, "the reducer was destroyed in the middle of a reduction");
+  if (const RoundPtr round = current()) give_up(round, "the reducer was destroyed during a reduction");
   settle();
   parts_->holds.wait();
 }
@@ -188,9 +187,10 @@ bool PassReducer::is_complete(std::size_t slot) {
   if (arrival == StaticGraph::Arrival::kTooMany) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("parameter '{}' got a gradient more often than in the first step, but static_graph "
-                    "promises that every step is like the first; do without static_graph",
-                    parts_->slots.name(slot)));
+        fmt::format(
+            "parameter '{}' got more gradients than in the first step, but static_graph promises that "
+            "every step is like the first; unset static_graph",
+            parts_->slots.name(slot)));
   }
   return arrival == StaticGraph::Arrival::kLast;
 }
@@ -221,9 +221,9 @@ void PassReducer::report_stray(std::size_t slot) {
   const Unwrapped reaction = parts_->options.unwrapped_backward;
   if (reaction == Unwrapped::kIgnore) return;
   const std::string text = fmt::format(
-      "a backward pass gave parameter '{}' a gradient without having come through the wrapped "
-      "module's outputs: nothing is averaged, and ranks drift apart. Call the wrapper, not the module "
-      "inside it, or say no_sync",
+      "a backward pass gave parameter '{}' a gradient but did not go through an output of the wrapper, so "
+      "the gradient is not averaged and the replicas diverge. Call the wrapper instead of the module inside "
+      "it, or use no_sync()",
       parts_->slots.name(slot));
   if (reaction == Unwrapped::kThrow) throw Error(ErrorKind::kInvalid, text);
   {
@@ -276,7 +276,7 @@ void PassReducer::work_over(const RoundPtr& round, const engine::PassStatus& sta
       "this backward pass left {} of {} parameters without a gradient, so nothing can be averaged: {}. {}",
       left.size(), parts_->slots.size(), parts_->hooks.describe_missing(left),
       parts_->options.static_graph
-          ? "static_graph promises that every step is like the first; do without it"
+          ? "static_graph promises that every step is like the first; unset it"
           : "If the loss does not depend on them in every step, set find_unused_parameters; if more backward "
             "passes over other outputs of this forward follow, set partial_backward");
   give_up(round, text);

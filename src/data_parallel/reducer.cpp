@@ -51,7 +51,7 @@ void Reducer::Impl::refuse_dropped_forward() {
   if (!dropped) return;
   passes_->announce(dropped);
   passes_->refuse({.divisor = dropped->divisor, .leader = dropped->leader},
-                  "an exception took the outputs of its forward before backward had come through them");
+                  "an exception discarded the outputs of its forward before their backward pass");
   passes_->settle();
 }
 
@@ -89,7 +89,7 @@ void Reducer::Impl::register_comm_hook(CommHook hook, const std::string& name) {
   if (!hook) {
     mine.failure = "the communication hook is empty";
   } else if (parts_->reducer.has_hook()) {
-    mine.failure = "a communication hook is set already; there is one for the life of the wrapper";
+    mine.failure = "a communication hook is already set; it cannot be replaced";
   } else if (parts_->meter.rounds() > 0) {
     mine.failure = "a communication hook must be set before the first backward pass";
   }

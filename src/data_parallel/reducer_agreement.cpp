@@ -15,12 +15,12 @@ std::string on(bool flag) { return flag ? "true" : "false"; }
 
 void check_replicas(const Reducer::Replicas& replicas) {
   if (replicas.empty() || replicas[0].empty()) {
-    throw Error(ErrorKind::kInvalid, "there are no parameters to reduce gradients of");
+    throw Error(ErrorKind::kInvalid, "there are no parameters, so there are no gradients to reduce");
   }
   bool trainable = false;
   for (const auto& replica : replicas) {
     if (replica.size() != replicas[0].size()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another {}",
+      throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another has {}",
                                                    replicas[0].size(), replica.size()));
     }
     for (std::size_t i = 0; i < replica.size(); ++i) {
@@ -31,12 +31,14 @@ void check_replicas(const Reducer::Replicas& replicas) {
       };
       if (!parameter.tensor.defined()) refuse("is undefined");
       check_not_stepped_in_backward(parameter);
-      if (parameter.tensor.is_sparse()) refuse("is sparse itself; only its gradient may be");
+      if (parameter.tensor.is_sparse()) refuse("is a sparse tensor; only its gradient may be sparse");
       if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {
-        refuse("is no leaf of the graph: it was computed, so it has no gradient of its own");
+        refuse(
+            "is not a leaf of the graph: it was computed from other tensors, so backward leaves no gradient "
+            "in it");
       }
       if (parameter.tensor.device().type() != replicas[0][0].tensor.device().type()) {
-        refuse("is on another kind of device than the first parameter");
+        refuse("is on a different type of device than the first parameter");
       }
       if (parameter.tensor.sizes() != like.sizes() || parameter.tensor.strides() != like.strides() ||
           parameter.tensor.scalar_type() != like.scalar_type() ||

@@ -35,8 +35,8 @@ bool Round::enter(engine::GradientSink& sink, const ForwardLog::Record& record) 
   if (end_ == sink.end()) return false;
   if (conclusion_ || sink_ != nullptr) {
     throw Error(ErrorKind::kInvalid,
-                "a second backward pass goes through this module while one is under way; run them one after "
-                "another");
+                "a second backward pass goes through this module while another one is running; run one after "
+                "the other");
   }
   sink_ = &sink;
   end_ = sink.end();

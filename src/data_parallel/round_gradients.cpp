@@ -23,10 +23,10 @@ void RoundGradients::accept(std::size_t slot) {
   if (std::exchange(accepted_[slot], 1) != 0) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("parameter '{}' got a second gradient in one step, after the first was given to the "
-                    "reduction: it is used again in a backward pass inside the backward pass "
-                    "(checkpointing), or outside of the wrapped forward, or in a backward pass over "
-                    "another output. With the same graph in every step, static_graph allows this",
+        fmt::format("parameter '{}' got a second gradient in one step, after the first one was put into its "
+                    "bucket: it is used again in a backward pass inside the backward pass "
+                    "(checkpointing), or outside the wrapped forward, or in a backward pass over "
+                    "another output. If all steps have the same graph, set static_graph, which allows this",
                     parts_.slots.name(slot)));
   }
   if (slot < parts_.slots.count()) order_.push_back(static_cast<std::uint32_t>(slot));

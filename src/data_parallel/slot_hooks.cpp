@@ -46,7 +46,7 @@ void check_not_stepped_in_backward(const Parameter& parameter) {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("parameter '{}' is stepped in backward by an optimizer, before its gradient is averaged; "
-                  "end what step_in_backward() gave, and call step() after backward",
+                  "destroy what step_in_backward() returned, and call step() after backward",
                   parameter.name));
 }
 
@@ -102,7 +102,7 @@ bool SlotHooks::is_shared(std::size_t slot) const {
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("parameter '{}' is averaged by two wrappers, over ranks {} and over ranks {}, in "
-                    "one backward pass; wrap it once, or let each pass go through one of them",
+                    "one backward pass; wrap it once, or run each pass through only one of them",
                     slots_.name(slot), fmt::join(mine->ranks(), ", "), fmt::join(other->ranks(), ", ")));
   }
   return shared;
@@ -119,11 +119,11 @@ std::string SlotHooks::describe_missing(const std::vector<std::size_t>& slots) c
 
 std::string SlotHooks::why_unreachable(std::size_t slot) const {
   if (!slots_.tensor(slot).requires_grad()) {
-    return "was frozen after it was wrapped, its requires_grad is false now: wrap the module again, or set "
-           "find_unused_parameters to freeze and thaw while training";
+    return "was frozen after it was wrapped (its requires_grad is false): wrap the module again, or set "
+           "find_unused_parameters if training freezes and unfreezes parameters";
   }
   if (torch::autograd::impl::grad_accumulator(slots_.tensor(slot)) == hooked_[slot].first) return {};
-  return "was converted to another dtype or device after it was wrapped: wrap the module afterwards";
+  return "was converted to another dtype or device after it was wrapped: convert the module before that";
 }
 
 }  // namespace torchspan::data_parallel

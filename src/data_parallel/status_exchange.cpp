@@ -92,11 +92,11 @@ void StatusExchange::broadcast_reason(int rank, const std::string& reason, Done 
                           world_rank = group_.ranks()[rank]](const Future<at::Tensor>& received) {
         if (received.error()) return done(received.error());
         done(std::make_exception_ptr(
-            Error(ErrorKind::kRemoteFailure,
-                  fmt::format(
-                      "rank {} gave up its backward pass, so the gradients of this step are void on all "
-                      "ranks: {}",
-                      world_rank, static_cast<const char*>(text.data_ptr())))
+            Error(
+                ErrorKind::kRemoteFailure,
+                fmt::format("rank {} gave up its backward pass, so the gradients of this step are invalid on "
+                            "all ranks: {}",
+                            world_rank, static_cast<const char*>(text.data_ptr())))
                 .with_worker(fmt::format("rank {}", world_rank))));
       });
 }
@@ -105,25 +105,26 @@ void StatusExchange::compare_counts(Done done) const {
   at::Tensor counts = at::full({group_.size()}, kNoCount, at::kInt);
   counts[group_.rank()] = sent_count_;
   group_.all_reduce(counts, collective::kMax)
-      .add_done_callback([done = std::move(done), counts,
-                          ranks = group_.ranks()](const Future<at::Tensor>& received) {
-        if (received.error()) return done(received.error());
-        const auto* count = counts.data_ptr<std::int32_t>();
-        std::size_t fewest = ranks.size(), most = ranks.size();
-        for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-          if (count[rank] == kNoCount) continue;
-          if (fewest == ranks.size() || count[rank] < count[fewest]) fewest = rank;
-          if (most == ranks.size() || count[rank] > count[most]) most = rank;
-        }
-        done(std::make_exception_ptr(Error(
-            ErrorKind::kInvalid,
-            fmt::format("the ranks reduce gradients of different steps: rank {} has run {} reduced forwards "
-                        "and rank {} has run {}, so the gradients of this step are void on all ranks. A rank "
-                        "is ahead after a forward without a backward: an exception or a `continue` between "
-                        "the two, or an evaluation without torch::NoGradGuard. The next forward counts as "
-                        "the same one on all ranks",
-                        ranks[most], count[most], ranks[fewest], count[fewest]))));
-      });
+      .add_done_callback(
+          [done = std::move(done), counts, ranks = group_.ranks()](const Future<at::Tensor>& received) {
+            if (received.error()) return done(received.error());
+            const auto* count = counts.data_ptr<std::int32_t>();
+            std::size_t fewest = ranks.size(), most = ranks.size();
+            for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+              if (count[rank] == kNoCount) continue;
+              if (fewest == ranks.size() || count[rank] < count[fewest]) fewest = rank;
+              if (most == ranks.size() || count[rank] > count[most]) most = rank;
+            }
+            done(std::make_exception_ptr(Error(
+                ErrorKind::kInvalid,
+                fmt::format(
+                    "the ranks reduce gradients of different steps: rank {} has run {} reduced forwards "
+                    "and rank {} has run {}, so the gradients of this step are invalid on all ranks. A "
+                    "rank is ahead after a forward without a backward: an exception or a `continue` between "
+                    "the two, or an evaluation without torch::NoGradGuard. The next forward counts as "
+                    "the same one on all ranks",
+                    ranks[most], count[most], ranks[fewest], count[fewest]))));
+          });
 }
 
 }  // namespace torchspan::data_parallel
