@@ -11,12 +11,13 @@ void check(bool good, std::string text) {
 
 void check_tensor(const Backend& backend, const char* call, const at::Tensor& tensor,
                   bool sparse_too = false) {
-  check(tensor.defined(), fmt::format("{} of an undefined tensor: give every rank one", call));
+  check(tensor.defined(),
+        fmt::format("{} of an undefined tensor: pass a defined tensor on every rank", call));
   if (!backend.takes(tensor.device())) {
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("{} of a tensor on {}: the back end of this group ({}) does not take that device; "
-                    "give it the tensor's .to(at::kCPU) and copy the result back{}",
+        fmt::format("{} of a tensor on {}: the backend of this group ({}) does not support that device; "
+                    "pass the tensor's .to(at::kCPU) and copy the result back{}",
                     call, tensor.device().str(), backend.name(),
                     tensor.is_meta() ? "; a meta tensor has no values to send" : ""));
   }
@@ -30,7 +31,7 @@ void check_tensor(const Backend& backend, const char* call, const at::Tensor& te
 
 void check_rank(const char* what, int rank, int size) {
   check(rank >= 0 && rank < size,
-        fmt::format("{} is {}, but the ranks of this group go from 0 to {}", what, rank, size - 1));
+        fmt::format("{} is {}, but the ranks of this group are 0 to {}", what, rank, size - 1));
 }
 
 }  // namespace
@@ -52,7 +53,7 @@ std::string to_string(ReduceOp reduction) {
 }
 
 Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
-  check(backend_ != nullptr, "a group needs a back end: use Group::make()");
+  check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
 
 int Group::rank() const { return backend_->rank(); }
@@ -61,8 +62,9 @@ const std::vector<int>& Group::ranks() const { return backend_->ranks(); }
 
 Group Group::split(int color, int key) const {
   check(color >= 0,
-        fmt::format("color is {}; expected is 0 or more: ranks that should not share a group differ in it",
-                    color));
+        fmt::format(
+            "color is {}; it must be 0 or more: ranks that should not share a group use different colors",
+            color));
   return Group(backend_->split(color, key));
 }
 
@@ -74,8 +76,9 @@ Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) cons
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) const {
   check_tensor(*backend_, "reduce_scatter", tensor);
   check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
-        fmt::format("reduce_scatter cuts the first dimension into {} equal parts, but the tensor has {}",
-                    size(), tensor.dim() == 0 ? "none" : fmt::format("{} there: pad it", tensor.size(0))));
+        fmt::format("reduce_scatter splits the first dimension into {} equal parts, but {}", size(),
+                    tensor.dim() == 0 ? "the tensor has no dimension"
+                                      : fmt::format("it is {}: pad it", tensor.size(0))));
   return backend_->reduce_scatter(std::move(tensor), reduction);
 }
 
@@ -92,11 +95,11 @@ Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
 
 Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts) const {
   check(parts.size() == static_cast<std::size_t>(size()),
-        fmt::format("all_to_all needs one part for each of the {} ranks, but has {}", size(), parts.size()));
+        fmt::format("all_to_all needs one part for each of the {} ranks, but got {}", size(), parts.size()));
   for (const at::Tensor& part : parts) {
     check_tensor(*backend_, "all_to_all", part);
     check(part.scalar_type() == parts[0].scalar_type(),
-          fmt::format("the parts of all_to_all have dtypes {} and {}; they must have one",
+          fmt::format("the parts of all_to_all have dtypes {} and {}; they must have the same",
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
   return backend_->all_to_all(std::move(parts));
@@ -110,7 +113,7 @@ void Group::barrier(Deadline deadline) const { backend_->barrier(deadline); }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {
-    check(size >= 0, fmt::format("allocate: a dimension of {}; expected is 0 or more", size));
+    check(size >= 0, fmt::format("allocate got a dimension of {}; it must be 0 or more", size));
   }
   return backend_->allocate(sizes, dtype);
 }

@@ -16,10 +16,10 @@
 namespace torchspan::collective {
 namespace {
 
-/// Elements at a time: their sums stay in the first-level cache.
+/// Elements per block, so that their sums stay in the L1 cache.
 constexpr std::size_t kBlock = 1024;
 
-/// What elements of type T are summed in, and the ways there and back.
+/// The type in which elements of type T are summed, and the conversions.
 template <class T>
 struct Wide {
   using Type = T;
@@ -99,7 +99,7 @@ auto divisor_of(const Reducing& work) {
   return static_cast<Real>(work.ranks);
 }
 
-/// Two ranks with nothing to convert: straight from the sources to a block.
+/// Two ranks whose elements need no conversion: reads the sources directly.
 template <class T, class Join, bool kDivide>
 void reduce_two(const Reducing& work) {
   const auto* a = reinterpret_cast<const T*>(work.sources[0]);

@@ -6,9 +6,9 @@
 
 namespace torchspan::collective {
 
-/// What reduces `count` elements: reads `sources`, one array for each rank, in their order, and writes the
-/// result to all `targets`, which may be sources too. The bits of an element depend on the sources' elements
-/// alone. `ranks` divides an average.
+/// Arguments of a kernel, which reduces `count` elements: it reads `sources`, one array per rank, in this
+/// order, and writes the result to all `targets`, which may be sources too. The bits of a result depend only
+/// on the elements at its index. An average is divided by `ranks`.
 struct Reducing {
   std::span<const std::byte* const> sources;
   std::span<std::byte* const> targets;
@@ -17,7 +17,7 @@ struct Reducing {
 };
 using Kernel = void (*)(const Reducing& work);
 
-/// Throws kUnsupported for a dtype that cannot be reduced that way, saying which can.
+/// Throws kUnsupported for a dtype that cannot be reduced in this way, and says which can.
 Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction);
 
 }  // namespace torchspan::collective

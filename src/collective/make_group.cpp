@@ -26,10 +26,10 @@ using rendezvous::Member;
 using rendezvous::Membership;
 
 constexpr const char* kCommonFolder =
-    "containers and pods of one machine share memory where they have one network namespace, or a common "
-    "TORCHSPAN_RUNTIME_DIR, which is a folder that all of them mount";
+    "containers and pods of one machine can share memory if they have one network namespace, or a common "
+    "TORCHSPAN_RUNTIME_DIR, a folder that all of them mount";
 
-/// What every rank says about the group to be, and must say alike.
+/// The options of a group, which must be equal on all ranks.
 Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   ByteWriter writer;
   writer.put(static_cast<std::uint32_t>(ranks.size()));
@@ -44,12 +44,11 @@ std::string describe_plan(BytesView plan) {
   std::vector<int> ranks(reader.get_count(sizeof(int)));
   for (int& rank : ranks) rank = reader.get<int>();
   const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
-  return fmt::format("ranks {}, back end {}, network {}", ranks, backend, network);
+  return fmt::format("ranks {}, backend {}, network {}", ranks, backend, network);
 }
 
-/// Where a worker listens for its own host, as the transports have it:
-/// "unix:/run/torchspan/0-1f.sock@…,tls:…". Its folder, in which other sockets may lie; empty when that one
-/// does not.
+/// Returns the folder of the socket in a worker's address, such as "unix:/run/torchspan/0-1f.sock@…,tls:…",
+/// in which other sockets may be created; empty if the socket does not exist there.
 std::string folder_of_socket(const std::string& address) {
   constexpr std::string_view kNear = "unix:";
   if (!address.starts_with(kNear)) return {};
@@ -94,7 +93,7 @@ class Maker {
         if (!find_neighbors(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
     }
-    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is none of the back ends there are");
+    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
   }
 
  private:
@@ -102,25 +101,27 @@ class Maker {
     std::vector<int> sorted = ranks_;
     std::sort(sorted.begin(), sorted.end());
     if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("ranks {} name a rank twice", ranks_));
+      throw Error(ErrorKind::kInvalid, fmt::format("the ranks {} contain a rank twice", ranks_));
     }
     if (!std::binary_search(sorted.begin(), sorted.end(), world_.self().rank)) {
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("this worker (rank {}) is not among the ranks {} of the group: only they make it",
-                      world_.self().rank, ranks_));
+          fmt::format(
+              "this worker (rank {}) is not among the ranks {} of the group: only these may call make()",
+              world_.self().rank, ranks_));
     }
   }
 
-  /// Everybody's bytes, by rank of the group; the membership gathers by rank of the world.
+  /// Returns the bytes of every rank, indexed by rank of the group; the membership indexes by rank of the
+  /// world.
   std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
     std::vector<Bytes> sorted = world_.all_gather_bytes("torchspan.group", mine, ranks, deadline_);
     std::vector<std::size_t> order(ranks.size());
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
-    std::vector<Bytes> answers(sorted.size());
-    for (std::size_t i = 0; i < order.size(); ++i) answers[order[i]] = std::move(sorted.at(i));
-    return answers;
+    std::vector<Bytes> by_rank(sorted.size());
+    for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = std::move(sorted.at(i));
+    return by_rank;
   }
 
   void compare_plans() {
@@ -129,8 +130,8 @@ class Maker {
       if (plans[i] == plans[0]) continue;
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("the ranks of a group must make it with the same options, but {} gave {}, and {} "
-                      "gave {}",
+          fmt::format("the ranks of a group must make it with the same options, but {} has {}, and {} "
+                      "has {}",
                       describe(world_.member(ranks_[0])), describe_plan(plans[0]),
                       describe(world_.member(ranks_[i])), describe_plan(plans[i])));
     }
@@ -158,16 +159,16 @@ class Maker {
                                [this](BytesView mine) { return gather(mine, ranks_); });
   }
 
-  /// Throws unless the user said that strangers cannot reach the network between the hosts. `reasons`: why
-  /// ranks of one machine are not on one host.
+  /// Throws unless the options say that the network between the hosts is isolated. `reasons`: why ranks of
+  /// one machine do not share memory.
   void require_isolation(const std::vector<std::string>& reasons) const {
     if (options_.network == Network::kIsolated) return;
     const std::string why = first_of(reasons);
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("the ranks {} are on several hosts{}, and the engines between hosts neither "
-                    "authenticate nor encrypt: if the network between them is closed to strangers, say "
-                    "so by GroupOptions::network = Network::kIsolated",
+        fmt::format("the ranks {} are on several hosts{}, and the backends between hosts neither "
+                    "authenticate nor encrypt: if no other hosts can reach the network between them, set "
+                    "GroupOptions::network = Network::kIsolated",
                     ranks_, why.empty() ? "" : fmt::format(" ({}; {})", why, kCommonFolder)));
   }
 
@@ -192,13 +193,13 @@ class Maker {
     return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin());
   }
 
-  /// Shared memory where all ranks share it, unless hierarchical was asked for; else a group of its own for
-  /// each host, and one between their first ranks.
+  /// Shared memory if all ranks share it and the options do not request hierarchical; else one group per
+  /// host, and one between the hosts' first ranks.
   std::shared_ptr<Backend> make_ours(const std::vector<Member>& members) {
     if (dynamic_cast<SimExecutor*>(&runtime_->executor) != nullptr) {
       throw Error(
           ErrorKind::kUnsupported,
-          "ranks that share memory wait in the kernel, which cannot be simulated: use another back end");
+          "ranks that share memory wait in the kernel, which cannot be simulated: use another backend");
     }
     if (options_.backend == BackendKind::kSharedMemory) refuse_other_hosts(members);
     std::string refusal;
@@ -244,7 +245,7 @@ class Maker {
     }
   }
 
-  /// The group of those that share memory with this rank.
+  /// The group of the ranks that share memory with this one.
   std::shared_ptr<Backend> share_memory(const shm::BootstrapResult& met) {
     std::vector<int> ranks, peer_ranks(static_cast<std::size_t>(met.peer_memory->size()));
     for (int rank = 0; rank < met.peer_memory->size(); ++rank)

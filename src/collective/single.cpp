@@ -7,7 +7,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// What other groups refuse is refused here too, so that a program that works alone works with others.
+/// Rejects what larger groups reject, so that a program that works on one rank works on several.
 void check(const at::Tensor& tensor, ReduceOp reduction) { find_kernel(tensor.scalar_type(), reduction); }
 
 template <class T, class Make>

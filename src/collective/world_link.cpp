@@ -41,8 +41,8 @@ void WorldLink::add(const std::weak_ptr<WorldListener>& listener) {
     listeners_.push_back(listener);
     ended = ended_;
   }
-  const auto told = listener.lock();
-  if (ended && told) told->world_ended(*ended);
+  const auto living = listener.lock();
+  if (ended && living) living->world_ended(*ended);
 }
 
 std::vector<std::shared_ptr<WorldListener>> WorldLink::listeners() {
@@ -84,9 +84,10 @@ void WorldLink::end(const Error& reason) {
 void WorldLink::close() {
   end(Error(
       ErrorKind::kCancelled,
-      fmt::format("{} has left the world, and its groups have ended with that: use them, and what is made of "
-                  "them, before shutdown() and while the session lives",
-                  describe(self_))));
+      fmt::format(
+          "{} has left the world, which ended its groups: use groups, and objects made from them, before "
+          "shutdown() and while the session lives",
+          describe(self_))));
   const auto parker = runtime_->executor.make_parker();
   for (;;) {
     {

@@ -11,37 +11,39 @@
 
 namespace torchspan::collective {
 
-/// What a WorldLink tells. Called under no lock, on the membership thread or on one that ends the membership.
+/// Receives the events of a WorldLink. Called without locks, on the membership thread or on a thread that
+/// ends the membership.
 class WorldListener {
  public:
   virtual ~WorldListener() = default;
-  /// That member died; its process does, whoever holds its rank later.
+  /// The member's process died. Another process may hold its rank later.
   virtual void member_died(const rendezvous::Member& member, const Error& reason) = 0;
   virtual void member_left(const rendezvous::Member& member) = 0;
-  /// This worker has no world any more: everything pending fails, and all that is called later.
+  /// This worker's world has ended: pending and later operations fail.
   virtual void world_ended(const Error& reason) = 0;
-  /// Ends the threads that run operations: after world_ended(), as the membership goes.
+  /// Ends the threads that run operations. Called after world_ended(), while the membership is destroyed.
   virtual void world_closing() = 0;
 };
 
-/// Between a Membership and the groups that were made over it, of which either may end first: tells them what
-/// it hears, and answers their questions as long as there is a world. Thread-safe.
+/// Connects a Membership with the groups made from it; either may end first. Forwards its events to the
+/// groups, and gives them access to the membership while the world exists. Thread-safe.
 class WorldLink {
  public:
-  /// `world` is used until it ends; the runtime lives as long as the link.
+  /// Uses `world` until it ends; keeps the runtime alive.
   static std::shared_ptr<WorldLink> make(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world);
 
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
   const rendezvous::Member& self() const { return self_; }
-  /// Tells `listener`, as long as it lives, what happens from now on, and what has happened to the world.
+  /// Sends later events to `listener` while it lives. If the world has ended already, calls world_ended() at
+  /// once.
   void add(const std::weak_ptr<WorldListener>& listener);
-  /// Why the process with this instance can take part no more, if that is known.
+  /// Why the process with this instance cannot take part any more; nullopt if it may be alive.
   std::optional<std::string> gone(std::uint64_t instance);
-  /// Why there is no world any more.
+  /// Why the world ended; nullopt while it exists.
   std::optional<Error> ended();
 
-  /// question(world), or kCancelled once the world ended. The world's end waits for the answer, and ends what
-  /// the question waits for.
+  /// Calls question(world); throws kCancelled if the world has ended. The end of the world cancels what the
+  /// question waits for, and then waits for the call to return.
   template <class Question>
   auto ask(Question question) {
     const Asking asking(*this);
@@ -49,7 +51,7 @@ class WorldLink {
   }
 
  private:
-  /// Held by the membership's callbacks, which go when its part ends.
+  /// Owned by the membership's callbacks, which are destroyed when the membership ends.
   struct Hold {
     explicit Hold(const std::shared_ptr<WorldLink>& link) : link(link) {}
     ~Hold() {
@@ -80,7 +82,8 @@ class WorldLink {
   const rendezvous::Member self_;
   Mutex mutex_;
   std::vector<std::weak_ptr<WorldListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::pair<std::uint64_t, std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);  ///< instance, how
+  std::vector<std::pair<std::uint64_t, std::string>> gone_
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< instance and reason
   std::optional<Error> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   int asking_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   Parker* closing_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;

@@ -3,7 +3,7 @@
 
 namespace torchspan::data_parallel {
 
-/// A failure of the group with what to do if it comes from ranks that have different numbers of batches.
+/// Adds advice to a failure of the group, for the case that ranks have different numbers of batches.
 inline Error with_advice(const Error& error) {
   if (error.kind() != ErrorKind::kDisconnected && error.kind() != ErrorKind::kTimedOut) return error;
   Error advised(error.kind(), error.message() +

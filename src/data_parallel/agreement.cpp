@@ -9,7 +9,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// 64-bit FNV-1a from a given start: two starts make a digest that chance does not repeat.
+/// 64-bit FNV-1a with the given start value. Two start values make collisions improbable.
 std::uint64_t digest(BytesView bytes, std::uint64_t value) {
   for (const std::byte byte : bytes) value = (value ^ static_cast<std::uint64_t>(byte)) * 0x100000001b3ULL;
   return value;
@@ -35,8 +35,8 @@ std::string tensor_difference(const Agreement& one, const Agreement& other, std:
     const auto& b = other.tensors[i];
     if (a.name != b.name) {
       return fmt::format(
-          "number {} is '{}' on rank 0 and '{}' on rank {}: the models were put together in "
-          "different orders, or are different ones",
+          "number {} is '{}' on rank 0 and '{}' on rank {}: the models differ, or "
+          "register their parts in different orders",
           i, a.name, b.name, rank);
     }
     if (a.type != b.type) {
@@ -119,10 +119,11 @@ std::string first_difference(const std::vector<Agreement>& by_rank, const std::s
 void check_device(const collective::Group& group, const std::string& name, const at::Tensor& tensor) {
   const collective::Backend& backend = *group.backend();
   if (backend.takes(tensor.device())) return;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("'{}' is on {}, which the group's back end ({}) does not take: move the module to "
-                          "the CPU before it is wrapped",
-                          name, tensor.device().str(), backend.name()));
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("'{}' is on {}, which the group's backend ({}) does not support: move the module to "
+                  "the CPU before it is wrapped",
+                  name, tensor.device().str(), backend.name()));
 }
 
 void agree(const collective::Group& group, const Agreement& mine, const std::string& things) {

@@ -18,7 +18,7 @@ struct Agreement {
     std::string type;  ///< "float32 [3, 4], strides [4, 1], requires grad"
     bool operator==(const TensorFacts&) const = default;
   };
-  std::string failure = {};  ///< why this rank cannot go on at all; empty: it can
+  std::string failure = {};  ///< why this rank cannot take part; empty if it can
   std::vector<std::pair<std::string, std::string>> settings = {};
   std::vector<TensorFacts> tensors = {};
 
@@ -27,16 +27,16 @@ struct Agreement {
   static Agreement decode(BytesView bytes);
 };
 
-/// Collective: throws the same Error{kInvalid} on all ranks, naming what differs first, or the rank that
-/// cannot go on. Exchanges a digest, and everything only when digests differ. `things` is what tensors are
-/// called in messages.
+/// Collective: throws the same Error{kInvalid} on all ranks, naming the first difference, or the rank that
+/// reports a failure. Exchanges digests, and everything only if they differ. Messages call the tensors
+/// `things`.
 void agree(const collective::Group& group, const Agreement& mine,
            const std::string& things = "parameters and buffers");
 
-/// Throws Error{kUnsupported} when the group's back end does not take the device of that parameter or buffer.
+/// Throws Error{kUnsupported} if the group's backend does not support the device of this parameter or buffer.
 void check_device(const collective::Group& group, const std::string& name, const at::Tensor& tensor);
 
-/// How the ranks' agreements differ; empty: they do not.
+/// Describes the first difference between the ranks' agreements; empty if there is none.
 std::string first_difference(const std::vector<Agreement>& by_rank, const std::string& things);
 
 }  // namespace torchspan::data_parallel

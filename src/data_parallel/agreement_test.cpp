@@ -11,7 +11,7 @@ namespace {
 
 using namespace testing;
 
-/// What every rank is told when rank 1 builds its reducer otherwise; the same on all.
+/// The error text if rank 1 builds its reducer differently; the same on all ranks.
 std::string disagreement(
     const std::function<std::vector<Parameter>(int)>& parameters,
     const std::function<DataParallelOptions(int)>& options = [](int) { return DataParallelOptions{}; }) {

@@ -21,26 +21,26 @@ void check(const std::vector<at::Tensor>& tensors, const std::vector<std::size_t
            const AssignmentOptions& options) {
   const auto refuse = [](const std::string& text) { throw Error(ErrorKind::kInvalid, text); };
   if (tensors.empty()) refuse("there are no tensors to put into buckets");
-  if (limits.empty()) refuse("there is no size limit for buckets; give one at least");
+  if (limits.empty()) refuse("there is no size limit for buckets; give at least one");
   if (!options.sparse.empty() && options.sparse.size() != tensors.size()) {
     refuse(fmt::format("{} sparse flags for {} tensors", options.sparse.size(), tensors.size()));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) refuse(fmt::format("tensor {} is undefined", i));
     if (tensors[i].is_sparse())
-      refuse(fmt::format("tensor {} is sparse itself; only its gradient may be", i));
+      refuse(fmt::format("tensor {} is sparse; only its gradient may be sparse", i));
   }
   if (options.order.empty()) return;
   std::vector<bool> seen(tensors.size());
   for (const std::size_t index : options.order) {
     if (index >= tensors.size() || seen[index]) {
       refuse(
-          fmt::format("the order of tensors has {} twice or beyond the {} there are", index, tensors.size()));
+          fmt::format("the order of {} tensors has index {} twice or out of range", tensors.size(), index));
     }
     seen[index] = true;
   }
   if (options.order.size() != tensors.size()) {
-    refuse(fmt::format("the order of tensors has {} of {}", options.order.size(), tensors.size()));
+    refuse(fmt::format("the order has {} indices for {} tensors", options.order.size(), tensors.size()));
   }
 }
 

@@ -68,7 +68,7 @@ TEST(Assignment, RefusesWhatMakesNoSense) {
   EXPECT_THROW(compute_bucket_assignment_by_size({floats(1), floats(1)}, {400}, {.order = {0}}), Error);
 }
 
-/// The rule, bucket by bucket, by looking at what came out.
+/// Checks the rule bucket by bucket.
 TEST(Assignment, OfRandomTensorsKeepsTheRule) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(seed);

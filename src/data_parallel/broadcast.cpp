@@ -11,7 +11,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// The tensor's memory without its version counter: writing to it is not a change that autograd sees.
+/// The tensor's memory without its version counter: autograd does not notice writes to it.
 at::Tensor unseen(const at::Tensor& tensor) { return tensor.variable_data(); }
 
 at::Tensor flat_copy(const collective::Group& group, const std::vector<at::Tensor>& tensors,

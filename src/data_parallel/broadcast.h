@@ -9,8 +9,8 @@
 
 namespace torchspan::data_parallel {
 
-/// Collective: overwrites the values of `tensors`, which are alike on all ranks, with those of `root`, in
-/// messages of about `chunk_bytes`, one dtype and device each. Autograd does not see it: graphs that saved a
+/// Collective: overwrites `tensors`, which have the same shapes and dtypes on all ranks, with those of `root`.
+/// Messages have one dtype and device and about `chunk_bytes`. Autograd does not notice: graphs that saved a
 /// tensor stay usable. Blocks.
 void broadcast_coalesced(const collective::Group& group, const std::vector<at::Tensor>& tensors, int root,
                          std::size_t chunk_bytes = std::size_t{32} << 20);

@@ -10,8 +10,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// Without entries, but with the dimensions that the gradient of an embedding has: rows are sparse, what is
-/// in them is dense.
+/// A tensor without entries, with the dimensions of an embedding's gradient: sparse rows of dense values.
 at::Tensor empty_sparse(const at::Tensor& like) {
   const std::int64_t sparse_dim = std::min<std::int64_t>(like.dim(), 1);
   return at::_sparse_coo_tensor_with_dims(sparse_dim, like.dim() - sparse_dim, like.sizes(),
@@ -28,8 +27,8 @@ std::vector<std::int64_t> row_major(at::IntArrayRef sizes) {
   return strides;
 }
 
-/// The part of `buffer` at `offset`, laid out like the parameter where that has no gaps. To autograd it is no
-/// view: as a gradient it may be detached in place, as optimizers do.
+/// The part of `buffer` at `offset`, with the parameter's strides if they leave no gaps. Autograd does not
+/// know it as a view, because optimizers detach gradients in place.
 at::Tensor part_of(const at::Tensor& buffer, std::int64_t offset, const at::Tensor& parameter) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto strides =
@@ -116,8 +115,8 @@ bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
   }
   if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes()) {
     throw Error(ErrorKind::kInvalid,
-                "its gradient is not of the dtype or shape that it had when it was wrapped; wrap the module "
-                "after it is converted");
+                "its gradient does not have the dtype or shape that the parameter had when it was wrapped; "
+                "convert the module before it is wrapped");
   }
   if (holds(slot, gradient)) {
     if (factor != 1) view.mul_(factor);

@@ -11,9 +11,8 @@
 
 namespace torchspan::data_parallel {
 
-/// The memory in which gradients travel: flat buffers, and a view of them for each parameter of each replica.
-/// A slot is replica · (number of parameters) + parameter. Different slots may be filled by different
-/// threads.
+/// The memory in which gradients are reduced: flat buffers, and a view for each parameter of each replica.
+/// A slot is replica · (number of parameters) + parameter. Different threads may fill different slots.
 class Buckets {
  public:
   /// Buffers come from `group`, so that its ranks may share them.
@@ -24,26 +23,26 @@ class Buckets {
   /// Parameters of a bucket, in the order of its buffer.
   const std::vector<std::size_t>& parameters(std::size_t bucket) const { return buckets_[bucket].parameters; }
   bool sparse(std::size_t bucket) const { return buckets_[bucket].sparse; }
-  /// Of the first replica; dense buckets only.
+  /// The first replica's buffer; dense buckets only.
   const at::Tensor& buffer(std::size_t bucket) const { return buckets_[bucket].buffers[0]; }
   at::ScalarType dtype(std::size_t bucket) const { return buckets_[bucket].dtype; }
   std::size_t bytes(std::size_t bucket) const { return buckets_[bucket].bytes; }
   std::size_t bucket_of(std::size_t slot) const { return bucket_of_[slot % bucket_of_.size()]; }
 
-  /// The slot's part of its buffer; for a sparse gradient, the last that was put.
+  /// The slot's part of its buffer; for a sparse gradient, the one that was put last.
   const at::Tensor& view(std::size_t slot) const { return views_[slot]; }
   /// Whether `gradient` is the slot's view, in memory and shape.
   bool holds(std::size_t slot, const at::Tensor& gradient) const;
-  /// Whether the slot's parameter still is of the shape, dtype and device that the buckets were made for.
+  /// Whether the slot's parameter still has the shape, dtype and device for which the buckets were made.
   bool fits(std::size_t slot) const;
-  /// Makes the slot's part factor · gradient, or zero for an undefined one. True when it was there already.
-  /// Throws Error{kInvalid} for a dense gradient in a sparse bucket and the other way round.
+  /// Sets the slot's part to factor · gradient, or to zero for an undefined gradient. True if the gradient
+  /// is the slot's view. Throws Error{kInvalid} for a dense gradient in a sparse bucket and vice versa.
   bool put(std::size_t slot, const at::Tensor& gradient, double factor);
   void put_nothing(std::size_t slot);
 
-  /// What is to be reduced: the sum over replicas.
+  /// Returns the sum over replicas, which is to be reduced.
   at::Tensor outgoing(std::size_t bucket);
-  /// Takes the reduced bucket, which may be in the buffer already, into all replicas.
+  /// Writes the reduced bucket, which may be the buffer itself, to all replicas.
   void take(std::size_t bucket, const at::Tensor& reduced);
 
  private:

@@ -14,7 +14,7 @@ namespace {
 using namespace testing;
 namespace nn = torch::nn;
 
-/// Its forward adds what it is fed to a buffer, and one to another that is no float.
+/// Its forward adds its input to one buffer, and 1 to an integer buffer.
 struct CounterImpl : nn::Module {
   CounterImpl() {
     weight = register_parameter("weight", at::ones({2}));
@@ -34,7 +34,7 @@ TORCH_MODULE(Counter);
 
 at::Tensor fed(double value) { return at::full({2}, value); }
 
-/// Averages those buffers that are floats, and leaves the others alone.
+/// Averages the buffers that are floats; does not change the others.
 std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& buffers,
                                                const collective::Group& group) {
   std::vector<Future<at::Tensor>> futures;
@@ -62,7 +62,7 @@ TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
       net->zero_grad();
       model(fed(self.rank + i)).sum().backward();
       EXPECT_EQ(net->seen_at_forward.back()[0].item<double>(), before) << "nothing before the forward";
-      before += 1 + i;  // the average of what the three ranks add to a buffer that is the same on all
+      before += 1 + i;  // the three ranks add different values to equal buffers; this is their average
       expect_close(net->seen, fed(before), 1e-6);
       EXPECT_EQ(net->calls.item<int>(), i + 1);
       expect_close(net->weight.grad(), fed(1 + i), 1e-6);
@@ -77,13 +77,13 @@ TEST(BufferHook, BeforeForwardIsWhatTheForwardSees) {
     DistributedDataParallel model(self.runtime, net, self.group);
     model.set_buffer_hook(average_floats, "average", BufferHookTime::kBeforeForward);
     model(fed(2 * self.rank)).sum().backward();
-    expect_close(net->seen, fed(2 * self.rank), 1e-6);  // not reduced since
+    expect_close(net->seen, fed(2 * self.rank), 1e-6);  // not reduced after that
     model(fed(0)).sum().backward();
     expect_close(net->seen_at_forward[1], fed(1), 1e-6);
   });
 }
 
-/// The default broadcast, written as a hook, does what the default does.
+/// A hook that broadcasts rank 0's buffers has the effect of the default.
 TEST(BufferHook, ThatBroadcastsIsTheDefault) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(3, [&](const Rank& self) {
@@ -126,7 +126,7 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
   }
 }
 
-/// Under no_sync and without gradients nobody else is there to talk to.
+/// Under no_sync and without gradients, the other ranks do not take part.
 TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Counter net;

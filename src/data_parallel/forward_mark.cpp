@@ -10,7 +10,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// Passes gradients through, undefined ones too.
+/// Passes gradients on, including undefined ones.
 struct ForwardMark final : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     return std::move(gradients);

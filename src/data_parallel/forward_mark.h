@@ -14,41 +14,41 @@
 
 namespace torchspan::data_parallel {
 
-/// What one forward left behind for the backward passes through its outputs; alive as long as their graph.
-/// Guarded by the reducer's mutex.
+/// What backward passes need to know about the forward that they go through. Lives as long as its graph.
+/// What changes in it is guarded by the ForwardLog.
 struct ForwardRecord {
   bool synchronize = true;
   double divisor = 1;
   int leader = 0;
   std::vector<std::size_t> unused;    ///< slots that the outputs do not reach
-  std::vector<bool> passed;           ///< by mark: a pass has come through it
-  std::vector<Future<void>> awaited;  ///< the first pass does not end before
+  std::vector<bool> passed;           ///< by mark: a pass has gone through it
+  std::vector<Future<void>> awaited;  ///< the first pass waits for these
   std::function<RoundTerms()> announce;
-  bool told = false;  ///< a reduction has failed on all ranks since: nobody waits for this one's
+  bool settled = false;  ///< a later reduction failed on all ranks, so no rank waits for this forward's
   bool any_passed() const { return std::find(passed.begin(), passed.end(), true) != passed.end(); }
   bool all_passed() const { return std::find(passed.begin(), passed.end(), false) == passed.end(); }
 };
 
-/// Hears of the passes that come through marked outputs.
+/// Is notified of passes that go through marked outputs.
 class MarkListener {
  public:
   virtual ~MarkListener() = default;
   virtual void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                             std::size_t mark) = 0;
-  /// The mark's graph ends while an exception is under way on this thread.
+  /// The mark's graph is destroyed while an exception propagates on this thread.
   virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record) = 0;
 };
 
 struct MarkOptions {
   std::weak_ptr<MarkListener> listener;
   std::shared_ptr<engine::NativeEnginePasses> passes;
-  /// One mark for all outputs: a pass through one gives the others undefined gradients, so that parameters
-  /// behind outputs that the loss leaves out are told as well.
+  /// One mark for all outputs: a pass through one of them gives the others undefined gradients, so it also
+  /// reaches the parameters of outputs that the loss does not use.
   bool together = false;
 };
 
-/// Stand-ins for the outputs that need gradients, of the same memory, whose history begins with a mark;
-/// others as they are. Gives the record its marks.
+/// Replaces the outputs that need gradients by stand-ins with the same memory, whose graphs begin with a mark.
+/// Adds the marks to the record.
 std::vector<at::Tensor> mark_outputs(std::vector<at::Tensor> outputs,
                                      const std::shared_ptr<ForwardRecord>& record,
                                      const MarkOptions& options);

@@ -17,7 +17,7 @@ struct Hidden {
   Tensors weights;
 };
 
-/// x · w₀ · w₁ …, recomputed in backward by a pass inside the pass, which gives the weights their gradients.
+/// x · w₀ · w₁ …, recomputed in backward by an inner pass, which computes the gradients of the weights.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static at::Tensor body(at::Tensor x, const Tensors& weights) {
     for (const at::Tensor& weight : weights) x = (x * weight).tanh();
@@ -41,7 +41,7 @@ at::Tensor checkpoint(const at::Tensor& x, const Tensors& weights) {
   return Checkpoint::apply(x, std::make_shared<Hidden>(Hidden{weights}));
 }
 
-/// The same, but it gives the weights' gradients back to the pass instead of running one of its own for them.
+/// The same, but it returns the gradients of the weights to the outer pass instead of running an inner one.
 struct CheckpointByHand : torch::autograd::Function<CheckpointByHand> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& a,
                             const at::Tensor& b) {
@@ -57,7 +57,7 @@ struct CheckpointByHand : torch::autograd::Function<CheckpointByHand> {
   }
 };
 
-/// What one process gets for the average over ranks of f's gradients.
+/// The average over ranks of f's gradients, computed in one process.
 Tensors alone(const Tensors& parameters, int size, const std::function<at::Tensor(const Tensors&, int)>& f) {
   Tensors copies;
   for (const auto& parameter : parameters)

@@ -138,7 +138,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   });
 }
 
-/// On all ranks at once; a rank that throws ends the group, perhaps while another one still begins.
+/// On all ranks at once; a rank that throws ends the group, possibly before another rank begins.
 TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
   for (const int kind : {0, 1, 2, 3}) {
     on_ranks(2, [&](const Rank& self) {
@@ -157,8 +157,8 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
         step(reducer, loss_of(parameters, self.rank, 0));
       });
       const std::string wanted = kind == 0   ? "no hook today"
-                                 : kind == 1 ? "hook gave no future"
-                                             : "hook answered bucket 0";
+                                 : kind == 1 ? "hook returned an empty future"
+                                             : "result of the communication hook for bucket 0";
       EXPECT_NE(text.find(wanted), std::string::npos) << text;
     });
   }
@@ -186,7 +186,9 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
       } catch (const std::exception& error) {
         text = error.what();
       }
-      EXPECT_NE(text.find(nonsense ? "hook answered bucket 0" : "out of paper"), std::string::npos) << text;
+      EXPECT_NE(text.find(nonsense ? "result of the communication hook for bucket 0" : "out of paper"),
+                std::string::npos)
+          << text;
       EXPECT_EQ(text.find("rank 1 gave up") == std::string::npos, self.rank == 1) << text;
       zero(parameters, false);
       step(reducer, loss_of(parameters, self.rank, 1));

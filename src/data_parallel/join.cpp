@@ -20,8 +20,8 @@ int encode(const JoinWord& word) {
          (word.failure.empty() ? 0 : kFailed) | (word.reduces ? kReduces : 0);
 }
 
-/// Collective, from the first of the ranks that failed.
-void hear_failure(const collective::Group& group, int failed, const JoinWord& mine) {
+/// Collective: broadcasts the failure of one rank, and throws it on ranks that did not fail.
+void broadcast_failure(const collective::Group& group, int failed, const JoinWord& mine) {
   at::Tensor text = at::zeros({kFailureBytes}, at::kByte);
   if (failed == group.rank()) {
     const auto size = std::min<std::size_t>(mine.failure.size(), kFailureBytes - 1);
@@ -36,16 +36,16 @@ void hear_failure(const collective::Group& group, int failed, const JoinWord& mi
       .with_worker(fmt::format("rank {}", rank));
 }
 
-/// Throws when one live rank says `bit` and another does not.
+/// Throws if one live rank sets `bit` and another does not.
 void refuse_difference(const collective::Group& group, const std::int32_t* words, int bit, const char* what) {
-  int says = -1, does_not = -1;
+  int with = -1, without = -1;
   for (int rank = 0; rank < group.size(); ++rank) {
-    if ((words[rank] & kLive) != 0) ((words[rank] & bit) != 0 ? says : does_not) = rank;
+    if ((words[rank] & kLive) != 0) ((words[rank] & bit) != 0 ? with : without) = rank;
   }
-  if (says < 0 || does_not < 0) return;
+  if (with < 0 || without < 0) return;
   throw Error(ErrorKind::kInvalid,
-              fmt::format(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(says)],
-                          group.ranks()[static_cast<std::size_t>(does_not)]));
+              fmt::format(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(with)],
+                          group.ranks()[static_cast<std::size_t>(without)]));
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ int JoinRound::last_live() const {
   return static_cast<int>(live.rend() - std::find(live.rbegin(), live.rend(), true)) - 1;
 }
 
-JoinRound tell(const collective::Group& group, const JoinWord& mine) {
+JoinRound agree_on_next_round(const collective::Group& group, const JoinWord& mine) {
   at::Tensor words = group.allocate({group.size()}, at::kInt);
   words.zero_();
   words.data_ptr<std::int32_t>()[group.rank()] = encode(mine);
@@ -74,15 +74,17 @@ JoinRound tell(const collective::Group& group, const JoinWord& mine) {
     round.reduces = round.reduces || (word[rank] & kReduces) != 0;
   }
   if (failed >= 0) {
-    hear_failure(group, failed, mine);
+    broadcast_failure(group, failed, mine);
     return round;
   }
-  refuse_difference(group, word, kReduces,
-                    "rank {} begins a reduction and rank {} a forward: inside join() all ranks that have "
-                    "batches do the same forwards and backwards in one order");
-  refuse_difference(group, word, kSynchronize,
-                    "rank {} reduces this forward and rank {} says no_sync: inside join() all ranks that "
-                    "have batches do the same");
+  refuse_difference(
+      group, word, kReduces,
+      "rank {} begins a reduction and rank {} begins a forward: inside join() all ranks that have "
+      "batches must run the same forwards and backwards in the same order");
+  refuse_difference(
+      group, word, kSynchronize,
+      "rank {} reduces this forward and rank {} runs it under no_sync(): inside join() all ranks "
+      "that have batches must do the same");
   return round;
 }
 

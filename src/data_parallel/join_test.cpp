@@ -220,7 +220,7 @@ TEST(Join, LetsAForwardHaveNoBackward) {
     model.join([&] {
       for (int i = 0; i < 1 + 2 * self.rank; ++i) {
         net->zero_grad();
-        model(rows(7));  // looked at, and let go of
+        model(rows(7));  // the output is discarded
         model(rows(self.rank + 1)).sum().backward();
         expect_close(net->weight.grad(), at::full({1, 1}, i == 0 ? 1.5 : 1.0), 1e-6);
       }
@@ -244,7 +244,7 @@ TEST(Join, LeavesTheGradientsOfARankWithoutBatchesAsTheyAre) {
   }
 }
 
-/// Linear, whose forward throws when it is fed 13.
+/// Linear, whose forward throws for the input 13.
 struct SuperstitiousImpl : nn::Module {
   SuperstitiousImpl() : linear(register_module("linear", join_test::linear())) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -289,12 +289,12 @@ TEST(Join, EndsOnAllWhenRanksDisagreeAboutWhatComesNext) {
           if (self.rank == 1 && i == 1) continue;
           try {
             loss.backward();
-          } catch (const Error&) {  // a program that catches everything does not hang either
+          } catch (const Error&) {  // a program that catches every error does not hang either
           }
         }
       });
     });
-    EXPECT_NE(text.find("rank 0 begins a reduction and rank 1 a forward"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 0 begins a reduction and rank 1 begins a forward"), std::string::npos) << text;
     net->zero_grad();
     model(rows(self.rank)).sum().backward();
     expect_close(net->weight.grad(), at::full({1, 1}, 1.0), 1e-6);

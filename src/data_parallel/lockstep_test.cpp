@@ -1,5 +1,5 @@
-// All ranks' steps are about the same forward, or they fail: what breaks on one rank, wherever in a step it
-// does, is heard by the others, and what several wrappers do in one backward pass does not get mixed up.
+// The steps of all ranks reduce the same forward, or all fail: a failure on one rank, anywhere in a step, fails
+// the step on the other ranks. Several wrappers in one backward pass do not mix their gradients.
 #include <functional>
 #include <gtest/gtest.h>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 using namespace testing;
 namespace nn = torch::nn;
 
-/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either is what it is fed.
+/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either is its input.
 struct TwoImpl : nn::Module {
   TwoImpl() : a(register_parameter("a", at::ones({1}))), b(register_parameter("b", at::ones({1}))) {}
   at::Tensor forward(const at::Tensor& to_a, const at::Tensor& to_b) { return a * to_a + b * to_b; }
@@ -31,7 +31,7 @@ double averaged(const at::Tensor& parameter) {
   return parameter.grad().defined() ? parameter.grad().item<double>() : -1;
 }
 
-/// A layer of two others, one of which is in another module too.
+/// A module around a `Two` that another module contains too.
 struct PairImpl : nn::Module {
   explicit PairImpl(Two common) : two(register_module("two", std::move(common))) {}
   at::Tensor forward(const at::Tensor& to_a, const at::Tensor& to_b) { return two(to_a, to_b) * 2; }
@@ -39,9 +39,9 @@ struct PairImpl : nn::Module {
 };
 TORCH_MODULE(Pair);
 
-// Two wrappers share parameters and one loss goes through both. The first one's average was written into
-// `.grad` while the second read its gradient there: in 11 to 13 of 20 steps a mixture was averaged. Here rank
-// 0 always is too late, since its first hook waits.
+// Two wrappers share parameters, and one loss goes through both. The average of the first was once written to
+// `.grad` while the second read its gradient there, so it averaged a mixture. Rank 0 is always late here,
+// because its first hook waits.
 TEST(Lockstep, AParameterOfTwoWrappersInOneBackwardGetsOneAverage) {
   for (const bool view : {true, false}) {
     for (const bool fixed : {true, false}) {
@@ -73,7 +73,7 @@ TEST(Lockstep, AParameterOfTwoWrappersInOneBackwardGetsOneAverage) {
   }
 }
 
-// Two wrappers over different ranks cannot both be right about one gradient.
+// One gradient cannot be averaged over two different sets of ranks.
 TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -92,7 +92,7 @@ TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) 
   });
 }
 
-/// What a program's step met: nothing, or the text of an exception that it caught.
+/// The outcome of a step: nothing, or the text of an exception that the program caught.
 std::string caught(const std::function<void()>& step) {
   try {
     step();
@@ -102,7 +102,7 @@ std::string caught(const std::function<void()>& step) {
   return "";
 }
 
-/// Two, with a buffer or without, whose forward throws when it is told to.
+/// Two layers, with or without a buffer, whose forward throws on demand.
 struct FragileImpl : nn::Module {
   explicit FragileImpl(bool buffered) : two(register_module("two", Two())) {
     if (buffered) seen = register_buffer("seen", at::zeros({1}));
@@ -118,8 +118,8 @@ struct FragileImpl : nn::Module {
 };
 TORCH_MODULE(Fragile);
 
-/// Eight steps, in the third of which `break_on_rank_1` breaks rank 1's; programs catch, and go on. All ranks
-/// fail in that step, and in no other.
+/// Eight steps; in the third, `break_on_rank_1` makes rank 1 fail. Programs catch the error and continue. All
+/// ranks fail in that step, and in no other.
 void expect_one_void_step(bool buffered, const std::string& why, const std::string& told,
                           const std::function<at::Tensor(DistributedDataParallel<Fragile>&, bool)>& loss) {
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
@@ -157,8 +157,8 @@ at::Tensor explosive(const at::Tensor& tensor, bool breaks) {
   return tensor;
 }
 
-// The forward of one rank throws, its program skips the batch. The others were in that step's reduction: they
-// took the gradients of its next step for this one's, and so for ever.
+// The forward of one rank throws, and its program skips the batch. The other ranks, in that step's reduction,
+// once reduced with the gradients of its next step, and so in all later steps.
 TEST(Lockstep, AForwardThatThrowsOnOneRankFailsThatStepOnAll) {
   for (const bool buffered : {false, true}) {
     expect_one_void_step(buffered, "no such image", "its forward threw: no such image",
@@ -169,7 +169,7 @@ TEST(Lockstep, AForwardThatThrowsOnOneRankFailsThatStepOnAll) {
   }
 }
 
-// A node behind the wrapped module, in what made its input, throws when the averages are under way already.
+// A node that computed the module's input throws in backward, while reductions are already running.
 TEST(Lockstep, ABackwardThatThrowsBehindTheModuleFailsThatStepOnAll) {
   for (const bool buffered : {false, true}) {
     expect_one_void_step(buffered, "the gradient exploded", "gave this backward pass up",
@@ -180,7 +180,7 @@ TEST(Lockstep, ABackwardThatThrowsBehindTheModuleFailsThatStepOnAll) {
   }
 }
 
-// Backward throws in the loss, before it comes to the wrapped module, which hears nothing of the pass.
+// Backward throws in the loss, before it reaches the wrapped module, which does not notice the pass.
 TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
   for (const bool buffered : {false, true}) {
     for (std::uint64_t seed = 1; seed <= 6; ++seed) {
@@ -203,7 +203,7 @@ TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
                 EXPECT_NE(text.find("the gradient exploded"), std::string::npos) << text;
               } else {
                 EXPECT_NE(text.find("rank 1 gave up"), std::string::npos) << text;
-                EXPECT_NE(text.find("an exception took the outputs of its forward"), std::string::npos)
+                EXPECT_NE(text.find("an exception discarded the outputs of its forward"), std::string::npos)
                     << text;
               }
             }
@@ -213,8 +213,8 @@ TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
   }
 }
 
-// One rank leaves a backward out (`if (loss is not a number) continue;`). Nothing threw, so nobody can be
-// told before its next backward meets the others' last: that fails on all, and from there on they are level.
+// One rank skips a backward (`if (loss is not a number) continue;`). Nothing throws, so no rank can know before
+// its next backward meets the others' previous one: that fails on all ranks, and then their steps agree again.
 TEST(Lockstep, ABackwardThatOneRankLeavesOutFailsTheReductionThatItWasFor) {
   for (const bool find_unused : {false, true}) {
     on_ranks(3, [&](const Rank& self) {
@@ -236,15 +236,15 @@ TEST(Lockstep, ABackwardThatOneRankLeavesOutFailsTheReductionThatItWasFor) {
         EXPECT_EQ(step, self.rank == 1 ? 3 : 2);
         EXPECT_NE(text.find("rank 1 has run 4 reduced forwards and rank 0 has run 3"), std::string::npos)
             << text;
-        if (self.rank == 1) --step;  // takes that batch again, as the others come to it now
+        if (self.rank == 1) --step;  // repeats that batch, which the other ranks run now
       }
       EXPECT_EQ(failed, 1);
     });
   }
 }
 
-// Backward passes of two wrappers end in the order in which each rank came to them: no end may wait for
-// another.
+// On each rank, the backward passes of two wrappers end in the order in which they began there: no end may wait
+// for another.
 TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
   on_ranks(2, [](const Rank& self) {
     Two first, second;
@@ -263,10 +263,10 @@ TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
   });
 }
 
-// Uneven batches, without join(): the rank that has more waits for one that has let go of everything. The
-// error says which rank that is, and what would help.
+// Uneven batches without join(): the rank with more batches waits for one that has destroyed its wrapper. The
+// error names that rank and suggests join().
 TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
-  if (!over_shared_memory()) GTEST_SKIP() << "needs a group that is let go of";
+  if (!over_shared_memory()) GTEST_SKIP() << "needs a group whose last handle is dropped";
   for (const bool buffered : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
       const collective::Group group = self.group.split(0, self.rank);
@@ -285,7 +285,7 @@ TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
   }
 }
 
-// Buffers of one rank that do not arrive fail the step that they belong to on all ranks.
+// If the buffers of one rank do not arrive, their step fails on all ranks.
 TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
   on_ranks(3, [](const Rank& self) {
     Fragile net(true);

@@ -1,4 +1,4 @@
-// Shared memory that is full on one rank: what every rank does then.
+// How all ranks behave when shared memory is full on one rank.
 #include <atomic>
 #include <gtest/gtest.h>
 #include <memory>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace testing;
 
-/// Another back end, of which nothing can be allocated any more once `left` allocations are made.
+/// Wraps a backend; after `left` allocations, further ones fail.
 class ScarceBackend final : public collective::Backend {
  public:
   using Left = std::shared_ptr<std::atomic<int>>;
@@ -66,7 +66,7 @@ struct Scarce {
   collective::Group group;
 };
 
-/// The order in which gradients come, opposite to that of the parameters' first buckets.
+/// The order in which gradients arrive: the reverse of that of the first buckets.
 at::Tensor chain(const Tensors& parameters, int rank) {
   at::Tensor value = at::ones({10}) * (1 + rank);
   for (std::size_t i = parameters.size(); i-- > 0;) value = (value * parameters[i]).sin();
@@ -74,7 +74,7 @@ at::Tensor chain(const Tensors& parameters, int rank) {
 }
 
 TEST(ScarceMemory, WhenBucketsAreRebuiltLeavesAllRanksTheirFirstOnes) {
-  for (const int short_of : {0, 1, 2}) {  // on no rank, and in the first or second bucket of rank 1
+  for (const int short_of : {0, 1, 2}) {  // not at all; in rank 1's first or second bucket
     for (std::uint64_t seed = 1; seed <= 4; ++seed) {
       on_ranks(
           3,

@@ -13,7 +13,7 @@ namespace {
 
 using Names = std::set<std::string>;
 
-/// Names of the weights of embeddings that were told to have sparse gradients.
+/// Names of the weights of embeddings with the option sparse(true).
 Names sparse_embeddings(const torch::nn::Module& module) {
   Names names;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {

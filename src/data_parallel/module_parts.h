@@ -14,8 +14,8 @@ class Module;
 
 namespace torchspan::data_parallel {
 
-/// What of a module concerns the other ranks: its parameters and buffers in the order of the module's walk,
-/// each tensor once under its first name, without the ignored ones.
+/// The parameters and buffers that a module has in common with the other ranks: in the module's order, each
+/// tensor once under its first name, without ignored ones.
 struct ModuleParts {
   std::vector<Parameter> parameters;
   std::vector<std::pair<std::string, at::Tensor>> buffers;

@@ -36,7 +36,7 @@ namespace {
 using namespace testing;
 namespace nn = torch::nn;
 
-/// Fills parameters and buffers with values that depend on `seed` alone, whatever thread runs it when.
+/// Fills parameters and buffers with values that depend only on `seed`.
 void fill(nn::Module& module, double seed) {
   const at::NoGradGuard no_grad;
   for (auto& item : module.named_parameters()) {
@@ -86,7 +86,7 @@ TEST(DistributedDataParallel, TrainsAsOneProcessOnTheWholeBatch) {
         [&](const Rank& self) {
           Mlp whole(widths), mine(widths);
           fill(*whole, 0);
-          fill(*mine, self.rank);  // the wrapper gives all of them rank 0's
+          fill(*mine, self.rank);  // the wrapper broadcasts rank 0's
           whole->to(dtype);
           mine->to(dtype);
           DistributedDataParallel model(self.runtime, mine, self.group, options);
@@ -122,7 +122,7 @@ struct Returning : ReturnsImpl {
   Forward body;
 };
 
-/// Wraps a module whose forward is `forward`, takes the loss of what it returned by `loss`.
+/// Wraps a module whose forward is `forward`, and computes the loss of its result with `loss`.
 template <class Forward, class Loss>
 void expect_reduced(const Rank& self, Forward forward, Loss loss) {
   for (const DataParallelOptions& options :
@@ -364,7 +364,7 @@ TEST(DistributedDataParallel, SendsNothingWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
     DistributedDataParallel model(self.runtime, mlp, self.group);
-    if (self.rank == 1) {  // alone: would hang if it told the others
+    if (self.rank == 1) {  // on this rank only: would hang if it communicated
       const at::NoGradGuard no_grad;
       EXPECT_FALSE(model(batch(2, 2, 0).to(at::kFloat)).requires_grad());
     }

@@ -1,5 +1,5 @@
-// What programs do with a wrapped module beside plain training, most of it taken from the lists of what the
-// peers check (docs/conformance.md).
+// What programs do with a wrapped module besides plain training, mostly from other libraries' test lists
+// (docs/conformance.md).
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
@@ -45,7 +45,7 @@ void fill(nn::Module& module) {
   for (auto& parameter : module.parameters()) parameter.copy_(values(parameter.sizes(), seed += 1) * 0.5);
 }
 
-/// The average over ranks of the gradients that each gets by itself from `loss`, a function of the rank.
+/// The average over ranks of the gradients that each rank computes alone from `loss`, a function of the rank.
 Tensors average_alone(nn::Module& module, int size, const std::function<at::Tensor(int)>& loss) {
   module.zero_grad();
   for (int rank = 0; rank < size; ++rank) loss(rank).backward();
@@ -65,7 +65,7 @@ void expect_gradients(nn::Module& module, const Tensors& wanted, double toleranc
   }
 }
 
-/// As long as it lives, matrices are multiplied in bfloat16 on this thread.
+/// While it lives, matrix products on this thread use bfloat16.
 class Autocast {
  public:
   Autocast() { at::autocast::set_cpu_enabled(true); }
@@ -117,7 +117,7 @@ TEST(Programs, MayFeedAndReturnPackedSequences) {
     Reader mine, alone;
     fill(*mine), fill(*alone);
     DistributedDataParallel model(self.runtime, mine, self.group);
-    const auto text = [](int rank) {  // of other lengths on each rank
+    const auto text = [](int rank) {  // of a different length on each rank
       const at::Tensor lengths = at::tensor(std::vector<std::int64_t>{5, 3 - rank, 1});
       return rnn::pack_padded_sequence(values({5, 3, 3}, rank), lengths);
     };
@@ -128,7 +128,7 @@ TEST(Programs, MayFeedAndReturnPackedSequences) {
   });
 }
 
-/// Two layers with one bias, which only an unused one of them would use.
+/// Two layers; the bias of the unused one is also a parameter of the module.
 struct SharedBiasImpl : nn::Module {
   SharedBiasImpl() : unused(register_module("unused", nn::Linear(2, 2))) {
     bias = register_parameter("bias", at::ones({2}));
@@ -157,7 +157,7 @@ TEST(Programs, MayShareAParameterBetweenLayersThatAreNotUsed) {
   });
 }
 
-/// Returns tensors that it made itself: one without a gradient, one that is a leaf with one.
+/// Returns tensors that it creates: one that requires no gradient, and a leaf that requires one.
 struct MakesTensorsImpl : nn::Module {
   MakesTensorsImpl() : linear(register_module("linear", nn::Linear(2, 2))) {}
   std::vector<at::Tensor> forward(const at::Tensor& x) {
@@ -267,7 +267,7 @@ TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
   });
 }
 
-/// Hooks of the wrapper may still be called when it is gone.
+/// Hooks of the wrapper may still be called after its destruction.
 TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
   for (unsigned seed = 0; seed < 8; ++seed) {
     on_ranks(

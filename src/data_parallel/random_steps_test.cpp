@@ -5,7 +5,7 @@
 #include "data_parallel/toy_model.h"
 
 /// Random programs of steps (accumulation, unused parameters, several forwards and backwards, zeroing or not)
-/// against a model of what gradients mean: a few lines that know no buckets.
+/// against a simple model of gradients without buckets.
 namespace torchspan::data_parallel::random_steps_test {
 namespace {
 
@@ -78,7 +78,7 @@ double factor(int rank, int iteration, std::size_t pass, std::size_t forward, st
          0.01 * static_cast<double>(parameter);
 }
 
-/// Gradients are factors times cos(parameter), so the model keeps the factors alone.
+/// Gradients are factors times cos(parameter), so the model stores only the factors.
 class Oracle {
  public:
   explicit Oracle(const Program& program)
@@ -116,7 +116,7 @@ class Oracle {
   std::vector<bool> used_;
 };
 
-/// Tells the oracle of one pass on all ranks.
+/// Applies one pass of all ranks to the model.
 void follow(Oracle& oracle, const Program& program, const Pass& pass, int iteration, std::size_t nth) {
   const std::size_t forwards = pass.forwards == Forwards::kOne ? 1 : 2;
   for (std::size_t forward = 0; forward < forwards; ++forward) {
@@ -132,7 +132,7 @@ void follow(Oracle& oracle, const Program& program, const Pass& pass, int iterat
 
 at::Tensor forward_of(Reducer& reducer, const Tensors& parameters, const at::Tensor& input, const Pass& pass,
                       const std::function<double(std::size_t)>& factors, const Subset& used) {
-  at::Tensor loss = input.sum();  // a graph even where no parameter is used
+  at::Tensor loss = input.sum();  // gives a graph even if no parameter is used
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     if (used[p]) loss = loss + (parameters[p].sin() * factors(p)).sum();
   }

@@ -28,7 +28,7 @@ Tensors random_parameters(std::mt19937& random) {
         parameters.push_back(leaf({up_to(5), up_to(7)}, dtype));
         break;
       default:
-        parameters.push_back(leaf({3, 4}, dtype).detach().t().set_requires_grad(true));  // strides of its own
+        parameters.push_back(leaf({3, 4}, dtype).detach().t().set_requires_grad(true));  // not row-major
     }
   }
   return parameters;
@@ -153,7 +153,7 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
     Reducer reducer(self.runtime, named(parameters), self.group,
                     {.bucket_cap_mb = 80 / 1048576.0, .first_bucket_mb = 40 / 1048576.0});
     EXPECT_EQ(reducer.stats().bucket_parameters[0], std::vector<std::string>{"p5"});
-    const auto chain = [&] {  // gradients come in the order 2 1 0 3 4 5 on rank 0, reversed elsewhere
+    const auto chain = [&] {  // gradients arrive in the order 2 1 0 3 4 5 on rank 0, reversed on the others
       std::vector<int> order{5, 4, 3, 0, 1, 2};
       if (self.rank != 0) std::reverse(order.begin(), order.end());
       at::Tensor value = at::ones({10});
@@ -233,8 +233,8 @@ TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
   });
 }
 
-/// One rank's backward throws before or after some of its buckets were sent; then gradients are zeroed in
-/// place, where the others' reduction must not write any more, or set to none.
+/// One rank's backward throws before or after it sent some of its buckets. Then gradients are zeroed in place,
+/// where the other ranks' reduction must not write any more, or set to none.
 void survive_a_throwing_backward(bool early, bool to_none, bool view, std::uint64_t seed) {
   const auto body = [=](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({5})};

@@ -1,5 +1,5 @@
-// Sparse gradients that are missing on some ranks: these cannot know how many sparse dimensions the others'
-// have, and the group must not break over that.
+// Sparse gradients that are missing on some ranks. Such a rank does not know how many sparse dimensions the
+// other ranks' gradients have; this must not break the group.
 #include <gtest/gtest.h>
 #include <memory>
 #include <string>
@@ -19,7 +19,7 @@ namespace {
 using namespace testing;
 namespace nn = torch::nn;
 
-/// An embedding and a layer behind it; a batch without words leaves the embedding out.
+/// An embedding followed by a layer; a batch without words does not use the embedding.
 struct WordsImpl : nn::Module {
   WordsImpl()
       : table(register_module("table", nn::Embedding(nn::EmbeddingOptions(6, 2).sparse(true)))),
@@ -36,7 +36,7 @@ struct WordsImpl : nn::Module {
 };
 TORCH_MODULE(Words);
 
-/// The gradient of the table when `counts` of its rows were looked up so often, by all ranks together.
+/// The gradient of the table if all ranks together look up row i `counts[i]` times.
 at::Tensor looked_up(std::vector<double> counts, double ranks) {
   return at::tensor(counts).div(ranks).unsqueeze(1).expand({6, 2});
 }
@@ -74,7 +74,7 @@ TEST(MissingSparseGradients, OfRanksThatRanOutOfBatches) {
   });
 }
 
-/// Passes its input on, and throws in backward when it is told to.
+/// The identity; throws in backward on demand.
 struct Throw : torch::autograd::Function<Throw> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, bool throws) {
     context->saved_data["throws"] = throws;
@@ -120,7 +120,7 @@ TEST(MissingSparseGradients, OfARankWhoseBackwardThrows) {
   });
 }
 
-/// gather() makes every dimension sparse, where an embedding makes the first one so.
+/// gather() makes all dimensions sparse; an embedding only the first.
 TEST(MissingSparseGradients, MayBeOfAnyNumberOfSparseDimensions) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3, 2}), leaf({2})};
@@ -140,7 +140,7 @@ TEST(MissingSparseGradients, MayBeOfAnyNumberOfSparseDimensions) {
   });
 }
 
-/// Module::to() takes no parameter to this device.
+/// Module::to() does not move parameters to this device.
 struct WithoutMemory : nn::Module {
   WithoutMemory() { register_parameter("weight", at::empty({2}, at::device(at::kMeta))); }
   at::Tensor forward(const at::Tensor& x) { return x; }

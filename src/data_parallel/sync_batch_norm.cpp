@@ -27,27 +27,27 @@ namespace {
 using collective::Group;
 using torch::autograd::variable_list;
 
-/// What all batches together are like, by feature, in double.
+/// Statistics of all ranks' batches together, by feature, in double.
 struct Statistics {
-  double count = 0;  ///< values a feature
+  double count = 0;  ///< values per feature
   at::Tensor mean;
   at::Tensor squares;  ///< sum of squared distances from the mean
 };
 
-/// Narrow floats are computed with as floats, as LibTorch's own batch norm does.
+/// Converts 16-bit floats to float for computation, as LibTorch's batch norm does.
 at::Tensor widened(const at::Tensor& tensor) {
   const bool narrow = tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
   return narrow ? tensor.to(at::kFloat) : tensor;
 }
 
-/// All dimensions but that of features.
+/// All dimensions but the feature dimension.
 std::vector<std::int64_t> other_dimensions(const at::Tensor& tensor) {
   std::vector<std::int64_t> dimensions{0};
   for (std::int64_t i = 2; i < tensor.dim(); ++i) dimensions.push_back(i);
   return dimensions;
 }
 
-/// A value by feature, so that it meets every element of a tensor like `like`.
+/// Reshapes one value per feature so that it broadcasts over a tensor like `like`.
 at::Tensor beside(const at::Tensor& by_feature, const at::Tensor& like) {
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(like.dim()), 1);
   sizes[1] = like.size(1);
@@ -59,13 +59,13 @@ void refuse_difference(const std::vector<at::Tensor>& gathered, std::size_t rank
   if (one == other) return;
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("a SyncBatchNorm has {} features on rank {} and {} on rank {}: ranks are in different "
+      fmt::format("a SyncBatchNorm has {} features on rank {} and {} on rank {}: the ranks are in different "
                   "layers, or have different models",
                   one, group.ranks()[0], other, group.ranks()[rank]));
 }
 
-/// One message a rank: count, means, sums of squares. Means and squares are merged as in Chan, Golub and
-/// LeVeque 1983, in the order of ranks, so that all ranks get the same bits.
+/// Gathers count, means and sums of squares from all ranks, and merges them as in Chan, Golub and LeVeque
+/// (1983), in the order of ranks, so that all ranks get the same bits.
 Statistics gather_statistics(const at::Tensor& input, const Group& group) {
   const std::int64_t features = input.size(1);
   const std::int64_t count = input.numel() / features;
@@ -88,8 +88,8 @@ Statistics gather_statistics(const at::Tensor& input, const Group& group) {
   return together;
 }
 
-/// From the gradients of what came out to those of what went in. The sums over the batch are those of all
-/// ranks; gradients of weight and bias stay this rank's, as those of any other parameter.
+/// Backward of a batch norm. The gradient of the input uses sums over the batches of all ranks; those of
+/// weight and bias are this rank's, as for any other parameter.
 struct SyncBatchNormBackward final : torch::autograd::Node {
   explicit SyncBatchNormBackward(Group of) : group(std::move(of)) {}
 
@@ -105,18 +105,18 @@ struct SyncBatchNormBackward final : torch::autograd::Node {
     const auto dimensions = other_dimensions(x);
     const at::Tensor sums =
         at::stack({g.sum(dimensions).to(at::kDouble), (g * distance).sum(dimensions).to(at::kDouble)});
-    variable_list answers(3);
-    if (task_should_compute_output(1)) answers[1] = (sums[1] * scale).to(factors.scalar_type());
-    if (task_should_compute_output(2)) answers[2] = sums[0].to(bias_dtype);
+    variable_list results(3);
+    if (task_should_compute_output(1)) results[1] = (sums[1] * scale).to(factors.scalar_type());
+    if (task_should_compute_output(2)) results[2] = sums[0].to(bias_dtype);
     const at::Tensor whole = group.all_reduce(sums.clone()).wait() / count;
-    if (!task_should_compute_output(0)) return answers;
+    if (!task_should_compute_output(0)) return results;
     const at::Tensor outer = factors.defined() ? scale * factors.to(at::kDouble) : scale;
-    answers[0] = distance.mul_(beside(-scale.pow(2) * whole[1], x))
+    results[0] = distance.mul_(beside(-scale.pow(2) * whole[1], x))
                      .sub_(beside(whole[0], x))
                      .add_(g)
                      .mul_(beside(outer, x))
                      .to(saved.scalar_type());
-    return answers;
+    return results;
   }
   void release_variables() override {
     input.reset_data();
@@ -127,11 +127,11 @@ struct SyncBatchNormBackward final : torch::autograd::Node {
   const Group group;
   torch::autograd::SavedVariable input, weight;
   at::ScalarType bias_dtype = at::kFloat;
-  at::Tensor mean, scale;  ///< in double; scale is one by the standard deviation
+  at::Tensor mean, scale;  ///< in double; scale is 1 / standard deviation
   double count = 0;
 };
 
-/// What one rank wants to synchronize: names by module, and what is to be replaced where.
+/// The batch norms of one rank's module: those to replace, and existing SyncBatchNorms.
 struct Plan {
   struct Place {
     torch::nn::SequentialImpl* sequential;
@@ -140,7 +140,8 @@ struct Plan {
     std::shared_ptr<torch::nn::Module> norm;
   };
   std::vector<Place> to_replace;
-  std::map<const torch::nn::Module*, std::shared_ptr<SyncBatchNormImpl>> made;  ///< by what they replace
+  std::map<const torch::nn::Module*, std::shared_ptr<SyncBatchNormImpl>>
+      made;  ///< by the batch norm that each replaces
   std::vector<SyncBatchNormImpl*> there;
   data_parallel::Agreement agreement;
 };
@@ -154,8 +155,8 @@ std::string described(const torch::nn::BatchNormOptions& options, const at::Tens
       options.track_running_stats() ? "with running statistics" : "without running statistics");
 }
 
-/// The synchronized twin of a batch norm; null if `module` is none.
-std::shared_ptr<SyncBatchNormImpl> twin_of(const torch::nn::Module& module) {
+/// Makes a SyncBatchNorm from a batch norm; null if `module` is another module.
+std::shared_ptr<SyncBatchNormImpl> synchronized_from(const torch::nn::Module& module) {
   if (const auto* one = dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module))
     return std::make_shared<SyncBatchNormImpl>(*one);
   if (const auto* two = dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module))
@@ -176,16 +177,17 @@ void make_plan(Plan& plan, torch::nn::Module& module, const std::string& path) {
     if (auto* sync = dynamic_cast<SyncBatchNormImpl*>(held.get())) {
       plan.there.push_back(sync);
       plan.agreement.tensors.push_back({name, described(sync->options, sync->weight)});
-    } else if (const auto twin = twin_of(*held)) {
+    } else if (const auto replacement = synchronized_from(*held)) {
       if (sequential == nullptr) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("'{}' is a member of type BatchNorm of its class, which cannot be replaced "
-                                "from outside; declare it as torchspan::SyncBatchNorm",
-                                name));
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format("'{}' is a class member of type BatchNorm, which cannot be replaced; declare it "
+                        "as torchspan::SyncBatchNorm",
+                        name));
       }
-      plan.made.emplace(held.get(), twin);
+      plan.made.emplace(held.get(), replacement);
       plan.to_replace.push_back({sequential, place, child.key(), held});
-      plan.agreement.tensors.push_back({name, described(twin->options, twin->weight)});
+      plan.agreement.tensors.push_back({name, described(replacement->options, replacement->weight)});
     } else {
       make_plan(plan, *held, name);
     }
@@ -262,8 +264,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     const at::NoGradGuard no_grad;
     const Statistics batch = gather_statistics(input, *group_);
     if (batch.count == 1) {
-      throw Error(ErrorKind::kInvalid,
-                  "SyncBatchNorm has one value a feature on all ranks together; it needs two to train");
+      throw Error(
+          ErrorKind::kInvalid,
+          "SyncBatchNorm got one value per feature from all ranks together; training needs at least two");
     }
     const double count = std::max(batch.count, 1.0);
     const at::Tensor scale = (batch.squares / count + options.eps()).rsqrt();
@@ -295,10 +298,10 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 std::size_t convert_sync_batch_norm(torch::nn::Module& module, const Group& group) {
   Plan plan;
   try {
-    if (twin_of(module)) {
+    if (synchronized_from(module)) {
       throw Error(ErrorKind::kInvalid,
-                  "the module is itself a BatchNorm, which cannot become another type; make a "
-                  "torchspan::SyncBatchNorm of it");
+                  "the module is itself a BatchNorm, which cannot be replaced; construct a "
+                  "torchspan::SyncBatchNorm from it");
     }
     if (auto* sync = dynamic_cast<SyncBatchNormImpl*>(&module)) {
       plan.there.push_back(sync);
@@ -313,10 +316,11 @@ std::size_t convert_sync_batch_norm(torch::nn::Module& module, const Group& grou
   const Group own = group.split(0, group.rank());
   for (SyncBatchNormImpl* norm : plan.there) norm->set_group(own);
   for (const Plan::Place& place : plan.to_replace) {
-    const auto& twin = plan.made.at(place.norm.get());
-    twin->set_group(own);
-    *(place.sequential->begin() + static_cast<std::ptrdiff_t>(place.index)) = torch::nn::AnyModule(twin);
-    place.sequential->replace_module(place.name, twin);
+    const auto& replacement = plan.made.at(place.norm.get());
+    replacement->set_group(own);
+    *(place.sequential->begin() + static_cast<std::ptrdiff_t>(place.index)) =
+        torch::nn::AnyModule(replacement);
+    place.sequential->replace_module(place.name, replacement);
   }
   return plan.agreement.tensors.size();
 }

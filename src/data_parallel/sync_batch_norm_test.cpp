@@ -16,20 +16,20 @@ namespace {
 using namespace testing;
 namespace nn = torch::nn;
 
-/// The same values on all ranks, whatever thread asks when.
+/// Returns the same values on all ranks and threads.
 at::Tensor values(at::IntArrayRef sizes, double seed, at::ScalarType dtype = at::kDouble) {
   std::int64_t count = 1;
   for (const auto size : sizes) count *= size;
   return at::arange(count, at::kDouble).mul(0.73).add(seed).sin().mul(2).add(0.5).reshape(sizes).to(dtype);
 }
 
-/// A rank's rows of a whole batch whose parts have these sizes.
+/// The rows of one rank, of a batch that is split into parts of these sizes.
 at::Tensor part_of(const at::Tensor& whole, const std::vector<std::int64_t>& sizes, int rank) {
   const std::int64_t before = std::accumulate(sizes.begin(), sizes.begin() + rank, std::int64_t{0});
   return whole.narrow(0, before, sizes[static_cast<std::size_t>(rank)]);
 }
 
-/// LibTorch's own, of whatever rank of tensor.
+/// LibTorch's batch norm for tensors with this number of dimensions.
 struct Plain {
   explicit Plain(const nn::BatchNormOptions& options) : one(options), two(options), three(options) {}
   at::Tensor operator()(const at::Tensor& x) {
@@ -50,7 +50,7 @@ void set_parameters(Norm& norm) {
   norm.bias.copy_(values(norm.bias.sizes(), 4));
 }
 
-/// What one random case is like.
+/// One random case.
 struct Case {
   explicit Case(unsigned seed) {
     std::mt19937 random(seed);
@@ -80,7 +80,7 @@ struct Case {
   bool channels_last = false;
 };
 
-/// Three steps of one case: on `self` with its part, and with the whole batch by LibTorch alone.
+/// Three steps of one case: on `self` with its part, and with LibTorch on the whole batch.
 void compare_with_one_process(const Rank& self, const Case& given) {
   nn::BatchNormOptions options = given.options;
   options.num_features(given.features);
@@ -128,7 +128,7 @@ TEST(SyncBatchNorm, IsABatchNormOfTheWholeBatchWhateverItsPartsAre) {
   }
 }
 
-/// A small net, its batch norms where the converter can replace them, and where it cannot.
+/// A net with a batch norm that the converter replaces, and a SyncBatchNorm that it keeps.
 struct NetImpl : nn::Module {
   NetImpl()
       : first(register_module("first", nn::Sequential(nn::Conv2d(2, 3, 1), nn::BatchNorm2d(3), nn::ReLU()))),
@@ -147,7 +147,7 @@ void fill(nn::Module& module) {
   for (auto& parameter : module.parameters()) parameter.copy_(values(parameter.sizes(), seed += 1));
 }
 
-/// Loss of some rows, such that the losses of all parts add up to that of the whole.
+/// A loss that is a sum over rows, so that the losses of all parts add up to that of the whole batch.
 at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum(); }
 
 TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatch) {
@@ -207,7 +207,7 @@ TEST(SyncBatchNorm, TakesOneRowARankButNotOneInAll) {
     expect_close(norm(whole.narrow(0, self.rank, 1)).detach(), plain(whole).narrow(0, self.rank, 1).detach(),
                  1e-6);
     const std::string text = error_text([&] { norm(whole.narrow(0, 0, self.rank)); });
-    EXPECT_NE(text.find("one value a feature"), std::string::npos) << text;
+    EXPECT_NE(text.find("one value per feature"), std::string::npos) << text;
   });
 }
 
@@ -220,7 +220,7 @@ TEST(SyncBatchNorm, InEvaluationIsPlainAndSendsNothing) {
     plain->running_mean.copy_(norm->running_mean);
     plain->running_var.copy_(norm->running_var);
     norm->eval(), plain->eval();
-    if (self.rank == 1) {  // alone: would wait for ever if it asked the others
+    if (self.rank == 1) {  // on this rank only: would hang if it communicated
       const at::Tensor input = values({1, 3}, 7, at::kFloat).requires_grad_();
       EXPECT_TRUE(at::equal(norm(input), plain(input)));
       norm(input).sum().backward();
@@ -261,7 +261,7 @@ TEST(SyncBatchNorm, TakesHalvesAndAnswersInHalves) {
   }
 }
 
-/// The others' sums need this rank's, although it has no use for theirs.
+/// The other ranks need this rank's sums, although it does not need theirs.
 TEST(SyncBatchNorm, TakesPartWhereARanksInputNeedsNoGradient) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -369,7 +369,8 @@ TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
     net->register_module("good", good.ptr());
     if (self.rank == 1) net->register_module("block", std::make_shared<Block>());
     const std::string text = error_text([&] { convert_sync_batch_norm(*net, self.group); });
-    EXPECT_NE(text.find("rank 1 cannot begin: 'block.norm' is a member of type BatchNorm"), std::string::npos)
+    EXPECT_NE(text.find("rank 1 cannot begin: 'block.norm' is a class member of type BatchNorm"),
+              std::string::npos)
         << text;
     EXPECT_NE(dynamic_cast<nn::BatchNorm1dImpl*>(good->ptr(0).get()), nullptr);
     const std::string alone = error_text([&] { convert_sync_batch_norm(*nn::BatchNorm1d(2), self.group); });

@@ -21,7 +21,7 @@ using torchspan::testing::PerRank;
 using torchspan::testing::Rank;
 using Tensors = std::vector<at::Tensor>;
 
-/// A leaf of given values, the same on all ranks.
+/// A leaf with fixed values, the same on all ranks.
 inline at::Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat, double scale = 1) {
   std::int64_t count = 1;
   for (const auto size : sizes) count *= size;
@@ -46,7 +46,7 @@ inline at::Tensor loss_of(const Tensors& parameters, int rank, int step) {
   return loss;
 }
 
-/// The average over ranks of what each would get alone, in double.
+/// The average over ranks of the gradients that each rank would compute alone, in double.
 inline Tensors expected(const Tensors& parameters, int size, int step) {
   Tensors sums;
   for (int rank = 0; rank < size; ++rank) {

@@ -30,7 +30,7 @@ TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
       Reducer reducer(self.runtime, named(parameters), self.group, options);
       for (int i = 0; i < 3; ++i) {
         zero(parameters, true);
-        // p0 by nobody, p1 by rank 1, p2 by all
+        // no rank uses p0, rank 1 uses p1, all use p2
         step(reducer,
              self.rank == 1 ? squares({parameters[1], parameters[2]}, 1) : squares({parameters[2]}, 1));
         EXPECT_FALSE(parameters[0].grad().defined());
@@ -75,7 +75,7 @@ TEST(Unused, BehindAnOutputThatTheLossLeavesOutAreNoError) {
   });
 }
 
-/// Passes the first gradient on and keeps the second to itself.
+/// Passes the first gradient on, but not the second.
 struct Withhold : torch::autograd::Function<Withhold> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor& b) {
     return a.sum() + b.sum();
@@ -130,7 +130,7 @@ TEST(Unused, OfOneForwardMayBeUsedByAnotherThatTheSamePassGoesThrough) {
   });
 }
 
-/// What changes the path of a gradient, one by one.
+/// The options that change the path of a gradient, one at a time.
 std::vector<DataParallelOptions> variants() {
   return {{},
           {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6},

@@ -18,7 +18,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// The parts, once all ranks are known to have the same.
+/// Collective: the module's parts; throws on all ranks if they differ.
 ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
                          const DataParallelOptions& options) {
   Agreement mine;
@@ -69,7 +69,7 @@ class WrappedModule::Impl {
     next_ = {.synchronize = synchronize_};
     if (!at::GradMode::is_enabled()) return;
     if (join_) {
-      heed(hear({.live = true, .synchronize = synchronize_}));
+      apply(agree_on_next({.live = true, .synchronize = synchronize_}));
       next_.announce = [this] { return announce(); };
     }
     in_forward_ = owes_buffer_hook_ = synchronize_;
@@ -86,14 +86,14 @@ class WrappedModule::Impl {
     if (buffer_hook_ && buffer_hook_time_ == BufferHookTime::kAfterForward && next_.synchronize &&
         at::GradMode::is_enabled()) {
       call_buffer_hook();
-      next_.awaited = buffers_on_their_way_;
+      next_.awaited = pending_buffers_;
     }
     outputs = reducer_.prepare_for_backward(std::move(outputs), next_);
     in_forward_ = false;
     return outputs;
   }
 
-  /// The others go on, and wait for this rank in their backward.
+  /// The other ranks continue and wait for this rank in their backward passes.
   void forward_failed() {
     if (!std::exchange(in_forward_, false)) return;
     const std::string reason = "its forward threw: " + describe(std::current_exception()).text;
@@ -106,10 +106,10 @@ class WrappedModule::Impl {
         next_.leader = terms.leader;
       }
       reducer_.refuse(next_, reason);
-    } catch (...) {                        // the exception of the forward is what is thrown
-      if (join_ && join_failure_) return;  // all have heard of that
+    } catch (...) {                        // the caller rethrows the exception of the forward
+      if (join_ && join_failure_) return;  // all ranks know that one
       group().abort(Error(ErrorKind::kCancelled,
-                          fmt::format("rank {} cannot tell that {}", group().ranks()[rank()], reason)));
+                          fmt::format("rank {} could not report that {}", group().ranks()[rank()], reason)));
     }
   }
 
@@ -119,9 +119,9 @@ class WrappedModule::Impl {
     if (!hook) {
       mine.failure = "the buffer hook is empty";
     } else if (buffer_hook_) {
-      mine.failure = "a buffer hook is set already; there is one for the life of the wrapper";
+      mine.failure = "a buffer hook is already set; it cannot be replaced";
     } else if (!options_.broadcast_buffers) {
-      mine.failure = "broadcast_buffers is false, so that a buffer hook would never be called";
+      mine.failure = "broadcast_buffers is false, so a buffer hook would never be called";
     }
     const bool before = when == BufferHookTime::kBeforeForward;
     mine.settings = {{"the buffer hook", "'" + name + "'"},
@@ -140,10 +140,10 @@ class WrappedModule::Impl {
   }
 
   void join(const std::function<void()>& body, const JoinOptions& options) {
-    if (join_) throw Error(ErrorKind::kInvalid, "join() inside join()");
+    if (join_) throw Error(ErrorKind::kInvalid, "join() was called inside join(); end the outer one first");
     if (buffer_hook_) {
       throw Error(ErrorKind::kInvalid,
-                  "join() does not go with a buffer hook: a rank without batches has no part in it");
+                  "join() does not support a buffer hook: a rank without batches cannot take part in it");
     }
     if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
@@ -158,10 +158,10 @@ class WrappedModule::Impl {
     } leave{*this};
     try {
       body();
-      if (join_failure_) std::rethrow_exception(join_failure_);  // the body caught it
-      shadow_the_others();
+      if (join_failure_) std::rethrow_exception(join_failure_);  // the body has caught it
+      shadow_other_ranks();
     } catch (...) {
-      if (!join_failure_) tell_of_failure(describe(std::current_exception()).text);
+      if (!join_failure_) report_failure(describe(std::current_exception()).text);
       throw;
     }
     synchronize_state(last_live_);
@@ -172,13 +172,13 @@ class WrappedModule::Impl {
   Reducer& reducer() { return reducer_; }
 
  private:
-  /// They wait for all ranks in the midst of a forward.
+  /// A SyncBatchNorm waits for all ranks during a forward.
   void refuse_sync_batch_norms() const {
     for (const auto& item : module_->named_modules()) {
       const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(item.value().get());
       if (norm == nullptr || !norm->group() || norm->group()->size() == 1) continue;
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("join() does not go with '{}', a SyncBatchNorm, which needs the batches of all "
+                  fmt::format("join() does not support '{}', a SyncBatchNorm, which needs the batches of all "
                               "ranks; set throw_on_early_termination",
                               item.key()));
     }
@@ -203,42 +203,42 @@ class WrappedModule::Impl {
     std::vector<Future<at::Tensor>> answers;
     try {
       answers = buffer_hook_(seen, group());
-    } catch (...) {  // others may be waiting inside the hook
+    } catch (...) {  // other ranks may be waiting inside the hook
       group().abort(Error(ErrorKind::kCancelled,
                           fmt::format("the buffer hook of rank {} threw: {}", group().ranks()[rank()],
                                       describe(std::current_exception()).text)));
       throw;
     }
     for (const Future<at::Tensor>& future : answers) {
-      if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook answered with an empty future");
-      buffers_on_their_way_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
+      if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook returned an empty future");
+      pending_buffers_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
     }
   }
-  /// A failure is thrown unless a backward pass has told it.
+  /// Throws a failure unless a backward pass has thrown it.
   void await_buffers() {
-    const bool told = reducer_.rounds() != rounds_before_hook_;
-    for (const Future<void>& future : std::exchange(buffers_on_their_way_, {})) {
+    const bool thrown = reducer_.rounds() != rounds_before_hook_;
+    for (const Future<void>& future : std::exchange(pending_buffers_, {})) {
       try {
         future.wait();
       } catch (...) {
-        if (!told) throw;
+        if (!thrown) throw;
       }
     }
   }
 
-  /// Says `word` and listens; what is wrong there is known to all, and ends the join on all.
-  JoinRound hear(const JoinWord& word) {
+  /// Exchanges `word` with the other ranks. A failure is the same on all ranks and ends the join on all.
+  JoinRound agree_on_next(const JoinWord& word) {
     reducer_.settle();
     try {
-      return tell(group(), word);
+      return agree_on_next_round(group(), word);
     } catch (...) {
       join_failure_ = std::current_exception();
       throw;
     }
   }
 
-  /// What one round of a join says about what follows.
-  void heed(const JoinRound& round) {
+  /// Applies what the ranks agreed on to the forward or reduction that follows.
+  void apply(const JoinRound& round) {
     last_live_ = round.last_live();
     next_.synchronize = round.synchronize;
     next_.leader = round.first_live();
@@ -254,22 +254,24 @@ class WrappedModule::Impl {
     }
   }
 
-  /// A reduction begins here: those without batches take part in it.
+  /// A reduction begins on this rank: ranks without batches learn that they take part.
   RoundTerms announce() {
     if (!join_) {
-      throw Error(ErrorKind::kInvalid,
-                  "a backward pass over the outputs of a forward inside join() comes after its end");
+      throw Error(
+          ErrorKind::kInvalid,
+          "a backward pass over the outputs of a forward inside join() runs after join() returned; run "
+          "both inside");
     }
     if (join_failure_) std::rethrow_exception(join_failure_);
-    heed(hear({.live = true, .synchronize = true, .reduces = true}));
+    apply(agree_on_next({.live = true, .synchronize = true, .reduces = true}));
     return {.divisor = next_.divisor, .leader = next_.leader};
   }
 
-  void shadow_the_others() {
+  void shadow_other_ranks() {
     for (;;) {
-      const JoinRound round = hear({});
+      const JoinRound round = agree_on_next({});
       if (round.live_count() == 0) return;
-      heed(round);
+      apply(round);
       if (round.reduces) {
         shadow_reduction();
       } else if (round.synchronize && options_.broadcast_buffers) {
@@ -283,16 +285,16 @@ class WrappedModule::Impl {
       reducer_.shadow(next_);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kRemoteFailure) throw;
-      // It failed on those who have batches: they say whether they go on.
+      // It failed on the ranks that have batches; these decide whether they continue.
     }
   }
 
-  /// The others are at their next forward or reduction, or will come there.
-  void tell_of_failure(const std::string& reason) {
+  /// The other ranks receive it at their next forward or reduction.
+  void report_failure(const std::string& reason) {
     try {
       reducer_.settle();
-      tell(group(), {.failure = reason.empty() ? "without a text" : reason});
-    } catch (const Error&) {  // the body's own exception is what is thrown
+      agree_on_next_round(group(), {.failure = reason.empty() ? "without a text" : reason});
+    } catch (const Error&) {  // join() rethrows the exception of the body
     }
   }
 
@@ -303,13 +305,13 @@ class WrappedModule::Impl {
   Reducer reducer_;
   BufferHook buffer_hook_;
   BufferHookTime buffer_hook_time_ = BufferHookTime::kAfterForward;
-  std::vector<Future<void>> buffers_on_their_way_;
+  std::vector<Future<void>> pending_buffers_;
   std::uint64_t rounds_before_hook_ = 0;
   ForwardOptions next_;
-  bool in_forward_ = false;  ///< one that is to be reduced
+  bool in_forward_ = false;  ///< of a forward that will be reduced
   bool owes_buffers_ = false, owes_buffer_hook_ = false;
   std::optional<JoinOptions> join_;
-  std::exception_ptr join_failure_;  ///< that all ranks have heard of
+  std::exception_ptr join_failure_;  ///< known to all ranks
   int last_live_ = 0;
 };
 

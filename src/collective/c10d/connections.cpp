@@ -31,11 +31,11 @@ std::string key_of(const sockaddr_storage& address) {
 
 }  // namespace
 
-void Connections::find(const std::vector<std::uint8_t>& told, std::set<std::string>& addresses) {
+void Connections::find(const std::vector<std::uint8_t>& exchanged, std::set<std::string>& addresses) {
   for (const std::size_t size : {sizeof(sockaddr_in), sizeof(sockaddr_in6)}) {
-    for (std::size_t at = 0; at + size <= told.size(); ++at) {
+    for (std::size_t at = 0; at + size <= exchanged.size(); ++at) {
       sockaddr_storage address{};
-      std::memcpy(&address, told.data() + at, size);
+      std::memcpy(&address, exchanged.data() + at, size);
       if (address.ss_family != (size == sizeof(sockaddr_in) ? AF_INET : AF_INET6)) continue;
       addresses.insert(key_of(address));
     }
@@ -64,7 +64,7 @@ int Connections::end() const {
   }
   int ended = 0;
   for (const int descriptor : descriptors) {
-    // The number may come to stand for something else at any time, but not that of the copy.
+    // The descriptor may be closed and reused at any time; the copy is not.
     const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
     if (copy && is_ours(copy.get()) && ::shutdown(copy.get(), SHUT_RDWR) == 0) ++ended;
   }

@@ -6,20 +6,20 @@
 
 namespace torchspan::collective {
 
-/// The TCP connections of an engine that has no way to end what waits for them, found among the descriptors
-/// of this process by the addresses at which its ranks listen.
+/// The TCP connections of an engine that cannot cancel its pending operations. Finds them among the
+/// descriptors of this process by the addresses at which the engine's ranks listen.
 class Connections {
  public:
-  /// Addresses at which this rank or another listens, wherever they are in bytes that the engine's ranks told
-  /// each other: a socket address of the kernel's form.
-  void add_own(const std::vector<std::uint8_t>& told) { find(told, own_); }
-  void add_peer(const std::vector<std::uint8_t>& told) { find(told, peers_); }
+  /// Adds the addresses at which this rank, or a peer, listens: every sockaddr found in the bytes that the
+  /// engine's ranks exchanged.
+  void add_own(const std::vector<std::uint8_t>& exchanged) { find(exchanged, own_); }
+  void add_peer(const std::vector<std::uint8_t>& exchanged) { find(exchanged, peers_); }
 
-  /// Shuts them down: the engine sees what it would see if all its peers had closed them. Returns how many.
+  /// Shuts the connections down, as if all peers had closed them. Returns their number.
   int end() const;
 
  private:
-  static void find(const std::vector<std::uint8_t>& told, std::set<std::string>& addresses);
+  static void find(const std::vector<std::uint8_t>& exchanged, std::set<std::string>& addresses);
   bool is_ours(int socket) const;
 
   std::set<std::string> own_, peers_;

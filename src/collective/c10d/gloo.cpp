@@ -24,8 +24,8 @@ using rendezvous::Membership;
 
 constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 
-/// The store over which Gloo's ranks find each other. What a rank sets travels with gathers of all ranks, one
-/// after the other until everybody is connected, on a thread of its own: who waits for whom is Gloo's affair.
+/// The store through which Gloo's ranks find each other. A thread exchanges what the ranks set, by repeated
+/// gathers, until all ranks are connected.
 class MeetingStore final : public c10d::Store {
  public:
   MeetingStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
@@ -36,8 +36,8 @@ class MeetingStore final : public c10d::Store {
         parker_(executor_.make_parker()),
         thread_(executor_.spawn("gloo store", [this] { run(); })) {}
 
-  /// Waits until every rank is connected; throws what kept one of them from it. `trouble`: why this one is
-  /// not.
+  /// Waits until every rank is connected; throws the first failure of a rank. `trouble`: why this rank is not
+  /// connected; empty if it is.
   void finish(const std::string& trouble) {
     {
       MutexLock lock(mutex_);
@@ -49,7 +49,7 @@ class MeetingStore final : public c10d::Store {
     if (failure_) throw Error(*failure_);
   }
 
-  /// By what the ranks told each other: how to reach them.
+  /// Returns the addresses of this rank and of its peers.
   Connections connections() {
     Connections connections;
     MutexLock lock(mutex_);
@@ -81,7 +81,8 @@ class MeetingStore final : public c10d::Store {
       }
       parker_->park(deadline_);
       if (deadline_.passed(executor_.now())) {
-        throw Error(ErrorKind::kTimedOut, "Gloo's ranks did not find each other in time");
+        throw Error(ErrorKind::kTimedOut,
+                    "Gloo's ranks did not find each other before the deadline; raise GroupOptions::timeout");
       }
     }
   }
@@ -99,7 +100,7 @@ class MeetingStore final : public c10d::Store {
   }
   bool deleteKey(const std::string&) override { return false; }
   std::int64_t add(const std::string&, std::int64_t) override {
-    throw Error(ErrorKind::kUnsupported, "Gloo asked its store to count, which it never did before");
+    throw Error(ErrorKind::kUnsupported, "this version of Gloo calls Store::add(), which is not supported");
   }
 
  private:
@@ -147,7 +148,7 @@ class MeetingStore final : public c10d::Store {
     parker_->unpark();
   }
 
-  /// True when everybody's attempt has ended.
+  /// True if all ranks are connected or have failed.
   bool gather_once(const std::vector<int>& sorted) {
     Bytes mine;
     {
@@ -185,9 +186,8 @@ class MeetingStore final : public c10d::Store {
   Thread thread_;
 };
 
-/// Gloo writes to sockets whose peer may be gone, and does not keep the signal of that from ending the
-/// process. Its threads inherit the mask of the one that starts them: that of a device reads and writes,
-/// those of a group write as well.
+/// Blocks SIGPIPE on this thread. Gloo writes to sockets whose peers may have closed them, and does not block
+/// the signal; its threads inherit the mask of the thread that starts them.
 class WithoutPipeSignal {
  public:
   WithoutPipeSignal() {
@@ -209,7 +209,7 @@ class WithoutPipeSignal {
   sigset_t pipe_, before_;
 };
 
-/// In LibTorch 2 an engine stands inside a process group; in 1.13 it is one.
+/// In LibTorch 2 a process group contains Gloo as a backend; in 1.13 Gloo is a process group.
 c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo) {
 #if TORCH_VERSION_MAJOR >= 2
   auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
@@ -220,8 +220,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d:
 #endif
 }
 
-/// Where other hosts reach this one, as the transport between hosts has it: "…,tls:10.0.0.2:4711" or
-/// "…,tls:[fd00::2]:4711". Nothing for a worker that listens to its own host only.
+/// Returns the host in a worker's address, such as "…,tls:10.0.0.2:4711" or "…,tls:[fd00::2]:4711"; empty if
+/// other hosts cannot reach the worker.
 std::string host_of_route(const std::string& address) {
   for (const std::string_view scheme : {"tls:", "ucx:"}) {
     const std::size_t begin = address.rfind(scheme);
@@ -234,7 +234,7 @@ std::string host_of_route(const std::string& address) {
   return {};
 }
 
-/// Gloo would take the address of the host's name, which other hosts may not reach.
+/// By default Gloo uses the address of the host's name, which other hosts may not reach.
 std::shared_ptr<gloo::transport::Device> make_device(const WorldLink& world, const GlooOptions& options) {
   if (options.loopback) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
   const std::string host = host_of_route(world.self().address);
@@ -288,7 +288,7 @@ namespace torchspan::collective {
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
                                                   const GlooOptions&) {
   throw Error(ErrorKind::kUnsupported,
-              "this build has no Gloo: install libgloo-dev and configure again, or use another back end");
+              "this build has no Gloo: install libgloo-dev and configure again, or use another backend");
 }
 
 }  // namespace torchspan::collective

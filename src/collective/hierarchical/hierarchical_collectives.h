@@ -9,21 +9,21 @@
 
 namespace torchspan::collective {
 
-/// Connects the named ranks of the world, of which this one is one; null for one alone.
+/// Connects these ranks of the world, one of which is this rank; null for a single rank.
 using ConnectLeaders =
     std::function<std::unique_ptr<BlockingCollectives>(const std::vector<int>& world_ranks)>;
 
 struct HierarchyPlan {
   std::vector<int> ranks;  ///< of the world, by rank of the group
-  std::vector<int> hosts;  ///< by rank of the group: numbers that are equal on one host
+  std::vector<int> hosts;  ///< by rank of the group: equal for ranks on one host
   int rank = 0;
 };
 
-/// A group inside each host, and a collectives between the first ranks of the hosts, its leaders: large
+/// A group inside each host, and BlockingCollectives between the first ranks of the hosts (leaders): large
 /// tensors cross the network once per host.
 class HierarchicalCollectives final : public BlockingCollectives {
  public:
-  /// Collective; `local` has the ranks of this host in the order of the group.
+  /// Collective; `local` contains the ranks of this host, in the order of the group.
   HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect);
 
   std::string name() const override { return "hierarchical"; }
@@ -45,7 +45,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   const Group local_;
   const ConnectLeaders connect_;
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
-  std::unique_ptr<BlockingCollectives> leaders_;  ///< a leader's, where there are several hosts
+  std::unique_ptr<BlockingCollectives> leaders_;  ///< on leaders, if there are several hosts
 };
 
 }  // namespace torchspan::collective

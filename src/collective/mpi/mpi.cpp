@@ -11,7 +11,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// Most bytes of one call: MPI counts in int.
+/// Most bytes per call: MPI counts in int.
 constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
 
 void check(int outcome, const char* call) {
@@ -23,7 +23,7 @@ void check(int outcome, const char* call) {
   throw Error(ErrorKind::kDisconnected, fmt::format("{}: {}", call, text));
 }
 
-/// Not the narrow integers: with vector instructions, Open MPI 4.1 adds those with saturation.
+/// Excludes narrow integers: with vector instructions, Open MPI 4.1 adds these with saturation.
 MPI_Datatype mpi_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -52,7 +52,7 @@ MPI_Op mpi_op(ReduceOp reduction) {
   }
 }
 
-/// A private communicator: messages of other users of MPI cannot match ours.
+/// Uses a private communicator, so that messages of other users of MPI cannot match.
 class MpiCollectives final : public BlockingCollectives {
  public:
   explicit MpiCollectives(MPI_Comm communicator) : communicator_(communicator) {
@@ -131,7 +131,9 @@ class MpiCollectives final : public BlockingCollectives {
       layout.places.push_back(static_cast<int>(at));
       at += count;
     }
-    if (at > INT_MAX) throw Error(ErrorKind::kUnsupported, "all_to_all of more than 2 GiB over Open MPI");
+    if (at > INT_MAX)
+      throw Error(ErrorKind::kUnsupported,
+                  "all_to_all over Open MPI is limited to 2 GiB; send smaller parts");
     return layout;
   }
   int rank() const {
@@ -143,14 +145,14 @@ class MpiCollectives final : public BlockingCollectives {
   MPI_Comm communicator_;
 };
 
-/// At the end of the process: mpirun calls it a failure when a worker ends without.
+/// Runs at the end of the process: mpirun reports a failure if a worker ends without it.
 void finalize() {
   int ended = 0;
   MPI_Finalized(&ended);
   if (ended == 0) MPI_Finalize();
 }
 
-/// MPI's world, if this process belongs to one that equals ours.
+/// Initializes MPI if necessary; throws unless MPI's world has this rank and size.
 void check_world(int world_rank, int world_size) {
   int begun = 0, level = 0, rank = 0, size = 0;
   MPI_Initialized(&begun);
@@ -164,13 +166,12 @@ void check_world(int world_rank, int world_size) {
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (level < MPI_THREAD_MULTIPLE) {
     throw Error(ErrorKind::kUnsupported,
-                "MPI was initialized for fewer threads than MPI_THREAD_MULTIPLE, which a group needs");
+                "MPI was initialized without MPI_THREAD_MULTIPLE, which a group needs");
   }
   if (rank != world_rank || size != world_size) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("Open MPI sees rank {} of {}, but this is rank {} of {}: start the workers by mpirun",
-                    rank, size, world_rank, world_size));
+    throw Error(ErrorKind::kUnsupported, fmt::format("Open MPI has this process as rank {} of {}, but it is "
+                                                     "rank {} of {}: start the workers with mpirun",
+                                                     rank, size, world_rank, world_size));
   }
 }
 
@@ -179,13 +180,13 @@ void check_world(int world_rank, int world_size) {
 std::unique_ptr<BlockingCollectives> connect_mpi(const std::vector<int>& ranks, int world_rank,
                                                  int world_size) {
   check_world(world_rank, world_size);
-  MPI_Group everybody = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+  MPI_Group all_ranks = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
   MPI_Comm communicator = MPI_COMM_NULL;
-  check(MPI_Comm_group(MPI_COMM_WORLD, &everybody), "MPI_Comm_group");
-  check(MPI_Group_incl(everybody, static_cast<int>(ranks.size()), ranks.data(), &members), "MPI_Group_incl");
+  check(MPI_Comm_group(MPI_COMM_WORLD, &all_ranks), "MPI_Comm_group");
+  check(MPI_Group_incl(all_ranks, static_cast<int>(ranks.size()), ranks.data(), &members), "MPI_Group_incl");
   check(MPI_Comm_create_group(MPI_COMM_WORLD, members, 0, &communicator), "MPI_Comm_create_group");
   MPI_Group_free(&members);
-  MPI_Group_free(&everybody);
+  MPI_Group_free(&all_ranks);
   return std::make_unique<MpiCollectives>(communicator);
 }
 
@@ -198,7 +199,7 @@ namespace torchspan::collective {
 std::unique_ptr<BlockingCollectives> connect_mpi(const std::vector<int>&, int, int) {
   throw Error(
       ErrorKind::kUnsupported,
-      "this build has no Open MPI: install libopenmpi-dev and configure again, or use another back end");
+      "this build has no Open MPI: install libopenmpi-dev and configure again, or use another backend");
 }
 
 }  // namespace torchspan::collective

@@ -7,7 +7,8 @@
 
 namespace torchspan::collective {
 
-/// What a rank called, as one line of text: "all_reduce(Float [3, 4], sum)". Ranks agree when the lines do.
+/// A call of a rank as one line of text: "all_reduce(Float [3, 4], sum)". Calls agree if their lines are
+/// equal.
 struct CallLine {
   std::string text;
 };
@@ -16,7 +17,7 @@ struct CallLine {
 CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
                         bool first_free = false);
 
-/// Lines travel as fixed rows: longer ones are cut, and told apart by a sum of the whole.
+/// Lines are sent in fixed size: longer ones are truncated, and contain a checksum of the whole line.
 inline constexpr std::size_t kLineBytes = 192;
 using LineBytes = std::array<char, kLineBytes>;
 LineBytes pack_line(const CallLine& line, std::uint64_t number);

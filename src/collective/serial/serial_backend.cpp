@@ -18,12 +18,12 @@ namespace {
 
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
-constexpr Duration kRollCall = std::chrono::seconds(1);
+constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
-/// `how` may begin with the name.
+/// `how` may begin with the name of the peer.
 Error lost(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot go on without it",
+          fmt::format("{}, and the group cannot continue without it",
                       how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
 }
 
@@ -56,7 +56,8 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
 }
 
 SerialBackend::~SerialBackend() {
-  break_with(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  break_with(Error(ErrorKind::kCancelled,
+                   "the last handle of the group was dropped while this operation was pending"));
   stop_thread();
   GroupHost::close(host_, options_.world && options_.world->ended());
 }
@@ -150,7 +151,7 @@ void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   try {
     throw_if_broken("");
-    refuse_without_the_gone();
+    throw_if_rank_gone();
     compare(job.call);
     job.run();
   } catch (...) {
@@ -159,7 +160,7 @@ void SerialBackend::run_one(Job& job) {
   }
 }
 
-void SerialBackend::refuse_without_the_gone() const {
+void SerialBackend::throw_if_rank_gone() const {
   for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
     const auto how = options_.world->gone(options_.instances[rank]);
     if (how) throw lost(options_.peers[rank], *how);
@@ -193,15 +194,16 @@ void SerialBackend::throw_different(std::size_t one, const std::string& its_call
                                     const std::string& other_call) const {
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and {} "
-                  "called {}",
-                  options_.peers[one], its_call, options_.peers[other], other_call));
+      fmt::format(
+          "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
+          "called {}",
+          options_.peers[one], its_call, options_.peers[other], other_call));
 }
 
 Error SerialBackend::explain(const CallLine& call, const std::exception_ptr& exception) const {
   const auto about = [&](ErrorKind kind, const std::string& text) {
     return Error(kind, fmt::format("{}, call {} of the group, failed in {}: {}{}", call.text, calls_.load(),
-                                   collectives_->name(), text, who_is_missing()));
+                                   collectives_->name(), text, missing_ranks()));
   };
   try {
     std::rethrow_exception(exception);
@@ -215,26 +217,26 @@ Error SerialBackend::explain(const CallLine& call, const std::exception_ptr& exc
   return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
 }
 
-std::string SerialBackend::who_is_missing() const {
-  std::string who;
+std::string SerialBackend::missing_ranks() const {
+  std::string missing;
   for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
     if (const auto how = options_.world->gone(options_.instances[rank])) {
-      who += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
+      missing += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
     }
   }
-  if (!who.empty() || !options_.world) return who;
-  const std::string silent = call_the_roll();
-  return silent.empty() ? "; all ranks gave up on it"
-                        : "; a roll call of those that gave up on it: " + silent;
+  if (!missing.empty() || !options_.world) return missing;
+  const std::string silent = find_silent_ranks();
+  return silent.empty() ? "; all ranks report this failure"
+                        : "; the ranks were asked whether it failed on them too: " + silent;
 }
 
-std::string SerialBackend::call_the_roll() const {
+std::string SerialBackend::find_silent_ranks() const {
   std::vector<int> ranks = options_.ranks;
   std::sort(ranks.begin(), ranks.end());
   try {
     options_.world->ask([&](rendezvous::Membership& world) {
       world.barrier(fmt::format("torchspan.roll_call.{}", calls_.load()), std::move(ranks),
-                    runtime_->executor.deadline_in(kRollCall));
+                    runtime_->executor.deadline_in(kAnswerLimit));
     });
   } catch (const Error& error) {
     return error.message();
@@ -248,9 +250,9 @@ T SerialBackend::wait_until(Deadline deadline, const Future<T>& future, const ch
     return future.wait(deadline);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
-    break_with(
-        Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, was not over by its deadline{}",
-                                                call, calls_.load(), who_is_missing())));
+    break_with(Error(ErrorKind::kTimedOut,
+                     fmt::format("{}, call {} of the group, did not complete by its deadline{}", call,
+                                 calls_.load(), missing_ranks())));
     throw_if_broken(call);
     throw;
   }
@@ -271,11 +273,11 @@ void SerialBackend::break_with(const Error& cause) {
 }
 
 void SerialBackend::abort(const Error& cause) {
-  const Error told(cause.kind(),
-                   fmt::format("{} aborted the group: {}", options_.peers[static_cast<std::size_t>(rank())],
-                               cause.message()));
-  break_with(told);
-  collectives_->abort(told);
+  const Error reason(cause.kind(),
+                     fmt::format("{} aborted the group: {}", options_.peers[static_cast<std::size_t>(rank())],
+                                 cause.message()));
+  break_with(reason);
+  collectives_->abort(reason);
 }
 
 std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
@@ -312,7 +314,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
   if (tensor.is_sparse()) {
     if (reduction != kSum && reduction != kAvg) {
       throw Error(ErrorKind::kUnsupported,
-                  "sparse tensors can be summed and averaged only; densify them first");
+                  "sparse tensors can only be summed and averaged; convert them with to_dense() first");
     }
     return submit<at::Tensor>(std::move(line),
                               [this, tensor, reduction] { return reduce_sparse(tensor, reduction); });
@@ -396,7 +398,7 @@ std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Deadline dead
 
 void SerialBackend::barrier(Deadline deadline) {
   const auto body = [this] {
-    if (options_.compare_calls) return;  // that was one
+    if (options_.compare_calls) return;  // the comparison of calls was a barrier
     at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     collectives_->all_gather(mine, empty_bytes({size(), 1}));
   };
@@ -443,7 +445,7 @@ at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduc
   const std::vector<std::int64_t> sizes = work.sizes().vec();
   const auto all = gathers_.numbers({work._nnz(), work.sparse_dim()});
   std::vector<std::int64_t> entries;
-  std::size_t first = 0;  // with entries: the others follow its number of sparse dimensions
+  std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     entries.push_back(all[rank][0]);
     if (entries[first] == 0) first = rank;
@@ -462,7 +464,7 @@ at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduc
     indices = at::empty({0, sparse_dim}, at::TensorOptions().dtype(at::kLong));
     values = at::empty(none, values.options());
   }
-  // Entries are the first dimension.
+  // The first dimension is that of the entries.
   const auto all_indices = gathers_.dense(plain(indices), entries);
   const auto all_values = gathers_.dense(plain(values), entries);
   at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();

@@ -26,8 +26,9 @@ Mapping::Mapping(const Descriptor& descriptor, std::uint64_t size) {
   struct stat about {};
   if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
       static_cast<std::uint64_t>(about.st_size) != size) {
-    throw Error(ErrorKind::kInvalid,
-                "the memory passed for a group is not sealed, or not of the size it said");
+    throw Error(
+        ErrorKind::kInvalid,
+        "a member of the group passed memory that is not sealed or does not have the size that it declared");
   }
   void* memory =
       ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
@@ -61,10 +62,9 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
   Descriptor descriptor(::memfd_create("torchspan group", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!descriptor || ::ftruncate(descriptor.get(), static_cast<off_t>(size)) != 0 ||
       ::fcntl(descriptor.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("this system gives no sealed memory files (memfd_create): {}; use another back end",
-                    std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
+                            std::strerror(errno)));
   }
   return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
 }
@@ -81,7 +81,8 @@ Arena::Stretch Arena::reserve(std::size_t bytes) {
   if (::fallocate(descriptor_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(taken)) != 0) {
     const int reason = errno;
     give_back(offset, taken);
-    throw Error(ErrorKind::kOverloaded, fmt::format("the system has no {} bytes of shared memory left: {}",
+    throw Error(ErrorKind::kOverloaded, fmt::format("the system has no {} bytes of shared memory left: {}; "
+                                                    "free memory, or raise the container's limit",
                                                     bytes, std::strerror(reason)));
   }
 #if defined(MADV_POPULATE_WRITE)
@@ -106,8 +107,8 @@ std::uint64_t Arena::take(std::uint64_t bytes) {
     return offset;
   }
   throw Error(ErrorKind::kOverloaded,
-              fmt::format("{} bytes do not fit into what is left of the {} that this rank may share; raise "
-                          "GroupOptions::shared_bytes, or let go of tensors from allocate()",
+              fmt::format("{} bytes do not fit into the rest of the {} bytes that this rank may share; raise "
+                          "GroupOptions::shared_bytes, or release tensors from allocate()",
                           bytes, mapping_.size()));
 }
 

@@ -11,12 +11,12 @@
 
 namespace torchspan::collective::shm {
 
-/// Where the shared memory of one rank is mapped in this process; unmapped with its owner.
+/// The mapping of one rank's shared memory in this process; the destructor unmaps it.
 class Mapping {
  public:
   Mapping() = default;
-  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid when it is something else, which
-  /// could vanish under our feet; kOverloaded without address space.
+  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid for any other file, which a peer
+  /// could truncate later; kOverloaded without address space.
   Mapping(const Descriptor& descriptor, std::uint64_t size);
   Mapping(Mapping&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -29,7 +29,7 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::uint64_t size() const { return size_; }
-  /// Whether `bytes` bytes from `offset` on lie inside: asked of every place that a peer names.
+  /// Whether the `bytes` bytes at `offset` are inside; checked for every offset received from a peer.
   bool holds(std::uint64_t offset, std::uint64_t bytes) const {
     return offset <= size_ && bytes <= size_ - offset;
   }
@@ -39,24 +39,24 @@ class Mapping {
   std::uint64_t size_ = 0;
 };
 
-/// The shared memory that one rank hands out: a memory file with no name, as long as all that it may ever
-/// hold, whose pages exist only where something was allocated. Thread-safe.
+/// The memory that one rank shares: an anonymous memory file of the largest allowed size. Only allocated
+/// pages take memory. Thread-safe.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  /// `size` zero: as much as the machine has memory. Throws kUnsupported when the system has no sealed memory
+  /// `size` 0: the size of the machine's memory. Throws kUnsupported if the system has no sealed memory
   /// files, kOverloaded without address space.
   static std::shared_ptr<Arena> make(std::uint64_t size);
 
-  /// Zeroed memory from a page's start, given back with the last copy of the pointer, which keeps the arena.
-  /// Throws kOverloaded when the arena or the machine is full.
+  /// Allocates zeroed, page-aligned memory, and releases it with the last copy of the pointer, which also
+  /// keeps the arena. Throws kOverloaded if the arena or the machine is full.
   std::shared_ptr<std::byte> allocate(std::size_t bytes);
 
-  /// A stretch that nobody's destructor gives back: other processes may still look at it.
+  /// A range that no destructor releases, because other processes may still read it.
   struct Stretch {
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
   };
-  /// As allocate(). What is never released lasts as long as somebody maps the arena.
+  /// As allocate(). A range that is never released exists while any process maps the arena.
   Stretch reserve(std::size_t bytes);
   void release(const Stretch& stretch) { give_back(stretch.offset, stretch.bytes); }
 
@@ -69,9 +69,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   Arena(Descriptor descriptor, std::uint64_t size);
-  /// The place of a free stretch of `bytes` bytes, taken out of the list; throws when there is none.
+  /// Removes a free range of `bytes` bytes from the list and returns its offset; throws if there is none.
   std::uint64_t take(std::uint64_t bytes);
-  /// The pages go back to the system at once.
+  /// Returns the range to the list, and its pages to the system.
   void give_back(std::uint64_t offset, std::uint64_t bytes);
 
   const Descriptor descriptor_;

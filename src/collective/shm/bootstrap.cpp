@@ -8,12 +8,12 @@
 namespace torchspan::collective::shm {
 namespace {
 
-/// One that says nothing after it dialed must not keep the others waiting for long.
+/// A peer that connects and sends nothing delays the others for at most this long.
 constexpr Duration kHelloLimit = std::chrono::seconds(10);
-/// All are at it when it begins, so that who is not heard of by then cannot come.
+/// All ranks begin together, so a rank that has not connected by then never will.
 constexpr Duration kBootstrapLimit = std::chrono::seconds(30);
 
-/// What a member says when it dials: the token, its rank and the size of the memory it passes.
+/// The first message of a member that connects: the token, its rank and the size of the memory it passes.
 struct Hello {
   Bytes token;
   std::uint32_t rank = 0;
@@ -39,7 +39,7 @@ struct Hello {
   static constexpr std::size_t kBytes = kTokenBytes + 12;
 };
 
-/// The ranks of one host pass each other their memory.
+/// Exchanges memory between the ranks of one host.
 class Bootstrap {
  public:
   Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, Neighbors& neighbors)
@@ -77,8 +77,8 @@ class Bootstrap {
 
   int size() const { return static_cast<int>(peers_.size()); }
 
-  /// A stranger's call, or none at all in time, is nothing.
-  std::optional<std::pair<std::uint32_t, AcceptedPeer>> welcome(UnixConnection connection) {
+  /// Returns nullopt for a connection without the token, or without a message in time.
+  std::optional<std::pair<std::uint32_t, AcceptedPeer>> receive_hello(UnixConnection connection) {
     try {
       const Deadline deadline = earlier(deadline_, runtime_.executor.deadline_in(kHelloLimit));
       DescriptorMessage received = connection.receive(Hello::kBytes, deadline);
@@ -95,7 +95,7 @@ class Bootstrap {
   void host() {
     std::vector<std::optional<AcceptedPeer>> peers(peers_.size());
     for (int missing = size() - 1; missing > 0;) {
-      auto peer = welcome(neighbors_.listener->accept(deadline_));
+      auto peer = receive_hello(neighbors_.listener->accept(deadline_));
       if (!peer || peers[peer->first]) continue;
       peers[peer->first].emplace(std::move(peer->second));
       --missing;
@@ -126,7 +126,8 @@ class Bootstrap {
       DescriptorMessage received = connection.receive(Hello::kBytes, deadline_);
       const Hello about = Hello::decode(received.bytes);
       if (about.token != token_ || about.rank >= known.size() || known[about.rank]) {
-        throw Error(ErrorKind::kInvalid, "the first rank of its host passed memory that makes no sense");
+        throw Error(ErrorKind::kInvalid,
+                    "the first rank of the host passed memory for an unknown rank or with a wrong token");
       }
       known[about.rank] = true;
       peer_memory_->add_peer(static_cast<int>(about.rank), Mapping(received.descriptor, about.size));
@@ -157,7 +158,7 @@ BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const Bootstr
   } catch (const Error& error) {
     trouble = error.message();
   }
-  neighbors.connection.reset();  // who waits for it at the other end hears that this rank gave up
+  neighbors.connection.reset();  // a leader that waits for this rank sees the end of the connection
   ByteWriter writer;
   writer.put_string(trouble);
   const std::vector<Bytes> answers = gather(writer.bytes());

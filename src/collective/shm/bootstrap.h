@@ -9,23 +9,23 @@
 namespace torchspan::collective::shm {
 
 struct BootstrapOptions {
-  std::vector<PeerIdentity> peers;  ///< by rank of the group to be
+  std::vector<PeerIdentity> peers;  ///< by rank of the new group
   int self = 0;
-  std::shared_ptr<Arena> memory;  ///< what this rank hands out
+  std::shared_ptr<Arena> memory;  ///< the memory that this rank shares
   Deadline deadline;
 };
 
-/// What came of a meeting.
+/// The result of bootstrap().
 struct BootstrapResult {
-  std::vector<int> leaders;          ///< by rank: the first of those that it shares memory with
-  std::vector<std::string> reasons;  ///< by rank: what kept it from sharing memory, if anything did
-  std::shared_ptr<PeerMemory> peer_memory = {};  ///< of this rank's host; null where it is alone
+  std::vector<int> leaders;                      ///< by rank: the first rank that it shares memory with
+  std::vector<std::string> reasons;              ///< by rank: why it shares no memory; empty if it does
+  std::shared_ptr<PeerMemory> peer_memory = {};  ///< of this rank's host; null if it is alone there
 };
 
-/// Collective: neighbors pass each other their memory. All dial their leader, which passes everybody's on;
-/// callers prove that they know a random token that only `gather` told. Each keeps its connection with the
-/// leader, as a sign of life. Who cannot pass or map memory shares none, nor do those that it was to share
-/// with: they are as if on hosts of their own.
+/// Collective: neighbors pass each other their memory. All connect to their leader, which distributes the
+/// memory of all, and authenticate with a random token that only `gather` has distributed. The connection to
+/// the leader stays open, so that its end reveals the end of a process. If a rank cannot pass or map memory,
+/// the ranks of its host share none, as if each were alone on a host.
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
                           Neighbors neighbors, const Gather& gather);
 

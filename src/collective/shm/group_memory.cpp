@@ -11,13 +11,13 @@
 namespace torchspan::collective::shm {
 namespace {
 
-/// Small enough for the chunks of all ranks to stay in a core's own cache.
+/// Small enough that the chunks of all ranks stay in the L2 cache of a core.
 constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
-/// Where ranks take turns on a core each turn costs more than the cache gives.
+/// If ranks share a core, larger chunks save context switches, which cost more than cache misses.
 constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
 
 [[noreturn]] void throw_outside() {
-  throw Error(ErrorKind::kInvalid, "a member of the group named a place outside its shared memory");
+  throw Error(ErrorKind::kInvalid, "a member of the group sent an offset outside its shared memory");
 }
 
 void check_place(const Mapping& memory, std::uint64_t offset, std::size_t bytes) {
@@ -28,7 +28,7 @@ std::uint64_t new_token() {
   std::uint64_t token = 0;
   const Bytes bytes = random_bytes(sizeof token);
   std::memcpy(&token, bytes.data(), sizeof token);
-  return token | 1;  // never that of fresh memory
+  return token | 1;  // never 0, the value in fresh memory
 }
 
 }  // namespace
@@ -132,7 +132,8 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_ar
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
     throw Error(ErrorKind::kInvalid,
-                "the ranks of this group see different machines: they differ in its cores");
+                "the ranks of this group see different numbers of cores, so they cannot share memory: give "
+                "them the same CPU affinity, or use another backend");
   }
   for (std::size_t rank = 0; rank < members_.size(); ++rank) {
     const Mapping& place = peer_memory_->memory(members_[rank]);

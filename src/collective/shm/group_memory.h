@@ -9,16 +9,16 @@
 
 namespace torchspan::collective::shm {
 
-/// The shared memory of one group as one rank sees it: the control block, in rank 0's arena, and everybody's
-/// staging area, in their own arenas.
+/// The shared memory of one group, as mapped by one rank: the control block, in rank 0's arena, and the
+/// staging area of every rank, in that rank's arena.
 class GroupMemory {
  public:
-  /// Collective: `members` are peer memory ranks, by rank of the group; `gather` gathers from all who take
-  /// part, of whom `answering` says which answer is which member's. Throws, on every rank alike, what one of
-  /// them lacks.
+  /// Collective: `members` are peer memory ranks, by rank of the group; `gather` returns the bytes of all
+  /// participants, and `answering` the index of each member among them. Throws the same error on every rank
+  /// if one of them has no memory.
   static std::unique_ptr<GroupMemory> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
                                            const Gather& gather, const std::vector<int>& answering);
-  /// Other ranks may still read this one's last calls: its memory is given back when they cannot.
+  /// Other ranks may still read this rank's last calls: its memory is released when they no longer can.
   ~GroupMemory();
 
   int rank() const { return rank_; }
@@ -35,14 +35,14 @@ class GroupMemory {
   std::byte* staging(int rank, std::uint64_t chunk) const {
     return staging_area(rank).staging() + chunk % kStagingBuffers * chunk_bytes_;
   }
-  /// Where a rank's contribution lies that it called shared; throws kInvalid for a place outside its memory.
+  /// The address of a contribution in a rank's arena; throws kInvalid for an offset outside its memory.
   std::byte* place(int rank, const Call& call) const;
-  /// This rank's place of `data`, if it lies in its arena.
+  /// The offset of `data` in this rank's arena; nullopt if it is outside.
   std::optional<std::uint64_t> place_of(const void* data, std::size_t bytes) const;
 
  private:
   GroupMemory() = default;
-  /// What one rank tells the others.
+  /// The offsets that one rank sends to the others.
   struct Places;
   Places reserve(std::size_t staging_area_bytes, std::size_t control_bytes, bool oversubscribed);
   void open(const std::vector<Places>& places, std::size_t staging_area_bytes, std::size_t control_bytes);
@@ -53,9 +53,9 @@ class GroupMemory {
   int rank_ = 0;
   std::uint64_t chunk_bytes_ = 0;
   std::optional<Arena::Stretch> own_staging_area_;
-  std::optional<Arena::Stretch> own_control_;  ///< rank 0's only
+  std::optional<Arena::Stretch> own_control_;  ///< on rank 0 only
   std::vector<StagingArea*> staging_areas_;
-  std::vector<std::uint64_t> tokens_;  ///< what stands in the staging areas of those that are still here
+  std::vector<std::uint64_t> tokens_;  ///< of each rank's staging area while the rank is in the group
   std::optional<Signals> signals_;
 };
 

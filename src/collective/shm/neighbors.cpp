@@ -12,11 +12,11 @@ std::string hex(BytesView bytes) {
   return text;
 }
 
-/// Where a rank listens, and what its callers have to know; no names where nobody else is on its machine.
+/// Where a rank listens, and the token that peers need; no names if it is alone on its machine.
 struct Invitation {
   std::vector<std::string> names = {};
   Bytes token = {};
-  std::string refusal = {};  ///< why there are no names, if there should be
+  std::string refusal = {};  ///< why there are no names although there should be
 
   Bytes encode() const {
     ByteWriter writer;
@@ -38,7 +38,7 @@ struct Invitation {
   }
 };
 
-/// Whom a rank reached.
+/// Which rank a rank has reached.
 struct Answer {
   std::int32_t leader = 0;
   bool same_network = false;
@@ -96,7 +96,7 @@ Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
     }
     if (answer.reason.empty()) {
       answer.reason =
-          fmt::format("{} does not reach {}: {}", plan.peers[self].text, plan.peers[rank].text, why);
+          fmt::format("{} cannot reach {}: {}", plan.peers[self].text, plan.peers[rank].text, why);
     }
   }
   if (!invitations[self].refusal.empty()) {

@@ -10,17 +10,18 @@
 namespace torchspan::collective::shm {
 namespace {
 
-/// For how long an operation is left to a caller that may be about to wait for it.
+/// How long an operation is left for a caller that may wait for it.
 constexpr Duration kLeftToCaller = std::chrono::microseconds(100);
-/// Between looks of the thread while calls come, so that they need not wake it; and how long after the last.
+/// The thread polls at this interval while calls arrive, and for kLively after the last one, so that calls
+/// need not wake it.
 constexpr Duration kNap = std::chrono::microseconds(200);
 constexpr Duration kLively = std::chrono::milliseconds(5);
-/// Between looks at the other ranks' connections, while waiting for them.
+/// Interval at which a waiting thread checks the other ranks' connections.
 constexpr Duration kWatch = std::chrono::milliseconds(200);
 
 }  // namespace
 
-/// A waiting thread takes the driver lock, if it is free.
+/// A waiting thread takes the driver lock if it is free.
 class OpQueue::Host final : public GroupHost {
  public:
   using GroupHost::GroupHost;
@@ -92,7 +93,7 @@ void OpQueue::world_ended(const Error& reason) {
 
 void OpQueue::world_closing() {
   stop_thread();
-  while (!take_driver_lock()) executor_.yield();  // who has it was told to stop
+  while (!take_driver_lock()) executor_.yield();  // its holder was interrupted
   fail_all(breakage().value_or(Error(ErrorKind::kCancelled, "the world of this group has ended")));
   release_driver_lock();
 }
@@ -107,7 +108,8 @@ std::optional<Error> OpQueue::breakage() {
 OpQueue::~OpQueue() {
   stop_thread();
   signals_.leave();
-  fail_all(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  fail_all(Error(ErrorKind::kCancelled,
+                 "the last handle of the group was dropped while this operation was pending"));
   Host::close(std::move(host_), ended_.load());
 }
 
@@ -266,10 +268,11 @@ void OpQueue::compare_calls(const Operation& operation) {
     if (agree(calls[one], calls[other])) return;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and "
-                    "{} called {}",
-                    memory_->peer(static_cast<int>(one)).text, describe(calls[one]),
-                    memory_->peer(static_cast<int>(other)).text, describe(calls[other])));
+        fmt::format(
+            "the ranks of a group must call the same operations in the same order, but {} called {}, and "
+            "{} called {}",
+            memory_->peer(static_cast<int>(one)).text, describe(calls[one]),
+            memory_->peer(static_cast<int>(other)).text, describe(calls[other])));
   };
   std::size_t with_entries = 0;
   for (int rank = 0; rank < memory_->size(); ++rank) {
@@ -303,9 +306,9 @@ bool OpQueue::await(const Operation& operation, CountTarget target, const std::a
     if (stopping_.load()) return false;
     if (ended_.load()) return true;
     rank_gone_.store(false);
-    look_for_the_gone(operation, target);
+    break_if_rank_gone(operation, target);
     if (limit.passed(executor_.now())) {
-      give_up_on_the_late(operation, target, executor_.now() - began);
+      break_for_timeout(operation, target, executor_.now() - began);
       return true;
     }
     if (deadline.passed(executor_.now())) return false;
@@ -340,11 +343,11 @@ void OpQueue::fail_all(const Error& cause) {
   }
 }
 
-void OpQueue::look_for_the_gone(const Operation& operation, CountTarget target) {
+void OpQueue::break_if_rank_gone(const Operation& operation, CountTarget target) {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
     auto how = memory_->peer_memory()->gone(memory_->members()[static_cast<std::size_t>(rank)]);
-    if (signals_.has_left(rank)) how = "let go of the group";
+    if (signals_.has_left(rank)) how = "it left the group";
     if (!how) continue;
     const bool needed =
         target.count == Count::kUnits ? signals_.is_in_unit(rank) : !signals_.reached_by(rank, target);
@@ -357,7 +360,7 @@ void OpQueue::look_for_the_gone(const Operation& operation, CountTarget target) 
   }
 }
 
-void OpQueue::give_up_on_the_late(const Operation& operation, CountTarget target, Duration waited) {
+void OpQueue::break_for_timeout(const Operation& operation, CountTarget target, Duration waited) {
   std::vector<std::string> late;
   const CountTarget posted{Count::kPosted, operation.call.sequence + 1};
   for (int rank = 0; rank < memory_->size(); ++rank) {
@@ -365,13 +368,14 @@ void OpQueue::give_up_on_the_late(const Operation& operation, CountTarget target
     if (target.count == Count::kUnits && !signals_.is_in_unit(rank)) continue;
     const std::uint64_t calls = signals_.count(rank, Count::kPosted);
     late.push_back(signals_.reached_by(rank, posted)
-                       ? fmt::format("{}, which called it, but does not go on", memory_->peer(rank).text)
+                       ? fmt::format("{}, which called it, but makes no progress", memory_->peer(rank).text)
                        : fmt::format("{}, which made {} calls so far", memory_->peer(rank).text, calls));
   }
   signals_.break_group(
       Error(ErrorKind::kTimedOut,
-            fmt::format("{} waited {:.3g} s for {}; ranks of a group must call the same, in the same order",
-                        describe_numbered(operation.call), to_seconds(waited), fmt::join(late, "; "))));
+            fmt::format(
+                "{} waited {:.3g} s for {}; ranks of a group must call the same operations in the same order",
+                describe_numbered(operation.call), to_seconds(waited), fmt::join(late, "; "))));
 }
 
 }  // namespace torchspan::collective::shm

@@ -11,23 +11,23 @@
 
 namespace torchspan::collective::shm {
 
-/// Some memory of this process; several in a row are one contribution.
+/// A range of memory of this process; a contribution is a sequence of them.
 struct Piece {
   std::byte* data = nullptr;
   std::size_t size = 0;
 };
 
-/// One collective as this rank called it, from the call to the completion of its future.
+/// One collective operation on this rank, from the call to the completion of its future.
 struct Operation {
   Call call;
   Bytes note;                 ///< shapes, written into the slot
-  std::vector<Piece> pieces;  ///< what this rank contributes: call.bytes bytes
-  /// Called once everybody's call is there, and agrees: does what can be done at once and returns the rest.
-  /// Throws kInvalid for calls that make no sense.
+  std::vector<Piece> pieces;  ///< this rank's contribution: call.bytes bytes
+  /// Called when the calls of all ranks have arrived and agree: does what it can at once, and returns the
+  /// remaining steps. Throws kInvalid for inconsistent calls.
   UniqueFunction<OpCoroutine()> begin;
   UniqueFunction<void()> succeed;
   UniqueFunction<void(std::exception_ptr)> fail;
-  Deadline deadline;  ///< never: as long as the group waits for late ranks
+  Deadline deadline;  ///< never: the timeout of the group
   TimePoint issued;
 
   bool begun = false;
@@ -39,7 +39,7 @@ std::string describe(const Call& call);
 /// "all_reduce(float [3, 4], sum), call 7 of the group".
 std::string describe_numbered(const Call& call);
 
-/// Whether two ranks called the same thing, as far as that verb demands. A sparse tensor without entries
+/// Whether two ranks' calls agree, in what their verb requires to be equal. A sparse tensor without entries
 /// agrees with every number of sparse dimensions.
 bool agree(const Call& a, const Call& b);
 

@@ -41,13 +41,13 @@ std::optional<std::string> PeerMemory::gone(int peer_rank) {
   bool ended = false;
   if (ends_[index]) {
     char byte = 0;
-    // Nobody says anything here: whatever is to be read is the end.
+    // Peers send nothing on this socket: it becomes readable only at its end.
     const ssize_t got = ::recv(ends_[index].get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
   }
   MutexLock lock(mutex_);
   if (!gone_[index]) gone_[index] = world_->gone(peer(peer_rank).instance);
-  if (ended && !gone_[index]) gone_[index] = "its process ended, or let go of its groups";
+  if (ended && !gone_[index]) gone_[index] = "its process ended or dropped its groups";
   return gone_[index];
 }
 

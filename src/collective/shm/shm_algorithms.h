@@ -8,13 +8,13 @@
 
 namespace torchspan::collective::shm {
 
-/// What this rank wants of another's contribution: the bytes from `from` on, as many as `into` takes.
+/// The part of another rank's contribution to copy: the bytes from `from` on, as many as `into` holds.
 struct FetchRange {
   std::uint64_t from = 0;
   std::vector<Piece> into = {};
 };
 
-/// A dense tensor to be reduced: `bytes` bytes at `data`, elements of `item` bytes.
+/// A dense tensor to reduce: `bytes` bytes at `data`, in elements of `item` bytes.
 struct Dense {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
@@ -22,26 +22,26 @@ struct Dense {
   Kernel kernel = nullptr;
 };
 
-/// The algorithms: bytes between the ranks' memories, chunk by chunk. Used by one thread at a time, for one
-/// operation after the other, in the same order on all ranks: that is what makes its counts of chunks and
-/// units mean the same everywhere.
+/// Moves and reduces bytes between the ranks' memories, chunk by chunk. Used by one thread at a time, for one
+/// operation at a time, in the same order on all ranks; therefore counts of chunks and units have the same
+/// meaning on all ranks.
 class ShmAlgorithms {
  public:
   explicit ShmAlgorithms(GroupMemory& memory) : memory_(memory), signals_(memory.signals()) {}
 
-  /// Everybody's call of the operation at hand, copied.
+  /// Copies of all ranks' calls of the current operation.
   std::vector<Call>& calls() { return calls_; }
 
-  /// Reduces `work` in place, or where `into` is not null this rank's part of it to there.
+  /// Reduces `work` in place; if `into` is not null, reduces only this rank's part, into `into`.
   OpCoroutine reduce(const Dense& work, std::byte* into);
-  /// Copies what is wanted of each rank; `pieces` are this rank's own contribution.
+  /// Copies a range from each rank; `pieces` are this rank's contribution.
   OpCoroutine fetch(std::vector<FetchRange> wants, std::vector<Piece> pieces);
-  /// The bytes that a rank's slot holds behind its note.
+  /// The contribution in a rank's slot, after its note.
   const std::byte* in_slot(int rank) const;
   BytesView note(int rank) const;
 
  private:
-  /// Writes this rank's bytes of a round to its staging buffer; takes what it wants from everybody's.
+  /// Fill writes this rank's bytes of a round to its staging buffer; Take reads the buffers of all ranks.
   using Fill = std::function<void(std::size_t round, std::byte* staging)>;
   using Take = std::function<void(std::size_t round, std::uint64_t chunk)>;
 
@@ -55,11 +55,11 @@ class ShmAlgorithms {
     return reach(Count::kTaken, chunk < kStagingBuffers ? 0 : chunk + 1 - kStagingBuffers);
   }
 
-  /// The units of one shared tensor, cut into a region for each rank.
+  /// The units of one shared tensor, split into one region per rank.
   struct Regions {
     struct Region {
       std::uint64_t first_unit;  ///< of the tensor
-      std::uint64_t begin, end;  ///< of all that were ever in this region
+      std::uint64_t begin, end;  ///< counted over all tensors of this region
     };
     std::vector<Region> of;
     std::uint64_t all_done = 0;

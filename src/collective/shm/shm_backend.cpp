@@ -64,7 +64,8 @@ void ShmBackend::place(Operation& operation) const {
   Call& call = operation.call;
   call.note = operation.note.size();
   if (call.note > kSlotBytes) {
-    throw Error(ErrorKind::kUnsupported, "too many parts with too many dimensions for this back end");
+    throw Error(ErrorKind::kUnsupported,
+                "the shapes of the parts are too large for this backend: use fewer parts or dimensions");
   }
   call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
   if (call.in_slot != 0 || operation.pieces.size() != 1) return;
@@ -221,7 +222,7 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
 Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
   if (reduction != kSum && reduction != kAvg) {
     throw Error(ErrorKind::kUnsupported, fmt::format("no {} of sparse tensors: an entry that a rank does not "
-                                                     "hold has no value; densify them first",
+                                                     "have has no value; convert them with to_dense() first",
                                                      to_string(reduction)));
   }
   find_kernel(tensor.scalar_type(), reduction);

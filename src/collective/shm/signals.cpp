@@ -12,9 +12,9 @@ namespace torchspan::collective::shm {
 namespace {
 
 constexpr Duration kLongestDoze = std::chrono::milliseconds(100);
-/// How long a rank that dies while it writes why the group broke may keep the others from knowing.
+/// How long ranks wait for the reason if a rank dies while it writes why the group broke.
 constexpr Duration kBreakageLimit = std::chrono::seconds(1);
-/// Looks at the counts between looks at anything else.
+/// How often the counts are read before anything else is checked.
 constexpr int kLooks = 64;
 
 void relax() {
@@ -43,8 +43,8 @@ void Signals::publish(Count count, std::uint64_t value) {
 }
 
 void Signals::wake_for(Count count) {
-  // Against doze(): either it sees the new count, or its wait word is seen here. Against another rank that
-  // counts at this moment: the later of the two sees both.
+  // With doze(): either it reads the new count, or this reads its wait word. With another rank that publishes
+  // at the same time: the later of the two reads both counts.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_) continue;
@@ -147,7 +147,7 @@ Error Signals::breakage() {
   const Deadline limit = executor_.deadline_in(kBreakageLimit);
   while (breakage.state.load(std::memory_order_acquire) != 2) {
     if (limit.passed(executor_.now())) {
-      return {ErrorKind::kDisconnected, "a rank of the group died while it told why the group broke"};
+      return {ErrorKind::kDisconnected, "a rank of the group died while it wrote why the group broke"};
     }
     executor_.yield();
   }

@@ -33,7 +33,8 @@ Place place_of(const std::string& name) {
 Descriptor make_socket() {
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) {
-    throw Error(ErrorKind::kUnsupported, fmt::format("no Unix socket to be had: {}", std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("cannot create a Unix socket: {}", std::strerror(errno)));
   }
   return socket;
 }
@@ -56,7 +57,8 @@ void wait_for(Executor& executor, const std::vector<int>& sockets, bool writable
   for (std::size_t i = 0; i < sockets.size(); ++i) poller->add(sockets[i], i, writable);
   std::array<Poller::Event, 1> events;
   if (poller->wait(events, deadline) == 0 && deadline.passed(executor.now())) {
-    throw Error(ErrorKind::kTimedOut, "the members of the group did not answer each other in time");
+    throw Error(ErrorKind::kTimedOut,
+                "the members of the group did not connect to each other before the deadline");
   }
 }
 
@@ -95,7 +97,7 @@ DescriptorMessage UnixConnection::receive(std::size_t most, Deadline deadline) {
     received.descriptor = Descriptor(descriptor);
   }
   errno = 0;
-  if (got == 0) throw disconnected("a member went away");
+  if (got == 0) throw disconnected("a member disconnected");
   received.bytes.resize(static_cast<std::size_t>(got));
   return received;
 }
@@ -111,7 +113,7 @@ UnixListener::UnixListener(Executor& executor, const std::vector<std::string>& n
     }
     if (!is_nameless(name)) continue;
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("no Unix socket can listen here: {}", std::strerror(errno)));
+                fmt::format("cannot listen on a Unix socket: {}", std::strerror(errno)));
   }
 }
 
@@ -130,7 +132,7 @@ std::optional<UnixConnection> UnixListener::accept_at(const Listener& listener) 
   if (socket && is_of_this_user(socket)) return UnixConnection(executor_, std::move(socket));
   if (!socket && !would_block() && errno != ECONNABORTED) {
     throw Error(ErrorKind::kOverloaded,
-                fmt::format("a member of the group cannot be let in: {}; raise the limit of open files "
+                fmt::format("cannot accept a member of the group: {}; raise the limit of open files "
                             "(ulimit -n)",
                             std::strerror(errno)));
   }
@@ -153,8 +155,8 @@ UnixConnection dial(Executor& executor, const std::string& name) {
   const Place place = place_of(name);
   if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&place.address), place.size) != 0) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("its Unix socket cannot be reached from here ({}): they have different network "
-                            "namespaces, as containers and pods do, and no folder in common",
+                fmt::format("its Unix socket cannot be reached ({}): the processes have different network "
+                            "namespaces, as in containers and pods, and no common folder",
                             std::strerror(errno)));
   }
   if (!is_of_this_user(socket)) throw Error(ErrorKind::kDenied, "it runs as another user");
@@ -168,7 +170,7 @@ Bytes random_bytes(std::size_t size) {
     const ssize_t got = ::getrandom(bytes.data() + at, size - at, 0);
     if (got < 0 && errno != EINTR) {
       throw Error(ErrorKind::kUnsupported,
-                  fmt::format("the system's random source does not answer: {}", std::strerror(errno)));
+                  fmt::format("the system's random source failed: {}", std::strerror(errno)));
     }
     if (got > 0) at += static_cast<std::size_t>(got);
   }

@@ -12,14 +12,14 @@
 /// Unix sockets that pass memory between the processes of one user; all waits have a deadline.
 namespace torchspan::collective::shm {
 
-/// A memory file on its way, with a few bytes about it.
+/// A message with a memory file and a few bytes.
 struct DescriptorMessage {
   Bytes bytes;
   Descriptor descriptor = {};
 };
 
-/// A connection whose messages are whole. Throws Error{kDisconnected} when the peer is gone, kTimedOut at the
-/// deadline.
+/// A connection that keeps message boundaries. Throws Error{kDisconnected} if the peer closed it, kTimedOut
+/// at the deadline.
 class UnixConnection {
  public:
   UnixConnection(Executor& executor, Descriptor socket) : executor_(&executor), socket_(std::move(socket)) {}
@@ -36,16 +36,16 @@ class UnixConnection {
   Descriptor socket_;
 };
 
-/// A listener under several names. One that begins with '/' is a file, which goes with the listener, and
-/// which processes of other network namespaces can dial that see the file. All others are in no folder, open
-/// to the processes of this network namespace.
+/// A listener with several names. A name that begins with '/' is a file, which the destructor removes;
+/// processes of other network namespaces can connect through it if they see the file. Other names are
+/// abstract: only processes of this network namespace can connect.
 class UnixListener {
  public:
-  /// Throws kUnsupported when the system has no such thing; files that cannot be made are left out.
+  /// Throws kUnsupported if the system has no Unix sockets; skips files that cannot be created.
   UnixListener(Executor& executor, const std::vector<std::string>& names);
   std::vector<std::string> names() const;
   static bool is_nameless(const std::string& name) { return !name.starts_with('/'); }
-  /// The next caller that runs as this user; others are turned away.
+  /// Returns the next connection from this user; rejects connections of other users.
   UnixConnection accept(Deadline deadline);
 
  private:
@@ -64,7 +64,7 @@ class UnixListener {
   std::vector<Listener> listeners_;
 };
 
-/// Throws kUnsupported when no worker listens there, and kDenied when the listener is another user's.
+/// Throws kUnsupported if no process listens there, and kDenied if the listener belongs to another user.
 UnixConnection dial(Executor& executor, const std::string& name);
 
 /// Bytes from the system's random source.

@@ -9,7 +9,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// The bucket with its gradients in another dtype, in memory of its own.
+/// A copy of the bucket with its gradients in another dtype.
 GradientBucket narrowed(const GradientBucket& bucket, const collective::Group& group, at::ScalarType dtype) {
   GradientBucket narrow = bucket;
   const auto size = bucket.buffer.numel();

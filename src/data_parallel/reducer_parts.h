@@ -1,0 +1,50 @@
+#pragma once
+#include <torchspan/collective/group.h>
+#include <torchspan/data_parallel/options.h>
+#include <torchspan/data_parallel/reducer.h>
+#include <torchspan/detail/core/runtime.h>
+
+#include "data_parallel/bucket_plan.h"
+#include "data_parallel/bucket_reducer.h"
+#include "data_parallel/forward_log.h"
+#include "data_parallel/hold_count.h"
+#include "data_parallel/parameter_slots.h"
+#include "data_parallel/reducer_meter.h"
+#include "data_parallel/slot_hooks.h"
+#include "data_parallel/status_exchange.h"
+
+namespace torchspan::data_parallel {
+
+/// The parts of one reducer that its forwards and its rounds share. Constructing them is collective.
+struct ReducerParts {
+  ReducerParts(Runtime& runtime, const Reducer::Replicas& replicas, const collective::Group& parent,
+               DataParallelOptions options)
+      : runtime(runtime),
+        options(std::move(options)),
+        group(parent.split(0, parent.rank())),
+        slots(replicas),
+        hooks(slots),
+        holds(runtime.executor),
+        meter(runtime),
+        status(group, this->options.find_unused_parameters || this->options.static_graph ? slots.count() : 0),
+        plan(runtime.log, slots, this->options, group),
+        reducer(slots, group) {
+    meter.set_buckets(*plan.buckets(), slots);
+  }
+  ReducerParts(const ReducerParts&) = delete;
+  ReducerParts& operator=(const ReducerParts&) = delete;
+
+  Runtime& runtime;
+  const DataParallelOptions options;
+  const collective::Group group;
+  const ParameterSlots slots;
+  SlotHooks hooks;
+  HoldCount holds;
+  ForwardLog forwards;
+  ReducerMeter meter;
+  StatusExchange status;
+  BucketPlan plan;
+  BucketReducer reducer;
+};
+
+}  // namespace torchspan::data_parallel
