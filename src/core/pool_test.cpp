@@ -136,6 +136,7 @@ TEST(Pool, RunsJobsInTheOrderOfPostingOnOneThread) {
   });
 }
 
+// peer: rpc/more nested calls never starve
 TEST(PoolGrowth, CompletesANestOfFiftyWaitsWithOneThread) {
   everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
@@ -192,6 +193,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
   });
 }
 
+// peer: rpc/more nested calls never starve
 TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
   everywhere(100, [](Executor& executor) {
     std::atomic<bool> overloaded{false};

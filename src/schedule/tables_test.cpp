@@ -81,6 +81,7 @@ TEST(Tables, LoopedBreadthFirstFinishesAStageBeforeTheNext) {
   EXPECT_EQ(line_of(table.tasks[1]), "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0");
 }
 
+// peer: pipelining pipeline_order, valid_schedule, invalid_schedule_*: same
 TEST(Tables, EveryScheduleOfEveryShapeIsValid) {
   for (int p = 1; p <= 8; ++p) {
     for (int m = 1; m <= 32; ++m) {

@@ -31,6 +31,7 @@ Table table_of(std::vector<int> rank_of_stage, int micro_batches, const std::vec
   return table;
 }
 
+// peer suite: pipelining pipeline_order
 TEST(Validate, AcceptsWholeAndSplitBackwardsSideBySide) {
   EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0 1W0"})), "");
   EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0I0 0W0", "1F0 1B0"})), "");

@@ -283,6 +283,7 @@ TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
 }
 
 /// The peer's test of many threads at one worker, with threads that do run at the same time.
+// peer: dist_autograd_test.py async_dist_autograd
 TEST(ClusterAutograd, AsyncDistAutograd) {
   ProcessWorld world(kProcesses);
   world.start_all("many_threads");

@@ -153,6 +153,8 @@ void lose_the_network() {
 
 class TrainingOverHosts : public testing::Hosts {};
 
+// peer: ddp (documented) training between hosts; a rank that dies there in a step: better: the rank, the
+//   reduction and the bucket are named
 TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
   ProcessWorld world(kRanks);
   for (int rank = 0; rank < kRanks; ++rank)
@@ -163,6 +165,7 @@ TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
 /// Of the two ranks of the far host, 2 speaks for both with the near one, 3 does not. Here programs end at
 /// once after the error, and did so with a crash when a continuation of the reducer held the group's last
 /// handle.
+// peer: ddp (documented) training between hosts
 TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
   for (const int victim : {3, 2}) {
     SCOPED_TRACE(victim);

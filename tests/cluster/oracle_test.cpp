@@ -132,6 +132,8 @@ void oracle() {
   session.shutdown();
 }
 
+// peer: test_cpp_rpc TestE2ETensorPipe.TestTrainingLoop: better: compared with one process, parameter by
+//   parameter
 TEST(Oracle, ThreeProcessesTrainAsOneDoes) {
   ProcessWorld world(3);
   world.start_all("oracle");

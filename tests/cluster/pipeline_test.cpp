@@ -1,4 +1,5 @@
 // Pipelines across real processes.
+// peer: async_pipe async_event_loop
 #include <cstring>
 #include <fmt/format.h>
 #include <fstream>

@@ -124,6 +124,7 @@ void open_host() {
   session.shutdown(seconds(30));
 }
 
+// peer: rpc/more calls to a stopped process fail, and name the signal that continues it: better
 TEST(Worlds, TellAStoppedWorkerFromADeadOne) {
   ProcessWorld world(3);
   world.start_all("stopped_worker");
@@ -142,6 +143,8 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
   expect_all_end_well(world);
 }
 
+// peer: rpc_test.py dynamic_rpc_init_rpc
+// peer: rpc/more a worker that was killed comes back under its name
 TEST(Worlds, TakeAKilledWorkerBack) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
@@ -156,6 +159,8 @@ TEST(Worlds, TakeAKilledWorkerBack) {
   EXPECT_EQ(first.exit_code(), 0) << first.output();
 }
 
+// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a
+//   named worker; without rank and name it is refused
 TEST(Worlds, GiveRanksToWhoeverNamesNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});

@@ -63,6 +63,7 @@ void expect_survivors(const std::string& scene) {
   }
 }
 
+// peer: c10d testSIGKILLException: better: in every phase of an operation, and by name
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
 /// A line of /proc/self/task/<thread>/status.
@@ -93,6 +94,7 @@ void expect_survivors_at_any_time(const std::string& scene, int times) {
   }
 }
 
+// peer: c10d testSIGKILLException
 TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
   expect_survivors_at_any_time("dies_at_any_time", 3);
 }
@@ -130,6 +132,7 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
 }
 #endif
 
+// peer: c10d testSIGSTOPException: same: late, not dead
 TEST(CollectiveDeaths, AStoppedRankIsLate) { expect_survivors("stops"); }
 
 }  // namespace

@@ -60,6 +60,7 @@ std::vector<CollectiveRow> rows_of_several(bool ours_only) {
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
 
+// peer: c10d allreduce_error
 TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   for (const Error& error : errors_of([&](Group& group) {
          group.barrier();
@@ -75,6 +76,8 @@ TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   }
 }
 
+// peer: c10d allreduce_error, type_error, duplicate_name_error: better: theirs abort or hang; operations
+//   have an order, not names
 TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
   const std::vector<std::function<void(Group&, bool)>> calls = {
       [](Group& group, bool odd) { group.all_reduce(at::ones({3}, odd ? at::kFloat : at::kInt)).wait(); },
@@ -114,6 +117,7 @@ TEST_P(CollectiveFailures, NamesRanksWhoseSparseTensorsDifferInTheirSparseDimens
   }
 }
 
+// peer: c10d testWaitDelay
 TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   for (const Error& error : errors_of([&](Group& group) {
          const Error cause(ErrorKind::kCancelled, "the trainer gave up");
@@ -127,6 +131,7 @@ TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   }
 }
 
+// peer: c10d `testWaitDelay`, abort: same; foreign engines tell nobody
 TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {
@@ -164,6 +169,9 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToThe
   }
 }
 
+// peer: c10d testMonitoredBarrier
+// peer: c10d `collective_hang`, `testSequenceNumInit`, sequence numbers: same, always on: the error counts
+//   the calls of the late rank
 TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
@@ -190,6 +198,10 @@ TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
   }
 }
 
+// peer: c10d testBarrier, store_based_barrier: same
+// peer: c10d `testMonitoredBarrier`,
+//   `monitored_barrier_{gloo,subgroup,allreduce_hang,rank_0_timeout,failure_order,wait_all_ranks}`,
+//   Horovod's `stall`: better: every operation names who is late, on all ranks
 TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   GroupOptions options = this->options();

@@ -15,6 +15,8 @@ using namespace collective;
 class CollectiveGroups : public CollectiveSuite {};
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
 
+// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; fusing is
+//   buckets' affair
 TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   run([&](Group& group) {
     std::vector<at::Tensor> mine;
@@ -32,6 +34,7 @@ TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   });
 }
 
+// peer: c10d Horovod's allreduce_async_fused
 TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
   run([&](Group& group) {
     std::vector<Future<int>> done;
@@ -63,6 +66,7 @@ TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+// peer: c10d subgroups, `new_group`: same
 TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   run([&](Group& group) {
     const int color = group.rank() % 2;
@@ -86,6 +90,7 @@ TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   });
 }
 
+// peer: c10d sparse all-reduce: same
 TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 1L, 400L}) {
@@ -176,6 +181,7 @@ TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
   });
 }
 
+// peer: c10d subgroups
 TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     GroupOptions backwards = options();
@@ -196,6 +202,7 @@ TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+// peer: c10d allreduce_error
 TEST_P(CollectiveGroups, RefusesArgumentsThatMakeNoSenseAndGoesOn) {
   run([&](Group& group) {
     EXPECT_THROW(group.all_reduce(at::Tensor()), Error);

@@ -167,6 +167,7 @@ class CollectivePhases : public ::testing::TestWithParam<Phase> {};
 INSTANTIATE_TEST_SUITE_P(ARankDies, CollectivePhases, ::testing::ValuesIn(phases()),
                          [](const auto& info) { return info.param.name; });
 
+// peer: c10d testSIGKILLException
 TEST_P(CollectivePhases, AndTheOthersNameItAndDoNotHang) {
   ProcessWorld world(kRanks);
   world.start_all("phase_" + GetParam().name);

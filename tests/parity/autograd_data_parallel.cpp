@@ -141,6 +141,7 @@ void expect_head(const Context& context, const torch::nn::Module& module, const 
   }
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_no_ddp: same
 TEST(AutogradDataParallel, BackwardNoDdp) {
   on_trainers(false, [](Trainer& trainer) {
     Head head(false);
@@ -158,6 +159,7 @@ TEST(AutogradDataParallel, BackwardNoDdp) {
 }
 
 /// DistributedDataParallel around a model whose forward makes calls.
+// peer: ddp_under_dist_autograd_test.py backward_ddp_outside: same
 TEST(AutogradDataParallel, BackwardDdpOutside) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel model(trainer.worker.runtime(),
@@ -173,6 +175,7 @@ TEST(AutogradDataParallel, BackwardDdpOutside) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_ddp_outside_uneven_inputs: same
 TEST(AutogradDataParallel, BackwardDdpOutsideUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel model(trainer.worker.runtime(),
@@ -208,10 +211,13 @@ void expect_inside(bool sparse) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_ddp_inside: same
 TEST(AutogradDataParallel, BackwardDdpInside) { expect_inside(false); }
+// peer: ddp_under_dist_autograd_test.py ddp_dist_autograd_sparse_grads: same
 TEST(AutogradDataParallel, DdpDistAutogradSparseGrads) { expect_inside(true); }
 
 /// The same module under LibTorch's engine and `.grad`, and in a context.
+// peer: ddp_under_dist_autograd_test.py ddp_comparison: same
 TEST(AutogradDataParallel, DdpComparison) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel plain(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
@@ -230,6 +236,7 @@ TEST(AutogradDataParallel, DdpComparison) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py ddp_comparison_uneven_inputs: same
 TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
     const auto run = [&](bool in_context) {
@@ -261,6 +268,7 @@ TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
 }
 
 /// A wrapped module trains alike with its input made here and made on another worker.
+// peer: ddp_under_dist_autograd_test.py `ddp_dist_autograd_local_vs_remote`(`_gpu`): same; open on GPUs
 TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
@@ -281,6 +289,7 @@ TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
 }
 
 /// A failure far away ends the reduced pass; the wrapper works again afterwards.
+// peer: ddp_under_dist_autograd_test.py (not told) a pass that fails far away: better
 TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);

@@ -61,6 +61,7 @@ void expect_gradient(const Context& context, const at::Tensor& leaf, const at::T
   expect_equal(gradient.cpu(), expected);
 }
 
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
   const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}};
   on_first(world({maps}), [&](Worker& worker) {
@@ -80,6 +81,9 @@ TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
 }
 
 /// gpu_simple: a device here, and whatever the peer makes of it; no map is needed for gradients.
+// peer: dist_autograd_test.py `gpu_simple`, `gpu_to_cpu_continuation`(`_gpu_root`),
+//   `device_maps_backward_pass`, `dist_autograd_sync_streams`, `gradients_synchronizations`: same, SMART
+//   and FAST, over a stand-in for GPUs; streams are the engine's affair, and were not run
 TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
   on_first(world({}), [&](Worker& worker) {
     Context context(worker);
@@ -107,6 +111,7 @@ TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
 }
 
 /// gpu_to_cpu_continuation and its _gpu_root: hops over the CPU between hops over devices.
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GpuToCpuContinuation) {
   const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(0)}})}};
   on_first(world({maps}), [&](Worker& worker) {
@@ -126,6 +131,7 @@ TEST_P(AutogradDevices, GpuToCpuContinuation) {
 
 /// gradients_synchronizations, dist_autograd_sync_streams: layers on devices of several workers, one after
 /// the other, against the same layers in one process.
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GradientsSynchronizations) {
   const DeviceMap swap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}});
   on_first(world({{{"worker1", swap}, {"worker2", swap}, {"worker3", swap}}}, 4), [&](Worker& worker) {

@@ -94,6 +94,8 @@ void expect_all_free(const Worker& worker) {
   }
 }
 
+// peer: dist_autograd_test.py backward_autograd_engine_error: better: names worker, node and the place of
+//   the call, and nobody is left waiting
 TEST(AutogradFailures, BackwardAutogradEngineError) {
   on_first(world(4), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -114,6 +116,7 @@ TEST(AutogradFailures, BackwardAutogradEngineError) {
   });
 }
 
+// peer: dist_autograd_test.py backward_python_udf_error: better: one story, not a prefix a hop
 TEST(AutogradFailures, BackwardPythonUdfError) {
   on_first(world(3), [](Worker& worker) {
     for (const std::int64_t hops : {0, 1, 4}) {
@@ -132,6 +135,8 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
 
 /// Wherever a hook or what a backward calls throws: one story with worker, node and the call of the forward
 /// pass.
+// peer: dist_autograd_test.py (not told) a hook, or a call made by a backward, throws: better: names
+//   worker, node and the forward call
 TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   on_first(world(4), [](Worker& worker) {
     const std::pair<const char*, const char*> kinds[] = {{"hook", "the hook threw"},
@@ -158,6 +163,7 @@ TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   });
 }
 
+// peer: dist_autograd_test.py (none) cancelling a pass: more
 TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -182,6 +188,7 @@ TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   });
 }
 
+// peer: dist_autograd_test.py multiple_backward_with_errors: same: 50 that fail, then 50 that do not
 TEST(AutogradFailures, MultipleBackwardWithErrors) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -199,6 +206,8 @@ TEST(AutogradFailures, MultipleBackwardWithErrors) {
 }
 
 /// FAST: the peer's own test asserts that this hangs.
+// peer: dist_autograd_test.py backward_unused_send_function: better: theirs asserts that it hangs; FAST
+//   names the sends of all workers, SMART is right
 TEST(AutogradFailures, BackwardUnusedSendFunction) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -225,6 +234,7 @@ TEST(AutogradFailures, BackwardUnusedSendFunction) {
   });
 }
 
+// peer: dist_autograd_test.py backward_unused_send_function
 TEST(AutogradFailures, SlowWorkIsNoStall) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -249,6 +259,7 @@ TEST(AutogradFailures, ThreadsThatNoPassCanHave) {
   });
 }
 
+// peer: dist_autograd_test.py (hangs) a pass that is late: better
 TEST(AutogradFailures, APassThatIsLateEndsEverywhere) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -265,6 +276,7 @@ TEST(AutogradFailures, APassThatIsLateEndsEverywhere) {
   });
 }
 
+// peer: dist_autograd_test.py (asserts) two passes at once in one context: better: the second is refused
 TEST(AutogradFailures, TwoPassesAtOnceInOneContext) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -281,6 +293,7 @@ TEST(AutogradFailures, TwoPassesAtOnceInOneContext) {
   });
 }
 
+// peer: dist_autograd_test.py clean_context_during_backward: better: the pass ends with an error
 TEST(AutogradFailures, CleanContextDuringBackward) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -337,7 +350,9 @@ void expect_death_to_end_a_pass(int victim, const std::string& what) {
   }
 }
 
+// peer: dist_autograd_test.py backward_node_failure: better: an error within a second
 TEST(AutogradFailures, BackwardNodeFailure) { expect_death_to_end_a_pass(2, ""); }
+// peer: dist_autograd_test.py backward_node_failure_python_udf: better
 TEST(AutogradFailures, BackwardNodeFailurePythonUdf) {
   for (const int victim : {1, 2, 3}) expect_death_to_end_a_pass(victim, "slow");
 }

@@ -60,6 +60,7 @@ ClusterOptions world(int workers = 2) {
   return autograd_world(workers, FunctionTable().add(kAdd, kBoth, kBag, kForward, kTableGradient, kSpansOf));
 }
 
+// peer: dist_autograd_test.py backward_verify_hooks: same
 TEST(AutogradHooks, BackwardVerifyHooks) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -76,6 +77,7 @@ TEST(AutogradHooks, BackwardVerifyHooks) {
   });
 }
 
+// peer: dist_autograd_test.py post_hooks: same
 TEST(AutogradHooks, PostHooks) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -233,6 +235,7 @@ struct Expanded : torch::autograd::Function<Expanded> {
   }
 };
 
+// peer: dist_autograd_test.py no_grad_copy: same
 TEST(AutogradHooks, NoGradCopy) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -282,6 +285,8 @@ struct SparseMaker : torch::autograd::Function<SparseMaker> {
   }
 };
 
+// peer: dist_autograd_test.py no_grad_copy_sparse: better: taken over where nobody else sees its memory;
+//   indices that are an embedding's input are copied: theirs change with that
 TEST(AutogradHooks, NoGradCopySparse) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -311,6 +316,7 @@ TEST(AutogradHooks, NoGradCopySparse) {
 
 /// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
 /// it. Its values are nobody else's.
+// peer: dist_autograd_test.py no_grad_copy_sparse
 TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor table = Kind(false).make(1), rows = at::tensor({0, 2}, at::kLong);
@@ -327,6 +333,8 @@ TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   });
 }
 
+// peer: dist_autograd_test.py grad_copy_sparse_indices_extra_ref: better: indices that another holds are
+//   copied; theirs are taken over, and change with it
 TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -344,6 +352,7 @@ TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
   });
 }
 
+// peer: dist_autograd_test.py embedding_bag_with_no_grad_tensors: same
 TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
   on_first(world(), [](Worker& worker) {
     const auto bag = worker.remote("worker1", kBag, 7);
@@ -360,6 +369,9 @@ TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
 }
 
 /// In place of the peer's profiler: spans tell what ran where, and for which pass.
+// peer: dist_autograd_test.py dist_autograd_profiling: differs: spans of our own, not LibTorch's profiler:
+//   the call, the pass, and by the pass's id, on both workers, the gradients sent and received for each
+//   message
 TEST(AutogradHooks, DistAutogradProfiling) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);

@@ -77,6 +77,7 @@ void expect_close(const std::vector<at::Tensor>& actual, const std::vector<at::T
     EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-12, 1e-12)) << "parameter " << i;
 }
 
+// peer: remote_module_test.py forward_sync: same
 TEST(RemoteModuleConformance, ForwardSync) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -85,6 +86,7 @@ TEST(RemoteModuleConformance, ForwardSync) {
   });
 }
 
+// peer: remote_module_test.py forward_async: same
 TEST(RemoteModuleConformance, ForwardAsync) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -94,6 +96,8 @@ TEST(RemoteModuleConformance, ForwardAsync) {
   });
 }
 
+// peer: remote_module_test.py bad_module: differs: what is no module does not compile; a constructor that
+//   throws is told at the first use
 TEST(RemoteModuleConformance, BadModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, -1);
@@ -104,6 +108,7 @@ TEST(RemoteModuleConformance, BadModule) {
   });
 }
 
+// peer: remote_module_test.py (documented) errors of a forward: better: they name worker and module
 TEST(RemoteModuleConformance, AForwardThatThrowsNamesWorkerAndModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker2", kLayer, 7, 3);
@@ -129,6 +134,7 @@ TEST(RemoteModuleConformance, AnExpiredOptionEndsAForward) {
   });
 }
 
+// peer: remote_module_test.py get_module_rref: same: a `RemoteModule` is an `RRef`
 TEST(RemoteModuleConformance, GetModuleRref) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, 3);
@@ -149,6 +155,7 @@ TEST(RemoteModuleConformance, RemoteTakesAModuleClass) {
   });
 }
 
+// peer: remote_module_test.py create_remote_module_from_module_rref: same
 TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -158,6 +165,7 @@ TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   });
 }
 
+// peer: remote_module_test.py send_remote_module_over_the_wire: same: it travels as its `RRef`
 TEST(RemoteModuleConformance, SendRemoteModuleOverTheWire) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -167,6 +175,7 @@ TEST(RemoteModuleConformance, SendRemoteModuleOverTheWire) {
   });
 }
 
+// peer: remote_module_test.py remote_parameters: same
 TEST(RemoteModuleConformance, RemoteParameters) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -186,6 +195,7 @@ TEST(RemoteModuleConformance, RemoteParameters) {
   });
 }
 
+// peer: remote_module_test.py train_eval: same
 TEST(RemoteModuleConformance, TrainEval) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -241,6 +251,8 @@ void expect_training_as_in_one_process(Worker& worker, bool by_parameters) {
   expect_close(far.rpc_sync(kValues), second->values());
 }
 
+// peer: remote_module_test.py (documented) trained by a distributed optimizer: same: the numbers of one
+//   process
 TEST(RemoteModuleConformance, TrainsLikeTheSameModulesInOneProcess) {
   for (const bool by_parameters : {false, true}) {
     SCOPED_TRACE(by_parameters ? "references to parameters" : "references to modules");

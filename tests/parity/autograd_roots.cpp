@@ -91,6 +91,9 @@ class AutogradRoots : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradRoots, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
+// peer: rpc_test.py/rref owner_rref_backward, user_rref_backward: differs (D, S): `context.backward(rref)`
+//   fetches the loss and begins the pass on the caller, not on the owner; gradients go to the context,
+//   never to `.grad`
 TEST_P(AutogradRoots, OwnerRrefBackward) {
   on_first(world(), [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -108,6 +111,7 @@ TEST_P(AutogradRoots, OwnerRrefBackward) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST_P(AutogradRoots, UserRrefBackward) {
   on_first(world(3), [&](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, kind_.sparse());
@@ -125,6 +129,7 @@ TEST_P(AutogradRoots, UserRrefBackward) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST(AutogradRoots, AnRrefIsFetchedInTheContextWhoeverAsks) {
   on_first(world(), [](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, false);
@@ -140,6 +145,7 @@ TEST(AutogradRoots, AnRrefIsFetchedInTheContextWhoeverAsks) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST(AutogradRoots, RrefsThatAreNoLossAreRefused) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -161,6 +167,8 @@ TEST(AutogradRoots, RrefsThatAreNoLossAreRefused) {
   });
 }
 
+// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape, with their gradients: more (D, S):
+//   their roots are scalars
 TEST_P(AutogradRoots, RootsOfAnyShapeTakeTheirGradients) {
   for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
     on_first(world(), [&](Worker& worker) {
@@ -182,6 +190,7 @@ TEST_P(AutogradRoots, RootsOfAnyShapeTakeTheirGradients) {
   }
 }
 
+// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape
 TEST(AutogradRoots, GradientsThatDoNotFitTheirRootsAreRefused) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), none;
@@ -243,6 +252,8 @@ TEST(AutogradRoots, AReferenceToALeafIsARoot) {
 }
 
 /// What the failed pass left is on a worker that the caller did not deal with.
+// peer: dist_autograd_test.py (none) running a failed pass again in its context: more:
+//   `context.clear_gradients()`; theirs keeps what the failed pass had added
 TEST(AutogradRoots, APassThatFailedIsRunAgainFromNothing) {
   on_first(world(3), [](Worker& worker) {
     const Kind kind(false);
@@ -266,6 +277,7 @@ TEST(AutogradRoots, APassThatFailedIsRunAgainFromNothing) {
   });
 }
 
+// peer: dist_autograd_test.py (none) running a failed pass again in its context
 TEST(AutogradRoots, GradientsAreNotClearedWhileAPassRuns) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -282,6 +294,7 @@ TEST(AutogradRoots, GradientsAreNotClearedWhileAPassRuns) {
   });
 }
 
+// peer: dist_autograd_test.py (none) running a failed pass again in its context
 TEST(AutogradRoots, ClearingThatIsNotHeardIsNamedAndMayBeRepeated) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {

@@ -109,6 +109,8 @@ class AutogradServers : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradServers, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
+// peer: dist_autograd_test.py trainer_ps: same (D, S): three trainers at once, each in its context, on one
+//   tensor of each of four servers
 TEST_P(AutogradServers, TrainerPs) {
   on_first(world(), [&](Worker& worker) {
     std::vector<RRef<at::Tensor>> kept;
@@ -119,6 +121,8 @@ TEST_P(AutogradServers, TrainerPs) {
   });
 }
 
+// peer: dist_autograd_test.py trainer_ps_torchscript_functions: differs: a script takes no reference, so
+//   the trainer fetches the tensor in its context and the script adds to it
 TEST(AutogradServers, TrainerPsTorchscriptFunctions) {
   on_first(world(), [](Worker& worker) {
     std::vector<RRef<c10::IValue>> kept;

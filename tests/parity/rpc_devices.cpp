@@ -75,6 +75,8 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePlacement, ::testing::ValuesIn(placements())
 });
 
 /// device_map_cpu, device_map_gpu_default, device_map_gpu_mixed_… of the peer: all 27.
+// peer: rpc_test.py `device_maps_{cpu,gpu}_*` (the placements), `device_maps_multi_gpu`(`_self`),
+//   `device_map_gpu_mixed_*`: same, over a stand-in for GPUs; calls to oneself need no map
 TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
   const Placement& place = GetParam();
   std::vector<DeviceMap::Pair> pairs{{place.here, place.there}};
@@ -102,6 +104,7 @@ TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
 }
 
 /// device_maps_multi_gpu.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, DeviceMapsMultiGpu) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}), [](Worker& worker) {
     const std::vector<at::Tensor> sent{at::ones({2}).to(stand_in(0)), at::ones({3}).to(stand_in(1)),
@@ -115,6 +118,7 @@ TEST(RpcDevices, DeviceMapsMultiGpu) {
 }
 
 /// Operators and values behind references go the same way.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, OperatorsAndFetchesGoByTheMapToo) {
   on_first(world({to_worker1({{stand_in(1), stand_in(0)}})}), [](Worker& worker) {
     const at::Tensor x = at::ones({2}).to(stand_in(1));
@@ -126,6 +130,7 @@ TEST(RpcDevices, OperatorsAndFetchesGoByTheMapToo) {
 }
 
 /// device_maps_gpu_…_self_*: calls to oneself leave tensors where they are, without any map.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, CallsToOneselfLeaveTensorsWhereTheyAre) {
   on_first(world({}), [](Worker& worker) {
     const at::Tensor x = at::ones({2}).to(stand_in(1));
@@ -135,6 +140,7 @@ TEST(RpcDevices, CallsToOneselfLeaveTensorsWhereTheyAre) {
 }
 
 /// Each hop has a map of its own: worker 1's towards worker 2 is not worker 0's.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, EveryHopGoesByItsOwnMap) {
   Maps first, second;
   first["worker1"] = {{stand_in(0), stand_in(1)}};
@@ -155,6 +161,9 @@ TEST(RpcDevices, ResultsGoByTheCallersMapNotByTheCallees) {
 }
 
 /// device_maps_missing_config, …_remote, …_loop: an error at once, not a time-out, and the worker goes on.
+// peer: rpc_test.py `device_maps_missing_config`(`_loop`, `_remote`, `_response`, `_response_loop`,
+//   `_remote_response`): better: the error names tensor, device, worker, call and its place; without any
+//   map tensors arrive on the CPU
 TEST(RpcDevices, DeviceMapsMissingConfig) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     const at::Tensor lost = at::ones({2}).to(stand_in(1)), mapped = at::ones({2}).to(stand_in(0));
@@ -173,6 +182,7 @@ TEST(RpcDevices, DeviceMapsMissingConfig) {
 }
 
 /// device_maps_missing_config_response: a result for which there is no place here.
+// peer: rpc_test.py device_maps_missing_config
 TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     for (int time = 0; time < 3; ++time) {
@@ -188,6 +198,7 @@ TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
 }
 
 /// device_maps_invalid_max_remote_device: told by the one who lacks it, to the caller.
+// peer: rpc_test.py device_maps_wrong_worker_name
 TEST(RpcDevices, DeviceMapsInvalidMaxRemoteDevice) {
   on_first(world({to_worker1({{stand_in(0), stand_in(7)}, {kCpu, c10::Device("cuda:0")}})}),
            [](Worker& worker) {
@@ -211,6 +222,7 @@ TEST(RpcDevices, WithoutAMapTensorsArriveOnTheCpu) {
 }
 
 /// device_maps_many_to_one, _one_to_many, and a device without its number.
+// peer: rpc_test.py device_maps_wrong_worker_name
 TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
   using Pairs = std::vector<DeviceMap::Pair>;
   expect_error(ErrorKind::kInvalid, "one to one", [] {
@@ -223,6 +235,8 @@ TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
 }
 
 /// device_maps_wrong_worker_name, device_maps_invalid_max_local_device: the worker does not start.
+// peer: rpc_test.py device_maps_wrong_worker_name, _invalid_max_local_device, _invalid_max_remote_device,
+//   _many_to_one, _one_to_many, _in_options: same; a device that the peer lacks is told at the first call
 TEST(RpcDevices, AWorkerWithAMapThatCannotBeDoesNotStart) {
   const auto start_error = [](const Maps& maps) {
     SimCluster cluster(world({maps}));

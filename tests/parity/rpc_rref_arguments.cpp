@@ -110,6 +110,7 @@ std::string next(const Worker& worker, std::uint32_t by = 1) {
   return SimCluster::name(static_cast<int>((worker.rank() + by) % worker.world_size()));
 }
 
+// peer: rpc_test.py/rref py_rref_args: same
 TEST(RpcConformance, PyRrefArgs) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kAdd, 1, 2);
@@ -118,6 +119,7 @@ TEST(RpcConformance, PyRrefArgs) {
   });
 }
 
+// peer: rpc_test.py/rref py_rref_args_user_share: same
 TEST(RpcConformance, PyRrefArgsUserShare) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kSlowSeven);
@@ -126,6 +128,7 @@ TEST(RpcConformance, PyRrefArgsUserShare) {
   });
 }
 
+// peer: rpc_test.py/rref py_rpc_rref_args: same
 TEST(RpcConformance, PyRpcRrefArgs) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kAdd, 1, 2);
@@ -135,6 +138,7 @@ TEST(RpcConformance, PyRpcRrefArgs) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) another worker's RRef in a call to oneself: same
 TEST(RpcConformance, UserRrefAsSelfRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto there = worker.remote(next(worker), kAdd, 1, 2);
@@ -142,6 +146,7 @@ TEST(RpcConformance, UserRrefAsSelfRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_rpc_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -151,6 +156,7 @@ TEST(RpcConformance, SelfRemoteRrefAsRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_self_rpc_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsSelfRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -160,6 +166,7 @@ TEST(RpcConformance, SelfRemoteRrefAsSelfRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_remote_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsRemoteArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -168,6 +175,7 @@ TEST(RpcConformance, SelfRemoteRrefAsRemoteArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_self_remote_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsSelfRemoteArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -176,6 +184,7 @@ TEST(RpcConformance, SelfRemoteRrefAsSelfRemoteArg) {
   });
 }
 
+// peer: rpc_test.py/rref nested_remote: same
 TEST(RpcConformance, NestedRemote) {
   on_all(world(), [](Worker& worker) {
     auto outer = worker.remote(next(worker), kNestedRemote, worker.info(next(worker, 2)), 1, 2);
@@ -185,6 +194,7 @@ TEST(RpcConformance, NestedRemote) {
   });
 }
 
+// peer: rpc_test.py/rref nested_rref: same
 TEST(RpcConformance, NestedRref) {
   on_all(world(), [](Worker& worker) {
     auto all = worker.remote(next(worker), kNestedRrefs, worker.info(next(worker, 2)), 2).to_here();
@@ -193,6 +203,7 @@ TEST(RpcConformance, NestedRref) {
   });
 }
 
+// peer: rpc_test.py/rref nested_rref_stress: same
 TEST(RpcConformance, NestedRrefStress) {
   on_all(world(), [](Worker& worker) {
     std::vector<RRef<std::vector<Number>>> outer;
@@ -207,6 +218,7 @@ TEST(RpcConformance, NestedRrefStress) {
   });
 }
 
+// peer: rpc_test.py/rref rpc_return_rref: same
 TEST(RpcConformance, RpcReturnRref) {
   on_all(world(), [](Worker& worker) {
     auto made = worker.rpc_sync(next(worker), kNestedRemote, worker.info(next(worker, 2)), 1, 2);
@@ -217,6 +229,7 @@ TEST(RpcConformance, RpcReturnRref) {
   });
 }
 
+// peer: rpc_test.py/rref return_local_rrefs: same
 TEST(RpcConformance, ReturnLocalRrefs) {
   on_all(world(), [](Worker& worker) {
     const auto all = worker.rpc_sync(next(worker), kMakeLocals, 5);
@@ -229,6 +242,7 @@ TEST(RpcConformance, ReturnLocalRrefs) {
   });
 }
 
+// peer: rpc_test.py/rref pass_local_rrefs: same
 TEST(RpcConformance, PassLocalRrefs) {
   on_all(world(), [](Worker& worker) {
     const std::vector<Number> mine{Number(worker, 1), Number(worker, 20), Number(worker, 300)};
@@ -240,6 +254,7 @@ TEST(RpcConformance, PassLocalRrefs) {
   });
 }
 
+// peer: rpc_test.py/rref rref_forward_chain: same
 TEST(RpcConformance, RrefForwardChain) {
   on_all(world(), [](Worker& worker) {
     auto first = worker.remote(next(worker), kAdd, 20, 3);
@@ -255,6 +270,7 @@ TEST(RpcConformance, RrefForwardChain) {
   });
 }
 
+// peer: jit/rpc_test.py/rref rref_as_arg_and_return: same
 TEST(RpcConformance, RrefAsArgAndReturn) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kAdd, 1, 2);
@@ -267,6 +283,7 @@ TEST(RpcConformance, RrefAsArgAndReturn) {
   });
 }
 
+// peer: rpc_test.py/rref user_rrefs_confirmed: same
 TEST(RpcConformance, UserRrefsConfirmed) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kSlowSeven);
@@ -276,6 +293,7 @@ TEST(RpcConformance, UserRrefsConfirmed) {
   });
 }
 
+// peer: rpc_test.py/rref user_rrefs_confirmed_remote: same
 TEST(RpcConformance, UserRrefsConfirmedRemote) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kSlowSeven);
@@ -283,6 +301,8 @@ TEST(RpcConformance, UserRrefsConfirmedRemote) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) a value ends with its last reference: better: also when messages
+//   overtake each other
 TEST(RpcConformance, ValuesEndWithTheirLastReference) {
   for (std::uint64_t seed = 1; seed <= 10 && !::testing::Test::HasFailure(); ++seed) {
     Lives lives;
@@ -309,6 +329,8 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
   }
 }
 
+// peer: rpc_test.py/rref (C++ only) a value that cannot travel: better: to_here() does not compile; members
+//   are called where it is
 TEST(RpcConformance, ToHereOfWhatCannotTravel) {
   Lives lives;
   on_first(with_state(world(), lives), [](Worker& worker) {
@@ -356,6 +378,7 @@ at::Tensor train(const RRef<ServerPointer>& server, at::Tensor weight, std::int6
 }
 constexpr Function<train> kTrain{"train"};
 
+// peer: rpc_test.py/rref my_parameter_server: same
 TEST(RpcConformance, MyParameterServer) {
   ClusterOptions options = world(4);
   options.functions.add(kMakeServer, kUpdateAndFetch, kTrain);

@@ -100,6 +100,8 @@ void with_network(int workers, const std::function<void(Worker&, SimCluster&, Li
   }
 }
 
+// peer: faulty_agent_rpc_test.py check_failed_messages: same: for FORK_REQUEST, CHILD_ACCEPT and
+//   USER_DELETE; CLEANUP is a row of distributed autograd
 TEST(RpcConformance, CheckFailedMessages) {
   std::map<wire::MessageType, int> seen;
   with_network(3, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
@@ -130,6 +132,8 @@ void expect_no_creation(const RRef<Witness>& tracked) {
   EXPECT_EQ(error.worker(), "worker1");
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: refused at once, with the failure of
+//   the creation
 TEST(RpcConformance, RemoteMessageDroppedPickle) {
   with_network(3, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -143,6 +147,7 @@ TEST(RpcConformance, RemoteMessageDroppedPickle) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_dropped_timeout: same
 TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -156,6 +161,7 @@ TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py builtin_remote_message_dropped_timeout: same
 TEST(RpcConformance, BuiltinRemoteMessageDroppedTimeout) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
     cluster.network().drop_if(requests_of(rpc::kCreateByOperator));
@@ -165,6 +171,7 @@ TEST(RpcConformance, BuiltinRemoteMessageDroppedTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) to_here before the creation is known to have failed: same
 TEST(RpcConformance, ToHereOfADroppedCreationEndsBeforeItIsKnown) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -202,16 +209,21 @@ void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name 
   });
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_delay_timeout: better: also when the deletion overtakes
+//   the creation
 TEST(RpcConformance, UdfRemoteMessageDelayTimeout) {
   expect_late_creation_is_cleaned_up(false);
   expect_late_creation_is_cleaned_up(true);
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_builtin_delay_timeout: better: also when the deletion
+//   overtakes the creation
 TEST(RpcConformance, RemoteMessageBuiltinDelayTimeout) {
   expect_late_creation_is_cleaned_up(false, "aten::add");
   expect_late_creation_is_cleaned_up(true, "aten::add");
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_delay_timeout_to_self: same
 TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
@@ -224,6 +236,9 @@ TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle_to_self,
+//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same:
+//   nothing is lost on the way to oneself, but a creation that no thread takes up in time ends alike
 TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   Lives lives;
   ClusterOptions options = world(lives, 2);
@@ -249,6 +264,8 @@ TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) a call on a reference whose creation failed: better: the
+//   error keeps its kind
 TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   with_network(1, [](Worker& worker, SimCluster&, Lives&) {
     auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
@@ -256,6 +273,7 @@ TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) a slow creation, given up by its creator: same
 TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   with_network(2, [](Worker& worker, SimCluster&, Lives& lives) {
     {
@@ -294,6 +312,7 @@ std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
   });
 }
 
+// peer: rpc_test.py/rref use_rref_after_shutdown: same
 TEST(RpcConformance, UseRrefAfterShutdown) {
   Lives lives;
   SimCluster cluster(world(lives, 2));
@@ -321,6 +340,7 @@ TEST(RpcConformance, UseRrefAfterShutdown) {
 }
 
 /// A value that holds a reference to a value that holds a reference, and the program keeps both ends.
+// peer: rpc_test.py/rref non_garbage_collected_user_rref_due_to_local_circular_dependency: same
 TEST(RpcConformance, NonGarbageCollectedUserRrefDueToLocalCircularDependency) {
   struct Ring {
     std::shared_ptr<Ring> self;

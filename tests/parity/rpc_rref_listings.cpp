@@ -1,4 +1,5 @@
 // The books on references as people see them: listings while the program runs, and leaks at its end.
+// peer: rpc_test.py/rref rref_context_debug_info
 #include <fmt/format.h>
 #include <set>
 
@@ -198,6 +199,8 @@ ClusterOptions strict(bool strict_leaks) {
   return options;
 }
 
+// peer: rpc_test.py/rref rref_leak: same, if asked for by `strict_leaks`: the owner's shutdown throws; it
+//   lists type, place and holders
 TEST(RpcConformance, RrefLeak) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = strict(true);
@@ -279,6 +282,8 @@ TEST(RpcConformance, WarnsOfValuesInUseByOthersInAnOpenWorld) {
                     HasSubstr("held by 'worker0'")));
 }
 
+// peer: rpc_test.py/rref ignore_rref_leak: same: what programs hold is given back without a word, unless
+//   `strict_leaks`
 TEST(RpcConformance, IgnoreRrefLeak) {
   std::vector<RRef<Board>> held;
   ::testing::internal::CaptureStderr();
@@ -306,6 +311,8 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
   return ::testing::internal::GetCapturedStderr();
 }
 
+// peer: rpc_test.py/rref (documented) references that nobody gave back: same: a warning with type, place
+//   and holders; `report_leaks = false` says nothing
 TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
   const std::string warnings = warnings_of_a_lost_delete(true);
   EXPECT_THAT(warnings, AllOf(HasSubstr("torchspan[worker1] warning: 1 values end"),

@@ -120,6 +120,8 @@ Load make_load(Worker& worker) {
   return load;
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values: same: in any struct and container that
+//   travels
 TEST(RpcConformance, RrefsInStructsAndContainersTravelRoundTheWorldAndHome) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {
@@ -134,6 +136,7 @@ TEST(RpcConformance, RrefsInStructsAndContainersTravelRoundTheWorldAndHome) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values
 TEST(RpcConformance, RrefsInStructsAndContainersComeBackAsResults) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {
@@ -151,6 +154,7 @@ TEST(RpcConformance, RrefsInStructsAndContainersComeBackAsResults) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values
 TEST(RpcConformance, AnRrefMayBeTheValueOfAnother) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {

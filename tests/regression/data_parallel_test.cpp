@@ -49,6 +49,7 @@ double averaged(const at::Tensor& parameter) {
 
 // Rank 0 trains layer a and freezes b, rank 1 the other way round; the shapes are the same. Theirs compares
 // shapes only, so rank 0's gradient of a was averaged with rank 1's of b, on both.
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -62,6 +63,7 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
 
 // The same layers, registered in another order on rank 1. Theirs matches parameters by position: averages
 // came out as 1.5 and 1.5 where 1 and 2 were right.
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two(self.rank == 1);
@@ -74,6 +76,7 @@ TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
 // The loss does not depend on b and nobody said so. Theirs: in the first step backward() returned, nothing
 // was reduced (1 on rank 0, 2 on rank 1, where 1.5 was right), the optimizer stepped apart, and the error
 // came with the next forward, by index.
+// peer: ddp ddp_unused_params_rebuild_buckets_exception
 TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -88,6 +91,7 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
 
 // Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. Theirs saw b
 // unused in the reduced step and left it alone: 1 on rank 0, 2 on rank 1, for ever different.
+// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: wrong without a word)
 TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -104,6 +108,7 @@ TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
 
 // Two forwards, then two backwards, as in adversarial training. Theirs armed itself at the last forward,
 // reduced the first backward and left the second local: 2.5 on rank 0 and 3.5 on rank 1, where 3 was right.
+// peer: ddp (documented) two forwards
 TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -118,6 +123,7 @@ TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
 }
 
 // A program keeps the module it wrapped and calls that. Theirs trains on, every rank for itself.
+// peer: ddp accumulate_gradients_module: better: warns, or throws if asked to
 TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;

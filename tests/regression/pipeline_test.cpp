@@ -93,6 +93,7 @@ void expect_like_one_process(const std::string& events, std::vector<int> balance
 }
 
 // 1. Theirs merged B and C, the single-use layers of a stage, over the re-use between them: A(BC)A(BC).
+// peer suite: async_pipe the eighteen defects of its loop: better
 TEST(PipelineDefects, LayersOfAStageThatAReuseSeparatesRunOnceEach) {
   expect_like_one_process("ABAC", {1, 2});
 }
