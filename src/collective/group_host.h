@@ -7,8 +7,9 @@
 
 namespace torchspan::collective {
 
-/// Where the futures of a group wait and continue: one thread. Apart from the back end, so that a thread that
-/// completes a future never holds the last reference to the back end, which joins that thread.
+/// Runs the waits and continuations of a group's futures on one thread. It is separate from the backend,
+/// whose destructor joins that thread: so a thread that completes a future never holds the last reference to
+/// the backend.
 class GroupHost : public FutureHost {
  public:
   explicit GroupHost(std::shared_ptr<Runtime> runtime)
@@ -22,13 +23,12 @@ class GroupHost : public FutureHost {
     pool_->wait(parker, done, deadline);
   }
 
-  /// Ends the thread. A pool cannot be ended by a thread of its own: when the last handle of a group is
-  /// dropped in a continuation, that thread ends with the runtime; or never, when the group was the last that
-  /// used that: `over`.
+  /// Ends the thread. A pool thread cannot join itself: if a continuation drops the last handle of a group,
+  /// that thread ends with the runtime, or never if the group was the runtime's last user (`over`).
   static void close(std::shared_ptr<GroupHost> host, bool over) {
     const std::shared_ptr<Pool> pool = host->pool_;
     if (!pool->is_pool_thread()) return pool->stop();
-    const std::shared_ptr<Runtime> runtime = std::move(host->runtime_);  // it is to keep the host
+    const std::shared_ptr<Runtime> runtime = std::move(host->runtime_);  // the runtime will hold the host
     if (over) static_cast<void>(new std::shared_ptr<Runtime>(runtime));
     runtime->deferred_destroy.keep(std::move(host));
   }

@@ -12,10 +12,10 @@ namespace {
 
 #if defined(__x86_64__)
 
-/// Every processor with AVX2 has them; clang has no name for them alone.
+/// Every processor with AVX2 has these instructions; clang has no name for them alone.
 bool has_half_instructions() { return __builtin_cpu_supports("avx2"); }
 
-/// Converts whole groups of eight; returns how many elements that were.
+/// Converts whole groups of eight; returns the number of converted elements.
 __attribute__((target("avx,f16c"))) std::size_t widen_groups(const c10::Half* from, float* to,
                                                              std::size_t count) {
   std::size_t at = 0;

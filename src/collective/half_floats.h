@@ -6,8 +6,8 @@
 
 namespace torchspan::collective {
 
-/// Between float and its halves, rounded to nearest, ties to even; as c10's own conversions, but many at a
-/// time.
+/// Converts between float and half, rounded to nearest, ties to even, like c10's conversions but many
+/// elements at a time.
 void widen_half(const c10::Half* from, float* to, std::size_t count);
 void narrow_half(const float* from, c10::Half* to, std::size_t count);
 void widen_bfloat(const c10::BFloat16* from, float* to, std::size_t count);

@@ -16,10 +16,10 @@
 namespace torchspan::collective {
 namespace {
 
-/// Elements at a time: their sums stay in the first-level cache.
+/// Elements per block; their sums stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
 
-/// What elements of type T are summed in, and the ways there and back.
+/// The type in which elements of type T are summed, and the conversions to and from it.
 template <class T>
 struct Wide {
   using Type = T;
@@ -76,7 +76,7 @@ struct Maximum {
   }
 };
 
-/// Sums of signed integers wrap around, as LibTorch's do.
+/// Sums of signed integers wrap around, as in LibTorch.
 template <class T>
 using Wrapping = typename std::conditional_t<
     std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) >= 4,
@@ -99,7 +99,7 @@ auto divisor_of(const Reducing& work) {
   return static_cast<Real>(work.ranks);
 }
 
-/// Two ranks with nothing to convert: straight from the sources to a block.
+/// Two ranks without conversion: reduces directly from the sources into a block.
 template <class T, class Join, bool kDivide>
 void reduce_two(const Reducing& work) {
   const auto* a = reinterpret_cast<const T*>(work.sources[0]);

@@ -6,9 +6,9 @@
 
 namespace torchspan::collective {
 
-/// What reduces `count` elements: reads `sources`, one array for each rank, in their order, and writes the
-/// result to all `targets`, which may be sources too. The bits of an element depend on the sources' elements
-/// alone. `ranks` divides an average.
+/// Reduces `count` elements: reads `sources`, one array per rank in rank order, and writes the result to all
+/// `targets`, which may also be sources. The bits of a result depend only on the elements at its index.
+/// `ranks` is the divisor of an average.
 struct Reducing {
   std::span<const std::byte* const> sources;
   std::span<std::byte* const> targets;
@@ -17,7 +17,7 @@ struct Reducing {
 };
 using Kernel = void (*)(const Reducing& work);
 
-/// Throws kUnsupported for a dtype that cannot be reduced that way, saying which can.
+/// Throws kUnsupported for a dtype without that reduction; the error lists the dtypes that have it.
 Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction);
 
 }  // namespace torchspan::collective

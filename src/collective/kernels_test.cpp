@@ -22,14 +22,14 @@ std::vector<T> reduce_rows(at::ScalarType dtype, ReduceOp reduction, std::vector
 }
 
 TEST(Kernels, AddInTheOrderOfTheRanks) {
-  // In any other order the small numbers would survive.
+  // In any other order the small numbers would not be lost.
   const std::vector<double> sum = reduce_rows<double>(at::kDouble, kSum, {{1e16}, {1.0}, {1.0}, {-1e16}});
   EXPECT_EQ(sum[0], ((1e16 + 1.0) + 1.0) - 1e16);
   EXPECT_EQ(sum[0], 0.0);
 }
 
 TEST(Kernels, RoundHalvesOnceAtTheEnd) {
-  // 2048 + 1 is no half: added one by one in half, the ones would vanish.
+  // 2048 + 1 is not representable in half: added one by one in half, the ones would be lost.
   const auto half = [](float value) { return std::vector<c10::Half>(9, static_cast<c10::Half>(value)); };
   const auto sums = reduce_rows<c10::Half>(at::kHalf, kSum, {half(2048), half(1), half(1), half(1), half(1)});
   for (const c10::Half value : sums) EXPECT_EQ(static_cast<float>(value), 2052.0F);

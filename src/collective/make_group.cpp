@@ -29,7 +29,7 @@ constexpr const char* kCommonFolder =
     "containers and pods of one machine share memory where they have one network namespace, or a common "
     "TORCHSPAN_RUNTIME_DIR, which is a folder that all of them mount";
 
-/// What every rank says about the group to be, and must say alike.
+/// What every rank states about the group; all ranks must state the same.
 Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   ByteWriter writer;
   writer.put(static_cast<std::uint32_t>(ranks.size()));
@@ -47,9 +47,9 @@ std::string describe_plan(BytesView plan) {
   return fmt::format("ranks {}, back end {}, network {}", ranks, backend, network);
 }
 
-/// Where a worker listens for its own host, as the transports have it:
-/// "unix:/run/torchspan/0-1f.sock@…,tls:…". Its folder, in which other sockets may lie; empty when that one
-/// does not.
+/// Returns the folder of the worker's socket for its own host, from an address like
+/// "unix:/run/torchspan/0-1f.sock@…,tls:…"; other sockets may go there. Empty if the socket is not in a
+/// folder.
 std::string folder_of_socket(const std::string& address) {
   constexpr std::string_view kNear = "unix:";
   if (!address.starts_with(kNear)) return {};
@@ -112,7 +112,8 @@ class Maker {
     }
   }
 
-  /// Everybody's bytes, by rank of the group; the membership gathers by rank of the world.
+  /// Returns the bytes of every rank, indexed by rank of the group; the membership indexes by rank of the
+  /// world.
   std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
     std::vector<Bytes> sorted = world_.all_gather_bytes("torchspan.group", mine, ranks, deadline_);
     std::vector<std::size_t> order(ranks.size());
@@ -158,8 +159,8 @@ class Maker {
                                [this](BytesView mine) { return gather(mine, ranks_); });
   }
 
-  /// Throws unless the user said that strangers cannot reach the network between the hosts. `reasons`: why
-  /// ranks of one machine are not on one host.
+  /// Throws unless the user has declared the network between the hosts isolated. `reasons`: why ranks of one
+  /// machine are not on one host.
   void require_isolation(const std::vector<std::string>& reasons) const {
     if (options_.network == Network::kIsolated) return;
     const std::string why = first_of(reasons);
@@ -192,7 +193,7 @@ class Maker {
     return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin());
   }
 
-  /// Shared memory where all ranks share it, unless hierarchical was asked for; else a group of its own for
+  /// Uses shared memory if all ranks share it, unless the user asked for hierarchical; else a group inside
   /// each host, and one between their first ranks.
   std::shared_ptr<Backend> make_ours(const std::vector<Member>& members) {
     if (dynamic_cast<SimExecutor*>(&runtime_->executor) != nullptr) {
@@ -244,7 +245,7 @@ class Maker {
     }
   }
 
-  /// The group of those that share memory with this rank.
+  /// The group of the ranks that share memory with this rank.
   std::shared_ptr<Backend> share_memory(const shm::BootstrapResult& met) {
     std::vector<int> ranks, peer_ranks(static_cast<std::size_t>(met.peer_memory->size()));
     for (int rank = 0; rank < met.peer_memory->size(); ++rank)

@@ -7,7 +7,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// What other groups refuse is refused here too, so that a program that works alone works with others.
+/// Rejects what other groups reject, so that a program that works with one rank also works with several.
 void check(const at::Tensor& tensor, ReduceOp reduction) { find_kernel(tensor.scalar_type(), reduction); }
 
 template <class T, class Make>

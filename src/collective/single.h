@@ -7,11 +7,11 @@
 
 namespace torchspan::collective {
 
-/// A group of one: everything is done before it begins.
+/// A group of one rank: every operation completes at once.
 class SingleBackend final : public Backend, public WorldListener {
  public:
-  /// `world` may be null: then the group never ends. Either way it keeps the runtime, for what is built on
-  /// it.
+  /// `world` may be null: then the group never ends. In both cases it keeps the runtime alive for the objects
+  /// made over it.
   static std::shared_ptr<SingleBackend> make(int world_rank, std::shared_ptr<Runtime> runtime,
                                              std::shared_ptr<WorldLink> world);
 

@@ -6,8 +6,8 @@
 
 namespace torchspan::collective {
 
-/// Collective: tells everybody `color` and `key`; returns the ranks that gave this color, by key, then by
-/// rank: the ranks of a split.
+/// Collective: sends `color` and `key` to all ranks; returns the ranks with this color, ordered by key, then
+/// by rank.
 std::vector<int> ranks_of_split(const std::function<std::vector<Bytes>(BytesView mine)>& gather, int color,
                                 int key);
 

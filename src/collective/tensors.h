@@ -2,13 +2,14 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-/// Between the tensors that callers give and the plain memory that back ends work on.
+/// Converts between the callers' tensors and the plain memory that backends work on.
 namespace torchspan::collective {
 
-/// What is read of a dense tensor: itself, or a contiguous copy without pending conjugation or negation.
+/// Returns the tensor to read from: a dense tensor itself, or a contiguous copy without pending conjugation
+/// or negation.
 at::Tensor plain(const at::Tensor& tensor);
-/// Puts a result into the tensor that the caller gave, if that was worked on in a copy, and counts it as a
-/// change of that tensor, which is returned. Autograd sees nothing.
+/// Copies a result into the caller's tensor, if a copy was used, and marks that tensor as changed in place.
+/// Returns the caller's tensor. Autograd does not see the change.
 at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor);
 
 }  // namespace torchspan::collective

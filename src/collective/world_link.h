@@ -11,37 +11,38 @@
 
 namespace torchspan::collective {
 
-/// What a WorldLink tells. Called under no lock, on the membership thread or on one that ends the membership.
+/// The events that a WorldLink reports. Called without a lock, on the membership thread or on a thread that
+/// ends the membership.
 class WorldListener {
  public:
   virtual ~WorldListener() = default;
-  /// That member died; its process does, whoever holds its rank later.
+  /// Reports the death of a member's process; another process may hold its rank later.
   virtual void member_died(const rendezvous::Member& member, const Error& reason) = 0;
   virtual void member_left(const rendezvous::Member& member) = 0;
-  /// This worker has no world any more: everything pending fails, and all that is called later.
+  /// This worker has left its world: fail everything pending, and all later calls.
   virtual void world_ended(const Error& reason) = 0;
-  /// Ends the threads that run operations: after world_ended(), as the membership goes.
+  /// Ends the threads that run operations. Called after world_ended(), when the membership is destroyed.
   virtual void world_closing() = 0;
 };
 
-/// Between a Membership and the groups that were made over it, of which either may end first: tells them what
-/// it hears, and answers their questions as long as there is a world. Thread-safe.
+/// Connects a Membership with the groups made over it, either of which may end first: reports the
+/// membership's events, and answers questions while the world exists. Thread-safe.
 class WorldLink {
  public:
-  /// `world` is used until it ends; the runtime lives as long as the link.
+  /// Uses `world` until it ends; the runtime lives as long as the link.
   static std::shared_ptr<WorldLink> make(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world);
 
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
   const rendezvous::Member& self() const { return self_; }
-  /// Tells `listener`, as long as it lives, what happens from now on, and what has happened to the world.
+  /// Notifies `listener`, while it exists, of later events and of the end of the world if that has happened.
   void add(const std::weak_ptr<WorldListener>& listener);
-  /// Why the process with this instance can take part no more, if that is known.
+  /// Why the process with this instance can no longer take part, if known.
   std::optional<std::string> gone(std::uint64_t instance);
-  /// Why there is no world any more.
+  /// Why the world has ended; nullopt if it has not.
   std::optional<Error> ended();
 
-  /// question(world), or kCancelled once the world ended. The world's end waits for the answer, and ends what
-  /// the question waits for.
+  /// Returns question(world); throws kCancelled after the world has ended. The end of the world fails what
+  /// the question waits for, and waits for the question to return.
   template <class Question>
   auto ask(Question question) {
     const Asking asking(*this);
@@ -49,7 +50,7 @@ class WorldLink {
   }
 
  private:
-  /// Held by the membership's callbacks, which go when its part ends.
+  /// Held by the membership's callbacks, and destroyed with them.
   struct Hold {
     explicit Hold(const std::shared_ptr<WorldLink>& link) : link(link) {}
     ~Hold() {

@@ -14,7 +14,7 @@ void write_whole(std::string_view line) {
   while (!line.empty()) {
     const auto written = ::write(STDERR_FILENO, line.data(), line.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // a log that nobody can read must not stop the work
+    if (written <= 0) return;  // a log that cannot be written must not stop the work
     line.remove_prefix(static_cast<std::size_t>(written));
   }
 }

@@ -87,7 +87,7 @@ bool Display::write_all(int descriptor, std::string_view text) {
     if (written >= 0) {
       text.remove_prefix(static_cast<std::size_t>(written));
     } else if (errno == EAGAIN) {
-      wait_writable(descriptor);  // somebody made it non-blocking; its reader decides how fast we go
+      wait_writable(descriptor);  // another process made it non-blocking; its reader sets the pace
     } else if (errno != EINTR) {
       broken_ = broken_ || errno == EPIPE;
       return false;

@@ -76,7 +76,7 @@ std::string in_milliseconds(Duration time) {
   return fmt::format("{:g} ms", std::round(milliseconds * 1000) / 1000);
 }
 
-/// Below the grid: how long a step takes, and what each rank idles and holds.
+/// The lines below the grid: the length of a step, and each rank's idle time and memory.
 std::string figures(const ScheduleOptions& options, const schedule::Timeline& timeline) {
   Duration idle{0};
   std::string rows;

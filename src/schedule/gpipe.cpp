@@ -6,7 +6,7 @@ Table gpipe(const Placement& placement) {
   const int ranks = check(placement, "gpipe");
   Table table = empty_table("gpipe", placement, ranks);
   append_forwards(table);
-  // The way back is the way there, mirrored: what was last is ready first.
+  // Backwards mirror the forwards: what was last is ready first.
   for (auto& tasks : table.tasks) {
     for (std::size_t left = tasks.size(); left > 0; --left) {
       const Action forward = tasks[left - 1];

@@ -48,7 +48,7 @@ void check_task(const Table& table, int rank, std::size_t place, const Action& t
   }
 }
 
-/// Who waits for whom when no rank can go on. `next` holds each rank's next task.
+/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next task.
 class Deadlock {
  public:
   Deadlock(const Table& table, const Positions& positions, const std::vector<std::size_t>& next)
@@ -81,7 +81,7 @@ class Deadlock {
     return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
   }
 
-  /// Whoever waits, waits for a rank that waits; following them long enough ends in a ring.
+  /// Every waiting rank waits for another waiting rank, so following them ends in a cycle.
   std::vector<int> find_ring() const {
     int rank = 0;
     while (next(rank) == tasks(rank).size()) ++rank;
@@ -199,7 +199,7 @@ void replay(const Table& table, const Positions& positions, const std::function<
     while (next[rank] < tasks.size() && is_ready(tasks[next[rank]])) {
       const Action& task = tasks[next[rank]++];
       run(task);
-      // Only the neighbour in the model can have waited for it.
+      // Only the neighbor in the model can have waited for it.
       const int neighbour = task.kind == ActionKind::kForward ? task.stage + 1 : task.stage - 1;
       if (neighbour >= 0 && neighbour < table.stages()) {
         to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);

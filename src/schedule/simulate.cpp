@@ -24,7 +24,7 @@ void check_costs(const Table& table, const std::vector<Costs>& costs) {
   }
 }
 
-/// The virtual clock of each rank, and what it holds.
+/// The virtual clock of each rank, and its held memory.
 class Simulation {
  public:
   Simulation(const Table& table, const std::vector<Costs>& costs)
@@ -85,7 +85,7 @@ class Simulation {
     keep(task, static_cast<std::size_t>(rank));
   }
 
-  /// An activation is held from the start of its forward to the end of the last task that reads it.
+  /// An activation is held from the start of its forward until the last task that reads it has ended.
   void keep(const Action& task, std::size_t rank) {
     auto& live = timeline_.live[rank];
     double held = live.empty() ? 0 : live.back();

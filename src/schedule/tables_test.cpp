@@ -11,7 +11,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// The most micro-batches between their forward and their backward at one stage, by its rank's order alone.
+/// The most micro-batches between their forward and their backward at one stage, by the order of its rank
+/// alone.
 int most_alive(const Table& table, int stage) {
   int alive = 0, most = 0;
   for (const Action& task :

@@ -13,7 +13,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// What validate() says of a table; empty when it accepts it.
+/// The error text of validate() for a table; empty if the table is valid.
 std::string complaint(const Table& table) {
   try {
     validate(table);
@@ -72,7 +72,7 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
 }
 
 TEST(Validate, ShowsTheRingOfADeadlock) {
-  // Rank 0 wants its backward before it sends on what rank 1 needs to get there.
+  // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
   EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
             "schedule 'mine': ranks wait for each other in a ring; rank 0 at 0B0 (task 1 of its list) waits "
             "for 1B0 of "
@@ -100,7 +100,7 @@ TEST(Validate, SaysWhenARankWaitsForItself) {
               HasSubstr("rank 0 at 0W0 (task 1 of its list) waits for 0I0"));
 }
 
-/// Whether the tasks can be run to the end, by trying every rank again and again.
+/// Whether the tasks can run to the end, by trying every rank repeatedly.
 bool can_finish(const Table& table) {
   std::set<Action> done;
   std::vector<std::size_t> next(table.tasks.size(), 0);

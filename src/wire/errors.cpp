@@ -4,7 +4,7 @@
 
 namespace torchspan {
 namespace {
-/// A chain of calls longer than this is cut at the end farthest from the failure.
+/// A longer chain of calls is cut at the end farthest from the failure.
 constexpr std::uint32_t kMaxFrames = 256;
 }  // namespace
 

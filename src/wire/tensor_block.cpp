@@ -19,7 +19,7 @@ namespace torchspan::wire {
 namespace {
 
 constexpr std::size_t kMaxDimensions = 64;
-/// No address space has a longer one; dimensions of one element may have any.
+/// A longer stride would exceed every address space; dimensions of one element may have any.
 constexpr std::int64_t kMaxStride = std::int64_t{1} << 48;
 /// Bit 0 of a block's layout byte; the other bits are 0.
 constexpr std::uint8_t kStridesFollow = 1;
@@ -41,7 +41,7 @@ bool product_fits(at::IntArrayRef factors, std::size_t element_size) {
   return true;
 }
 
-/// Dimensions that place elements, innermost first.
+/// The dimensions that affect where elements lie, innermost first.
 at::DimVector dimensions_by_stride(at::IntArrayRef sizes, at::IntArrayRef strides) {
   at::DimVector order;
   for (std::size_t i = sizes.size(); i-- > 0;) {
@@ -60,7 +60,7 @@ const void* const_data(const at::Tensor& tensor) {
 #endif
 }
 
-/// An unsigned type of that size: bytes are moved whatever they mean, also where LibTorch has no copy kernel.
+/// An unsigned type of that size: copies bytes of any dtype, also where LibTorch has no copy kernel.
 at::ScalarType type_of_size(std::size_t size) {
   switch (size) {
     case 1:
@@ -76,7 +76,7 @@ at::ScalarType type_of_size(std::size_t size) {
   }
 }
 
-/// The tensor's elements, gaps left out, in memory of our own.
+/// The tensor's elements without gaps, in newly allocated memory.
 at::Tensor without_gaps(const at::Tensor& tensor, const BlockShape& shape) {
   at::DimVector sizes = shape.sizes;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -110,7 +110,7 @@ std::size_t BlockShape::bytes() const {
   }
   const std::size_t packed = elements_per_byte(dtype);
   if (packed > 1 && !sizes.empty()) {
-    const auto row = static_cast<std::size_t>(sizes.back());  // every row begins with a byte of its own
+    const auto row = static_cast<std::size_t>(sizes.back());  // every row starts at a new byte
     return row == 0 ? 0 : count / row * ((row + packed - 1) / packed);
   }
   return count * c10::elementSize(dtype);
@@ -233,7 +233,7 @@ Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
   if (buffer.size != size || buffer.data == nullptr || buffer.owner == nullptr) {
     throw_invalid(fmt::format("a tensor of {} bytes came in a segment of {}", size, buffer.size));
   }
-  // c10::complex<double> wants its own size, 16 bytes.
+  // c10::complex<double> must be aligned to its size, 16 bytes.
   if (std::bit_cast<std::uintptr_t>(buffer.data) % element_size != 0) {
     throw_invalid(
         fmt::format("a segment's address is not aligned to the {} bytes of its elements", element_size));

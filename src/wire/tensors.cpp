@@ -51,7 +51,7 @@ at::Tensor resolved(const at::Tensor& tensor) {
   if (!tensor.is_conj() && !tensor.is_neg()) return tensor;
   c10::NoGradGuard no_grad;
   if (tensor.scalar_type() != at::kComplexHalf) return tensor.resolve_conj().resolve_neg();
-  // LibTorch conjugates no complex32: negate the imaginary parts of a copy.
+  // LibTorch cannot conjugate complex32: negate the imaginary parts of a copy.
   at::Tensor parts = at::view_as_real(tensor.conj()).clone();
   parts.select(-1, 1).neg_();
   return at::view_as_complex(parts);
@@ -140,7 +140,7 @@ class Packer {
     } else if (scheme == at::kPerChannelAffine || scheme == at::kPerChannelAffineFloatQParams) {
       metadata_.put(Scheme::kPerChannel);
       metadata_.put(local.q_per_channel_axis());
-      // Some schemes compute these on demand: hold them.
+      // Some schemes compute these on demand: keep them alive.
       put_block(metadata_, segments_, local.q_per_channel_scales(), true);
       put_block(metadata_, segments_, local.q_per_channel_zero_points(), true);
     } else {
@@ -154,7 +154,7 @@ class Packer {
   std::vector<Segment> segments_;
 };
 
-/// Throws unless indices lie inside the sizes and, where the tensor says that it is coalesced, ascend.
+/// Throws unless the indices are within the sizes and ascend if the tensor is marked coalesced.
 void check_indices(const at::Tensor& indices, at::IntArrayRef sizes, bool coalesced) {
   const at::Tensor rows = indices.contiguous();
   const std::int64_t dimensions = rows.size(0), count = rows.size(1);
@@ -313,7 +313,7 @@ class Unpacker {
     }
   }
 
-  /// Moves the tensor where it shall live and marks it as a leaf that requires grad.
+  /// Moves the tensor to its device and marks it as a leaf that requires grad.
   at::Tensor placed(at::Tensor tensor, const Flags& flags) const {
     if (flags.placed) {
       const std::string why = why_absent(flags.device);

@@ -15,7 +15,7 @@ namespace {
 struct Dtype {
   std::uint8_t code;
   const char* name;
-  /// Undefined where this build does not have the type.
+  /// Undefined if this build does not have the type.
   at::ScalarType type;
 };
 
@@ -40,7 +40,7 @@ constexpr auto kUInt64 = at::ScalarType::UInt64;
 constexpr auto kUInt16 = kAbsent, kUInt32 = kAbsent, kUInt64 = kAbsent;
 #endif
 
-/// The numbers are those of docs/wire.md and never change, whatever LibTorch does to its own.
+/// The numbers of docs/wire.md; they never change, even if LibTorch changes its own.
 constexpr std::array kDtypes{
     Dtype{0, "uint8", at::kByte},
     Dtype{1, "int8", at::kChar},

@@ -7,16 +7,16 @@
 
 namespace torchspan::collective {
 
-/// A process group, and how to make that of some of its ranks.
+/// A process group, and a function that makes the group of some of its ranks.
 struct C10dGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group = {};
   std::string engine = {};  ///< for messages
   std::function<C10dGroup(const std::vector<int>& members)> split = {};
-  /// From any thread: ends what blocks, and all that is called later. May be empty.
+  /// Callable from any thread: fails pending calls and all later ones. May be empty.
   std::function<void()> abort = {};
 };
 
-/// One of LibTorch's process groups as a collectives.
+/// Adapts one of LibTorch's process groups to BlockingCollectives.
 class C10dCollectives final : public BlockingCollectives {
  public:
   explicit C10dCollectives(C10dGroup group)

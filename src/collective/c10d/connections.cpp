@@ -64,7 +64,7 @@ int Connections::end() const {
   }
   int ended = 0;
   for (const int descriptor : descriptors) {
-    // The number may come to stand for something else at any time, but not that of the copy.
+    // Another thread may reuse the number at any time, but not the copy's.
     const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
     if (copy && is_ours(copy.get()) && ::shutdown(copy.get(), SHUT_RDWR) == 0) ++ended;
   }

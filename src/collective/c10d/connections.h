@@ -6,16 +6,16 @@
 
 namespace torchspan::collective {
 
-/// The TCP connections of an engine that has no way to end what waits for them, found among the descriptors
-/// of this process by the addresses at which its ranks listen.
+/// The TCP connections of an engine that cannot abort pending calls, found among this process's descriptors
+/// by the addresses at which the engine's ranks listen.
 class Connections {
  public:
-  /// Addresses at which this rank or another listens, wherever they are in bytes that the engine's ranks told
-  /// each other: a socket address of the kernel's form.
+  /// Adds the addresses at which this rank or a peer listens. Finds them anywhere in bytes that the engine's
+  /// ranks exchanged, in the form of the kernel's socket addresses.
   void add_own(const std::vector<std::uint8_t>& told) { find(told, own_); }
   void add_peer(const std::vector<std::uint8_t>& told) { find(told, peers_); }
 
-  /// Shuts them down: the engine sees what it would see if all its peers had closed them. Returns how many.
+  /// Shuts the connections down, as if all peers had closed them. Returns how many.
   int end() const;
 
  private:

@@ -24,8 +24,8 @@ using rendezvous::Membership;
 
 constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 
-/// The store over which Gloo's ranks find each other. What a rank sets travels with gathers of all ranks, one
-/// after the other until everybody is connected, on a thread of its own: who waits for whom is Gloo's affair.
+/// The store through which Gloo's ranks find each other. A thread of the store gathers what the ranks set,
+/// again and again until every rank is connected; Gloo decides which rank waits for which.
 class MeetingStore final : public c10d::Store {
  public:
   MeetingStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
@@ -36,8 +36,8 @@ class MeetingStore final : public c10d::Store {
         parker_(executor_.make_parker()),
         thread_(executor_.spawn("gloo store", [this] { run(); })) {}
 
-  /// Waits until every rank is connected; throws what kept one of them from it. `trouble`: why this one is
-  /// not.
+  /// Waits until every rank is connected; throws the reason if one of them is not. `trouble` is this rank's
+  /// reason.
   void finish(const std::string& trouble) {
     {
       MutexLock lock(mutex_);
@@ -49,7 +49,7 @@ class MeetingStore final : public c10d::Store {
     if (failure_) throw Error(*failure_);
   }
 
-  /// By what the ranks told each other: how to reach them.
+  /// Returns the connections, found by the addresses that the ranks exchanged.
   Connections connections() {
     Connections connections;
     MutexLock lock(mutex_);
@@ -147,7 +147,7 @@ class MeetingStore final : public c10d::Store {
     parker_->unpark();
   }
 
-  /// True when everybody's attempt has ended.
+  /// Returns true when the attempts of all ranks have ended.
   bool gather_once(const std::vector<int>& sorted) {
     Bytes mine;
     {
@@ -185,9 +185,9 @@ class MeetingStore final : public c10d::Store {
   Thread thread_;
 };
 
-/// Gloo writes to sockets whose peer may be gone, and does not keep the signal of that from ending the
-/// process. Its threads inherit the mask of the one that starts them: that of a device reads and writes,
-/// those of a group write as well.
+/// Gloo writes to sockets whose peer may have closed them, and does not block the SIGPIPE that then ends the
+/// process. Its threads inherit the signal mask of the thread that starts them: a device's threads read and
+/// write, and those of a group write as well.
 class WithoutPipeSignal {
  public:
   WithoutPipeSignal() {
@@ -209,7 +209,7 @@ class WithoutPipeSignal {
   sigset_t pipe_, before_;
 };
 
-/// In LibTorch 2 an engine stands inside a process group; in 1.13 it is one.
+/// In LibTorch 2 an engine is inside a process group; in 1.13 it is the group.
 c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo) {
 #if TORCH_VERSION_MAJOR >= 2
   auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
@@ -220,8 +220,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d:
 #endif
 }
 
-/// Where other hosts reach this one, as the transport between hosts has it: "…,tls:10.0.0.2:4711" or
-/// "…,tls:[fd00::2]:4711". Nothing for a worker that listens to its own host only.
+/// The address at which other hosts reach this one, taken from the transport between hosts:
+/// "…,tls:10.0.0.2:4711" or "…,tls:[fd00::2]:4711". Empty for a worker that listens on its own host only.
 std::string host_of_route(const std::string& address) {
   for (const std::string_view scheme : {"tls:", "ucx:"}) {
     const std::size_t begin = address.rfind(scheme);
@@ -234,7 +234,7 @@ std::string host_of_route(const std::string& address) {
   return {};
 }
 
-/// Gloo would take the address of the host's name, which other hosts may not reach.
+/// Gloo would use the address of the host's name, which other hosts may not be able to reach.
 std::shared_ptr<gloo::transport::Device> make_device(const WorldLink& world, const GlooOptions& options) {
   if (options.loopback) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
   const std::string host = host_of_route(world.self().address);

@@ -9,12 +9,12 @@ namespace torchspan::collective {
 
 struct GlooOptions {
   Duration timeout = std::chrono::minutes(5);
-  /// All ranks are in one network namespace, so that they need no other interface than that of the loopback.
+  /// All ranks are in one network namespace, so the loopback interface suffices.
   bool loopback = false;
 };
 
-/// Collective over `ranks`: LibTorch's Gloo between them, which finds its peers through the world's
-/// membership. Null for one rank alone. Throws kUnsupported in a build without Gloo's headers.
+/// Collective over `ranks`: makes LibTorch's Gloo, which finds its peers through the world's membership.
+/// Returns null for one rank alone. Throws kUnsupported in a build without Gloo's headers.
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>& world,
                                                   const std::vector<int>& ranks, const GlooOptions& options);
 

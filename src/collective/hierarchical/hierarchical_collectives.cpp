@@ -43,7 +43,7 @@ int HierarchicalCollectives::host_of(int rank) const {
 }
 
 bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp) const {
-  // All ranks must say the same, and only leaders have a collectives to ask.
+  // All ranks must return the same, and only leaders have an engine to ask.
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong ||
          dtype == at::kByte || dtype == at::kChar;
 }
@@ -121,7 +121,7 @@ void HierarchicalCollectives::abort(const Error& cause) {
   if (leaders_) leaders_->abort(cause);
 }
 
-/// The local group hears of the world itself.
+/// The local group learns of the world's end by itself.
 void HierarchicalCollectives::end(const Error& reason) {
   if (leaders_) leaders_->end(reason);
 }

@@ -9,7 +9,7 @@
 
 namespace torchspan::collective {
 
-/// Connects the named ranks of the world, of which this one is one; null for one alone.
+/// Connects the given ranks of the world, including this one; null for one rank alone.
 using ConnectLeaders =
     std::function<std::unique_ptr<BlockingCollectives>(const std::vector<int>& world_ranks)>;
 
@@ -19,11 +19,11 @@ struct HierarchyPlan {
   int rank = 0;
 };
 
-/// A group inside each host, and a collectives between the first ranks of the hosts, its leaders: large
+/// Combines a group inside each host with an engine between the first ranks of the hosts, the leaders. Large
 /// tensors cross the network once per host.
 class HierarchicalCollectives final : public BlockingCollectives {
  public:
-  /// Collective; `local` has the ranks of this host in the order of the group.
+  /// Collective; `local` contains the ranks of this host in the order of the group.
   HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect);
 
   std::string name() const override { return "hierarchical"; }
@@ -45,7 +45,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   const Group local_;
   const ConnectLeaders connect_;
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
-  std::unique_ptr<BlockingCollectives> leaders_;  ///< a leader's, where there are several hosts
+  std::unique_ptr<BlockingCollectives> leaders_;  ///< on a leader, if there are several hosts
 };
 
 }  // namespace torchspan::collective

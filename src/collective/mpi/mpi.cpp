@@ -11,7 +11,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// Most bytes of one call: MPI counts in int.
+/// The most bytes of one call: MPI counts in int.
 constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
 
 void check(int outcome, const char* call) {
@@ -23,7 +23,7 @@ void check(int outcome, const char* call) {
   throw Error(ErrorKind::kDisconnected, fmt::format("{}: {}", call, text));
 }
 
-/// Not the narrow integers: with vector instructions, Open MPI 4.1 adds those with saturation.
+/// Excludes narrow integers: with vector instructions, Open MPI 4.1 saturates their sums.
 MPI_Datatype mpi_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -52,7 +52,7 @@ MPI_Op mpi_op(ReduceOp reduction) {
   }
 }
 
-/// A private communicator: messages of other users of MPI cannot match ours.
+/// Uses a private communicator, so that messages of other MPI users cannot match.
 class MpiCollectives final : public BlockingCollectives {
  public:
   explicit MpiCollectives(MPI_Comm communicator) : communicator_(communicator) {
@@ -143,14 +143,14 @@ class MpiCollectives final : public BlockingCollectives {
   MPI_Comm communicator_;
 };
 
-/// At the end of the process: mpirun calls it a failure when a worker ends without.
+/// Finalizes MPI at process exit: mpirun reports a failure for a worker that exits without it.
 void finalize() {
   int ended = 0;
   MPI_Finalized(&ended);
   if (ended == 0) MPI_Finalize();
 }
 
-/// MPI's world, if this process belongs to one that equals ours.
+/// Returns MPI's world if this process belongs to one that equals the group's world.
 void check_world(int world_rank, int world_size) {
   int begun = 0, level = 0, rank = 0, size = 0;
   MPI_Initialized(&begun);

@@ -7,7 +7,7 @@
 
 namespace torchspan::collective {
 
-/// What a rank called, as one line of text: "all_reduce(Float [3, 4], sum)". Ranks agree when the lines do.
+/// A rank's call as one line of text: "all_reduce(Float [3, 4], sum)". Calls match if the lines are equal.
 struct CallLine {
   std::string text;
 };
@@ -16,7 +16,7 @@ struct CallLine {
 CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
                         bool first_free = false);
 
-/// Lines travel as fixed rows: longer ones are cut, and told apart by a sum of the whole.
+/// Lines are sent as rows of fixed length: longer ones are cut and distinguished by a hash of the whole.
 inline constexpr std::size_t kLineBytes = 192;
 using LineBytes = std::array<char, kLineBytes>;
 LineBytes pack_line(const CallLine& line, std::uint64_t number);

@@ -396,7 +396,7 @@ std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Deadline dead
 
 void SerialBackend::barrier(Deadline deadline) {
   const auto body = [this] {
-    if (options_.compare_calls) return;  // that was one
+    if (options_.compare_calls) return;  // the comparison is already a barrier
     at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     collectives_->all_gather(mine, empty_bytes({size(), 1}));
   };
@@ -443,7 +443,7 @@ at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduc
   const std::vector<std::int64_t> sizes = work.sizes().vec();
   const auto all = gathers_.numbers({work._nnz(), work.sparse_dim()});
   std::vector<std::int64_t> entries;
-  std::size_t first = 0;  // with entries: the others follow its number of sparse dimensions
+  std::size_t first = 0;  // the first rank with entries; the others must have its number of sparse dimensions
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     entries.push_back(all[rank][0]);
     if (entries[first] == 0) first = rank;

@@ -20,25 +20,26 @@ namespace torchspan::collective {
 
 struct SerialOptions {
   std::vector<int> ranks = {};          ///< of the world, by rank of the group
-  std::vector<std::string> peers = {};  ///< their names for messages
+  std::vector<std::string> peers = {};  ///< their names in messages
   int rank = 0;
   Duration timeout = std::chrono::minutes(5);
-  /// Compares calls before each operation, at the price of one small gather: foreign engines hang, or end the
-  /// process, where ranks disagree.
+  /// Compares calls before each operation, at the cost of one small gather: without it, foreign engines hang
+  /// or end the process if the ranks' calls differ.
   bool compare_calls = true;
-  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it tells of breaks the group at once
+  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
   std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, where there is a world
 };
 
-/// A back end over a BlockingCollectives: runs one operation after the other on a thread of its own, and
-/// builds what the engine does not have out of what it has. Dtypes and reductions that the engine lacks are
-/// gathered and reduced here, in the order of the ranks; halves are reduced as floats.
+/// Turns a BlockingCollectives into a backend: runs the operations one after the other on a thread, and
+/// builds what the engine lacks from what it has. Dtypes and reductions that the engine lacks are gathered
+/// and reduced here, in rank order; halves are reduced as floats.
 class SerialBackend final : public Backend, public WorldListener {
  public:
   static std::shared_ptr<SerialBackend> make(std::shared_ptr<Runtime> runtime,
                                              std::unique_ptr<BlockingCollectives> collectives,
                                              SerialOptions options);
-  /// Fails what has not begun with kCancelled; waits for what has, which the collectives's time-outs bound.
+  /// Fails operations that have not started with kCancelled; waits for the running one, which the engine's
+  /// timeout limits.
   ~SerialBackend() override;
 
   std::string name() const override { return collectives_->name(); }
@@ -56,7 +57,7 @@ class SerialBackend final : public Backend, public WorldListener {
   void abort(const Error& cause) override;
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
-  /// It may have done its part of what is under way: what is called later fails.
+  /// The member may have done its part of the running operation: only later calls fail.
   void member_left(const rendezvous::Member&) override {}
   void world_ended(const Error& reason) override;
   void world_closing() override;
@@ -64,7 +65,7 @@ class SerialBackend final : public Backend, public WorldListener {
  private:
   struct Job {
     CallLine call;
-    std::uint64_t number = 0;  ///< of the calls of this rank, from 1 on
+    std::uint64_t number = 0;  ///< counts the calls of this rank, from 1
     UniqueFunction<void()> run;
     UniqueFunction<void(std::exception_ptr)> fail;
   };
@@ -80,12 +81,12 @@ class SerialBackend final : public Backend, public WorldListener {
   void refuse_without_the_gone() const;
   void compare(const CallLine& call);
   Error explain(const CallLine& call, const std::exception_ptr& exception) const;
-  /// Who is gone, or else who does not answer; begins with "; ".
+  /// Names the ranks that are gone, or else those that do not answer; begins with "; ".
   std::string who_is_missing() const;
-  /// Asks the ranks, by other ways than the engine's, who else gave up on this call; returns who did not
-  /// answer within a second, or nothing.
+  /// Asks the ranks, without the engine, which of them gave up on this call; returns those that did not
+  /// answer within a second, or an empty text.
   std::string call_the_roll() const;
-  /// Waits for a call whose caller set a deadline, past which it breaks the group.
+  /// Waits for a call with a deadline; breaks the group when the deadline passes.
   template <class T>
   T wait_until(Deadline deadline, const Future<T>& future, const char* call);
   void break_with(const Error& cause);
@@ -110,7 +111,7 @@ class SerialBackend final : public Backend, public WorldListener {
   std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  std::atomic<std::uint64_t> calls_{0};  ///< that the thread began
+  std::atomic<std::uint64_t> calls_{0};  ///< calls that the thread has started
   Thread thread_;
 };
 

@@ -11,12 +11,12 @@
 
 namespace torchspan::collective::shm {
 
-/// Where the shared memory of one rank is mapped in this process; unmapped with its owner.
+/// Maps the shared memory of one rank into this process; the destructor unmaps it.
 class Mapping {
  public:
   Mapping() = default;
-  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid when it is something else, which
-  /// could vanish under our feet; kOverloaded without address space.
+  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid for any other file, because it could
+  /// shrink while it is mapped, and kOverloaded without address space.
   Mapping(const Descriptor& descriptor, std::uint64_t size);
   Mapping(Mapping&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -29,7 +29,7 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::uint64_t size() const { return size_; }
-  /// Whether `bytes` bytes from `offset` on lie inside: asked of every place that a peer names.
+  /// Whether `bytes` bytes from `offset` are inside; must be checked for every place that a peer names.
   bool holds(std::uint64_t offset, std::uint64_t bytes) const {
     return offset <= size_ && bytes <= size_ - offset;
   }
@@ -39,24 +39,24 @@ class Mapping {
   std::uint64_t size_ = 0;
 };
 
-/// The shared memory that one rank hands out: a memory file with no name, as long as all that it may ever
-/// hold, whose pages exist only where something was allocated. Thread-safe.
+/// The shared memory that one rank gives to its peers: an unnamed memory file with the size of all that it
+/// may ever hold, of which only allocated pages use memory. Thread-safe.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  /// `size` zero: as much as the machine has memory. Throws kUnsupported when the system has no sealed memory
-  /// files, kOverloaded without address space.
+  /// `size` zero means as much as the machine has memory. Throws kUnsupported if the system has no sealed
+  /// memory files, kOverloaded without address space.
   static std::shared_ptr<Arena> make(std::uint64_t size);
 
-  /// Zeroed memory from a page's start, given back with the last copy of the pointer, which keeps the arena.
-  /// Throws kOverloaded when the arena or the machine is full.
+  /// Returns zeroed memory that starts at a page; the last copy of the pointer frees it. The pointer keeps
+  /// the arena alive. Throws kOverloaded when the arena or the machine is full.
   std::shared_ptr<std::byte> allocate(std::size_t bytes);
 
-  /// A stretch that nobody's destructor gives back: other processes may still look at it.
+  /// A range that no destructor frees: other processes may still read it.
   struct Stretch {
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
   };
-  /// As allocate(). What is never released lasts as long as somebody maps the arena.
+  /// Allocates like allocate(). A range that is never released lasts until the last process unmaps the arena.
   Stretch reserve(std::size_t bytes);
   void release(const Stretch& stretch) { give_back(stretch.offset, stretch.bytes); }
 
@@ -69,9 +69,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   Arena(Descriptor descriptor, std::uint64_t size);
-  /// The place of a free stretch of `bytes` bytes, taken out of the list; throws when there is none.
+  /// Removes a free range of `bytes` bytes from the list and returns its offset; throws if there is none.
   std::uint64_t take(std::uint64_t bytes);
-  /// The pages go back to the system at once.
+  /// Returns the pages to the system at once.
   void give_back(std::uint64_t offset, std::uint64_t bytes);
 
   const Descriptor descriptor_;

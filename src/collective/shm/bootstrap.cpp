@@ -8,12 +8,13 @@
 namespace torchspan::collective::shm {
 namespace {
 
-/// One that says nothing after it dialed must not keep the others waiting for long.
+/// Limits how long a peer that is silent after it has connected can delay the others.
 constexpr Duration kHelloLimit = std::chrono::seconds(10);
-/// All are at it when it begins, so that who is not heard of by then cannot come.
+/// All ranks have reached this step when it starts, so a rank that is silent for this long cannot take part.
 constexpr Duration kBootstrapLimit = std::chrono::seconds(30);
 
-/// What a member says when it dials: the token, its rank and the size of the memory it passes.
+/// The first message of a member that connects: the token, its rank and the size of the memory that it
+/// passes.
 struct Hello {
   Bytes token;
   std::uint32_t rank = 0;
@@ -39,7 +40,7 @@ struct Hello {
   static constexpr std::size_t kBytes = kTokenBytes + 12;
 };
 
-/// The ranks of one host pass each other their memory.
+/// Passes the memory of the ranks of one host to each other.
 class Bootstrap {
  public:
   Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, Neighbors& neighbors)
@@ -77,7 +78,7 @@ class Bootstrap {
 
   int size() const { return static_cast<int>(peers_.size()); }
 
-  /// A stranger's call, or none at all in time, is nothing.
+  /// Ignores connections of processes outside the group, and of those that send nothing in time.
   std::optional<std::pair<std::uint32_t, AcceptedPeer>> welcome(UnixConnection connection) {
     try {
       const Deadline deadline = earlier(deadline_, runtime_.executor.deadline_in(kHelloLimit));
@@ -157,7 +158,7 @@ BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const Bootstr
   } catch (const Error& error) {
     trouble = error.message();
   }
-  neighbors.connection.reset();  // who waits for it at the other end hears that this rank gave up
+  neighbors.connection.reset();  // tells the rank at the other end, which waits, that this rank gave up
   ByteWriter writer;
   writer.put_string(trouble);
   const std::vector<Bytes> answers = gather(writer.bytes());

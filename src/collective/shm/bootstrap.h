@@ -9,23 +9,23 @@
 namespace torchspan::collective::shm {
 
 struct BootstrapOptions {
-  std::vector<PeerIdentity> peers;  ///< by rank of the group to be
+  std::vector<PeerIdentity> peers;  ///< by rank of the new group
   int self = 0;
-  std::shared_ptr<Arena> memory;  ///< what this rank hands out
+  std::shared_ptr<Arena> memory;  ///< the memory that this rank shares
   Deadline deadline;
 };
 
-/// What came of a meeting.
+/// The outcome on one rank.
 struct BootstrapResult {
-  std::vector<int> leaders;          ///< by rank: the first of those that it shares memory with
-  std::vector<std::string> reasons;  ///< by rank: what kept it from sharing memory, if anything did
-  std::shared_ptr<PeerMemory> peer_memory = {};  ///< of this rank's host; null where it is alone
+  std::vector<int> leaders;          ///< by rank: the first of the ranks that share memory with it
+  std::vector<std::string> reasons;  ///< by rank: why it does not share memory, if it does not
+  std::shared_ptr<PeerMemory> peer_memory = {};  ///< of this rank's host; null if no other rank shares it
 };
 
-/// Collective: neighbors pass each other their memory. All dial their leader, which passes everybody's on;
-/// callers prove that they know a random token that only `gather` told. Each keeps its connection with the
-/// leader, as a sign of life. Who cannot pass or map memory shares none, nor do those that it was to share
-/// with: they are as if on hosts of their own.
+/// Collective: passes the memory of ranks on one host to each other. All connect to their leader, which
+/// forwards the memory of all; each proves that it knows a random token from `gather`, and keeps its
+/// connection to the leader as a sign of life. A rank that cannot pass or map memory shares none, and neither
+/// do its neighbors: each then counts as a separate host.
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
                           Neighbors neighbors, const Gather& gather);
 

@@ -5,33 +5,33 @@
 #include <cstdint>
 #include <type_traits>
 
-/// What the ranks of a group see of each other: plain memory that all of them map. Written by peers of one
-/// job, and yet every place and length that is read here is checked against the mapping before it is used.
+/// What the ranks of a group see of each other: plain memory that all of them map. Peers of the same job
+/// write it, but every place and length read from it is checked against the mapping before use.
 namespace torchspan::collective::shm {
 
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kMostDimensions = 10;
 inline constexpr std::size_t kMostBreakageText = 2048;
 
-/// Numbers that only their rank writes and that only grow.
+/// Counts that only their rank writes and that only grow.
 enum class Count : std::uint8_t {
   kPosted,    ///< calls whose Call is in its slot
-  kFinished,  ///< calls whose slot and memory this rank no longer looks at
+  kFinished,  ///< calls whose slot and memory this rank no longer reads
   kStaged,    ///< chunks written to the rank's staging buffers
   kReduced,   ///< chunks of which the rank's slice is reduced
-  kTaken,     ///< chunks of which the rank has what it wants
-  kUnits,     ///< not a rank's but the group's: units of shared tensors that are reduced
+  kTaken,     ///< chunks of which the rank has read its part
+  kUnits,     ///< the group's, not a rank's: units of shared tensors that are reduced
 };
 inline constexpr std::size_t kRankCounts = 5;
 
 struct alignas(kLine) RankCounts {
   std::array<std::atomic<std::uint64_t>, kRankCounts> of{};
-  std::atomic<std::uint64_t> units_claimed{0};  ///< of the rank's own region, by anybody
-  std::atomic<std::uint32_t> in_unit{0};        ///< the rank writes to everybody's tensors right now
-  std::atomic<std::uint32_t> left{0};           ///< the rank has let go of its group
+  std::atomic<std::uint64_t> units_claimed{0};  ///< of the rank's own region; any rank may claim them
+  std::atomic<std::uint32_t> in_unit{0};        ///< the rank is writing to the tensors of all ranks
+  std::atomic<std::uint32_t> left{0};           ///< the rank has left the group
 };
 
-/// Where a rank sleeps, and what for.
+/// Where a rank sleeps, and the count that it waits for.
 struct alignas(kLine) WaitWord {
   std::atomic<std::uint32_t> bell{0};  ///< the futex
   std::atomic<std::uint32_t> asleep{0};
@@ -44,7 +44,7 @@ struct RankControl {
   WaitWord wait_word;
 };
 
-/// Why the group is broken; written once, by whoever finds out first.
+/// Why the group is broken; the rank that notices first writes it, once.
 struct Breakage {
   std::atomic<std::uint32_t> state{0};  ///< 0: whole, 1: being written, 2: written
   std::uint32_t kind = 0;
@@ -75,7 +75,7 @@ enum class Verb : std::uint8_t {
   kBarrier,
 };
 
-/// What one rank called. Equal on all ranks but for `place` and what the verb lets differ.
+/// One rank's call. Equal on all ranks except for `place` and for what the operation lets differ.
 struct Call {
   std::uint64_t sequence = 0;
   Verb verb = Verb::kBarrier;
@@ -86,12 +86,12 @@ struct Call {
   std::uint32_t dimensions = 0;
   std::uint32_t sparse_dimensions = 0;
   std::array<std::int64_t, kMostDimensions> sizes{};
-  std::uint64_t bytes = 0;    ///< what this rank contributes
-  std::uint64_t note = 0;     ///< bytes before those in the slot: shapes
+  std::uint64_t bytes = 0;    ///< size of this rank's contribution
+  std::uint64_t note = 0;     ///< bytes in front of the contribution in the slot: shapes
   std::uint64_t place = 0;    ///< offset in the rank's arena, if `shared`
   std::uint64_t entries = 0;  ///< of a sparse tensor
-  std::uint8_t shared = 0;    ///< the contribution lies in the rank's arena
-  std::uint8_t in_slot = 0;   ///< it lies in the slot
+  std::uint8_t shared = 0;    ///< the contribution is in the rank's arena
+  std::uint8_t in_slot = 0;   ///< the contribution is in the slot
 };
 static_assert(std::is_trivially_copyable_v<Call>);
 
@@ -99,7 +99,7 @@ inline constexpr std::size_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{32} << 10;
 inline constexpr std::size_t kStagingBuffers = 3;
 
-/// A call and what is small enough to go with it.
+/// A call, and a contribution that is small enough to be sent with it.
 struct Slot {
   alignas(kLine) Call call;
   alignas(kLine) std::array<std::byte, kSlotBytes> bytes;
@@ -107,8 +107,8 @@ struct Slot {
 
 /// A rank's own part of the group's memory, in its arena: slots, then staging buffers of chunk_bytes each.
 struct StagingArea {
-  /// The group's token as long as the rank looks at the others' staging areas; anything else says that it
-  /// does not.
+  /// The group's token while the rank reads the others' staging areas; any other value means that it does
+  /// not.
   alignas(kLine) std::atomic<std::uint64_t> member_of{0};
   std::array<Slot, kSlots> slots;
   std::byte* staging() { return reinterpret_cast<std::byte*>(this + 1); }

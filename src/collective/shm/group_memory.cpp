@@ -13,7 +13,7 @@ namespace {
 
 /// Small enough for the chunks of all ranks to stay in a core's own cache.
 constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
-/// Where ranks take turns on a core each turn costs more than the cache gives.
+/// If ranks share a core, each switch between them costs more than the cache saves.
 constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
 
 [[noreturn]] void throw_outside() {
@@ -28,7 +28,7 @@ std::uint64_t new_token() {
   std::uint64_t token = 0;
   const Bytes bytes = random_bytes(sizeof token);
   std::memcpy(&token, bytes.data(), sizeof token);
-  return token | 1;  // never that of fresh memory
+  return token | 1;  // never zero, as new memory is
 }
 
 }  // namespace

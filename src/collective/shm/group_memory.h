@@ -9,16 +9,16 @@
 
 namespace torchspan::collective::shm {
 
-/// The shared memory of one group as one rank sees it: the control block, in rank 0's arena, and everybody's
-/// staging area, in their own arenas.
+/// One rank's view of a group's shared memory: the control block, in rank 0's arena, and the staging areas of
+/// all ranks, in their arenas.
 class GroupMemory {
  public:
-  /// Collective: `members` are peer memory ranks, by rank of the group; `gather` gathers from all who take
-  /// part, of whom `answering` says which answer is which member's. Throws, on every rank alike, what one of
-  /// them lacks.
+  /// Collective: `members` are peer memory ranks, indexed by rank of the group; `gather` gathers from all
+  /// participants, and `answering` maps each member to the index of its answer. If one rank lacks something,
+  /// all ranks throw the same error.
   static std::unique_ptr<GroupMemory> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
                                            const Gather& gather, const std::vector<int>& answering);
-  /// Other ranks may still read this one's last calls: its memory is given back when they cannot.
+  /// Other ranks may still read this rank's last calls: its memory is freed when they no longer can.
   ~GroupMemory();
 
   int rank() const { return rank_; }
@@ -35,14 +35,14 @@ class GroupMemory {
   std::byte* staging(int rank, std::uint64_t chunk) const {
     return staging_area(rank).staging() + chunk % kStagingBuffers * chunk_bytes_;
   }
-  /// Where a rank's contribution lies that it called shared; throws kInvalid for a place outside its memory.
+  /// Returns where a rank's shared contribution is; throws kInvalid for a place outside its memory.
   std::byte* place(int rank, const Call& call) const;
-  /// This rank's place of `data`, if it lies in its arena.
+  /// Returns the offset of `data` if it is in this rank's arena.
   std::optional<std::uint64_t> place_of(const void* data, std::size_t bytes) const;
 
  private:
   GroupMemory() = default;
-  /// What one rank tells the others.
+  /// What one rank sends to the others.
   struct Places;
   Places reserve(std::size_t staging_area_bytes, std::size_t control_bytes, bool oversubscribed);
   void open(const std::vector<Places>& places, std::size_t staging_area_bytes, std::size_t control_bytes);
@@ -55,7 +55,7 @@ class GroupMemory {
   std::optional<Arena::Stretch> own_staging_area_;
   std::optional<Arena::Stretch> own_control_;  ///< rank 0's only
   std::vector<StagingArea*> staging_areas_;
-  std::vector<std::uint64_t> tokens_;  ///< what stands in the staging areas of those that are still here
+  std::vector<std::uint64_t> tokens_;  ///< the values in the staging areas of ranks that have not left
   std::optional<Signals> signals_;
 };
 

@@ -12,11 +12,11 @@ std::string hex(BytesView bytes) {
   return text;
 }
 
-/// Where a rank listens, and what its callers have to know; no names where nobody else is on its machine.
+/// Where a rank listens, and the token that its callers need; no names if no other rank is on its machine.
 struct Invitation {
   std::vector<std::string> names = {};
   Bytes token = {};
-  std::string refusal = {};  ///< why there are no names, if there should be
+  std::string refusal = {};  ///< why there are no names, if there should be some
 
   Bytes encode() const {
     ByteWriter writer;
@@ -38,7 +38,7 @@ struct Invitation {
   }
 };
 
-/// Whom a rank reached.
+/// Which rank it reached.
 struct Answer {
   std::int32_t leader = 0;
   bool same_network = false;

@@ -7,8 +7,8 @@
 
 namespace torchspan::collective::shm {
 
-/// The steps of one operation, as a coroutine that suspends where it needs counts of other ranks, so that any
-/// thread may go on with it. Empty, it is finished.
+/// The steps of one operation, as a coroutine that suspends when it needs counts of other ranks, so that any
+/// thread may resume it. An empty one is finished.
 class OpCoroutine {
  public:
   struct promise_type {
@@ -32,14 +32,14 @@ class OpCoroutine {
     if (handle_) handle_.destroy();
   }
 
-  /// Goes on to the next suspension; true when finished. Rethrows what a step threw.
+  /// Resumes until the next suspension; returns true when finished. Rethrows what a step throws.
   bool resume() {
     if (!handle_) return true;
     handle_.resume();
     if (handle_.promise().error) std::rethrow_exception(handle_.promise().error);
     return handle_.done();
   }
-  /// What it waits for, while suspended.
+  /// The count that it waits for, while suspended.
   CountTarget target() const { return handle_.promise().target; }
 
  private:
@@ -47,7 +47,7 @@ class OpCoroutine {
   Handle handle_;
 };
 
-/// co_await Reach{signals, target}: goes on once the target is fulfilled.
+/// co_await Reach{signals, target}: resumes when the target is reached.
 struct Reach {
   const Signals& signals;
   CountTarget target;

@@ -10,17 +10,18 @@
 namespace torchspan::collective::shm {
 namespace {
 
-/// For how long an operation is left to a caller that may be about to wait for it.
+/// How long an operation is left to a caller that may be about to wait for it.
 constexpr Duration kLeftToCaller = std::chrono::microseconds(100);
-/// Between looks of the thread while calls come, so that they need not wake it; and how long after the last.
+/// The interval at which the thread polls while calls arrive, so that they need not wake it; and for how long
+/// after the last call.
 constexpr Duration kNap = std::chrono::microseconds(200);
 constexpr Duration kLively = std::chrono::milliseconds(5);
-/// Between looks at the other ranks' connections, while waiting for them.
+/// The interval at which the thread checks the other ranks' connections while it waits for them.
 constexpr Duration kWatch = std::chrono::milliseconds(200);
 
 }  // namespace
 
-/// A waiting thread takes the driver lock, if it is free.
+/// A waiting thread takes the driver lock if it is free.
 class OpQueue::Host final : public GroupHost {
  public:
   using GroupHost::GroupHost;
@@ -92,7 +93,7 @@ void OpQueue::world_ended(const Error& reason) {
 
 void OpQueue::world_closing() {
   stop_thread();
-  while (!take_driver_lock()) executor_.yield();  // who has it was told to stop
+  while (!take_driver_lock()) executor_.yield();  // its holder has been asked to stop
   fail_all(breakage().value_or(Error(ErrorKind::kCancelled, "the world of this group has ended")));
   release_driver_lock();
 }

@@ -13,22 +13,22 @@
 
 namespace torchspan::collective::shm {
 
-/// Runs the operations of one rank of a group in the order of their calls. They are run by whoever holds the
-/// driver lock: a caller that waits for a future, else the group's own thread. An operation is left to its
-/// caller for a moment, because waking the thread costs more than a small one takes.
+/// Runs one rank's operations of a group in the order of their calls. The holder of the driver lock runs
+/// them: a caller that waits for a future, else the group's thread. The thread leaves a new operation to its
+/// caller for a moment, because waking the thread takes longer than a small operation.
 class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_this<OpQueue> {
  public:
   static std::shared_ptr<OpQueue> make(std::unique_ptr<GroupMemory> memory, Duration timeout);
   /// Fails what is pending with kCancelled.
   ~OpQueue() override;
 
-  /// Takes the call's number, tells it to the other ranks as soon as there is a slot, and completes the
-  /// operation in time.
+  /// Numbers the call, shows it to the other ranks as soon as a slot is free, and completes the operation
+  /// later.
   void submit(std::unique_ptr<Operation> operation);
   void abort(const Error& cause);
 
   void rank_gone() override;
-  /// Fails everything here; the others hear that this rank has let go of the group.
+  /// Fails everything on this rank; the others see that it has left the group.
   void world_ended(const Error& reason) override;
   void world_closing() override;
 
@@ -44,19 +44,19 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout);
   void start();
   void stop_thread();
-  /// Why nothing goes on here, if nothing does.
+  /// Why operations cannot continue here; nullopt if they can.
   std::optional<Error> breakage();
   void run();
-  /// When the group's thread should look again, or nothing if it should take the driver lock.
+  /// When the group's thread should poll again; nullopt if it should take the driver lock.
   std::optional<Deadline> rest();
 
   bool take_driver_lock();
   void release_driver_lock();
-  /// Runs operations until `done`, the deadline, or there are none. With the driver lock.
+  /// Runs operations until `done`, the deadline, or an empty queue. Needs the driver lock.
   void drive(const std::atomic<bool>* done, Deadline deadline);
-  /// Goes on with the first operation; true when it is complete, else `target` is what it waits for.
+  /// Advances the first operation; returns true when it is complete, else sets `target` to what it waits for.
   bool advance(Operation& operation, CountTarget& target);
-  /// Waits for other ranks; false when this thread should stop driving.
+  /// Waits for other ranks; returns false when this thread should stop driving.
   bool await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
              Deadline deadline);
   void compare_calls(const Operation& operation);
@@ -66,7 +66,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   bool has_slot() const TORCHSPAN_REQUIRES(mutex_);
   Operation* first();
 
-  /// Breaks the group if a rank that the target needs will never fulfil it.
+  /// Breaks the group if a rank that the target needs can never reach it.
   void look_for_the_gone(const Operation& operation, CountTarget target);
   void give_up_on_the_late(const Operation& operation, CountTarget target, Duration waited);
 
@@ -80,7 +80,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> rank_gone_{false};
-  std::atomic<bool> ended_{false};  ///< end_ is there
+  std::atomic<bool> ended_{false};  ///< set when end_ is set
 
   Mutex mutex_;
   std::deque<std::unique_ptr<Operation>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -89,7 +89,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::uint64_t posted_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  bool asleep_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the thread wakes when it is told only
+  bool asleep_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the thread wakes only when notified
   TimePoint last_call_ TORCHSPAN_GUARDED_BY(mutex_);
   Thread thread_;
 };

@@ -11,36 +11,36 @@
 
 namespace torchspan::collective::shm {
 
-/// Some memory of this process; several in a row are one contribution.
+/// A range of this process's memory; several in a row form one contribution.
 struct Piece {
   std::byte* data = nullptr;
   std::size_t size = 0;
 };
 
-/// One collective as this rank called it, from the call to the completion of its future.
+/// One collective on this rank, from the call until its future completes.
 struct Operation {
   Call call;
   Bytes note;                 ///< shapes, written into the slot
-  std::vector<Piece> pieces;  ///< what this rank contributes: call.bytes bytes
-  /// Called once everybody's call is there, and agrees: does what can be done at once and returns the rest.
-  /// Throws kInvalid for calls that make no sense.
+  std::vector<Piece> pieces;  ///< this rank's contribution: call.bytes bytes
+  /// Called when the calls of all ranks have arrived and agree: does what can be done at once and returns the
+  /// rest. Throws kInvalid for calls that make no sense.
   UniqueFunction<OpCoroutine()> begin;
   UniqueFunction<void()> succeed;
   UniqueFunction<void(std::exception_ptr)> fail;
-  Deadline deadline;  ///< never: as long as the group waits for late ranks
+  Deadline deadline;  ///< never: until the group gives up on late ranks
   TimePoint issued;
 
   bool begun = false;
   OpCoroutine script;
 };
 
-/// "all_reduce(float [3, 4], sum)".
+/// Returns "all_reduce(float [3, 4], sum)".
 std::string describe(const Call& call);
-/// "all_reduce(float [3, 4], sum), call 7 of the group".
+/// Returns "all_reduce(float [3, 4], sum), call 7 of the group".
 std::string describe_numbered(const Call& call);
 
-/// Whether two ranks called the same thing, as far as that verb demands. A sparse tensor without entries
-/// agrees with every number of sparse dimensions.
+/// Whether two ranks' calls match, as far as the operation requires. A sparse tensor without entries matches
+/// every number of sparse dimensions.
 bool agree(const Call& a, const Call& b);
 
 }  // namespace torchspan::collective::shm

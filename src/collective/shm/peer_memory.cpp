@@ -41,7 +41,7 @@ std::optional<std::string> PeerMemory::gone(int peer_rank) {
   bool ended = false;
   if (ends_[index]) {
     char byte = 0;
-    // Nobody says anything here: whatever is to be read is the end.
+    // No data is sent on this connection: anything readable is its end.
     const ssize_t got = ::recv(ends_[index].get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
   }

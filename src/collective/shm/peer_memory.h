@@ -13,15 +13,15 @@
 
 namespace torchspan::collective::shm {
 
-/// A rank of the world as the messages of a group name it.
+/// A rank of the world with its name for a group's messages.
 struct PeerIdentity {
   int world_rank = 0;
-  std::uint64_t instance = 0;  ///< of its process: another one may hold the rank later
+  std::uint64_t instance = 0;  ///< of its process; a later process may hold the rank
   std::string text = {};       ///< "worker1 (rank 1, pid 4711 on node3)"
 };
 
-/// A group of the peer memory. Called under no lock, while the group is held, and not for threads that it
-/// joins.
+/// A group that uses the peer memory. Called without a lock while the group is held, and not from threads
+/// that the group joins.
 class PeerMemoryListener {
  public:
   virtual ~PeerMemoryListener() = default;
@@ -31,11 +31,11 @@ class PeerMemoryListener {
   virtual void world_closing() = 0;
 };
 
-/// What the groups of one process share with a set of ranks of the same host: everybody's memory, and the
-/// news of who is gone. Made by bootstrap(), kept by a group and all that split from it. Thread-safe.
+/// What the groups of one process share with a set of ranks of the same host: the memory of all of them, and
+/// which of them are gone. bootstrap() makes it; a group and all groups split from it keep it. Thread-safe.
 class PeerMemory final : public WorldListener {
  public:
-  /// `peers` by peer memory rank, `self` is ours.
+  /// `peers` is indexed by peer memory rank; `self` is this process's.
   PeerMemory(std::shared_ptr<WorldLink> world, std::vector<PeerIdentity> peers, int self,
              std::shared_ptr<Arena> own)
       : world_(std::move(world)), peers_(std::move(peers)), self_(self), own_(std::move(own)) {
@@ -53,8 +53,8 @@ class PeerMemory final : public WorldListener {
     return peer_rank == self_ ? own_->mapping() : mappings_[static_cast<std::size_t>(peer_rank)];
   }
 
-  /// A peer's memory, and the socket whose end is the peer's. Before the peer memory is shared between
-  /// threads.
+  /// A peer's memory, and a socket that closes when the peer ends. Call it before other threads use the peer
+  /// memory.
   void add_peer(int peer_rank, Mapping memory) {
     mappings_[static_cast<std::size_t>(peer_rank)] = std::move(memory);
   }
@@ -70,14 +70,14 @@ class PeerMemory final : public WorldListener {
   }
   void world_ended(const Error& reason) override;
   void world_closing() override;
-  /// Why a rank can never answer again, if that is known; looks at its connection.
+  /// Why a rank can never answer again, if known; checks its connection.
   std::optional<std::string> gone(int peer_rank);
-  /// Takes a stretch of this process's arena whose group it has let go of: it is given back once `unseen`
-  /// says that no other process looks at it any more, which is asked now and then.
+  /// Takes a range of this process's arena that its group no longer uses, and frees it once `unseen` returns
+  /// that no other process reads it. `unseen` is called occasionally.
   void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);
   void reclaim();
 
-  /// Tells `listener` for as long as it lives.
+  /// Notifies `listener` while it exists.
   void add(const std::weak_ptr<PeerMemoryListener>& listener);
 
  private:

@@ -16,7 +16,7 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
   throw Error(ErrorKind::kInvalid, "a member of the group described a tensor that cannot be");
 }
 
-/// The bytes of a shape; throws when they are more than any machine has.
+/// The bytes of a shape; throws if no machine has that many.
 std::uint64_t bytes_of(at::IntArrayRef sizes, std::size_t item) {
   std::uint64_t bytes = item;
   for (const std::int64_t size : sizes) {

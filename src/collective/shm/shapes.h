@@ -9,37 +9,36 @@
 
 #include "collective/shm/control.h"
 
-/// Shapes as they stand in shared memory. What is read was written by a peer: it is checked before memory is
-/// asked for by it.
+/// Shapes in shared memory. Peers write them, so they are checked before memory is allocated by them.
 namespace torchspan::collective::shm {
 
 /// Throws kUnsupported for more than kMostDimensions.
 void put_sizes(Call& call, at::IntArrayRef sizes);
-/// The shape of what the call contributes; kInvalid unless it has call.bytes bytes.
+/// Returns the shape of the call's contribution; throws kInvalid unless it has call.bytes bytes.
 std::vector<std::int64_t> get_sizes(const Call& call, std::size_t item);
-/// A length to allocate by; throws kInvalid for one that no machine has.
+/// Returns a length for an allocation; throws kInvalid if no machine has that much memory.
 std::size_t checked_size(std::uint64_t bytes);
 
 void write_shape(ByteWriter& writer, at::IntArrayRef sizes);
 
-/// One of several tensors that follow each other.
+/// One of several consecutive tensors.
 struct PartOfRow {
   std::uint64_t offset = 0;
   std::vector<std::int64_t> sizes = {};
 };
-/// The part with this index out of `count` shapes.
+/// Returns the shape at this index out of `count` shapes.
 PartOfRow read_part(BytesView shapes, std::size_t index, std::size_t count, std::size_t item);
 
-/// The sparse tensors of all ranks while they arrive.
+/// Collects the sparse tensors of all ranks.
 struct SparseParts {
   std::vector<at::Tensor> indices;
   std::vector<at::Tensor> values;
 
-  /// How many of the dimensions are sparse in the sum: as many as in the tensors that have entries.
+  /// The number of sparse dimensions of the sum: that of the tensors that have entries.
   static std::uint32_t sparse_dimensions(const std::vector<Call>& calls);
-  /// Makes room for a rank's entries.
+  /// Allocates space for a rank's entries.
   void add(const Call& call, std::uint32_t sparse_dimensions, at::ScalarType dtype);
-  /// The coalesced sum, divided by `divisor`.
+  /// Returns the coalesced sum, divided by `divisor`.
   at::Tensor sum(at::IntArrayRef sizes, int divisor) const;
 };
 

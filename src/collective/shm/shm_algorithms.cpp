@@ -9,7 +9,7 @@ namespace {
 constexpr std::size_t kLeastUnit = std::size_t{32} << 10;
 constexpr std::size_t kMostUnit = std::size_t{256} << 10;
 
-/// Copies `bytes` bytes of a row of pieces, from `offset` on.
+/// Copies `bytes` bytes of consecutive pieces, starting at `offset`.
 void gather_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, std::byte* to, std::size_t bytes) {
   for (const Piece& piece : pieces) {
     if (bytes == 0) return;
@@ -25,7 +25,7 @@ void gather_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, std::
   }
 }
 
-/// Copies to a row of pieces, from `offset` on; what does not fit is not wanted.
+/// Copies to consecutive pieces, starting at `offset`; drops what does not fit.
 void scatter_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, const std::byte* from,
                     std::size_t bytes) {
   for (const Piece& piece : pieces) {
@@ -42,14 +42,14 @@ void scatter_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, cons
   }
 }
 
-/// What a rank wants of the bytes [at, at + bytes) of another's contribution.
+/// The part of the bytes [at, at + bytes) of another rank's contribution that a rank needs.
 void take_wanted(const FetchRange& want, std::uint64_t at, const std::byte* from, std::size_t bytes) {
   if (at + bytes <= want.from) return;
   const std::size_t skip = want.from > at ? static_cast<std::size_t>(want.from - at) : 0;
   scatter_pieces(want.into, at + skip - want.from, from + skip, bytes - skip);
 }
 
-/// The elements of a chunk that a rank reduces; boundaries are those of cache lines.
+/// The elements of a chunk that a rank reduces; boundaries are at cache lines.
 struct Slice {
   std::size_t begin;
   std::size_t end;
@@ -145,14 +145,14 @@ OpCoroutine ShmAlgorithms::reduce_shared(Dense work) {
       sources[rank] = places[rank] + at;
       targets[rank] = places[rank] + at;
     }
-    // The own tensor first: its lines are wanted next.
+    // This rank's tensor first: its cache lines are needed next.
     std::swap(targets[0], targets[static_cast<std::size_t>(rank())]);
     work.kernel(
         {sources, targets, std::min(step, work.bytes - at) / work.item, static_cast<std::size_t>(size())});
     signals_.finish_unit();
   };
-  // Each rank begins with a region of its own, the same every time, which it may still have in its cache;
-  // then whoever is awake goes on: a rank that sleeps or works elsewhere holds nobody up.
+  // Each rank starts with its own region, the same every time, which may still be in its cache; then any rank
+  // that is running takes further units, so a rank that sleeps or works elsewhere delays no other.
   for (int turn = 0; turn < size(); ++turn) {
     const int region = (rank() + turn) % size();
     const Regions::Region& bounds = regions.of[static_cast<std::size_t>(region)];
@@ -171,7 +171,7 @@ OpCoroutine ShmAlgorithms::scatter_shared(Dense work, std::byte* into) {
                       part * static_cast<std::size_t>(this->rank()));
   }
   work.kernel({sources, {&into, 1}, part / work.item, static_cast<std::size_t>(size())});
-  // The others may still read this rank's tensor.
+  // The other ranks may still read this rank's tensor.
   const std::uint64_t chunk = ++chunks_;
   signals_.publish(Count::kStaged, chunk);
   signals_.publish(Count::kReduced, chunk);
@@ -179,8 +179,8 @@ OpCoroutine ShmAlgorithms::scatter_shared(Dense work, std::byte* into) {
   co_await reach(Count::kTaken, chunk);
 }
 
-/// Per chunk: everybody stages what the others reduce, reduces its own slice, takes the others' results.
-/// Steps of neighbouring chunks overlap, so that nobody waits for what was just begun.
+/// Per chunk: every rank stages what the others reduce, reduces its own slice, and reads the others' results.
+/// Steps of neighboring chunks overlap, so that no rank waits for a step that has just begun.
 OpCoroutine ShmAlgorithms::reduce_private(Dense work) {
   const auto ranks = static_cast<std::size_t>(size());
   const std::size_t step = memory_.chunk_bytes() / work.item;

@@ -8,7 +8,8 @@
 
 namespace torchspan::collective::shm {
 
-/// What this rank wants of another's contribution: the bytes from `from` on, as many as `into` takes.
+/// What this rank needs of another rank's contribution: the bytes starting at `from`, as many as `into`
+/// holds.
 struct FetchRange {
   std::uint64_t from = 0;
   std::vector<Piece> into = {};
@@ -22,26 +23,26 @@ struct Dense {
   Kernel kernel = nullptr;
 };
 
-/// The algorithms: bytes between the ranks' memories, chunk by chunk. Used by one thread at a time, for one
-/// operation after the other, in the same order on all ranks: that is what makes its counts of chunks and
-/// units mean the same everywhere.
+/// Moves bytes between the ranks' memories, chunk by chunk. One thread at a time uses it, for one operation
+/// after the other in the same order on all ranks; therefore its counts of chunks and units mean the same on
+/// all of them.
 class ShmAlgorithms {
  public:
   explicit ShmAlgorithms(GroupMemory& memory) : memory_(memory), signals_(memory.signals()) {}
 
-  /// Everybody's call of the operation at hand, copied.
+  /// Copies of all ranks' calls of the current operation.
   std::vector<Call>& calls() { return calls_; }
 
-  /// Reduces `work` in place, or where `into` is not null this rank's part of it to there.
+  /// Reduces `work` in place, or this rank's part of it into `into` unless that is null.
   OpCoroutine reduce(const Dense& work, std::byte* into);
-  /// Copies what is wanted of each rank; `pieces` are this rank's own contribution.
+  /// Copies what is needed from each rank; `pieces` are this rank's own contribution.
   OpCoroutine fetch(std::vector<FetchRange> wants, std::vector<Piece> pieces);
-  /// The bytes that a rank's slot holds behind its note.
+  /// The bytes in a rank's slot after its note.
   const std::byte* in_slot(int rank) const;
   BytesView note(int rank) const;
 
  private:
-  /// Writes this rank's bytes of a round to its staging buffer; takes what it wants from everybody's.
+  /// Writes this rank's bytes of a round to its staging buffer; reads what it needs from those of all ranks.
   using Fill = std::function<void(std::size_t round, std::byte* staging)>;
   using Take = std::function<void(std::size_t round, std::uint64_t chunk)>;
 
@@ -55,11 +56,11 @@ class ShmAlgorithms {
     return reach(Count::kTaken, chunk < kStagingBuffers ? 0 : chunk + 1 - kStagingBuffers);
   }
 
-  /// The units of one shared tensor, cut into a region for each rank.
+  /// The units of one shared tensor, split into a region for each rank.
   struct Regions {
     struct Region {
       std::uint64_t first_unit;  ///< of the tensor
-      std::uint64_t begin, end;  ///< of all that were ever in this region
+      std::uint64_t begin, end;  ///< counted over all tensors that used this region
     };
     std::vector<Region> of;
     std::uint64_t all_done = 0;

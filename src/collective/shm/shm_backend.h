@@ -8,13 +8,13 @@
 
 namespace torchspan::collective::shm {
 
-/// Our back end for the ranks of one host: bytes go through memory that all of them map. Small tensors travel
-/// with the call and every rank reduces them for itself; large ones go through staging buffers chunk by
-/// chunk, unless they lie in shared memory already: then each part is reduced once and written to everybody's
-/// tensor. Sums are those of ranks 0 to P-1 in this order, whichever way a tensor goes.
+/// The backend for ranks of one host, over memory that all of them map. Small tensors are copied into the
+/// call and every rank reduces them itself. Large ones are copied chunk by chunk through staging buffers,
+/// unless they are in shared memory already: then each part is reduced once and written to the tensors of all
+/// ranks. Sums add the ranks in order, 0 to P-1, in every case.
 class ShmBackend final : public Backend {
  public:
-  /// Collective over `members`, peer memory ranks by rank of the group; see GroupMemory::make().
+  /// Collective over `members`: peer memory ranks, indexed by rank of the group; see GroupMemory::make().
   static std::shared_ptr<ShmBackend> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
                                           Duration timeout, const Gather& gather);
 
@@ -37,11 +37,11 @@ class ShmBackend final : public Backend {
 
   GroupMemory& memory() const { return op_queue_->memory(); }
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
-  /// An operation whose contribution is `tensor`, which is dense and contiguous.
+  /// Makes an operation whose contribution is `tensor`, which must be dense and contiguous.
   std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) const;
-  /// Where the contribution goes: into the slot, if it is small, or out of shared memory.
+  /// Chooses where the contribution goes: into the slot if it is small, else into shared memory.
   void place(Operation& operation) const;
-  /// Connects the operation's outcome with a future of what `result` makes, and submits it.
+  /// Submits the operation and returns a future of what `result` makes of its outcome.
   template <class T>
   Future<T> submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result);
 

@@ -12,9 +12,9 @@ namespace torchspan::collective::shm {
 namespace {
 
 constexpr Duration kLongestDoze = std::chrono::milliseconds(100);
-/// How long a rank that dies while it writes why the group broke may keep the others from knowing.
+/// How long the others wait for a rank that dies while it writes why the group broke.
 constexpr Duration kBreakageLimit = std::chrono::seconds(1);
-/// Looks at the counts between looks at anything else.
+/// The number of polls between checks of anything but the counts.
 constexpr int kLooks = 64;
 
 void relax() {
@@ -43,8 +43,8 @@ void Signals::publish(Count count, std::uint64_t value) {
 }
 
 void Signals::wake_for(Count count) {
-  // Against doze(): either it sees the new count, or its wait word is seen here. Against another rank that
-  // counts at this moment: the later of the two sees both.
+  // Pairs with doze(): either doze() sees the new count, or this thread sees its wait word. Of two ranks that
+  // count at the same time, the later one sees both counts.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_) continue;

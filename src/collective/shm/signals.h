@@ -15,9 +15,10 @@ struct CountTarget {
   std::uint64_t target = 0;
 };
 
-/// Counting and waiting between the ranks of one group, over memory that they share. The one place beside
-/// core's parkers where a thread sleeps, since those end at the process: it spins, then sleeps on a futex in
-/// the shared memory. publish() and the questions are for any thread; wait() for one at a time.
+/// Counts and waits between the ranks of one group, over memory that they share. Apart from core's parkers,
+/// which work within one process, this is the only place where a thread sleeps: it spins, then sleeps on a
+/// futex in the shared memory. Any thread may call publish() and the getters; only one at a time may call
+/// wait().
 class Signals {
  public:
   Signals(Executor& executor, Control& control, int rank)
@@ -31,23 +32,22 @@ class Signals {
   bool reached(CountTarget target) const;
   bool reached_by(int rank, CountTarget target) const { return count(rank, target.count) >= target.target; }
 
-  /// Sets one of this rank's counts, and wakes who waited for that and nothing else.
+  /// Sets one of this rank's counts, and wakes only the ranks that wait for it.
   void publish(Count count, std::uint64_t value);
-  /// Takes the next of the units of a rank's region up to `end`, if one is left, and says so until
-  /// finish_unit().
+  /// Claims the next unit of a rank's region, up to `end`, if one is left, and marks this rank as writing
+  /// until finish_unit().
   std::optional<std::uint64_t> claim_unit(int region, std::uint64_t end);
   void finish_unit();
 
   enum class Outcome : std::uint8_t { kReached, kBroken, kInterrupted, kExpired };
-  /// Waits for `target`, awake for the executor's spin limit and then asleep, until the deadline; ends early
-  /// when the group broke or when `interrupted` says so, which is asked now and then and after each
-  /// interrupt().
+  /// Waits for `target` until the deadline: polls for the executor's spin limit, then sleeps. Ends early if
+  /// the group breaks or `interrupted` returns true, which is called occasionally and after each interrupt().
   Outcome wait(CountTarget target, Deadline deadline, const std::function<bool()>& interrupted);
-  /// Makes a wait() of this rank look about.
+  /// Makes a wait() of this rank call `interrupted`.
   void interrupt() { ring(rank_); }
 
   bool broken() const { return control_.breakage.state.load(std::memory_order_acquire) != 0; }
-  /// Breaks the group for all ranks unless it is broken already.
+  /// Breaks the group for all ranks, unless it is already broken.
   void break_group(const Error& cause);
   /// What broke the group.
   Error breakage();

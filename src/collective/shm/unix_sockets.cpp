@@ -19,7 +19,7 @@ struct Place {
   socklen_t size = 0;
 };
 
-/// A leading zero keeps the name out of the file system.
+/// A leading zero selects an abstract name, outside the file system.
 Place place_of(const std::string& name) {
   Place place;
   place.address.sun_family = AF_UNIX;

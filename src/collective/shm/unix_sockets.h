@@ -9,17 +9,17 @@
 
 #include "collective/shm/arena.h"
 
-/// Unix sockets that pass memory between the processes of one user; all waits have a deadline.
+/// Unix sockets that pass memory between the processes of one user; every wait has a deadline.
 namespace torchspan::collective::shm {
 
-/// A memory file on its way, with a few bytes about it.
+/// A memory file in transit, with a few bytes that describe it.
 struct DescriptorMessage {
   Bytes bytes;
   Descriptor descriptor = {};
 };
 
-/// A connection whose messages are whole. Throws Error{kDisconnected} when the peer is gone, kTimedOut at the
-/// deadline.
+/// A connection that carries whole messages. Throws Error{kDisconnected} when the peer is gone, kTimedOut at
+/// the deadline.
 class UnixConnection {
  public:
   UnixConnection(Executor& executor, Descriptor socket) : executor_(&executor), socket_(std::move(socket)) {}
@@ -36,16 +36,16 @@ class UnixConnection {
   Descriptor socket_;
 };
 
-/// A listener under several names. One that begins with '/' is a file, which goes with the listener, and
-/// which processes of other network namespaces can dial that see the file. All others are in no folder, open
-/// to the processes of this network namespace.
+/// Listens under several names. A name that begins with '/' is a file, removed with the listener; processes
+/// of other network namespaces can connect to it if they see the file. All other names are abstract:
+/// processes of this network namespace can connect to them.
 class UnixListener {
  public:
-  /// Throws kUnsupported when the system has no such thing; files that cannot be made are left out.
+  /// Throws kUnsupported if the system has no such sockets; skips files that cannot be created.
   UnixListener(Executor& executor, const std::vector<std::string>& names);
   std::vector<std::string> names() const;
   static bool is_nameless(const std::string& name) { return !name.starts_with('/'); }
-  /// The next caller that runs as this user; others are turned away.
+  /// Returns the next connection from a process of this user; rejects all others.
   UnixConnection accept(Deadline deadline);
 
  private:
@@ -64,7 +64,7 @@ class UnixListener {
   std::vector<Listener> listeners_;
 };
 
-/// Throws kUnsupported when no worker listens there, and kDenied when the listener is another user's.
+/// Throws kUnsupported if no worker listens there, and kDenied if the listener belongs to another user.
 UnixConnection dial(Executor& executor, const std::string& name);
 
 /// Bytes from the system's random source.
