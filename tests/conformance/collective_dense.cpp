@@ -61,7 +61,7 @@ TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
   });
 }
 
-/// Much more than any cache or buffer; whole numbers, which every order of summing sums alike.
+/// Much larger than any cache or buffer; whole numbers, whose sum does not depend on the order.
 class CollectiveLarge : public CollectiveSuite {};
 std::vector<CollectiveRow> rows_of_two() {
   std::vector<CollectiveRow> rows = collective_rows();

@@ -51,7 +51,7 @@ TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
   });
 }
 
-/// The group's own thread cannot wait for itself: it ends with the runtime, not with the process.
+/// The group's own thread cannot join itself: it ends with the runtime, not with the process.
 TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     auto held = std::make_unique<Group>(Group::make(self.runtime, self.membership, options()));
@@ -102,7 +102,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
           auto generator = at::detail::createCPUGenerator(unit + rank);
           const at::Tensor indices = at::stack({at::randint(50, {entries}, generator, at::kLong),
                                                 at::randint(70, {entries}, generator, at::kLong)});
-          // Whole numbers, so that every order of summing gives the same.
+          // Whole numbers, whose sum does not depend on the order.
           const at::Tensor values = at::randint(-50, 50, {entries, 4}, generator, at::kDouble);
           inputs.push_back(at::sparse_coo_tensor(indices, values, {50, 70, 4}));
           sum += inputs.back().to_dense();
@@ -118,7 +118,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   });
 }
 
-/// A rank that has nothing for an embedding cannot know how many sparse dimensions the others' gradients
+/// A rank without entries for an embedding does not know how many sparse dimensions the others' gradients
 /// have.
 TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) {
   run([&](Group& group) {
@@ -129,7 +129,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
       return at::sparse_coo_tensor(at::empty({sparse_dim, 0}, at::kLong), at::empty(values), {5, 3});
     };
     const at::Tensor rows = at::sparse_coo_tensor(at::tensor({1L, 4L}).view({1, 2}), at::ones({2, 3}),
-                                                  {5, 3});  // as an embedding's
+                                                  {5, 3});  // like those of an embedding
     const at::Tensor places =
         at::sparse_coo_tensor(at::tensor({1L, 4L, 0L, 2L}).view({2, 2}), at::ones({2}), {5, 3});
     for (const at::Tensor& tensor : {rows, places}) {
@@ -146,7 +146,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
   });
 }
 
-/// Their memory has no address here: what was read or written there ended the process.
+/// Their memory has no address here: reading or writing it ended the process.
 TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
   run([&](Group& group) {
     const at::Tensor meta = at::empty({ranks(), 2}, at::TensorOptions().device(at::kMeta));

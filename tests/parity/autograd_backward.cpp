@@ -1,4 +1,4 @@
-// Gradients through calls, references and scripts, held against LibTorch's engine in one process.
+// Gradients through calls, references and scripts, compared with LibTorch's engine in one process.
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/frontend/resolver.h>
 
@@ -13,7 +13,7 @@ using ::testing::SizeIs;
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
-/// Uses two tensors in a way that a kind of tensors allows.
+/// Combines two tensors with an operator that this kind of tensors supports.
 at::Tensor complex_udf(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor sum = at::add(at::add(a, b), a, 2);
   return a.is_sparse() ? at::add(sum, b, 3) : sum * (a - b).tanh();
@@ -22,7 +22,7 @@ at::Tensor nested_udf(Worker& worker, const at::Tensor& a, const at::Tensor& b, 
 at::Tensor add_on(const RRef<at::Tensor>& kept, const at::Tensor& other) {
   return at::add(kept.local_value(), other);
 }
-/// Its caller does not own what it fetches.
+/// The caller does not own the value that it fetches.
 at::Tensor add_fetched(const RRef<at::Tensor>& kept, const at::Tensor& other) {
   return at::add(kept.to_here(), other);
 }
@@ -79,7 +79,8 @@ ClusterOptions world(int workers = 2) {
 
 class AutogradBackward : public DenseAndSparse {
  protected:
-  /// `remote` must give the gradients that `local` gives, in every way to call; `.grad` stays as it is.
+  /// Checks that `remote` gives the gradients of `local`, with every way to call, and leaves `.grad`
+  /// unchanged.
   void expect_as_local(int workers, const std::function<at::Tensor(const Tensors&)>& local,
                        const std::function<at::Tensor(Worker&, Way, const Tensors&)>& remote) {
     on_first(world(workers), [&](Worker& worker) {
@@ -152,7 +153,7 @@ TEST_P(AutogradBackward, BackwardsNestedPythonUdf) {
   }
 }
 
-/// What `run(operator, arguments)` makes of five tensors; two values are used twice.
+/// The result of `run(operator, arguments)` on five tensors, with two values used twice.
 at::Tensor round_trips(const Kind& kind, const Tensors& x,
                        const std::function<at::Tensor(const std::string&, std::vector<c10::IValue>)>& run) {
   at::Tensor value = run("aten::add.Tensor", {x[0], x[1]});

@@ -1,4 +1,4 @@
-// Contexts: who has one, what it records of calls, and how it ends.
+// Contexts: which workers have one, what it records of calls, and how it ends.
 #include "tests/parity/autograd_world.h"
 
 namespace torchspan::autograd_contexts {
@@ -30,7 +30,7 @@ std::int64_t keys(Worker& worker) {
   return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
 }
 
-/// What came to worker 1.
+/// What arrived at worker 1.
 struct Pushes {
   int all = 0, without_context = 0;
   std::string refusal;
@@ -72,7 +72,7 @@ void expect_no_contexts(SimCluster& cluster, Worker& worker) {
   EXPECT_EQ(counts_of(worker).passes, 0U);
 }
 
-/// Runs on worker 0; afterwards nobody knows a context.
+/// Runs on worker 0; afterwards no worker has a context.
 void on_first_and_clean(int workers, const std::function<void(Worker&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -91,7 +91,8 @@ class AutogradContexts : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradContexts, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
-/// One call of a function of two tensors: two tensors went, one came back, and who made what from what.
+/// A call with two tensors that returns one: checks which tensors were sent and received, and which were made
+/// from which.
 void expect_graph_of_one_call(const Kind& kind, Way way, bool builtin) {
   on_first_and_clean(2, [&](Worker& worker) {
     const at::Tensor a = kind.make(1), b = kind.make(2);
@@ -134,7 +135,7 @@ TEST_P(AutogradContexts, GraphForBuiltinRemoteCall) { expect_graph_of_one_call(k
 // peer: dist_autograd_test.py graph_for_python_remote_call: same (D, S)
 TEST_P(AutogradContexts, GraphForPythonRemoteCall) { expect_graph_of_one_call(kind_, Way::kRemote, false); }
 
-/// 0 → 1 → `last`: the worker between has two sends, each made from what it received.
+/// 0 → 1 → `last`: worker 1 has two sends, each made from what it received.
 void expect_graph_of_nested_call(const Kind& kind, Way way, std::uint32_t last) {
   on_first_and_clean(3, [&](Worker& worker) {
     const at::Tensor a = kind.make(1), b = kind.make(2);
@@ -270,8 +271,8 @@ TEST_P(AutogradContexts, ContextCleanupNestedRpc) {
   });
 }
 
-/// { Context context(worker); worker.rpc_async(…); }: its end may be heard of before the call is. Here every
-/// second call is late, and worker 2 tells worker 1 of the end.
+/// { Context context(worker); worker.rpc_async(…); }: the end of the context may arrive before the call does.
+/// Here every second call is late, and worker 2 reports the end to worker 1.
 TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     Pushes pushes;
@@ -436,7 +437,7 @@ TEST(AutogradContexts, ThreadLocalContextId) {
   });
 }
 
-/// The peer's fork of TorchScript, whose threads take the context along: here, threads of the program.
+/// The peer's fork of TorchScript, whose threads inherit the context; here the program starts the threads.
 // peer: dist_autograd_test.py jit_fork_within_context: same, with threads of the program and a
 //   `ContextScope`
 TEST(AutogradContexts, JitForkWithinContext) {

@@ -1,4 +1,4 @@
-// What goes wrong in a backward pass: every failure ends the pass on all workers, at once, with one story.
+// Failures in a backward pass: each one ends the pass on all workers at once, with the same error.
 #include "tests/parity/autograd_world.h"
 
 namespace torchspan::autograd_failures {
@@ -41,7 +41,7 @@ at::Tensor hooked(const at::Tensor& x) {
   return y;
 }
 
-/// Asks another worker something in its backward.
+/// Calls another worker in its backward.
 void refuse(const std::string& text) { throw std::domain_error(text); }
 struct Asks : torch::autograd::Function<Asks> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Worker& worker) {
@@ -51,7 +51,7 @@ struct Asks : torch::autograd::Function<Asks> {
   static variable_list backward(AutogradContext* context, const variable_list&);
 };
 
-/// Goes on from worker to worker; the last one does `what`.
+/// Calls the next worker, and so on; the last one does `what`.
 at::Tensor chain(Worker& worker, const at::Tensor& x, std::int64_t hops, const std::string& what);
 std::int64_t running(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
 
@@ -87,7 +87,7 @@ ClusterOptions world(int workers = 2) {
       workers, FunctionTable().add(kAdd, kMultiply, kSimulated, kSlow, kHooked, kRefuse, kChain, kRunning));
 }
 
-/// No worker runs a pass any more.
+/// Waits until no worker runs a pass.
 void expect_all_free(const Worker& worker) {
   for (const WorkerInfo& other : worker.workers()) {
     EXPECT_EQ(worker.rpc_sync(other, kRunning), 0) << other.name;
@@ -133,8 +133,8 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
   });
 }
 
-/// Wherever a hook or what a backward calls throws: one story with worker, node and the call of the forward
-/// pass.
+/// If a hook, or a call made in backward, throws anywhere: one error with the worker, the node and the call
+/// of the forward pass.
 // peer: dist_autograd_test.py (not told) a hook, or a call made by a backward, throws: better: names
 //   worker, node and the forward call
 TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
@@ -205,7 +205,7 @@ TEST(AutogradFailures, MultipleBackwardWithErrors) {
   });
 }
 
-/// FAST: the peer's own test asserts that this hangs.
+/// FAST: PyTorch's own test asserts that this hangs.
 // peer: dist_autograd_test.py backward_unused_send_function: better: theirs asserts that it hangs; FAST
 //   names the sends of all workers, SMART is right
 TEST(AutogradFailures, BackwardUnusedSendFunction) {
@@ -313,7 +313,7 @@ TEST(AutogradFailures, CleanContextDuringBackward) {
   });
 }
 
-/// Kills `victim` while a pass runs; the caller hears of it within a second, and so do all others.
+/// Kills `victim` while a pass runs; the caller and all others get an error within a second.
 void expect_death_to_end_a_pass(int victim, const std::string& what) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     ClusterOptions options = world(4);

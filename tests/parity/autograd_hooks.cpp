@@ -1,4 +1,4 @@
-// Hooks, and whose memory a gradient is in.
+// Hooks, and which tensors share the memory of a gradient.
 #include "engine/test_nodes.h"
 #include "tests/parity/autograd_world.h"
 
@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 Tensors both(const at::Tensor& a, const at::Tensor& b) { return {a * 2, b * 3}; }
-/// a + b, whose backward gives b no gradient.
+/// a + b; its backward returns no gradient for b.
 struct Forgets : torch::autograd::Function<Forgets> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& a, const at::Tensor& b) { return a + b; }
   static variable_list backward(AutogradContext*, variable_list gradients) {
@@ -95,7 +95,7 @@ TEST(AutogradHooks, PostHooks) {
   });
 }
 
-/// In one process each of the tensors has a node of its own, which then does not run.
+/// In one process each of the tensors has a separate node, which then does not run.
 TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -112,7 +112,7 @@ TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
           });
           parts[i].register_hook([&calls, i](const at::Tensor&) { ++calls[i]; });
         }
-        // FAST: all that was sent takes part.
+        // FAST: everything that was sent contributes.
         const at::Tensor rest = worker.rpc_sync("worker1", kAdd, a, b).sum();
         context.backward(parts[used].sum() + rest, {.mode = mode});
         EXPECT_EQ(calls[used], 2);
@@ -126,7 +126,7 @@ TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
   });
 }
 
-/// It is reached: as in one process the hook sees that it gets nothing.
+/// The loss reaches it: as in one process, the hook sees an undefined gradient.
 TEST(AutogradHooks, OfATensorWhoseGradientIsForgottenSeeAnUndefinedOne) {
   const auto see = [](const Tensors& parts, std::vector<int>& seen) {
     for (const at::Tensor& part : parts) {
@@ -149,7 +149,7 @@ TEST(AutogradHooks, OfATensorWhoseGradientIsForgottenSeeAnUndefinedOne) {
   });
 }
 
-/// The message came first, so its node would be the last one to run.
+/// The message arrived first, so its node would run last.
 TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -173,7 +173,7 @@ TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
   });
 }
 
-/// What cannot travel is said to be that, and nobody is said to be lost.
+/// The error says that the gradient cannot be sent, and does not report a lost worker.
 TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
   struct ToCsr : torch::autograd::FunctionPreHook {
     variable_list operator()(const variable_list& gradients) override {
@@ -192,7 +192,7 @@ TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
   });
 }
 
-/// Where the gradient is that a function's backward was given or made.
+/// The memory of the gradients that a function's backward got and returned.
 struct Seen {
   const void* memory = nullptr;
 };
@@ -206,7 +206,7 @@ void watch(AutogradContext* context, Seen& seen) {
   context->saved_data["seen"] = reinterpret_cast<std::int64_t>(&seen);
 }
 
-/// Both inputs get one and the same gradient.
+/// Both inputs get the same gradient tensor.
 struct TwoOfOne : torch::autograd::Function<TwoOfOne> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& a, const at::Tensor& b, Seen& seen) {
     watch(context, seen);
@@ -241,7 +241,7 @@ TEST(AutogradHooks, NoGradCopy) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     Seen seen;
     {
-      Context context(worker);  // expanded memory is nobody's gradient: copied for both
+      Context context(worker);  // expanded memory may be shared: copied for both
       context.backward(Expanded::apply(TwoOfOne::apply(a, b, seen)));
       EXPECT_NE(context.gradient(a).data_ptr(), seen.memory);
       EXPECT_NE(context.gradient(b).data_ptr(), seen.memory);
@@ -249,7 +249,7 @@ TEST(AutogradHooks, NoGradCopy) {
       EXPECT_TRUE(context.gradient(a).is_contiguous());
     }
     {
-      Context context(worker);  // nobody else has it: taken over
+      Context context(worker);  // no other reference: taken without a copy
       context.backward(OneOfOne::apply(a, seen).select(1, 0).select(0, 1));
       EXPECT_EQ(context.gradient(a).data_ptr(), seen.memory);
     }
@@ -263,7 +263,7 @@ TEST(AutogradHooks, NoGradCopy) {
   });
 }
 
-/// Somebody who may hold on to a gradient's indices.
+/// Holds a reference to a gradient's indices.
 struct Keeper {
   bool keeps = false;
   at::Tensor indices;
@@ -293,7 +293,7 @@ TEST(AutogradHooks, NoGradCopySparse) {
     Seen seen, passed_on;
     Keeper nobody;
     {
-      Context context(worker);  // nobody else has its indices or values: taken over
+      Context context(worker);  // no other reference to its indices or values: taken without a copy
       const at::Tensor loss = SparseMaker::apply(a, nobody, seen) * 1.0;
       context.backward(loss, {.retain_graph = true});
       const at::Tensor gradient = context.gradient(a);
@@ -314,8 +314,8 @@ TEST(AutogradHooks, NoGradCopySparse) {
   });
 }
 
-/// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
-/// it. Its values are nobody else's.
+/// An embedding's gradient uses the memory of its input as indices: later changes of the input must not reach
+/// the gradient. Its values have no other reference.
 // peer: dist_autograd_test.py no_grad_copy_sparse
 TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   on_first(world(1), [](Worker& worker) {
@@ -368,7 +368,7 @@ TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
   });
 }
 
-/// In place of the peer's profiler: spans tell what ran where, and for which pass.
+/// Instead of the peer's profiler: spans show what ran on which worker, and for which pass.
 // peer: dist_autograd_test.py dist_autograd_profiling: differs: spans of our own, not LibTorch's profiler:
 //   the call, the pass, and by the pass's id, on both workers, the gradients sent and received for each
 //   message

@@ -1,5 +1,5 @@
-// Modules that live on another worker and are used like local ones: forward, training and state; the same
-// numbers as in one process.
+// Modules on another worker that are used like local ones: forward, training and state, with the same numbers
+// as in one process.
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
@@ -11,7 +11,7 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-/// Different with and without training, and picky about its input.
+/// Behaves differently with and without training, and rejects wrong inputs.
 struct LayerImpl : torch::nn::Module {
   LayerImpl(std::int64_t seed, std::int64_t width) {
     if (width < 1) throw std::invalid_argument("a layer of width " + std::to_string(width));
@@ -49,7 +49,7 @@ constexpr Function<&LayerImpl::values> kValues{"Layer.values"};
 constexpr Function<&LayerImpl::leave_gradients> kLeaveGradients{"Layer.leave_gradients"};
 constexpr Function<&LayerImpl::gradients> kGradients{"Layer.gradients"};
 
-/// A remote module arrives as a reference, and is made a module again.
+/// A remote module arrives as a reference and becomes a module again.
 at::Tensor forward_elsewhere(Worker& worker, const RRef<Layer>& layer, const at::Tensor& x) {
   return RemoteModule(worker, kLayer, layer).forward(x, 1.0);
 }
@@ -187,7 +187,7 @@ TEST(RemoteModuleConformance, RemoteParameters) {
       EXPECT_EQ(remote[i].owner_name(), "worker1");
       EXPECT_TRUE(at::equal(remote[i].to_here(), expected[i]));
     }
-    // They are the parameters themselves, and may be passed on.
+    // They are the parameters themselves, and may be sent on.
     const std::vector<RRef<at::Tensor>> here = parameter_rrefs(worker, local);
     ASSERT_EQ(here.size(), expected.size());
     EXPECT_TRUE(here[0].local_value().is_same(expected[0]));
@@ -218,8 +218,8 @@ TEST(RemoteModuleConformance, ZeroGradClearsTheGradientsThere) {
   });
 }
 
-/// Two layers on two workers, trained by modules' references or by parameters' references, end with the
-/// values of one process.
+/// Two layers on two workers, trained through references to modules or to parameters, end with the values of
+/// one process.
 void expect_training_as_in_one_process(Worker& worker, bool by_parameters) {
   Layer first(1, 3), second(2, 3);
   std::vector<at::Tensor> parameters = first->parameters();

@@ -1,4 +1,5 @@
-// What travels: tensors alone and inside containers and structs, and how operators match their arguments.
+// Values that can be sent: tensors alone and inside containers and structs, and how operators match their
+// arguments.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -145,7 +146,7 @@ TEST(RpcConformance, WireSerializeBase) {
   });
 }
 
-// "Sparse" there: a small view of a large storage travels without the rest.
+// "Sparse" there: a small view of a large storage is sent without the rest.
 // peer: test_cpp_rpc WireSerialize.RecopySparseTensors: same
 TEST(RpcConformance, WireSerializeRecopySparseTensors) {
   on_first(world(), [](Worker& worker) {

@@ -113,7 +113,7 @@ Number AsyncAdder::static_add(Worker& worker, const WorkerInfo& to, std::int64_t
   return async_add(worker, to, a, b);
 }
 
-/// One handler thread a worker: a function that held it while waiting for another would never end.
+/// With one handler thread per worker, a function that held it while it waits for another would never end.
 ClusterOptions world(int workers = 3) {
   ClusterOptions options = world_of(
       workers, FunctionTable().add(kAdd, kAsyncAdd, kAwaitAdd, kAsyncRaise, kAsyncRaiseAtOnce, kAwaitRaise,
@@ -163,7 +163,7 @@ TEST(RpcConformance, AsyncFunctionRaise) {
   on_first(world(), [](Worker& worker) { expect_raise_in_all_modes(worker, kAwaitRaise); });
 }
 
-// Whether a function is asynchronous is its return type, so a wrong one cannot be written.
+// The return type decides whether a function is asynchronous, so a wrong one does not compile.
 // peer: rpc_test.py async_function_wrong_return_type: better: the return type says whether a function is
 //   asynchronous, so it cannot be wrong
 TEST(RpcConformance, AsyncFunctionWrongReturnType) {

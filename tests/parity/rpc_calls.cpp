@@ -1,4 +1,4 @@
-// Who is there, how to reach them, and every kind of thing that can be called.
+// The workers of a world, how to address them, and every kind of function that can be called.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -63,7 +63,7 @@ ClusterOptions world(int workers) {
                                                kTwice, kTwiceOf, kGreet));
 }
 
-/// Asks who the callee takes the caller for.
+/// Asks which rank the callee sees as the caller.
 struct WhoAmI {
   static constexpr auto kType = wire::MessageType{0x8001};
   static constexpr std::string_view kName = "who_am_i";

@@ -1,4 +1,4 @@
-// What goes wrong in user code, in the table of functions, and on the way.
+// Failures in user code, in the table of functions, and on the way.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -10,7 +10,7 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-struct Opaque {};  // cannot travel
+struct Opaque {};  // cannot be sent
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 std::int64_t raise_func() { throw std::domain_error("Expected error"); }
@@ -121,7 +121,7 @@ TEST(RpcConformance, RaiseWhatIsNoException) {
   });
 }
 
-// Arguments of a wrong type or number do not compile; wrong values are the function's own error.
+// Arguments of a wrong type or number do not compile; for wrong values the function throws.
 // peer: rpc_test.py py_function_exception: better: wrong arguments do not compile; wrong values are the
 //   function's own error
 TEST(RpcConformance, PyFunctionException) {

@@ -271,7 +271,7 @@ TEST(RpcConformance, WaitAllWithPartialException) {
   });
 }
 
-/// The first failure comes while another call still runs.
+/// The first failure arrives while another call still runs.
 template <class T>
 void expect_early_exit(Worker& worker, Future<T> slow, Future<T> failing) {
   const TimePoint begin = now(worker);

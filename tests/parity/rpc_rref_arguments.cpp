@@ -1,4 +1,5 @@
-// RRefs as arguments and results: in every position, along chains, and with the value's life at the end.
+// RRefs as arguments and results: in every position, along chains, and with the destruction of the value at
+// the end.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -16,7 +17,7 @@ struct Lives {
   int made = 0;
   int alive = 0;
 };
-/// Counts itself; cannot travel.
+/// Counts its instances; cannot be sent.
 class Tracked {
  public:
   Tracked(Lives& lives, std::int64_t number) : lives_(&lives), number_(number) {
@@ -311,7 +312,7 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
     SimCluster cluster(options);
     cluster.run([&](Worker& worker) {
       for (std::uint32_t to = 0; to < 3; ++to) worker.rpc_sync(to, kAdd, 1, 2);
-      worker.barrier();  // all connected before messages may overtake
+      worker.barrier();  // all workers are connected before messages may overtake each other
       if (worker.rank() != 0) return nap(worker, seconds(10));
       cluster.network().set_options({.jitter = milliseconds(2), .reorder = true});
       {
@@ -340,7 +341,7 @@ TEST(RpcConformance, ToHereOfWhatCannotTravel) {
   });
 }
 
-/// One model, its trainers' gradients gathered in rounds; all trainers of a round share one future.
+/// One model, whose trainers' gradients are gathered in rounds; all trainers of a round share one future.
 struct ParameterServer {
   ParameterServer(std::int64_t trainers, at::Tensor start, std::weak_ptr<FutureHost> host)
       : trainers(trainers), weight(std::move(start)), host(std::move(host)), round(this->host) {}

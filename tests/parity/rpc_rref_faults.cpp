@@ -45,7 +45,7 @@ std::int64_t read_slowly(Worker& worker, const RRef<Witness>& tracked) {
   nap(worker, seconds(1));
   return tracked.local_value().number();
 }
-/// Values here that others refer to, and their references.
+/// Values on this worker that others refer to, and their references.
 std::int64_t counted(Worker& worker) {
   const auto references = worker.debug().references;
   return static_cast<std::int64_t>(references.owners + references.forks);
@@ -77,7 +77,7 @@ ClusterOptions world(Lives& lives, int workers = 3) {
       lives);
 }
 
-/// Runs `body` on worker 0 under seeds 1 to 3, with the network at hand; shuts down gracefully afterwards and
+/// Runs `body` on worker 0 under seeds 1 to 3, with access to the network; then shuts down gracefully and
 /// expects that no value is left.
 void with_network(int workers, const std::function<void(Worker&, SimCluster&, Lives&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
@@ -182,7 +182,8 @@ TEST(RpcConformance, ToHereOfADroppedCreationEndsBeforeItIsKnown) {
 
 void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name = "") {
   with_network(2, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
-    EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);  // connected before anything may overtake
+    EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2),
+              3);  // connected before messages may overtake each other
     cluster.network().set_options({.reorder = reorder});
     const bool udf = operator_name.empty();
     int late = 0;
@@ -286,7 +287,7 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   });
 }
 
-/// Values end on threads that may wait, so nothing of the worker's own may be what holds one last.
+/// Values are destroyed on threads that may wait, so the worker's own data must not hold the last reference.
 TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.remote(0, kMakeTracked);
@@ -303,7 +304,7 @@ TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
   });
 }
 
-/// Every worker's shutdown, with what it threw.
+/// Shuts every worker down; returns what that threw.
 std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
                                                 const std::function<void(Worker&)>& first) {
   return cluster.try_services([&](rpc::WorkerService& service) {

@@ -1,5 +1,5 @@
-// Values that stay where they were made: creating, fetching, calling on them, and what an RRef tells of
-// itself.
+// Values that stay on the worker that made them: creating, fetching, calling methods on them, and the
+// properties of an RRef.
 #include <map>
 
 #include <ATen/core/ivalue.h>
@@ -29,7 +29,7 @@ std::int64_t append(const RRef<List>& list, std::int64_t value) {
   list.local_value().push_back(value);
   return static_cast<std::int64_t>(list.local_value().size());
 }
-/// How long the creation of a copy takes from now on, in milliseconds.
+/// How long each creation of a copy takes from now on, in milliseconds.
 std::int64_t await_creation(Worker& worker, const RRef<std::int64_t>& copy) {
   const TimePoint begin = now(worker);
   copy.creation().wait();

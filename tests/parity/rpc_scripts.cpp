@@ -233,7 +233,7 @@ TEST(RpcConformance, CreateLocalScriptModuleRref) {
   });
 }
 
-/// Worker 0 with the network at hand, whose requests of that type take two seconds more.
+/// Worker 0 with access to the network, which delays its requests of that type by two seconds.
 void with_late_requests(wire::MessageType type, const std::function<void(Worker&)>& body) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {

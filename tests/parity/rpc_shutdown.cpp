@@ -1,4 +1,4 @@
-// Leaving: with all work done, at once, late, and when something fails on the way.
+// Shutting down: with all calls completed, at once, late, and when a step fails.
 #include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc_shutdown {

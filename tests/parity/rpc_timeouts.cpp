@@ -1,4 +1,4 @@
-// Limits: the worker's default, those of single calls, and what happens when they pass.
+// Timeouts: the worker's default, those of single calls, and what happens when they expire.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -187,7 +187,7 @@ TEST(RpcConformance, RrefProxyTimeout) {
     expect_timeout(worker, milliseconds(100), [&] { made.creation().wait(); });
     const auto late = worker.remote("worker1", kSleep, seconds(2));
     expect_timeout(worker, milliseconds(100), [&] { late.with({.timeout = milliseconds(100)}).to_here(); });
-    worker.runtime().executor.sleep(seconds(10));  // the threads over there are done
+    worker.runtime().executor.sleep(seconds(10));  // the threads of the callee have finished
     EXPECT_EQ(brief.rpc_sync(kGet), 5);
     const Caller hurried = worker.with({.timeout = milliseconds(100)});
     expect_timeout(worker, milliseconds(100), [&] { hurried.call_on(sleeper, kSlowGet, seconds(2)).wait(); });

@@ -1,4 +1,4 @@
-// Calls that are waited for together, and what a worker says of itself.
+// Scopes that wait for all their calls, and a worker's debug information.
 #include <ATen/ATen.h>
 
 #include <torchspan/rpc/wait_scope.h>

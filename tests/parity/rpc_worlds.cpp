@@ -1,4 +1,4 @@
-// Meeting: names, worlds in one process, gathering and barriers.
+// Joining: names, worlds in one process, gathering and barriers.
 #include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc_worlds {
@@ -16,7 +16,7 @@ constexpr Function<read> kRead{"read"};
 
 ClusterOptions world(int workers) { return world_of(workers, FunctionTable().add(kAdd, kRead)); }
 
-/// What each rank of a world with these names is told when it joins.
+/// What each rank of a world with these names learns when it joins.
 std::vector<std::exception_ptr> join_as(const std::vector<std::string>& names) {
   ClusterOptions options = world(static_cast<int>(names.size()));
   options.adjust = [&](int rank, WorkerPlan& plan) {
@@ -142,7 +142,7 @@ TEST(RpcConformance, AllGatherTimeout) {
 struct Arrivals {
   std::map<std::string, int> count;
 };
-/// Arrives late by chance, meets `group`, and expects that all of it had come.
+/// Arrives late at random, waits for `group`, and expects that all members have arrived.
 void meet(Worker& worker, SimExecutor& executor, Arrivals& arrivals, const std::vector<std::string>& group,
           int rounds) {
   for (int round = 1; round <= rounds; ++round) {
