@@ -11,11 +11,11 @@ void check(bool good, std::string text) {
 
 void check_tensor(const Backend& backend, const char* call, const at::Tensor& tensor,
                   bool sparse_too = false) {
-  check(tensor.defined(), fmt::format("{} of an undefined tensor: give every rank one", call));
+  check(tensor.defined(), fmt::format("{} of an undefined tensor: every rank must give a tensor", call));
   if (!backend.takes(tensor.device())) {
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("{} of a tensor on {}: the back end of this group ({}) does not take that device; "
+        fmt::format("{} of a tensor on {}: the backend of this group ({}) does not support that device; "
                     "give it the tensor's .to(at::kCPU) and copy the result back{}",
                     call, tensor.device().str(), backend.name(),
                     tensor.is_meta() ? "; a meta tensor has no values to send" : ""));
@@ -24,7 +24,7 @@ void check_tensor(const Backend& backend, const char* call, const at::Tensor& te
     if (!tensor.is_quantized()) return;
   }
   throw Error(ErrorKind::kUnsupported,
-              fmt::format("{} takes {}tensors that are not quantized; convert this one first", call,
+              fmt::format("{} supports {}tensors that are not quantized; convert this one first", call,
                           sparse_too ? "dense and sparse COO " : "dense "));
 }
 
@@ -52,7 +52,7 @@ std::string to_string(ReduceOp reduction) {
 }
 
 Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
-  check(backend_ != nullptr, "a group needs a back end: use Group::make()");
+  check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
 
 int Group::rank() const { return backend_->rank(); }
@@ -61,7 +61,7 @@ const std::vector<int>& Group::ranks() const { return backend_->ranks(); }
 
 Group Group::split(int color, int key) const {
   check(color >= 0,
-        fmt::format("color is {}; expected is 0 or more: ranks that should not share a group differ in it",
+        fmt::format("color is {}; expected 0 or more: ranks with different colors get different groups",
                     color));
   return Group(backend_->split(color, key));
 }
@@ -110,7 +110,7 @@ void Group::barrier(Deadline deadline) const { backend_->barrier(deadline); }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {
-    check(size >= 0, fmt::format("allocate: a dimension of {}; expected is 0 or more", size));
+    check(size >= 0, fmt::format("allocate: a dimension is {}; expected 0 or more", size));
   }
   return backend_->allocate(sizes, dtype);
 }

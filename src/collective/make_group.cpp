@@ -44,7 +44,7 @@ std::string describe_plan(BytesView plan) {
   std::vector<int> ranks(reader.get_count(sizeof(int)));
   for (int& rank : ranks) rank = reader.get<int>();
   const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
-  return fmt::format("ranks {}, back end {}, network {}", ranks, backend, network);
+  return fmt::format("ranks {}, backend {}, network {}", ranks, backend, network);
 }
 
 /// Returns the folder of the worker's socket for its own host, from an address like
@@ -94,7 +94,7 @@ class Maker {
         if (!find_neighbors(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
     }
-    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is none of the back ends there are");
+    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a valid BackendKind");
   }
 
  private:
@@ -167,8 +167,8 @@ class Maker {
     throw Error(
         ErrorKind::kUnsupported,
         fmt::format("the ranks {} are on several hosts{}, and the engines between hosts neither "
-                    "authenticate nor encrypt: if the network between them is closed to strangers, say "
-                    "so by GroupOptions::network = Network::kIsolated",
+                    "authenticate nor encrypt: if only this job can reach the network between them, set "
+                    "GroupOptions::network = Network::kIsolated",
                     ranks_, why.empty() ? "" : fmt::format(" ({}; {})", why, kCommonFolder)));
   }
 
@@ -199,7 +199,7 @@ class Maker {
     if (dynamic_cast<SimExecutor*>(&runtime_->executor) != nullptr) {
       throw Error(
           ErrorKind::kUnsupported,
-          "ranks that share memory wait in the kernel, which cannot be simulated: use another back end");
+          "ranks that share memory wait in the kernel, which cannot be simulated: use another backend");
     }
     if (options_.backend == BackendKind::kSharedMemory) refuse_other_hosts(members);
     std::string refusal;

@@ -82,11 +82,10 @@ void WorldLink::end(const Error& reason) {
 }
 
 void WorldLink::close() {
-  end(Error(
-      ErrorKind::kCancelled,
-      fmt::format("{} has left the world, and its groups have ended with that: use them, and what is made of "
-                  "them, before shutdown() and while the session lives",
-                  describe(self_))));
+  end(Error(ErrorKind::kCancelled,
+            fmt::format("{} has left the world, which ended its groups: use them, and objects made from "
+                        "them, before shutdown() and while the session lives",
+                        describe(self_))));
   const auto parker = runtime_->executor.make_parker();
   for (;;) {
     {

@@ -100,7 +100,7 @@ class EpollPoller final : public Poller {
 
   std::size_t wait(std::span<Event> events, Deadline deadline) override {
     if (events.empty()) {
-      throw Error(ErrorKind::kInvalid, "Poller::wait needs room for one event at least");
+      throw Error(ErrorKind::kInvalid, "Poller::wait needs space for at least one event");
     }
     std::array<epoll_event, 64> ready;
     const auto room = static_cast<int>(std::min(events.size(), ready.size()));

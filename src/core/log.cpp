@@ -26,7 +26,7 @@ LogLevel parse_log_level(std::string_view text) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is no log level; use debug, info, warning, error or off", text));
+              fmt::format("'{}' is not a log level; use debug, info, warning, error or off", text));
 }
 
 Log::Log(std::string who, LogLevel least, Sink sink)

@@ -100,7 +100,8 @@ class SimExecutor::Impl {
   void begin_run() {
     std::lock_guard lock(mutex_);
     if (running_)
-      throw Error(ErrorKind::kInvalid, "this SimExecutor runs already; run() is for one at a time");
+      throw Error(ErrorKind::kInvalid,
+                  "this SimExecutor is already running; call run() after it has returned");
     running_ = true;
     main_failure_.clear();
   }
@@ -137,9 +138,10 @@ class SimExecutor::Impl {
     if (current_ != nullptr && current_->id == std::this_thread::get_id()) return *current_;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("{} on a simulated executor is for its own threads (spawn() them, or call it inside "
-                    "run()), and not for events",
-                    verb));
+        fmt::format(
+            "{}: only threads of this simulated executor may call it (spawn() them, or call it inside "
+            "run()); events may not",
+            verb));
   }
 
   void wait_for_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {

@@ -44,9 +44,10 @@ void describe_run(CommandLine& line) {
       ->expected(1)
       ->allow_extra_args(false)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  run.add_option("PROGRAM", line.program,
-                 "The program and its arguments: everything from the first word that is no option, or after "
-                 "'--'");
+  run.add_option(
+      "PROGRAM", line.program,
+      "The program and its arguments: everything from the first word that is not an option, or after "
+      "'--'");
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 when "
       "nothing "
@@ -90,7 +91,7 @@ Environment read_settings(const std::vector<std::string>& settings) {
   for (const auto& setting : settings) {
     const auto equals = setting.find('=');
     if (equals == std::string::npos || equals == 0) {
-      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected is NAME=VALUE", setting));
+      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected NAME=VALUE", setting));
     }
     environment[setting.substr(0, equals)] = setting.substr(equals + 1);
   }
@@ -109,11 +110,10 @@ const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
                             "--no_python, srun or mpirun, as docs/hosts.md says",
                             name));
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options, and the "
-                  "program's own go after the program",
-                  name));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "
+                          "program's own go after the program",
+                          name));
 }
 
 /// Removes the program and its arguments from the end of `torchspan run …`, before the parser sees them. They
@@ -143,7 +143,7 @@ void check_subcommand(const std::vector<std::string>& arguments, const CLI::App&
     names += (names.empty() ? "" : ", ") + command->get_name();
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("there is no command '{}'; there are: {}", arguments.front(), names));
+              fmt::format("unknown command '{}'; the commands are: {}", arguments.front(), names));
 }
 
 int run_workers(Executor& executor, CommandLine& line, const Environment& environment,

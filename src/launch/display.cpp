@@ -59,9 +59,10 @@ void Display::note_loss(int descriptor, int reason) {
   if (lost_++ != 0) return;
   loss_reason_ = reason;
   if (descriptor == options_.errors) return;
-  write_all(options_.errors, fmt::format("torchspan: standard output cannot be written: {}; what it does not "
-                                         "take is lost\n",
-                                         std::strerror(reason)));
+  write_all(options_.errors,
+            fmt::format("torchspan: standard output cannot be written: {}; output that it does not "
+                        "accept is lost\n",
+                        std::strerror(reason)));
 }
 
 std::string Display::losses() const {

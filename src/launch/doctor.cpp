@@ -44,13 +44,13 @@ Finding judge_blas(const Machine& machine) {
   if (file.find("openblas-openmp") != std::string::npos) return {Verdict::kGood, "BLAS", file, ""};
   if (file.empty()) {
     return {Verdict::kNote, "BLAS", "libblas.so.3 is not among Debian's alternatives",
-            "see what 'ldd' of your program says; OpenBLAS in its OpenMP flavour is what TorchSpan is "
+            "see what 'ldd' of your program says; OpenBLAS in its OpenMP flavor is what TorchSpan is "
             "measured with"};
   }
   if (file.find("openblas") != std::string::npos) {
     return {
         Verdict::kNote, "BLAS", file,
-        "this flavour keeps a thread pool of its own beside OpenMP's; better: apt install "
+        "this flavor keeps a thread pool beside OpenMP's; better: apt install "
         "libopenblas0-openmp, then as root: update-alternatives --config libblas.so.3-$(uname -m)-linux-gnu"};
   }
   if (file.find("/blas/") != std::string::npos) {
@@ -59,7 +59,7 @@ Finding judge_blas(const Machine& machine) {
             "apt install libopenblas0-openmp, then as root: update-alternatives --auto "
             "libblas.so.3-$(uname -m)-linux-gnu"};
   }
-  return {Verdict::kNote, "BLAS", file, "TorchSpan is measured with the OpenMP flavour of OpenBLAS"};
+  return {Verdict::kNote, "BLAS", file, "TorchSpan is measured with the OpenMP flavor of OpenBLAS"};
 }
 
 Finding judge_cores(const Machine& machine) {

@@ -150,7 +150,7 @@ std::string summarize(const std::vector<Ending>& endings, const std::vector<std:
     if (last_words.empty()) {
       text += "  it wrote nothing to its standard error\n";
     } else {
-      text += "  its last words:\n";
+      text += "  its last lines:\n";
       for (const auto& line : last_words) text += "    " + line + "\n";
     }
   }

@@ -110,7 +110,7 @@ TEST(Endings, SummaryTellsTheWholeStory) {
   EXPECT_THAT(
       text,
       HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3, 1.5 s after the start\n"));
-  EXPECT_THAT(text, HasSubstr("last words:\n    Traceback\n    boom\n"));
+  EXPECT_THAT(text, HasSubstr("last lines:\n    Traceback\n    boom\n"));
   EXPECT_THAT(text,
               HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));

@@ -317,7 +317,7 @@ void Job::settle(TimePoint now) {
       return;
     }
     display_.say(fmt::format(
-        "torchspan: {} (rank {}, pid {}) has left the others, but its process still runs {:.1f} s later\n",
+        "torchspan: {} (rank {}, pid {}) has left the job, but its process still runs {:.1f} s later\n",
         leaving->name, leaving->rank, leaving->child.pid(), to_seconds(options_.grace)));
   }
   const Ending& first = endings_.at(first_failure(endings_).value());
@@ -407,7 +407,7 @@ int Job::finish() {
 int run_job(Executor& executor, JobOptions options) {
   if (options.workers < 1) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the number of workers is {}; expected is 1 or more", options.workers));
+                fmt::format("the number of workers is {}; expected 1 or more", options.workers));
   }
   if (options.command.empty()) throw Error(ErrorKind::kInvalid, "there is no program to run");
   return Job(executor, std::move(options)).run();

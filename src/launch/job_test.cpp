@@ -338,7 +338,7 @@ TEST_F(Jobs, DoNotBlameAWorkerForTheSignalThatStoppedIt) {
   EXPECT_EQ(run(mine), 5);
   EXPECT_THAT(errors(),
               AllOf(HasSubstr("worker0 (rank 0, pid"),
-                    HasSubstr("has left the others, but its process still runs 0.3 s later"),
+                    HasSubstr("has left the job, but its process still runs 0.3 s later"),
                     HasSubstr("first failure: worker1"),
                     HasSubstr("worker0: stopped (was killed by SIGTERM)"), HasSubstr("exit code: 5\n")));
 }

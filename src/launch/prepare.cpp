@@ -111,7 +111,7 @@ std::uint16_t choose_port(std::uint16_t wanted) {
   if (wanted != 0) {
     if (is_free(wanted)) return wanted;
     throw_invalid(fmt::format(
-        "port {0} is in use ('ss -ltnp sport = :{0}' says by whom); choose another --master-port, or "
+        "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
         "none for a free one",
         wanted));
   }

@@ -42,16 +42,16 @@ std::string names(bool with_chunks_only) {
 
 const NamedSchedule& find_schedule(const ScheduleOptions& options) {
   if (options.name.empty())
-    throw_invalid("torchspan schedule NAME: the name is missing; there are: " + names(false));
+    throw_invalid("torchspan schedule NAME: the name is missing; the schedules are: " + names(false));
   for (const NamedSchedule& known : kSchedules) {
     if (options.name != known.name) continue;
     if (options.chunks > 1 && !known.takes_chunks) {
-      throw_invalid(fmt::format("{} has one chunk a stage; with --chunks {} there are: {}", known.name,
-                                options.chunks, names(true)));
+      throw_invalid(fmt::format("{} has one chunk per stage; the schedules for --chunks {} are: {}",
+                                known.name, options.chunks, names(true)));
     }
     return known;
   }
-  throw_invalid(fmt::format("there is no schedule '{}'; there are: {}", options.name, names(false)));
+  throw_invalid(fmt::format("unknown schedule '{}'; the schedules are: {}", options.name, names(false)));
 }
 
 Duration from_milliseconds(const char* option, double milliseconds, int parts) {

@@ -25,7 +25,7 @@ void check_interleaved(const Shape& shape) {
     const int below = shape.micro_batches / shape.ranks * shape.ranks;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("interleaved: micro_batches is {}, which is no multiple of the {} ranks; take {} or {}",
+        fmt::format("interleaved: micro_batches is {}, which is not a multiple of the {} ranks; use {} or {}",
                     shape.micro_batches, shape.ranks, below, below + shape.ranks));
   }
 }

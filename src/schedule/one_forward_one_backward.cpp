@@ -111,8 +111,8 @@ Table one_forward_one_backward(Shape shape) {
   if (shape.stages_per_rank != 1) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage a rank. "
-                    "interleaved() has several, and a Placement may have any",
+        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage per rank. "
+                    "Use interleaved() or a Placement for several",
                     shape.stages_per_rank));
   }
   Table table = empty_table("1f1b", looped(shape), shape.ranks);

@@ -34,7 +34,7 @@ void check_frame(const Table& table) {
 
 void check_task(const Table& table, int rank, std::size_t place, const Action& task) {
   const std::string here = fmt::format("rank {}, task {} of its list: {}", rank, place, to_string(task));
-  if (static_cast<std::size_t>(task.kind) >= kTaskKinds) refuse(table, here + " is of no known kind");
+  if (static_cast<std::size_t>(task.kind) >= kTaskKinds) refuse(table, here + " has an unknown kind");
   if (task.stage < 0 || task.stage >= table.stages()) {
     refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, task.stage, table.stages()));
   }
@@ -56,7 +56,7 @@ class Deadlock {
 
   std::string text() const {
     const std::vector<int> ring = find_ring();
-    std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a ring";
+    std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a cycle";
     for (int rank : ring) {
       const Action mine = head(rank);
       const Action other = missing(mine);
@@ -137,8 +137,8 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
   const bool weight = is_there(ActionKind::kWeightGradient);
   if (whole && (input || weight)) {
     const auto half = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
-    refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank,
-                               name(ActionKind::kBackward), name(half)));
+    refuse(table_, fmt::format("rank {} runs {} and also its part {}", rank, name(ActionKind::kBackward),
+                               name(half)));
   }
   if (input != weight) {
     const auto here = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
@@ -146,9 +146,8 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
     refuse(table_, fmt::format("rank {} runs {} but never {}", rank, name(here), name(other)));
   }
   if (back && !whole && !input) {
-    refuse(table_,
-           fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages", rank,
-                       name(ActionKind::kBackward), micro_batch));
+    refuse(table_, fmt::format("rank {} never runs {}, although micro-batch {} has backwards at other stages",
+                               rank, name(ActionKind::kBackward), micro_batch));
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 void check_costs(const Table& table, const std::vector<Costs>& costs) {
   if (costs.size() != 1 && costs.size() != table.rank_of_stage.size()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("simulate: costs has {} entries; needed is one for all stages, or "
+                fmt::format("simulate: costs has {} entries; expected one for all stages, or "
                             "one for each of the {}",
                             costs.size(), table.rank_of_stage.size()));
   }

@@ -189,7 +189,7 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
   };
   EXPECT_THAT(complaint({}), HasSubstr("costs has 0 entries"));
   EXPECT_THAT(complaint(std::vector<Costs>(2)),
-              HasSubstr("costs has 2 entries; needed is one for all stages, or "
+              HasSubstr("costs has 2 entries; expected one for all stages, or "
                         "one for each of the 3"));
   EXPECT_THAT(complaint({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}),
               HasSubstr("costs[2] has a negative"));

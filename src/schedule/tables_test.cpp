@@ -179,9 +179,9 @@ TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
   expect_refused([] { looped_breadth_first({.stages_per_rank = 0}); }, "stages_per_rank is 0; at least 1");
   expect_refused(
       [] { one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 2, .stages_per_rank = 2}); },
-      "stages_per_rank is 2; this schedule has one stage a rank. interleaved()");
+      "stages_per_rank is 2; this schedule has one stage per rank. Use interleaved()");
   expect_refused([] { interleaved({.ranks = 4, .micro_batches = 10, .stages_per_rank = 2}); },
-                 "micro_batches is 10, which is no multiple of the 4 ranks; take 8 or 12");
+                 "micro_batches is 10, which is not a multiple of the 4 ranks; use 8 or 12");
   expect_refused([] { gpipe({}); }, "rank_of_stage is empty");
   expect_refused([] { gpipe({.rank_of_stage = {0, -1}}); }, "rank_of_stage[1] is -1");
   expect_refused(

@@ -47,11 +47,11 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
   const std::vector<Row> rows = {
       {table_of({0, 1}, 2, {"0F0 0F1", "1F0"}), "rank 1 never runs 1F1"},
       {table_of({0, 1}, 1, {"0F0", "1F0 1B0"}),
-       "rank 0 never runs 0B0, although micro-batch 0 goes backwards"},
+       "rank 0 never runs 0B0, although micro-batch 0 has backwards"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0"}), "rank 1 runs 1I0 but never 1W0"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1W0"}), "rank 1 runs 1W0 but never 1I0"},
-      {table_of({0}, 1, {"0F0 0B0 0W0"}), "rank 0 runs 0B0 and 0W0, which is a part of it"},
-      {table_of({0}, 1, {"0F0 0I0 0B0 0W0"}), "rank 0 runs 0B0 and 0I0, which is a part of it"},
+      {table_of({0}, 1, {"0F0 0B0 0W0"}), "rank 0 runs 0B0 and also its part 0W0"},
+      {table_of({0}, 1, {"0F0 0I0 0B0 0W0"}), "rank 0 runs 0B0 and also its part 0I0"},
       {table_of({0, 1}, 1, {"0F0 0F0", "1F0"}), "rank 0 runs 0F0 twice: tasks 0 and 1 of its list"},
       {table_of({0, 1}, 1, {"0F0 1F0", ""}),
        "rank 0, task 1 of its list: 1F0 belongs to rank 1, which owns stage 1"},
@@ -68,13 +68,13 @@ TEST(Validate, NamesRankAndTaskOfWhatIsMissingTwiceOrMisplaced) {
   }
   Table unknown = table_of({0}, 1, {"0F0"});
   unknown.tasks[0][0].kind = static_cast<ActionKind>(9);
-  EXPECT_THAT(complaint(unknown), HasSubstr("0?0 is of no known kind"));
+  EXPECT_THAT(complaint(unknown), HasSubstr("0?0 has an unknown kind"));
 }
 
 TEST(Validate, ShowsTheRingOfADeadlock) {
   // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
   EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
-            "schedule 'mine': ranks wait for each other in a ring; rank 0 at 0B0 (task 1 of its list) waits "
+            "schedule 'mine': ranks wait for each other in a cycle; rank 0 at 0B0 (task 1 of its list) waits "
             "for 1B0 of "
             "rank 1, which comes after 1F1; rank 1 at 1F1 (task 1 of its list) waits for 0F1 of rank 0, "
             "which comes "

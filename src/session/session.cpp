@@ -61,7 +61,7 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
       !(seconds >= 0 && seconds <= most)) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("{} is '{}'; expected is a number of seconds from 0 (no limit) to {}", name, text, most));
+        fmt::format("{} is '{}'; expected a number of seconds from 0 (no limit) to {}", name, text, most));
   }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
@@ -71,11 +71,10 @@ std::optional<net::UcxOptions> read_network(const std::string& name) {
   if (name.empty() || name == "tls") return std::nullopt;
   if (name == "ucx") return net::UcxOptions{.network = net::UcxNetwork::kRdma};
   if (name == "ucx-isolated") return net::UcxOptions{.network = net::UcxNetwork::kIsolated};
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("TORCHSPAN_NETWORK is '{}'; expected is tls, ucx (RDMA devices only), or ucx-isolated "
-                  "(TCP too, on a network that only this job's workers can reach)",
-                  name));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, ucx (RDMA devices only), or ucx-isolated "
+                          "(TCP too, on a network that only this job's workers can reach)",
+                          name));
 }
 
 }  // namespace

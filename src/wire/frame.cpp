@@ -101,7 +101,7 @@ Handle get_handle(ByteReader& reader) {
 /// Throws unless this build supports the version and features in the header.
 void check_header(const RawHeader& raw) {
   if (raw.magic != kFrameMagic) {
-    throw_invalid("these bytes are no TorchSpan frame: they do not begin with 'TSPN'");
+    throw_invalid("not a TorchSpan frame: the bytes do not begin with 'TSPN'");
   }
   if (raw.version != kProtocolVersion) {
     throw Error(

@@ -47,7 +47,7 @@ enum class Tag : std::uint8_t {
 
 [[noreturn]] void throw_unknown_tag(Tag tag) {
   throw Error(ErrorKind::kInvalid,
-              fmt::format("a TorchScript value came with the unknown tag {}", static_cast<unsigned>(tag)));
+              fmt::format("a received TorchScript value has the unknown tag {}", static_cast<unsigned>(tag)));
 }
 
 Tag tag_of_type(const c10::Type& type) {
@@ -222,7 +222,7 @@ void check_spread(const std::vector<std::pair<IValue, IValue>>& entries) {
     const std::uint64_t place =
         c10::detail::DictKeyHash()(key) * kGoldenRatio >> (64 - std::countr_zero(places));
     if (++taken[place] > kCrowd) {
-      throw Error(ErrorKind::kInvalid, "a TorchScript dict came with keys whose hashes collide");
+      throw Error(ErrorKind::kInvalid, "a received TorchScript dict has keys whose hashes collide");
     }
   }
 }

@@ -193,11 +193,13 @@ void put_block(ByteWriter& metadata, std::vector<Segment>& segments, const at::T
 BlockShape get_block(ByteReader& metadata) {
   BlockShape shape;
   shape.dtype = dtype_from_code(metadata.get<std::uint8_t>());
-  if (shape.dtype == at::ScalarType::Undefined) throw_invalid("a tensor came without a dtype");
+  if (shape.dtype == at::ScalarType::Undefined) throw_invalid("a received tensor has no dtype");
   const auto layout = metadata.get<std::uint8_t>();
-  if (layout > kStridesFollow) throw_invalid(fmt::format("a tensor came with the unknown layout {}", layout));
+  if (layout > kStridesFollow)
+    throw_invalid(fmt::format("a received tensor has the unknown layout {}", layout));
   const std::size_t dimensions = metadata.get<std::uint8_t>();
-  if (dimensions > kMaxDimensions) throw_invalid(fmt::format("a tensor came with {} dimensions", dimensions));
+  if (dimensions > kMaxDimensions)
+    throw_invalid(fmt::format("a received tensor has {} dimensions", dimensions));
   const auto get_vector = [&] {
     at::DimVector values(dimensions);
     for (std::int64_t& value : values) value = metadata.get<std::int64_t>();
@@ -206,12 +208,13 @@ BlockShape get_block(ByteReader& metadata) {
   shape.sizes = get_vector();
   const bool negative = std::ranges::any_of(shape.sizes, [](std::int64_t size) { return size < 0; });
   if (negative || !product_fits(shape.sizes, c10::elementSize(shape.dtype))) {
-    throw_invalid(fmt::format("a tensor came with the impossible sizes [{}]", fmt::join(shape.sizes, ", ")));
+    throw_invalid(
+        fmt::format("a received tensor has the impossible sizes [{}]", fmt::join(shape.sizes, ", ")));
   }
   if (layout == kStridesFollow) {
     shape.strides = get_vector();
     if (!is_dense_but_expanded(shape.sizes, shape.strides) || elements_per_byte(shape.dtype) > 1) {
-      throw_invalid(fmt::format("a tensor of sizes [{}] came with the impossible strides [{}]",
+      throw_invalid(fmt::format("a received tensor of sizes [{}] has the impossible strides [{}]",
                                 fmt::join(shape.sizes, ", "), fmt::join(shape.strides, ", ")));
     }
   } else {
@@ -227,11 +230,11 @@ BlockShape get_block(ByteReader& metadata) {
 
 Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
   if (next_ == buffers_.size()) {
-    throw_invalid(fmt::format("tensors need more than the {} segments that came", buffers_.size()));
+    throw_invalid(fmt::format("tensors need more than the {} received segments", buffers_.size()));
   }
   Buffer& buffer = buffers_[next_++];
   if (buffer.size != size || buffer.data == nullptr || buffer.owner == nullptr) {
-    throw_invalid(fmt::format("a tensor of {} bytes came in a segment of {}", size, buffer.size));
+    throw_invalid(fmt::format("a tensor of {} bytes was received in a segment of {}", size, buffer.size));
   }
   // c10::complex<double> must be aligned to its size, 16 bytes.
   if (std::bit_cast<std::uintptr_t>(buffer.data) % element_size != 0) {
@@ -243,7 +246,7 @@ Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
 
 void BufferQueue::expect_end() const {
   if (next_ != buffers_.size()) {
-    throw_invalid(fmt::format("{} segments came, but the tensors need {}", buffers_.size(), next_));
+    throw_invalid(fmt::format("{} segments were received, but the tensors need {}", buffers_.size(), next_));
   }
 }
 

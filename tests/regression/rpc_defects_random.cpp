@@ -1,6 +1,6 @@
 // Random programs with references: creations that fail, depend on each other or arrive too late, messages
 // with several references, connections that break and full queues. In every case each call ends without a
-// limit of its own, and in the end all tables are empty.
+// timeout, and in the end all tables are empty.
 #include <random>
 
 #include "tests/regression/rpc_defects.h"

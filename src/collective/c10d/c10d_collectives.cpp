@@ -68,7 +68,8 @@ void C10dCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t
 std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members) {
   if (!split_) {
     throw Error(ErrorKind::kUnsupported,
-                "this process group cannot be split: give C10dOptions::split, which makes one of its parts");
+                "this process group cannot be split: set C10dOptions::split, which makes the group of some "
+                "of its ranks");
   }
   if (members.size() == 1) return nullptr;
   return std::make_unique<C10dCollectives>(split_(members));

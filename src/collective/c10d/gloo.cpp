@@ -99,7 +99,7 @@ class MeetingStore final : public c10d::Store {
   }
   bool deleteKey(const std::string&) override { return false; }
   std::int64_t add(const std::string&, std::int64_t) override {
-    throw Error(ErrorKind::kUnsupported, "Gloo asked its store to count, which it never did before");
+    throw Error(ErrorKind::kUnsupported, "Gloo called add() on its store, which is not supported");
   }
 
  private:
@@ -288,7 +288,7 @@ namespace torchspan::collective {
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
                                                   const GlooOptions&) {
   throw Error(ErrorKind::kUnsupported,
-              "this build has no Gloo: install libgloo-dev and configure again, or use another back end");
+              "this build has no Gloo: install libgloo-dev and configure again, or use another backend");
 }
 
 }  // namespace torchspan::collective

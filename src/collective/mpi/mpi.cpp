@@ -169,7 +169,7 @@ void check_world(int world_rank, int world_size) {
   if (rank != world_rank || size != world_size) {
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("Open MPI sees rank {} of {}, but this is rank {} of {}: start the workers by mpirun",
+        fmt::format("Open MPI reports rank {} of {}, but this is rank {} of {}: start the workers by mpirun",
                     rank, size, world_rank, world_size));
   }
 }
@@ -198,7 +198,7 @@ namespace torchspan::collective {
 std::unique_ptr<BlockingCollectives> connect_mpi(const std::vector<int>&, int, int) {
   throw Error(
       ErrorKind::kUnsupported,
-      "this build has no Open MPI: install libopenmpi-dev and configure again, or use another back end");
+      "this build has no Open MPI: install libopenmpi-dev and configure again, or use another backend");
 }
 
 }  // namespace torchspan::collective

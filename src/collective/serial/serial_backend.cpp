@@ -56,7 +56,7 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
 }
 
 SerialBackend::~SerialBackend() {
-  break_with(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  break_with(Error(ErrorKind::kCancelled, "the last handle of this group was dropped while it was pending"));
   stop_thread();
   GroupHost::close(host_, options_.world && options_.world->ended());
 }
@@ -193,7 +193,7 @@ void SerialBackend::throw_different(std::size_t one, const std::string& its_call
                                     const std::string& other_call) const {
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and {} "
+      fmt::format("the ranks of a group must make the same calls in the same order, but {} called {}, and {} "
                   "called {}",
                   options_.peers[one], its_call, options_.peers[other], other_call));
 }
@@ -225,7 +225,7 @@ std::string SerialBackend::who_is_missing() const {
   if (!who.empty() || !options_.world) return who;
   const std::string silent = call_the_roll();
   return silent.empty() ? "; all ranks gave up on it"
-                        : "; a roll call of those that gave up on it: " + silent;
+                        : "; a query of the ranks that gave up on it: " + silent;
 }
 
 std::string SerialBackend::call_the_roll() const {
@@ -248,9 +248,9 @@ T SerialBackend::wait_until(Deadline deadline, const Future<T>& future, const ch
     return future.wait(deadline);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
-    break_with(
-        Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, was not over by its deadline{}",
-                                                call, calls_.load(), who_is_missing())));
+    break_with(Error(ErrorKind::kTimedOut,
+                     fmt::format("{}, call {} of the group, did not complete by its deadline{}", call,
+                                 calls_.load(), who_is_missing())));
     throw_if_broken(call);
     throw;
   }

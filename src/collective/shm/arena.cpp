@@ -27,7 +27,7 @@ Mapping::Mapping(const Descriptor& descriptor, std::uint64_t size) {
   if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
       static_cast<std::uint64_t>(about.st_size) != size) {
     throw Error(ErrorKind::kInvalid,
-                "the memory passed for a group is not sealed, or not of the size it said");
+                "the memory passed for a group is not sealed, or does not have the announced size");
   }
   void* memory =
       ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
@@ -61,10 +61,9 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
   Descriptor descriptor(::memfd_create("torchspan group", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!descriptor || ::ftruncate(descriptor.get(), static_cast<off_t>(size)) != 0 ||
       ::fcntl(descriptor.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("this system gives no sealed memory files (memfd_create): {}; use another back end",
-                    std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
+                            std::strerror(errno)));
   }
   return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
 }
@@ -107,7 +106,7 @@ std::uint64_t Arena::take(std::uint64_t bytes) {
   }
   throw Error(ErrorKind::kOverloaded,
               fmt::format("{} bytes do not fit into what is left of the {} that this rank may share; raise "
-                          "GroupOptions::shared_bytes, or let go of tensors from allocate()",
+                          "GroupOptions::shared_bytes, or release tensors from allocate()",
                           bytes, mapping_.size()));
 }
 

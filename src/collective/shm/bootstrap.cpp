@@ -127,7 +127,7 @@ class Bootstrap {
       DescriptorMessage received = connection.receive(Hello::kBytes, deadline_);
       const Hello about = Hello::decode(received.bytes);
       if (about.token != token_ || about.rank >= known.size() || known[about.rank]) {
-        throw Error(ErrorKind::kInvalid, "the first rank of its host passed memory that makes no sense");
+        throw Error(ErrorKind::kInvalid, "the first rank of its host passed invalid memory");
       }
       known[about.rank] = true;
       peer_memory_->add_peer(static_cast<int>(about.rank), Mapping(received.descriptor, about.size));

@@ -17,7 +17,7 @@ constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
 constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
 
 [[noreturn]] void throw_outside() {
-  throw Error(ErrorKind::kInvalid, "a member of the group named a place outside its shared memory");
+  throw Error(ErrorKind::kInvalid, "a member of the group sent an offset outside its shared memory");
 }
 
 void check_place(const Mapping& memory, std::uint64_t offset, std::size_t bytes) {
@@ -132,7 +132,7 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_ar
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
     throw Error(ErrorKind::kInvalid,
-                "the ranks of this group see different machines: they differ in its cores");
+                "the ranks of this group do not see the same machine: they see different numbers of cores");
   }
   for (std::size_t rank = 0; rank < members_.size(); ++rank) {
     const Mapping& place = peer_memory_->memory(members_[rank]);

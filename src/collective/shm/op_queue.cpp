@@ -108,7 +108,7 @@ std::optional<Error> OpQueue::breakage() {
 OpQueue::~OpQueue() {
   stop_thread();
   signals_.leave();
-  fail_all(Error(ErrorKind::kCancelled, "the last handle of this group went while it was pending"));
+  fail_all(Error(ErrorKind::kCancelled, "the last handle of this group was dropped while it was pending"));
   Host::close(std::move(host_), ended_.load());
 }
 
@@ -267,7 +267,7 @@ void OpQueue::compare_calls(const Operation& operation) {
     if (agree(calls[one], calls[other])) return;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("the ranks of a group must call the same, in the same order, but {} called {}, and "
+        fmt::format("the ranks of a group must make the same calls in the same order, but {} called {}, and "
                     "{} called {}",
                     memory_->peer(static_cast<int>(one)).text, describe(calls[one]),
                     memory_->peer(static_cast<int>(other)).text, describe(calls[other])));
@@ -345,7 +345,7 @@ void OpQueue::look_for_the_gone(const Operation& operation, CountTarget target) 
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
     auto how = memory_->peer_memory()->gone(memory_->members()[static_cast<std::size_t>(rank)]);
-    if (signals_.has_left(rank)) how = "let go of the group";
+    if (signals_.has_left(rank)) how = "it left the group";
     if (!how) continue;
     const bool needed =
         target.count == Count::kUnits ? signals_.is_in_unit(rank) : !signals_.reached_by(rank, target);
@@ -366,13 +366,13 @@ void OpQueue::give_up_on_the_late(const Operation& operation, CountTarget target
     if (target.count == Count::kUnits && !signals_.is_in_unit(rank)) continue;
     const std::uint64_t calls = signals_.count(rank, Count::kPosted);
     late.push_back(signals_.reached_by(rank, posted)
-                       ? fmt::format("{}, which called it, but does not go on", memory_->peer(rank).text)
+                       ? fmt::format("{}, which called it, but does not continue", memory_->peer(rank).text)
                        : fmt::format("{}, which made {} calls so far", memory_->peer(rank).text, calls));
   }
-  signals_.break_group(
-      Error(ErrorKind::kTimedOut,
-            fmt::format("{} waited {:.3g} s for {}; ranks of a group must call the same, in the same order",
-                        describe_numbered(operation.call), to_seconds(waited), fmt::join(late, "; "))));
+  signals_.break_group(Error(
+      ErrorKind::kTimedOut,
+      fmt::format("{} waited {:.3g} s for {}; ranks of a group must make the same calls in the same order",
+                  describe_numbered(operation.call), to_seconds(waited), fmt::join(late, "; "))));
 }
 
 }  // namespace torchspan::collective::shm

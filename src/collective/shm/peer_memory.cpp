@@ -47,7 +47,7 @@ std::optional<std::string> PeerMemory::gone(int peer_rank) {
   }
   MutexLock lock(mutex_);
   if (!gone_[index]) gone_[index] = world_->gone(peer(peer_rank).instance);
-  if (ended && !gone_[index]) gone_[index] = "its process ended, or let go of its groups";
+  if (ended && !gone_[index]) gone_[index] = "its process ended, or left its groups";
   return gone_[index];
 }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
 
 [[noreturn]] void throw_nonsense() {
-  throw Error(ErrorKind::kInvalid, "a member of the group described a tensor that cannot be");
+  throw Error(ErrorKind::kInvalid, "a member of the group described an impossible tensor");
 }
 
 /// The bytes of a shape; throws if no machine has that many.
@@ -33,7 +33,7 @@ std::uint64_t bytes_of(at::IntArrayRef sizes, std::size_t item) {
 void put_sizes(Call& call, at::IntArrayRef sizes) {
   if (sizes.size() > kMostDimensions) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("a tensor with {} dimensions; this back end takes {} at most: flatten it",
+                fmt::format("a tensor with {} dimensions; this backend supports at most {}: flatten it",
                             sizes.size(), kMostDimensions));
   }
   call.dimensions = static_cast<std::uint32_t>(sizes.size());

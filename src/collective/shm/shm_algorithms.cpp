@@ -84,7 +84,7 @@ BytesView ShmAlgorithms::note(int rank) const {
 const std::byte* ShmAlgorithms::in_slot(int rank) const {
   const Call& call = calls_[static_cast<std::size_t>(rank)];
   if (call.note > kSlotBytes || call.bytes > kSlotBytes - call.note) {
-    throw Error(ErrorKind::kInvalid, "a member of the group said more than its slot holds");
+    throw Error(ErrorKind::kInvalid, "a member of the group claims more data than its slot holds");
   }
   return memory_.slot(rank, call.sequence).bytes.data() + call.note;
 }
@@ -92,7 +92,7 @@ const std::byte* ShmAlgorithms::in_slot(int rank) const {
 OpCoroutine ShmAlgorithms::reduce(const Dense& work, std::byte* into) {
   for (const Call& call : calls_) {
     if (call.bytes != work.bytes) {
-      throw Error(ErrorKind::kInvalid, "a member of the group called with a shape, but not with its bytes");
+      throw Error(ErrorKind::kInvalid, "a member of the group sent a shape that does not match its bytes");
     }
   }
   if (work.bytes == 0) return {};

@@ -64,7 +64,7 @@ void ShmBackend::place(Operation& operation) const {
   Call& call = operation.call;
   call.note = operation.note.size();
   if (call.note > kSlotBytes) {
-    throw Error(ErrorKind::kUnsupported, "too many parts with too many dimensions for this back end");
+    throw Error(ErrorKind::kUnsupported, "too many parts with too many dimensions for this backend");
   }
   call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
   if (call.in_slot != 0 || operation.pieces.size() != 1) return;

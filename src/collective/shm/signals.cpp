@@ -147,7 +147,7 @@ Error Signals::breakage() {
   const Deadline limit = executor_.deadline_in(kBreakageLimit);
   while (breakage.state.load(std::memory_order_acquire) != 2) {
     if (limit.passed(executor_.now())) {
-      return {ErrorKind::kDisconnected, "a rank of the group died while it told why the group broke"};
+      return {ErrorKind::kDisconnected, "a rank of the group died while it reported why the group broke"};
     }
     executor_.yield();
   }

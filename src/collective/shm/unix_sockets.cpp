@@ -33,7 +33,8 @@ Place place_of(const std::string& name) {
 Descriptor make_socket() {
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) {
-    throw Error(ErrorKind::kUnsupported, fmt::format("no Unix socket to be had: {}", std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("cannot create a Unix socket: {}", std::strerror(errno)));
   }
   return socket;
 }
@@ -95,7 +96,7 @@ DescriptorMessage UnixConnection::receive(std::size_t most, Deadline deadline) {
     received.descriptor = Descriptor(descriptor);
   }
   errno = 0;
-  if (got == 0) throw disconnected("a member went away");
+  if (got == 0) throw disconnected("a member disconnected");
   received.bytes.resize(static_cast<std::size_t>(got));
   return received;
 }
@@ -111,7 +112,7 @@ UnixListener::UnixListener(Executor& executor, const std::vector<std::string>& n
     }
     if (!is_nameless(name)) continue;
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("no Unix socket can listen here: {}", std::strerror(errno)));
+                fmt::format("cannot listen on a Unix socket: {}", std::strerror(errno)));
   }
 }
 
@@ -130,7 +131,7 @@ std::optional<UnixConnection> UnixListener::accept_at(const Listener& listener) 
   if (socket && is_of_this_user(socket)) return UnixConnection(executor_, std::move(socket));
   if (!socket && !would_block() && errno != ECONNABORTED) {
     throw Error(ErrorKind::kOverloaded,
-                fmt::format("a member of the group cannot be let in: {}; raise the limit of open files "
+                fmt::format("cannot accept a member of the group: {}; raise the limit of open files "
                             "(ulimit -n)",
                             std::strerror(errno)));
   }
@@ -168,7 +169,7 @@ Bytes random_bytes(std::size_t size) {
     const ssize_t got = ::getrandom(bytes.data() + at, size - at, 0);
     if (got < 0 && errno != EINTR) {
       throw Error(ErrorKind::kUnsupported,
-                  fmt::format("the system's random source does not answer: {}", std::strerror(errno)));
+                  fmt::format("cannot read the system's random source: {}", std::strerror(errno)));
     }
     if (got > 0) at += static_cast<std::size_t>(got);
   }
