@@ -2,7 +2,7 @@
 # repeated: what is there already is left alone.
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
-#   make check                      arrows, house rules, format, spelling, headers, code in documents, clang-tidy
+#   make check                      arrows, house rules, classes, format, spelling, headers, code in documents, clang-tidy
 #   make bench SECTION=rpc          measure, and write build/bench/rpc.json
 #   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
 #   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted

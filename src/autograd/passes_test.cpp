@@ -184,6 +184,7 @@ TEST(Autograd, RunsOnACallToItself) {
   });
 }
 
+// peer: test_dist_autograd TestSendFunctionInvalidInputs: differs: send nodes are not public
 TEST(Autograd, RefusesTheStockEngineOnAGraphThatSpansWorkers) {
   on_first(2, 1, [](Worker& worker) {
     at::Tensor a = parameter(1);

@@ -4,7 +4,7 @@
 
 namespace torchspan::collective {
 
-/// LibTorch's name of a dtype by its number ("Float"), or the number if there is none.
+/// Returns LibTorch's name of a dtype number ("Float"), or the number if it has no name.
 std::string name_of_dtype(std::int8_t dtype);
 
 }  // namespace torchspan::collective

@@ -14,8 +14,8 @@
 namespace torchspan {
 namespace {
 
-/// The descriptors that forked children do not get. fork() concerns the whole process and its handlers get no
-/// argument, so this list belongs to the process.
+/// The descriptors that children made by fork() do not inherit. fork() affects the whole process and its
+/// handlers take no argument, so there is one list per process.
 class NotInherited {
  public:
   NotInherited() { pthread_atfork(lock_all, unlock_all, replace_all); }
@@ -43,7 +43,7 @@ class NotInherited {
   std::vector<int> fds_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Never destroyed: static objects of the program may hold descriptors to the very end.
+/// Never destroyed: static objects of the program may close descriptors until the process exits.
 NotInherited& not_inherited_descriptors() {
   static NotInherited& all = *new NotInherited;
   return all;
@@ -52,8 +52,8 @@ NotInherited& not_inherited_descriptors() {
 void NotInherited::lock_all() { not_inherited_descriptors().mutex_.lock(); }
 void NotInherited::unlock_all() { not_inherited_descriptors().mutex_.unlock(); }
 
-/// In the child, where only what a signal handler may call is allowed. The numbers stay taken, since objects
-/// that the child got a copy of still close them.
+/// Runs in the child, where only async-signal-safe functions are allowed. The numbers stay in use, because
+/// objects that the child copied still close them.
 void NotInherited::replace_all() {
   NotInherited& all = not_inherited_descriptors();
   const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
@@ -61,7 +61,7 @@ void NotInherited::replace_all() {
     if (nothing < 0 || ::dup3(nothing, fd, O_CLOEXEC) < 0) ::close(fd);
   }
   if (nothing >= 0) ::close(nothing);
-  all.fds_.clear();  // the child may use the numbers for files of its own
+  all.fds_.clear();  // the child may reuse the numbers
   all.mutex_.unlock();
 }
 

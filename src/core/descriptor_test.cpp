@@ -55,7 +55,7 @@ TEST(DescriptorTest, ANumberThatIsUsedAgainIsInherited) {
 TEST(DescriptorTest, AChildsOwnFilesAreInheritedByItsChildren) {
   const Descriptor socket = make_socket();
   EXPECT_TRUE(holds_in_a_child([&] {
-    ::close(socket.get());  // as a daemon closes all that it did not open
+    ::close(socket.get());  // as a daemon closes all descriptors that it did not open
     const int own = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     return own == socket.get() && holds_in_a_child([&] { return is_socket(own); });
   }));

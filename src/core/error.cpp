@@ -81,8 +81,8 @@ std::string demangle(const char* mangled) {
   return status == 0 ? name.get() : mangled;
 }
 
-/// What LibTorch says of its own errors ends with the stack of the thread that threw, which tells nobody
-/// anything on another worker.
+/// The text of LibTorch's own errors ends with the stack of the throwing thread, which is useless on another
+/// worker.
 std::string without_stack(const std::string& type, std::string text) {
   if (!type.starts_with("c10::")) return text;
   return text.substr(0, text.find("\nException raised from "));

@@ -29,7 +29,7 @@ TimePoint real_now() { return TimePoint(std::chrono::steady_clock::now().time_si
       fmt::format("{} failed: {}; check the limits of this process (ulimit -a)", what, std::strerror(errno)));
 }
 
-/// The kernel refuses times before its clock began; for a wait they all mean "already passed".
+/// The kernel refuses times before the start of its clock; for a wait, all of them mean "already passed".
 timespec to_timespec(TimePoint at) {
   const auto since = std::max(at.time_since_epoch(), Duration::zero());
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since);
@@ -60,7 +60,8 @@ class ThreadParker final : public Parker {
  private:
   static constexpr int kEmpty = 0, kToken = 1, kSleeping = 2;
 
-  /// An exchange, because a plain store could overwrite a second token without having seen what its unparker
+  /// Uses an exchange: a plain store could overwrite a second token without seeing what its unparker wrote
+  /// before, and that wake-up would be lost.
   /// wrote before: that wake-up would be lost.
   bool take_token() { return word_.exchange(kEmpty, std::memory_order_acquire) == kToken; }
 
@@ -99,7 +100,7 @@ class EpollPoller final : public Poller {
 
   std::size_t wait(std::span<Event> events, Deadline deadline) override {
     if (events.empty()) {
-      throw Error(ErrorKind::kInvalid, "Poller::wait needs room for one event at least");
+      throw Error(ErrorKind::kInvalid, "Poller::wait needs space for at least one event");
     }
     std::array<epoll_event, 64> ready;
     const auto room = static_cast<int>(std::min(events.size(), ready.size()));
@@ -208,7 +209,7 @@ class ThreadExecutor final : public Executor {
   }
 
  private:
-  /// A yield that took longer gave the core to other work for a whole turn.
+  /// A yield that takes longer has given the core to other work for a whole time slice.
   static constexpr Duration kLostCore = std::chrono::milliseconds(1);
   static constexpr Duration kCrowded = std::chrono::milliseconds(200);
 

@@ -81,8 +81,8 @@ TEST_F(RealParker, WakesASleeperInEachOfManyTurns) {
   }
 }
 
-// The unparker aims at the moment when the sleeper times out, and corrects its aim by who won: whichever
-// does, the token ends this park or the next one.
+// The unparker aims at the moment at which the sleeper times out, and adjusts its aim by which of the two
+// came first. In either case the token ends this park or the next one.
 TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
   constexpr int kTurns = 5000;
   const auto parker = executor_->make_parker();
@@ -117,8 +117,8 @@ TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
   turn.store(kTurns + 1, std::memory_order_release);
 }
 
-// Whatever was written before an unpark must be seen after the park that its token ended, also when a second
-// unpark comes just as the first one's token is taken.
+// What was written before an unpark must be visible after the park that its token ends, also if a second
+// unpark arrives while the first token is being taken.
 TEST_F(RealParker, ShowsWhatWasWrittenBeforeEachOfTwoUnparksInARow) {
   constexpr int kTurns = 50000;
   const auto parker = executor_->make_parker();

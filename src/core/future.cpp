@@ -48,7 +48,7 @@ void FutureStateBase::wait(Deadline deadline) {
   host->wait(*parker, done_, deadline);
   if (!done()) {
     throw Error(ErrorKind::kTimedOut,
-                "the future did not complete before the deadline of this wait; it may still")
+                "the future did not complete before the deadline of this wait; it may complete later")
         .with_elapsed(host->executor().now() - began);
   }
 }

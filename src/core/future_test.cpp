@@ -136,7 +136,7 @@ TEST(Promise, TakesWhatABodyReturnsOrThrows) {
   EXPECT_THROW(failure.future().wait(), std::length_error);
 }
 
-// The waiter may own the promise and destroy it at once; the setter must not touch it any more then.
+// The waiter may own the promise and destroy it at once; the setter must not touch it after that.
 TEST(Promise, MayBeDestroyedByTheWaiterAsSoonAsTheValueIsThere) {
   const auto executor = make_executor();
   OwnedPool pool(*executor);
@@ -285,8 +285,8 @@ TEST(FutureThen, RunsOnAPoolThreadEvenWhenTheFutureIsComplete) {
   });
 }
 
-// A completer may hold a lock that the callback takes: simulated, a callback inside set_value would never
-// end.
+// The completing thread may hold a lock that the callback takes: in simulation, a callback that ran inside
+// set_value would deadlock.
 TEST(FutureThen, NeverRunsInsideSetValueNorUnderTheCompletersLock) {
   for_seeds(100, [](SimExecutor& executor) {
     OwnedPool pool(executor);

@@ -14,7 +14,7 @@ void write_whole(std::string_view line) {
   while (!line.empty()) {
     const auto written = ::write(STDERR_FILENO, line.data(), line.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // a log that nobody can read must not stop the work
+    if (written <= 0) return;  // a log that cannot be written must not stop the work
     line.remove_prefix(static_cast<std::size_t>(written));
   }
 }
@@ -26,7 +26,7 @@ LogLevel parse_log_level(std::string_view text) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is no log level; use debug, info, warning, error or off", text));
+              fmt::format("'{}' is not a log level; use debug, info, warning, error or off", text));
 }
 
 Log::Log(std::string who, LogLevel least, Sink sink)

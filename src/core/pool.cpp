@@ -61,7 +61,7 @@ void Pool::add_worker() {
   Worker& self = *workers_.back();
   try {
     self.parker = executor_.make_parker();
-    // The new thread takes mutex_ before anything else, so it cannot see a half-made Worker.
+    // The new thread takes mutex_ first, so it cannot see a half-constructed Worker.
     self.thread =
         executor_.spawn(fmt::format("{}/{}", options_.name, started_), [this, &self] { run(self); });
   } catch (const Error&) {
@@ -135,7 +135,7 @@ bool Pool::rest(Worker& self, Deadline deadline) {
     if (unparked) continue;  // by a wake-up that a time-out had already seen
     self.idle = false;
     std::erase(idle_, &self);
-    retire(self);  // it was not needed: staff() wakes an idle thread before a job has to wait
+    retire(self);  // it is not needed: staff() wakes an idle thread before a job has to wait
     return false;
   }
 }

@@ -18,7 +18,7 @@ namespace {
 using namespace std::chrono_literals;
 using torchspan::testing::kind_of;
 
-/// Whether `body`, which may return, throws an Error, of kind kOverloaded.
+/// Whether `body` throws an Error of kind kOverloaded; `body` may also return normally.
 template <class Body>
 bool is_overload(Body body) {
   try {
@@ -30,7 +30,7 @@ bool is_overload(Body body) {
   }
 }
 
-/// Runs `body` on the pool and gives the future of what it returns.
+/// Runs `body` on the pool and returns the future of its result.
 template <class F>
 auto async(const std::shared_ptr<Pool>& pool, F body) {
   using R = std::invoke_result_t<F&>;
@@ -136,6 +136,7 @@ TEST(Pool, RunsJobsInTheOrderOfPostingOnOneThread) {
   });
 }
 
+// peer: rpc/more nested calls never starve
 TEST(PoolGrowth, CompletesANestOfFiftyWaitsWithOneThread) {
   everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
@@ -192,6 +193,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
   });
 }
 
+// peer: rpc/more nested calls never starve
 TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
   everywhere(100, [](Executor& executor) {
     std::atomic<bool> overloaded{false};
@@ -235,8 +237,7 @@ TEST(PoolCap, OverloadsAWaitThatBeganBeforeTheJobsCame) {
   });
 }
 
-// The last thread may wait, although jobs are queued, when another one has only not yet seen that it may go
-// on.
+// The last thread may wait although jobs are queued, if another thread has been woken and has not run yet.
 TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToComeFree) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
@@ -348,7 +349,7 @@ TEST(PoolIdle, LosesNoJobThatComesAsAThreadEnds) {
   });
 }
 
-/// Refuses to start more than a given number of threads, like a system at its limit.
+/// Refuses to start more than a given number of threads, as a system at its limit does.
 class FewThreads final : public Executor {
  public:
   FewThreads(Executor& real, int left) : real_(real), left_(left) {}

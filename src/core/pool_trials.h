@@ -6,7 +6,7 @@
 
 namespace torchspan {
 
-/// For tests: a pool that is stopped by its owner before the last reference to it can drop anywhere else.
+/// For tests: stops a pool before the last reference to it can be dropped elsewhere.
 class OwnedPool {
  public:
   explicit OwnedPool(Executor& executor, PoolOptions options = {})
@@ -19,7 +19,7 @@ class OwnedPool {
   Pool* operator->() const { return pool_.get(); }
   Pool& operator*() const { return *pool_; }
   std::shared_ptr<Pool> host() const { return pool_; }
-  /// Stops the pool and lets go of it: futures find their host gone.
+  /// Stops the pool and drops it; futures find their host gone.
   void destroy() {
     pool_->stop();
     pool_.reset();

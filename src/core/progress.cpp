@@ -94,7 +94,8 @@ std::string cut(std::string text, std::size_t width) {
   return text;
 }
 
-/// What fits at once; a full pipe drops the rest, for progress must not slow the work.
+/// Writes what the pipe takes at once and drops the rest, so that reporting progress never slows the
+/// training.
 void write_some(int descriptor, std::string_view text) {
   [[maybe_unused]] const auto written = write(descriptor, text.data(), text.size());
 }

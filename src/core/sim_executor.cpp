@@ -37,7 +37,7 @@ struct SimThread {
 
 }  // namespace
 
-/// The scheduler. `current_` is the thread that holds the right to run; it is nobody while an event runs.
+/// The scheduler. `current_` is the running thread; null while an event runs.
 class SimExecutor::Impl {
  public:
   explicit Impl(std::uint64_t seed) : seed_(seed), random_(seed) {}
@@ -51,14 +51,14 @@ class SimExecutor::Impl {
     return thread;
   }
 
-  /// Takes back a thread for which the system had no real one.
+  /// Removes a thread that the system could not start.
   void forget(const SimThread& thread) {
     std::lock_guard lock(mutex_);
     std::erase(runnable_, &thread);
     std::erase_if(threads_, [&](const auto& other) { return other.get() == &thread; });
   }
 
-  /// The life of a simulated thread on its real one.
+  /// Runs a simulated thread on its real one.
   void live(SimThread& self, std::function<void()> body) {
     {
       std::unique_lock lock(mutex_);
@@ -66,7 +66,7 @@ class SimExecutor::Impl {
       wait_for_turn(lock, self);
     }
     body();
-    body = nullptr;  // what it captured ends here, while no other thread runs
+    body = nullptr;  // destroys what `body` captured while no other thread runs
     std::unique_lock lock(mutex_);
     self.state = State::kEnded;
     if (self.joiner != nullptr) unpark_locked(*self.joiner);
@@ -100,7 +100,8 @@ class SimExecutor::Impl {
   void begin_run() {
     std::lock_guard lock(mutex_);
     if (running_)
-      throw Error(ErrorKind::kInvalid, "this SimExecutor runs already; run() is for one at a time");
+      throw Error(ErrorKind::kInvalid,
+                  "this SimExecutor is already running; call run() after it has returned");
     running_ = true;
     main_failure_.clear();
   }
@@ -128,7 +129,7 @@ class SimExecutor::Impl {
   }
 
  private:
-  /// What a thread that can only poll costs: without it, two of them could keep the clock from ever moving.
+  /// The cost of one poll; without it, two polling threads could stop the clock.
   static constexpr Duration kPollTime = std::chrono::microseconds(1);
 
   void unpark_locked(SimParker& parker);
@@ -137,9 +138,10 @@ class SimExecutor::Impl {
     if (current_ != nullptr && current_->id == std::this_thread::get_id()) return *current_;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("{} on a simulated executor is for its own threads (spawn() them, or call it inside "
-                    "run()), and not for events",
-                    verb));
+        fmt::format(
+            "{}: only threads of this simulated executor may call it (spawn() them, or call it inside "
+            "run()); events may not",
+            verb));
   }
 
   void wait_for_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {
@@ -172,7 +174,7 @@ class SimExecutor::Impl {
     wait_for_turn(lock, self);
   }
 
-  /// Hands the right to run to a thread drawn from the seed, advancing the clock while nobody can run.
+  /// Lets a thread run that the seed chooses; advances the clock while no thread is runnable.
   void run_next(std::unique_lock<std::mutex>& lock) {
     current_ = nullptr;
     while (runnable_.empty()) {
@@ -199,7 +201,7 @@ class SimExecutor::Impl {
     fire_due(lock);
   }
 
-  /// Wakes the threads and runs the events whose time has come.
+  /// Wakes the threads and runs the events that are due.
   void fire_due(std::unique_lock<std::mutex>& lock) {
     for (const auto& thread : threads_) {
       if (thread->state == State::kParked && thread->deadline.passed(now_)) make_runnable(*thread, false);
@@ -216,7 +218,7 @@ class SimExecutor::Impl {
   /// Runs and destroys the event, both without the lock.
   static void run_event(std::function<void()> event) noexcept { event(); }
 
-  /// Every thread with its stack: each prints its own, since only it can.
+  /// Prints every thread with its stack; each thread prints its own, since no other thread can.
   [[noreturn]] void report_deadlock(std::unique_lock<std::mutex>& lock) {
     std::string text = fmt::format(
         "simulated cluster is deadlocked: nothing can ever wake it (seed {}, {} steps, virtual time {} us)\n",
@@ -256,7 +258,7 @@ class SimExecutor::Impl {
   std::vector<std::shared_ptr<SimThread>> threads_;
   std::vector<SimThread*> runnable_;
   std::multimap<TimePoint, std::function<void()>> events_;
-  SimThread* witness_ = nullptr;  ///< who is asked for its stack, in the end of a deadlock
+  SimThread* witness_ = nullptr;  ///< the thread that must print its stack after a deadlock
   std::condition_variable witnessed_;
 
   friend class SimExecutor;

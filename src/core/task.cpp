@@ -45,7 +45,7 @@ void Flow::step(std::coroutine_handle<> first) {
   } else {
     run_queued();
   }
-  // From on_done on another thread may be in the next step: nothing of this flow is touched after it.
+  // on_done on another thread may already run the next step: do not touch this flow after it.
   if (auto future = std::exchange(awaited_, nullptr)) {
     future->on_done([self = shared_from_this(), handle = waiting_] { self->step(handle); });
   } else if (auto report = std::exchange(report_, nullptr)) {

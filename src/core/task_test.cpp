@@ -188,8 +188,8 @@ class ThreadState {
   std::map<std::thread::id, int> values_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Carries a ThreadState for a coroutine, counts its steps, and lingers after each so that a next step that
-/// came too early would be seen.
+/// Carries a ThreadState for a coroutine, counts its steps, and pauses after each, so that a step that starts
+/// too early is detected.
 class Recorder final : public TaskEnvironment {
  public:
   Recorder(Executor& executor, ThreadState& state, int start)
@@ -221,14 +221,14 @@ struct Witness {
   Recorder& recorder;
   int expected;
 
-  /// The coroutine finds the state it left, and changes it for the next look.
+  /// Checks that the coroutine finds the state that it left, and changes the state for the next check.
   void look() {
     EXPECT_TRUE(recorder.inside());
     EXPECT_EQ(state.here(), expected);
     state.here() = ++expected;
   }
 };
-/// Looks when it ends: the end of a coroutine's frame belongs to its last step.
+/// Checks the state on destruction: a coroutine frame is destroyed within its last step.
 struct LooksAtItsEnd {
   Witness& witness;
   ~LooksAtItsEnd() { witness.look(); }

@@ -23,8 +23,8 @@ void for_seeds(std::uint64_t seeds, Body body) {
   }
 }
 
-/// For tests: runs `body(Executor&)` a few times on real threads and then simulated for each seed, so that
-/// what is claimed of any executor is shown of both.
+/// For tests: runs `body(Executor&)` a few times on real threads and then simulated for each seed, so that a
+/// test covers both executors.
 template <class Body>
 void everywhere(std::uint64_t seeds, Body body) {
   for (int round = 0; round < 5 && !::testing::Test::HasFailure(); ++round) {

@@ -27,6 +27,9 @@ std::string disagreement(
 
 std::vector<Parameter> two(const at::Tensor& second) { return {{"first", leaf({2})}, {"second", second}}; }
 
+// peer: ddp param_layout_mismatch_error: better: by name, on every rank
+// peer: ddp ddp_model_diff_shape_across_ranks, ddp_model_diff_num_params_across_ranks,
+//   verify_model_across_rank_*: better: names, dtypes, flags, options too; the same text on every rank
 TEST(Agreement, NamesTheParameterWhoseShapeStridesDtypeOrFlagsDiffer) {
   const std::vector<std::pair<std::function<at::Tensor(int)>, std::string>> cases{
       {[](int rank) { return leaf({rank == 1 ? 4 : 3}); }, "[4]"},
@@ -52,6 +55,7 @@ TEST(Agreement, NamesTheParameterWhoseShapeStridesDtypeOrFlagsDiffer) {
   EXPECT_NE(sparse.find("sparse"), std::string::npos) << sparse;
 }
 
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(Agreement, NamesWhatIsMissingOrInAnotherOrder) {
   const std::string count = disagreement([](int rank) {
     auto parameters = two(leaf({3}));
@@ -67,6 +71,7 @@ TEST(Agreement, NamesWhatIsMissingOrInAnotherOrder) {
   EXPECT_NE(order.find("'first' on rank 0 and 'second' on rank 1"), std::string::npos) << order;
 }
 
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(Agreement, NamesTheOptionThatDiffers) {
   const std::string text =
       disagreement([](int) { return two(leaf({3})); },
@@ -74,6 +79,7 @@ TEST(Agreement, NamesTheOptionThatDiffers) {
   EXPECT_NE(text.find("static_graph is false on rank 0 and true on rank 1"), std::string::npos) << text;
 }
 
+// peer: ddp DistributedDataParallel_requires_grad: same
 TEST(Agreement, TellsAllRanksThatOneCannotBegin) {
   const std::string nothing =
       disagreement([](int rank) { return rank == 1 ? std::vector<Parameter>{} : two(leaf({3})); });

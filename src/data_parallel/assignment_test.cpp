@@ -16,6 +16,8 @@ using Sizes = std::vector<std::size_t>;
 at::Tensor floats(int64_t count) { return at::empty({count}, at::kFloat); }
 at::Tensor doubles(int64_t count) { return at::empty({count}, at::kDouble); }
 
+// peer: ddp single_limit_single_dtype, single_limit_multi_dtype, multi_limit_single_dtype,
+//   multi_limit_multi_dtype: same: index lists and limits
 TEST(Assignment, OfOneLimitAndOneDtypeIsThePeers) {
   const auto result =
       compute_bucket_assignment_by_size({floats(100), floats(200), floats(100), floats(50)}, {400});
@@ -23,6 +25,7 @@ TEST(Assignment, OfOneLimitAndOneDtypeIsThePeers) {
   EXPECT_EQ(result.limits, (Sizes{400, 400, 400, 400}));
 }
 
+// peer: ddp single_limit_single_dtype
 TEST(Assignment, OfOneLimitAndSeveralDtypesIsThePeers) {
   const auto result = compute_bucket_assignment_by_size(
       {floats(50), doubles(25), floats(50), doubles(25), floats(50), doubles(25)}, {400});
@@ -30,6 +33,7 @@ TEST(Assignment, OfOneLimitAndSeveralDtypesIsThePeers) {
   EXPECT_EQ(result.limits, (Sizes{400, 400, 400, 400}));
 }
 
+// peer: ddp single_limit_single_dtype
 TEST(Assignment, OfSeveralLimitsAndOneDtypeIsThePeers) {
   const auto result =
       compute_bucket_assignment_by_size({floats(10), floats(10), floats(10), floats(10)}, {40, 80});
@@ -37,6 +41,7 @@ TEST(Assignment, OfSeveralLimitsAndOneDtypeIsThePeers) {
   EXPECT_EQ(result.limits, (Sizes{40, 80, 80}));
 }
 
+// peer: ddp single_limit_single_dtype
 TEST(Assignment, OfSeveralLimitsAndSeveralDtypesIsThePeers) {
   const auto result = compute_bucket_assignment_by_size(
       {floats(50), doubles(25), floats(50), doubles(25), floats(50), doubles(25)}, {200, 400});
@@ -58,6 +63,7 @@ TEST(Assignment, InAGivenOrderListsBucketsAsTheyAreFilled) {
   EXPECT_EQ(result.limits, (Sizes{40, 80, 40}));
 }
 
+// peer: ddp compute_bucket_assignment_by_size_sparse_error_*: same
 TEST(Assignment, RefusesWhatMakesNoSense) {
   const auto sparse = at::empty({3, 3}, at::TensorOptions().layout(at::kSparse));
   EXPECT_THROW(compute_bucket_assignment_by_size({}, {400}), Error);

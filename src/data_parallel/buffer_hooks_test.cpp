@@ -45,6 +45,8 @@ std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& b
   return futures;
 }
 
+// peer: ddp ddp_buffer_hook_allreduce, _return_future: same; before a forward it waits for the hook's
+//   futures, theirs does not
 TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
   on_ranks(3, [](const Rank& self) {
     Counter net;
@@ -71,6 +73,7 @@ TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
   });
 }
 
+// peer: ddp ddp_broadcast_buffer_via_hook
 TEST(BufferHook, BeforeForwardIsWhatTheForwardSees) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
@@ -84,6 +87,7 @@ TEST(BufferHook, BeforeForwardIsWhatTheForwardSees) {
 }
 
 /// A hook that broadcasts rank 0's buffers has the effect of the default.
+// peer: ddp ddp_broadcast_buffer_via_hook: same
 TEST(BufferHook, ThatBroadcastsIsTheDefault) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(3, [&](const Rank& self) {
@@ -113,6 +117,7 @@ TEST(BufferHook, ThatBroadcastsIsTheDefault) {
 }
 
 /// Batch norm saves its running mean for backward, and hooks write to it.
+// peer: ddp ddp_buffer_hook_allreduce
 TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(2, [&](const Rank& self) {
@@ -127,6 +132,8 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
 }
 
 /// Under no_sync and without gradients, the other ranks do not take part.
+// peer: ddp (documented) a buffer hook under `no_sync`, without gradients, twice, beside `join`: better:
+//   refused where ranks differ, or where it would never be called
 TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
@@ -153,6 +160,7 @@ TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   });
 }
 
+// peer: ddp ddp_buffer_hook_allreduce
 TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(2, [&](const Rank& self) {
@@ -179,6 +187,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
   }
 }
 
+// peer: ddp ddp_buffer_hook_allreduce
 TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
@@ -195,6 +204,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
   });
 }
 
+// peer: ddp (documented) a buffer hook under no_sync
 TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
   on_ranks(2, [](const Rank& self) {
     Counter net;

@@ -90,6 +90,7 @@ DataParallelOptions small(DataParallelOptions options) {
 
 at::Tensor input(int rank) { return leaf({4}) * (1 + rank); }
 
+// peer: ddp ddp_checkpointing_once: same
 TEST(Checkpointed, SegmentsThatUseAParameterOnceAreReduced) {
   for (const bool fixed : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -100,6 +101,10 @@ TEST(Checkpointed, SegmentsThatUseAParameterOnceAreReduced) {
   }
 }
 
+// peer: ddp `find_unused_parameters_kwarg_*`: marked twice, by name: same: names always, not in a debug
+//   mode
+// peer: ddp ddp_checkpointing_twice*, _weight_sharing, _unused_params, _dynamic_*: same for static graphs
+//   (reentrant); dynamic ones fail by name
 TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   const auto twice = [](const Tensors& p, int rank) {
     return (checkpoint(checkpoint(input(rank) * p[0], {p[1], p[2]}), {p[2]}) * p[3]).sum();
@@ -114,6 +119,7 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   });
 }
 
+// peer: ddp the same, not reentrant: same by hand: LibTorch has no such checkpoint for C++
 TEST(Checkpointed, SegmentsThatGiveGradientsBackShareParametersFreely) {
   for (const bool find_unused : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -125,6 +131,7 @@ TEST(Checkpointed, SegmentsThatGiveGradientsBackShareParametersFreely) {
   }
 }
 
+// peer: ddp ddp_checkpointing_twice*
 TEST(Checkpointed, SegmentsWithUnusedParametersNeedTheGraphStaticOrOutside) {
   on_ranks(2, [](const Rank& self) {
     expect_as_alone(self, small({.static_graph = true}), [](const Tensors& p, int rank) {
@@ -133,6 +140,7 @@ TEST(Checkpointed, SegmentsWithUnusedParametersNeedTheGraphStaticOrOutside) {
   });
 }
 
+// peer: ddp global_local_unused_params_grad
 TEST(StaticGraph, LearnsUnusedParametersAndOverlapsLater) {
   on_ranks(3, [](const Rank& self) {
     expect_as_alone(self, small({.static_graph = true}), [](const Tensors& p, int rank) {
@@ -141,6 +149,7 @@ TEST(StaticGraph, LearnsUnusedParametersAndOverlapsLater) {
   });
 }
 
+// peer: ddp different_graph_across_ranks, invalid_static_graph, static_graph_api_cpu: same, by name
 TEST(StaticGraph, ThatChangesFailsByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4})};
@@ -164,6 +173,7 @@ at::Tensor looked_up(const at::Tensor& weight, std::vector<std::int64_t> rows) {
   return at::embedding(weight, at::tensor(rows), -1, false, /*sparse=*/true);
 }
 
+// peer: ddp `sparse_gradients` (+grad_is_view, hook): same
 TEST(Sparse, GradientsWithDifferentRowsAreAveraged) {
   for (const bool unused : {false, true}) {
     on_ranks(3, [&](const Rank& self) {
@@ -201,6 +211,7 @@ TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
   }
 }
 
+// peer: ddp ddp_create_graph: same, without the warning: gradients of gradients stay local
 TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -217,6 +228,7 @@ TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
   }
 }
 
+// peer: ddp (documented) autograd
 TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2})};
@@ -240,6 +252,7 @@ TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
   });
 }
 
+// peer: ddp (documented) `autograd::grad` never fires the hooks: same; backward with inputs fails by name
 TEST(Autograd, GradNeverReachesTheReducer) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};

@@ -26,6 +26,8 @@ void expect_average(CommHook (*make)(), double tolerance) {
   });
 }
 
+// peer: ddp `ddp_comm_hook_future_passing_cpu`, `_allreduce_hook` (+view, +static),
+//   `_allreduce_with_then_hook`, `ddp_hook_parity_allreduce`, `_allreduce_process_group`: same
 TEST(Hook, AllReduceIsTheDefaultToTheBit) {
   PerRank<Tensors> with(2), without(2);
   for (const bool hooked : {true, false}) {
@@ -43,9 +45,13 @@ TEST(Hook, AllReduceIsTheDefaultToTheBit) {
   }
 }
 
+// peer: ddp default_ddp_comm_hooks, builtin_ddp_comm_hooks, fp16_compress_wrapper, bf16_compress_wrapper:
+//   same
 TEST(Hook, OfHalfAveragesToItsPrecision) { expect_average(fp16_compress_hook, 4e-3); }
+// peer: ddp default_ddp_comm_hooks
 TEST(Hook, OfBfloat16AveragesToItsPrecision) { expect_average(bf16_compress_hook, 3e-2); }
 
+// peer: ddp default_ddp_comm_hooks
 TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2, 2})};
@@ -70,6 +76,7 @@ TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
   });
 }
 
+// peer: ddp ddp_comm_hook_future_passing_cpu
 TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -98,6 +105,7 @@ TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
   }
 }
 
+// peer: ddp sparse_gradients
 TEST(Hook, OfSparseGradientsAveragesThem) {
   on_ranks(2, [](const Rank& self) {
     auto list = named({leaf({4, 2})});
@@ -113,6 +121,8 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
   });
 }
 
+// peer: ddp ddp_comm_hook_register_just_once, ddp_invalid_comm_hook_init: better: refused where ranks
+//   differ
 TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
@@ -139,6 +149,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
 }
 
 /// On all ranks at once; a rank that throws ends the group, possibly before another rank begins.
+// peer: ddp ddp_invalid_comm_hook_return_type: better: a failed answer fails the step on all ranks
 TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
   for (const int kind : {0, 1, 2, 3}) {
     on_ranks(2, [&](const Rank& self) {
@@ -164,6 +175,7 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
   }
 }
 
+// peer: ddp ddp_invalid_comm_hook_return_type
 TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
   for (const bool nonsense : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
@@ -198,6 +210,7 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
   }
 }
 
+// peer: ddp ddp_comm_hook_future_passing_cpu
 TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
   for (unsigned bits = 0; bits < 16; ++bits) {
     SCOPED_TRACE(bits);
@@ -227,6 +240,7 @@ TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
   }
 }
 
+// peer: ddp noop hook: same
 TEST(Hook, MayAnswerAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};

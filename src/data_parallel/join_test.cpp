@@ -25,6 +25,7 @@ nn::Linear linear() {
 
 at::Tensor rows(double value) { return at::full({1, 1}, value); }
 
+// peer: ddp ddp_uneven_inputs, ddp_grad_div_uneven_inputs, ddp_join_model_equivalence: same
 TEST(Join, LetsRanksWithFewerBatchesShadowTheOthers) {
   for (const bool initial : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
@@ -60,6 +61,7 @@ TEST(Join, LetsRanksWithFewerBatchesShadowTheOthers) {
   }
 }
 
+// peer: ddp ddp_uneven_inputs
 TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
   for (const int kind : {0, 1, 2}) {
     on_ranks(3, [&](const Rank& self) {
@@ -89,6 +91,7 @@ TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
   }
 }
 
+// peer: ddp ddp_uneven_input_join_disable: same: not to call join() is to disable it
 TEST(Join, OfEvenInputsAndOfNoneAreFine) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear net = linear();
@@ -106,6 +109,7 @@ TEST(Join, OfEvenInputsAndOfNoneAreFine) {
   });
 }
 
+// peer: ddp ddp_uneven_input_exception: better: the others learn which rank's loop threw
 TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
@@ -121,6 +125,7 @@ TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
   });
 }
 
+// peer: ddp ddp_uneven_input_exception
 TEST(Join, TellsTheOthersOfALoopThatThrew) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
@@ -146,6 +151,7 @@ TEST(Join, TellsTheOthersOfALoopThatThrew) {
   });
 }
 
+// peer: ddp ddp_uneven_input_exception
 TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();

@@ -68,6 +68,9 @@ struct MlpImpl : nn::Module {
 };
 TORCH_MODULE(Mlp);
 
+// peer: ddp `DistributedDataParallelCPU`, `gloo_backend_cpu_module`, `DistributedDataParallel`
+//   (+grad_is_view); a group of one: same: 1 to 4 ranks, 1e-6 in float, 1e-12 in double
+// peer: ddp pass_default_pg: same: a group is always given
 TEST(DistributedDataParallel, TrainsAsOneProcessOnTheWholeBatch) {
   for (unsigned seed = 0; seed < 12; ++seed) {
     SCOPED_TRACE(seed);
@@ -144,6 +147,9 @@ void expect_reduced(const Rank& self, Forward forward, Loss loss) {
   }
 }
 
+// peer: ddp `arbitrary_forward_return_value`, `ddp_namedtuple`, `dataclass_output` (+unused_param),
+//   `ddp_static_graph_nested_types`: same, plain, with unused parameters and with a static graph:
+//   `OutputTensors<T>` for types of one's own; an unknown type does not compile
 TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
   on_ranks(2, [](const Rank& self) {
     using Map = std::map<std::string, at::Tensor>;
@@ -177,6 +183,8 @@ TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
   });
 }
 
+// peer: ddp ddp_sync_module_states: same
+// peer: ddp ddp_broadcast_buffer: same
 TEST(DistributedDataParallel, BroadcastsRankZerosParametersAndBuffers) {
   on_ranks(3, [](const Rank& self) {
     nn::BatchNorm1d norm(2);
@@ -196,6 +204,7 @@ TEST(DistributedDataParallel, BroadcastsRankZerosParametersAndBuffers) {
   });
 }
 
+// peer: ddp ddp_buffer_sync_multi_forward_with_batchnorm: same
 TEST(DistributedDataParallel, BroadcastsBuffersBetweenTwoForwardsOfOneBackward) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 3), nn::BatchNorm1d(3));
@@ -208,6 +217,7 @@ TEST(DistributedDataParallel, BroadcastsBuffersBetweenTwoForwardsOfOneBackward) 
   });
 }
 
+// peer: ddp failure_recovery
 TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
   for (unsigned seed = 0; seed < 8; ++seed) {
     SCOPED_TRACE(seed);
@@ -236,6 +246,7 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
   }
 }
 
+// peer: ddp (documented) parameters that change after construction
 TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
@@ -248,6 +259,7 @@ TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
   });
 }
 
+// peer: ddp save_load_checkpoint
 TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModule) {
   for (const bool find_unused : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -283,6 +295,7 @@ TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModul
   }
 }
 
+// peer: ddp ddp_ignore_params_arg: better: differing lists are refused, they do not hang
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});
@@ -302,6 +315,7 @@ TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   });
 }
 
+// peer: ddp ddp_ignore_params_arg
 TEST(DistributedDataParallel, RefusesIgnoreListsThatDiffer) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
@@ -313,6 +327,7 @@ TEST(DistributedDataParallel, RefusesIgnoreListsThatDiffer) {
   });
 }
 
+// peer: ddp ddp_weight_sharing: same
 TEST(DistributedDataParallel, CountsASharedParameterOnceAndKnowsSparseEmbeddings) {
   struct Shared : nn::Module {
     Shared()
@@ -344,6 +359,7 @@ TEST(DistributedDataParallel, CountsASharedParameterOnceAndKnowsSparseEmbeddings
   });
 }
 
+// peer: ddp save_load_checkpoint: same
 TEST(DistributedDataParallel, SavesUnderTheModulesOwnNamesAndLoadsForAll) {
   on_ranks(2, [](const Rank& self) {
     Mlp trained(std::vector<std::int64_t>{2, 3}), plain(std::vector<std::int64_t>{2, 3});
@@ -360,6 +376,7 @@ TEST(DistributedDataParallel, SavesUnderTheModulesOwnNamesAndLoadsForAll) {
   });
 }
 
+// peer: ddp ddp_returns_tensor_with_no_grad, no_grad, ddp_inference: same
 TEST(DistributedDataParallel, SendsNothingWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
@@ -373,6 +390,7 @@ TEST(DistributedDataParallel, SendsNothingWithoutGradMode) {
   });
 }
 
+// peer: ddp accumulate_gradients_no_sync
 TEST(DistributedDataParallel, NoSyncAccumulatesToTheWholeBatch) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 3}), whole(std::vector<std::int64_t>{2, 3});

@@ -75,6 +75,7 @@ class Autocast {
   }
 };
 
+// peer: ddp DistributedDataParallel_with_amp_and_grad_is_view: same, on CPU: autocast to bfloat16
 TEST(Programs, MayRunTheForwardUnderAutocast) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -112,6 +113,7 @@ struct ReaderImpl : nn::Module {
 };
 TORCH_MODULE(Reader);
 
+// peer: ddp ddp_packed_sequence: same, with lengths that differ between ranks
 TEST(Programs, MayFeedAndReturnPackedSequences) {
   on_ranks(2, [](const Rank& self) {
     Reader mine, alone;
@@ -141,6 +143,7 @@ struct SharedBiasImpl : nn::Module {
 };
 TORCH_MODULE(SharedBias);
 
+// peer: ddp ddp_shared_grad_acc_unused_params: same
 TEST(Programs, MayShareAParameterBetweenLayersThatAreNotUsed) {
   on_ranks(2, [](const Rank& self) {
     SharedBias mine, alone;
@@ -167,6 +170,7 @@ struct MakesTensorsImpl : nn::Module {
 };
 TORCH_MODULE(MakesTensors);
 
+// peer: ddp `ddp_new_tensor_in_fwd` (+static_graph): same
 TEST(Programs, MayMakeTensorsInTheForward) {
   for (const DataParallelOptions& options :
        {DataParallelOptions{}, DataParallelOptions{.find_unused_parameters = true},
@@ -190,6 +194,7 @@ TEST(Programs, MayMakeTensorsInTheForward) {
   }
 }
 
+// peer: ddp ddp_forward_backward_hook: same, with tensor hooks: C++ modules have none
 TEST(Programs, MayHookTensorsAndSeeThatBeforeTheReduction) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
@@ -209,6 +214,7 @@ TEST(Programs, MayHookTensorsAndSeeThatBeforeTheReduction) {
   });
 }
 
+// peer: ddp (Horovod) clipping after synchronization: same
 TEST(Programs, MayClipTheAverage) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -230,6 +236,7 @@ TEST(Programs, MayClipTheAverage) {
   }
 }
 
+// peer: ddp (documented) `init_sync=False`: same
 TEST(Programs, WithoutAnInitialSyncKeepWhatEachRankHas) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(1, 1);
@@ -242,6 +249,8 @@ TEST(Programs, WithoutAnInitialSyncKeepWhatEachRankHas) {
   });
 }
 
+// peer: ddp process group swapped after a backward that failed, `ddp_has_finalized`: same: the module is
+//   wrapped again; the others hear why
 TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2), alone(2, 2);
@@ -268,6 +277,7 @@ TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
 }
 
 /// Hooks of the wrapper may still be called after its destruction.
+// peer: ddp process group swapped after a backward that failed
 TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
   for (unsigned seed = 0; seed < 8; ++seed) {
     on_ranks(
@@ -292,6 +302,7 @@ TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
   }
 }
 
+// peer: ddp (documented) parameters that change after construction
 TEST(Programs, ThatReplaceAParameterHearOfItByName) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
@@ -303,6 +314,7 @@ TEST(Programs, ThatReplaceAParameterHearOfItByName) {
   });
 }
 
+// peer: ddp broadcast_coalesced_gloo_cpu: same
 TEST(Broadcast, TakesTensorsOfAllDtypesAndStridesInMessagesOfAnySize) {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{40}, std::size_t{1} << 20}) {
     for (int root = 0; root < 3; ++root) {

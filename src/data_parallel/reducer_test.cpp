@@ -34,6 +34,10 @@ Tensors random_parameters(std::mt19937& random) {
   return parameters;
 }
 
+// peer: ddp single_dtype_single_bucket, multi_dtype_multi_bucket, forward_backward: same
+// peer: ddp grad_layout_*, channels_last_contig: same: gradients have the parameter's strides
+// peer: ddp find_unused_parameters_when_unused_parameters_empty: same
+// peer: ddp (documented) gradients that are views
 TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
   for (unsigned seed = 0; seed < 40; ++seed) {
     SCOPED_TRACE(seed);
@@ -76,6 +80,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
   }
 }
 
+// peer: ddp (documented) gradients that are views
 TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -87,6 +92,7 @@ TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
   });
 }
 
+// peer: ddp (C++ only) gradients in an autograd context: better
 TEST(Reducer, WorksOverAnAutogradContext) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2, 2})};
@@ -104,6 +110,8 @@ TEST(Reducer, WorksOverAnAutogradContext) {
   });
 }
 
+// peer: ddp (documented) gradients that are views: `detach_()`, set to none, zeroed: same; `detach_()` does
+//   not throw
 TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -121,6 +129,7 @@ TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
   }
 }
 
+// peer: ddp `fp16` (+grad_is_view): division before the sum: same
 TEST(Reducer, DoesNotOverflowHalf) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{at::ones({4}, at::kHalf).set_requires_grad(true)};
@@ -132,6 +141,7 @@ TEST(Reducer, DoesNotOverflowHalf) {
   });
 }
 
+// peer: ddp `ddp_complex_params`, mixed complex and real parameters: same
 TEST(Reducer, AveragesComplexGradientsInBucketsOfTheirOwn) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2}, at::kComplexFloat)};
@@ -146,6 +156,7 @@ TEST(Reducer, AveragesComplexGradientsInBucketsOfTheirOwn) {
   });
 }
 
+// peer: ddp bucket_cap_mb_alone: same
 TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   on_ranks(3, [](const Rank& self) {
     Tensors parameters;
@@ -173,6 +184,8 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   });
 }
 
+// peer: ddp bucket_cap_mb_list_initialization, _default_behavior: same: the last holds for further buckets;
+//   compared between ranks
 TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
   on_ranks(2, [](const Rank& self) {
     Tensors parameters;
@@ -200,6 +213,8 @@ TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
   });
 }
 
+// peer: ddp ddp_unused_params_rebuild_buckets_exception, ddp_multiple_nested_unused_params_error: better:
+//   at the end of the same backward, and the reducer stays usable
 TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
@@ -216,6 +231,7 @@ TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn)
   });
 }
 
+// peer: ddp (documented) a rank that dies
 TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -265,6 +281,7 @@ void survive_a_throwing_backward(bool early, bool to_none, bool view, std::uint6
   on_ranks(2, body, seed);
 }
 
+// peer: ddp failure_recovery
 TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
   for (unsigned seed = 0; seed < 16; ++seed) {
     SCOPED_TRACE(seed);
@@ -272,6 +289,8 @@ TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
   }
 }
 
+// peer: ddp (documented) a rank that dies, is late, or throws: better: rank, operation and reason are
+//   named, also for uneven inputs without `join`
 TEST(Reducer, FailsEverywhereWhenARankDies) {
   if (over_shared_memory()) GTEST_SKIP() << "needs a rank that can die alone";
   on_ranks(3, [](const Rank& self) {
@@ -284,6 +303,7 @@ TEST(Reducer, FailsEverywhereWhenARankDies) {
   });
 }
 
+// peer: ddp (documented) a rank that dies
 TEST(Reducer, NamesTheRankThatIsLate) {
   if (over_shared_memory()) GTEST_SKIP() << "needs a clock that jumps";
   on_ranks(2,
@@ -301,6 +321,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
            1, {.timeout = std::chrono::seconds(5)});
 }
 
+// peer: ddp failure_recovery: better: the same reducer goes on after a failed backward
 TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -319,6 +340,7 @@ TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
   });
 }
 
+// peer: ddp (1.x) several replicas in one process: same as the seed; newer ones have one
 TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
   on_ranks(2, [](const Rank& self) {
     const Tensors first{leaf({3}), leaf({2})}, second{leaf({3}), leaf({2})};
@@ -332,6 +354,9 @@ TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
   });
 }
 
+// peer: ddp ddp_logging_data_cpu, ddp_comm_hook_logging, ddp_python_error_logged, ddp_profiling_*,
+//   ddp_build_debug_param_to_name_mapping: same in kind: a struct, spans, and errors that name parameters
+//   always
 TEST(Reducer, KeepsStatisticsAndSpans) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};

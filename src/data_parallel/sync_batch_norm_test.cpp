@@ -119,6 +119,10 @@ void compare_with_one_process(const Rank& self, const Case& given) {
                             : compare(plain.one);
 }
 
+// peer: ddp DistributedDataParallel_SyncBatchNorm, _Channels_Last, _No_Affine, _2D_Input,
+//   _Diff_Input_Sizes_Running_Value, _Diff_Input_Sizes_gradient: better: on CPU too; 1e-6 in float, 1e-12
+//   in double
+// peer: ddp sync_batch_norm_empty_input
 TEST(SyncBatchNorm, IsABatchNormOfTheWholeBatchWhateverItsPartsAre) {
   for (unsigned seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
@@ -150,6 +154,9 @@ void fill(nn::Module& module) {
 /// A loss that is a sum over rows, so that the losses of all parts add up to that of the whole batch.
 at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum(); }
 
+// peer: ddp DistributedDataParallel_SyncBatchNorm
+// peer: ddp (documented) another collective in the model's forward and backward: better: buckets have a
+//   group of their own, so their order mixes with nothing
 TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatch) {
   for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
     const std::vector<std::int64_t> parts{4, 1, 0, 2};
@@ -182,6 +189,7 @@ TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatc
   }
 }
 
+// peer: ddp sync_batch_norm_empty_input, _only_empty_input: same
 TEST(SyncBatchNorm, OfEmptyBatchesEverywhereGivesNothingAndZeros) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -198,6 +206,7 @@ TEST(SyncBatchNorm, OfEmptyBatchesEverywhereGivesNothingAndZeros) {
   });
 }
 
+// peer: ddp DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process: same
 TEST(SyncBatchNorm, TakesOneRowARankButNotOneInAll) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -211,6 +220,7 @@ TEST(SyncBatchNorm, TakesOneRowARankButNotOneInAll) {
   });
 }
 
+// peer: ddp ddp_sync_bn_training_vs_eval: same
 TEST(SyncBatchNorm, InEvaluationIsPlainAndSendsNothing) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(3));
@@ -228,6 +238,7 @@ TEST(SyncBatchNorm, InEvaluationIsPlainAndSendsNothing) {
   });
 }
 
+// peer: ddp SyncBatchNorm_process_group: same
 TEST(SyncBatchNorm, LooksAtTheRanksOfItsGroupOnly) {
   on_ranks(4, [](const Rank& self) {
     const collective::Group pair = self.group.split(self.rank / 2, self.rank);
@@ -241,6 +252,7 @@ TEST(SyncBatchNorm, LooksAtTheRanksOfItsGroupOnly) {
   });
 }
 
+// peer: ddp half and bfloat16 inputs: same
 TEST(SyncBatchNorm, TakesHalvesAndAnswersInHalves) {
   for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
     on_ranks(2, [&](const Rank& self) {
@@ -262,6 +274,7 @@ TEST(SyncBatchNorm, TakesHalvesAndAnswersInHalves) {
 }
 
 /// The other ranks need this rank's sums, although it does not need theirs.
+// peer: ddp (documented) ranks whose SyncBatchNorms differ
 TEST(SyncBatchNorm, TakesPartWhereARanksInputNeedsNoGradient) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -275,6 +288,7 @@ TEST(SyncBatchNorm, TakesPartWhereARanksInputNeedsNoGradient) {
   });
 }
 
+// peer: ddp (documented) second derivatives, two backwards: differs: second derivatives are refused
 TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -296,6 +310,7 @@ TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
   });
 }
 
+// peer: ddp (documented) ranks whose SyncBatchNorms differ
 TEST(SyncBatchNorm, RefusesInputsThatMakeNoSense) {
   SyncBatchNorm norm(nn::BatchNormOptions(2));
   const auto refused = [&](const at::Tensor& input) { return error_text([&] { norm(input); }); };
@@ -305,6 +320,7 @@ TEST(SyncBatchNorm, RefusesInputsThatMakeNoSense) {
   EXPECT_NE(refused(at::ones({4, 2}, at::kLong)).find("real floats"), std::string::npos);
 }
 
+// peer: ddp (documented) ranks whose SyncBatchNorms differ: better: by rank, no hang
 TEST(SyncBatchNorm, NamesRanksWhoseFeaturesDiffer) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2 + self.rank));
@@ -314,6 +330,7 @@ TEST(SyncBatchNorm, NamesRanksWhoseFeaturesDiffer) {
   });
 }
 
+// peer: ddp convert_sync_batchnorm
 TEST(SyncBatchNorm, HasTheNamesOfABatchNormInCheckpointsAndClones) {
   SyncBatchNorm norm(nn::BatchNormOptions(3));
   nn::BatchNorm2d plain(3);
@@ -330,6 +347,8 @@ TEST(SyncBatchNorm, HasTheNamesOfABatchNormInCheckpointsAndClones) {
   EXPECT_NE(copy->weight.unsafeGetTensorImpl(), norm->weight.unsafeGetTensorImpl());
 }
 
+// peer: ddp `convert_sync_batchnorm`: names, tensors, nesting: differs: replaces in a Sequential only; a
+//   member of a class is declared as SyncBatchNorm
 TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
   on_ranks(2, [](const Rank& self) {
     nn::BatchNorm1d norm(nn::BatchNormOptions(3).eps(0.25).momentum(0.5));
@@ -358,6 +377,7 @@ TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
   });
 }
 
+// peer: ddp convert_sync_batchnorm
 TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
   struct Block : nn::Module {
     Block() : norm(register_module("norm", nn::BatchNorm2d(3))) {}
@@ -378,6 +398,7 @@ TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
   });
 }
 
+// peer: ddp convert_sync_batchnorm
 TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
   on_ranks(2, [](const Rank& self) {
     const auto refused = [&](nn::Sequential net) {
@@ -393,6 +414,7 @@ TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
   });
 }
 
+// peer: ddp ddp_uneven_inputs_stop_iteration_sync_bn: same; without the early end it is refused by name
 TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 2), nn::BatchNorm1d(2));

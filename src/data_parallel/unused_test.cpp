@@ -21,6 +21,9 @@ at::Tensor squares(const Tensors& parameters, double factor) {
   return loss;
 }
 
+// peer: ddp forward_backward_unused_parameters, forward_backward_optimizer: same
+// peer: ddp `global_local_unused_params_grad` (+view, +static_graph): same
+// peer: ddp ddp_control_flow_same_across_ranks, _different_across_ranks: same
 TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
   for (const bool view : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
@@ -43,6 +46,7 @@ TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
   }
 }
 
+// peer: ddp forward_backward_unused_parameters
 TEST(Unused, KeepExactlyTheGradientTheyHadFromEarlierSteps) {
   for (const bool view : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
@@ -60,6 +64,7 @@ TEST(Unused, KeepExactlyTheGradientTheyHadFromEarlierSteps) {
   }
 }
 
+// peer: ddp output_unused_in_loss_*: same
 TEST(Unused, BehindAnOutputThatTheLossLeavesOutAreNoError) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -86,6 +91,7 @@ struct Withhold : torch::autograd::Function<Withhold> {
   }
 };
 
+// peer: ddp undefined_grad_parity_unused_parameters: same
 TEST(Unused, WhoseGradientIsUndefinedInThePassCountsAsNone) {
   for (const bool withheld_by_all : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -104,6 +110,7 @@ TEST(Unused, WhoseGradientIsUndefinedInThePassCountsAsNone) {
   }
 }
 
+// peer: ddp ddp_control_flow_same_across_ranks
 TEST(Unused, AllOfThemOnOneRankDoNotHangTheOthers) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
@@ -141,6 +148,7 @@ std::vector<DataParallelOptions> variants() {
           {.static_graph = true, .gradient_as_bucket_view = false}};
 }
 
+// peer: ddp `accumulate_gradients_no_sync` (+grad_is_view, hooks): same
 TEST(NoSync, AccumulatesHereAndAveragesTheSumLater) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
@@ -179,6 +187,8 @@ TEST(NoSync, AndAReducedForwardInOnePassAreReducedTogether) {
   });
 }
 
+// peer: ddp (documented) two forwards, then two backwards: better: theirs leaves the second local without a
+//   word
 TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
@@ -198,6 +208,7 @@ TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
   }
 }
 
+// peer: ddp (documented) two forwards
 TEST(TwoForwards, ThenOneBackwardAreAveragedTogether) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
@@ -227,6 +238,7 @@ TEST(OneForward, MayBeWalkedBackTwice) {
   });
 }
 
+// peer: ddp `ignored_output` (+with_unused_parameters): same
 TEST(OneForward, WithoutABackwardIsLegal) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
@@ -240,6 +252,8 @@ TEST(OneForward, WithoutABackwardIsLegal) {
   });
 }
 
+// peer: ddp `multiple_outputs_multiple_backward` (+grad_is_view): differs: to be said (`partial_backward`),
+//   so that a forgotten parameter fails at once otherwise
 TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
   for (const bool find_unused : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -276,6 +290,7 @@ TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
   });
 }
 
+// peer: ddp multiple_outputs_multiple_backward
 TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -299,6 +314,7 @@ TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   });
 }
 
+// peer: ddp (documented) parameters used outside of the forward: same
 TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   for (const bool only : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -318,6 +334,8 @@ TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   }
 }
 
+// peer: ddp (documented) parameters that change after construction: better: by name
+// peer: ddp (Horovod) `dynamic_requires_grad`: differs: the module is wrapped again
 TEST(FrozenParameters, ThatThawAreRefusedByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}).set_requires_grad(false)};

@@ -14,7 +14,7 @@ enum class WorkerState { kRunning, kDone, kFailed, kStopping, kStopped };
 /// "0-2,5": ranks as ranges; `ranks` ascending.
 std::string format_ranks(const std::vector<int>& ranks);
 
-/// What is known of the whole job, formatted as one line. One thread at a time.
+/// Formats the state of the whole job as one line. For one thread at a time.
 class Board {
  public:
   explicit Board(int workers) : states_(static_cast<std::size_t>(workers), WorkerState::kRunning) {}
@@ -22,8 +22,8 @@ class Board {
   void set_report(int rank, ProgressReport report) { reports_[rank] = std::move(report); }
   void set_state(int rank, WorkerState state) { states_.at(static_cast<std::size_t>(rank)) = state; }
   bool has_reports() const { return !reports_.empty(); }
-  /// "epoch 2/5  step 17/469  loss 0.5120  5,120 images/s  1m03s left | running 0-2", cut to `width`
-  /// characters. The numbers are those of the lowest rank that reports; a rank that is behind it is named.
+  /// Returns "epoch 2/5  step 17/469  loss 0.5120  5,120 images/s  1m03s left | running 0-2", cut to `width`
+  /// characters. The numbers are those of the lowest rank that reports; a rank behind it is named.
   std::string line(std::size_t width = 1000) const;
 
  private:

@@ -5,7 +5,7 @@
 
 namespace torchspan::launch {
 
-/// For tests: a descriptor that remembers what is written to it.
+/// For tests: a descriptor that records what is written to it.
 class Captured {
  public:
   Captured() : descriptor_(memfd_create("captured", MFD_CLOEXEC)) {}

@@ -31,7 +31,8 @@ Pipe make_pipe() {
   return {Descriptor(ends[0]), Descriptor(ends[1])};
 }
 
-/// What the new process needs, made before fork(): between fork() and exec() nothing may allocate.
+/// What the new process needs; built before fork(), because allocation is not allowed between fork() and
+/// exec().
 struct Plan {
   const char* program;
   std::vector<char*> arguments, environment;
@@ -57,7 +58,7 @@ void reset_signals() {
 [[noreturn]] void become(const Plan& plan) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != plan.launcher) _exit(1);  // the launcher died before the line above
+  if (getppid() != plan.launcher) _exit(1);  // the launcher died before prctl()
   reset_signals();
   const int nothing = open("/dev/null", O_RDONLY);
   dup2(nothing, STDIN_FILENO);
@@ -97,7 +98,7 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
   if (pid < 0) throw_system("starting a process");
   if (pid == 0) become(plan);
   process_.pid = pid;
-  setpgid(pid, pid);  // both sides do it, so that it is done whoever runs first
+  setpgid(pid, pid);  // parent and child both call it, so that it is done whichever runs first
   failure.write_end.reset();
   int reason = 0;
   ssize_t got;

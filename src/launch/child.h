@@ -9,18 +9,18 @@
 
 namespace torchspan::launch {
 
-/// How a process ended, as the system tells it.
+/// How a process ended, as the system reports it.
 struct ExitStatus {
   int code = 0;
   int signal = 0;
 };
 
-/// A worker's process in a process group of its own, with pipes from its output, its errors and its progress.
-/// It dies with the launcher (with the thread that started it). The destructor kills the whole group and
+/// A worker's process in a separate process group, with pipes from its output, its errors and its progress.
+/// It is killed when the launcher (the thread that started it) dies. The destructor kills the whole group and
 /// waits.
 class Child {
  public:
-  /// Starts `program` with standard input empty. Throws kInvalid when the system refuses to execute it.
+  /// Starts `program` with empty standard input. Throws kInvalid if the system cannot execute it.
   Child(const std::string& program, const std::vector<std::string>& arguments,
         const Environment& environment);
 
@@ -31,9 +31,10 @@ class Child {
   Descriptor& errors() { return errors_; }
   Descriptor& progress() { return progress_; }
 
-  /// The exit status once the process has ended. It stays a zombie, so that its group's number stays ours.
+  /// The exit status once the process has ended. The process stays a zombie, so that its group's number
+  /// cannot be reused.
   std::optional<ExitStatus> poll_exit() const;
-  /// To the whole group; harmless when nobody is left in it.
+  /// Signals the whole group; does nothing if the group is empty.
   void signal_group(int signal) const;
 
  private:

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWrongUse = 2;
 
-/// What the words of a command line were taken to mean.
+/// The parsed options of a command line.
 struct CommandLine {
   CLI::App app{"torchspan: distributed training over LibTorch", "torchspan"};
   CLI::App* run = nullptr;
@@ -26,7 +26,7 @@ struct CommandLine {
   JobOptions job;
   ScheduleOptions shown;
   std::vector<std::string> settings;
-  std::vector<std::string> program;  ///< for the help text only: take_command() takes these words first
+  std::vector<std::string> program;  ///< for the help text only: take_command() removes these words first
 };
 
 void describe_run(CommandLine& line) {
@@ -44,9 +44,10 @@ void describe_run(CommandLine& line) {
       ->expected(1)
       ->allow_extra_args(false)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  run.add_option("PROGRAM", line.program,
-                 "The program and its arguments: everything from the first word that is no option, or after "
-                 "'--'");
+  run.add_option(
+      "PROGRAM", line.program,
+      "The program and its arguments: everything from the first word that is not an option, or after "
+      "'--'");
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 when "
       "nothing "
@@ -90,15 +91,15 @@ Environment read_settings(const std::vector<std::string>& settings) {
   for (const auto& setting : settings) {
     const auto equals = setting.find('=');
     if (equals == std::string::npos || equals == 0) {
-      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected is NAME=VALUE", setting));
+      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected NAME=VALUE", setting));
     }
     environment[setting.substr(0, equals)] = setting.substr(equals + 1);
   }
   return environment;
 }
 
-/// The option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for another
-/// one.
+/// Returns the option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for an
+/// unknown option.
 const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
   const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
   if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
@@ -109,15 +110,14 @@ const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
                             "--no_python, srun or mpirun, as docs/hosts.md says",
                             name));
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options, and the "
-                  "program's own go after the program",
-                  name));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "
+                          "program's own go after the program",
+                          name));
 }
 
-/// Takes the program and its arguments off the end of `torchspan run …`, for they are none of the parser's
-/// business: they begin after '--' or at the first word that is neither an option nor an option's value.
+/// Removes the program and its arguments from the end of `torchspan run …`, before the parser sees them. They
+/// start after '--' or at the first word that is neither an option nor an option's value.
 std::vector<std::string> take_command(std::vector<std::string>& arguments, const CLI::App& run) {
   if (arguments.empty() || arguments.front() != run.get_name()) return {};
   std::size_t at = 1;
@@ -143,7 +143,7 @@ void check_subcommand(const std::vector<std::string>& arguments, const CLI::App&
     names += (names.empty() ? "" : ", ") + command->get_name();
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("there is no command '{}'; there are: {}", arguments.front(), names));
+              fmt::format("unknown command '{}'; the commands are: {}", arguments.front(), names));
 }
 
 int run_workers(Executor& executor, CommandLine& line, const Environment& environment,
@@ -162,7 +162,7 @@ void print_lines(Display& out, const std::string& text) {
   for (std::string line; std::getline(lines, line);) out.print_output("", line);
 }
 
-/// The exit code of a command that has printed its answer.
+/// Returns the exit code of a command that has printed its result.
 int finish(Display& out) {
   const std::string lost = out.losses();
   if (lost.empty()) return 0;
@@ -180,7 +180,7 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
   try {
     check_subcommand(arguments, line.app);
     line.job.command = take_command(arguments, *line.run);
-    std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them in reverse
     line.app.parse(std::move(arguments));
     if (line.run->parsed()) return run_workers(executor, line, environment, display);
     if (line.version->parsed()) {

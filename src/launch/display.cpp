@@ -59,9 +59,10 @@ void Display::note_loss(int descriptor, int reason) {
   if (lost_++ != 0) return;
   loss_reason_ = reason;
   if (descriptor == options_.errors) return;
-  write_all(options_.errors, fmt::format("torchspan: standard output cannot be written: {}; what it does not "
-                                         "take is lost\n",
-                                         std::strerror(reason)));
+  write_all(options_.errors,
+            fmt::format("torchspan: standard output cannot be written: {}; output that it does not "
+                        "accept is lost\n",
+                        std::strerror(reason)));
 }
 
 std::string Display::losses() const {
@@ -87,7 +88,7 @@ bool Display::write_all(int descriptor, std::string_view text) {
     if (written >= 0) {
       text.remove_prefix(static_cast<std::size_t>(written));
     } else if (errno == EAGAIN) {
-      wait_writable(descriptor);  // somebody made it non-blocking; its reader decides how fast we go
+      wait_writable(descriptor);  // another process made it non-blocking; its reader sets the pace
     } else if (errno != EINTR) {
       broken_ = broken_ || errno == EPIPE;
       return false;

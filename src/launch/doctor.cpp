@@ -28,7 +28,7 @@ std::string format_bytes(std::uint64_t bytes) {
   return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / static_cast<double>(kMebibyte));
 }
 
-/// The file that Debian's alternatives choose for libblas.so.3.
+/// The file that Debian's alternatives select for libblas.so.3.
 std::string find_blas() {
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator("/etc/alternatives", failure)) {
@@ -44,13 +44,13 @@ Finding judge_blas(const Machine& machine) {
   if (file.find("openblas-openmp") != std::string::npos) return {Verdict::kGood, "BLAS", file, ""};
   if (file.empty()) {
     return {Verdict::kNote, "BLAS", "libblas.so.3 is not among Debian's alternatives",
-            "see what 'ldd' of your program says; OpenBLAS in its OpenMP flavour is what TorchSpan is "
+            "see what 'ldd' of your program says; OpenBLAS in its OpenMP flavor is what TorchSpan is "
             "measured with"};
   }
   if (file.find("openblas") != std::string::npos) {
     return {
         Verdict::kNote, "BLAS", file,
-        "this flavour keeps a thread pool of its own beside OpenMP's; better: apt install "
+        "this flavor keeps a thread pool beside OpenMP's; better: apt install "
         "libopenblas0-openmp, then as root: update-alternatives --config libblas.so.3-$(uname -m)-linux-gnu"};
   }
   if (file.find("/blas/") != std::string::npos) {
@@ -59,7 +59,7 @@ Finding judge_blas(const Machine& machine) {
             "apt install libopenblas0-openmp, then as root: update-alternatives --auto "
             "libblas.so.3-$(uname -m)-linux-gnu"};
   }
-  return {Verdict::kNote, "BLAS", file, "TorchSpan is measured with the OpenMP flavour of OpenBLAS"};
+  return {Verdict::kNote, "BLAS", file, "TorchSpan is measured with the OpenMP flavor of OpenBLAS"};
 }
 
 Finding judge_cores(const Machine& machine) {
@@ -70,7 +70,7 @@ Finding judge_cores(const Machine& machine) {
   return {Verdict::kGood, "cores", text, ""};
 }
 
-/// A limit of this shell and the highest value that it can be raised to, by `command` of the shell.
+/// A limit of this shell and the highest value that `command` can raise it to.
 struct Limit {
   std::uint64_t soft, hard;
   const char* command;  ///< "ulimit -n"
@@ -79,7 +79,7 @@ struct Limit {
 
 constexpr std::uint64_t kFewest = 1024, kPlenty = 4096;
 
-/// What to do about a limit that is too low: nobody can raise it above its hard limit here.
+/// Advice for a limit that is too low; only root can raise a hard limit.
 std::string how_to_raise(const Limit& limit) {
   if (limit.hard >= kPlenty) return fmt::format("{} {}", limit.command, kPlenty);
   const std::string beyond = fmt::format(

@@ -5,7 +5,7 @@
 
 namespace torchspan::launch {
 
-/// What of a machine matters to a job. Limits that are absent are the largest number.
+/// The properties of a machine that matter to a job. Missing limits are the largest number.
 struct Machine {
   int usable_cores = 1;
   int online_cores = 1;
@@ -13,8 +13,8 @@ struct Machine {
   std::uint64_t open_files = 0, open_files_hard = 0;
   std::uint64_t processes = 0, processes_hard = 0;
   std::uint64_t core_size = 0;
-  std::string blas;        ///< the file behind libblas.so.3; empty: not found
-  std::string huge_pages;  ///< "always [madvise] never"; empty: not known
+  std::string blas;        ///< the file behind libblas.so.3; empty if not found
+  std::string huge_pages;  ///< "always [madvise] never"; empty if unknown
 };
 
 enum class Verdict { kGood, kNote, kWarning };
@@ -23,14 +23,14 @@ struct Finding {
   Verdict verdict = Verdict::kGood;
   std::string subject;
   std::string text;    ///< what was found
-  std::string advice;  ///< what now; empty when all is well
+  std::string advice;  ///< what to do; empty if all is well
 };
 
-/// Looks at this machine and this process's limits.
+/// Examines this machine and the limits of this process.
 Machine examine_machine();
-/// What is good and what is not; pure.
+/// Lists what is good and what is not; a pure function.
 std::vector<Finding> judge(const Machine& machine);
-/// One line per finding, advice indented below.
+/// One line per finding, with the advice indented below.
 std::string format_findings(const std::vector<Finding>& findings);
 
 }  // namespace torchspan::launch

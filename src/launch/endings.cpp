@@ -32,15 +32,16 @@ std::string who(const Ending& ending) {
 
 std::string seconds(Duration time) { return fmt::format("{:.1f} s", to_seconds(time)); }
 
-/// "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by SIGTERM)",
-/// by rank. `endings[i].blames` of who failed because of the first failure is its process.
+/// Returns "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by
+/// SIGTERM)", by rank. A worker failed because of the first failure if its `endings[i].blames` is that
+/// process.
 std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
   std::vector<Ending> others;
   for (std::size_t i = 0; i < endings.size(); ++i) {
     if (i != first) others.push_back(endings[i]);
   }
   std::sort(others.begin(), others.end(), [](const Ending& a, const Ending& b) { return a.rank < b.rank; });
-  std::map<std::string, std::string> names;  // by what became of them
+  std::map<std::string, std::string> names;  // workers by how they ended
   std::vector<std::string> order;
   for (const Ending& ending : others) {
     const bool followed =
@@ -79,7 +80,8 @@ std::string describe_failure(const Ending& ending) {
 }
 
 long blamed_process(const std::vector<std::string>& last_words) {
-  // Who "left because" another one died is not to blame; its reason follows, and is found.
+  // A worker that "left because" another one died is not the cause; its reason follows and is matched
+  // instead.
   const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) (died|left without|left because its ))");
   std::smatch match;
   for (const std::string& line : last_words) {
@@ -148,7 +150,7 @@ std::string summarize(const std::vector<Ending>& endings, const std::vector<std:
     if (last_words.empty()) {
       text += "  it wrote nothing to its standard error\n";
     } else {
-      text += "  its last words:\n";
+      text += "  its last lines:\n";
       for (const auto& line : last_words) text += "    " + line + "\n";
     }
   }

@@ -13,44 +13,45 @@ struct Ending {
   int rank = 0;
   std::string name;
   long pid = 0;
-  int code = 0;        ///< exit code, when no signal ended it
+  int code = 0;        ///< exit code, if no signal ended it
   int signal = 0;      ///< the signal that ended it, or 0
-  bool asked = false;  ///< after we had asked it to stop
+  bool asked = false;  ///< it ended after the launcher had asked it to stop
   Duration after{0};   ///< from the start of the job
-  long blames = 0;     ///< the process whose death or early end it says it heard of, or 0
+  long blames = 0;     ///< the process whose death or early end it reports, or 0
 
   bool failed() const { return code != 0 || signal != 0; }
-  /// Whether the launcher's own signal ended it: no failure of the worker.
+  /// Whether the launcher's own signal ended it; that is not a failure of the worker.
   bool stopped() const;
 };
 
-/// "SIGKILL"; "signal 64" for one without a name.
+/// Returns "SIGKILL"; "signal 64" for a signal without a name.
 std::string signal_name(int signal);
-/// "exited with code 3", "was killed by SIGKILL (…)".
+/// Returns "exited with code 3", "was killed by SIGKILL (…)".
 std::string describe(const Ending& ending);
 
-/// The same of a job's first failure: one that others blame for having gone may have ended without an error.
+/// The same for a job's first failure: a worker that others blame for leaving may have ended without an
+/// error.
 std::string describe_failure(const Ending& ending);
 
-/// How close together failures count as one event, so that its cause may be seen after its consequence: a
-/// peer notices a death some microseconds before the system reports it.
+/// Failures this close together count as one event, whose cause may be seen after its consequence: a peer
+/// notices a death some microseconds before the system reports it.
 inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 
-/// Index of the failure that came first, from endings in the order they were seen; nothing when none failed
-/// by itself. Within kSettleTime a crash (SIGKILL, SIGSEGV, …), which no peer's death brings about, goes
-/// before exit codes and aborts, which it does. A worker that this one blames goes before it, whenever it
-/// ended, unless the launcher's signal ended it: a process may close its connections long before it exits.
+/// Index of the failure that came first, from endings in the order in which they were seen; nullopt if no
+/// worker failed by itself. Within kSettleTime, a crash (SIGKILL, SIGSEGV, …) precedes exit codes and aborts,
+/// because a peer's death can cause those and not a crash. A worker that this one blames precedes it unless
+/// the launcher's signal ended it: a process may close its connections long before it exits.
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
 
-/// The process of whose death, or end without shutdown(), a worker's last words tell, or 0.
+/// Returns the process whose death, or end without shutdown(), a worker's last lines report, or 0.
 long blamed_process(const std::vector<std::string>& last_words);
 
-/// The launcher's own exit code: 128 + the signal that interrupted it, else that of the first failure (code,
-/// or 128 + signal), else 0.
+/// Returns the launcher's own exit code: 128 + the signal that interrupted it, else the code of the first
+/// failure (its exit code, or 128 + its signal), else 0.
 int exit_code(const std::vector<Ending>& endings, int interrupted_by);
 
-/// The summary after a failed job: the first failure with its last words, what became of the others, the
-/// code.
+/// Returns the summary of a failed job: the first failure with its last lines, how the others ended, and the
+/// exit code.
 std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_words,
                       int interrupted_by);
 

@@ -61,16 +61,16 @@ TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
   endings[0].blames = endings[1].blames = endings[2].pid;
   EXPECT_EQ(first_failure(endings), 2u);
   EXPECT_EQ(exit_code(endings, 0), 9);
-  endings[2].signal = SIGTERM;  // the launcher's, to a worker that was not done yet
+  endings[2].signal = SIGTERM;  // the launcher's, to a worker that was still running
   endings[2].code = 0;
   EXPECT_EQ(first_failure(endings), 0u);
   EXPECT_EQ(exit_code(endings, 0), 1);
-  endings[2].signal = SIGSEGV;  // its own
+  endings[2].signal = SIGSEGV;  // not from the launcher
   EXPECT_EQ(first_failure(endings), 2u);
-  endings[2].signal = 0;  // it ended well: whoever blames it is wrong
+  endings[2].signal = 0;  // it ended without an error: a worker that blames it is wrong
   EXPECT_EQ(first_failure(endings), 0u);
   endings[2].code = 9;
-  endings[2].blames = endings[0].pid;  // a circle has some end
+  endings[2].blames = endings[0].pid;  // a cycle of blames must end
   EXPECT_TRUE(first_failure(endings));
 }
 
@@ -98,7 +98,7 @@ TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
       AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 0 without shutdown(), "),
             HasSubstr("the others: worker0: failed because of it (exited with code 5)\n"),
             HasSubstr("exit code: 5\n")));
-  endings[0].asked = true;  // it was told to end
+  endings[0].asked = true;  // the launcher had asked it to end
   EXPECT_EQ(first_failure(endings), 1u);
 }
 
@@ -110,7 +110,7 @@ TEST(Endings, SummaryTellsTheWholeStory) {
   EXPECT_THAT(
       text,
       HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3, 1.5 s after the start\n"));
-  EXPECT_THAT(text, HasSubstr("last words:\n    Traceback\n    boom\n"));
+  EXPECT_THAT(text, HasSubstr("last lines:\n    Traceback\n    boom\n"));
   EXPECT_THAT(text,
               HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));

@@ -27,9 +27,10 @@ namespace {
 
 constexpr Duration kDrawEvery = std::chrono::milliseconds(100);
 constexpr Duration kPrintEvery = std::chrono::seconds(10);
-/// How long output of processes that outlive their worker is waited for.
+/// How long the launcher waits for output of processes that outlive their worker.
 constexpr Duration kDrainTime = std::chrono::seconds(1);
-/// How many of a worker's last lines are searched for the worker that it blames: a long error may follow.
+/// How many of a worker's last lines are searched for the worker that it blames; a long error may follow that
+/// line.
 constexpr std::size_t kBlameLines = 100;
 
 enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal };
@@ -94,7 +95,7 @@ class Job {
   const JobOptions options_;
   Display display_;
   Board board_;
-  SignalDescriptor signals_;  // before all that must be undone
+  SignalDescriptor signals_;  // taken over before anything that must be undone
   JobFolder folder_;
   std::unique_ptr<Poller> poller_;
   std::vector<std::unique_ptr<Worker>> workers_;
@@ -104,7 +105,7 @@ class Job {
   bool stopping_ = false;
   bool leftovers_killed_ = false;
   Deadline settle_until_, kill_at_, drain_until_;
-  Deadline leave_until_;  ///< for workers that others say have gone and whose processes still run
+  Deadline leave_until_;  ///< for workers that others report as gone and whose processes still run
   bool board_changed_ = false;
   TimePoint shown_at_{};
 };
@@ -284,7 +285,7 @@ void Job::stop_all(int signal) {
   for (const auto& worker : workers_) {
     if (worker->ended) continue;
     worker->child.signal_group(signal);
-    worker->child.signal_group(SIGCONT);  // a stopped process hears nothing
+    worker->child.signal_group(SIGCONT);  // a stopped process handles no other signal
     board_.set_state(worker->rank, WorkerState::kStopping);
     board_changed_ = true;
   }
@@ -295,8 +296,8 @@ void Job::note_blames() {
     ending.blames = blamed_process(workers_.at(static_cast<std::size_t>(ending.rank))->recent.lines());
 }
 
-/// A worker whose end another one tells of, and whose process still runs: it is on its way out, and its exit
-/// code is to come.
+/// Whether another worker reports the end of this worker and its process still runs: the process is exiting,
+/// and its exit code will follow.
 const Worker* Job::find_leaving() const {
   for (const Ending& ending : endings_) {
     for (const auto& worker : workers_) {
@@ -306,7 +307,7 @@ const Worker* Job::find_leaving() const {
   return nullptr;
 }
 
-/// The first failure and what belongs to it have been seen, or it is time to stop waiting for that.
+/// Whether the first failure and its consequences have been seen, or the time to wait for them is over.
 void Job::settle(TimePoint now) {
   note_blames();
   if (const Worker* leaving = find_leaving()) {
@@ -316,7 +317,7 @@ void Job::settle(TimePoint now) {
       return;
     }
     display_.say(fmt::format(
-        "torchspan: {} (rank {}, pid {}) has left the others, but its process still runs {:.1f} s later\n",
+        "torchspan: {} (rank {}, pid {}) has left the job, but its process still runs {:.1f} s later\n",
         leaving->name, leaving->rank, leaving->child.pid(), to_seconds(options_.grace)));
   }
   const Ending& first = endings_.at(first_failure(endings_).value());
@@ -328,7 +329,8 @@ void Job::settle(TimePoint now) {
 }
 
 void Job::end_leftovers(TimePoint now) {
-  // Processes that the workers started still hold their pipes: kill them, and if even that is no end, let go.
+  // Processes that the workers started still hold their pipes: kill them, and close the pipes if even that
+  // does not end them.
   for (const auto& worker : workers_) {
     worker->child.signal_group(SIGKILL);
     if (!leftovers_killed_) continue;
@@ -405,7 +407,7 @@ int Job::finish() {
 int run_job(Executor& executor, JobOptions options) {
   if (options.workers < 1) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the number of workers is {}; expected is 1 or more", options.workers));
+                fmt::format("the number of workers is {}; expected 1 or more", options.workers));
   }
   if (options.command.empty()) throw Error(ErrorKind::kInvalid, "there is no program to run");
   return Job(executor, std::move(options)).run();

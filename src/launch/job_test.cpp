@@ -33,7 +33,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-/// Jobs whose workers are shells, run inside this process.
+/// Jobs whose workers are shell scripts; the launcher runs inside this process.
 class Jobs : public ::testing::Test {
  protected:
   Jobs() {
@@ -69,8 +69,8 @@ class Jobs : public ::testing::Test {
       return entry.path().filename().string().starts_with("torchspan.");
     });
   }
-  /// What came through the pipe `alive_`: waits for a first piece or, with `all_gone`, until no process holds
-  /// its other end.
+  /// Returns what arrived through the pipe `alive_`: waits for the first bytes or, with `all_gone`, until no
+  /// process holds the other end.
   std::string heard(bool all_gone) const {
     std::string all;
     std::array<char, 256> bytes;
@@ -281,7 +281,7 @@ TEST_F(Jobs, DieWithTheirLauncher) {
   while (std::count(started.begin(), started.end(), '\n') < 3) started += heard(false);
   kill(launcher, SIGKILL);
   waitpid(launcher, nullptr, 0);
-  EXPECT_EQ(heard(true), "");  // returns only when the last worker is gone
+  EXPECT_EQ(heard(true), "");  // returns only when the last worker has ended
   close(alive_[0]);
 }
 
@@ -308,7 +308,7 @@ TEST_F(Jobs, RemoveTheSecretOfALauncherThatWasKilled) {
   close(alive_[0]);
 }
 
-/// Worker 1 fails at once because worker 0, whose process number it knows, has gone.
+/// Worker 1 fails at once because worker 0, whose process id it knows, has ended.
 constexpr const char* kBlameWorker0 =
     "if [ $RANK = 1 ]; then while [ ! -s $FOLDER/pid ]; do sleep 0.02; done; "
     "echo \"torchspan[worker1] warning: worker0 (rank 0, pid $(cat $FOLDER/pid) on host) died: its process "
@@ -338,7 +338,7 @@ TEST_F(Jobs, DoNotBlameAWorkerForTheSignalThatStoppedIt) {
   EXPECT_EQ(run(mine), 5);
   EXPECT_THAT(errors(),
               AllOf(HasSubstr("worker0 (rank 0, pid"),
-                    HasSubstr("has left the others, but its process still runs 0.3 s later"),
+                    HasSubstr("has left the job, but its process still runs 0.3 s later"),
                     HasSubstr("first failure: worker1"),
                     HasSubstr("worker0: stopped (was killed by SIGTERM)"), HasSubstr("exit code: 5\n")));
 }
@@ -359,7 +359,8 @@ TEST_F(Jobs, FailWhenTheirOutputIsLost) {
   close(full);
 }
 
-/// What a launcher ends with when it gets `signal` after its two workers, which run `script`, have said so.
+/// Returns the exit code of a launcher that gets `signal` after its two workers, which run `script`, have
+/// reported.
 class Interruptions : public Jobs {
  protected:
   int code_after(const std::vector<int>& signals, const std::string& script, Duration grace = seconds(5)) {

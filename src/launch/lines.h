@@ -8,16 +8,16 @@
 
 namespace torchspan::launch {
 
-/// Cuts a byte stream into lines. A carriage return inside a line starts it anew, as on a terminal; a line of
-/// more than `longest` bytes is handed out in pieces.
+/// Splits a byte stream into lines. A carriage return restarts the line, as on a terminal; a line of more
+/// than `longest` bytes is returned in pieces.
 class LineSplitter {
  public:
   using Take = std::function<void(std::string_view line)>;
   explicit LineSplitter(std::size_t longest = std::size_t{1} << 20) : longest_(longest) {}
 
-  /// Calls `take` for every line that is now complete, without its newline.
+  /// Calls `take` for every complete line, without its newline.
   void feed(std::string_view bytes, const Take& take);
-  /// The stream has ended: hands out what had no newline.
+  /// Marks the end of the stream: passes on the last line if it has no newline.
   void finish(const Take& take);
 
  private:
@@ -25,10 +25,10 @@ class LineSplitter {
 
   const std::size_t longest_;
   std::string line_;
-  bool returned_ = false;  ///< a carriage return came last
+  bool returned_ = false;  ///< the last character was a carriage return
 };
 
-/// The last lines of a stream: what a process said before it ended.
+/// Keeps the last lines of a stream: what a process wrote before it ended.
 class LastWords {
  public:
   explicit LastWords(std::size_t most = 5) : most_(most) {}

@@ -6,7 +6,7 @@
 namespace torchspan::launch::lines_test {
 namespace {
 
-/// The lines of `text` when it arrives in pieces cut by `random`.
+/// Returns the lines of `text` when it arrives in pieces cut by `random`.
 std::vector<std::string> split(const std::string& text, std::mt19937_64& random,
                                std::size_t longest = 1 << 20) {
   std::vector<std::string> lines;

@@ -19,7 +19,7 @@
 namespace torchspan::launch {
 namespace {
 
-/// Leaves room for the runtime folder's own name within the 60 characters that sockets need.
+/// Leaves room for the runtime folder's name within the 60 characters that sockets need.
 constexpr std::size_t kLongestParent = 38;
 constexpr std::string_view kFolderPrefix = "torchspan.";
 constexpr int kFirstPort = 20000;
@@ -111,7 +111,7 @@ std::uint16_t choose_port(std::uint16_t wanted) {
   if (wanted != 0) {
     if (is_free(wanted)) return wanted;
     throw_invalid(fmt::format(
-        "port {0} is in use ('ss -ltnp sport = :{0}' says by whom); choose another --master-port, or "
+        "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
         "none for a free one",
         wanted));
   }
@@ -133,8 +133,8 @@ int usable_cores() {
 
 namespace {
 
-/// A folder that is locked by this process; none when another one holds it, or when it is none of this
-/// user's.
+/// Locks a folder for this process; null if another process holds the lock or the folder belongs to another
+/// user.
 Descriptor lock_folder(const std::string& path) {
   Descriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat opened {
@@ -146,7 +146,7 @@ Descriptor lock_folder(const std::string& path) {
   return folder;
 }
 
-/// Whether a folder with a job folder's name holds what a job folder holds, and nothing else.
+/// Whether a folder with a job folder's name contains only what a job folder contains.
 bool is_job_folder(const std::string& path) {
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator(path, failure)) {
@@ -156,7 +156,7 @@ bool is_job_folder(const std::string& path) {
   return !failure;
 }
 
-/// Removes what launchers that were killed left behind: their lock ended with them.
+/// Removes the folders of launchers that were killed: their locks ended with them.
 void remove_abandoned_folders(const std::string& parent) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
@@ -175,7 +175,7 @@ void JobFolder::make_locked(const std::string& parent) {
   for (int attempt = 0; attempt < kAttempts && !lock_; ++attempt) {
     path_ = fmt::format("{}/{}XXXXXX", parent, kFolderPrefix);
     if (mkdtemp(path_.data()) == nullptr) break;
-    lock_ = lock_folder(path_);  // none when another job just took it for an abandoned one
+    lock_ = lock_folder(path_);  // fails if another launcher just removed it as abandoned
   }
   if (lock_) return;
   throw_invalid(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",

@@ -149,7 +149,7 @@ TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
 }
 
 TEST_F(Programs, OfAJobRemoveOnlyWhatAnotherJobAbandoned) {
-  // A folder with the right name and other contents, and one that only looks like one in part.
+  // A folder with the right name and other contents, and one whose contents match only partly.
   for (const std::string name : {"torchspan.abcdef", "torchspan.abandon", "torchspan-501"}) {
     ASSERT_EQ(mkdir((folder_ + "/" + name).c_str(), 0700), 0);
     std::ofstream(folder_ + "/" + name + "/secret") << "s";

@@ -42,16 +42,16 @@ std::string names(bool with_chunks_only) {
 
 const NamedSchedule& find_schedule(const ScheduleOptions& options) {
   if (options.name.empty())
-    throw_invalid("torchspan schedule NAME: the name is missing; there are: " + names(false));
+    throw_invalid("torchspan schedule NAME: the name is missing; the schedules are: " + names(false));
   for (const NamedSchedule& known : kSchedules) {
     if (options.name != known.name) continue;
     if (options.chunks > 1 && !known.takes_chunks) {
-      throw_invalid(fmt::format("{} has one chunk a stage; with --chunks {} there are: {}", known.name,
-                                options.chunks, names(true)));
+      throw_invalid(fmt::format("{} has one chunk per stage; the schedules for --chunks {} are: {}",
+                                known.name, options.chunks, names(true)));
     }
     return known;
   }
-  throw_invalid(fmt::format("there is no schedule '{}'; there are: {}", options.name, names(false)));
+  throw_invalid(fmt::format("unknown schedule '{}'; the schedules are: {}", options.name, names(false)));
 }
 
 Duration from_milliseconds(const char* option, double milliseconds, int parts) {
@@ -76,7 +76,7 @@ std::string in_milliseconds(Duration time) {
   return fmt::format("{:g} ms", std::round(milliseconds * 1000) / 1000);
 }
 
-/// Below the grid: how long a step takes, and what each rank idles and holds.
+/// The lines below the grid: the length of a step, and each rank's idle time and memory.
 std::string figures(const ScheduleOptions& options, const schedule::Timeline& timeline) {
   Duration idle{0};
   std::string rows;

@@ -3,22 +3,22 @@
 
 namespace torchspan::launch {
 
-/// What `torchspan schedule` was asked to show. Times are milliseconds that one micro-batch costs a whole
-/// stage; each of its chunks costs its share.
+/// The request of `torchspan schedule`. Times are in milliseconds for one micro-batch and a whole stage; each
+/// chunk of the stage costs its share.
 struct ScheduleOptions {
   std::string name;
   int stages = 0;
   int micro_batches = 0;
   int chunks = 1;
   double forward = 1, backward = 2, transfer = 0;
-  std::string file;  ///< where the drawing goes as SVG; empty: nowhere
+  std::string file;  ///< file for the drawing as SVG; empty for none
 };
 
-/// The names that a schedule can be asked for by, with commas.
+/// The names of the schedules that can be requested, separated by commas.
 std::string schedule_names();
 
-/// The schedule as text: a grid, its length and idle share, each rank's idle time and peak; also writes the
-/// drawing. Throws Error{kInvalid} that names the option.
+/// Returns the schedule as text: a grid, its length and idle share, each rank's idle time and peak; also
+/// writes the drawing. Throws Error{kInvalid} that names the wrong option.
 std::string show_schedule(const ScheduleOptions& options);
 
 }  // namespace torchspan::launch

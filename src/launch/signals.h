@@ -5,7 +5,7 @@
 
 namespace torchspan::launch {
 
-/// While it lives, SIGINT, SIGTERM and SIGHUP of this thread arrive at a descriptor instead of ending the
+/// While it exists, SIGINT, SIGTERM and SIGHUP of this thread arrive at a descriptor instead of ending the
 /// process, and writing to a closed pipe is an error instead of a signal.
 class SignalDescriptor {
  public:
@@ -14,7 +14,7 @@ class SignalDescriptor {
   SignalDescriptor(const SignalDescriptor&) = delete;
 
   int get() const { return descriptor_.get(); }
-  /// The next signal that arrived, or 0.
+  /// Returns the next signal that arrived, or 0.
   int take() const;
 
  private:

@@ -7,7 +7,7 @@
 #include "launch/command_line.h"
 
 int main(int argc, char** argv) {
-  // Pipes must not become standard descriptors by chance.
+  // Opens the standard descriptors if they are closed, so that no pipe gets their numbers.
   int descriptor;
   do {
     descriptor = open("/dev/null", O_RDWR | O_CLOEXEC);

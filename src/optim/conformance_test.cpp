@@ -1,5 +1,7 @@
 // Every optimizer against LibTorch's own of the same name and against closed forms. A new optimizer adds its
 // cases struct below and one name to AllOptimizers.
+// peer: dist_optimizer_test.py `torch.optim` update rules: same to 1e-10 over 200 steps: as in LibTorch,
+//   and as in Python for what LibTorch lacks (`tools/golden_optim.py`)
 #include <cstdint>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -236,6 +238,8 @@ TYPED_TEST(SparseConformance, TakesDenseAndSparseGradientsEvenEmptyOnesInTurns) 
   }
 }
 
+// peer: dist_optimizer_test.py dist_optim_none_grads: same, Adagrad too (theirs updates the wrong
+//   parameter)
 TYPED_TEST(OptimizerConformance, UpdatesOnlyTheParameterThatHasAGradient) {
   Pair pair(1, {torch::ones({3}, torch::kFloat64), torch::ones({3}, torch::kFloat64)});
   Random random(1);
@@ -245,6 +249,7 @@ TYPED_TEST(OptimizerConformance, UpdatesOnlyTheParameterThatHasAGradient) {
   EXPECT_FALSE(pair.ours[1].equal(pair.theirs[1]));
 }
 
+// peer: dist_optimizer_test.py dist_optim_none_grads
 TYPED_TEST(OptimizerConformance, CountsNoStepAndKeepsNoStateForASkippedParameter) {
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

@@ -1,4 +1,5 @@
 // Groups, rates, clipping, state and foreign kinds through DistributedOptimizer, against the local Optimizer.
+// peer: dist_optimizer_test.py (none: groups, rates, clipping, state of a distributed optimizer): more
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -125,6 +126,8 @@ struct Twins {
   RRef<Layer> first, second;
 };
 
+// peer: dist_optimizer_test.py `dist_optim` (9 settings: remote weights equal local ones after a step):
+//   same, bit for bit over several steps
 TEST(DistributedGroups, EveryOptimizerGivesTheBitsOfTheLocalOne) {
   on_first(3, [](Worker& worker) {
     for (const OptimizerSpec& spec : specs()) {

@@ -110,6 +110,7 @@ void expect_no_optimizer_left(Worker& worker) {
 
 at::Tensor input() { return torch::linspace(-1, 1, 6, torch::kDouble).view({2, 3}); }
 
+// peer: dist_optimizer_test.py dist_optim
 TEST(DistributedOptimizer, StepsModulesAndTensorsOfAllOwnersAsOneProcessWould) {
   on_first(3, [](Worker& worker) {
     Half first(1), local(2);
@@ -141,6 +142,7 @@ TEST(DistributedOptimizer, StepsModulesAndTensorsOfAllOwnersAsOneProcessWould) {
   });
 }
 
+// peer: dist_optimizer_test.py dist_optim_none_grads
 TEST(DistributedOptimizer, LeavesOwnersAloneThatTookNoPart) {
   on_first(3, [](Worker& worker) {
     auto used = worker.remote("worker1", kHalf, 1), unused = worker.remote("worker2", kHalf, 2);
@@ -186,6 +188,7 @@ TEST(DistributedOptimizer, StepsASharedWeightOnce) {
   });
 }
 
+// peer: dist_optimizer_test.py dist_optim_exception_on_constructor: better: all failures, not the last
 TEST(DistributedOptimizer, ListsTheFailuresOfAllOwnersAndLeavesNothingBehind) {
   on_first(3, [](Worker& worker) {
     Half here(1);
@@ -221,6 +224,7 @@ TEST(DistributedOptimizer, ReportsTheCreationThatItsTargetFailed) {
   });
 }
 
+// peer: dist_optimizer_test.py dist_optim_exception: better: all failures, not the last
 TEST(DistributedOptimizer, CollectsTheFailuresOfAStepAndStepsTheOthers) {
   on_first(3, [](Worker& worker) {
     const at::Tensor own = make_factor(1);

@@ -1,4 +1,5 @@
 // Against values of PyTorch's Python optimizers and schedulers, for what LibTorch's C++ ones do not have.
+// peer: dist_optimizer_test.py torch.optim update rules
 #include <cstdint>
 #include <gtest/gtest.h>
 #include <set>
@@ -99,6 +100,8 @@ void expect_rates(const std::string& name, const LRLambda& schedule) {
   }
 }
 
+// peer: dist_optimizer_test.py `lr_scheduler` (StepLR, CosineAnnealingLR, OneCycleLR): same; on all owners,
+//   which theirs has not
 TEST(Golden, SchedulesEqualPyTorchs) {
   expect_rates("step", StepLR{.step_size = 7, .gamma = 0.3});
   expect_rates("cosine", CosineAnnealingLR{.t_max = 40, .eta_min_factor = 0.1});

@@ -45,6 +45,7 @@ std::vector<OptimizerSpec> dense_specs(std::optional<bool> foreach, bool float32
 
 at::Tensor leaf_of(const at::Tensor& value) { return value.detach().clone().set_requires_grad(true); }
 
+// peer: dist_optimizer_test.py multi-tensor optimizers equal single-tensor ones: same bits
 TEST(Rules, StepManyParametersAtOnceWithTheSameBitsAsOneByOne) {
   const auto simple = dense_specs(false), many = dense_specs(true);
   for (std::size_t k = 0; k < simple.size(); ++k) {

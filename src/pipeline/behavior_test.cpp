@@ -1,3 +1,4 @@
+// peer: async_pipe async_event_loop, simple_linears: better: values are compared
 #include <gmock/gmock.h>
 
 #include <torch/torch.h>
@@ -22,6 +23,8 @@ struct ThreeTwins {
   std::vector<std::shared_ptr<torch::nn::Module>> all() const { return {a.ptr(), b.ptr(), c.ptr()}; }
 };
 
+// peer: pipe input_pair, input_singleton, non_tensor, non_tensor_tuple: better: numbers, optionals and a
+//   struct of the user's own travel
 TEST(PipelineData, TuplesNumbersAndNothingPassBetweenStages) {
   in_every_way([](PipelineOptions options) {
     on_workers(4, 1, [&](Worker& worker) {
@@ -46,6 +49,7 @@ TEST(PipelineData, TuplesNumbersAndNothingPassBetweenStages) {
   });
 }
 
+// peer: pipe input_pair
 TEST(PipelineData, ATupleOfOneStaysATuple) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
@@ -64,6 +68,8 @@ TEST(PipelineData, ATupleOfOneStaysATuple) {
   });
 }
 
+// peer: pipe batch_size_indivisible, batch_size_small: better: 6 rows in 4 are 4 micro-batches, and values
+//   are compared
 TEST(PipelineData, BatchesThatCannotBeSplitEvenlyAreTrainedWhole) {
   for (const std::int64_t rows : {1, 2, 3, 6, 7, 9}) {
     in_every_way([&](PipelineOptions options) {
@@ -83,6 +89,9 @@ TEST(PipelineData, BatchesThatCannotBeSplitEvenlyAreTrainedWhole) {
   }
 }
 
+// peer: pipelining `grad_with_manual` (with and without shape inference): better: shapes travel with every
+//   message
+// peer: other_pipelines DS `TestPipeDynamicShape`, MG `variable_seq_lengths`: same: nothing to switch on
 TEST(PipelineData, ShapesMayChangeFromStepToStep) {
   on_workers(3, 1, [](Worker& worker) {
     Pipeline pipe(worker, three(), {.micro_batches = 3});
@@ -100,6 +109,7 @@ TEST(PipelineData, ShapesMayChangeFromStepToStep) {
   });
 }
 
+// peer: pipelining `stage_backward`, `stage_backward_ignores_*`, view outputs: same
 TEST(PipelineData, AnOutputThatNobodyUsesGetsNoGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -117,6 +127,7 @@ TEST(PipelineData, AnOutputThatNobodyUsesGetsNoGradient) {
   });
 }
 
+// peer: pipelining stage_backward
 TEST(PipelineData, AWholeStageThatTheLossDoesNotDependOnGetsNone) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -198,6 +209,7 @@ TEST(PipelineInput, ThatIsComputedPassesItsGradientOn) {
   });
 }
 
+// peer: async_pipe tuple_wait: same: nothing travels asynchronously to a stream
 TEST(PipelineInput, MayHaveGradientsForSomeOfItsMembers) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -238,6 +250,9 @@ TEST(PipelineInput, WithoutRowsGoesToAllMicroBatchesAndGetsTheSumOfTheirGradient
 
 // Steps of other kinds.
 
+// peer: pipe no_grad, checkpoint_eval: same
+// peer: pipelining forward_only, eval_inference_mode, return_output, schedule_eval_then_train,
+//   schedule_with_single_stage: same
 TEST(PipelineSteps, InferEqualsThePlainModelAndKeepsNoGraph) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -264,6 +279,7 @@ TEST(PipelineSteps, InferEqualsThePlainModelAndKeepsNoGraph) {
   }
 }
 
+// peer: pipe no_grad
 TEST(PipelineSteps, WithoutGradientsOnTheFirstWorkerComputeTheLossOnly) {
   on_workers(3, 1, [](Worker& worker) {
     Pipeline pipe(worker, three(), {.micro_batches = 4});
@@ -279,6 +295,7 @@ TEST(PipelineSteps, WithoutGradientsOnTheFirstWorkerComputeTheLossOnly) {
   });
 }
 
+// peer: pipelining forward_only
 TEST(PipelineSteps, EvaluationAndTrainingAlternate) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
@@ -363,6 +380,9 @@ TEST(PipelineSteps, BackwardTakesGradientsOfSomeOutputs) {
   });
 }
 
+// peer: pipelining `multi_iter`, `schedule_with_native_zero_bubble` (accumulation, leak check): better: the
+//   scale is the step's own
+// peer: other_pipelines DS `gradients_are_scaled_once`: same
 TEST(PipelineSteps, GradientsAccumulateToTheMeanOfSeveralBatches) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -404,6 +424,7 @@ TEST(PipelineSteps, NameBatchesAndLossesThatDoNotFit) {
   });
 }
 
+// peer: async_pipe reuse_lazy
 TEST(PipelineSteps, TrainWithAnOptimizerLikeOneProcess) {
   on_workers(3, 1, [](Worker& worker) {
     Pipeline pipe(worker, three(), {.micro_batches = 4});

@@ -419,6 +419,8 @@ void expect_equal(const std::map<std::string, at::Tensor>& ours,
 }
 
 /// TORCHSPAN_CASES sets the number of cases, TORCHSPAN_SEED repeats one.
+// peer: pipe `simple_linears`, test_parity (checkpoint × chunks): better: random models, in double
+//   precision to 1e-12
 TEST(Oracle, RandomModelsTrainLikeOneProcess) {
   const long cases = torchspan::testing::number_from("TORCHSPAN_CASES", 240);
   const long first = torchspan::testing::number_from("TORCHSPAN_SEED", 1);

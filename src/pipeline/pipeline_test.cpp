@@ -1,3 +1,4 @@
+// peer: pipe simple_linears
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,6 +40,7 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
+// peer: pipelining forward_only
 TEST(Pipeline, OneWorkerTrainsLikeThePlainModel) {
   on_workers(1, 1, [](Worker& worker) {
     Layers layers;

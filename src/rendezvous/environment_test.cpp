@@ -51,6 +51,7 @@ TEST(Environment, IsAWorldOfOneWhenNothingIsSet) {
   EXPECT_EQ(worker.restart_count, 0);
 }
 
+// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank
 TEST(Environment, ReadsAnOpenWorld) {
   const Environment base{{"WORLD_SIZE", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1234"}};
   const WorkerEnvironment first = read_environment(with(base, {{"RANK", "0"}}));

@@ -54,6 +54,7 @@ TEST_P(Seeded, EverybodyMeetsEverybodyAndLeavesInPeace) {
   });
 }
 
+// peer: c10d testBarrier
 TEST_P(Seeded, NobodyPassesABarrierBeforeAllHaveCome) {
   SimulatedWorld world(GetParam(), 5, {.jitter = milliseconds(1)});
   std::vector<int> arrived(20, 0);

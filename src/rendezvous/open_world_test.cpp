@@ -1,3 +1,4 @@
+// peer: rpc_test.py dynamic_and_static_init_rpc_together: same: refused, naming both sorts
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>

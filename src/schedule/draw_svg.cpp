@@ -29,7 +29,7 @@ struct Kind {
   std::array<int, 3> colour;
 };
 
-/// Told apart by those who see colours differently too (Okabe and Ito, 2008).
+/// Colors that people with color vision deficiencies can distinguish (Okabe and Ito, 2008).
 constexpr std::array<Kind, 4> kKinds = {{{'F', "forward", {86, 180, 233}},
                                          {'B', "backward", {230, 159, 0}},
                                          {'I', "input gradient", {204, 121, 167}},
@@ -51,7 +51,7 @@ std::string escaped(const std::string& text) {
   return result;
 }
 
-/// A length or a share without needless zeros.
+/// A length or a share without trailing zeros.
 std::string number(double value, int digits = 1) {
   std::string text = fmt::format("{:.{}f}", value, digits);
   if (text.find('.') != std::string::npos) {
@@ -61,7 +61,7 @@ std::string number(double value, int digits = 1) {
   return text == "-0" ? "0" : text;
 }
 
-/// The unit in which a whole drawing gives its times.
+/// The time unit of a whole drawing.
 struct Unit {
   const char* name;
   double nanoseconds;
@@ -76,7 +76,7 @@ struct Unit {
   std::string value(double count) const { return number(count / nanoseconds, 2); }
 };
 
-/// The share of all ranks' time in which they are idle.
+/// The share of all ranks' time that is idle.
 double idle_share(const Timeline& timeline) {
   double idle = 0;
   for (const Duration each : timeline.idle) idle += static_cast<double>(each.count());
@@ -85,7 +85,7 @@ double idle_share(const Timeline& timeline) {
   return all > 0 ? idle / all : 0;
 }
 
-/// Draws timelines under one another on one scale of time and one of memory.
+/// Draws timelines below each other, on one time scale and one memory scale.
 class Picture {
  public:
   explicit Picture(const std::vector<Timeline>& timelines) : timelines_(timelines), longest_(longest()) {
@@ -117,7 +117,7 @@ class Picture {
     return longest;
   }
 
-  /// Wide enough for the shortest task to hold its number, within reason.
+  /// Wide enough for the shortest task to hold its number, up to a limit.
   double grid_width() const {
     Duration shortest = longest_;
     int most = 0;
@@ -144,7 +144,7 @@ class Picture {
     body_ += '\n';
   }
 
-  /// A kind's colour; later stages of a rank are lighter.
+  /// A kind's color; later stages of a rank are lighter.
   std::string colour(const Kind& kind, std::size_t chunk) const {
     const double white =
         chunks_ > 1 ? 0.6 * static_cast<double>(chunk) / static_cast<double>(chunks_ - 1) : 0;
@@ -287,7 +287,8 @@ class Picture {
         micro_batch);
   }
 
-  /// Held memory rises when a task begins and falls when one ends; where both happen at once, nothing shows.
+  /// Held memory rises when a task starts and falls when one ends; if both happen at the same time, the line
+  /// stays.
   void add_curve(const Timeline& timeline, std::size_t rank) {
     std::vector<std::pair<Duration, double>> steps = {{Duration::zero(), 0}};
     for (std::size_t at = 0; at < timeline.spans[rank].size(); ++at) {
@@ -339,7 +340,7 @@ class Picture {
   std::size_t chunks_ = 1;  ///< the most stages of a rank
   double width_ = 0;        ///< of the grid
   double legend_end_ = 0;
-  double y_ = 0;  ///< where the next thing goes
+  double y_ = 0;  ///< the top of the next element
   std::string body_;
 };
 

@@ -14,7 +14,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// Whether tags are closed in the order in which they were opened, and no stray < or & is in the text.
+/// Whether tags are closed in the order in which they were opened, and the text contains no unescaped < or &.
 std::string xml_complaint(const std::string& xml) {
   std::vector<std::string> open;
   for (std::size_t at = 0; at < xml.size(); ++at) {

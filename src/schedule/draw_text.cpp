@@ -7,10 +7,10 @@
 namespace torchspan::schedule {
 namespace {
 
-/// More columns than this are drawn coarser: tasks that are shorter than a column then move to the right.
+/// With more columns than this the drawing is coarser: tasks shorter than a column then move to the right.
 constexpr int kMostColumns = 512;
 
-/// One rank's line; `width` characters a column, `slot` nanoseconds a column.
+/// Writes one rank's line; `width` characters a column, `slot` nanoseconds a column.
 class Row {
  public:
   Row(double slot, std::size_t width, int columns) : slot_(slot), width_(width) { idle_until(columns); }
@@ -26,7 +26,7 @@ class Row {
     used_ = end;
   }
 
-  /// With what comes before it, without blanks at the end.
+  /// Returns `name` and the line, without blanks at the end.
   std::string after(const std::string& name) const {
     const std::string line = name + text_;
     return line.substr(0, line.find_last_not_of(' ') + 1);

@@ -3,17 +3,17 @@
 
 #include <torchspan/schedule/schedule.h>
 
-/// What the drawings share.
+/// Functions that both drawings use.
 namespace torchspan::schedule {
 
 /// Throws Error{kInvalid} that names the field unless idle, peak_live and live are as long as spans, and
-/// spans and makespan fit together.
+/// spans and makespan are consistent.
 void check(const Timeline& timeline, std::string_view function);
 
-/// The shortest span that takes any time; zero when none does.
+/// The shortest span longer than zero; zero if there is none.
 Duration shortest_span(const Timeline& timeline);
 
-/// The stages that a rank's spans are of, in order.
+/// The stages of a rank's spans, in order.
 std::vector<int> stages_of(const std::vector<ActionSpan>& spans);
 
 /// The letter of a kind: F, B, I, W.

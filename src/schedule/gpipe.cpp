@@ -6,7 +6,7 @@ Table gpipe(const Placement& placement) {
   const int ranks = check(placement, "gpipe");
   Table table = empty_table("gpipe", placement, ranks);
   append_forwards(table);
-  // The way back is the way there, mirrored: what was last is ready first.
+  // Backwards mirror the forwards: what was last is ready first.
   for (auto& actions : table.actions) {
     for (std::size_t left = actions.size(); left > 0; --left) {
       const Action forward = actions[left - 1];

@@ -8,8 +8,8 @@
 namespace torchspan::schedule {
 namespace {
 
-/// A rank's tasks of one direction are numbered: `group` micro-batches pass its first stage, then its second,
-/// and so on through all of them; then come the next `group` micro-batches. Backwards the stages come in
+/// Numbers a rank's tasks of one direction: `group` micro-batches pass its first stage, then its second, and
+/// so on through all stages; then the next `group` micro-batches follow. Backwards take the stages in
 /// reverse.
 Action numbered(ActionKind kind, int rank, const Shape& shape, int number) {
   const int group = std::min(shape.ranks, shape.micro_batches);
@@ -25,7 +25,7 @@ void check_interleaved(const Shape& shape) {
     const int below = shape.micro_batches / shape.ranks * shape.ranks;
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("interleaved: micro_batches is {}, which is no multiple of the {} ranks; take {} or {}",
+        fmt::format("interleaved: micro_batches is {}, which is not a multiple of the {} ranks; use {} or {}",
                     shape.micro_batches, shape.ranks, below, below + shape.ranks));
   }
 }
@@ -38,8 +38,8 @@ Table interleaved(Shape shape) {
   const int group = std::min(shape.ranks, shape.micro_batches);
   const int all = shape.micro_batches * shape.stages_per_rank;
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    // With several stages a rank a micro-batch comes back after ranks steps, not at once: a rank runs ahead
-    // twice as far as with one.
+    // With several stages per rank, a micro-batch returns after `ranks` steps, not at once: a rank runs twice
+    // as many forwards ahead as with one stage.
     const int hops = shape.ranks - 1 - rank;
     const int ahead = shape.stages_per_rank == 1 ? hops : 2 * hops + (shape.stages_per_rank - 1) * group;
     const int warm_up = std::min(all, ahead);

@@ -11,8 +11,8 @@
 namespace torchspan::schedule {
 namespace {
 
-/// Runs a placement in unit costs, a forward 1 and a backward 2, each rank taking the best of what is ready,
-/// and writes down what each rank did. Such a record cannot deadlock: it has happened.
+/// Simulates a placement in unit costs (forward 1, backward 2), with each rank running the best ready action,
+/// and records what each rank ran. A recorded order cannot deadlock, since it was executed.
 class ListScheduler {
  public:
   ListScheduler(const Placement& placement, int ranks, int max_in_flight)
@@ -39,7 +39,7 @@ class ListScheduler {
   }
 
  private:
-  /// Backwards first, then the oldest micro-batch, then the earliest stage.
+  /// Orders backwards first, then the oldest micro-batch, then the earliest stage.
   struct Better {
     bool operator()(const Action& a, const Action& b) const { return key(a) < key(b); }
     static std::tuple<bool, int, int> key(const Action& action) {
@@ -58,9 +58,9 @@ class ListScheduler {
     ready_[static_cast<std::size_t>(rank_of(action.stage))].insert(action);
   }
 
-  /// How many micro-batches may be between their forward and their backward at a stage. The closer the end of
-  /// the model, the sooner they come back, and the fewer keep it busy. Micro-batches beyond some stage can
-  /// always go on, so a limit of 1 or more never stops all.
+  /// Returns how many micro-batches may be between their forward and their backward at a stage. Stages nearer
+  /// to the end get their backwards sooner and need fewer. Micro-batches beyond a stage can always proceed,
+  /// so a limit of 1 or more never stops all ranks.
   int limit(int stage) const { return std::min(most_, std::max(most_, table_.stages()) - stage); }
 
   void start(int rank, int now) {
@@ -113,8 +113,8 @@ Table one_forward_one_backward(Shape shape) {
   if (shape.stages_per_rank != 1) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage a rank. "
-                    "interleaved() has several, and a Placement may have any",
+        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage per rank. "
+                    "Use interleaved() or a Placement for several",
                     shape.stages_per_rank));
   }
   Table table = empty_table("1f1b", looped(shape), shape.ranks);

@@ -34,7 +34,7 @@ void check_frame(const Table& table) {
 
 void check_action(const Table& table, int rank, std::size_t place, const Action& action) {
   const std::string here = fmt::format("rank {}, action {} of its list: {}", rank, place, to_string(action));
-  if (static_cast<std::size_t>(action.kind) >= kActionKinds) refuse(table, here + " is of no known kind");
+  if (static_cast<std::size_t>(action.kind) >= kActionKinds) refuse(table, here + " has an unknown kind");
   if (action.stage < 0 || action.stage >= table.stages()) {
     refuse(table, fmt::format("{} is of stage {}; there are {} stages", here, action.stage, table.stages()));
   }
@@ -48,7 +48,7 @@ void check_action(const Table& table, int rank, std::size_t place, const Action&
   }
 }
 
-/// Who waits for whom when no rank can go on. `next` holds each rank's next task.
+/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next task.
 class Deadlock {
  public:
   Deadlock(const Table& table, const Positions& positions, const std::vector<std::size_t>& next)
@@ -56,7 +56,7 @@ class Deadlock {
 
   std::string text() const {
     const std::vector<int> ring = find_ring();
-    std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a ring";
+    std::string text = ring.size() == 1 ? "a rank waits for itself" : "ranks wait for each other in a cycle";
     for (int rank : ring) {
       const Action mine = head(rank);
       const Action other = missing(mine);
@@ -85,7 +85,7 @@ class Deadlock {
     return needs[0] && !is_done(*needs[0]) ? *needs[0] : needs[1].value();
   }
 
-  /// Whoever waits, waits for a rank that waits; following them long enough ends in a ring.
+  /// Every waiting rank waits for another waiting rank, so following them ends in a cycle.
   std::vector<int> find_ring() const {
     int rank = 0;
     while (next(rank) == actions(rank).size()) ++rank;
@@ -142,8 +142,8 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
   const bool weight = is_there(ActionKind::kWeightGradient);
   if (whole && (input || weight)) {
     const auto half = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
-    refuse(table_, fmt::format("rank {} runs {} and {}, which is a part of it", rank,
-                               name(ActionKind::kBackward), name(half)));
+    refuse(table_, fmt::format("rank {} runs {} and also its part {}", rank, name(ActionKind::kBackward),
+                               name(half)));
   }
   if (input != weight) {
     const auto here = input ? ActionKind::kInputGradient : ActionKind::kWeightGradient;
@@ -151,9 +151,8 @@ void Positions::check_complete(int stage, int micro_batch, bool back) const {
     refuse(table_, fmt::format("rank {} runs {} but never {}", rank, name(here), name(other)));
   }
   if (back && !whole && !input) {
-    refuse(table_,
-           fmt::format("rank {} never runs {}, although micro-batch {} goes backwards at other stages", rank,
-                       name(ActionKind::kBackward), micro_batch));
+    refuse(table_, fmt::format("rank {} never runs {}, although micro-batch {} has backwards at other stages",
+                               rank, name(ActionKind::kBackward), micro_batch));
   }
 }
 
@@ -204,7 +203,7 @@ void replay(const Table& table, const Positions& positions, const std::function<
     while (next[rank] < actions.size() && is_ready(actions[next[rank]])) {
       const Action& action = actions[next[rank]++];
       run(action);
-      // Only the neighbour in the model can have waited for it.
+      // Only the neighbor in the model can have waited for it.
       const int neighbour = action.kind == ActionKind::kForward ? action.stage + 1 : action.stage - 1;
       if (neighbour >= 0 && neighbour < table.stages()) {
         to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);

@@ -8,25 +8,24 @@
 
 namespace torchspan::schedule {
 
-/// Where each task of a table is. Making one proves the table complete: every task once, on its rank.
+/// Maps each task of a table to its position. The constructor checks that the table is complete: every task
+/// once, on its rank.
 class Positions {
  public:
-  /// Throws Error{kInvalid} as validate() does, for all but a deadlock. The table must outlive this.
+  /// Throws Error{kInvalid} as validate() does, except for deadlocks. The table must outlive this object.
   explicit Positions(const Table& table);
 
   /// Whether the table has the task.
   bool has(const Action& action) const { return place_[number(action)] >= 0; }
-  /// The task's place among its rank's tasks.
+  /// The action's position among its rank's actions.
   std::size_t place(const Action& action) const { return static_cast<std::size_t>(place_[number(action)]); }
-  int rank_of(const Action& action) const {
-    return table_.rank_of_stage[static_cast<std::size_t>(action.stage)];
-  }
+  int rank_of(const Action& action) const { return table_.rank_of_stage[static_cast<std::size_t>(action.stage)]; }
 
-  /// Whether the micro-batch goes backwards (in a checked table: everywhere or nowhere).
+  /// Whether the micro-batch has backwards (in a checked table: at all stages or at none).
   bool goes_back(int micro_batch) const;
-  /// The tasks that must have ended before `action` begins: at most two.
+  /// The actions that must end before `action` starts: at most two.
   std::array<std::optional<Action>, 2> needs(const Action& action) const;
-  /// A number for each task that could be, below numbers().
+  /// A number for each possible action, below numbers().
   std::size_t number(const Action& action) const;
   std::size_t numbers() const { return place_.size(); }
 
@@ -38,8 +37,8 @@ class Positions {
   std::vector<std::ptrdiff_t> place_;
 };
 
-/// Calls `run` for each task, never before what it needs and in the order of its rank. Throws Error{kInvalid}
-/// with the ring of ranks that wait for each other when there is no such order.
+/// Calls `run` for each task, after everything it needs and in the order of its rank. Throws Error{kInvalid}
+/// with the cycle of ranks that wait for each other if no such order exists.
 void replay(const Table& table, const Positions& positions, const std::function<void(const Action&)>& run);
 
 }  // namespace torchspan::schedule

@@ -11,7 +11,7 @@ namespace {
 void check_costs(const Table& table, const std::vector<Costs>& costs) {
   if (costs.size() != 1 && costs.size() != table.rank_of_stage.size()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("simulate: costs has {} entries; needed is one for all stages, or "
+                fmt::format("simulate: costs has {} entries; expected one for all stages, or "
                             "one for each of the {}",
                             costs.size(), table.rank_of_stage.size()));
   }
@@ -24,7 +24,7 @@ void check_costs(const Table& table, const std::vector<Costs>& costs) {
   }
 }
 
-/// The virtual clock of each rank, and what it holds.
+/// The virtual clock of each rank, and its held memory.
 class Simulation {
  public:
   Simulation(const Table& table, const std::vector<Costs>& costs)
@@ -85,7 +85,7 @@ class Simulation {
     keep(action, static_cast<std::size_t>(rank));
   }
 
-  /// An activation is held from the start of its forward to the end of the last task that reads it.
+  /// An activation is held from the start of its forward until the last action that reads it has ended.
   void keep(const Action& action, std::size_t rank) {
     auto& live = timeline_.live[rank];
     double held = live.empty() ? 0 : live.back();

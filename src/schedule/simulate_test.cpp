@@ -11,7 +11,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// What of a simulated step the tables of the papers speak of, in units; the idle time must be all ranks'.
+/// The values of a simulated step that the papers' tables list, in units; all ranks must have the same idle
+/// time.
 struct Outcome {
   double makespan = 0, idle = 0, peak = 0;
   friend bool operator==(const Outcome&, const Outcome&) = default;
@@ -57,7 +58,8 @@ TEST(Simulate, HasRoomForBackwardsInTwoHalves) {
   EXPECT_EQ(outcome(zero_bubble_h1({.ranks = 8, .micro_batches = 16})), (Outcome{55, 7, 8}));
 }
 
-/// What a schedule's formula says of a shape: idle time of every rank, and each rank's most activations.
+/// What a schedule's formula predicts for a shape: the idle time of every rank, and each rank's most
+/// activations.
 struct Formula {
   Duration idle{0};
   std::vector<double> peak;
@@ -76,8 +78,8 @@ void expect_formula(const Table& table, const std::vector<Costs>& costs, const F
   }
 }
 
-/// Idle time of a pipeline of which each rank passes `v` rounds of all micro-batches: it waits for the first
-/// to come and, with fewer micro-batches than ranks, for each round to come back.
+/// Idle time of a pipeline in which each rank runs all micro-batches `v` times: it waits for the first
+/// micro-batch and, with fewer micro-batches than ranks, for each round to return.
 Duration idle_of_rounds(int p, int m, int v, Duration both) {
   return m >= p ? (p - 1) * both : (p * v + m - 1 - m * v) * both;
 }
@@ -105,7 +107,7 @@ TEST(Simulate, AgreesWithEveryFormulaForEveryShapeAndCost) {
           if (m > p && m % p != 0) continue;
           std::vector<double> ahead(ranks);
           for (int r = 0; r < p; ++r) {
-            // Of v chunks each: (v - 1) groups, two chunks a hop, and the one that turns round.
+            // For v chunks each: (v - 1) groups, two chunks per hop, and the one at the turning point.
             const double chunks = (v - 1) * std::min(m, p) + 2 * (p - 1 - r) + 1;
             ahead[static_cast<std::size_t>(r)] = std::min<double>(m, chunks / v);
           }
@@ -187,14 +189,15 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
   };
   EXPECT_THAT(complaint({}), HasSubstr("costs has 0 entries"));
   EXPECT_THAT(complaint(std::vector<Costs>(2)),
-              HasSubstr("costs has 2 entries; needed is one for all stages, or "
+              HasSubstr("costs has 2 entries; expected one for all stages, or "
                         "one for each of the 3"));
   EXPECT_THAT(complaint({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}),
               HasSubstr("costs[2] has a negative"));
   EXPECT_THAT(complaint({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
 }
 
-/// The start of each task as the least that satisfies every order, by repetition until nothing changes.
+/// Computes the start of each task as the smallest that satisfies every order, repeating until nothing
+/// changes.
 std::map<Action, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
   const auto cost = [&](const Action& action) {
     const Costs& of = costs[static_cast<std::size_t>(action.stage)];

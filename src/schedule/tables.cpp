@@ -50,7 +50,7 @@ void check(const Shape& shape, const std::string& schedule) {
 int check(const Placement& placement, const std::string& schedule) {
   if (placement.rank_of_stage.empty()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: rank_of_stage is empty; a pipeline has a stage at least", schedule));
+                fmt::format("{}: rank_of_stage is empty; a pipeline has at least one stage", schedule));
   }
   at_least_one(schedule, "micro_batches", placement.micro_batches);
   const auto stages = static_cast<std::int64_t>(placement.rank_of_stage.size());
@@ -67,7 +67,7 @@ int check(const Placement& placement, const std::string& schedule) {
   }
   if (ranks > kMostCells) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: ranks is {}; at most {} can be", schedule, ranks, kMostCells));
+                fmt::format("{}: ranks is {}; expected at most {}", schedule, ranks, kMostCells));
   }
   return static_cast<int>(ranks);
 }

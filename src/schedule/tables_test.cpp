@@ -11,7 +11,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// The most micro-batches between their forward and their backward at one stage, by its rank's order alone.
+/// The most micro-batches between their forward and their backward at one stage, by the order of its rank
+/// alone.
 int most_alive(const Table& table, int stage) {
   int alive = 0, most = 0;
   for (const Action& action :
@@ -81,6 +82,7 @@ TEST(Tables, LoopedBreadthFirstFinishesAStageBeforeTheNext) {
   EXPECT_EQ(line_of(table.actions[1]), "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0");
 }
 
+// peer: pipelining pipeline_order, valid_schedule, invalid_schedule_*: same
 TEST(Tables, EveryScheduleOfEveryShapeIsValid) {
   for (int p = 1; p <= 8; ++p) {
     for (int m = 1; m <= 32; ++m) {
@@ -177,9 +179,9 @@ TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
   expect_refused([] { looped_breadth_first({.stages_per_rank = 0}); }, "stages_per_rank is 0; at least 1");
   expect_refused(
       [] { one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 2, .stages_per_rank = 2}); },
-      "stages_per_rank is 2; this schedule has one stage a rank. interleaved()");
+      "stages_per_rank is 2; this schedule has one stage per rank. Use interleaved()");
   expect_refused([] { interleaved({.ranks = 4, .micro_batches = 10, .stages_per_rank = 2}); },
-                 "micro_batches is 10, which is no multiple of the 4 ranks; take 8 or 12");
+                 "micro_batches is 10, which is not a multiple of the 4 ranks; use 8 or 12");
   expect_refused([] { gpipe({}); }, "rank_of_stage is empty");
   expect_refused([] { gpipe({.rank_of_stage = {0, -1}}); }, "rank_of_stage[1] is -1");
   expect_refused(

@@ -10,12 +10,11 @@
 
 namespace torchspan::schedule {
 
-/// What a rank does in a step costs this many nanoseconds forwards, so that its parts by any number of chunks
-/// up to 8 are whole.
+/// A rank's forward of one step costs this many nanoseconds, so that it divides evenly among up to 8 chunks.
 inline constexpr int kUnit = 840;
 
-/// Costs of one of `chunks` stages of a rank whose whole share costs `forward` and `input` + `weight` units
-/// and holds one activation.
+/// Costs of one of a rank's `chunks` stages; all of them together cost `forward` and `input` + `weight` units
+/// and hold one activation.
 inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input = 1, int weight = 1) {
   const Duration unit{kUnit / chunks};
   return {{.forward = forward * unit,
@@ -34,7 +33,7 @@ inline std::string line_of(const std::vector<Action>& actions) {
   return line;
 }
 
-/// A rank's tasks from such a line.
+/// Parses a rank's actions from such a line.
 inline std::vector<Action> actions_of(const std::string& line) {
   std::vector<Action> actions;
   std::istringstream words(line);
@@ -47,8 +46,8 @@ inline std::vector<Action> actions_of(const std::string& line) {
   return actions;
 }
 
-/// A placement of up to 8 stages on up to 5 ranks, re-used and repeated as it comes; some ranks may have
-/// none.
+/// A random placement of up to 8 stages on up to 5 ranks, which may reuse ranks; some ranks may have no
+/// stage.
 inline Placement random_placement(std::mt19937_64& random) {
   const auto up_to = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most)); };
   Placement placement{.rank_of_stage = {}, .micro_batches = 1 + up_to(9), .ranks = 1 + up_to(5)};
@@ -66,7 +65,7 @@ inline std::string describe(const Placement& placement) {
 }
 
 /// Zero bubble with 1F1B's memory (Qi et al., 2024, "ZB-H1"): rank r runs its weight gradients r
-/// micro-batches late, so that they fill what is idle at the end.
+/// micro-batches late, so that they fill the idle time at the end.
 inline Table zero_bubble_h1(Shape shape) {
   Table table{.name = "zb-h1",
               .rank_of_stage = looped(shape).rank_of_stage,

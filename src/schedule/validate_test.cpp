@@ -13,7 +13,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// What validate() says of a table; empty when it accepts it.
+/// The error text of validate() for a table; empty if the table is valid.
 std::string complaint(const Table& table) {
   try {
     validate(table);
@@ -33,6 +33,7 @@ Table table_of(std::vector<int> rank_of_stage, int micro_batches, const std::vec
   return table;
 }
 
+// peer suite: pipelining pipeline_order
 TEST(Validate, AcceptsWholeAndSplitBackwardsSideBySide) {
   EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0 1W0"})), "");
   EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0I0 0W0", "1F0 1B0"})), "");
@@ -48,11 +49,11 @@ TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
   const std::vector<Row> rows = {
       {table_of({0, 1}, 2, {"0F0 0F1", "1F0"}), "rank 1 never runs 1F1"},
       {table_of({0, 1}, 1, {"0F0", "1F0 1B0"}),
-       "rank 0 never runs 0B0, although micro-batch 0 goes backwards"},
+       "rank 0 never runs 0B0, although micro-batch 0 has backwards"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0"}), "rank 1 runs 1I0 but never 1W0"},
       {table_of({0, 1}, 1, {"0F0 0B0", "1F0 1W0"}), "rank 1 runs 1W0 but never 1I0"},
-      {table_of({0}, 1, {"0F0 0B0 0W0"}), "rank 0 runs 0B0 and 0W0, which is a part of it"},
-      {table_of({0}, 1, {"0F0 0I0 0B0 0W0"}), "rank 0 runs 0B0 and 0I0, which is a part of it"},
+      {table_of({0}, 1, {"0F0 0B0 0W0"}), "rank 0 runs 0B0 and also its part 0W0"},
+      {table_of({0}, 1, {"0F0 0I0 0B0 0W0"}), "rank 0 runs 0B0 and also its part 0I0"},
       {table_of({0, 1}, 1, {"0F0 0F0", "1F0"}), "rank 0 runs 0F0 twice: actions 0 and 1 of its list"},
       {table_of({0, 1}, 1, {"0F0 1F0", ""}),
        "rank 0, action 1 of its list: 1F0 belongs to rank 1, which owns stage 1"},
@@ -69,18 +70,17 @@ TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
   }
   Table unknown = table_of({0}, 1, {"0F0"});
   unknown.actions[0][0].kind = static_cast<ActionKind>(9);
-  EXPECT_THAT(complaint(unknown), HasSubstr("0?0 is of no known kind"));
+  EXPECT_THAT(complaint(unknown), HasSubstr("0?0 has an unknown kind"));
 }
 
 TEST(Validate, ShowsTheRingOfADeadlock) {
-  // Rank 0 wants its backward before it sends on what rank 1 needs to get there.
-  EXPECT_EQ(
-      complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
-      "schedule 'mine': ranks wait for each other in a ring; rank 0 at 0B0 (action 1 of its list) waits "
-      "for 1B0 of "
-      "rank 1, which comes after 1F1; rank 1 at 1F1 (action 1 of its list) waits for 0F1 of rank 0, "
-      "which comes "
-      "after 0B0");
+  // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
+  EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
+            "schedule 'mine': ranks wait for each other in a cycle; rank 0 at 0B0 (action 1 of its list) waits "
+            "for 1B0 of "
+            "rank 1, which comes after 1F1; rank 1 at 1F1 (action 1 of its list) waits for 0F1 of rank 0, "
+            "which comes "
+            "after 0B0");
 }
 
 TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
@@ -103,7 +103,7 @@ TEST(Validate, SaysWhenARankWaitsForItself) {
               HasSubstr("rank 0 at 0W0 (action 1 of its list) waits for 0I0"));
 }
 
-/// Whether the tasks can be run to the end, by trying every rank again and again.
+/// Whether the tasks can run to the end, by trying every rank repeatedly.
 bool can_finish(const Table& table) {
   std::set<Action> done;
   std::vector<std::size_t> next(table.actions.size(), 0);

@@ -6,7 +6,8 @@
 namespace torchspan {
 namespace {
 
-/// A place that nobody can guess and no two workers share: short, since socket paths may have 107 bytes.
+/// Returns a socket path that cannot be guessed and that no two workers share. It is short, since socket
+/// paths have at most 107 bytes.
 std::string socket_in(const std::string& folder, int rank) {
   std::random_device random;
   const std::uint64_t number = (std::uint64_t{random()} << 32) | random();

@@ -9,19 +9,20 @@
 
 namespace torchspan {
 
-/// How one worker is reached and reaches the others, as its options say: shared memory when all workers are
-/// on one host; else that and TLS, on the address that leads to the master. Outlives the transports it makes.
+/// Decides from a worker's options how peers reach it and how it reaches them: shared memory if all workers
+/// are on one host, else shared memory and TLS on the address that leads to the master. Outlives the
+/// transports it makes.
 class Endpoint {
  public:
-  /// Looks for the route to the master, which may ask the name service. Throws Error{kInvalid} when there is
-  /// none.
+  /// Finds the route to the master, which may query the name service. Throws Error{kInvalid} if there is no
+  /// route.
   Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret);
 
-  /// Where the worker's transport listens.
+  /// The address at which the worker's transport listens.
   const std::string& listen() const { return listen_; }
-  /// What peers are told, when the transport listens at `bound`.
+  /// The address that peers get when the transport listens at `bound`.
   std::string told(const std::string& bound) const;
-  /// Where rank 0 serves the store; empty: where workers look for it.
+  /// The address at which rank 0 serves the store; empty: where workers look for it.
   const std::string& store_listen() const { return store_listen_; }
   std::unique_ptr<net::Transport> make_transport(net::Handler& handler) const;
   rendezvous::TransportFactory store_transports() const;
@@ -37,7 +38,7 @@ class Endpoint {
   bool store_over_tls_;
   std::string listen_;
   std::string store_listen_;
-  std::string told_host_;  ///< in place of "every interface"
+  std::string told_host_;  ///< sent to peers in place of "every interface"
 };
 
 }  // namespace torchspan

@@ -49,7 +49,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
 
 constexpr Duration kWeek = std::chrono::hours(24 * 7);
 
-/// A limit in seconds, or nothing if the variable is not set.
+/// A limit in seconds, or nullopt if the variable is not set.
 std::optional<Duration> read_seconds(const rendezvous::Environment& environment, const std::string& name) {
   const auto found = environment.find(name);
   if (found == environment.end() || found->second.empty()) return std::nullopt;
@@ -61,21 +61,20 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
       !(seconds >= 0 && seconds <= most)) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("{} is '{}'; expected is a number of seconds from 0 (no limit) to {}", name, text, most));
+        fmt::format("{} is '{}'; expected a number of seconds from 0 (no limit) to {}", name, text, most));
   }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
 
-/// TORCHSPAN_NETWORK: what carries the messages between hosts.
+/// TORCHSPAN_NETWORK: the transport between hosts.
 std::optional<net::UcxOptions> read_network(const std::string& name) {
   if (name.empty() || name == "tls") return std::nullopt;
   if (name == "ucx") return net::UcxOptions{.network = net::UcxNetwork::kRdma};
   if (name == "ucx-isolated") return net::UcxOptions{.network = net::UcxNetwork::kIsolated};
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("TORCHSPAN_NETWORK is '{}'; expected is tls, ucx (RDMA devices only), or ucx-isolated "
-                  "(TCP too, on a network that only this job's workers can reach)",
-                  name));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, ucx (RDMA devices only), or ucx-isolated "
+                          "(TCP too, on a network that only this job's workers can reach)",
+                          name));
 }
 
 }  // namespace
@@ -104,7 +103,7 @@ WorkerOptions WorkerOptions::from_env() {
 
 namespace {
 
-/// The executor goes when the last handle to the session's worker does.
+/// Destroys the executor with the last handle to the session's worker.
 std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
   struct Ground {
     explicit Ground(const WorkerOptions& options)
@@ -186,7 +185,7 @@ class Session::Impl {
   const std::shared_ptr<Runtime> runtime_owner_;
   Runtime& runtime_{*runtime_owner_};
   const Duration leave_timeout_;
-  const int exceptions_;  ///< in flight when the session was made
+  const int exceptions_;  ///< number in flight when the session was constructed
   bool left_ = false;
   std::unique_ptr<rpc::WorkerService> service_;
 };

@@ -1,4 +1,4 @@
-// A session in this process, and what outlives it.
+// A session in this process, and the objects that outlive it.
 #include <atomic>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ struct OutlivingImpl : torch::nn::Module {
 TORCH_MODULE(Outliving);
 
 at::Tensor twice(const at::Tensor& x) { return x + x; }
-/// Ends the session that serves this call, on one of its own threads.
+/// Ends the session that serves this call, on one of the session's own threads.
 void end_session(std::int64_t session, std::int64_t ended) {
   reinterpret_cast<std::unique_ptr<Session>*>(session)->reset();
   reinterpret_cast<std::atomic<bool>*>(ended)->store(true);
@@ -51,8 +51,8 @@ void expect_cancelled(const char* verb, const std::function<void()>& use) {
   }
 }
 
-/// Members in the wrong order, static objects, threads that are slow to end: each handle used to read the
-/// memory of the session that was gone.
+/// Members in the wrong order, static objects, threads that end late: each handle used to read the memory of
+/// a destroyed session.
 void expect_handles_outlive_it(bool shut_down) {
   auto session = std::make_unique<Session>(WorkerOptions{}, functions());
   const Worker worker = session->worker();
@@ -95,7 +95,7 @@ void expect_handles_outlive_it(bool shut_down) {
 TEST(Session, MayEndBeforeWhatItsWorkerWasUsedFor) { expect_handles_outlive_it(false); }
 TEST(Session, MayBeShutDownBeforeWhatItsWorkerWasUsedForEnds) { expect_handles_outlive_it(true); }
 
-/// A thread cannot wait for itself: that used to end the process by an exception from a destructor.
+/// A thread cannot wait for itself: that used to end the process through an exception from a destructor.
 TEST(Session, SurvivesItsEndOnAThreadOfItsOwn) {
   std::atomic<bool> ended{false};
   auto session = std::make_unique<Session>(WorkerOptions{}, functions());

@@ -1,5 +1,5 @@
-// Where tensors of other devices than the CPU come to live. Over real tensors of such devices:
-// tests/parity/rpc_devices.cpp.
+// Placement of tensors from devices other than the CPU. tests/parity/rpc_devices.cpp does the same over real
+// tensors of such devices.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@ namespace torchspan::wire::devices_test {
 namespace {
 
 TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
-  // The metadata that a worker with a GPU sends: one float, flagged as coming from cuda:1.
+  // The metadata that a worker with a GPU sends: one float, flagged as sent from cuda:1.
   ByteWriter metadata;
   metadata.put(std::uint32_t{1});
   metadata.put(std::uint8_t{1});
@@ -55,7 +55,7 @@ TEST(Devices, WhereTheSenderSaysATensorLivesItIsPutOrRefused) {
       EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr(device), ::testing::HasSubstr(why)));
     }
   }
-  // The CPU needs no saying: then the receiver's own placement is asked.
+  // The sender does not name the CPU: then the receiver's own placement decides.
   EXPECT_TRUE(sent("cpu")[1].is_meta());
   const auto refuse = [](c10::Device) -> c10::Device { throw Error(ErrorKind::kInvalid, "no place"); };
   try {

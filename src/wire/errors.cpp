@@ -4,7 +4,7 @@
 
 namespace torchspan {
 namespace {
-/// A chain of calls longer than this is cut at the end farthest from the failure.
+/// A longer chain of calls is cut at the end farthest from the failure.
 constexpr std::uint32_t kMaxFrames = 256;
 }  // namespace
 
@@ -26,7 +26,8 @@ Error Wire<Error>::decode(wire::Decoder& decoder) {
   error.with_call(wire::decode<std::string>(decoder));
   error.with_elapsed(wire::decode<Duration>(decoder));
   const std::size_t count = decoder.bytes().get_count(1);
-  if (count > kMaxFrames) throw Error(ErrorKind::kInvalid, "an error came with more than 256 remote frames");
+  if (count > kMaxFrames)
+    throw Error(ErrorKind::kInvalid, "a received error has more than 256 remote frames");
   for (std::size_t i = 0; i < count; ++i) error.with_frame(wire::decode<RemoteFrame>(decoder));
   return error;
 }

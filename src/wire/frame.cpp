@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kHandleSize = 40;
 constexpr std::size_t kLeastBlobSize = 5;
 
-/// The header as it lies in a frame (docs/wire.md); every field is aligned, so there is no padding.
+/// The header's layout in a frame (docs/wire.md); every field is aligned, so there is no padding.
 struct RawHeader {
   std::uint32_t magic = kFrameMagic;
   std::uint16_t version = 0;
@@ -98,10 +98,10 @@ Handle get_handle(ByteReader& reader) {
   return handle;
 }
 
-/// Throws unless this build speaks what the header announces.
+/// Throws unless this build supports the version and features in the header.
 void check_header(const RawHeader& raw) {
   if (raw.magic != kFrameMagic) {
-    throw_invalid("these bytes are no TorchSpan frame: they do not begin with 'TSPN'");
+    throw_invalid("not a TorchSpan frame: the bytes do not begin with 'TSPN'");
   }
   if (raw.version != kProtocolVersion) {
     throw Error(

@@ -31,7 +31,7 @@ enum class Tag : std::uint8_t {
   kList = 8,
   kTuple = 9,
   kDict = 10,
-  // Only as declared types: what they hold carries its own tag.
+  // Only as declared types: the values inside carry their own tags.
   kAny = 16,
   kNumber = 17,
   kOptional = 18,
@@ -47,7 +47,7 @@ enum class Tag : std::uint8_t {
 
 [[noreturn]] void throw_unknown_tag(Tag tag) {
   throw Error(ErrorKind::kInvalid,
-              fmt::format("a TorchScript value came with the unknown tag {}", static_cast<unsigned>(tag)));
+              fmt::format("a received TorchScript value has the unknown tag {}", static_cast<unsigned>(tag)));
 }
 
 Tag tag_of_type(const c10::Type& type) {
@@ -98,7 +98,7 @@ Tag tag_of_value(const IValue& value) {
   throw_unsupported(value.tagKind());
 }
 
-/// Only what LibTorch can hash by value; a Tensor key would be another key over there.
+/// Only what LibTorch can hash by value: a Tensor key would be a different key on the receiver.
 void check_key(Tag key) {
   if (key == Tag::kBool || key == Tag::kInt || key == Tag::kDouble || key == Tag::kComplex ||
       key == Tag::kString || key == Tag::kDevice) {
@@ -108,8 +108,8 @@ void check_key(Tag key) {
               "a TorchScript dict can be sent only with bool, int, float, complex, str or Device keys");
 }
 
-/// Every declared type takes at least one byte per value, so that counts stay believable: an optional of an
-/// optional, of anything or a tuple without fields would not, or would be ambiguous.
+/// Every declared type takes at least one byte per value, so that counts can be checked. An optional of an
+/// optional, an optional of Any and a tuple without fields would take none, or would be ambiguous.
 void check_declared(Tag outer, Tag inner) {
   if (outer == Tag::kOptional && (inner == Tag::kOptional || inner == Tag::kAny)) {
     throw Error(ErrorKind::kUnsupported, "Optional[Any] and Optional[Optional[...]] cannot be sent");
@@ -192,7 +192,7 @@ TypePtr decode_type(Decoder& decoder) {
 void encode_tagged(Encoder& encoder, const IValue& value);
 IValue decode_tagged(Decoder& decoder);
 
-/// Writes a value whose type the reader knows already; what does not match it is refused.
+/// Writes a value whose type the reader already knows; throws if the value does not have that type.
 void encode_declared(Encoder& encoder, const IValue& value, const TypePtr& type);
 IValue decode_declared(Decoder& decoder, const TypePtr& type);
 
@@ -210,23 +210,24 @@ IValue decode_elements(Decoder& decoder, const TypePtr& element_type) {
   return elements;
 }
 
-/// LibTorch's dict doubles its table until every key is near its place: a few keys made to share a place
-/// would take memory without end. Keys that nobody chose for that do not crowd.
+/// LibTorch's dict doubles its table until every key is near its place, so a few colliding keys could take
+/// unlimited memory. Ordinary keys never collide often enough to be refused.
 void check_spread(const std::vector<std::pair<IValue, IValue>>& entries) {
   constexpr std::uint8_t kCrowd = 8;
-  constexpr std::uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;  // by which that table spreads hashes
+  constexpr std::uint64_t kGoldenRatio =
+      0x9E3779B97F4A7C15;  // the multiplier with which that table spreads hashes
   const std::size_t places = std::bit_ceil(entries.size() * kCrowd + 2);
   std::vector<std::uint8_t> taken(places);
   for (const auto& [key, value] : entries) {
     const std::uint64_t place =
         c10::detail::DictKeyHash()(key) * kGoldenRatio >> (64 - std::countr_zero(places));
     if (++taken[place] > kCrowd) {
-      throw Error(ErrorKind::kInvalid, "a TorchScript dict came with keys whose hashes collide");
+      throw Error(ErrorKind::kInvalid, "a received TorchScript dict has keys whose hashes collide");
     }
   }
 }
 
-/// A NaN is not equal to itself, so it could be a key many times.
+/// A NaN is not equal to itself, so a dict could hold it many times.
 void check_key_value(const IValue& key) {
   const bool real = key.isDouble() && key.toDouble() != key.toDouble();
   if (real || (key.isComplexDouble() && key.toComplexDouble() != key.toComplexDouble())) {

@@ -126,7 +126,7 @@ TEST(IValues, AListThatHoldsSomethingElseThanItDeclaresIsRefused) {
 
 TEST(HostileIValues, UnknownTagsTypesAndCountsAreRefused) {
   EXPECT_EQ(refusal_of_bytes({99}), ErrorKind::kInvalid);
-  EXPECT_EQ(refusal_of_bytes({16}), ErrorKind::kInvalid);                        // "any" is no value
+  EXPECT_EQ(refusal_of_bytes({16}), ErrorKind::kInvalid);                        // Any as a value
   EXPECT_EQ(refusal_of_bytes({1, 2}), ErrorKind::kInvalid);                      // neither true nor false
   EXPECT_EQ(refusal_of_bytes({8, 0, 1, 0, 0, 0}), ErrorKind::kInvalid);          // list of None
   EXPECT_EQ(refusal_of_bytes({8, 2, 255, 255, 255, 255}), ErrorKind::kInvalid);  // 2^32 integers

@@ -19,7 +19,7 @@ namespace torchspan::wire {
 namespace {
 
 constexpr std::size_t kMaxDimensions = 64;
-/// No address space has a longer one; dimensions of one element may have any.
+/// A longer stride would exceed every address space; dimensions of one element may have any.
 constexpr std::int64_t kMaxStride = std::int64_t{1} << 48;
 /// Bit 0 of a block's layout byte; the other bits are 0.
 constexpr std::uint8_t kStridesFollow = 1;
@@ -41,7 +41,7 @@ bool product_fits(at::IntArrayRef factors, std::size_t element_size) {
   return true;
 }
 
-/// Dimensions that place elements, innermost first.
+/// The dimensions that affect where elements lie, innermost first.
 at::DimVector dimensions_by_stride(at::IntArrayRef sizes, at::IntArrayRef strides) {
   at::DimVector order;
   for (std::size_t i = sizes.size(); i-- > 0;) {
@@ -60,7 +60,7 @@ const void* const_data(const at::Tensor& tensor) {
 #endif
 }
 
-/// An unsigned type of that size: bytes are moved whatever they mean, also where LibTorch has no copy kernel.
+/// An unsigned type of that size: copies bytes of any dtype, also where LibTorch has no copy kernel.
 at::ScalarType type_of_size(std::size_t size) {
   switch (size) {
     case 1:
@@ -76,7 +76,7 @@ at::ScalarType type_of_size(std::size_t size) {
   }
 }
 
-/// The tensor's elements, gaps left out, in memory of our own.
+/// The tensor's elements without gaps, in newly allocated memory.
 at::Tensor without_gaps(const at::Tensor& tensor, const BlockShape& shape) {
   at::DimVector sizes = shape.sizes;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -110,7 +110,7 @@ std::size_t BlockShape::bytes() const {
   }
   const std::size_t packed = elements_per_byte(dtype);
   if (packed > 1 && !sizes.empty()) {
-    const auto row = static_cast<std::size_t>(sizes.back());  // every row begins with a byte of its own
+    const auto row = static_cast<std::size_t>(sizes.back());  // every row starts at a new byte
     return row == 0 ? 0 : count / row * ((row + packed - 1) / packed);
   }
   return count * c10::elementSize(dtype);
@@ -193,11 +193,13 @@ void put_block(ByteWriter& metadata, std::vector<Segment>& segments, const at::T
 BlockShape get_block(ByteReader& metadata) {
   BlockShape shape;
   shape.dtype = dtype_from_code(metadata.get<std::uint8_t>());
-  if (shape.dtype == at::ScalarType::Undefined) throw_invalid("a tensor came without a dtype");
+  if (shape.dtype == at::ScalarType::Undefined) throw_invalid("a received tensor has no dtype");
   const auto layout = metadata.get<std::uint8_t>();
-  if (layout > kStridesFollow) throw_invalid(fmt::format("a tensor came with the unknown layout {}", layout));
+  if (layout > kStridesFollow)
+    throw_invalid(fmt::format("a received tensor has the unknown layout {}", layout));
   const std::size_t dimensions = metadata.get<std::uint8_t>();
-  if (dimensions > kMaxDimensions) throw_invalid(fmt::format("a tensor came with {} dimensions", dimensions));
+  if (dimensions > kMaxDimensions)
+    throw_invalid(fmt::format("a received tensor has {} dimensions", dimensions));
   const auto get_vector = [&] {
     at::DimVector values(dimensions);
     for (std::int64_t& value : values) value = metadata.get<std::int64_t>();
@@ -206,12 +208,13 @@ BlockShape get_block(ByteReader& metadata) {
   shape.sizes = get_vector();
   const bool negative = std::ranges::any_of(shape.sizes, [](std::int64_t size) { return size < 0; });
   if (negative || !product_fits(shape.sizes, c10::elementSize(shape.dtype))) {
-    throw_invalid(fmt::format("a tensor came with the impossible sizes [{}]", fmt::join(shape.sizes, ", ")));
+    throw_invalid(
+        fmt::format("a received tensor has the impossible sizes [{}]", fmt::join(shape.sizes, ", ")));
   }
   if (layout == kStridesFollow) {
     shape.strides = get_vector();
     if (!is_dense_but_expanded(shape.sizes, shape.strides) || elements_per_byte(shape.dtype) > 1) {
-      throw_invalid(fmt::format("a tensor of sizes [{}] came with the impossible strides [{}]",
+      throw_invalid(fmt::format("a received tensor of sizes [{}] has the impossible strides [{}]",
                                 fmt::join(shape.sizes, ", "), fmt::join(shape.strides, ", ")));
     }
   } else {
@@ -227,13 +230,13 @@ BlockShape get_block(ByteReader& metadata) {
 
 Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
   if (next_ == buffers_.size()) {
-    throw_invalid(fmt::format("tensors need more than the {} segments that came", buffers_.size()));
+    throw_invalid(fmt::format("tensors need more than the {} received segments", buffers_.size()));
   }
   Buffer& buffer = buffers_[next_++];
   if (buffer.size != size || buffer.data == nullptr || buffer.owner == nullptr) {
-    throw_invalid(fmt::format("a tensor of {} bytes came in a segment of {}", size, buffer.size));
+    throw_invalid(fmt::format("a tensor of {} bytes was received in a segment of {}", size, buffer.size));
   }
-  // c10::complex<double> wants its own size, 16 bytes.
+  // c10::complex<double> must be aligned to its size, 16 bytes.
   if (std::bit_cast<std::uintptr_t>(buffer.data) % element_size != 0) {
     throw_invalid(
         fmt::format("a segment's address is not aligned to the {} bytes of its elements", element_size));
@@ -243,7 +246,7 @@ Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
 
 void BufferQueue::expect_end() const {
   if (next_ != buffers_.size()) {
-    throw_invalid(fmt::format("{} segments came, but the tensors need {}", buffers_.size(), next_));
+    throw_invalid(fmt::format("{} segments were received, but the tensors need {}", buffers_.size(), next_));
   }
 }
 

@@ -12,16 +12,16 @@
 
 namespace torchspan::wire {
 
-/// Where elements lie: what a block's description says of a tensor that is dense but for expanded dimensions,
-/// those longer than 1 with stride 0, whose one copy is sent once.
+/// The positions of a tensor's elements. The tensor is dense except for expanded dimensions: those longer
+/// than 1 with stride 0, whose single copy is sent once.
 struct BlockShape {
   at::ScalarType dtype = at::ScalarType::Undefined;
   at::DimVector sizes;
   at::DimVector strides;
 
-  /// Bytes that travel: of all elements, expanded dimensions counted once.
+  /// Returns the bytes to send: of all elements, with expanded dimensions counted once.
   std::size_t bytes() const;
-  /// Strides are those of a fresh row-major tensor, which need not be written down.
+  /// Whether the strides are those of a new row-major tensor, which are not encoded.
   bool is_row_major() const;
 };
 
@@ -31,22 +31,23 @@ bool is_dense_but_expanded(at::IntArrayRef sizes, at::IntArrayRef strides);
 /// Strides without gaps that keep the order in which dimensions are nested; expanded ones stay expanded.
 at::DimVector dense_strides(at::IntArrayRef sizes, at::IntArrayRef strides);
 
-/// Throws Error{kUnsupported} for a shape that the wire does not carry: more than 64 dimensions, or more than
-/// 2^63 bytes even when it is empty or expanded.
+/// Throws Error{kUnsupported} for a shape that cannot be encoded: more than 64 dimensions, or more than 2^63
+/// bytes even if it is empty or expanded.
 void check_shape(at::IntArrayRef sizes, std::size_t element_size);
 
-/// Appends a block's description to `metadata` and, unless it is empty, its bytes to `segments`. `tensor` is
-/// strided and on the CPU. `keep`: the segment shall hold the tensor's memory, even if it was not copied.
+/// Appends a block's description to `metadata` and, unless it is empty, its bytes to `segments`. `tensor`
+/// must be strided and on the CPU. With `keep`, the segment holds the tensor's memory even if it was not
+/// copied.
 void put_block(ByteWriter& metadata, std::vector<Segment>& segments, const at::Tensor& tensor, bool keep);
 
-/// Reads what put_block wrote; a description that put_block does not write throws Error{kInvalid}.
+/// Reads what put_block wrote; throws Error{kInvalid} for any other description.
 BlockShape get_block(ByteReader& metadata);
 
-/// Hands out received buffers, each one once.
+/// Returns received buffers, each one once.
 class BufferQueue {
  public:
   explicit BufferQueue(std::span<Buffer> buffers) : buffers_(buffers) {}
-  /// The next buffer, which must hold `size` bytes aligned for `element_size`; Error{kInvalid} otherwise.
+  /// Returns the next buffer; throws Error{kInvalid} unless it has `size` bytes, aligned for `element_size`.
   Buffer take(std::size_t size, std::size_t element_size);
   /// Throws Error{kInvalid} when buffers are left.
   void expect_end() const;

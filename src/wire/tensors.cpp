@@ -33,15 +33,15 @@ void check_sendable(const at::Tensor& tensor) {
   const c10::Layout layout = tensor.layout();
   if (layout != c10::kStrided && layout != c10::kSparse) {
     throw_unsupported(fmt::format(
-        "layout {} does not travel; convert the tensor to a strided or sparse COO one", c10::str(layout)));
+        "layout {} is not supported; convert the tensor to a strided or sparse COO one", c10::str(layout)));
   }
   if (tensor.has_names()) {
-    throw_unsupported("named dimensions do not travel; send tensor.rename(at::nullopt)");
+    throw_unsupported("named dimensions are not supported; send tensor.rename(at::nullopt)");
   }
   if (tensor.is_meta()) throw_unsupported("a meta tensor has no data to send");
   const bool is_wrapper = layout == c10::kStrided && !tensor.has_storage();
   if (is_wrapper || tensor.is_nested()) {
-    throw_unsupported("a nested tensor, or a wrapper around other tensors, does not travel; send its parts");
+    throw_unsupported("nested tensors and wrappers around other tensors are not supported; send their parts");
   }
 }
 
@@ -51,7 +51,7 @@ at::Tensor resolved(const at::Tensor& tensor) {
   if (!tensor.is_conj() && !tensor.is_neg()) return tensor;
   c10::NoGradGuard no_grad;
   if (tensor.scalar_type() != at::kComplexHalf) return tensor.resolve_conj().resolve_neg();
-  // LibTorch conjugates no complex32: negate the imaginary parts of a copy.
+  // LibTorch cannot conjugate complex32: negate the imaginary parts of a copy.
   at::Tensor parts = at::view_as_real(tensor.conj()).clone();
   parts.select(-1, 1).neg_();
   return at::view_as_complex(parts);
@@ -140,11 +140,11 @@ class Packer {
     } else if (scheme == at::kPerChannelAffine || scheme == at::kPerChannelAffineFloatQParams) {
       metadata_.put(Scheme::kPerChannel);
       metadata_.put(local.q_per_channel_axis());
-      // Some schemes compute these on demand: hold them.
+      // Some schemes compute these on demand: keep them alive.
       put_block(metadata_, segments_, local.q_per_channel_scales(), true);
       put_block(metadata_, segments_, local.q_per_channel_zero_points(), true);
     } else {
-      throw_unsupported(fmt::format("quantization scheme {} does not travel", at::toString(scheme)));
+      throw_unsupported(fmt::format("quantization scheme {} is not supported", at::toString(scheme)));
     }
     put_block(metadata_, segments_, local, keep);
   }
@@ -154,7 +154,7 @@ class Packer {
   std::vector<Segment> segments_;
 };
 
-/// Throws unless indices lie inside the sizes and, where the tensor says that it is coalesced, ascend.
+/// Throws unless the indices are within the sizes and ascend if the tensor is marked coalesced.
 void check_indices(const at::Tensor& indices, at::IntArrayRef sizes, bool coalesced) {
   const at::Tensor rows = indices.contiguous();
   const std::int64_t dimensions = rows.size(0), count = rows.size(1);
@@ -217,14 +217,14 @@ class Unpacker {
       case TensorKind::kQuantized:
         return get_quantized();
     }
-    throw_invalid(fmt::format("a tensor came with the unknown kind {}", static_cast<unsigned>(kind)));
+    throw_invalid(fmt::format("a received tensor has the unknown kind {}", static_cast<unsigned>(kind)));
   }
 
   Flags get_flags(std::uint8_t more) {
     const auto bits = metadata_.get<std::uint8_t>();
     const bool placed_nowhere = (bits & kPlaced) != 0 && (bits & kDeviceFollows) == 0;
     if ((bits & ~(kRequiresGrad | kDeviceFollows | kPlaced | more)) != 0 || placed_nowhere) {
-      throw_invalid(fmt::format("a tensor came with the unknown flags {:#x}", bits));
+      throw_invalid(fmt::format("a received tensor has the unknown flags {:#x}", bits));
     }
     Flags flags{(bits & kRequiresGrad) != 0, (bits & kCoalesced) != 0, (bits & kPlaced) != 0};
     if ((bits & kDeviceFollows) != 0) flags.device = parse_device(metadata_.get_string());
@@ -233,7 +233,7 @@ class Unpacker {
 
   at::Tensor get_strided() {
     const BlockShape shape = get_block(metadata_);
-    if (c10::isQIntType(shape.dtype)) throw_invalid("a quantized tensor came without its quantizer");
+    if (c10::isQIntType(shape.dtype)) throw_invalid("a received quantized tensor has no quantizer");
     return adopt_block(shape, buffers_);
   }
 
@@ -256,13 +256,13 @@ class Unpacker {
   static void check_sparse_shape(const at::DimVector& sizes, std::int64_t sparse_dim,
                                  const at::Tensor& indices, const at::Tensor& values) {
     const bool possible = std::ranges::all_of(sizes, [](std::int64_t size) { return size >= 0; });
-    if (!possible) throw_invalid("a sparse tensor came with a negative size");
+    if (!possible) throw_invalid("a received sparse tensor has a negative size");
     check_shape(sizes, values.element_size());
     if (indices.scalar_type() != at::kLong || indices.dim() != 2 || indices.size(0) != sparse_dim ||
         values.dim() != static_cast<std::int64_t>(sizes.size()) - sparse_dim + 1 ||
         values.size(0) != indices.size(1) ||
         !std::equal(sizes.begin() + sparse_dim, sizes.end(), values.sizes().begin() + 1)) {
-      throw_invalid(fmt::format("a sparse tensor of sizes [{}] came with indices [{}] and values [{}]",
+      throw_invalid(fmt::format("a received sparse tensor of sizes [{}] has indices [{}] and values [{}]",
                                 fmt::join(sizes, ", "), fmt::join(indices.sizes(), ", "),
                                 fmt::join(values.sizes(), ", ")));
     }
@@ -281,7 +281,7 @@ class Unpacker {
     }
     if (scheme != Scheme::kPerChannel) {
       throw_invalid(
-          fmt::format("a tensor came with the unknown quantization {}", static_cast<unsigned>(scheme)));
+          fmt::format("a received tensor has the unknown quantization {}", static_cast<unsigned>(scheme)));
     }
     const auto axis = metadata_.get<std::int64_t>();
     const at::Tensor scales = get_strided(), zero_points = get_strided();
@@ -294,7 +294,8 @@ class Unpacker {
 
   BlockShape get_quantized_block() {
     BlockShape shape = get_block(metadata_);
-    if (!c10::isQIntType(shape.dtype)) throw_invalid("a quantizer came with a tensor that is not quantized");
+    if (!c10::isQIntType(shape.dtype))
+      throw_invalid("a received tensor has a quantizer but is not quantized");
     return shape;
   }
 
@@ -313,13 +314,12 @@ class Unpacker {
     }
   }
 
-  /// Moves the tensor where it shall live and marks it as a leaf that requires grad.
+  /// Moves the tensor to its device and marks it as a leaf that requires grad.
   at::Tensor placed(at::Tensor tensor, const Flags& flags) const {
     if (flags.placed) {
       const std::string why = why_absent(flags.device);
       if (!why.empty())
-        throw_invalid(
-            fmt::format("a tensor came that is to live on '{}' here, but {}", flags.device.str(), why));
+        throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
       tensor = tensor.to(flags.device);
     } else if (options_.place) {
       const c10::Device here = options_.place(flags.device);
@@ -327,7 +327,7 @@ class Unpacker {
     }
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
-        throw_invalid(fmt::format("a tensor of dtype {} came marked as requiring grad",
+        throw_invalid(fmt::format("a received tensor of dtype {} is marked as requiring grad",
                                   c10::toString(tensor.scalar_type())));
       }
       tensor.set_requires_grad(true);
@@ -339,7 +339,7 @@ class Unpacker {
     try {
       return c10::Device(text);
     } catch (const std::exception&) {
-      throw_invalid(fmt::format("a tensor came from '{}', which is no device", text));
+      throw_invalid(fmt::format("a tensor was sent from '{}', which is not a device", text));
     }
   }
 

@@ -208,7 +208,7 @@ TEST(HostileTensors, StridesThatLeaveTheMemoryAreRefused) {
   expect_refused(metadata_of(6, {2, 3}, {4, 1}), 24);                      // a gap
   expect_refused(metadata_of(6, {2, 3}, {1, 1}), 24);                      // an overlap
   expect_refused(metadata_of(6, {2, 3}, {-3, 1}), 24);                     // backwards
-  expect_refused(metadata_of(6, {1, 3}, {std::int64_t{1} << 60, 1}), 12);  // no address space is that long
+  expect_refused(metadata_of(6, {1, 3}, {std::int64_t{1} << 60, 1}), 12);  // longer than any address space
 }
 
 TEST(HostileTensors, DtypesLayoutsAndDimensionsMustExist) {

@@ -36,7 +36,7 @@ constexpr DtypeCase kDtypes[] = {
     {"qint32", at::kQInt32},
 };
 
-/// Row-major values that differ from place to place.
+/// Row-major values that differ from each other.
 at::Tensor sample(at::ScalarType dtype, at::IntArrayRef sizes) {
   const at::Tensor numbers = at::randint(-60, 60, sizes, at::kFloat);
   if (c10::isQIntType(dtype))
@@ -134,7 +134,7 @@ const LayoutCase kLayouts[] = {
      }},
 };
 
-/// Elements that lie in different places, counted without the code under test.
+/// Counts elements at different addresses without the code under test.
 std::int64_t distinct_places(const at::Tensor& tensor) {
   std::set<std::int64_t> places{0};
   for (std::int64_t d = 0; d < tensor.dim(); ++d) {
@@ -192,7 +192,8 @@ TEST_P(Tensors, ArriveWithTheirElementsAndTheirOrderInMemory) {
   expect_same_tensor(got, sent);
   EXPECT_EQ(got.storage().nbytes(), got.numel() == 0 ? 0 : distinct_places(got) * got.element_size());
   const bool dense = sent.is_non_overlapping_and_dense();
-  // LibTorch's own way to leave gaps out of strides; of bytes, since quantized tensors have another.
+  // Compares with LibTorch's way to remove gaps from strides; on bytes, because quantized tensors have
+  // another.
   const at::Tensor like = at::empty_strided(sent.sizes(), sent.strides(), at::kByte);
   const at::Tensor oracle = at::empty_like(like, {}, at::MemoryFormat::Preserve);
   for (std::int64_t d = 0; d < sent.dim(); ++d) {
@@ -213,7 +214,7 @@ TEST_P(Tensors, TravelWithExactlyTheBytesThatAreViewed) {
   const PackedTensors packed = pack(std::span(&sent, 1));
   std::size_t bytes = 0;
   for (const Segment& segment : packed.segments) bytes += segment.size;
-  // Elements that overlap in part cannot travel as they lie.
+  // Elements that overlap partially cannot be sent without a copy.
   const bool overlaps = std::string(kLayouts[std::get<1>(GetParam())].name) == "overlapping";
   const std::int64_t elements = overlaps ? sent.numel() : distinct_places(sent);
   EXPECT_EQ(bytes, static_cast<std::size_t>(elements) * sent.element_size());

@@ -15,7 +15,7 @@ namespace {
 struct Dtype {
   std::uint8_t code;
   const char* name;
-  /// Undefined where this build does not have the type.
+  /// Undefined if this build does not have the type.
   at::ScalarType type;
 };
 
@@ -40,7 +40,7 @@ constexpr auto kUInt64 = at::ScalarType::UInt64;
 constexpr auto kUInt16 = kAbsent, kUInt32 = kAbsent, kUInt64 = kAbsent;
 #endif
 
-/// The numbers are those of docs/wire.md and never change, whatever LibTorch does to its own.
+/// The numbers of docs/wire.md; they never change, even if LibTorch changes its own.
 constexpr std::array kDtypes{
     Dtype{0, "uint8", at::kByte},
     Dtype{1, "int8", at::kChar},
@@ -76,9 +76,8 @@ std::uint8_t dtype_code(at::ScalarType dtype) {
   for (const Dtype& known : kDtypes) {
     if (known.type == dtype) return known.code;
   }
-  throw Error(
-      ErrorKind::kUnsupported,
-      fmt::format("dtype {} has no number on the wire; convert the tensor first", c10::toString(dtype)));
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("dtype {} cannot be sent; convert the tensor first", c10::toString(dtype)));
 }
 
 at::ScalarType dtype_from_code(std::uint8_t code) {
@@ -92,7 +91,7 @@ at::ScalarType dtype_from_code(std::uint8_t code) {
                     "before it is sent",
                     known.name, TORCH_VERSION));
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("{} is no dtype's number", code));
+  throw Error(ErrorKind::kInvalid, fmt::format("{} is not the number of a dtype", code));
 }
 
 }  // namespace wire
@@ -134,7 +133,7 @@ c10::Scalar Wire<c10::Scalar>::decode(wire::Decoder& decoder) {
       return wire::decode<c10::complex<double>>(decoder);
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("a scalar came with the unknown tag {}", static_cast<unsigned>(tag)));
+              fmt::format("a received scalar has the unknown tag {}", static_cast<unsigned>(tag)));
 }
 
 void Wire<at::ScalarType>::encode(wire::Encoder& encoder, at::ScalarType value) {
@@ -154,7 +153,7 @@ c10::Device Wire<c10::Device>::decode(wire::Decoder& decoder) {
   try {
     return c10::Device(text);
   } catch (const std::exception&) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' is no device that this LibTorch knows", text));
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' is not a device that this LibTorch supports", text));
   }
 }
 

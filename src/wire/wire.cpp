@@ -9,7 +9,7 @@ namespace torchspan::wire {
 void NestingCounter::throw_too_deep() {
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("the value is nested more than {} levels deep, which is what the wire carries; send a "
+      fmt::format("the value is nested more than {} levels deep, which is the limit for sending; send a "
                   "flat form of it",
                   kMaxNesting));
 }
@@ -50,18 +50,18 @@ void check_element_bytes(std::size_t count, std::size_t bytes) {
 }
 
 void throw_duplicate_key(const std::string& map_name) {
-  throw Error(ErrorKind::kInvalid, fmt::format("a {} came with the same key twice", map_name));
+  throw Error(ErrorKind::kInvalid, fmt::format("a received {} has the same key twice", map_name));
 }
 
 void throw_bad_alternative(std::size_t index, const std::string& variant_name) {
   if (index == std::variant_npos) {
     throw Error(ErrorKind::kInvalid, fmt::format("a {} without a value cannot be sent", variant_name));
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("a {} came with alternative {}", variant_name, index));
+  throw Error(ErrorKind::kInvalid, fmt::format("a received {} has alternative {}", variant_name, index));
 }
 
 long double check_duration(long double value, long double least, long double most) {
-  // The comparison is false for a NaN, too.
+  // The comparison is also false for a NaN.
   if (value >= least && value <= most) return value;
   throw Error(ErrorKind::kInvalid,
               fmt::format("a duration of {} units is outside its type's range [{}, {}]; durations travel as "

@@ -65,7 +65,7 @@ void fuzz(BytesView input) {
 }  // namespace
 }  // namespace torchspan::wire
 
-/// What decodes must be fit to be encoded again; what does not must say so by Error.
+/// What decodes must also encode, or throw Error.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
     torchspan::wire::fuzz(std::as_bytes(std::span(data, size)));

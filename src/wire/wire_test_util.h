@@ -21,7 +21,7 @@ namespace torchspan::wire {
 
 using torchspan::testing::kind_of;
 
-/// What a transport does: every segment arrives in a buffer of its own.
+/// Does what a transport does: every segment arrives in a separate buffer.
 inline std::vector<Buffer> deliver(std::span<const Segment> segments) {
   std::vector<Buffer> buffers;
   for (const Segment& segment : segments) {

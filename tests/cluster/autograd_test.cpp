@@ -1,5 +1,5 @@
-// Distributed autograd over real processes: random programs against one process, many passes by many threads
-// that leave nothing behind, and workers that are killed while passes run.
+// Distributed autograd over real processes: random programs compared with one process, many passes by many
+// threads that must leave nothing behind, and workers that are killed while passes run.
 #include <atomic>
 
 #include <torchspan/torchspan.h>
@@ -28,7 +28,7 @@ std::vector<std::int64_t> counts(Worker& worker) {
           static_cast<std::int64_t>(counted.remembered)};
 }
 void die() { ::kill(getpid(), SIGKILL); }
-/// Differentiates what it gets from the others, again and again, until that fails.
+/// Repeatedly differentiates what it gets from the others, until that fails.
 void work_for_ever(Worker& worker);
 
 constexpr Function<counts> kCounts{"counts"};
@@ -38,7 +38,7 @@ constexpr Function<work_for_ever> kWorkForEver{"work_for_ever"};
 
 FunctionTable functions() { return program_functions().add(kCounts, kHeapInUse, kDie, kWorkForEver); }
 
-/// No worker of `ranks` is in a context or a pass, soon.
+/// Waits until no worker of `ranks` is in a context or a pass.
 void require_nothing_left(Worker& worker, const std::vector<int>& ranks) {
   Executor& executor = worker.runtime().executor;
   const Deadline deadline = executor.deadline_in(seconds(10));
@@ -53,7 +53,7 @@ void require_nothing_left(Worker& worker, const std::vector<int>& ranks) {
   }
 }
 
-/// A loss that takes in all workers: worker -> +1 -> +2 -> +3.
+/// A loss that involves all workers: worker -> +1 -> +2 -> +3.
 at::Tensor loss_over_all(Worker& worker, const at::Tensor& a) {
   std::vector<std::int64_t> stops;
   for (int hop = 1; hop < worker.world_size(); ++hop) {
@@ -86,7 +86,7 @@ void programs() {
   session.shutdown();
 }
 
-/// Threads of rank 0 make `passes` passes, each in a context of its own.
+/// Threads of rank 0 make `passes` passes, each in a separate context.
 void make_passes(Session& session, long passes) {
   constexpr int kThreads = 4;
   std::atomic<long> left{passes};
@@ -150,7 +150,7 @@ void hammer(Worker& worker, std::uint64_t seed) {
   require(at::allclose(context.gradient(b), copies[1].grad()), "b's gradient is that of one process");
 }
 
-/// Sixty threads of three workers, each with contexts of its own, call one worker at once.
+/// Sixty threads of three workers, each with separate contexts, call one worker at the same time.
 void many_threads() {
   Session session(WorkerOptions::from_env(), functions());
   constexpr std::uint64_t kThreads = 20, kSteps = 10;
@@ -179,7 +179,7 @@ void many_threads() {
 
 void work_for_ever(Worker& worker) {
   const at::Tensor a = numbers({kRows, kWidth}, worker.rank()).set_requires_grad(true);
-  // Mostly it is a pass that a death meets.
+  // Usually the death happens during a pass.
   while (true) {
     Context context(worker);
     const at::Tensor loss = loss_over_all(worker, a);
@@ -187,7 +187,7 @@ void work_for_ever(Worker& worker) {
   }
 }
 
-/// Rank 0 differentiates on and on while another worker kills itself.
+/// Rank 0 differentiates repeatedly while another worker kills itself.
 void another_is_killed() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
@@ -210,7 +210,7 @@ void another_is_killed() {
     const std::string text = error.what();
     std::printf("%s\n", text.c_str());
     require(executor.now() - *killed < seconds(1), "within a second");
-    // It hit a pass, or the call of the forward pass that takes the longest way.
+    // The death interrupted a pass, or the forward pass's longest call.
     const bool in_forward = text.find("'tour' threw") != std::string::npos;
     require(error.kind() == (in_forward ? ErrorKind::kRemoteFailure : ErrorKind::kDisconnected), text);
     require(text.find(fmt::format("worker{}", victim)) != std::string::npos, text);
@@ -223,7 +223,7 @@ void another_is_killed() {
   require_nothing_left(worker, survivors);
 }
 
-/// FAST passes of which the root asks how far they are while they end.
+/// FAST passes; the root queries their progress while they end.
 void short_stalls() {
   Session session(WorkerOptions::from_env(), functions());
   if (session.rank() == 0) {
@@ -282,7 +282,8 @@ TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
   std::fputs(world.process(0).output().c_str(), stdout);
 }
 
-/// The peer's test of many threads at one worker, with threads that do run at the same time.
+/// The peer's test of many threads at one worker, with threads that really run in parallel.
+// peer: dist_autograd_test.py async_dist_autograd
 TEST(ClusterAutograd, AsyncDistAutograd) {
   ProcessWorld world(kProcesses);
   world.start_all("many_threads");

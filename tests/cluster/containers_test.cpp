@@ -1,5 +1,5 @@
-// Containers of one machine: one kernel and one boot, but network namespaces of their own. They share memory
-// when they see each other's sockets, and are hosts of their own when they do not.
+// Containers of one machine: one kernel and one boot, but separate network namespaces. They share memory if
+// they see each other's sockets; otherwise each counts as a separate host.
 #include <filesystem>
 
 #include <ATen/ATen.h>
@@ -55,7 +55,7 @@ void call_everybody(Session& session) {
   worker.barrier();
 }
 
-/// Groups of every kind, and calls to everybody; TEST_TOGETHER says whether memory is shared by all.
+/// Groups of every kind, and calls to all workers; TEST_TOGETHER says whether all of them share memory.
 void sums_and_calls() {
   const bool together = std::getenv("TEST_TOGETHER") != nullptr;
   Session session(WorkerOptions::from_env(), FunctionTable().add(kTwice));
@@ -77,7 +77,7 @@ void sums_and_calls() {
     }
   }
   call_everybody(
-      session);  // the first tensors of a connection may go by its socket, before memory was passed
+      session);  // the first tensors of a connection may be sent through its socket, before memory was passed
   const auto before = adopted(session);
   call_everybody(session);
   const auto shared = adopted(session) - before;
@@ -87,7 +87,7 @@ void sums_and_calls() {
 
 class Containers : public testing::Hosts {
  protected:
-  /// Two workers in each container, whose sockets lie in `near` or `far` of the world's folder.
+  /// Two workers in each container, whose sockets are in `near` or `far` of the world's folder.
   void start_all(ProcessWorld& world, const char* near, const char* far,
                  const std::map<std::string, std::string>& changes) {
     for (const char* folder : {near, far}) {

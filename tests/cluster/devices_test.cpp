@@ -1,4 +1,4 @@
-// Device maps over real processes: layers on devices of two workers are trained as in one process.
+// Device maps over real processes: layers on devices of two workers train as in one process.
 #include <torch/torch.h>
 
 #include <torchspan/torchspan.h>
@@ -31,7 +31,7 @@ constexpr Function<values> kValues{"values"};
 
 at::Tensor batch(int step) { return start_of(100 + step).narrow(0, 0, 2); }
 
-/// The layers after as many steps in one process.
+/// The layers after the same number of steps in one process.
 std::vector<at::Tensor> trained_alone() {
   std::vector<at::Tensor> layers;
   for (int i = 0; i < 2; ++i) layers.push_back(layer_on(c10::kCPU, i));

@@ -1,4 +1,5 @@
-// The errors that a user meets first, across real processes: each names who, what and what to do, in time.
+// The errors that users meet first, across real processes: each names the worker, the cause and the remedy,
+// in time.
 #include <cstdlib>
 #include <filesystem>
 #include <poll.h>
@@ -24,12 +25,12 @@ using torchspan::testing::error_of;
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 void fail(const std::string& text) { throw std::out_of_range(text); }
 Future<std::int64_t> never(Worker& worker) {
-  // Completed by nobody: its promise lives as long as the process.
+  // Never completed: its promise lives as long as the process.
   auto* promise = new Promise<std::int64_t>(worker.endpoint()->host());
   return promise->future();
 }
 void die() { ::kill(getpid(), SIGKILL); }
-/// The child outlives this process by some seconds, with a copy of everything that a forked child gets.
+/// The child outlives this process by some seconds, with copies of everything that fork() copies.
 void fork_child() {
   const pid_t parent = getpid();
   if (fork() != 0) return;
@@ -113,7 +114,8 @@ void join_only() {
   session.shutdown();
 }
 
-/// An exception ends rank 0's session. Its process takes a moment to end, as those with much to free do.
+/// An exception ends rank 0's session. Its process takes a moment to end, like a program that frees a lot of
+/// memory.
 void ends_early() {
   try {
     Session session(WorkerOptions::from_env(), functions());
@@ -126,7 +128,7 @@ void ends_early() {
   std::exit(std::atoi(std::getenv("TORCHSPAN_TEST_CODE")));
 }
 
-/// What `torchspan run` makes of ends_early() when rank 0 ends with `code`: its own exit code and output.
+/// Returns the exit code and output of `torchspan run` for ends_early() when rank 0 ends with `code`.
 std::pair<int, std::string> launch_ends_early(const std::string& code) {
   const testing::TemporaryFolder folder;
   const auto executor = make_executor();
@@ -155,7 +157,7 @@ TEST(Cluster, LauncherSaysThatAWorkerEndedWithoutShutdown) {
                   "first failure: worker0 .rank 0, pid [0-9]+. exited with code 0 without shutdown.., "));
 }
 
-/// Rank 1's scope ends first; the others still call it.
+/// Rank 1's session ends first; the others still call it.
 void leaves_by_scope() {
   Session session(WorkerOptions::from_env(), functions());
   if (session.rank() == 1) return;
@@ -171,7 +173,7 @@ void throws_in_its_body() {
   });
 }
 
-/// Rank 1 comes to shutdown() late, which has no limit; a call that never ends has one.
+/// Rank 1 reaches shutdown() late: waiting for it has no limit, and a call that never ends has one.
 void has_a_limit_for_shutdown() {
   WorkerOptions options = WorkerOptions::from_env();
   options.shutdown_timeout = std::chrono::milliseconds(500);

@@ -55,7 +55,7 @@ TEST(Groups, GoTogetherWithCalls) {
   expect_all_end_well(world);
 }
 
-/// A group of some workers is no business of the others.
+/// A group of some workers does not involve the others.
 void group_of_some() {
   Session session(WorkerOptions::from_env());
   if (session.rank() != 1) {
@@ -81,7 +81,7 @@ TEST(Groups, MayBeSomeOfTheWorkers) {
   expect_all_end_well(world);
 }
 
-/// What `body` throws must be kCancelled.
+/// Checks that `body` throws kCancelled.
 void require_cancelled(const std::string& what, const std::function<void()>& body) {
   try {
     body();
@@ -93,8 +93,8 @@ void require_cancelled(const std::string& what, const std::function<void()>& bod
 
 using Model = DistributedDataParallel<torch::nn::Linear>;
 
-/// Things that a program keeps for longer than its session: in static objects, or in members that stand in
-/// the wrong order.
+/// Objects that a program keeps longer than its session: in static objects, or in members declared in the
+/// wrong order.
 struct Kept {
   torch::nn::Linear net{2, 2};
   std::optional<collective::Group> group, part;
@@ -111,7 +111,7 @@ struct Kept {
     model.emplace(session.runtime(), net, *group);
     for (int step = 0; step < 3; ++step) train();
   }
-  /// Every use says so, and nothing waits.
+  /// Every use throws such an error, and no call waits.
   void require_all_cancelled() {
     if (pending && group->size() > 1) require_cancelled("what was pending", [&] { pending->wait(); });
     for (const collective::Group& one : {*group, *part}) {
@@ -129,7 +129,7 @@ struct Kept {
     }
     require_cancelled("a step", [&] { train(); });
     const at::NoGradGuard no_grad;
-    model->forward(at::ones({3, 2}));  // alone, without the others
+    model->forward(at::ones({3, 2}));  // on this worker alone
   }
 };
 
@@ -140,10 +140,10 @@ std::vector<collective::GroupOptions> all_kinds() {
           {.backend = collective::BackendKind::kHierarchical, .network = isolated}};
 }
 
-/// TEST_ENDING: how the session ends before what was made of it.
+/// TEST_ENDING: how the session ends before the objects made from it.
 void outlives_its_session() {
   const std::string ending = std::getenv("TEST_ENDING");
-  static Kept last;  // it goes after main()
+  static Kept last;  // destroyed after main()
   std::optional<Session> session(std::in_place, WorkerOptions::from_env());
   std::vector<std::unique_ptr<Kept>> kept;
   for (const auto& options : all_kinds()) {
@@ -157,7 +157,7 @@ void outlives_its_session() {
     kept.front()->require_all_cancelled();
   } else if (session->rank() == 0) {
     for (const auto& one : kept) one->pending = one->group->all_reduce(at::ones({100}));
-  } else {  // it never comes, and hears of the end of rank 0
+  } else {  // this rank never joins, and sees the end of rank 0
     while (!std::filesystem::exists(over)) session->runtime().executor.sleep(std::chrono::milliseconds(10));
     return session.reset();
   }

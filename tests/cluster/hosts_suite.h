@@ -7,16 +7,16 @@
 
 namespace torchspan::testing {
 
-/// All namespaces are of one kernel: which host a worker believes to be on is the test's to say.
+/// All namespaces belong to one kernel, so the test sets which host a worker believes to be on.
 inline WorkerOptions host_options() {
   WorkerOptions options = WorkerOptions::from_env();
   const std::string host = options.network.host_mark = std::getenv("TEST_HOST");
-  // UCX takes the loopback devices of one kernel for one, too. The cables are called like the hosts.
+  // UCX also takes the loopback devices of one kernel for one device. The cables are named like the hosts.
   if (options.network.ucx) options.network.ucx->devices = host;
   return options;
 }
 
-/// A suite whose worlds span two hosts, where this system lets us make them.
+/// A suite whose worlds span two hosts, if this system allows making them.
 class Hosts : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -1,5 +1,5 @@
-// Worlds of several hosts, which are network namespaces joined by a cable. Workers of one of them share
-// memory, all others speak TLS.
+// Worlds over several hosts, which are network namespaces connected by a virtual cable. Workers of one host
+// share memory; between hosts they use TLS.
 #include <ATen/ATen.h>
 
 #include <torchspan/collective/group.h>
@@ -23,7 +23,7 @@ using testing::ProcessWorld;
 using testing::require;
 
 at::Tensor twice(const at::Tensor& x) { return x * 2; }
-/// Sleeps until nobody waits for it any more.
+/// Sleeps until no caller waits for it.
 void nap(Worker& worker) {
   while (!worker.current_call()->stop.stop_requested()) worker.runtime().executor.sleep(milliseconds(20));
 }
@@ -36,8 +36,8 @@ constexpr Function<adopted> kAdopted{"adopted"};
 
 FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); }
 
-/// Everybody calls everybody, with small and with large tensors. Two workers per host: one neighbour sends
-/// each worker a tensor that it adopts and gets one back that it adopts.
+/// Every worker calls every other, with small and with large tensors. With two workers per host, a neighbor
+/// sends each worker a tensor without a copy and gets one back the same way.
 void meet() {
   Session session(host_options(), functions());
   Worker& worker = session.worker();
@@ -77,7 +77,7 @@ void sum_over_hosts() {
   session.shutdown(seconds(30));
 }
 
-/// Prints "ready" with a call to the far host under way, and "lost" when that was reported.
+/// Prints "ready" when a call to the far host is pending, and "lost" when its failure is reported.
 void watch_far_host() {
   Session session(host_options(), functions());
   Worker& worker = session.worker();
@@ -102,7 +102,7 @@ void watch_far_host() {
   worker.barrier({"worker0", "worker1"});
 }
 
-/// Serves until the world breaks; a far host that hears of it ends well.
+/// Serves until the world breaks; a worker on the far host that learns of it ends without an error.
 void serve_far_host() {
   Session session(host_options(), functions());
   try {

@@ -1,5 +1,5 @@
-// Data-parallel training over two hosts, which are network namespaces joined by a cable: shared memory inside
-// each, Gloo between them.
+// Data-parallel training over two hosts, which are network namespaces connected by a virtual cable: shared
+// memory inside each, Gloo between them.
 #include <csignal>
 #include <unistd.h>
 
@@ -24,7 +24,7 @@ using torchspan::testing::error_of;
 namespace nn = torch::nn;
 
 constexpr int kRanks = 4;
-/// How many rows of a batch each rank works on.
+/// The number of rows of a batch on each rank.
 constexpr std::array<std::int64_t, kRanks> kParts{3, 2, 4, 1};
 constexpr std::int64_t kRows = 10;
 
@@ -34,7 +34,7 @@ at::Tensor values(at::IntArrayRef sizes, double seed) {
   return at::arange(count, at::kDouble).mul(0.61).add(seed).sin().reshape(sizes);
 }
 
-/// An ordinary model, with more in it than fits into one message between hosts.
+/// An ordinary model that does not fit into one message between hosts.
 nn::Sequential make_net() {
   nn::Sequential net(nn::Linear(6, 300), nn::BatchNorm1d(300), nn::Tanh(), nn::Linear(300, 300), nn::Tanh(),
                      nn::Linear(300, 2));
@@ -52,7 +52,7 @@ data_parallel::DataParallelOptions small_buckets() {
   return {.bucket_cap_mb = 0.1, .first_bucket_mb = 0.001};
 }
 
-/// Ten steps on a part of each batch, against the same steps of one process on all of it.
+/// Ten steps on a part of each batch, compared with the same steps of one process on the whole batch.
 void train() {
   Session session(host_options());
   {
@@ -90,7 +90,7 @@ void train() {
   session.shutdown(seconds(30));
 }
 
-/// In the third step's backward the victim is gone, when some of its gradients have been sent.
+/// In the third step's backward the victim dies, when some of its gradients have been sent.
 void lose_a_rank() {
   const int victim = std::atoi(std::getenv("VICTIM"));
   Session session(host_options());
@@ -119,8 +119,8 @@ void lose_a_rank() {
   require(false, "somebody missed " + name);
 }
 
-/// Trains until the network is cut, prints "lost", and waits until it is mended: by then the group has ended,
-/// and the session says the same as the group did.
+/// Trains until the network is cut, prints "lost", and waits until it is restored: by then the group has
+/// ended, and the session reports the same error as the group did.
 void lose_the_network() {
   Session session(host_options());
   nn::Sequential net = make_net();
@@ -153,6 +153,8 @@ void lose_the_network() {
 
 class TrainingOverHosts : public testing::Hosts {};
 
+// peer: ddp (documented) training between hosts; a rank that dies there in a step: better: the rank, the
+//   reduction and the bucket are named
 TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
   ProcessWorld world(kRanks);
   for (int rank = 0; rank < kRanks; ++rank)
@@ -160,9 +162,10 @@ TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
   expect_all_end_well(world);
 }
 
-/// Of the two ranks of the far host, 2 speaks for both with the near one, 3 does not. Here programs end at
-/// once after the error, and did so with a crash when a continuation of the reducer held the group's last
-/// handle.
+/// Of the two ranks of the far host, rank 2 exchanges data with the near host for both; rank 3 does not. The
+/// programs end right after the error. They used to crash there if a continuation of the reducer held the
+/// group's last handle.
+// peer: ddp (documented) training between hosts
 TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
   for (const int victim : {3, 2}) {
     SCOPED_TRACE(victim);
@@ -179,8 +182,8 @@ TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
   }
 }
 
-/// The network is away for eight seconds: longer than the world waits, shorter than TCP does. The ranks are
-/// dead to each other from the fifth second on, and stay so.
+/// The network is cut for eight seconds: longer than the world waits, shorter than TCP does. From the fifth
+/// second on the ranks count each other as dead, and stay so.
 TEST_F(TrainingOverHosts, EndsAsTheWorldDoesWhenHostsLoseSightOfEachOther) {
   ProcessWorld world(2);
   const std::string mended = world.folder() + "/mended";

@@ -1,6 +1,6 @@
-// The proof that distributed training computes what one process computes: the same model, data and seed,
-// trained for 20 steps in one process by LibTorch's engine and optimizers, and in three processes by ours;
-// every parameter equal.
+// Shows that distributed training computes what one process computes: the same model, data and seed, trained
+// for 20 steps in one process by LibTorch's engine and optimizers, and in three processes by TorchSpan; every
+// parameter must be equal.
 #include <torch/torch.h>
 
 #include <torchspan/torchspan.h>
@@ -116,7 +116,7 @@ void compare(Session& session, bool is_double, bool adagrad) {
                                std::to_string(difference / scale));
     }
   }
-  // The comparison must be of trained parameters, not of initial ones.
+  // The comparison must use trained parameters, not the initial ones.
   Half fresh(1, kFeatures, kHidden, is_double);
   if (torch::allclose(fresh->values()[0], actual[0], 1e-3, 1e-3))
     throw std::runtime_error("nothing was trained");
@@ -132,6 +132,8 @@ void oracle() {
   session.shutdown();
 }
 
+// peer: test_cpp_rpc TestE2ETensorPipe.TestTrainingLoop: better: compared with one process, parameter by
+//   parameter
 TEST(Oracle, ThreeProcessesTrainAsOneDoes) {
   ProcessWorld world(3);
   world.start_all("oracle");
@@ -143,7 +145,7 @@ TEST(Oracle, AWorldOfOneTrainsAsOneProcessDoes) {
   Session session(WorkerOptions{}, FunctionTable().add(kHalf, kForward, kValues));
   Worker& worker = session.worker();
   auto a = worker.remote(0, kHalf, 1, kFeatures, kHidden, true);
-  a.creation().wait();  // both draw from this process's one generator, so one after the other
+  a.creation().wait();  // both draw from this process's only generator, so one after the other
   Half reference(1, kFeatures, kHidden, true);
   torch::optim::SGD expected(reference->parameters(), torch::optim::SGDOptions(0.1));
   optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {a});

@@ -1,4 +1,5 @@
 // Pipelines across real processes.
+// peer: async_pipe async_event_loop
 #include <cstring>
 #include <fmt/format.h>
 #include <fstream>
@@ -42,7 +43,7 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-constexpr std::int64_t kWidth = 300;  // activations of some hundred kilobytes: beyond what a ring holds
+constexpr std::int64_t kWidth = 300;  // activations of some hundred kilobytes: more than a ring holds
 
 /// Layers a b c, then a again: the last use is on the first worker.
 Layers model() {
@@ -91,7 +92,7 @@ TEST(PipelineProcesses, TrainLikeThePlainModel) {
   expect_all_end_well(world, seconds(120));
 }
 
-/// Every process seeds its generator alike, as programs do; each gathers all initial weights.
+/// Every process seeds its generator with the same value, as programs do; each gathers all initial weights.
 void make_weights() {
   Session session(WorkerOptions::from_env());
   torch::manual_seed(3);
@@ -123,7 +124,7 @@ TEST(PipelineProcesses, InitialWeightsDoNotDependOnTheSplit) {
   expect_all_end_well(world, seconds(120));
 }
 
-/// One of each thing that the log tells of at its debug level.
+/// One of each event that is logged at debug level.
 void do_something() {
   Session session(WorkerOptions::from_env());
   {
@@ -185,7 +186,7 @@ struct TreacherousImpl : torch::nn::Module {
 };
 TORCH_MODULE(Treacherous);
 
-/// Trains until a worker is struck; the exit code says whether the error named it.
+/// Trains until a worker dies or stops; the exit code says whether the error named it.
 void be_struck(int signal) {
   Session session(WorkerOptions::from_env());
   session.runtime().log.set_level(LogLevel::kOff);
@@ -206,7 +207,7 @@ void be_struck(int signal) {
     const bool named = text.find(fmt::format("worker{}", victim)) != std::string::npos &&
                        text.find("step 1") != std::string::npos;
     std::fflush(nullptr);
-    _exit(named ? 0 : 3);  // the session cannot end in grace
+    _exit(named ? 0 : 3);  // the session cannot end gracefully
   }
   throw std::runtime_error("the step went through");
 }
@@ -215,7 +216,7 @@ void be_stopped() { be_struck(SIGSTOP); }
 
 class Struck : public ::testing::TestWithParam<int> {
  protected:
-  /// Starts a world whose victim is struck; returns once it was.
+  /// Starts a world and returns once its victim has died or stopped.
   void strike(ProcessWorld& world, const std::string& scenario) {
     for (int rank = 0; rank < 3; ++rank) {
       world.start(rank, scenario,
@@ -254,7 +255,7 @@ TEST_P(Struck, AStoppedWorkerEndsTheStepForTheOthers) {
   EXPECT_TRUE(victim.wait(world.executor(), seconds(10))) << "the one that was stopped hangs";
 }
 
-/// A worker that a debugger stops in a step, for longer than anybody waits unless told to.
+/// A worker that a debugger stops in a step, for longer than any worker waits by default.
 void be_paused() {
   Session session(WorkerOptions::from_env());
   {

@@ -1,5 +1,5 @@
-// References between real processes: nothing leaks or dangles when workers are killed at any moment, and
-// memory comes back.
+// References between real processes: nothing leaks or dangles when workers are killed at any moment, and all
+// memory is freed.
 #include <atomic>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -26,9 +26,9 @@ using testing::number_from;
 using testing::ProcessWorld;
 using testing::require;
 
-/// What this process holds, and which values it made and lost.
+/// The references that this process holds, and the values that it made and destroyed.
 struct Books;
-/// A value that counts its life, and may hold a reference of its own.
+/// A value that counts its instances and may hold a reference.
 class Tracked {
  public:
   explicit Tracked(Books& books, RRef<Tracked> inner = {});
@@ -48,7 +48,7 @@ struct Books : rpc::Extension {
     MutexLock lock(mutex);
     held.push_back(std::move(rref));
   }
-  /// One of those held, or an empty one; `take` lets go of it here.
+  /// Returns one of the held references, or an empty one; with `take` this process drops it.
   RRef<Tracked> draw(std::uint64_t number, bool take = false) {
     MutexLock lock(mutex);
     if (held.empty()) return {};
@@ -87,7 +87,7 @@ void drop_all(Worker& worker) { books_of(worker).clear(); }
 RRef<Tracked> give(Worker& worker, std::int64_t number) {
   return books_of(worker).draw(static_cast<std::uint64_t>(number));
 }
-/// From worker to worker, and the last one keeps it.
+/// Passed from worker to worker; the last one keeps it.
 void pass_on(Worker& worker, const RRef<Tracked>& rref, std::int64_t hops);
 
 constexpr Function<make> kMake{"make"};
@@ -114,8 +114,8 @@ std::unique_ptr<Session> make_session() {
       std::move(extensions));
 }
 
-/// Whether a call that failed did so because somebody died: here, further along its chain, or while a value
-/// was made that it uses.
+/// Whether a failed call failed because a worker died: the callee, one further along its chain, or one during
+/// the creation of a value that it uses.
 bool somebody_died(const Error& error) {
   if (error.kind() == ErrorKind::kDisconnected) return true;
   if (error.kind() != ErrorKind::kRemoteFailure && error.kind() != ErrorKind::kCancelled) return false;
@@ -124,7 +124,7 @@ bool somebody_died(const Error& error) {
   return says("disconnected") || says("died") || says("process ended");
 }
 
-/// One random thing that programs do with references.
+/// One random action with references, as programs do them.
 void act(Worker& worker, std::mt19937_64& random) {
   Books& books = books_of(worker);
   const auto other = static_cast<std::uint32_t>(random() % worker.world_size());
@@ -151,7 +151,7 @@ void act(Worker& worker, std::mt19937_64& random) {
   }
 }
 
-/// Until all that is referred to is gone again, and so is every message about it.
+/// Waits until all referenced values are destroyed and no message about them is pending.
 void wait_until_empty(Worker& worker) {
   const Books& books = books_of(worker);
   const auto deadline = worker.runtime().executor.deadline_in(seconds(30));
@@ -171,7 +171,7 @@ void wait_until_empty(Worker& worker) {
 constexpr int kWorkers = 5;
 constexpr Duration kTraffic = milliseconds(1500);
 
-/// Everybody acts at random while two are killed; the others' tables are empty in the end.
+/// All workers act at random while two are killed; in the end the others' tables must be empty.
 void survive() {
   const std::uint64_t seed = number_from("TEST_SEED", std::uint64_t{0});
   auto session = make_session();
@@ -247,7 +247,7 @@ TEST_P(KilledWorkers, LeaveEmptyTablesAndNoValueBehind) {
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, KilledWorkers, ::testing::Range(1, 7));
 
-/// Makes values on the two others, shares each with the other one, and lets go of all.
+/// Creates values on the two others, shares each with the other one, and drops all references.
 void share_and_drop(Worker& worker, std::size_t values) {
   constexpr std::size_t kBatch = 1000;
   std::vector<RRef<Tracked>> all;
@@ -276,20 +276,20 @@ void come_back() {
     const auto memory = testing::resident();
     heap.push_back(testing::heap_in_use());
     pages.push_back(memory.all - memory.shared);
-    worker.barrier();  // nobody makes more while others still measure
+    worker.barrier();  // no worker creates more while others still measure
   }
   const std::string text =
       fmt::format("rank {}: after 10,000 references and 100,000 more twice, {} bytes in use, {} in pages",
                   worker.rank(), fmt::join(heap, ", "), fmt::join(pages, ", "));
   std::printf("%s\n", text.c_str());
-  require(heap[1] - heap[0] < 4 * kMiB, text);  // what the first many leave: larger tables, fuller caches
+  require(heap[1] - heap[0] < 4 * kMiB, text);  // the first rounds leave larger tables and fuller caches
   require(heap[2] - heap[1] < kMiB, text);
   for (const std::int64_t bytes : pages)
-    require(testing::kFreedMemoryIsKept || bytes - pages[0] < 32 * kMiB, text);  // the allocator's habits
+    require(testing::kFreedMemoryIsKept || bytes - pages[0] < 32 * kMiB, text);  // overhead of the allocator
   session->shutdown();
 }
 
-/// 11 bytes that leaked of each reference would be more than the margin.
+/// A leak of 11 bytes per reference would exceed the margin.
 TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
   ProcessWorld world(3);
   world.start_all("come_back");

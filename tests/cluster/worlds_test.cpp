@@ -1,4 +1,4 @@
-// Workers that stop, come back and go, across real processes.
+// Workers that stop, come back and leave, across real processes.
 #include <ATen/ATen.h>
 
 #include <torchspan/rpc/worker.h>
@@ -30,7 +30,8 @@ double seconds_since(Worker& worker, TimePoint start) {
   return std::chrono::duration<double>(worker.runtime().executor.now() - start).count();
 }
 
-/// A worker stops for a while: its calls fail after five seconds, those of others go on, and so does it.
+/// A worker stops for a while: calls to it fail after five seconds, other calls continue, and so does the
+/// worker afterwards.
 void stopped_worker() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
@@ -54,7 +55,7 @@ void stopped_worker() {
   session.shutdown(seconds(30));
 }
 
-/// A handler that takes long is no stopped worker.
+/// A worker with a slow handler does not count as stopped.
 void slow_handler() {
   Session session(WorkerOptions::from_env(), functions());
   if (session.rank() == 0) session.worker().rpc_sync("worker1", kNap, 7000);
@@ -78,7 +79,7 @@ void wait_for(Worker& worker, int size) {
   require(worker.world_size() == size, "a world of " + std::to_string(size));
 }
 
-/// Rank 0 of an open world: kills worker1, meets the next one, and sees it go.
+/// Rank 0 of an open world: kills worker1, meets its successor, and sees it leave.
 void open_first() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
@@ -124,6 +125,7 @@ void open_host() {
   session.shutdown(seconds(30));
 }
 
+// peer: rpc/more calls to a stopped process fail, and name the signal that continues it: better
 TEST(Worlds, TellAStoppedWorkerFromADeadOne) {
   ProcessWorld world(3);
   world.start_all("stopped_worker");
@@ -142,6 +144,8 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
   expect_all_end_well(world);
 }
 
+// peer: rpc_test.py dynamic_rpc_init_rpc
+// peer: rpc/more a worker that was killed comes back under its name
 TEST(Worlds, TakeAKilledWorkerBack) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
@@ -156,6 +160,8 @@ TEST(Worlds, TakeAKilledWorkerBack) {
   EXPECT_EQ(first.exit_code(), 0) << first.output();
 }
 
+// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a
+//   named worker; without rank and name it is refused
 TEST(Worlds, GiveRanksToWhoeverNamesNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});

@@ -6,13 +6,13 @@
 
 namespace torchspan::testing {
 
-/// One row of the suite: a back end, and how many ranks.
+/// One row of the suite: a backend and a number of ranks.
 struct CollectiveRow {
   collective::BackendKind backend;
   int ranks;
   int hosts = 1;
 
-  /// Whether sums are those of ranks 0 to P-1 in this order, to the bit.
+  /// Whether sums add ranks 0 to P-1 in this order, to the bit.
   bool in_rank_order() const { return ranks == 1 || backend == collective::BackendKind::kSharedMemory; }
 };
 
@@ -32,7 +32,7 @@ inline std::string name_of(collective::BackendKind kind) {
   return "unknown";
 }
 
-/// The list of back ends: one line each.
+/// The list of backends: one line each.
 inline std::vector<CollectiveRow> collective_rows() {
   std::vector<CollectiveRow> rows;
   if (const auto mpi = mpi_place()) return {{collective::BackendKind::kMpi, mpi->size}};
@@ -59,7 +59,7 @@ class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
   collective::GroupOptions options() const {
     return {.backend = GetParam().backend, .network = collective::Network::kIsolated};
   }
-  /// Whether a result is what the oracle says: to the bit, where the back end promises that.
+  /// Whether a result equals the oracle's: to the bit, if the backend promises that.
   static bool is_right(const at::Tensor& result, const at::Tensor& oracle) {
     if (GetParam().in_rank_order() ||
         !(at::isFloatingType(oracle.scalar_type()) || at::isComplexType(oracle.scalar_type()))) {

@@ -25,7 +25,7 @@ void dies_between_calls(const GroupOptions& options) {
   });
 }
 
-/// Is killed from outside, at no particular time, while large and small tensors are on their way.
+/// Is killed from outside, at a random time, while large and small tensors are being sent.
 void dies_at_any_time(const GroupOptions& options) {
   with_group(options, [](Group& group, Executor&) {
     at::Tensor bucket = group.allocate({1 << 20}, at::kFloat), mine = at::ones({1 << 20});
@@ -63,6 +63,7 @@ void expect_survivors(const std::string& scene) {
   }
 }
 
+// peer: c10d testSIGKILLException: better: in every phase of an operation, and by name
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
 /// A line of /proc/self/task/<thread>/status.
@@ -93,6 +94,7 @@ void expect_survivors_at_any_time(const std::string& scene, int times) {
   }
 }
 
+// peer: c10d testSIGKILLException
 TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
   expect_survivors_at_any_time("dies_at_any_time", 3);
 }
@@ -106,12 +108,12 @@ TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToEverybody) {
   expect_survivors_at_any_time("dies_at_any_time_of_gloo", 3);
 }
 
-/// Gloo's threads write to what the dead left behind; the signal of that would end this process, too.
+/// Gloo's threads write to sockets of the dead rank; the resulting SIGPIPE would end this process, too.
 TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
   CollectiveWorld world(2);
   world.run(
       [](Group& group) {
-        // They have a name of LibTorch's newer versions, or the name of the thread that made the group.
+        // They have a name of newer LibTorch versions, or the name of the thread that made the group.
         const auto mine = std::to_string(gettid()), name = field_of_thread(mine, "Name:");
         int threads = 0;
         for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -130,6 +132,7 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
 }
 #endif
 
+// peer: c10d testSIGSTOPException: same: late, not dead
 TEST(CollectiveDeaths, AStoppedRankIsLate) { expect_survivors("stops"); }
 
 }  // namespace

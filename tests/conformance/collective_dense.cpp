@@ -24,6 +24,8 @@ bool makes_sense(at::ScalarType dtype, ReduceOp reduction) {
   return true;
 }
 
+// peer: c10d `testAllReduceCPU`, `testAllReduceBfloatCPU`, Horovod's
+//   `allreduce_{average,min,max,product,inplace}`: same, every dtype
 TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRankOrder) {
   run([&](Group& group) {
     std::uint64_t seed = 1;
@@ -46,6 +48,7 @@ TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRank
   });
 }
 
+// peer: c10d MLX's odd sizes: same
 TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
   run([&](Group& group) {
     for (const std::int64_t length : {0L, 1L, 2L, 3L, 15L, 16L, 17L, 8191L, 8192L, 8193L, 65535L, 65536L,
@@ -58,7 +61,7 @@ TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
   });
 }
 
-/// Much more than any cache or buffer; whole numbers, which every order of summing sums alike.
+/// Much larger than any cache or buffer; whole numbers, whose sum does not depend on the order.
 class CollectiveLarge : public CollectiveSuite {};
 std::vector<CollectiveRow> rows_of_two() {
   std::vector<CollectiveRow> rows = collective_rows();
@@ -68,6 +71,7 @@ std::vector<CollectiveRow> rows_of_two() {
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveLarge, ::testing::ValuesIn(rows_of_two()), row_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CollectiveLarge);
 
+// peer: c10d MLX's odd sizes
 TEST_P(CollectiveLarge, AllReducesAQuarterOfAGibibyteAndABit) {
   run([&](Group& group) {
     const std::int64_t length = (std::int64_t{64} << 20) + 7;
@@ -99,6 +103,7 @@ TEST_P(CollectiveDense, AllReducesWhatLiesInSharedBuckets) {
   });
 }
 
+// peer: c10d testAllReduceCPU
 TEST_P(CollectiveDense, WorksOnTensorsOfAnyStridesInPlace) {
   run([&](Group& group) {
     for (const std::int64_t side : {5L, 301L}) {
@@ -118,6 +123,7 @@ TEST_P(CollectiveDense, WorksOnTensorsOfAnyStridesInPlace) {
   });
 }
 
+// peer: c10d testBroadcastCPU
 TEST_P(CollectiveDense, ScattersReducedPartsAndGathersThemAgain) {
   run([&](Group& group) {
     for (const std::int64_t rows : {0L, 1L, 13L, 4001L}) {
@@ -149,6 +155,7 @@ TEST_P(CollectiveDense, ScattersWhatLiesInSharedBuckets) {
   });
 }
 
+// peer: c10d testBroadcastCPU
 TEST_P(CollectiveDense, GathersTensorsWhoseFirstDimensionsDiffer) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 1L, 999L, 30011L}) {
@@ -164,6 +171,7 @@ TEST_P(CollectiveDense, GathersTensorsWhoseFirstDimensionsDiffer) {
   });
 }
 
+// peer: c10d `testBroadcastCPU`, `testAllToAllCPU`, all-gather, reduce-scatter: same
 TEST_P(CollectiveDense, BroadcastsFromEveryRoot) {
   run([&](Group& group) {
     for (int root = 0; root < ranks(); ++root) {
@@ -177,6 +185,7 @@ TEST_P(CollectiveDense, BroadcastsFromEveryRoot) {
   });
 }
 
+// peer: c10d testBroadcastCPU
 TEST_P(CollectiveDense, SendsPartsOfAllShapesToEverybody) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 3L, 50000L}) {

@@ -1,4 +1,4 @@
-// Whatever goes wrong in a group is told to all its ranks, who are named.
+// All ranks of a group learn of every failure in it, with the name of the failing rank.
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>
@@ -25,7 +25,7 @@ class CollectiveFailures : public CollectiveSuite {
            try {
              body(group);
            } catch (...) {
-             // Nobody's end must be what the others hear of.
+             // The end of a rank must not be the error that the others see.
              self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
              throw;
            }
@@ -46,10 +46,10 @@ std::string error_text(const std::function<void()>& body) {
   return "nothing was thrown";
 }
 
-/// What only our own back end can do: tell the other ranks. Foreign engines leave them to their time-outs.
+/// Only the shared-memory backend can notify the other ranks. With foreign engines they time out.
 class CollectiveNews : public CollectiveFailures {};
 
-/// A group of one depends on nobody.
+/// A group of one rank depends on no other rank.
 std::vector<CollectiveRow> rows_of_several(bool ours_only) {
   std::vector<CollectiveRow> rows = collective_rows();
   std::erase_if(rows, [=](const CollectiveRow& row) {
@@ -60,6 +60,7 @@ std::vector<CollectiveRow> rows_of_several(bool ours_only) {
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
 
+// peer: c10d allreduce_error
 TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   for (const Error& error : errors_of([&](Group& group) {
          group.barrier();
@@ -75,6 +76,8 @@ TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   }
 }
 
+// peer: c10d allreduce_error, type_error, duplicate_name_error: better: theirs abort or hang; operations
+//   have an order, not names
 TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
   const std::vector<std::function<void(Group&, bool)>> calls = {
       [](Group& group, bool odd) { group.all_reduce(at::ones({3}, odd ? at::kFloat : at::kInt)).wait(); },
@@ -98,7 +101,7 @@ TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
 TEST_P(CollectiveFailures, NamesRanksWhoseSparseTensorsDifferInTheirSparseDimensions) {
   for (const Error& error : errors_of([&](Group& group) {
          const bool odd = group.rank() == ranks() - 1;
-         // In between are ranks that agree with everybody.
+         // The ranks in between agree with all others.
          const at::Tensor mine =
              odd ? at::sparse_coo_tensor(at::tensor({1L, 2L}).view({2, 1}), at::ones({1}), {5, 3})
              : group.rank() == 0
@@ -114,6 +117,7 @@ TEST_P(CollectiveFailures, NamesRanksWhoseSparseTensorsDifferInTheirSparseDimens
   }
 }
 
+// peer: c10d testWaitDelay
 TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   for (const Error& error : errors_of([&](Group& group) {
          const Error cause(ErrorKind::kCancelled, "the trainer gave up");
@@ -127,6 +131,7 @@ TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   }
 }
 
+// peer: c10d `testWaitDelay`, abort: same; foreign engines tell nobody
 TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {
@@ -141,7 +146,8 @@ TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
   }
 }
 
-/// A group ends with its world: whoever leaves waits for nobody any more, and nobody waits for it.
+/// A group ends with its world: a worker that leaves stops waiting for others, and others stop waiting for
+/// it.
 TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToTheOthers) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
@@ -164,6 +170,9 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToThe
   }
 }
 
+// peer: c10d testMonitoredBarrier
+// peer: c10d `collective_hang`, `testSequenceNumInit`, sequence numbers: same, always on: the error counts
+//   the calls of the late rank
 TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
@@ -190,6 +199,10 @@ TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
   }
 }
 
+// peer: c10d testBarrier, store_based_barrier: same
+// peer: c10d `testMonitoredBarrier`,
+//   `monitored_barrier_{gloo,subgroup,allreduce_hang,rank_0_timeout,failure_order,wait_all_ranks}`,
+//   Horovod's `stall`: better: every operation names who is late, on all ranks
 TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   GroupOptions options = this->options();
@@ -227,7 +240,7 @@ TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
          } catch (...) {
            failure = std::current_exception();
          }
-         // Nobody's end must be what the others hear of.
+         // The end of a rank must not be the error that the others see.
          self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
          if (failure) std::rethrow_exception(failure);
        })) {

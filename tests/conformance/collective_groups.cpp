@@ -15,6 +15,8 @@ using namespace collective;
 class CollectiveGroups : public CollectiveSuite {};
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
 
+// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; fusing is
+//   buckets' affair
 TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   run([&](Group& group) {
     std::vector<at::Tensor> mine;
@@ -32,6 +34,7 @@ TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   });
 }
 
+// peer: c10d Horovod's allreduce_async_fused
 TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
   run([&](Group& group) {
     std::vector<Future<int>> done;
@@ -48,7 +51,7 @@ TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
   });
 }
 
-/// The group's own thread cannot wait for itself: it ends with the runtime, not with the process.
+/// The group's own thread cannot join itself: it ends with the runtime, not with the process.
 TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     auto held = std::make_unique<Group>(Group::make(self.runtime, self.membership, options()));
@@ -63,6 +66,7 @@ TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+// peer: c10d subgroups, `new_group`: same
 TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   run([&](Group& group) {
     const int color = group.rank() % 2;
@@ -86,6 +90,7 @@ TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   });
 }
 
+// peer: c10d sparse all-reduce: same
 TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 1L, 400L}) {
@@ -97,7 +102,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
           auto generator = at::detail::createCPUGenerator(unit + rank);
           const at::Tensor indices = at::stack({at::randint(50, {entries}, generator, at::kLong),
                                                 at::randint(70, {entries}, generator, at::kLong)});
-          // Whole numbers, so that every order of summing gives the same.
+          // Whole numbers, whose sum does not depend on the order.
           const at::Tensor values = at::randint(-50, 50, {entries, 4}, generator, at::kDouble);
           inputs.push_back(at::sparse_coo_tensor(indices, values, {50, 70, 4}));
           sum += inputs.back().to_dense();
@@ -113,7 +118,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   });
 }
 
-/// A rank that has nothing for an embedding cannot know how many sparse dimensions the others' gradients
+/// A rank without entries for an embedding does not know how many sparse dimensions the others' gradients
 /// have.
 TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) {
   run([&](Group& group) {
@@ -124,7 +129,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
       return at::sparse_coo_tensor(at::empty({sparse_dim, 0}, at::kLong), at::empty(values), {5, 3});
     };
     const at::Tensor rows = at::sparse_coo_tensor(at::tensor({1L, 4L}).view({1, 2}), at::ones({2, 3}),
-                                                  {5, 3});  // as an embedding's
+                                                  {5, 3});  // like those of an embedding
     const at::Tensor places =
         at::sparse_coo_tensor(at::tensor({1L, 4L, 0L, 2L}).view({2, 2}), at::ones({2}), {5, 3});
     for (const at::Tensor& tensor : {rows, places}) {
@@ -141,7 +146,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
   });
 }
 
-/// Their memory has no address here: what was read or written there ended the process.
+/// Their memory has no address here: reading or writing it ended the process.
 TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
   run([&](Group& group) {
     const at::Tensor meta = at::empty({ranks(), 2}, at::TensorOptions().device(at::kMeta));
@@ -176,6 +181,7 @@ TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
   });
 }
 
+// peer: c10d subgroups
 TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     GroupOptions backwards = options();
@@ -196,6 +202,7 @@ TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+// peer: c10d allreduce_error
 TEST_P(CollectiveGroups, RefusesArgumentsThatMakeNoSenseAndGoesOn) {
   run([&](Group& group) {
     EXPECT_THROW(group.all_reduce(at::Tensor()), Error);

@@ -15,7 +15,7 @@ int run_over_mpi(int ranks, int argc, char** argv) {
   const TemporaryFolder folder;
   net::Secret::random().write_file(folder.path() + "/secret");
   setenv(kMpiFolder, folder.path().c_str(), 1);
-  // Open MPI wants to be told that a container's root is nobody special.
+  // Open MPI refuses to run as root, as in a container, without these.
   setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
   setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
   std::vector<std::string> words = {"mpirun",

@@ -7,11 +7,11 @@ namespace torchspan::testing {
 
 inline constexpr const char* kMpiFolder = "TORCHSPAN_TEST_MPI_FOLDER";
 
-/// This process's place among those that run_over_mpi() started; none in an ordinary run.
+/// This process's rank among those that run_over_mpi() started; empty in an ordinary run.
 struct MpiPlace {
   int rank = 0;
   int size = 1;
-  std::string folder;  ///< shared by all of them; holds the file "secret"
+  std::string folder;  ///< shared by all of them; contains the file "secret"
 };
 inline std::optional<MpiPlace> mpi_place() {
   const char* folder = std::getenv(kMpiFolder);
@@ -21,7 +21,8 @@ inline std::optional<MpiPlace> mpi_place() {
   return MpiPlace{std::atoi(rank), std::atoi(size), folder};
 }
 
-/// Runs this program again as `ranks` processes under mpirun, which all run the same tests; its exit code.
+/// Runs this program again as `ranks` processes under mpirun, which all run the same tests; returns its exit
+/// code.
 int run_over_mpi(int ranks, int argc, char** argv);
 
 }  // namespace torchspan::testing

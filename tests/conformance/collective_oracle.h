@@ -8,14 +8,14 @@
 
 namespace torchspan::testing {
 
-/// Whether two dense tensors have one dtype, one shape and the same bits.
+/// Whether two dense tensors have the same dtype, shape and bits.
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
   const at::Tensor x = a.detach().contiguous(), y = b.detach().contiguous();
   return x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
 }
 
-/// The tensors of all ranks, which every rank can make for itself.
+/// The tensors of all ranks, which every rank can compute.
 inline std::vector<at::Tensor> random_inputs(int ranks, at::IntArrayRef sizes, at::ScalarType dtype,
                                              std::uint64_t seed) {
   auto generator = at::detail::createCPUGenerator(seed);
@@ -42,7 +42,7 @@ inline at::Tensor complex_product(const at::Tensor& a, const at::Tensor& b) {
   return at::complex(x * u - y * v, x * v + y * u);
 }
 
-/// The same reduction by LibTorch alone, in the order of the ranks; halves in float, rounded once.
+/// The same reduction by LibTorch alone, in rank order; halves are summed in float and rounded once.
 inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective::ReduceOp reduction) {
   if (inputs.size() == 1) return inputs[0];
   const at::ScalarType dtype = inputs[0].scalar_type();
@@ -73,7 +73,7 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
   }
   const auto ranks = static_cast<std::int64_t>(inputs.size());
   if (reduction == collective::kAvg && at::isComplexType(dtype)) {
-    result = at::view_as_complex(at::view_as_real(result) / ranks);  // part by part
+    result = at::view_as_complex(at::view_as_real(result) / ranks);  // real and imaginary part separately
   } else if (reduction == collective::kAvg) {
     result = result / ranks;
   }

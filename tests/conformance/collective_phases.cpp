@@ -1,6 +1,6 @@
-// A rank dies in every phase of an operation over shared memory: not at a random time, but at one access to
-// its own tensor, whose pages are protected so that the algorithm can just not make it. Which access belongs
-// to which phase is what src/collective/shm/shm_algorithms.cpp says.
+// A rank dies in every phase of an operation over shared memory: at a chosen access to its tensor, whose
+// pages are protected so that the access ends the process. src/collective/shm/shm_algorithms.cpp shows which
+// access belongs to which phase.
 #include <csignal>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,12 +18,11 @@ using std::chrono::seconds;
 constexpr int kRanks = 3;
 constexpr int kDiedAsPlanned = 77, kDiedOtherwise = 78;
 constexpr std::size_t kPage = 4096;
-/// One chunk, whichever size chunks have, so that each rank's slice is about a third of it.
+/// One chunk, for any chunk size, so that each rank's slice is about a third of it.
 constexpr std::size_t kChunk = std::size_t{256} << 10;
 constexpr std::size_t kManyChunks = std::size_t{8} << 20;
 
-/// The bytes [from, to) of a tensor of the victim: what it does there beyond what is allowed ends its
-/// process.
+/// The bytes [from, to) of one of the victim's tensors; an access that is not allowed there ends its process.
 struct Trap {
   std::size_t from = 0, to = 0;
   int allowed = PROT_NONE;
@@ -34,7 +33,7 @@ void set(const Trap& trap, const at::Tensor& tensor) {
   const std::uintptr_t end = (address + trap.to) / kPage * kPage;
   if (mprotect(reinterpret_cast<void*>(begin), end - begin, trap.allowed) != 0) _exit(kDiedOtherwise);
 }
-/// In memory of this rank's own, on pages of its own, its values 1 + rank.
+/// In this rank's memory, on separate pages, with the values 1 + rank.
 at::Tensor private_tensor(const Group& group, std::size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   require(memory != MAP_FAILED, "there is memory");
@@ -46,7 +45,7 @@ void require_all(const at::Tensor& tensor, double value) {
   require((tensor == value).all().item<bool>(), "a result of an operation that succeeded");
 }
 
-/// What all ranks call again and again, and where the victim's tensor is trapped.
+/// The operation that all ranks repeat, and where the victim's tensor is protected.
 struct Phase {
   std::string name;
   std::size_t bytes = kChunk;
@@ -55,7 +54,7 @@ struct Phase {
   std::function<void(const Group&, const at::Tensor&)> call = {};
 };
 
-/// All operations may be repeated over their own results, so that nothing writes to the tensors in between.
+/// All operations can be repeated over their own results, so no other code writes to the tensors in between.
 void reduce(const Group& group, const at::Tensor& mine) {
   group.all_reduce(mine, kMax).wait();
   require_all(mine, kRanks);
@@ -80,7 +79,7 @@ void take_from_victim(const Group& group, const at::Tensor& mine) {
   group.broadcast(mine, kVictim).wait();
   require_all(mine, 1 + kVictim);
 }
-/// The victim tells its call, with a small tensor, and is gone.
+/// The victim announces its call, with a small tensor, and dies.
 void call_and_go(const Group& group, const at::Tensor& mine) {
   const auto done = group.all_reduce(mine.narrow(0, 0, 100), kMax);
   if (group.rank() == kVictim) _exit(kDiedAsPlanned);
@@ -155,7 +154,7 @@ void run(const Phase& phase) {
       sigaction(SIGSEGV, &action, nullptr);
       if (phase.trap.to > 0) set(phase.trap, mine);
     }
-    // The operation it died in may have got all that it needs of the victim; the next one cannot.
+    // The operation in which it died may already have all that it needs from the victim; the next one cannot.
     expect_error(ErrorKind::kDisconnected, {"worker1", "rank 1", "is gone"}, [&] {
       while (true) phase.call(group, mine);
     });
@@ -167,6 +166,7 @@ class CollectivePhases : public ::testing::TestWithParam<Phase> {};
 INSTANTIATE_TEST_SUITE_P(ARankDies, CollectivePhases, ::testing::ValuesIn(phases()),
                          [](const auto& info) { return info.param.name; });
 
+// peer: c10d testSIGKILLException
 TEST_P(CollectivePhases, AndTheOthersNameItAndDoNotHang) {
   ProcessWorld world(kRanks);
   world.start_all("phase_" + GetParam().name);

@@ -12,14 +12,14 @@
 
 namespace torchspan::testing {
 
-/// The rank that dies in the scenes of this suite.
+/// The rank that dies in the scenarios of this suite.
 inline constexpr int kVictim = 1;
 
 inline collective::GroupOptions shared_memory() {
   return {.backend = collective::BackendKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
 }
 
-/// Joins the world that the environment tells of, and makes a group of all.
+/// Joins the world that the environment describes, and makes a group of all ranks.
 inline void with_group(collective::GroupOptions options,
                        const std::function<void(collective::Group&, Executor&)>& body) {
   const auto executor = make_executor();
@@ -38,7 +38,7 @@ inline void with_group(collective::GroupOptions options,
   body(group, *executor);
 }
 
-/// What a rank that lives on must hear.
+/// The error that every surviving rank must see.
 inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
                          const std::function<void()>& call) {
   try {
@@ -53,7 +53,7 @@ inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
   throw std::runtime_error("nothing was thrown");
 }
 
-/// Where a rank may die in an operation, by name: the scenes of collective_phases.cpp.
+/// The places in an operation at which a rank may die, by name: the scenarios of collective_phases.cpp.
 std::map<std::string, Scenario> phase_scenarios();
 
 }  // namespace torchspan::testing

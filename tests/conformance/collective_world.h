@@ -16,8 +16,8 @@
 
 namespace torchspan::testing {
 
-/// Ranks as threads of this process, over real sockets and the system's clock. With several hosts they claim,
-/// in turns, to be on one or another. Under mpirun every process is one rank of the same world.
+/// Ranks as threads of this process, over real sockets and the system's clock. With several hosts, the ranks
+/// claim in turn to be on one or another. Under mpirun, every process is one rank of the same world.
 class CollectiveWorld {
  public:
   explicit CollectiveWorld(int size, int hosts = 1)
@@ -36,7 +36,8 @@ class CollectiveWorld {
     int rank;
   };
 
-  /// Runs `body` on every rank at once; returns what each threw, or null. Under mpirun: on this rank.
+  /// Runs `body` on every rank at the same time; returns what each threw, or null. Under mpirun: on this
+  /// rank.
   std::vector<std::exception_ptr> try_each(std::function<void(Rank)> body) {
     std::vector<std::exception_ptr> failures(mpi_ ? 1 : size_);
     store_ = name_of_store();
@@ -90,7 +91,7 @@ class CollectiveWorld {
     membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
   }
 
-  /// The same in all processes: they run the same tests.
+  /// Equal in all processes: they run the same tests.
   std::string name_of_store() {
     if (!mpi_) return folder_.path() + "/store";
     std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();

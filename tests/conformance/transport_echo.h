@@ -6,7 +6,7 @@
 
 namespace torchspan::net::conformance {
 
-/// What an echo peer does, wherever it runs.
+/// The echo of a peer, in any process.
 inline Node::Options echo_options() {
   Node::Options options;
   options.keep_parcels = false;
@@ -23,8 +23,8 @@ inline Node::Options echo_options() {
   return options;
 }
 
-/// An echo in this process. Its death is the sudden end of its transport, unless the back end has a better
-/// one.
+/// An echo in this process. Its death is the sudden end of its transport, unless the transport has a better
+/// way.
 class LocalEcho final : public EchoPeer {
  public:
   LocalEcho(World& world, const std::string& name, std::function<void()> before_death = {})

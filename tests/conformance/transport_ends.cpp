@@ -4,13 +4,13 @@
 
 #include "tests/conformance/transport_echo.h"
 
-/// What is left when a peer stops, dies or comes back.
+/// What remains when a peer stops, dies or comes back.
 namespace torchspan::net::conformance::transport_ends {
 namespace {
 
 using ::testing::HasSubstr;
 
-/// What this process has of the system, and what it left lying about.
+/// The system resources of this process, and files that it left behind.
 struct Belongings {
   std::size_t files = 0;     ///< open
   std::size_t memory = 0;    ///< mappings that others may share
@@ -34,7 +34,7 @@ Belongings belongings() {
   return now;
 }
 
-/// The file of a Unix socket in an address, or nothing.
+/// The file of a Unix socket in an address, or an empty text.
 std::string socket_file(const std::string& address) {
   if (!address.starts_with("unix:")) return {};
   return address.substr(5, address.find_first_of("@,") - 5);
@@ -61,7 +61,7 @@ TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
         send(*first, {{}, {Bytes(8 << 20)}});
         mortal->kill();
         node.wait_for_end(first);
-        // It comes back, and is closed on; another one is still talked to when this side ends.
+        // It comes back and its channel is closed; another channel is still in use when this side ends.
         mortal = world.start_echo("mortal");
         const auto second = node.connect(mortal->address()), third = node.connect(mortal->address());
         talk(node, second, 20);
@@ -72,7 +72,7 @@ TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
       mortal.reset();
       EXPECT_TRUE(file.empty() || !std::filesystem::exists(file)) << file;
     };
-    live();  // what a first time loads for ever
+    live();  // loads what the first use loads permanently
     const Belongings before = belongings();
     live();
     EXPECT_EQ(belongings(), before);
@@ -86,7 +86,7 @@ TEST_P(TransportPeerConformance, TellsAStoppedPeerFromADeadOneAsItsKindCan) {
     const auto channel = node.connect(sleeper->address()), kept = friends.connect(other->address());
     talk(node, channel, 3);
     talk(friends, kept, 3);
-    if (!sleeper->stop()) return;  // a thread of this process cannot be
+    if (!sleeper->stop()) return;  // a thread of this process cannot be stopped
     const TimePoint stopped = world.executor().now();
     send(*channel, {numbered(7).header, {Bytes(300'000)}});
     if (world.silence_is_death()) {

@@ -4,14 +4,14 @@
 #include "tests/conformance/transport_node.h"
 #include "tests/support/errors.h"
 
-/// What a transport promises when something goes wrong, or ends.
+/// What a transport guarantees when a failure occurs, or when it ends.
 namespace torchspan::net::conformance::transport_failure {
 namespace {
 
 using ::testing::HasSubstr;
 using torchspan::testing::error_of;
 
-/// Sends on a channel that may have ended already.
+/// Sends on a channel that may already have ended.
 void send_if_open(Channel& channel, const Parcel& parcel) {
   try {
     send(channel, parcel);

@@ -15,8 +15,8 @@
 
 #include "core/api/descriptor.h"
 
-/// Two hosts that lose sight of each other without a word. The hosts are two processes in network namespaces
-/// of their own, joined by a pair of virtual Ethernet ends; everything goes with the processes.
+/// Two hosts whose connection fails silently. The hosts are two processes in separate network namespaces,
+/// connected by a pair of virtual Ethernet devices; everything ends with the processes.
 namespace torchspan::net::transport_hosts {
 namespace {
 
@@ -74,7 +74,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   return true;
 }
 
-/// The far host: echoes, tells when and why its channel ended, and serves one more.
+/// The far host: echoes, reports when and why its channel ended, and serves one more.
 [[noreturn]] void be_far_host(const Wire& wire) {
   if (::unshare(CLONE_NEWNET) != 0) {
     wire.say(std::string("no namespace: ") + std::strerror(errno));
@@ -92,7 +92,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
   wire.say(std::to_string(executor->now().time_since_epoch().count()));
   wire.say(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
-  // The cable may be plugged in again.
+  // A test may plug the cable in again.
   drive_until(*executor, *transport, [&] { return far.closed.size() == 2; });
   ::_exit(0);
 }
@@ -107,7 +107,7 @@ class TwoHosts : public ::testing::Test {
     if (home_ && ::setns(home_.get(), CLONE_NEWNET) != 0) ADD_FAILURE() << std::strerror(errno);
   }
 
-  /// Empty, or why there cannot be two hosts here.
+  /// Empty, or the reason why two hosts cannot be simulated here.
   std::string connect_hosts() {
     if (::geteuid() != 0) return "this user is not root, so it may make no network namespaces";
     if (!run("ip -V")) return "there is no program 'ip' (package iproute2)";
@@ -135,7 +135,7 @@ class TwoHosts : public ::testing::Test {
     return address_.starts_with("tls:") ? "" : "the far host has no network: " + address_;
   }
 
-  /// Pulls the cable, and checks that both sides hear of it in time.
+  /// Unplugs the cable, and checks that both sides detect it in time.
   void pull_cable_and_listen(bool busy) {
     const auto executor = make_executor();
     Listening near;
@@ -145,7 +145,7 @@ class TwoHosts : public ::testing::Test {
     ASSERT_TRUE(
         drive_until(*executor, *transport, [&] { return near.messages == 1 || !near.closed.empty(); }));
     ASSERT_TRUE(near.closed.empty()) << near.closed.at(0).what();
-    // Somebody on this host, whom nothing of this concerns.
+    // Another peer on this host, which the cable does not affect.
     const auto kept = transport->connect(transport->listen("tls:127.0.0.1:0"), Deadline::never());
     const Buffer bulk = allocate_buffer(4 << 20);
     const Segment segment{bulk.data, bulk.size, bulk.owner};

@@ -9,8 +9,8 @@
 #include "tests/conformance/transport_sockets.h"
 #include "tests/support/processes.h"
 
-/// The rows of the transport of several hosts: peers that find each other on one host, and peers that believe
-/// to be on hosts of their own.
+/// The rows of the transport for several hosts: peers that find each other on one host, and peers that
+/// believe to be on different hosts.
 namespace torchspan::net::conformance::transport_network {
 namespace {
 

@@ -29,7 +29,7 @@ Parcel random_parcel(std::mt19937& random);
 /// Sends with borrowed segments.
 void send(Channel& channel, const Parcel& parcel);
 
-/// What a node heard, in order.
+/// The events of a node, in order.
 struct Journal {
   struct Closed {
     std::shared_ptr<Channel> channel;
@@ -44,24 +44,24 @@ struct Journal {
   std::vector<Closed> closed;
   std::vector<Error> refused;
 
-  /// The reasons with which `channel` was closed: one, if all is well.
+  /// The reasons for which `channel` was closed: exactly one if the transport is correct.
   std::vector<Error> reasons(const std::shared_ptr<Channel>& channel) const;
   std::vector<Parcel> parcels() const;
 };
 
-/// A transport with a thread that drives it and a journal of what it said. Fails the test when a callback
-/// comes from elsewhere than that thread's poll().
+/// A transport with a thread that drives it and a journal of its events. Fails the test if a callback comes
+/// from anywhere but that thread's poll().
 class Node final : public Handler {
  public:
   struct Options {
     TransportOptions transport = honest_options();
-    bool drive = true;  ///< otherwise it stays deaf until drive()
-    /// Also told, on the driving thread: what a peer does about a message, a caller or an end.
+    bool drive = true;  ///< if false, the transport is not polled until drive()
+    /// Also called, on the driving thread, for every message, connection and end.
     std::function<void(const std::shared_ptr<Channel>&, const Message&)> on_message = {};
     std::function<void(const std::shared_ptr<Channel>&)> on_accepted = {};
     std::function<void(const std::shared_ptr<Channel>&)> on_closed = {};
     bool keep_parcels = true;  ///< put received messages into the journal
-    bool keep_journal = true;  ///< otherwise it stays empty: for peers that serve for long
+    bool keep_journal = true;  ///< if false, it stays empty: for peers that serve for a long time
   };
   Node(World& world, std::string name, Options options);
   Node(World& world, std::string name) : Node(world, std::move(name), Options()) {}
@@ -71,18 +71,18 @@ class Node final : public Handler {
   std::string listen();
   std::shared_ptr<Channel> connect(const std::string& address, Deadline deadline = Deadline::never());
   void drive();
-  /// Nobody polls until drive() is called again.
+  /// Stops polling until drive() is called again.
   void pause();
-  /// Ends transport and thread; what the journal holds stays.
+  /// Ends transport and thread; the journal's contents stay.
   void stop();
   Transport& transport() { return *transport_; }
 
   /// Waits until `happened` is true of the journal; fails the test after half a minute.
   void wait_until(const std::function<bool(const Journal&)>& happened);
   void wait_for_messages(std::size_t count);
-  /// The reason with which the channel ended, once it has.
+  /// The reason for which the channel ended, or nullopt.
   Error wait_for_end(const std::shared_ptr<Channel>& channel);
-  /// The first channel that was accepted, once it was.
+  /// The first accepted channel, or null.
   std::shared_ptr<Channel> wait_for_caller();
   Journal journal() const;
 
@@ -111,7 +111,7 @@ class Node final : public Handler {
   const std::unique_ptr<Parker> reader_;  ///< of the thread in wait_until()
   std::unique_ptr<Transport> transport_;
   std::atomic<bool> stopping_{false};
-  std::atomic<int> polling_{0};       ///< the thread in poll(), as the system numbers it
+  std::atomic<int> polling_{0};       ///< the thread in poll(), by its system id
   std::atomic<bool> calling_{false};  ///< a callback is running
   mutable Mutex mutex_;
   Journal journal_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -10,8 +10,8 @@
 #include "tests/conformance/transport_echo.h"
 
 /// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
-/// prints where it listens, and ends when its standard input does. An 'f' there makes it fork a child, which
-/// ends then, too.
+/// prints its address, and ends when its standard input does. An 'f' there makes it fork a child, which ends
+/// at the same time.
 namespace torchspan::net::conformance {
 namespace {
 

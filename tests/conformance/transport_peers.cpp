@@ -2,7 +2,7 @@
 
 #include "tests/conformance/transport_echo.h"
 
-/// What a transport promises about a peer that is only known by its address and may be killed.
+/// What a transport guarantees for a peer that is known only by its address and may be killed.
 namespace torchspan::net::conformance::transport_peers {
 namespace {
 
@@ -70,7 +70,7 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAPeerWasKilledThoughItsForkedChi
     echo->kill();
     EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
     EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
-    // The child does not hold the address either.
+    // The child does not keep the address in use either.
     const auto again = world.start_echo("echo");
     ASSERT_EQ(again->address(), address);
     send(*node.connect(address), numbered(3));
@@ -78,7 +78,7 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAPeerWasKilledThoughItsForkedChi
   });
 }
 
-/// Kills an echo in the middle of bulk; returns how long it took until that was told.
+/// Kills an echo during a bulk transfer; returns how long it took until this was reported.
 Duration kill_amid_bulk(World& world) {
   const auto echo = world.start_echo("echo");
   Node node(world, "node");
@@ -112,8 +112,7 @@ Duration kill_amid_bulk(World& world) {
 
 TEST_P(TransportPeerConformance, TellsWithinASecondThatAPeerWasKilledInTheMiddleOfATransfer) {
   in_world([](World& world) {
-    // A machine that is busy with other work may be late once; a transport that waits for a silence always
-    // is.
+    // A busy machine may be late once; a transport that waits for a silence always is.
     Duration quickest = kill_amid_bulk(world);
     if (!world.dies_at_once()) return;
     for (int more = 0; more < 2 && quickest >= std::chrono::seconds(1); ++more) {

@@ -19,7 +19,7 @@ namespace torchspan::net::conformance {
 
 enum class Peers { kThreads, kProcesses };
 
-/// A stranger with a plain socket.
+/// An unauthenticated peer with a plain socket.
 class SocketStranger final : public Stranger {
  public:
   using Reader = std::function<Address(const std::string&)>;
@@ -52,10 +52,10 @@ class SocketStranger final : public Stranger {
   Descriptor socket_;
 };
 
-/// An echo in a process of its own, which ends with our end of its standard input.
+/// An echo in a separate process, which ends when the test closes its standard input.
 class ProcessEcho final : public EchoPeer {
  public:
-  /// `arguments` of transport_peer: which transport, where it listens, and what that transport takes.
+  /// `arguments` of transport_peer: the transport, its address, and the transport's arguments.
   explicit ProcessEcho(std::vector<std::string> arguments) {
     int input[2], output[2];
     if (::pipe2(input, O_CLOEXEC) != 0 || ::pipe2(output, O_CLOEXEC) != 0) std::abort();
@@ -114,7 +114,7 @@ class ProcessEcho final : public EchoPeer {
   std::string address_;
 };
 
-/// Binds a TCP port without listening, so that nobody else gets it; returns its address.
+/// Binds a TCP port without listening, so that no other process gets it; returns its address.
 inline std::string reserve_port(Descriptor& socket, std::string_view scheme) {
   socket.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   Address address = parse_address("tcp:127.0.0.1:0");

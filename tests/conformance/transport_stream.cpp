@@ -8,12 +8,12 @@
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"
 
-/// The rows of the transports that dial sockets: stream over Unix and TCP, local, and one of each; peers as
+/// The rows of the transports over sockets: stream over Unix and TCP, local, and one of each; peers as
 /// threads and as processes.
 namespace torchspan::net::conformance::transport_stream {
 namespace {
 
-/// Which transport this side makes, and which an echo in its own process.
+/// The transport of this side, and that of an echo in a separate process.
 struct Kinds {
   std::string own;
   std::string echo;

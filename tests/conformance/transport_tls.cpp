@@ -28,7 +28,7 @@ class TlsWorld final : public World {
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
-    // Who has another secret has a certificate of another authority.
+    // A peer with another secret has a certificate of another authority.
     const bool is_ours = std::ranges::equal(options.secret.bytes(), common_secret().bytes());
     return make_tls_transport(*executor_, handler, options, tls_options(is_ours ? *ours_ : *foreign_));
   }

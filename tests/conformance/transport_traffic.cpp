@@ -5,7 +5,7 @@
 
 #include "tests/conformance/transport_node.h"
 
-/// What a transport promises about messages: whole, once, in order, unchanged.
+/// What a transport guarantees for messages: whole, once, in order, unchanged.
 namespace torchspan::net::conformance::transport_traffic {
 namespace {
 
@@ -237,8 +237,7 @@ TEST_P(TransportConformance, LetsTheAcceptedSideSpeakFirst) {
 TEST_P(TransportConformance, NeverCallsBackInsideSendNotEvenInsideACallback) {
   in_world([](World& world) {
     constexpr std::uint64_t kRounds = 2000;
-    // The nodes fail the test when a callback comes from anywhere but their poll(), or inside another
-    // callback.
+    // The nodes fail the test if a callback comes from anywhere but their poll(), or inside another callback.
     Node::Options bounce;
     bounce.on_message = [](const std::shared_ptr<Channel>& channel, const Message& message) {
       const std::uint64_t number = number_of(parcel_of(message));

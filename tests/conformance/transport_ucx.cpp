@@ -6,8 +6,8 @@
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"
 
-/// The UCX transport's rows in the suite: over UCX's TCP on the loopback interface, which is no more than a
-/// stand-in for RDMA; peers as threads and as processes.
+/// The UCX transport's rows in the suite: over UCX's TCP on the loopback interface, as a stand-in for RDMA;
+/// peers as threads and as processes.
 namespace torchspan::net::conformance::transport_ucx {
 namespace {
 
@@ -27,7 +27,7 @@ class UcxWorld final : public World {
   }
   std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
   bool silence_is_death() const override { return true; }
-  /// UCX takes its time to end the endpoints of a transport that lives in a thread.
+  /// UCX takes a while to end the endpoints of a transport in a thread.
   bool dies_at_once() const override { return peers_ == Peers::kProcesses; }
   std::unique_ptr<Stranger> make_unauthenticated_peer() override {
     return std::make_unique<SocketStranger>(

@@ -1,4 +1,4 @@
-// Gradients through calls, references and scripts, held against LibTorch's engine in one process.
+// Gradients through calls, references and scripts, compared with LibTorch's engine in one process.
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/frontend/resolver.h>
 
@@ -13,7 +13,7 @@ using ::testing::SizeIs;
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
-/// Uses two tensors in a way that a kind of tensors allows.
+/// Combines two tensors with an operator that this kind of tensors supports.
 at::Tensor complex_udf(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor sum = at::add(at::add(a, b), a, 2);
   return a.is_sparse() ? at::add(sum, b, 3) : sum * (a - b).tanh();
@@ -22,7 +22,7 @@ at::Tensor nested_udf(Worker& worker, const at::Tensor& a, const at::Tensor& b, 
 at::Tensor add_on(const RRef<at::Tensor>& kept, const at::Tensor& other) {
   return at::add(kept.local_value(), other);
 }
-/// Its caller does not own what it fetches.
+/// The caller does not own the value that it fetches.
 at::Tensor add_fetched(const RRef<at::Tensor>& kept, const at::Tensor& other) {
   return at::add(kept.to_here(), other);
 }
@@ -79,7 +79,8 @@ ClusterOptions world(int workers = 2) {
 
 class AutogradBackward : public DenseAndSparse {
  protected:
-  /// `remote` must give the gradients that `local` gives, in every way to call; `.grad` stays as it is.
+  /// Checks that `remote` gives the gradients of `local`, with every way to call, and leaves `.grad`
+  /// unchanged.
   void expect_as_local(int workers, const std::function<at::Tensor(const Tensors&)>& local,
                        const std::function<at::Tensor(Worker&, Way, const Tensors&)>& remote) {
     on_first(world(workers), [&](Worker& worker) {
@@ -100,6 +101,7 @@ class AutogradBackward : public DenseAndSparse {
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradBackward, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
+// peer: dist_autograd_test.py backward_simple: same (D, S)
 TEST_P(AutogradBackward, BackwardSimple) {
   expect_as_local(
       2, [](const Tensors& x) { return at::add(x[0], x[1]); },
@@ -108,18 +110,21 @@ TEST_P(AutogradBackward, BackwardSimple) {
       });
 }
 
+// peer: dist_autograd_test.py backward_simple_self: same (D, S)
 TEST_P(AutogradBackward, BackwardSimpleSelf) {
   expect_as_local(
       1, [](const Tensors& x) { return at::add(x[0], x[1]); },
       [](Worker& worker, Way way, const Tensors& x) { return call(way, worker, 0, kAdd, x[0], x[1]); });
 }
 
+// peer: dist_autograd_test.py backward_simple_python_udf: same (D, S)
 TEST_P(AutogradBackward, BackwardSimplePythonUdf) {
   expect_as_local(
       2, [](const Tensors& x) { return at::add(x[0], x[1]); },
       [](Worker& worker, Way way, const Tensors& x) { return call(way, worker, 1, kAdd, x[0], x[1]); });
 }
 
+// peer: dist_autograd_test.py backward_simple_script_call: same (D, S)
 TEST_P(AutogradBackward, BackwardSimpleScriptCall) {
   expect_as_local(
       2, [](const Tensors& x) { return at::add(x[0], x[1]); },
@@ -128,6 +133,7 @@ TEST_P(AutogradBackward, BackwardSimpleScriptCall) {
       });
 }
 
+// peer: dist_autograd_test.py backward_complex_python_udf: same (D, S)
 TEST_P(AutogradBackward, BackwardComplexPythonUdf) {
   expect_as_local(
       2, [](const Tensors& x) { return complex_udf(x[0], x[1]); },
@@ -136,6 +142,7 @@ TEST_P(AutogradBackward, BackwardComplexPythonUdf) {
       });
 }
 
+// peer: dist_autograd_test.py backwards_nested_python_udf: same (D, S)
 TEST_P(AutogradBackward, BackwardsNestedPythonUdf) {
   for (const int hops : {1, 3, 7}) {
     expect_as_local(
@@ -146,7 +153,7 @@ TEST_P(AutogradBackward, BackwardsNestedPythonUdf) {
   }
 }
 
-/// What `run(operator, arguments)` makes of five tensors; two values are used twice.
+/// The result of `run(operator, arguments)` on five tensors, with two values used twice.
 at::Tensor round_trips(const Kind& kind, const Tensors& x,
                        const std::function<at::Tensor(const std::string&, std::vector<c10::IValue>)>& run) {
   at::Tensor value = run("aten::add.Tensor", {x[0], x[1]});
@@ -165,6 +172,8 @@ at::Tensor run_here(const std::string& name, const std::vector<c10::IValue>& arg
   return name == "aten::bmm" ? at::bmm(a, b) : at::matmul(a, b);
 }
 
+// peer: dist_autograd_test.py backward_multiple_round_trips: same (D, S): add, mul, stack, bmm and matmul
+//   on three workers in turn, two values used twice; over sparse tensors mul for the products
 TEST_P(AutogradBackward, BackwardMultipleRoundTrips) {
   on_first(world(4), [&](Worker& worker) {
     Tensors leaves;
@@ -183,12 +192,14 @@ TEST_P(AutogradBackward, BackwardMultipleRoundTrips) {
   });
 }
 
+// peer: dist_autograd_test.py backward_without_rpc: same (D, S)
 TEST_P(AutogradBackward, BackwardWithoutRpc) {
   expect_as_local(
       1, [](const Tensors& x) { return complex_udf(x[0], x[1]); },
       [](Worker&, Way, const Tensors& x) { return complex_udf(x[0], x[1]); });
 }
 
+// peer: dist_autograd_test.py `grad_only_on_return_value`(`_remote`): same (D, S)
 TEST_P(AutogradBackward, GradOnlyOnReturnValue) {
   on_first(world(), [&](Worker& worker) {
     for (const Way way : kWays) {
@@ -203,6 +214,7 @@ TEST_P(AutogradBackward, GradOnlyOnReturnValue) {
   });
 }
 
+// peer: dist_autograd_test.py backward_no_grad_on_tensor: same (D, S)
 TEST_P(AutogradBackward, BackwardNoGradOnTensor) {
   on_first(world(), [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -218,6 +230,7 @@ TEST_P(AutogradBackward, BackwardNoGradOnTensor) {
   });
 }
 
+// peer: dist_autograd_test.py backward_rref: same (D, S)
 TEST_P(AutogradBackward, BackwardRref) {
   on_first(world(), [&](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, kind_.sparse());
@@ -231,6 +244,7 @@ TEST_P(AutogradBackward, BackwardRref) {
   });
 }
 
+// peer: dist_autograd_test.py backward_rref_multi: same (D, S)
 TEST_P(AutogradBackward, BackwardRrefMulti) {
   on_first(world(3), [&](Worker& worker) {
     const auto first = worker.remote("worker1", kHeld, kind_.sparse());
@@ -246,6 +260,7 @@ TEST_P(AutogradBackward, BackwardRrefMulti) {
   });
 }
 
+// peer: dist_autograd_test.py backward_rref_nested: same (D, S)
 TEST_P(AutogradBackward, BackwardRrefNested) {
   on_first(world(3), [&](Worker& worker) {
     for (const Way way : kWays) {
@@ -261,6 +276,7 @@ TEST_P(AutogradBackward, BackwardRrefNested) {
   });
 }
 
+// peer: dist_autograd_test.py backward_multiple_roots: same (D, S)
 TEST_P(AutogradBackward, BackwardMultipleRoots) {
   on_first(world(), [&](Worker& worker) {
     const Tensors leaves{kind_.make(1), kind_.make(2)};
@@ -275,6 +291,7 @@ TEST_P(AutogradBackward, BackwardMultipleRoots) {
   });
 }
 
+// peer: dist_autograd_test.py backward_different_dtypes: same (D, S)
 TEST_P(AutogradBackward, BackwardDifferentDtypes) {
   on_first(world(), [&](Worker& worker) {
     const at::Tensor a = kind_.make(1).detach().to(at::kFloat).set_requires_grad(true), b = kind_.make(2);
@@ -292,6 +309,7 @@ TEST_P(AutogradBackward, BackwardDifferentDtypes) {
   });
 }
 
+// peer: dist_autograd_test.py backward_accumulate_grads: same (D, S)
 TEST_P(AutogradBackward, BackwardAccumulateGrads) {
   on_first(world(), [&](Worker& worker) {
     const Tensors leaves{kind_.make(1), kind_.make(2)};
@@ -304,6 +322,7 @@ TEST_P(AutogradBackward, BackwardAccumulateGrads) {
   });
 }
 
+// peer: dist_autograd_test.py nested_backward_accumulate_grads: same (D, S)
 TEST_P(AutogradBackward, NestedBackwardAccumulateGrads) {
   on_first(world(3), [&](Worker& worker) {
     const Tensors leaves{kind_.make(1), kind_.make(2)};
@@ -315,6 +334,7 @@ TEST_P(AutogradBackward, NestedBackwardAccumulateGrads) {
   });
 }
 
+// peer: dist_autograd_test.py multiple_backward: same (D, S): 1,000 passes
 TEST_P(AutogradBackward, MultipleBackward) {
   ClusterOptions options = world();
   SimCluster cluster(std::move(options));
@@ -332,6 +352,7 @@ TEST_P(AutogradBackward, MultipleBackward) {
   });
 }
 
+// peer: dist_autograd_test.py backward_different_tensor_dims: same
 TEST(AutogradBackward, BackwardDifferentTensorDims) {
   on_first(world(), [](Worker& worker) {
     const auto leaf = [](std::vector<std::int64_t> sizes) {
@@ -355,6 +376,8 @@ TEST(AutogradBackward, BackwardDifferentTensorDims) {
   });
 }
 
+// peer: dist_autograd_test.py backward_unused_tensors: better: what only unused outputs feed gets no
+//   gradient, as in one process
 TEST(AutogradBackward, BackwardUnusedTensors) {
   on_first(world(), [](Worker& worker) {
     const Kind kind(false);
@@ -371,6 +394,7 @@ TEST(AutogradBackward, BackwardUnusedTensors) {
   });
 }
 
+// peer: dist_autograd_test.py backward_multiple_output_tensors: same
 TEST(AutogradBackward, BackwardMultipleOutputTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::randn({5, 4}, at::kDouble).set_requires_grad(true);
@@ -386,6 +410,7 @@ TEST(AutogradBackward, BackwardMultipleOutputTensors) {
   });
 }
 
+// peer: dist_autograd_test.py backward_unused_tensors
 TEST(AutogradBackward, OutputsThatAreNotUsedAreNotZerosButNothing) {
   on_first(world(), [](Worker& worker) {
     const Kind kind(false);
@@ -404,6 +429,7 @@ TEST(AutogradBackward, OutputsThatAreNotUsedAreNotZerosButNothing) {
   });
 }
 
+// peer: dist_autograd_test.py (documented) backward from a handler: same
 TEST(AutogradBackward, BackwardFromInsideAHandler) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -414,6 +440,7 @@ TEST(AutogradBackward, BackwardFromInsideAHandler) {
   });
 }
 
+// peer: dist_autograd_test.py backward_invalid_args: same
 TEST(AutogradBackward, BackwardInvalidArgs) {
   on_first(world(), [](Worker& worker) {
     Context context(worker);
@@ -429,6 +456,7 @@ TEST(AutogradBackward, BackwardInvalidArgs) {
   });
 }
 
+// peer: dist_autograd_test.py backward_without_context: same
 TEST(AutogradBackward, BackwardWithoutContext) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kInvalid, "knows no autograd context",
@@ -437,6 +465,8 @@ TEST(AutogradBackward, BackwardWithoutContext) {
   });
 }
 
+// peer: dist_autograd_test.py async_dist_autograd: same: sixty threads at one worker, simulated and, in
+//   real processes, at the same time
 TEST(AutogradBackward, AsyncDistAutograd) {
   on_first(world(), [](Worker& worker) {
     std::vector<Thread> threads;

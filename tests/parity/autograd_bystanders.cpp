@@ -1,5 +1,4 @@
-// Passes as others see them: callbacks, workers that take no part, gradients that are long on
-// their way.
+// Effects of passes on others: callbacks, workers that take no part, and gradients that take long to arrive.
 #include "autograd/messages.h"
 #include "tests/parity/autograd_slow.h"
 #include "tests/parity/rpc_faults.h"
@@ -24,7 +23,7 @@ at::Tensor own_tensor() { return parameter() * 2; }
 constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
 at::Tensor times_own_of_2(Worker& worker, const at::Tensor& x) { return worker.rpc_sync(2, kOwnTensor) * x; }
 constexpr Function<times_own_of_2> kTimesOwnOf2{"times_own_of_2"};
-/// A pass that worker 2 waits in for a gradient that never comes.
+/// A pass in which worker 2 waits for a gradient that never arrives.
 void back_over_1(Worker& worker) {
   const at::Tensor a = parameter();
   worker.rpc_sync(2, kMultiply, a, a);
@@ -42,7 +41,7 @@ ClusterOptions world(int workers) {
 
 TEST(AutogradBystanders, AGradientThatIsLongOnItsWayIsNoStall) {
   ClusterOptions options = world(2);
-  options.network.reorder = true;  // all else overtakes it
+  options.network.reorder = true;  // all other messages overtake it
   SimCluster cluster(options);
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
@@ -70,7 +69,7 @@ TEST(AutogradBystanders, BackwardFailsAfterTheCallbacksOfThePass) {
     if (worker.rank() != 0) return nap(worker, seconds(60));
     const at::Tensor a = parameter(), b = parameter();
     bool called = false;
-    const auto node = torch::autograd::impl::grad_accumulator(b);  // which b does not keep
+    const auto node = torch::autograd::impl::grad_accumulator(b);  // not kept alive by b
     node->add_post_hook(std::make_unique<AfterPass>(b, [&] {
       nap(worker, seconds(2));
       called = true;
@@ -90,7 +89,7 @@ TEST(AutogradBystanders, BackwardFailsAfterTheCallbacksOfThePass) {
   });
 }
 
-/// The caller is not in the pass.
+/// The caller does not take part in the pass.
 TEST(AutogradBystanders, NothingIsClearedWhileAPassRunsElsewhere) {
   on_first(world(2), [](Worker& worker) {
     Context context(worker);
@@ -103,12 +102,12 @@ TEST(AutogradBystanders, NothingIsClearedWhileAPassRunsElsewhere) {
   });
 }
 
-/// The root is dead, and a gradient of its pass comes from a worker that lives.
+/// The root is dead, and a gradient of its pass arrives from a live worker.
 TEST(AutogradBystanders, NoPassBeginsWhoseRootIsDead) {
   ClusterOptions options = world(4);
   options.graceful = false;
   options.network.reorder = true;
-  bool late = false;  // the network's until it ends
+  bool late = false;  // the network uses it until it ends
   SimCluster cluster(options);
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return nap(worker, seconds(60));

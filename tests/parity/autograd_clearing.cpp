@@ -1,5 +1,5 @@
-// What a failed pass leaves: threads that are still in one of its nodes, gradients to be cleared, and queues
-// that have no room for what must be told.
+// What a failed pass leaves behind: threads that are still in one of its nodes, gradients to be cleared, and
+// full queues that delay the messages about it.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_clearing {
@@ -19,7 +19,7 @@ ClusterOptions world(int workers) {
   return autograd_world(workers, FunctionTable().add(kMultiply, kSizeOf, kContextsOf));
 }
 
-/// A leaf whose hook takes five seconds the first time.
+/// A leaf whose hook takes five seconds in its first call.
 at::Tensor slow_once(Worker& worker) {
   at::Tensor a = parameter();
   a.register_hook([&worker, first = std::make_shared<bool>(true)](const at::Tensor& gradient) {
@@ -80,7 +80,7 @@ TEST(AutogradClearing, WhoLeftAnOpenWorldIsNotAsked) {
   });
 }
 
-/// Fills what may wait for worker 1 to the last byte.
+/// Fills the queue to worker 1 to the last byte.
 void fill_queue(Worker& worker) {
   for (const std::int64_t size : {200 << 10, 10 << 10, 100}) {
     while (!worker.rpc_async(1, kSizeOf, at::zeros({size}, at::kByte)).done()) continue;

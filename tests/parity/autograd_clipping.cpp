@@ -1,5 +1,5 @@
-// Clipping where some gradients are averaged over replicas and others are each trainer's own. Trainers that
-// scaled by norms of their own had copies of the averaged parameters that drifted apart without an error.
+// Clipping when some gradients are averaged over replicas and others belong to one trainer. Trainers that
+// scaled by their own norms had copies of the averaged parameters that diverged without an error.
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
@@ -83,7 +83,7 @@ void on_trainers(const std::function<void(Trainer&)>& body) {
   }
 }
 
-/// The heads of both trainers have the same bits.
+/// Checks that the heads of both trainers have the same bits.
 void expect_one_head(Trainer& trainer) {
   const std::vector<at::Tensor> heads =
       trainer.group.all_gather(trainer.head->weight.detach().clone()).wait();
@@ -141,7 +141,7 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
     expect_error(ErrorKind::kInvalid, "give the same on all replicas",
                  [&] { optimizer.clip_grad_norm(context, options); });
     options.max_norm = 1;
-    options.norm_type = rank == 0 ? -1 : 2;  // a type that the owners refuse
+    options.norm_type = rank == 0 ? -1 : 2;  // a type that the owners reject
     const Error error = error_of([&] { optimizer.clip_grad_norm(context, options); });
     EXPECT_THAT(error.what(), HasSubstr("norm_type = -1"));
     if (rank == 1) {

@@ -1,4 +1,4 @@
-// Contexts: who has one, what it records of calls, and how it ends.
+// Contexts: which workers have one, what it records of calls, and how it ends.
 #include "tests/parity/autograd_world.h"
 
 namespace torchspan::autograd_contexts {
@@ -30,7 +30,7 @@ std::int64_t keys(Worker& worker) {
   return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
 }
 
-/// What came to worker 1.
+/// What arrived at worker 1.
 struct Pushes {
   int all = 0, without_context = 0;
   std::string refusal;
@@ -72,7 +72,7 @@ void expect_no_contexts(SimCluster& cluster, Worker& worker) {
   EXPECT_EQ(counts_of(worker).passes, 0U);
 }
 
-/// Runs on worker 0; afterwards nobody knows a context.
+/// Runs on worker 0; afterwards no worker has a context.
 void on_first_and_clean(int workers, const std::function<void(Worker&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -91,7 +91,8 @@ class AutogradContexts : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradContexts, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
-/// One call of a function of two tensors: two tensors went, one came back, and who made what from what.
+/// A call with two tensors that returns one: checks which tensors were sent and received, and which were made
+/// from which.
 void expect_graph_of_one_call(const Kind& kind, Way way, bool builtin) {
   on_first_and_clean(2, [&](Worker& worker) {
     const at::Tensor a = kind.make(1), b = kind.make(2);
@@ -121,16 +122,20 @@ void expect_graph_of_one_call(const Kind& kind, Way way, bool builtin) {
   });
 }
 
+// peer: dist_autograd_test.py graph_for_builtin_call: same (D, S), through `Context::graph()`
 TEST_P(AutogradContexts, GraphForBuiltinCall) {
   for (const Way way : {Way::kSync, Way::kAsync}) expect_graph_of_one_call(kind_, way, true);
 }
+// peer: dist_autograd_test.py graph_for_python_call: same (D, S)
 TEST_P(AutogradContexts, GraphForPythonCall) {
   for (const Way way : {Way::kSync, Way::kAsync}) expect_graph_of_one_call(kind_, way, false);
 }
+// peer: dist_autograd_test.py graph_for_builtin_remote_call: same (D, S)
 TEST_P(AutogradContexts, GraphForBuiltinRemoteCall) { expect_graph_of_one_call(kind_, Way::kRemote, true); }
+// peer: dist_autograd_test.py graph_for_python_remote_call: same (D, S)
 TEST_P(AutogradContexts, GraphForPythonRemoteCall) { expect_graph_of_one_call(kind_, Way::kRemote, false); }
 
-/// 0 → 1 → `last`: the worker between has two sends, each made from what it received.
+/// 0 → 1 → `last`: worker 1 has two sends, each made from what it received.
 void expect_graph_of_nested_call(const Kind& kind, Way way, std::uint32_t last) {
   on_first_and_clean(3, [&](Worker& worker) {
     const at::Tensor a = kind.make(1), b = kind.make(2);
@@ -153,13 +158,18 @@ void expect_graph_of_nested_call(const Kind& kind, Way way, std::uint32_t last) 
   });
 }
 
+// peer: dist_autograd_test.py graph_for_py_nested_call: same (D, S)
 TEST_P(AutogradContexts, GraphForPyNestedCall) { expect_graph_of_nested_call(kind_, Way::kSync, 2); }
+// peer: dist_autograd_test.py graph_for_py_nested_remote_call: same (D, S)
 TEST_P(AutogradContexts, GraphForPyNestedRemoteCall) { expect_graph_of_nested_call(kind_, Way::kRemote, 2); }
+// peer: dist_autograd_test.py graph_for_py_nested_call_itself: same (D, S)
 TEST_P(AutogradContexts, GraphForPyNestedCallItself) { expect_graph_of_nested_call(kind_, Way::kSync, 0); }
+// peer: dist_autograd_test.py graph_for_py_nested_remote_call_itself: same (D, S)
 TEST_P(AutogradContexts, GraphForPyNestedRemoteCallItself) {
   expect_graph_of_nested_call(kind_, Way::kRemote, 0);
 }
 
+// peer: dist_autograd_test.py `no_graph_with_tensors_not_require_grad`(`_remote`): same (D, S)
 TEST_P(AutogradContexts, NoGraphWithTensorsNotRequireGrad) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {
@@ -175,6 +185,7 @@ TEST_P(AutogradContexts, NoGraphWithTensorsNotRequireGrad) {
   }
 }
 
+// peer: dist_autograd_test.py rpc_complex_args, remote_complex_args: same (D, S)
 TEST_P(AutogradContexts, ComplexArgs) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {
@@ -193,6 +204,7 @@ TEST_P(AutogradContexts, ComplexArgs) {
   }
 }
 
+// peer: dist_autograd_test.py mixed_requires_grad: same (D, S)
 TEST_P(AutogradContexts, MixedRequiresGrad) {
   on_first_and_clean(2, [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2, false);
@@ -207,6 +219,8 @@ TEST_P(AutogradContexts, MixedRequiresGrad) {
   });
 }
 
+// peer: dist_autograd_test.py (their callee takes it for a leaf of its own) a tensor sent without grad
+//   mode: better (D, S): as in one process, it gets no gradient anywhere
 TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {
@@ -228,6 +242,7 @@ TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
   }
 }
 
+// peer: dist_autograd_test.py context_cleanup_tensor_with_grad: same (D, S)
 TEST_P(AutogradContexts, ContextCleanupTensorWithGrad) {
   on_first_and_clean(2, [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -236,6 +251,7 @@ TEST_P(AutogradContexts, ContextCleanupTensorWithGrad) {
   });
 }
 
+// peer: dist_autograd_test.py context_cleanup_tensor_no_grad: same (D, S)
 TEST_P(AutogradContexts, ContextCleanupTensorNoGrad) {
   on_first_and_clean(3, [&](Worker& worker) {
     const at::Tensor a = kind_.make(1, false);
@@ -244,6 +260,7 @@ TEST_P(AutogradContexts, ContextCleanupTensorNoGrad) {
   });
 }
 
+// peer: dist_autograd_test.py context_cleanup_nested_rpc: better (D, S): `release()` waits for it
 TEST_P(AutogradContexts, ContextCleanupNestedRpc) {
   on_first_and_clean(3, [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -254,8 +271,8 @@ TEST_P(AutogradContexts, ContextCleanupNestedRpc) {
   });
 }
 
-/// { Context context(worker); worker.rpc_async(…); }: its end may be heard of before the call is. Here every
-/// second call is late, and worker 2 tells worker 1 of the end.
+/// { Context context(worker); worker.rpc_async(…); }: the end of the context may arrive before the call does.
+/// Here every second call is late, and worker 2 reports the end to worker 1.
 TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     Pushes pushes;
@@ -301,6 +318,7 @@ TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
   }
 }
 
+// peer: dist_autograd_test.py context_cleanup_no_tensors: same
 TEST(AutogradContexts, ContextCleanupNoTensors) {
   on_first_and_clean(2, [](Worker& worker) {
     Context context(worker);
@@ -308,6 +326,8 @@ TEST(AutogradContexts, ContextCleanupNoTensors) {
   });
 }
 
+// peer: dist_autograd_test.py (faulty agent) `context_cleanup_tensor_with_grad`, `check_failed_messages`:
+//   same
 TEST(AutogradContexts, ContextCleanupWhereTheFirstThreeReleasesAreLost) {
   SimCluster cluster(world(3));
   std::atomic<int> lost{0};
@@ -330,6 +350,7 @@ TEST(AutogradContexts, ContextCleanupWhereTheFirstThreeReleasesAreLost) {
   });
 }
 
+// peer: dist_autograd_test.py autograd_context: same
 TEST(AutogradContexts, AutogradContext) {
   on_all(world(), [](Worker& worker) {
     std::set<std::uint64_t> ids;
@@ -348,6 +369,7 @@ TEST(AutogradContexts, AutogradContext) {
   });
 }
 
+// peer: dist_autograd_test.py nested_context: same
 TEST(AutogradContexts, NestedContext) {
   on_first(world(), [](Worker& worker) {
     Context context(worker);
@@ -355,6 +377,7 @@ TEST(AutogradContexts, NestedContext) {
   });
 }
 
+// peer: dist_autograd_test.py worker_ids_recorded: same
 TEST(AutogradContexts, WorkerIdsRecorded) {
   on_first_and_clean(3, [](Worker& worker) {
     const Kind dense(false);
@@ -366,6 +389,7 @@ TEST(AutogradContexts, WorkerIdsRecorded) {
   });
 }
 
+// peer: dist_autograd_test.py error_in_context: same
 TEST(AutogradContexts, ErrorInContext) {
   on_first_and_clean(2, [](Worker& worker) {
     Context context(worker);
@@ -376,6 +400,8 @@ TEST(AutogradContexts, ErrorInContext) {
   });
 }
 
+// peer: dist_autograd_test.py debug_info: same
+// peer: test_dist_autograd `TestInitializedContextCleanup`, `…SendFunction`: same
 TEST(AutogradContexts, DebugInfo) {
   on_first(world(), [](Worker& worker) {
     EXPECT_EQ(counts_of(worker).contexts, 0U);
@@ -396,6 +422,7 @@ TEST(AutogradContexts, DebugInfo) {
   });
 }
 
+// peer: dist_autograd_test.py thread_local_context_id: same
 TEST(AutogradContexts, ThreadLocalContextId) {
   on_first_and_clean(2, [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -410,7 +437,9 @@ TEST(AutogradContexts, ThreadLocalContextId) {
   });
 }
 
-/// The peer's fork of TorchScript, whose threads take the context along: here, threads of the program.
+/// The peer's fork of TorchScript, whose threads inherit the context; here the program starts the threads.
+// peer: dist_autograd_test.py jit_fork_within_context: same, with threads of the program and a
+//   `ContextScope`
 TEST(AutogradContexts, JitForkWithinContext) {
   on_first_and_clean(2, [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -429,6 +458,7 @@ TEST(AutogradContexts, JitForkWithinContext) {
   });
 }
 
+// peer: dist_autograd_test.py restore_context_after_swtich_to_jit_thread: same, likewise
 TEST(AutogradContexts, RestoreContextAfterSwitchToJitThread) {
   on_first_and_clean(2, [](Worker& worker) {
     Context context(worker);
@@ -445,6 +475,7 @@ TEST(AutogradContexts, RestoreContextAfterSwitchToJitThread) {
   });
 }
 
+// peer: dist_autograd_test.py (silently) a late call revives a released context: better
 TEST(AutogradContexts, AReleasedContextIsNotRevived) {
   on_first_and_clean(2, [](Worker& worker) {
     Context context(worker);

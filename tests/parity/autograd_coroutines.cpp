@@ -1,4 +1,4 @@
-// Handlers that are coroutines: what a step puts in force, a context or grad mode, is in force in the next.
+// Handlers that are coroutines: a context or grad mode that one step sets is also set in the next step.
 #include "tests/parity/autograd_world.h"
 
 namespace torchspan::autograd_coroutines {
@@ -7,7 +7,7 @@ namespace {
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
-/// What the thread of a plain handler is in: a context, and grad mode.
+/// The state of a plain handler's thread: its context and its grad mode.
 std::vector<bool> thread_state(std::int64_t) { return {autograd::has_current(), at::GradMode::is_enabled()}; }
 Task<std::vector<at::Tensor>> train(Worker& worker, at::Tensor x, at::Tensor start);
 Task<at::Tensor> cube(Worker& worker, at::Tensor x);
@@ -19,7 +19,7 @@ constexpr Function<train> kTrain{"train"};
 constexpr Function<cube> kCube{"cube"};
 constexpr Function<without_grad> kWithoutGrad{"without_grad"};
 
-/// The gradient of x * w * w * w, two products of which another worker makes.
+/// The gradient of x * w * w * w, of which another worker computes two products.
 Task<std::vector<at::Tensor>> train(Worker& worker, at::Tensor x, at::Tensor start) {
   const at::Tensor w = start.clone().set_requires_grad(true);
   std::vector<at::Tensor> results;

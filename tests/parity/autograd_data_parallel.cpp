@@ -1,5 +1,5 @@
 // Data parallelism inside model parallelism: trainers whose local part, or whose whole model, is averaged,
-// with an embedding on another worker. Held against one process that sees the batches of all trainers.
+// with an embedding on another worker. Compared with one process that sees the batches of all trainers.
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 
 #include "tests/parity/autograd_world.h"
@@ -18,7 +18,7 @@ at::Tensor values(at::IntArrayRef sizes, std::uint64_t seed) {
   return at::randn(sizes, at::detail::createCPUGenerator(seed), at::kDouble);
 }
 
-/// The part that lives on the server: an embedding, sparse or dense.
+/// The part on the server: an embedding, sparse or dense.
 struct Embedding {
   explicit Embedding(bool sparse)
       : table(values({kRows, kFeatures}, 3).set_requires_grad(true)), sparse(sparse) {}
@@ -30,7 +30,7 @@ at::Tensor table_gradient(Worker& worker, const RRef<Embedding>& embedding, std:
   return worker.extension<AutogradExtension>().find(context).gradient(embedding.local_value().table);
 }
 
-/// Its backward fails on the server when a trainer is to be without a gradient.
+/// Its backward fails on the server if a trainer is to get no gradient.
 at::Tensor broken_forward(const RRef<Embedding>& embedding, const at::Tensor& rows) {
   at::Tensor looked_up = embedding.local_value().forward(rows);
   looked_up.register_hook(
@@ -74,8 +74,8 @@ at::Tensor batch_of(int trainer, int step) {
   return at::tensor(at::ArrayRef<std::int64_t>(rows, 4), at::kLong).remainder(kRows);
 }
 
-/// What one process computes from `batches`: averages over trainers for the head, one trainer's for the
-/// table.
+/// What one process computes from `batches`: averages over the trainers for the head, one trainer's gradients
+/// for the table.
 struct Wanted {
   std::map<std::string, at::Tensor> head;
   Tensors tables;  ///< by trainer
@@ -141,6 +141,7 @@ void expect_head(const Context& context, const torch::nn::Module& module, const 
   }
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_no_ddp: same
 TEST(AutogradDataParallel, BackwardNoDdp) {
   on_trainers(false, [](Trainer& trainer) {
     Head head(false);
@@ -158,6 +159,7 @@ TEST(AutogradDataParallel, BackwardNoDdp) {
 }
 
 /// DistributedDataParallel around a model whose forward makes calls.
+// peer: ddp_under_dist_autograd_test.py backward_ddp_outside: same
 TEST(AutogradDataParallel, BackwardDdpOutside) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel model(trainer.worker.runtime(),
@@ -173,6 +175,7 @@ TEST(AutogradDataParallel, BackwardDdpOutside) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_ddp_outside_uneven_inputs: same
 TEST(AutogradDataParallel, BackwardDdpOutsideUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel model(trainer.worker.runtime(),
@@ -208,10 +211,13 @@ void expect_inside(bool sparse) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py backward_ddp_inside: same
 TEST(AutogradDataParallel, BackwardDdpInside) { expect_inside(false); }
+// peer: ddp_under_dist_autograd_test.py ddp_dist_autograd_sparse_grads: same
 TEST(AutogradDataParallel, DdpDistAutogradSparseGrads) { expect_inside(true); }
 
-/// The same module under LibTorch's engine and `.grad`, and in a context.
+/// The same module under LibTorch's engine with `.grad`, and in a context.
+// peer: ddp_under_dist_autograd_test.py ddp_comparison: same
 TEST(AutogradDataParallel, DdpComparison) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel plain(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
@@ -230,6 +236,7 @@ TEST(AutogradDataParallel, DdpComparison) {
   });
 }
 
+// peer: ddp_under_dist_autograd_test.py ddp_comparison_uneven_inputs: same
 TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
     const auto run = [&](bool in_context) {
@@ -260,7 +267,8 @@ TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
   });
 }
 
-/// A wrapped module trains alike with its input made here and made on another worker.
+/// A wrapped module trains the same with its input made here or on another worker.
+// peer: ddp_under_dist_autograd_test.py `ddp_dist_autograd_local_vs_remote`(`_gpu`): same; open on GPUs
 TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
@@ -280,7 +288,8 @@ TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
   });
 }
 
-/// A failure far away ends the reduced pass; the wrapper works again afterwards.
+/// A failure on another worker ends the reduced pass; the wrapper works again afterwards.
+// peer: ddp_under_dist_autograd_test.py (not told) a pass that fails far away: better
 TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
@@ -298,9 +307,9 @@ TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
   });
 }
 
-/// The server's part of one trainer's pass fails when that trainer's gradients are on their way to the
-/// average already: the other trainer's pass fails too, rather than average what the first will not step
-/// with.
+/// The server's part of one trainer's pass fails when that trainer's gradients are already being averaged:
+/// the other trainer's pass fails too, so that it does not apply an average that the first one does not
+/// apply.
 TEST(AutogradDataParallel, APassThatFailsOnAServerFailsOnAllTrainers) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);

@@ -1,6 +1,6 @@
-// A worker dies at every moment of a backward pass: before, while and after each message of it travels, and
-// in the middle of each worker's own work. Whoever lives ends the pass at once, with one story, and forgets
-// it.
+// A worker dies at every moment of a backward pass: before, while and after each message of it is sent, and
+// during each worker's own computation. The live workers end the pass at once with the same error, and
+// release it.
 #include <cstdio>
 #include <map>
 #include <set>
@@ -15,8 +15,8 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 using autograd::PassMode;
 using std::chrono::microseconds;
 
-constexpr int kWorkers = 5;         // worker 0 keeps the store, and does nothing else
-constexpr std::uint32_t kRoot = 1;  // whose loss it is
+constexpr int kWorkers = 5;         // worker 0 only serves the store
+constexpr std::uint32_t kRoot = 1;  // the worker that computes the loss
 constexpr Duration kLatency = microseconds(50);
 constexpr Duration kWork = microseconds(400);
 
@@ -31,7 +31,7 @@ at::Tensor hop(Worker& worker, const at::Tensor& x, std::int64_t more) {
 at::Tensor differentiate_here(Worker& worker, const at::Tensor& x) {
   const at::Tensor far = worker.rpc_sync(worker.rank() + 1, kHop, x, 1);
   const at::Tensor near =
-      sleeps_in_backward(far, worker.runtime(), kWork);  // its marks are far ahead of its gradients
+      sleeps_in_backward(far, worker.runtime(), kWork);  // its marks arrive long before its gradients
   autograd::current(worker).backward(near.sum());
   return x;
 }
@@ -39,9 +39,10 @@ constexpr Function<differentiate_here> kDifferentiateHere{"differentiate_here"};
 std::int64_t passes_of(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
 constexpr Function<passes_of> kPassesOf{"passes_of"};
 
-/// What a moment of a pass is: the message whose sending or arrival it is near to, or a worker's own work.
+/// A moment of a pass: shortly before or after the sending or arrival of a message, or during a worker's own
+/// computation.
 struct Moment {
-  Duration after{0};  ///< of the beginning of backward()
+  Duration after{0};  ///< since the start of backward()
   std::string phase;
 };
 
@@ -52,8 +53,8 @@ std::string phase_of(const wire::FrameHeader& header) {
   return found == kPhases.end() ? std::string() : found->second;
 }
 
-/// A world in which worker 1 differentiates a loss that went 1 -> 2 -> 3 and 1 -> 4, and in SMART mode made a
-/// call to worker 3 whose result it does not use.
+/// A world in which worker 1 differentiates a loss computed by 1 -> 2 -> 3 and 1 -> 4, and in SMART mode made
+/// a call to worker 3 whose result it does not use.
 ClusterOptions deadly_world() {
   ClusterOptions options = autograd_world(kWorkers, FunctionTable().add(kHop, kDifferentiateHere, kPassesOf));
   options.graceful = false;
@@ -81,7 +82,7 @@ class Trial {
     return moments;
   }
 
-  /// Kills `victim` at that moment. True when the pass had its gradients nevertheless.
+  /// Kills `victim` at that moment. Returns true if the pass got its gradients nevertheless.
   bool kill(int victim, const Moment& moment) {
     run(victim, moment);
     return succeeded_;
@@ -137,7 +138,7 @@ class Trial {
   bool succeeded_ = false;
 };
 
-/// What came of the deaths in one phase.
+/// The outcome of the deaths in one phase.
 struct Tally {
   int ended = 0, had_gradients = 0;
 };
@@ -177,6 +178,8 @@ std::map<std::string, Tally> kill_at_moments(PassMode mode, std::size_t stride) 
   return tallies;
 }
 
+// peer: dist_autograd_test.py (others wait for ever) a worker dies before, while or after any message of a
+//   pass: better: ends within a second, nothing is left on anybody
 TEST(AutogradDeaths, EndASmartPassAtEveryMoment) {
   auto tallies = kill_at_moments(PassMode::kSmart, 1);
   print(tallies);
@@ -190,6 +193,7 @@ TEST(AutogradDeaths, EndASmartPassAtEveryMoment) {
   EXPECT_GT(tallies["after release"].had_gradients, 0) << "the pass was over by then";
 }
 
+// peer: dist_autograd_test.py (others wait for ever) a worker dies before
 TEST(AutogradDeaths, EndAFastPassAtAnyMoment) {
   auto tallies = kill_at_moments(PassMode::kFast, 3);
   print(tallies);
@@ -199,7 +203,8 @@ TEST(AutogradDeaths, EndAFastPassAtAnyMoment) {
   EXPECT_GT(tallies["after release"].had_gradients, 0);
 }
 
-/// The one who began the pass dies, in a context that lives on: who waits for its gradients hears of it.
+/// The root dies, in a context that lives on; a worker that waits for its gradients gets an error.
+// peer: dist_autograd_test.py (others wait for ever) a worker dies before
 TEST(AutogradDeaths, OfTheRootInAnothersContext) {
   int met = 0;
   for (Duration moment = microseconds(100); moment < milliseconds(3); moment += microseconds(200)) {

@@ -1,5 +1,5 @@
-// Workers that come and go around a pass: one that died while its message waited for a thread, and one that
-// took the place of another.
+// Workers that join and leave during a pass: one that died while its message waited for a thread, and one
+// that replaced another.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_departures {
@@ -32,7 +32,7 @@ constexpr Function<contexts> kContexts{"contexts"};
 std::int64_t passes(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
 constexpr Function<passes> kPasses{"passes"};
 
-/// Worker 3 has one thread; worker 0 keeps the store, and does nothing else.
+/// Worker 3 has one thread; worker 0 only serves the store.
 ClusterOptions world() {
   ClusterOptions options = autograd_world(5, FunctionTable()
                                                  .add(kMultiply, kOwnTensor, kWork, kCall3, kTwiceTo3)
@@ -51,7 +51,7 @@ void on_second(const std::function<void(Worker&, SimCluster&)>& body) {
   });
 }
 
-/// Keeps the one thread of worker 3 busy for a second, for a call in no context.
+/// Occupies the only thread of worker 3 for a second, with a call outside of any context.
 Thread keep_3_busy(Worker& worker) {
   Thread caller = worker.runtime().executor.spawn("caller", [&] { worker.rpc_sync("worker3", kWork); });
   nap(worker, milliseconds(10));

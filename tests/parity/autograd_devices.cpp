@@ -1,5 +1,5 @@
-// Gradients of tensors that live on other devices than the CPU, which are stand-ins for GPUs
-// (tests/support/stand_in_device.h): they come back to where the tensors are.
+// Gradients of tensors on devices other than the CPU, which are stand-ins for GPUs
+// (tests/support/stand_in_device.h): they return to the devices of the tensors.
 #include "tests/parity/autograd_world.h"
 #include "tests/support/stand_in_device.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-/// Computes where its arguments live.
+/// Computes on the device of its arguments.
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) {
   if (a.device() != b.device())
     throw std::runtime_error("a on " + a.device().str() + ", b on " + b.device().str());
@@ -18,7 +18,7 @@ at::Tensor layer_on(const c10::Device& device, std::int64_t seed) {
   const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
   return at::randn({4, 4}, generator, at::kDouble).to(device).requires_grad_();
 }
-/// With the layer behind the reference, which lives where `x` came to.
+/// The same with the layer behind the reference, on the device on which `x` arrives.
 at::Tensor forward(const RRef<at::Tensor>& layer, const at::Tensor& x) {
   return at::matmul(x, layer.local_value()).tanh();
 }
@@ -61,6 +61,7 @@ void expect_gradient(const Context& context, const at::Tensor& leaf, const at::T
   expect_equal(gradient.cpu(), expected);
 }
 
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
   const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}};
   on_first(world({maps}), [&](Worker& worker) {
@@ -79,7 +80,10 @@ TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
   });
 }
 
-/// gpu_simple: a device here, and whatever the peer makes of it; no map is needed for gradients.
+/// gpu_simple: a device here, and the peer's default there; gradients need no map.
+// peer: dist_autograd_test.py `gpu_simple`, `gpu_to_cpu_continuation`(`_gpu_root`),
+//   `device_maps_backward_pass`, `dist_autograd_sync_streams`, `gradients_synchronizations`: same, SMART
+//   and FAST, over a stand-in for GPUs; streams are the engine's affair, and were not run
 TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
   on_first(world({}), [&](Worker& worker) {
     Context context(worker);
@@ -93,7 +97,7 @@ TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
   });
 }
 
-/// Gradients need no map, so no map can be in their way.
+/// Gradients need no map, so a map cannot disturb them.
 TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
   const Maps here{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}})}};
   const Maps there{{"worker0", DeviceMap({{stand_in(0), stand_in(1)}})}};
@@ -106,7 +110,8 @@ TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
   });
 }
 
-/// gpu_to_cpu_continuation and its _gpu_root: hops over the CPU between hops over devices.
+/// gpu_to_cpu_continuation and its _gpu_root: hops through the CPU between hops through devices.
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GpuToCpuContinuation) {
   const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(0)}})}};
   on_first(world({maps}), [&](Worker& worker) {
@@ -125,7 +130,8 @@ TEST_P(AutogradDevices, GpuToCpuContinuation) {
 }
 
 /// gradients_synchronizations, dist_autograd_sync_streams: layers on devices of several workers, one after
-/// the other, against the same layers in one process.
+/// the other, compared with the same layers in one process.
+// peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GradientsSynchronizations) {
   const DeviceMap swap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}});
   on_first(world({{{"worker1", swap}, {"worker2", swap}, {"worker3", swap}}}, 4), [&](Worker& worker) {
@@ -147,7 +153,7 @@ TEST_P(AutogradDevices, GradientsSynchronizations) {
       Context context(worker);
       const at::Tensor input = leaves[kLayers].detach().to(stand_in(0)).requires_grad_();
       at::Tensor x = input;
-      // Layer i lives on the device that the one before does not: what comes back from it is moved here.
+      // Layer i is on another device than the layer before it, so the result is moved here.
       for (int i = 0; i < kLayers; ++i)
         x = worker.rpc_sync(1 + i, kForward, layers[static_cast<std::size_t>(i)], x.to(stand_in(i % 2)));
       context.backward(x.sum(), options());

@@ -33,7 +33,7 @@ at::Tensor slowly(Worker& worker, const at::Tensor& x) {
   return sleeps_in_backward(x, worker.runtime(), seconds(5));
 }
 constexpr Function<slowly> kSlowly{"slowly"};
-/// Waits for a pass on the only thread of its worker; tells how many passes run when that failed.
+/// Waits for a pass on the only thread of its worker; returns how many passes run after that failed.
 std::int64_t trains_alone(Worker& worker) {
   const at::Tensor a = parameter();
   Context context(worker);
@@ -50,7 +50,7 @@ ClusterOptions world(int workers) {
       workers, FunctionTable().add(kMultiply, kSquares, kDoubles, kSlowAndBad, kSlowly, kTrainsAlone));
 }
 
-/// The pool gives up the wait of backward() when all its threads wait and another call needs one.
+/// The pool fails the wait of backward() when all its threads wait and another call needs one.
 TEST(AutogradEndings, APassWhoseWaitIsGivenUpEndsEverywhere) {
   ClusterOptions options = world(2);
   options.adjust = [](int rank, WorkerPlan& plan) {
@@ -86,7 +86,7 @@ TEST(AutogradEndings, BackwardReturnsAfterTheCallbacksOfItsEnd) {
   });
 }
 
-/// The thread that brings the last reply serves others too.
+/// The thread that receives the last reply serves other calls too.
 TEST(AutogradEndings, CallbacksOfItsEndHoldUpNobody) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter(), b = parameter();
@@ -125,7 +125,7 @@ TEST(AutogradEndings, AFailureBesideASlowBranchIsToldAtOnce) {
   });
 }
 
-/// As in one process: what the first loss did not go through is there for the second.
+/// As in one process: the part of the graph that the first loss did not use remains for the second.
 TEST(AutogradEndings, TwoLossesOverDifferentResultsOfOneCall) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter(), b = parameter();
@@ -142,7 +142,7 @@ TEST(AutogradEndings, TwoLossesOverDifferentResultsOfOneCall) {
   });
 }
 
-/// As in one process: nothing of these graphs was saved, so nothing was freed.
+/// As in one process: these graphs saved nothing, so nothing was freed.
 TEST(AutogradEndings, AGraphThatSavesNothingRunsTwice) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter();

@@ -1,5 +1,5 @@
-// Which context, on which thread: continuations, coroutines, waiting callers, and several workers of a
-// process.
+// Which context is current on which thread: in continuations, coroutines, waiting callers, and with several
+// workers in one process.
 #include <c10/core/InferenceMode.h>
 
 #include "tests/parity/autograd_world.h"
@@ -26,7 +26,7 @@ constexpr Function<train_by_then> kTrainByThen{"train_by_then"};
 constexpr Function<keep_a_context> kKeepAContext{"keep_a_context"};
 constexpr Function<add_continuations> kAddContinuations{"add_continuations"};
 
-/// The gradient of x * w * w; the second call is made by a continuation of the first.
+/// The gradient of x * w * w; a continuation of the first call makes the second one.
 at::Tensor train_by_then(Worker& worker, at::Tensor x, at::Tensor start) {
   const at::Tensor w = start.clone().set_requires_grad(true);
   Context context(worker);
@@ -44,8 +44,8 @@ Task<std::int64_t> keep_a_context(Worker& worker, std::int64_t ms) {
   co_return static_cast<std::int64_t>(context.id());
 }
 
-/// The contexts that three continuations of one future ran in, and that of the coroutine; added before, in
-/// and after its own.
+/// The contexts in which three continuations of one future ran, and that of the coroutine; they were added
+/// before, inside and after its own context.
 Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t ms) {
   const Future<void> slow = worker.rpc_async(2, kDoze, ms);
   const auto ask = [worker](const Future<void>&) mutable { return context_id(worker); };
@@ -56,7 +56,7 @@ Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t m
     Context context(worker);
     own = static_cast<std::int64_t>(context.id());
     in = slow.then(ask);
-    co_await worker.rpc_async(2, kDoze, ms + 5);  // both have run meanwhile
+    co_await worker.rpc_async(2, kDoze, ms + 5);  // both have run by then
   }
   const Future<std::int64_t> after = slow.then(ask);
   std::vector<std::int64_t> contexts;
@@ -85,8 +85,8 @@ void on_seeds(const ClusterOptions& options, const std::function<void(Worker&)>&
   }
 }
 
-/// The continuation ran in the scope of the call that the handler serves, which has no context, and not in
-/// the handler's own: the second call went out detached and the gradient was that of the last product alone.
+/// The continuation ran in the scope of the served call, which has no context, and not in the handler's own
+/// scope: the second call was sent detached, and the gradient was that of the last product alone.
 TEST(AutogradEnvironments, AContinuationInAHandlerRunsInTheHandlersOwnContext) {
   on_seeds(world(), [](Worker& worker) {
     const at::Tensor x = Kind(false).make(1, false), start = Kind(false).make(2, false);
@@ -96,12 +96,12 @@ TEST(AutogradEnvironments, AContinuationInAHandlerRunsInTheHandlersOwnContext) {
   });
 }
 
-/// The thread that the coroutine left kept its context, and later work there ran in it.
+/// The thread that the coroutine left kept its context, and later work on that thread used it.
 TEST(AutogradEnvironments, ACoroutineTakesItsContextWithIt) {
   ClusterOptions options = world();
   options.threads = 1;
   on_seeds(options, [](Worker& worker) {
-    const auto training = worker.rpc_async(0, kKeepAContext, 50);  // on this worker's one thread
+    const auto training = worker.rpc_async(0, kKeepAContext, 50);  // on this worker's only thread
     nap(worker, milliseconds(10));
     const auto seen =
         worker.rpc_async(1, kDoze, 1).then([&](const Future<void>&) { return context_id(worker); });
@@ -110,7 +110,7 @@ TEST(AutogradEnvironments, ACoroutineTakesItsContextWithIt) {
   });
 }
 
-/// They shared what the coroutine had in force at the moment, whoever it was changed by.
+/// They shared the coroutine's current state, whichever of them had changed it.
 TEST(AutogradEnvironments, ContinuationsOfACoroutineRunInTheContextOfWhereTheyWereAdded) {
   on_seeds(world(), [](Worker& worker) {
     const auto contexts = worker.rpc_sync(1, kAddContinuations, 10);
@@ -123,7 +123,7 @@ TEST(AutogradEnvironments, ContinuationsOfACoroutineRunInTheContextOfWhereTheyWe
   });
 }
 
-/// A thread that waits under inference mode reads what the training thread is sent.
+/// A thread that waits under inference mode reads replies for the training thread.
 TEST(AutogradEnvironments, ReplyThatAnotherThreadReadsKeepsItsGradients) {
   ClusterOptions options = world();
   options.spin = microseconds(150);
@@ -159,7 +159,8 @@ void with_two_workers(const std::function<void(Worker& first, Worker& second)>& 
   });
 }
 
-/// They went out detached, without a word, for the reply looked for the context at a worker that had none.
+/// They were sent detached without a warning, because the reply looked for the context at a worker that had
+/// none.
 TEST(AutogradEnvironments, CallsThroughAWorkerWithoutAContextAreRefused) {
   with_two_workers([](Worker& first, Worker& second) {
     const at::Tensor w = Kind(false).make(1);

@@ -1,4 +1,4 @@
-// What goes wrong in a backward pass: every failure ends the pass on all workers, at once, with one story.
+// Failures in a backward pass: each one ends the pass on all workers at once, with the same error.
 #include "tests/parity/autograd_world.h"
 
 namespace torchspan::autograd_failures {
@@ -41,7 +41,7 @@ at::Tensor hooked(const at::Tensor& x) {
   return y;
 }
 
-/// Asks another worker something in its backward.
+/// Calls another worker in its backward.
 void refuse(const std::string& text) { throw std::domain_error(text); }
 struct Asks : torch::autograd::Function<Asks> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Worker& worker) {
@@ -51,7 +51,7 @@ struct Asks : torch::autograd::Function<Asks> {
   static variable_list backward(AutogradContext* context, const variable_list&);
 };
 
-/// Goes on from worker to worker; the last one does `what`.
+/// Calls the next worker, and so on; the last one does `what`.
 at::Tensor chain(Worker& worker, const at::Tensor& x, std::int64_t hops, const std::string& what);
 std::int64_t running(Worker& worker) { return static_cast<std::int64_t>(counts_of(worker).passes); }
 
@@ -87,13 +87,15 @@ ClusterOptions world(int workers = 2) {
       workers, FunctionTable().add(kAdd, kMultiply, kSimulated, kSlow, kHooked, kRefuse, kChain, kRunning));
 }
 
-/// No worker runs a pass any more.
+/// Waits until no worker runs a pass.
 void expect_all_free(const Worker& worker) {
   for (const WorkerInfo& other : worker.workers()) {
     EXPECT_EQ(worker.rpc_sync(other, kRunning), 0) << other.name;
   }
 }
 
+// peer: dist_autograd_test.py backward_autograd_engine_error: better: names worker, node and the place of
+//   the call, and nobody is left waiting
 TEST(AutogradFailures, BackwardAutogradEngineError) {
   on_first(world(4), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -114,6 +116,7 @@ TEST(AutogradFailures, BackwardAutogradEngineError) {
   });
 }
 
+// peer: dist_autograd_test.py backward_python_udf_error: better: one story, not a prefix a hop
 TEST(AutogradFailures, BackwardPythonUdfError) {
   on_first(world(3), [](Worker& worker) {
     for (const std::int64_t hops : {0, 1, 4}) {
@@ -130,8 +133,10 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
   });
 }
 
-/// Wherever a hook or what a backward calls throws: one story with worker, node and the call of the forward
-/// pass.
+/// If a hook, or a call made in backward, throws anywhere: one error with the worker, the node and the call
+/// of the forward pass.
+// peer: dist_autograd_test.py (not told) a hook, or a call made by a backward, throws: better: names
+//   worker, node and the forward call
 TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   on_first(world(4), [](Worker& worker) {
     const std::pair<const char*, const char*> kinds[] = {{"hook", "the hook threw"},
@@ -158,6 +163,7 @@ TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   });
 }
 
+// peer: dist_autograd_test.py (none) cancelling a pass: more
 TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -182,6 +188,7 @@ TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   });
 }
 
+// peer: dist_autograd_test.py multiple_backward_with_errors: same: 50 that fail, then 50 that do not
 TEST(AutogradFailures, MultipleBackwardWithErrors) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -198,7 +205,9 @@ TEST(AutogradFailures, MultipleBackwardWithErrors) {
   });
 }
 
-/// FAST: the peer's own test asserts that this hangs.
+/// FAST: PyTorch's own test asserts that this hangs.
+// peer: dist_autograd_test.py backward_unused_send_function: better: theirs asserts that it hangs; FAST
+//   names the sends of all workers, SMART is right
 TEST(AutogradFailures, BackwardUnusedSendFunction) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -225,6 +234,7 @@ TEST(AutogradFailures, BackwardUnusedSendFunction) {
   });
 }
 
+// peer: dist_autograd_test.py backward_unused_send_function
 TEST(AutogradFailures, SlowWorkIsNoStall) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -249,6 +259,7 @@ TEST(AutogradFailures, ThreadsThatNoPassCanHave) {
   });
 }
 
+// peer: dist_autograd_test.py (hangs) a pass that is late: better
 TEST(AutogradFailures, APassThatIsLateEndsEverywhere) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -265,6 +276,7 @@ TEST(AutogradFailures, APassThatIsLateEndsEverywhere) {
   });
 }
 
+// peer: dist_autograd_test.py (asserts) two passes at once in one context: better: the second is refused
 TEST(AutogradFailures, TwoPassesAtOnceInOneContext) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -281,6 +293,7 @@ TEST(AutogradFailures, TwoPassesAtOnceInOneContext) {
   });
 }
 
+// peer: dist_autograd_test.py clean_context_during_backward: better: the pass ends with an error
 TEST(AutogradFailures, CleanContextDuringBackward) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -300,7 +313,7 @@ TEST(AutogradFailures, CleanContextDuringBackward) {
   });
 }
 
-/// Kills `victim` while a pass runs; the caller hears of it within a second, and so do all others.
+/// Kills `victim` while a pass runs; the caller and all others get an error within a second.
 void expect_death_to_end_a_pass(int victim, const std::string& what) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     ClusterOptions options = world(4);
@@ -337,7 +350,9 @@ void expect_death_to_end_a_pass(int victim, const std::string& what) {
   }
 }
 
+// peer: dist_autograd_test.py backward_node_failure: better: an error within a second
 TEST(AutogradFailures, BackwardNodeFailure) { expect_death_to_end_a_pass(2, ""); }
+// peer: dist_autograd_test.py backward_node_failure_python_udf: better
 TEST(AutogradFailures, BackwardNodeFailurePythonUdf) {
   for (const int victim : {1, 2, 3}) expect_death_to_end_a_pass(victim, "slow");
 }

@@ -1,5 +1,5 @@
-// Handles that outlive the worker they were made on: whatever they are asked, they answer kCancelled and say
-// what to do, and they end without a word. They used to read the runtime of a session that was gone.
+// Handles that outlive their worker: every operation on them throws kCancelled with advice, and their
+// destructors do nothing. They used to read the runtime of a destroyed session.
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
@@ -41,7 +41,7 @@ ClusterOptions world(int workers, std::uint64_t seed, bool open) {
   return options;
 }
 
-/// One of everything that refers to a worker.
+/// One of each handle that refers to a worker.
 struct Handles {
   explicit Handles(Worker& on, const Destination& to)
       : worker(on),
@@ -144,7 +144,7 @@ TEST(Handles, AnswerCancelledOnceTheirWorkerHasEnded) {
   }
 }
 
-/// The clock, the log and the spans live for as long as somebody has a handle, and no longer.
+/// The clock, the log and the spans live as long as any handle, and no longer.
 TEST(Handles, ShareTheRuntimeOfTheirWorker) {
   SimExecutor executor(1);
   std::weak_ptr<Runtime> life;
@@ -169,7 +169,7 @@ TEST(Handles, ShareTheRuntimeOfTheirWorker) {
   EXPECT_TRUE(result.wait().equal(input() * 2));
 }
 
-/// A thread that waits in a round of the world as its worker ends.
+/// A thread that waits in a gather of the world when its worker ends.
 TEST(Handles, LeaveARoundOfTheWorldAsTheirWorkerEnds) {
   SimCluster cluster(world(2, 3, false));
   std::vector<Thread> threads;

@@ -1,4 +1,4 @@
-// Hooks, and whose memory a gradient is in.
+// Hooks, and which tensors share the memory of a gradient.
 #include "engine/test_nodes.h"
 #include "tests/parity/autograd_world.h"
 
@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 Tensors both(const at::Tensor& a, const at::Tensor& b) { return {a * 2, b * 3}; }
-/// a + b, whose backward gives b no gradient.
+/// a + b; its backward returns no gradient for b.
 struct Forgets : torch::autograd::Function<Forgets> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& a, const at::Tensor& b) { return a + b; }
   static variable_list backward(AutogradContext*, variable_list gradients) {
@@ -60,6 +60,7 @@ ClusterOptions world(int workers = 2) {
   return autograd_world(workers, FunctionTable().add(kAdd, kBoth, kBag, kForward, kTableGradient, kSpansOf));
 }
 
+// peer: dist_autograd_test.py backward_verify_hooks: same
 TEST(AutogradHooks, BackwardVerifyHooks) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -76,6 +77,7 @@ TEST(AutogradHooks, BackwardVerifyHooks) {
   });
 }
 
+// peer: dist_autograd_test.py post_hooks: same
 TEST(AutogradHooks, PostHooks) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -93,7 +95,7 @@ TEST(AutogradHooks, PostHooks) {
   });
 }
 
-/// In one process each of the tensors has a node of its own, which then does not run.
+/// In one process each of the tensors has a separate node, which then does not run.
 TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -110,7 +112,7 @@ TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
           });
           parts[i].register_hook([&calls, i](const at::Tensor&) { ++calls[i]; });
         }
-        // FAST: all that was sent takes part.
+        // FAST: everything that was sent contributes.
         const at::Tensor rest = worker.rpc_sync("worker1", kAdd, a, b).sum();
         context.backward(parts[used].sum() + rest, {.mode = mode});
         EXPECT_EQ(calls[used], 2);
@@ -124,7 +126,7 @@ TEST(AutogradHooks, OfATensorThatGetsNoGradientBesideOneThatDoesAreNotCalled) {
   });
 }
 
-/// It is reached: as in one process the hook sees that it gets nothing.
+/// The loss reaches it: as in one process, the hook sees an undefined gradient.
 TEST(AutogradHooks, OfATensorWhoseGradientIsForgottenSeeAnUndefinedOne) {
   const auto see = [](const Tensors& parts, std::vector<int>& seen) {
     for (const at::Tensor& part : parts) {
@@ -147,7 +149,7 @@ TEST(AutogradHooks, OfATensorWhoseGradientIsForgottenSeeAnUndefinedOne) {
   });
 }
 
-/// The message came first, so its node would be the last one to run.
+/// The message arrived first, so its node would run last.
 TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -171,7 +173,7 @@ TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
   });
 }
 
-/// What cannot travel is said to be that, and nobody is said to be lost.
+/// The error says that the gradient cannot be sent, and does not report a lost worker.
 TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
   struct ToCsr : torch::autograd::FunctionPreHook {
     variable_list operator()(const variable_list& gradients) override {
@@ -185,12 +187,12 @@ TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
     y.grad_fn()->add_pre_hook(std::make_unique<ToCsr>());
     const Error error = error_of([&] { context.backward(y.sum()); });
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("layout SparseCsr does not travel"),
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("layout SparseCsr is not supported"),
                                     HasSubstr("result of 'add'"), Not(HasSubstr("lost worker"))));
   });
 }
 
-/// Where the gradient is that a function's backward was given or made.
+/// The memory of the gradients that a function's backward got and returned.
 struct Seen {
   const void* memory = nullptr;
 };
@@ -204,7 +206,7 @@ void watch(AutogradContext* context, Seen& seen) {
   context->saved_data["seen"] = reinterpret_cast<std::int64_t>(&seen);
 }
 
-/// Both inputs get one and the same gradient.
+/// Both inputs get the same gradient tensor.
 struct TwoOfOne : torch::autograd::Function<TwoOfOne> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& a, const at::Tensor& b, Seen& seen) {
     watch(context, seen);
@@ -233,12 +235,13 @@ struct Expanded : torch::autograd::Function<Expanded> {
   }
 };
 
+// peer: dist_autograd_test.py no_grad_copy: same
 TEST(AutogradHooks, NoGradCopy) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     Seen seen;
     {
-      Context context(worker);  // expanded memory is nobody's gradient: copied for both
+      Context context(worker);  // expanded memory may be shared: copied for both
       context.backward(Expanded::apply(TwoOfOne::apply(a, b, seen)));
       EXPECT_NE(context.gradient(a).data_ptr(), seen.memory);
       EXPECT_NE(context.gradient(b).data_ptr(), seen.memory);
@@ -246,7 +249,7 @@ TEST(AutogradHooks, NoGradCopy) {
       EXPECT_TRUE(context.gradient(a).is_contiguous());
     }
     {
-      Context context(worker);  // nobody else has it: taken over
+      Context context(worker);  // no other reference: taken without a copy
       context.backward(OneOfOne::apply(a, seen).select(1, 0).select(0, 1));
       EXPECT_EQ(context.gradient(a).data_ptr(), seen.memory);
     }
@@ -260,7 +263,7 @@ TEST(AutogradHooks, NoGradCopy) {
   });
 }
 
-/// Somebody who may hold on to a gradient's indices.
+/// Holds a reference to a gradient's indices.
 struct Keeper {
   bool keeps = false;
   at::Tensor indices;
@@ -282,13 +285,15 @@ struct SparseMaker : torch::autograd::Function<SparseMaker> {
   }
 };
 
+// peer: dist_autograd_test.py no_grad_copy_sparse: better: taken over where nobody else sees its memory;
+//   indices that are an embedding's input are copied: theirs change with that
 TEST(AutogradHooks, NoGradCopySparse) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     Seen seen, passed_on;
     Keeper nobody;
     {
-      Context context(worker);  // nobody else has its indices or values: taken over
+      Context context(worker);  // no other reference to its indices or values: taken without a copy
       const at::Tensor loss = SparseMaker::apply(a, nobody, seen) * 1.0;
       context.backward(loss, {.retain_graph = true});
       const at::Tensor gradient = context.gradient(a);
@@ -309,8 +314,9 @@ TEST(AutogradHooks, NoGradCopySparse) {
   });
 }
 
-/// An embedding's gradient has the memory of its input as indices: what is done to that later must not reach
-/// it. Its values are nobody else's.
+/// An embedding's gradient uses the memory of its input as indices: later changes of the input must not reach
+/// the gradient. Its values have no other reference.
+// peer: dist_autograd_test.py no_grad_copy_sparse
 TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor table = Kind(false).make(1), rows = at::tensor({0, 2}, at::kLong);
@@ -327,6 +333,8 @@ TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   });
 }
 
+// peer: dist_autograd_test.py grad_copy_sparse_indices_extra_ref: better: indices that another holds are
+//   copied; theirs are taken over, and change with it
 TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -344,6 +352,7 @@ TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
   });
 }
 
+// peer: dist_autograd_test.py embedding_bag_with_no_grad_tensors: same
 TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
   on_first(world(), [](Worker& worker) {
     const auto bag = worker.remote("worker1", kBag, 7);
@@ -359,7 +368,10 @@ TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
   });
 }
 
-/// In place of the peer's profiler: spans tell what ran where, and for which pass.
+/// Instead of the peer's profiler: spans show what ran on which worker, and for which pass.
+// peer: dist_autograd_test.py dist_autograd_profiling: differs: spans of our own, not LibTorch's profiler:
+//   the call, the pass, and by the pass's id, on both workers, the gradients sent and received for each
+//   message
 TEST(AutogradHooks, DistAutogradProfiling) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);

@@ -1,4 +1,4 @@
-// LibTorch's engine inside a distributed pass: run by backward functions and hooks, as checkpoints do.
+// LibTorch's engine inside a distributed pass: backward functions and hooks run it, as checkpoints do.
 #include "engine/test_nodes.h"
 #include "tests/parity/autograd_world.h"
 
@@ -30,7 +30,7 @@ constexpr Function<&Layer::forward> kForward{"Layer.forward"};
 constexpr Function<weight_grad> kWeightGrad{"weight_grad"};
 constexpr Function<strays> kStrays{"strays"};
 
-/// Twice x, on another worker; its backward calls there again and lets LibTorch's engine run.
+/// Twice x, on another worker; its backward calls that worker again and runs LibTorch's engine.
 struct CallsAgain : torch::autograd::Function<CallsAgain> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, Worker* worker, std::int64_t to) {
     context->save_for_backward({x});
@@ -50,7 +50,7 @@ at::Tensor checkpointed(Worker& worker, std::int64_t to, const at::Tensor& x) {
   return CallsAgain::apply(x, &worker, to);
 }
 
-/// x * weight; its backward computes that again, with the weight itself, and lets LibTorch's engine run.
+/// x * weight; its backward recomputes that with the same weight, and runs LibTorch's engine.
 struct MultipliesAgain : torch::autograd::Function<MultipliesAgain> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const Layer* layer) {
     context->save_for_backward({x});
@@ -72,7 +72,7 @@ ClusterOptions world() {
                         FunctionTable().add(kTwice, kCheckpointed, kLayer, kForward, kWeightGrad, kStrays));
 }
 
-/// Fails soon, by that name, and leaves the context as usable as it was.
+/// Fails soon with that name, and leaves the context usable.
 void expect_refused(Worker& worker, const Context& context, const at::Tensor& loss, PassMode mode) {
   const TimePoint begin = now(worker);
   const Error error = error_of([&] { context.backward(loss, {.mode = mode}); });
@@ -88,7 +88,7 @@ TEST_P(AutogradInside, ACheckpointThatCallsAgainIsRefusedByName) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
     for (const std::int64_t to : {0, 1}) {
-      for (const bool known : {false, true}) {  // whether the callee takes part in the pass anyway
+      for (const bool known : {false, true}) {  // whether the callee takes part in the pass in any case
         Context context(worker);
         at::Tensor loss = CallsAgain::apply(a, &worker, to).sum();
         if (known) loss = loss + worker.rpc_sync(to, kTwice, a).sum();
@@ -159,7 +159,7 @@ TEST(AutogradInside, CheckpointsThatGiveTheirGradientsBackWorkAndAreNotReported)
   });
 }
 
-/// A pass of LibTorch's engine around the distributed one is none of its business.
+/// A pass of LibTorch's engine that contains the distributed one does not affect it.
 TEST(AutogradInside, AnEngineThatIsOutsideIsNotReported) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);

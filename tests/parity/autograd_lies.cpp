@@ -1,5 +1,5 @@
-// A peer that is wrong or lies about passes: nothing it says makes a gradient go missing silently, and what
-// it could not say gets an error.
+// A peer that sends wrong messages about passes: none of them removes a gradient without an error, and
+// impossible ones get an error.
 #include "autograd/messages.h"
 #include "tests/parity/autograd_slow.h"
 
@@ -17,7 +17,7 @@ at::Tensor slowly(Worker& worker, const at::Tensor& x) {
 constexpr Function<multiply> kMultiply{"multiply"};
 constexpr Function<slowly> kSlowly{"slowly"};
 
-/// The ids of the pass whose gradients were seen first, and of the message that they were for.
+/// The ids of the pass whose gradients arrived first, and of the message for which they were.
 struct Seen {
   std::atomic<std::uint64_t> context{0}, pass{0}, message{0};
   std::atomic<bool> over{false};
@@ -39,8 +39,8 @@ void listen(SimCluster& cluster, Seen& seen) {
 using Lie = std::function<void(Worker& liar, const Seen& seen)>;
 using Then = std::function<void(Worker& worker, Context& context, const at::Tensor& leaf)>;
 
-/// Worker 0 differentiates through worker 2, which takes two seconds, and marks take one; meanwhile worker 1,
-/// which is in the context too, lies. Gives the error of backward(), if there was one.
+/// Worker 0 differentiates through worker 2, which takes two seconds, with marks that take one; meanwhile
+/// worker 1, which is also in the context, sends wrong messages. Returns the error of backward(), if any.
 std::optional<Error> with_liar(PassMode mode, const Lie& lie, const Then& then = {}) {
   Seen seen;
   std::optional<Error> failure;
@@ -120,7 +120,7 @@ TEST(AutogradLies, AnAbortIsForThePassThatItNames) {
   EXPECT_FALSE(failure) << failure->what();
 }
 
-/// Worker 2 gets the gradients of its reply from worker 0, and says what it pleases about its own message.
+/// Worker 2 gets the gradients of its reply from worker 0, and sends any claim about its own message.
 TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
   for (const bool twice : {true, false}) {
     std::optional<Error> failure;

@@ -1,4 +1,4 @@
-// Several losses in one context, all forward passes first: each pass costs what it goes through.
+// Several losses in one context, with all forward passes first: each pass visits only its own graph.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_micro_batches {
@@ -6,7 +6,7 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-/// Lives on worker 1.
+/// Runs on worker 1.
 struct BatchLayer {
   explicit BatchLayer(std::int64_t seed) : weight(Kind(false).make(static_cast<std::uint64_t>(seed))) {}
   at::Tensor forward(const at::Tensor& x) const { return (x * weight).tanh(); }
@@ -18,7 +18,7 @@ at::Tensor gradient_of(Worker& worker, const RRef<BatchLayer>& layer) {
   return autograd::current(worker).gradient(layer.local_value().weight);
 }
 constexpr Function<gradient_of> kGradientOf{"gradient_of"};
-/// How often the weight's hook was called is how often its gradient was complete.
+/// The number of calls of the weight's hook is the number of times its gradient was complete.
 std::int64_t hook(const RRef<BatchLayer>& layer, const RRef<std::int64_t>& calls) {
   std::int64_t* count = &calls.local_value();
   return layer.local_value().weight.register_hook([count](const at::Tensor& gradient) {
@@ -44,7 +44,7 @@ at::Tensor loss_of(const RRef<BatchLayer>& layer, const at::Tensor& mine, int ba
   return (layer.rpc_sync(kForward, x * mine) * mine).sum();
 }
 
-/// What each of `batches` passes counted, on worker 0 and on worker 1.
+/// The counts of each of `batches` passes, on worker 0 and on worker 1.
 std::vector<std::pair<std::int64_t, std::int64_t>> costs(Worker& worker, int batches, unsigned threads) {
   std::vector<std::pair<std::int64_t, std::int64_t>> costs;
   const auto layer = worker.remote("worker1", kBatchLayer, 7);
@@ -85,7 +85,7 @@ TEST(AutogradMicroBatches, APassCountsItsOwnPart) {
   }
 }
 
-/// A graph that is retained is not counted anew.
+/// A retained graph is not counted again.
 TEST(AutogradMicroBatches, PassesOverOneGraphCountItOnce) {
   on_first(world(), [](Worker& worker) {
     const auto layer = worker.remote("worker1", kBatchLayer, 7);
@@ -103,7 +103,7 @@ TEST(AutogradMicroBatches, PassesOverOneGraphCountItOnce) {
   });
 }
 
-/// Each step goes on from the last one's value, in one context; each has a loss of its own.
+/// Each step starts from the last one's value, in one context; each has a separate loss.
 TEST(AutogradMicroBatches, LossesAlongOneChain) {
   on_first(world(), [](Worker& worker) {
     const auto layer = worker.remote("worker1", kBatchLayer, 7);

@@ -1,5 +1,5 @@
-// The thread that brings the news of a death has others to bring, and answers heartbeats: no user's code runs
-// on it, however a pass or a context ends by that death.
+// The thread that reports a death has other deaths to report, and answers heartbeats: no user code runs on
+// it, in whatever way a pass or a context ends by that death.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_news {
@@ -11,7 +11,7 @@ at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 at::Tensor slowly(Worker& worker, const at::Tensor& x) {
   return sleeps_in_backward(x, worker.runtime(), seconds(20));
 }
-/// Its graph keeps memory that takes a minute to be given back.
+/// Freeing the memory that its graph holds takes a minute.
 at::Tensor guarded(Worker& worker, const at::Tensor& x) {
   const auto numbers = std::make_shared<std::vector<double>>(2, 1.0);
   Executor& executor = worker.runtime().executor;
@@ -23,7 +23,7 @@ constexpr Function<multiply> kMultiply{"multiply"};
 constexpr Function<slowly> kSlowly{"slowly"};
 constexpr Function<guarded> kGuarded{"guarded"};
 
-/// Every worker on a host of its own, so that heartbeats tell who lives.
+/// Every worker is on a separate host, so that heartbeats detect deaths.
 ClusterOptions world(int workers) {
   ClusterOptions options = autograd_world(workers, FunctionTable().add(kMultiply, kSlowly, kGuarded));
   options.graceful = false;

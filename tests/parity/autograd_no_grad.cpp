@@ -1,5 +1,5 @@
-// Evaluation on other workers: CallOptions::no_grad travels with the call, so that the callee builds no graph
-// and nobody warns of gradients that are cut.
+// Evaluation on other workers: CallOptions::no_grad is sent with the call, so that the callee builds no graph
+// and no warning about detached gradients is logged.
 #include <torchspan/core/task.h>
 #include <torchspan/rpc/remote_module.h>
 
@@ -25,13 +25,14 @@ constexpr ModuleClass<Evaluated> kLayer{"Layer"};
 at::Tensor input() { return at::linspace(-1, 1, 6, at::kDouble).view({2, 3}); }
 at::Tensor weight() { return at::full({3}, 2.0, at::kDouble).set_requires_grad(true); }
 
-/// Its own parameter's product with `x`, and what it saw: whether gradients are on, whether `x` needs one.
+/// Returns the product of its parameter with `x`, whether gradients are enabled, and whether `x` requires
+/// one.
 std::vector<at::Tensor> product(const at::Tensor& x) {
   return {x * weight(), at::scalar_tensor(at::GradMode::is_enabled()), at::scalar_tensor(x.requires_grad())};
 }
 constexpr Function<product> kProduct{"product"};
 
-/// Asks the next worker before and after it switches gradients on for itself.
+/// Calls the next worker before and after it enables gradients for itself.
 Task<std::vector<std::int64_t>> relay(Worker& worker, const at::Tensor& x) {
   std::vector<std::int64_t> seen;
   const auto next = [&] { return worker.rpc_async((worker.rank() + 1) % worker.world_size(), kProduct, x); };

@@ -1,5 +1,5 @@
-// Modules that live on another worker and are used like local ones: forward, training and state; the same
-// numbers as in one process.
+// Modules on another worker that are used like local ones: forward, training and state, with the same numbers
+// as in one process.
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
@@ -11,7 +11,7 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-/// Different with and without training, and picky about its input.
+/// Behaves differently with and without training, and rejects wrong inputs.
 struct LayerImpl : torch::nn::Module {
   LayerImpl(std::int64_t seed, std::int64_t width) {
     if (width < 1) throw std::invalid_argument("a layer of width " + std::to_string(width));
@@ -49,7 +49,7 @@ constexpr Function<&LayerImpl::values> kValues{"Layer.values"};
 constexpr Function<&LayerImpl::leave_gradients> kLeaveGradients{"Layer.leave_gradients"};
 constexpr Function<&LayerImpl::gradients> kGradients{"Layer.gradients"};
 
-/// A remote module arrives as a reference, and is made a module again.
+/// A remote module arrives as a reference and becomes a module again.
 at::Tensor forward_elsewhere(Worker& worker, const RRef<Layer>& layer, const at::Tensor& x) {
   return RemoteModule(worker, kLayer, layer).forward(x, 1.0);
 }
@@ -77,6 +77,7 @@ void expect_close(const std::vector<at::Tensor>& actual, const std::vector<at::T
     EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-12, 1e-12)) << "parameter " << i;
 }
 
+// peer: remote_module_test.py forward_sync: same
 TEST(RemoteModuleConformance, ForwardSync) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -85,6 +86,7 @@ TEST(RemoteModuleConformance, ForwardSync) {
   });
 }
 
+// peer: remote_module_test.py forward_async: same
 TEST(RemoteModuleConformance, ForwardAsync) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -94,6 +96,8 @@ TEST(RemoteModuleConformance, ForwardAsync) {
   });
 }
 
+// peer: remote_module_test.py bad_module: differs: what is no module does not compile; a constructor that
+//   throws is told at the first use
 TEST(RemoteModuleConformance, BadModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, -1);
@@ -104,6 +108,7 @@ TEST(RemoteModuleConformance, BadModule) {
   });
 }
 
+// peer: remote_module_test.py (documented) errors of a forward: better: they name worker and module
 TEST(RemoteModuleConformance, AForwardThatThrowsNamesWorkerAndModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker2", kLayer, 7, 3);
@@ -129,6 +134,7 @@ TEST(RemoteModuleConformance, AnExpiredOptionEndsAForward) {
   });
 }
 
+// peer: remote_module_test.py get_module_rref: same: a `RemoteModule` is an `RRef`
 TEST(RemoteModuleConformance, GetModuleRref) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, 3);
@@ -149,6 +155,7 @@ TEST(RemoteModuleConformance, RemoteTakesAModuleClass) {
   });
 }
 
+// peer: remote_module_test.py create_remote_module_from_module_rref: same
 TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -158,6 +165,7 @@ TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   });
 }
 
+// peer: remote_module_test.py send_remote_module_over_the_wire: same: it travels as its `RRef`
 TEST(RemoteModuleConformance, SendRemoteModuleOverTheWire) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -167,6 +175,7 @@ TEST(RemoteModuleConformance, SendRemoteModuleOverTheWire) {
   });
 }
 
+// peer: remote_module_test.py remote_parameters: same
 TEST(RemoteModuleConformance, RemoteParameters) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -178,7 +187,7 @@ TEST(RemoteModuleConformance, RemoteParameters) {
       EXPECT_EQ(remote[i].owner_name(), "worker1");
       EXPECT_TRUE(at::equal(remote[i].to_here(), expected[i]));
     }
-    // They are the parameters themselves, and may be passed on.
+    // They are the parameters themselves, and may be sent on.
     const std::vector<RRef<at::Tensor>> here = parameter_rrefs(worker, local);
     ASSERT_EQ(here.size(), expected.size());
     EXPECT_TRUE(here[0].local_value().is_same(expected[0]));
@@ -186,6 +195,7 @@ TEST(RemoteModuleConformance, RemoteParameters) {
   });
 }
 
+// peer: remote_module_test.py train_eval: same
 TEST(RemoteModuleConformance, TrainEval) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);
@@ -208,8 +218,8 @@ TEST(RemoteModuleConformance, ZeroGradClearsTheGradientsThere) {
   });
 }
 
-/// Two layers on two workers, trained by modules' references or by parameters' references, end with the
-/// values of one process.
+/// Two layers on two workers, trained through references to modules or to parameters, end with the values of
+/// one process.
 void expect_training_as_in_one_process(Worker& worker, bool by_parameters) {
   Layer first(1, 3), second(2, 3);
   std::vector<at::Tensor> parameters = first->parameters();
@@ -241,6 +251,8 @@ void expect_training_as_in_one_process(Worker& worker, bool by_parameters) {
   expect_close(far.rpc_sync(kValues), second->values());
 }
 
+// peer: remote_module_test.py (documented) trained by a distributed optimizer: same: the numbers of one
+//   process
 TEST(RemoteModuleConformance, TrainsLikeTheSameModulesInOneProcess) {
   for (const bool by_parameters : {false, true}) {
     SCOPED_TRACE(by_parameters ? "references to parameters" : "references to modules");

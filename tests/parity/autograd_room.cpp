@@ -1,5 +1,5 @@
-// Messages of a pass that find no room, on the sender's connection or in the receiver's queue: they are sent
-// again as room comes.
+// Messages of a pass that find a queue full, on the sender's connection or at the receiver: they are sent
+// again when the queue has room.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_room {
@@ -19,7 +19,7 @@ at::Tensor there_and_back(Worker& worker, const at::Tensor& a, const at::Tensor&
 constexpr Function<there_and_back> kThereAndBack{"there_and_back"};
 void work(Worker& worker, std::int64_t time) { worker.runtime().executor.sleep(milliseconds(time)); }
 constexpr Function<work> kWork{"work"};
-/// Its gradient comes back in a layout that does not travel.
+/// Its gradient has a layout that cannot be sent.
 struct Compress : torch::autograd::Function<Compress> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -34,7 +34,7 @@ ClusterOptions world() {
   return autograd_world(2, FunctionTable().add(kMultiply, kThereAndBack, kWork, kCompressed));
 }
 
-/// The gradients of 40 calls leave at once, and those of the calls that these made.
+/// The gradients of 40 calls are sent at once, and those of the calls that these made.
 void differentiate_many_at_once(const ClusterOptions& options) {
   on_first(options, [](Worker& worker) {
     for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
@@ -65,7 +65,7 @@ TEST(AutogradRoom, IsWaitedForOnTheConnection) {
   differentiate_many_at_once(options);
 }
 
-/// Worker 1 has no thread for longer than the pass may last.
+/// Worker 1 has no free thread for longer than the pass may last.
 TEST(AutogradRoom, ThatDoesNotComeIsNamedWhenThePassIsLate) {
   ClusterOptions options = world();
   options.threads = 1;

@@ -1,5 +1,5 @@
-// What a pass can begin with: losses that references stand for, roots of any shape with their gradients; and
-// beginning anew, with no gradients, after a pass that failed.
+// The roots of a pass: losses behind references, roots of any shape with their gradients; and a new start,
+// without gradients, after a failed pass.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_roots {
@@ -16,7 +16,7 @@ using torch::autograd::variable_list;
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
 at::Tensor held_scalar() { return at::ones({}, at::kDouble).set_requires_grad(true); }
-/// A loss of the caller's tensor and of one that is here.
+/// A loss of the caller's tensor and of one on this worker.
 at::Tensor loss_with(const RRef<at::Tensor>& kept, const at::Tensor& a) {
   const at::Tensor sum = at::add(kept.local_value(), a, 3);
   return Kind(a.is_sparse()).sum(sum);
@@ -34,7 +34,7 @@ at::Tensor own_slow(Worker& worker) {
 at::Tensor refuse(const at::Tensor&) { throw std::domain_error("no loss today"); }
 at::Tensor without_graph(const at::Tensor& a) { return a.detach().sum(); }
 
-/// a, whose backward fails as often as `failures` says.
+/// Returns a; its backward fails `failures` times.
 struct Fails : torch::autograd::Function<Fails> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& a, std::int64_t failures) {
     context->saved_data["left"] = failures;
@@ -48,7 +48,7 @@ struct Fails : torch::autograd::Function<Fails> {
   }
 };
 at::Tensor fails(const at::Tensor& a, std::int64_t failures) { return Fails::apply(a, failures); }
-/// Goes on to the owner of `kept`, which its caller knows nothing of.
+/// Calls the owner of `kept`, of which its caller knows nothing.
 at::Tensor add_there(Worker& worker, std::int64_t to, const RRef<at::Tensor>& kept, const at::Tensor& a);
 at::Tensor times_kept(const RRef<at::Tensor>& kept, const at::Tensor& a) { return kept.local_value() * a; }
 std::int64_t keys(Worker& worker) {
@@ -91,6 +91,9 @@ class AutogradRoots : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradRoots, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
+// peer: rpc_test.py/rref owner_rref_backward, user_rref_backward: differs (D, S): `context.backward(rref)`
+//   fetches the loss and begins the pass on the caller, not on the owner; gradients go to the context,
+//   never to `.grad`
 TEST_P(AutogradRoots, OwnerRrefBackward) {
   on_first(world(), [&](Worker& worker) {
     const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -108,6 +111,7 @@ TEST_P(AutogradRoots, OwnerRrefBackward) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST_P(AutogradRoots, UserRrefBackward) {
   on_first(world(3), [&](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, kind_.sparse());
@@ -125,6 +129,7 @@ TEST_P(AutogradRoots, UserRrefBackward) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST(AutogradRoots, AnRrefIsFetchedInTheContextWhoeverAsks) {
   on_first(world(), [](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, false);
@@ -140,6 +145,7 @@ TEST(AutogradRoots, AnRrefIsFetchedInTheContextWhoeverAsks) {
   });
 }
 
+// peer: rpc_test.py/rref owner_rref_backward
 TEST(AutogradRoots, RrefsThatAreNoLossAreRefused) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -161,6 +167,8 @@ TEST(AutogradRoots, RrefsThatAreNoLossAreRefused) {
   });
 }
 
+// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape, with their gradients: more (D, S):
+//   their roots are scalars
 TEST_P(AutogradRoots, RootsOfAnyShapeTakeTheirGradients) {
   for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
     on_first(world(), [&](Worker& worker) {
@@ -182,6 +190,7 @@ TEST_P(AutogradRoots, RootsOfAnyShapeTakeTheirGradients) {
   }
 }
 
+// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape
 TEST(AutogradRoots, GradientsThatDoNotFitTheirRootsAreRefused) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), none;
@@ -202,7 +211,7 @@ TEST(AutogradRoots, GradientsThatDoNotFitTheirRootsAreRefused) {
   });
 }
 
-/// As LibTorch does: alone, in a list, twice, and when the loss depends on it as well.
+/// As in LibTorch: alone, in a list, twice, and if the loss also depends on it.
 TEST(AutogradRoots, ALeafAmongTheRootsGetsItsRootsGradient) {
   on_first(world(), [](Worker& worker) {
     for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
@@ -242,7 +251,9 @@ TEST(AutogradRoots, AReferenceToALeafIsARoot) {
   });
 }
 
-/// What the failed pass left is on a worker that the caller did not deal with.
+/// The remains of the failed pass are on a worker that the caller did not call.
+// peer: dist_autograd_test.py (none) running a failed pass again in its context: more:
+//   `context.clear_gradients()`; theirs keeps what the failed pass had added
 TEST(AutogradRoots, APassThatFailedIsRunAgainFromNothing) {
   on_first(world(3), [](Worker& worker) {
     const Kind kind(false);
@@ -266,6 +277,7 @@ TEST(AutogradRoots, APassThatFailedIsRunAgainFromNothing) {
   });
 }
 
+// peer: dist_autograd_test.py (none) running a failed pass again in its context
 TEST(AutogradRoots, GradientsAreNotClearedWhileAPassRuns) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -282,6 +294,7 @@ TEST(AutogradRoots, GradientsAreNotClearedWhileAPassRuns) {
   });
 }
 
+// peer: dist_autograd_test.py (none) running a failed pass again in its context
 TEST(AutogradRoots, ClearingThatIsNotHeardIsNamedAndMayBeRepeated) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {

@@ -1,4 +1,4 @@
-// Trainers that share the tensors of parameter servers, each in a context of its own.
+// Trainers that share the tensors of parameter servers, each in a separate context.
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/frontend/resolver.h>
 
@@ -13,7 +13,7 @@ using ::testing::SizeIs;
 
 constexpr int kTrainers = 3, kServers = 4;
 
-/// What trainers do to what they have: adds a server's tensor, times its rank.
+/// Adds a server's tensor, times its rank, to a trainer's value.
 at::Tensor held(Worker& worker, bool sparse) { return Kind(sparse).make(100 + worker.rank()); }
 at::Tensor add_on(Worker& worker, const RRef<at::Tensor>& kept, const at::Tensor& other) {
   return at::add(other, kept.local_value(), static_cast<std::int64_t>(worker.rank()));
@@ -50,8 +50,8 @@ def add(x: Tensor, y: Tensor, alpha: int) -> Tensor:
   return autograd_world(kTrainers + kServers, std::move(functions));
 }
 
-/// Differentiates `factor` times what the trainer has made; all trainers have their gradients at once, and
-/// each sees its own alone.
+/// Differentiates `factor` times the trainer's value; all trainers have their gradients at the same time, and
+/// each sees only its own.
 std::uint64_t finish(Worker& worker, const Kind& kind, const Context& context, const at::Tensor& own,
                      const at::Tensor& made) {
   const double factor = worker.rank() + 1;
@@ -79,7 +79,7 @@ std::uint64_t train(Worker& worker, const std::vector<RRef<at::Tensor>>& kept, b
   return finish(worker, kind, context, own, made);
 }
 
-/// A script takes no RRef: the trainer fetches what it refers to.
+/// A script takes no RRef: the trainer fetches the value.
 std::uint64_t train_by_script(Worker& worker, const std::vector<RRef<c10::IValue>>& kept) {
   const Kind kind(false);
   const at::Tensor own = kind.make(worker.rank());
@@ -92,7 +92,7 @@ std::uint64_t train_by_script(Worker& worker, const std::vector<RRef<c10::IValue
   return finish(worker, kind, context, own, made);
 }
 
-/// Worker 0 makes what the servers keep, and has all trainers train, itself included, at the same time.
+/// Worker 0 creates the servers' tensors, and starts all trainers, including itself, at the same time.
 template <class T, auto kFunction, class... More>
 void have_all_train(Worker& worker, const std::vector<RRef<T>>& kept, Function<kFunction> train_token,
                     More... more) {
@@ -109,6 +109,8 @@ class AutogradServers : public DenseAndSparse {};
 INSTANTIATE_TEST_SUITE_P(Kinds, AutogradServers, ::testing::Bool(),
                          [](const auto& run) { return run.param ? "Sparse" : "Dense"; });
 
+// peer: dist_autograd_test.py trainer_ps: same (D, S): three trainers at once, each in its context, on one
+//   tensor of each of four servers
 TEST_P(AutogradServers, TrainerPs) {
   on_first(world(), [&](Worker& worker) {
     std::vector<RRef<at::Tensor>> kept;
@@ -119,6 +121,8 @@ TEST_P(AutogradServers, TrainerPs) {
   });
 }
 
+// peer: dist_autograd_test.py trainer_ps_torchscript_functions: differs: a script takes no reference, so
+//   the trainer fetches the tensor in its context and the script adds to it
 TEST(AutogradServers, TrainerPsTorchscriptFunctions) {
   on_first(world(), [](Worker& worker) {
     std::vector<RRef<c10::IValue>> kept;

@@ -2,7 +2,7 @@
 #include "engine/api/grad_field_sink.h"
 #include "tests/parity/autograd_world.h"
 
-/// Graphs whose backward takes its time, leaves to make them of, and callbacks after passes.
+/// Graphs whose backward is slow, leaves for them, and callbacks after passes.
 namespace torchspan::testing {
 
 inline at::Tensor parameter() { return at::ones({2}, at::kDouble).set_requires_grad(true); }
@@ -27,7 +27,7 @@ inline at::Tensor sleeps_in_backward(const at::Tensor& x, Runtime& runtime, Dura
   return Sleep::apply(x, runtime, time.count());
 }
 
-/// Asks for a callback after each pass that reaches `parameter`, as a data-parallel reducer does.
+/// Requests a callback after each pass that reaches `parameter`, as a data-parallel reducer does.
 struct AfterPass : engine::GradientHook {
   AfterPass(at::Tensor parameter, std::function<void()> act)
       : GradientHook(std::move(parameter), std::make_shared<engine::NativeEnginePasses>()),

@@ -1,4 +1,5 @@
-// What the root finds out about a pass that does not end: who waits for what, who works, who does not answer.
+// What the root learns about a pass that does not end: which workers wait for what, compute, or do not
+// answer.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_stalls {
@@ -22,9 +23,9 @@ at::Tensor slowly_on_2(Worker& worker, const at::Tensor& x, std::int64_t time) {
 }
 constexpr Function<slowly_on_2> kSlowlyOn2{"slowly_on_2"};
 
-/// In its backward it sends a gradient to worker 0 first, and then works for long.
+/// Its backward first sends a gradient to worker 0, and then computes for a long time.
 at::Tensor sends_then_works(Worker& worker, const at::Tensor& x, std::int64_t time) {
-  const auto in_a_fresh_thread = [&](const std::function<void()>& act) {  // sequence numbers start anew there
+  const auto in_a_fresh_thread = [&](const std::function<void()>& act) {  // sequence numbers restart there
     worker.runtime().executor.spawn("nodes", act).join();
   };
   at::Tensor first, slow;
@@ -52,7 +53,7 @@ ClusterOptions world(int workers) {
                                      .add(kSendsThenWorks, kFails, kLate));
 }
 
-/// What they sent is not what the program left unused, nor can it detach that.
+/// Their tensors must not be reported as unused: the program used them, and cannot detach them.
 TEST(AutogradStalls, ACallThatFailedOrCameLateAndWasRepeatedIsNamedAsThat) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter();
@@ -77,7 +78,7 @@ TEST(AutogradStalls, ACallThatFailedOrCameLateAndWasRepeatedIsNamedAsThat) {
   });
 }
 
-/// Worker 1 has no gradients to send, so its part is over when the others still wait.
+/// Worker 1 has no gradients to send, so its part is over while the others still wait.
 TEST(AutogradStalls, IsNoticedWhenAPartHasEnded) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = parameter();
@@ -105,7 +106,7 @@ TEST(AutogradStalls, NamesNoSendThatGotItsGradients) {
   });
 }
 
-/// One thread of worker 2 works for the pass, the other for somebody else: none is left to answer.
+/// One thread of worker 2 works for the pass, the other for another call: no thread is left to answer.
 TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
   ClusterOptions options = world(3);
   options.threads = 2;
@@ -123,7 +124,7 @@ TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
   });
 }
 
-/// All messages of the pass that the others know of have arrived.
+/// Waits until all messages of the pass that the others know of have arrived.
 TEST(AutogradStalls, SilenceIsNone) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {
@@ -159,7 +160,7 @@ TEST(AutogradStalls, ALatePassEndsSoonThoughNoThreadIsLeftToAnswer) {
   });
 }
 
-/// Nothing of worker 2 arrives any more, and its connections do not break.
+/// No message of worker 2 arrives any more, and its connections do not break.
 TEST(AutogradStalls, NamesAWorkerThatDoesNotAnswer) {
   ClusterOptions options = world(3);
   options.graceful = false;

@@ -9,8 +9,8 @@
 
 #include "tests/parity/rpc_world.h"
 
-/// Distributed autograd, test by test what PyTorch's own tests check. Each test runs over dense and over
-/// sparse tensors where the peer has both, and over the three ways to call.
+/// Distributed autograd, with the cases of PyTorch's own tests. Each test runs over dense and over sparse
+/// tensors if the peer has both, and over the three ways to call.
 namespace torchspan::testing {
 
 using autograd::AutogradExtension;
@@ -24,7 +24,7 @@ using Tensors = std::vector<at::Tensor>;
 enum class Way { kSync, kAsync, kRemote };
 constexpr Way kWays[] = {Way::kSync, Way::kAsync, Way::kRemote};
 
-/// Calls a function in one of the three ways and brings its result here.
+/// Calls a function in one of the three ways and returns its result.
 template <auto kFunction, class... Args>
 auto call(Way way, const Worker& worker, const Destination& to, Function<kFunction> token, Args&&... args) {
   switch (way) {
@@ -48,7 +48,7 @@ inline at::Tensor call(Way way, const Worker& worker, const Destination& to, con
   }
 }
 
-/// Dense or sparse tensors, and what both kinds are compared and summed by.
+/// Dense or sparse tensors, and how to compare and sum them.
 class Kind {
  public:
   explicit Kind(bool sparse) : sparse_(sparse) {}
@@ -118,7 +118,7 @@ inline std::vector<GraphPart> sends_of(const ContextGraph& graph, std::uint32_t 
   }
   return {};
 }
-/// The loss among the parts of that worker.
+/// Returns the loss among the values of that worker.
 inline GraphPart loss_of(const ContextGraph& graph, std::uint32_t rank) {
   for (const auto& worker : graph.workers) {
     for (const GraphPart& part : worker.parts) {

@@ -1,4 +1,5 @@
-// What travels: tensors alone and inside containers and structs, and how operators match their arguments.
+// Values that can be sent: tensors alone and inside containers and structs, and how operators match their
+// arguments.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -59,6 +60,7 @@ ClusterOptions world(int workers = 2) {
                   FunctionTable().add(kSumOf, kSameTensor, kSameTensors, kSwapped, kForward, kLayout));
 }
 
+// peer: rpc_test.py py_tensors: same
 TEST(RpcConformance, PyTensors) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -67,6 +69,7 @@ TEST(RpcConformance, PyTensors) {
   });
 }
 
+// peer: rpc_test.py py_tensors_multi_async_call: same
 TEST(RpcConformance, PyTensorsMultiAsyncCall) {
   on_all(world(2), [](Worker& worker) {
     std::vector<Future<at::Tensor>> sums;
@@ -79,6 +82,7 @@ TEST(RpcConformance, PyTensorsMultiAsyncCall) {
   });
 }
 
+// peer: rpc_test.py py_tensors_in_container: same
 TEST(RpcConformance, PyTensorsInContainer) {
   on_first(world(), [](Worker& worker) {
     const std::map<std::string, at::Tensor> named{{"a", at::arange(3)}, {"b", at::ones({2, 2}, at::kDouble)}};
@@ -94,6 +98,7 @@ TEST(RpcConformance, PyTensorsInContainer) {
   });
 }
 
+// peer: rpc_test.py py_nested_pickle: same
 TEST(RpcConformance, PyNestedPickle) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::arange(6).reshape({2, 3});
@@ -106,6 +111,7 @@ TEST(RpcConformance, PyNestedPickle) {
   });
 }
 
+// peer: rpc_test.py non_cont_tensors: same
 TEST(RpcConformance, NonContTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor slice = at::arange(100).reshape({10, 10}).slice(1, 2, 5);
@@ -120,6 +126,7 @@ TEST(RpcConformance, NonContTensors) {
   });
 }
 
+// peer: test_cpp_rpc WireSerialize.Base: same
 TEST(RpcConformance, WireSerializeBase) {
   on_first(world(), [](Worker& worker) {
     const std::vector<at::Tensor> tensors{at::Tensor(),
@@ -139,7 +146,8 @@ TEST(RpcConformance, WireSerializeBase) {
   });
 }
 
-// "Sparse" there: a small view of a large storage travels without the rest.
+// "Sparse" there: a small view of a large storage is sent without the rest.
+// peer: test_cpp_rpc WireSerialize.RecopySparseTensors: same
 TEST(RpcConformance, WireSerializeRecopySparseTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor large = at::randn({100000});
@@ -152,6 +160,7 @@ TEST(RpcConformance, WireSerializeRecopySparseTensors) {
   });
 }
 
+// peer: test_cpp_rpc WireSerialize.CloneSparseTensors: same
 TEST(RpcConformance, WireSerializeCloneSparseTensors) {
   const at::Tensor large = at::arange(100000);
   const std::vector<at::Tensor> tensors{large.slice(0, 5, 7), large};
@@ -169,6 +178,7 @@ TEST(RpcConformance, WireSerializeCloneSparseTensors) {
   for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(back.at(i), tensors[i])) << i;
 }
 
+// peer: test_cpp_rpc WireSerialize.Errors: better: every shortened form is refused
 TEST(RpcConformance, WireSerializeErrors) {
   const std::vector<at::Tensor> tensors{at::arange(4), at::ones({3})};
   const wire::PackedTensors packed = wire::pack(tensors);
@@ -197,6 +207,7 @@ TEST(RpcConformance, WireSerializeErrors) {
   EXPECT_EQ(error_of([&] { wire::unpack(longer, list); }).kind(), ErrorKind::kInvalid);
 }
 
+// peer: test_cpp_rpc TensorpipeSerialize.Base: same
 TEST(RpcConformance, TensorpipeSerializeBase) {
   on_first(world(), [](Worker& worker) {
     for (const at::ScalarType dtype :
@@ -209,6 +220,7 @@ TEST(RpcConformance, TensorpipeSerializeBase) {
   });
 }
 
+// peer: test_cpp_rpc TensorpipeSerialize.RecopySparseTensors: same
 TEST(RpcConformance, TensorpipeSerializeRecopySparseTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor large = at::arange(100000);
@@ -220,6 +232,8 @@ TEST(RpcConformance, TensorpipeSerializeRecopySparseTensors) {
   });
 }
 
+// peer: test_cpp_rpc TensorpipeSerialize.NoDeleterTensors: better: borrowed memory may change as soon as
+//   the call returns
 TEST(RpcConformance, TensorpipeSerializeNoDeleterTensors) {
   on_first(world(), [](Worker& worker) {
     std::vector<float> memory{2.2F, 3.3F, 4.4F, 5.5F};
@@ -233,6 +247,8 @@ TEST(RpcConformance, TensorpipeSerializeNoDeleterTensors) {
   });
 }
 
+// peer: rpc_test.py (`*_sparse`, 18 repeats) sparse arguments and results: same: the tensor table carries
+//   sparse COO for every call alike
 TEST(RpcConformance, SparseTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::sparse_coo_tensor(at::tensor({0, 1, 1, 2, 0, 2}, at::kLong).reshape({2, 3}),
@@ -245,6 +261,7 @@ TEST(RpcConformance, SparseTensors) {
 
 const at::Tensor& matrix(at::Tensor& memory) { return memory = at::arange(6, at::kFloat).reshape({2, 3}); }
 
+// peer: jit/rpc_test.py all_kwargs_are_populated_by_defaults: same
 TEST(RpcConformance, AllKwargsArePopulatedByDefaults) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -256,6 +273,7 @@ TEST(RpcConformance, AllKwargsArePopulatedByDefaults) {
   });
 }
 
+// peer: jit/rpc_test.py some_kwargs_are_populated_by_defaults: same
 TEST(RpcConformance, SomeKwargsArePopulatedByDefaults) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -266,6 +284,7 @@ TEST(RpcConformance, SomeKwargsArePopulatedByDefaults) {
   });
 }
 
+// peer: jit/rpc_test.py no_kwargs_are_populated_by_defaults: same
 TEST(RpcConformance, NoKwargsArePopulatedByDefaults) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -282,6 +301,7 @@ TEST(RpcConformance, NoKwargsArePopulatedByDefaults) {
   });
 }
 
+// peer: jit/rpc_test.py args_and_kwargs_contain_different_types: same
 TEST(RpcConformance, ArgsAndKwargsContainDifferentTypes) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -315,12 +335,15 @@ void expect_no_overload(const std::vector<c10::IValue>& args,
   });
 }
 
+// peer: jit/rpc_test.py less_than_needed_args_are_specified: same
 TEST(RpcConformance, LessThanNeededArgsAreSpecified) { expect_no_overload({at::ones({2})}, {}, "Tensor"); }
 
+// peer: jit/rpc_test.py more_than_needed_args_are_specified: same
 TEST(RpcConformance, MoreThanNeededArgsAreSpecified) {
   expect_no_overload({at::ones({2}), at::ones({2}), 1, 2}, {}, "Tensor, Tensor, Int, Int");
 }
 
+// peer: jit/rpc_test.py (documented) keywords choose the overload: same
 TEST(RpcConformance, KwargsChooseTheOverload) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -330,6 +353,7 @@ TEST(RpcConformance, KwargsChooseTheOverload) {
   });
 }
 
+// peer: jit/rpc_test.py (documented) overloads that lack a keyword are passed over: same
 TEST(RpcConformance, KwargsPassOverloadsThatDoNotKnowThem) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
@@ -341,6 +365,7 @@ TEST(RpcConformance, KwargsPassOverloadsThatDoNotKnowThem) {
   });
 }
 
+// peer: jit/rpc_test.py unexepected_kwarg_is_specified: same
 TEST(RpcConformance, UnexepectedKwargIsSpecified) {
   expect_no_overload({at::ones({2}), at::ones({2})}, {{"third_kwarg", 1}}, "Tensor, Tensor, third_kwarg=Int");
 }

@@ -113,7 +113,7 @@ Number AsyncAdder::static_add(Worker& worker, const WorkerInfo& to, std::int64_t
   return async_add(worker, to, a, b);
 }
 
-/// One handler thread a worker: a function that held it while waiting for another would never end.
+/// With one handler thread per worker, a function that held it while it waits for another would never end.
 ClusterOptions world(int workers = 3) {
   ClusterOptions options = world_of(
       workers, FunctionTable().add(kAdd, kAsyncAdd, kAwaitAdd, kAsyncRaise, kAsyncRaiseAtOnce, kAwaitRaise,
@@ -132,6 +132,7 @@ void expect_in_all_modes(Worker& worker, std::int64_t expected, Function<kFuncti
   EXPECT_EQ(worker.remote("worker1", token, args...).to_here(), expected) << token.name;
 }
 
+// peer: rpc_test.py async_function_simple: same
 TEST(RpcConformance, AsyncFunctionSimple) {
   on_first(world(), [](Worker& worker) {
     for (const WorkerInfo& to : worker.workers()) {
@@ -155,28 +156,34 @@ void expect_raise_in_all_modes(Worker& worker, Function<kFunction> token) {
   }
 }
 
+// peer: rpc_test.py async_function_raise: same
 TEST(RpcConformance, AsyncFunctionRaise) {
   on_first(world(), [](Worker& worker) { expect_raise_in_all_modes(worker, kAsyncRaise); });
   on_first(world(), [](Worker& worker) { expect_raise_in_all_modes(worker, kAsyncRaiseAtOnce); });
   on_first(world(), [](Worker& worker) { expect_raise_in_all_modes(worker, kAwaitRaise); });
 }
 
-// Whether a function is asynchronous is its return type, so a wrong one cannot be written.
+// The return type decides whether a function is asynchronous, so a wrong one does not compile.
+// peer: rpc_test.py async_function_wrong_return_type: better: the return type says whether a function is
+//   asynchronous, so it cannot be wrong
 TEST(RpcConformance, AsyncFunctionWrongReturnType) {
   static_assert(std::is_same_v<rpc::ResultOf<add>, std::int64_t>);
   static_assert(std::is_same_v<rpc::ResultOf<async_add>, std::int64_t>);
   static_assert(std::is_same_v<rpc::ResultOf<await_add>, std::int64_t>);
 }
 
+// peer: rpc_test.py async_function_with_future_ctor: same
 TEST(RpcConformance, AsyncFunctionWithFutureCtor) {
   on_first(world(), [](Worker& worker) { expect_in_all_modes(worker, 5, kWithPromise, 2, 3); });
 }
 
+// peer: rpc_test.py async_function_chained: same
 TEST(RpcConformance, AsyncFunctionChained) {
   on_first(world(),
            [](Worker& worker) { expect_in_all_modes(worker, 6, kChained, worker.info("worker2"), 1, 2, 3); });
 }
 
+// peer: rpc_test.py async_function_nested: same
 TEST(RpcConformance, AsyncFunctionNested) {
   on_first(world(), [](Worker& worker) {
     expect_in_all_modes(worker, 3, kNested, worker.info("worker2"), 1, 2);
@@ -184,12 +191,14 @@ TEST(RpcConformance, AsyncFunctionNested) {
   });
 }
 
+// peer: rpc_test.py async_function_multi_chained: same
 TEST(RpcConformance, AsyncFunctionMultiChained) {
   on_first(world(), [](Worker& worker) {
     expect_in_all_modes(worker, 1 + 20 * 3, kMultiChained, worker.info("worker2"), 1, 20, 3);
   });
 }
 
+// peer: rpc_test.py async_function_multi_fanout: same
 TEST(RpcConformance, AsyncFunctionMultiFanout) {
   on_first(world(), [](Worker& worker) {
     const std::int64_t expected = 20 * 5 + 2 * (19 * 20 / 2);
@@ -198,11 +207,13 @@ TEST(RpcConformance, AsyncFunctionMultiFanout) {
   });
 }
 
+// peer: rpc_test.py async_static_method: same
 TEST(RpcConformance, AsyncStaticMethod) {
   on_first(world(),
            [](Worker& worker) { expect_in_all_modes(worker, 3, kStaticAdd, worker.info("worker2"), 1, 2); });
 }
 
+// peer: rpc_test.py async_class_method: same
 TEST(RpcConformance, AsyncClassMethod) {
   on_first(world(), [](Worker& worker) {
     auto adder = worker.remote("worker1", kAsyncAdder, 100);
@@ -211,6 +222,9 @@ TEST(RpcConformance, AsyncClassMethod) {
   });
 }
 
+// peer: rpc_test.py async_class_rref_proxy: same
+// peer: rpc_test.py async_class_rref_proxy_async: same
+// peer: rpc_test.py async_class_rref_proxy_remote: same
 TEST(RpcConformance, AsyncClassRrefProxy) {
   on_first(world(), [](Worker& worker) {
     auto adder = worker.remote("worker1", kAsyncAdder, 100);

@@ -1,4 +1,4 @@
-// Who is there, how to reach them, and every kind of thing that can be called.
+// The workers of a world, how to address them, and every kind of function that can be called.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -63,7 +63,7 @@ ClusterOptions world(int workers) {
                                                kTwice, kTwiceOf, kGreet));
 }
 
-/// Asks who the callee takes the caller for.
+/// Asks which rank the callee sees as the caller.
 struct WhoAmI {
   static constexpr auto kType = wire::MessageType{0x8001};
   static constexpr std::string_view kName = "who_am_i";
@@ -92,6 +92,7 @@ class CallerTeller final : public rpc::Extension {
   }
 };
 
+// peer: rpc_test.py worker_id: same
 TEST(RpcConformance, WorkerId) {
   on_first(world(3), [](Worker& worker) {
     EXPECT_EQ(worker.info(), (WorkerInfo{"worker0", 0}));
@@ -103,6 +104,7 @@ TEST(RpcConformance, WorkerId) {
   });
 }
 
+// peer: rpc_test.py get_worker_infos: same
 TEST(RpcConformance, GetWorkerInfos) {
   on_all(world(4), [](Worker& worker) {
     ASSERT_EQ(worker.world_size(), 4u);
@@ -112,6 +114,7 @@ TEST(RpcConformance, GetWorkerInfos) {
   });
 }
 
+// peer: rpc_test.py worker_info_pickle: same
 TEST(RpcConformance, WorkerInfoPickle) {
   on_first(world(2), [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kSameInfo, worker.info("worker1")), (WorkerInfo{"worker1", 1}));
@@ -119,6 +122,7 @@ TEST(RpcConformance, WorkerInfoPickle) {
   });
 }
 
+// peer: rpc_test.py expected_src: same
 TEST(RpcConformance, ExpectedSrc) {
   ClusterOptions options = world(3);
   options.extensions = [] {
@@ -133,6 +137,7 @@ TEST(RpcConformance, ExpectedSrc) {
   });
 }
 
+// peer: rpc_test.py send_to_rank: same
 TEST(RpcConformance, SendToRank) {
   static_assert(!std::is_constructible_v<Destination, double>, "a fraction is no rank");
   on_all(world(3), [](Worker& worker) {
@@ -149,6 +154,7 @@ TEST(RpcConformance, SendToRank) {
   });
 }
 
+// peer: rpc_test.py self_add: same
 TEST(RpcConformance, SelfAdd) {
   on_all(world(2), [](Worker& worker) {
     const at::Tensor x = at::ones({2, 2});
@@ -160,6 +166,7 @@ TEST(RpcConformance, SelfAdd) {
   });
 }
 
+// peer: rpc_test.py add: same
 TEST(RpcConformance, Add) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -169,6 +176,7 @@ TEST(RpcConformance, Add) {
   });
 }
 
+// peer: rpc_test.py add_with_id: same
 TEST(RpcConformance, AddWithId) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -178,6 +186,7 @@ TEST(RpcConformance, AddWithId) {
   });
 }
 
+// peer: rpc_test.py scalar_add: same
 TEST(RpcConformance, ScalarAdd) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -186,6 +195,7 @@ TEST(RpcConformance, ScalarAdd) {
   });
 }
 
+// peer: rpc_test.py async_add: same
 TEST(RpcConformance, AsyncAdd) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -194,6 +204,7 @@ TEST(RpcConformance, AsyncAdd) {
   });
 }
 
+// peer: rpc_test.py nonzero: same
 TEST(RpcConformance, Nonzero) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -205,6 +216,7 @@ TEST(RpcConformance, Nonzero) {
   });
 }
 
+// peer: rpc_test.py multi_rpc: same
 TEST(RpcConformance, MultiRpc) {
   on_all(world(4), [](Worker& worker) {
     for (std::int64_t i = 0; i < 20; ++i) {
@@ -224,6 +236,7 @@ TEST(RpcConformance, LambdasWithoutCapturesAreFunctions) {
   });
 }
 
+// peer: rpc_test.py int_callee: same
 TEST(RpcConformance, IntCallee) {
   on_all(world(2), [](Worker& worker) {
     const std::int64_t wide = 1 - worker.rank();
@@ -233,6 +246,7 @@ TEST(RpcConformance, IntCallee) {
   });
 }
 
+// peer: rpc_test.py py_built_in: same
 TEST(RpcConformance, PyBuiltIn) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -240,6 +254,7 @@ TEST(RpcConformance, PyBuiltIn) {
   });
 }
 
+// peer: rpc_test.py py_user_defined: same
 TEST(RpcConformance, PyUserDefined) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -247,6 +262,7 @@ TEST(RpcConformance, PyUserDefined) {
   });
 }
 
+// peer: rpc_test.py py_no_return_result: same
 TEST(RpcConformance, PyNoReturnResult) {
   int count = 0;
   on_first(with_state(world(2), count), [&](Worker& worker) {
@@ -259,6 +275,7 @@ TEST(RpcConformance, PyNoReturnResult) {
   });
 }
 
+// peer: rpc_test.py py_class_constructor: same
 TEST(RpcConformance, PyClassConstructor) {
   on_first(world(2), [](Worker& worker) {
     auto adder = worker.remote("worker1", kAdder, 3, 4);
@@ -267,6 +284,7 @@ TEST(RpcConformance, PyClassConstructor) {
   });
 }
 
+// peer: rpc_test.py py_class_instance_method: same
 TEST(RpcConformance, PyClassInstanceMethod) {
   on_first(world(2), [](Worker& worker) {
     auto adder = worker.remote("worker1", kAdder, 2, 2);
@@ -277,15 +295,18 @@ TEST(RpcConformance, PyClassInstanceMethod) {
   });
 }
 
+// peer: rpc_test.py py_class_method: same
 TEST(RpcConformance, PyClassMethod) {
   on_first(world(2),
            [](Worker& worker) { EXPECT_EQ(worker.remote("worker1", kTwice, 21).rpc_sync(kPlus, 0), 42); });
 }
 
+// peer: rpc_test.py py_class_static_method: same
 TEST(RpcConformance, PyClassStaticMethod) {
   on_first(world(2), [](Worker& worker) { EXPECT_EQ(worker.rpc_sync("worker1", kDifference, 5, 8), -3); });
 }
 
+// peer: rpc_test.py py_multi_async_call: same
 TEST(RpcConformance, PyMultiAsyncCall) {
   on_all(world(4), [](Worker& worker) {
     const std::uint32_t to = (worker.rank() + 1) % 4;
@@ -301,6 +322,7 @@ TEST(RpcConformance, PyMultiAsyncCall) {
   });
 }
 
+// peer: rpc_test.py nested_rpc: better: works with one handler thread a worker, where theirs gets no reply
 TEST(RpcConformance, NestedRpc) {
   ClusterOptions options = world(3);
   options.threads = 1;
@@ -310,6 +332,7 @@ TEST(RpcConformance, NestedRpc) {
   });
 }
 
+// peer: rpc_test.py stress_light_rpc: same
 TEST(RpcConformance, StressLightRpc) {
   ClusterOptions options = world(3);
   options.network.jitter = milliseconds(1);
@@ -320,6 +343,7 @@ TEST(RpcConformance, StressLightRpc) {
   });
 }
 
+// peer: rpc_test.py stress_heavy_rpc: same
 TEST(RpcConformance, StressHeavyRpc) {
   on_first(world(2), [](Worker& worker) {
     std::vector<Future<at::Tensor>> products;

@@ -1,5 +1,5 @@
-// Tensors of other devices than the CPU: where they live on the other side, and what happens where nobody
-// said so. The devices are stand-ins for GPUs, which tests/support/stand_in_device.h makes.
+// Tensors on devices other than the CPU: their device on the other worker, and what happens if no map names
+// one. The devices are stand-ins for GPUs from tests/support/stand_in_device.h.
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 const c10::Device kCpu(c10::kCPU);
 using Maps = std::map<std::string, DeviceMap>;
 
-/// The sum, where `to` says; both arguments must live where `from` says.
+/// The sum, on device `to`; both arguments must be on device `from`.
 at::Tensor add_there(const at::Tensor& a, const at::Tensor& b, const c10::Device& from,
                      const c10::Device& to) {
   if (a.device() != from || b.device() != from)
@@ -28,7 +28,7 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
   return devices;
 }
 at::Tensor made_on(const c10::Device& device) { return at::full({2}, 5.0).to(device); }
-/// Calls on with what it got.
+/// Calls the next worker with its arguments.
 at::Tensor through(Worker& worker, const at::Tensor& x);
 
 constexpr Function<add_there> kAddThere{"add_there"};
@@ -50,8 +50,8 @@ ClusterOptions world(const std::vector<Maps>& maps, int workers = 2) {
 }
 Maps to_worker1(std::vector<DeviceMap::Pair> pairs) { return {{"worker1", DeviceMap(std::move(pairs))}}; }
 
-/// x_from, y_to and z_to of the peer's placement tests: where arguments live here, where they and the result
-/// live there.
+/// x_from, y_to and z_to of the peer's placement tests: the devices of the arguments here, and of the
+/// arguments and the result there.
 struct Placement {
   c10::Device here, there, result;
 };
@@ -75,10 +75,12 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePlacement, ::testing::ValuesIn(placements())
 });
 
 /// device_map_cpu, device_map_gpu_default, device_map_gpu_mixed_… of the peer: all 27.
+// peer: rpc_test.py `device_maps_{cpu,gpu}_*` (the placements), `device_maps_multi_gpu`(`_self`),
+//   `device_map_gpu_mixed_*`: same, over a stand-in for GPUs; calls to oneself need no map
 TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
   const Placement& place = GetParam();
   std::vector<DeviceMap::Pair> pairs{{place.here, place.there}};
-  // Where the result lives there must lead back here: to the same device number, if the pair does not say.
+  // The device of the result there must map back to one here: to the same number, if the map does not say.
   c10::Device back = place.result;
   if (place.result == place.there) {
     back = place.here;
@@ -102,6 +104,7 @@ TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
 }
 
 /// device_maps_multi_gpu.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, DeviceMapsMultiGpu) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}), [](Worker& worker) {
     const std::vector<at::Tensor> sent{at::ones({2}).to(stand_in(0)), at::ones({3}).to(stand_in(1)),
@@ -114,7 +117,8 @@ TEST(RpcDevices, DeviceMapsMultiGpu) {
   });
 }
 
-/// Operators and values behind references go the same way.
+/// Operators and values behind references use the same map.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, OperatorsAndFetchesGoByTheMapToo) {
   on_first(world({to_worker1({{stand_in(1), stand_in(0)}})}), [](Worker& worker) {
     const at::Tensor x = at::ones({2}).to(stand_in(1));
@@ -125,7 +129,8 @@ TEST(RpcDevices, OperatorsAndFetchesGoByTheMapToo) {
   });
 }
 
-/// device_maps_gpu_…_self_*: calls to oneself leave tensors where they are, without any map.
+/// device_maps_gpu_…_self_*: calls to the worker itself leave tensors on their devices, without any map.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, CallsToOneselfLeaveTensorsWhereTheyAre) {
   on_first(world({}), [](Worker& worker) {
     const at::Tensor x = at::ones({2}).to(stand_in(1));
@@ -134,7 +139,8 @@ TEST(RpcDevices, CallsToOneselfLeaveTensorsWhereTheyAre) {
   });
 }
 
-/// Each hop has a map of its own: worker 1's towards worker 2 is not worker 0's.
+/// Each hop has a separate map: worker 1's towards worker 2 is not worker 0's.
+// peer: rpc_test.py device_maps_{cpu
 TEST(RpcDevices, EveryHopGoesByItsOwnMap) {
   Maps first, second;
   first["worker1"] = {{stand_in(0), stand_in(1)}};
@@ -154,7 +160,10 @@ TEST(RpcDevices, ResultsGoByTheCallersMapNotByTheCallees) {
   });
 }
 
-/// device_maps_missing_config, …_remote, …_loop: an error at once, not a time-out, and the worker goes on.
+/// device_maps_missing_config, …_remote, …_loop: an error at once, not a timeout, and the worker continues.
+// peer: rpc_test.py `device_maps_missing_config`(`_loop`, `_remote`, `_response`, `_response_loop`,
+//   `_remote_response`): better: the error names tensor, device, worker, call and its place; without any
+//   map tensors arrive on the CPU
 TEST(RpcDevices, DeviceMapsMissingConfig) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     const at::Tensor lost = at::ones({2}).to(stand_in(1)), mapped = at::ones({2}).to(stand_in(0));
@@ -172,7 +181,8 @@ TEST(RpcDevices, DeviceMapsMissingConfig) {
   });
 }
 
-/// device_maps_missing_config_response: a result for which there is no place here.
+/// device_maps_missing_config_response: a result without a device for it here.
+// peer: rpc_test.py device_maps_missing_config
 TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     for (int time = 0; time < 3; ++time) {
@@ -187,7 +197,8 @@ TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
   });
 }
 
-/// device_maps_invalid_max_remote_device: told by the one who lacks it, to the caller.
+/// device_maps_invalid_max_remote_device: the worker without the device reports it to the caller.
+// peer: rpc_test.py device_maps_wrong_worker_name
 TEST(RpcDevices, DeviceMapsInvalidMaxRemoteDevice) {
   on_first(world({to_worker1({{stand_in(0), stand_in(7)}, {kCpu, c10::Device("cuda:0")}})}),
            [](Worker& worker) {
@@ -201,7 +212,7 @@ TEST(RpcDevices, DeviceMapsInvalidMaxRemoteDevice) {
            });
 }
 
-/// Without a map tensors arrive on the CPU, also those of results.
+/// Without a map tensors arrive on the CPU, including results.
 TEST(RpcDevices, WithoutAMapTensorsArriveOnTheCpu) {
   on_first(world({}), [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kDevicesOf, std::vector{at::ones({2}).to(stand_in(1))}),
@@ -211,6 +222,7 @@ TEST(RpcDevices, WithoutAMapTensorsArriveOnTheCpu) {
 }
 
 /// device_maps_many_to_one, _one_to_many, and a device without its number.
+// peer: rpc_test.py device_maps_wrong_worker_name
 TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
   using Pairs = std::vector<DeviceMap::Pair>;
   expect_error(ErrorKind::kInvalid, "one to one", [] {
@@ -223,6 +235,8 @@ TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
 }
 
 /// device_maps_wrong_worker_name, device_maps_invalid_max_local_device: the worker does not start.
+// peer: rpc_test.py device_maps_wrong_worker_name, _invalid_max_local_device, _invalid_max_remote_device,
+//   _many_to_one, _one_to_many, _in_options: same; a device that the peer lacks is told at the first call
 TEST(RpcDevices, AWorkerWithAMapThatCannotBeDoesNotStart) {
   const auto start_error = [](const Maps& maps) {
     SimCluster cluster(world({maps}));

@@ -1,4 +1,4 @@
-// What surrounds a call: LibTorch's thread-local state, what it holds, and who waits for it on which thread.
+// The environment of a call: LibTorch's thread-local state, what it holds, and which thread waits for it.
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
@@ -14,7 +14,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// What the tests and the functions that they serve share.
+/// State that the tests and their functions share.
 struct Shared {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> argument;
   std::shared_ptr<Promise<void>> answer;
@@ -56,7 +56,7 @@ Task<void> end_its_own(Worker& worker, at::Tensor x) {
   co_await shared.answer->future();
 }
 
-/// Waits for calls that need a thread here. How many were served when the scope ended.
+/// Waits for calls that need a thread here. Returns how many had been served when the scope ended.
 std::int64_t call_back(Worker& worker) {
   auto& shared = state_of<Shared>(worker);
   {
@@ -94,8 +94,8 @@ void on_first(const Setup& setup, const std::function<void(Worker&, Shared&)>& b
 }
 void on_first(const std::function<void(Worker&, Shared&)>& body) { on_first(Setup(), body); }
 
-/// A caller that waits reads the replies of all threads. Under inference mode it made inference tensors of
-/// them, which no graph takes.
+/// A waiting caller reads the replies of all threads. Under inference mode it turned them into inference
+/// tensors, which autograd does not accept.
 TEST(RpcEnvironments, RepliesThatAnotherThreadReadsAreOrdinaryTensors) {
   on_first({.spin = microseconds(150)}, [](Worker& worker, Shared&) {
     Executor& executor = worker.runtime().executor;
@@ -157,7 +157,7 @@ TEST(RpcEnvironments, ArgumentsEndWithTheFunctionThatTookThem) {
   });
 }
 
-/// With one thread and no more allowed the destructor's wait fails. It returned while the calls were out.
+/// With only one thread, the destructor's wait fails. It used to return while the calls were pending.
 TEST(RpcEnvironments, AWaitScopeStaysUntilItsCallsHaveEnded) {
   on_first({.threads = 1, .max_threads = 1}, [](Worker& worker, Shared& shared) {
     shared.served = 0;
@@ -191,7 +191,7 @@ TEST(RpcEnvironments, APromiseIsMadeFromAWorker) {
   });
 }
 
-/// Throws once, on the thread that it is to throw on.
+/// Throws once, on the chosen thread.
 class FaultyTransport final : public net::Transport {
  public:
   FaultyTransport(std::unique_ptr<net::Transport> inner, const Thread& on)
@@ -214,7 +214,7 @@ class FaultyTransport final : public net::Transport {
   bool thrown_ = false;
 };
 
-/// It held the right to drive for ever: nobody heard another reply.
+/// It kept the driver lock forever: no other thread got a reply.
 TEST(RpcEnvironments, ACallerWhoseDrivingThrowsLetsOthersDrive) {
   Shared shared;
   Thread faulty;

@@ -1,4 +1,4 @@
-// What goes wrong in user code, in the table of functions, and on the way.
+// Failures in user code, in the table of functions, and on the way.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -10,7 +10,7 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-struct Opaque {};  // cannot travel
+struct Opaque {};  // cannot be sent
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 std::int64_t raise_func() { throw std::domain_error("Expected error"); }
@@ -60,6 +60,8 @@ void expect_expected_error(const Error& error, const std::string& thrower) {
   EXPECT_EQ(error.frames()[0].worker, thrower);
 }
 
+// peer: rpc_test.py py_raise_in_user_func: differs: type, text, worker and call travel in frames; the
+//   callee does not log what its caller is told
 TEST(RpcConformance, PyRaiseInUserFunc) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     for (const std::string to : {"worker1", "worker0"}) {
@@ -69,6 +71,7 @@ TEST(RpcConformance, PyRaiseInUserFunc) {
   });
 }
 
+// peer: rpc_test.py py_raise_in_user_func_escaped_str: better: the text arrives as it was thrown
 TEST(RpcConformance, PyRaiseInUserFuncEscapedStr) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     const Error error = error_of([&] { worker.rpc_async("worker1", kRaiseEscape).wait(); });
@@ -96,6 +99,7 @@ TEST(RpcErrors, TheTextOfAnExceptionIsNotRepeatedForEachHop) {
   for (const int count : counts) EXPECT_EQ(count, counts.front());
 }
 
+// peer: rpc_test.py (documented) an error in a nested call: better: every hop is a frame of the error
 TEST(RpcConformance, PyRaiseNestedUserFuncNamesEveryHop) {
   on_first(world_of(3, functions()), [](Worker& worker) {
     const Error error = error_of([&] { worker.rpc_sync("worker1", kRaiseOnNext); });
@@ -108,6 +112,7 @@ TEST(RpcConformance, PyRaiseNestedUserFuncNamesEveryHop) {
   });
 }
 
+// peer: rpc_test.py (C++ only) a thrown number: better
 TEST(RpcConformance, RaiseWhatIsNoException) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     expect_error(ErrorKind::kRemoteFailure, "throw_number",
@@ -116,7 +121,9 @@ TEST(RpcConformance, RaiseWhatIsNoException) {
   });
 }
 
-// Arguments of a wrong type or number do not compile; wrong values are the function's own error.
+// Arguments of a wrong type or number do not compile; for wrong values the function throws.
+// peer: rpc_test.py py_function_exception: better: wrong arguments do not compile; wrong values are the
+//   function's own error
 TEST(RpcConformance, PyFunctionException) {
   static_assert(!std::is_constructible_v<rpc::SignatureOf<add>::Arguments, int>);
   static_assert(!std::is_constructible_v<rpc::SignatureOf<add>::Arguments, int, int, int>);
@@ -135,6 +142,7 @@ TEST(RpcConformance, PyFunctionException) {
   });
 }
 
+// peer: rpc_test.py function_not_on_callee: same
 TEST(RpcConformance, FunctionNotOnCallee) {
   ClusterOptions options = world_of(2, functions());
   options.adjust = [](int rank, WorkerPlan& plan) {
@@ -152,6 +160,7 @@ TEST(RpcConformance, FunctionNotOnCallee) {
   });
 }
 
+// peer: rpc_test.py op_with_invalid_args: same: found on the callee; the error lists the schemas
 TEST(RpcConformance, OpWithInvalidArgs) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     const Error error = error_of([&] { worker.rpc_sync("worker1", "aten::add", {"text", at::ones({1})}); });
@@ -167,6 +176,8 @@ TEST(RpcConformance, OpWithInvalidArgs) {
   });
 }
 
+// peer: rpc_test.py (documented) a result that cannot be sent: better: rpc_sync() does not compile,
+//   remote() keeps it where it is
 TEST(RpcConformance, ResultThatCannotTravelStaysThere) {
   static_assert(!wire::Transferable<Opaque>);  // so rpc_sync(…, kMakeOpaque) does not compile
   on_first(world_of(2, functions()), [](Worker& worker) {
@@ -177,6 +188,7 @@ TEST(RpcConformance, ResultThatCannotTravelStaysThere) {
   });
 }
 
+// peer: rpc_test.py handle_send_exceptions: better: names the worker, and within a second
 TEST(RpcConformance, HandleSendExceptions) {
   ClusterOptions options = world_of(3, functions());
   options.graceful = false;
@@ -202,6 +214,7 @@ TEST(RpcConformance, HandleSendExceptions) {
   }
 }
 
+// peer: rpc_test.py future_wait_twice: same
 TEST(RpcConformance, FutureWaitTwice) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     std::vector<Future<std::int64_t>> futures;
@@ -214,6 +227,7 @@ TEST(RpcConformance, FutureWaitTwice) {
   });
 }
 
+// peer: rpc_test.py remote_with_exception: same
 TEST(RpcConformance, RemoteWithException) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     auto rref = worker.remote("worker1", kRaise);
@@ -225,6 +239,7 @@ TEST(RpcConformance, RemoteWithException) {
   });
 }
 
+// peer: rpc_test.py remote_throw: same
 TEST(RpcConformance, RemoteThrow) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     auto rref = worker.remote("worker1", "aten::mm", {at::ones({2}), at::ones({3})});
@@ -235,6 +250,7 @@ TEST(RpcConformance, RemoteThrow) {
   });
 }
 
+// peer: rpc_test.py deadlock: same: with one handler thread a worker
 TEST(RpcConformance, Deadlock) {
   ClusterOptions options = world_of(3, functions());
   options.threads = 1;

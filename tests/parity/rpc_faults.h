@@ -7,7 +7,7 @@
 
 namespace torchspan::testing {
 
-/// The type of a request between workers; nothing for replies and for messages of the membership.
+/// The type of a request between workers; nullopt for replies and for messages of the membership.
 inline std::optional<wire::MessageType> request_type(const net::SimMessage& message) {
   if (!message.from.starts_with("sim:worker") || message.from.ends_with(".membership")) return std::nullopt;
   const wire::FrameView frame = wire::decode_frame(message.header);

@@ -53,6 +53,7 @@ ClusterOptions world(int workers = 2) {
       workers, FunctionTable().add(kAdd, kRaise, kSlowAdd, kAddUseFuture, kAddWithCallback, kCompleteMine));
 }
 
+// peer: rpc_test.py callback_simple: same
 TEST(RpcConformance, CallbackSimple) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", kAdd, 1, 2);
@@ -63,6 +64,7 @@ TEST(RpcConformance, CallbackSimple) {
   });
 }
 
+// peer: rpc_test.py callback_multi: same
 TEST(RpcConformance, CallbackMulti) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", kAdd, 1, 2);
@@ -72,6 +74,7 @@ TEST(RpcConformance, CallbackMulti) {
   });
 }
 
+// peer: rpc_test.py callback_chain: same
 TEST(RpcConformance, CallbackChain) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", kAdd, 1, 2);
@@ -80,6 +83,7 @@ TEST(RpcConformance, CallbackChain) {
   });
 }
 
+// peer: rpc_test.py callback_none: differs: the failure lands in the derived future
 TEST(RpcConformance, CallbackNone) {
   on_first(world(), [](Worker& worker) {
     const std::function<std::int64_t(Number)> none;
@@ -89,6 +93,7 @@ TEST(RpcConformance, CallbackNone) {
   });
 }
 
+// peer: rpc_test.py callback_in_rpc: same
 TEST(RpcConformance, CallbackInRpc) {
   on_first(world(3), [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kAddWithCallback, worker.info("worker2"), 1, 2), 4);
@@ -96,6 +101,7 @@ TEST(RpcConformance, CallbackInRpc) {
   });
 }
 
+// peer: rpc_test.py callback_with_ret: same
 TEST(RpcConformance, CallbackWithRet) {
   on_first(world(3), [](Worker& worker) {
     auto nested = worker.rpc_async("worker1", kAdd, 1, 2).then([&](Number sum) {
@@ -105,6 +111,7 @@ TEST(RpcConformance, CallbackWithRet) {
   });
 }
 
+// peer: rpc_test.py callback_with_error: same
 TEST(RpcConformance, CallbackWithError) {
   on_first(world(), [](Worker& worker) {
     bool ran = false;
@@ -127,6 +134,7 @@ concept Continues = requires(Number number, F callback) {
   number.then(callback);
 };
 
+// peer: rpc_test.py callback_wrong_arg_num: better: does not compile
 TEST(RpcConformance, CallbackWrongArgNum) {
   auto none = [] { return 1; };
   auto one = [](Number) { return 1; };
@@ -134,12 +142,14 @@ TEST(RpcConformance, CallbackWrongArgNum) {
   static_assert(!Continues<decltype(none)> && Continues<decltype(one)> && !Continues<decltype(two)>);
 }
 
+// peer: rpc_test.py callback_wrong_arg_type: better: does not compile
 TEST(RpcConformance, CallbackWrongArgType) {
   auto value = [](std::int64_t) { return 1; };
   auto other = [](Future<std::string>) { return 1; };
   static_assert(!Continues<decltype(value)> && !Continues<decltype(other)>);
 }
 
+// peer: rpc_test.py add_done_callback: same
 TEST(RpcConformance, AddDoneCallback) {
   on_first(world(), [](Worker& worker) {
     int runs = 0;
@@ -154,6 +164,8 @@ TEST(RpcConformance, AddDoneCallback) {
   });
 }
 
+// peer: rpc_test.py mark_future_twice: differs: the first value stays; the second set returns false and
+//   throws nothing
 TEST(RpcConformance, MarkFutureTwice) {
   on_first(world(), [](Worker& worker) {
     Promise<std::int64_t> promise(worker.endpoint()->host());
@@ -164,6 +176,7 @@ TEST(RpcConformance, MarkFutureTwice) {
   });
 }
 
+// peer: rpc_test.py future_done: same
 TEST(RpcConformance, FutureDone) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", kSlowAdd, 1, 2);
@@ -174,6 +187,7 @@ TEST(RpcConformance, FutureDone) {
   });
 }
 
+// peer: rpc_test.py future_done_exception: same
 TEST(RpcConformance, FutureDoneException) {
   on_first(world(), [](Worker& worker) {
     auto failure = worker.rpc_async("worker1", kRaise);
@@ -183,6 +197,7 @@ TEST(RpcConformance, FutureDoneException) {
   });
 }
 
+// peer: rpc_test.py future_in_rpc: same
 TEST(RpcConformance, FutureInRpc) {
   on_first(world(3), [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kAddUseFuture, worker.info("worker2"), 1, 2), 3);
@@ -191,6 +206,7 @@ TEST(RpcConformance, FutureInRpc) {
   });
 }
 
+// peer: rpc_test.py future_nested_callback: same
 TEST(RpcConformance, FutureNestedCallback) {
   on_first(world(3), [](Worker& worker) {
     auto outer = worker.rpc_async("worker1", kAddUseFuture, worker.info("worker2"), 1, 2);
@@ -203,11 +219,13 @@ TEST(RpcConformance, FutureNestedCallback) {
   });
 }
 
+// peer: rpc_test.py pickle_future: better: does not compile
 TEST(RpcConformance, PickleFuture) {
   static_assert(wire::Transferable<std::int64_t>);
   static_assert(!wire::Transferable<Future<std::int64_t>>, "a future stays on its worker");
 }
 
+// peer: rpc_test.py (documented) wait with a limit: same
 TEST(RpcConformance, FutureWaitTimesOutAndCompletesLater) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", kSlowAdd, 1, 2);
@@ -217,6 +235,7 @@ TEST(RpcConformance, FutureWaitTimesOutAndCompletesLater) {
   });
 }
 
+// peer: rpc_test.py (documented) a future that nobody completes: better: a dropped promise fails its future
 TEST(RpcConformance, DroppedPromiseFailsItsFuture) {
   on_first(world(), [](Worker& worker) {
     Number orphan;
@@ -228,6 +247,7 @@ TEST(RpcConformance, DroppedPromiseFailsItsFuture) {
   });
 }
 
+// peer: rpc_test.py wait_all_with_exception: same
 TEST(RpcConformance, WaitAllWithException) {
   on_first(world(), [](Worker& worker) {
     std::vector<Number> futures;
@@ -239,6 +259,7 @@ TEST(RpcConformance, WaitAllWithException) {
   });
 }
 
+// peer: rpc_test.py wait_all_with_partial_exception: same
 TEST(RpcConformance, WaitAllWithPartialException) {
   on_first(world(), [](Worker& worker) {
     std::vector<Number> futures;
@@ -250,7 +271,7 @@ TEST(RpcConformance, WaitAllWithPartialException) {
   });
 }
 
-/// The first failure comes while another call still runs.
+/// The first failure arrives while another call still runs.
 template <class T>
 void expect_early_exit(Worker& worker, Future<T> slow, Future<T> failing) {
   const TimePoint begin = now(worker);
@@ -262,6 +283,7 @@ void expect_early_exit(Worker& worker, Future<T> slow, Future<T> failing) {
   slow.wait();
 }
 
+// peer: rpc_test.py wait_all_exit_early_python: same
 TEST(RpcConformance, WaitAllExitEarlyPython) {
   on_first(world(3), [](Worker& worker) {
     expect_early_exit(worker, worker.rpc_async("worker2", kSlowAdd, 1, 2),
@@ -269,6 +291,7 @@ TEST(RpcConformance, WaitAllExitEarlyPython) {
   });
 }
 
+// peer: rpc_test.py wait_all_exit_early_builtin: same
 TEST(RpcConformance, WaitAllExitEarlyBuiltin) {
   on_first(world(3), [](Worker& worker) {
     auto slow =

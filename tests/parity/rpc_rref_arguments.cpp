@@ -1,4 +1,5 @@
-// RRefs as arguments and results: in every position, along chains, and with the value's life at the end.
+// RRefs as arguments and results: in every position, along chains, and with the destruction of the value at
+// the end.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -16,7 +17,7 @@ struct Lives {
   int made = 0;
   int alive = 0;
 };
-/// Counts itself; cannot travel.
+/// Counts its instances; cannot be sent.
 class Tracked {
  public:
   Tracked(Lives& lives, std::int64_t number) : lives_(&lives), number_(number) {
@@ -110,6 +111,7 @@ std::string next(const Worker& worker, std::uint32_t by = 1) {
   return SimCluster::name(static_cast<int>((worker.rank() + by) % worker.world_size()));
 }
 
+// peer: rpc_test.py/rref py_rref_args: same
 TEST(RpcConformance, PyRrefArgs) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kAdd, 1, 2);
@@ -118,6 +120,7 @@ TEST(RpcConformance, PyRrefArgs) {
   });
 }
 
+// peer: rpc_test.py/rref py_rref_args_user_share: same
 TEST(RpcConformance, PyRrefArgsUserShare) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kSlowSeven);
@@ -126,6 +129,7 @@ TEST(RpcConformance, PyRrefArgsUserShare) {
   });
 }
 
+// peer: rpc_test.py/rref py_rpc_rref_args: same
 TEST(RpcConformance, PyRpcRrefArgs) {
   on_all(world(), [](Worker& worker) {
     auto a = worker.remote(next(worker), kAdd, 1, 2);
@@ -135,6 +139,7 @@ TEST(RpcConformance, PyRpcRrefArgs) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) another worker's RRef in a call to oneself: same
 TEST(RpcConformance, UserRrefAsSelfRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto there = worker.remote(next(worker), kAdd, 1, 2);
@@ -142,6 +147,7 @@ TEST(RpcConformance, UserRrefAsSelfRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_rpc_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -151,6 +157,7 @@ TEST(RpcConformance, SelfRemoteRrefAsRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_self_rpc_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsSelfRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -160,6 +167,7 @@ TEST(RpcConformance, SelfRemoteRrefAsSelfRpcArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_remote_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsRemoteArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -168,6 +176,7 @@ TEST(RpcConformance, SelfRemoteRrefAsRemoteArg) {
   });
 }
 
+// peer: rpc_test.py/rref self_remote_rref_as_self_remote_arg: same
 TEST(RpcConformance, SelfRemoteRrefAsSelfRemoteArg) {
   on_all(world(), [](Worker& worker) {
     auto mine = worker.remote(worker.info(), kSlowSeven);
@@ -176,6 +185,7 @@ TEST(RpcConformance, SelfRemoteRrefAsSelfRemoteArg) {
   });
 }
 
+// peer: rpc_test.py/rref nested_remote: same
 TEST(RpcConformance, NestedRemote) {
   on_all(world(), [](Worker& worker) {
     auto outer = worker.remote(next(worker), kNestedRemote, worker.info(next(worker, 2)), 1, 2);
@@ -185,6 +195,7 @@ TEST(RpcConformance, NestedRemote) {
   });
 }
 
+// peer: rpc_test.py/rref nested_rref: same
 TEST(RpcConformance, NestedRref) {
   on_all(world(), [](Worker& worker) {
     auto all = worker.remote(next(worker), kNestedRrefs, worker.info(next(worker, 2)), 2).to_here();
@@ -193,6 +204,7 @@ TEST(RpcConformance, NestedRref) {
   });
 }
 
+// peer: rpc_test.py/rref nested_rref_stress: same
 TEST(RpcConformance, NestedRrefStress) {
   on_all(world(), [](Worker& worker) {
     std::vector<RRef<std::vector<Number>>> outer;
@@ -207,6 +219,7 @@ TEST(RpcConformance, NestedRrefStress) {
   });
 }
 
+// peer: rpc_test.py/rref rpc_return_rref: same
 TEST(RpcConformance, RpcReturnRref) {
   on_all(world(), [](Worker& worker) {
     auto made = worker.rpc_sync(next(worker), kNestedRemote, worker.info(next(worker, 2)), 1, 2);
@@ -217,6 +230,7 @@ TEST(RpcConformance, RpcReturnRref) {
   });
 }
 
+// peer: rpc_test.py/rref return_local_rrefs: same
 TEST(RpcConformance, ReturnLocalRrefs) {
   on_all(world(), [](Worker& worker) {
     const auto all = worker.rpc_sync(next(worker), kMakeLocals, 5);
@@ -229,6 +243,7 @@ TEST(RpcConformance, ReturnLocalRrefs) {
   });
 }
 
+// peer: rpc_test.py/rref pass_local_rrefs: same
 TEST(RpcConformance, PassLocalRrefs) {
   on_all(world(), [](Worker& worker) {
     const std::vector<Number> mine{Number(worker, 1), Number(worker, 20), Number(worker, 300)};
@@ -240,6 +255,7 @@ TEST(RpcConformance, PassLocalRrefs) {
   });
 }
 
+// peer: rpc_test.py/rref rref_forward_chain: same
 TEST(RpcConformance, RrefForwardChain) {
   on_all(world(), [](Worker& worker) {
     auto first = worker.remote(next(worker), kAdd, 20, 3);
@@ -255,6 +271,7 @@ TEST(RpcConformance, RrefForwardChain) {
   });
 }
 
+// peer: jit/rpc_test.py/rref rref_as_arg_and_return: same
 TEST(RpcConformance, RrefAsArgAndReturn) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kAdd, 1, 2);
@@ -267,6 +284,7 @@ TEST(RpcConformance, RrefAsArgAndReturn) {
   });
 }
 
+// peer: rpc_test.py/rref user_rrefs_confirmed: same
 TEST(RpcConformance, UserRrefsConfirmed) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kSlowSeven);
@@ -276,6 +294,7 @@ TEST(RpcConformance, UserRrefsConfirmed) {
   });
 }
 
+// peer: rpc_test.py/rref user_rrefs_confirmed_remote: same
 TEST(RpcConformance, UserRrefsConfirmedRemote) {
   on_all(world(), [](Worker& worker) {
     auto rref = worker.remote(next(worker), kSlowSeven);
@@ -283,6 +302,8 @@ TEST(RpcConformance, UserRrefsConfirmedRemote) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) a value ends with its last reference: better: also when messages
+//   overtake each other
 TEST(RpcConformance, ValuesEndWithTheirLastReference) {
   for (std::uint64_t seed = 1; seed <= 10 && !::testing::Test::HasFailure(); ++seed) {
     Lives lives;
@@ -291,7 +312,7 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
     SimCluster cluster(options);
     cluster.run([&](Worker& worker) {
       for (std::uint32_t to = 0; to < 3; ++to) worker.rpc_sync(to, kAdd, 1, 2);
-      worker.barrier();  // all connected before messages may overtake
+      worker.barrier();  // all workers are connected before messages may overtake each other
       if (worker.rank() != 0) return nap(worker, seconds(10));
       cluster.network().set_options({.jitter = milliseconds(2), .reorder = true});
       {
@@ -309,6 +330,8 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
   }
 }
 
+// peer: rpc_test.py/rref (C++ only) a value that cannot travel: better: to_here() does not compile; members
+//   are called where it is
 TEST(RpcConformance, ToHereOfWhatCannotTravel) {
   Lives lives;
   on_first(with_state(world(), lives), [](Worker& worker) {
@@ -318,7 +341,7 @@ TEST(RpcConformance, ToHereOfWhatCannotTravel) {
   });
 }
 
-/// One model, its trainers' gradients gathered in rounds; all trainers of a round share one future.
+/// One model, whose trainers' gradients are gathered in rounds; all trainers of a round share one future.
 struct ParameterServer {
   ParameterServer(std::int64_t trainers, at::Tensor start, std::weak_ptr<FutureHost> host)
       : trainers(trainers), weight(std::move(start)), host(std::move(host)), round(this->host) {}
@@ -356,6 +379,7 @@ at::Tensor train(const RRef<ServerPointer>& server, at::Tensor weight, std::int6
 }
 constexpr Function<train> kTrain{"train"};
 
+// peer: rpc_test.py/rref my_parameter_server: same
 TEST(RpcConformance, MyParameterServer) {
   ClusterOptions options = world(4);
   options.functions.add(kMakeServer, kUpdateAndFetch, kTrain);

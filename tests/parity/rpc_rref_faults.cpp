@@ -45,7 +45,7 @@ std::int64_t read_slowly(Worker& worker, const RRef<Witness>& tracked) {
   nap(worker, seconds(1));
   return tracked.local_value().number();
 }
-/// Values here that others refer to, and their references.
+/// Values on this worker that others refer to, and their references.
 std::int64_t counted(Worker& worker) {
   const auto references = worker.debug().references;
   return static_cast<std::int64_t>(references.owners + references.forks);
@@ -77,7 +77,7 @@ ClusterOptions world(Lives& lives, int workers = 3) {
       lives);
 }
 
-/// Runs `body` on worker 0 under seeds 1 to 3, with the network at hand; shuts down gracefully afterwards and
+/// Runs `body` on worker 0 under seeds 1 to 3, with access to the network; then shuts down gracefully and
 /// expects that no value is left.
 void with_network(int workers, const std::function<void(Worker&, SimCluster&, Lives&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
@@ -100,6 +100,8 @@ void with_network(int workers, const std::function<void(Worker&, SimCluster&, Li
   }
 }
 
+// peer: faulty_agent_rpc_test.py check_failed_messages: same: for FORK_REQUEST, CHILD_ACCEPT and
+//   USER_DELETE; CLEANUP is a row of distributed autograd
 TEST(RpcConformance, CheckFailedMessages) {
   std::map<wire::MessageType, int> seen;
   with_network(3, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
@@ -130,6 +132,8 @@ void expect_no_creation(const RRef<Witness>& tracked) {
   EXPECT_EQ(error.worker(), "worker1");
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: refused at once, with the failure of
+//   the creation
 TEST(RpcConformance, RemoteMessageDroppedPickle) {
   with_network(3, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -143,6 +147,7 @@ TEST(RpcConformance, RemoteMessageDroppedPickle) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_dropped_timeout: same
 TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -156,6 +161,7 @@ TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py builtin_remote_message_dropped_timeout: same
 TEST(RpcConformance, BuiltinRemoteMessageDroppedTimeout) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
     cluster.network().drop_if(requests_of(rpc::kCreateByOperator));
@@ -165,6 +171,7 @@ TEST(RpcConformance, BuiltinRemoteMessageDroppedTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) to_here before the creation is known to have failed: same
 TEST(RpcConformance, ToHereOfADroppedCreationEndsBeforeItIsKnown) {
   with_network(2, [](Worker& worker, SimCluster& cluster, Lives&) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -175,7 +182,8 @@ TEST(RpcConformance, ToHereOfADroppedCreationEndsBeforeItIsKnown) {
 
 void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name = "") {
   with_network(2, [&](Worker& worker, SimCluster& cluster, Lives& lives) {
-    EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);  // connected before anything may overtake
+    EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2),
+              3);  // connected before messages may overtake each other
     cluster.network().set_options({.reorder = reorder});
     const bool udf = operator_name.empty();
     int late = 0;
@@ -202,16 +210,21 @@ void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name 
   });
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_delay_timeout: better: also when the deletion overtakes
+//   the creation
 TEST(RpcConformance, UdfRemoteMessageDelayTimeout) {
   expect_late_creation_is_cleaned_up(false);
   expect_late_creation_is_cleaned_up(true);
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_builtin_delay_timeout: better: also when the deletion
+//   overtakes the creation
 TEST(RpcConformance, RemoteMessageBuiltinDelayTimeout) {
   expect_late_creation_is_cleaned_up(false, "aten::add");
   expect_late_creation_is_cleaned_up(true, "aten::add");
 }
 
+// peer: faulty_agent_rpc_test.py udf_remote_message_delay_timeout_to_self: same
 TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
@@ -224,6 +237,9 @@ TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle_to_self,
+//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same:
+//   nothing is lost on the way to oneself, but a creation that no thread takes up in time ends alike
 TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   Lives lives;
   ClusterOptions options = world(lives, 2);
@@ -249,6 +265,8 @@ TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) a call on a reference whose creation failed: better: the
+//   error keeps its kind
 TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   with_network(1, [](Worker& worker, SimCluster&, Lives&) {
     auto tracked = worker.with({.timeout = milliseconds(500)}).remote(0, kMakeSlowly);
@@ -256,6 +274,7 @@ TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py (documented) a slow creation, given up by its creator: same
 TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   with_network(2, [](Worker& worker, SimCluster&, Lives& lives) {
     {
@@ -268,7 +287,7 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   });
 }
 
-/// Values end on threads that may wait, so nothing of the worker's own may be what holds one last.
+/// Values are destroyed on threads that may wait, so the worker's own data must not hold the last reference.
 TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.remote(0, kMakeTracked);
@@ -285,7 +304,7 @@ TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
   });
 }
 
-/// Every worker's shutdown, with what it threw.
+/// Shuts every worker down; returns what that threw.
 std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
                                                 const std::function<void(Worker&)>& first) {
   return cluster.try_services([&](rpc::WorkerService& service) {
@@ -294,6 +313,7 @@ std::vector<std::exception_ptr> shut_down_after(SimCluster& cluster,
   });
 }
 
+// peer: rpc_test.py/rref use_rref_after_shutdown: same
 TEST(RpcConformance, UseRrefAfterShutdown) {
   Lives lives;
   SimCluster cluster(world(lives, 2));
@@ -321,6 +341,7 @@ TEST(RpcConformance, UseRrefAfterShutdown) {
 }
 
 /// A value that holds a reference to a value that holds a reference, and the program keeps both ends.
+// peer: rpc_test.py/rref non_garbage_collected_user_rref_due_to_local_circular_dependency: same
 TEST(RpcConformance, NonGarbageCollectedUserRrefDueToLocalCircularDependency) {
   struct Ring {
     std::shared_ptr<Ring> self;

@@ -1,4 +1,5 @@
-// The books on references as people see them: listings while the program runs, and leaks at its end.
+// Listings of references for users: while the program runs, and of leaks at its end.
+// peer: rpc_test.py/rref rref_context_debug_info
 #include <fmt/format.h>
 #include <set>
 
@@ -17,7 +18,7 @@ using std::chrono::seconds;
 using Role = RRefInfo::Role;
 using Holders = std::map<std::string, std::size_t>;
 
-/// Cannot travel, and of unknown size.
+/// Cannot be sent, and has unknown size.
 struct Board {
   explicit Board(std::int64_t cells) : cells(cells) {}
   std::int64_t cells;
@@ -182,7 +183,8 @@ TEST(RpcConformance, ListsEveryReferenceOnceHoweverMany) {
   });
 }
 
-/// Every worker's shutdown, with what it threw, after worker 0's `first`; RRefs that this returns are held.
+/// Shuts every worker down after worker 0's `first`; returns what that threw. Holds the RRefs that `first`
+/// returns.
 std::vector<std::exception_ptr> shut_down_holding(ClusterOptions options,
                                                   const std::function<void(Worker&)>& first) {
   SimCluster cluster(std::move(options));
@@ -198,6 +200,8 @@ ClusterOptions strict(bool strict_leaks) {
   return options;
 }
 
+// peer: rpc_test.py/rref rref_leak: same, if asked for by `strict_leaks`: the owner's shutdown throws; it
+//   lists type, place and holders
 TEST(RpcConformance, RrefLeak) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = strict(true);
@@ -228,7 +232,7 @@ TEST(RpcConformance, StrictShutdownOfATidyProgramThrowsNothing) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
-/// What a worker throws that leaves an open world whose first worker holds a value of it, if `holds`.
+/// What a worker throws when it leaves an open world whose first worker holds one of its values, if `holds`.
 std::exception_ptr leave_while_held(bool strict_leaks, bool holds) {
   ClusterOptions options = strict(strict_leaks);
   options.workers = 1;
@@ -251,7 +255,7 @@ std::exception_ptr leave_while_held(bool strict_leaks, bool holds) {
     life.join();
     nap(worker, seconds(1));
     if (!holds) return;
-    // Its value is gone, and so is its rank; what failed is the connection, not the call.
+    // Its value and its rank are gone; the connection failed, not the call.
     expect_error(ErrorKind::kDisconnected, "worker1", [&] { board.rpc_sync(kCells); });
     expect_error(ErrorKind::kDisconnected, "worker1", [&] { board.remote(kCells).creation().wait(); });
   });
@@ -279,6 +283,8 @@ TEST(RpcConformance, WarnsOfValuesInUseByOthersInAnOpenWorld) {
                     HasSubstr("held by 'worker0'")));
 }
 
+// peer: rpc_test.py/rref ignore_rref_leak: same: what programs hold is given back without a word, unless
+//   `strict_leaks`
 TEST(RpcConformance, IgnoreRrefLeak) {
   std::vector<RRef<Board>> held;
   ::testing::internal::CaptureStderr();
@@ -306,6 +312,8 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
   return ::testing::internal::GetCapturedStderr();
 }
 
+// peer: rpc_test.py/rref (documented) references that nobody gave back: same: a warning with type, place
+//   and holders; `report_leaks = false` says nothing
 TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
   const std::string warnings = warnings_of_a_lost_delete(true);
   EXPECT_THAT(warnings, AllOf(HasSubstr("torchspan[worker1] warning: 1 values end"),

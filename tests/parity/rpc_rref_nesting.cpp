@@ -1,4 +1,4 @@
-// RRefs inside whatever travels: structs, containers, each other; through every worker and home again.
+// RRefs inside any value that can be sent: structs, containers, each other; through every worker and back.
 #include <map>
 #include <optional>
 #include <tuple>
@@ -12,7 +12,7 @@
 
 namespace torchspan::rpc_rref_nesting {
 
-/// Cannot travel, and counts itself.
+/// Counts its instances; cannot be sent.
 struct Plank {
   Plank(int& alive, std::int64_t length) : alive(&alive), length(length) { ++alive; }
   Plank(Plank&& other) noexcept : alive(std::exchange(other.alive, nullptr)), length(other.length) {}
@@ -58,7 +58,7 @@ std::int64_t next_number(std::int64_t number) { return number + 1; }
 at::Tensor filled(double value) { return at::full({2, 2}, value, at::kDouble); }
 Plank make_plank(Worker& worker, std::int64_t length) { return Plank(state_of<int>(worker), length); }
 std::int64_t length_of(const RRef<Plank>& plank) { return plank.local_value().length; }
-/// Checks everything, and hands it on so many times.
+/// Checks everything, and sends it on the given number of times.
 std::int64_t unload(Worker& worker, const Load& load, std::int64_t hops);
 Load same_load(const Load& load) { return load; }
 RRef<std::int64_t> wrap(const RRef<std::int64_t>& inner) { return inner; }
@@ -102,7 +102,7 @@ ClusterOptions world(int& alive) {
                     alive);
 }
 
-/// References to values of every worker, those of this one among them.
+/// References to values of every worker, including this one.
 Load make_load(Worker& worker) {
   Load load;
   for (int owner = 0; owner < worker.world_size(); ++owner) {
@@ -120,6 +120,8 @@ Load make_load(Worker& worker) {
   return load;
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values: same: in any struct and container that
+//   travels
 TEST(RpcConformance, RrefsInStructsAndContainersTravelRoundTheWorldAndHome) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {
@@ -134,6 +136,7 @@ TEST(RpcConformance, RrefsInStructsAndContainersTravelRoundTheWorldAndHome) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values
 TEST(RpcConformance, RrefsInStructsAndContainersComeBackAsResults) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {
@@ -151,6 +154,7 @@ TEST(RpcConformance, RrefsInStructsAndContainersComeBackAsResults) {
   });
 }
 
+// peer: rpc_test.py/rref (documented) RRefs inside other values
 TEST(RpcConformance, AnRrefMayBeTheValueOfAnother) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {

@@ -1,5 +1,5 @@
-// Values that stay where they were made: creating, fetching, calling on them, and what an RRef tells of
-// itself.
+// Values that stay on the worker that made them: creating, fetching, calling methods on them, and the
+// properties of an RRef.
 #include <map>
 
 #include <ATen/core/ivalue.h>
@@ -29,7 +29,7 @@ std::int64_t append(const RRef<List>& list, std::int64_t value) {
   list.local_value().push_back(value);
   return static_cast<std::int64_t>(list.local_value().size());
 }
-/// How long the creation of a copy takes from now on, in milliseconds.
+/// How long each creation of a copy takes from now on, in milliseconds.
 std::int64_t await_creation(Worker& worker, const RRef<std::int64_t>& copy) {
   const TimePoint begin = now(worker);
   copy.creation().wait();
@@ -75,6 +75,7 @@ ClusterOptions world(int workers = 2) {
                                    kOwns, kTotal, kOnes, kParameters, kValue, kUpdate, kUpdatesOfList));
 }
 
+// peer: rpc_test.py/rref owner_equality: same
 TEST(RpcConformance, OwnerEquality) {
   on_first(world(3), [](Worker& worker) {
     auto first = worker.remote("worker1", kAdd, 1, 2);
@@ -89,6 +90,7 @@ TEST(RpcConformance, OwnerEquality) {
   });
 }
 
+// peer: rpc_test.py/rref builtin_remote_ret: same
 TEST(RpcConformance, BuiltinRemoteRet) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -97,6 +99,7 @@ TEST(RpcConformance, BuiltinRemoteRet) {
   });
 }
 
+// peer: rpc_test.py/rref builtin_remote_self: same
 TEST(RpcConformance, BuiltinRemoteSelf) {
   on_all(world(2), [](Worker& worker) {
     auto sum = worker.remote(worker.info(), "aten::add", {at::ones({2, 2}), at::ones({2, 2})});
@@ -106,6 +109,7 @@ TEST(RpcConformance, BuiltinRemoteSelf) {
   });
 }
 
+// peer: rpc_test.py/rref multi_builtin_remote_ret: same
 TEST(RpcConformance, MultiBuiltinRemoteRet) {
   on_all(world(4), [](Worker& worker) {
     std::vector<RRef<c10::IValue>> sums;
@@ -118,6 +122,7 @@ TEST(RpcConformance, MultiBuiltinRemoteRet) {
   });
 }
 
+// peer: rpc_test.py/rref py_udf_remote: same
 TEST(RpcConformance, PyUdfRemote) {
   on_all(world(4), [](Worker& worker) {
     const std::int64_t n = worker.rank() + 1;
@@ -127,6 +132,7 @@ TEST(RpcConformance, PyUdfRemote) {
   });
 }
 
+// peer: rpc_test.py/rref multi_py_udf_remote: same
 TEST(RpcConformance, MultiPyUdfRemote) {
   on_all(world(4), [](Worker& worker) {
     std::vector<RRef<std::int64_t>> sums;
@@ -136,6 +142,7 @@ TEST(RpcConformance, MultiPyUdfRemote) {
   });
 }
 
+// peer: rpc_test.py/rref remote_same_worker: same
 TEST(RpcConformance, RemoteSameWorker) {
   on_all(world(3), [](Worker& worker) {
     const std::uint32_t to = (worker.rank() + 1) % 3;
@@ -146,6 +153,7 @@ TEST(RpcConformance, RemoteSameWorker) {
   });
 }
 
+// peer: rpc_test.py/rref call_method_on_rref: same
 TEST(RpcConformance, CallMethodOnRref) {
   on_all(world(3), [](Worker& worker) {
     auto parameters = worker.remote((worker.rank() + 1) % 3, kParameters, at::ones({2, 2}));
@@ -169,6 +177,7 @@ TEST(RpcConformance, CallsOnAReferenceNameTheirPlace) {
   });
 }
 
+// peer: rpc_test.py/rref rref_proxy_tensor: same
 TEST(RpcConformance, RrefProxyTensor) {
   on_first(world(), [](Worker& worker) {
     auto x = worker.remote("worker1", kOnes, 6);
@@ -180,6 +189,7 @@ TEST(RpcConformance, RrefProxyTensor) {
   });
 }
 
+// peer: rpc_test.py/rref rref_proxy_class: same
 TEST(RpcConformance, RrefProxyClass) {
   on_first(world(), [](Worker& worker) {
     for (const std::string owner : {"worker0", "worker1"}) {
@@ -190,6 +200,7 @@ TEST(RpcConformance, RrefProxyClass) {
   });
 }
 
+// peer: rpc_test.py/rref rref_proxy_reuse: same
 TEST(RpcConformance, RrefProxyReuse) {
   on_first(world(), [](Worker& worker) {
     auto parameters = worker.remote("worker1", kParameters, at::zeros({3}));
@@ -199,6 +210,7 @@ TEST(RpcConformance, RrefProxyReuse) {
   });
 }
 
+// peer: jit/rpc_test.py/rref rref_is_owner: same
 TEST(RpcConformance, RrefIsOwner) {
   on_first(world(), [](Worker& worker) {
     auto there = worker.remote("worker1", kMakeList);
@@ -211,6 +223,7 @@ TEST(RpcConformance, RrefIsOwner) {
   });
 }
 
+// peer: jit/rpc_test.py/rref rref_local_value: same
 TEST(RpcConformance, RrefLocalValue) {
   on_first(world(), [](Worker& worker) {
     auto mine = worker.remote("worker0", kSlowSeven);
@@ -220,6 +233,7 @@ TEST(RpcConformance, RrefLocalValue) {
   });
 }
 
+// peer: jit/rpc_test.py/rref rref_list_mutate: same
 TEST(RpcConformance, RrefListMutate) {
   on_first(world(), [](Worker& worker) {
     auto list = worker.remote("worker1", kMakeList);
@@ -228,6 +242,7 @@ TEST(RpcConformance, RrefListMutate) {
   });
 }
 
+// peer: rpc_test.py/rref local_value_not_on_owner: same
 TEST(RpcConformance, LocalValueNotOnOwner) {
   on_first(world(), [](Worker& worker) {
     auto there = worker.remote("worker1", kAdd, 1, 2);
@@ -238,6 +253,7 @@ TEST(RpcConformance, LocalValueNotOnOwner) {
   });
 }
 
+// peer: rpc_test.py/rref local_rref_no_fork: same
 TEST(RpcConformance, LocalRrefNoFork) {
   ClusterOptions options = world();
   SimCluster cluster(options);
@@ -262,6 +278,7 @@ TEST(RpcConformance, LocalRrefNoFork) {
   });
 }
 
+// peer: rpc_test.py/rref rref_str: same
 TEST(RpcConformance, RrefStr) {
   on_first(world(), [](Worker& worker) {
     auto there = worker.remote("worker1", kAdd, 1, 2);
@@ -276,6 +293,7 @@ TEST(RpcConformance, RrefStr) {
   });
 }
 
+// peer: rpc_test.py/rref rref_get_future: same
 TEST(RpcConformance, RrefGetFuture) {
   on_first(world(), [](Worker& worker) {
     auto of_function = worker.remote("worker1", kSlowSeven);
@@ -306,6 +324,8 @@ TEST(RpcConformance, CreationOfACopyIsThatOfTheValue) {
   });
 }
 
+// peer: rpc_test.py pg_init_no_rpc_init: better: an RRef cannot be made without a worker; an empty one says
+//   so
 TEST(RpcConformance, PgInitNoRpcInit) {
   static_assert(!std::is_constructible_v<RRef<std::int64_t>, std::int64_t>, "an RRef needs its worker");
   const RRef<std::int64_t> none;
@@ -314,6 +334,8 @@ TEST(RpcConformance, PgInitNoRpcInit) {
   expect_error(ErrorKind::kInvalid, "this RRef is empty", [&] { none.owner_name(); });
 }
 
+// peer: rpc_test.py/rref (documented) remote, then to_here: better: one round trip: the fetch does not wait
+//   for the confirmation
 TEST(RpcConformance, RemoteIsUsedInOneRoundTrip) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {

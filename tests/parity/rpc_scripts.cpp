@@ -85,6 +85,7 @@ bool same_values(const c10::IValue& value, const at::Tensor& expected) {
   return at::equal(value.toTensor(), expected);
 }
 
+// peer: jit/rpc_test.py torchscript_function: same: by the name in the callee's table
 TEST(RpcConformance, TorchscriptFunction) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::ones({3});
@@ -96,6 +97,8 @@ TEST(RpcConformance, TorchscriptFunction) {
   });
 }
 
+// peer: jit/rpc_test.py torchscript_function_exception: same: found on the callee; the error shows the
+//   schema
 TEST(RpcConformance, TorchscriptFunctionException) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::ones({3});
@@ -112,6 +115,7 @@ TEST(RpcConformance, TorchscriptFunctionException) {
   });
 }
 
+// peer: jit/rpc_test.py call_script_function_that_not_exists_remotely_from_script: same
 TEST(RpcConformance, CallScriptFunctionThatNotExistsRemotely) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kInvalid, "script.nonexisting",
@@ -119,6 +123,7 @@ TEST(RpcConformance, CallScriptFunctionThatNotExistsRemotely) {
   });
 }
 
+// peer: jit/rpc_test.py remote_script_udf: same
 TEST(RpcConformance, RemoteScriptUdf) {
   on_first(world(), [](Worker& worker) {
     auto result = worker.remote("worker1", "script.heavy", {at::ones({2})});
@@ -126,6 +131,7 @@ TEST(RpcConformance, RemoteScriptUdf) {
   });
 }
 
+// peer: jit/rpc_test.py remote_script_throw, call_script_function_that_raises_remotely_from_script: same
 TEST(RpcConformance, RemoteScriptThrow) {
   on_first(world(), [](Worker& worker) {
     auto failed = worker.remote("worker1", "script.raise_func", {"Expected error"});
@@ -133,6 +139,7 @@ TEST(RpcConformance, RemoteScriptThrow) {
   });
 }
 
+// peer: jit/rpc_test.py async_script_udf: same
 TEST(RpcConformance, AsyncScriptUdf) {
   on_first(world(), [](Worker& worker) {
     auto sum = worker.rpc_async("worker1", "script.add", {at::ones({2}), at::ones({2})});
@@ -141,6 +148,7 @@ TEST(RpcConformance, AsyncScriptUdf) {
   });
 }
 
+// peer: jit/rpc_test.py async_script_throw: same
 TEST(RpcConformance, AsyncScriptThrow) {
   on_first(world(), [](Worker& worker) {
     auto failed = worker.rpc_async("worker1", "script.raise_func", {"Expected error"});
@@ -154,6 +162,7 @@ TEST(RpcConformance, AsyncScriptThrow) {
   });
 }
 
+// peer: rpc_test.py stress_heavy_rpc_torchscript: same
 TEST(RpcConformance, StressHeavyRpcTorchscript) {
   on_first(world(), [](Worker& worker) {
     std::vector<Future<c10::IValue>> calls;
@@ -164,6 +173,7 @@ TEST(RpcConformance, StressHeavyRpcTorchscript) {
   });
 }
 
+// peer: rpc_test.py wait_all_exit_early_script_function: same
 TEST(RpcConformance, WaitAllExitEarlyScriptFunction) {
   on_first(world(3), [](Worker& worker) {
     auto slow_one =
@@ -179,6 +189,7 @@ TEST(RpcConformance, WaitAllExitEarlyScriptFunction) {
   });
 }
 
+// peer: jit/rpc_test.py async_function_*: same: with one handler thread a worker
 TEST(RpcConformance, AsyncFunctionsWaitForScripts) {
   ClusterOptions options = world(3);
   options.threads = 1;
@@ -191,6 +202,11 @@ TEST(RpcConformance, AsyncFunctionsWaitForScripts) {
   });
 }
 
+// peer: jit/rpc_test.py remote_script_module, create_script_module_on_remote,
+//   torchscript_functions_not_supported: better: methods of a remote module are called by name, from any
+//   worker
+// peer: remote_module_test.py forward_sync_script, forward_async_script: same: a scripted module is called
+//   by `rref.rpc_sync("forward", …)`; `rpc_async` is the same without the wait
 TEST(RpcConformance, RemoteScriptModule) {
   on_first(world(3), [](Worker& worker) {
     auto module = worker.remote("worker1", kMakeModule, 10.0);
@@ -206,6 +222,8 @@ TEST(RpcConformance, RemoteScriptModule) {
   });
 }
 
+// peer: jit/rpc_test.py create_local_script_module_rref_in_py,
+//   return_local_script_module_rref_in_py_and_use_in_script: same
 TEST(RpcConformance, CreateLocalScriptModuleRref) {
   on_first(world(), [](Worker& worker) {
     RRef<torch::jit::Module> mine(worker, make_module(3));
@@ -215,7 +233,7 @@ TEST(RpcConformance, CreateLocalScriptModuleRref) {
   });
 }
 
-/// Worker 0 with the network at hand, whose requests of that type take two seconds more.
+/// Worker 0 with access to the network, which delays its requests of that type by two seconds.
 void with_late_requests(wire::MessageType type, const std::function<void(Worker&)>& body) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {
@@ -226,6 +244,8 @@ void with_late_requests(wire::MessageType type, const std::function<void(Worker&
   });
 }
 
+// peer: rpc_test.py rpc_script_timeout: same
+// peer: faulty_agent_rpc_test.py timeout_in_torchscript_function, timeout_in_python: same
 TEST(RpcConformance, RpcScriptTimeout) {
   with_late_requests(rpc::kCallOperator, [](Worker& worker) {
     const at::Tensor x = at::ones({2});
@@ -238,6 +258,7 @@ TEST(RpcConformance, RpcScriptTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py rref_to_here_timeout_in_jit: same
 TEST(RpcConformance, RrefToHereTimeoutInJit) {
   with_late_requests(rpc::kFetch, [](Worker& worker) {
     auto sum = worker.remote("worker1", "script.add", {at::ones({2}), at::ones({2})});
@@ -247,6 +268,7 @@ TEST(RpcConformance, RrefToHereTimeoutInJit) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py remote_timeout_to_here_in_jit: same
 TEST(RpcConformance, RemoteTimeoutToHereInJit) {
   with_late_requests(rpc::kCreateByOperator, [](Worker& worker) {
     auto sum =
@@ -256,6 +278,7 @@ TEST(RpcConformance, RemoteTimeoutToHereInJit) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py remote_message_script_delay_timeout: same
 TEST(RpcConformance, RemoteMessageScriptDelayTimeout) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {
@@ -274,6 +297,8 @@ TEST(RpcConformance, RemoteMessageScriptDelayTimeout) {
   });
 }
 
+// peer: faulty_agent_rpc_test.py rref_timeout_pickle_in_jit, rref_timeout_pickle_script_func: same: refused
+//   with the failure of the creation
 TEST(RpcConformance, RrefTimeoutPickleScriptFunc) {
   with_late_requests(rpc::kCreateRemote, [](Worker& worker) {
     auto module = worker.with({.timeout = seconds(1)}).remote("worker1", kMakeModule, 1.0);

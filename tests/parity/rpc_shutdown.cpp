@@ -1,4 +1,4 @@
-// Leaving: with all work done, at once, late, and when something fails on the way.
+// Shutting down: with all calls completed, at once, late, and when a step fails.
 #include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc_shutdown {
@@ -52,12 +52,14 @@ void expect_no_failure(const std::vector<std::exception_ptr>& failures) {
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }
 
+// peer: rpc_test.py local_shutdown: same
 TEST(RpcConformance, LocalShutdown) {
   on_services(
       3, [](rpc::WorkerService& service, Tally&) { service.stop(); },
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
+// peer: rpc_test.py local_shutdown_with_rpc: same
 TEST(RpcConformance, LocalShutdownWithRpc) {
   on_services(
       3,
@@ -71,6 +73,7 @@ TEST(RpcConformance, LocalShutdownWithRpc) {
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
+// peer: rpc_test.py (documented) local shutdown fails what is pending: same
 TEST(RpcConformance, LocalShutdownFailsPendingCalls) {
   on_services(
       2,
@@ -85,6 +88,7 @@ TEST(RpcConformance, LocalShutdownFailsPendingCalls) {
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
+// peer: rpc_test.py shutdown_followed_by_rpc: same
 TEST(RpcConformance, ShutdownFollowedByRpc) {
   on_services(
       2,
@@ -101,6 +105,7 @@ TEST(RpcConformance, ShutdownFollowedByRpc) {
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
+// peer: rpc_test.py graceful_shutdown_with_uneven_workload: same
 TEST(RpcConformance, GracefulShutdownWithUnevenWorkload) {
   on_services(
       4,
@@ -119,6 +124,7 @@ TEST(RpcConformance, GracefulShutdownWithUnevenWorkload) {
       });
 }
 
+// peer: rpc_test.py multi_layer_nested_async_rpc: same
 TEST(RpcConformance, MultiLayerNestedAsyncRpc) {
   on_services(
       4,
@@ -133,6 +139,7 @@ TEST(RpcConformance, MultiLayerNestedAsyncRpc) {
       });
 }
 
+// peer: rpc_test.py wait_all_workers_timeout: better: the error names who was missing
 TEST(RpcConformance, WaitAllWorkersTimeout) {
   on_services(
       3,
@@ -165,6 +172,7 @@ void dense_calls(Worker& worker) {
   for (int i = 0; i < 80; ++i) EXPECT_EQ(calls[i].wait(), i % 20 + i / 20);
 }
 
+// peer: rpc_test.py wait_all_workers_dense: same
 TEST(RpcConformance, WaitAllWorkersDense) {
   on_services(
       4,
@@ -175,6 +183,7 @@ TEST(RpcConformance, WaitAllWorkersDense) {
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
+// peer: rpc_test.py wait_all_workers_twice_dense: same
 TEST(RpcConformance, WaitAllWorkersTwiceDense) {
   on_services(
       4,
@@ -201,6 +210,7 @@ class FailsToShutDown final : public rpc::Extension {
   }
 };
 
+// peer: rpc_test.py shutdown_errors: better: the others hear at once that the failing worker left
 TEST(RpcConformance, ShutdownErrors) {
   on_services(
       3,

@@ -1,4 +1,4 @@
-// Limits: the worker's default, those of single calls, and what happens when they pass.
+// Timeouts: the worker's default, those of single calls, and what happens when they expire.
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -58,6 +58,7 @@ void expect_timeout(Worker& worker, Duration limit, F&& call) {
   EXPECT_LE(now(worker) - begin, limit + milliseconds(5));
 }
 
+// peer: rpc_test.py set_and_get_default_rpc_timeout: same
 TEST(RpcConformance, SetAndGetDefaultRpcTimeout) {
   ClusterOptions options = world();
   options.default_timeout = milliseconds(500);
@@ -70,6 +71,7 @@ TEST(RpcConformance, SetAndGetDefaultRpcTimeout) {
   on_first(world(), [](Worker& worker) { EXPECT_EQ(worker.default_timeout(), seconds(60)); });
 }
 
+// peer: rpc_test.py tensorpipe_set_default_timeout: same
 TEST(RpcConformance, TensorpipeSetDefaultTimeout) {
   ClusterOptions options = world();
   options.default_timeout = milliseconds(500);
@@ -78,6 +80,7 @@ TEST(RpcConformance, TensorpipeSetDefaultTimeout) {
   });
 }
 
+// peer: rpc_test.py default_timeout_used: same
 TEST(RpcConformance, DefaultTimeoutUsed) {
   on_first(world(), [](Worker& worker) {
     worker.set_default_timeout(milliseconds(1));
@@ -96,6 +99,7 @@ TEST(RpcConformance, DefaultTimeoutUsed) {
   });
 }
 
+// peer: rpc_test.py rpc_timeouts: same
 TEST(RpcConformance, RpcTimeouts) {
   on_first(world(), [](Worker& worker) {
     const Caller hurried = worker.with({.timeout = milliseconds(100)});
@@ -112,6 +116,7 @@ TEST(RpcConformance, RpcTimeouts) {
   });
 }
 
+// peer: rpc_test.py rpc_builtin_timeout: same
 TEST(RpcConformance, RpcBuiltinTimeout) {
   ClusterOptions options = world();
   options.seed = 2;
@@ -134,6 +139,8 @@ TEST(RpcConformance, RpcBuiltinTimeout) {
   });
 }
 
+// peer: rpc_test.py (documented) replies and limits share the pool of the handlers: better: limits hold
+//   while every handler thread is busy
 TEST(RpcConformance, TimesOutWhileEveryHandlerThreadIsBusy) {
   ClusterOptions options = world();
   options.threads = 1;
@@ -148,6 +155,7 @@ TEST(RpcConformance, TimesOutWhileEveryHandlerThreadIsBusy) {
   });
 }
 
+// peer: rpc_test.py/rref rref_timeout: same
 TEST(RpcConformance, RrefTimeout) {
   on_first(world(), [](Worker& worker) {
     auto rref = worker.with({.timeout = milliseconds(500)}).remote("worker1", kSleep, seconds(2));
@@ -158,6 +166,7 @@ TEST(RpcConformance, RrefTimeout) {
   });
 }
 
+// peer: rpc_test.py/rref rref_to_here_timeout: same
 TEST(RpcConformance, RrefToHereTimeout) {
   on_first(world(), [](Worker& worker) {
     auto rref = worker.remote("worker1", kSleep, seconds(2));
@@ -167,6 +176,7 @@ TEST(RpcConformance, RrefToHereTimeout) {
   });
 }
 
+// peer: rpc_test.py/rref rref_proxy_timeout: same
 TEST(RpcConformance, RrefProxyTimeout) {
   on_first(world(), [](Worker& worker) {
     auto sleeper = worker.remote("worker1", kSleeper, 5);
@@ -177,7 +187,7 @@ TEST(RpcConformance, RrefProxyTimeout) {
     expect_timeout(worker, milliseconds(100), [&] { made.creation().wait(); });
     const auto late = worker.remote("worker1", kSleep, seconds(2));
     expect_timeout(worker, milliseconds(100), [&] { late.with({.timeout = milliseconds(100)}).to_here(); });
-    worker.runtime().executor.sleep(seconds(10));  // the threads over there are done
+    worker.runtime().executor.sleep(seconds(10));  // the threads of the callee have finished
     EXPECT_EQ(brief.rpc_sync(kGet), 5);
     const Caller hurried = worker.with({.timeout = milliseconds(100)});
     expect_timeout(worker, milliseconds(100), [&] { hurried.call_on(sleeper, kSlowGet, seconds(2)).wait(); });
@@ -192,6 +202,9 @@ TEST(RpcConformance, RrefProxyTimeout) {
   });
 }
 
+// peer: rpc_test.py set_and_get_num_worker_threads: same
+// peer: dist_autograd_test.py verify_backend_options: differs: there is no back end to name; that the
+//   options given are those in force is a row of calls
 TEST(RpcConformance, SetAndGetNumWorkerThreads) {
   for (const int threads : {1, 2, 5}) {
     Crowd crowd;

@@ -1,4 +1,4 @@
-// Calls that are waited for together, and what a worker says of itself.
+// Scopes that wait for all their calls, and a worker's debug information.
 #include <ATen/ATen.h>
 
 #include <torchspan/rpc/wait_scope.h>
@@ -43,6 +43,7 @@ ClusterOptions world(int workers = 2) {
   return world_of(workers, FunctionTable().add(kAdd, kSlowAdd, kRaise, kCell, kGet, kKeeper, kGetKept));
 }
 
+// peer: rpc_test.py wait_all: same
 TEST(RpcConformance, WaitAll) {
   on_first(world(), [](Worker& worker) {
     Number sum;
@@ -59,6 +60,7 @@ TEST(RpcConformance, WaitAll) {
   });
 }
 
+// peer: rpc_test.py wait_all_multiple_call: same; creations count too
 TEST(RpcConformance, WaitAllMultipleCall) {
   on_first(world(), [](Worker& worker) {
     std::vector<Number> sums;
@@ -84,6 +86,7 @@ TEST(RpcConformance, WaitAllMultipleCall) {
   });
 }
 
+// peer: rpc_test.py wait_all_timeout: same
 TEST(RpcConformance, WaitAllTimeout) {
   on_first(world(), [](Worker& worker) {
     const TimePoint begin = now(worker);
@@ -96,6 +99,8 @@ TEST(RpcConformance, WaitAllTimeout) {
   });
 }
 
+// peer: rpc_test.py wait_all_raise_in_user_func: differs: `wait()` throws it; a destructor throws nothing,
+//   so a scope without `wait()` says nothing
 TEST(RpcConformance, WaitAllRaiseInUserFunc) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] {
@@ -109,6 +114,7 @@ TEST(RpcConformance, WaitAllRaiseInUserFunc) {
   });
 }
 
+// peer: rpc_test.py wait_all_raise_in_body: same
 TEST(RpcConformance, WaitAllRaiseInBody) {
   on_first(world(), [](Worker& worker) {
     Number sum;
@@ -123,6 +129,7 @@ TEST(RpcConformance, WaitAllRaiseInBody) {
   });
 }
 
+// peer: rpc_test.py (documented) a scope ends with its first failure: same
 TEST(RpcConformance, WaitAllScopeExitsEarly) {
   on_first(world(3), [](Worker& worker) {
     WaitScope calls(worker);
@@ -135,6 +142,8 @@ TEST(RpcConformance, WaitAllScopeExitsEarly) {
   });
 }
 
+// peer: rpc_test.py debug_info: better: typed, with every call that waits or runs, its age and its place in
+//   the program
 TEST(RpcConformance, DebugInfo) {
   on_first(world(), [](Worker& worker) {
     auto idle = [](const DebugInfo& info) {
@@ -167,6 +176,8 @@ TEST(RpcConformance, DebugInfo) {
   });
 }
 
+// peer: rpc_test.py/rref rref_context_debug_info: better: beside the counts a list with type, size, age,
+//   place and holders
 TEST(RpcConformance, RrefContextDebugInfo) {
   on_first(world(), [](Worker& worker) {
     const auto references = [&] { return worker.debug().references; };

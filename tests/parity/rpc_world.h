@@ -34,7 +34,7 @@ inline ClusterOptions world_of(int workers, FunctionTable functions = {}) {
   return options;
 }
 
-/// Runs `body` on every worker of a world, under the seeds 1, 2 and 3; under the last one waiting callers
+/// Runs `body` on every worker of a world, under the seeds 1, 2 and 3; under the last one, waiting callers
 /// drive the transport.
 inline void on_all(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
@@ -58,7 +58,7 @@ inline void on_first(const ClusterOptions& options, const std::function<void(Wor
   });
 }
 
-/// Puts a test's own state within reach of the functions it serves: state_of<T>(worker).
+/// Gives the functions of a test access to the test's state: state_of<T>(worker).
 template <class T>
 class StateExtension final : public rpc::Extension {
  public:

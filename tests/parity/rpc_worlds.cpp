@@ -1,4 +1,4 @@
-// Meeting: names, worlds in one process, gathering and barriers.
+// Joining: names, worlds in one process, gathering and barriers.
 #include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc_worlds {
@@ -16,7 +16,7 @@ constexpr Function<read> kRead{"read"};
 
 ClusterOptions world(int workers) { return world_of(workers, FunctionTable().add(kAdd, kRead)); }
 
-/// What each rank of a world with these names is told when it joins.
+/// What each rank of a world with these names learns when it joins.
 std::vector<std::exception_ptr> join_as(const std::vector<std::string>& names) {
   ClusterOptions options = world(static_cast<int>(names.size()));
   options.adjust = [&](int rank, WorkerPlan& plan) {
@@ -34,6 +34,7 @@ void expect_refused(const std::exception_ptr& failure, const std::string& text) 
   EXPECT_THAT(error.what(), HasSubstr(text));
 }
 
+// peer: rpc_test.py invalid_names: same
 TEST(RpcConformance, InvalidNames) {
   for (const std::string name : {"abc*", " ", "", "a b", "worker/1", "w\xc3\xb6rker"}) {
     expect_refused(join_as({name, "worker1"})[0], "1 to 127 of the characters");
@@ -46,18 +47,22 @@ TEST(RpcConformance, InvalidNames) {
   }
 }
 
+// peer: rpc_test.py duplicate_name: same
 TEST(RpcConformance, DuplicateName) {
   for (const auto& failure : join_as({"duplicate_name", "duplicate_name"})) {
     expect_refused(failure, "duplicate_name");
   }
 }
 
+// peer: rpc_test.py duplicate_name_2: same
 TEST(RpcConformance, DuplicateName2) {
   for (const auto& failure : join_as({"first", "duplicate_name", "third", "duplicate_name"})) {
     expect_refused(failure, "duplicate_name");
   }
 }
 
+// peer: rpc_test.py reinit: differs: nothing is global, so several workers may live in one process; a
+//   second worker of the same name and rank is refused by its world
 TEST(RpcConformance, Reinit) {
   SimCluster cluster(world(2));
   cluster.run([&](Worker& worker) {
@@ -78,6 +83,7 @@ TEST(RpcConformance, Reinit) {
   });
 }
 
+// peer: rpc_test.py init_rpc_twice: same
 TEST(RpcConformance, InitRpcTwice) {
   SimCluster cluster(world(3));
   for (int round = 0; round < 2; ++round) {
@@ -91,6 +97,7 @@ TEST(RpcConformance, InitRpcTwice) {
   }
 }
 
+// peer: rpc_test.py world_size_one: same
 TEST(RpcConformance, WorldSizeOne) {
   on_all(world(1), [](Worker& worker) {
     EXPECT_EQ(worker.world_size(), 1u);
@@ -106,6 +113,7 @@ TEST(RpcConformance, WorldSizeOne) {
   });
 }
 
+// peer: rpc_test.py all_gather: same
 TEST(RpcConformance, AllGather) {
   on_all(world(4), [](Worker& worker) {
     for (int round = 0; round < 3; ++round) {
@@ -118,6 +126,7 @@ TEST(RpcConformance, AllGather) {
   });
 }
 
+// peer: rpc_test.py all_gather_timeout: same: all late ones are named
 TEST(RpcConformance, AllGatherTimeout) {
   on_all(world(4), [](Worker& worker) {
     if (worker.rank() >= 2) return nap(worker, seconds(3));
@@ -132,7 +141,7 @@ TEST(RpcConformance, AllGatherTimeout) {
 struct Arrivals {
   std::map<std::string, int> count;
 };
-/// Arrives late by chance, meets `group`, and expects that all of it had come.
+/// Arrives late at random, waits for `group`, and expects that all members have arrived.
 void meet(Worker& worker, SimExecutor& executor, Arrivals& arrivals, const std::vector<std::string>& group,
           int rounds) {
   for (int round = 1; round <= rounds; ++round) {
@@ -158,6 +167,7 @@ void meet_in(int workers, const std::function<std::vector<std::string>(std::uint
   }
 }
 
+// peer: rpc_test.py rpc_barrier_all: same
 TEST(RpcConformance, RpcBarrierAll) {
   meet_in(4, [](std::uint32_t) {
     return std::vector<std::string>{"worker0", "worker1", "worker2", "worker3"};
@@ -165,6 +175,7 @@ TEST(RpcConformance, RpcBarrierAll) {
   on_all(world(4), [](Worker& worker) { worker.barrier(); });
 }
 
+// peer: rpc_test.py rpc_barrier_subset: same
 TEST(RpcConformance, RpcBarrierSubset) {
   meet_in(5, [](std::uint32_t rank) {
     return rank % 2 == 0 ? std::vector<std::string>{"worker0", "worker2", "worker4"}
@@ -172,12 +183,14 @@ TEST(RpcConformance, RpcBarrierSubset) {
   });
 }
 
+// peer: rpc_test.py rpc_barrier_partial_subset: same
 TEST(RpcConformance, RpcBarrierPartialSubset) {
   meet_in(4, [](std::uint32_t rank) {
     return rank == 3 ? std::vector<std::string>() : std::vector<std::string>{"worker0", "worker1", "worker2"};
   });
 }
 
+// peer: rpc_test.py rpc_barrier_multithreaded: same
 TEST(RpcConformance, RpcBarrierMultithreaded) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     ClusterOptions options = world(3);

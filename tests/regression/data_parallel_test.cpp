@@ -1,5 +1,6 @@
-// What LibTorch's data parallelism computes wrongly without a word, tried with release 1.13 over Gloo and two
-// ranks, and what ours does instead. Each test tells one story; "theirs" are the numbers that came out there.
+// What LibTorch's data parallelism computes wrongly without an error, tried with release 1.13 over Gloo and
+// two ranks, and what TorchSpan does instead. Each test covers one case; "theirs" are the numbers of
+// LibTorch.
 #include <gtest/gtest.h>
 #include <optional>
 #include <string>
@@ -24,7 +25,7 @@ using testing::on_ranks;
 using testing::Rank;
 namespace nn = torch::nn;
 
-/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either is what it is fed.
+/// Two layers of one weight each: y = a·x, y = b·x. A rank's gradient of either weight is its input.
 struct TwoImpl : nn::Module {
   TwoImpl() : TwoImpl(false) {}
   explicit TwoImpl(bool b_first) {
@@ -49,6 +50,7 @@ double averaged(const at::Tensor& parameter) {
 
 // Rank 0 trains layer a and freezes b, rank 1 the other way round; the shapes are the same. Theirs compares
 // shapes only, so rank 0's gradient of a was averaged with rank 1's of b, on both.
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -62,6 +64,7 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
 
 // The same layers, registered in another order on rank 1. Theirs matches parameters by position: averages
 // came out as 1.5 and 1.5 where 1 and 2 were right.
+// peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two(self.rank == 1);
@@ -71,9 +74,10 @@ TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   });
 }
 
-// The loss does not depend on b and nobody said so. Theirs: in the first step backward() returned, nothing
-// was reduced (1 on rank 0, 2 on rank 1, where 1.5 was right), the optimizer stepped apart, and the error
-// came with the next forward, by index.
+// The loss does not depend on b, which the program did not declare. Theirs: in the first step backward()
+// returned, nothing was reduced (1 on rank 0, 2 on rank 1; correct is 1.5), the optimizers diverged, and the
+// error appeared in the next forward, by index.
+// peer: ddp ddp_unused_params_rebuild_buckets_exception
 TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -87,7 +91,8 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
 }
 
 // Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. Theirs saw b
-// unused in the reduced step and left it alone: 1 on rank 0, 2 on rank 1, for ever different.
+// unused in the reduced step and skipped it: 1 on rank 0, 2 on rank 1, different from then on.
+// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: wrong without a word)
 TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -102,8 +107,10 @@ TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
   });
 }
 
-// Two forwards, then two backwards, as in adversarial training. Theirs armed itself at the last forward,
-// reduced the first backward and left the second local: 2.5 on rank 0 and 3.5 on rank 1, where 3 was right.
+// Two forwards, then two backwards, as in adversarial training. Theirs prepared the reduction in the last
+// forward, reduced the first backward and left the second local: 2.5 on rank 0 and 3.5 on rank 1; correct is
+// 3.
+// peer: ddp (documented) two forwards
 TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -117,7 +124,8 @@ TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
   });
 }
 
-// A program keeps the module it wrapped and calls that. Theirs trains on, every rank for itself.
+// A program keeps the module that it wrapped and calls that. Theirs then trains each rank separately.
+// peer: ddp accumulate_gradients_module: better: warns, or throws if asked to
 TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -134,8 +142,8 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
   });
 }
 
-// An optimizer that steps in backward, made before the wrapper. Its hook took each gradient away before the
-// reducer's came, which averaged nothing: replicas drifted apart.
+// An optimizer that steps in backward, made before the wrapper. Its hook removed each gradient before the
+// reducer's hook ran, which then averaged nothing: the replicas diverged.
 TEST(SilentWrongResult, AnOptimizerThatStepsInBackwardIsRefusedWhicheverIsMadeFirst) {
   on_ranks(2, [](const Rank& self) {
     Two two;

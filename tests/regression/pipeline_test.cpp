@@ -1,5 +1,5 @@
-// What the event loop of the multi-process pipeline before this one got wrong, found by running it in threads
-// or by reading it, and what ours does instead. Each test tells one story; "theirs" is what happened there.
+// Defects in the event loop of an earlier multi-process pipeline, found by running it in threads or by
+// reading it, and what TorchSpan does instead. Each test covers one defect; "theirs" is that pipeline.
 #include <algorithm>
 #include <atomic>
 #include <gtest/gtest.h>
@@ -47,7 +47,8 @@ struct DenseImpl : nn::Module {
 };
 TORCH_MODULE(Dense);
 
-/// A network on which messages of different workers overtake one another, differently under every seed.
+/// A network on which messages of different workers overtake one another, in a different order under every
+/// seed.
 void on_unsteady_network(int workers, std::uint64_t seed, const std::function<void(Worker&)>& body) {
   auto options = testing::pipeline_cluster(workers, seed);
   options.network.jitter = std::chrono::milliseconds(2);
@@ -55,8 +56,8 @@ void on_unsteady_network(int workers, std::uint64_t seed, const std::function<vo
   world.run(body);
 }
 
-/// Trains a model of re-used layers, an event a use, a stage a number of `balance`, and compares with one
-/// process.
+/// Trains a model of reused layers, with one event per use and one stage per number of `balance`, and
+/// compares with one process.
 void expect_like_one_process(const std::string& events, std::vector<int> balance,
                              PipelineOptions options = {}) {
   on_workers(static_cast<int>(balance.size()), 1, [&](Worker& worker) {
@@ -93,6 +94,7 @@ void expect_like_one_process(const std::string& events, std::vector<int> balance
 }
 
 // 1. Theirs merged B and C, the single-use layers of a stage, over the re-use between them: A(BC)A(BC).
+// peer suite: async_pipe the eighteen defects of its loop: better
 TEST(PipelineDefects, LayersOfAStageThatAReuseSeparatesRunOnceEach) {
   expect_like_one_process("ABAC", {1, 2});
 }
@@ -100,10 +102,10 @@ TEST(PipelineDefects, LayersOfAStageThatAReuseSeparatesRunOnceEach) {
 // 2. Theirs ran A once.
 TEST(PipelineDefects, ALayerTwiceInARowRunsTwice) { expect_like_one_process("AAB", {1, 1}); }
 
-// 3. Theirs dropped whatever came after the last new layer: A B.
+// 3. Theirs dropped all layers after the last new one: A B.
 TEST(PipelineDefects, ARepeatAfterTheLastNewLayerIsRun) { expect_like_one_process("ABA", {1, 1}); }
 
-/// Counts the graphs that are alive: each keeps one tensor that frees itself with it.
+/// Counts the live graphs: each keeps one tensor that is freed with it.
 struct Graphs {
   int alive = 0;
   int most = 0;
@@ -158,7 +160,7 @@ TEST(PipelineDefects, ATailWithAReusedLayerLeaksNothing) {
   });
 }
 
-// 6. Theirs crashed on the first gradient: the first stage has nothing to learn and no checkpoint.
+// 6. Theirs crashed on the first gradient: the first stage has no parameters to train and no checkpoint.
 TEST(PipelineDefects, AFirstStageWithoutParametersIsNoError) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
@@ -172,8 +174,8 @@ TEST(PipelineDefects, AFirstStageWithoutParametersIsNoError) {
   });
 }
 
-// 7. Theirs: a training step under no_grad, or a tail that never calls backward(), and all others wait for
-// ever.
+// 7. Theirs: after a training step under no_grad, or a tail that never calls backward(), all other ranks
+// waited forever.
 TEST(PipelineDefects, ABackwardThatNeverComesEndsTheStepOfTheOthers) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -186,7 +188,7 @@ TEST(PipelineDefects, ABackwardThatNeverComesEndsTheStepOfTheOthers) {
     }
     pipe.forward(x);
     if (worker.rank() == 2) {
-      pipe.train_step(x, y, mean_square);  // gives the step up, and begins the next
+      pipe.train_step(x, y, mean_square);  // abandons the step and starts the next one
       return;
     }
     try {
@@ -261,8 +263,8 @@ TEST(PipelineDefects, StepsOfEvaluationAreNotMixed) {
   }
 }
 
-// 11. Theirs summed gradients in the order of arrival. Under a table the network decides nothing: every bit
-// is equal.
+// 11. Theirs summed gradients in the order of arrival. With a schedule table the network does not affect the
+// result: every bit is equal.
 TEST(PipelineDefects, GradientsDoNotDependOnTheOrderOfArrival) {
   std::vector<at::Tensor> gradients;
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
@@ -280,7 +282,7 @@ TEST(PipelineDefects, GradientsDoNotDependOnTheOrderOfArrival) {
   }
 }
 
-// 12. Theirs ran the backwards of a tail with a re-used layer inside one another: a round trip a micro-batch.
+// 12. Theirs nested the backwards of a tail with a reused layer: one round trip per micro-batch.
 TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
   auto cluster = testing::pipeline_cluster(2);
   cluster.network.latency = std::chrono::milliseconds(10);
@@ -303,7 +305,7 @@ TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
   EXPECT_LT(makespan, std::chrono::milliseconds(16 * 10)) << "and not as many as there are micro-batches";
 }
 
-// 13. Theirs handed skip trackers to the stages and sent nothing for them.
+// 13. Theirs gave skip trackers to the stages and sent nothing for them.
 TEST(PipelineDefects, SkipConnectionsCrossStages) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -355,7 +357,7 @@ TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
   EXPECT_EQ(events, (std::vector<std::string>{"repeated", "the tail's backward"}));
 }
 
-// 15. Theirs sent zeros, at full size, for integers and for outputs that nobody used.
+// 15. Theirs sent full-size zeros for integers and for unused outputs.
 TEST(PipelineDefects, OutputsThatNobodyUsesGetNoZeros) {
   std::map<std::string, int> gradients;
   on_workers(2, 1, [&](Worker& worker) {
@@ -378,7 +380,7 @@ TEST(PipelineDefects, OutputsThatNobodyUsesGetNoZeros) {
   EXPECT_EQ(gradients, (std::map<std::string, int>{{"used", 4}}));
 }
 
-// 16. Theirs wanted an input of the right size on every rank, to know how many micro-batches there are.
+// 16. Theirs needed an input of the right size on every rank to know the number of micro-batches.
 TEST(PipelineDefects, OnlyTheFirstAndLastWorkerNeedTheBatch) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -393,7 +395,7 @@ TEST(PipelineDefects, OnlyTheFirstAndLastWorkerNeedTheBatch) {
   });
 }
 
-/// Learns from the second of its two inputs.
+/// Trains on the second of its two inputs.
 struct MixedImpl : nn::Module {
   MixedImpl() { weight = register_parameter("weight", seeded({kWidth, kWidth}, 8)); }
   at::Tensor forward(const at::Tensor& words, const at::Tensor& x) { return at::matmul(x, weight) * words; }
@@ -401,7 +403,7 @@ struct MixedImpl : nn::Module {
 };
 TORCH_MODULE(Mixed);
 
-// 17. Theirs took a tuple of one for a tensor, and failed where no tensor, or not the first, takes a
+// 17. Theirs treated a tuple of one as a tensor, and failed if no tensor, or not the first one, takes a
 // gradient.
 TEST(PipelineDefects, NothingDependsOnTheFirstTensorOfABatch) {
   on_workers(3, 1, [](Worker& worker) {
@@ -420,7 +422,7 @@ TEST(PipelineDefects, NothingDependsOnTheFirstTensorOfABatch) {
   });
 }
 
-// 18. Theirs cut 6 rows in 4 into 3: except_last then checkpointed all, and deferred batch norm did not
+// 18. Theirs split 6 rows in 4 into 3: except_last then checkpointed all, and deferred batch norm did not
 // commit.
 TEST(PipelineDefects, SixRowsInFourAreFourMicroBatches) {
   int forwards = 0;
@@ -431,7 +433,7 @@ TEST(PipelineDefects, SixRowsInFourAreFourMicroBatches) {
     layers.add<Dense>(1u);
     layers.add_function("spread", [&forwards](const at::Tensor& x) {
       ++forwards;
-      return at::cat({x, x * 2});  // the variance of one row is none
+      return at::cat({x, x * 2});  // one row has no variance
     });
     layers.add_existing(norm);
     Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kExceptLast});

@@ -21,7 +21,7 @@ struct Wire<Unreadable> {
   }
 };
 
-/// What the tests of defects that were found and mended share.
+/// Helpers for the regression tests of remote calls.
 namespace defects {
 
 using std::chrono::milliseconds;

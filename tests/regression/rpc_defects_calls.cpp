@@ -1,4 +1,4 @@
-// Regressions: calls that once began, ended or were told of in the wrong way.
+// Regressions: calls that started, ended or were reported in the wrong way.
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_calls {
@@ -87,7 +87,7 @@ TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
   });
 }
 
-/// A member that the world took for dead goes on after a cut: its old connections serve it still.
+/// A member that the world has declared dead continues after a cut: its old connections still work.
 TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
@@ -99,7 +99,7 @@ TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
       worker.rpc_sync(1, kDoze, 1);
       nap(worker, seconds(1));
       try {
-        static_cast<void>(worker.with({.timeout = seconds(30)}).rpc_async(1, kMark));  // sent into the cut
+        static_cast<void>(worker.with({.timeout = seconds(30)}).rpc_async(1, kMark));  // during the cut
         nap(worker, seconds(40));
       } catch (const std::exception&) {
       }
@@ -268,7 +268,8 @@ struct Order {
   std::vector<std::string> callers;
 };
 void sign(Worker& worker) { state_of<Order>(worker).callers.push_back(worker.current_call()->caller.name); }
-/// Peers that call before the news of their joining is there are served in an order of their own.
+/// Peers that call before the news that they joined has arrived are served in an order that the seed
+/// determines.
 TEST(RpcDefects, EarlyCallersAreServedInTheSameOrderUnderOneSeed) {
   constexpr Function<sign> kSign{"sign"};
   std::vector<std::string> orders;

@@ -11,7 +11,7 @@ using Number = RRef<std::int64_t>;
 std::int64_t raise() { throw std::domain_error("Expected error"); }
 std::int64_t next(const Number& number) { return number.to_here() + 1; }
 std::int64_t read(const Number& number) { return number.to_here(); }
-/// Values that others refer to here.
+/// Values on this worker that others refer to.
 std::int64_t values(Worker& worker) { return static_cast<std::int64_t>(worker.debug().references.owners); }
 std::int64_t remembered(Worker& worker) {
   return static_cast<std::int64_t>(
@@ -24,7 +24,7 @@ constexpr Function<read> kRead{"read"};
 constexpr Function<values> kValues{"values"};
 constexpr Function<remembered> kRemembered{"remembered"};
 
-/// Worker 0 runs `body`, and has spoken to all others before.
+/// Worker 0 runs `body` after it has exchanged a message with all others.
 void on_first(int workers, const std::function<void(Worker&, SimCluster&)>& body) {
   Marks marks;
   ClusterOptions options = world(marks, workers);
@@ -49,7 +49,7 @@ void expect_the_reason(Worker& worker, F&& use) {
 }
 
 TEST(RpcDefects, CreationOfWhichAnArgumentFailedFailsForItsCreator) {
-  for (const int owner : {1, 2}) {  // of the argument
+  for (const int owner : {1, 2}) {  // the owner of the argument
     on_first(3, [&](Worker& worker, SimCluster&) {
       {
         const auto argument = worker.remote(owner, kRaise);
@@ -82,7 +82,7 @@ TEST(RpcDefects, CreationOfWhichAnArgumentFailedFailsForOthersLater) {
   on_first(3, [](Worker& worker, SimCluster& cluster) {
     {
       const auto made = worker.remote(1, kNext, worker.remote(1, kRaise));
-      cluster.network().cut("worker2", "worker1");  // its request comes when all is over
+      cluster.network().cut("worker2", "worker1");  // its request arrives after everything else
       const auto call = worker.rpc_async(2, kRead, made);
       nap(worker, seconds(5));
       EXPECT_THROW(made.creation().wait(), Error);
@@ -104,7 +104,7 @@ TEST(RpcDefects, CreationsThatWereNeverSentCostTheOwnerNothing) {
       worker.remote(1, kCell).creation().wait();
     }
     nap(worker, seconds(10));
-    // One interval of numbers, and the last reasons, of which only so many are kept.
+    // One interval of numbers, and the latest reasons, of which a limited number is kept.
     EXPECT_EQ(worker.rpc_sync(1, kValues), 1) << "the argument";
     EXPECT_LT(worker.rpc_sync(1, kRemembered), 300);
   });

@@ -15,8 +15,8 @@ ClusterOptions open_world(Marks& marks) {
   return options;
 }
 
-/// Worker 2 leaves by itself within `limit`, a second after `body`; the others stay, and worker 0 does
-/// `meanwhile`. How long it takes to leave, and what that throws.
+/// Worker 2 leaves within `limit`, a second after `body`; the others stay, and worker 0 runs `meanwhile`.
+/// Returns how long it takes to leave, and what that throws.
 struct Leaving {
   Duration took{0};
   std::exception_ptr failure;
@@ -46,7 +46,7 @@ Leaving leave(Duration limit, const Body& body, const Body& meanwhile = {}) {
   return leaving;
 }
 
-/// It listens no more, and its connections break; but the others hear of no death.
+/// It listens no longer, and its connections break, but no death is reported to the others.
 void stop_listening(SimCluster& cluster, int rank) { cluster.network().kill(SimCluster::name(rank)); }
 
 RRef<Cell> cell_on_1(Worker& worker) {
@@ -75,7 +75,7 @@ TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerThatRefusesConnections) {
   EXPECT_LT(leaving.took, minutes(1));
 }
 
-/// Whether the peer has lost one of the references to a value here is asked in vain too.
+/// The question whether the peer has lost a reference to a value here gets no answer either.
 TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerThatHoldsItsValues) {
   RRef<Keeper> keeper;
   const Leaving leaving = leave(minutes(5), [&](Worker& worker, SimCluster& cluster) {
@@ -87,7 +87,7 @@ TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerThatHoldsItsValues) {
   EXPECT_LT(leaving.took, minutes(1));
 }
 
-/// Each connection to it breaks soon, and each break is a reason to ask.
+/// Each connection to it breaks soon, and each break triggers the question.
 TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerWhoseConnectionsBreak) {
   RRef<Keeper> keeper;
   const auto begin = [&](Worker& worker, SimCluster& cluster) {
@@ -108,7 +108,7 @@ TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerWhoseConnectionsBreak) {
   EXPECT_LT(leaving.took, minutes(1));
 }
 
-/// Each connection breaks soon, and what would say that the reference is gone is lost.
+/// Each connection breaks soon, and the message that the reference is gone is lost.
 TEST(RpcDefects, LeavingAnOpenWorldWaitsForAConnectionThatComesBack) {
   RRef<Cell> cell;
   const auto is_delete = testing::requests_of(rpc::UserDelete::kType);

@@ -21,7 +21,7 @@ std::int64_t last_number(Worker& worker) {
 GlobalId fork_of(std::uint32_t rank, std::int64_t number) {
   return {rank, static_cast<std::uint64_t>(number)};
 }
-/// Worker 0 asks whether a reference came; its answer is that it did not.
+/// Worker 0 asks whether a reference has arrived; the answer is no.
 bool misses(Worker& worker, std::int64_t number) {
   return references_of(worker).driver().on_fork_audit({fork_of(0, number)}, {0, 0}).size() == 1;
 }
@@ -55,7 +55,7 @@ TEST(RpcDefects, MessageOfWhichOneReferenceWasTakenForLostGivesTheOthersBack) {
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
       }
-      // What worker 1 said of the first reaches worker 0.
+      // Worker 1's message about the first reference reaches worker 0.
       references_of(worker).undo({{2, numbers[0].state()->value_id(), fork_of(0, number), 0, 0}});
       nap(worker, seconds(60));
       EXPECT_EQ(worker.debug().references.pending_children, 0u) << worker.debug().str();
@@ -81,7 +81,7 @@ TEST(RpcDefects, ServerThatShutsDownFirstGivesNoMessageUp) {
   SimCluster cluster(lossy_world(marks, 3));
   const auto failures = cluster.try_services([&](rpc::WorkerService& service) {
     Worker& worker = service.worker();
-    if (worker.rank() == 0) {  // the others serve while they wait for it
+    if (worker.rank() == 0) {  // the others serve while worker 0 waits
       nap(worker, seconds(1));
       const Number number = worker.remote(2, kSeven);
       number.creation().wait();

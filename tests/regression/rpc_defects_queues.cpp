@@ -12,7 +12,7 @@ at::Tensor late_zeros(Worker& worker, std::int64_t bytes, std::int64_t ms) {
   doze(worker, ms);
   return at::zeros({bytes}, at::kByte);
 }
-/// Values that others refer to here, and references kept here for copies on their way.
+/// Values on this worker that others refer to, and references kept for copies in transit.
 std::int64_t values(Worker& worker) { return static_cast<std::int64_t>(worker.debug().references.owners); }
 std::int64_t parents(Worker& worker) {
   return static_cast<std::int64_t>(worker.debug().references.pending_children);
@@ -23,7 +23,7 @@ constexpr Function<late_zeros> kLateZeros{"late_zeros"};
 constexpr Function<values> kValues{"values"};
 constexpr Function<parents> kParents{"parents"};
 
-/// A connection of three workers takes a mebibyte, and no more while its network is cut.
+/// A connection between three workers holds one mebibyte, and no more while its network is cut.
 void on_first(const std::function<void(Worker&, SimCluster&)>& body) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
@@ -35,7 +35,7 @@ void on_first(const std::function<void(Worker&, SimCluster&)>& body) {
   });
 }
 
-/// Until not even the smallest message finds room.
+/// Fills the queue until even the smallest message is refused.
 void fill_queue(Worker& worker, int to) {
   for (const std::int64_t size : {200 << 10, 10 << 10, 100}) {
     while (!worker.rpc_async(to, kSizeOf, at::zeros({size}, at::kByte)).done()) continue;

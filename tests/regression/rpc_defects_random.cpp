@@ -1,6 +1,6 @@
-// Random programs with references: creations that fail, depend on each other or come too late, messages with
-// several references, connections that break and queues that are full. Whatever happens, every call ends
-// without a limit of its own, and in the end no table holds anything.
+// Random programs with references: creations that fail, depend on each other or arrive too late, messages
+// with several references, connections that break and full queues. In every case each call ends without a
+// timeout, and in the end all tables are empty.
 #include <random>
 
 #include "tests/regression/rpc_defects.h"
@@ -56,7 +56,7 @@ class Program {
 
  private:
   std::uint32_t draw(std::uint32_t below) { return static_cast<std::uint32_t>(random_() % below); }
-  /// Some of the calls end before their time.
+  /// Some of the calls are cancelled early.
   Caller caller() {
     return worker_.with({.timeout = draw(4) == 0 ? milliseconds(1 + draw(30)) : milliseconds(0)});
   }

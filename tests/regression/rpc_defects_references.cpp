@@ -1,4 +1,4 @@
-// Regressions: references whose messages are lost or refused, and that once were never given back.
+// Regressions: references whose messages are lost or refused; they used to leak.
 #include "tests/regression/rpc_defects.h"
 
 namespace torchspan::rpc_defects_references {
@@ -138,8 +138,8 @@ TEST(RpcDefects, OwnCreationThatNeverBeganIsForgotten) {
   });
 }
 
-/// Replies and requests with references, connections that break at random: in the end nothing is left and
-/// every worker shuts down.
+/// Replies and requests with references over connections that break at random: in the end all tables are
+/// empty and every worker shuts down.
 RRef<Cell> pass_on(Worker& worker, const RRef<Cell>& cell, std::int64_t hops) {
   if (hops == 0) return cell;
   return worker.rpc_sync((worker.rank() + 1) % worker.world_size(), Function<pass_on>{"pass_on"}, cell,

@@ -11,15 +11,17 @@
 
 #include "tests/security/unauthenticated_door.h"
 
-/// Strangers at a door while honest peers are served there, and what that may cost.
+/// Unauthenticated peers attack a listener while authenticated peers are served there; limits on what that
+/// may cost.
 namespace torchspan::net::conformance {
 
-/// What 128 strangers may cost at once: a TLS connection in the middle of its handshake is the most
-/// expensive.
+/// What 128 unauthenticated peers may cost at the same time: a TLS connection in the middle of its handshake
+/// is the most expensive.
 inline constexpr std::size_t kMostMemory = std::size_t{48} << 20;
 inline constexpr std::size_t kMostStrangers = 128;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-/// Between two steps of an attack: whether there is processor enough for all is not the question here.
+/// Sleeps between two steps of an attack: the test does not measure whether there is enough processor time
+/// for all.
 inline constexpr Duration kPace = std::chrono::milliseconds(3);
 inline constexpr bool kMemoryTells = false;  ///< the sanitizer's own memory grows with every allocation
 #else
@@ -40,7 +42,7 @@ inline void say(const Descriptor& socket, BytesView bytes) {
   static_cast<void>(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
-/// The most that the victim had, sampled for as long as it lives.
+/// The most resources of the victim, sampled while this object exists.
 class Watch {
  public:
   explicit Watch(Door& door) : files_(door.open_files()), memory_(door.resident_bytes()) {
@@ -62,7 +64,8 @@ class Watch {
   Thread thread_;
 };
 
-/// One who was in before the strangers came, and talks all the time. Nothing may happen to him.
+/// A peer that authenticated before the attack and exchanges messages all the time. The attack must not
+/// affect it.
 class Traffic {
  public:
   explicit Traffic(Door& door) : honest_(door.make_honest()) {
@@ -87,12 +90,14 @@ class Traffic {
   Thread thread_;
 };
 
-/// Strangers: step() again and again, until it was done at least `least` times.
+/// Unauthenticated peers: calls step() repeatedly, at least `least` times.
 struct Attack {
   std::function<void()> step;
   int least = 1;
   Duration pace = kPace;
-  std::function<std::uint64_t()> let_in = [] { return std::uint64_t{0}; };  ///< who knew the secret after all
+  std::function<std::uint64_t()> let_in = [] {
+    return std::uint64_t{0};
+  };  ///< counts those that knew the secret
 };
 
 class UnauthenticatedPeers : public ::testing::TestWithParam<DoorKind> {

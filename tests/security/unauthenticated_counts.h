@@ -9,7 +9,7 @@ namespace torchspan::net::conformance {
 /// How long the victim waits for a handshake to end.
 inline constexpr Duration kVictimPatience = std::chrono::milliseconds(500);
 
-/// What the victim's transports told of callers.
+/// What the victim's transports reported about callers.
 struct VictimCounts {
   std::atomic<std::uint64_t> accepted{0};
   std::atomic<std::uint64_t> refused{0};

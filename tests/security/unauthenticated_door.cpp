@@ -24,7 +24,7 @@ constexpr Duration kPatience = std::chrono::seconds(30);
 
 Secret another_secret() { return Secret::from_bytes(bytes_of("a secret of somebody else's")); }
 
-/// A transport with a thread of its own and one channel.
+/// A transport with a thread and one channel.
 class HonestPeer final : public Honest, private Handler {
  public:
   HonestPeer(Door& door, const std::string& address)
@@ -98,7 +98,7 @@ class HonestPeer final : public Honest, private Handler {
   const std::unique_ptr<Parker> news_;
   mutable Mutex mutex_;
   std::vector<Parcel> received_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::string closed_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why, once it is
+  std::string closed_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the reason, once it is closed
   std::atomic<bool> stopping_{false};
   std::unique_ptr<Transport> transport_;
   std::shared_ptr<Channel> channel_;
@@ -310,7 +310,7 @@ std::unique_ptr<Honest> Door::make_honest(const std::string& address) {
       return nullptr;
     }
   }
-  // Who is turned away dials again, as workers do.
+  // A rejected peer connects again, as workers do.
   const Deadline deadline = executor_->deadline_in(kPatience);
   while (!deadline.passed(executor_->now())) {
     auto honest = std::make_unique<HonestPeer>(*this, to);

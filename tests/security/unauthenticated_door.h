@@ -18,7 +18,8 @@
 #include "tests/support/certificates.h"
 #include "tests/support/processes.h"
 
-/// A listener that strangers can reach, in a process of its own that is watched from outside.
+/// A listener that unauthenticated peers can reach, in a separate process that the test observes from
+/// outside.
 namespace torchspan::net::conformance {
 
 struct DoorKind {
@@ -30,25 +31,26 @@ struct DoorKind {
   friend std::ostream& operator<<(std::ostream& out, const DoorKind& kind) { return out << kind.name; }
 };
 
-/// Somebody who belongs here. Fails the test when what comes back is not what was sent.
+/// An authenticated peer. Fails the test if the answer differs from what was sent.
 class Honest {
  public:
   virtual ~Honest() = default;
-  /// One message there and back, or with the others of the world. False when the connection ended.
+  /// Exchanges one message, with the victim or with the others of the world. Returns false when the
+  /// connection has ended.
   virtual bool exchange() = 0;
-  /// Why the last exchange() was false.
+  /// Why the last exchange() returned false.
   virtual std::string why() const = 0;
 };
 
-/// What the victim said about its callers so far.
+/// The counts that the victim has reported so far.
 struct Counts {
   std::uint64_t accepted, refused, denied, overloaded;
 };
 
-/// The victim, and all ways to come to its door.
+/// The victim, and all ways to connect to it.
 class Door {
  public:
-  /// `descriptors`: how many files the victim may have open, 0 for what is usual.
+  /// `descriptors`: how many files the victim may open; 0 for the default.
   explicit Door(DoorKind kind, int descriptors = 0);
   ~Door();
   const DoorKind& kind() const { return kind_; }
@@ -59,23 +61,24 @@ class Door {
   bool alive() const;
   std::size_t open_files() const;
   std::size_t resident_bytes() const;
-  /// User and system time that it has used.
+  /// User and system time that the victim has used.
   Duration cpu_time() const;
   Counts counts();
   void send_signal(int signal) const;
 
-  /// A socket that dials and never waits; empty while the system takes no more callers. `to` instead of the
-  /// victim's own address.
+  /// A socket that connects without waiting; empty while the system accepts no more. `to` replaces the
+  /// victim's address.
   Descriptor dial() const;
   Address parsed(const std::string& address) const;
-  /// The first bytes of one who dials as this door expects it, and has another secret.
+  /// The first bytes of a peer that connects as this listener expects but has another secret.
   Bytes opening() const;
-  /// A transport that this door would let in, or one with another secret.
+  /// A transport that this listener accepts, or one with another secret.
   std::unique_ptr<Transport> make_transport(Handler& handler, TransportOptions options) const;
   TlsOptions tls_options(bool ours) const;
-  /// Somebody honest who dials `address` (the victim's if empty) until he is in; null when he is not in time.
+  /// An authenticated peer that connects to `address` (the victim's if empty) until it is accepted; null if
+  /// that takes too long.
   std::unique_ptr<Honest> make_honest(const std::string& address = {});
-  /// Where somebody else of this kind may listen.
+  /// An address at which another listener of this kind may listen.
   std::string other_address(const std::string& name) const;
 
  private:

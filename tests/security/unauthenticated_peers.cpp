@@ -14,8 +14,8 @@
 #include "tests/security/unauthenticated_attack.h"
 #include "tests/support/fuzz_seeds.h"
 
-/// Strangers at every listener that they can reach. The listener is a process of its own, so that its memory
-/// and its files can be counted.
+/// Unauthenticated peers at every listener that they can reach. The listener is a separate process, so that
+/// its memory and files can be counted.
 namespace torchspan::net::conformance::unauthenticated_peers {
 namespace {
 
@@ -41,7 +41,7 @@ TEST_P(UnauthenticatedPeers, WhoSpeakGarbageAreHungUpOn) {
                      Descriptor socket = door.dial();
                      Bytes bytes(random() % 5 == 0 ? 200'000 : random() % 2000);
                      for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-                     // Some begin well.
+                     // Some start with valid bytes.
                      if (random() % 2 == 0)
                        std::copy_n(opening.begin(), std::min(opening.size(), random() % (bytes.size() + 1)),
                                    bytes.begin());
@@ -93,7 +93,7 @@ TEST_P(UnauthenticatedPeers, WhoKnowAnotherSecretAreDenied) {
   EXPECT_GE(wrong.denied, 250);
 }
 
-/// Between an honest dialer and the victim sits one that copies what the dialer says.
+/// Relays between an honest dialer and the victim, and copies what the dialer sends.
 Bytes record_honest_call(Door& door) {
   const std::string place = door.other_address("relay");
   const ListeningSocket listener(door.parsed(place));
@@ -139,7 +139,7 @@ TEST_P(UnauthenticatedPeers, WhoReplayAnHonestCallAreRefused) {
                      Descriptor socket = door.dial();
                      if (socket) say(socket, recorded);
                      hold(std::move(socket), 40);
-                     // More than the listener can answer would be a question of processors, not of proofs.
+                     // More than the listener can answer would test the processor, not the proofs.
                      door.executor().sleep(std::chrono::milliseconds(3));
                    },
                .least = 500});
@@ -158,7 +158,7 @@ TEST_P(UnauthenticatedPeers, OfWhomTenThousandComeAreKeptOut) {
   under(door, {.step =
                    [&] {
                      Descriptor socket = door.dial();
-                     // The system takes no more callers for now.
+                     // The system accepts no more connections for now.
                      if (!socket) return door.executor().sleep(std::chrono::milliseconds(1));
                      ++dialled;
                      hold(std::move(socket), most);
@@ -187,7 +187,7 @@ TEST_P(UnauthenticatedPeers, WhoDripTheirGreetingAreHungUpOn) {
                          drip.socket.reset();
                        }
                        if (!drip.socket) drip = {door.dial()};
-                       // The last byte is never said.
+                       // The last byte is never sent.
                        if (drip.socket && drip.said + 1 < opening.size())
                          say(drip.socket, BytesView(opening).subspan(drip.said++, 1));
                      }
@@ -219,13 +219,13 @@ TEST_P(UnauthenticatedPeers, WhoLeaveHalfWayAreForgotten) {
   EXPECT_GE(refused_, 500u);
 }
 
-/// What claims to be endless where a frame or a proof is due.
+/// Messages that claim to be endless where a frame or a proof is expected.
 std::vector<Bytes> endless_claims() {
   std::vector<Bytes> claims;
   for (const std::uint64_t size : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1} << 62}) {
     const std::vector<Segment> segments = {{nullptr, size, nullptr}};
     claims.push_back(torchspan::testing::joined({FramePrefix({}, segments).bytes()}));
-    // The same as the header's size, and as many segments as can be claimed.
+    // The same as the header's size, and the largest number of segments.
     Bytes header = claims.back(), many = claims.back();
     std::memcpy(header.data() + 8, &size, sizeof size);
     std::memset(many.data() + 4, 0xff, 4);
@@ -256,14 +256,14 @@ TEST_P(UnauthenticatedPeers, WhoClaimEndlessLengthsGetNoMemory) {
 
 enum class Lied : std::uint8_t { kTurnedAway, kCutOff, kKept };
 
-/// A member is told goodbye before the store hangs up, which then waits for an answer.
+/// The store says goodbye to a member and waits for its answer before it closes the connection.
 // clang 14 cannot read libstdc++'s std::ranges::search.
 bool says_goodbye(const Bytes& heard) {
   const auto goodbye = goodbye_frame();
   return std::search(heard.begin(), heard.end(), goodbye.begin(), goodbye.end()) != heard.end();
 }
 
-/// Waits for the end of what `ended` looks at.
+/// Waits until `ended` returns true.
 Lied wait_for_cut(Door& door, const std::function<bool()>& ended) {
   const Deadline deadline = door.executor().deadline_in(std::chrono::seconds(20));
   while (!ended()) {
@@ -292,14 +292,14 @@ Lied lie_by_tls(Door& door, Descriptor socket, BytesView bytes) {
     return got.ended || got.broken != 0 || says_goodbye(heard);
   };
   write(encode(LaneHello{}));
-  // The answer tells that it is in.
+  // The answer shows that it is accepted.
   wait_for_cut(door, [&] { return ended() || heard.size() >= kLaneHelloBytes; });
   if (heard.size() < kLaneHelloBytes) return Lied::kTurnedAway;
   write(bytes);
   return wait_for_cut(door, ended);
 }
 
-/// One that proves the secret by hand and then speaks `bytes`.
+/// A peer that proves the secret by hand and then sends `bytes`.
 Lied lie(Door& door, BytesView bytes) {
   Descriptor socket = door.dial();
   if (!socket) return Lied::kTurnedAway;
@@ -329,14 +329,14 @@ Lied lie(Door& door, BytesView bytes) {
   });
 }
 
-/// What a worker never says to the store: lists and texts that claim more than there is.
+/// Messages that no worker sends to the store: lists and texts that claim more than they contain.
 std::vector<Bytes> endless_messages() {
   std::vector<Bytes> frames;
   rendezvous::Register entry;
   entry.member.name = "worker1";
   entry.functions = {"f()"};
   const Bytes whole = rendezvous::encode_message(entry);
-  // After the type and the version: of another version nothing else is read. At least a byte is missing.
+  // After the type and the version: nothing else is read for another version. At least one byte is missing.
   for (std::size_t at = 6; at + 4 < whole.size(); ++at) {
     Bytes message = whole;
     std::memset(message.data() + at, 0xff, 4);
@@ -393,7 +393,7 @@ TEST_P(UnauthenticatedPeers, WhoTakeAllDescriptorsDoNotMakeItSpin) {
   const Duration used_before = door.cpu_time();
   const TimePoint began = door.executor().now();
   std::uint64_t rounds = 0;
-  // Faster than the silent ones are hung up on.
+  // Faster than the listener closes silent connections.
   for (int i = 0; i < 4 * kDescriptors && door.counts().overloaded == before.overloaded; ++i)
     hold(door.dial(), 200);
   while (door.executor().now() - began < std::chrono::seconds(2) || rounds < 25) {

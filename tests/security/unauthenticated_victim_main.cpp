@@ -13,13 +13,14 @@
 #include "tests/conformance/transport_echo.h"
 #include "tests/security/unauthenticated_counts.h"
 
-/// unauthenticated_victim stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS; with "store-" in
-/// front it is rank 0 of an open world and serves its store there. TORCHSPAN_TEST_DESCRIPTORS limits the
-/// files it may open. Prints where it listens, then a line of counts for every byte on its standard input.
+/// unauthenticated_victim stream|local|tls ADDRESS [CERTIFICATE KEY AUTHORITY]: echoes at ADDRESS; with the
+/// prefix "store-" it is rank 0 of an open world and serves its store there. TORCHSPAN_TEST_DESCRIPTORS
+/// limits the files that it may open. Prints its address, then a line of counts for every byte on its
+/// standard input.
 namespace torchspan::net::conformance {
 namespace {
 
-/// Counts what passes by.
+/// Counts the events that pass through it.
 class Counting final : public Handler {
  public:
   explicit Counting(Handler& inner, VictimCounts& counts) : inner_(inner), counts_(counts) {}

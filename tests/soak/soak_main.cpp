@@ -1,5 +1,5 @@
 // Random calls between workers that are killed, stopped and restarted at random: `make soak`. At the end no
-// future may be pending, no descriptor or reference left, and memory flat.
+// future may be pending, no descriptor or reference left, and memory must not have grown.
 #include <cstdio>
 #include <deque>
 #include <dirent.h>
@@ -24,7 +24,7 @@ using testing::Process;
 
 constexpr int kWorkers = 4;  ///< beside the driver, which is never killed: it holds the store
 constexpr int kTrafficThreads = 3;
-constexpr Duration kQuietEnd = seconds(8);  ///< before the end nobody is killed any more
+constexpr Duration kQuietEnd = seconds(8);  ///< before the end no worker is killed any more
 constexpr double kGrowth = 1.10;
 constexpr double kSlackMiB = 24;
 
@@ -36,7 +36,7 @@ std::size_t open_descriptors() {
   return count;
 }
 
-/// Mapped memory that other processes could hold too.
+/// Mapped memory that other processes could share.
 std::size_t shared_segments() {
   std::ifstream maps("/proc/self/maps");
   std::size_t count = 0;
@@ -71,7 +71,7 @@ std::vector<std::unique_ptr<rpc::Extension>> extensions() {
   return all;
 }
 
-/// A worker that lives until the driver says finish, or until it is killed.
+/// A worker that runs until the driver says "finish", or until it is killed.
 int worker_main() {
   Session session(options(), functions(), extensions());
   Outcomes outcomes;
@@ -88,7 +88,7 @@ void wait_until_alone(Worker& worker) {
       if (other.rank == worker.info().rank) continue;
       try {
         worker.with({.timeout = seconds(2)}).rpc_sync(other, kFinish);
-      } catch (const Error&) {  // it is about to leave, or just left
+      } catch (const Error&) {  // it is about to leave, or has just left
       }
     }
     worker.runtime().executor.sleep(milliseconds(100));
@@ -237,7 +237,7 @@ class Chaos {
     }
   }
 
-  /// Every dead worker comes back under its name; one that comes too early is refused and comes again.
+  /// Restarts every dead worker under its name; one that joins too early is refused and tries again.
   void revive() {
     for (int rank = 1; rank <= kWorkers; ++rank) {
       if (!processes_.at(rank)->wait(*executor_, milliseconds(random_() % 20))) continue;

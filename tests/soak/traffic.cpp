@@ -12,7 +12,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// What futures may need beyond their own deadline on a machine that is busy restarting workers.
+/// What futures may need beyond their deadline on a machine that is busy restarting workers.
 constexpr Duration kGrace = seconds(30);
 
 std::uint32_t somebody(Worker& worker, std::uint64_t draw) {
@@ -24,7 +24,7 @@ std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 at::Tensor negate(const at::Tensor& x) { return -x; }
 void fail(const std::string& text) { throw std::runtime_error(text); }
 
-/// Takes its time, but not after it was told to stop.
+/// Takes a while, but stops when it is asked to.
 void slow(Worker& worker, std::int64_t ms) {
   const auto call = worker.current_call();
   for (std::int64_t slept = 0; slept < ms && !call->stop.stop_requested(); slept += 5)

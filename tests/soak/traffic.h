@@ -10,10 +10,10 @@
 
 namespace torchspan::soak {
 
-/// What the workers of the soak call on each other.
+/// The functions that the workers of the soak test call on each other.
 FunctionTable functions();
 
-/// Whether this worker is to end its own traffic and leave the world.
+/// Whether this worker must end its calls and leave the world.
 struct Finish final : rpc::Extension {
   void attach(rpc::Registrar&) override {}
   std::atomic<bool> asked{false};
@@ -24,13 +24,13 @@ void finish(Worker& worker);
 struct Outcomes {
   std::atomic<std::uint64_t> good{0};
   std::array<std::atomic<std::uint64_t>, 9> failed{};  ///< by ErrorKind
-  std::atomic<std::uint64_t> wrong{0};                 ///< a value or an error that cannot be
+  std::atomic<std::uint64_t> wrong{0};                 ///< impossible values or errors
   std::atomic<std::uint64_t> stuck{0};                 ///< futures that outlived their deadline by far
   std::string str() const;
 };
 
-/// Makes random calls to whoever is there until the deadline, and waits for every one of them. The numbers
-/// come from `seed`; what they meet does not.
+/// Makes random calls to the present workers until the deadline, and waits for every one of them. The
+/// sequence comes from `seed`; the outcomes do not.
 void make_traffic(Worker& worker, std::uint64_t seed, Deadline until, Outcomes& outcomes);
 
 inline constexpr Function<finish> kFinish{"finish"};

@@ -5,7 +5,7 @@
 
 #include <torchspan/detail/autograd/extension.h>
 
-/// What workers of random programs are asked for (autograd_programs.h).
+/// Functions that the workers of random programs call on each other (autograd_programs.h).
 namespace torchspan::testing {
 
 constexpr std::int64_t kRows = 3, kWidth = 4;
@@ -14,8 +14,8 @@ inline at::Tensor numbers(at::IntArrayRef sizes, std::uint64_t seed) {
   return at::randn(sizes, at::detail::createCPUGenerator(seed), at::kDouble);
 }
 
-/// Parameters that live on one worker: used by scale(), by look_up() with sparse gradients, by single() in
-/// single precision, and by nobody.
+/// Parameters on one worker: scale() uses one, look_up() one with sparse gradients, single() one in single
+/// precision, and no function uses the last.
 struct Store {
   explicit Store(std::int64_t seed) {
     const auto number = static_cast<std::uint64_t>(seed);
@@ -36,7 +36,7 @@ struct Store {
   at::Tensor scale_weight, table, single_weight, unused;
 };
 
-// What workers are asked for. All take and give matrices of kRows x kWidth.
+// Functions for other workers to call. All take and return matrices of kRows x kWidth.
 
 inline at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 inline at::Tensor sine(const at::Tensor& a) { return a.sin(); }
@@ -51,7 +51,7 @@ inline std::vector<at::Tensor> split(const at::Tensor& a) {
 }
 /// Two views of its argument.
 inline std::vector<at::Tensor> halves(const at::Tensor& a) { return {a.narrow(1, 0, 2), a.narrow(1, 2, 2)}; }
-/// Two results that have nothing to do with each other.
+/// Two results that do not depend on each other.
 inline std::vector<at::Tensor> pair(const at::Tensor& a, const at::Tensor& b) {
   return {a.sin(), b.tanh() * 2};
 }
@@ -72,14 +72,14 @@ inline at::Tensor in_place_views(const at::Tensor& a, const at::Tensor& b) {
   return y;
 }
 inline at::Tensor mean_of(const std::vector<at::Tensor>& all) { return at::stack(all).mean(0); }
-/// One output needs gradients, one is an integer tensor, one is single precision.
+/// One output needs gradients, one is an integer tensor, one has single precision.
 inline std::vector<at::Tensor> mixed(const at::Tensor& a) {
   return {a.cos(), (a > 0).to(at::kLong), a.to(at::kFloat)};
 }
 inline at::Tensor unite(const at::Tensor& a, const at::Tensor& signs, const at::Tensor& single) {
   return a + signs.to(at::kDouble) + single.to(at::kDouble);
 }
-/// a + b, whose backward gives b no gradient.
+/// a + b; its backward returns no gradient for b.
 struct Forgetful : torch::autograd::Function<Forgetful> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor& b) {
     return a + b;
@@ -91,7 +91,7 @@ struct Forgetful : torch::autograd::Function<Forgetful> {
 };
 inline at::Tensor forgetful(const at::Tensor& a, const at::Tensor& b) { return Forgetful::apply(a, b); }
 
-// Those that call other workers in turn: onwards, or back to where they were called from.
+// Functions that call other workers: further ones, or the caller.
 
 at::Tensor onwards(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b);
 at::Tensor tour(Worker& worker, const std::vector<std::int64_t>& stops, const at::Tensor& a);

@@ -14,9 +14,9 @@
 #include "tests/support/autograd_functions.h"
 #include "tests/support/hook_calls.h"
 
-/// Random programs over several workers, and the same programs in one process with LibTorch's own engine: the
-/// oracle of distributed autograd. What a program is: inputs, instructions that each make values from earlier
-/// ones on some worker, and losses that are differentiated one after the other.
+/// Random programs over several workers, and the same programs in one process with LibTorch's engine, as the
+/// oracle of distributed autograd. A program has inputs, instructions that each make values from earlier ones
+/// on some worker, and losses that are differentiated one after the other.
 namespace torchspan::testing {
 
 struct Instruction {
@@ -41,7 +41,7 @@ struct Instruction {
     kSingle,
     kByReference,
     kFetch,
-    kTidy,  ///< from here on, what may take no part in a loss that uses all values
+    kTidy,  ///< the kinds from here on need not take part in a loss that uses all values
     kDetached = kTidy,
     kWithoutGrad,
     kSentWithoutGrad,
@@ -58,14 +58,14 @@ struct Instruction {
 struct Program {
   int workers = 1;
   int inputs = 2;
-  bool tidy = false;  ///< every message takes part in every loss, so that FAST is right
+  bool tidy = false;  ///< every message contributes to every loss, so that FAST is correct
   unsigned threads = 1;
   std::vector<Instruction> instructions;
   std::vector<std::vector<int>> losses;  ///< of each pass: values whose sums add up
   std::vector<bool> retain;
-  bool many_roots = false;  ///< each value of a loss is a root of its own
+  bool many_roots = false;  ///< each value of a loss is a separate root
   bool hooked = false;      ///< values have hooks that scale their gradients, and retain them
-  int bare_roots = 0;       ///< how often a leaf of its own is a root of each pass
+  int bare_roots = 0;       ///< how many times a separate leaf is a root of each pass
 
   std::string text() const;
 };
@@ -93,7 +93,7 @@ inline std::string Program::text() const {
   return text;
 }
 
-/// By whom a value was made: values that have no maker in common have no graph in common but leaves.
+/// Which instruction made a value: the graphs of values without a common maker share only leaves.
 using Makers = std::set<int>;
 
 inline int outputs_of(Instruction::Kind kind) {
@@ -112,7 +112,7 @@ inline Makers makers_of(const Instruction& in, int index, int output, const std:
   return makers;
 }
 
-/// Two losses whose graphs have leaves in common at most; none when chance finds no such values.
+/// Two losses whose graphs share only leaves; none if no such values are drawn.
 template <class Pick>
 std::vector<std::vector<int>> disjoint_losses(const std::vector<Makers>& makers, const Pick& pick) {
   std::vector<std::vector<int>> losses(2);
@@ -180,7 +180,7 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
   return program;
 }
 
-/// What an instruction computes, by name of the function, where `Calls` says. One value, mostly.
+/// Computes an instruction by the name of its function, where `Calls` decides. Mostly one value.
 template <class Calls>
 std::vector<at::Tensor> run_one(const Instruction& in, const at::Tensor& a, const at::Tensor& b,
                                 Calls& calls) {
@@ -243,7 +243,7 @@ std::vector<at::Tensor> run(const Program& program, std::vector<at::Tensor> valu
   return values;
 }
 
-/// Everything in this process.
+/// Runs everything in this process.
 struct LocalCalls {
   explicit LocalCalls(int workers) {
     for (int worker = 0; worker < workers; ++worker) stores.emplace_back(worker + 1);
@@ -266,8 +266,8 @@ struct LocalCalls {
       case Instruction::kScale:
         return store.scale(a);
       case Instruction::kLookUp:
-        // Times 1: else LibTorch's engine keeps a sparse gradient whose values are also the gradient that
-        // goes on to `a`, and adds others to that in place.
+        // Times 1: otherwise LibTorch's engine adds in place to a sparse gradient whose values are also the
+        // gradient of `a`.
         return a + store.rows() * 1;
       case Instruction::kSingle:
         return store.single(a);
@@ -287,7 +287,7 @@ struct LocalCalls {
   std::vector<Store> stores;
 };
 
-/// Everything where the program says.
+/// Runs each instruction on the worker that the program names.
 struct RemoteCalls {
   RemoteCalls(Worker& given, int workers) : worker(given) {
     for (int rank = 0; rank < workers; ++rank) stores.push_back(worker.remote(rank, kStore, rank + 1));
@@ -327,7 +327,7 @@ struct RemoteCalls {
   std::vector<RRef<Store>> stores;
 };
 
-/// The roots of a pass; empty when nothing of it has a graph. `bare` is a leaf.
+/// The roots of a pass; empty if none of them has a graph. `bare` is a leaf.
 inline std::vector<at::Tensor> roots_of(const Program& program, const std::vector<at::Tensor>& values,
                                         const std::vector<int>& chosen, const at::Tensor& bare) {
   std::vector<at::Tensor> roots;
@@ -354,12 +354,12 @@ inline std::vector<at::Tensor> inputs_of(const Program& program) {
   return inputs;
 }
 
-/// Gradients by name; undefined ones are those that must not be. And how many parameters have one, by worker:
-/// also those that have no name here.
+/// Gradients by name; an undefined one must not exist. Also the number of parameters with a gradient, by
+/// worker, including those without a name here.
 struct Outcome {
   std::map<std::string, at::Tensor> gradients;
   std::vector<std::int64_t> keys;
-  std::vector<std::pair<int, int>> hooks;  ///< calls of each value's, and those without a gradient
+  std::vector<std::pair<int, int>> hooks;  ///< calls of each value's hooks, and those without a gradient
 
   void note_values(const std::vector<at::Tensor>& values, const HooksCalls& calls) {
     if (calls.empty()) return;
@@ -410,7 +410,7 @@ inline Outcome run_locally(const Program& program) {
   return outcome;
 }
 
-/// The same from `worker` over its world.
+/// The same, run from `worker` over its world.
 inline Outcome run_remotely(Worker& worker, const Program& program) {
   Outcome outcome;
   const auto inputs = inputs_of(program);
@@ -439,7 +439,7 @@ inline Outcome run_remotely(Worker& worker, const Program& program) {
   return outcome;
 }
 
-/// How two outcomes differ; empty when they do not. Counts what was compared.
+/// How two outcomes differ; empty if they do not. Counts the comparisons.
 struct Comparison {
   int with_gradient = 0, without = 0;
 

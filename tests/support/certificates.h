@@ -9,7 +9,7 @@
 
 namespace torchspan::testing {
 
-/// A certificate authority of a test's own, and what it signs, as PEM files in `folder`.
+/// A certificate authority for one test, and the certificates that it signs, as PEM files in `folder`.
 class TestAuthority {
  public:
   TestAuthority(std::string folder, const std::string& name) : folder_(std::move(folder)), name_(name) {
@@ -21,7 +21,7 @@ class TestAuthority {
   std::string certificate_file(const std::string& who) const { return file(who, "certificate"); }
   std::string key_file(const std::string& who) const { return file(who, "key"); }
 
-  /// Writes a key and a certificate for `who`, made out to `names`, e.g. "DNS:localhost,IP:127.0.0.1".
+  /// Writes a key and a certificate for `who`, valid for `names`, e.g. "DNS:localhost,IP:127.0.0.1".
   void issue(const std::string& who, const std::string& names) const {
     const Key key(EVP_EC_gen("P-256"));
     const Certificate certificate = make(who, key.get(), certificate_.get(), names);
@@ -59,7 +59,7 @@ class TestAuthority {
     X509_add_ext(certificate, extension.get(), -1);
   }
 
-  /// Without an issuer: the authority's own.
+  /// Without an issuer: the authority's own certificate.
   Certificate make(const std::string& who, EVP_PKEY* key, X509* issuer, const std::string& names) const {
     Certificate certificate(X509_new());
     X509* raw = certificate.get();

@@ -12,7 +12,7 @@
 
 namespace torchspan::testing {
 
-/// What one worker of a simulated cluster is made from.
+/// The parts from which one worker of a simulated cluster is made.
 struct WorkerPlan {
   FunctionTable functions;
   rpc::ServiceOptions service;
@@ -28,19 +28,21 @@ struct ClusterOptions {
   std::size_t threads = 4;
   net::SimNetwork::Options network = {};
   std::uint64_t max_unsent = net::TransportOptions().max_unsent;
-  rpc::ServiceOptions service = {};  ///< limits; name, rank, threads and timeout are set from what is here
-  bool open = false;                 ///< the world is open: workers may start() later
-  rendezvous::MembershipOptions join = {};             ///< heartbeats; name, rank, size and addresses are set
-  bool graceful = true;                                ///< whether run() ends every worker by shutdown()
+  rpc::ServiceOptions service =
+      {};             ///< limits; name, rank, threads and timeout are set from the members above
+  bool open = false;  ///< the world is open: workers may start() later
+  rendezvous::MembershipOptions join = {};  ///< heartbeats; the cluster sets name, rank, size and addresses
+  bool graceful = true;                     ///< whether run() ends every worker by shutdown()
   Duration shutdown_limit = std::chrono::minutes(10);  ///< of that shutdown
-  std::function<void(int rank, WorkerPlan& plan)> adjust = {};  ///< changes a worker's plan before it is made
-  Duration spin{};  ///< how long threads that wait poll before they sleep: callers then drive the transport
-  /// Puts a transport of the test's around a worker's.
+  std::function<void(int rank, WorkerPlan& plan)> adjust =
+      {};           ///< changes a worker's plan before the worker is made
+  Duration spin{};  ///< how long waiting threads poll before they sleep; callers then drive the transport
+  /// Wraps a worker's transport in one of the test's.
   std::function<std::unique_ptr<net::Transport>(int rank, std::unique_ptr<net::Transport>)> wrap = {};
 };
 
 /// A world of workers in this process on the simulated network and clock. run() starts them, runs `body` on
-/// each at once (in a simulated thread of its own), shuts them down and rethrows the first failure.
+/// each at the same time, in a simulated thread per worker, shuts them down and rethrows the first failure.
 class SimCluster {
  public:
   explicit SimCluster(ClusterOptions options)
@@ -52,15 +54,15 @@ class SimCluster {
   net::SimNetwork& network() { return network_; }
   static std::string name(int rank) { return "worker" + std::to_string(rank); }
 
-  /// The worker dies at once: both its transports go silent and its peers hear the end of their connections.
+  /// Kills the worker at once: both its transports go silent and its peers see their connections end.
   void kill(int rank) {
     network_.kill(name(rank));
     network_.kill(name(rank) + ".membership");
     if (rank == 0) network_.kill("store");
   }
 
-  /// Starts another worker from inside a running simulation: one that was not there yet, or the next
-  /// incarnation of one that is gone. A failure of `body` ends the process.
+  /// Starts another worker inside a running simulation: a new one, or the next incarnation of one that is
+  /// gone. A failure of `body` ends the process.
   Thread start(int rank, int incarnation, std::function<void(rpc::WorkerService&)> body) {
     return executor_.spawn(
         name(rank), [this, rank, incarnation, body = std::move(body)] { live(rank, incarnation, body); });
@@ -104,7 +106,7 @@ class SimCluster {
     plan.service.listen = "sim:" + name(rank);
     plan.service.default_timeout = options_.default_timeout;
     plan.service.threads = options_.threads;
-    plan.service.stopped_limit = Duration::zero();  // all of them are this process
+    plan.service.stopped_limit = Duration::zero();  // all workers are in this process
     plan.join.name = name(rank);
     plan.join.rank = rank;
     plan.join.world_size = options_.open ? rendezvous::kOpenWorld : options_.workers;
@@ -129,7 +131,7 @@ class SimCluster {
         },
         options_.extensions ? options_.extensions() : std::vector<std::unique_ptr<rpc::Extension>>());
     plan.join.address = service.address();
-    // The store and the client of a worker that claims another's name still have endpoints of their own.
+    // The store and the client of a worker that uses another's name still have separate endpoints.
     service.start(rendezvous::Membership::join(
         runtime,
         [&](const std::string& endpoint, net::Handler& handler) {

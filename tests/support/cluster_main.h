@@ -9,8 +9,8 @@ namespace torchspan::testing {
 
 using Scenario = std::function<void()>;
 
-/// main() of a cluster suite: runs the scenario named by the environment, or the tests. A scenario's
-/// exception is printed and makes the exit code 1.
+/// main() of a cluster suite: runs the scenario that the environment names, or the tests. An exception of a
+/// scenario is printed and makes the exit code 1.
 inline int cluster_main(int argc, char** argv, const std::map<std::string, Scenario>& scenarios) {
   if (const char* name = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
     try {
@@ -26,12 +26,12 @@ inline int cluster_main(int argc, char** argv, const std::map<std::string, Scena
   return RUN_ALL_TESTS();
 }
 
-/// For scenarios: what is not so ends the process with `text`.
+/// For scenarios: ends the process with `text` unless the condition holds.
 inline void require(bool condition, const std::string& text) {
   if (!condition) throw std::runtime_error("not so: " + text);
 }
 
-/// Every process of the world ends by itself, with code 0.
+/// Checks that every process of the world ends by itself with code 0.
 inline void expect_all_end_well(ProcessWorld& world, Duration limit = std::chrono::seconds(60)) {
   for (std::size_t i = 0; i < world.size(); ++i) {
     EXPECT_TRUE(world.process(i).wait(world.executor(), limit)) << "rank " << i << " still runs";

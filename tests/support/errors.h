@@ -6,8 +6,8 @@
 
 namespace torchspan::testing {
 
-/// The Error that `body` throws. Throws std::logic_error if it throws none, which fails the test, also where
-/// `body` runs in a process or thread of its own.
+/// Returns the Error that `body` throws. Throws std::logic_error if it throws none, which fails the test,
+/// also if `body` runs in a separate process or thread.
 template <class F>
 Error error_of(F&& body) {
   try {

@@ -10,8 +10,8 @@
 
 namespace torchspan::testing {
 
-/// For LLVMFuzzerInitialize: when the program's first argument is --seeds=FOLDER, writes what `make` gives as
-/// files there and ends the process. Seeds are made by the encoders each time, so they never go stale.
+/// For LLVMFuzzerInitialize: if the program's first argument is --seeds=FOLDER, writes the seeds from `make`
+/// as files there and ends the process. The encoders make the seeds each time, so they are always up to date.
 template <class Make>
 int offer_seeds(const int* count, char*** arguments, Make make) {
   constexpr std::string_view kOption = "--seeds=";

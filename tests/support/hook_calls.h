@@ -6,13 +6,13 @@
 
 namespace torchspan::testing {
 
-/// How often hooks of one value were called, and how often without a gradient.
+/// Counts the calls of one value's hooks, and those without a gradient.
 struct HookCalls {
   int all = 0, undefined = 0;
 };
 using HooksCalls = std::vector<std::unique_ptr<HookCalls>>;
 
-/// Scales the gradient of each value that has a graph, notes the call, and retains what it makes of it.
+/// Scales the gradient of each value that has a graph, counts the call, and retains the result.
 inline void add_hooks(const std::vector<at::Tensor>& values, HooksCalls& calls) {
   for (const at::Tensor& value : values) {
     calls.push_back(std::make_unique<HookCalls>());

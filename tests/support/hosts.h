@@ -15,7 +15,7 @@ inline bool run_quietly(const std::string& command) {
   return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
 }
 
-/// A host of its own as far as the network goes: a namespace, held by a process that sleeps until the end.
+/// A simulated host: a network namespace, held by a process that sleeps until the end.
 class TestHost {
  public:
   TestHost() {
@@ -41,8 +41,8 @@ class TestHost {
 
   bool good() const { return good_; }
   pid_t pid() const { return pid_; }
-  /// The program, with its arguments, that runs another one on this host, where it sees this host's devices,
-  /// and nothing of what is in the folder `hidden`, if one is named.
+  /// Returns the program and arguments that run another program on this host, where it sees this host's
+  /// devices and, if `hidden` names a folder, nothing in that folder.
   std::vector<std::string> through(const std::string& hidden = {}) const {
     const std::string hide = hidden.empty() ? "" : "mount -t tmpfs tmpfs " + hidden + " && ";
     return {
@@ -60,7 +60,7 @@ class TestHost {
   bool good_ = false;
 };
 
-/// Two hosts, 10.77.0.1 and 10.77.0.2, joined by a cable. Everything goes with the object.
+/// Two hosts, 10.77.0.1 and 10.77.0.2, connected by a virtual cable. The destructor removes everything.
 class TestNetwork {
  public:
   static constexpr const char* kNear = "10.77.0.1";
@@ -81,7 +81,7 @@ class TestNetwork {
     }
   }
 
-  /// Empty, or why there cannot be two hosts here.
+  /// Empty, or the reason why two hosts cannot be simulated here.
   const std::string& trouble() const { return trouble_; }
   bool pull_cable() const { return near.run("ip link set near down"); }
   bool plug_cable() const { return near.run("ip link set near up"); }

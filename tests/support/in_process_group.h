@@ -18,20 +18,20 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/pool.h>
 
-/// Groups whose ranks are threads of one process: reduction in the order of ranks, on any Executor, so that
-/// tests of what is built on groups run on the simulated one too; ranks may die, be late, or disagree.
+/// Groups whose ranks are threads of one process: reduces in rank order, on any Executor, so that tests of
+/// code over groups also run on the simulated one. Ranks may die, be late, or disagree.
 namespace torchspan::testing {
 
 struct InProcessOptions {
-  Duration timeout{};  ///< zero: nobody is ever late
+  Duration timeout{};  ///< zero: no rank is ever late
 };
 
 namespace in_process {
 
-/// What one rank brings to one operation and gets from it.
+/// One rank's contribution to one operation, and its result.
 struct Arrival {
-  std::string call;  ///< the same on all ranks, or it fails
-  /// Of a sparse tensor with entries: the same on all ranks that have any.
+  std::string call;  ///< equal on all ranks, or the operation fails
+  /// For a sparse tensor with entries: equal on all ranks that have any.
   std::optional<std::int64_t> sparse_dim;
   std::vector<at::Tensor> tensors;
   Bytes bytes;
@@ -80,7 +80,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (broken) arrival->fail(broken);
   }
 
-  /// Fails what is pending and all that follows, once.
+  /// Fails all pending and later operations, once.
   void fail(const Error& error) {
     std::vector<std::shared_ptr<Arrival>> pending;
     const auto cause = std::make_exception_ptr(error);
@@ -98,7 +98,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     for (const auto& arrival : pending) arrival->fail(cause);
   }
 
-  /// Fails the group when somebody is late; the next time to look.
+  /// Fails the group if a rank is late; returns the time of the next check.
   Deadline look_for_late_ones(TimePoint now) {
     std::string late;
     Deadline next;
@@ -135,7 +135,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     Deadline deadline;
   };
 
-  /// How two ranks' calls differ; empty: they do not.
+  /// How two ranks' calls differ; empty if they do not.
   std::string difference(const Arrivals& all) const {
     const auto told = [&](std::size_t rank) {
       const auto& sparse_dim = all[rank]->sparse_dim;
@@ -332,7 +332,7 @@ class Backend final : public collective::Backend {
     exchange_->arrive(rank_, arrival, std::move(work));
     return promise->future();
   }
-  /// Completes at the same moment as `all`, without a hop over the pool: futures complete in order.
+  /// Completes at the same moment as `all`, without a detour through the pool: futures complete in order.
   Future<at::Tensor> first(const std::shared_ptr<Arrival>&, const Future<std::vector<at::Tensor>>& all) {
     return all.then([](const Future<std::vector<at::Tensor>>& done) { return done.wait().at(0); });
   }
@@ -361,7 +361,7 @@ class Backend final : public collective::Backend {
 
 }  // namespace in_process
 
-/// A world of ranks that are threads. Made, used and destroyed on threads of its executor.
+/// A world whose ranks are threads. Made, used and destroyed on threads of its executor.
 class InProcessWorld {
  public:
   InProcessWorld(Executor& executor, int size, InProcessOptions options = {})
@@ -390,7 +390,7 @@ class InProcessWorld {
     return collective::Group(std::make_shared<in_process::Backend>(
         first(), rank, [this](const std::shared_ptr<in_process::Exchange>& made) { note(made); }));
   }
-  /// Rank `rank` died: all groups that it is in fail.
+  /// Kills rank `rank`: all groups that contain it fail.
   void kill(int rank) {
     for (const auto& exchange : all()) {
       const auto& ranks = exchange->ranks();

@@ -6,21 +6,21 @@
 
 namespace torchspan::testing {
 
-/// Bytes that this process has from its allocator and did not give back. Without pages and fragments, so a
-/// leak of a few bytes a time shows. The sanitizers' allocator does not count: zero there, always.
+/// Bytes that this process has allocated and not freed. Does not count pages and fragments, so a repeated
+/// leak of a few bytes shows. Always zero under the sanitizers, whose allocator does not count.
 inline std::int64_t heap_in_use() {
   const auto info = ::mallinfo2();
   return static_cast<std::int64_t>(info.uordblks + info.hblkhd);
 }
 
-/// Whether freed memory stays with the process, as the address sanitizer keeps it back.
+/// Whether the process keeps freed memory, as the address sanitizer does.
 #if defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kFreedMemoryIsKept = true;
 #else
 inline constexpr bool kFreedMemoryIsKept = false;
 #endif
 
-/// Bytes of memory this process has, and how many of them are of files or shared with other processes.
+/// Bytes of memory of this process, and how many of them belong to files or are shared with other processes.
 struct Resident {
   std::int64_t all = 0;
   std::int64_t shared = 0;

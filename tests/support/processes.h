@@ -21,7 +21,7 @@
 
 namespace torchspan::testing {
 
-/// A folder of this test's own, removed with everything in it.
+/// A folder for one test; the destructor removes it with its contents.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -38,7 +38,7 @@ class TemporaryFolder {
   std::string path_;
 };
 
-/// A TCP port of the loopback interface that was free a moment ago.
+/// A TCP port of the loopback interface that was free when it was chosen.
 inline int free_port() {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
@@ -51,7 +51,7 @@ inline int free_port() {
   return ntohs(address.sin_port);
 }
 
-/// One child process whose output goes to a file. Killed with its object.
+/// A child process whose output goes to a file. The destructor kills it.
 class Process {
  public:
   Process(const std::vector<std::string>& command, const std::map<std::string, std::string>& environment,
@@ -89,7 +89,7 @@ class Process {
 
   pid_t pid() const { return pid_; }
   void kill(int signal) const { ::kill(pid_, signal); }
-  /// Waits for the end; false when it did not come in time.
+  /// Waits for the end; returns false if the process did not end in time.
   bool wait(Executor& executor, Duration limit) {
     const Deadline deadline = executor.deadline_in(limit);
     while (!ended_) {
@@ -119,8 +119,8 @@ class Process {
   bool ended_ = false;
 };
 
-/// A world of real processes: this test's own executable, started once per rank with the variables a launcher
-/// would set and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests.
+/// A world of real processes: this test's executable, started once per rank with the variables that a
+/// launcher sets and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests.
 class ProcessWorld {
  public:
   explicit ProcessWorld(int size) : size_(size), port_(free_port()), executor_(make_executor()) {
@@ -142,8 +142,8 @@ class ProcessWorld {
             {"TORCHSPAN_RUNTIME_DIR", folder_.path()},
             {"OMP_NUM_THREADS", "1"}};
   }
-  /// Starts `scenario` as `rank`; `changes` override variables, and `through` is the program that starts it,
-  /// with its arguments, if there is one between.
+  /// Starts `scenario` as `rank`; `changes` override variables, and `through` is a program with arguments
+  /// that starts it, or empty.
   Process& start(int rank, const std::string& scenario, std::map<std::string, std::string> changes = {},
                  std::vector<std::string> through = {}) {
     auto variables = environment(rank);

@@ -15,17 +15,17 @@
 
 namespace torchspan::testing {
 
-/// One rank of a test: what its thread is given.
+/// What the thread of one rank gets.
 struct Rank {
   int rank;
   int size;
   Runtime& runtime;
   collective::Group group;
-  std::function<void()> die;  ///< as seen by the others
+  std::function<void()> die;  ///< makes the rank die for the others
 };
 using RankBody = std::function<void(const Rank&)>;
 
-/// Whether this run of the tests is over real groups in shared memory, which never die by themselves.
+/// Whether this run uses real groups in shared memory, whose ranks never die by themselves.
 inline bool over_shared_memory() {
   const char* kind = std::getenv("TORCHSPAN_TEST_GROUPS");
   return kind != nullptr && std::string(kind) == "shm";
@@ -47,8 +47,8 @@ inline void on_shared_memory_ranks(int size, const RankBody& body) {
   }
 }
 
-/// Runs `body` once a rank, each on a thread of its own, over groups in this process on a simulated executor:
-/// the same seed runs the same way. What a body throws is a failure of the test.
+/// Runs `body` once per rank, each on a separate thread, over groups in this process on a simulated executor:
+/// the same seed gives the same run. An exception of `body` fails the test.
 inline void on_ranks(int size, const RankBody& body, std::uint64_t seed = 1, InProcessOptions options = {}) {
   if (over_shared_memory()) return on_shared_memory_ranks(size, body);
   SimExecutor executor(seed);
@@ -72,7 +72,7 @@ inline void on_ranks(int size, const RankBody& body, std::uint64_t seed = 1, InP
   });
 }
 
-/// What every rank leaves behind, to be compared when all have ended.
+/// The results of every rank, compared when all have ended.
 template <class T>
 class PerRank {
  public:

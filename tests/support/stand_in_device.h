@@ -1,6 +1,6 @@
 #pragma once
-// Two devices that every machine has, for what tensors of other devices than the CPU go through: LibTorch's
-// key for backends of others, over ordinary memory. Operators copy to the CPU and back. Include it from one
+// Two simulated devices that every machine has, to test tensors on devices other than the CPU: LibTorch's key
+// for external backends, over ordinary memory. Operators copy to the CPU and back. Include this header in one
 // source file of a test program: it registers itself.
 #include <cstdlib>
 
@@ -21,7 +21,7 @@ inline c10::Device stand_in(int index) {
 
 namespace stand_in_detail {
 
-/// Every thread's current device is the first one; there is one stream, and nothing is ever under way.
+/// Every thread's current device is the first one; there is one stream, and nothing is ever pending.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
@@ -67,7 +67,7 @@ inline at::Tensor empty(at::IntArrayRef sizes, c10::optional<at::ScalarType> dty
   return make(sizes, strides, dtype.value_or(at::kFloat), device.value_or(stand_in(0)));
 }
 
-/// The same memory as the CPU sees it.
+/// The same memory, seen from the CPU.
 inline at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                        at::TensorOptions().dtype(tensor.scalar_type()));
@@ -78,7 +78,7 @@ inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool) {
   return self;
 }
 
-/// What the fallback below brings its results back with.
+/// Brings the results of the fallback below back to the device.
 inline at::Tensor copy_and_resize(const at::Tensor& source, const at::Tensor& self) {
   if (self.sizes() != source.sizes()) {
     const at::Tensor fresh = empty(source.sizes(), self.scalar_type(), {}, self.device(), {}, {});

@@ -10,7 +10,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// FNV-1a.
+/// FNV-1a hash.
 std::uint64_t sum_of(const std::string& text) {
   std::uint64_t sum = 0xCBF29CE484222325ULL;
   for (const char character : text) sum = (sum ^ static_cast<unsigned char>(character)) * 0x100000001B3ULL;

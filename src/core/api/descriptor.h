@@ -8,14 +8,14 @@
 
 namespace torchspan {
 
-/// A file descriptor that is closed with its owner; -1 is none.
+/// Owns a file descriptor and closes it in the destructor; -1 means none.
 class Descriptor {
  public:
   Descriptor() = default;
   explicit Descriptor(int fd) : fd_(fd) {}
-  /// Holds what `make` returns, -1 for nothing, and leaves errno as it does. A child that fork() makes of
-  /// this process does not get it: there its number stands for /dev/null. For sockets: a child that held one
-  /// too would keep the connection open, and the port in use, after this process has died.
+  /// Holds what `make` returns (-1 on failure) and keeps errno. A child made by fork() does not inherit the
+  /// descriptor: in the child the same number refers to /dev/null. Meant for sockets: an inherited copy would
+  /// keep the connection and the port open after this process has died.
   static Descriptor not_inherited(const std::function<int()>& make);
   Descriptor(Descriptor&& other) noexcept
       : fd_(std::exchange(other.fd_, -1)), inherited_(std::exchange(other.inherited_, true)) {}
@@ -42,8 +42,8 @@ class Descriptor {
   bool inherited_ = true;
 };
 
-/// Sends bytes through a Unix socket, with `descriptor` unless that is -1, as sendmsg(2) does: the size that
-/// was taken, or -1 and errno.
+/// Sends `bytes` through a Unix socket, together with `descriptor` unless it is -1. Returns the number of
+/// bytes sent, or -1 with errno set, as sendmsg(2) does.
 ssize_t send_with_descriptor(int socket, BytesView bytes, int descriptor, int flags);
 
 }  // namespace torchspan

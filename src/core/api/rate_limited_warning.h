@@ -8,8 +8,8 @@
 
 namespace torchspan {
 
-/// A kind of warning that strangers can provoke as often as they like: the first is written at once, then one
-/// at most every `pause`, which says how many were kept back since. Thread-safe.
+/// A kind of warning that unauthenticated peers can provoke without limit. The first one is logged at once;
+/// later ones at most once per `pause`, each with the number suppressed since the last. Thread-safe.
 class RateLimitedWarning {
  public:
   RateLimitedWarning(Log& log, Executor& executor, Duration pause = std::chrono::seconds(10))

@@ -9,29 +9,28 @@
 
 namespace torchspan {
 
-/// A whole cluster in one process, deterministic from a seed: threads are real, but exactly one registered
-/// thread runs at a time; when it parks, the next runnable one is drawn from the seed; when all are parked
-/// the virtual clock jumps to the next deadline or event. While every runnable thread only polls (yields, or
-/// parks with a deadline that has passed) a poll takes 1 us. If nothing can ever wake, the process prints
-/// every thread with its place of rest and aborts: a deadlock is a bug, never a hang. Pollers take no
-/// descriptors here. Only simulated threads park, yield and join; others get Error{kInvalid}.
+/// Runs a whole cluster in one process, deterministic from a seed. Threads are real, but only one registered
+/// thread runs at a time; when it parks, the seed chooses the next runnable one. When all are parked, the
+/// virtual clock jumps to the next deadline or event; while all runnable threads only poll, a poll takes 1
+/// us. On a deadlock the process prints the stack of every thread and aborts. Pollers take no descriptors.
+/// Only simulated threads may park, yield and join; others get Error{kInvalid}.
 class SimExecutor final : public Executor {
  public:
   explicit SimExecutor(std::uint64_t seed);
   ~SimExecutor() override;
 
-  /// Runs `main` as the first simulated thread; returns when it and every thread it caused have ended.
-  /// Rethrows what `main` throws. Called from an ordinary thread; once at a time, but as often as you like:
-  /// time goes on where it stopped.
+  /// Runs `main` as the first simulated thread; returns when it and all threads that it started have ended.
+  /// Rethrows what `main` throws. Call it from an ordinary thread, one call at a time; a later call continues
+  /// at the same virtual time.
   void run(std::function<void()> main);
 
-  /// Runs `event` at virtual time `when`, on whichever thread advances the clock: it must not park
-  /// nor throw.
+  /// Runs `event` at virtual time `when`, on whichever thread advances the clock. `event` must not park or
+  /// throw.
   void at(TimePoint when, std::function<void()> event);
-  /// A number from the seed's stream; only simulated threads and events draw.
+  /// Returns the next number of the seed's random sequence; for simulated threads and events only.
   std::uint64_t random();
   std::uint64_t seed() const;
-  /// How many scheduling decisions were made; equal for equal seeds.
+  /// Returns the number of scheduling decisions so far; equal seeds give equal numbers.
   std::uint64_t steps() const;
 
   TimePoint now() const override;
@@ -40,9 +39,8 @@ class SimExecutor final : public Executor {
   Thread spawn(std::string name, std::function<void()> body) override;
   void yield() override;
   Duration spin_limit() const override { return spin_limit_; }
-  /// Lets waiting threads poll for this long of virtual time before they sleep, as real ones do: then a
-  /// caller that waits drives its worker's transport. Set before run(); zero (the default): they sleep at
-  /// once.
+  /// Sets how much virtual time a waiting thread polls before it sleeps. With a limit above zero, a waiting
+  /// caller drives its worker's transport, as on real threads. Call it before run(); the default is zero.
   void set_spin_limit(Duration limit) { spin_limit_ = limit; }
 
   class Impl;

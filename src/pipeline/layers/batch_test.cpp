@@ -53,6 +53,8 @@ Batch run(F function, const Batch& input) {
   return layers.uses()[0].call(nullptr, input, skips);
 }
 
+// peer: pipe test_microbatch `batch_atomic`, `batch_non_atomic`, `batch_call`, `batch_setitem_by_index`,
+//   `batch_setitem_by_slice`: same: members are a vector
 TEST(Batch, IsATensorOrATuple) {
   const Batch single(number(1));
   EXPECT_FALSE(single.tuple);
@@ -69,6 +71,7 @@ TEST(Batch, ThatIsNoTensorSaysHowManyMembersItHas) {
   EXPECT_THAT(invalid_text([] { Batch().tensor(); }), HasSubstr("0 members"));
 }
 
+// peer: pipe test_microbatch batch_atomic
 TEST(Batch, SharesItsTensors) {
   const at::Tensor tensor = number(1);
   const Batch batch(tensor);
@@ -77,6 +80,7 @@ TEST(Batch, SharesItsTensors) {
   EXPECT_TRUE(tensor.equal(number(7)));
 }
 
+// peer suite: pipe test_microbatch batch_atomic
 TEST(BatchOf, TuplesAndPairsAreTuples) {
   using Mixed = std::tuple<at::Tensor, std::int64_t, bool, double>;
   const Batch batch = BatchOf<Mixed>::from({number(1), 2, true, 0.5});
@@ -186,6 +190,7 @@ TEST(LayerCalls, CountWhatReachesThem) {
               HasSubstr("takes 1 values, but its input has 2"));
 }
 
+// peer: pipe input_pair
 TEST(LayerCalls, NameTheTypeThatDoesNotFit) {
   const auto takes_tensor = [](const at::Tensor& x) { return x; };
   const auto takes_integer = [](std::int64_t x) { return x; };

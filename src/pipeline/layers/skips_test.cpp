@@ -14,6 +14,8 @@ namespace {
 using ::testing::HasSubstr;
 using torchspan::testing::invalid_text;
 
+// peer suite: pipe test_stash_pop `stash`, `pop`, `declare_but_not_use`, `stash_not_declared`,
+//   `pop_not_declared`, `pop_not_stashed`, `stash_none`: same
 TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
   const at::Tensor in = at::ones({2});
   Skips skips({{"in", in}}, {"out"});

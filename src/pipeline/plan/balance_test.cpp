@@ -45,6 +45,7 @@ double best_by_trying(const std::vector<double>& costs, std::size_t first, int p
   return best;
 }
 
+// peer suite: pipe test_balance `blockpartition*`: better: the exact minimum, compared with trying all cuts
 TEST(BalanceCosts, FindTheLeastBottleneckOfRandomCosts) {
   for (std::uint64_t seed = 1; seed <= 400; ++seed) {
     std::mt19937_64 random(seed);
@@ -125,6 +126,7 @@ void simulated(const std::function<void(Executor&)>& body) {
   executor.run([&] { body(executor); });
 }
 
+// peer: pipe balance_by_time
 TEST(Profile, MeasuresForwardsAndBackwardsAndTakesTheFastest) {
   simulated([](Executor& executor) {
     Layers layers;
@@ -155,6 +157,8 @@ TEST(Profile, CountsAllUsesOfALayer) {
   });
 }
 
+// peer: pipe balance_by_time, balance_by_time_loop_resets_input, balance_by_time_tuple: same: on a
+//   simulated clock
 TEST(Profile, BalancesByTime) {
   on_workers(1, 1, [](Worker& worker) {
     Executor* executor = &worker.runtime().executor;
@@ -205,6 +209,7 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
+// peer: pipe balance_by_size_latent, _param, _param_scale, _tuple: same: in bytes, without CUDA
 TEST(Profile, BalancesByActivations) {
   on_workers(1, 1, [](Worker& worker) {
     Layers layers;
@@ -218,6 +223,7 @@ TEST(Profile, BalancesByActivations) {
   });
 }
 
+// peer: pipe balance_by_size_latent
 TEST(Profile, BalancesByParametersAsMuchAsTheyAreScaled) {
   on_workers(1, 1, [](Worker& worker) {
     Layers layers;  // 100 parameters and 10 outputs, then three layers of 300 outputs
@@ -232,6 +238,7 @@ TEST(Profile, BalancesByParametersAsMuchAsTheyAreScaled) {
   });
 }
 
+// peer: pipe balance_by_time
 TEST(Profile, DrivesTuplesNumbersNothingAndSkips) {
   simulated([](Executor& executor) {
     Layers layers;
@@ -265,6 +272,7 @@ TEST(Profile, TakesInputsThatHaveNoGradient) {
   });
 }
 
+// peer: pipe balance_by_time
 TEST(Profile, RunsEveryRepeatOnTheSameInput) {
   simulated([](Executor& executor) {
     std::vector<double> seen;
@@ -298,6 +306,8 @@ struct MarkedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Marked);
 
+// peer: pipe layerwise_sandbox, sandbox_during_profiling, not_training, already_has_grad: better: gradients
+//   that are there are kept, theirs refuses; random numbers too
 TEST(Profile, LeavesModulesAsTheyWere) {
   simulated([](Executor& executor) {
     Marked marked;
@@ -321,6 +331,7 @@ TEST(Profile, LeavesModulesAsTheyWere) {
   });
 }
 
+// peer: pipe layerwise_sandbox
 TEST(Profile, RunsModulesInTheirOwnMode) {
   simulated([](Executor& executor) {
     Marked marked;

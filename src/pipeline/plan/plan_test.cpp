@@ -74,6 +74,8 @@ std::string error_of(const PlanRequest& request) {
 
 // The three layouts of the peer's test_instantiate_partition.
 
+// peer: async_pipe `instantiate_partition` (3 layouts): better: ABAC, AAB and ABA too, which theirs plans
+//   wrongly without a word
 TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
   const Plan plan = plan_of("ABCD", {2, 2});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}, Location{1, 1}));
@@ -84,6 +86,7 @@ TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
   EXPECT_TRUE(plan.links[0].skip.empty());
 }
 
+// peer: async_pipe instantiate_partition
 TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
   const Plan plan = plan_of("ABCA", {2, 1});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}));
@@ -92,6 +95,7 @@ TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
   EXPECT_EQ(plan.invocations.back().destination, std::nullopt);
 }
 
+// peer: async_pipe instantiate_partition
 TEST(Plan, GoesToAndFroBetweenReusedLayersOfManyStages) {
   const Plan plan = plan_of("ABCABCD", {1, 1, 2});
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 2, 0, 1, 2, 2));
@@ -279,6 +283,8 @@ TEST(PlanSkips, StashedAndPoppedTwiceNeedSpacesOfTheirOwn) {
 
 // Invalid plans.
 
+// peer suite: pipe balance_wrong_length, balance_less_than_1, too_few_devices, verify_module_*: better: all
+//   that is wrong in one error
 TEST(PlanErrors, NameABalanceThatDoesNotAddUp) {
   EXPECT_THAT(error_of(request_of("ABC", {1, 1})), HasSubstr("balance [1, 1] has 2 layers, the model has 3"));
   EXPECT_THAT(error_of(request_of("ABC", {3, 1})), HasSubstr("has 4 layers, the model has 3"));

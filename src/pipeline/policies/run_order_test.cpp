@@ -1,3 +1,5 @@
+// peer: other_pipelines MG `forward_backward_func` with, without and with uneven interleaving: same; uneven
+//   rounds run as 1F1B
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <random>
@@ -130,6 +132,7 @@ TEST(RunOrder, IsTheSchedulesAndSoAreTimesAndPeaks) {
   }
 }
 
+// peer: pipelining grad_with_manual_interleaved
 TEST(RunOrder, InterleavedIsTheSchedules) {
   for (const int workers : {2, 4}) {
     for (const int chunks : {2, 3}) {

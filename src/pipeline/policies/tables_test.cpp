@@ -1,3 +1,4 @@
+// peer: pipelining pipeline_order
 #include "pipeline/policies/tables.h"
 
 #include <gmock/gmock.h>
@@ -97,6 +98,7 @@ TEST(Tables, AreMadeOncePerNumberOfMicroBatches) {
   });
 }
 
+// peer: other_pipelines MG forward_backward_func with
 TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
   with_local(Schedule::kInterleaved, kLooped, 0, [](const LocalPipeline& local) {
     Tables tables(local);

@@ -52,6 +52,7 @@ std::vector<std::map<int, int>> count_forwards(PipelineOptions options, bool tra
   return forwards;
 }
 
+// peer: pipe checkpoint_mode, checkpoint_mode_when_chunks_1: same
 TEST(PipelineCheckpoint, ComputesAgainThoseMicroBatchesThatItsModeSays) {
   using Counts = std::map<int, int>;
   for (const auto& each : count_forwards(with(ActivationCheckpoint::kNever)))
@@ -62,6 +63,7 @@ TEST(PipelineCheckpoint, ComputesAgainThoseMicroBatchesThatItsModeSays) {
     EXPECT_EQ(each, (Counts{{0, 2}, {1, 2}, {2, 2}, {3, 2}}));
 }
 
+// peer: pipe checkpoint_mode
 TEST(PipelineCheckpoint, OfASingleMicroBatch) {
   using Counts = std::map<int, int>;
   EXPECT_EQ(count_forwards(with(ActivationCheckpoint::kNever, 1))[1], (Counts{{0, 1}}));
@@ -69,6 +71,7 @@ TEST(PipelineCheckpoint, OfASingleMicroBatch) {
   EXPECT_EQ(count_forwards(with(ActivationCheckpoint::kAlways, 1))[1], (Counts{{0, 2}}));
 }
 
+// peer: pipe checkpoint_mode
 TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
   // 2 rows in 4: the second is the last.
   std::map<int, int> forwards;
@@ -81,6 +84,7 @@ TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
   EXPECT_EQ(forwards, (std::map<int, int>{{0, 2}, {1, 1}}));
 }
 
+// peer: pipe test_checkpoint serial_checkpoints
 TEST(PipelineCheckpoint, ComputesNothingAgainThatHasNothingToLearn) {
   int calls = 0;
   on_workers(2, 1, [&](Worker& worker) {
@@ -96,6 +100,8 @@ TEST(PipelineCheckpoint, ComputesNothingAgainThatHasNothingToLearn) {
   EXPECT_EQ(calls, 4);
 }
 
+// peer: pipe test_checkpoint `serial_checkpoints`, `not_requires_grad`, `not_requires_grad_with_parameter`,
+//   `detect_checkpointing_recomputing`: same; there is no `is_recomputing()`, but gradient mode tells
 TEST(PipelineCheckpoint, TellsALayerThatItIsRecordedOnlyTheSecondTime) {
   std::vector<bool> recorded;
   on_workers(1, 1, [&](Worker& worker) {
@@ -134,6 +140,8 @@ std::map<int, std::vector<at::Tensor>> masks(PipelineOptions options) {
   return seen;
 }
 
+// peer suite: pipe random_in_checkpoint, parallel_randoms: better: a seed makes the same masks in every
+//   schedule and mode
 TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
   for (const bool seeded : {false, true}) {
     PipelineOptions options = with(ActivationCheckpoint::kAlways);
@@ -299,6 +307,8 @@ at::Tensor autocast_gradient(PipelineOptions options, Where where) {
   return gradient;
 }
 
+// peer suite: pipe test_parity in half precision: differs: bfloat16 by autocast; there are no half kernels
+//   on the CPU
 TEST(PipelineAutocast, GivesEveryModeTheSameGradients) {
   const at::Tensor expected = autocast_gradient(with(ActivationCheckpoint::kNever, 1), Where::kAround);
   {
@@ -346,6 +356,7 @@ TEST(PipelineAutocast, LeavesNoCastOfAWeightBehind) {
 
 // Side effects of a repeated forward.
 
+// peer: pipe forward_lockstep
 TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
   const auto run = [](ActivationCheckpoint checkpoint) {
     std::vector<std::string> texts(2);
@@ -370,6 +381,8 @@ TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
   }
 }
 
+// peer: pipe `forward_lockstep`, `inplace_on_requires_grad` (expected to fail): better: works without
+//   checkpointing, an error that says what to do with it
 TEST(PipelineCheckpoint, LetsThemWithout) {
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -388,6 +401,8 @@ TEST(PipelineCheckpoint, LetsThemWithout) {
 }
 
 // The peer crashed where the first output takes no gradient and only another is used.
+// peer: pipe non_grad_output, checkpoint_non_float_input: better: theirs fails when the first output takes
+//   no gradient
 TEST(PipelineCheckpoint, WorksWhenTheFirstOutputTakesNoGradient) {
   for (const bool integer : {false, true}) {
     in_every_way([&](PipelineOptions options) {
@@ -433,6 +448,7 @@ TEST(PipelineCheckpoint, DoesNotCountTwiceInAPlainBatchNorm) {
 }
 
 // A function may use a parameter that no module of the pipeline has.
+// peer: pipe test_checkpoint serial_checkpoints
 TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -453,6 +469,7 @@ TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
 }
 
 // The input of a layer with parameters may be an integer.
+// peer: pipe non_grad_output
 TEST(PipelineCheckpoint, TakesInputsThatAreNoFloats) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {

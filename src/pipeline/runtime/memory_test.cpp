@@ -64,6 +64,9 @@ const at::Tensor& rows() {
   return tensor;
 }
 
+// peer: pipelining `output_chunks_memory_usage`, test_backward `from_gradient_edge`,
+//   `mixed_edge_and_tensor_outputs`: same
+// peer: other_pipelines MG `deallocate_output_tensor`: same, without touching a tensor's data
 TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
   for (const ActivationCheckpoint checkpoint :
        {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
@@ -131,6 +134,7 @@ std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr
   return all;
 }
 
+// peer: pipelining multi_iter
 TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
   // GPipe holds all m, 1F1B at most as many as there are stages from here on.
   for (const Census& stage : graphs(with(Schedule::kGPipe, ActivationCheckpoint::kNever)))
@@ -154,6 +158,7 @@ TEST(PipelineMemory, ArrivalHoldsNoMoreThanItsLimit) {
   for (const Census& stage : graphs(options)) EXPECT_LE(stage.most, 2);
 }
 
+// peer: pipe no_grad
 TEST(PipelineMemory, InferenceKeepsNothing) {
   Census census;
   on_workers(2, 1, [&](Worker& worker) {
@@ -195,6 +200,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
   });
 }
 
+// peer: pipelining activation_liveness_*: same in kind: the running step is compared with its simulation
 TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
   for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
     for (const int micro_batches : {1, 2, 6, 12}) {

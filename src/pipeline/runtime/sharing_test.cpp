@@ -13,6 +13,12 @@ using ::testing::HasSubstr;
 
 // Layers that are used more than once, and which worker builds them.
 
+// peer suite: pipe verify_module_duplicate_parameters_on_distinct_devices: better: a layer has one owner
+//   and any number of uses
+// peer suite: async_pipe reuse_lazy, rpc_optimizer: better: every small model of re-used layers in every
+//   cut
+// peer: async_pipe rpc_reuse_in_final_stage: better: values are compared
+// peer: other_pipelines DS tied layers, MG embedding replicas: better: one owner, no replicas to keep equal
 TEST(PipelineSharing, FirstAndLastStageShareWeightsThroughASecondMethod) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -95,6 +101,7 @@ TEST(PipelineSharing, EverySmallModelOfReusedLayersEqualsThePlainOne) {
   }
 }
 
+// peer: pipelining grad_with_manual_interleaved, non_symmetric_stage_ids: same
 TEST(PipelineSharing, OneWorkerMayOwnSeveralStages) {
   for (const Schedule schedule :
        {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B, Schedule::kInterleaved}) {
@@ -130,6 +137,8 @@ struct CountedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Counted);
 
+// peer: pipe parameters
+// peer: async_pipe lazy_construction: same
 TEST(PipelineConstruction, OnlyTheOwnerBuildsALayerAndOnce) {
   std::vector<std::map<int, int>> built(3);
   on_workers(3, 1, [&](Worker& worker) {
@@ -150,6 +159,8 @@ TEST(PipelineConstruction, OnlyTheOwnerBuildsALayerAndOnce) {
   }
 }
 
+// peer: pipe parameters, public_attrs, sequential_like, devices, partitions, named_children: differs: a
+//   pipeline is no module: `parameters()` and `module(layer)` are those of this worker's layers
 TEST(PipelineConstruction, ParametersComeOnceInTheOrderOfTheLayers) {
   on_workers(1, 1, [](Worker& worker) {
     Dense shared(1u);
@@ -335,6 +346,7 @@ void expect_all(const std::vector<std::string>& texts, const std::string& part) 
   for (const std::string& text : texts) EXPECT_THAT(text, HasSubstr(part));
 }
 
+// peer: pipe chunks_less_than_1, checkpoint_mode_invalid: same; an invalid mode does not compile
 TEST(PipelineConstruction, NamesTheOptionThatCannotBe) {
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.micro_batches = 0; }),
              "micro_batches is 0; it must be 1 or more");
@@ -350,6 +362,7 @@ TEST(PipelineConstruction, NamesTheOptionThatCannotBe) {
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.balance = {2, 0}; }), "balance[1] is 0");
 }
 
+// peer: pipe empty_module: differs: refused
 TEST(PipelineConstruction, AsksForLayersIfThereAreNone) {
   expect_all(refused(2, [](Worker&, Layers& layers, PipelineOptions&) { layers = Layers(); }),
              "there is no layer: add layers to Layers");

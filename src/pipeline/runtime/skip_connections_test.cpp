@@ -29,6 +29,7 @@ struct PopImpl : DenseImpl {
 TORCH_MODULE(Pop);
 
 // The peer's test_gpipe: 1to3 in all its balances and modes.
+// peer: pipe test_skip_gpipe `1to3`, `none_skip`: same: in every way
 TEST(PipelineSkips, FromTheFirstToTheThirdInEveryBalanceAndMode) {
   for (const std::vector<int>& balance : std::vector<std::vector<int>>{{3}, {1, 2}, {2, 1}, {1, 1, 1}}) {
     in_every_way([&](PipelineOptions options) {
@@ -58,6 +59,7 @@ TEST(PipelineSkips, FromTheFirstToTheThirdInEveryBalanceAndMode) {
   }
 }
 
+// peer: pipe test_skip_gpipe 1to3
 TEST(PipelineSkips, MayCarryNothing) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -86,6 +88,7 @@ TEST(PipelineSkips, MayCarryNothing) {
   });
 }
 
+// peer: pipe inner_1_to_inner_2
 TEST(PipelineSkips, OfOneNameInTwoSpacesDoNotMeet) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -110,6 +113,8 @@ TEST(PipelineSkips, OfOneNameInTwoSpacesDoNotMeet) {
   });
 }
 
+// peer: pipe portal (`blue_orange*`, `use_grad`, `tensor_life_*`), tracker, `delete_portal_tensor`:
+//   differs: a skip is a link of the plan like any other, so there are no lives to count
 TEST(PipelineSkips, MayBeTheOnlyWayOfAGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -128,6 +133,7 @@ TEST(PipelineSkips, MayBeTheOnlyWayOfAGradient) {
   });
 }
 
+// peer: pipe portal
 TEST(PipelineSkips, ThatAreTakenAndNotUsedGetNoGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -150,6 +156,7 @@ TEST(PipelineSkips, ThatAreTakenAndNotUsedGetNoGradient) {
   });
 }
 
+// peer: pipe portal
 TEST(PipelineSkips, MayBeIntegersAndTheLayersOwnInput) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -226,6 +233,7 @@ auto layer() {
   return [](const at::Tensor& x, Skips& skips) { return kLayer(x, skips); };
 }
 
+// peer: pipe test_stash_pop stash
 TEST(PipelineSkips, ThatAreDeclaredMustBeStashedAndPopped) {
   EXPECT_THAT(
       step_error([](Layers& layers) {
@@ -243,6 +251,7 @@ TEST(PipelineSkips, ThatAreDeclaredMustBeStashedAndPopped) {
           "layer 'lazy' (order 1, stage 1 on 'worker1'): invalid: skips: 'skip' was declared by pops()"));
 }
 
+// peer: pipe test_stash_pop stash
 TEST(PipelineSkips, ThatAreNotDeclaredAreRefused) {
   EXPECT_THAT(step_error([](Layers& layers) {
                 layers.add_function("stash", layer<stash>());

@@ -115,6 +115,7 @@ void expect_soon(Worker& worker, const RRef<Board>& board, Read read, std::int64
   EXPECT_EQ(board.rpc_sync(read), value);
 }
 
+// peer: rpc/more the callee hears how much time is left, and nested calls inherit it: better
 TEST(Deadlines, ArriveAtTheHandler) {
   on_first({}, [](Worker& worker, SimCluster&) {
     EXPECT_EQ(worker.current_call(), std::nullopt);
@@ -127,6 +128,7 @@ TEST(Deadlines, ArriveAtTheHandler) {
   });
 }
 
+// peer: rpc/more the callee hears how much time is left
 TEST(Deadlines, AreInheritedByNestedCallsOfEveryKindOfHandler) {
   on_first({.workers = 3}, [](Worker& worker, SimCluster&) {
     const auto caller = worker.with({.timeout = seconds(2)});
@@ -139,6 +141,7 @@ TEST(Deadlines, AreInheritedByNestedCallsOfEveryKindOfHandler) {
   });
 }
 
+// peer: rpc/more a handler that outlives its deadline is told to stop: better
 TEST(Deadlines, StopTheHandlerThatOutlivesThem) {
   on_first({}, [](Worker& worker, SimCluster&) {
     auto board = worker.remote(1, kBoard);
@@ -156,6 +159,7 @@ TEST(Deadlines, RefuseNegativeTimeouts) {
   });
 }
 
+// peer: rpc/more calls can be cancelled, with what they asked for: better
 TEST(Cancellation, FailsTheCallAtOnceAndStopsItsHandler) {
   on_first({}, [](Worker& worker, SimCluster&) {
     for (const std::uint32_t owner : {1u, 0u}) {
@@ -180,6 +184,7 @@ TEST(Cancellation, FailsTheCallAtOnceAndStopsItsHandler) {
   });
 }
 
+// peer: rpc/more calls can be cancelled
 TEST(Cancellation, ReachesTheCallsThatTheHandlerMade) {
   on_first({.workers = 3}, [](Worker& worker, SimCluster&) {
     auto board = worker.remote(2, kBoard);
@@ -204,6 +209,7 @@ TEST(Cancellation, OfAStoppedTokenMakesNoCall) {
   });
 }
 
+// peer: rpc/more calls can be cancelled
 TEST(Cancellation, DropsWorkThatHasNotBegun) {
   on_first({.threads = 1}, [](Worker& worker, SimCluster&) {
     auto board = worker.remote(1, kBoard);
@@ -220,6 +226,7 @@ TEST(Cancellation, DropsWorkThatHasNotBegun) {
   });
 }
 
+// peer: rpc/more the handlers of a caller that dies are stopped: better
 TEST(Cancellation, ComesToTheHandlersOfACallerThatDies) {
   ClusterOptions options{.workers = 3, .graceful = false};
   on_first(options, [](Worker& worker, SimCluster& world) {

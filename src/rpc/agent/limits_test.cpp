@@ -40,6 +40,7 @@ void on_first(ClusterOptions options, const std::function<void(Worker&, SimClust
   });
 }
 
+// peer: rpc/more bounded queues, at the caller and at the callee: better
 TEST(Limits, RefuseTheCallThatOneTooManyWaitBefore) {
   ClusterOptions options;
   options.service.max_pending_calls = 3;
@@ -60,6 +61,7 @@ TEST(Limits, RefuseTheCallThatOneTooManyWaitBefore) {
   });
 }
 
+// peer: rpc/more bounded queues
 TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
   ClusterOptions options;
   options.threads = 1;
@@ -121,6 +123,7 @@ TEST(Limits, NeverRefuseTheReferenceProtocol) {
   });
 }
 
+// peer: rpc/more a broken connection is dialled again, and references outlive it: better
 TEST(Reconnect, FailsWhatWasUnderWayAndDialsAgain) {
   on_first({}, [](Worker& worker, SimCluster& world) {
     auto cell = worker.remote(1, kCell);
@@ -158,6 +161,7 @@ TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
   }
 }
 
+// peer: rpc/more a broken connection is dialled again
 TEST(Reconnect, LosesNoReferenceWhoseDeletionWasUnderWay) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::size_t owners = 99;

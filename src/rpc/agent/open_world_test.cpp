@@ -49,6 +49,9 @@ void await(Worker& worker, const std::string& name) {
 class OpenWorld : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 11));
 
+// peer: rpc_test.py dynamic_rpc_init_rpc: better: a killed worker comes back under its name
+// peer: rpc_test.py dynamic_rpc_new_rank_can_communicated_with_existing_rank,
+//   dynamic_rpc_existing_rank_can_communicate_with_new_rank: same
 TEST_P(OpenWorld, LetsWorkersComeAndGo) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
@@ -80,6 +83,7 @@ TEST_P(OpenWorld, LetsWorkersComeAndGo) {
   });
 }
 
+// peer: rpc/more a worker that was killed comes back under its name: better
 TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
@@ -141,6 +145,7 @@ TEST(OpenWorldRounds, NameTheirParticipants) {
   });
 }
 
+// peer: rpc/more a worker that was killed comes back under its name
 TEST(FixedWorld, TakesAReplacementForADeadWorker) {
   ClusterOptions options = open_world(3, 3);
   options.open = false;

@@ -90,6 +90,7 @@ void expect_out_of_stock(const std::function<void()>& body, std::size_t hops) {
   }
 }
 
+// peer: rpc/more user exceptions arrive as their own type: better
 TEST(ErrorTypes, AreRebuiltOnTheCaller) {
   on_first(2, [](Worker& worker) {
     expect_out_of_stock([&] { worker.rpc_sync(1, kTake, 4); }, 1);
@@ -99,6 +100,7 @@ TEST(ErrorTypes, AreRebuiltOnTheCaller) {
   });
 }
 
+// peer: rpc/more user exceptions arrive as their own type
 TEST(ErrorTypes, CrossSeveralWorkers) {
   on_first(3, [](Worker& worker) { expect_out_of_stock([&] { worker.rpc_sync(1, kTakeElsewhere, 4); }, 2); });
 }

@@ -169,6 +169,7 @@ TEST(Worker, RefusesATokenThatIsNotInTheTable) {
   });
 }
 
+// peer: rpc/more nested calls never starve: the pool grows while handlers wait, to a limit: better
 TEST(Worker, NestsCallsDeeperThanItsPoolHasThreads) {
   ClusterOptions options = cluster(2, 3);
   options.threads = 1;
@@ -318,6 +319,7 @@ TEST(Worker, FailsTheCallsToAWorkerThatDiesAndServesTheOthers) {
   });
 }
 
+// peer: rpc/more calls run on a simulated network and clock, the same under every seed: better
 TEST(Worker, RunsRandomTrafficTheSameUnderEverySeed) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
