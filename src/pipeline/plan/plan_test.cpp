@@ -187,6 +187,10 @@ PlanRequest with_skip(std::vector<int> balance, int from, int to) {
   return request;
 }
 
+// peer suite: pipe inner_1_to_inner_2, adjoining, far, pop_2_from_different_partitions, namespace: same
+// peer suite: pipe test_verify_skippables `matching`, `stash_not_pop`, `pop_unknown`, `stash_again`,
+//   `pop_again`, `double_stash_pop`, `double_stash_pop_but_isolated`; `stash_pop_together_different_names`:
+//   same: before any layer is built
 TEST(PlanSkips, StayInsideALayerRangeWithoutALink) {
   const Plan plan = make_plan(with_skip({4}, 0, 2));
   EXPECT_TRUE(plan.links.empty());
