@@ -111,7 +111,7 @@ class Bootstrap {
       }
     }
     for (int rank = 1; rank < size(); ++rank) {
-      peer_memory_->add_peer(rank, Mapping(peers[rank]->memory, peers[rank]->size));
+      peer_memory_->add_peer(rank, map_arena(peers[rank]->memory, peers[rank]->size));
       peer_memory_->add_end(rank, peers[rank]->connection.take_socket());
     }
   }
@@ -129,7 +129,7 @@ class Bootstrap {
         throw Error(ErrorKind::kInvalid, "the first rank of its host passed memory that makes no sense");
       }
       known[about.rank] = true;
-      peer_memory_->add_peer(static_cast<int>(about.rank), Mapping(received.descriptor, about.size));
+      peer_memory_->add_peer(static_cast<int>(about.rank), map_arena(received.descriptor, about.size));
     }
     peer_memory_->add_end(0, connection.take_socket());
   }
