@@ -15,7 +15,7 @@ class Endpoint {
  public:
   /// Looks for the route to the master, which may ask the name service. Throws Error{kInvalid} when there is
   /// none.
-  Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret);
+  Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret, std::string host_mark);
 
   /// Where the worker's transport listens.
   const std::string& listen() const { return listen_; }
@@ -33,6 +33,7 @@ class Endpoint {
   const net::Secret secret_;
   net::TransportOptions transport_;
   net::NetworkOptions network_;
+  const std::string host_mark_;  ///< empty: this boot of this machine
   bool one_host_;
   bool store_over_tls_;
   std::string listen_;

@@ -16,8 +16,8 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using testing::expect_all_end_well;
-using testing::host_options;
 using testing::Hosts;
+using testing::join_on_host;
 using testing::Process;
 using testing::ProcessWorld;
 using testing::require;
@@ -39,7 +39,7 @@ FunctionTable functions() { return FunctionTable().add(kTwice, kNap, kAdopted); 
 /// Everybody calls everybody, with small and with large tensors. Two workers per host: one neighbour sends
 /// each worker a tensor that it adopts and gets one back that it adopts.
 void meet() {
-  Session session(host_options(), functions());
+  Session session = join_on_host(functions());
   Worker& worker = session.worker();
   for (int peer = 0; peer < session.world_size(); ++peer) {
     if (peer == session.rank()) continue;
@@ -55,7 +55,7 @@ void meet() {
 
 /// Shared memory inside each host, Gloo between their first workers.
 void sum_over_hosts() {
-  Session session(host_options(), functions());
+  Session session = join_on_host(functions());
   const auto rank = static_cast<double>(session.rank());
   try {
     session.group();
@@ -79,7 +79,7 @@ void sum_over_hosts() {
 
 /// Prints "ready" with a call to the far host under way, and "lost" when that was reported.
 void watch_far_host() {
-  Session session(host_options(), functions());
+  Session session = join_on_host(functions());
   Worker& worker = session.worker();
   auto lost = worker.with({.timeout = seconds(60)}).rpc_async("worker2", kNap);
   worker.rpc_sync("worker2", kTwice, at::ones({4}));
@@ -104,7 +104,7 @@ void watch_far_host() {
 
 /// Serves until the world breaks; a far host that hears of it ends well.
 void serve_far_host() {
-  Session session(host_options(), functions());
+  Session session = join_on_host(functions());
   try {
     session.shutdown(seconds(60));
   } catch (const Error& error) {

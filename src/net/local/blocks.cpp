@@ -23,8 +23,9 @@ Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
 
 }  // namespace
 
-LocalShare::LocalShare(LocalOptions given)
+LocalShare::LocalShare(LocalOptions given, LocalFaults given_faults)
     : options(std::move(given)),
+      faults(std::move(given_faults)),
       lent(metrics_of(options, own_metrics).counter("net.local.lent")),
       adopted(metrics_of(options, own_metrics).counter("net.local.adopted")),
       copied(metrics_of(options, own_metrics).counter("net.local.copied")),
@@ -135,7 +136,7 @@ BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
 
 BlockPool::Block* BlockPool::make(std::size_t room) {
   const std::size_t size = room + kBlockHeaderBytes;
-  auto made = make_memory(share_->options, size);
+  auto made = make_memory(share_->faults, size);
   MutexLock lock(mutex_);
   const std::uint64_t number = next_number_++;
   if (!made || notes_ == nullptr || blocks_.size() >= kMostBlocks ||
@@ -226,7 +227,7 @@ void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
   if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
     throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or empty", block));
   }
-  blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->options, descriptor, size)));
+  blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->faults, descriptor, size)));
 }
 
 void BlockShelf::retire(std::uint64_t block) {

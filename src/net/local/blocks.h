@@ -19,7 +19,7 @@ class BlockPool;
 
 /// What the channels of one transport have in common. Outlives the transport with what it lent or adopted.
 struct LocalShare {
-  explicit LocalShare(LocalOptions options);
+  explicit LocalShare(LocalOptions options, LocalFaults faults = {});
 
   /// Room in the pool for `size` bytes; false when there is none.
   bool reserve(std::uint64_t size);
@@ -28,6 +28,7 @@ struct LocalShare {
   std::vector<std::shared_ptr<BlockPool>> pools();
 
   const LocalOptions options;
+  const LocalFaults faults;
   Metrics own_metrics;  ///< when the options name none
   Counter &lent, &adopted, &copied, &inlined;
   Counter& pooled;                              ///< bytes

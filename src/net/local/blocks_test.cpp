@@ -202,7 +202,9 @@ TEST(Blocks, AreNotLentOnceTheConnectionEnded) {
 TEST(Blocks, GiveWayToBytesWhenTheSystemRefuses) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory}) {
     bool refuses = true;
-    Lane lane({.refuse = [&](LocalStep now) { return refuses && now == step; }});
+    const LocalFaults faults = [&](LocalStep now) { return refuses && now == step; };
+    Lane lane(std::make_shared<LocalShare>(LocalOptions{}, faults),
+              std::make_shared<LocalShare>(LocalOptions{}, faults));
     EXPECT_EQ(lane.lend(kSize), 0u);
     EXPECT_EQ(lane.sender->reserved, 0u) << "nothing is left of it";
     refuses = false;

@@ -4,9 +4,9 @@
 #include <span>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/net/local.h>
 
 #include "core/api/descriptor.h"
+#include "net/local/local_faults.h"
 
 namespace torchspan::net {
 
@@ -34,8 +34,9 @@ struct Reception {
   bool ended = false;      ///< end of stream, or the connection broke
   bool truncated = false;  ///< a descriptor was lost: this process may have no more
 };
-Reception receive_with_descriptors(int socket, std::span<std::byte> bytes,
-                                   std::deque<Descriptor>& descriptors, const LocalOptions& options);
+/// Receives into `bytes` without waiting and appends the descriptors to `descriptors`.
+Reception receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
+                        const LocalFaults& faults);
 
 /// Bytes and descriptors in, notes out; pure. After a throw it must be dropped.
 class NoteParser {

@@ -32,7 +32,7 @@ void SharedLane::begin(int socket) {
 
 void SharedLane::make_ring() {
   const std::size_t bytes = share_->options.ring_bytes;
-  auto made = make_memory(share_->options, kRingHeaderBytes + bytes);
+  auto made = make_memory(share_->faults, kRingHeaderBytes + bytes);
   if (!made) return;
   draw_nonce(nonce_);
   new (made->memory.data())
@@ -47,7 +47,7 @@ void SharedLane::take_ring(const Record& record) {
   const Descriptor descriptor = std::move(descriptors.front());
   descriptors.clear();
   try {
-    incoming_.emplace(map_memory(share_->options, descriptor, kRingHeaderBytes + record.ring_bytes));
+    incoming_.emplace(map_memory(share_->faults, descriptor, kRingHeaderBytes + record.ring_bytes));
   } catch (const Error&) {
     // Then there is no sharing, and the socket has to do.
   }
@@ -67,7 +67,7 @@ void SharedLane::send_record() {
     writer.put(std::uint16_t{0});
     writer.put(record.ring_bytes);
     writer.put_bytes(record.nonce);
-    const bool refuses = record.offers && refused(share_->options, LocalStep::kPassDescriptor);
+    const bool refuses = record.offers && fails(share_->faults, LocalStep::kPassDescriptor);
     return !refuses && send_note(socket_, writer.bytes(), record.offers ? offered_.get() : -1);
   };
   bool sent = send();
@@ -85,8 +85,8 @@ void SharedLane::send_record() {
 
 std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::array<std::byte, kRecordBytes> bytes;
-  const Reception reception = receive_with_descriptors(
-      socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->options);
+  const Reception reception = receive_notes(socket_, std::span(bytes).first(kRecordBytes - record_.size()),
+                                            parser_.descriptors(), share_->faults);
   if (reception.ended) {
     throw Error(ErrorKind::kDisconnected, "went away during the handshake: see its log for the reason");
   }
@@ -140,8 +140,7 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
 
 bool SharedLane::read_some_notes() {
   std::array<std::byte, kNotesAtOnce> bytes;
-  const Reception reception =
-      receive_with_descriptors(socket_, bytes, parser_.descriptors(), share_->options);
+  const Reception reception = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
   ended_ |= reception.ended;
   if (reception.size == 0) return false;
   parser_.feed(std::span(bytes).first(reception.size), reception.truncated, notes_);
@@ -206,7 +205,7 @@ void SharedLane::wake_peer() {
 }
 
 bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) {
-  if (refused(share_->options, LocalStep::kPassDescriptor)) return false;
+  if (fails(share_->faults, LocalStep::kPassDescriptor)) return false;
   ByteWriter note;
   note.put(Note::Kind::kBlock);
   note.put_bytes(std::array<std::byte, 7>{});
