@@ -18,8 +18,8 @@ inline constexpr std::uint16_t kProtocolHighest = 1;
 /// Feature: can share memory with peers of this host.
 inline constexpr std::uint64_t kSharesMemory = 1;
 
-/// What a caller who proved nothing is granted even while the door is full and others wait.
-inline constexpr Duration kLeastPatience = std::chrono::milliseconds(100);
+/// Every unauthenticated peer gets at least this time for its handshake, even while others are queued.
+inline constexpr Duration kMinHandshakeTimeout = std::chrono::milliseconds(100);
 
 enum class Role : std::uint8_t { kDialer = 1, kListener = 2 };
 

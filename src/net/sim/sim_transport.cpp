@@ -229,7 +229,7 @@ void SimTransport::shorten_handshakes() {
   if (unauthenticated_.empty()) return;
   const auto& [id, arrived] = *unauthenticated_.begin();
   SimChannel& first = *channels_.at(id);
-  const TimePoint due = arrived + kLeastPatience;
+  const TimePoint due = arrived + kMinHandshakeTimeout;
   if (first.timer && due < *first.timer) set_timer(first, due);
 }
 

@@ -19,8 +19,8 @@
 
 namespace torchspan::net {
 
-/// The driver's half of a connection: its socket, its stage and what has been received. Used by one thread at
-/// a time, the one in poll(). Methods that throw Error thereby tell how the connection ends.
+/// The driver's half of a connection: its socket, its stage and what has been received. For the driver. If a
+/// method throws Error, the connection ends with it.
 class Connection {
  public:
   enum class Stage : std::uint8_t { kConnecting, kHandshake, kSettling, kOpen };
@@ -61,10 +61,9 @@ class Connection {
   /// Delivers what came through the lane and sends what waits for room; true when there was any.
   bool serve_lane(Handler& handler);
 
-  bool handshake_pending = true;   ///< cleared by the transport once it took note
-  bool watches_writing = false;    ///< what the poller was told
-  std::optional<TimePoint> timer;  ///< when on_timer() is due
-  /// Why the time that ran out ends this connection.
+  bool handshake_pending = true;  ///< cleared by the transport once it took note
+  bool watches_writing = false;   ///< by the poller
+  /// Why the timer that fired ends this connection.
   Error timed_out() const;
 
  private:

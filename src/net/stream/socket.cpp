@@ -18,7 +18,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr int kBacklog = 4096;
-/// Descriptors that callers cannot have: peers need some for a moment when they pass memory.
+/// Descriptors that accepted connections cannot use: peers need some for a moment when they pass memory.
 constexpr rlim_t kSpareDescriptors = 32;
 
 int family_of(const Address& address) { return address.socket.ss_family; }
@@ -185,7 +185,7 @@ std::string name_accepted(int socket, const Address& listener) {
   return tcp_text(peer, scheme_of(listener));
 }
 
-Descriptor accept_caller(int listener) {
+Descriptor accept_connection(int listener) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     // The system gives the lowest number that is free.

@@ -27,9 +27,9 @@ void check_peer_user(int socket, const std::string& peer, uid_t expected);
 /// one.
 std::string name_accepted(int socket, const Address& listener);
 
-/// The next caller, or nothing with errno set. EMFILE also while the process has hardly any descriptors left:
-/// its peers need some, and callers can wait.
-Descriptor accept_caller(int listener);
+/// Accepts the next connection; returns none and sets errno otherwise. EMFILE also while only few descriptors
+/// of the process are left: its peers need some, and connections can wait.
+Descriptor accept_connection(int listener);
 
 /// An open listening socket; removes a Unix socket's file when it goes.
 class ListeningSocket {

@@ -260,4 +260,12 @@ void TlsChannel::throw_overloaded(std::uint64_t size) const {
                           options_.peer, waiting_locked(), size, options_.max_unsent));
 }
 
+std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
+                                             const TransportOptions& options,
+                                             std::shared_ptr<TlsRequestQueue> request_queue) {
+  return std::make_shared<TlsChannel>(
+      TlsChannel::Options{std::move(peer), token, limits_of(options), options.max_unsent},
+      std::move(request_queue));
+}
+
 }  // namespace torchspan::net

@@ -94,4 +94,9 @@ class TlsChannel final : public Channel {
   std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
 };
 
+/// Makes a channel with the limits of `options`.
+std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
+                                             const TransportOptions& options,
+                                             std::shared_ptr<TlsRequestQueue> request_queue);
+
 }  // namespace torchspan::net

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <limits>
+#include <set>
 
 #include "net/ucx/ucx_part.h"
 
@@ -65,7 +66,7 @@ UcxTransport::~UcxTransport() {
 
 std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadline deadline) {
   parse_tls_address(address, "ucx");
-  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t token = tokens_.next();
   auto channel = make_channel(address, token);
   request_queue_->post(std::make_unique<UcxRequest>(UcxRequest{token, channel, address, deadline}));
   return channel;
@@ -89,7 +90,7 @@ bool UcxTransport::may_sleep(Deadline& until) {
     worker_.progress();
     if (worker_.has_news()) return false;
   }
-  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  until = earlier(until, timers_.next());
   return true;
 }
 
@@ -98,7 +99,7 @@ bool UcxTransport::poll() {
   bool any = request_queue_->pending() && take_requests();
   any |= tls_.poll();
   any |= serve_worker();
-  if (!timers_.empty()) any |= run_timers();
+  any |= run_timers();
   return any;
 }
 
@@ -235,7 +236,7 @@ void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
   for (const LinkPtr& link : hit) {
     link->channel->break_off(fmt::format("UCX lost it ({})", failed.reason));
     if (!links_.contains(link->token)) continue;
-    if (!link->open) set_timer(*link, now_ + kGrace);
+    if (!link->open) timers_.set(link->token, now_ + kGrace);
     review(*link);
   }
 }
@@ -253,18 +254,18 @@ void UcxTransport::review(UcxLink& link) {
     return end(link,
                Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
   }
-  if (link.timer) return;
+  if (timers_.of(link.token)) return;
   if (state.broken) {
-    set_timer(link, now_ + kGrace);
+    timers_.set(link.token, now_ + kGrace);
   } else if (state.closing && state.quiet) {
-    set_timer(link, now_ + options_.linger);
+    timers_.set(link.token, now_ + options_.linger);
   }
 }
 
 void UcxTransport::end(UcxLink& link, const Error& reason) {
   const LinkPtr kept = links_.at(link.token);
   const bool announced = link.dialed || link.open;
-  set_timer(link, std::nullopt);
+  timers_.set(link.token, std::nullopt);
   links_.erase(link.token);
   by_label_.erase(link.label);
   by_wire_.erase(link.wire.get());
@@ -274,18 +275,11 @@ void UcxTransport::end(UcxLink& link, const Error& reason) {
   announced ? handler_.on_closed(link.channel, reason) : handler_.on_refused(link.channel->peer(), reason);
 }
 
-void UcxTransport::set_timer(UcxLink& link, std::optional<TimePoint> when) {
-  if (link.timer) timers_.erase({*link.timer, link.token});
-  link.timer = when;
-  if (when && *when != TimePoint::max()) timers_.emplace(*when, link.token);
-}
-
 bool UcxTransport::run_timers() {
   bool any = false;
-  while (!timers_.empty() && timers_.begin()->first <= now_) {
+  while (const auto token = timers_.take_due(now_)) {
     any = true;
-    const auto found = links_.find(timers_.begin()->second);
-    timers_.erase(timers_.begin());
+    const auto found = links_.find(*token);
     if (found != links_.end()) end(*LinkPtr(found->second), timed_out(*found->second));
   }
   return any;

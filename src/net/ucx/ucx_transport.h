@@ -1,11 +1,9 @@
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -13,6 +11,8 @@
 
 #include <torchspan/net/ucx.h>
 
+#include "net/stream/timers.h"
+#include "net/stream/token_counter.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/greeting.h"
 #include "net/ucx/inbox.h"
@@ -40,7 +40,6 @@ struct UcxLink {
   bool said_farewell = false;           ///< the peer's goodbye came through UCX
   bool heard_farewell = false;          ///< ours did
   bool wire_gone = false;
-  std::optional<TimePoint> timer;  ///< when it has to be done with its stage
 };
 
 /// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
@@ -112,7 +111,6 @@ class UcxTransport final : public PolledTransport {
   /// Ends the link, or goes on with its goodbyes, as its state says.
   void review(UcxLink& link);
   void end(UcxLink& link, const Error& reason);
-  void set_timer(UcxLink& link, std::optional<TimePoint> when);
   bool run_timers();
   Error timed_out(const UcxLink& link) const;
 
@@ -127,14 +125,14 @@ class UcxTransport final : public PolledTransport {
   Front front_;
   TlsTransport tls_;
   const std::shared_ptr<UcxRequestQueue> request_queue_;
-  std::atomic<std::uint64_t> next_token_{1};
+  TokenCounter tokens_;
   UcxWorker worker_;
 
   std::map<std::uint64_t, LinkPtr> links_;
   std::unordered_map<const Channel*, LinkPtr> by_wire_;
   std::unordered_map<std::uint64_t, LinkPtr> by_label_;
   std::map<Bytes, std::shared_ptr<UcxRoute>> routes_;  ///< by the peer worker's address
-  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
+  Timers timers_;
   TimePoint now_{};
 };
 

@@ -29,11 +29,11 @@ void UcxTransport::dial(UcxRequest& errand) {
     handler_.on_closed(errand.channel, error);
     return;
   }
-  set_timer(*link, earlier(Deadline(now_ + 2 * options_.handshake_timeout), errand.deadline).at());
+  timers_.set(link->token, earlier(Deadline(now_ + 2 * options_.handshake_timeout), errand.deadline).at());
 }
 
 void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
-  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t token = tokens_.next();
   const auto channel = make_channel(wire->peer(), token);
   const auto link = std::make_shared<UcxLink>(channel, token, options_);
   try {
@@ -43,7 +43,7 @@ void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
     wire->close();
     return handler_.on_refused(wire->peer(), error);
   }
-  set_timer(*link, now_ + options_.handshake_timeout);
+  timers_.set(link->token, now_ + options_.handshake_timeout);
 }
 
 void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
@@ -97,7 +97,7 @@ void UcxTransport::introduce(UcxLink& link) {
   }
   if (!link.route || !link.heard_hello) return;
   link.open = true;
-  set_timer(link, std::nullopt);
+  timers_.set(link.token, std::nullopt);
   if (!link.dialed) handler_.on_accepted(link.channel);
   link.channel->open(worker_, link.route, link.greeting->channel);
   review(link);
@@ -129,7 +129,7 @@ void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error
   if (!links_.contains(link->token)) return;
   const UcxChannel::State state = link->channel->state();
   if (state.closing && link->heard_farewell) {
-    if (!link->timer) set_timer(*link, now_ + options_.linger);
+    if (!timers_.of(link->token)) timers_.set(link->token, now_ + options_.linger);
     return review(*link);
   }
   if (!state.closing || !state.quiet) return end(*link, reason);
