@@ -12,9 +12,9 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kBlockGranularity = std::size_t{16} << 10;
-/// Rooms between two powers of two, so that little of a block stays empty.
+/// Block sizes between two powers of two: more sizes leave less of a block empty.
 constexpr std::size_t kStepsPerDoubling = 8;
-/// Blocks looked at before a new one is made; the rest only when none can be.
+/// Blocks that are checked before a new one is made; the others are checked only if none can be made.
 constexpr std::size_t kProbes = 32;
 
 Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
@@ -76,7 +76,7 @@ std::size_t BlockPool::room_for(std::size_t size) {
 }
 
 std::uint64_t BlockPool::lend(const Segment& segment) {
-  // What is larger than the pool is not worth trying, and its room could overflow.
+  // The room of a segment larger than the pool could overflow.
   Block* block = segment.size <= share_->options.pool_bytes ? take(room_for(segment.size)) : nullptr;
   if (block == nullptr) {
     share_->inlined.add();
@@ -85,7 +85,7 @@ std::uint64_t BlockPool::lend(const Segment& segment) {
   std::memcpy(block->bytes(), segment.data, segment.size);
   share_->lent.add();
   const std::uint64_t number = block->number;
-  // From here on the peer decides when the block goes: only its number is safe to use.
+  // From here on the peer can cause the block to be retired: only its number is safe to use.
   block->filling.store(false, std::memory_order_release);
   return number;
 }
@@ -225,7 +225,7 @@ void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
     throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
   }
   if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
-    throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or empty", block));
+    throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or without room", block));
   }
   blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->faults, descriptor, size)));
 }
@@ -233,7 +233,8 @@ void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
 void BlockShelf::retire(std::uint64_t block) {
   const auto found = blocks_.find(block);
   if (found == blocks_.end() || found->second->held.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("retired block {}, which is not its to retire", block));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("retired block {}, which does not exist or is in use here", block));
   }
   blocks_.erase(found);
 }
@@ -242,7 +243,7 @@ Buffer BlockShelf::adopt(std::uint64_t number, std::size_t size) {
   const auto found = blocks_.find(number);
   if (found == blocks_.end() || size > found->second->room()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("lent {} bytes of block {}, which it has not", size, number));
+                fmt::format("lent {} bytes of block {}, which does not exist or is smaller", size, number));
   }
   const std::shared_ptr<Block>& block = found->second;
   if (block->held.exchange(true, std::memory_order_acquire)) {

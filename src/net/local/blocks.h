@@ -17,11 +17,11 @@ namespace torchspan::net {
 
 class BlockPool;
 
-/// What the channels of one transport have in common. Outlives the transport with what it lent or adopted.
+/// Shared by the channels of one transport. Lent and adopted blocks keep it after the end of the transport.
 struct LocalShare {
   explicit LocalShare(LocalOptions options, LocalFaults faults = {});
 
-  /// Room in the pool for `size` bytes; false when there is none.
+  /// Reserves room for `size` bytes in the pool; returns false if there is none.
   bool reserve(std::uint64_t size);
   void release(std::uint64_t size);
   void enrol(std::weak_ptr<BlockPool> pool);
@@ -29,29 +29,29 @@ struct LocalShare {
 
   const LocalOptions options;
   const LocalFaults faults;
-  Metrics own_metrics;  ///< when the options name none
+  Metrics own_metrics;  ///< used if the options name none
   Counter &lent, &adopted, &copied, &inlined;
   Counter& pooled;                              ///< bytes
-  std::atomic<std::uint64_t> reserved{0};       ///< bytes of blocks made here
-  std::atomic<std::uint64_t> adopted_bytes{0};  ///< of blocks that are Buffers here
+  std::atomic<std::uint64_t> reserved{0};       ///< bytes of the blocks of this side
+  std::atomic<std::uint64_t> adopted_bytes{0};  ///< bytes of the peers' blocks that are Buffers of this side
 
  private:
   Mutex mutex_;
   std::vector<std::weak_ptr<BlockPool>> pools_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// A block's first page; the segment's bytes follow. The sender lends, the receiver gives back: a receiver
-/// that lies about it spoils only what it is sent itself.
+/// The first page of a block; the segment's bytes follow. The sender sets `lent`, the receiver clears it. A
+/// receiver that clears it too early corrupts only messages to itself.
 struct BlockHeader {
   std::atomic<std::uint32_t> lent;
 };
 inline constexpr std::size_t kBlockHeaderBytes = 4096;
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
-/// Blocks of one connection and direction at most.
+/// Most blocks per connection and direction.
 inline constexpr std::size_t kMostBlocks = 1024;
 
-/// Tells the peer about blocks, over the socket: false when it cannot be told now.
+/// Sends notes about blocks to the peer, over the socket. Returns false if a note cannot be sent now.
 class BlockNotes {
  public:
   virtual ~BlockNotes() = default;
@@ -59,8 +59,8 @@ class BlockNotes {
   virtual bool retire(std::uint64_t block) = 0;
 };
 
-/// The sender's blocks for one peer, which get recycled as the peer gives them back. A block is written to
-/// only while it is not lent.
+/// The sender's blocks for one peer, which it reuses after the peer returned them. Writes to a block only
+/// while it is not lent.
 class BlockPool final : public Lender {
  public:
   /// `notes` is used until close().
@@ -70,12 +70,12 @@ class BlockPool final : public Lender {
   std::uint64_t lend(const Segment& segment) override;
   void take_back(std::uint64_t block) override;
   /// Retires free blocks that were not lent for LocalOptions::idle_after, or up to twice that; returns when
-  /// to come again. For the driver.
+  /// to call again. For the driver.
   Deadline tidy(TimePoint now);
-  /// The connection has ended: nothing more is lent.
+  /// The connection has ended: lends no more blocks.
   void close();
 
-  /// The bytes that a block for `size` bytes has room for.
+  /// The room of a block for `size` bytes.
   static std::size_t room_for(std::size_t size);
 
  private:
@@ -84,9 +84,9 @@ class BlockPool final : public Lender {
 
     const std::uint64_t number;
     SharedMemory memory;
-    bool used = true;                  ///< since tidy() last looked
-    bool taken = true;                 ///< not free for what this side knows
-    std::atomic<bool> filling = true;  ///< by one thread; whatever the peer says, nobody else touches it
+    bool used = true;                  ///< since the last tidy()
+    bool taken = true;                 ///< lent, and not seen as returned yet
+    std::atomic<bool> filling = true;  ///< by one thread; no other thread uses it, whatever the peer writes
 
     std::atomic<std::uint32_t>& lent() const { return reinterpret_cast<BlockHeader*>(memory.data())->lent; }
     std::byte* bytes() const { return memory.data() + kBlockHeaderBytes; }
@@ -103,13 +103,14 @@ class BlockPool final : public Lender {
 
   Block* take(std::size_t room);
   Block* find_free(Shelf& shelf, std::size_t probes) TORCHSPAN_REQUIRES(mutex_);
-  /// With the room for it reserved.
+  /// The room must be reserved.
   Block* make(std::size_t room);
-  /// Reserves room for a block of `size` bytes, at the cost of free ones if need be: of this pool first.
+  /// Reserves room for a block of `size` bytes; retires free blocks for it if needed, those of this pool
+  /// first.
   bool make_room(std::uint64_t size, Retired& retired);
   /// Retires free blocks until `size` bytes can be reserved, and reserves them.
   bool shed(std::uint64_t size, Retired& retired);
-  /// Retires free blocks of which `unwanted` is true, until `enough`.
+  /// Retires free blocks for which `unwanted` returns true, until `enough` does.
   void retire_if(const std::function<bool(Block&)>& unwanted, const std::function<bool()>& enough,
                  Retired& retired) TORCHSPAN_REQUIRES(mutex_);
 
@@ -122,14 +123,14 @@ class BlockPool final : public Lender {
   Deadline next_tidy_ TORCHSPAN_GUARDED_BY(mutex_) = Deadline::never();
 };
 
-/// The peer's blocks as the receiver has mapped them. For one thread; the Buffers are for any.
+/// The peer's blocks, mapped by the receiver. For the driver; the Buffers are for any thread.
 class BlockShelf {
  public:
   BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options);
 
   /// Throws kInvalid for a number that is in use, for too many blocks, and as map_memory().
   void add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor);
-  /// Throws kInvalid for a block that is not there or is held here.
+  /// Throws kInvalid for a block that does not exist or is in use here.
   void retire(std::uint64_t block);
   bool has(std::uint64_t block) const { return blocks_.contains(block); }
   /// As BlockAdopter.

@@ -12,7 +12,7 @@ std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& ha
   const LocalOptions& local = setup.options;
   if (!is_ring_size(local.ring_bytes)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("LocalOptions::ring_bytes is {}: take a power of two from 4 KiB to 1 GiB",
+                fmt::format("LocalOptions::ring_bytes is {}: use a power of two from 4 KiB to 1 GiB",
                             local.ring_bytes));
   }
   auto share = std::make_shared<LocalShare>(std::move(setup.options), std::move(setup.faults));

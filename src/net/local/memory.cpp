@@ -33,13 +33,13 @@ std::optional<NewMemory> make_memory(const LocalFaults& faults, std::size_t size
 
 SharedMemory map_memory(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size) {
   if (!is_sealed_memory_file(descriptor, size)) {
-    throw Error(ErrorKind::kInvalid, "passed memory that is not sealed, or not of the size it said");
+    throw Error(ErrorKind::kInvalid, "passed memory that is not sealed or is not of the announced size");
   }
   SharedMemory memory = map_unless_refused(faults, descriptor, size, 0);
   if (!memory) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("passed {} bytes of memory that cannot be mapped here: {}; lower "
-                            "LocalOptions::pool_bytes there, or give this process more",
+                            "LocalOptions::pool_bytes there, or raise the memory limit of this process",
                             size, std::strerror(errno)));
   }
   return memory;

@@ -44,7 +44,7 @@ void NoteParser::feed(BytesView bytes, bool truncated, std::deque<Note>& notes) 
       continue;
     }
     if (kind != Note::Kind::kBlock && kind != Note::Kind::kRetired) {
-      throw Error(ErrorKind::kInvalid, "said something beside its ring that means nothing");
+      throw Error(ErrorKind::kInvalid, "sent an unknown note beside its ring");
     }
     if (partial_.size() - at < kNoteBytes) break;
     ByteReader reader(BytesView(partial_).subspan(at + 8, kNoteBytes - 8));

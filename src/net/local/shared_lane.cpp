@@ -49,7 +49,7 @@ void SharedLane::take_ring(const Record& record) {
   try {
     incoming_.emplace(map_memory(share_->faults, descriptor, kRingHeaderBytes + record.ring_bytes));
   } catch (const Error&) {
-    // Then there is no sharing, and the socket has to do.
+    // The sides then use the socket.
   }
 }
 
@@ -72,7 +72,7 @@ void SharedLane::send_record() {
   };
   bool sent = send();
   if (!sent && record.offers) {
-    // The system passes no descriptor; without one there is no sharing.
+    // The system passes no descriptor, so the sides use the socket.
     record.offers = record.accepts = false;
     sent = send();
   }
@@ -102,7 +102,7 @@ std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::ranges::copy(reader.get_bytes(kNonceBytes), record.nonce.begin());
   record_.clear();
   if (magic != kRecordMagic || zero != 0) {
-    throw Error(ErrorKind::kInvalid, "broke the handshake: no offer to share memory came");
+    throw Error(ErrorKind::kInvalid, "broke the handshake: it sent no offer to share memory");
   }
   return record;
 }
@@ -125,13 +125,13 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
     return passed_ && incoming_ ? Outcome::kUnsettled : Outcome::kDeclined;
   }
   if (role_ == Role::kListener) {
-    // It would write into the ring from now on, and only the socket would be read.
+    // The peer would write to a ring that this side does not read.
     if (record.accepts && !proves(record)) {
-      throw Error(ErrorKind::kInvalid, "says that it shares memory, but cannot read what stands in it");
+      throw Error(ErrorKind::kInvalid, "accepted shared memory, but cannot read the nonce in it");
     }
     return record.accepts ? Outcome::kOpen : Outcome::kDeclined;
   }
-  // What the listener declined is settled for both.
+  // The listener's refusal is final for both sides.
   if (!record.offers || !record.accepts) return Outcome::kDeclined;
   if (proves(record)) take_ring(record);
   send_record();
@@ -160,7 +160,7 @@ bool SharedLane::read_notes() {
 
 BytesView SharedLane::readable() {
   if (broken_.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, "says it has read more than was written");
+    throw Error(ErrorKind::kInvalid, "reports more bytes read than were written");
   }
   return incoming_->readable();
 }
@@ -170,7 +170,7 @@ void SharedLane::consume(std::size_t size) {
 }
 
 Buffer SharedLane::adopt(std::uint64_t block, std::size_t size) {
-  // A block's note was sent before the frame that lends it.
+  // The peer sent the note of a block before the frame that lends it.
   while (!shelf_.has(block) && read_some_notes()) {
   }
   return shelf_.adopt(block, size);
@@ -199,7 +199,7 @@ ssize_t SharedLane::write(std::span<const iovec> places) {
 }
 
 void SharedLane::wake_peer() {
-  // Not sent means that much lies there unread, which wakes the peer as well, or that it is gone.
+  // If this fails, the socket is full of unread bytes, which wake the peer as well, or the peer has ended.
   const std::byte wake{static_cast<std::uint8_t>(Note::Kind::kWake)};
   send_note(socket_, {&wake, 1}, -1);
 }

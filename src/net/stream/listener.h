@@ -11,8 +11,8 @@
 
 namespace torchspan::net {
 
-/// Accepts connections at the listening sockets of one transport. Stops to accept while max_unauthenticated of
-/// them belong to unauthenticated peers, and pauses while the process has no descriptor left. For the driver.
+/// Accepts connections at the listening sockets of one transport. Accepts none while max_unauthenticated of
+/// them belong to unauthenticated peers, and pauses when the process has no descriptor left. For the driver.
 class Listener {
  public:
   /// Takes over an accepted connection; calls add_unauthenticated() if it keeps the connection.

@@ -70,7 +70,7 @@ class StreamTransport final : public PolledTransport {
   std::atomic<bool> woken_{false};
 
   Connections connections_;
-  std::vector<Connection*> sharing_;  ///< those of the connections whose frames take a lane
+  std::vector<Connection*> sharing_;  ///< the connections whose frames use a lane
   std::size_t polls_ = 0;             ///< since the sockets were polled
   std::array<Poller::Event, 64> events_;
   std::size_t ready_ = 0;  ///< events that wait() left for poll()

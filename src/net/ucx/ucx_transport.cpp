@@ -10,7 +10,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::uint64_t kWorkerToken = TlsTransport::kForeignTokens;
-/// When UCX loses a peer, TLS most likely knows why, a moment later.
+/// After UCX lost a peer, TLS most likely reports the reason within this time.
 constexpr Duration kGrace = std::chrono::seconds(1);
 
 TransportOptions options_beneath(const TransportOptions& options) {
@@ -56,7 +56,7 @@ UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOption
 UcxTransport::~UcxTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
   const UcxRequestQueue::Requests left = request_queue_->close();
-  for (const auto& errand : left.connections) errand->channel->end(reason);
+  for (const auto& request : left.connections) request->channel->end(reason);
   for (const auto& [token, link] : links_) {
     link->channel->end(reason);
     for (void* descriptor : link->inbox.abandon()) worker_.release(descriptor);
@@ -105,7 +105,7 @@ bool UcxTransport::poll() {
 
 bool UcxTransport::take_requests() {
   UcxRequestQueue::Requests requests = request_queue_->take();
-  for (const auto& errand : requests.connections) dial(*errand);
+  for (const auto& request : requests.connections) dial(*request);
   for (const std::uint64_t token : requests.reviews) {
     const auto found = links_.find(token);
     if (found == links_.end()) continue;
@@ -183,7 +183,7 @@ void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
         }
       } catch (const Error& error) {
         drop(arrival);
-        // What came before is the receiver's.
+        // Delivers what arrived before.
         const std::string peer = link->channel->peer();
         fetch_and_deliver(*link);
         throw Error(error.kind(), fmt::format("'{}' is cut off: {}", peer, error.message()));
@@ -234,7 +234,7 @@ void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
     if (link->route.get() == failed.route) hit.push_back(link);
   }
   for (const LinkPtr& link : hit) {
-    link->channel->break_off(fmt::format("UCX lost it ({})", failed.reason));
+    link->channel->break_off(fmt::format("UCX lost the connection ({})", failed.reason));
     if (!links_.contains(link->token)) continue;
     if (!link->open) timers_.set(link->token, now_ + kGrace);
     review(*link);
@@ -288,10 +288,11 @@ bool UcxTransport::run_timers() {
 Error UcxTransport::timed_out(const UcxLink& link) const {
   const std::string peer = link.channel->peer();
   if (!link.greeting) {
-    return Error(ErrorKind::kTimedOut,
-                 fmt::format("'{}' did not introduce itself in time: it is stopped, overloaded, or no UCX "
-                             "transport",
-                             peer));
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not send its greeting in time: it is stopped, overloaded, or not a UCX "
+                    "transport",
+                    peer));
   }
   if (!link.open) {
     return Error(
@@ -305,11 +306,12 @@ Error UcxTransport::timed_out(const UcxLink& link) const {
     return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
   }
   if (state.closing) {
-    return Error(ErrorKind::kDisconnected,
-                 fmt::format("this side closed the channel to '{}', which did not take note in time", peer));
+    return Error(
+        ErrorKind::kDisconnected,
+        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer));
   }
   return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' cannot be reached through UCX any more: {}; it still answers over TLS", peer,
+               fmt::format("'{}' can no longer be reached through UCX: {}; it still answers over TLS", peer,
                            state.broken.value_or("")));
 }
 

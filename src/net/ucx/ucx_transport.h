@@ -22,7 +22,7 @@
 
 namespace torchspan::net {
 
-/// The driver's half of a channel: its TLS channel (the wire), and what came through UCX.
+/// The driver's half of a channel: its TLS channel (the wire), and what arrived through UCX.
 struct UcxLink {
   UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options)
       : channel(std::move(its_channel)), token(its_token), inbox(options) {}
@@ -31,19 +31,19 @@ struct UcxLink {
   const std::uint64_t token;
   UcxInbox inbox;
   bool dialed = false;
-  std::uint64_t label = 0;  ///< by which the peer addresses it
+  std::uint64_t label = 0;  ///< the peer puts it into its messages
   std::shared_ptr<Channel> wire;
   std::optional<UcxGreeting> greeting;  ///< the peer's
   bool heard_hello = false;             ///< through UCX
   std::shared_ptr<UcxRoute> route;      ///< to the peer, once a hello went there
-  bool open = false;                    ///< messages go both ways
-  bool said_farewell = false;           ///< the peer's goodbye came through UCX
-  bool heard_farewell = false;          ///< ours did
+  bool open = false;                    ///< messages flow in both directions
+  bool said_farewell = false;           ///< the peer's goodbye arrived through UCX
+  bool heard_farewell = false;          ///< this side's goodbye arrived
   bool wire_gone = false;
 };
 
-/// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
-/// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the request queue
+/// Transport over UCX, on top of a TLS transport with the scheme "ucx", which listens, dials, authenticates,
+/// sends heartbeats and reports deaths. Each channel uses one channel of it. Everything but the request queue
 /// and the worker belongs to the thread in poll() or wait().
 class UcxTransport final : public PolledTransport {
  public:
@@ -62,7 +62,7 @@ class UcxTransport final : public PolledTransport {
 
  private:
   using LinkPtr = std::shared_ptr<UcxLink>;
-  /// Hears what the TLS transport beneath has to say.
+  /// Receives the callbacks of the TLS transport.
   class Front final : public Handler {
    public:
     explicit Front(UcxTransport& transport) : transport_(transport) {}
@@ -82,13 +82,13 @@ class UcxTransport final : public PolledTransport {
   };
 
   // Wires (ucx_wires.cpp)
-  void dial(UcxRequest& errand);
+  void dial(UcxRequest& request);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
   void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
-  /// Makes the way through UCX. The side whose worker's address is the lesser begins: UCX 1.13 aborts at
-  /// times when both connect at once.
+  /// Makes the route through UCX. The side with the smaller worker address begins: UCX 1.13 sometimes aborts
+  /// if both connect at once.
   void introduce(UcxLink& link);
   std::shared_ptr<UcxRoute> route_to(const Bytes& address);
   void say(UcxLink& link, const Bytes& note);
@@ -97,18 +97,18 @@ class UcxTransport final : public PolledTransport {
 
   // Links (ucx_transport.cpp)
   std::shared_ptr<UcxChannel> make_channel(std::string peer, std::uint64_t token) const;
-  /// As prepare_sleep(), for what is not TLS.
+  /// Like prepare_sleep(), for UCX.
   bool may_sleep(Deadline& until);
   bool take_requests();
-  /// Passes on what UCX has done; true when there was anything.
+  /// Handles what UCX completed; returns whether there was anything.
   bool serve_worker();
   void take_arrivals(std::vector<UcxWorker::Arrival> arrivals);
   void drop(UcxWorker::Arrival& arrival);
-  /// Runs `step`, which may throw for how the link ends, and ends it then.
+  /// Runs `step`; if it throws, ends the link with that error.
   void attempt(const LinkPtr& link, const std::function<void()>& step);
   void fetch_and_deliver(UcxLink& link);
   void lose(const UcxWorker::FailedRoute& failed);
-  /// Ends the link, or goes on with its goodbyes, as its state says.
+  /// Ends the link or continues its goodbyes, as its state requires.
   void review(UcxLink& link);
   void end(UcxLink& link, const Error& reason);
   bool run_timers();
