@@ -180,7 +180,8 @@ TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
                                                   ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
   ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
   EXPECT_THAT(first.output(),
-              ::testing::AllOf(::testing::HasSubstr("rank 1"), ::testing::HasSubstr("the store turned '")));
+              ::testing::AllOf(::testing::HasSubstr("rank 1"),
+                               ::testing::HasSubstr("the store rejected a connection from '")));
 }
 
 TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersGoOn) {
