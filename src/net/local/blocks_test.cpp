@@ -1,5 +1,3 @@
-#include "net/local/blocks.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,6 +10,9 @@
 
 #include <torchspan/detail/core/executor.h>
 
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
+#include "net/local/memory.h"
 #include "tests/support/errors.h"
 
 namespace torchspan::net::blocks_test {

@@ -13,7 +13,8 @@
 
 #include "net/framing.h"
 #include "net/handshake.h"
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
 #include "net/local/local_transport.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"

@@ -5,7 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"
 #include "net/stream/lane.h"

@@ -8,48 +8,13 @@
 #include <vector>
 
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/net/local.h>
 
-#include "net/local/memory.h"
+#include "core/api/shared_memory.h"
+#include "net/local/block.h"
+#include "net/local/local_share.h"
 #include "net/stream/lane.h"
 
 namespace torchspan::net {
-
-class BlockPool;
-
-/// Shared by the channels of one transport. Lent and adopted blocks keep it after the end of the transport.
-struct LocalShare {
-  explicit LocalShare(LocalOptions options, LocalFaults faults = {});
-
-  /// Reserves room for `size` bytes in the pool; returns false if there is none.
-  bool reserve(std::uint64_t size);
-  void release(std::uint64_t size);
-  void enrol(std::weak_ptr<BlockPool> pool);
-  std::vector<std::shared_ptr<BlockPool>> pools();
-
-  const LocalOptions options;
-  const LocalFaults faults;
-  Metrics own_metrics;  ///< used if the options name none
-  Counter &lent, &adopted, &copied, &inlined;
-  Counter& pooled;                              ///< bytes
-  std::atomic<std::uint64_t> reserved{0};       ///< bytes of the blocks of this side
-  std::atomic<std::uint64_t> adopted_bytes{0};  ///< bytes of the peers' blocks that are Buffers of this side
-
- private:
-  Mutex mutex_;
-  std::vector<std::weak_ptr<BlockPool>> pools_ TORCHSPAN_GUARDED_BY(mutex_);
-};
-
-/// The first page of a block; the segment's bytes follow. The sender sets `lent`, the receiver clears it. A
-/// receiver that clears it too early corrupts only messages to itself.
-struct BlockHeader {
-  std::atomic<std::uint32_t> lent;
-};
-inline constexpr std::size_t kBlockHeaderBytes = 4096;
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
-
-/// Most blocks per connection and direction.
-inline constexpr std::size_t kMostBlocks = 1024;
 
 /// Sends notes about blocks to the peer, over the socket. Returns false if a note cannot be sent now.
 class BlockNotes {
@@ -121,27 +86,6 @@ class BlockPool final : public Lender {
   std::unordered_map<std::uint64_t, Block*> blocks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_number_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
   Deadline next_tidy_ TORCHSPAN_GUARDED_BY(mutex_) = Deadline::never();
-};
-
-/// The peer's blocks, mapped by the receiver. For the driver; the Buffers are for any thread.
-class BlockShelf {
- public:
-  BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options);
-
-  /// Throws kInvalid for a number that is in use, for too many blocks, and as map_memory().
-  void add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor);
-  /// Throws kInvalid for a block that does not exist or is in use here.
-  void retire(std::uint64_t block);
-  bool has(std::uint64_t block) const { return blocks_.contains(block); }
-  /// As BlockAdopter.
-  Buffer adopt(std::uint64_t block, std::size_t size);
-
- private:
-  struct Block;
-  const std::shared_ptr<LocalShare> share_;
-  const BufferAllocator allocator_;
-  const bool always_copies_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<Block>> blocks_;
 };
 
 }  // namespace torchspan::net
