@@ -14,6 +14,9 @@
 namespace torchspan {
 namespace {
 
+/// How many descriptors one message can pass.
+constexpr std::size_t kMostDescriptors = 4;
+
 /// The descriptors that children made by fork() do not inherit. fork() affects the whole process and its
 /// handlers take no argument, so there is one list per process.
 class NotInherited {
@@ -95,6 +98,31 @@ ssize_t send_with_descriptor(int socket, BytesView bytes, int descriptor, int fl
     sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | flags);
   } while (sent < 0 && errno == EINTR);
   return sent;
+}
+
+ReceivedBytes receive_with_descriptors(int socket, std::span<std::byte> place, int flags) {
+  iovec bytes{place.data(), place.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostDescriptors * sizeof(int))> control;
+  msghdr message{};
+  message.msg_iov = &bytes;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ReceivedBytes received;
+  do {
+    received.size = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
+  } while (received.size < 0 && errno == EINTR);
+  if (received.size < 0) return received;
+  received.truncated = (message.msg_flags & MSG_CTRUNC) != 0;
+  for (cmsghdr* head = CMSG_FIRSTHDR(&message); head != nullptr; head = CMSG_NXTHDR(&message, head)) {
+    if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
+    for (std::size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+      int descriptor;
+      std::memcpy(&descriptor, CMSG_DATA(head) + at, sizeof descriptor);
+      received.descriptors.emplace_back(descriptor);
+    }
+  }
+  return received;
 }
 
 }  // namespace torchspan

@@ -8,7 +8,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::uint16_t kFrameMagic = 0x5354;
-/// Claims are believed up to here before the bytes are seen.
+/// Memory is reserved for announced bytes only up to here, before they arrive.
 constexpr std::size_t kFirstReserve = 4096;
 
 struct Prefix {
@@ -30,7 +30,7 @@ std::array<std::byte, kPrefixBytes> bare_frame(FrameType type) {
 [[noreturn]] void throw_limit(const char* what, std::uint64_t size, const char* option, std::uint64_t limit) {
   throw Error(ErrorKind::kInvalid,
               fmt::format("a message with {} {} is beyond this worker's limit of {}; raise "
-                          "TransportOptions::{} on both sides if that is meant",
+                          "TransportOptions::{} on both sides if it is intended",
                           size, what, limit, option));
 }
 
@@ -56,8 +56,7 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
 Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size) {
   Buffer buffer = allocator(size);
   if (buffer.size < size || (size != 0 && buffer.data == nullptr)) {
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("no memory for a segment of {} bytes that came in", size));
+    throw Error(ErrorKind::kOverloaded, fmt::format("no memory for a received segment of {} bytes", size));
   }
   buffer.size = size;
   return buffer;
@@ -105,7 +104,7 @@ void FrameParser::feed(BytesView bytes, std::vector<Message>& finished) {
         bytes = feed_segment(bytes);
         break;
       case Stage::kGoodbye:
-        throw Error(ErrorKind::kInvalid, "bytes came after the goodbye");
+        throw Error(ErrorKind::kInvalid, "received bytes after the goodbye");
     }
     settle(finished);
   }
@@ -137,8 +136,9 @@ void FrameParser::take_prefix() {
   const bool is_bare = prefix.type == FrameType::kGoodbye || prefix.type == FrameType::kHeartbeat;
   if (prefix.magic != kFrameMagic || prefix.zero != 0 || !knows(prefix.type) ||
       (is_bare && (prefix.segments != 0 || prefix.header != 0))) {
-    throw Error(ErrorKind::kInvalid, fmt::format("bytes that are no frame came (magic {:#06x}, type {})",
-                                                 prefix.magic, static_cast<unsigned>(prefix.type)));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("received bytes that are not a frame (magic {:#06x}, type {})", prefix.magic,
+                            static_cast<unsigned>(prefix.type)));
   }
   if (is_bare) {
     if (prefix.type == FrameType::kGoodbye) stage_ = Stage::kGoodbye;

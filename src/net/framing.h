@@ -14,16 +14,16 @@
 
 namespace torchspan::net {
 
-/// How messages lie on a byte stream, after the handshake. Integers are little-endian:
+/// The layout of messages on a byte stream, after the handshake. Integers are little-endian:
 ///
 ///   frame    u16 0x5354  u8 type  u8 0  u32 segments  u64 header  u64 size[segments]  header bytes  segment
 ///   bytes…
 ///
-/// type 1 is a message; type 2 is a goodbye, all its numbers zero: nothing follows it. Where both sides share
-/// memory, a size in a message of type 1 may have kLent set: then a u64 number of a block stands in the place
-/// of the segment's bytes, which are in that block. Only where a channel has several lanes: type 3 is a
-/// message whose segments' bytes come over other lanes and are not in the frame; type 4 is a sign of life,
-/// all its numbers zero.
+/// Type 1 is a message. Type 2 is a goodbye, all its numbers zero: nothing follows it. If both sides share
+/// memory, a size in a message of type 1 may have kLent set: the frame then has the u64 number of a block in
+/// place of the segment's bytes, and the bytes are in that block. Only on channels with several lanes: type 3
+/// is a message whose segments' bytes travel over other lanes and are not in the frame; type 4 is a
+/// heartbeat, all its numbers zero.
 enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
 
 /// Which types a parser knows.
@@ -46,10 +46,11 @@ struct FrameLimits {
 /// The limits a transport's options set.
 FrameLimits limits_of(const TransportOptions& options);
 
-/// Throws kInvalid, naming the limit, for a message that these limits forbid; returns its bytes on the wire.
+/// Returns the size of a message on the wire. Throws kInvalid, naming the limit, for a message beyond the
+/// limits.
 std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits);
 
-/// Memory of `size` bytes from `allocator`; throws kOverloaded when it gave none.
+/// Allocates `size` bytes from `allocator`. Throws kOverloaded if that fails.
 Buffer allocate_segment(const BufferAllocator& allocator, std::size_t size);
 
 /// The bytes before a message's header: prefix and segment sizes. Small messages need no heap.
@@ -57,7 +58,8 @@ class FramePrefix {
  public:
   FramePrefix(BytesView header, std::span<const Segment> segments, FrameType type = FrameType::kMessage)
       : FramePrefix(header, segments, type, {}) {}
-  /// Of a message; `blocks` is empty, or has for each segment the number of the block it lies in, 0 for none.
+  /// For a message; `blocks` is empty, or has for each segment the number of the block that holds it, 0 for
+  /// none.
   FramePrefix(BytesView header, std::span<const Segment> segments, std::span<const std::uint64_t> blocks)
       : FramePrefix(header, segments, FrameType::kMessage, blocks) {}
   BytesView bytes() const { return bytes_; }
@@ -76,18 +78,17 @@ class FramePrefix {
 std::array<std::byte, kPrefixBytes> goodbye_frame();
 std::array<std::byte, kPrefixBytes> heartbeat_frame();
 
-/// Bytes in, messages out: pure and incremental. Every number is checked against the limits before memory
-/// follows it, headers and size tables grow only with the bytes that really came, and segments are allocated
-/// when their first byte is due. After a throw the stream cannot be understood any more and the parser must
-/// be dropped.
+/// Turns bytes into messages: pure and incremental. Checks every number against the limits before it
+/// allocates memory. Headers and size tables grow only with the bytes that arrived; segments are allocated
+/// when their first byte is due. After a throw, the parser must not be used again.
 class FrameParser {
  public:
   FrameParser(FrameLimits limits, BufferAllocator allocator, FrameDialect dialect = FrameDialect::kPlain);
-  /// From now on segments may be lent. Not in the middle of a frame.
+  /// Allows lent segments from now on. Must not be called in the middle of a frame.
   void adopt_with(BlockAdopter adopter) { adopter_ = std::move(adopter); }
 
   /// Takes all bytes, in pieces of any size, and appends the messages they complete. Throws kInvalid for a
-  /// frame that is malformed or beyond the limits, kOverloaded when the allocator gave no memory; messages
+  /// frame that is malformed or beyond the limits, kOverloaded if the allocator has no memory; messages
   /// completed before that are in `finished`.
   void feed(BytesView bytes, std::vector<Message>& finished);
 
@@ -95,11 +96,11 @@ class FrameParser {
   /// places, in order, instead of feeding. Returns how many were filled in; none between segments. Throws as
   /// feed().
   std::size_t targets(std::span<iovec> places);
-  /// Tells how many bytes were received into the places of the last targets().
+  /// The caller received `size` bytes into the places of the last targets().
   void received(std::size_t size, std::vector<Message>& finished);
 
-  /// The striped messages among those finished since the last call: where in `finished` they are, without
-  /// segments, and the sizes of their segments.
+  /// The striped messages among those finished since the last call: their indexes in `finished`, where they
+  /// have no segments, and the sizes of their segments.
   struct Striped {
     std::size_t index;
     std::vector<std::uint64_t> sizes;
@@ -123,22 +124,22 @@ class FrameParser {
   void add_to_message(std::uint64_t size);
   void allocate(std::size_t index);
   bool lent(std::size_t index) const { return adopter_ && (sizes_[index] & kLent) != 0; }
-  /// Passes over all stages that need no further byte.
+  /// Completes all stages that need no further byte.
   void settle(std::vector<Message>& finished);
 
   const FrameLimits limits_;
   const BufferAllocator allocator_;
   const FrameDialect dialect_;
   BlockAdopter adopter_;
-  bool is_striped_ = false;  ///< the message that is coming in
+  bool is_striped_ = false;  ///< the message that is being received
   Stage stage_ = Stage::kPrefix;
-  std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is coming in
-  std::uint64_t filled_ = 0;                    ///< bytes of the number or of the segment that are there
+  std::array<std::byte, kPrefixBytes> number_;  ///< a prefix or a size that is being received
+  std::uint64_t filled_ = 0;                    ///< bytes received of the number or of the segment
   std::uint32_t segment_count_ = 0;
   std::uint64_t header_size_ = 0;
   std::uint64_t message_size_ = 0;
   std::vector<std::uint64_t> sizes_;
-  std::size_t current_ = 0;  ///< the segment that is coming in
+  std::size_t current_ = 0;  ///< the segment that is being received
   Message message_;
   std::vector<Striped> striped_;
 };

@@ -11,7 +11,7 @@
 namespace torchspan::net {
 namespace {
 
-/// Not text, and broken by anything that converts line ends.
+/// Not text, and changed by programs that convert line ends.
 constexpr std::array<std::uint8_t, 8> kHandshakeMagic = {0x89, 'T', 'S', 'P', 'A', 'N', '\r', '\n'};
 constexpr std::byte kProofTag{2};
 constexpr std::byte kRefusalTag{3};
@@ -62,8 +62,7 @@ std::size_t Handshake::receive(BytesView bytes) {
   while (taken < bytes.size() && stage_ != Stage::kDone) {
     if (stage_ == Stage::kFailed) throw Error(ErrorKind::kInvalid, "the handshake has failed already");
     record_.push_back(bytes[taken++]);
-    // Garbage is told by its first wrong byte: an unauthenticated peer who speaks first and then waits is not
-    // waited for.
+    // The first wrong byte is enough: this side does not wait for more bytes of an unauthenticated peer.
     if (stage_ == Stage::kHello && record_.size() <= kHandshakeMagic.size() &&
         static_cast<std::uint8_t>(record_.back()) != kHandshakeMagic[record_.size() - 1]) {
       fail(ErrorKind::kInvalid, "does not speak TorchSpan's protocol: is the address right?");
@@ -92,13 +91,13 @@ void Handshake::take_hello() {
   features_ = reader.get<std::uint64_t>() & options_.features;
   if (role != other(role_) || std::ranges::equal(reader.get_bytes(kNonceBytes), options_.nonce)) {
     fail(ErrorKind::kDenied,
-         fmt::format("answered as one that {}, which this side does: it mirrors what it gets",
-                     name_of(role_)));
+         fmt::format("says that it {}, as this side does: it sends back what it receives", name_of(role_)));
   }
   if (zero != 0 || zeros != 0 || lowest > highest) fail(ErrorKind::kInvalid, "sent a malformed greeting");
   agree(lowest, highest);
   stage_ = Stage::kProof;
-  // The dialer proves first: an unauthenticated peer who dials learns nothing made with the secret.
+  // The dialer proves first, so an unauthenticated peer that dials gets nothing that is computed from the
+  // secret.
   if (role_ == Role::kDialer) send_proof();
 }
 
@@ -114,7 +113,7 @@ void Handshake::agree(std::uint16_t lowest, std::uint16_t highest) {
 void Handshake::take_proof() {
   if (record_.front() == kRefusalTag) {
     fail(ErrorKind::kDenied,
-         "refused this side's proof: its cluster secret is another one; give both the same secret "
+         "refused this side's proof: its cluster secret differs; give both the same secret "
          "file (TORCHSPAN_SECRET_FILE)");
   }
   if (record_.front() != kProofTag)

@@ -18,14 +18,14 @@ inline constexpr std::uint16_t kProtocolHighest = 1;
 /// Feature: can share memory with peers of this host.
 inline constexpr std::uint64_t kSharesMemory = 1;
 
-/// What a caller who proved nothing is granted even while the door is full and others wait.
-inline constexpr Duration kLeastPatience = std::chrono::milliseconds(100);
+/// Every unauthenticated peer gets at least this time for its handshake, even while others are queued.
+inline constexpr Duration kMinHandshakeTimeout = std::chrono::milliseconds(100);
 
 enum class Role : std::uint8_t { kDialer = 1, kListener = 2 };
 
 struct HandshakeOptions {
   Secret secret;                               ///< not empty
-  std::string peer;                            ///< as the peer is named in errors
+  std::string peer;                            ///< name of the peer in errors
   std::array<std::byte, kNonceBytes> nonce{};  ///< fresh random bytes, never used twice
   std::uint16_t lowest = kProtocolLowest;      ///< protocol versions this side speaks
   std::uint16_t highest = kProtocolHighest;
@@ -44,19 +44,17 @@ void draw_nonce(std::array<std::byte, kNonceBytes>& nonce);
 ///
 /// dialer → hello, listener → hello, dialer → proof, listener → proof or refusal. The labels differ by role
 /// and the transcript holds both nonces, so a proof can be neither reflected nor replayed; it also holds both
-/// version ranges and feature sets, so nobody in between can talk two sides down. The hello is the same in
-/// all versions, so two versions can always name each other. Holds less than 100 bytes for a peer that proved
-/// nothing.
+/// version ranges and feature sets, so an attacker in between cannot downgrade them. The hello is the same in
+/// all versions, so an error can name both versions. Holds less than 100 bytes for an unauthenticated peer.
 class Handshake {
  public:
   Handshake(Role role, HandshakeOptions options);
 
-  /// Takes bytes from the peer and returns how many of them belonged to the handshake; those after it are the
-  /// first frames. Throws kDenied (the peer does not know the secret, or says that we do not), kInvalid (it
-  /// does not speak this protocol) or kUnsupported (no version in common); send take_output() even then, and
-  /// close.
+  /// Takes bytes from the peer and returns how many of them belonged to the handshake; the rest are the first
+  /// frames. Throws kDenied (one side does not know the secret of the other), kInvalid (the peer does not
+  /// speak this protocol) or kUnsupported (no version in common); send take_output() even then, and close.
   std::size_t receive(BytesView bytes);
-  /// What has to be sent now.
+  /// The bytes to send now.
   Bytes take_output() { return std::exchange(output_, {}); }
   bool done() const { return stage_ == Stage::kDone; }
 
@@ -82,8 +80,8 @@ class Handshake {
   const HandshakeOptions options_;
   Stage stage_ = Stage::kHello;
   Bytes mine_;    ///< the hello that was sent
-  Bytes theirs_;  ///< the hello that came
-  Bytes record_;  ///< the record that is coming in
+  Bytes theirs_;  ///< the hello that was received
+  Bytes record_;  ///< the record that is being received
   Bytes output_;
   std::uint16_t version_ = 0;
   std::uint64_t features_ = 0;

@@ -36,7 +36,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
   return torchspan::testing::offer_seeds(count, arguments, [] {
     using namespace torchspan;
     using namespace torchspan::net;
-    using ::testing::bytes_of, ::testing::joined;
+    using torchspan::testing::bytes_of, torchspan::testing::joined;
     std::vector<Bytes> seeds;
     for (const Role role : {Role::kDialer, Role::kListener}) {
       const Role other = role == Role::kDialer ? Role::kListener : Role::kDialer;

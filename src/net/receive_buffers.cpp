@@ -10,17 +10,18 @@ namespace {
 constexpr std::size_t kLoanGranularity = std::size_t{1} << 20;
 }
 
-/// What is kept, by size. It lives as long as anything of it is out.
+/// Kept memory, by size. Lives as long as any of it is in use.
 struct ReceiveBuffers::Store {
   struct Kept {
     Buffer memory;
-    std::uint64_t turn = 0;  ///< when it came back
+    std::uint64_t turn = 0;  ///< when it was released
   };
   using Shelf = std::multimap<std::size_t, Kept>;
 
   explicit Store(Limits given) : limits(given) {}
 
-  /// Memory with room for `size` bytes, if some is kept. Counts it, or what the caller makes instead, as out.
+  /// Kept memory with room for `size` bytes, or null. Counts it, or what the caller allocates instead, as in
+  /// use.
   Buffer take(std::size_t size) {
     MutexLock lock(mutex);
     ++out;
@@ -31,7 +32,7 @@ struct ReceiveBuffers::Store {
     shelf.erase(found);
     return memory;
   }
-  /// Leaves with the caller, who frees it without the lock, what is not to be kept.
+  /// Returns the memory that is not kept; the caller frees it without the lock.
   void give_back(Buffer& memory) {
     MutexLock lock(mutex);
     --out;
@@ -75,7 +76,7 @@ struct ReceiveBuffers::Store {
   bool closed TORCHSPAN_GUARDED_BY(mutex) = false;
 };
 
-/// What the copies share; the last one closes the store.
+/// Shared by the copies; the last one closes the store.
 struct ReceiveBuffers::Share {
   explicit Share(Limits limits) : store(std::make_shared<Store>(limits)) {}
   ~Share() { store->close(); }

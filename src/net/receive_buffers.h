@@ -7,27 +7,27 @@
 
 namespace torchspan::net {
 
-/// Where a transport receives large segments: an allocator that keeps memory when its user lets go of it, for
-/// memory that was touched before is received into faster than what the system hands out anew. Copies share
-/// what is kept; it is freed with the last of them, and what is still out by its users. For any thread.
+/// Allocator for large received segments. Keeps memory that its user released, because receiving into memory
+/// that was used before is faster than into fresh pages. Copies share the kept memory; the last copy frees
+/// it, and users free what they still hold. Thread-safe.
 class ReceiveBuffers {
  public:
   struct Limits {
     std::size_t from = std::size_t{1} << 20;      ///< smaller segments are left to allocate_buffer()
-    std::uint64_t keep = std::uint64_t{1} << 30;  ///< bytes that wait for their next use, at most
-    Duration idle = std::chrono::seconds(1);      ///< unused for this long, and twice at most: freed
+    std::uint64_t keep = std::uint64_t{1} << 30;  ///< most bytes kept for their next use
+    Duration idle = std::chrono::seconds(1);      ///< frees memory unused for this long, or up to twice
   };
   ReceiveBuffers() : ReceiveBuffers(Limits{}) {}
   explicit ReceiveBuffers(Limits limits);
 
-  /// As allocate_buffer(), in kept memory if some fits: at most a quarter of it goes unused.
+  /// Like allocate_buffer(), in kept memory if some fits with at most a quarter unused.
   Buffer operator()(std::size_t size) const;
-  /// To be called before a sleep: frees what has waited for long, and says when to be called next; never when
-  /// nothing is kept or may come back.
+  /// Frees memory that is unused for long; call it before a sleep. Returns when to call it next; never if no
+  /// memory is kept or in use.
   Deadline tidy(TimePoint now) const;
   std::uint64_t kept_bytes() const;
 
-  /// The ones that `options` receive with, or null.
+  /// The ReceiveBuffers of `options`, or null.
   static const ReceiveBuffers* of(const TransportOptions& options);
 
  private:
@@ -36,7 +36,7 @@ class ReceiveBuffers {
   std::shared_ptr<const Share> share_;
 };
 
-/// `options` with ReceiveBuffers in the place of allocate_buffer(); any other allocator stays.
+/// Replaces allocate_buffer() in `options` with ReceiveBuffers; keeps any other allocator.
 TransportOptions with_receive_buffers(TransportOptions options);
 /// Whether the options name an allocator other than allocate_buffer() and ReceiveBuffers.
 bool has_own_allocator(const TransportOptions& options);

@@ -38,7 +38,7 @@ int hex_digit(char c) {
   return -1;
 }
 
-/// The bytes that `text` spells in hexadecimal, or nothing when it is something else.
+/// The bytes of the hexadecimal number `text`; nullopt if it is not one.
 Bytes from_hex(std::string_view text) {
   if (text.size() % 2 != 0) return {};
   Bytes bytes;
@@ -70,8 +70,8 @@ std::string read_small_file(int fd, const std::string& path) {
     size += static_cast<std::size_t>(got);
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("secret file '{}' is larger than {} bytes: it is no secret; {}", path, kLargestFile,
-                          how_to_make(path)));
+              fmt::format("secret file '{}' is larger than {} bytes, so it is not a secret; {}", path,
+                          kLargestFile, how_to_make(path)));
 }
 
 void write_all(int fd, std::string_view text, const std::string& path) {
@@ -121,13 +121,13 @@ Secret Secret::from_file(const std::string& path) {
   struct stat about {};
   if (::fstat(file.get(), &about) != 0 || !S_ISREG(about.st_mode)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("secret file '{}' is no regular file; {}", path, how_to_make(path)));
+                fmt::format("secret file '{}' is not a regular file; {}", path, how_to_make(path)));
   }
   if ((about.st_mode & kOthers) != 0) {
     throw Error(
         ErrorKind::kDenied,
         fmt::format("secret file '{0}' has mode {1:04o}, so other users may use it; run: chmod 600 '{0}' "
-                    "(and make a new secret if others were here)",
+                    "(and make a new secret if other users had access)",
                     path, about.st_mode & 07777));
   }
   if (about.st_uid != ::geteuid()) {
@@ -164,14 +164,16 @@ Secret Secret::derived(std::string_view use) const {
 }
 
 void Secret::write_file(const std::string& path) const {
-  if (empty()) throw Error(ErrorKind::kInvalid, "an empty secret is not worth a file: use Secret::random()");
-  // Written aside and linked into place: nobody ever reads half a secret, and of two writers one wins.
+  if (empty())
+    throw Error(ErrorKind::kInvalid, "an empty secret cannot be written to a file: use Secret::random()");
+  // Written to another file and linked into place: no process reads half a secret, and one of two writers
+  // wins.
   const std::string aside = path + "." + to_hex(Secret::random().bytes().first(8));
   Descriptor file(::open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!file) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("secret file '{}' cannot be made: {}; does its directory exist and may you write there?",
+        fmt::format("secret file '{}' cannot be made: {}; does its directory exist, and is it writable?",
                     path, std::strerror(errno)));
   }
   const Removal removal{aside};

@@ -4,7 +4,7 @@
 
 #include <torchspan/core/time.h>
 
-/// What all transports over sockets keep to.
+/// Limits of all transports over sockets.
 namespace torchspan::net {
 
 /// Pieces of memory in one system call: of messages to send, and to receive into.

@@ -13,7 +13,7 @@ constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
 
 std::string silence_of_the_store(Duration silence) {
-  return silence_story(silence) + "; to the other workers this one is dead by now";
+  return silence_story(silence) + "; the other workers consider this one dead";
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ void Client::add_handlers() {
   messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
   messages_.on<Refused>([this](Refused message) {
     const Error reason(message.kind, message.text);
-    if (message.passing) return lose_store(reason);  // and comes again
+    if (message.passing) return lose_store(reason);  // and registers again
     decide(reason);
   });
   messages_.on<Gathered>([this](Gathered message) {
@@ -142,7 +142,7 @@ void Client::connect() {
     }
     channel->send(encode_message(message), {});
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kDisconnected) return;  // on_closed() is about to say more
+    if (error.kind() == ErrorKind::kDisconnected) return;  // on_closed() reports it
     decide(Error(error.kind(), fmt::format("the store at {} cannot be reached from here: {}",
                                            options_.store_address, error.message())));
   }
@@ -184,9 +184,9 @@ Error Client::unreachable() const {
   return Error(
       ErrorKind::kTimedOut,
       fmt::format("rank 0 at {} never answered within {:g} s ({}); is it running, and do MASTER_ADDR and "
-                  "MASTER_PORT say where?",
+                  "MASTER_PORT name its address?",
                   options_.store_address, seconds,
-                  channel_        ? "its store was reached, but says nothing"
+                  channel_        ? "its store accepted the connection, but did not answer"
                   : last_failure_ ? last_failure_->message()
                                   : "no answer at all"));
 }
@@ -200,7 +200,7 @@ void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Messa
     messages_.dispatch(message.header);
     if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
   } catch (const Error& error) {
-    runtime_.log.error(fmt::format("the store at {} said something that is no message: {}", channel->peer(),
+    runtime_.log.error(fmt::format("the store at {} sent bytes that are not a message: {}", channel->peer(),
                                    error.message()));
     channel->close();
   }
@@ -235,7 +235,7 @@ void Client::lose_store(const Error& reason, bool silent) {
   } else if (leaving) {
     farewell_->unpark();
   } else {
-    // A connection that was silent for some time ended because of that.
+    // A connection that was silent before its end ended because of the silence.
     on_store_gone(reason, silent || declared_dead_ || reason.elapsed() > Duration::zero());
   }
 }
@@ -253,7 +253,7 @@ void Client::forget_listeners() {
   std::vector<std::shared_ptr<Listener>> forgotten;  // destroyed without the lock
   {
     MutexLock lock(mutex_);
-    deaf_ = true;
+    listeners_destroyed_ = true;
     forgotten.swap(listeners_);
   }
 }
@@ -289,11 +289,10 @@ void Client::on_closed_before_welcome(const Error& reason) {
 
 void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   const std::string story =
-      declared_dead_
-          ? fmt::format(
-                "its store declared this worker dead, which was {}; start this worker again to join "
-                "anew",
-                reason.message())
+      declared_dead_ ? fmt::format(
+                           "its store declared this worker dead, which was {}; restart this worker to join "
+                           "again",
+                           reason.message())
       : reason.elapsed() > Duration::zero() ? silence_of_the_store(reason.elapsed())
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
@@ -302,7 +301,7 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   {
     MutexLock lock(mutex_);
     const auto found = known_.find(0);
-    if (found == known_.end()) return;  // refused: nothing was gained, nothing is lost
+    if (found == known_.end()) return;  // this worker was refused, so it was never a member
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
     gone = found->second.death.value_or(Error(
@@ -351,7 +350,7 @@ void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadlin
   try {
     if (channel) channel->send(last_words, {});
   } catch (const Error&) {
-    // The store is gone, so nobody is left to say good-bye to; on_closed() ends the wait below.
+    // The store has ended, so it gets no good-bye; on_closed() ends the wait below.
   }
   if (is_callback_thread()) return;
   while (true) {
@@ -416,7 +415,7 @@ void Client::watch(Membership::Callbacks callbacks) {
   const auto listener = std::make_shared<Listener>(Listener{std::move(callbacks)});
   {
     MutexLock lock(mutex_);
-    if (deaf_) return;
+    if (listeners_destroyed_) return;
     listeners_.push_back(listener);
   }
   transport_->wake();
@@ -438,8 +437,7 @@ void Client::tell_listeners() {
     std::optional<Event> event;
     {
       MutexLock lock(mutex_);
-      // Whoever is furthest behind is next, so that all hear of one event before anybody hears of a later
-      // one.
+      // The listener with the oldest event is next, so that all get one event before any gets a later one.
       const auto behind = std::min_element(listeners_.begin(), listeners_.end(),
                                            [](const auto& a, const auto& b) { return a->next < b->next; });
       if (behind == listeners_.end() || (*behind)->next == events_.size()) return;

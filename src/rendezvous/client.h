@@ -17,15 +17,16 @@
 
 namespace torchspan::rendezvous {
 
-/// The store decides about deadlines, so that all hear the same; it gets a little longer to say so.
+/// The store decides about deadlines, so that all workers get the same result; clients wait a little longer
+/// for it.
 Deadline with_grace(Deadline deadline);
 
-/// One worker's end of its connection to the store: dials until rank 0 is there, registers, keeps what it
-/// hears of the others, and carries rounds. Its thread alone drives the transport and runs the callbacks.
+/// One worker's end of its connection to the store: dials until rank 0 answers, registers, keeps a table of
+/// the other workers, and takes part in rounds. Only its thread drives the transport and runs the callbacks.
 class Client final : private net::Handler {
  public:
   Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self);
-  /// Breaks the connection unless leave() ended it.
+  /// Closes the connection without a good-bye unless leave() ended it.
   ~Client() override;
 
   enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
@@ -36,34 +37,34 @@ class Client final : private net::Handler {
     std::optional<Error> death = {};
   };
 
-  /// Waits for the verdict and returns this worker as the store knows it; throws a refusal.
+  /// Waits for the result and returns this worker's registration; throws the reason if the store refuses it.
   Member join();
   std::vector<Member> members() const;
   int world_size() const;
   std::optional<Known> find(int rank) const;
-  /// `ranks` ascending, this worker's among them.
+  /// `ranks` must be ascending and contain this worker's rank.
   std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                             const Membership::Wait& wait);
   void leave(Deadline deadline);
   void give_up(const std::string& why, Deadline deadline);
-  /// The callbacks are destroyed, with what they captured, when this worker's own part ends: as leave(),
-  /// give_up() or end_part() begins, after rounds that other threads wait for were cancelled; at once where
-  /// that has happened already. A worker that the others hold for dead hears of its own death as well, last.
+  /// The callbacks are destroyed when this worker's part ends: at the start of leave(), give_up() or
+  /// end_part(), after the rounds of other threads were cancelled; at once if that has happened already. A
+  /// worker that the others declared dead is notified of its own death, too, after all other events.
   void watch(Membership::Callbacks callbacks);
-  /// Fails the rounds that are under way and all later ones, and destroys the listeners.
+  /// Fails all current and later rounds, and destroys the listeners.
   void end_part(const Error& reason);
   bool is_callback_thread() const { return thread_.is_current(); }
 
  private:
-  /// A barrier or gather somebody waits for.
+  /// A barrier or gather for which a thread waits.
   struct Slot {
     std::unique_ptr<Parker> parker;
     bool done = false;
     std::vector<Bytes> bytes;
-    std::optional<std::vector<int>> missing;  ///< told, and not passed on yet
+    std::optional<std::vector<int>> missing;  ///< from the store, not passed on yet
     std::optional<Error> error;
   };
-  /// What happened to another worker; kept for those who ask later.
+  /// An event of another worker; kept for listeners that are added later.
   struct Event {
     Member member;
     Presence now;
@@ -73,7 +74,7 @@ class Client final : private net::Handler {
     Membership::Callbacks callbacks;
     std::size_t next = 0;  ///< index into events_
   };
-  /// Rounds of some ranks under some tag, counted as long as nobody's place is taken.
+  /// Rounds of the same ranks under the same tag; counted until one of the workers is replaced.
   struct RoundCounter {
     std::vector<std::uint32_t> incarnations;
     std::uint64_t next = 0;
@@ -93,14 +94,15 @@ class Client final : private net::Handler {
   void meet(Welcome message);
   void note_arrival(Member member);
   void note_end(int rank, std::optional<Error> death);
-  /// The others hold this worker for dead. To itself it stays present.
+  /// The others declared this worker dead. In its own table it stays present.
   void note_own_death(const Error& reason);
-  /// Until the slot is done or the time over; tells who is missing meanwhile.
+  /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
   std::vector<Bytes> wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
   void ask_missing(std::uint64_t call);
   void number(Contribute& message) TORCHSPAN_REQUIRES(mutex_);
   void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
-  /// Says the first last words to the store, waits until they were heard, and ends the thread.
+  /// Sends the last message to the store, unless one was sent before, waits for its answer, and ends the
+  /// thread.
   void end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
   void tell_listeners();
@@ -116,16 +118,16 @@ class Client final : private net::Handler {
   const Deadline join_until_;
   MessageTable<> messages_;
 
-  // Of the client's thread alone.
+  // For the client's thread only.
   Deadline retry_at_;
   Duration backoff_;
-  std::optional<Duration> patience_;  ///< with a silent store; none on its own host
+  std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
   Deadline silent_at_;
   bool declared_dead_ = false;
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialling
+  std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialing
   bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -137,7 +139,7 @@ class Client final : private net::Handler {
   std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool deaf_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< there are no listeners any more
+  bool listeners_destroyed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 
   std::unique_ptr<Parker> verdict_;
   std::unique_ptr<Parker> farewell_;

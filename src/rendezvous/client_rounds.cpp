@@ -21,7 +21,7 @@ void Client::cancel_slots(const Error& reason) {
 void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill) {
   MutexLock lock(mutex_);
   const auto found = slots_.find(call);
-  if (found == slots_.end()) return;  // its caller gave up
+  if (found == slots_.end()) return;  // its caller has ended the wait
   const auto slot = std::move(found->second);
   slots_.erase(found);
   fill(*slot);
@@ -58,7 +58,7 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
     if (error.kind() != ErrorKind::kDisconnected) {
       forget();
       throw;
-    }  // else on_store_gone() is about to end the wait with the whole story
+    }  // else on_store_gone() ends the wait with the reason
   }
   try {
     return wait_for(message.call, *slot, wait);
@@ -104,8 +104,9 @@ void Client::ask_missing(std::uint64_t call) {
   }
   try {
     if (channel) channel->send(encode_message(AskMissing{call}), {});
-  } catch (const Error& error) {  // on_store_gone() is about to end the wait, or it is asked again
-    runtime_.log.debug(fmt::format("the store could not be asked who is missing: {}", error.message()));
+  } catch (const Error& error) {  // on_store_gone() ends the wait, or the next turn repeats the request
+    runtime_.log.debug(
+        fmt::format("the store could not be asked which ranks are missing: {}", error.message()));
   }
 }
 

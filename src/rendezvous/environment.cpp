@@ -48,7 +48,7 @@ class Variables {
     if (result.ec != std::errc() || result.ptr != value->data() + value->size() || number < least ||
         number > most) {
       throw_invalid(
-          fmt::format("{} is '{}'; expected is a whole number from {} to {}", name, *value, least, most));
+          fmt::format("{} is '{}'; expected a whole number from {} to {}", name, *value, least, most));
     }
     return number;
   }
@@ -65,7 +65,7 @@ class Variables {
   const Environment& environment_;
 };
 
-/// The variables by which one launcher says who a worker is, by their names.
+/// The names of the variables in which one launcher passes rank and world size.
 struct Convention {
   Launcher launcher;
   std::string rank, size, local_rank, local_size;
@@ -82,7 +82,7 @@ const std::vector<Convention>& conventions() {
   return all;
 }
 
-/// A shell inside an allocation has Slurm's variables without being one of srun's tasks.
+/// A shell inside an allocation has Slurm's variables, but is not a task of srun.
 bool is_slurm_task(const Variables& variables) {
   const std::string job = variables.text_or("SLURM_JOB_NAME", "");
   return job != "bash" && job != "interactive";
@@ -90,7 +90,7 @@ bool is_slurm_task(const Variables& variables) {
 
 /// sbatch starts its script once, with the variables of rank 0 but without those of a step of srun.
 void refuse_batch_script(const Variables& variables) {
-  constexpr std::int64_t kLastStep = 0xffffffef;  // the numbers above it stand for batch scripts and the like
+  constexpr std::int64_t kLastStep = 0xffffffef;  // larger numbers mean batch scripts and similar steps
   constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
   const bool step = variables.integer("SLURM_STEP_ID", 0, kMostSteps).value_or(kMostSteps) <= kLastStep ||
                     variables.first({"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"});
@@ -104,7 +104,7 @@ void refuse_batch_script(const Variables& variables) {
       variables.text_or("SLURM_JOB_ID", "?"), size));
 }
 
-/// The convention that tells us, with Slurm's and Intel's other spellings put in place.
+/// The launcher's convention whose variables are set, with the other spellings of Slurm and Intel filled in.
 std::optional<Convention> find_convention(const Variables& variables) {
   for (Convention convention : conventions()) {
     if (!variables.text(convention.rank)) continue;
@@ -183,7 +183,7 @@ void read_local_ranks(const Variables& variables, const Convention& convention, 
 
 bool is_open_world(const Variables& variables) { return variables.text_or("WORLD_SIZE", "") == "0"; }
 
-/// WORLD_SIZE=0: workers come and go, and whoever names no rank is given one.
+/// WORLD_SIZE=0: workers join and leave; a worker without RANK gets one.
 void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
   worker.launcher = Launcher::kExplicit;
   worker.world_size = kOpenWorld;
@@ -198,7 +198,7 @@ void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
   }
 }
 
-/// Ports below the system's range for outgoing connections, spread by what tells jobs apart.
+/// A port below the system's range for outgoing connections, computed from a hash that differs between jobs.
 std::uint16_t derived_port(std::uint64_t key) {
   return static_cast<std::uint16_t>(kFirstDerivedPort + key % kDerivedPorts);
 }
@@ -278,7 +278,7 @@ void read_secret_place(const Variables& variables, WorkerEnvironment& worker) {
   }
 }
 
-/// What workers of several hosts need beside it: where to listen, and perhaps certificates.
+/// Reads what workers of several hosts need, too: where to listen, and certificates if there are any.
 void read_network(const Variables& variables, WorkerEnvironment& worker) {
   worker.listen_host = variables.text_or("TORCHSPAN_LISTEN_HOST", "");
   const std::pair<const char*, std::string*> files[] = {

@@ -59,18 +59,18 @@ net::Secret load_secret(const WorkerEnvironment& worker) {
   try {
     net::Secret::random().write_file(path);
   } catch (const Error&) {
-    if (!exists(path)) throw;  // else another worker of this job was faster
+    if (!exists(path)) throw;  // else another worker of this job created it first
   }
   return net::Secret::from_file(path);
 }
 
 namespace {
 
-/// A socket is judged only once its owner has had the time to bind it.
+/// A socket file is checked only at this age, when its owner has had time to bind it.
 constexpr std::time_t kStaleAfterSeconds = 60;
 
-/// Whether no process has the socket any more. A datagram socket cannot connect to a listener: the listener
-/// does not hear of the call, and the error tells whether there is one.
+/// Whether no process has the socket open. A datagram socket cannot connect to a listener, which does not
+/// notice the attempt; the error shows whether there is a listener.
 bool is_abandoned(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -84,7 +84,7 @@ bool is_abandoned(const std::string& path) {
   return refused;
 }
 
-/// Workers that were killed leave their sockets behind.
+/// Removes the sockets of workers that were killed.
 void remove_stale_sockets(const std::string& folder) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
@@ -111,7 +111,7 @@ std::string make_runtime_folder(const WorkerEnvironment& worker) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0 || !S_ISDIR(about.st_mode)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is no folder, so sockets cannot be made there; remove it, "
+                fmt::format("'{}' is not a folder, so sockets cannot be made there; remove it, "
                             "or set TORCHSPAN_RUNTIME_DIR to another one",
                             path));
   }

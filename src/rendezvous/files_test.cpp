@@ -161,10 +161,10 @@ TEST_F(Files, RuntimeFolderOpenToOthersIsDenied) {
 TEST_F(Files, RuntimeFolderIsNeverAFileALinkOrTooLong) {
   worker_.runtime_folder = folder_ + "/file";
   std::ofstream(worker_.runtime_folder) << "x";
-  EXPECT_THAT(folder_error().message(), HasSubstr("is no folder"));
+  EXPECT_THAT(folder_error().message(), HasSubstr("is not a folder"));
   worker_.runtime_folder = folder_ + "/link";
   ASSERT_EQ(symlink(folder_.c_str(), worker_.runtime_folder.c_str()), 0);
-  EXPECT_THAT(folder_error().message(), HasSubstr("is no folder"));
+  EXPECT_THAT(folder_error().message(), HasSubstr("is not a folder"));
   worker_.runtime_folder = folder_ + "/" + std::string(60, 'x');
   EXPECT_THAT(folder_error().message(), HasSubstr("TORCHSPAN_RUNTIME_DIR"));
   worker_.runtime_folder = folder_ + "/missing/deep";

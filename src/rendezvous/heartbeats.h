@@ -12,9 +12,9 @@ namespace torchspan::rendezvous {
 /// "silent for 5.0 s (no heartbeat); its host or the network may be down"
 std::string silence_story(Duration silence);
 
-/// Who must be asked for a sign of life, and who has not given one for too long: a table without I/O or
-/// clock. Time counts from the first question that was not answered, so a store that was itself asleep
-/// accuses nobody. One thread at a time.
+/// Which workers to ask for a heartbeat, and which have been silent for too long: a table without I/O or
+/// clock. Time counts from the first request without an answer, so a store that was stopped itself declares
+/// no worker dead. For one thread at a time.
 class Heartbeats {
  public:
   struct Options {
@@ -30,7 +30,7 @@ class Heartbeats {
   void forget(std::uint64_t connection) { peers_.erase(connection); }
   /// Any message counts.
   void heard(std::uint64_t connection);
-  /// Whom to ask now, and who is dead; the dead are forgotten.
+  /// Which connections to ask now, and which are dead; removes the dead ones.
   Due tick(TimePoint now);
   Deadline next_deadline() const;
   const Options& options() const { return options_; }
@@ -38,7 +38,7 @@ class Heartbeats {
  private:
   struct Peer {
     TimePoint ask_at;
-    std::optional<TimePoint> asked_since;  ///< of the first question without an answer
+    std::optional<TimePoint> asked_since;  ///< time of the first request without an answer
   };
   const Options options_;
   std::map<std::uint64_t, Peer> peers_;

@@ -46,7 +46,7 @@ TEST_P(HostsOfSeed, AVanishedHostIsNamedDeadInTimeAndTheOthersGoOn) {
       if (rank == 3) {
         EXPECT_EQ(member.rank, 0);
         EXPECT_THAT(reason.message(), AllOf(HasSubstr("silent for 5.0 s (no heartbeat)"),
-                                            HasSubstr("to the other workers this one is dead")));
+                                            HasSubstr("the other workers consider this one dead")));
       } else {
         EXPECT_EQ(member.rank, 3);
         EXPECT_EQ(reason.message(), describe(member) +
@@ -149,7 +149,7 @@ TEST(HostsOfAWorld, WhoIsDeclaredDeadIsToldSo) {
     EXPECT_TRUE(membership->is_present(2)) << "it lives, after all";
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("declared this worker dead"),
-                                    HasSubstr("silent for 5.0 s"), HasSubstr("start this worker again")));
+                                    HasSubstr("silent for 5.0 s"), HasSubstr("restart this worker")));
     EXPECT_FALSE(membership->is_present(0));
     world.network().unblock();
     world.executor().sleep(seconds(10));

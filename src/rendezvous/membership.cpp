@@ -17,9 +17,9 @@
 namespace torchspan::rendezvous {
 namespace {
 
-/// How long rank 0 goes on telling the others why the world failed.
+/// How long rank 0 keeps reporting to the others why the world failed.
 constexpr Duration kBadNewsTime = std::chrono::seconds(2);
-/// How long a worker that gives up waits for the store to hear it.
+/// How long a worker that gives up waits for the store to acknowledge it.
 constexpr Duration kLastWordsTime = std::chrono::milliseconds(500);
 constexpr std::uint64_t kMostMessageBytes = std::uint64_t{256} << 20;
 
@@ -47,16 +47,16 @@ void check_options(const MembershipOptions& options) {
   check_name(options.name, "the worker's name");
   const auto refuse = [](std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); };
   const int size = options.world_size, rank = options.rank;
-  if (size < 0) refuse(fmt::format("world_size is {}; expected is 1 or more, or 0: an open world", size));
+  if (size < 0) refuse(fmt::format("world_size is {}; expected 1 or more, or 0: an open world", size));
   if (size == kOpenWorld && rank < kAnyRank) {
-    refuse(fmt::format("rank is {}; in an open world expected is 0 or more, or {}: any", rank, kAnyRank));
+    refuse(fmt::format("rank is {}; an open world expects 0 or more, or {}: any", rank, kAnyRank));
   }
   if (size != kOpenWorld && (rank < 0 || rank >= size)) {
-    refuse(fmt::format("rank is {}; in a world of {} expected is 0 to {}", rank, size, size - 1));
+    refuse(fmt::format("rank is {}; a world of {} expects 0 to {}", rank, size, size - 1));
   }
   if (options.heartbeat <= Duration::zero() || options.dead_after / 2 < options.heartbeat) {
     refuse(
-        fmt::format("heartbeat is {:g} s and dead_after {:g} s; expected is a heartbeat of more than nothing "
+        fmt::format("heartbeat is {:g} s and dead_after {:g} s; expected a heartbeat of more than zero "
                     "and a dead_after of at least two heartbeats",
                     to_seconds(options.heartbeat), to_seconds(options.dead_after)));
   }
@@ -88,7 +88,7 @@ namespace {
 
 net::TransportOptions transport_options(net::Secret secret) {
   net::TransportOptions options;
-  // What a store and its members prove is no proof between workers.
+  // A proof between the store and its members must not be valid between workers.
   options.secret = secret.empty() ? std::move(secret) : secret.derived("torchspan store");
   options.max_header = kMostMessageBytes;
   options.max_message = kMostMessageBytes;
@@ -249,7 +249,8 @@ class Membership::Impl {
     return rank == self_.rank ? std::optional(Client::Known{self_}) : std::nullopt;
   }
 
-  /// Empty means everybody of a fixed world; else ascending, without doubles, ours among them.
+  /// Returns `ranks` in ascending order without duplicates; empty means all ranks of a fixed world. Must
+  /// contain this worker's rank.
   void check_ranks(std::vector<int>& ranks) const {
     if (ranks.empty() && open_) {
       throw Error(ErrorKind::kInvalid,
@@ -279,7 +280,7 @@ class Membership::Impl {
   Member self_;  ///< complete once the constructor is done
   std::atomic<bool> left_{false};
   Mutex mutex_;
-  std::vector<Callbacks> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);  ///< where there is no client
+  std::vector<Callbacks> callbacks_ TORCHSPAN_GUARDED_BY(mutex_);  ///< used without a client
   std::unique_ptr<StoreServer> server_;
   std::unique_ptr<Client> client_;
 };
@@ -290,12 +291,12 @@ Membership::~Membership() = default;
 std::unique_ptr<Membership> Membership::join(Runtime& runtime, TransportFactory transports,
                                              MembershipOptions options) {
   check_options(options);
-  const std::string who = options.name;
+  const std::string name = options.name;
   try {
     auto impl = std::make_unique<Impl>(runtime, transports, std::move(options));
     return std::unique_ptr<Membership>(new Membership(std::move(impl)));
   } catch (const Error& error) {
-    throw Error(error).with_worker(who).with_call("join");
+    throw Error(error).with_worker(name).with_call("join");
   }
 }
 

@@ -10,7 +10,7 @@
 #include <torchspan/core/time.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
-/// What clients and the store say to each other. A message travels as u16 type, then its fields; it is one
+/// The messages between clients and the store. A message is encoded as u16 type, then its fields; it is one
 /// struct here and one handler in a MessageTable.
 namespace torchspan::rendezvous {
 
@@ -18,11 +18,11 @@ inline constexpr std::uint32_t kStoreVersion = 3;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
 inline constexpr int kMaxWorkers = 1 << 20;
 
-/// The end of a wait that a message asked for; Duration::max() is never.
+/// When the wait that a message requests ends; Duration::max() means never.
 Deadline deadline_after(TimePoint now, Duration timeout);
 
-/// Client to store, first message of a connection: lets this worker into the world. Of another version only
-/// the version is read.
+/// Client to store, first message of a connection: this worker asks to join the world. If the version
+/// differs, the store reads nothing else.
 struct Register {
   static constexpr std::uint16_t kType = 1;
   std::uint32_t version = kStoreVersion;
@@ -31,31 +31,31 @@ struct Register {
   int world_size = 0;
   bool require_same_functions = true;
   std::vector<std::string> functions;
-  Duration timeout{0};  ///< what is left of this worker's patience
+  Duration timeout{0};  ///< the rest of this worker's join timeout
 
   void encode(ByteWriter& writer) const;
   static Register decode(ByteReader& reader);
 };
 
-/// A worker that is not in any more: it left, or died for a reason.
+/// A worker that has left, or died for a reason.
 struct Gone {
   int rank = 0;
   bool died = false;
   std::string reason;
 };
 
-/// Store to a client: it is in, since the world is complete or open. It knows itself by its name.
+/// Store to a client: it has joined, because the world is complete or open. It finds itself by its name.
 struct Welcome {
   static constexpr std::uint16_t kType = 2;
-  std::vector<Member> members;  ///< the latest of every rank, by rank
-  std::vector<Gone> gone;       ///< which of them are
+  std::vector<Member> members;  ///< the latest member of every rank, by rank
+  std::vector<Gone> gone;       ///< those of them that left or died
 
   void encode(ByteWriter& writer) const;
   static Welcome decode(ByteReader& reader);
 };
 
-/// Store to a client: it will not be in the world that is here. `passing`: that world ends, and the next one
-/// may begin at the same address, so the client comes again.
+/// Store to a client: it cannot join this world. `passing`: this world ends, and the next one may begin at
+/// the same address, so the client tries again.
 struct Refused {
   static constexpr std::uint16_t kType = 3;
   ErrorKind kind = ErrorKind::kInvalid;
@@ -66,10 +66,10 @@ struct Refused {
   static Refused decode(ByteReader& reader);
 };
 
-/// Client to store: comes to the `round`th barrier or gather of these `ranks` under this `tag`.
+/// Client to store: takes part in barrier or gather number `round` of these `ranks` under this `tag`.
 struct Contribute {
   static constexpr std::uint16_t kType = 4;
-  std::uint64_t call = 0;  ///< the client's own number, repeated in the answer
+  std::uint64_t call = 0;  ///< a number of the client; the answer repeats it
   std::string tag;
   std::vector<int> ranks;  ///< ascending
   std::uint64_t round = 0;
@@ -81,7 +81,7 @@ struct Contribute {
   static Contribute decode(ByteReader& reader);
 };
 
-/// Store to the participants of a round: everybody came.
+/// Store to the participants of a round: all ranks arrived.
 struct Gathered {
   static constexpr std::uint16_t kType = 5;
   std::uint64_t call = 0;
@@ -91,7 +91,7 @@ struct Gathered {
   static Gathered decode(ByteReader& reader);
 };
 
-/// Store to the participants of a round that cannot succeed any more.
+/// Store to the participants of a round: it has failed.
 struct RoundFailed {
   static constexpr std::uint16_t kType = 6;
   std::uint64_t call = 0;
@@ -109,7 +109,7 @@ struct Leave {
   static Leave decode(ByteReader&) { return {}; }
 };
 
-/// Store to a client: its good-bye was heard.
+/// Store to a client: acknowledges its good-bye.
 struct Farewell {
   static constexpr std::uint16_t kType = 8;
   void encode(ByteWriter&) const {}
@@ -125,7 +125,7 @@ struct Left {
   static Left decode(ByteReader& reader);
 };
 
-/// Store to the others: the connection of `rank` ended without a good-bye, it fell silent, or it gave up.
+/// Store to the others: the connection of `rank` ended without a good-bye, or it was silent, or it gave up.
 struct Died {
   static constexpr std::uint16_t kType = 10;
   int rank = 0;
@@ -135,7 +135,7 @@ struct Died {
   static Died decode(ByteReader& reader);
 };
 
-/// Store to the others: a worker came into a running world, perhaps in the place of one that is gone.
+/// Store to the others: a worker joined a running world, perhaps in place of one that left or died.
 struct Joined {
   static constexpr std::uint16_t kType = 11;
   Member member;
@@ -144,7 +144,7 @@ struct Joined {
   static Joined decode(ByteReader& reader);
 };
 
-/// Store to a client of another host: give a sign of life. A store that sends none for `dead_after` is dead.
+/// Store to a client on another host: requests a heartbeat. A store that sends none for `dead_after` is dead.
 struct Ping {
   static constexpr std::uint16_t kType = 12;
   Duration dead_after{0};
@@ -153,14 +153,14 @@ struct Ping {
   static Ping decode(ByteReader& reader);
 };
 
-/// Client to store: here I am.
+/// Client to store: the heartbeat.
 struct Pong {
   static constexpr std::uint16_t kType = 13;
   void encode(ByteWriter&) const {}
   static Pong decode(ByteReader&) { return {}; }
 };
 
-/// Store to a client that was silent for too long: to the world it is dead.
+/// Store to a client that was silent for too long: it was declared dead.
 struct DeclaredDead {
   static constexpr std::uint16_t kType = 14;
   std::string reason;
@@ -169,7 +169,8 @@ struct DeclaredDead {
   static DeclaredDead decode(ByteReader& reader);
 };
 
-/// Client to store: who has not come to the round for which this client waits under its number `call`?
+/// Client to store: asks which ranks are missing in the round for which this client waits under number
+/// `call`.
 struct AskMissing {
   static constexpr std::uint16_t kType = 15;
   std::uint64_t call = 0;
@@ -178,7 +179,7 @@ struct AskMissing {
   static AskMissing decode(ByteReader& reader);
 };
 
-/// Store to a client: the answer. None comes for a round that has ended.
+/// Store to a client: the answer. There is none for a round that has ended.
 struct Missing {
   static constexpr std::uint16_t kType = 16;
   std::uint64_t call = 0;
@@ -188,10 +189,10 @@ struct Missing {
   static Missing decode(ByteReader& reader);
 };
 
-/// Client to store: it ends without a good-bye, and why; answered by a Farewell.
+/// Client to store: it ends without a good-bye, with the reason; the answer is a Farewell.
 struct GiveUp {
   static constexpr std::uint16_t kType = 17;
-  std::string why;  ///< "left because …": what comes after its name
+  std::string why;  ///< follows the worker's name: "left because …"
 
   void encode(ByteWriter& writer) const;
   static GiveUp decode(ByteReader& reader);
@@ -207,8 +208,7 @@ Bytes encode_message(const Message& message) {
   return writer.take();
 }
 
-/// Which handler executes which message. Dispatching is total: unknown types and malformed bytes throw
-/// Error{kInvalid}.
+/// Maps message types to handlers. Unknown types and malformed bytes throw Error{kInvalid}.
 template <class... Context>
 class MessageTable {
  public:

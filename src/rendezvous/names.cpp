@@ -26,7 +26,7 @@ void check_name(std::string_view name, std::string_view what) {
   if (is_name(name)) return;
   const bool shortened = name.size() > kMostCharacters;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("{} is '{}'{}; expected is 1 to {} of the characters A-Z a-z 0-9 _ . : -", what,
+              fmt::format("{} is '{}'{}; expected 1 to {} of the characters A-Z a-z 0-9 _ . : -", what,
                           name.substr(0, 40), shortened ? fmt::format("… ({} characters)", name.size()) : "",
                           kMostCharacters));
 }

@@ -5,18 +5,18 @@
 
 namespace torchspan::rendezvous {
 
-/// What /proc says about a process.
+/// The state of a process in /proc.
 struct ProcessStat {
   char state = '?';               ///< field 3: R, S, D, Z, T (stopped), t (traced), …
   std::uint64_t start_ticks = 0;  ///< field 22
   bool stopped() const { return state == 'T' || state == 't'; }
 };
 
-/// Reads the text of /proc/<pid>/stat; nothing when it is none. The command's name, which the process chooses
-/// itself, may hold anything.
+/// Parses the text of /proc/<pid>/stat; nullopt if it is malformed. The command name, which the process
+/// chooses, may contain any byte.
 std::optional<ProcessStat> parse_process_stat(std::string_view text);
 
-/// The process's stat, now; nothing when there is no such process or it cannot be read.
+/// The current stat of the process; nullopt if there is no such process or it cannot be read.
 std::optional<ProcessStat> read_process_stat(std::int64_t pid);
 
 }  // namespace torchspan::rendezvous

@@ -15,7 +15,7 @@ std::string list_members(const std::vector<const Member*>& members) {
     text += (i == 0 ? "" : ", ") + describe(*members[i]);
   }
   if (members.size() > kMost) text += fmt::format(" and {} more", members.size() - kMost);
-  return text.empty() ? "nobody" : text;
+  return text.empty() ? "none" : text;
 }
 
 std::string Rounds::names_of(const std::vector<int>& ranks) const {
@@ -26,7 +26,7 @@ std::string Rounds::names_of(const std::vector<int>& ranks) const {
 
 std::string Rounds::complaint_about(int rank, const Contribute& message) const {
   const auto& ranks = message.ranks;
-  if (!is_name(message.tag)) return "its tag is no name: 1 to 127 of the characters A-Z a-z 0-9 _ . : -";
+  if (!is_name(message.tag)) return "its tag is not a name: 1 to 127 of the characters A-Z a-z 0-9 _ . : -";
   if (message.bytes.size() > kMostGatherBytes) {
     return fmt::format("{} bytes are more than the {} a worker may contribute", message.bytes.size(),
                        kMostGatherBytes);
@@ -124,7 +124,7 @@ void Rounds::tell_missing(int rank, std::uint64_t call) const {
   }
 }
 
-/// Who comes too late is told of itself as itself.
+/// The text for a rank that was missing itself says "this worker" for it.
 std::string Rounds::text_for(int rank, const Round& round) const {
   if (!std::binary_search(round.missing.begin(), round.missing.end(), rank)) return round.text;
   std::vector<int> others = round.missing;

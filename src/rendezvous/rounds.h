@@ -13,22 +13,23 @@ namespace torchspan::rendezvous {
 /// "worker0 (rank 0, …), worker1 (rank 1, …)", shortened after a dozen.
 std::string list_members(const std::vector<const Member*>& members);
 
-/// The rounds of barriers and gathers that are under way, as a table without I/O or clock: contributions in,
-/// answers out. A round ends once, in the same way for all its participants; one that failed is remembered
-/// until every participant that can still come was told. When a gone worker's place is taken, the rounds of
-/// its rank are forgotten and counted anew: who comes without knowing of that is told. One thread at a time.
+/// The current rounds of barriers and gathers, as a table without I/O or clock: contributions in, answers
+/// out. A round ends once, with the same result for all participants; a failed round is kept until every
+/// participant that can still arrive got the result. When a worker is replaced, the rounds of its rank are
+/// removed and counted from 0 again; a worker that contributes without knowing of the replacement gets an
+/// error. For one thread at a time.
 class Rounds {
  public:
   using Answer = std::function<void(int rank, Bytes message)>;
   explicit Rounds(Answer answer) : answer_(std::move(answer)) {}
 
-  /// A worker is in: a new one, or in the place of one that is gone.
+  /// A worker joined: a new one, or in place of one that left or died.
   void on_join(Member member);
   void contribute(int rank, Contribute message, TimePoint now);
-  /// Answers who has not come to the round that `rank` waits for under its number `call`.
+  /// Answers which ranks are missing in the round for which `rank` waits under its number `call`.
   void tell_missing(int rank, std::uint64_t call) const;
-  /// `rank` will not come any more; `story` tells why ("worker1 (…) died: …"). Rounds fail by the story of
-  /// the first of their ranks that went.
+  /// `rank` has left or died; `story` is the reason ("worker1 (…) died: …"). Its rounds fail with the story
+  /// of the first of their ranks that left or died.
   void on_gone(int rank, std::string story);
   /// Ends the rounds whose first deadline has passed.
   void tick(TimePoint now);
@@ -36,7 +37,7 @@ class Rounds {
   std::size_t size() const { return rounds_.size(); }
 
  private:
-  /// Rounds of other ranks under the same tag are other rounds.
+  /// Rounds of different ranks under the same tag are different rounds.
   struct Key {
     std::string tag;
     std::vector<int> ranks;
@@ -49,16 +50,16 @@ class Rounds {
   };
   struct Round {
     std::map<int, Arrival> arrived;
-    std::set<int> expected;  ///< participants that have not come and still may
+    std::set<int> expected;  ///< participants that have not arrived and still may
     Deadline deadline;
     bool ended = false;
     ErrorKind kind = ErrorKind::kInvalid;  ///< of the failure
     std::string text;
-    std::vector<int> missing = {};  ///< at its deadline, as is
+    std::vector<int> missing = {};  ///< ranks that were missing at the deadline; `there` lists the others
     std::string there = {};
   };
   struct End {
-    std::uint64_t number = 0;  ///< in the order of their ends
+    std::uint64_t number = 0;  ///< counts the ends
     std::string story;
   };
 
@@ -74,7 +75,7 @@ class Rounds {
 
   const Answer answer_;
   std::map<int, Member> members_;
-  std::map<int, std::string> former_names_;  ///< of the ranks whose place was taken
+  std::map<int, std::string> former_names_;  ///< of the ranks whose worker was replaced
   std::map<int, End> gone_;
   std::uint64_t ends_ = 0;
   std::map<Key, Round> rounds_;

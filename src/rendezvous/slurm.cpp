@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMostTasks = 1 << 20;
 
-/// Takes a positive number from the front of `text`.
+/// Removes a positive number from the front of `text`.
 std::optional<int> take_number(std::string_view& text) {
   int number = 0;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -50,7 +50,7 @@ std::string first_slurm_host(const std::string& list) {
   if (host.empty() || in_brackets || host.find_first_of("[]") != std::string::npos) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("'{}' is no Slurm node list; expected is something like node[1-3,5],other", list));
+        fmt::format("'{}' is not a Slurm node list; expected something like node[1-3,5],other", list));
   }
   return host;
 }
@@ -68,7 +68,7 @@ int slurm_tasks_of_node(const std::string& list, int node, const std::string& va
     const bool more = take(rest, ",");
     if (!tasks || !times || (!more && !rest.empty())) {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("{} is '{}'; expected is a list like 2(x3),1", variable, list));
+                  fmt::format("{} is '{}'; expected a list like 2(x3),1", variable, list));
     }
     before += *times;
     if (node < before) return *tasks;

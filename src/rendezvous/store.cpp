@@ -9,7 +9,7 @@
 namespace torchspan::rendezvous {
 namespace {
 
-/// What `left` has and `right` has not, shortened.
+/// The entries that only `left` has, shortened.
 std::string only_in(const Register& left, const Register& right) {
   constexpr std::size_t kMost = 8;
   const std::set<std::string> others(right.functions.begin(), right.functions.end());
@@ -67,7 +67,7 @@ void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) 
 int Store::rank_of(ConnectionId connection) const {
   const auto found = ranks_.find(connection);
   if (found == ranks_.end() || phase_ != Phase::kRunning) {
-    throw Error(ErrorKind::kInvalid, "a client spoke before it was welcome in the world");
+    throw Error(ErrorKind::kInvalid, "a client sent a message before it was admitted to the world");
   }
   return found->second;
 }
@@ -109,7 +109,7 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
   message.member.incarnation = 0;
   ranks_[connection] = rank;
   workers_[rank] = {std::move(message), connection};
-  if (static_cast<int>(workers_.size()) == options_.world_size) welcome_everybody();
+  if (static_cast<int>(workers_.size()) == options_.world_size) welcome_all();
 }
 
 void Store::admit(ConnectionId connection, Register message) {
@@ -178,7 +178,7 @@ std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
   }
   if (!is_open() && message.member.rank == kAnyRank) {
     return Error(ErrorKind::kInvalid,
-                 fmt::format("'{}' names no rank; a fixed world of {} workers gives none",
+                 fmt::format("'{}' names no rank; a fixed world of {} workers assigns none",
                              message.member.name, options_.world_size));
   }
   return std::nullopt;
@@ -191,13 +191,12 @@ std::optional<Error> Store::reason_to_come_later(const Register& message) const 
   };
   const int rank = message.member.rank;
   if (left(0)) {
-    return Error(
-        ErrorKind::kDisconnected,
-        fmt::format("{} has left, and the world ends with it: {} cannot join any more; start the job "
-                    "again",
-                    describe(workers_.at(0).member()), message.member.name));
+    return Error(ErrorKind::kDisconnected,
+                 fmt::format("{} has left, and the world ends with it: {} can no longer join; start the job "
+                             "again",
+                             describe(workers_.at(0).member()), message.member.name));
   }
-  // The members of a fixed world leave it together: it is the next one that such a worker wants to be in.
+  // The members of a fixed world leave it together, so such a worker belongs to the next world.
   if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
                fmt::format("{} has left, and with it this world ends: {} can join the next one only",
@@ -212,7 +211,7 @@ std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
 std::optional<Error> Store::reason_in_an_open_world(const Register& message) const {
   const Member& member = message.member;
   const auto refusal = [](std::string text) { return Error(ErrorKind::kInvalid, std::move(text)); };
-  constexpr const char* kIfDead = "if that one is dead, this is noticed shortly: try again";
+  constexpr const char* kIfDead = "if that worker is dead, the store detects it soon: try again";
   const Worker* namesake = holder_of(member.name);
   if (namesake != nullptr && namesake->connection) {
     return refusal(fmt::format("the name '{}' is taken by {}; choose another, or {}", member.name,
@@ -220,7 +219,7 @@ std::optional<Error> Store::reason_in_an_open_world(const Register& message) con
   }
   if (namesake != nullptr && member.rank != kAnyRank && member.rank != namesake->member().rank) {
     return refusal(fmt::format(
-        "'{}' wants rank {}, but that name belongs to rank {}, which {} held; come back with that "
+        "'{}' wants rank {}, but that name belongs to rank {}, which {} held; join with that "
         "rank, with rank {}, or under another name",
         member.name, member.rank, namesake->member().rank, describe(namesake->member()), kAnyRank));
   }
@@ -245,7 +244,7 @@ std::optional<Error> Store::reason_in_a_complete_world(const Register& message) 
   }
   return Error(
       ErrorKind::kInvalid,
-      fmt::format("the world of {} workers is complete, so {} cannot join any more{}; a worker that was "
+      fmt::format("the world of {} workers is complete, so {} can no longer join{}; a worker that was "
                   "restarted takes its place again under the same rank, name and world size once its "
                   "predecessor is gone, and another job needs another MASTER_PORT",
                   options_.world_size, describe(message.member),
@@ -318,7 +317,7 @@ Welcome Store::make_welcome() const {
   return welcome;
 }
 
-void Store::welcome_everybody() {
+void Store::welcome_all() {
   phase_ = Phase::kRunning;
   const Bytes message = encode_message(make_welcome());
   for (const auto& [rank, worker] : workers_) {
@@ -399,15 +398,16 @@ Error Store::missing_workers() const {
   }
   return Error(
       ErrorKind::kTimedOut,
-      fmt::format("only {} of {} workers came before the time to join ended; missing: rank {}; there: {}; "
-                  "start the missing ones (their own output may say why they did not come), or set "
+      fmt::format("only {} of {} workers joined before the join timeout; missing: rank {}; there: {}; "
+                  "start the missing ones (their own output may say why they did not join), or set "
                   "WORLD_SIZE to the number you want",
                   there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there)));
 }
 
 void Store::tick(TimePoint now) {
   if (phase_ == Phase::kGathering && gather_until_.passed(now)) {
-    for (int rank = 0; rank < options_.world_size; ++rank) told_.insert(rank);  // the missing cannot be told
+    // Missing ranks cannot get the reason, so the store does not wait for them.
+    for (int rank = 0; rank < options_.world_size; ++rank) told_.insert(rank);
     fail(missing_workers());
   }
   rounds_.tick(now);

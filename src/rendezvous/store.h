@@ -18,32 +18,32 @@ using ConnectionId = std::uint64_t;
 struct StoreOptions {
   int world_size = 1;  ///< or kOpenWorld
   std::string job;
-  std::string host_id = {};  ///< of rank 0: workers of other hosts are asked for signs of life
+  std::string host_id = {};  ///< of rank 0; workers on other hosts are asked for heartbeats
   Heartbeats::Options heartbeats = {};
 };
 
-/// What rank 0 serves, as a table without I/O or clock: messages and ends of connections in, messages out.
-/// A fixed world gathers first; a registration that cannot be, or the first deadline, fails it for everybody.
-/// Then it runs: deaths and good-byes are announced, rounds are held, and who comes in the place of a gone
-/// worker is let in. An open world runs from the moment rank 0 is in. One thread at a time.
+/// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
+/// A fixed world gathers first; an invalid registration, or the first deadline, fails it for all workers.
+/// Then it runs: the store announces deaths and good-byes, serves rounds, and admits a worker in place of one
+/// that died. An open world runs as soon as rank 0 has joined. For one thread at a time.
 class Store {
  public:
-  /// How the table acts on its connections; close() lets what was sent before arrive.
+  /// How the table uses its connections; close() delivers what was sent before.
   struct Connections {
     std::function<void(ConnectionId, Bytes)> send;
     std::function<void(ConnectionId)> close;
   };
   Store(StoreOptions options, Connections connections);
 
-  /// Throws Error{kInvalid} for bytes that are no message of this phase: close the connection.
+  /// Throws Error{kInvalid} for bytes that are not a message of this phase; the caller closes the connection.
   void on_message(ConnectionId connection, BytesView bytes, TimePoint now);
   void on_closed(ConnectionId connection, const Error& reason);
   void tick(TimePoint now);
   Deadline next_deadline() const;
-  /// Whether nobody needs it any more: all left or died; or, when the world failed, all who came were told
-  /// and closed, and nobody who has not come will miss the news.
+  /// Whether no worker needs the store: all left or died; or, if the world failed, no rank still waits for
+  /// the reason and all refused connections are closed.
   bool deserted() const;
-  /// The workers that are in and neither left nor died.
+  /// The workers that joined and have neither left nor died.
   std::vector<const Member*> present() const;
 
  private:
@@ -62,7 +62,7 @@ class Store {
   bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> reason_to_turn_away(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
-  /// The world is about to end, and will not take anybody in.
+  /// Why the world, which ends soon, admits no more workers.
   std::optional<Error> reason_to_come_later(const Register& message) const;
   std::optional<Error> reason_to_keep_out(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
@@ -74,11 +74,11 @@ class Store {
   const Worker* holder_of(const std::string& name) const;
   Welcome make_welcome() const;
   void bury(ConnectionId connection, const std::string& story);
-  /// Of a world that runs; the story begins with the worker.
+  /// Of a running world; the story begins with the worker.
   void end_of(int rank, const std::string& story);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason, bool passing = false);
-  void welcome_everybody();
+  void welcome_all();
   template <class Message>
   void tell_others(int rank, const Message& message);
   Error missing_workers() const;
@@ -92,10 +92,10 @@ class Store {
   Phase phase_;
   std::map<int, Worker> workers_;                           ///< the latest of every rank
   std::map<ConnectionId, int> ranks_;                       ///< of the registered connections
-  std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< came to an open world before rank 0
-  std::set<ConnectionId> refused_;                          ///< told, and not yet closed
-  std::set<ConnectionId> silent_;                           ///< declared dead, and not yet closed
-  std::set<int> told_;                                      ///< ranks that heard why the world failed
+  std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0
+  std::set<ConnectionId> refused_;                          ///< got the reason, not closed yet
+  std::set<ConnectionId> silent_;                           ///< declared dead, not closed yet
+  std::set<int> told_;  ///< ranks that got the reason why the world failed
   Deadline gather_until_;
   std::optional<Error> failure_;
 };

@@ -52,7 +52,7 @@ std::string StoreServer::finish(Deadline deadline) {
   finishing_ = true;
   transport_->wake();
   if (finished_->park(deadline)) return "";
-  // The serving thread alone may look at the store: it leaves its answer before it ends.
+  // Only the serving thread may read the store: it stores the result before it ends.
   stopping_ = true;
   transport_->wake();
   thread_.join();
@@ -62,7 +62,7 @@ std::string StoreServer::finish(Deadline deadline) {
 
 void StoreServer::serve() {
   while (!stopping_) {
-    // However much unauthenticated and members say, the store's deadlines pass in time.
+    // The store's deadlines pass in time, however many messages peers send.
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
     }
     store_.tick(runtime_.executor.now());
@@ -83,7 +83,7 @@ void StoreServer::send(ConnectionId connection, const Bytes& message) {
   try {
     found->second->send(message, {});
   } catch (const Error& error) {
-    // A channel that cannot send is about to report that it closed; one that is overloaded is made to.
+    // A channel that cannot send will report its end; an overloaded one is closed.
     runtime_.log.debug(fmt::format("store cannot answer {}: {}", found->second->peer(), error.message()));
     if (error.kind() != ErrorKind::kDisconnected) found->second->close();
   }
@@ -117,7 +117,7 @@ void StoreServer::on_closed(const std::shared_ptr<net::Channel>& channel, const 
 }
 
 void StoreServer::on_refused(const std::string& peer, const Error& reason) {
-  refusals_.write(fmt::format("the store turned '{}' away: {}", peer, reason.message()));
+  refusals_.write(fmt::format("the store rejected a connection from '{}': {}", peer, reason.message()));
 }
 
 }  // namespace torchspan::rendezvous

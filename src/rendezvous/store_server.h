@@ -13,17 +13,17 @@
 
 namespace torchspan::rendezvous {
 
-/// Serves a Store on its own transport and thread, which alone touches both.
+/// Serves a Store on its own transport and thread; only that thread uses them.
 class StoreServer final : private net::Handler {
  public:
-  /// Listens at once; throws kInvalid with advice when the address is in use.
+  /// Listens at once. Throws kInvalid, with advice, if the address is in use.
   StoreServer(Runtime& runtime, const TransportFactory& transports, const std::string& address,
               StoreOptions options);
-  /// Stops at once: clients that are still connected see their store die.
+  /// Stops at once: for clients that are still connected, their store dies.
   ~StoreServer() override;
 
-  /// Serves on until nobody needs the store any more, at most until the deadline. Returns the names of those
-  /// who were still in then.
+  /// Serves until no worker needs the store, at most until the deadline. Returns the names of the workers
+  /// that were still present then.
   std::string finish(Deadline deadline);
 
  private:

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <random>
 
+#include "net/api/network.h"
+
 namespace torchspan {
 namespace {
 
@@ -22,10 +24,11 @@ std::string at(const char* scheme, const std::string& host, int port) {
 
 }  // namespace
 
-Endpoint::Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret)
+Endpoint::Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret, std::string host_mark)
     : runtime_(runtime),
       secret_(std::move(secret)),
       network_(options.network),
+      host_mark_(std::move(host_mark)),
       one_host_(options.environment.one_host()),
       store_over_tls_(options.environment.store_address().starts_with("tls:")) {
   transport_.secret = secret_;
@@ -59,7 +62,8 @@ std::string Endpoint::told(const std::string& bound) const {
 
 std::unique_ptr<net::Transport> Endpoint::make_transport(net::Handler& handler) const {
   return one_host_ ? net::make_local_transport(runtime_.executor, handler, transport_, network_.local)
-                   : net::make_network_transport(runtime_.executor, handler, transport_, network_);
+                   : net::make_marked_network_transport(runtime_.executor, handler, transport_,
+                                                        {network_, host_mark_});
 }
 
 rendezvous::TransportFactory Endpoint::store_transports() const {

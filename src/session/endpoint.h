@@ -16,7 +16,7 @@ class Endpoint {
  public:
   /// Finds the route to the master, which may query the name service. Throws Error{kInvalid} if there is no
   /// route.
-  Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret);
+  Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret secret, std::string host_mark);
 
   /// The address at which the worker's transport listens.
   const std::string& listen() const { return listen_; }
@@ -34,6 +34,7 @@ class Endpoint {
   const net::Secret secret_;
   net::TransportOptions transport_;
   net::NetworkOptions network_;
+  const std::string host_mark_;  ///< empty: this boot of this machine
   bool one_host_;
   bool store_over_tls_;
   std::string listen_;

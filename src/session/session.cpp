@@ -10,11 +10,13 @@
 #include <torchspan/session/session.h>
 
 #include "session/endpoint.h"
+#include "session/session_on_host.h"
 
 namespace torchspan {
 namespace {
 
-rendezvous::MembershipOptions join_options(const WorkerOptions& options, const FunctionTable& functions) {
+rendezvous::MembershipOptions join_options(const WorkerOptions& options, const FunctionTable& functions,
+                                           const std::string& host_mark) {
   rendezvous::MembershipOptions join;
   join.name = options.environment.name;
   join.rank = options.environment.rank;
@@ -25,7 +27,7 @@ rendezvous::MembershipOptions join_options(const WorkerOptions& options, const F
   join.functions = functions.descriptions();
   join.require_same_functions = options.require_same_functions;
   join.timeout = options.environment.join_timeout;
-  join.host_id = options.network.host_mark;
+  join.host_id = host_mark;
   join.dead_after = std::max(options.network.tls.dead_after, 2 * join.heartbeat);
   return join;
 }
@@ -119,8 +121,9 @@ std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
 
 class Session::Impl {
  public:
+  /// `host_mark`: of the host that the worker believes to be on; empty: this boot of this machine.
   Impl(const WorkerOptions& options, FunctionTable functions,
-       std::vector<std::unique_ptr<rpc::Extension>> extensions)
+       std::vector<std::unique_ptr<rpc::Extension>> extensions, const std::string& host_mark)
       : runtime_owner_(make_runtime(options)),
         leave_timeout_(options.leave_timeout),
         exceptions_(std::uncaught_exceptions()) {
@@ -130,11 +133,11 @@ class Session::Impl {
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;
-    rendezvous::MembershipOptions join = join_options(options, functions);
+    rendezvous::MembershipOptions join = join_options(options, functions, host_mark);
     if (options.environment.world_size != 1) {
-      endpoint.emplace(
-          runtime_, options,
-          options.secret.empty() ? rendezvous::load_secret(options.environment) : options.secret);
+      endpoint.emplace(runtime_, options,
+                       options.secret.empty() ? rendezvous::load_secret(options.environment) : options.secret,
+                       host_mark);
       service.listen = endpoint->listen();
       join.store_listen = endpoint->store_listen();
       make_transport = [&](net::Handler& handler) { return endpoint->make_transport(handler); };
@@ -192,8 +195,14 @@ class Session::Impl {
 
 Session::Session(WorkerOptions options, FunctionTable functions,
                  std::vector<std::unique_ptr<rpc::Extension>> extensions)
-    : impl_(std::make_unique<Impl>(options, std::move(functions), std::move(extensions))) {}
+    : impl_(std::make_unique<Impl>(options, std::move(functions), std::move(extensions), std::string())) {}
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::~Session() = default;
+
+Session make_session_on_host(const std::string& host_mark, WorkerOptions options, FunctionTable functions) {
+  return Session(std::make_unique<Session::Impl>(options, std::move(functions),
+                                                 std::vector<std::unique_ptr<rpc::Extension>>(), host_mark));
+}
 
 Worker& Session::worker() { return impl_->service().worker(); }
 Runtime& Session::runtime() { return impl_->runtime(); }

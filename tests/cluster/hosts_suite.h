@@ -2,18 +2,19 @@
 #include <torchspan/detail/net/network.h>
 #include <torchspan/session/session.h>
 
+#include "session/session_on_host.h"
 #include "tests/support/cluster_main.h"
 #include "tests/support/hosts.h"
 
 namespace torchspan::testing {
 
-/// All namespaces belong to one kernel, so the test sets which host a worker believes to be on.
-inline WorkerOptions host_options() {
+/// The session of a scenario. All namespaces share one kernel, so the test names the host of each worker.
+inline Session join_on_host(FunctionTable functions = {}) {
   WorkerOptions options = WorkerOptions::from_env();
-  const std::string host = options.network.host_mark = std::getenv("TEST_HOST");
-  // UCX also takes the loopback devices of one kernel for one device. The cables are named like the hosts.
+  const std::string host = std::getenv("TEST_HOST");
+  // UCX, too, takes the loopback devices of one kernel for the same device. The cables are named after the hosts.
   if (options.network.ucx) options.network.ucx->devices = host;
-  return options;
+  return make_session_on_host(host, std::move(options), std::move(functions));
 }
 
 /// A suite whose worlds span two hosts, if this system allows making them.

@@ -16,7 +16,7 @@ namespace {
 
 using std::chrono::seconds;
 using testing::expect_all_end_well;
-using testing::host_options;
+using testing::join_on_host;
 using testing::Process;
 using testing::ProcessWorld;
 using testing::require;
@@ -54,7 +54,7 @@ data_parallel::DataParallelOptions small_buckets() {
 
 /// Ten steps on a part of each batch, compared with the same steps of one process on the whole batch.
 void train() {
-  Session session(host_options());
+  Session session = join_on_host();
   {
     const int rank = static_cast<int>(session.rank());
     const collective::Group group = session.group(over_hosts());
@@ -93,7 +93,7 @@ void train() {
 /// In the third step's backward the victim dies, when some of its gradients have been sent.
 void lose_a_rank() {
   const int victim = std::atoi(std::getenv("VICTIM"));
-  Session session(host_options());
+  Session session = join_on_host();
   const bool dies = static_cast<int>(session.rank()) == victim;
   const std::string name = "worker" + std::to_string(victim);
   nn::Sequential net = make_net();
@@ -122,7 +122,7 @@ void lose_a_rank() {
 /// Trains until the network is cut, prints "lost", and waits until it is restored: by then the group has
 /// ended, and the session reports the same error as the group did.
 void lose_the_network() {
-  Session session(host_options());
+  Session session = join_on_host();
   nn::Sequential net = make_net();
   const collective::Group group = session.group(over_hosts());
   DistributedDataParallel model(session.runtime(), net, group, small_buckets());

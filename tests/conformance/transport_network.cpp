@@ -1,8 +1,7 @@
 #include <filesystem>
 #include <map>
 
-#include <torchspan/detail/net/network.h>
-
+#include "net/api/network.h"
 #include "net/network/place.h"
 #include "net/tls/tls_address.h"
 #include "tests/conformance/transport_echo.h"
@@ -25,7 +24,8 @@ class NetworkWorld final : public World {
   Executor& executor() override { return *executor_; }
   std::unique_ptr<Transport> make_transport(const std::string& name, Handler& handler,
                                             TransportOptions options) override {
-    return make_network_transport(*executor_, handler, std::move(options), {.host_mark = mark_of(name)});
+    return make_marked_network_transport(*executor_, handler, std::move(options),
+                                         {.host_mark = mark_of(name)});
   }
   std::string listen_address(const std::string& name) override {
     const auto known = echoes_.find(name);

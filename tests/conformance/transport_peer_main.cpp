@@ -6,6 +6,7 @@
 #include <torchspan/net/tls.h>
 #include <torchspan/net/ucx.h>
 
+#include "net/api/network.h"
 #include "net/api/stream.h"
 #include "tests/conformance/transport_echo.h"
 
@@ -17,7 +18,7 @@ namespace {
 
 class PeerWorld final : public World {
  public:
-  PeerWorld(std::string kind, std::string address, NetworkOptions network)
+  PeerWorld(std::string kind, std::string address, MarkedNetworkOptions network)
       : kind_(std::move(kind)),
         address_(std::move(address)),
         network_(std::move(network)),
@@ -26,11 +27,14 @@ class PeerWorld final : public World {
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
     if (kind_ == "local") return make_local_transport(*executor_, handler, std::move(options));
-    if (kind_ == "tls") return make_tls_transport(*executor_, handler, std::move(options), network_.tls);
-    if (kind_ == "network") return make_network_transport(*executor_, handler, std::move(options), network_);
+    if (kind_ == "tls")
+      return make_tls_transport(*executor_, handler, std::move(options), network_.network.tls);
+    if (kind_ == "network")
+      return make_marked_network_transport(*executor_, handler, std::move(options), network_);
     if (kind_ == "ucx") {
-      return make_ucx_transport(*executor_, handler, std::move(options),
-                                {.network = UcxNetwork::kIsolated, .devices = "lo", .tls = network_.tls});
+      return make_ucx_transport(
+          *executor_, handler, std::move(options),
+          {.network = UcxNetwork::kIsolated, .devices = "lo", .tls = network_.network.tls});
     }
     return make_stream_transport(*executor_, handler, std::move(options));
   }
@@ -42,7 +46,7 @@ class PeerWorld final : public World {
  private:
   const std::string kind_;
   const std::string address_;
-  const NetworkOptions network_;
+  const MarkedNetworkOptions network_;
   const std::unique_ptr<Executor> executor_;
 };
 
@@ -52,12 +56,12 @@ class PeerWorld final : public World {
 int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
   if (count < 3 || count == 5 || count > 6) return 2;
-  torchspan::net::NetworkOptions network;
+  torchspan::net::MarkedNetworkOptions network;
   if (count == 4) network.host_mark = arguments[3];
   if (count == 6) {
-    network.tls.certificate_file = arguments[3];
-    network.tls.key_file = arguments[4];
-    network.tls.authority_file = arguments[5];
+    network.network.tls.certificate_file = arguments[3];
+    network.network.tls.key_file = arguments[4];
+    network.network.tls.authority_file = arguments[5];
   }
   PeerWorld world(arguments[1], arguments[2], network);
   Node node(world, "echo", echo_options());

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <memory>
 
 #include <torchspan/core/metrics.h>
@@ -8,23 +7,13 @@
 
 namespace torchspan::net {
 
-/// System calls of the local transport that may fail.
-enum class LocalStep : std::uint8_t {
-  kMakeMemory,      ///< create a memory file
-  kReserveMemory,   ///< allocate its pages
-  kMapMemory,       ///< map it, this side's or the peer's
-  kPassDescriptor,  ///< send it to the peer
-  kTakeDescriptor,  ///< receive one from the peer
-};
-
 struct LocalOptions {
   std::size_t ring_bytes = std::size_t{1} << 20;      ///< per direction; a power of two, at least 4096
   std::size_t lend_from = std::size_t{16} << 10;      ///< smaller segments go through the ring
   std::uint64_t pool_bytes = std::uint64_t{1} << 30;  ///< lent blocks of the whole transport, in use or not
   /// Blocks unused for this long are returned to the system; 0: never.
   Duration idle_after = std::chrono::seconds(30);
-  Metrics* metrics = nullptr;                  ///< gets net.local.*; must outlive the transport
-  std::function<bool(LocalStep)> refuse = {};  ///< for tests: true fails the step; any thread
+  Metrics* metrics = nullptr;  ///< gets net.local.*; must outlive the transport
 };
 
 /// Like make_stream_transport(), but over "unix:/path" peers share memory: a ring per direction, and blocks

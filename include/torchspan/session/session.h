@@ -109,6 +109,10 @@ class Session {
 
  private:
   class Impl;
+  friend Session make_session_on_host(const std::string& host_mark, WorkerOptions options,
+                                      FunctionTable functions);
+  explicit Session(std::unique_ptr<Impl> impl);
+
   std::unique_ptr<Impl> impl_;
 };
 

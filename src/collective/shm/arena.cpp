@@ -5,14 +5,13 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
 #include <torchspan/core/error.h>
 
 namespace torchspan::collective::shm {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr std::uint64_t kPage = 4096;
 
 std::uint64_t whole_pages(std::uint64_t bytes) {
@@ -21,35 +20,25 @@ std::uint64_t whole_pages(std::uint64_t bytes) {
 
 }  // namespace
 
-Mapping::Mapping(const Descriptor& descriptor, std::uint64_t size) {
-  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
-  struct stat about {};
-  if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
-      static_cast<std::uint64_t>(about.st_size) != size) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "a member of the group passed memory that is not sealed or does not have the size that it declared");
+SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
+  if (!is_sealed_memory_file(descriptor, size)) {
+    throw Error(ErrorKind::kInvalid,
+                "a member of the group passed memory that is not sealed or does not have the size that it declared");
   }
-  void* memory =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
-  if (memory == MAP_FAILED) {
+  SharedMemory memory = SharedMemory::map(descriptor, size, MAP_NORESERVE);
+  if (!memory) {
     throw Error(
         ErrorKind::kOverloaded,
         fmt::format("no address space for the {} bytes that a rank of this group may share: {}; lower "
                     "GroupOptions::shared_bytes, or raise this process's limit (ulimit -v)",
                     size, std::strerror(errno)));
   }
-  data_ = static_cast<std::byte*>(memory);
-  size_ = size;
-  ::madvise(memory, size, MADV_DONTDUMP);
-}
-
-Mapping::~Mapping() {
-  if (data_ != nullptr) ::munmap(data_, size_);
+  ::madvise(memory.data(), size, MADV_DONTDUMP);
+  return memory;
 }
 
 Arena::Arena(Descriptor descriptor, std::uint64_t size)
-    : descriptor_(std::move(descriptor)), mapping_(descriptor_, size) {
+    : descriptor_(std::move(descriptor)), mapping_(map_arena(descriptor_, size)) {
   free_.emplace(0, size);
 }
 
@@ -59,12 +48,12 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
            static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   }
   size = whole_pages(size);
-  Descriptor descriptor(::memfd_create("torchspan group", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!descriptor || ::ftruncate(descriptor.get(), static_cast<off_t>(size)) != 0 ||
-      ::fcntl(descriptor.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
-                            std::strerror(errno)));
+  Descriptor descriptor = create_memory_file("torchspan group");
+  if (!descriptor || !seal_memory_file(descriptor, size, FilePages::kOnDemand)) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
+                    std::strerror(errno)));
   }
   return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
 }

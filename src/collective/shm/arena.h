@@ -3,41 +3,16 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <utility>
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "core/api/descriptor.h"
+#include "core/api/shared_memory.h"
 
 namespace torchspan::collective::shm {
 
-/// The mapping of one rank's shared memory in this process; the destructor unmaps it.
-class Mapping {
- public:
-  Mapping() = default;
-  /// Maps a sealed memory file of exactly `size` bytes. Throws kInvalid for any other file, which a peer
-  /// could truncate later; kOverloaded without address space.
-  Mapping(const Descriptor& descriptor, std::uint64_t size);
-  Mapping(Mapping&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
-  Mapping& operator=(Mapping&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(size_, other.size_);
-    return *this;
-  }
-  ~Mapping();
-
-  std::byte* data() const { return data_; }
-  std::uint64_t size() const { return size_; }
-  /// Whether the `bytes` bytes at `offset` are inside; checked for every offset received from a peer.
-  bool holds(std::uint64_t offset, std::uint64_t bytes) const {
-    return offset <= size_ && bytes <= size_ - offset;
-  }
-
- private:
-  std::byte* data_ = nullptr;
-  std::uint64_t size_ = 0;
-};
+/// Maps the arena of a rank: a sealed memory file of exactly `size` bytes. Throws kInvalid for any other file,
+/// which could shrink under the mapping; kOverloaded without address space.
+SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size);
 
 /// The memory that one rank shares: an anonymous memory file of the largest allowed size. Only allocated
 /// pages take memory. Thread-safe.
@@ -61,7 +36,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void release(const Stretch& stretch) { give_back(stretch.offset, stretch.bytes); }
 
   const Descriptor& descriptor() const { return descriptor_; }
-  const Mapping& mapping() const { return mapping_; }
+  const SharedMemory& mapping() const { return mapping_; }
   bool holds(const void* data, std::size_t bytes) const;
   std::uint64_t offset_of(const void* data) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(data) - mapping_.data());
@@ -75,7 +50,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void give_back(std::uint64_t offset, std::uint64_t bytes);
 
   const Descriptor descriptor_;
-  const Mapping mapping_;
+  const SharedMemory mapping_;
   Mutex mutex_;
   std::map<std::uint64_t, std::uint64_t> free_ TORCHSPAN_GUARDED_BY(mutex_);  ///< offset → bytes
 };

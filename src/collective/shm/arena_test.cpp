@@ -52,7 +52,7 @@ TEST(Arena, JoinsNeighboursThatWereGivenBackInAnyOrder) {
 TEST(Arena, IsSeenByWhoMapsItsFile) {
   const auto arena = Arena::make(1 << 20);
   const auto block = arena->allocate(100);
-  const Mapping other(Descriptor(::dup(arena->descriptor().get())), 1 << 20);
+  const SharedMemory other = map_arena(Descriptor(::dup(arena->descriptor().get())), 1 << 20);
   block.get()[5] = std::byte{42};
   EXPECT_EQ(other.data()[arena->offset_of(block.get()) + 5], std::byte{42});
   EXPECT_FALSE(other.holds((1 << 20) - 4, 5));
@@ -63,9 +63,9 @@ TEST(Arena, IsSeenByWhoMapsItsFile) {
 TEST(Arena, RefusesFilesThatCouldShrink) {
   const Descriptor plain(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(plain.get(), 4096), 0);
-  EXPECT_THROW(Mapping(plain, 4096), Error);
+  EXPECT_THROW(map_arena(plain, 4096), Error);
   const auto arena = Arena::make(1 << 20);
-  EXPECT_THROW(Mapping(arena->descriptor(), 1 << 21), Error);
+  EXPECT_THROW(map_arena(arena->descriptor(), 1 << 21), Error);
 }
 
 TEST(Arena, BlocksOutliveTheirArenasOwner) {

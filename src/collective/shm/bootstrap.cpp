@@ -111,7 +111,7 @@ class Bootstrap {
       }
     }
     for (int rank = 1; rank < size(); ++rank) {
-      peer_memory_->add_peer(rank, Mapping(peers[rank]->memory, peers[rank]->size));
+      peer_memory_->add_peer(rank, map_arena(peers[rank]->memory, peers[rank]->size));
       peer_memory_->add_end(rank, peers[rank]->connection.take_socket());
     }
   }
@@ -130,7 +130,7 @@ class Bootstrap {
                     "the first rank of the host passed memory for an unknown rank or with a wrong token");
       }
       known[about.rank] = true;
-      peer_memory_->add_peer(static_cast<int>(about.rank), Mapping(received.descriptor, about.size));
+      peer_memory_->add_peer(static_cast<int>(about.rank), map_arena(received.descriptor, about.size));
     }
     peer_memory_->add_end(0, connection.take_socket());
   }

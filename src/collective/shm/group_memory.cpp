@@ -20,7 +20,7 @@ constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
   throw Error(ErrorKind::kInvalid, "a member of the group sent an offset outside its shared memory");
 }
 
-void check_place(const Mapping& memory, std::uint64_t offset, std::size_t bytes) {
+void check_place(const SharedMemory& memory, std::uint64_t offset, std::size_t bytes) {
   if (!memory.holds(offset, bytes) || offset % kLine != 0) throw_outside();
 }
 
@@ -127,7 +127,7 @@ std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<PeerMemory> peer_
 
 void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_area_bytes,
                        std::size_t control_bytes) {
-  const Mapping& root = peer_memory_->memory(members_[0]);
+  const SharedMemory& root = peer_memory_->memory(members_[0]);
   check_place(root, places[0].control, control_bytes);
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
@@ -136,7 +136,7 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_ar
                 "them the same CPU affinity, or use another backend");
   }
   for (std::size_t rank = 0; rank < members_.size(); ++rank) {
-    const Mapping& place = peer_memory_->memory(members_[rank]);
+    const SharedMemory& place = peer_memory_->memory(members_[rank]);
     check_place(place, places[rank].staging_area, staging_area_bytes);
     staging_areas_.push_back(reinterpret_cast<StagingArea*>(place.data() + places[rank].staging_area));
     tokens_.push_back(places[rank].token);
@@ -145,7 +145,7 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_ar
 }
 
 std::byte* GroupMemory::place(int rank, const Call& call) const {
-  const Mapping& memory = peer_memory_->memory(members_[static_cast<std::size_t>(rank)]);
+  const SharedMemory& memory = peer_memory_->memory(members_[static_cast<std::size_t>(rank)]);
   if (!memory.holds(call.place, call.bytes)) throw_outside();
   return memory.data() + call.place;
 }

@@ -49,13 +49,13 @@ class PeerMemory final : public WorldListener {
   int size() const { return static_cast<int>(peers_.size()); }
   const PeerIdentity& peer(int peer_rank) const { return peers_[static_cast<std::size_t>(peer_rank)]; }
   const std::shared_ptr<Arena>& own() const { return own_; }
-  const Mapping& memory(int peer_rank) const {
+  const SharedMemory& memory(int peer_rank) const {
     return peer_rank == self_ ? own_->mapping() : mappings_[static_cast<std::size_t>(peer_rank)];
   }
 
   /// Adds a peer's memory, and the socket that closes when the peer ends. Call them before other threads use
   /// this object.
-  void add_peer(int peer_rank, Mapping memory) {
+  void add_peer(int peer_rank, SharedMemory memory) {
     mappings_[static_cast<std::size_t>(peer_rank)] = std::move(memory);
   }
   void add_end(int peer_rank, Descriptor socket) {
@@ -92,7 +92,7 @@ class PeerMemory final : public WorldListener {
   const std::vector<PeerIdentity> peers_;
   const int self_;
   const std::shared_ptr<Arena> own_;
-  std::vector<Mapping> mappings_;
+  std::vector<SharedMemory> mappings_;
   std::vector<Descriptor> ends_;
   Mutex mutex_;
   std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -76,30 +76,17 @@ void UnixConnection::send(BytesView bytes, int descriptor, Deadline deadline) {
 }
 
 DescriptorMessage UnixConnection::receive(std::size_t most, Deadline deadline) {
-  DescriptorMessage received{.bytes = Bytes(most)};
-  iovec place{received.bytes.data(), most};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &place;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  ssize_t got;
-  while ((got = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC)) < 0) {
+  DescriptorMessage message{.bytes = Bytes(most)};
+  ReceivedBytes received;
+  while ((received = receive_with_descriptors(socket_.get(), message.bytes, 0)).size < 0) {
     if (!would_block()) throw disconnected("a message could not be received");
     wait_until_ready(false, deadline);
-    message.msg_controllen = control.size();
   }
-  const cmsghdr* head = CMSG_FIRSTHDR(&message);
-  if (head != nullptr && head->cmsg_type == SCM_RIGHTS && head->cmsg_len == CMSG_LEN(sizeof(int))) {
-    int descriptor;
-    std::memcpy(&descriptor, CMSG_DATA(head), sizeof descriptor);
-    received.descriptor = Descriptor(descriptor);
-  }
+  if (received.descriptors.size() == 1) message.descriptor = std::move(received.descriptors.front());
   errno = 0;
-  if (got == 0) throw disconnected("a member disconnected");
-  received.bytes.resize(static_cast<std::size_t>(got));
-  return received;
+  if (received.size == 0) throw disconnected("a member disconnected");
+  message.bytes.resize(static_cast<std::size_t>(received.size));
+  return message;
 }
 
 UnixListener::UnixListener(Executor& executor, const std::vector<std::string>& names) : executor_(executor) {

@@ -1,8 +1,10 @@
 #pragma once
 #include <functional>
+#include <span>
 #include <sys/types.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include <torchspan/core/bytes.h>
 
@@ -42,8 +44,17 @@ class Descriptor {
   bool inherited_ = true;
 };
 
-/// Sends `bytes` through a Unix socket, together with `descriptor` unless it is -1. Returns the number of
-/// bytes sent, or -1 with errno set, as sendmsg(2) does.
+/// Sends bytes through a Unix socket, with `descriptor` unless that is -1. Returns the number of bytes sent, or
+/// -1 and sets errno, like sendmsg(2).
 ssize_t send_with_descriptor(int socket, BytesView bytes, int descriptor, int flags);
+
+/// What receive_with_descriptors() received.
+struct ReceivedBytes {
+  ssize_t size = 0;        ///< as recvmsg(2): 0 at the end of the stream, -1 with errno
+  bool truncated = false;  ///< descriptors were lost: too many at once, or this process has no more
+  std::vector<Descriptor> descriptors = {};
+};
+/// Receives bytes into `place`, with up to 4 descriptors, from a Unix socket.
+ReceivedBytes receive_with_descriptors(int socket, std::span<std::byte> place, int flags);
 
 }  // namespace torchspan

@@ -1,5 +1,3 @@
-#include "net/local/blocks.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,6 +10,9 @@
 
 #include <torchspan/detail/core/executor.h>
 
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
+#include "net/local/memory.h"
 #include "tests/support/errors.h"
 
 namespace torchspan::net::blocks_test {
@@ -202,7 +203,9 @@ TEST(Blocks, AreNotLentOnceTheConnectionEnded) {
 TEST(Blocks, GiveWayToBytesWhenTheSystemRefuses) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory}) {
     bool refuses = true;
-    Lane lane({.refuse = [&](LocalStep now) { return refuses && now == step; }});
+    const LocalFaults faults = [&](LocalStep now) { return refuses && now == step; };
+    Lane lane(std::make_shared<LocalShare>(LocalOptions{}, faults),
+              std::make_shared<LocalShare>(LocalOptions{}, faults));
     EXPECT_EQ(lane.lend(kSize), 0u);
     EXPECT_EQ(lane.sender->reserved, 0u) << "nothing is left of it";
     refuses = false;

@@ -5,7 +5,9 @@
 #include <sys/mman.h>
 
 #include "net/framing.h"
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
+#include "net/local/memory.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"
 #include "tests/support/fuzz_seeds.h"

@@ -13,7 +13,9 @@
 
 #include "net/framing.h"
 #include "net/handshake.h"
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
+#include "net/local/local_transport.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"
 #include "net/stream/address.h"
@@ -42,11 +44,12 @@ struct Journal : Handler {
 
 /// A transport with what it heard and counted.
 struct Side {
-  Side(Executor& executor, LocalOptions local, TransportOptions options) {
+  Side(Executor& executor, LocalSetup setup, TransportOptions options) {
+    LocalOptions& local = setup.options;
     options.secret = test_secret();
     local.metrics = &metrics;
     if (local.ring_bytes == LocalOptions().ring_bytes) local.ring_bytes = kRing;
-    transport = make_local_transport(executor, journal, std::move(options), std::move(local));
+    transport = make_local_part(executor, journal, std::move(options), std::move(setup));
   }
   std::uint64_t count(const std::string& name) { return metrics.counter("net.local." + name).value(); }
 
@@ -99,8 +102,8 @@ class LocalTransportTest : public ::testing::Test {
   }
 
   void start(LocalOptions dials = {}, LocalOptions listens = {}, TransportOptions options = {}) {
-    listener_ = std::make_unique<Side>(*executor_, std::move(listens), options);
-    dialer_ = std::make_unique<Side>(*executor_, std::move(dials), options);
+    listener_ = std::make_unique<Side>(*executor_, LocalSetup{std::move(listens), listener_faults_}, options);
+    dialer_ = std::make_unique<Side>(*executor_, LocalSetup{std::move(dials), dialer_faults_}, options);
     address_ = listener_->transport->listen("unix:" + directory_ + "/socket");
   }
   /// A channel that has settled; `back` is the listener's end of it.
@@ -156,6 +159,7 @@ class LocalTransportTest : public ::testing::Test {
   const std::unique_ptr<Executor> executor_ = make_executor();
   std::string directory_;
   std::string address_;
+  LocalFaults listener_faults_, dialer_faults_;  ///< for start()
   std::unique_ptr<Side> listener_, dialer_;
   std::shared_ptr<Channel> channel_, back_;
 };
@@ -200,7 +204,7 @@ inline RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
   peer.out = std::make_unique<RingProducer>(std::move(made->memory));
   peer.say(record(true, false, Bytes(kNonceBytes)), made->descriptor.get());
   std::deque<Descriptor> descriptors;
-  drive_until([&] { return receive_with_descriptors(peer.socket.get(), bytes, descriptors, {}).size == 48; });
+  drive_until([&] { return receive_notes(peer.socket.get(), bytes, descriptors, {}).size == 48; });
   peer.in = std::make_unique<RingConsumer>(map_memory({}, descriptors.at(0), kRingHeaderBytes + kRing));
   const Bytes nonce(begin(peer.in->header().nonce), end(peer.in->header().nonce));
   peer.say(record(false, verdict != Verdict::kNo, verdict == Verdict::kLie ? Bytes(kNonceBytes) : nonce));

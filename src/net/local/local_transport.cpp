@@ -8,13 +8,14 @@
 namespace torchspan::net {
 
 std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& handler,
-                                                 TransportOptions options, LocalOptions local) {
+                                                 TransportOptions options, LocalSetup setup) {
+  const LocalOptions& local = setup.options;
   if (!is_ring_size(local.ring_bytes)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("LocalOptions::ring_bytes is {}: take a power of two from 4 KiB to 1 GiB",
+                fmt::format("LocalOptions::ring_bytes is {}: use a power of two from 4 KiB to 1 GiB",
                             local.ring_bytes));
   }
-  auto share = std::make_shared<LocalShare>(std::move(local));
+  auto share = std::make_shared<LocalShare>(std::move(setup.options), std::move(setup.faults));
   options = with_receive_buffers(std::move(options));
   return std::make_unique<StreamTransport>(executor, handler, options, [share, options](Role role) {
     return std::make_unique<SharedLane>(share, options, role);
@@ -23,7 +24,7 @@ std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& ha
 
 std::unique_ptr<Transport> make_local_transport(Executor& executor, Handler& handler,
                                                 TransportOptions options, LocalOptions local) {
-  return make_local_part(executor, handler, std::move(options), std::move(local));
+  return make_local_part(executor, handler, std::move(options), {.options = std::move(local)});
 }
 
 }  // namespace torchspan::net

@@ -3,12 +3,18 @@
 
 #include <torchspan/net/local.h>
 
+#include "net/local/local_faults.h"
 #include "net/stream/stream_transport.h"
 
 namespace torchspan::net {
 
-/// As make_local_transport(), for a transport that has it as a part.
+struct LocalSetup {
+  LocalOptions options = {};
+  LocalFaults faults = {};
+};
+
+/// Like make_local_transport(), for a transport that contains this one, and for tests that make calls fail.
 std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& handler,
-                                                 TransportOptions options, LocalOptions local);
+                                                 TransportOptions options, LocalSetup setup);
 
 }  // namespace torchspan::net

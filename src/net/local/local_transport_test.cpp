@@ -106,10 +106,12 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketWhenEitherSideCannotShare) {
     for (const bool dials : {false, true}) {
       SCOPED_TRACE(::testing::Message()
                    << "step " << static_cast<int>(step) << (dials ? ", dialer" : ", listener"));
-      const LocalOptions lame{.refuse = [step](LocalStep now) { return now == step; }};
+      const LocalFaults faults = [step](LocalStep now) { return now == step; };
       dialer_.reset();
       listener_.reset();
-      dials ? start(lame, {}) : start({}, lame);
+      dialer_faults_ = dials ? faults : nullptr;
+      listener_faults_ = dials ? nullptr : faults;
+      start();
       join();
       expect_traffic();
       EXPECT_EQ(dialer_->count("lent") + listener_->count("lent"), 0u);
@@ -127,7 +129,8 @@ TEST_F(LocalTransportTest, SendsBytesWhenTheSystemStopsGivingMemory) {
     bool refuses = false;
     dialer_.reset();
     listener_.reset();
-    start({.refuse = [&](LocalStep now) { return refuses && now == step; }});
+    dialer_faults_ = [&](LocalStep now) { return refuses && now == step; };
+    start();
     join();
     refuses = true;
     for (std::uint8_t i = 0; i < 5; ++i) {
@@ -142,7 +145,8 @@ TEST_F(LocalTransportTest, SendsBytesWhenTheSystemStopsGivingMemory) {
 
 TEST_F(LocalTransportTest, SaysWhatToDoWhenItHasNoDescriptorForABlock) {
   bool refuses = false;
-  start({}, {.refuse = [&](LocalStep now) { return refuses && now == LocalStep::kTakeDescriptor; }});
+  listener_faults_ = [&](LocalStep now) { return refuses && now == LocalStep::kTakeDescriptor; };
+  start();
   join();
   refuses = true;
   send(*channel_, 300'000, 1);

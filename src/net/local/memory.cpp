@@ -2,57 +2,44 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
+
+#include <torchspan/core/error.h>
 
 namespace torchspan::net {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-
-SharedMemory map(const LocalOptions& options, int descriptor, std::size_t size, int flags) {
-  if (refused(options, LocalStep::kMapMemory)) {
+SharedMemory map_unless_refused(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size,
+                                int flags) {
+  if (fails(faults, LocalStep::kMapMemory)) {
     errno = ENOMEM;
     return {};
   }
-  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | flags, descriptor, 0);
-  if (memory == MAP_FAILED) return {};
-  return {static_cast<std::byte*>(memory), size};
+  return SharedMemory::map(descriptor, size, flags);
 }
 
 }  // namespace
 
-SharedMemory::~SharedMemory() {
-  if (data_ != nullptr) ::munmap(data_, size_);
-}
-
-bool refused(const LocalOptions& options, LocalStep step) { return options.refuse && options.refuse(step); }
-
-std::optional<NewMemory> make_memory(const LocalOptions& options, std::size_t size) {
-  if (refused(options, LocalStep::kMakeMemory)) return std::nullopt;
-  NewMemory made{{}, Descriptor(::memfd_create("torchspan", MFD_CLOEXEC | MFD_ALLOW_SEALING))};
-  if (!made.descriptor || refused(options, LocalStep::kReserveMemory)) return std::nullopt;
-  if (::fallocate(made.descriptor.get(), 0, 0, static_cast<off_t>(size)) != 0) return std::nullopt;
-  if (::fcntl(made.descriptor.get(), F_ADD_SEALS, kSeals) != 0) return std::nullopt;
-  made.memory = map(options, made.descriptor.get(), size, MAP_POPULATE);
-  if (made.memory.data() == nullptr) return std::nullopt;
+std::optional<NewMemory> make_memory(const LocalFaults& faults, std::size_t size) {
+  if (fails(faults, LocalStep::kMakeMemory)) return std::nullopt;
+  NewMemory made{{}, create_memory_file("torchspan")};
+  if (!made.descriptor || fails(faults, LocalStep::kReserveMemory)) return std::nullopt;
+  if (!seal_memory_file(made.descriptor, size, FilePages::kReserved)) return std::nullopt;
+  made.memory = map_unless_refused(faults, made.descriptor, size, MAP_POPULATE);
+  if (!made.memory) return std::nullopt;
   return made;
 }
 
-SharedMemory map_memory(const LocalOptions& options, const Descriptor& descriptor, std::size_t size) {
-  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
-  struct stat about {};
-  if (seals < 0 || (seals & kSeals) != kSeals || ::fstat(descriptor.get(), &about) != 0 ||
-      static_cast<std::size_t>(about.st_size) != size) {
-    throw Error(ErrorKind::kInvalid, "passed memory that is not sealed, or not of the size it said");
+SharedMemory map_memory(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size) {
+  if (!is_sealed_memory_file(descriptor, size)) {
+    throw Error(ErrorKind::kInvalid, "passed memory that is not sealed or is not of the announced size");
   }
-  SharedMemory memory = map(options, descriptor.get(), size, 0);
-  if (memory.data() == nullptr) {
+  SharedMemory memory = map_unless_refused(faults, descriptor, size, 0);
+  if (!memory) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("passed {} bytes of memory that cannot be mapped here: {}; lower "
-                            "LocalOptions::pool_bytes there, or give this process more",
+                            "LocalOptions::pool_bytes there, or raise the memory limit of this process",
                             size, std::strerror(errno)));
   }
   return memory;

@@ -9,11 +9,11 @@ namespace {
 
 constexpr std::uint64_t kLeastRing = 4096;
 constexpr std::uint64_t kMostRing = std::uint64_t{1} << 30;
-/// A long row of bytes is handed out in parts, so that both sides work at the same time.
+/// Readable bytes are returned in parts of this size, so that both sides work at the same time.
 constexpr std::size_t kParts = 4;
 
-/// Sequentially consistent, as are the counters: of "I wrote, do you sleep?" and "I sleep, did you write?"
-/// one gets a yes.
+/// Sequentially consistent, like the counters: if one side writes while the other falls asleep, at least one
+/// of them sees it.
 bool take_flag(std::atomic<std::uint32_t>& flag) { return flag.load() != 0 && flag.exchange(0) != 0; }
 
 }  // namespace
@@ -27,14 +27,14 @@ RingProducer::RingProducer(SharedMemory memory)
 
 std::size_t RingProducer::room() const {
   const std::uint64_t used = tail_.load(std::memory_order_relaxed) - header().head.load();
-  if (used > capacity_) throw Error(ErrorKind::kInvalid, "says it has read more than was written");
+  if (used > capacity_) throw Error(ErrorKind::kInvalid, "reports more bytes read than were written");
   return capacity_ - used;
 }
 
 std::size_t RingProducer::write(std::span<const iovec> places) {
   std::size_t wanted = 0;
   for (const iovec& place : places) wanted += place.iov_len;
-  // The consumer's counter costs a cache miss: it is asked only when what it said last is not enough.
+  // Reading the consumer's counter costs a cache miss: read it only if its last value leaves too little room.
   if (wanted > room_seen_) room_seen_ = room();
   const std::size_t room = room_seen_;
   const std::uint64_t start = tail_.load(std::memory_order_relaxed);
@@ -73,7 +73,7 @@ RingConsumer::RingConsumer(SharedMemory memory)
 
 std::size_t RingConsumer::available() const {
   const std::uint64_t size = header().tail.load() - head_;
-  if (size > capacity_) throw Error(ErrorKind::kInvalid, "says it has written more than its ring holds");
+  if (size > capacity_) throw Error(ErrorKind::kInvalid, "reports more bytes written than its ring holds");
   return size;
 }
 

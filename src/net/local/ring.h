@@ -13,35 +13,36 @@
 
 namespace torchspan::net {
 
-/// A byte ring for one producer and one consumer in memory that both map. Its first page:
+/// A byte ring for one producer and one consumer, in memory that both map. This is its first page:
 struct RingHeader {
   std::array<std::byte, kNonceBytes> nonce;                ///< proves that both see the same memory
-  alignas(64) std::atomic<std::uint64_t> tail;             ///< bytes ever written; the producer's
-  alignas(64) std::atomic<std::uint64_t> head;             ///< bytes ever consumed; the consumer's
-  alignas(64) std::atomic<std::uint32_t> consumer_sleeps;  ///< and wants to be woken for bytes
-  alignas(64) std::atomic<std::uint32_t> producer_waits;   ///< and wants to be woken for room
+  alignas(64) std::atomic<std::uint64_t> tail;             ///< bytes written so far; set by the producer
+  alignas(64) std::atomic<std::uint64_t> head;             ///< bytes consumed so far; set by the consumer
+  alignas(64) std::atomic<std::uint32_t> consumer_sleeps;  ///< the consumer asks to be woken for bytes
+  alignas(64) std::atomic<std::uint32_t> producer_waits;   ///< the producer asks to be woken for room
 };
 inline constexpr std::size_t kRingHeaderBytes = 4096;
 static_assert(sizeof(RingHeader) <= kRingHeaderBytes && std::atomic<std::uint64_t>::is_always_lock_free &&
               std::atomic<std::uint32_t>::is_always_lock_free);
 
-/// Whether a ring may have so many bytes: a power of two, neither tiny nor huge.
+/// Whether a ring may have `size` bytes: a power of two from 4 KiB to 1 GiB.
 bool is_ring_size(std::uint64_t size);
 
-/// The writing end. Each side keeps its own counter in private memory and believes the other's only as far as
-/// the ring's size goes. write() is for one thread at a time.
+/// The writing end. Each side keeps its counter in private memory, and checks the other side's counter
+/// against the ring's size. write() is for one thread at a time.
 class RingProducer {
  public:
   /// `memory` has a page for the header, then the ring's bytes.
   explicit RingProducer(SharedMemory memory);
 
   RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_.data()); }
-  /// Bytes written, as many as there is room for. Throws kInvalid when the consumer's counter is impossible.
+  /// Writes as many bytes as there is room for; returns how many. Throws kInvalid if the consumer's counter
+  /// is impossible.
   std::size_t write(std::span<const iovec> places);
   std::size_t room() const;
-  /// Whether the consumer asked to be woken; it is told once.
+  /// Whether the consumer asked to be woken; true once per request.
   bool consumer_wants_wake() const;
-  /// Asks to be woken for room; false when there is some, or the consumer broke the ring.
+  /// Asks to be woken for room; returns false if there is some, or if the consumer broke the ring.
   bool ask_for_room();
   void stop_asking() { header().producer_waits.store(0, std::memory_order_relaxed); }
 
@@ -50,8 +51,8 @@ class RingProducer {
 
   SharedMemory memory_;
   std::size_t capacity_;
-  std::atomic<std::uint64_t> tail_{0};  ///< as in the header, where the peer can change it
-  std::size_t room_seen_ = 0;           ///< room there is at least
+  std::atomic<std::uint64_t> tail_{0};  ///< the header has a copy, which the peer can change
+  std::size_t room_seen_ = 0;           ///< there is at least this much room
 };
 
 /// The reading end, for one thread.
@@ -61,12 +62,13 @@ class RingConsumer {
 
   RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_.data()); }
   std::size_t capacity() const { return capacity_; }
-  /// The first bytes that are there and lie in a row; none when there are none. Throws kInvalid when the
-  /// producer's counter is impossible.
+  /// The first contiguous bytes that can be read; empty if there are none. Throws kInvalid if the producer's
+  /// counter is impossible.
   BytesView readable() const;
-  /// `size` bytes may be overwritten. True when the producer asked to be woken for that; it is told once.
+  /// `size` bytes may be overwritten. Returns whether the producer asked to be woken for that; true once per
+  /// request.
   bool consume(std::size_t size);
-  /// Asks to be woken for bytes; false when there are some, or the producer broke the ring.
+  /// Asks to be woken for bytes; returns false if there are some, or if the producer broke the ring.
   bool ask_for_bytes();
   void stop_asking() { header().consumer_sleeps.store(0, std::memory_order_relaxed); }
 

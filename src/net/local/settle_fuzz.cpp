@@ -43,7 +43,7 @@ void use(SharedLane& lane) {
 std::array<std::byte, kNonceBytes> nonce_passed(const Pair& pair) {
   std::array<std::byte, 4096> bytes;
   std::deque<Descriptor> descriptors;
-  receive_with_descriptors(pair.theirs.get(), bytes, descriptors, {});
+  receive_notes(pair.theirs.get(), bytes, descriptors, {});
   if (descriptors.empty()) return {};
   return RingConsumer(map_memory({}, descriptors.front(), kRingHeaderBytes + kRing)).header().nonce;
 }

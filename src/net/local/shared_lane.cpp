@@ -32,7 +32,7 @@ void SharedLane::begin(int socket) {
 
 void SharedLane::make_ring() {
   const std::size_t bytes = share_->options.ring_bytes;
-  auto made = make_memory(share_->options, kRingHeaderBytes + bytes);
+  auto made = make_memory(share_->faults, kRingHeaderBytes + bytes);
   if (!made) return;
   draw_nonce(nonce_);
   new (made->memory.data())
@@ -47,9 +47,9 @@ void SharedLane::take_ring(const Record& record) {
   const Descriptor descriptor = std::move(descriptors.front());
   descriptors.clear();
   try {
-    incoming_.emplace(map_memory(share_->options, descriptor, kRingHeaderBytes + record.ring_bytes));
+    incoming_.emplace(map_memory(share_->faults, descriptor, kRingHeaderBytes + record.ring_bytes));
   } catch (const Error&) {
-    // Then there is no sharing, and the socket has to do.
+    // The sides then use the socket.
   }
 }
 
@@ -67,12 +67,12 @@ void SharedLane::send_record() {
     writer.put(std::uint16_t{0});
     writer.put(record.ring_bytes);
     writer.put_bytes(record.nonce);
-    const bool refuses = record.offers && refused(share_->options, LocalStep::kPassDescriptor);
+    const bool refuses = record.offers && fails(share_->faults, LocalStep::kPassDescriptor);
     return !refuses && send_note(socket_, writer.bytes(), record.offers ? offered_.get() : -1);
   };
   bool sent = send();
   if (!sent && record.offers) {
-    // The system passes no descriptor; without one there is no sharing.
+    // The system passes no descriptor, so the sides use the socket.
     record.offers = record.accepts = false;
     sent = send();
   }
@@ -85,8 +85,8 @@ void SharedLane::send_record() {
 
 std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::array<std::byte, kRecordBytes> bytes;
-  const Reception reception = receive_with_descriptors(
-      socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->options);
+  const Reception reception = receive_notes(socket_, std::span(bytes).first(kRecordBytes - record_.size()),
+                                            parser_.descriptors(), share_->faults);
   if (reception.ended) {
     throw Error(ErrorKind::kDisconnected, "went away during the handshake: see its log for the reason");
   }
@@ -102,7 +102,7 @@ std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::ranges::copy(reader.get_bytes(kNonceBytes), record.nonce.begin());
   record_.clear();
   if (magic != kRecordMagic || zero != 0) {
-    throw Error(ErrorKind::kInvalid, "broke the handshake: no offer to share memory came");
+    throw Error(ErrorKind::kInvalid, "broke the handshake: it sent no offer to share memory");
   }
   return record;
 }
@@ -125,13 +125,13 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
     return passed_ && incoming_ ? Outcome::kUnsettled : Outcome::kDeclined;
   }
   if (role_ == Role::kListener) {
-    // It would write into the ring from now on, and only the socket would be read.
+    // The peer would write to a ring that this side does not read.
     if (record.accepts && !proves(record)) {
-      throw Error(ErrorKind::kInvalid, "says that it shares memory, but cannot read what stands in it");
+      throw Error(ErrorKind::kInvalid, "accepted shared memory, but cannot read the nonce in it");
     }
     return record.accepts ? Outcome::kOpen : Outcome::kDeclined;
   }
-  // What the listener declined is settled for both.
+  // The listener's refusal is final for both sides.
   if (!record.offers || !record.accepts) return Outcome::kDeclined;
   if (proves(record)) take_ring(record);
   send_record();
@@ -140,8 +140,7 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
 
 bool SharedLane::read_some_notes() {
   std::array<std::byte, kNotesAtOnce> bytes;
-  const Reception reception =
-      receive_with_descriptors(socket_, bytes, parser_.descriptors(), share_->options);
+  const Reception reception = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
   ended_ |= reception.ended;
   if (reception.size == 0) return false;
   parser_.feed(std::span(bytes).first(reception.size), reception.truncated, notes_);
@@ -161,7 +160,7 @@ bool SharedLane::read_notes() {
 
 BytesView SharedLane::readable() {
   if (broken_.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, "says it has read more than was written");
+    throw Error(ErrorKind::kInvalid, "reports more bytes read than were written");
   }
   return incoming_->readable();
 }
@@ -171,7 +170,7 @@ void SharedLane::consume(std::size_t size) {
 }
 
 Buffer SharedLane::adopt(std::uint64_t block, std::size_t size) {
-  // A block's note was sent before the frame that lends it.
+  // The peer sent the note of a block before the frame that lends it.
   while (!shelf_.has(block) && read_some_notes()) {
   }
   return shelf_.adopt(block, size);
@@ -200,13 +199,13 @@ ssize_t SharedLane::write(std::span<const iovec> places) {
 }
 
 void SharedLane::wake_peer() {
-  // Not sent means that much lies there unread, which wakes the peer as well, or that it is gone.
+  // If this fails, the socket is full of unread bytes, which wake the peer as well, or the peer has ended.
   const std::byte wake{static_cast<std::uint8_t>(Note::Kind::kWake)};
   send_note(socket_, {&wake, 1}, -1);
 }
 
 bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) {
-  if (refused(share_->options, LocalStep::kPassDescriptor)) return false;
+  if (fails(share_->faults, LocalStep::kPassDescriptor)) return false;
   ByteWriter note;
   note.put(Note::Kind::kBlock);
   note.put_bytes(std::array<std::byte, 7>{});

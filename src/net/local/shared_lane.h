@@ -5,22 +5,24 @@
 #include <optional>
 #include <string>
 
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
+#include "net/local/block_shelf.h"
 #include "net/local/notes.h"
 #include "net/local/ring.h"
 #include "net/stream/lane.h"
 
 namespace torchspan::net {
 
-/// A ring for each direction and the blocks that are lent through them. How two sides settle, after the
-/// handshake, on the socket:
+/// A ring for each direction, and the blocks that are lent through them. After the handshake, the sides
+/// negotiate on the socket:
 ///
 ///   record   u32 0x4c505354  u8 offers  u8 accepts  u16 0  u64 bytes of the ring  u8 nonce[32]
 ///
-/// dialer → its offer, listener → its offer and verdict, dialer → its verdict; the first "no" is the last
-/// record, and frames then follow on the socket. An offer passes the descriptor of the ring that its sender
-/// will write. An acceptance has the nonce that stands in the other's ring: who can read it there shares the
-/// memory, and so the host. A dialer to whom the nonce does not come back says no; at the end it is an error.
+/// dialer → its offer, listener → its offer and acceptance, dialer → its acceptance. The first refusal is the
+/// last record; frames then follow on the socket. An offer passes the descriptor of the ring that its sender
+/// will write. An acceptance holds the nonce from the other side's ring, which proves that both share the
+/// memory, and so the host. A dialer that gets back a wrong nonce refuses; for a listener a wrong nonce is an
+/// error.
 class SharedLane final : public Lane, private BlockNotes {
  public:
   SharedLane(std::shared_ptr<LocalShare> share, const TransportOptions& options, Role role);
@@ -58,7 +60,7 @@ class SharedLane final : public Lane, private BlockNotes {
   std::optional<Record> receive_record();
   Outcome take_record(const Record& record);
   bool proves(const Record& record) const;
-  /// Reads once; false when there was nothing to read.
+  /// Reads once; returns false if there was nothing to read.
   bool read_some_notes();
   void wake_peer();
 
@@ -67,10 +69,10 @@ class SharedLane final : public Lane, private BlockNotes {
   int socket_ = -1;
   std::optional<RingProducer> outgoing_;
   std::optional<RingConsumer> incoming_;
-  Descriptor offered_;  ///< of the outgoing ring, until it is passed
+  Descriptor offered_;  ///< descriptor of the outgoing ring, until it is passed
   std::array<std::byte, kNonceBytes> nonce_{};
-  bool passed_ = false;  ///< the outgoing ring's descriptor
-  Bytes record_;         ///< that is coming in
+  bool passed_ = false;  ///< the descriptor of the outgoing ring was passed
+  Bytes record_;         ///< the record that is being received
   NoteParser parser_;
   std::deque<Note> notes_;
   std::size_t records_sent_ = 0;

@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include "net/api/network.h"
 #include "net/local/local_transport.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/ucx_part.h"
@@ -79,7 +80,15 @@ void NetworkTransport::wake() {
 
 std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,
                                                   TransportOptions options, NetworkOptions network) {
-  auto near = make_local_part(executor, handler, options, std::move(network.local));
+  return make_marked_network_transport(executor, handler, std::move(options),
+                                       {.network = std::move(network)});
+}
+
+std::unique_ptr<Transport> make_marked_network_transport(Executor& executor, Handler& handler,
+                                                         TransportOptions options,
+                                                         MarkedNetworkOptions marked) {
+  NetworkOptions& network = marked.network;
+  auto near = make_local_part(executor, handler, options, {.options = std::move(network.local)});
   std::unique_ptr<PolledTransport> far;
   if (network.ucx) {
     network.ucx->tls = std::move(network.tls);
@@ -87,7 +96,7 @@ std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& h
   } else {
     far = std::make_unique<TlsTransport>(executor, handler, std::move(options), std::move(network.tls));
   }
-  std::string mark = network.host_mark.empty() ? boot_mark() : std::move(network.host_mark);
+  std::string mark = marked.host_mark.empty() ? boot_mark() : std::move(marked.host_mark);
   return std::make_unique<NetworkTransport>(executor, std::move(near), std::move(far), std::move(mark));
 }
 

@@ -11,8 +11,8 @@
 
 namespace torchspan::net {
 
-/// Two transports behind one: `near_` for this host, `far_` for the others. Channels are theirs, and so are
-/// the callbacks, which come one after the other because poll() drives one after the other.
+/// Combines two transports: `near_` for this host, `far_` for others. Channels and callbacks are theirs;
+/// poll() drives one after the other, so callbacks run one at a time.
 class NetworkTransport final : public Transport {
  public:
   NetworkTransport(Executor& executor, std::unique_ptr<PolledTransport> near,

@@ -3,8 +3,7 @@
 #include <map>
 #include <optional>
 
-#include <torchspan/detail/net/network.h>
-
+#include "net/api/network.h"
 #include "net/network/place.h"
 #include "tests/support/processes.h"
 
@@ -26,7 +25,7 @@ class Side final : public Handler {
   Side(Executor& executor, const std::string& mark) : executor_(executor) {
     TransportOptions options;
     options.secret = Secret::from_bytes(Bytes(32, std::byte{'k'}));
-    transport = make_network_transport(executor, *this, std::move(options), {.host_mark = mark});
+    transport = make_marked_network_transport(executor, *this, std::move(options), {.host_mark = mark});
   }
   void on_accepted(const std::shared_ptr<Channel>& channel) override { callers.push_back(channel->peer()); }
   void on_message(const std::shared_ptr<Channel>& channel, Message message) override {

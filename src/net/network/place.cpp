@@ -31,10 +31,11 @@ NetworkPlace parse_network_place(const std::string& text) {
     }
   }
   if (!text.starts_with(kNear)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is no address of this transport: write unix:/path,tls:host:port (or ucx:), "
-                            "or one of the two",
-                            text));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("'{}' is not an address of this transport: write unix:/path,tls:host:port (or ucx:), "
+                    "or one of the two",
+                    text));
   }
   std::size_t comma = std::string::npos;
   for (const std::string_view far : kFar) {

@@ -3,21 +3,20 @@
 
 namespace torchspan::net {
 
-/// An address of the network transport, taken apart: "unix:/path@mark,tls:host:port", where either half may
-/// be missing, and the mark in addresses to listen at; "ucx:" may stand for "tls:".
+/// A parsed address of the network transport: "unix:/path@mark,tls:host:port". Either half may be missing,
+/// and so may the mark in addresses to listen at; "ucx:" may replace "tls:".
 struct NetworkPlace {
   std::string near;  ///< "unix:/path", or empty
-  std::string mark;  ///< of the host where `near` is
+  std::string mark;  ///< the host of `near`
   std::string far;   ///< "tls:host:port", "ucx:host:port", or empty
 
   std::string text() const;
 };
 
-/// Throws kInvalid for what is no such address. The halves themselves are read by the transports they belong
-/// to.
+/// Throws kInvalid for any other text. The transport of each half parses that half.
 NetworkPlace parse_network_place(const std::string& text);
 
-/// This boot of this machine; empty when the system does not tell.
+/// The boot id of this machine; empty if the system does not provide it.
 std::string boot_mark();
 
 }  // namespace torchspan::net

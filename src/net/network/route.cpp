@@ -12,7 +12,7 @@
 namespace torchspan::net {
 namespace {
 
-/// Any will do: a datagram socket that is connected has sent nothing.
+/// Any port works: connecting a datagram socket sends nothing.
 constexpr int kSomePort = 9;
 
 std::string in_address(const std::string& host) {
@@ -31,7 +31,7 @@ std::string host_of(const std::string& text) {
 
 std::string route_to(const std::string& host) {
   TlsPlace place = parse_tls_address(fmt::format("tls:{}:{}", in_address(host), kSomePort));
-  place.text = host;  // what errors name: nobody asked for that port
+  place.text = host;  // errors name the host only, because the port is arbitrary
   std::vector<Address> addresses;
   try {
     addresses = look_up(place);
@@ -49,9 +49,10 @@ std::string route_to(const std::string& host) {
     }
     failure = errno;
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("no route leads from here to '{}': {}; is it the right host, "
-                                               "and is the network up?",
-                                               host, std::strerror(failure)));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("there is no route from here to '{}': {}; is it the right host, "
+                          "and is the network up?",
+                          host, std::strerror(failure)));
 }
 
 std::string with_far_host(const std::string& address, const std::string& host) {

@@ -6,7 +6,7 @@ namespace torchspan::net {
 
 template <class Change>
 void FaultInjection::change(Change change) {
-  // The old rules are dropped outside the lock: predicates own what they captured.
+  // The old rules are destroyed outside the lock, because predicates own what they captured.
   std::shared_ptr<const Rules> old;
   MutexLock lock(mutex_);
   auto next = std::make_shared<Rules>(*rules_);

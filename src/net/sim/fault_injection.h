@@ -13,11 +13,11 @@
 
 namespace torchspan::net {
 
-/// What the levers do to one message.
+/// What the injected faults do to one message.
 struct Fate {
   bool dropped = false;
   bool held = false;       ///< until unblock()
-  bool hold_rest = false;  ///< so is everything after it
+  bool hold_rest = false;  ///< everything after it is held, too
   Duration extra{0};
 };
 
@@ -31,13 +31,13 @@ class FaultInjection {
   void delay_if(SimPredicate match, Duration extra);
   void observe(std::function<void(const SimMessage&)> observer);
 
-  /// Shows the message to the observer and asks the predicates.
+  /// Passes the message to the observer and the predicates.
   Fate decide(const SimMessage& message);
 
  private:
   struct Rules {
     std::vector<SimPredicate> blocks;
-    std::vector<std::pair<std::uint64_t, SimPredicate>> blocks_after;  ///< with an id; each works once
+    std::vector<std::pair<std::uint64_t, SimPredicate>> blocks_after;  ///< with an id; each applies once
     SimPredicate drop;
     SimPredicate delay;
     Duration extra{0};

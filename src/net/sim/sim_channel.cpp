@@ -5,7 +5,7 @@
 namespace torchspan::net {
 namespace {
 
-/// What a link takes before a sender's bytes count as unsent: about a socket's buffers.
+/// Bytes on a link beyond which a sender's bytes count as unsent: about the size of a socket's buffers.
 constexpr std::size_t kWireBytes = 256 << 10;
 
 HandshakeOptions handshake_options(const TransportOptions& options, std::string peer) {

@@ -14,8 +14,8 @@
 
 namespace torchspan::net {
 
-/// One end of a simulated connection. What says "guarded" belongs to the network's mutex, the rest to the
-/// driver.
+/// One end of a simulated connection. The network's mutex guards what is marked "guarded"; the rest is for
+/// the driver.
 class SimChannel final : public Channel, public std::enable_shared_from_this<SimChannel> {
  public:
   struct Start {
@@ -24,7 +24,7 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
     std::shared_ptr<SimLink> outward;
     std::shared_ptr<SimLink> inward;
     std::uint64_t id;
-    Deadline deadline;  ///< of the call, for the side that dials
+    Deadline deadline;  ///< of the handshake, for the side that dials
     bool dialed;
   };
   SimChannel(Start start, const TransportOptions& options);
@@ -41,23 +41,23 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   bool dialed() const { return start_.dialed; }
   Deadline deadline() const { return start_.deadline; }
 
-  /// `size` bytes of ours are no longer under way.
+  /// The peer received or lost `size` bytes of this end.
   void arrived(std::size_t size) { under_way_.fetch_sub(size, std::memory_order_relaxed); }
-  /// The handshake is done: what was queued goes out.
+  /// The handshake is done: sends what is queued.
   void open();
-  /// Nothing more goes through; tells the peer.
+  /// Ends this end and notifies the peer.
   void end(const Error& reason);
 
   struct State {
     bool closing = false;       ///< close() was called
-    bool said_goodbye = false;  ///< and the goodbye is under way
-    bool ended = false;         ///< this end is closed, or its worker was killed
+    bool said_goodbye = false;  ///< and the goodbye was sent
+    bool ended = false;         ///< this end is closed, or its transport was killed
   };
   State state() const;
 
   Handshake handshake;
   bool heard_goodbye = false;
-  bool handshake_pending = true;  ///< cleared by the transport once it took note
+  bool handshake_pending = true;  ///< the transport clears it at the end of the handshake
   std::optional<TimePoint> timer;
 
  private:
@@ -70,10 +70,10 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   const std::string peer_;
   const FrameLimits limits_;
   const std::uint64_t max_unsent_;
-  std::atomic<std::size_t> under_way_{0};  ///< bytes sent and not yet taken by the peer's poll()
+  std::atomic<std::size_t> under_way_{0};  ///< bytes sent that the peer's poll() has not taken yet
   bool open_ TORCHSPAN_GUARDED_BY(network_.mutex) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(network_.mutex) = false;
-  /// Why nothing goes through any more.
+  /// Why the channel ended.
   std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(network_.mutex);
   /// Until the handshake is done.
   std::deque<Packet> queued_ TORCHSPAN_GUARDED_BY(network_.mutex);

@@ -11,22 +11,22 @@ namespace torchspan::net {
 
 class SimChannel;
 
-/// What travels on a simulated link.
+/// A packet on a simulated link.
 struct Packet {
   enum class Kind : std::uint8_t {
-    kDial,       ///< a call, with the dialer's greeting
+    kDial,       ///< a connection attempt, with the dialer's greeting
     kHandshake,  ///< bytes of the handshake
     kMessage,
-    kGoodbye,  ///< the sender closed its channel
-    kEnd,      ///< the sender is gone
-    kNobody,   ///< the answer to a call that nobody takes
+    kGoodbye,     ///< the sender closed its channel
+    kEnd,         ///< the sender has ended
+    kNoListener,  ///< the answer to a connection attempt where no transport listens
   };
   Kind kind;
   Bytes header;  ///< of a message, or the bytes of a handshake
   std::vector<Bytes> segments;
   Duration extra{0};    ///< delay beyond the network's latency
   bool held = false;    ///< until unblock()
-  bool copied = false;  ///< a duplicate, which weighs nothing
+  bool copied = false;  ///< a duplicate, which does not count as unsent
   TimePoint due{};
 
   std::size_t size() const;
@@ -37,13 +37,13 @@ struct SimLink {
   std::string from;  ///< names of transports
   std::string to;
   std::weak_ptr<SimChannel> source;
-  std::weak_ptr<SimChannel> target;  ///< nobody until the call is taken
+  std::weak_ptr<SimChannel> target;  ///< null until the connection is accepted
   std::deque<Packet> packets;
   bool hold_rest = false;  ///< messages sent from now on are held
-  bool dead = false;       ///< the sender was killed: takes nothing more
+  bool dead = false;       ///< the sender was killed: carries no more packets
 
-  /// Takes what may arrive at `now`: the packets at the front that are due; with `reorder` also messages
-  /// behind others.
+  /// Removes the packets that arrive by `now`: those due at the front; with `reorder` also messages behind
+  /// others.
   std::vector<Packet> take_due(TimePoint now, bool reorder);
 };
 

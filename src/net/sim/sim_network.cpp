@@ -100,7 +100,7 @@ void SimNetwork::Impl::take_call(const SimLink& link, Packet packet) {
   if (!dialer) return;
   const auto found = nodes_.find(link.to);
   if (found == nodes_.end() || !found->second->alive || !found->second->listening) {
-    return transmit(dialer->inward(), {.kind = Packet::Kind::kNobody, .header = {}, .segments = {}});
+    return transmit(dialer->inward(), {.kind = Packet::Kind::kNoListener, .header = {}, .segments = {}});
   }
   found->second->inbox.push_back({nullptr, dialer, std::move(packet)});
   found->second->wake();

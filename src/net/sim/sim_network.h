@@ -17,21 +17,21 @@ namespace torchspan::net {
 
 /// A packet that reached a transport, for its next poll().
 struct Arrival {
-  std::shared_ptr<SimChannel> channel;  ///< null for a call
+  std::shared_ptr<SimChannel> channel;  ///< null for a connection attempt
   std::shared_ptr<SimChannel> source;
   Packet packet;
 };
 
-/// What the network knows of a transport. All fields but `name` are guarded by the network's mutex.
+/// The network's record of a transport. The network's mutex guards all fields but `name`.
 struct SimNode {
   SimNode(std::string node_name, Poller* node_poller) : name(std::move(node_name)), poller(node_poller) {}
 
   const std::string name;
-  Poller* poller;     ///< null once the transport is gone
-  bool alive = true;  ///< false once killed or gone
+  Poller* poller;     ///< null once the transport is destroyed
+  bool alive = true;  ///< false once killed or destroyed
   bool listening = false;
   std::deque<Arrival> inbox;
-  std::vector<std::shared_ptr<SimChannel>> newborn;  ///< dialled, not yet known to the driver
+  std::vector<std::shared_ptr<SimChannel>> newborn;  ///< dialed, not yet taken by the driver
   std::vector<std::shared_ptr<SimChannel>> reviews;  ///< closed since the last poll()
 
   void wake() {
@@ -39,8 +39,8 @@ struct SimNode {
   }
 };
 
-/// Carries packets between transports at their times. One mutex for the whole network: simulated threads run
-/// one at a time anyway.
+/// Carries packets between transports at their times. The whole network has one mutex, because simulated
+/// threads run one at a time.
 class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
  public:
   static const std::shared_ptr<Impl>& of(const SimNetwork& network) { return network.impl_; }
@@ -50,13 +50,13 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   FaultInjection levers;
   Mutex mutex;
 
-  /// Enters a new transport; throws kInvalid when one of that name is alive.
+  /// Adds a new transport. Throws kInvalid if one with that name is alive.
   void enter(const std::shared_ptr<SimNode>& node) TORCHSPAN_REQUIRES(mutex);
   void leave(const SimNode& node) TORCHSPAN_REQUIRES(mutex);
   std::shared_ptr<SimLink> make_wire(std::string from, std::string to) TORCHSPAN_REQUIRES(mutex);
-  /// Puts a packet on a link; it arrives after latency and jitter of the moment.
+  /// Puts a packet on a link; it arrives after the current latency and jitter.
   void transmit(const std::shared_ptr<SimLink>& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
-  /// As transmit(), for a message: draws drops and duplicates, and counts.
+  /// Like transmit(), for a message: also draws drops and duplicates, and counts the message.
   void transmit_message(const std::shared_ptr<SimLink>& link, Packet packet) TORCHSPAN_REQUIRES(mutex);
   std::uint64_t next_number() TORCHSPAN_REQUIRES(mutex) { return counters_.sent++; }
   std::uint64_t next_id() TORCHSPAN_REQUIRES(mutex) { return next_id_++; }

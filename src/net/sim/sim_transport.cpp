@@ -11,7 +11,7 @@ constexpr std::string_view kPrefix = "sim:";
 std::string name_in(const std::string& address) {
   if (!address.starts_with(kPrefix) || address.size() == kPrefix.size()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is no address of this transport: write sim:name", address));
+                fmt::format("'{}' is not an address of this transport: write sim:name", address));
   }
   return address.substr(kPrefix.size());
 }
@@ -135,7 +135,7 @@ void SimTransport::handle(Arrival arrival) {
     if (unauthenticated_.size() < options_.max_unauthenticated)
       return welcome(arrival.source, arrival.packet.header);
     backlog_.push_back(std::move(arrival));
-    return shorten_handshakes();
+    return shorten_oldest_handshake();
   }
   const std::shared_ptr<SimChannel>& channel = arrival.channel;
   if (!channels_.contains(channel->id())) return;
@@ -149,7 +149,7 @@ void SimTransport::handle(Arrival arrival) {
       return review(channel);
     case Packet::Kind::kEnd:
       return end(channel, gone(*channel));
-    case Packet::Kind::kNobody:
+    case Packet::Kind::kNoListener:
       return end(channel,
                  Error(ErrorKind::kDisconnected,
                        fmt::format("no worker listens at '{}'; is it running yet?", channel->peer())));
@@ -222,14 +222,14 @@ void SimTransport::welcome_backlog() {
     backlog_.pop_front();
     welcome(arrival.source, arrival.packet.header);
   }
-  if (!backlog_.empty()) shorten_handshakes();
+  if (!backlog_.empty()) shorten_oldest_handshake();
 }
 
-void SimTransport::shorten_handshakes() {
+void SimTransport::shorten_oldest_handshake() {
   if (unauthenticated_.empty()) return;
   const auto& [id, arrived] = *unauthenticated_.begin();
   SimChannel& first = *channels_.at(id);
-  const TimePoint due = arrived + kLeastPatience;
+  const TimePoint due = arrived + kMinHandshakeTimeout;
   if (first.timer && due < *first.timer) set_timer(first, due);
 }
 
@@ -258,7 +258,7 @@ Message SimTransport::receive(const SimChannel& channel, Packet packet) const {
     Buffer buffer = options_.allocator(segment.size());
     if (buffer.size < segment.size()) {
       throw Error(ErrorKind::kOverloaded,
-                  fmt::format("no memory for a segment of {} bytes that came in", segment.size()));
+                  fmt::format("no memory for a received segment of {} bytes", segment.size()));
     }
     buffer.size = segment.size();
     if (!segment.empty()) std::memcpy(buffer.data, segment.data(), segment.size());
@@ -304,12 +304,12 @@ Error SimTransport::timed_out(const SimChannel& channel) const {
   if (channel.handshake_pending) {
     return Error(
         ErrorKind::kTimedOut,
-        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or no worker",
+        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not a worker",
                     channel.peer()));
   }
-  return Error(
-      ErrorKind::kDisconnected,
-      fmt::format("this side closed the channel to '{}', which did not take note in time", channel.peer()));
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("this side closed the channel to '{}', which did not acknowledge it in time",
+                           channel.peer()));
 }
 
 bool SimTransport::end_all_if_killed() {

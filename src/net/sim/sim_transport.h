@@ -13,7 +13,7 @@
 
 namespace torchspan::net {
 
-/// A transport on a simulated network. Its own fields belong to the thread that is in poll() or wait().
+/// A transport on a simulated network. Its fields belong to the thread in poll() or wait().
 class SimTransport final : public Transport {
  public:
   SimTransport(std::shared_ptr<SimNetwork::Impl> network, const std::string& name, Handler& handler,
@@ -35,8 +35,8 @@ class SimTransport final : public Transport {
   void handle(Arrival arrival);
   void welcome(const std::shared_ptr<SimChannel>& dialer, const Bytes& greeting);
   void welcome_backlog();
-  /// Others wait at the door: the unauthenticated peer who came first must be done soon.
-  void shorten_handshakes();
+  /// Others are queued: limits the oldest handshake to kMinHandshakeTimeout.
+  void shorten_oldest_handshake();
   void shake_hands(const std::shared_ptr<SimChannel>& channel, BytesView bytes);
   void deliver(const std::shared_ptr<SimChannel>& channel, Packet packet);
   Message receive(const SimChannel& channel, Packet packet) const;
@@ -57,8 +57,8 @@ class SimTransport final : public Transport {
   const std::shared_ptr<SimNode> node_;
   Channels channels_;
   std::set<std::pair<TimePoint, std::uint64_t>> timers_;
-  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< who proved nothing yet, and when they came
-  std::deque<Arrival> backlog_;  ///< calls that wait until there are fewer unauthenticated
+  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< tokens and times of arrival, the oldest first
+  std::deque<Arrival> backlog_;  ///< connection attempts that wait until there are fewer
 };
 
 }  // namespace torchspan::net

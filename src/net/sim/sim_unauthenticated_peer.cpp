@@ -44,7 +44,7 @@ void SimUnauthenticatedPeer::send(BytesView bytes) {
 bool SimUnauthenticatedPeer::hung_up() const {
   MutexLock lock(network_->mutex);
   return std::ranges::any_of(node_->inbox, [](const Arrival& arrival) {
-    return arrival.packet.kind == Packet::Kind::kEnd || arrival.packet.kind == Packet::Kind::kNobody;
+    return arrival.packet.kind == Packet::Kind::kEnd || arrival.packet.kind == Packet::Kind::kNoListener;
   });
 }
 

@@ -8,7 +8,7 @@
 
 namespace torchspan::net {
 
-/// For tests: somebody without a transport who dials a simulated worker and says what he likes.
+/// For tests: a peer without a transport that dials a simulated worker and sends arbitrary bytes.
 class SimUnauthenticatedPeer {
  public:
   SimUnauthenticatedPeer(const SimNetwork& network, const std::string& name);

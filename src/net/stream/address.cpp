@@ -16,7 +16,7 @@ constexpr std::string_view kTcpPrefix = "tcp:";
 
 [[noreturn]] void throw_unreadable(const std::string& text, std::string_view why) {
   throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is no address of this transport: {}; write unix:/absolute/path or "
+              fmt::format("'{}' is not an address of this transport: {}; write unix:/absolute/path or "
                           "tcp:127.0.0.1:port",
                           text, why));
 }
@@ -30,7 +30,7 @@ Address parse_unix(const std::string& text) {
   auto& socket = reinterpret_cast<sockaddr_un&>(address.socket);
   if (address.path.empty() || address.path.front() != '/') throw_unreadable(text, "the path is not absolute");
   if (address.path.back() == '/' || address.path.find('\0') != std::string::npos) {
-    throw_unreadable(text, "the path names no file");
+    throw_unreadable(text, "the path does not name a file");
   }
   if (address.path.size() >= sizeof socket.sun_path) {
     throw Error(
@@ -44,7 +44,7 @@ Address parse_unix(const std::string& text) {
   return address;
 }
 
-/// Fills in the socket address of a loopback host; false when the host is another one.
+/// Fills in the socket address of a loopback host; returns false for any other host.
 bool fill_loopback(Address& address, std::string host) {
   if (host == "localhost") host = "127.0.0.1";
   auto& four = reinterpret_cast<sockaddr_in&>(address.socket);
@@ -69,7 +69,7 @@ Address parse_tcp(const std::string& text) {
   const std::size_t colon = rest.rfind(':');
   if (colon == std::string::npos) throw_unreadable(text, "the port is missing");
   const auto port = parse_port(std::string_view(rest).substr(colon + 1));
-  if (!port) throw_unreadable(text, "the port is no number from 0 to 65535");
+  if (!port) throw_unreadable(text, "the port is not a number from 0 to 65535");
   std::string host = rest.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   if (host.empty()) throw_unreadable(text, "the host is missing");

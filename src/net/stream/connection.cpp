@@ -14,9 +14,9 @@
 namespace torchspan::net {
 namespace {
 
-/// Reads of one connection before the others get their turn.
+/// Reads of one connection in a row, before those of other connections.
 constexpr int kReadRounds = 16;
-/// Of a lane, in rings' capacities, before the others get their turn.
+/// Bytes of one lane in a row, as multiples of the ring's capacity.
 constexpr std::size_t kLaneRounds = 4;
 
 HandshakeOptions handshake_options(const TransportOptions& options, std::string peer, bool shares) {
@@ -45,7 +45,7 @@ void Connection::greet() { send_handshake(); }
 void Connection::send_handshake() {
   const Bytes bytes = handshake_.take_output();
   if (bytes.empty()) return;
-  // A new socket has room for a handshake's few bytes; one that has not is no peer of ours.
+  // A new socket has room for the few bytes of a handshake. One without room does not belong to a valid peer.
   const ssize_t sent = ::send(socket(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent != static_cast<ssize_t>(bytes.size())) {
     throw Error(ErrorKind::kDisconnected,
@@ -165,7 +165,7 @@ void Connection::receive_notes(bool hung_up, Handler& handler) {
     throw_lane(std::current_exception());
   }
   if (!ended) return;
-  // What the peer wrote before it went is still to be had; nobody keeps adding to it for ever.
+  // Delivers what the peer wrote before it ended, at most one full ring.
   drain_lane(lane_->capacity(), handler);
   throw_end_of_stream();
 }
@@ -214,19 +214,19 @@ void Connection::deliver(Handler& handler) {
 
 Error Connection::timed_out() const {
   if (stage_ == Stage::kConnecting) {
-    return Error(
-        ErrorKind::kTimedOut,
-        fmt::format("'{}' did not take the call in time: is that host overloaded?", channel_->peer()));
+    return Error(ErrorKind::kTimedOut,
+                 fmt::format("'{}' did not accept the connection in time: is that host overloaded?",
+                             channel_->peer()));
   }
   if (stage_ == Stage::kHandshake || stage_ == Stage::kSettling) {
     return Error(
         ErrorKind::kTimedOut,
-        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or no worker",
+        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not a worker",
                     channel_->peer()));
   }
-  return Error(
-      ErrorKind::kDisconnected,
-      fmt::format("this side closed the channel to '{}', which did not take note in time", channel_->peer()));
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("this side closed the channel to '{}', which did not acknowledge it in time",
+                           channel_->peer()));
 }
 
 void Connection::throw_end_of_stream() const {

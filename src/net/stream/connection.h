@@ -19,8 +19,8 @@
 
 namespace torchspan::net {
 
-/// The driver's half of a connection: its socket, its stage and what has been received. Used by one thread at
-/// a time, the one in poll(). Methods that throw Error thereby tell how the connection ends.
+/// The driver's half of a connection: its socket, its stage and what has been received. For the driver. If a
+/// method throws Error, the connection ends with it.
 class Connection {
  public:
   enum class Stage : std::uint8_t { kConnecting, kHandshake, kSettling, kOpen };
@@ -34,9 +34,9 @@ class Connection {
     std::shared_ptr<StreamChannel> channel;
     std::uint64_t token;
     std::optional<Dial> dial;        ///< set for the side that dials
-    std::optional<Error> stillborn;  ///< dialling failed at once
+    std::optional<Error> stillborn;  ///< dialing failed at once
     bool connected = false;
-    std::unique_ptr<Lane> lane = {};  ///< tried when the peer knows of lanes
+    std::unique_ptr<Lane> lane = {};  ///< used if the peer supports lanes
   };
   Connection(Start start, const TransportOptions& options);
 
@@ -51,20 +51,19 @@ class Connection {
 
   /// Sends this side's greeting; only in stage kHandshake.
   void greet();
-  /// Works off what the system reports, telling `handler`. `scratch` is memory to receive into.
+  /// Handles an event of the socket and calls `handler`. `scratch` is memory to receive into.
   void on_event(const Poller::Event& event, std::span<std::byte> scratch, Handler& handler);
 
-  /// Whether frames take the lane.
+  /// Whether frames use the lane instead of the socket.
   bool shares() const { return stage_ == Stage::kOpen && lane_ != nullptr; }
-  /// Valid while it shares.
+  /// Valid while shares().
   Lane& lane() const { return *lane_; }
-  /// Delivers what came through the lane and sends what waits for room; true when there was any.
+  /// Delivers what arrived through the lane and sends what waits for room; returns whether there was any.
   bool serve_lane(Handler& handler);
 
-  bool handshake_pending = true;   ///< cleared by the transport once it took note
-  bool watches_writing = false;    ///< what the poller was told
-  std::optional<TimePoint> timer;  ///< when on_timer() is due
-  /// Why the time that ran out ends this connection.
+  bool handshake_pending = true;  ///< the transport clears it at the end of the handshake
+  bool watches_writing = false;   ///< by the poller
+  /// Why the timer that fired ends this connection.
   Error timed_out() const;
 
  private:
@@ -72,12 +71,12 @@ class Connection {
   void take(std::size_t direct, BytesView rest, Handler& handler);
   std::exception_ptr parse(std::size_t direct, BytesView rest);
   [[noreturn]] void cut_off(const std::exception_ptr& failure) const;
-  /// What the lane throws does not name the peer.
+  /// Adds the peer's name to an error of the lane.
   [[noreturn]] void throw_lane(const std::exception_ptr& failure) const;
   void settle(Handler& handler);
   void open(Handler& handler);
   void receive_notes(bool hung_up, Handler& handler);
-  /// Delivers up to `most` bytes of the lane, or a little more; true when there were any.
+  /// Delivers about `most` bytes of the lane at most; returns whether there were any.
   bool drain_lane(std::size_t most, Handler& handler);
   void shake_hands(BytesView& bytes, Handler& handler);
   void send_handshake();

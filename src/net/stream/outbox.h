@@ -11,22 +11,22 @@
 
 namespace torchspan::net {
 
-/// Owners of memory that is no longer needed. They are handed out instead of dropped because dropping may run
-/// a user's destructor, which must not happen under a lock.
+/// Owners of memory that is no longer needed. The caller destroys them after it released its lock, because
+/// that may run a destructor of the user.
 using Released = std::vector<std::shared_ptr<const void>>;
 
-/// Bytes that the wire did not take yet, in order. Small pieces share chunks, so that many small messages
-/// leave in one call. Not thread-safe.
+/// Unsent bytes, in order. Small pieces share chunks, so that one call sends many small messages. Not
+/// thread-safe.
 class Outbox {
  public:
   /// Copies `bytes`.
   void copy(BytesView bytes);
-  /// Takes `bytes` by reference when they are worth it and `keep` holds them; copies them otherwise.
+  /// Refers to `bytes` if they are large and `keep` holds them; copies them otherwise.
   void add(BytesView bytes, const std::shared_ptr<const void>& keep);
 
   bool empty() const { return size_ == 0; }
   std::size_t size() const { return size_; }
-  /// Fills in what is first; returns how many places were used.
+  /// Fills in the first bytes; returns the number of places used.
   std::size_t front(std::span<iovec> places) const;
   /// Drops the first `size` bytes.
   void consume(std::size_t size, Released& released);
@@ -36,14 +36,15 @@ class Outbox {
   struct Chunk {
     std::byte* data;
     std::size_t size;
-    std::size_t room;  ///< bytes that may still be appended; 0 for memory of others
+    std::size_t room;  ///< bytes that may still be appended; 0 for referenced memory
     std::shared_ptr<const void> keep;
   };
   std::deque<Chunk> chunks_;
   std::size_t size_ = 0;
 };
 
-/// A message on its way: prefix, header and segments as one row of bytes with a position. Borrows everything.
+/// A message that is being sent: prefix, header and segments as one sequence of bytes with a position.
+/// Borrows all of them.
 class Outgoing {
  public:
   Outgoing(BytesView prefix, BytesView header, std::span<const Segment> segments)

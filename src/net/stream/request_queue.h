@@ -12,16 +12,16 @@
 
 namespace torchspan::net {
 
-/// What other threads ask of the thread that drives a transport over sockets: to listen, to take over a
-/// `Dialed`, to look at a connection. Outlives the transport with its channels: what is posted then goes
-/// nowhere.
+/// Requests of other threads to the driver of a transport over sockets: to listen, to take over a `Dialed`,
+/// to review a connection. Channels may keep it after the end of the transport; it then drops what is posted.
+/// Thread-safe.
 template <class Dialed>
 class RequestQueue {
  public:
   struct Requests {
     std::vector<std::unique_ptr<ListeningSocket>> listeners;
     std::vector<std::unique_ptr<Dialed>> connections;
-    std::vector<std::uint64_t> reviews;  ///< connections whose channel has something for the driver
+    std::vector<std::uint64_t> reviews;  ///< connections whose channel has work for the driver
   };
   explicit RequestQueue(Poller& poller) : poller_(&poller) {}
 
@@ -50,7 +50,7 @@ class RequestQueue {
     pending_.store(false, std::memory_order_relaxed);
     return std::exchange(requests_, {});
   }
-  /// The poller is going away. Returns what was never taken.
+  /// Call it before the poller is destroyed. Returns the requests that were not taken.
   Requests close() {
     MutexLock lock(mutex_);
     poller_ = nullptr;

@@ -18,7 +18,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr int kBacklog = 4096;
-/// Descriptors that callers cannot have: peers need some for a moment when they pass memory.
+/// Descriptors that accepted connections cannot use: peers need some for a moment when they pass memory.
 constexpr rlim_t kSpareDescriptors = 32;
 
 int family_of(const Address& address) { return address.socket.ss_family; }
@@ -42,7 +42,7 @@ Descriptor make_socket(const Address& address) {
                   fmt::format("no worker listens at '{}'; is it running yet?", address.text));
     case EAGAIN:
       throw Error(ErrorKind::kDisconnected,
-                  fmt::format("'{}' has more callers waiting than it takes: dial again", address.text));
+                  fmt::format("too many connections wait at '{}': dial again", address.text));
     case EACCES:
     case EPERM:
       throw Error(ErrorKind::kDenied,
@@ -59,7 +59,8 @@ void send_small_messages_at_once(int socket) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-/// A port in the system's range for callers may get connected to itself when no worker listens there.
+/// A socket may connect to itself if no worker listens at a port from the range that the system assigns to
+/// dialers.
 bool is_own_mirror(int socket) {
   sockaddr_storage mine{}, theirs{};
   socklen_t mine_size = sizeof mine, theirs_size = sizeof theirs;
@@ -86,7 +87,8 @@ std::string directory_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-/// Opens the directory, and holds it against other listeners that tidy up there, until the result goes.
+/// Opens the directory and locks it against listeners that remove stale sockets there, until the result is
+/// destroyed.
 Descriptor hold_private_directory(const std::string& path) {
   const std::string name = directory_of(path);
   Descriptor directory(::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -115,20 +117,22 @@ Descriptor hold_private_directory(const std::string& path) {
   return directory;
 }
 
-/// Removes a socket file that no worker listens at; throws kInvalid when somebody does, or when it is no socket.
+/// Removes a socket file at which no process listens. Throws kInvalid if a process listens there, or if the
+/// file is not a socket.
 void remove_stale(const Address& address) {
   struct stat about {};
   if (::lstat(address.path.c_str(), &about) != 0) return;
   if (!S_ISSOCK(about.st_mode)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' exists and is no socket: remove it or listen elsewhere", address.path));
+                fmt::format("'{}' exists and is not a socket: remove it or listen elsewhere", address.path));
   }
-  // A datagram socket cannot connect to a listener, so that nobody hears of this call; the error tells.
+  // A datagram socket cannot connect to a listener, which does not notice the attempt; the error shows
+  // whether it exists.
   const Descriptor probe(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (::connect(probe.get(), address.raw(), address.socket_size) == 0 || errno != ECONNREFUSED) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is in use by another process: end it or listen elsewhere (to see "
-                            "who: fuser '{}')",
+                fmt::format("'{}' is in use by another process: end it or listen elsewhere (to find "
+                            "it: fuser '{}')",
                             address.text, address.path));
   }
   ::unlink(address.path.c_str());
@@ -185,10 +189,10 @@ std::string name_accepted(int socket, const Address& listener) {
   return tcp_text(peer, scheme_of(listener));
 }
 
-Descriptor accept_caller(int listener) {
+Descriptor accept_connection(int listener) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    // The system gives the lowest number that is free.
+    // The system assigns the lowest free number.
     const Descriptor next(::fcntl(listener, F_DUPFD_CLOEXEC, 0));
     const rlim_t spare = std::min(kSpareDescriptors, limit.rlim_cur / 4);
     if (next && static_cast<rlim_t>(next.get()) >= limit.rlim_cur - spare) {

@@ -9,33 +9,32 @@
 
 namespace torchspan::net {
 
-/// A socket that is being connected to `address`, or is already. Throws what on_closed reports: kDisconnected
-/// when no worker listens there, kOverloaded without descriptors, kDenied when the system forbids it.
+/// Dials `address`; the socket is connected or being connected. Throws what on_closed reports: kDisconnected
+/// if no worker listens there, kOverloaded without descriptors, kDenied if the system forbids it.
 struct Dialed {
   Descriptor socket;
   bool connected;
 };
 Dialed dial(const Address& address);
 
-/// The outcome of a connect() that was under way, once the socket is writable. Throws as dial().
+/// Completes a dial() whose socket has become writable. Throws as dial().
 void finish_dial(int socket, const Address& address);
 
 /// Throws kDenied unless the process at the other end of a Unix socket runs as user `expected`.
 void check_peer_user(int socket, const std::string& peer, uid_t expected);
 
-/// The peer of an accepted socket as people know it: the process number of a Unix peer, the address of a TCP
-/// one.
+/// Names the peer of an accepted socket for messages: by its process number (Unix) or its address (TCP).
 std::string name_accepted(int socket, const Address& listener);
 
-/// The next caller, or nothing with errno set. EMFILE also while the process has hardly any descriptors left:
-/// its peers need some, and callers can wait.
-Descriptor accept_caller(int listener);
+/// Accepts the next connection; returns none and sets errno otherwise. EMFILE also while only few descriptors
+/// of the process are left: its peers need some, and connections can wait.
+Descriptor accept_connection(int listener);
 
-/// An open listening socket; removes a Unix socket's file when it goes.
+/// An open listening socket; the destructor removes the file of a Unix socket.
 class ListeningSocket {
  public:
-  /// Throws kInvalid (in use, no such directory) or kDenied (a Unix socket's directory that is open to
-  /// others).
+  /// Throws kInvalid (in use, no such directory) or kDenied (a Unix socket in a directory that other users
+  /// can enter).
   explicit ListeningSocket(Address address);
   ListeningSocket(ListeningSocket&&) = default;
   ~ListeningSocket();
@@ -49,7 +48,7 @@ class ListeningSocket {
 
   Address address_;
   Descriptor socket_;
-  dev_t device_ = 0;  ///< which file is ours to remove
+  dev_t device_ = 0;  ///< of the file to remove
   ino_t inode_ = 0;
 };
 

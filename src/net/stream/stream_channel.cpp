@@ -14,7 +14,7 @@
 namespace torchspan::net {
 namespace {
 
-/// Bytes the socket took; 0 when it is full; -1 with errno when it is broken.
+/// Returns the bytes that the socket accepted; 0 if it is full; -1 with errno if it is broken.
 ssize_t write_some(int socket, std::span<iovec> places) {
   msghdr message{};
   message.msg_iov = places.data();
@@ -29,8 +29,8 @@ ssize_t write_some(int socket, std::span<iovec> places) {
 
 }  // namespace
 
-/// The segments of a message, some of them as blocks that the peer adopts. Gives the blocks back unless they
-/// were sent.
+/// The segments of a message, some of them as blocks that the peer adopts. Takes back blocks that were not
+/// sent.
 class StreamChannel::Lending {
  public:
   Lending(std::shared_ptr<Lender> lender, std::size_t from, std::span<const Segment> segments)
@@ -55,7 +55,7 @@ class StreamChannel::Lending {
 
   std::span<const std::uint64_t> blocks() const { return blocks_; }
   std::span<const Segment> pieces() const { return pieces_; }
-  /// Bytes that need not be sent.
+  /// Bytes that are in blocks instead of the frame.
   std::uint64_t saved() const { return saved_; }
   void sent() { sent_ = true; }
 

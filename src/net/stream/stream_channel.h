@@ -15,9 +15,9 @@
 
 namespace torchspan::net {
 
-/// The sending half of a connection, shared by all threads. Writes to the socket from the calling thread as
-/// long as nothing is queued; the driver flushes the rest. The socket belongs to the driver's Connection,
-/// which takes it away with end().
+/// The sending half of a connection. Thread-safe. Writes to the socket in the calling thread as long as
+/// nothing is queued; the driver flushes the rest. The driver's Connection owns the socket and calls end()
+/// before it closes it.
 class StreamChannel final : public Channel {
  public:
   struct Options {
@@ -33,24 +33,24 @@ class StreamChannel final : public Channel {
   void close() override;
   std::string peer() const override { return options_.peer; }
 
-  /// What the driver has to know after every event.
+  /// What the driver reviews after every event.
   struct State {
     bool flushing = false;              ///< bytes wait for room in the socket
     bool closing = false;               ///< close() was called
-    bool said_goodbye = false;          ///< and the goodbye is with the system
-    std::optional<std::string> broken;  ///< why the socket takes no more
+    bool said_goodbye = false;          ///< and the system accepted the goodbye
+    std::optional<std::string> broken;  ///< why the socket cannot be written
   };
-  /// The peer is proven: sends what was queued and lets send() write to `lane` if there is one, else to
+  /// The peer proved itself: sends what is queued, and lets send() write to `lane` if there is one, else to
   /// `socket`. Both are used until end().
   State open(int socket, Lane* lane);
-  /// Sends what the socket takes.
+  /// Sends queued bytes as far as the socket has room.
   State flush();
-  /// Between these two, small messages are queued and leave together: for the replies to messages that came
+  /// Between these calls, small messages are queued and sent together: replies to messages that arrived
   /// together.
   void cork();
   void uncork();
   State state() const;
-  /// Nothing more goes through; `reason` is what later callers of send() are told.
+  /// The channel has ended: later calls of send() throw `reason`.
   void end(const Error& reason);
 
  private:
@@ -70,7 +70,7 @@ class StreamChannel final : public Channel {
   const Options options_;
   const std::shared_ptr<StreamRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
-  std::atomic<std::size_t> lend_from_;  ///< no segment is that large while there is no lane
+  std::atomic<std::size_t> lend_from_;  ///< larger than any segment while there is no lane
   mutable Mutex mutex_;
   int socket_ TORCHSPAN_GUARDED_BY(mutex_) = -1;  ///< -1 until open() and after end()
   Lane* lane_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
@@ -79,7 +79,7 @@ class StreamChannel final : public Channel {
   bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
+  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why the channel ended
 };
 
 }  // namespace torchspan::net

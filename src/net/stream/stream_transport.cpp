@@ -1,10 +1,7 @@
 #include "net/stream/stream_transport.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <fmt/format.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "net/receive_buffers.h"
@@ -14,8 +11,8 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kScratchBytes = 64 << 10;
-/// While frames take lanes the sockets have little to say, and looking at them costs a system call.
-constexpr std::size_t kPollsBetweenLooks = 64;
+/// While frames take lanes, sockets rarely have events, and polling them costs a system call.
+constexpr std::size_t kPollsBetweenSockets = 64;
 
 }  // namespace
 
@@ -27,6 +24,8 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
       make_lane_(std::move(make_lane)),
       poller_(executor.make_poller()),
       request_queue_(std::make_shared<StreamRequestQueue>(*poller_)),
+      listener_({executor, handler, options_, *poller_, tokens_, timers_},
+                [this](Descriptor socket, const Address& listener) { accept(std::move(socket), listener); }),
       scratch_(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes)) {
   if (options_.secret.empty()) {
     throw Error(ErrorKind::kInvalid,
@@ -67,7 +66,7 @@ bool StreamTransport::can_reach(const std::string& address) const {
 std::shared_ptr<Channel> StreamTransport::connect(const std::string& text, Deadline deadline) {
   Connection::Start start;
   start.dial = Connection::Dial{parse_address(text), deadline};
-  start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  start.token = tokens_.next();
   start.channel = make_channel(text, start.token);
   start.lane = make_lane(start.dial->address, Role::kDialer);
   std::shared_ptr<Channel> channel = start.channel;
@@ -97,10 +96,10 @@ void StreamTransport::wait(Deadline deadline) {
 }
 
 bool StreamTransport::prepare_sleep(Deadline& until) {
-  // poll() may have swallowed the poller's own token: what woke it is remembered here.
+  // poll() may have consumed the poller's wake-up, so wake() is remembered here.
   if (woken_.exchange(false, std::memory_order_acquire) || ready_ != 0 || request_queue_->pending())
     return false;
-  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  until = earlier(until, timers_.next());
   if (const auto* buffers = ReceiveBuffers::of(options_))
     until = earlier(until, buffers->tidy(executor_.now()));
   bool may = true;
@@ -115,22 +114,22 @@ bool StreamTransport::prepare_sleep(Deadline& until) {
 void StreamTransport::end_sleep(bool ready) {
   for (Connection* connection : sharing_) connection->lane().end_sleep();
   woken_.store(false, std::memory_order_relaxed);
-  if (ready) polls_ = kPollsBetweenLooks;
+  if (ready) polls_ = kPollsBetweenSockets;
 }
 
 bool StreamTransport::poll() {
   bool any = request_queue_->pending() && take_requests();
-  if (ready_ == 0 && must_look()) ready_ = poller_->wait(events_, kNoWait);
-  polls_ = must_look() || ready_ != 0 ? 0 : polls_ + 1;
+  if (ready_ == 0 && must_poll_sockets()) ready_ = poller_->wait(events_, kNoWait);
+  polls_ = must_poll_sockets() || ready_ != 0 ? 0 : polls_ + 1;
   const std::size_t count = std::exchange(ready_, 0);
   for (std::size_t i = 0; i < count; ++i) serve(events_[i]);
   any |= serve_lanes();
-  if (!timers_.empty()) any |= run_timers();
+  if (!timers_.next().is_never()) any |= run_timers();
   return any || count != 0;
 }
 
-bool StreamTransport::must_look() const {
-  return sharing_.size() != connections_.size() || sharing_.empty() || polls_ >= kPollsBetweenLooks;
+bool StreamTransport::must_poll_sockets() const {
+  return sharing_.size() != connections_.size() || sharing_.empty() || polls_ >= kPollsBetweenSockets;
 }
 
 bool StreamTransport::serve_lanes() {
@@ -138,7 +137,7 @@ bool StreamTransport::serve_lanes() {
   for (std::size_t i = 0; i < sharing_.size();) {
     Connection* connection = sharing_[i];
     any |= serve_lane(*connection);
-    // One that ended has left its place to the last.
+    // A connection that ended was replaced by the last one.
     if (i < sharing_.size() && sharing_[i] == connection) ++i;
   }
   return any;
@@ -157,12 +156,7 @@ bool StreamTransport::serve_lane(Connection& connection) {
 
 bool StreamTransport::take_requests() {
   StreamRequestQueue::Requests requests = request_queue_->take();
-  for (auto& socket : requests.listeners) {
-    const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
-    Listener& listener = listeners_[token];
-    listener.socket = std::move(socket);
-    watch(token, listener, true);
-  }
+  for (auto& socket : requests.listeners) listener_.add(std::move(socket));
   for (auto& connection : requests.connections) adopt(std::move(connection));
   for (std::uint64_t token : requests.reviews) {
     if (const auto found = connections_.find(token); found != connections_.end()) review(*found->second);
@@ -183,7 +177,7 @@ void StreamTransport::adopt(std::unique_ptr<Connection> owned) {
   }
   Deadline deadline = executor_.deadline_in(options_.handshake_timeout);
   if (connection.dialed()) deadline = earlier(deadline, connection.dial()->deadline);
-  set_timer(connection, deadline.at());
+  timers_.set(connection.token(), deadline.at());
 }
 
 void StreamTransport::serve(const Poller::Event& event) {
@@ -191,8 +185,7 @@ void StreamTransport::serve(const Poller::Event& event) {
     handle(*found->second, event);
     return;
   }
-  const auto listener = listeners_.find(event.token);
-  if (listener != listeners_.end()) accept_from(listener->first, listener->second);
+  listener_.serve(event.token);
 }
 
 void StreamTransport::handle(Connection& connection, const Poller::Event& event) {
@@ -203,7 +196,7 @@ void StreamTransport::handle(Connection& connection, const Poller::Event& event)
     failure = error;
   }
   if (connection.handshake_pending && connection.stage() == Connection::Stage::kOpen) {
-    set_timer(connection, std::nullopt);
+    timers_.set(connection.token(), std::nullopt);
     end_handshake(connection);
     if (connection.shares()) sharing_.push_back(&connection);
   }
@@ -213,8 +206,7 @@ void StreamTransport::handle(Connection& connection, const Poller::Event& event)
 void StreamTransport::end_handshake(Connection& connection) {
   connection.handshake_pending = false;
   if (connection.dialed()) return;
-  unauthenticated_.erase(connection.token());
-  resume_listeners();
+  listener_.remove_unauthenticated(connection.token());
 }
 
 void StreamTransport::review(Connection& connection) {
@@ -227,7 +219,9 @@ void StreamTransport::review(Connection& connection) {
                                    state.closing ? fmt::format("this side closed the channel to '{}'", peer)
                                                  : fmt::format("'{}' closed the channel", peer)));
     }
-    if (state.said_goodbye && !connection.timer) set_timer(connection, executor_.now() + options_.linger);
+    if (state.said_goodbye && !timers_.of(connection.token())) {
+      timers_.set(connection.token(), executor_.now() + options_.linger);
+    }
   }
   const bool writing = connection.stage() == Connection::Stage::kConnecting || state.flushing;
   if (writing == connection.watches_writing) return;
@@ -236,7 +230,7 @@ void StreamTransport::review(Connection& connection) {
 }
 
 void StreamTransport::end_broken(Connection& connection, const std::string& why) {
-  // What the peer sent before it went is still to be had.
+  // Delivers what the peer sent before the connection broke.
   try {
     connection.on_event({connection.token(), true, false, true}, {scratch_.get(), kScratchBytes}, handler_);
   } catch (const Error& error) {
@@ -249,7 +243,7 @@ void StreamTransport::end_broken(Connection& connection, const std::string& why)
 void StreamTransport::end(Connection& connection, Error reason) {
   const std::shared_ptr<StreamChannel> channel = connection.channel();
   const bool announced = connection.dialed() || connection.stage() == Connection::Stage::kOpen;
-  set_timer(connection, std::nullopt);
+  timers_.set(connection.token(), std::nullopt);
   if (connection.handshake_pending) end_handshake(connection);
   if (connection.socket() >= 0) poller_->remove(connection.socket());
   channel->end(reason);
@@ -261,93 +255,35 @@ void StreamTransport::end(Connection& connection, Error reason) {
   announced ? handler_.on_closed(channel, reason) : handler_.on_refused(channel->peer(), reason);
 }
 
-void StreamTransport::set_timer(Connection& connection, std::optional<TimePoint> when) {
-  if (connection.timer) timers_.erase({*connection.timer, connection.token()});
-  connection.timer = when;
-  if (when && *when != TimePoint::max()) timers_.emplace(*when, connection.token());
-}
-
 bool StreamTransport::run_timers() {
   const TimePoint now = executor_.now();
   bool any = false;
-  while (!timers_.empty() && timers_.begin()->first <= now) {
+  while (const auto token = timers_.take_due(now)) {
     any = true;
-    const std::uint64_t token = timers_.begin()->second;
-    timers_.erase(timers_.begin());
-    if (const auto found = connections_.find(token); found != connections_.end()) {
+    if (const auto found = connections_.find(*token); found != connections_.end()) {
       end(*found->second, found->second->timed_out());
-    } else if (const auto listener = listeners_.find(token); listener != listeners_.end()) {
-      listener->second.resume.reset();
-      resume_listeners();
+    } else {
+      listener_.end_pause(*token);
     }
   }
   return any;
 }
 
-void StreamTransport::accept_from(std::uint64_t token, Listener& listener) {
-  for (int i = 0; i < kMaxAcceptsPerPoll; ++i) {
-    if (unauthenticated_.size() >= options_.max_unauthenticated) {
-      shorten_handshakes();
-      return watch(token, listener, false);
-    }
-    Descriptor socket = accept_caller(listener.socket->get());
-    if (socket) {
-      welcome(std::move(socket), listener);
-      continue;
-    }
-    if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-    // A caller that hung up meanwhile is no trouble; anything else is waited out instead of spun on.
-    if (errno != EINTR && errno != ECONNABORTED && errno != EPROTO) return pause(token, listener, errno);
-  }
-}
-
-void StreamTransport::welcome(Descriptor socket, const Listener& listener) {
-  const Address& address = listener.socket->address();
-  std::string peer = name_accepted(socket.get(), address);
+void StreamTransport::accept(Descriptor socket, const Address& listener) {
+  std::string peer = name_accepted(socket.get(), listener);
   try {
-    if (address.kind == Address::Kind::kUnix) check_peer_user(socket.get(), peer, ::geteuid());
+    if (listener.kind == Address::Kind::kUnix) check_peer_user(socket.get(), peer, ::geteuid());
   } catch (const Error& error) {
     return handler_.on_refused(peer, error);
   }
   Connection::Start start;
   start.socket = std::move(socket);
   start.connected = true;
-  start.token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  start.token = tokens_.next();
   start.channel = make_channel(std::move(peer), start.token);
-  start.lane = make_lane(address, Role::kListener);
-  unauthenticated_.emplace(start.token, executor_.now());
+  start.lane = make_lane(listener, Role::kListener);
+  listener_.add_unauthenticated(start.token);
   adopt(std::make_unique<Connection>(std::move(start), options_));
-}
-
-void StreamTransport::watch(std::uint64_t token, Listener& listener, bool on) {
-  if (listener.watched == on) return;
-  listener.watched = on;
-  on ? poller_->add(listener.socket->get(), token, false) : poller_->remove(listener.socket->get());
-}
-
-void StreamTransport::pause(std::uint64_t token, Listener& listener, int reason) {
-  watch(token, listener, false);
-  listener.resume = executor_.now() + kPauseWithoutDescriptors;
-  timers_.emplace(*listener.resume, token);
-  handler_.on_refused(listener.socket->address().text,
-                      Error(ErrorKind::kOverloaded,
-                            fmt::format("callers have to wait: {}; raise the limit of open files (ulimit -n)",
-                                        std::strerror(reason))));
-}
-
-void StreamTransport::shorten_handshakes() {
-  if (unauthenticated_.empty()) return;
-  const auto& [token, arrived] = *unauthenticated_.begin();
-  Connection& first = *connections_.at(token);
-  const TimePoint due = arrived + kLeastPatience;
-  if (first.timer && due < *first.timer) set_timer(first, due);
-}
-
-void StreamTransport::resume_listeners() {
-  if (unauthenticated_.size() >= options_.max_unauthenticated) return;
-  for (auto& [token, listener] : listeners_) {
-    if (!listener.resume) watch(token, listener, true);
-  }
 }
 
 std::unique_ptr<Transport> make_stream_transport(Executor& executor, Handler& handler,

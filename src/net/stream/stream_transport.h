@@ -4,22 +4,19 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "net/api/stream.h"
 #include "net/polled.h"
 #include "net/stream/connection.h"
+#include "net/stream/listener.h"
 #include "net/stream/request_queue.h"
-#include "net/stream/socket.h"
 
 namespace torchspan::net {
 
-/// Transport over the sockets of one host, or over lanes beside them. Everything but `request_queue_` and the
-/// atomics belongs to the thread that is in poll() or wait().
+/// Transport over the sockets of one host, or over lanes beside them. Everything but the request queue, the
+/// tokens and the atomics belongs to the thread in poll() or wait().
 class StreamTransport final : public PolledTransport {
  public:
   /// Makes the lanes of connections over Unix sockets.
@@ -39,17 +36,12 @@ class StreamTransport final : public PolledTransport {
   int descriptor() const override { return poller_->descriptor(); }
 
  private:
-  struct Listener {
-    std::unique_ptr<ListeningSocket> socket;
-    bool watched = false;
-    std::optional<TimePoint> resume;  ///< after descriptors ran out
-  };
   using Connections = std::map<std::uint64_t, std::unique_ptr<Connection>>;
 
   std::shared_ptr<StreamChannel> make_channel(std::string peer, std::uint64_t token) const;
 
   std::unique_ptr<Lane> make_lane(const Address& address, Role role) const;
-  bool must_look() const;
+  bool must_poll_sockets() const;
   bool serve_lanes();
   bool serve_lane(Connection& connection);
 
@@ -57,22 +49,14 @@ class StreamTransport final : public PolledTransport {
   void adopt(std::unique_ptr<Connection> connection);
   void serve(const Poller::Event& event);
   void handle(Connection& connection, const Poller::Event& event);
-  /// The peer is proven, or never will be: it stops counting as an unauthenticated peer.
+  /// The peer proved itself, or the connection ends: it does not count as an unauthenticated peer any longer.
   void end_handshake(Connection& connection);
   bool run_timers();
-  /// Brings poller and timers in line with the connection's state; ends it when there is nothing left to do.
+  /// Watches the connection for what its state asks for; ends it when there is nothing left to do.
   void review(Connection& connection);
   void end(Connection& connection, Error reason);
   void end_broken(Connection& connection, const std::string& why);
-  void set_timer(Connection& connection, std::optional<TimePoint> when);
-
-  void accept_from(std::uint64_t token, Listener& listener);
-  void welcome(Descriptor socket, const Listener& listener);
-  void watch(std::uint64_t token, Listener& listener, bool on);
-  void pause(std::uint64_t token, Listener& listener, int reason);
-  /// Others wait at the door: the unauthenticated peer who came first must be done soon.
-  void shorten_handshakes();
-  void resume_listeners();
+  void accept(Descriptor socket, const Address& listener);
 
   Executor& executor_;
   Handler& handler_;
@@ -80,15 +64,14 @@ class StreamTransport final : public PolledTransport {
   const MakeLane make_lane_;
   const std::unique_ptr<Poller> poller_;
   const std::shared_ptr<StreamRequestQueue> request_queue_;
-  std::atomic<std::uint64_t> next_token_{1};
+  TokenCounter tokens_;
+  Timers timers_;
+  Listener listener_;
   std::atomic<bool> woken_{false};
 
   Connections connections_;
-  std::vector<Connection*> sharing_;  ///< those of the connections whose frames take a lane
-  std::size_t polls_ = 0;             ///< since the sockets were looked at
-  std::map<std::uint64_t, Listener> listeners_;
-  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
-  std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< who proved nothing yet, and when they came
+  std::vector<Connection*> sharing_;  ///< the connections whose frames use a lane
+  std::size_t polls_ = 0;             ///< since the sockets were polled
   std::array<Poller::Event, 64> events_;
   std::size_t ready_ = 0;  ///< events that wait() left for poll()
   const std::unique_ptr<std::byte[]> scratch_;

@@ -68,8 +68,7 @@ void Assembly::allocate(Waiting& waiting) {
     const std::uint64_t size = end - begin;
     Buffer buffer = allocator_(size);
     if (buffer.size < size || (size != 0 && buffer.data == nullptr)) {
-      throw Error(ErrorKind::kOverloaded,
-                  fmt::format("no memory for a segment of {} bytes that came in", size));
+      throw Error(ErrorKind::kOverloaded, fmt::format("no memory for a received segment of {} bytes", size));
     }
     buffer.size = size;
     waiting.message.segments.push_back(std::move(buffer));
@@ -81,8 +80,9 @@ Assembly::Piece Assembly::claim(std::uint64_t message, std::uint32_t index) {
   const auto found = open_.find(message);
   if (found == open_.end() || index >= piece_count(found->second->size) ||
       (!found->second->claimed.empty() && found->second->claimed[index])) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("piece {} of striped message {} came twice or does not exist", index, message));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("piece {} of striped message {} arrived twice or does not exist", index, message));
   }
   Waiting& waiting = *found->second;
   if (waiting.claimed.empty()) allocate(waiting);
@@ -122,7 +122,7 @@ std::uint64_t PieceReader::message() const {
 void PieceReader::begin() {
   PiecePrefix prefix;
   std::memcpy(&prefix, prefix_.data(), sizeof prefix);
-  if (prefix.zero != 0) throw Error(ErrorKind::kInvalid, "bytes that are no piece of a message came");
+  if (prefix.zero != 0) throw Error(ErrorKind::kInvalid, "received bytes that are not a piece of a message");
   piece_ = assembly_.claim(prefix.message, prefix.index);
   in_piece_ = true;
   prefix_filled_ = 0;

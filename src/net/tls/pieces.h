@@ -15,13 +15,13 @@
 
 namespace torchspan::net {
 
-/// How a striped message travels. Its frame (FrameType::kStriped) on the first lane holds header and segment
-/// sizes; its segments' bytes, as one row, are cut into pieces of kPieceBytes, the last one shorter. Each
-/// piece goes over any further lane:
+/// The layout of a striped message. Its frame (FrameType::kStriped) on the first lane holds the header and
+/// the segment sizes; the bytes of all segments together are cut into pieces of kPieceBytes, the last one
+/// shorter. Each piece travels over any further lane:
 ///
 ///   piece   u64 message  u32 index  u32 0  bytes…      message: counts the striped messages from 0
 ///
-/// Pieces of one message come in any order and may come before its frame.
+/// Pieces of one message arrive in any order and may arrive before its frame.
 inline constexpr std::uint64_t kPieceBytes = 256 << 10;
 inline constexpr std::size_t kPiecePrefixBytes = 16;
 inline constexpr std::uint64_t kWorthStriping = 1 << 20;
@@ -29,43 +29,44 @@ inline constexpr std::uint64_t kWorthStriping = 1 << 20;
 std::array<std::byte, kPiecePrefixBytes> piece_prefix(std::uint64_t message, std::uint32_t index);
 std::uint64_t piece_count(std::uint64_t bytes);
 
-/// The receiving side's messages that wait: striped ones until their pieces are there, and all others behind
-/// them. Used by one thread. Memory follows a message's first piece.
+/// Received messages that wait: striped ones for their pieces, and later messages for them. For the driver.
+/// Allocates a message's memory at its first piece.
 class Assembly {
  public:
   explicit Assembly(BufferAllocator allocator) : allocator_(std::move(allocator)) {}
 
-  /// A message whose segments come in pieces. Throws kInvalid for one with too many pieces.
+  /// Adds a message whose segments arrive in pieces. Throws kInvalid for too many pieces.
   void expect(Message message, std::vector<std::uint64_t> sizes);
-  /// A whole message; it comes after those that came before it.
+  /// Adds a complete message, behind those that arrived before it.
   void add(Message message);
   bool empty() const { return waiting_.empty(); }
-  /// Bytes of whole messages that wait behind a striped one.
+  /// Bytes of complete messages that wait behind a striped one.
   std::uint64_t held_bytes() const { return held_bytes_; }
-  /// Moves out what is complete and first.
+  /// Moves out the complete messages at the front.
   void take(std::vector<Message>& finished);
 
   bool knows(std::uint64_t message) const { return message < announced_; }
-  /// A place in a striped message; stays valid until done() was called for its piece.
+  /// A piece of a striped message; valid until done() is called for it.
   struct Piece {
     std::uint64_t message;
     std::uint64_t offset;
     std::uint64_t size;
   };
-  /// Reserves a piece of a known message. Throws kInvalid for one that does not exist or came already, and
+  /// Reserves a piece of a known message. Throws kInvalid for a piece that does not exist or arrived before,
   /// kOverloaded without memory.
   Piece claim(std::uint64_t message, std::uint32_t index);
-  /// Where the rest of `piece` from `done` bytes on belongs; returns how many places were filled in.
+  /// Fills in the places of the rest of `piece`, from `done` bytes on; returns how many.
   std::size_t places(const Piece& piece, std::uint64_t done, std::span<iovec> places);
   void done(const Piece& piece);
 
  private:
   struct Waiting {
     Message message;
-    std::vector<std::uint64_t> ends;  ///< of the segments in the row of bytes; none for a whole message
-    std::vector<bool> claimed;        ///< by piece
+    std::vector<std::uint64_t>
+        ends;                   ///< of the segments in the sequence of bytes; none for a complete message
+    std::vector<bool> claimed;  ///< by piece
     std::uint64_t size = 0;
-    std::uint64_t left = 0;  ///< bytes that are not there yet
+    std::uint64_t left = 0;  ///< bytes that have not arrived yet
   };
   void allocate(Waiting& waiting);
 
@@ -81,11 +82,11 @@ class PieceReader {
  public:
   explicit PieceReader(Assembly& assembly) : assembly_(assembly) {}
 
-  /// False while the piece that is coming in belongs to a message whose frame has not come yet.
+  /// False while the frame of the current piece's message has not arrived yet.
   bool ready() const { return in_piece_ || prefix_filled_ < kPiecePrefixBytes || assembly_.knows(message()); }
   /// Where the next bytes belong, in order; at least one place. Throws as Assembly::claim().
   std::size_t targets(std::span<iovec> places);
-  /// Tells how many bytes were received into the places of the last targets().
+  /// The caller received `size` bytes into the places of the last targets().
   void received(std::size_t size);
   bool mid_piece() const { return in_piece_ || prefix_filled_ != 0; }
 

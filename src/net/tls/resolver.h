@@ -13,8 +13,8 @@
 
 namespace torchspan::net {
 
-/// Looks up host names on threads of their own, because the system's resolver may take many seconds. For any
-/// thread. Its destructor waits for look-ups under way.
+/// Looks up host names on separate threads, because the system's resolver may take many seconds. Thread-safe.
+/// The destructor waits for running look-ups.
 class Resolver {
  public:
   struct Answer {
@@ -23,7 +23,7 @@ class Resolver {
   };
   explicit Resolver(Executor& executor) : executor_(executor) {}
 
-  /// `done` is called once, on the thread of the look-up. Throws kOverloaded without a thread.
+  /// Calls `done` once, on the thread of the look-up. Throws kOverloaded if no thread can be started.
   void look_up(TlsPlace place, std::function<void(Answer)> done);
 
  private:

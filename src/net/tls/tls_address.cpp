@@ -15,7 +15,7 @@ constexpr std::size_t kLongestName = 253;
 
 [[noreturn]] void throw_unreadable(const std::string& text, std::string_view scheme, std::string_view why) {
   throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is no address of this transport: {}; write {scheme}:host:port, "
+              fmt::format("'{}' is not an address of this transport: {}; write {scheme}:host:port, "
                           "{scheme}:10.0.0.1:port or {scheme}:[2001:db8::1]:port",
                           text, why, fmt::arg("scheme", scheme)));
 }
@@ -62,20 +62,20 @@ TlsPlace parse_tls_address(const std::string& text, std::string_view scheme) {
   const std::size_t colon = rest.rfind(':');
   if (colon == std::string::npos) throw_unreadable(text, scheme, "the port is missing");
   const auto port = parse_port(std::string_view(rest).substr(colon + 1));
-  if (!port) throw_unreadable(text, scheme, "the port is no number from 0 to 65535");
+  if (!port) throw_unreadable(text, scheme, "the port is not a number from 0 to 65535");
   std::string host = rest.substr(0, colon);
   const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
   if (bracketed) host = host.substr(1, host.size() - 2);
   if (host.empty()) throw_unreadable(text, scheme, "the host is missing");
   if (host.size() > kLongestName || host.find_first_of(std::string_view("[]/\0 ", 5)) != std::string::npos) {
-    throw_unreadable(text, scheme, "the host is no name and no address");
+    throw_unreadable(text, scheme, "the host is neither a name nor an address");
   }
   if (!bracketed && host.find(':') != std::string::npos) {
-    throw_unreadable(text, scheme, "an IPv6 address goes in brackets");
+    throw_unreadable(text, scheme, "an IPv6 address needs brackets");
   }
   const TlsPlace place{text, std::move(host), *port};
   if (bracketed && !numeric_address(place))
-    throw_unreadable(text, scheme, "what is in brackets is no IPv6 address");
+    throw_unreadable(text, scheme, "the text in brackets is not an IPv6 address");
   return place;
 }
 

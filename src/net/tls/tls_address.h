@@ -9,24 +9,24 @@
 
 namespace torchspan::net {
 
-/// "scheme:host:port", read and checked.
+/// A parsed address: "scheme:host:port".
 struct TlsPlace {
   std::string text;
   std::string host;  ///< a name, or an address without brackets
   std::uint16_t port;
 };
 
-/// Throws kInvalid for what is no such address.
+/// Throws kInvalid for any other text.
 TlsPlace parse_tls_address(const std::string& text, std::string_view scheme = "tls");
 
-/// The address, if the host is one and not a name.
+/// The address, if the host is not a name.
 std::optional<Address> numeric_address(const TlsPlace& place);
 
-/// All addresses of the host, in the system's order of preference. Asks the system's resolver and may take
-/// long. Throws kDisconnected when it knows none.
+/// All addresses of the host, in the system's order of preference. Uses the system's resolver, which may be
+/// slow. Throws kDisconnected if it finds none.
 std::vector<Address> look_up(const TlsPlace& place);
 
-/// `place` with another port, as peers write it.
+/// The text of `place` with another port.
 std::string with_port(const TlsPlace& place, std::uint16_t port);
 
 }  // namespace torchspan::net

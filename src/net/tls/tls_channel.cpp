@@ -11,17 +11,17 @@
 namespace torchspan::net {
 namespace {
 
-/// A socket whose peer keeps up takes a message of any size. The lock is not held for all of it: what is
-/// beyond this is queued by send(), and left for the next event by the driver, whose heartbeats other peers
-/// await.
+/// Most bytes that one call writes while it holds the lock: a socket whose peer keeps up would accept a
+/// message of any size. send() queues the rest; the driver, which also serves other peers, leaves it to the
+/// next event.
 constexpr std::uint64_t kMostDirect = 16 << 20;
 constexpr std::uint64_t kMostFlushed = 4 << 20;
 
-/// Cuts segments, as one row of bytes, into slices.
+/// Cuts the bytes of segments, as one sequence, into slices.
 class Slicer {
  public:
   explicit Slicer(std::span<const Segment> segments) : segments_(segments) {}
-  /// The next `size` bytes, which must be there.
+  /// The next `size` bytes, which must exist.
   std::span<const Segment> next(std::uint64_t size) {
     slices_.clear();
     while (size != 0) {
@@ -258,6 +258,14 @@ void TlsChannel::throw_overloaded(std::uint64_t size) const {
               fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
                           "TransportOptions::max_unsent ({}); wait for replies before sending more",
                           options_.peer, waiting_locked(), size, options_.max_unsent));
+}
+
+std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
+                                             const TransportOptions& options,
+                                             std::shared_ptr<TlsRequestQueue> request_queue) {
+  return std::make_shared<TlsChannel>(
+      TlsChannel::Options{std::move(peer), token, limits_of(options), options.max_unsent},
+      std::move(request_queue));
 }
 
 }  // namespace torchspan::net

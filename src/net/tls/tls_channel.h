@@ -20,8 +20,8 @@ namespace torchspan::net {
 struct TlsRequest;
 using TlsRequestQueue = RequestQueue<TlsRequest>;
 
-/// The sending half of a channel over one or more TLS connections, shared by all threads. Encrypts and writes
-/// in the calling thread as long as nothing is queued; the driver flushes the rest.
+/// The sending half of a channel over one or more TLS connections. Thread-safe. Encrypts and writes in the
+/// calling thread as long as nothing is queued; the driver flushes the rest.
 class TlsChannel final : public Channel {
  public:
   struct Options {
@@ -37,26 +37,26 @@ class TlsChannel final : public Channel {
   void close() override;
   std::string peer() const override { return options_.peer; }
 
-  /// What the driver has to know after every event.
+  /// What the driver reviews after every event.
   struct State {
-    std::uint32_t flushing = 0;         ///< a bit for each lane where bytes wait for room in the socket
+    std::uint32_t flushing = 0;         ///< a bit for each lane whose bytes wait for room in the socket
     bool closing = false;               ///< close() was called
-    bool said_goodbye = false;          ///< and the goodbye and all before it are with the system
+    bool said_goodbye = false;          ///< and the system accepted the goodbye and all bytes before it
     std::optional<std::string> broken;  ///< why nothing more can be written
   };
-  /// The peer is proven: sends what was queued over `first`, and lets send() write to it.
+  /// The peer proved itself: sends what is queued over `first`, and lets send() write to it.
   void open(std::shared_ptr<TlsSession> first);
   /// Adds a connection for pieces; returns its bit in State::flushing.
   std::size_t add_lane(std::shared_ptr<TlsSession> lane);
-  /// Sends what the sockets take.
+  /// Sends queued bytes as far as the sockets have room.
   void flush();
-  /// Between these two, small messages are queued and leave together.
+  /// Between these calls, small messages are queued and sent together.
   void cork();
   void uncork();
-  /// Shows the peer that this side lives, unless something was sent since the last call or waits to be.
+  /// Sends a heartbeat unless bytes were sent since the last call or are queued.
   void beat();
   State state() const;
-  /// Nothing more goes through; `reason` is what later callers of send() are told.
+  /// The channel has ended: later calls of send() throw `reason`.
   void end(const Error& reason);
 
  private:
@@ -70,7 +70,7 @@ class TlsChannel final : public Channel {
   bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
   void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void flush_lane(Lane& lane, Released& released) TORCHSPAN_REQUIRES(mutex_);
-  /// Writes what the lane takes and queues the rest.
+  /// Writes as far as the lane has room and queues the rest.
   void put(Lane& lane, Outgoing& bytes, Released& released) TORCHSPAN_REQUIRES(mutex_);
   void stripe(std::span<const Segment> segments, Released& released) TORCHSPAN_REQUIRES(mutex_);
   Lane& emptiest_lane() TORCHSPAN_REQUIRES(mutex_);
@@ -84,14 +84,19 @@ class TlsChannel final : public Channel {
   std::atomic<std::size_t> unsent_{0};
   mutable Mutex mutex_;
   std::vector<Lane> lanes_
-      TORCHSPAN_GUARDED_BY(mutex_);  ///< the first is there always, perhaps without session
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< the first always exists, perhaps without session
   std::uint64_t striped_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< striped messages so far
   bool corked_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool wrote_ TORCHSPAN_GUARDED_BY(mutex_) = false;             ///< since the last beat()
   std::uint64_t direct_left_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< bytes this send() may still write itself
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
+  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why the channel ended
 };
+
+/// Makes a channel with the limits of `options`.
+std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
+                                             const TransportOptions& options,
+                                             std::shared_ptr<TlsRequestQueue> request_queue);
 
 }  // namespace torchspan::net

@@ -18,8 +18,8 @@ constexpr std::string_view kKeyLabel = "torchspan tls 1.3 external psk, version 
 constexpr std::string_view kIdentity = "torchspan";
 constexpr std::size_t kKeyBytes = 32;
 constexpr long kMostCertificateBytes = 32 << 10;
-/// The one suite whose hash the pre-shared key is bound to comes first; the other serves processors without
-/// AES instructions.
+/// The first suite has the hash to which the pre-shared key is bound; the second one is for processors
+/// without AES instructions.
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr std::array<unsigned char, 2> kFirstCipher = {0x13, 0x01};
 
@@ -46,7 +46,8 @@ std::array<unsigned char, kKeyBytes> derive_key(const Secret& secret) {
   return key;
 }
 
-/// A copy of the key in the SSL_CTX's application data: OpenSSL marks the one of a connection that fails.
+/// Copies the key in the SSL_CTX's application data: OpenSSL changes the key object of a connection that
+/// fails.
 int lend_key(SSL* ssl, SSL_SESSION** session) {
   *session = SSL_SESSION_dup(static_cast<SSL_SESSION*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl))));
   return *session != nullptr;
@@ -167,7 +168,7 @@ void TlsContext::use_certificates(SSL_CTX* context, const TlsOptions& options) c
   const auto check = [](int done, const char* what, const std::string& file) {
     if (done == 1) return;
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{} file '{}' cannot be used ({}): give a PEM file of this worker's", what, file,
+                fmt::format("{} file '{}' cannot be used ({}): give a PEM file of this worker", what, file,
                             tls_reason()));
   };
   check(SSL_CTX_use_certificate_chain_file(context, options.certificate_file.c_str()), "certificate",
@@ -188,7 +189,8 @@ SslPtr TlsContext::make_connection(Role role, const std::string& host) const {
     X509_VERIFY_PARAM* wanted = SSL_get0_param(ssl.get());
     const bool is_address = X509_VERIFY_PARAM_set1_ip_asc(wanted, host.c_str()) == 1;
     if (!is_address && X509_VERIFY_PARAM_set1_host(wanted, host.c_str(), host.size()) != 1) {
-      throw Error(ErrorKind::kInvalid, fmt::format("'{}' is no host that a certificate can name", host));
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("'{}' is not a host name that a certificate can contain", host));
     }
   }
   return ssl;

@@ -9,7 +9,7 @@
 
 namespace torchspan::net {
 
-/// OpenSSL's objects are released by the function OpenSSL names.
+/// Releases an object with OpenSSL's function for its type.
 template <auto kRelease>
 struct Release {
   template <class T>
@@ -19,8 +19,8 @@ struct Release {
 };
 using SslPtr = std::unique_ptr<SSL, Release<SSL_free>>;
 
-/// What all connections of a transport share: TLS 1.3 only, no resumption, no early data, and how both sides
-/// prove who they are. For any thread.
+/// Shared by all connections of a transport: TLS 1.3 only, no resumption, no early data, and how both sides
+/// prove their identity. Thread-safe.
 class TlsContext {
  public:
   /// Throws kInvalid for a missing secret and for certificate files that cannot be used.
@@ -48,10 +48,10 @@ class TlsContext {
   MethodPtr method_;
   ContextPtr dialer_;
   ContextPtr listener_;
-  SessionPtr key_;  ///< the pre-shared key, as OpenSSL wants it
+  SessionPtr key_;  ///< the pre-shared key, in OpenSSL's form
 };
 
-/// What OpenSSL's error queue says, for people.
+/// The reason in OpenSSL's error queue, as text.
 std::string tls_reason();
 
 }  // namespace torchspan::net

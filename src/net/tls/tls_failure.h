@@ -5,8 +5,8 @@
 
 namespace torchspan::net {
 
-/// What a TLS handshake that OpenSSL gave up means, from its error queue: kDenied (one side did not prove
-/// itself), kUnsupported (no TLS 1.3) or kInvalid (no TLS at all).
+/// The error of a failed TLS handshake, from OpenSSL's error queue: kDenied (one side did not prove itself),
+/// kUnsupported (no TLS 1.3) or kInvalid (no TLS at all).
 Error handshake_failure(const std::string& peer, bool by_certificate);
 
 }  // namespace torchspan::net

@@ -9,7 +9,7 @@
 namespace torchspan::net {
 namespace {
 
-/// Reads of one connection before the others get their turn.
+/// Reads of one connection in a row, before those of other connections.
 constexpr int kTlsReadRounds = 16;
 
 }  // namespace
@@ -41,7 +41,7 @@ std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
 void TlsLane::say(const LaneHello& hello) {
   Bytes bytes = encode(hello);
   const iovec place{bytes.data(), bytes.size()};
-  // A new socket has room for a greeting; one that has not is no peer of ours.
+  // A new socket has room for a greeting. One without room does not belong to a valid peer.
   if (session_->write(std::span(&place, 1)) != static_cast<ssize_t>(bytes.size())) {
     throw Error(ErrorKind::kDisconnected, fmt::format("'{}' went away during the handshake", peer_));
   }
@@ -54,6 +54,36 @@ void TlsLane::join(std::shared_ptr<TlsLink> whose, std::uint8_t number, std::siz
   stage_ = Stage::kOpen;
   session_->trust();
   if (!first()) pieces_.emplace(link->assembly());
+}
+
+Error TlsLane::timed_out() const {
+  switch (stage_) {
+    case Stage::kResolving:
+      return Error(ErrorKind::kTimedOut,
+                   fmt::format("the host name of '{}' was not found in time: does the name service answer "
+                               "here (getent hosts)?",
+                               peer_));
+    case Stage::kConnecting:
+      return Error(ErrorKind::kTimedOut,
+                   fmt::format("'{}' did not accept the connection in time: is that host up, and does a "
+                               "firewall let this port through?",
+                               peer_));
+    case Stage::kTls:
+    case Stage::kHello:
+      return Error(ErrorKind::kTimedOut,
+                   fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not "
+                               "a worker",
+                               peer_));
+    case Stage::kOpen:
+      break;
+  }
+  if (link->channel()->state().closing) {
+    return Error(
+        ErrorKind::kDisconnected,
+        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer_));
+  }
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
 }
 
 bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->choked()); }

@@ -16,8 +16,8 @@
 
 namespace torchspan::net {
 
-/// The driver's half of one connection of a channel: its stage and what it is receiving. Used by the thread
-/// in poll(). Methods that throw Error thereby tell how the connection ends.
+/// The driver's half of one connection of a channel: its stage and what it is receiving. For the driver. If a
+/// method throws Error, the connection ends with it.
 class TlsLane {
  public:
   enum class Stage : std::uint8_t { kResolving, kConnecting, kTls, kHello, kOpen };
@@ -28,36 +28,37 @@ class TlsLane {
   std::uint64_t token() const { return token_; }
   Role role() const { return role_; }
   const std::string& peer() const { return peer_; }
-  /// 0 for the lane that makes a channel, and for callers that have not said which they are.
+  /// 0 for the lane that makes a channel, and for a peer that has not sent its greeting.
   std::uint8_t number() const { return number_; }
   bool first() const { return number_ == 0; }
   Stage stage() const { return stage_; }
   const std::shared_ptr<TlsSession>& session() const { return session_; }
 
-  /// A new connection; it is being made, or is there.
+  /// Uses a new connection, which is `connected` or is being made.
   void start(std::shared_ptr<TlsSession> session, bool connected);
   void connected() { stage_ = Stage::kTls; }
-  /// Goes on with TLS and the greetings. The peer's greeting, once it is there; a dialer says its own,
-  /// `mine`, first.
+  /// Continues the TLS handshake and the greetings: a dialer sends its own, `mine`, first. Returns the peer's
+  /// greeting once it has arrived.
   std::optional<LaneHello> meet(const LaneHello& mine);
   void say(const LaneHello& hello);
-  /// It is `number` of `link` from now on, and open.
+  /// The lane is open, as lane `number` of `link`.
   void join(std::shared_ptr<TlsLink> link, std::uint8_t number, std::size_t slot);
 
-  /// Receives and delivers what is there, for a while; `scratch` is memory to receive into. False at the
-  /// stream's end.
+  /// Receives and delivers what is there, a few reads at most; `scratch` is memory to receive into. Returns
+  /// false at the end of the stream.
   bool receive(std::span<std::byte> scratch, Handler& handler);
-  /// Whether what the peer sends next can be taken now.
+  /// False while the lane's next bytes must wait for another lane.
   bool can_receive() const;
+  /// Why the timer that fired ends this lane.
+  Error timed_out() const;
 
-  std::shared_ptr<TlsLink> link;   ///< none for a caller that has not said hello
-  std::size_t slot = 0;            ///< its bit in TlsChannel::State::flushing
-  bool heard = false;              ///< bytes came in the last receive()
-  bool more = false;               ///< there is more to receive that the system does not report
-  bool over = false;               ///< nothing comes any more
-  bool watched = false;            ///< what the poller was told
-  bool watches_writing = false;    ///< what the poller was told
-  std::optional<TimePoint> timer;  ///< when the connection has to be done with its stage
+  std::shared_ptr<TlsLink> link;  ///< null for a peer that has not sent its greeting
+  std::size_t slot = 0;           ///< the lane's bit in TlsChannel::State::flushing
+  bool heard = false;             ///< bytes came in the last receive()
+  bool more = false;              ///< there is more to receive that the poller does not report
+  bool over = false;              ///< the stream has ended
+  bool watched = false;           ///< by the poller
+  bool watches_writing = false;   ///< by the poller, too
 
  private:
   bool receive_frames(std::span<std::byte> scratch, Handler& handler);

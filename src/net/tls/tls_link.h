@@ -16,8 +16,8 @@
 
 namespace torchspan::net {
 
-/// The driver's half of a channel: what was received and is not delivered yet. Used by one thread at a time,
-/// the one in poll(). Methods that throw Error thereby tell how the channel ends.
+/// The driver's half of a channel: what was received and is not delivered yet. For the driver. If a method
+/// throws Error, the channel ends with it.
 class TlsLink {
  public:
   TlsLink(std::shared_ptr<TlsChannel> channel, std::uint64_t token, bool dialed,
@@ -27,31 +27,31 @@ class TlsLink {
   std::uint64_t token() const { return token_; }
   bool dialed() const { return dialed_; }
 
-  /// Where the first lane's next bytes belong, as FrameParser::targets().
+  /// The places of the first lane's next bytes, as FrameParser::targets().
   std::size_t targets(std::span<iovec> places) { return parser_.targets(places); }
-  /// Takes `direct` bytes in those places and the `rest`, and delivers what is complete.
+  /// The caller received `direct` bytes into those places, and `rest` after them; delivers complete messages.
   void take(std::size_t direct, BytesView rest, Handler& handler);
   Assembly& assembly() { return assembly_; }
-  /// Delivers what pieces have completed.
+  /// Delivers messages that pieces have completed.
   void deliver_assembled(Handler& handler);
 
-  /// So much waits behind a striped message that the first lane has to wait as well.
+  /// Whether so many bytes wait behind a striped message that the first lane must wait, too.
   bool choked() const;
-  /// The peer said goodbye, and all it sent before is delivered.
+  /// The peer said goodbye, and all messages before it are delivered.
   bool heard_goodbye() const { return parser_.goodbye() && assembly_.empty(); }
-  /// The peer said goodbye, perhaps with pieces still under way.
+  /// The peer said goodbye; pieces may still be missing.
   bool is_leaving() const { return parser_.goodbye(); }
-  /// Why a channel ends whose peer's bytes have ended.
+  /// Why the channel ends at the end of the peer's stream.
   Error end_of_stream() const;
 
-  bool open = false;                 ///< the peer is proven
+  bool open = false;                 ///< the peer proved itself
   ChannelToken shared_token{};       ///< both sides' name for the channel
   std::uint8_t granted = 0;          ///< lanes beside the first
-  TimePoint heard{};                 ///< when the last bytes came
+  TimePoint heard{};                 ///< when the last bytes arrived
   std::vector<std::uint64_t> lanes;  ///< tokens of its connections, the first lane's first
-  std::vector<Address> addresses;    ///< to be dialled, in order
-  std::size_t address = 0;           ///< which of them is being dialled, or answered
-  TlsPlace place;                    ///< that was dialled
+  std::vector<Address> addresses;    ///< to dial, in this order
+  std::size_t address = 0;           ///< index of the address that is being dialed, or that answered
+  TlsPlace place;                    ///< the place that was dialed
 
  private:
   void sort();

@@ -12,17 +12,16 @@
 
 namespace torchspan::net {
 
-/// What another thread asks of the driver of a TLS transport.
+/// A request of another thread to the TlsDriver.
 struct TlsRequest {
-  /// Make a channel by dialling `place`.
+  /// Make a channel by dialing `place`.
   struct Dial {
     std::shared_ptr<TlsChannel> channel;
     TlsPlace place;
     Deadline deadline;
     std::vector<Address> addresses;  ///< empty while the name is being looked up
-    std::optional<Error> stillborn;
   };
-  /// The host of the channel with this token is known, or never will be.
+  /// The look-up of the host of the channel with this token has ended.
   struct Resolved {
     std::vector<Address> addresses;
     std::optional<Error> failure;

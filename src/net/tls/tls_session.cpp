@@ -13,7 +13,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kRecord = SSL3_RT_MAX_PLAIN_LENGTH;
-/// Encrypted bytes that leave in one call, and plain bytes per hold of the lock.
+/// Encrypted bytes per system call, and plain bytes that one call encrypts while it holds the lock.
 constexpr std::size_t kBatch = 4 * kRecord;
 constexpr std::size_t kUnauthenticatedRoom = 4 << 10;
 constexpr std::size_t kUnauthenticatedBytes = 64 << 10;
@@ -118,8 +118,7 @@ bool TlsSession::shake_hands() {
 }
 
 void TlsSession::check_proof() {
-  // Nothing but the pre-shared key counts as a resumed session here, and nothing but a certificate that was
-  // verified comes without one.
+  // Only the pre-shared key counts as a resumed session here. Without it, only a verified certificate does.
   const bool proven = context_->by_certificate() ? SSL_get0_peer_certificate(ssl_.get()) != nullptr &&
                                                        SSL_get_verify_result(ssl_.get()) == X509_V_OK
                                                  : SSL_session_reused(ssl_.get()) == 1;
@@ -131,7 +130,7 @@ void TlsSession::check_proof() {
 
 void TlsSession::fail() {
   if (flooded_) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' said more than {} bytes before it proved anything",
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent more than {} bytes before it proved anything",
                                                  start_.peer, kUnauthenticatedBytes));
   }
   if (ERR_peek_error() == 0 || ended_ || read_error_ != 0) {
@@ -140,7 +139,7 @@ void TlsSession::fail() {
   }
   if (!trusted_) throw handshake_failure(start_.peer, context_->by_certificate());
   throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is cut off: its bytes are no TLS of this connection ({})", start_.peer,
+              fmt::format("'{}' is cut off: its bytes are not valid TLS of this connection ({})", start_.peer,
                           tls_reason()));
 }
 

@@ -263,7 +263,7 @@ TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
   record[3] = std::byte{0};
   record[4] = std::byte{64};
   say(raw, record);
-  expect_cut_off(ErrorKind::kInvalid, "no TLS of this connection");
+  expect_cut_off(ErrorKind::kInvalid, "not valid TLS of this connection");
 }
 
 TEST_F(TlsStrangersTest, TellsACutConnectionFromAGoodbye) {

@@ -53,7 +53,7 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     const auto zero = reader.get<std::uint16_t>();
     const bool known = type == kGreeting || type == kFarewell;
     if (magic != kUcxMagic || version != kVersion || !known || zero != 0) {
-      throw Error(ErrorKind::kInvalid, "these bytes are no note of it");
+      throw Error(ErrorKind::kInvalid, "the bytes are not one of its notes");
     }
     UcxNote note = UcxFarewell{};
     if (type == kGreeting) note = read_greeting(reader);
@@ -61,7 +61,8 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     return note;
   } catch (const Error& error) {
     throw Error(error.kind(),
-                fmt::format("'{}' does not speak as a UCX transport: {}; is it one?", peer, error.message()));
+                fmt::format("'{}' does not speak the protocol of a UCX transport: {}; is it one?", peer,
+                            error.message()));
   }
 }
 
@@ -70,7 +71,7 @@ void check_ucx_versions(const UcxGreeting& theirs, const UcxGreeting& ours, cons
   const auto a = std::tie(theirs.major, theirs.minor), b = std::tie(ours.major, ours.minor);
   if (a == b || (a >= kFirstCompatible && b >= kFirstCompatible && theirs.major == ours.major)) return;
   throw Error(ErrorKind::kUnsupported,
-              fmt::format("'{}' runs UCX {}.{}, this side {}.{}, which do not understand each other: install "
+              fmt::format("'{}' runs UCX {}.{}, this side {}.{}, which are not compatible: install "
                           "the same UCX on all hosts",
                           peer, theirs.major, theirs.minor, ours.major, ours.minor));
 }

@@ -7,14 +7,14 @@
 
 namespace torchspan::net {
 
-/// What two UCX transports tell each other inside TLS, each as the header of a message without segments.
-/// Integers are little-endian:
+/// Notes between two UCX transports inside TLS, each the header of a message without segments. Integers are
+/// little-endian:
 ///
 ///   greeting  u32 0x58435554  u8 1  u8 1  u16 0  u32 major  u32 minor  u64 channel  u32 size  address bytes
 ///   farewell  u32 0x58435554  u8 1  u8 2  u16 0
 ///
-/// A greeting says how the sender's end of the channel is labelled, where its UCX worker is, and which UCX it
-/// runs. A farewell says that the peer's goodbye, and all that it sent before, came through UCX.
+/// A greeting holds the label of the sender's end of the channel, the address of its UCX worker, and its UCX
+/// version. A farewell confirms that the peer's goodbye, and all bytes before it, arrived through UCX.
 struct UcxGreeting {
   std::uint32_t major = 0;
   std::uint32_t minor = 0;
@@ -33,10 +33,10 @@ inline constexpr std::size_t kLongestNote = 64 << 10;
 Bytes encode(const UcxGreeting& greeting);
 Bytes encode(const UcxFarewell& farewell);
 
-/// Total: a note, or kInvalid naming `peer`.
+/// Returns a note, or throws kInvalid, which names `peer`, for any other bytes.
 UcxNote decode_ucx_note(BytesView bytes, const std::string& peer);
 
-/// UCX promises that different versions understand each other's bytes from 1.16 on. Throws kUnsupported.
+/// Throws kUnsupported unless the two versions are compatible: equal, or both at least 1.16.
 void check_ucx_versions(const UcxGreeting& theirs, const UcxGreeting& ours, const std::string& peer);
 
 }  // namespace torchspan::net

@@ -8,7 +8,7 @@
 namespace torchspan::net {
 namespace {
 
-/// Beyond these a peer does not keep to the bounds that senders keep to.
+/// A peer beyond these does not respect the bounds of senders.
 constexpr std::size_t kMostEarly = 1024;
 constexpr std::uint64_t kMaxHeldSegments = 2 * kUcxAhead;
 
@@ -24,13 +24,14 @@ UcxInbox::UcxInbox(const TransportOptions& options)
 }
 
 void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
-  if (bytes.empty() || bytes.size() > kUcxChunkBytes) throw_invalid("a chunk of a wrong size came", number);
+  if (bytes.empty() || bytes.size() > kUcxChunkBytes)
+    throw_invalid("received a chunk of a wrong size", number);
   if (number < next_chunk_ || number - next_chunk_ >= kMostEarly) {
-    throw_invalid("a chunk that was not due came", number);
+    throw_invalid("received a chunk that was not due", number);
   }
   if (number != next_chunk_) {
     if (!early_chunks_.try_emplace(number, std::move(bytes)).second)
-      throw_invalid("a chunk came twice", number);
+      throw_invalid("received a chunk twice", number);
     return;
   }
   parse(bytes);
@@ -83,10 +84,10 @@ void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
   const bool due = number >= announced_ ? number - announced_ < kMostEarly
                                         : awaited != awaited_.end() && awaited->second.buffer.data == nullptr;
   if (!due || offers_.contains(number) || offers_.size() >= kMostEarly) {
-    throw_invalid("a segment that was not due came", number);
+    throw_invalid("received a segment that was not due", number);
   }
   if (awaited != awaited_.end() && awaited->second.size != offer.size) {
-    throw_invalid("a segment came whose size is not the one announced", number);
+    throw_invalid("received a segment whose size differs from the announced one", number);
   }
   offers_.emplace(number, std::move(offer));
   if (awaited != awaited_.end()) ready_.push_back(number);
@@ -94,7 +95,7 @@ void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
 
 void UcxInbox::match(std::uint64_t number) {
   if (offers_.at(number).size != awaited_.at(number).size) {
-    throw_invalid("a segment came whose size is not the one announced", number);
+    throw_invalid("received a segment whose size differs from the announced one", number);
   }
   ready_.push_back(number);
 }
@@ -125,7 +126,7 @@ void UcxInbox::take(std::vector<Message>& messages) {
       const auto [index, number] = first.missing.back();
       const auto found = awaited_.find(number);
       if (!found->second.done) {
-        if (held_ > kMaxHeldSegments) throw_invalid("too much came behind a segment that is missing", number);
+        if (held_ > kMaxHeldSegments) throw_invalid("received too much behind a missing segment", number);
         return;
       }
       first.message.segments[index] = std::move(found->second.buffer);

@@ -13,32 +13,33 @@
 
 namespace torchspan::net {
 
-/// How messages lie on UCX. Active messages of type 0 are hellos: the way that they took works. Then each
-/// side of a channel sends a stream of frames (framing.h) in chunks, each an active message of type 1 whose
-/// header is a UcxLabel with the chunk's number, from 0 on. A segment that its sender thinks large is no part
-/// of the frame: as a lent segment it has a number there, from 1 on, and comes by rendezvous as an active
-/// message of type 2. UCX may let one active message overtake another.
+/// The layout of messages on UCX. Active messages of type 0 are hellos, which prove that the route works.
+/// Then each side of a channel sends a stream of frames (framing.h) in chunks: active messages of type 1,
+/// whose header is a UcxLabel with the chunk's number, from 0 on. The sender may leave a large segment out of
+/// the frame: like a lent segment it has a number there, from 1 on, and arrives by rendezvous as an active
+/// message of type 2. One active message may overtake another.
 struct UcxLabel {
-  std::uint64_t channel;  ///< as the receiver's greeting named it
+  std::uint64_t channel;  ///< the label in the receiver's greeting
   std::uint64_t number;   ///< of the chunk, or of the segment
 };
 
 inline constexpr std::size_t kUcxChunkBytes = 32 << 10;
-/// A sender offers so many segments before the receiver has fetched the first of them, and sends so many
-/// bytes of the stream past a segment that was not fetched: what the receiver has to hold is bounded.
+/// The most segments that a sender offers before the receiver has fetched the first of them, and the most
+/// bytes of the stream that it sends past a segment that was not fetched. They bound what the receiver must
+/// hold.
 inline constexpr std::size_t kUcxSegmentsUnderWay = 64;
 inline constexpr std::uint64_t kUcxAhead = 16 << 20;
 
 /// A segment that waits at the peer until it is fetched, or that came with the offer.
 struct UcxOffer {
   std::uint64_t size = 0;
-  void* descriptor = nullptr;  ///< UCX's, to fetch it with; none when `bytes` are here
+  void* descriptor = nullptr;  ///< of UCX, to fetch it; null if `bytes` has arrived
   Bytes bytes = {};
 };
 
-/// The receiving half of a channel over UCX: puts chunks and segments back in order and checks everything the
-/// peer says before memory follows it. Knows nothing of UCX. For one thread at a time; after a throw the
-/// channel must end, for the Error's reason.
+/// The receiving half of a channel over UCX: puts chunks and segments back in order, and checks all numbers
+/// of the peer before it allocates memory. Does not call UCX. For the driver; after a throw the channel must
+/// end with that Error.
 class UcxInbox {
  public:
   explicit UcxInbox(const TransportOptions& options);
@@ -46,7 +47,7 @@ class UcxInbox {
   UcxInbox& operator=(const UcxInbox&) = delete;
 
   void add_chunk(std::uint64_t number, Bytes bytes);
-  /// Takes the offer over, unless it throws.
+  /// Takes over the offer, unless it throws.
   void add_offer(std::uint64_t number, UcxOffer offer);
 
   struct Fetch {
@@ -54,14 +55,14 @@ class UcxInbox {
     void* descriptor;
     Buffer into;
   };
-  /// A segment that a frame has announced and whose offer is here, with the memory to receive it into.
+  /// A segment that a frame announced and whose offer arrived, with the memory to receive it into.
   std::optional<Fetch> next_fetch();
   void fetched(std::uint64_t number);
-  /// Appends the messages that are complete, in order.
+  /// Appends the complete messages, in order.
   void take(std::vector<Message>& messages);
-  /// The peer said goodbye and everything before it was taken.
+  /// The peer said goodbye, and all messages before it were taken.
   bool goodbye() const { return parser_.goodbye() && pending_.empty(); }
-  /// The channel ends: UCX's descriptors that nobody will fetch.
+  /// The channel ends: returns the descriptors of UCX that were not fetched.
   std::vector<void*> abandon();
 
  private:

@@ -13,14 +13,14 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kMostChunksUnderWay = 64;
-/// Segments are offered while those that the peer has not fetched yet are less than this.
+/// Offers segments while the peer has fewer unfetched bytes than this.
 constexpr std::size_t kMostOffered = 16 << 20;
 constexpr std::size_t kUcxIovecs = 16;
 constexpr std::size_t kLargeCopy = 256 << 10;
-/// Bytes of the stream that one call sends; the rest is for the driver's next turn.
+/// Bytes of the stream that one call sends; the driver sends the rest.
 constexpr std::size_t kMostAtOnce = 4 << 20;
 
-/// The same, with copies of borrowed segments that go beside the stream, or are large.
+/// Copies those borrowed segments that are sent beside the stream, or are large.
 std::vector<Segment> hold_large(std::span<const Segment> segments, std::size_t apart_from) {
   std::vector<Segment> held(segments.begin(), segments.end());
   for (Segment& segment : held) {
@@ -45,7 +45,7 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
     const std::uint64_t waiting = unsent_bytes();
     if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
   }
-  // Large copies of what is borrowed are made without the lock.
+  // Large copies are made without the lock.
   const std::vector<Segment> held = hold_large(segments, options_.rendezvous_from);
   Released released;
   MutexLock lock(mutex_);
@@ -113,7 +113,7 @@ void UcxChannel::flush() {
   flush_locked(true, released);
 }
 
-/// Whether there is something for UCX that only the driver's turn kept back.
+/// Whether UCX could accept more now; only the limit per call held it back.
 bool UcxChannel::more_to_send() const {
   return (next_chunk_ || !outbox_.empty()) && chunks_under_way_ < kMostChunksUnderWay && may_go_on();
 }
@@ -122,10 +122,10 @@ bool UcxChannel::may_go_on() const { return apart_.empty() || sent_ < apart_.fro
 
 void UcxChannel::flush_locked(bool patient, Released& released) {
   if (route_ == nullptr || ended_ || broken_) return;
-  // A segment that UCX sends at once lets the stream go on.
+  // A segment that UCX sends at once lets the stream continue.
   bool goes_on = true;
   while (goes_on) goes_on = send_chunks(patient, released) && send_segments(patient, released);
-  // The driver goes on with what is left, and UCX with what it took over, once the driver wakes.
+  // The driver continues with the rest once it wakes, and so does UCX with the tasks that it took over.
   if (patient) posted_ = false;
   if (!posted_ && (patient ? more_to_send() : !quiet())) {
     posted_ = true;
@@ -179,7 +179,7 @@ bool UcxChannel::send_chunks(bool patient, Released& released) {
   return true;
 }
 
-/// False when there is nothing more to do for now.
+/// Returns false if there is nothing more to do for now.
 bool UcxChannel::send_segments(bool patient, Released& released) {
   bool freed = false;
   while (offered_ < apart_.size() && offered_ < kUcxSegmentsUnderWay && offered_bytes_ < kMostOffered &&

@@ -19,8 +19,8 @@ namespace torchspan::net {
 struct UcxRequest;
 using UcxRequestQueue = RequestQueue<UcxRequest>;
 
-/// The sending half of a channel over UCX, shared by all threads. Hands messages to UCX in the calling thread
-/// if no other is at it; the driver sends the rest.
+/// The sending half of a channel over UCX. Thread-safe. Passes messages to UCX in the calling thread unless
+/// another thread uses UCX; the driver sends the rest.
 class UcxChannel final : public Channel, public std::enable_shared_from_this<UcxChannel> {
  public:
   struct Options {
@@ -28,7 +28,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t token;  ///< the channel's, for the request queue
     FrameLimits limits;
     std::uint64_t max_unsent;
-    std::size_t rendezvous_from;  ///< size of segments that go beside the stream
+    std::size_t rendezvous_from;  ///< smallest segment that is sent beside the stream
   };
   UcxChannel(Options options, std::shared_ptr<UcxRequestQueue> request_queue);
 
@@ -37,34 +37,36 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   void close() override;
   std::string peer() const override { return options_.peer; }
 
-  /// What the driver has to know after every event.
+  /// What the driver reviews after every event.
   struct State {
     bool closing = false;  ///< close() was called
-    bool quiet = false;    ///< UCX is done with all that was sent, a goodbye included
+    bool quiet = false;    ///< UCX has completed all sends, including a goodbye
     std::optional<std::string> broken;
   };
   State state() const;
-  /// The peer awaits messages labelled `peer_label`: sends what was queued. Worker and route outlive end().
+  /// The peer expects messages with the label `peer_label`: sends what is queued. Worker and route outlive
+  /// end().
   void open(UcxWorker& worker, std::shared_ptr<UcxRoute> route, std::uint64_t peer_label);
-  /// Sends what UCX takes.
+  /// Sends queued bytes as far as UCX accepts them.
   void flush();
-  /// UCX is done with a task of this channel.
+  /// UCX completed a task of this channel.
   void finished(const UcxTask& task);
   /// Nothing more can be sent, and the driver will end the channel.
   void break_off(const std::string& why);
-  /// Nothing more goes through; `reason` is what later callers of send() are told.
+  /// The channel has ended: later calls of send() throw `reason`.
   void end(const Error& reason);
 
  private:
-  /// A segment beside the stream of frames.
+  /// A segment that is sent beside the stream of frames.
   struct Apart {
     Segment segment;
-    std::uint64_t position;  ///< in the stream, behind the segment's announcement
+    std::uint64_t position;  ///< in the stream, after the segment's announcement
     bool done = false;
   };
   bool goes_apart(const Segment& segment) const { return segment.size >= options_.rendezvous_from; }
   void queue(BytesView header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
-  /// Of the driver, which is patient, or of others, who leave to it what they do not come to.
+  /// `patient`: waits for other threads that use UCX; only the driver does, and it sends what other threads
+  /// left.
   void flush_locked(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
   bool send_chunks(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
   bool send_segments(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
@@ -84,21 +86,21 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   UcxWorker* worker_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::shared_ptr<UcxRoute> route_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t peer_label_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);                  ///< the stream, as far as it is not in chunks
-  UcxTaskPtr next_chunk_ TORCHSPAN_GUARDED_BY(mutex_);          ///< ready to go
+  Outbox outbox_ TORCHSPAN_GUARDED_BY(mutex_);          ///< the part of the stream that is not in chunks yet
+  UcxTaskPtr next_chunk_ TORCHSPAN_GUARDED_BY(mutex_);  ///< ready to be sent
   std::uint64_t chunks_ TORCHSPAN_GUARDED_BY(mutex_) = 0;       ///< made so far
   std::uint64_t queued_ TORCHSPAN_GUARDED_BY(mutex_) = 0;       ///< bytes of the stream so far
-  std::uint64_t sent_ TORCHSPAN_GUARDED_BY(mutex_) = 0;         ///< of which UCX took over
+  std::uint64_t sent_ TORCHSPAN_GUARDED_BY(mutex_) = 0;         ///< of these, taken over by UCX
   std::deque<Apart> apart_ TORCHSPAN_GUARDED_BY(mutex_);        ///< from the first that is not done
   std::uint64_t first_apart_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  ///< the number of the first in apart_
-  std::size_t offered_ TORCHSPAN_GUARDED_BY(mutex_) = 0;        ///< in apart_, UCX took over
-  std::size_t offered_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< of those, not fetched yet
+  std::size_t offered_ TORCHSPAN_GUARDED_BY(mutex_) = 0;        ///< segments in apart_ that UCX took over
+  std::size_t offered_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< bytes of those that are not fetched yet
   std::size_t under_way_ TORCHSPAN_GUARDED_BY(mutex_) = 0;      ///< tasks that UCX has
   std::size_t chunks_under_way_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool posted_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the driver is asked to flush
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why nothing goes through any more
+  std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why the channel ended
 };
 
 }  // namespace torchspan::net

@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kFile = "libucp.so.0";
 constexpr int kSignals = 32;
 
-/// Remembers what this process does about signals, and sees to it that it stays so.
+/// Saves the signal handlers of this process; the destructor restores them.
 class SignalsKept {
  public:
   SignalsKept() {
@@ -59,7 +59,7 @@ void find(void* library, const char* name, Function& function) {
               fmt::format("the UCX in {} has no {}: install UCX 1.13 or later", kFile, name));
 }
 
-/// UCX writes warnings about other people's devices to standard output. Who wants them sets UCX_LOG_LEVEL.
+/// UCX writes warnings about unrelated devices to standard output; UCX_LOG_LEVEL turns them on.
 void be_quiet(void* library) {
   if (std::getenv("UCX_LOG_LEVEL") != nullptr) return;
   decltype(&::ucs_global_opts_set_value) set = nullptr;

@@ -3,11 +3,11 @@
 
 namespace torchspan::net {
 
-/// UCX's functions, found when they are needed. It is loaded, not linked: merely by being there it would
-/// answer for the signals of every program of ours (a backtrace on SIGSEGV, a debugger on SIGHUP). Loading
-/// puts the signals' handlers back. Never unloaded.
+/// UCX's functions. UCX is loaded, not linked, because a linked UCX handles the signals of every program (a
+/// backtrace on SIGSEGV, a debugger on SIGHUP). After loading, the signal handlers are restored. Never
+/// unloaded.
 struct UcxLibrary {
-  /// Throws kUnsupported when it is not installed or too old.
+  /// Throws kUnsupported if UCX is not installed or too old.
   UcxLibrary();
 
   unsigned major = 0;

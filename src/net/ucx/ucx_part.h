@@ -7,7 +7,7 @@
 
 namespace torchspan::net {
 
-/// As make_ucx_transport(), for a transport that has it as a part.
+/// Like make_ucx_transport(), for a transport that contains this one.
 std::unique_ptr<PolledTransport> make_ucx_part(Executor& executor, Handler& handler, TransportOptions options,
                                                UcxOptions ucx);
 

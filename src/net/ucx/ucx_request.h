@@ -9,7 +9,7 @@
 
 namespace torchspan::net {
 
-/// A channel that the driver is to make by dialling `address`.
+/// Asks the driver to make a channel by dialing `address`.
 struct UcxRequest {
   std::uint64_t token;
   std::shared_ptr<UcxChannel> channel;

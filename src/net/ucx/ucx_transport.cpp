@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <limits>
+#include <set>
 
 #include "net/ucx/ucx_part.h"
 
@@ -9,7 +10,7 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::uint64_t kWorkerToken = TlsTransport::kForeignTokens;
-/// When UCX loses a peer, TLS most likely knows why, a moment later.
+/// After UCX lost a peer, TLS most likely reports the reason within this time.
 constexpr Duration kGrace = std::chrono::seconds(1);
 
 TransportOptions options_beneath(const TransportOptions& options) {
@@ -55,7 +56,7 @@ UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOption
 UcxTransport::~UcxTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
   const UcxRequestQueue::Requests left = request_queue_->close();
-  for (const auto& errand : left.connections) errand->channel->end(reason);
+  for (const auto& request : left.connections) request->channel->end(reason);
   for (const auto& [token, link] : links_) {
     link->channel->end(reason);
     for (void* descriptor : link->inbox.abandon()) worker_.release(descriptor);
@@ -65,7 +66,7 @@ UcxTransport::~UcxTransport() {
 
 std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadline deadline) {
   parse_tls_address(address, "ucx");
-  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t token = tokens_.next();
   auto channel = make_channel(address, token);
   request_queue_->post(std::make_unique<UcxRequest>(UcxRequest{token, channel, address, deadline}));
   return channel;
@@ -89,7 +90,7 @@ bool UcxTransport::may_sleep(Deadline& until) {
     worker_.progress();
     if (worker_.has_news()) return false;
   }
-  if (!timers_.empty()) until = earlier(until, Deadline(timers_.begin()->first));
+  until = earlier(until, timers_.next());
   return true;
 }
 
@@ -98,13 +99,13 @@ bool UcxTransport::poll() {
   bool any = request_queue_->pending() && take_requests();
   any |= tls_.poll();
   any |= serve_worker();
-  if (!timers_.empty()) any |= run_timers();
+  any |= run_timers();
   return any;
 }
 
 bool UcxTransport::take_requests() {
   UcxRequestQueue::Requests requests = request_queue_->take();
-  for (const auto& errand : requests.connections) dial(*errand);
+  for (const auto& request : requests.connections) dial(*request);
   for (const std::uint64_t token : requests.reviews) {
     const auto found = links_.find(token);
     if (found == links_.end()) continue;
@@ -182,7 +183,7 @@ void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
         }
       } catch (const Error& error) {
         drop(arrival);
-        // What came before is the receiver's.
+        // Delivers what arrived before.
         const std::string peer = link->channel->peer();
         fetch_and_deliver(*link);
         throw Error(error.kind(), fmt::format("'{}' is cut off: {}", peer, error.message()));
@@ -233,9 +234,9 @@ void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
     if (link->route.get() == failed.route) hit.push_back(link);
   }
   for (const LinkPtr& link : hit) {
-    link->channel->break_off(fmt::format("UCX lost it ({})", failed.reason));
+    link->channel->break_off(fmt::format("UCX lost the connection ({})", failed.reason));
     if (!links_.contains(link->token)) continue;
-    if (!link->open) set_timer(*link, now_ + kGrace);
+    if (!link->open) timers_.set(link->token, now_ + kGrace);
     review(*link);
   }
 }
@@ -253,18 +254,18 @@ void UcxTransport::review(UcxLink& link) {
     return end(link,
                Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
   }
-  if (link.timer) return;
+  if (timers_.of(link.token)) return;
   if (state.broken) {
-    set_timer(link, now_ + kGrace);
+    timers_.set(link.token, now_ + kGrace);
   } else if (state.closing && state.quiet) {
-    set_timer(link, now_ + options_.linger);
+    timers_.set(link.token, now_ + options_.linger);
   }
 }
 
 void UcxTransport::end(UcxLink& link, const Error& reason) {
   const LinkPtr kept = links_.at(link.token);
   const bool announced = link.dialed || link.open;
-  set_timer(link, std::nullopt);
+  timers_.set(link.token, std::nullopt);
   links_.erase(link.token);
   by_label_.erase(link.label);
   by_wire_.erase(link.wire.get());
@@ -274,18 +275,11 @@ void UcxTransport::end(UcxLink& link, const Error& reason) {
   announced ? handler_.on_closed(link.channel, reason) : handler_.on_refused(link.channel->peer(), reason);
 }
 
-void UcxTransport::set_timer(UcxLink& link, std::optional<TimePoint> when) {
-  if (link.timer) timers_.erase({*link.timer, link.token});
-  link.timer = when;
-  if (when && *when != TimePoint::max()) timers_.emplace(*when, link.token);
-}
-
 bool UcxTransport::run_timers() {
   bool any = false;
-  while (!timers_.empty() && timers_.begin()->first <= now_) {
+  while (const auto token = timers_.take_due(now_)) {
     any = true;
-    const auto found = links_.find(timers_.begin()->second);
-    timers_.erase(timers_.begin());
+    const auto found = links_.find(*token);
     if (found != links_.end()) end(*LinkPtr(found->second), timed_out(*found->second));
   }
   return any;
@@ -294,10 +288,11 @@ bool UcxTransport::run_timers() {
 Error UcxTransport::timed_out(const UcxLink& link) const {
   const std::string peer = link.channel->peer();
   if (!link.greeting) {
-    return Error(ErrorKind::kTimedOut,
-                 fmt::format("'{}' did not introduce itself in time: it is stopped, overloaded, or no UCX "
-                             "transport",
-                             peer));
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not send its greeting in time: it is stopped, overloaded, or not a UCX "
+                    "transport",
+                    peer));
   }
   if (!link.open) {
     return Error(
@@ -311,11 +306,12 @@ Error UcxTransport::timed_out(const UcxLink& link) const {
     return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
   }
   if (state.closing) {
-    return Error(ErrorKind::kDisconnected,
-                 fmt::format("this side closed the channel to '{}', which did not take note in time", peer));
+    return Error(
+        ErrorKind::kDisconnected,
+        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer));
   }
   return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' cannot be reached through UCX any more: {}; it still answers over TLS", peer,
+               fmt::format("'{}' can no longer be reached through UCX: {}; it still answers over TLS", peer,
                            state.broken.value_or("")));
 }
 

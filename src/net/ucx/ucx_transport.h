@@ -1,11 +1,9 @@
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -13,6 +11,8 @@
 
 #include <torchspan/net/ucx.h>
 
+#include "net/stream/timers.h"
+#include "net/stream/token_counter.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/greeting.h"
 #include "net/ucx/inbox.h"
@@ -22,7 +22,7 @@
 
 namespace torchspan::net {
 
-/// The driver's half of a channel: its TLS channel (the wire), and what came through UCX.
+/// The driver's half of a channel: its TLS channel (the wire), and what arrived through UCX.
 struct UcxLink {
   UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options)
       : channel(std::move(its_channel)), token(its_token), inbox(options) {}
@@ -31,20 +31,19 @@ struct UcxLink {
   const std::uint64_t token;
   UcxInbox inbox;
   bool dialed = false;
-  std::uint64_t label = 0;  ///< by which the peer addresses it
+  std::uint64_t label = 0;  ///< the peer puts it into its messages
   std::shared_ptr<Channel> wire;
   std::optional<UcxGreeting> greeting;  ///< the peer's
   bool heard_hello = false;             ///< through UCX
   std::shared_ptr<UcxRoute> route;      ///< to the peer, once a hello went there
-  bool open = false;                    ///< messages go both ways
-  bool said_farewell = false;           ///< the peer's goodbye came through UCX
-  bool heard_farewell = false;          ///< ours did
+  bool open = false;                    ///< messages flow in both directions
+  bool said_farewell = false;           ///< the peer's goodbye arrived through UCX
+  bool heard_farewell = false;          ///< this side's goodbye arrived
   bool wire_gone = false;
-  std::optional<TimePoint> timer;  ///< when it has to be done with its stage
 };
 
-/// Transport over UCX. Beneath it is a whole TLS transport, which listens, dials, proves, beats and tells
-/// deaths under the scheme "ucx"; each of its channels bears one of ours. Everything but the request queue
+/// Transport over UCX, on top of a TLS transport with the scheme "ucx", which listens, dials, authenticates,
+/// sends heartbeats and reports deaths. Each channel uses one channel of it. Everything but the request queue
 /// and the worker belongs to the thread in poll() or wait().
 class UcxTransport final : public PolledTransport {
  public:
@@ -63,7 +62,7 @@ class UcxTransport final : public PolledTransport {
 
  private:
   using LinkPtr = std::shared_ptr<UcxLink>;
-  /// Hears what the TLS transport beneath has to say.
+  /// Receives the callbacks of the TLS transport.
   class Front final : public Handler {
    public:
     explicit Front(UcxTransport& transport) : transport_(transport) {}
@@ -83,13 +82,13 @@ class UcxTransport final : public PolledTransport {
   };
 
   // Wires (ucx_wires.cpp)
-  void dial(UcxRequest& errand);
+  void dial(UcxRequest& request);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
   void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
-  /// Makes the way through UCX. The side whose worker's address is the lesser begins: UCX 1.13 aborts at
-  /// times when both connect at once.
+  /// Makes the route through UCX. The side with the smaller worker address begins: UCX 1.13 sometimes aborts
+  /// if both connect at once.
   void introduce(UcxLink& link);
   std::shared_ptr<UcxRoute> route_to(const Bytes& address);
   void say(UcxLink& link, const Bytes& note);
@@ -98,21 +97,20 @@ class UcxTransport final : public PolledTransport {
 
   // Links (ucx_transport.cpp)
   std::shared_ptr<UcxChannel> make_channel(std::string peer, std::uint64_t token) const;
-  /// As prepare_sleep(), for what is not TLS.
+  /// Like prepare_sleep(), for UCX.
   bool may_sleep(Deadline& until);
   bool take_requests();
-  /// Passes on what UCX has done; true when there was anything.
+  /// Handles what UCX completed; returns whether there was anything.
   bool serve_worker();
   void take_arrivals(std::vector<UcxWorker::Arrival> arrivals);
   void drop(UcxWorker::Arrival& arrival);
-  /// Runs `step`, which may throw for how the link ends, and ends it then.
+  /// Runs `step`; if it throws, ends the link with that error.
   void attempt(const LinkPtr& link, const std::function<void()>& step);
   void fetch_and_deliver(UcxLink& link);
   void lose(const UcxWorker::FailedRoute& failed);
-  /// Ends the link, or goes on with its goodbyes, as its state says.
+  /// Ends the link or continues its goodbyes, as its state requires.
   void review(UcxLink& link);
   void end(UcxLink& link, const Error& reason);
-  void set_timer(UcxLink& link, std::optional<TimePoint> when);
   bool run_timers();
   Error timed_out(const UcxLink& link) const;
 
@@ -127,14 +125,14 @@ class UcxTransport final : public PolledTransport {
   Front front_;
   TlsTransport tls_;
   const std::shared_ptr<UcxRequestQueue> request_queue_;
-  std::atomic<std::uint64_t> next_token_{1};
+  TokenCounter tokens_;
   UcxWorker worker_;
 
   std::map<std::uint64_t, LinkPtr> links_;
   std::unordered_map<const Channel*, LinkPtr> by_wire_;
   std::unordered_map<std::uint64_t, LinkPtr> by_label_;
   std::map<Bytes, std::shared_ptr<UcxRoute>> routes_;  ///< by the peer worker's address
-  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
+  Timers timers_;
   TimePoint now_{};
 };
 

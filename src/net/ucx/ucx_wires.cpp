@@ -3,11 +3,11 @@
 
 #include "net/ucx/ucx_transport.h"
 
-/// What UcxTransport does with the TLS channels beneath its own.
+/// The part of UcxTransport that uses the TLS channels.
 namespace torchspan::net {
 namespace {
 
-/// Nobody hits upon another channel's label by a mistake in counting.
+/// A random label: a counting mistake cannot name another channel.
 std::uint64_t draw_label() {
   std::uint64_t label = 0;
   if (RAND_bytes(reinterpret_cast<unsigned char*>(&label), sizeof label) != 1) {
@@ -18,22 +18,22 @@ std::uint64_t draw_label() {
 
 }  // namespace
 
-void UcxTransport::dial(UcxRequest& errand) {
-  const auto link = std::make_shared<UcxLink>(errand.channel, errand.token, options_);
+void UcxTransport::dial(UcxRequest& request) {
+  const auto link = std::make_shared<UcxLink>(request.channel, request.token, options_);
   link->dialed = true;
   try {
     link->label = draw_label();
-    adopt(link, tls_.connect(errand.address, errand.deadline));
+    adopt(link, tls_.connect(request.address, request.deadline));
   } catch (const Error& error) {
-    errand.channel->end(error);
-    handler_.on_closed(errand.channel, error);
+    request.channel->end(error);
+    handler_.on_closed(request.channel, error);
     return;
   }
-  set_timer(*link, earlier(Deadline(now_ + 2 * options_.handshake_timeout), errand.deadline).at());
+  timers_.set(link->token, earlier(Deadline(now_ + 2 * options_.handshake_timeout), request.deadline).at());
 }
 
 void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
-  const std::uint64_t token = next_token_.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t token = tokens_.next();
   const auto channel = make_channel(wire->peer(), token);
   const auto link = std::make_shared<UcxLink>(channel, token, options_);
   try {
@@ -43,7 +43,7 @@ void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
     wire->close();
     return handler_.on_refused(wire->peer(), error);
   }
-  set_timer(*link, now_ + options_.handshake_timeout);
+  timers_.set(link->token, now_ + options_.handshake_timeout);
 }
 
 void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
@@ -74,7 +74,7 @@ void UcxTransport::take_note(UcxLink& link, const Message& message) {
     return introduce(link);
   }
   if (std::holds_alternative<UcxGreeting>(note) || !link.channel->state().closing) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' said something out of turn", peer));
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent a note at the wrong time", peer));
   }
   link.heard_farewell = true;
   review(link);
@@ -97,7 +97,7 @@ void UcxTransport::introduce(UcxLink& link) {
   }
   if (!link.route || !link.heard_hello) return;
   link.open = true;
-  set_timer(link, std::nullopt);
+  timers_.set(link.token, std::nullopt);
   if (!link.dialed) handler_.on_accepted(link.channel);
   link.channel->open(worker_, link.route, link.greeting->channel);
   review(link);
@@ -113,7 +113,7 @@ void UcxTransport::say(UcxLink& link, const Bytes& note) {
   try {
     link.wire->send(note, {});
   } catch (const Error&) {
-    // The wire has ended, and says so itself.
+    // The wire has ended, and reports that itself.
   }
 }
 
@@ -123,13 +123,13 @@ void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error
   by_wire_.erase(wire.get());
   link->wire_gone = true;
   if (!link->open) return end(*link, reason);
-  // What came through UCX before the end is still to be had.
+  // Delivers what arrived through UCX before the end.
   while (serve_worker() && links_.contains(link->token)) {
   }
   if (!links_.contains(link->token)) return;
   const UcxChannel::State state = link->channel->state();
   if (state.closing && link->heard_farewell) {
-    if (!link->timer) set_timer(*link, now_ + options_.linger);
+    if (!timers_.of(link->token)) timers_.set(link->token, now_ + options_.linger);
     return review(*link);
   }
   if (!state.closing || !state.quiet) return end(*link, reason);

@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kSteps = 32;
 constexpr std::size_t kMostArrivedBytes = 4 << 20;
-/// At the end: with peers that take what was sent, and with UCX itself.
+/// Limits of the waits in the destructor: for peers to receive what was sent, and for UCX itself.
 constexpr Duration kPatienceWithPeers = std::chrono::seconds(1);
-/// Peers that have just connected have endpoints here that we cannot name, and may not know of.
+/// UCX may have endpoints of peers that have just connected, to which this side has no reference.
 constexpr Duration kCalm = std::chrono::milliseconds(25);
 constexpr Duration kPatienceAtEnd = std::chrono::seconds(2);
 
@@ -34,7 +34,7 @@ std::string advice(const UcxOptions& options) {
          "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
 }
 
-/// A network device that was just switched on may take a second until it counts as running.
+/// A network device may take a second after it was enabled until it counts as running.
 constexpr Duration kDevicesComeUp = std::chrono::seconds(3);
 constexpr Duration kDeviceLook = std::chrono::milliseconds(100);
 
@@ -55,19 +55,18 @@ void UcxWorker::make_context(const UcxOptions& options) {
   ucs_status_t status = library_.config_read(nullptr, nullptr, &config);
   if (status != UCS_OK) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("UCX refuses its configuration ({}): look at the environment variables UCX_*",
+                fmt::format("UCX rejects its configuration ({}): check the environment variables UCX_*",
                             text_of(status)));
   }
   const std::shared_ptr<ucp_config_t> kept(config, library_.config_release);
   const auto set = [&](const char* name, const std::string& value) {
     status = library_.config_modify(config, name, value.c_str());
     if (status == UCS_OK) return;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("UCX does not take {}={}: {}", name, value, text_of(status)));
+    throw Error(ErrorKind::kInvalid, fmt::format("UCX rejects {}={}: {}", name, value, text_of(status)));
   };
   set("TLS", options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib");
   if (options.network == UcxNetwork::kIsolated) {
-    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to whom TCP sends memory without a
+    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to which TCP sends memory without a
     // copy.
     set("ZCOPY_THRESH", "inf");
   }
@@ -127,7 +126,7 @@ UcxWorker::~UcxWorker() { tear_down(); }
 
 void UcxWorker::tear_down() {
   if (worker_ != nullptr) {
-    // UCX 1.13 aborts when an endpoint goes whose part in connecting is still to be sent.
+    // UCX 1.13 aborts when an endpoint is closed before its part of connecting was sent.
     for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
     settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
     for_routes([this](UcxRoute& route)
@@ -175,11 +174,10 @@ std::shared_ptr<UcxRoute> UcxWorker::open_route(BytesView address) {
   std::erase_if(routes_, [](const auto& old) { return old->endpoint_ == nullptr && old.use_count() == 1; });
   const ucs_status_t status = library_.ep_create(worker_, &params, &route->endpoint_);
   if (status != UCS_OK) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("UCX does not reach it ({}): UcxOptions must be the same on all workers, and their "
-                    "devices on one network",
-                    text_of(status)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("UCX cannot reach it ({}): UcxOptions must be the same on all workers, and their "
+                            "devices on one network",
+                            text_of(status)));
   }
   routes_.push_back(route);
   return route;
@@ -262,8 +260,7 @@ bool UcxWorker::arm() {
   return library_.worker_arm(worker_) != UCS_ERR_BUSY;
 }
 
-// UCX calls what follows from inside its own functions, that is, with the lock held by the thread that
-// called.
+// UCX calls the following functions from inside its own, so the calling thread holds the lock.
 
 void UcxWorker::finish(UcxTask* task, void* request, ucs_status_t status) {
   library_.request_free(request);
@@ -313,7 +310,7 @@ ucs_status_t UcxWorker::chunk_came(void* worker, const void* header, std::size_t
   const bool is_here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
   if (!label) return UCS_OK;
   UcxOffer offer{.size = size};
-  // What is no chunk keeps its size, and no bytes: its channel ends for it.
+  // An offer that is not a chunk keeps its size and has no bytes: its channel ends with an error.
   if (is_here && size <= kUcxChunkBytes) {
     const auto* const bytes = static_cast<const std::byte*>(data);
     offer.bytes.assign(bytes, bytes + size);

@@ -21,18 +21,17 @@ namespace torchspan::net {
 class UcxChannel;
 class UcxWorker;
 
-/// The way to one peer's UCX worker, shared by all channels to it. It stays until UCX says that it failed or
-/// the worker goes: UCX pairs the two sides' endpoints by how many there were, so neither may close one
-/// alone.
+/// The route to one peer's UCX worker, shared by all channels to it. It stays until UCX reports its failure
+/// or the worker ends: UCX pairs the endpoints of two sides by count, so neither side may close one alone.
 class UcxRoute {
  private:
   friend class UcxWorker;
   UcxWorker* worker_ = nullptr;
-  ucp_ep_h endpoint_ = nullptr;  ///< guarded by the worker's lock; none once it failed
+  ucp_ep_h endpoint_ = nullptr;  ///< guarded by the worker's lock; null once it failed
   std::string failure_;          ///< likewise
 };
 
-/// What UCX is doing for us, with the memory that it uses meanwhile.
+/// An operation of UCX in progress, with the memory that it uses.
 struct UcxTask {
   enum class Kind : std::uint8_t { kHello, kChunk, kSegment, kFetch };
   Kind kind;
@@ -40,44 +39,44 @@ struct UcxTask {
   Bytes chunk = {};
   Segment segment = {};
   Buffer into = {};
-  std::shared_ptr<UcxChannel> channel = {};  ///< that sends; none for what is fetched
+  std::shared_ptr<UcxChannel> channel = {};  ///< the sender; null for a fetch
   std::uint64_t link = 0;                    ///< token of the channel
   ucs_status_t status = UCS_OK;
   UcxWorker* worker = nullptr;
 };
 using UcxTaskPtr = std::unique_ptr<UcxTask>;
 
-/// UCX's context and worker. Every call takes its lock, for one step of UCX; UCX calls back under it only
-/// into lists that take_news() empties. For any thread.
+/// UCX's context and worker. Every call holds the lock for one step of UCX; callbacks of UCX only append to
+/// lists, which take_news() empties. Thread-safe.
 class UcxWorker {
  public:
-  /// Throws kUnsupported when UCX has no device that `options` allow.
+  /// Throws kUnsupported if UCX has no device that `options` allow.
   UcxWorker(Executor& executor, const UcxOptions& options);
-  /// Closes all routes; nothing of what was under way uses its memory afterwards.
+  /// Closes all routes; no operation uses its memory afterwards.
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
 
   const UcxLibrary& library() const { return library_; }
-  /// Where peers reach it, in UCX's own form.
+  /// The worker's address for peers, in UCX's form.
   const Bytes& address() const { return address_; }
-  /// Readable when there is something to progress(), after arm() said so.
+  /// Readable if there is something to progress(), after arm() returned true.
   int event_descriptor() const { return event_descriptor_; }
   std::string text_of(ucs_status_t status) const { return library_.status_string(status); }
 
   /// Throws kUnsupported for an address that no device here reaches.
   std::shared_ptr<UcxRoute> open_route(BytesView address);
   enum class Outcome : std::uint8_t {
-    kBusy,      ///< another thread is at it; `task` is untouched
+    kBusy,      ///< another thread uses UCX; `task` is unchanged
     kDone,      ///< `task` is finished
-    kUnderWay,  ///< `task` is taken over, and comes back with the news
-    kFailed,    ///< the route is no more; `task` is untouched
+    kUnderWay,  ///< `task` is taken over; take_news() returns it
+    kFailed,    ///< the route has ended; `task` is unchanged
   };
-  /// Without patience it never waits for another thread.
+  /// Unless `patient`, never waits for another thread.
   Outcome send(UcxRoute& route, UcxTaskPtr& task, bool patient);
-  /// Fetches what `descriptor` stands for into the task's memory; consumes the descriptor.
+  /// Fetches the data of `descriptor` into the task's memory; consumes the descriptor.
   Outcome fetch(void* descriptor, UcxTaskPtr& task);
-  /// Nobody wants what `descriptor` stands for.
+  /// Discards the data of `descriptor`.
   void release(void* descriptor);
 
   struct Arrival {
@@ -95,11 +94,12 @@ class UcxWorker {
     std::vector<FailedRoute> failed;
     bool empty() const { return arrivals.empty() && finished.empty() && failed.empty(); }
   };
-  /// Lets UCX work for a while. True when it did anything.
+  /// Lets UCX work for a few steps; returns whether it did anything.
   bool progress();
   bool has_news() const;
   News take_news();
-  /// Makes the descriptor tell of what comes from now on; false when there is something to progress already.
+  /// Makes the descriptor readable at the next event; returns false if there is something to progress
+  /// already.
   bool arm();
 
  private:
@@ -123,9 +123,10 @@ class UcxWorker {
   void close_failed() TORCHSPAN_REQUIRES(mutex_);
   void close(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
   void flush(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
-  /// For the open ones, under the lock.
+  /// For the open routes, under the lock.
   void for_routes(const std::function<void(UcxRoute&)>& step);
-  /// Lets UCX work and drops all news until it has no more to do and `done`, which is asked under the lock.
+  /// Lets UCX work, and drops all news, until it has nothing to do and `done` returns true; calls `done`
+  /// under the lock.
   void settle(Duration patience, const std::function<bool()>& done);
 
   Executor& executor_;

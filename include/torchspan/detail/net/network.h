@@ -16,13 +16,11 @@ struct NetworkOptions {
   /// If set, messages between hosts use UCX, and TLS authenticates; equal on all workers. Uses
   /// NetworkOptions::tls; UcxOptions::tls is ignored.
   std::optional<UcxOptions> ucx = {};
-  /// Host mark in addresses; empty: boot id of this machine. Tests set it to simulate several hosts on one.
-  std::string host_mark = {};
 };
 
 /// Transport for several hosts: shared memory to peers on this host, TLS (or UCX) to others. Listens at
-/// "unix:/path,tls:host:port" ("ucx:" with UCX) and advertises "unix:/path@mark,tls:host:port". A peer with
-/// the same mark that finds the socket dials it; others dial TLS. Mark and path are only hints: the dialed
+/// "unix:/path,tls:host:port" ("ucx:" with UCX) and advertises "unix:/path@boot-id,tls:host:port". A peer with
+/// the same boot id that finds the socket dials it; others dial TLS. Boot id and path are only hints: the dialed
 /// socket and the memory passed over it prove that peers share a host. Either part of an address may be
 /// absent. Throws as make_local_transport(), make_tls_transport() and make_ucx_transport().
 std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,

@@ -1,64 +1,21 @@
-#include "net/local/blocks.h"
+#include "net/local/block_pool.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <fmt/format.h>
 
-#include "net/framing.h"
-#include "net/receive_buffers.h"
+#include "net/local/memory.h"
 
 namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kBlockGranularity = std::size_t{16} << 10;
-/// Rooms between two powers of two, so that little of a block stays empty.
+/// Block sizes between two powers of two: more sizes leave less of a block empty.
 constexpr std::size_t kStepsPerDoubling = 8;
-/// Blocks looked at before a new one is made; the rest only when none can be.
+/// Blocks that are checked before a new one is made; the others are checked only if none can be made.
 constexpr std::size_t kProbes = 32;
 
-Metrics& metrics_of(const LocalOptions& options, Metrics& own) {
-  return options.metrics != nullptr ? *options.metrics : own;
-}
-
 }  // namespace
-
-LocalShare::LocalShare(LocalOptions given)
-    : options(std::move(given)),
-      lent(metrics_of(options, own_metrics).counter("net.local.lent")),
-      adopted(metrics_of(options, own_metrics).counter("net.local.adopted")),
-      copied(metrics_of(options, own_metrics).counter("net.local.copied")),
-      inlined(metrics_of(options, own_metrics).counter("net.local.inlined")),
-      pooled(metrics_of(options, own_metrics).counter("net.local.pool_bytes")) {}
-
-bool LocalShare::reserve(std::uint64_t size) {
-  std::uint64_t before = reserved.load(std::memory_order_relaxed);
-  do {
-    if (size > options.pool_bytes || before > options.pool_bytes - size) return false;
-  } while (!reserved.compare_exchange_weak(before, before + size, std::memory_order_relaxed));
-  pooled.add(size);
-  return true;
-}
-
-void LocalShare::release(std::uint64_t size) {
-  reserved.fetch_sub(size, std::memory_order_relaxed);
-  pooled.subtract(size);
-}
-
-void LocalShare::enrol(std::weak_ptr<BlockPool> pool) {
-  MutexLock lock(mutex_);
-  std::erase_if(pools_, [](const auto& known) { return known.expired(); });
-  pools_.push_back(std::move(pool));
-}
-
-std::vector<std::shared_ptr<BlockPool>> LocalShare::pools() {
-  std::vector<std::shared_ptr<BlockPool>> all;
-  MutexLock lock(mutex_);
-  for (const auto& known : pools_) {
-    if (auto pool = known.lock()) all.push_back(std::move(pool));
-  }
-  return all;
-}
 
 BlockPool::BlockPool(std::shared_ptr<LocalShare> share, BlockNotes& notes)
     : share_(std::move(share)), notes_(&notes) {}
@@ -75,7 +32,7 @@ std::size_t BlockPool::room_for(std::size_t size) {
 }
 
 std::uint64_t BlockPool::lend(const Segment& segment) {
-  // What is larger than the pool is not worth trying, and its room could overflow.
+  // The room of a segment larger than the pool could overflow.
   Block* block = segment.size <= share_->options.pool_bytes ? take(room_for(segment.size)) : nullptr;
   if (block == nullptr) {
     share_->inlined.add();
@@ -84,7 +41,7 @@ std::uint64_t BlockPool::lend(const Segment& segment) {
   std::memcpy(block->bytes(), segment.data, segment.size);
   share_->lent.add();
   const std::uint64_t number = block->number;
-  // From here on the peer decides when the block goes: only its number is safe to use.
+  // From here on the peer can cause the block to be retired: only its number is safe to use.
   block->filling.store(false, std::memory_order_release);
   return number;
 }
@@ -135,7 +92,7 @@ BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
 
 BlockPool::Block* BlockPool::make(std::size_t room) {
   const std::size_t size = room + kBlockHeaderBytes;
-  auto made = make_memory(share_->options, size);
+  auto made = make_memory(share_->faults, size);
   MutexLock lock(mutex_);
   const std::uint64_t number = next_number_++;
   if (!made || notes_ == nullptr || blocks_.size() >= kMostBlocks ||
@@ -198,72 +155,6 @@ Deadline BlockPool::tidy(TimePoint now) {
   if (blocks_.empty()) return Deadline::never();
   if (next_tidy_.is_never()) next_tidy_ = Deadline(now + idle);
   return next_tidy_;
-}
-
-struct BlockShelf::Block {
-  Block(std::shared_ptr<LocalShare> owner, SharedMemory mapped)
-      : share(std::move(owner)), memory(std::move(mapped)) {}
-
-  std::byte* bytes() const { return memory.data() + kBlockHeaderBytes; }
-  std::size_t room() const { return memory.size() - kBlockHeaderBytes; }
-  void give_back() {
-    held.store(false, std::memory_order_release);
-    reinterpret_cast<BlockHeader*>(memory.data())->lent.store(0, std::memory_order_release);
-  }
-
-  const std::shared_ptr<LocalShare> share;
-  const SharedMemory memory;
-  std::atomic<bool> held{false};
-};
-
-BlockShelf::BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options)
-    : share_(std::move(share)), allocator_(options.allocator), always_copies_(has_own_allocator(options)) {}
-
-void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
-  if (blocks_.size() >= kMostBlocks) {
-    throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
-  }
-  if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
-    throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or empty", block));
-  }
-  blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->options, descriptor, size)));
-}
-
-void BlockShelf::retire(std::uint64_t block) {
-  const auto found = blocks_.find(block);
-  if (found == blocks_.end() || found->second->held.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("retired block {}, which is not its to retire", block));
-  }
-  blocks_.erase(found);
-}
-
-Buffer BlockShelf::adopt(std::uint64_t number, std::size_t size) {
-  const auto found = blocks_.find(number);
-  if (found == blocks_.end() || size > found->second->room()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("lent {} bytes of block {}, which it has not", size, number));
-  }
-  const std::shared_ptr<Block>& block = found->second;
-  if (block->held.exchange(true, std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("lent block {} twice", number));
-  }
-  const std::uint64_t room = block->room();
-  const std::uint64_t most = share_->options.pool_bytes / 2;
-  const bool copies =
-      always_copies_ || share_->adopted_bytes.fetch_add(room, std::memory_order_relaxed) + room > most;
-  if (copies) {
-    if (!always_copies_) share_->adopted_bytes.fetch_sub(room, std::memory_order_relaxed);
-    Buffer buffer = allocate_segment(allocator_, size);
-    if (size != 0) std::memcpy(buffer.data, block->bytes(), size);
-    block->give_back();
-    share_->copied.add();
-    return buffer;
-  }
-  share_->adopted.add();
-  return {block->bytes(), size, std::shared_ptr<void>(block->bytes(), [block](void*) {
-            block->share->adopted_bytes.fetch_sub(block->room(), std::memory_order_relaxed);
-            block->give_back();
-          })};
 }
 
 }  // namespace torchspan::net

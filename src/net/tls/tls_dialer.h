@@ -1,0 +1,35 @@
+#pragma once
+#include <memory>
+
+#include "net/stream/driver_context.h"
+#include "net/tls/tls_context.h"
+#include "net/tls/tls_lane.h"
+#include "net/tls/tls_lanes.h"
+
+namespace torchspan::net {
+
+/// Dials the connections of channels: the first lane at one address of the host after another, further lanes
+/// at the address that answered. For the driver.
+class TlsDialer {
+ public:
+  TlsDialer(const DriverContext& driver, std::shared_ptr<const TlsContext> context, TlsLanes& lanes);
+
+  /// Dials the addresses of the lane's link until a connection is under way. Throws why the first address
+  /// failed, if all do.
+  void dial_first(TlsLane& lane);
+  /// Dials the lanes that the peer granted; the channel does without those that fail.
+  void dial_rest(const std::shared_ptr<TlsLink>& link);
+  /// After a failure, dials the next address of a first lane that was not connected yet; false if there is none.
+  bool redial(TlsLane& lane);
+  /// The lane's connection attempt has ended. Throws why it failed.
+  void finish(TlsLane& lane) const;
+
+ private:
+  void start(TlsLane& lane);
+
+  const DriverContext driver_;
+  const std::shared_ptr<const TlsContext> context_;
+  TlsLanes& lanes_;
+};
+
+}  // namespace torchspan::net

@@ -1,0 +1,13 @@
+#pragma once
+#include <string>
+
+#include <torchspan/session/session.h>
+
+namespace torchspan {
+
+/// Makes a session whose worker believes to be on the host `host_mark`, instead of on the host that this boot
+/// of this machine is: tests simulate several hosts on one machine. Otherwise as the constructor of Session.
+Session make_session_on_host(const std::string& host_mark, WorkerOptions options,
+                             FunctionTable functions = {});
+
+}  // namespace torchspan
