@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Identity whose backward calls what its forward was given.
+/// Identity whose backward calls the function that its forward got.
 struct Calls : torch::autograd::Function<Calls> {
   static Tensor forward(AutogradContext* context, const Tensor& x, std::function<void()>* call) {
     context->saved_data["call"] = reinterpret_cast<std::int64_t>(call);
