@@ -2,7 +2,6 @@
 #include <exception>
 #include <iterator>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include <torchspan/detail/core/mutex.h>

@@ -75,7 +75,7 @@ at::Tensor ContextView::gradient(const at::Tensor& parameter) const {
 bool ContextView::saw_backward() const { return state_->saw_pass(); }
 
 void ContextView::add_worker(std::uint32_t rank) const {
-  if (state_->add_worker(rank) != ContextState::Dealt::kEnded) return;
+  if (state_->add_worker(rank) != ContextState::Added::kEnded) return;
   throw Error(ErrorKind::kInvalid,
               fmt::format("autograd context {:#x} has ended; make a new Context for the next step", id()));
 }

@@ -89,7 +89,7 @@ void write_worker(const WorkerGraph& worker, const std::map<std::uint64_t, std::
 
 WorkerGraph graph_of(const Worker& me, const ContextState& context, const std::vector<at::Tensor>& roots) {
   WorkerGraph graph{me.name(), me.endpoint()->self().rank, false, {}};
-  for (const auto& send : context.sends()) {
+  for (const auto& send : context.sends().all()) {
     const MessageInfo& message = send->message();
     GraphPart part{
         message.id, message.call, message.site, message.reply, message.peer, send->num_outputs(), {}, 0, 0};

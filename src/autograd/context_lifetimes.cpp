@@ -21,12 +21,12 @@ void ContextLifetimes::serve(rpc::Registrar& registrar) {
 
 std::shared_ptr<ContextState> ContextLifetimes::join(std::uint64_t id, std::uint32_t peer) {
   auto context = registry_->find_or_create(id);
-  const auto dealt = context ? context->add_worker(peer) : ContextState::Dealt::kEnded;
-  if (dealt == ContextState::Dealt::kEnded) {
+  const auto added = context ? context->add_worker(peer) : ContextState::Added::kEnded;
+  if (added == ContextState::Added::kEnded) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("autograd context {:#x} has ended, so a request in it arrived too late", id));
   }
-  if (dealt == ContextState::Dealt::kNow) add_peer(context, peer);
+  if (added == ContextState::Added::kNow) add_peer(context, peer);
   return context;
 }
 
@@ -66,7 +66,7 @@ void ContextLifetimes::lost_peer(const std::shared_ptr<ContextState>& context) {
 
 bool ContextLifetimes::adopt(const rpc::CallInfo& call, const AdoptMember& message) {
   auto context = registry_->find(message.context);
-  return context && context->add_worker(call.peer) != ContextState::Dealt::kEnded;
+  return context && context->add_worker(call.peer) != ContextState::Added::kEnded;
 }
 
 Future<void> ContextLifetimes::release(std::uint64_t id) {

@@ -14,8 +14,7 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/engine/gradient_map.h>
 
-#include "autograd/nodes.h"
-#include "engine/api/edge_counts.h"
+#include "autograd/context_sends.h"
 
 namespace torchspan::autograd {
 
@@ -28,13 +27,6 @@ constexpr std::uint32_t maker_of(std::uint64_t id) { return static_cast<std::uin
 struct PassWork {
   std::uint64_t executed = 0;            ///< nodes
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
-};
-
-/// A context's sends when a pass begins. Later sends do not take part in it.
-struct Sends {
-  std::size_t count = 0;
-  std::uint64_t end = 0;    ///< upper limit of their numbers, which count sends in the order of addition
-  std::size_t counted = 0;  ///< nodes behind them that no earlier pass had counted
 };
 
 /// One worker's part of a context: the sends of its forward passes, the gradients of its parameters, the
@@ -56,46 +48,20 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
   /// Clears the gradients. False, without effect, while a pass runs.
   bool clear_gradients();
 
-  /// `call` is the number of the call whose arguments were sent; nullopt for a result.
-  void add_send(const std::shared_ptr<SendNode>& send, std::optional<std::uint64_t> call = std::nullopt);
-  /// The result of that call has arrived.
-  void call_answered(std::uint64_t call);
-  /// Whether a send belongs to the arguments of a call that has no result yet.
-  bool is_unanswered(std::uint64_t message) const;
-  void remove_send(std::uint64_t message);
-  /// Throws Error{kInvalid} if there is none before `end`, or if an earlier pass used it up.
-  std::shared_ptr<SendNode> find_send(std::uint64_t message, std::uint64_t end = ~std::uint64_t{0}) const;
-  std::vector<std::shared_ptr<SendNode>> sends() const;
-  /// Those of sends() before `end`.
-  std::vector<MessageInfo> messages(std::uint64_t end) const;
-  /// The messages sent to that worker, as MessageInfo::text().
-  std::set<std::string> calls_to(std::uint32_t rank) const;
-  /// Counts the edges behind the sends added since the last call. Call it while a pass begins.
-  Sends count_sends();
-  /// How many edges lead to each node behind the sends that count_sends() has counted.
-  const std::shared_ptr<engine::EdgeCounts>& edges() const { return edges_; }
-  /// The sends that no pass without `retain_graph` has traversed.
-  std::vector<std::shared_ptr<SendNode>> unused_sends() const;
-  /// Removes the sends that passes without `retain_graph` have traversed, when a FAST pass begins, which waits
-  /// for all others. The caller destroys them, without holding a lock.
-  std::vector<std::shared_ptr<SendNode>> use_up_used();
-  /// A pass without `retain_graph` has traversed this send. The last kUsed of them stay: the nodes behind them
-  /// may have saved nothing, or another tensor of the message may lead elsewhere.
-  void use(const SendNode& send);
-  /// The same, and removes the send.
-  void use_up(const SendNode& send);
+  ContextSends& sends() { return sends_; }
+  const ContextSends& sends() const { return sends_; }
 
   void add_taker(GradientTaker taker);
   /// Offers a gradient to the takers. Nullopt if none took it.
   std::optional<Future<void>> offer(std::uint64_t pass, const at::Tensor& parameter,
                                     at::Tensor& gradient) const;
 
-  enum class Dealt : std::uint8_t {
+  enum class Added : std::uint8_t {
     kBefore,
     kNow,    ///< for the first time
     kEnded,  ///< the context has ended, and this worker will not notify that worker
   };
-  Dealt add_worker(std::uint32_t rank);
+  Added add_worker(std::uint32_t rank);
   std::set<std::uint32_t> workers() const;
   /// Whether a question to all workers has reached this one for the first time.
   bool is_first_of(std::uint64_t wave);
@@ -125,29 +91,16 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
     PassWork work;
     std::optional<Error> failure;
   };
-  static constexpr std::size_t kWaves = 64, kUsed = 64, kUsedUp = 1024, kRefused = 64;
-  struct Listed {
-    std::shared_ptr<SendNode> send;
-    std::uint64_t number = 0;
-    std::optional<std::uint64_t> call = std::nullopt;
-  };
+  static constexpr std::size_t kWaves = 64, kRefused = 64;
   bool runs(std::uint64_t pass) const;
-  std::shared_ptr<SendNode> take_out(std::uint64_t message) TORCHSPAN_REQUIRES(mutex_);
-  void remember_used_up(const MessageInfo& message) TORCHSPAN_REQUIRES(mutex_);
 
   const std::uint64_t id_;
   const std::shared_ptr<const std::string> worker_;
-  const std::shared_ptr<engine::EdgeCounts> edges_ = std::make_shared<engine::EdgeCounts>();
+  ContextSends sends_;
   Mutex changing_;  // held while gradients are changed; only mutex_ is taken under it
   engine::GradientMap gradients_;
   Mutex beginning_;
   mutable Mutex mutex_;
-  std::map<std::uint64_t, Listed> sends_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::uint64_t added_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  std::set<std::uint64_t> uncounted_ TORCHSPAN_GUARDED_BY(mutex_);   // of sends_, since count_sends()
-  std::set<std::uint64_t> unanswered_ TORCHSPAN_GUARDED_BY(mutex_);  // calls
-  std::deque<std::uint64_t> used_ TORCHSPAN_GUARDED_BY(mutex_);      // of sends_, in the order of first use
-  std::deque<MessageInfo> used_up_ TORCHSPAN_GUARDED_BY(mutex_);     // the most recent, for errors
   std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);

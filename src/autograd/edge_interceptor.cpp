@@ -46,7 +46,7 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
     return {};  // rpc warns if gradients are lost
   }
   const std::shared_ptr<ContextState> context = current->context;
-  if (context->add_worker(call.peer) == ContextState::Dealt::kEnded)
+  if (context->add_worker(call.peer) == ContextState::Added::kEnded)
     return {};  // the context has ended: no pass will need these gradients
   EdgeHeader header;
   header.context = context->id();
@@ -69,14 +69,14 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
       send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
       tensors[i] = tensors[i].detach();
     }
-    context->add_send(send, call.reply ? std::nullopt : std::optional(call.call));
+    context->sends().add(send, call.reply ? std::nullopt : std::optional(call.call));
   }
   return wire::to_payload(header).value;
 }
 
 void EdgeInterceptor::undo(const rpc::CallInfo&, BytesView bytes) {
   const EdgeHeader header = decode_header(bytes);
-  if (auto context = registry_->find(header.context)) context->remove_send(header.message);
+  if (auto context = registry_->find(header.context)) context->sends().remove(header.message);
 }
 
 rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
@@ -84,13 +84,13 @@ rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, st
   if (bytes.empty()) return nullptr;
   const EdgeHeader header = decode_header(bytes);
   auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
-  const auto dealt = context ? context->add_worker(call.peer) : ContextState::Dealt::kEnded;
-  if (dealt == ContextState::Dealt::kEnded) {
+  const auto added = context ? context->add_worker(call.peer) : ContextState::Added::kEnded;
+  if (added == ContextState::Added::kEnded) {
     // The context ended while the call was on its way. The call is served without a context.
     return nullptr;
   }
-  if (call.reply) context->call_answered(call.call);
-  if (dealt == ContextState::Dealt::kNow && peer_added_) peer_added_(context, call.peer);
+  if (call.reply) context->sends().call_answered(call.call);
+  if (added == ContextState::Added::kNow && peer_added_) peer_added_(context, call.peer);
   const std::string site = call.reply ? site_text(call.site) : header.site;
   if (header.message != 0) {
     auto receive = std::make_shared<RecvNode>(

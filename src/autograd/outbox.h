@@ -4,7 +4,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>

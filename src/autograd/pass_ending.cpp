@@ -1,6 +1,5 @@
 #include "autograd/pass_ending.h"
 
-#include <fmt/format.h>
 #include <utility>
 
 #include <torchspan/core/when_all.h>
@@ -142,7 +141,7 @@ void PassEnding::fail_without(std::uint32_t rank, const Error& cause, const std:
   const auto endpoint = parts_.worker.endpoint();
   if (!endpoint || endpoint->is_stopping())
     return fail_here(Error(ErrorKind::kCancelled, "this worker was shut down during a backward pass"), close);
-  const LostWorker lost{endpoint->name_of(rank), rank, through, parts_.context.calls_to(rank)};
+  const LostWorker lost{endpoint->name_of(rank), rank, through, parts_.context.sends().calls_to(rank)};
   fail(lost_worker_failure(lost, cause, parts_.worker.name()), close);
 }
 

@@ -15,7 +15,7 @@ engine::PassOptions engine_options(const ContextState& context, const PassKey& k
   options.threads = std::clamp<std::uint32_t>(key.threads, 1, PassKey::kMostThreads);
   options.enlist = std::move(hooks.enlist);
   options.failed = std::move(hooks.failed);
-  if (key.mode == PassMode::kSmart) options.counts = context.edges();
+  if (key.mode == PassMode::kSmart) options.counts = context.sends().edges();
   return options;
 }
 
@@ -26,9 +26,9 @@ PassGraph::PassGraph(std::shared_ptr<ContextState> context, const PassKey& key, 
       mode_(key.mode),
       sink_(*context_, key.id),
       graph_(sink_, engine_options(*context_, key, std::move(hooks))),
-      fast_sends_(mode_ == PassMode::kFast ? context_->unused_sends()
+      fast_sends_(mode_ == PassMode::kFast ? context_->sends().unused()
                                            : std::vector<std::shared_ptr<SendNode>>()),
-      sends_(mode_ == PassMode::kFast ? Sends() : context_->count_sends()) {}
+      sends_(mode_ == PassMode::kFast ? PassSends() : context_->sends().count()) {}
 
 void PassGraph::add_roots(const std::vector<at::Tensor>& roots) {
   for (const at::Tensor& root : roots) graph_.add_root(root);
@@ -37,7 +37,7 @@ void PassGraph::add_roots(const std::vector<at::Tensor>& roots) {
 
 void PassGraph::prepare() {
   graph_.prepare();
-  nodes_ = report().nodes + context_->edges()->size();
+  nodes_ = report().nodes + context_->sends().edges()->size();
   if (sends_.count == 0) seal();
 }
 
@@ -47,8 +47,8 @@ bool PassGraph::seal() {
 }
 
 std::shared_ptr<SendNode> PassGraph::find_send(std::uint64_t message, std::uint32_t peer) const {
-  auto send =
-      mode_ == PassMode::kFast ? context_->find_send(message) : context_->find_send(message, sends_.end);
+  const ContextSends& sends = context_->sends();
+  auto send = mode_ == PassMode::kFast ? sends.find(message) : sends.find(message, sends_.end);
   if (send->message().peer == peer) return send;
   throw Error(ErrorKind::kInvalid, fmt::format("a gradient or mark for {} came from a worker that it was not "
                                                "sent to",
@@ -61,8 +61,8 @@ void PassGraph::run() {
 }
 
 void PassGraph::use_up(const std::vector<std::shared_ptr<SendNode>>& marked) {
-  for (const auto& send : fast_sends_) context_->use_up(*send);  // every FAST pass needs all sends
-  for (const auto& send : marked) context_->use(*send);
+  for (const auto& send : fast_sends_) context_->sends().use_up(*send);  // every FAST pass needs all sends
+  for (const auto& send : marked) context_->sends().use(*send);
 }
 
 Error PassGraph::failure(const std::string& worker, std::vector<std::shared_ptr<SendNode>> reached) const {

@@ -50,7 +50,7 @@ class PassGraph {
   /// SMART: how many sends the context had when the pass began here.
   std::size_t send_count() const { return sends_.count; }
   /// SMART: the messages of those sends.
-  std::vector<MessageInfo> messages() const { return context_->messages(sends_.end); }
+  std::vector<MessageInfo> messages() const { return context_->sends().messages(sends_.end); }
   /// Nodes that this pass counted.
   std::size_t counted_nodes() const { return sends_.counted + report().nodes; }
   /// Whether walking over the whole graph takes microseconds.
@@ -68,7 +68,7 @@ class PassGraph {
   StrayGradients stray_gradients_;
   engine::GraphPass graph_;
   const std::vector<std::shared_ptr<SendNode>> fast_sends_;  // FAST: all that the pass waits for
-  const Sends sends_;                                        // SMART: those that may get marks
+  const PassSends sends_;                                    // SMART: those that may get marks
   std::atomic<std::size_t> nodes_{~std::size_t{0}};          // unknown before prepare()
   std::atomic<bool> sealed_{false};
 };

@@ -66,7 +66,7 @@ std::shared_ptr<PassState> PassService::try_join(const std::shared_ptr<ContextSt
   }
   pass = std::make_shared<PassState>(me, context, key);
   context->begin_pass(pass);
-  if (key.mode == PassMode::kFast) gone = context->use_up_used();
+  if (key.mode == PassMode::kFast) gone = context->sends().use_up_used();
   pass->prepare({});
   return pass;
 }
@@ -157,10 +157,10 @@ void PassService::abort_all(const Error& error) {
 void PassService::worker_gone(const std::vector<std::shared_ptr<ContextState>>& contexts, std::uint32_t rank,
                               const Error& reason) {
   for (const auto& context : contexts) {
-    const bool dealt = context->workers().contains(rank), made = maker_of(context->id()) == rank;
+    const bool participates = context->workers().contains(rank), made = maker_of(context->id()) == rank;
     auto pass = context->pass();
     if (!pass) continue;
-    if (dealt || made || pass->root() == rank)
+    if (participates || made || pass->root() == rank)
       pass->ending().fail_without(rank, reason, "", PassEnding::Close::kOnPool);
     PassOwner::let_go(std::move(pass));
   }

@@ -121,7 +121,8 @@ PartReport PassState::report() const {
   const Worker me = worker_.require();
   for (const MessageInfo& message : waits_for(graph)) {
     mine.waiting.push_back({message.id, message.call, message.site, message.reply,
-                            me.endpoint()->name_of(message.peer), context_->is_unanswered(message.id)});
+                            me.endpoint()->name_of(message.peer),
+                            context_->sends().is_unanswered(message.id)});
   }
   return mine;
 }

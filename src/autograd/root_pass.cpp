@@ -39,7 +39,7 @@ std::shared_ptr<PassState> RootPass::begin(const BackwardOptions& options) {
   pass = std::make_shared<PassState>(
       worker_, context_, PassKey{registry_.next_id(), options.retain_graph, options.mode, options.threads});
   context_->begin_pass(pass);
-  if (options.mode == PassMode::kFast) gone = context_->use_up_used();
+  if (options.mode == PassMode::kFast) gone = context_->sends().use_up_used();
   return pass;
 }
 
