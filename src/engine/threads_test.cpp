@@ -162,7 +162,7 @@ TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("a branch broke"));
     EXPECT_EQ(running, 0) << "the end came while a node ran";
-    EXPECT_EQ(running_when_told, 1) << "it was told when the other branch had ended, or not at all";
+    EXPECT_EQ(running_when_told, 1) << "it was called when the other branch had ended, or not at all";
   }
 }
 
