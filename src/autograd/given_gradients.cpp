@@ -16,7 +16,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// Kept, not handed over: the pass may be run again.
+/// Keeps the gradients, because the pass may be run again.
 class GivenGradients final : public torch::autograd::Node {
  public:
   GivenGradients(torch::autograd::edge_list roots, variable_list gradients)
@@ -32,8 +32,9 @@ at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& g
   check_root(index, root);
   if (!gradient.defined()) {
     if (root.numel() == 1) return at::ones(root.sizes(), root.options().layout(at::kStrided));
-    refuse_root(index, fmt::format("has {} elements and an undefined gradient; only for a scalar is that 1",
-                                   root.numel()));
+    refuse_root(index,
+                fmt::format("has {} elements and an undefined gradient, which means 1 for a scalar only",
+                            root.numel()));
   }
   if (gradient.sizes() != root.sizes()) {
     refuse_root(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
@@ -59,14 +60,14 @@ void refuse_root(std::size_t index, const std::string& why) {
 void check_root(std::size_t index, const at::Tensor& root) {
   if (!root.defined()) refuse_root(index, "is undefined");
   if (!root.requires_grad())
-    refuse_root(index, "does not require grad: nothing that it was computed from does");
+    refuse_root(index, "does not require grad, and neither does any tensor that it was computed from");
 }
 
 at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
-  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() was given no root; give it the loss");
+  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() got no root; pass it the loss");
   if (gradients.size() != roots.size()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("backward() was given {} gradients for {} roots; each root needs its own",
+                fmt::format("backward() got {} gradients for {} roots; pass one for each root",
                             gradients.size(), roots.size()));
   }
   torch::autograd::edge_list edges;

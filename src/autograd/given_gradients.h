@@ -8,14 +8,14 @@
 
 namespace torchspan::autograd {
 
-/// Refuses root `index` of a backward() with Error{kInvalid}: "backward(): root 1 is undefined".
+/// Throws Error{kInvalid} about root `index` of a backward(): "backward(): root 1 is undefined".
 [[noreturn]] void refuse_root(std::size_t index, const std::string& why);
-/// Refuses what no pass can begin from, whatever its shape.
+/// Throws if `root` is undefined or does not require grad.
 void check_root(std::size_t index, const at::Tensor& root);
 
-/// A scalar whose backward gives each root its gradient: roots of any shape as one loss. An undefined
-/// gradient means 1, for a scalar. Throws Error{kInvalid} that names the root which cannot be differentiated
-/// or whose gradient does not fit.
+/// Reduces roots of any shape to one scalar whose backward gives each root its gradient. An undefined
+/// gradient means 1 and requires a scalar root. Throws Error{kInvalid} naming the root that cannot be
+/// differentiated or whose gradient does not match.
 at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
 
 }  // namespace torchspan::autograd

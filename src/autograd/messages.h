@@ -9,22 +9,22 @@
 
 namespace torchspan::autograd {
 
-/// What the interceptor adds to a user message: the context, and which tensors carry a gradient edge.
+/// Header that the interceptor adds to a user message: the context, and the tensors with a gradient edge.
 struct EdgeHeader {
   std::uint64_t context = 0;
-  std::uint64_t message = 0;           ///< joins the send node with its receive node; 0: no edges
+  std::uint64_t message = 0;           ///< connects the send node and the receive node; 0: no edges
   std::vector<std::uint32_t> tensors;  ///< indices into the message's tensor table
-  std::string call;                    ///< requests with edges: the function's name
-  std::string site;                    ///< requests: where the program made the call
+  std::string call;                    ///< requests with edges: the name of the function
+  std::string site;                    ///< requests: the call site
 };
 
-/// How a worker's part of a pass ended: well, or with the failure that all of the pass hear.
+/// How a worker's part of a pass ended: with success, or with the failure of the pass.
 struct PartOver {
   std::optional<Error> failure;
 };
 
-/// The gradients of the tensors that one message carried, on their way back. The first such message of a pass
-/// is answered when the receiver's part of it is done.
+/// The gradients of the tensors of one message, sent back to its sender. The receiver answers the first such
+/// message of a pass when its part of the pass is over, and later ones at once.
 struct PropagateGradients {
   static constexpr wire::MessageType kType{0x0101};
   static constexpr std::string_view kName = "autograd.propagate";
@@ -46,16 +46,16 @@ struct MarkedSend {
   std::vector<std::uint32_t> outputs;
 };
 
-/// The ranks of those who were marked on the way and had sends without a mark then: they want to hear when
-/// all marks are made. Or the pass's failure.
+/// The ranks of the workers that were marked because of the request and still had sends without a mark: they
+/// must be notified when all marks are made. Or the failure of the pass.
 struct MarkedWorkers {
   std::vector<std::uint32_t> ranks;
   std::optional<Error> failure;
 };
 
-/// SMART: these sends of the receiver take part in the pass. Answered when the receiver and all it told
-/// because of this are done with marking (Dijkstra and Scholten, 1980); at once if it is already in the
-/// middle of it.
+/// SMART: these sends of the receiver take part in the pass. Answered when the marks that the receiver sent
+/// because of it have been answered (Dijkstra and Scholten, 1980); at once if the receiver is already
+/// marking.
 struct MarkSends {
   static constexpr wire::MessageType kType{0x0104};
   static constexpr std::string_view kName = "autograd.mark";
@@ -67,7 +67,7 @@ struct MarkSends {
   std::vector<MarkedSend> sends;
 };
 
-/// SMART: all marks are made; sends without one get no gradient.
+/// SMART: all marks are made; sends without a mark get no gradient.
 struct MarksFinal {
   static constexpr wire::MessageType kType{0x0105};
   static constexpr std::string_view kName = "autograd.marks_final";
@@ -76,7 +76,8 @@ struct MarksFinal {
   std::uint64_t pass = 0;
 };
 
-/// A pass failed somewhere: everybody who takes part drops it, tells the others, and answers when they have.
+/// A pass failed: the receiver ends its part, notifies the workers it communicated with, and answers when
+/// they have answered.
 struct AbortPass {
   static constexpr wire::MessageType kType{0x0102};
   static constexpr std::string_view kName = "autograd.abort";
@@ -86,8 +87,8 @@ struct AbortPass {
   Error failure{ErrorKind::kCancelled, ""};
 };
 
-/// A context ended on the worker that made it; whoever hears of it tells the workers it called, and answers
-/// when they have answered.
+/// A context was released by its creator. The receiver releases it, notifies the workers it communicated with,
+/// and answers when they have answered.
 struct ReleaseContext {
   static constexpr wire::MessageType kType{0x0103};
   static constexpr std::string_view kName = "autograd.release";
@@ -95,8 +96,8 @@ struct ReleaseContext {
   std::uint64_t context = 0;
 };
 
-/// To the maker of a context, from a worker that knows it through another that died: is it still there? Then
-/// its end is to be told to the sender as well.
+/// Asks the creator of a context, on behalf of a worker that learned of it through a worker that died, whether
+/// the context still exists. If so, the creator will notify the sender of its end.
 struct AdoptMember {
   static constexpr wire::MessageType kType{0x0108};
   static constexpr std::string_view kName = "autograd.adopt";
@@ -104,15 +105,14 @@ struct AdoptMember {
   std::uint64_t context = 0;
 };
 
-/// What was there to clear: nothing was cleared while a pass runs. `peers` are the workers that the receiver
-/// dealt with in the context.
+/// Result of clearing; nothing is cleared while a pass runs. `peers` are the workers that the receiver
+/// communicated with in the context.
 struct ClearedPart {
   bool running = false;
   std::vector<std::uint32_t> peers;
 };
 
-/// The receiver forgets the gradients that have accumulated in a context. Nothing when it knows no such
-/// context.
+/// Clears the receiver's accumulated gradients of a context. No effect if it does not know the context.
 struct ClearGradients {
   static constexpr wire::MessageType kType{0x0109};
   static constexpr std::string_view kName = "autograd.clear_gradients";
@@ -127,23 +127,22 @@ struct WaitingSend {
   std::string site;
   bool reply = false;
   std::string to;
-  bool unanswered = false;  ///< the arguments of a call that no result has come of
+  bool unanswered = false;  ///< the arguments of a call that has no result
 };
 
-/// How far a worker is with its part of a pass.
+/// The progress of a worker's part of a pass.
 struct PartReport {
   std::string worker;
-  bool silent = false;  ///< it did not answer in time; nothing else is known
+  bool silent = false;  ///< it did not answer in time; the other fields are unset
   bool busy = false;
   std::uint64_t executed = 0;
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
   std::vector<WaitingSend> waiting = {};
-  std::vector<std::string> crowded = {};  ///< to whom its messages wait for room, and why
+  std::vector<std::string> crowded = {};  ///< one line for each worker to which messages wait for room
 };
 
-/// Asks everybody in the context how far the pass is. Like every question to all, it is answered once in a
-/// `wave`, together with what those say whom the receiver asked in turn and who answer within `patience`
-/// nanoseconds.
+/// Asks all workers of the context for the progress of a pass. Each worker answers once for each `wave`, and
+/// adds the answers of the workers that it asks in turn; it waits for those at most `patience` nanoseconds.
 struct AskPass {
   static constexpr wire::MessageType kType{0x0106};
   static constexpr std::string_view kName = "autograd.ask";
@@ -154,7 +153,7 @@ struct AskPass {
   std::int64_t patience = 0;
 };
 
-/// Asks everybody in the context for their part of its graph.
+/// Asks all workers of the context for their part of its graph. See AskPass.
 struct AskGraph {
   static constexpr wire::MessageType kType{0x0107};
   static constexpr std::string_view kName = "autograd.graph";

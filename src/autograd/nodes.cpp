@@ -5,8 +5,8 @@
 
 #include <torchspan/core/error.h>
 
-#include "autograd/current.h"
-#include "autograd/pass.h"
+#include "autograd/current_contexts.h"
+#include "autograd/pass_state.h"
 
 namespace torchspan::autograd {
 
@@ -15,8 +15,8 @@ std::string MessageInfo::text() const {
   return fmt::format("the {} of '{}'{}", reply ? "result" : "arguments", call, place);
 }
 
-std::string MessageInfo::span_name(const char* deed) const {
-  return fmt::format("{} gradients: {} of {}", deed, reply ? "result" : "arguments", call);
+std::string MessageInfo::span_name(const char* verb) const {
+  return fmt::format("{} gradients: {} of {}", verb, reply ? "result" : "arguments", call);
 }
 
 torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& gradients) {
@@ -39,13 +39,24 @@ void SendNode::place(torch::autograd::variable_list& gradients) const {
 void RecvNode::run(torch::autograd::variable_list gradients, engine::GradientSink& sink) {
   PassState* pass = current_pass();
   if (pass == nullptr || !pass->fills(sink)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a local backward pass came to {} from another worker (rank {}), where only "
-                            "context.backward() can go on",
-                            message_.text(), message_.peer));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("a local backward pass reached {} from another worker (rank {}), through which only "
+                    "context.backward() can continue",
+                    message_.text(), message_.peer));
   }
   const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());
   pass->send_back(*this, std::move(gradients));
+}
+
+void RecvNode::check_context(std::uint64_t context) const {
+  if (message_.context == context) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("the loss depends on {}, which was received in autograd context {:#x}, but is "
+                  "differentiated in context {:#x}; run its forward pass in the context whose backward() you "
+                  "call, or detach tensors of other contexts",
+                  message_.text(), message_.context, context));
 }
 
 /// LibTorch's engine calls this; a distributed pass calls run().
@@ -53,19 +64,20 @@ torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&&)
   if (current_pass() == nullptr) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("this loss depends on tensors that came from another worker (call '{}', rank {}), so "
+        fmt::format("this loss depends on tensors received from another worker (call '{}', rank {}), so "
                     "loss.backward() would lose their gradients: run the forward pass again and use "
                     "context.backward(loss)",
                     message_.call, message_.peer));
   }
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("inside a distributed backward pass, a backward function or a hook ran LibTorch's engine "
-                  "(y.backward() or grad(), as a reentrant checkpoint does), which came to {} from another "
-                  "worker (rank {}): it cannot wait for gradients from there. Call no other worker in what a "
-                  "checkpoint computes again: put the checkpoint into the function that is called, or leave "
-                  "the call out of it",
-                  message_.text(), message_.peer));
+      fmt::format(
+          "inside a distributed backward pass, a backward function or a hook ran LibTorch's engine "
+          "(y.backward() or grad(), as a reentrant checkpoint does), which reached {} from another "
+          "worker (rank {}): it cannot wait for gradients from there. A checkpointed function must not "
+          "call other workers: put the checkpoint into the called function, or move the call out of "
+          "the checkpoint",
+          message_.text(), message_.peer));
 }
 
 }  // namespace torchspan::autograd

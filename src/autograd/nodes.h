@@ -12,31 +12,31 @@
 
 namespace torchspan::autograd {
 
-/// The message that a pair of nodes stands for, as one of its two workers sees it.
+/// A message whose tensors have a send node and a receive node, as one of its two workers sees it.
 struct MessageInfo {
   std::uint64_t id = 0;
   std::uint32_t peer = 0;  ///< rank of the other worker
   std::string call;
-  std::string site;  ///< where the program made the call, if that is known
+  std::string site;  ///< call site, if known
   bool reply = false;
   std::uint64_t context = 0;
 
   /// "the result of 'Layer.forward' (called at train.cpp:41)".
   std::string text() const;
   /// "send gradients: result of Layer.forward".
-  std::string span_name(const char* deed) const;
+  std::string span_name(const char* verb) const;
 };
 
-/// Where a message left this worker: its inputs are the gradients that come back, its edges lead into the
-/// graph that made the tensors. In a pass, a span tells when they came.
+/// Stands for a message on its sender: its inputs are the gradients that come back, its edges lead to the
+/// graph that produced the tensors. Records a span when the gradients have come.
 class SendNode final : public torch::autograd::Node {
  public:
-  /// `spans` are those of the worker, which passes run on.
+  /// `spans` are those of the worker.
   SendNode(MessageInfo message, SpanRing& spans) : message_(std::move(message)), spans_(spans) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
-  /// Takes gradients, which come by way of the CPU, to the devices of the tensors that they are for.
+  /// Moves gradients, which arrive on the CPU, to the devices of their tensors.
   void place(torch::autograd::variable_list& gradients) const;
 
  private:
@@ -44,9 +44,9 @@ class SendNode final : public torch::autograd::Node {
   SpanRing& spans_;
 };
 
-/// Where a message came in: sends the gradients of its tensors back to the worker that sent them, in a span.
-/// Only a distributed pass runs it, as soon as its gradients are complete, so that they travel while the rest
-/// of the graph runs; LibTorch's own engine is refused, inside a pass and outside. `arrival` grows from
+/// Stands for a message on its receiver: sends the gradients of its tensors back to the worker that sent
+/// them, and records a span. Only a distributed pass runs it, as soon as its gradients are complete, so that
+/// they are sent while the rest of the graph runs; LibTorch's engine gets an error. `arrival` increases from
 /// message to message.
 class RecvNode final : public engine::PassNode {
  public:
@@ -56,6 +56,8 @@ class RecvNode final : public engine::PassNode {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "RecvNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
+  /// Throws Error{kInvalid} if the message belongs to another context than this one.
+  void check_context(std::uint64_t context) const;
 
  private:
   const MessageInfo message_;

@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <optional>
 
 namespace torchspan::autograd {
 
 void Outbox::close() {
-  std::map<std::uint32_t, Queue> queues;  // what waits ends under no lock
+  std::map<std::uint32_t, Queue> queues;  // destroyed after the lock is released
   MutexLock lock(mutex_);
   closed_ = true;
   queues.swap(queues_);
@@ -56,7 +57,7 @@ bool Outbox::takes_back(const QueuedMessagePtr& queued, const std::exception_ptr
     found->second.pause = kFirstPause;
     if (found->second.queue.empty()) return false;
   }
-  // Two for one, so that what is under way grows until there is no room again.
+  // Two messages for each answer, so that the number in flight grows until there is no room again.
   const auto endpoint = endpoint_.lock();
   const auto host = endpoint ? endpoint->host().lock() : nullptr;
   if (host) host->post([self = shared_from_this(), to] { self->send_some(to, 2); });
@@ -89,7 +90,7 @@ void Outbox::pause_over(std::uint32_t to) {
   if (found != queues_.end() && !found->second.queue.empty()) pause(to, found->second);
 }
 
-/// As far as there is room.
+/// Stops at the first refusal.
 void Outbox::send_some(std::uint32_t to, std::size_t most) {
   std::optional<std::size_t> refusals;
   for (; most > 0; --most) {

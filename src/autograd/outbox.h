@@ -4,7 +4,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,27 +11,27 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
 
-#include "autograd/exchange.h"
+#include "autograd/ask_briefly.h"
 
 namespace torchspan::autograd {
 
-/// Sends what one worker's part of a pass says to others. What finds no room, on this worker's connection or
-/// in the receiver's queue, is kept and sent again as room comes: when an earlier message was answered, or
+/// Sends the requests of one worker's part of a pass. A request that is refused because this worker's
+/// connection or the receiver's queue is full is queued and resent when an earlier request is answered, or
 /// after a pause. Thread-safe.
 class Outbox : public std::enable_shared_from_this<Outbox> {
  public:
   explicit Outbox(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
 
-  /// ask_briefly() without a deadline, which liveness and the pass's own watch over; `hear` gets no
-  /// kOverloaded.
+  /// ask_briefly() without a deadline: the failure detection and the pass's timeout limit the wait. `on_reply`
+  /// gets no kOverloaded.
   template <rpc::Message M, class F>
-  void ask(std::uint32_t to, M message, F hear) {
-    auto queued = std::make_shared<QueuedMessageOf<M, F>>(to, std::move(message), std::move(hear));
+  void ask(std::uint32_t to, M message, F on_reply) {
+    auto queued = std::make_shared<QueuedMessageOf<M, F>>(to, std::move(message), std::move(on_reply));
     if (!join_queue(queued)) queued->send(*this);
   }
-  /// The pass is over: what waits is dropped.
+  /// The pass is over: drops what is queued.
   void close();
-  /// To whom messages wait for room, and why, a line each.
+  /// One line for each worker with queued messages, with the reason.
   std::vector<std::string> waiting() const;
 
  private:
@@ -52,8 +51,8 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
   class QueuedMessageOf final : public QueuedMessage,
                                 public std::enable_shared_from_this<QueuedMessageOf<M, F>> {
    public:
-    QueuedMessageOf(std::uint32_t to, M message, F hear)
-        : QueuedMessage(to), message_(std::move(message)), hear_(std::move(hear)) {}
+    QueuedMessageOf(std::uint32_t to, M message, F on_reply)
+        : QueuedMessage(to), message_(std::move(message)), on_reply_(std::move(on_reply)) {}
     void send(Outbox& outbox) override {
       const auto endpoint = outbox.endpoint_.lock();
       if (!endpoint) return;
@@ -62,32 +61,32 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
                       typename M::Reply reply, std::exception_ptr error) {
                     const auto outbox = weak.lock();
                     if (outbox && outbox->takes_back(self, error)) return;
-                    self->hear_(std::move(reply), std::move(error));
+                    self->on_reply_(std::move(reply), std::move(error));
                   });
     }
 
    private:
     const M message_;
-    F hear_;
+    F on_reply_;
   };
 
-  /// Of one receiver.
+  /// The queued messages for one receiver.
   struct Queue {
     std::deque<QueuedMessagePtr> queue;
     std::size_t refusals = 0;
-    std::size_t most = 1;  ///< queue that are sent after the next pause
+    std::size_t most = 1;  ///< messages that are sent after the next pause
     Duration pause = kFirstPause;
     bool pausing = false;
     std::string why;
   };
 
-  /// False when nothing waits there.
+  /// Adds a message to the receiver's queue unless that is empty. False if it must be sent now.
   bool join_queue(const QueuedMessagePtr& queued);
-  /// A queued has come back, or was answered. True when it found no room: then it waits.
+  /// A message was answered or refused. True if it was refused for lack of room: it is queued again.
   bool takes_back(const QueuedMessagePtr& queued, const std::exception_ptr& error);
   void send_some(std::uint32_t to, std::size_t most);
   void pause_over(std::uint32_t to);
-  /// Begins one, unless one is under way.
+  /// Begins a pause unless one is running.
   void pause(std::uint32_t to, Queue& queue) TORCHSPAN_REQUIRES(mutex_);
 
   const std::weak_ptr<rpc::Endpoint> endpoint_;

@@ -16,7 +16,7 @@ using testing::ClusterOptions;
 using ::testing::HasSubstr;
 using testing::SimCluster;
 
-/// A layer whose parameter lives on its owner.
+/// A layer whose parameter is on its owner.
 struct Layer {
   explicit Layer(std::int64_t seed) {
     torch::manual_seed(static_cast<std::uint64_t>(seed));
@@ -31,7 +31,7 @@ at::Tensor gradient_of(Worker& worker, const RRef<Layer>& layer) {
 }
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 std::vector<at::Tensor> split(const at::Tensor& x) { return {x * 2, x * 3}; }
-/// Comes back to the caller for the inner product: A -> B -> A.
+/// Calls the caller back for the inner product: A -> B -> A.
 at::Tensor there_and_back(Worker& worker, const at::Tensor& a, const at::Tensor& b);
 Task<at::Tensor> later(Worker& worker, at::Tensor a, at::Tensor b);
 at::Tensor broken_backward(const at::Tensor& x);

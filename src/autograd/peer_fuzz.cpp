@@ -14,7 +14,7 @@
 #include "tests/support/fuzz_seeds.h"
 #include "wire/api/tensors.h"
 
-/// A worker with functions, references and autograd, and a peer that knows the secret and says anything.
+/// A worker with functions, references and autograd, and a peer that knows the secret and sends any bytes.
 namespace {
 
 using namespace torchspan;
@@ -35,7 +35,7 @@ struct Hearing final : net::Handler {
   bool closed = false;
 };
 
-/// Who the peer says it is: a value of the same bytes as the hello's.
+/// The peer's identity, with the bytes of a hello message.
 Bytes hello() {
   wire::Frame frame;
   frame.header.type = wire::MessageType{0x0001};
@@ -55,7 +55,7 @@ rendezvous::MembershipOptions join_options(int rank, const std::string& address)
   return join;
 }
 
-/// LibTorch's operators are not what is tried here, nor how much memory it takes when tensors are large.
+/// Excludes LibTorch's operators and large tensors, which are not what this target tests.
 bool is_modest(BytesView bytes, std::span<const Segment> sent) {
   try {
     const wire::FrameView frame = wire::decode_frame(bytes);
@@ -95,7 +95,7 @@ class World {
         join_options(rank, address));
   }
 
-  /// Serves for as long as its peer is in the world.
+  /// Serves while its peer is in the world.
   void serve() {
     Runtime runtime(executor_, "worker", LogLevel::kOff);
     FunctionTable functions;
@@ -147,7 +147,7 @@ class World {
     membership->leave(executor_.deadline_in(std::chrono::seconds(1)));
   }
 
-  /// Takes from the script a byte with the number of segments, and two with the length of the frame.
+  /// Reads from the script one byte with the number of segments, and two with the length of the frame.
   template <class Say>
   void say_next(BytesView& script, const Say& say) {
     const auto at = [&](std::size_t i) { return static_cast<std::size_t>(script[i]); };
@@ -169,7 +169,7 @@ class World {
 
 }  // namespace
 
-/// Whatever a peer says, the worker neither dies nor hangs, and still serves itself once the peer has left.
+/// For any bytes from the peer, the worker must not crash or hang, and must serve itself after the peer left.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size <= 1 << 13) World().run(std::as_bytes(std::span(data, size)));
   return 0;
@@ -206,7 +206,7 @@ class Seeds {
     return message(type, wire::kFlagHasDeadline, wire::to_payload(std::make_tuple(values...)),
                    std::move(handles));
   }
-  /// A message that has a type of its own. Throws, and no seeds are made, when it cannot be read.
+  /// A message with its type. Throws, so that no seeds are written, if it cannot be decoded.
   template <rpc::Message M>
   Seeds& tell(const M& told) {
     wire::Payload payload = wire::to_payload(told), copy = payload;
@@ -240,7 +240,7 @@ std::vector<Bytes> make_seeds() {
   // Calls, by function and by name, with and without edges.
   seeds.say(0x0010, {}, same_id, tensor).say(0x0010, {}, count_id, std::vector<std::int64_t>{1, 2}).end();
   seeds.say(0x0013, {}, std::string("aten::alias"), args, kwargs).say(0x0002, {}).end();
-  // In a context: a pass of each mode, what is asked about it, and its end. The worker's first reply is its
+  // In a context: a pass of each mode, questions about it, and its end. The worker's first reply is its
   // message 1.
   const auto call_in_context = [&]() -> Seeds& {
     return seeds.message(0x0013, 0,
@@ -264,13 +264,14 @@ std::vector<Bytes> make_seeds() {
       .tell(autograd::AdoptMember{context})
       .tell(autograd::ReleaseContext{context})
       .end();
-  // References: made, awaited, fetched, forked, deleted, asked about, given up.
+  // References: created, awaited, fetched, forked, deleted, queried, abandoned.
   seeds
       .say(0x0014, {handle}, std::string("aten::detach"), std::vector<c10::IValue>{tensor},
            std::map<std::string, c10::IValue>())
       .say(0x0017, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
       .say(0x0012, {{0, value, {1, 7}, handle.type_tag}}, std::uint32_t{0})
-      .say(0x0020, {}, value, GlobalId{1, 8}, std::uint32_t{0}, std::uint64_t{1})  // rpc's own: no types here
+      .say(0x0020, {}, value, GlobalId{1, 8}, std::uint32_t{0},
+           std::uint64_t{1})  // a message of rpc, whose types are not visible here
       .say(0x0021, {}, value, GlobalId{1, 8})
       .say(0x0023, {}, std::vector<GlobalId>{fork, {1, 9}})
       .say(0x0022, {}, value, fork)
@@ -278,7 +279,7 @@ std::vector<Bytes> make_seeds() {
       .end();
   seeds.say(0x0016, {handle, {0, value, {1, 7}, 1}}, std::uint32_t{0}, std::string("forward"), args, kwargs)
       .end();
-  // Replies to what nobody asked, and errors with frames.
+  // Replies without a request, and errors with frames.
   seeds.message(0x0010, wire::kFlagReply, wire::to_payload(tensor), {handle}).end();
   seeds
       .message(0x0010, wire::kFlagReply | wire::kFlagError,

@@ -1,5 +1,5 @@
-// Random programs over several workers, held against the same program in one process: values of gradients,
-// and which parameters have one at all.
+// Compares random programs over several workers with the same program in one process: values of gradients,
+// and which parameters have a gradient.
 #include "tests/support/autograd_programs.h"
 #include "tests/support/cluster.h"
 #include "tests/support/environment.h"
@@ -23,7 +23,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed) {
   return options;
 }
 
-/// TORCHSPAN_CASES and TORCHSPAN_SEED run more, or one again.
+/// TORCHSPAN_CASES sets the number of programs; TORCHSPAN_SEED repeats one.
 TEST(RandomPrograms, HaveTheGradientsOfOneProcessAndNoOthers) {
   const long cases = number_from("TORCHSPAN_CASES", 400), first = number_from("TORCHSPAN_SEED", 1);
   Comparison compare;
@@ -34,7 +34,7 @@ TEST(RandomPrograms, HaveTheGradientsOfOneProcessAndNoOthers) {
     Outcome expected, ours;
     try {
       expected = run_locally(program);
-    } catch (const c10::Error& error) {  // LibTorch's own engine cannot retain a gradient that is undefined
+    } catch (const c10::Error& error) {  // LibTorch's engine cannot retain an undefined gradient
       ASSERT_THAT(error.what(), ::testing::HasSubstr("Expected a proper Tensor but got None"));
       ++impossible;
       continue;
@@ -54,7 +54,7 @@ TEST(RandomPrograms, HaveTheGradientsOfOneProcessAndNoOthers) {
   EXPECT_GT(compare.without, cases / 2);
 }
 
-/// What worker 0 finds after the program, in a world whose network goes by `seed`.
+/// The outcome on worker 0, in a world whose simulated network uses `seed`.
 Outcome run_in_world(const Program& program, std::uint64_t seed) {
   Outcome outcome;
   ClusterOptions options = cluster(program.workers, seed);
@@ -66,7 +66,8 @@ Outcome run_in_world(const Program& program, std::uint64_t seed) {
   return outcome;
 }
 
-/// Whatever comes first and however many threads drive. Not where a handler uses what another one made.
+/// For any order of messages and any number of threads. Excludes programs whose handlers use tensors of other
+/// handlers.
 TEST(RandomPrograms, HaveTheSameBitsWhateverTheNetworkDoes) {
   const long cases = number_from("TORCHSPAN_CASES", 400) / 4, first = number_from("TORCHSPAN_SEED", 1);
   int compared = 0;

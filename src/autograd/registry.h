@@ -12,36 +12,35 @@
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/core/mutex.h>
 
-#include "autograd/pass.h"
-#include "autograd/state.h"
+#include "autograd/context_state.h"
 
 namespace torchspan::autograd {
 
-/// The contexts that one worker knows, and the ids of those that ended, so that late messages do not bring
-/// them back. Thread-safe.
+/// The contexts that one worker knows, and the ids of those that ended, so that late messages do not recreate
+/// them. Thread-safe.
 class Registry {
  public:
-  /// `first` gives an id of this worker that is greater than those of its predecessors.
+  /// `first` returns an id of this worker that is greater than those of earlier processes with its rank.
   Registry(std::string worker, std::function<GlobalId()> first)
       : worker_(std::make_shared<const std::string>(std::move(worker))), first_(std::move(first)) {}
-  /// What ContextState::worker() is of the contexts here.
+  /// ContextState::worker() of all contexts in this registry.
   const void* worker() const { return worker_.get(); }
   const std::string& worker_name() const { return *worker_; }
 
-  /// Ids grow, and those of a worker that took a dead one's place are greater than the dead one's.
+  /// A new id. Ids increase, also when another process replaces a worker that died.
   std::uint64_t next_id();
   std::shared_ptr<ContextState> create();
-  /// A context that another worker made; null when it was released before.
+  /// A context that another worker created; null if it was released before.
   std::shared_ptr<ContextState> find_or_create(std::uint64_t id);
   std::shared_ptr<ContextState> find(std::uint64_t id) const;
-  /// Takes it out, for good.
+  /// Removes a context and remembers that it has ended. Null if it is unknown.
   std::shared_ptr<ContextState> remove(std::uint64_t id);
   std::vector<std::shared_ptr<ContextState>> all() const;
-  /// How many ids of ended contexts it keeps.
+  /// How many ids of ended contexts are kept.
   std::size_t remembered() const;
 
  private:
-  /// Enough for messages that are late by thousands of passes.
+  /// Messages may be late by thousands of passes.
   static constexpr std::size_t kRemembered = 1 << 16;
 
   const std::shared_ptr<const std::string> worker_;

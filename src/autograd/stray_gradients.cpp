@@ -8,14 +8,14 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "autograd/current.h"
-#include "autograd/pass.h"
+#include "autograd/current_contexts.h"
+#include "autograd/pass_state.h"
 #include "engine/api/grad_field_sink.h"
 
 namespace torchspan::autograd {
 namespace {
 
-/// Called as a node runs, by whichever engine. Passes of ours never run an AccumulateGrad.
+/// Called when a node runs, in any engine. GraphPass never runs an AccumulateGrad.
 std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& node) {
   const void* engine_pass = StrayGradients::engine_pass();
   if (engine_pass == nullptr || std::string_view(node.name()) != "torch::autograd::AccumulateGrad")
@@ -41,7 +41,7 @@ void StrayGradients::begin_inside(const void* engine_pass) {
   outer_.insert(engine_pass);
 }
 
-/// The observer is not told which leaf it is, so the first one notes all leaves of the engine's pass.
+/// The observer does not know which leaf it is, so the first call notes all leaves of the engine's pass.
 void StrayGradients::note(const void* engine_pass) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) return;
@@ -58,7 +58,7 @@ void StrayGradients::note(const void* engine_pass) {
     leaves_.emplace_back(leaf->variable.getIntrusivePtr());
     ++left_;
   }
-  if (left_ > 0) --left_;  // this one
+  if (left_ > 0) --left_;  // this leaf
 }
 
 std::vector<at::Tensor> StrayGradients::parameters() {

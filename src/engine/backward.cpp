@@ -14,12 +14,12 @@ void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor
               GradientSink& sink, PassOptions options) {
   if (!gradients.empty() && gradients.size() != roots.size()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("backward got {} gradients for {} roots: give one a root, or none",
+                fmt::format("backward() got {} gradients for {} roots: pass one for each root, or none",
                             gradients.size(), roots.size()));
   }
   if (options.threads > 1) {
     throw Error(ErrorKind::kUnsupported,
-                "backward() drives its pass on this thread alone: for several threads use a GraphPass, or a "
+                "backward() runs its pass on this thread only: for several threads use a GraphPass or a "
                 "distributed context");
   }
   GraphPass pass(sink, std::move(options));
@@ -36,7 +36,7 @@ std::vector<at::Tensor> leaf_tensors(const std::vector<at::Tensor>& roots) {
   std::vector<at::Tensor> leaves;
   std::vector<Node*> order;
   std::unordered_set<Node*> seen;
-  std::vector<std::shared_ptr<Node>> kept;  // a leaf that is a root itself may own its node only here
+  std::vector<std::shared_ptr<Node>> kept;  // the node of a leaf that is a root may have no other owner
   for (const at::Tensor& root : roots) {
     if (!root.defined() || !root.requires_grad()) continue;
     kept.push_back(torch::autograd::impl::gradient_edge(root).function);

@@ -21,12 +21,12 @@ using torch::autograd::variable_list;
 namespace {
 
 constexpr std::uint32_t kNowhere = 0xFFFFFFFF;
-/// The order of nodes that were not counted beforehand begins here.
+/// The lowest order of nodes without EdgeCounts.
 constexpr std::uint64_t kUncounted = std::uint64_t{1} << 63;
 
-/// The sum of what came before and a newcomer.
+/// Adds a new gradient to the sum so far.
 at::Tensor sum_of(at::Tensor held, at::Tensor gradient) {
-  // LibTorch adds what is there to a sparse newcomer: the order decides the last bits.
+  // LibTorch adds the sum so far to a new sparse gradient; the order determines the last bits.
   if (held.is_sparse() && gradient.is_sparse()) std::swap(held, gradient);
   add_into(held, gradient);
   return held;
@@ -49,7 +49,8 @@ CountedGraph::State::State(Node* node, std::uint64_t order)
 }
 
 void CountedGraph::add_local_root(Edge edge, at::Tensor gradient) {
-  if (!edge.is_valid()) throw Error(ErrorKind::kInvalid, "a root of a pass needs a node: this edge has none");
+  if (!edge.is_valid())
+    throw Error(ErrorKind::kInvalid, "a root of a pass needs a node, but this edge has none");
   variable_list gradients{std::move(gradient)};
   const c10::AutoGradMode grad_mode(false);
   fit_gradients({edge}, gradients);
@@ -77,7 +78,7 @@ std::uint32_t CountedGraph::index_of_root(Node& root) {
   const std::size_t found = states_.size();
   const std::uint32_t index = index_of(&root);
   if (index < found) return index;
-  ++states_[index].dependencies;  // its own gradients
+  ++states_[index].dependencies;  // the gradients to be delivered to it
   discover();
   return index;
 }
@@ -95,12 +96,12 @@ void CountedGraph::count() {
   ends.push_back(static_cast<std::uint32_t>(states_.size()));
   if (ordered_) place_edges(ends);
   sealed_ = counts_ == nullptr;
-  in_place_ = counts_ && shared_;  // threads have references to states while others are found
+  in_place_ = counts_ && shared_;  // threads refer to states while further nodes are found
   if (in_place_) states_.reserve(states_.size() + counts_->size());
 }
 
-/// The last root's nodes have the highest places, and of those the nodes that were made last: they run first
-/// if all gradients are there. Local roots come before all edges.
+/// Nodes behind the last root get the highest places, and of those the nodes created last: they run first if
+/// all gradients are present. Local roots have their turns before all edges.
 void CountedGraph::place_edges(const std::vector<std::uint32_t>& ends) {
   std::uint32_t begin = 0;
   std::vector<std::uint32_t> sources;
@@ -141,7 +142,7 @@ void CountedGraph::discover() {
       edges_.push_back(target);
       if (target == kNowhere) continue;
       if (states_[index].counted) {
-        --states_[target].outside;  // it is among the dependencies
+        --states_[target].outside;  // already counted as a dependency
       } else {
         ++states_[target].dependencies;
       }
@@ -165,7 +166,7 @@ void CountedGraph::seal(const std::vector<Node*>& roots) {
   }
 }
 
-/// A turn that is over cannot be among them: turns fall, and none after a gap has come yet.
+/// None of these turns is over: places descend, and no turn after a gap has come yet.
 void CountedGraph::keep_found_turns() {
   for (const State& source : states_) {
     for (std::uint32_t edge = source.first_edge; edge < source.first_edge + source.edge_count; ++edge) {
@@ -189,7 +190,7 @@ void CountedGraph::start() {
 void CountedGraph::open(Node& root, Delivery delivery) {
   const std::size_t expected = root.num_inputs();
   if (expected != 0 && delivery.gradients.size() != expected) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} gradients were delivered, but it takes {}",
+    throw Error(ErrorKind::kInvalid, fmt::format("{} gradients were delivered to a node that takes {}",
                                                  delivery.gradients.size(), expected));
   }
   Guard guard(*this);
@@ -209,7 +210,7 @@ void CountedGraph::discard(Node& root) {
   settle(guard, index_of_root(root), 1);
 }
 
-/// Sums are made without the lock: whoever comes meanwhile finds the place empty and puts his own there.
+/// Adds without the lock: another thread that brings a gradient meanwhile finds the input empty and sets it.
 void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
   State& state = states_[target];
   state.reached = true;
@@ -261,8 +262,8 @@ std::optional<CountedGraph::Contribution> CountedGraph::take_aside(std::uint32_t
   return contribution;
 }
 
-/// While a thread feeds a node, others leave to it what they bring. Beyond kMostAside bytes a gradient is
-/// added at once, and only its turn is kept.
+/// While a thread feeds a node, other threads put their contributions aside for it. Beyond kMostAside bytes a
+/// gradient is added at once, and only its turn is kept.
 void CountedGraph::feed(Guard& guard, Contribution contribution) {
   const std::uint32_t target = contribution.target;
   if (!ordered_) {
@@ -386,7 +387,7 @@ void CountedGraph::run_exit(std::uint32_t index, variable_list inputs, GradientS
 void CountedGraph::distribute(std::uint32_t index, variable_list outputs) {
   const State& state = states_[index];
   if (outputs.size() != state.edge_count) {
-    throw Error(ErrorKind::kInvalid, "the node's edges were changed while its pass was under way");
+    throw Error(ErrorKind::kInvalid, "the node's edges were changed during its pass");
   }
   Guard guard(*this);
   const auto found = masks_.empty() ? masks_.end() : masks_.find(index);

@@ -25,21 +25,19 @@
 
 namespace torchspan::engine {
 
-/// How far a pass has come; read by any thread.
+/// The progress of a pass; read by any thread.
 struct Progress {
   std::atomic<std::size_t> nodes{0};
   std::atomic<std::size_t> executed{0};
   std::atomic<std::size_t> skipped{0};
 };
 
-/// The nodes that a pass reaches, with what each still waits for and has got so far. Used by one thread at a
-/// time, or `shared`: then several may feed and execute nodes at once, each node by one of them, and leaves
-/// by one at a time. Sums are made in an order that does not depend on the order in which gradients come:
-/// what comes before its turn is put aside, up to kMostAside bytes. No lock is held while nodes run and
-/// gradients are added. An exception of a member that runs or feeds nodes leaves it unfit for anything but
-/// destruction. Given EdgeCounts, it goes through a part of the graph that those count: what lies behind a
-/// pending root is found when the root is opened, and up to seal() a node waits for all edges that lead to it
-/// there.
+/// The nodes that a pass reaches, with their dependencies and inputs so far. Used by one thread at a time, or,
+/// if `shared`, by several: each node by one of them, leaves one at a time. The order of sums does not depend
+/// on the order in which gradients arrive: an early gradient is put aside until its turn, up to kMostAside
+/// bytes. No lock is held while nodes run and gradients are added. After an exception from a member that runs
+/// or feeds nodes, only the destructor may be called. With EdgeCounts, the graph behind a pending root is
+/// discovered when the root is opened, and before seal() a node waits for all counted edges.
 class CountedGraph {
  public:
   static constexpr std::size_t kMostAside = std::size_t{256} << 20;
@@ -53,22 +51,23 @@ class CountedGraph {
 
   void add_local_root(torch::autograd::Edge edge, at::Tensor gradient);
   void add_pending(std::shared_ptr<torch::autograd::Node> root);
-  /// Finds the nodes that the roots reach and counts their dependencies. A root's own gradient is one.
+  /// Finds the nodes that the roots reach and counts their dependencies. The gradient of a root counts as one.
   void count();
 
   /// Gives the local roots their gradients.
   void start();
-  /// Gives a pending root its gradients, or tells that it gets none.
+  /// Gives a pending root its gradients.
   void open(torch::autograd::Node& root, Delivery delivery);
+  /// Declares that a pending root gets no gradients.
   void discard(torch::autograd::Node& root);
-  /// These are all the pending roots: edges from elsewhere are not waited for.
+  /// Declares that these are all pending roots: nodes stop waiting for edges from other parts of the graph.
   void seal(const std::vector<torch::autograd::Node*>& roots);
 
-  /// Whether a further thread would find a node to execute.
+  /// Whether another thread would find a node to execute.
   bool has_ready();
   bool is_done() const { return sealed_ && progress_.executed + progress_.skipped == progress_.nodes; }
-  /// Takes the ready node with the highest sequence number, of equal ones that with the lowest order. Nothing
-  /// when none is ready, or only leaves while another thread executes one.
+  /// Takes the ready node with the highest sequence number; of equal ones, the one with the lowest order.
+  /// Nullopt if none is ready, or only leaves while another thread executes one.
   std::optional<std::uint32_t> take_ready();
   torch::autograd::Node& node(std::uint32_t index) const { return *states_[index].node; }
   void execute(std::uint32_t index, GradientSink& sink, bool retain);
@@ -83,15 +82,15 @@ class CountedGraph {
     torch::autograd::AccumulateGrad* leaf = nullptr;
     PassNode* exit = nullptr;
     std::uint64_t sequence;
-    std::uint64_t order;           // does not depend on the order in which gradients come
+    std::uint64_t order;           // independent of the order in which gradients arrive
     std::uint32_t first_edge = 0;  // of edge_count entries of edges_
     std::uint32_t edge_count = 0;
     std::uint32_t dependencies = 0;
-    std::uint32_t outside = 0;  // of those: edges from nodes that were counted, but not found in this pass
-    std::uint32_t feeders = 0;  // edges and local roots that lead here, also those outside
-    std::uint32_t fed = 0;      // how many of them had their turn
+    std::uint32_t outside = 0;  // of those: edges from counted nodes that this pass has not found
+    std::uint32_t feeders = 0;  // edges and local roots that lead here, including those outside
+    std::uint32_t fed = 0;      // how many of them have had their turn
     bool counted = false;       // by counts_
-    bool feeding = false;       // by some thread, which may have let go of the lock
+    bool feeding = false;       // a thread adds inputs, possibly without the lock
     bool reached = false;
     bool settled = false;  // executed or skipped
     torch::autograd::variable_list inputs;
@@ -109,8 +108,8 @@ class CountedGraph {
     at::Tensor gradient;
     std::uint32_t place = 0;
   };
-  /// What an edge or a local root leads to an input of a node: a gradient, or nothing. Those of one node have
-  /// their turns by falling places.
+  /// The gradient, or none, that an edge or a local root contributes to an input of a node. The contributions
+  /// of a node are added by descending place.
   struct Contribution {
     std::uint32_t target = 0;
     std::uint32_t input = 0;
@@ -118,7 +117,7 @@ class CountedGraph {
     bool reached = false;
     at::Tensor gradient;
   };
-  /// Holds the lock of a shared graph; of one that is not, nothing.
+  /// Holds the lock of a shared graph; no effect if the graph is not shared.
   class Guard {
    public:
     explicit Guard(CountedGraph& graph) : mutex_(graph.shared_ ? &graph.mutex_ : nullptr) { lock(); }
@@ -137,17 +136,17 @@ class CountedGraph {
   };
 
   std::uint32_t index_of(torch::autograd::Node* node);
-  /// Finds what lies behind the nodes that were found last.
+  /// Finds the nodes behind those that were found last.
   void discover();
   std::uint32_t index_of_root(torch::autograd::Node& root);
-  /// Gives the edges of nodes that were not counted beforehand their places; `ends` tells which nodes lie
-  /// behind one root, and behind none of those before it.
+  /// Assigns places to the edges of nodes without EdgeCounts. The nodes before `ends[i]`, and after ends[i - 1],
+  /// are behind root i and behind no earlier root.
   void place_edges(const std::vector<std::uint32_t>& ends);
-  /// Forgets the turns of edges that are not in this pass.
+  /// Drops the turns of edges that are not in this pass.
   void keep_found_turns();
   void add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient);
-  // Under the lock, where there is one.
-  /// Adds a contribution, or puts it aside up to its turn; then those whose turn has come.
+  // The members below are called under the lock, if the graph is shared.
+  /// Adds a contribution, or puts it aside until its turn; then adds those whose turn has come.
   void feed(Guard& guard, Contribution contribution);
   void feed_and_settle(Guard& guard, Contribution contribution);
   bool has_turn(const Contribution& contribution) const;
@@ -164,23 +163,23 @@ class CountedGraph {
   const bool cuda_;
   const bool shared_;
   const std::shared_ptr<const EdgeCounts> counts_;
-  Mutex mutex_;  // of what feeding and executing changes, if the graph is shared
+  Mutex mutex_;  // guards what feeding and executing change, if the graph is shared
   CallerStreams caller_streams_;
-  std::vector<State> states_;  // of one that is ready, its thread's; a shared graph's stay where they are
+  std::vector<State> states_;  // a ready node's state belongs to its thread; a shared graph never moves them
   std::size_t discovered_ = 0;
-  bool in_place_ = false;  // states_ grows no further than its memory
+  bool in_place_ = false;  // states_ must not reallocate
   bool sealed_ = true;
-  bool ordered_ = false;  // else the order in which nodes run is that of sums, and always the same
+  bool ordered_ = false;  // false: sums follow the order in which nodes run, which is always the same
   std::vector<std::uint32_t> edges_;
   std::vector<std::uint32_t> places_;  // of edges_, if sums are ordered
   std::unordered_map<std::uint32_t, std::map<std::uint32_t, Contribution>> aside_;  // by target and place
-  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> turns_;  // still to come, of nodes with gaps
+  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> turns_;  // remaining turns of nodes with gaps
   std::size_t aside_bytes_ = 0;
   ska::flat_hash_map<torch::autograd::Node*, std::uint32_t> index_;
   std::vector<LocalRoot> local_roots_;
   std::vector<std::shared_ptr<torch::autograd::Node>> pending_;
-  std::unordered_map<std::uint32_t, std::vector<bool>> masks_;  // of roots whose outputs are reached in part
-  std::unordered_map<std::uint32_t, std::vector<bool>> reached_inputs_;  // of exits that have several
+  std::unordered_map<std::uint32_t, std::vector<bool>> masks_;  // of roots with outputs that are not reached
+  std::unordered_map<std::uint32_t, std::vector<bool>> reached_inputs_;  // of exits with several inputs
   std::vector<Ready> ready_, ready_leaves_;
   bool leaf_runs_ = false;
 };

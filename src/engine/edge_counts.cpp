@@ -13,11 +13,11 @@ using torch::autograd::Node;
 
 std::size_t EdgeCounts::add(const std::shared_ptr<Node>& root) {
   MutexLock lock(mutex_);
-  forget_ended();
-  meet(root);
+  erase_destroyed();
+  visit(root);
   for (std::size_t next = 0; next < fresh_.size(); ++next) {
     for (const Edge& edge : fresh_[next]->next_edges()) {
-      if (edge.is_valid()) meet(edge.function);
+      if (edge.is_valid()) visit(edge.function);
     }
   }
   std::stable_sort(fresh_.begin(), fresh_.end(),
@@ -26,14 +26,15 @@ std::size_t EdgeCounts::add(const std::shared_ptr<Node>& root) {
     const auto& edges = node->next_edges();
     Entry& entry = nodes_.at(node);
     entry.places.resize(edges.size());
-    for (std::size_t i = edges.size(); i-- > 0;) {  // of equal ones, the first comes last
+    for (std::size_t i = edges.size();
+         i-- > 0;) {  // of edges to the same node, the first gets the highest place
       if (edges[i].is_valid()) entry.places[i] = nodes_.at(edges[i].function.get()).known.edges++;
     }
   }
   return std::exchange(fresh_, {}).size();
 }
 
-void EdgeCounts::meet(const std::shared_ptr<Node>& node) {
+void EdgeCounts::visit(const std::shared_ptr<Node>& node) {
   Entry& entry = nodes_[node.get()];
   if (!entry.node.expired()) return;
   entry = {node, {0, walked_++}};
@@ -45,8 +46,8 @@ EdgeCounts::Places EdgeCounts::places(Node& node) const {
   return nodes_.at(&node).places;
 }
 
-/// Each time that the number of entries has doubled, so that a node costs the same however many come.
-void EdgeCounts::forget_ended() {
+/// Runs when the number of entries has doubled, so that the cost of a node is constant on average.
+void EdgeCounts::erase_destroyed() {
   if (nodes_.size() < sweep_at_) return;
   std::erase_if(nodes_, [](const auto& entry) { return entry.second.node.expired(); });
   sweep_at_ = std::max(kSweepAt, 2 * nodes_.size());

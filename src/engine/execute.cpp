@@ -44,8 +44,7 @@ void fit_dtype(std::size_t index, const InputMetadata& metadata, at::Tensor& gra
   const at::ScalarType got = gradient.scalar_type();
   if (got == expected) return;
   if (!c10::isFloatingType(got) && c10::isComplexType(expected) != c10::isComplexType(got)) {
-    refuse(index,
-           fmt::format("its type is {}, but {} was expected", c10::toString(got), c10::toString(expected)));
+    refuse(index, fmt::format("its type is {}, expected {}", c10::toString(got), c10::toString(expected)));
   }
   gradient = gradient.to(expected);
 }
@@ -53,8 +52,7 @@ void fit_dtype(std::size_t index, const InputMetadata& metadata, at::Tensor& gra
 void fit_device(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
   if (gradient.device() == metadata.device() || metadata.is_tensor_subclass()) return;
   if (gradient.dim() != 0) {
-    refuse(index,
-           fmt::format("it is on {}, but {} was expected", gradient.device().str(), metadata.device().str()));
+    refuse(index, fmt::format("it is on {}, expected {}", gradient.device().str(), metadata.device().str()));
   }
   gradient = gradient.to(metadata.device());
 }
@@ -68,7 +66,7 @@ void fit(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient)
   }
   fit_dtype(index, metadata, gradient);
   if (!layouts_fit(gradient.layout(), metadata.layout())) {
-    refuse(index, fmt::format("its layout is {}, but {} was expected", printed(gradient.layout()),
+    refuse(index, fmt::format("its layout is {}, expected {}", printed(gradient.layout()),
                               printed(metadata.layout())));
   }
   fit_device(index, metadata, gradient);
@@ -82,7 +80,7 @@ void check_for_nan(const variable_list& gradients) {
   }
 }
 
-/// How a pass of ours calls a node's pre-hooks: those that want to know the pass are told.
+/// Calls a node's pre-hook. A PassHook gets the sink.
 auto pre_hook_caller(GradientSink& sink) {
   return [&sink](torch::autograd::FunctionPreHook& hook, const variable_list& gradients) {
     auto* ours = dynamic_cast<PassHook*>(&hook);
@@ -99,9 +97,10 @@ bool is_gradient_hook(const std::unique_ptr<torch::autograd::FunctionPostHook>& 
 void give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradient, GradientSink& sink) {
   if (!gradient.defined()) return;
   if (node.variable.grad_fn()) {
-    throw Error(ErrorKind::kInvalid,
-                "this leaf was changed in place after it was used and is no leaf any more; change it under "
-                "NoGradGuard, or work on a copy");
+    throw Error(
+        ErrorKind::kInvalid,
+        "this leaf was changed in place after it was used, so it is not a leaf any more; change it under "
+        "NoGradGuard, or change a copy");
   }
   if (!node.variable.requires_grad()) return;
   gradient = compat::run_leaf_hooks(node, std::move(gradient));
@@ -112,13 +111,13 @@ void give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradie
 
 void fit_gradients(const torch::autograd::edge_list& edges, variable_list& gradients) {
   if (gradients.size() != edges.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("invalid number of gradients: {}, but {} were expected",
-                                                 gradients.size(), edges.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("invalid number of gradients: {}, expected {}", gradients.size(), edges.size()));
   }
   for (std::size_t index = 0; index < edges.size(); ++index) {
     const auto& edge = edges[index];
     if (!edge.is_valid() || !gradients[index].defined()) continue;
-    if (edge.input_nr >= edge.function->num_inputs()) continue;  // it says nothing about its inputs
+    if (edge.input_nr >= edge.function->num_inputs()) continue;  // the node has no metadata for this input
     fit(index, edge.function->input_metadata(edge.input_nr), gradients[index]);
   }
 }
@@ -163,7 +162,7 @@ void run_pass_node(PassNode& node, variable_list inputs, const std::vector<bool>
 void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, GradientSink& sink) {
   inputs = compat::run_pre_hooks(node, std::move(inputs), pre_hook_caller(sink));
   if (inputs.size() != 1) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, but {} came", inputs.size()));
+    throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, got {}", inputs.size()));
   }
   const auto& hooks = node.post_hooks();
   const bool others = !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);

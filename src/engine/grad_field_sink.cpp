@@ -32,8 +32,8 @@ void GradFieldSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
   parameter.mutable_grad() = std::move(gradient);
 }
 
-/// Owned by the engine's callback queue, which runs it when the pass succeeds and destroys it in any case.
-/// Two owners' ends must not wait for each other's: ranks may come to them in different orders.
+/// Owned by the engine's callback queue, which runs it if the pass succeeds and always destroys it. The ends
+/// of two owners must not wait for each other, because ranks may reach them in different orders.
 class NativeEnginePasses::Ending {
  public:
   Ending(std::shared_ptr<NativeEnginePasses> passes, const void* task, std::shared_ptr<GradFieldSink> sink)
@@ -44,10 +44,10 @@ class NativeEnginePasses::Ending {
       sink_->end()->end(std::make_exception_ptr(
           Error(ErrorKind::kCancelled,
                 "LibTorch's engine gave this backward pass up: see the error that backward() threw")));
-    } else if (!waited_) {  // another owner's failure is being thrown; nothing may touch gradients after that
+    } else if (!waited_) {  // another owner's failure is being thrown; gradients must not change after that
       try {
         wait();
-      } catch (...) {  // the first failure is the one that is told
+      } catch (...) {  // backward() throws the first failure
       }
     }
   }
@@ -64,7 +64,7 @@ class NativeEnginePasses::Ending {
  private:
   const std::shared_ptr<NativeEnginePasses> passes_;
   const void* const task_;
-  const std::shared_ptr<GradFieldSink> sink_;  // whoever held the end off may still use it
+  const std::shared_ptr<GradFieldSink> sink_;  // an owner that holds the end may still use it
   bool ended_ = false, waited_ = false;
 };
 

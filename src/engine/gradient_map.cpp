@@ -29,10 +29,10 @@ void GradientMap::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
   if (!gradient.defined()) return;
   const c10::AutoGradMode grad_mode(false);
   const std::shared_ptr<Entry> entry = find_or_add(parameter);
-  at::Tensor displaced;  // dropped, like `gradient`, after the lock
+  at::Tensor displaced;  // destroyed, like `gradient`, after the lock is released
   MutexLock lock(entry->mutex);
   const bool fresh = !entry->gradient.defined();
-  // A dense gradient that is to become the sum of a sparse one and itself needs the parameter's layout too.
+  // A dense gradient that a sparse one is added to needs the parameter's layout, too.
   const bool becomes_dense = !fresh && entry->gradient.is_sparse() && !gradient.is_sparse();
   if (fresh || becomes_dense) gradient = adopt_gradient(parameter, std::move(gradient));
   if (fresh) {

@@ -19,7 +19,8 @@ void PassEnd::after(Callback callback) {
 
 void PassEnd::last(Callback callback) {
   MutexLock lock(mutex_);
-  if (come_ || last_) throw Error(ErrorKind::kInvalid, "this pass has ended, or its last callback was given");
+  if (come_ || last_)
+    throw Error(ErrorKind::kInvalid, "this pass has ended, or its last callback is set already");
   last_.emplace(std::move(callback));
 }
 
@@ -30,13 +31,16 @@ bool PassEnd::is_watched() const {
 
 void PassEnd::after_work(Callback callback) {
   MutexLock lock(mutex_);
-  if (ended_) throw Error(ErrorKind::kInvalid, "this pass's work is over; ask for its end while it runs");
+  if (ended_)
+    throw Error(ErrorKind::kInvalid,
+                "this pass's work is over; register after_work() callbacks while it runs");
   work_callbacks_.push_back(std::move(callback));
 }
 
 void PassEnd::before_end(Callback callback) {
   MutexLock lock(mutex_);
-  if (come_) throw Error(ErrorKind::kInvalid, "this pass has ended; nothing can be decided before its end");
+  if (come_)
+    throw Error(ErrorKind::kInvalid, "this pass has ended; register before_end() callbacks before that");
   decisions_.push_back(std::move(callback));
 }
 
@@ -93,7 +97,7 @@ void PassEnd::release(std::exception_ptr error) {
         if (last_) callbacks.push_back(*std::exchange(last_, std::nullopt));
         break;
       }
-      decisions.swap(decisions_);  // they run under this last hold, and may add holds
+      decisions.swap(decisions_);  // they run while this last hold remains, and may add holds
     }
     call_all(decisions, status);
     error = status.error;
@@ -114,7 +118,7 @@ void PassEnd::wait(Deadline deadline) {
     continuation.wait(deadline);
   }
   MutexLock lock(mutex_);
-  if (!come_) throw Error(ErrorKind::kInvalid, "this pass has not ended: its graph's work is still going on");
+  if (!come_) throw Error(ErrorKind::kInvalid, "this pass has not ended: its graph's work still runs");
   if (error_) std::rethrow_exception(error_);
 }
 

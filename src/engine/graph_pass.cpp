@@ -27,12 +27,13 @@ using torch::autograd::variable_list;
 
 class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
  public:
-  struct Mail {
+  /// A delivery that waits for a driving thread.
+  struct Queued {
     Node* root = nullptr;
     bool discarded = false;
     Delivery delivery;
     ArrivalEvents arrival;
-    std::vector<Node*> roots = {};  // without a root: the graph is sealed
+    std::vector<Node*> roots = {};  // if `root` is null: the pending roots of a sealed pass
   };
 
   Impl(GradientSink& sink, PassOptions options);
@@ -40,11 +41,11 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   void add_local_root(Edge edge, at::Tensor gradient);
   void add_pending(std::shared_ptr<Node> root);
   void prepare();
-  bool post(Mail mail);
+  bool post(Queued queued);
   bool seal();
   void run();
   bool abort(std::exception_ptr error);
-  /// Ends a pass that nobody will go on with.
+  /// Ends a pass whose owner is destroyed.
   void drop();
 
   bool finished() const { return outcome_.load(std::memory_order_acquire) == Outcome::kFinished; }
@@ -58,19 +59,19 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
  private:
   enum class Outcome : std::uint8_t { kOpen, kFinished, kFailed };
 
-  /// What becomes of a thread that finds nothing to run.
+  /// What a thread does that finds nothing to run.
   enum class Leave : std::uint8_t { kStay, kLeft, kEnded };
 
   void expect_unprepared() const;
-  bool take_baton();
+  bool begin_driving();
   Leave leave();
   void drive();
   bool run_nodes();
-  void ask_for_help();
+  void request_helper();
   void help();
   void start();
-  void read_mail();
-  void read(Mail& mail);
+  void process_queue();
+  void process(Queued& queued);
   void fail(Node& node);
   void close();
 
@@ -83,24 +84,24 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   const std::function<void()> failed_;
   at::ThreadLocalState thread_state_;
   Progress progress_;
-  std::unique_ptr<CountedGraph> graph_;  // touched only by the team that has the baton
-  bool started_ = false;                 // likewise
+  std::unique_ptr<CountedGraph> graph_;  // used by driving threads only
+  bool started_ = false;                 // the same
 
-  std::atomic<bool> has_mail_{false};
+  std::atomic<bool> has_queued_{false};
   std::atomic<bool> stop_{false};
   std::atomic<Outcome> outcome_{Outcome::kOpen};
 
   mutable Mutex mutex_;
-  bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = true;   // the baton; up to prepare() its constructor has it
-  unsigned team_ TORCHSPAN_GUARDED_BY(mutex_) = 0;     // threads that drive together
-  unsigned invited_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // those asked to join them
+  bool driving_ TORCHSPAN_GUARDED_BY(mutex_) = true;   // before prepare(), by the constructing thread
+  unsigned drivers_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // threads that drive the pass
+  unsigned helpers_requested_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // threads that will join them
   bool prepared_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool sealed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::vector<Node*> pending_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<Node>> later_ TORCHSPAN_GUARDED_BY(mutex_);  // of those: unknown to graph_
+  std::vector<std::shared_ptr<Node>> later_ TORCHSPAN_GUARDED_BY(mutex_);  // of pending_: not in graph_ yet
   std::unordered_map<Node*, bool> arrived_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Mail> inbox_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Queued> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr cause_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string failed_node_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -117,19 +118,24 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
       failed_(std::move(options.failed)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
       graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1, std::move(options.counts))) {
-  if (threads_ == 0) throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0: a pass needs one at least");
+  if (threads_ == 0)
+    throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0; a pass needs at least one thread");
   if (threads_ > 1 && !enlist_) {
-    throw Error(ErrorKind::kInvalid, "PassOptions::threads is more than 1, which needs PassOptions::enlist");
+    throw Error(ErrorKind::kInvalid,
+                "PassOptions::threads is more than 1, which requires PassOptions::enlist");
   }
   if (sink.end()->has_come()) {
-    throw Error(ErrorKind::kInvalid, "this gradient sink has seen its pass end; make one for every pass");
+    throw Error(ErrorKind::kInvalid,
+                "this gradient sink belongs to a pass that has ended; create one for each pass");
   }
   thread_state_.set_grad_mode(false);
 }
 
 void GraphPass::Impl::expect_unprepared() const {
   MutexLock lock(mutex_);
-  if (prepared_) throw Error(ErrorKind::kInvalid, "a pass is prepared once, after its last root was added");
+  if (prepared_)
+    throw Error(ErrorKind::kInvalid,
+                "this pass is prepared already: add all roots first, then call prepare() once");
 }
 
 void GraphPass::Impl::add_local_root(Edge edge, at::Tensor gradient) {
@@ -143,7 +149,7 @@ void GraphPass::Impl::add_pending(std::shared_ptr<Node> root) {
   {
     MutexLock lock(mutex_);
     if (closed_ || arrived_.contains(root.get())) return;
-    if (sealed_) throw Error(ErrorKind::kInvalid, "a pending root was added to a pass that is sealed");
+    if (sealed_) throw Error(ErrorKind::kInvalid, "a pending root was added to a sealed pass");
     arrived_.emplace(root.get(), false);
     pending_.push_back(root.get());
     if (grows_) return later_.push_back(std::move(root));
@@ -165,28 +171,28 @@ void GraphPass::Impl::prepare() {
   close();
 }
 
-bool GraphPass::Impl::post(Mail mail) {
-  mail.arrival = ArrivalEvents(mail.delivery.gradients, cuda_);
+bool GraphPass::Impl::post(Queued queued) {
+  queued.arrival = ArrivalEvents(queued.delivery.gradients, cuda_);
   MutexLock lock(mutex_);
   if (closed_ || error_) return false;
-  auto found = arrived_.find(mail.root);
+  auto found = arrived_.find(queued.root);
   if (found == arrived_.end()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("node '{}' is no pending root of this pass", mail.root->name()));
+                fmt::format("node '{}' is not a pending root of this pass", queued.root->name()));
   }
   if (std::exchange(found->second, true)) return false;
-  inbox_.push_back(std::move(mail));
-  has_mail_.store(true, std::memory_order_release);
+  queue_.push_back(std::move(queued));
+  has_queued_.store(true, std::memory_order_release);
   return true;
 }
 
 bool GraphPass::Impl::seal() {
-  Mail mail;
+  Queued queued;
   MutexLock lock(mutex_);
   if (!grows_ || closed_ || error_ || std::exchange(sealed_, true)) return false;
-  mail.roots = pending_;  // also those whose gradients another thread is about to hand over
-  inbox_.push_back(std::move(mail));
-  has_mail_.store(true, std::memory_order_release);
+  queued.roots = pending_;  // including those that another thread is about to deliver to
+  queue_.push_back(std::move(queued));
+  has_queued_.store(true, std::memory_order_release);
   return true;
 }
 
@@ -196,7 +202,7 @@ bool GraphPass::Impl::abort(std::exception_ptr error) {
     if (closed_ || error_) return false;
     error_ = std::move(error);
     stop_.store(true, std::memory_order_release);
-    if (std::exchange(driving_, true)) return true;  // who has the baton will close the pass
+    if (std::exchange(driving_, true)) return true;  // a driving thread closes the pass
   }
   close();
   return true;
@@ -204,7 +210,7 @@ bool GraphPass::Impl::abort(std::exception_ptr error) {
 
 void GraphPass::Impl::drop() {
   abort(std::make_exception_ptr(
-      Error(ErrorKind::kCancelled, "the backward pass was dropped before all its gradients had arrived")));
+      Error(ErrorKind::kCancelled, "the backward pass was destroyed before all its gradients had arrived")));
   {
     MutexLock lock(mutex_);
     if (prepared_) return;
@@ -247,16 +253,16 @@ PassReport GraphPass::Impl::report(bool names) const {
   return report;
 }
 
-bool GraphPass::Impl::take_baton() {
+bool GraphPass::Impl::begin_driving() {
   MutexLock lock(mutex_);
   if (driving_ || closed_) return false;
-  driving_ = !started_ || !inbox_.empty();
-  if (driving_) team_ = 1;
+  driving_ = !started_ || !queue_.empty();
+  if (driving_) drivers_ = 1;
   return driving_;
 }
 
 void GraphPass::Impl::run() {
-  if (take_baton()) drive();
+  if (begin_driving()) drive();
 }
 
 void GraphPass::Impl::drive() {
@@ -269,15 +275,15 @@ void GraphPass::Impl::drive() {
   if (ended) close();
 }
 
-/// Runs nodes while there are any. True when the pass has ended with that; false when it waits for deliveries
-/// or goes on without this thread.
+/// Runs nodes while some are ready. True if the pass has ended; false if it waits for deliveries or continues
+/// on other threads.
 bool GraphPass::Impl::run_nodes() {
   for (;;) {
-    if (has_mail_.load(std::memory_order_acquire)) read_mail();
+    if (has_queued_.load(std::memory_order_acquire)) process_queue();
     std::optional<std::uint32_t> index;
     if (!stop_.load(std::memory_order_acquire)) index = graph_->take_ready();
     if (index) {
-      if (threads_ > 1) ask_for_help();
+      if (threads_ > 1) request_helper();
       try {
         graph_->execute(*index, sink_, retain_graph_);
       } catch (...) {
@@ -290,33 +296,33 @@ bool GraphPass::Impl::run_nodes() {
   }
 }
 
-/// The last of a team puts the baton down, or keeps it for ever when the pass has ended.
+/// The last driving thread clears driving_, unless the pass has ended.
 GraphPass::Impl::Leave GraphPass::Impl::leave() {
   MutexLock lock(mutex_);
-  if (!inbox_.empty() && !error_) return Leave::kStay;
-  if (--team_ > 0) return Leave::kLeft;
+  if (!queue_.empty() && !error_) return Leave::kStay;
+  if (--drivers_ > 0) return Leave::kLeft;
   if (error_ || graph_->is_done()) return Leave::kEnded;
   driving_ = false;
   return Leave::kLeft;
 }
 
-void GraphPass::Impl::ask_for_help() {
+void GraphPass::Impl::request_helper() {
   if (!graph_->has_ready()) return;
   {
     MutexLock lock(mutex_);
-    if (error_ || team_ + invited_ >= threads_) return;
-    ++invited_;
+    if (error_ || drivers_ + helpers_requested_ >= threads_) return;
+    ++helpers_requested_;
   }
   enlist_([self = shared_from_this()] { self->help(); });
 }
 
-/// Who comes too late finds no team any more.
+/// A thread that starts too late finds no driving thread and returns.
 void GraphPass::Impl::help() {
   {
     MutexLock lock(mutex_);
-    --invited_;
-    if (team_ == 0 || error_ || closed_) return;
-    ++team_;
+    --helpers_requested_;
+    if (drivers_ == 0 || error_ || closed_) return;
+    ++drivers_;
   }
   drive();
 }
@@ -327,7 +333,7 @@ void GraphPass::Impl::start() {
     abort(std::make_exception_ptr(Error(
         ErrorKind::kUnsupported,
         "a backward pass was started inside a node of LibTorch's engine that computes only some gradients "
-        "(grad or backward with inputs): that engine would cut this pass's edges; call backward without "
+        "(grad, or backward with inputs), which would ignore edges of this pass; call backward without "
         "inputs")));
     return;
   }
@@ -338,34 +344,34 @@ void GraphPass::Impl::start() {
   }
 }
 
-void GraphPass::Impl::read_mail() {
-  std::vector<Mail> mails;
+void GraphPass::Impl::process_queue() {
+  std::vector<Queued> taken;
   {
     MutexLock lock(mutex_);
-    mails.swap(inbox_);
-    has_mail_.store(false, std::memory_order_release);
+    taken.swap(queue_);
+    has_queued_.store(false, std::memory_order_release);
   }
-  for (Mail& mail : mails) {
+  for (Queued& queued : taken) {
     try {
-      read(mail);
+      process(queued);
     } catch (...) {
-      if (mail.root == nullptr) {
+      if (queued.root == nullptr) {
         abort(std::current_exception());
       } else {
-        fail(*mail.root);
+        fail(*queued.root);
       }
       return;
     }
   }
 }
 
-void GraphPass::Impl::read(Mail& mail) {
-  if (mail.root == nullptr) return graph_->seal(mail.roots);
-  mail.arrival.wait();
-  if (mail.discarded) {
-    graph_->discard(*mail.root);
+void GraphPass::Impl::process(Queued& queued) {
+  if (queued.root == nullptr) return graph_->seal(queued.roots);
+  queued.arrival.wait();
+  if (queued.discarded) {
+    graph_->discard(*queued.root);
   } else {
-    graph_->open(*mail.root, std::move(mail.delivery));
+    graph_->open(*queued.root, std::move(queued.delivery));
   }
 }
 
@@ -378,7 +384,7 @@ void GraphPass::Impl::fail(Node& node) {
     MutexLock lock(mutex_);
     stop_.store(true, std::memory_order_release);
     if (error_) return;
-    others = team_ > 1;
+    others = drivers_ > 1;
     error_ = std::make_exception_ptr(name_failure(name, cause));
     cause_ = cause;
     failed_node_ = name;
@@ -387,10 +393,10 @@ void GraphPass::Impl::fail(Node& node) {
   if (others && failed_) failed_();
 }
 
-/// Called once, with the baton.
+/// Called once, by a driving thread.
 void GraphPass::Impl::close() {
   const std::shared_ptr<PassEnd> end = sink_.end();
-  std::vector<Mail> inbox;
+  std::vector<Queued> queue;
   std::vector<std::shared_ptr<Node>> later;
   std::unique_ptr<CountedGraph> graph;
   std::exception_ptr error;
@@ -398,14 +404,14 @@ void GraphPass::Impl::close() {
     MutexLock lock(mutex_);
     closed_ = true;
     graph.swap(graph_);
-    inbox.swap(inbox_);
+    queue.swap(queue_);
     later.swap(later_);
     pending_.clear();
     error = error_;
   }
   graph->join_streams();
   graph.reset();
-  inbox.clear();
+  queue.clear();
   later.clear();
   outcome_.store(error ? Outcome::kFailed : Outcome::kFinished, std::memory_order_release);
   end->end(error);
@@ -419,13 +425,14 @@ GraphPass::~GraphPass() { impl_->drop(); }
 void GraphPass::add_root(const at::Tensor& root, at::Tensor gradient) {
   if (!root.defined() || !root.requires_grad()) {
     throw Error(ErrorKind::kInvalid,
-                "a root of a backward pass must require gradients: this tensor has no history");
+                "a root of a backward pass must require grad: this tensor has no autograd history");
   }
   if (!gradient.defined()) {
     if (root.numel() != 1) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a root with {} elements needs a gradient; only for one element is 1 assumed",
-                              root.numel()));
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("a root with {} elements needs a gradient; 1 is the default for one element only",
+                      root.numel()));
     }
     const c10::AutoGradMode grad_mode(false);
     gradient = at::ones_like(root, at::MemoryFormat::Contiguous);
@@ -442,19 +449,19 @@ void GraphPass::add_pending(std::shared_ptr<Node> root) { impl_->add_pending(std
 void GraphPass::prepare() { impl_->prepare(); }
 
 bool GraphPass::deliver(Node& root, Delivery delivery) {
-  Impl::Mail mail;
-  mail.root = &root;
-  mail.delivery = std::move(delivery);
-  return impl_->post(std::move(mail));
+  Impl::Queued queued;
+  queued.root = &root;
+  queued.delivery = std::move(delivery);
+  return impl_->post(std::move(queued));
 }
 
 bool GraphPass::seal() { return impl_->seal(); }
 
 bool GraphPass::discard(Node& root) {
-  Impl::Mail mail;
-  mail.root = &root;
-  mail.discarded = true;
-  return impl_->post(std::move(mail));
+  Impl::Queued queued;
+  queued.root = &root;
+  queued.discarded = true;
+  return impl_->post(std::move(queued));
 }
 
 void GraphPass::run() {

@@ -51,7 +51,7 @@ inline void expect_identical(const Tensor& ours, const Tensor& stock) {
   }
 }
 
-/// Checks that passes of ours over `program` give every leaf what LibTorch's engine gives it, and nothing to
+/// Checks that GraphPasses over `program` give every leaf the gradient of LibTorch's engine, and nothing to
 /// the leaves to which that gives nothing.
 inline void expect_as_stock(const std::vector<Tensor>& values, const Program& program, int passes = 1) {
   const auto theirs = as_leaves(values), mine = as_leaves(values);

@@ -117,7 +117,7 @@ TEST(SumsOfAPass, DoNotKeepAllGradientsThatComeBeforeTheirTurn) {
   for (const auto& send : sends) pass.add_pending(send);
   pass.prepare();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
-  for (const auto& send : sends) {  // the last one is the first whose turn comes
+  for (const auto& send : sends) {  // the last send has the first turn
     Tensor gradient = at::empty({std::int64_t{1} << 25}, huge);
     given.emplace_back(gradient.getIntrusivePtr());
     pass.deliver(*send, {std::move(gradient)});

@@ -25,7 +25,7 @@ TEST(RandomPrograms, GiveTheSameGradientsToTheSameLeavesAsTheStockEngine) {
   }
 }
 
-/// The hops of one program: every hop is a send node, whose gradients a receive node delivers.
+/// The hops of one program: each is a send node whose gradients a receive node delivers.
 struct Hops {
   struct Pair {
     std::shared_ptr<Outgoing> send;
@@ -157,7 +157,7 @@ TEST(RandomPrograms, CutAndDrivenByManyThreadsGiveTheSameGradients) {
   pool->stop();
 }
 
-/// The same bits as by one thread that takes gradients at once, whoever brings them and however many drive.
+/// Bitwise equal to one thread that takes gradients at once, for any delivering and any number of driving threads.
 TEST(RandomPrograms, CutGiveTheSameBitsHoweverTheyAreDelivered) {
   const auto executor = make_executor();
   const auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 4});

@@ -400,7 +400,7 @@ TEST(NativeEnginePasses, HaveNoCurrentOneOutsideThem) {
   EXPECT_THROW(std::make_shared<NativeEnginePasses>()->current(), Error);
 }
 
-/// Whose end the other's needs: ranks may come to two owners' ends in different orders.
+/// Each end waits for the other's work: ranks may reach the ends of two owners in different orders.
 TEST(NativeEnginePasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaitedFor) {
   Hooked one, other;
   Promise<void> needed({});

@@ -10,14 +10,14 @@
 
 namespace torchspan::engine {
 
-/// Whether this process has CUDA devices; without, everything here does nothing.
+/// Whether this process has CUDA devices; if not, the classes below have no effect.
 bool has_cuda();
 
 /// Runs a scope on the stream that a node's forward operation ran on.
 class NodeStreamScope {
  public:
   NodeStreamScope(const torch::autograd::Node& node, bool cuda);
-  /// The node's stream, when it has one.
+  /// The node's stream, or null.
   const c10::Stream* stream() const { return stream_.empty() ? nullptr : &stream_.front(); }
 
  private:
@@ -25,9 +25,8 @@ class NodeStreamScope {
   c10::OptionalStreamGuard guard_;
 };
 
-/// Makes the stream that input `input` of `consumer` is used on wait for `gradient`, produced on this
-/// thread's current stream, keeps its memory from reuse before that, and runs a scope on the consumer's
-/// stream.
+/// Makes the stream of input `input` of `consumer` wait for `gradient`, which this thread's current stream
+/// produces, prevents earlier reuse of its memory, and runs a scope on the consumer's stream.
 class HandOverScope {
  public:
   HandOverScope(const at::Tensor& gradient, const torch::autograd::Node& consumer, std::uint32_t input);
@@ -36,8 +35,8 @@ class HandOverScope {
   c10::OptionalStreamGuard guard_;
 };
 
-/// What the current streams of this thread were doing when gradients were delivered; wait() makes the current
-/// streams of another thread wait for it.
+/// Events on the current streams of the thread that delivers gradients; wait() makes the current streams of
+/// another thread wait for them.
 class ArrivalEvents {
  public:
   ArrivalEvents() = default;
@@ -49,7 +48,7 @@ class ArrivalEvents {
   std::vector<std::shared_ptr<Recorded>> events_;
 };
 
-/// The caller's streams of a pass: they wait, at the end of the pass, for every stream that a leaf used.
+/// The streams of a pass's caller. At the end of the pass they wait for every stream that a leaf used.
 class CallerStreams {
  public:
   explicit CallerStreams(bool cuda);

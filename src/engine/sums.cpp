@@ -16,7 +16,7 @@ bool is_plain_dense(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !at::isTensorSubclassLike(tensor);
 }
 
-/// The indices or values inside a sparse tensor: one handle there, one here, and no other view of the memory.
+/// Whether the indices or values of a sparse tensor have two handles, its and this one, and no other view.
 bool part_is_unshared(const at::Tensor& part) {
   return part.use_count() == 2 && part.storage().use_count() == 1 && part.is_contiguous();
 }
@@ -27,7 +27,7 @@ bool is_plain_sparse(const at::Tensor& tensor) {
   return tensor.layout() == at::kSparse && (tensor.key_set() & others).empty();
 }
 
-/// Itself, but for those of its parts that others hold: an embedding's gradient has its input as indices.
+/// Copies the parts of `gradient` that have other owners: an embedding's gradient has its input as indices.
 at::Tensor adopt_sparse(at::Tensor gradient) {
   if (gradient.use_count() != 1 || !is_plain_sparse(gradient)) return gradient.clone();
   const at::SparseTensorImpl& sparse = compat::sparse_impl(gradient);
@@ -40,14 +40,14 @@ at::Tensor adopt_sparse(at::Tensor gradient) {
 }
 
 bool can_take_in_place(const at::Tensor& held, const at::Tensor& incoming) {
-  if (!is_ours_alone(held) || !held.is_non_overlapping_and_dense()) return false;
+  if (!is_unshared(held) || !held.is_non_overlapping_and_dense()) return false;
   if (held.scalar_type() != incoming.scalar_type() || !held.sizes().equals(incoming.sizes())) return false;
   return is_plain_dense(incoming) || (incoming.is_sparse() && held.is_contiguous());
 }
 
 }  // namespace
 
-bool is_ours_alone(const at::Tensor& tensor) {
+bool is_unshared(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && is_plain_dense(tensor) && !tensor._is_zerotensor() &&
          tensor.has_storage() && tensor.storage().use_count() == 1;
 }
@@ -70,7 +70,7 @@ at::Tensor adopt_gradient(const at::Tensor& parameter, at::Tensor gradient) {
   namespace utils = torch::autograd::utils;
   if (gradient.is_sparse()) return adopt_sparse(std::move(gradient));
   if (!is_plain_dense(gradient) || !is_plain_dense(parameter)) return gradient.clone();
-  if (is_ours_alone(gradient) && utils::obeys_layout_contract(gradient, parameter)) return gradient.detach();
+  if (is_unshared(gradient) && utils::obeys_layout_contract(gradient, parameter)) return gradient.detach();
   return utils::clone_obey_contract(gradient, parameter);
 }
 

@@ -12,7 +12,7 @@
 
 namespace torchspan::engine::testing {
 
-/// What a send node is to a pass: a root that hands the gradients it is delivered to its edges.
+/// Like a send node: a root that passes the delivered gradients to its edges.
 struct Outgoing : torch::autograd::Node {
   explicit Outgoing(const std::vector<at::Tensor>& sent) {
     for (const at::Tensor& tensor : sent) {
@@ -27,13 +27,13 @@ struct Outgoing : torch::autograd::Node {
   int runs = 0;
 };
 
-/// What a receive node is to a pass: a leaf that takes gradients away.
+/// Like a receive node: a leaf that takes gradients out of the pass.
 struct Incoming : PassNode {
   using Take = std::function<void(torch::autograd::variable_list)>;
   explicit Incoming(Take take, std::uint64_t order = 0) : PassNode(order), take(std::move(take)) {}
   void run(torch::autograd::variable_list gradients, GradientSink&) override { take(std::move(gradients)); }
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    throw std::logic_error("this node is for passes of ours");
+    throw std::logic_error("only a GraphPass runs this node");
   }
   Take take;
 };

@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Identity whose backward calls what its forward was given.
+/// Identity whose backward calls the function that its forward got.
 struct Calls : torch::autograd::Function<Calls> {
   static Tensor forward(AutogradContext* context, const Tensor& x, std::function<void()>* call) {
     context->saved_data["call"] = reinterpret_cast<std::int64_t>(call);
@@ -162,7 +162,7 @@ TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("a branch broke"));
     EXPECT_EQ(running, 0) << "the end came while a node ran";
-    EXPECT_EQ(running_when_told, 1) << "it was told when the other branch had ended, or not at all";
+    EXPECT_EQ(running_when_told, 1) << "it was called when the other branch had ended, or not at all";
   }
 }
 

@@ -5,8 +5,8 @@
 
 namespace torchspan::optim {
 
-/// The part that Adam and AdamW share: both moments, then the step. `Options` has beta1, beta2, eps, amsgrad
-/// and lr; the slots are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+/// The common part of Adam and AdamW: updates both moments, then the parameter. `Options` has beta1, beta2, eps,
+/// amsgrad and lr; the slots are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
 template <class T, class Options>
 void step_by_moments(const Operands<T>& on, const T& direction, const Options& options) {
   T& mean = on.state[0];
@@ -29,7 +29,7 @@ std::vector<std::string> slots_of_moments(const Options& options) {
   return slots;
 }
 
-/// Throws Error{kInvalid} naming the option that all of Adam's kind have.
+/// Checks the options that Adam and AdamW share. Throws Error{kInvalid} naming the invalid one.
 template <class Options>
 void check_moments(const Options& options) {
   check_not_negative(Options::kName, "lr", options.lr);

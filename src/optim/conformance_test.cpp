@@ -1,5 +1,5 @@
-// Every optimizer against LibTorch's own of the same name and against closed forms. A new optimizer adds its
-// cases struct below and one name to AllOptimizers.
+// Compares every optimizer with LibTorch's of the same name and with closed forms. For a new optimizer add a
+// cases struct below and its name to AllOptimizers.
 // peer: dist_optimizer_test.py `torch.optim` update rules: same to 1e-10 over 200 steps: as in LibTorch,
 //   and as in Python for what LibTorch lacks (`tools/golden_optim.py`)
 #include <cstdint>
@@ -104,7 +104,7 @@ using AdamWCases = AdamLikeCases<AdamW, torch::optim::AdamW, torch::optim::AdamW
 
 struct RMSpropCases {
   static constexpr bool kTakesSparse = false;
-  static constexpr const char* kRefusal = "give it SGD";
+  static constexpr const char* kRefusal = "use SGD";
   static RMSprop random_options(Random& random, bool) {
     return {.lr = uniform(random, 1e-4, 0.1),
             .alpha = uniform(random, 0.5, 0.999),
@@ -126,7 +126,7 @@ struct RMSpropCases {
   static RMSprop sparse_refusing() { return {}; }
 };
 
-/// Two equal sets of leaves, one for us and one for the oracle, and the random gradients of both.
+/// Two equal sets of leaves, for this library and for the oracle, and the random gradients of both.
 class Pair {
  public:
   Pair(std::uint64_t seed, std::vector<at::Tensor> values)

@@ -1,4 +1,4 @@
-// Groups, rates, clipping, state and foreign kinds through DistributedOptimizer, against the local Optimizer.
+// Compares groups, rates, clipping, state and foreign kinds of DistributedOptimizer with the local Optimizer.
 // peer: dist_optimizer_test.py (none: groups, rates, clipping, state of a distributed optimizer): more
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -255,7 +255,7 @@ TEST(DistributedGroups, RefuseAStateOfOtherTargetsNamingWhatDoesNotFit) {
                 AllOf(HasSubstr("failed on 2 of 3 workers"), HasSubstr("worker 'worker2'"),
                       HasSubstr("'2.linear.weight'")));
     EXPECT_THAT(error_of([&] { all.load_state_shards(some.state_shards()); }).what(),
-                HasSubstr("no shard lives on worker 'worker0'"));
+                HasSubstr("no shard is on worker 'worker0'"));
   });
 }
 
@@ -387,7 +387,7 @@ TEST(DistributedGroups, AreHogwildOnlyWithRulesThatCanBe) {
     EXPECT_THAT(error_of([&] {
                   DistributedOptimizer(worker, std::vector<DistributedParamGroup>{{{layer}, wrapped, true}});
                 }).what(),
-                AllOf(HasSubstr("torch.Adam"), HasSubstr("without hogwild")));
+                AllOf(HasSubstr("torch.Adam"), HasSubstr("hogwild = false")));
   });
 }
 

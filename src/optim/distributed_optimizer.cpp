@@ -24,7 +24,7 @@ std::string name_of(const Worker& worker, Owner rank) {
   return fmt::format("rank {}", rank);
 }
 
-/// Asks an owner. The answer has every failure, also that the owner is gone.
+/// Sends a request to an owner. The answer has every failure, also if the owner is gone.
 template <rpc::Message M>
 Future<typename M::Reply> ask(const Worker& worker, Owner owner, const M& message) {
   rpc::Request request = rpc::make_request(message);
@@ -35,16 +35,16 @@ Future<typename M::Reply> ask(const Worker& worker, Owner owner, const M& messag
   return answer;
 }
 
-/// Tells an owner to end an optimizer: until it has heard, or one of both ends. Of a trainer that ends the
-/// owner hears by itself.
-class Dropping final : public rpc::Completion {
+/// Asks an owner to destroy an optimizer, repeatedly until it answers, is gone, or this worker stops. If this
+/// worker dies, the owner destroys the optimizer without a request.
+class DropRequest final : public rpc::Completion {
  public:
-  static void tell(const std::shared_ptr<rpc::Endpoint>& worker, Owner owner, const DropOptimizer& message,
+  static void send(const std::shared_ptr<rpc::Endpoint>& worker, Owner owner, const DropOptimizer& message,
                    int attempt = 0) {
     rpc::Request request = rpc::make_request(message);
     request.deadline = worker->runtime().executor.deadline_in(kPatience);
     worker->send(owner, std::move(request),
-                 std::shared_ptr<Dropping>(new Dropping(worker, owner, message, attempt)));
+                 std::shared_ptr<DropRequest>(new DropRequest(worker, owner, message, attempt)));
   }
   void succeed(wire::Payload&) override {}
   void fail(std::exception_ptr error) override {
@@ -55,13 +55,13 @@ class Dropping final : public rpc::Completion {
       return;
     worker->after(kPause * (1 << std::min(attempt_, 6)),
                   [weak = worker_, owner = owner_, message = message_, next = attempt_ + 1] {
-                    if (const auto alive = weak.lock()) tell(alive, owner, message, next);
+                    if (const auto alive = weak.lock()) send(alive, owner, message, next);
                   });
   }
 
  private:
   static constexpr Duration kPatience = std::chrono::seconds(30), kPause = std::chrono::milliseconds(50);
-  Dropping(std::weak_ptr<rpc::Endpoint> worker, Owner owner, const DropOptimizer& message, int attempt)
+  DropRequest(std::weak_ptr<rpc::Endpoint> worker, Owner owner, const DropOptimizer& message, int attempt)
       : worker_(std::move(worker)), owner_(owner), message_(message), attempt_(attempt) {}
 
   const std::weak_ptr<rpc::Endpoint> worker_;
@@ -74,12 +74,12 @@ void check_alive(const Worker& worker, const autograd::ContextView& context, con
   worker.endpoint()->check_running();
   if (worker.extension<autograd::AutogradExtension>().try_find(context.id())) return;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("{} was given autograd context {:#x}, which has ended, and its "
-                          "gradients with it; step before its release()",
+              fmt::format("{} got autograd context {:#x}, which has ended, and its gradients "
+                          "with it; call it before release()",
                           verb, context.id()));
 }
 
-/// Waits for all owners' answers, and throws their failures as one.
+/// Waits for the answers of all owners. Throws their failures as one Error.
 template <class R>
 std::map<Owner, R> collect(const Worker& worker, const std::string& what,
                            const std::map<Owner, Future<R>>& answers) {
@@ -101,14 +101,14 @@ std::map<Owner, R> collect(const Worker& worker, const std::string& what,
   throw Error(to_error(failures.front().second).kind(), text);
 }
 
-/// The number that a part of a name is; no number gives one that no group and no target has.
+/// Parses a number in a name; SIZE_MAX, which no group or target has, if it is not a number.
 std::size_t index_of(std::string_view text) {
   std::size_t index = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), index);
   return error == std::errc() && end == text.data() + text.size() ? index : SIZE_MAX;
 }
 
-/// Takes the part of a name before its next dot off it.
+/// Removes the part of a name before its next dot and returns it.
 std::string_view take_part(std::string_view& name) {
   const std::size_t dot = std::min(name.find('.'), name.size());
   const std::string_view part = name.substr(0, dot);
@@ -119,7 +119,7 @@ std::string_view take_part(std::string_view& name) {
 }  // namespace
 
 Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
-  if (!module) throw Error(ErrorKind::kInvalid, "a target is a null module; construct it first");
+  if (!module) throw Error(ErrorKind::kInvalid, "a target is a null module; construct the module first");
   for (auto& [name, parameter] : named_parameters_of(*module)) {
     names_.push_back(name);
     tensors_.push_back(parameter);
@@ -146,7 +146,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker,
     };
     if (groups[g].targets.empty()) {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("group {} of a DistributedOptimizer has no targets: it needs at least one", g));
+                  fmt::format("group {} of a DistributedOptimizer has no targets; add at least one", g));
     }
     for (const Target& target : groups[g].targets) {
       const std::string index = std::to_string(owners_[g].size());
@@ -169,7 +169,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker,
     answers.emplace(owner, ask(worker_, owner, message));
   }
   try {
-    collect(worker_, "making the optimizer", answers);
+    collect(worker_, "creating the optimizer", answers);
   } catch (...) {
     drop();
     throw;
@@ -181,8 +181,8 @@ DistributedOptimizer::~DistributedOptimizer() { drop(); }
 void DistributedOptimizer::drop() noexcept {
   try {
     for (const auto& [owner, share] : shares_)
-      Dropping::tell(worker_.endpoint(), owner, DropOptimizer{id_on(owner)});
-  } catch (...) {  // no memory for it: they end with this worker
+      DropRequest::send(worker_.endpoint(), owner, DropOptimizer{id_on(owner)});
+  } catch (...) {  // out of memory: the owners destroy them when this worker ends
   }
 }
 
@@ -219,10 +219,10 @@ void DistributedOptimizer::step_in_backward(const autograd::ContextView& context
   check_alive(worker_, context, "step_in_backward()");
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
-    context.add_worker(owner);  // it may hear of the context by this message only
+    context.add_worker(owner);  // this may be the owner's only message in the context
     answers.emplace(owner, ask(worker_, owner, StepInBackward{id_on(owner), context.id(), rates_on(owner)}));
   }
-  collect(worker_, "asking for steps in backward", answers);
+  collect(worker_, "requesting steps in backward", answers);
 }
 
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,
@@ -232,7 +232,7 @@ double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context
 
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context,
                                             const ClipOptions& options) {
-  clip_factor(0, options.max_norm);  // a wrong option costs no round
+  clip_factor(0, options.max_norm);  // checks the option before any message
   check_alive(worker_, context, "clip_grad_norm()");
   double norm = 0;
   if (options.replicas.empty()) {
@@ -274,8 +274,9 @@ void DistributedOptimizer::set_lr(std::size_t group, double lr) {
 
 void DistributedOptimizer::set_lrs(const std::vector<double>& rates) {
   if (rates.size() != rates_.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("there are {} groups and {} rates: give one for each",
-                                                 rates_.size(), rates.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("there are {} groups and {} learning rates; pass one for each group",
+                            rates_.size(), rates.size()));
   }
   for (std::size_t g = 0; g < rates.size(); ++g) {
     if (!std::isnan(rates[g])) set_lr(g, rates[g]);
@@ -290,7 +291,7 @@ StateDict DistributedOptimizer::state_dict() {
   StateDict whole;
   for (const auto& [owner, part] : collect(worker_, "reading the optimizer state", answers)) {
     for (const auto& entry : part) {
-      // Kind and rate of a group come from each of its owners.
+      // Each owner of a group sends its kind and rate.
       if (!whole.contains(entry.key())) whole.insert(entry.key(), entry.value());
     }
   }
@@ -306,10 +307,11 @@ std::map<Owner, StateDict> DistributedOptimizer::split(const StateDict& state) c
     const bool of_parameter = take_part(rest) == "parameter";
     const std::size_t target = index_of(take_part(rest));
     if (!is_group || group >= owners_.size() || (of_parameter && target >= owners_[group].size())) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the optimizer state does not fit: it has '{}', and there is no such group or "
-                              "target here",
-                              entry.key()));
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("the optimizer state does not match: it has '{}', but this optimizer has no such "
+                      "group or target",
+                      entry.key()));
     }
     for (const auto& [owner, share] : shares_) {
       const bool has_group = std::find(share.groups.begin(), share.groups.end(), group) != share.groups.end();
@@ -351,8 +353,8 @@ void DistributedOptimizer::load_state_shards(const std::vector<RRef<StateDict>>&
   for (const auto& [owner, share] : shares_) {
     if (by_owner.contains(owner)) continue;
     throw Error(ErrorKind::kInvalid,
-                fmt::format("no shard lives on worker '{}', which owns parameters: give those "
-                            "of state_shards()",
+                fmt::format("no shard is on worker '{}', which owns parameters; pass the result of "
+                            "state_shards()",
                             name_of(worker_, owner)));
   }
   std::map<Owner, Future<std::vector<double>>> answers;

@@ -73,7 +73,7 @@ constexpr Function<scaled> kScaled{"scaled"};
 constexpr Function<make_factor> kMakeFactor{"make_factor"};
 constexpr Function<a_number> kNumber{"a_number"};
 
-/// Runs `body` on the first of so many workers, under several schedules.
+/// Runs `body` on the first of `workers` workers, with several seeds.
 void on_first(int workers, const std::function<void(Worker&)>& body) {
   for (std::uint64_t seed = 1; seed <= 5; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -101,7 +101,7 @@ void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::T
   }
 }
 
-/// Optimizers are dropped by messages that nobody waits for.
+/// Messages without a waiting sender drop optimizers.
 void expect_no_optimizer_left(Worker& worker) {
   worker.runtime().executor.sleep(std::chrono::seconds(1));
   for (const WorkerInfo& info : worker.workers())

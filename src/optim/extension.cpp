@@ -17,7 +17,7 @@
 namespace torchspan::optim {
 namespace {
 
-/// Adds the parameters of a value that lives here: a tensor itself, or those of a module.
+/// Adds the parameters of a local value: a tensor, or those of a module.
 void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& group) {
   if (value.type() == typeid(at::Tensor)) {
     group.parameters.push_back(*static_cast<at::Tensor*>(value.address()));
@@ -27,8 +27,8 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
   auto* module = value.object<torch::nn::Module>();
   if (module == nullptr) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("a target is a '{}', which is neither a module nor a tensor; give the "
-                            "optimizer RRefs of modules or of parameters",
+                fmt::format("a target is a '{}', which is neither a module nor a tensor; pass "
+                            "RRefs of modules or of parameters",
                             value.type_name()));
   }
   const auto parameters = named_parameters_of(*module);
@@ -44,7 +44,7 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
 
 }  // namespace
 
-/// The table of the optimizers that live here.
+/// The optimizers on this worker.
 class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension::Impl> {
  public:
   Impl(OptimizerTable table, rpc::Registrar& registrar)
@@ -63,7 +63,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
       group.hogwild = part.hogwild;
       for (const OptimizerTarget& target : part.targets) {
         if (!target.value) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
-        // Ready: messages wait for their references.
+        // Ready: a handler runs when the references of its message are.
         owned->values.push_back(target.value->value(Deadline::never()));
         list_parameters(*owned->values.back(), target.name, group);
       }
@@ -72,16 +72,16 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     for (const at::Tensor& parameter : owned->optimizer->parameters()) {
       owned->keys.insert(parameter.unsafeGetTensorImpl());
     }
-    owned->keys.insert(owned.get());  // steps of single parameters run one after the other too
+    owned->keys.insert(owned.get());  // so that steps of single parameters also run one after another
     const bool present = worker().endpoint()->is_present(maker);
     MutexLock lock(mutex_);
     if (!present || departures_[maker] != departures)
-      throw Error(ErrorKind::kDisconnected, "the worker that makes this optimizer is gone");
+      throw Error(ErrorKind::kDisconnected, "the worker that creates this optimizer has died or left");
     optimizers_[message.id] = std::move(owned);
   }
 
-  /// The optimizers of a worker that died or left end with it. On a thread that runs nothing of the
-  /// program's: their modules may end with them, which is for the pool.
+  /// Destroys the optimizers of a worker that died or left. The pool does it, because modules may be destroyed
+  /// with them and this thread must not run user code.
   void depart(std::uint32_t rank) {
     std::vector<std::shared_ptr<Owned>> gone;
     {
@@ -112,7 +112,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
         });
   }
 
-  /// The forward passes of the context may not have come by yet, so this takes part in it from here on.
+  /// This may be the first message of the context here, so it joins the context.
   void step_in_backward(std::uint32_t peer, const StepInBackward& message) {
     const std::weak_ptr<Owned> owner = find(message.id);
     worker()
@@ -128,7 +128,8 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
           return self->queue_
               .run({parameter.unsafeGetTensorImpl(), owned.get()},
                    [owned, rates, parameter, runs, gradient = std::exchange(gradient, {})] {
-                     if (!runs()) throw Error(ErrorKind::kCancelled, "its pass failed before this step");
+                     if (!runs())
+                       throw Error(ErrorKind::kCancelled, "the backward pass failed before this step");
                      owned->optimizer->set_lrs(rates);
                      owned->optimizer->step_one(parameter, gradient);
                    })
@@ -151,7 +152,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     return result;
   }
 
-  /// What `use` makes of the optimizer while none of its parameters is being stepped.
+  /// Returns the result of `use`, which runs while none of the optimizer's parameters is stepped.
   template <class R>
   Future<R> use(GlobalId id, std::function<R(Optimizer&)> use) {
     auto owned = find(id);
@@ -164,7 +165,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
         });
   }
 
-  /// A copy of the state under the rates that the steps would have.
+  /// A copy of the state, with `rates` as its learning rates.
   Future<StateDict> read(GlobalId id, const std::vector<double>& rates) {
     return use<StateDict>(id, [rates](Optimizer& optimizer) {
       optimizer.set_lrs(rates);
@@ -218,8 +219,8 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     MutexLock lock(mutex_);
     auto it = optimizers_.find(id);
     if (it == optimizers_.end()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("optimizer {}:{} does not live on this worker; its "
-                                                   "DistributedOptimizer has ended",
+      throw Error(ErrorKind::kInvalid, fmt::format("optimizer {}:{} is not on this worker; its "
+                                                   "DistributedOptimizer was destroyed",
                                                    id.worker, id.local));
     }
     return it->second;
@@ -231,7 +232,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     return Worker(endpoint);
   }
 
-  /// Empty when no gradient ever came here in that context.
+  /// Nullopt if this worker does not know the context.
   std::optional<autograd::ContextView> find_context(std::uint64_t id) const {
     return worker().extension<autograd::AutogradExtension>().try_find(id);
   }
@@ -242,7 +243,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     return found == departures_.end() ? 0 : found->second;
   }
 
-  /// Whether a pass has run in the context here.
+  /// Steps; returns whether a pass has run in the context on this worker.
   bool step_now(Optimizer& optimizer, const StepOptimizer& message) const {
     optimizer.set_lrs(message.rates);
     const auto context = find_context(message.context);
@@ -261,7 +262,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   StepQueue queue_;
   mutable Mutex mutex_;
   std::map<GlobalId, std::shared_ptr<Owned>> optimizers_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::map<std::uint32_t, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  ///< how many, by rank
+  std::map<std::uint32_t, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  // their number, by rank
 };
 
 OptimExtension::OptimExtension(OptimizerTable table) : table_(std::move(table)) {}

@@ -13,21 +13,22 @@ namespace {
 
 constexpr const char* kEntry = "torch";
 
-/// Puts gradients into `.grad` for as long as it lives.
-class Lent {
+/// Puts gradients into `.grad` while the scope lives.
+class GradFieldScope {
  public:
-  Lent(std::vector<at::Tensor>& parameters, std::span<const at::Tensor> gradients) : parameters_(parameters) {
+  GradFieldScope(std::vector<at::Tensor>& parameters, std::span<const at::Tensor> gradients)
+      : parameters_(parameters) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       before_.push_back(parameters_[i].grad());
-      // An own handle: optimizers may change the gradient's values, which belong to the caller.
+      // A copy, because optimizers may change the gradient, which belongs to the caller.
       parameters_[i].mutable_grad() = gradients[i].defined() ? gradients[i].detach().clone() : at::Tensor();
     }
   }
-  ~Lent() {
+  ~GradFieldScope() {
     for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].mutable_grad() = before_[i];
   }
-  Lent(const Lent&) = delete;
-  Lent& operator=(const Lent&) = delete;
+  GradFieldScope(const GradFieldScope&) = delete;
+  GradFieldScope& operator=(const GradFieldScope&) = delete;
 
  private:
   std::vector<at::Tensor>& parameters_;
@@ -57,7 +58,7 @@ TorchOptimizer::TorchOptimizer(std::string name, std::vector<at::Tensor> paramet
 TorchOptimizer::~TorchOptimizer() = default;
 
 void TorchOptimizer::update_all(std::span<const at::Tensor> gradients) {
-  const Lent lent(parameters(), gradients);
+  const GradFieldScope scope(parameters(), gradients);
   optimizer_->step();
 }
 
@@ -81,7 +82,7 @@ void TorchOptimizer::load_state(std::size_t index, const ParameterState& state) 
   if (index > 0 ? !state.empty()
                 : state.size() != 1 || found == state.end() || found->second.scalar_type() != at::kByte) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: the state of {} is not what this optimizer keeps", name(), describe(index)));
+                fmt::format("{}: the state of {} is not of this kind of optimizer", name(), describe(index)));
   }
   if (index > 0) return;
   const at::Tensor bytes = found->second.contiguous();
@@ -92,7 +93,7 @@ void TorchOptimizer::load_state(std::size_t index, const ParameterState& state) 
          *optimizer_);
   } catch (const c10::Error& error) {
     load(before, *optimizer_);
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: the state of {} does not fit: {}", name(),
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: the state of {} does not match: {}", name(),
                                                  describe(index), error.what_without_backtrace()));
   }
 }
@@ -102,7 +103,7 @@ namespace detail {
 double rate_of(const torch::optim::OptimizerOptions& options) {
   try {
     return options.get_lr();
-  } catch (const c10::Error&) {  // these options have none
+  } catch (const c10::Error&) {  // these options have no learning rate
     return std::numeric_limits<double>::quiet_NaN();
   }
 }
@@ -122,7 +123,7 @@ void from_bytes(const std::string& bytes, torch::optim::OptimizerOptions& option
     archive.load_from(in);
     options.serialize(archive);
   } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kInvalid, fmt::format("the options of an optimizer of LibTorch cannot be read: {}",
+    throw Error(ErrorKind::kInvalid, fmt::format("cannot read the options of an optimizer of LibTorch: {}",
                                                  error.what_without_backtrace()));
   }
 }

@@ -16,8 +16,7 @@ namespace torchspan::optim {
 FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tensor> parameters)
     : name_(std::move(name)), parameters_(std::move(parameters)) {
   if (parameters_.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} got no parameters: there is nothing to optimize", name_));
+    throw Error(ErrorKind::kInvalid, fmt::format("{} got no parameters; pass at least one", name_));
   }
   std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -28,13 +27,13 @@ FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tenso
     if (!parameter.is_leaf()) {
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("{}: {} is the result of a computation; give the leaf that it was computed from", name_,
+          fmt::format("{}: {} is the result of a computation; pass the leaf that it was computed from", name_,
                       describe(i)));
     }
     if (!parameter.is_floating_point() && !parameter.is_complex()) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("{}: {} holds no floating-point numbers: it cannot be trained", name_, describe(i)));
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("{}: {} cannot be trained, because its type is not a floating-point type",
+                              name_, describe(i)));
     }
     const auto [first, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), i);
     if (!is_new) {
@@ -64,7 +63,7 @@ void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradien
   }
   if (gradient.device() != parameter.device()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: {} lives on {} and got a gradient on {}", name_, describe(index),
+                fmt::format("{}: {} is on {} and got a gradient on {}", name_, describe(index),
                             parameter.device().str(), gradient.device().str()));
   }
   if (gradient.layout() == at::kStrided) {
@@ -76,7 +75,7 @@ void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradien
   if (gradient.layout() != at::kSparse) {
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("{}: {} got a gradient of layout {}: only dense and sparse COO gradients can be used",
+        fmt::format("{}: {} got a gradient of layout {}; only dense and sparse COO gradients are supported",
                     name_, describe(index), c10::str(gradient.layout())));
   }
   if (std::string reason = refuse_sparse(parameter); !reason.empty()) {
@@ -87,11 +86,9 @@ void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradien
 
 void FunctionalOptimizer::check(std::span<const at::Tensor> gradients) const {
   if (gradients.size() != parameters_.size()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "{} has {} parameters and got {} gradients: give one for each, undefined for those to skip",
-            name_, parameters_.size(), gradients.size()));
+    throw Error(ErrorKind::kInvalid, fmt::format("{} has {} parameters and got {} gradients; pass one for "
+                                                 "each, an undefined one to skip a parameter",
+                                                 name_, parameters_.size(), gradients.size()));
   }
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) check_one(i, gradients[i]);
@@ -121,15 +118,16 @@ std::string FunctionalOptimizer::refuse_dense(const at::Tensor&) const { return 
 double FunctionalOptimizer::lr() const { return std::numeric_limits<double>::quiet_NaN(); }
 
 void FunctionalOptimizer::set_lr(double) {
-  throw Error(ErrorKind::kUnsupported, fmt::format("{} has no learning rate that could be set", name_));
+  throw Error(ErrorKind::kUnsupported, fmt::format("{} has no learning rate to set", name_));
 }
 
 void FunctionalOptimizer::set_hogwild(bool on) {
   if (!on) return;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("{} cannot leave version counters alone: train without hogwild, or use one of the "
-                          "optimizers of this library",
-                          name_));
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("{} always changes version counters: set hogwild = false, or use an optimizer of this "
+                  "library",
+                  name_));
 }
 
 ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
@@ -137,7 +135,7 @@ ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
 void FunctionalOptimizer::load_state(std::size_t index, const ParameterState& state) {
   if (state.empty()) return;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: there is state '{}' for {}, but this optimizer keeps none", name_,
+              fmt::format("{}: the state has '{}' for {}, but this optimizer has no state", name_,
                           state.begin()->first, describe(index)));
 }
 

@@ -1,4 +1,4 @@
-// Against values of PyTorch's Python optimizers and schedulers, for what LibTorch's C++ ones do not have.
+// Compares with values of PyTorch's Python optimizers and schedulers where LibTorch has no C++ counterpart.
 // peer: dist_optimizer_test.py torch.optim update rules
 #include <cstdint>
 #include <gtest/gtest.h>

@@ -17,10 +17,10 @@ void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name
   for (const engine::GradientHook* hook : engine::gradient_hooks(parameter)) {
     if (hook->use() == engine::GradientUse::kReads) continue;
     throw Error(ErrorKind::kInvalid,
-                fmt::format("{} cannot be stepped in backward: {}; call step() instead", name,
+                fmt::format("{} cannot be stepped in backward, because {}; call step() instead", name,
                             hook->use() == engine::GradientUse::kAverages
-                                ? "DistributedDataParallel averages its gradient after that"
-                                : "another optimizer steps it there"));
+                                ? "DistributedDataParallel averages its gradient afterwards"
+                                : "another optimizer steps it in backward"));
   }
 }
 
@@ -31,7 +31,7 @@ bool is_averaged(const at::Tensor& parameter) {
   });
 }
 
-/// A hook at every parameter's leaf, whose nodes it keeps.
+/// Owns a hook on the leaf node of every parameter, and these nodes.
 class BackwardSteps::Impl {
  public:
   explicit Impl(Optimizer& optimizer) : shared_(std::make_shared<Shared>(optimizer)) {
@@ -40,7 +40,7 @@ class BackwardSteps::Impl {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       refuse_shared_gradient(parameters[i], fmt::format("parameter {}", i));
     for (const at::Tensor& parameter : parameters) {
-      // A parameter that needs no gradient has no leaf, and will get none.
+      // A parameter that does not require grad has no leaf node and gets no gradient.
       if (!parameter.requires_grad()) continue;
       auto leaf = torch::autograd::impl::grad_accumulator(parameter);
       const auto key = leaf->add_post_hook(std::make_unique<Hook>(parameter, passes, shared_));
@@ -54,7 +54,7 @@ class BackwardSteps::Impl {
   Impl& operator=(const Impl&) = delete;
 
  private:
-  /// LibTorch's engine has a thread for each device.
+  /// Locked, because LibTorch's engine has a thread for each device.
   struct Shared {
     explicit Shared(Optimizer& given) : optimizer(given) {}
     Mutex mutex;
@@ -68,7 +68,7 @@ class BackwardSteps::Impl {
         : GradientHook(std::move(parameter), std::move(passes)), shared_(std::move(shared)) {}
     engine::GradientUse use() const override { return engine::GradientUse::kSteps; }
     void gradient_ready(engine::GradientSink& sink, const at::Tensor& parameter) override {
-      // An autograd context keeps its gradients for a DistributedOptimizer.
+      // Gradients of an autograd context are for a DistributedOptimizer.
       if (!sink.writes_grad_field()) return;
       const at::Tensor gradient = sink.gradient(parameter);
       if (!gradient.defined()) return;

@@ -1,5 +1,4 @@
-// Optimizers and the lives of contexts, passes, trainers and owners: who comes late, who fails, who dies
-// first.
+// Optimizers when contexts, passes, trainers and owners end, fail or die in different orders.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,8 +16,7 @@ namespace torchspan::optim {
 
 using torchspan::testing::error_of;
 
-/// Steps that take a second of the clock at `executor`, an address in this process, and change
-/// nothing.
+/// Steps that take one second of the executor at address `executor` in this process, and change nothing.
 struct Slow {
   static constexpr std::string_view kName = "Slow";
   std::uint64_t executor = 0;
@@ -86,7 +84,7 @@ std::int64_t optimizers(Worker& worker) {
 std::int64_t contexts(Worker& worker) {
   return static_cast<std::int64_t>(worker.extension<autograd::AutogradExtension>().counts().contexts);
 }
-/// The backward fails behind it, after a while.
+/// x * 2, whose backward fails after `ms`.
 at::Tensor failing(Worker& worker, const at::Tensor& x, std::int64_t ms) {
   at::Tensor y = x * 2;
   y.register_hook([&executor = worker.runtime().executor, ms](const at::Tensor& gradient) {
@@ -132,8 +130,8 @@ void await(Worker& worker, int size) {
   ASSERT_EQ(worker.world_size(), size);
 }
 
-/// The loss is on its way to be computed elsewhere, and the owner has heard of nothing yet: the request for
-/// steps comes first, by any order of messages.
+/// The call that computes the loss elsewhere is under way, and the owner does not know the context yet: the
+/// request for steps is its first message in any order of messages.
 TEST(StepsInBackward, ReachOwnersAheadOfTheForwardPass) {
   on_first(3, [](Worker& worker) {
     const auto layer = worker.remote(1, kLayer, 5.0);
@@ -147,7 +145,7 @@ TEST(StepsInBackward, ReachOwnersAheadOfTheForwardPass) {
       EXPECT_TRUE(layer.rpc_sync(kValue).equal(torch::full({3}, expected, torch::kDouble))) << place;
     }
     {
-      Context context(worker);  // of which its owner hears by the request alone
+      Context context(worker);  // which its owner knows from the request only
       optimizer.step_in_backward(context);
     }
     worker.runtime().executor.sleep(seconds(1));
@@ -155,7 +153,7 @@ TEST(StepsInBackward, ReachOwnersAheadOfTheForwardPass) {
   });
 }
 
-/// The step waits for another's, which takes a second; meanwhile the pass fails.
+/// The step waits for another optimizer's step, which takes a second; meanwhile the pass fails.
 TEST(StepsInBackward, DoNotBeginOnceTheirPassHasFailed) {
   on_first(3, [](Worker& worker) {
     Executor& executor = worker.runtime().executor;
@@ -167,7 +165,7 @@ TEST(StepsInBackward, DoNotBeginOnceTheirPassHasFailed) {
       context.backward(layer.rpc_sync(kForward, input()).sum());
       slow.step(context);
     });
-    executor.sleep(milliseconds(300));  // it is at it
+    executor.sleep(milliseconds(300));  // the step is running
     Context context(worker);
     mine.step_in_backward(context);
     const at::Tensor x = input().set_requires_grad(true);
@@ -179,7 +177,7 @@ TEST(StepsInBackward, DoNotBeginOnceTheirPassHasFailed) {
   });
 }
 
-/// A step that has begun as its pass fails: backward() does not throw before it is over.
+/// A step is running when its pass fails: backward() throws after the step is over.
 TEST(StepsInBackward, AreOverWhenTheirFailedPassThrows) {
   on_first(3, [](Worker& worker) {
     Executor& executor = worker.runtime().executor;
@@ -289,11 +287,11 @@ TEST_P(Trainers, OutliveTheOwnersOfTheirParameters) {
     EXPECT_EQ(here->weight[0].item<double>(), 0.5) << "the other owners have stepped";
     optimizer.reset();
     cluster_.executor().sleep(seconds(1));
-    EXPECT_EQ(optimizers(worker), 0) << "the owners that are there have heard of its end";
+    EXPECT_EQ(optimizers(worker), 0) << "all present owners have dropped it";
   });
 }
 
-/// The message of its end is lost with the connection, and is sent again.
+/// The message that drops it is lost with the connection, and is resent.
 TEST_P(Trainers, EndTheirOptimizersThroughABrokenConnection) {
   run([&](Worker& worker) {
     Thread trainer = cluster_.start(1, 0, [&](rpc::WorkerService& service) {

@@ -15,10 +15,10 @@ namespace {
 void check_steps(const char* schedule, const char* option, std::int64_t value, std::int64_t least) {
   if (value >= least) return;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: {} = {}, but it must be a number from {} up", schedule, option, value, least));
+              fmt::format("{}: {} = {}, but it must be a number >= {}", schedule, option, value, least));
 }
 
-/// Half a wave from `from` to `to`.
+/// Half a cosine wave from `from` to `to`.
 double wave(double from, double to, double share) {
   return to + (from - to) / 2 * (1 + std::cos(std::numbers::pi * share));
 }
@@ -64,8 +64,8 @@ OneCycleLR::operator LRLambda() const {
   const double top = pct_start * static_cast<double>(total_steps) - 1;
   if (!(top >= 0 && top < end)) {
     throw_invalid(
-        fmt::format("OneCycleLR: pct_start = {} of {} steps, but it must leave at least one step to "
-                    "rise and one to fall",
+        fmt::format("OneCycleLR: pct_start = {} of {} steps, but it must leave at least one step for "
+                    "the rise and one for the fall",
                     pct_start, total_steps));
   }
   const double first = 1 / div_factor, last = 1 / (div_factor * final_div_factor);
@@ -82,11 +82,12 @@ LRScheduler::LRScheduler(LRTarget& optimizer, const LRLambda& schedule)
 LRScheduler::LRScheduler(LRTarget& optimizer, std::vector<LRLambda> schedules)
     : optimizer_(optimizer), schedules_(std::move(schedules)), base_(optimizer.lrs()) {
   if (schedules_.size() != base_.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("there are {} groups and {} schedules: give one for each",
-                                                 base_.size(), schedules_.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("there are {} groups and {} schedules; pass one for each group", base_.size(),
+                            schedules_.size()));
   }
   for (std::size_t g = 0; g < base_.size(); ++g) {
-    if (!schedules_[g]) throw Error(ErrorKind::kInvalid, "a schedule is empty: give a function of the step");
+    if (!schedules_[g]) throw Error(ErrorKind::kInvalid, "a schedule is empty; pass a function of the step");
     if (!std::isnan(base_[g])) continue;
     throw Error(ErrorKind::kInvalid,
                 fmt::format("the optimizer of group {} has no learning rate to schedule", g));
@@ -115,7 +116,7 @@ void LRScheduler::load_state_dict(const StateDict& state) {
   if (steps == nullptr || base == nullptr || steps->numel() != 1 ||
       base->numel() != static_cast<std::int64_t>(base_.size()) || base->scalar_type() != at::kDouble) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the state is not one of an LRScheduler over {} groups", base_.size()));
+                fmt::format("the state does not belong to an LRScheduler over {} groups", base_.size()));
   }
   const at::Tensor rates = base->contiguous();
   base_.assign(rates.data_ptr<double>(), rates.data_ptr<double>() + rates.numel());

@@ -10,7 +10,7 @@
 
 namespace torchspan::optim {
 
-/// A module or tensor to train, by what its parameters' names begin with.
+/// A module or tensor to train, and the prefix of its parameters' names.
 struct OptimizerTarget {
   rpc::ReferencePtr value;
   std::string name;
@@ -23,7 +23,7 @@ struct OptimizerGroup {
   bool hogwild = false;
 };
 
-/// Makes an optimizer over the parameters behind the references, which the receiver owns.
+/// Creates an optimizer over the parameters that the references name, which the receiver owns.
 struct CreateOptimizer {
   static constexpr wire::MessageType kType{0x0201};
   static constexpr std::string_view kName = "optim.create";
@@ -32,15 +32,15 @@ struct CreateOptimizer {
   std::vector<OptimizerGroup> groups;
 };
 
-/// Steps it with the gradients that the receiver has in the context.
+/// Steps an optimizer with the receiver's gradients of the context.
 struct StepOptimizer {
   static constexpr wire::MessageType kType{0x0202};
   static constexpr std::string_view kName = "optim.step";
-  using Reply = bool;  ///< whether the receiver knows of a pass in the context
+  using Reply = bool;  ///< whether a pass has begun in the context, as far as the receiver knows
   GlobalId id;
   std::uint64_t context = 0;
-  std::vector<double> rates;  ///< of its groups; those that are not numbers leave the rate as it is
-  double scale = 1;           ///< of the gradients
+  std::vector<double> rates;  ///< learning rates by group; NaN keeps a group's rate
+  double scale = 1;           ///< factor of the gradients
 };
 
 struct DropOptimizer {
@@ -50,15 +50,14 @@ struct DropOptimizer {
   GlobalId id;
 };
 
-/// What an owner's part in a clipping is.
+/// An owner's part in clipping gradients.
 struct GradientNorm {
   double norm = 0;
-  std::string
-      averaged;     ///< a parameter whose gradient a reducer averages over replicas; empty: there is none
-  std::string own;  ///< one whose gradient is this context's alone; the same
+  std::string averaged;  ///< a parameter whose gradient a reducer averages; empty: none
+  std::string own;       ///< a parameter whose gradient no reducer averages; empty: none
 };
 
-/// The norm of the gradients that its parameters have in the context.
+/// Computes the norm of the gradients of an optimizer's parameters in the context.
 struct NormOfGradients {
   static constexpr wire::MessageType kType{0x0204};
   static constexpr std::string_view kName = "optim.norm";
@@ -68,7 +67,7 @@ struct NormOfGradients {
   double norm_type = 2;
 };
 
-/// A copy of the state.
+/// Returns a copy of an optimizer's state.
 struct ReadState {
   static constexpr wire::MessageType kType{0x0205};
   static constexpr std::string_view kName = "optim.read_state";
@@ -85,7 +84,7 @@ struct WriteState {
   StateDict state;
 };
 
-/// A copy of the state that stays where it is.
+/// Copies an optimizer's state into a value on the receiver.
 struct KeepState {
   static constexpr wire::MessageType kType{0x0207};
   static constexpr std::string_view kName = "optim.keep_state";
@@ -94,7 +93,7 @@ struct KeepState {
   std::vector<double> rates;
 };
 
-/// Takes over a state that the receiver owns; replies with the rates that its groups then have.
+/// Loads a state that the receiver owns. Replies with the resulting learning rates of the groups.
 struct TakeState {
   static constexpr wire::MessageType kType{0x0208};
   static constexpr std::string_view kName = "optim.take_state";
@@ -103,8 +102,8 @@ struct TakeState {
   RRef<StateDict> state;
 };
 
-/// Passes of this context step the receiver's parameters as their gradients become complete. The receiver
-/// takes part in the context from then on.
+/// Makes passes of this context step the receiver's parameters when their gradients are complete. The receiver
+/// joins the context.
 struct StepInBackward {
   static constexpr wire::MessageType kType{0x0209};
   static constexpr std::string_view kName = "optim.step_in_backward";

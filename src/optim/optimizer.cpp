@@ -29,7 +29,7 @@ std::string text_of(const at::Tensor& tensor) {
 }
 
 [[noreturn]] void refuse(const std::string& trouble) {
-  throw Error(ErrorKind::kInvalid, "the optimizer state does not fit: " + trouble);
+  throw Error(ErrorKind::kInvalid, "the optimizer state does not match: " + trouble);
 }
 
 const at::Tensor& entry(const StateDict& state, const std::string& name) {
@@ -38,7 +38,7 @@ const at::Tensor& entry(const StateDict& state, const std::string& name) {
   return *found;
 }
 
-/// Everything about parameters, by "group.<label>.parameter.<name>", then by the entry's own name.
+/// The entries of parameters, by "group.<label>.parameter.<name>", then by the name of the entry.
 std::map<std::string, ParameterState> by_parameter(const StateDict& state) {
   std::map<std::string, ParameterState> result;
   for (const auto& item : state) {
@@ -50,7 +50,7 @@ std::map<std::string, ParameterState> by_parameter(const StateDict& state) {
   return result;
 }
 
-/// A parameter without state is written as one without steps, so that a missing one can be told from it.
+/// A parameter without state is saved with zero steps, which distinguishes it from a missing parameter.
 ParameterState unless_empty(ParameterState state) {
   const auto step = state.find("step");
   const bool empty = state.size() == 1 && step != state.end() && step->second.numel() == 1 &&
@@ -86,7 +86,7 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const OptimizerTable* table
       if (is_new) continue;
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("{} of group {} is in group {} too, and would be updated twice a step: name it once",
+          fmt::format("{} of group {} is in group {} too, and would be updated twice in a step; list it once",
                       rule(g).describe(i), groups_[g].label, groups_[first->second.first].label));
     }
   }
@@ -98,8 +98,9 @@ void Optimizer::add(ParamGroup group, const OptimizerTable* table) {
   const std::size_t count = group.parameters.size();
   const bool named = !group.names.empty();
   if (named && group.names.size() != count) {
-    throw Error(ErrorKind::kInvalid, fmt::format("group {} has {} parameters and {} names: give one for each",
-                                                 part.label, count, group.names.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("group {} has {} parameters and {} names; pass one for each parameter",
+                            part.label, count, group.names.size()));
   }
   part.rule = table != nullptr ? table->build(group.spec, std::move(group.parameters))
                                : group.spec.build(std::move(group.parameters));
@@ -136,7 +137,7 @@ std::string Optimizer::describe(const at::Tensor& parameter) const {
 void Optimizer::step_one(const at::Tensor& parameter, const at::Tensor& gradient) {
   const auto place = places_.find(parameter.unsafeGetTensorImpl());
   if (place == places_.end()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a tensor of shape {} is no parameter of this optimizer",
+    throw Error(ErrorKind::kInvalid, fmt::format("a tensor of shape {} is not a parameter of this optimizer",
                                                  c10::str(parameter.sizes())));
   }
   const auto& [group, index] = place->second;
@@ -176,8 +177,9 @@ std::vector<double> Optimizer::lrs() const {
 
 void Optimizer::set_lrs(const std::vector<double>& rates) {
   if (rates.size() != groups_.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("there are {} groups and {} rates: give one for each",
-                                                 groups_.size(), rates.size()));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("there are {} groups and {} learning rates; pass one for each group",
+                            groups_.size(), rates.size()));
   }
   for (std::size_t g = 0; g < rates.size(); ++g) {
     if (!std::isnan(rates[g])) set_lr(g, rates[g]);
@@ -216,13 +218,13 @@ void Optimizer::load_state_dict(const StateDict& state) {
     const std::string group = fmt::format("group.{}.", part.label);
     const std::string kind = text_of(entry(state, group + "kind"));
     if (kind != part.rule->name()) {
-      refuse(fmt::format("group {} was trained by '{}', and here it is '{}'", part.label, kind,
+      refuse(fmt::format("group {} was trained by '{}', but this optimizer has '{}'", part.label, kind,
                          part.rule->name()));
     }
     rates.push_back(entry(state, group + "lr").item<double>());
     for (std::size_t i = 0; i < part.names.size(); ++i) {
       if (given.contains(fmt::format("{}parameter.{}", group, part.names[i]))) continue;
-      refuse(fmt::format("it has nothing of {} of group {}", part.rule->describe(i), part.label));
+      refuse(fmt::format("it has no entry for {} of group {}", part.rule->describe(i), part.label));
     }
   }
   std::vector<std::function<void()>> undo;

@@ -30,19 +30,18 @@ OptimizerTable::OptimizerTable() {
 OptimizerSpec::OptimizerSpec(std::string_view kind, std::uint64_t type, wire::Payload payload)
     : kind(kind), type(type), options(std::move(payload.value)) {
   if (!payload.tensors.empty() || !payload.references.empty()) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("the options of optimizer '{}' hold tensors or references: only plain values travel "
-                    "in a spec",
-                    kind));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the options of optimizer '{}' contain tensors or references; a spec may contain "
+                            "plain values only",
+                            kind));
   }
 }
 
 std::unique_ptr<FunctionalOptimizer> OptimizerSpec::build(std::vector<at::Tensor> parameters) const {
   if (build_) return build_(std::move(parameters));
   throw Error(ErrorKind::kInvalid,
-              kind.empty() ? "a spec is empty: make it from an optimizer's options, as in Adam{.lr = 0.01}"
-                           : fmt::format("the spec of '{}' came from another worker: build it by this "
+              kind.empty() ? "a spec is empty; create it from an optimizer's options, as in Adam{.lr = 0.01}"
+                           : fmt::format("the spec of '{}' came from another worker; build it with this "
                                          "worker's OptimizerTable",
                                          kind));
 }
@@ -50,7 +49,7 @@ std::unique_ptr<FunctionalOptimizer> OptimizerSpec::build(std::vector<at::Tensor
 void OptimizerTable::insert(std::string_view kind, Entry entry) {
   if (!entries_.emplace(kind, std::move(entry)).second) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("there is an optimizer '{}' already: give yours another kName", kind));
+                fmt::format("there is an optimizer '{}' already; choose another kName", kind));
   }
 }
 
@@ -66,13 +65,14 @@ std::unique_ptr<FunctionalOptimizer> OptimizerTable::build(const OptimizerSpec& 
   if (found == entries_.end()) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("no optimizer '{}' here, only {}: add its options to the OptimizerTable of every worker",
-                    spec.kind, fmt::join(kinds(), ", ")));
+        fmt::format(
+            "there is no optimizer '{}' here, only {}; add its options to the OptimizerTable of every worker",
+            spec.kind, fmt::join(kinds(), ", ")));
   }
   if (found->second.type != spec.type) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("the options of optimizer '{}' have another layout here than where the spec was made: "
+        fmt::format("the options of optimizer '{}' have another layout here than where the spec was created; "
                     "run the same version of the program on all workers",
                     spec.kind));
   }

@@ -114,7 +114,7 @@ TEST(Optimizer, GoesOnFromASavedStateBitForBit) {
     StateDict loaded;
     torch::load(loaded, file);
     Optimizer after(*resumed, spec);
-    after.set_lr(3);  // the state brings the rate
+    after.set_lr(3);  // the state restores the rate
     after.load_state_dict(loaded);
     EXPECT_EQ(after.lr(), whole.lr());
     train(resumed, after, 5, 12);
@@ -203,7 +203,7 @@ TEST(Optimizer, ChangesNoGroupWhenAGradientOfOneIsWrong) {
   EXPECT_TRUE(a.equal(torch::ones({2})));
 }
 
-/// How many of the tensors have a gradient, seen whenever a gradient of one of them is computed.
+/// How many of the tensors have a gradient, counted whenever a gradient of one of them is computed.
 std::size_t count_gradients(const std::vector<at::Tensor>& parameters) {
   return static_cast<std::size_t>(
       std::count_if(parameters.begin(), parameters.end(), [](const auto& p) { return p.grad().defined(); }));
@@ -238,7 +238,7 @@ TEST(InBackward, StepsEachParameterWithTheBitsOfAStepAfterwardsAndHoldsOneGradie
   EXPECT_EQ(most, 0u);
   for (std::size_t i = 0; i < parameters.size(); ++i)
     EXPECT_TRUE(parameters[i].equal(after->parameters()[i])) << i;
-  during->forward(x).square().mean().backward();  // it is over
+  during->forward(x).square().mean().backward();  // BackwardSteps is destroyed
   EXPECT_EQ(count_gradients(parameters), parameters.size());
 }
 
@@ -317,7 +317,7 @@ TEST(LRScheduler, DrivesTheRatesOfGroupsAndResumes) {
   torch::save(schedule.state_dict(), file);
   StateDict state;
   torch::load(state, file);
-  // Made over rates that a schedule has changed: the state brings the base rates back.
+  // Created with rates that a schedule has changed: the state restores the base rates.
   LRScheduler resumed(optimizer,
                       {StepLR{.step_size = 2, .gamma = 0.5}, StepLR{.step_size = 1, .gamma = 0.5}});
   resumed.load_state_dict(state);

@@ -12,7 +12,7 @@ class Module;
 
 namespace torchspan::optim {
 
-/// The parameters of a module by name, each once: weights that several layers share have one step.
+/// The parameters of a module by name. A parameter that several layers share is listed once.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch::nn::Module& module);
 
 }  // namespace torchspan::optim

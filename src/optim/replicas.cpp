@@ -8,12 +8,12 @@
 namespace torchspan::optim {
 namespace {
 
-/// What a replica tells the others.
+/// What a replica sends to the others.
 struct ReplicaNorm {
   double norm = 0;
   double max_norm = 0;
   double norm_type = 0;
-  std::string failure;  ///< why it has none
+  std::string failure;  ///< why it has no norm
 
   Bytes to_bytes() const {
     ByteWriter writer;
@@ -38,14 +38,14 @@ void check(const ReplicaNorm& mine, const ReplicaNorm& theirs, const std::string
   if (!theirs.failure.empty()) {
     throw Error(
         ErrorKind::kRemoteFailure,
-        fmt::format("clip_grad_norm(): replica '{}' could not tell its norm: {}", name, theirs.failure))
+        fmt::format("clip_grad_norm(): replica '{}' could not compute its norm: {}", name, theirs.failure))
         .with_worker(name);
   }
   if (mine.max_norm == theirs.max_norm && mine.norm_type == theirs.norm_type) return;
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("clip_grad_norm(): replica '{}' gave max_norm = {} and norm_type = {}, this one {} and {}; "
-                  "give the same on all replicas",
+      fmt::format("clip_grad_norm(): replica '{}' uses max_norm = {} and norm_type = {}, this one {} and {}; "
+                  "use the same on all replicas",
                   name, theirs.max_norm, theirs.norm_type, mine.max_norm, mine.norm_type));
 }
 
@@ -91,10 +91,10 @@ void refuse_local_norm(const std::string& averaged, const std::string& own) {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("clip_grad_norm(): the gradient of {} is an average over replicas, and that of {} is "
-                  "this worker's alone. Each replica would scale by a norm of its own, and their "
-                  "copies would drift apart without an error: name the replicas, with "
+                  "not. Each replica would scale by a different norm, and their parameters would "
+                  "diverge without an error: name the replicas, with "
                   "clip_grad_norm(context, {{.max_norm = …, .replicas = group.ranks()}}) on all of "
-                  "them, or train what is averaged with an optimizer of its own",
+                  "them, or use a separate optimizer for the averaged parameters",
                   averaged, own));
 }
 

@@ -6,12 +6,12 @@
 
 namespace torchspan::optim {
 
-/// The largest of the norms that the replicas have, each by `norm_here`. Collective over options.replicas: a
-/// failure of one of them fails all.
+/// The largest of the norms that `norm_here` returns on the replicas. Collective over options.replicas; the
+/// failure of one replica fails all.
 double largest_norm(const Worker& worker, const ClipOptions& options,
                     const std::function<double()>& norm_here);
 
-/// Says why replicas that clip each by its own norm would drift apart, and what to do.
+/// Throws Error{kInvalid}: replicas that clip by different norms would diverge.
 [[noreturn]] void refuse_local_norm(const std::string& averaged, const std::string& own);
 
 }  // namespace torchspan::optim

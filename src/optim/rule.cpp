@@ -10,9 +10,9 @@
 
 namespace torchspan::optim {
 
-RuleOptimizer::RuleOptimizer(std::string_view name, Manner manner, std::vector<at::Tensor> parameters)
+RuleOptimizer::RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters)
     : FunctionalOptimizer(std::string(name), std::move(parameters)),
-      manner_(std::move(manner)),
+      settings_(std::move(settings)),
       states_(this->parameters().size()) {}
 
 bool RuleOptimizer::State::sparse() const {
@@ -29,12 +29,12 @@ void RuleOptimizer::apply_sparse(const Operands<at::Tensor>&) const {
 }
 
 std::string RuleOptimizer::refuse_sparse(const at::Tensor& parameter) const {
-  if (parameter.is_complex()) return "which a complex parameter cannot use: let it have dense gradients";
+  if (parameter.is_complex()) return "which a complex parameter cannot use; use dense gradients";
   return refuse_sparse_rule();
 }
 
 bool RuleOptimizer::in_float32(const at::Tensor& parameter) const {
-  return manner_.float32_state &&
+  return settings_.float32_state &&
          (parameter.scalar_type() == at::kHalf || parameter.scalar_type() == at::kBFloat16);
 }
 
@@ -46,7 +46,7 @@ RuleOptimizer::Views RuleOptimizer::views(const at::Tensor& parameter, const at:
 
 void RuleOptimizer::begin(State& state, const at::Tensor& like) const {
   if (state.slots.empty()) {
-    for (std::size_t slot = 0; slot < manner_.slots.size(); ++slot)
+    for (std::size_t slot = 0; slot < settings_.slots.size(); ++slot)
       state.slots.push_back(make_slot(slot, like));
   }
   ++state.steps;
@@ -54,7 +54,7 @@ void RuleOptimizer::begin(State& state, const at::Tensor& like) const {
 
 void RuleOptimizer::finish(at::Tensor& parameter, const at::Tensor& seen) const {
   if (in_float32(parameter)) parameter.copy_(seen);
-  // The operations ran below the layer that counts them, so a step counts once whatever it consists of.
+  // The operations ran below the dispatch level that counts versions, so a step counts once.
   if (!hogwild_ && !parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -73,7 +73,7 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
 }
 
 bool RuleOptimizer::goes_with_others(std::size_t index, const at::Tensor& gradient) const {
-  const bool wanted = manner_.foreach.value_or(gradient.is_cuda());
+  const bool wanted = settings_.foreach.value_or(gradient.is_cuda());
   return wanted && !gradient.is_sparse() && !states_[index].sparse();
 }
 
@@ -94,7 +94,7 @@ void RuleOptimizer::update_all(std::span<const at::Tensor> gradients) {
 void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
                                 std::span<const at::Tensor> gradients) {
   Tensors seen, directions;
-  std::vector<Tensors> slots(manner_.slots.size());
+  std::vector<Tensors> slots(settings_.slots.size());
   for (const std::size_t i : indices) {
     Views of_one = views(parameters()[i], gradients[i]);
     begin(states_[i], of_one.parameter);
@@ -116,7 +116,7 @@ ParameterState RuleOptimizer::state(std::size_t index) const {
   if (state.slots.empty() && state.steps == 0) return result;
   result.emplace("step", at::scalar_tensor(state.steps, at::kLong));
   for (std::size_t slot = 0; slot < state.slots.size(); ++slot) {
-    if (state.slots[slot].defined()) result.emplace(manner_.slots[slot], state.slots[slot]);
+    if (state.slots[slot].defined()) result.emplace(settings_.slots[slot], state.slots[slot]);
   }
   return result;
 }
@@ -138,10 +138,11 @@ void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
   if (steps == state.end()) fail("step", "is missing");
   if (steps->second.numel() != 1) fail("step", "is not one number");
   loaded.steps = steps->second.item<std::int64_t>();
-  if (loaded.steps < 0) fail("step", fmt::format("is {}, but it must be from 0 up", loaded.steps));
-  for (const std::string& slot : manner_.slots) {
+  if (loaded.steps < 0) fail("step", fmt::format("is {}, but it must be >= 0", loaded.steps));
+  for (const std::string& slot : settings_.slots) {
     const auto found = state.find(slot);
-    if (found == state.end()) fail(slot, "is missing: it comes from an optimizer with other options");
+    if (found == state.end())
+      fail(slot, "is missing, because the state comes from an optimizer with other options");
     const at::Tensor& value = found->second;
     if (value.sizes() != like.sizes() || value.scalar_type() != like.scalar_type()) {
       fail(slot, fmt::format("has shape {}, {}, but it must have shape {}, {}", c10::str(value.sizes()),
@@ -152,9 +153,9 @@ void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
         value.to(like.device(), like.scalar_type(), /*non_blocking=*/false, /*copy=*/true));
   }
   for (const auto& [entry, value] : state) {
-    const bool known = entry == "step" ||
-                       std::find(manner_.slots.begin(), manner_.slots.end(), entry) != manner_.slots.end();
-    if (!known) fail(entry, "is not one that this optimizer keeps with its options");
+    const bool known = entry == "step" || std::find(settings_.slots.begin(), settings_.slots.end(), entry) !=
+                                              settings_.slots.end();
+    if (!known) fail(entry, "does not belong to this optimizer with its options");
   }
   states_.at(index) = std::move(loaded);
 }
@@ -165,15 +166,15 @@ at::Tensor with_values(const at::Tensor& like, const at::Tensor& values) {
 
 std::string refusal_of_sparse(std::string_view instead) {
   return fmt::format(
-      "but its rule moves all elements at every step: let the parameter have dense gradients, or give it {}",
+      "but its rule changes all elements at every step; use dense gradients for the parameter, or use {}",
       instead);
 }
 
 std::string refusal_of_decay(double weight_decay) {
   if (weight_decay == 0) return {};
   return fmt::format(
-      "which weight_decay = {} would make dense: give this parameter an optimizer with "
-      "weight_decay = 0, or let it have dense gradients",
+      "which weight_decay = {} would make dense; use weight_decay = 0 or dense gradients for "
+      "this parameter",
       weight_decay);
 }
 

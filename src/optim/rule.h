@@ -12,38 +12,39 @@
 
 namespace torchspan::optim {
 
-/// What a rule works on: one parameter, or (T = Tensors) several on one device that have had equally many
-/// steps. Complex ones come as pairs of reals.
+/// Operands of an update rule: one parameter, or (T = Tensors) several on one device with the same number of
+/// steps. Complex numbers are given as pairs of real ones.
 template <class T>
 struct Operands {
-  T& parameter;       ///< to update in place
-  const T& gradient;  ///< to read
+  T& parameter;       ///< is updated in place
+  const T& gradient;  ///< is only read
   T* state;           ///< the slots, in the order of their names
-  double steps;       ///< the parameter's own steps, this one included
+  double steps;       ///< of the parameter, including this one
 };
 
-/// What the optimizers of this library have in common besides the rule.
-struct Manner {
+/// Settings that RuleOptimizer needs besides the rule.
+struct RuleSettings {
   std::vector<std::string> slots;  ///< names of the state tensors that a parameter has
   std::optional<bool> foreach = std::nullopt;
   bool float32_state = false;
 };
 
-/// The frame around an update rule: keeps the state, gives the rule real numbers of the right precision,
-/// chooses between one parameter at a time and many at once, and advances each version counter by one.
+/// Base of an optimizer with an update rule: keeps the state, converts operands to real numbers of the right
+/// precision, chooses between one parameter at a time and many at once, and increments each version counter
+/// by one.
 class RuleOptimizer : public FunctionalOptimizer {
  public:
-  RuleOptimizer(std::string_view name, Manner manner, std::vector<at::Tensor> parameters);
+  RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters);
   ParameterState state(std::size_t index) const override;
   void load_state(std::size_t index, const ParameterState& state) override;
   void set_hogwild(bool on) override { hogwild_ = on; }
 
  protected:
-  /// A slot before the first step; zeros, unless the rule makes something else of it.
+  /// The initial value of a slot; zeros by default.
   virtual at::Tensor make_slot(std::size_t slot, const at::Tensor& like) const;
   virtual void apply(const Operands<at::Tensor>& on) const = 0;
   virtual void apply(const Operands<Tensors>& on) const = 0;
-  /// For a sparse gradient, and for any gradient once there is sparse state.
+  /// Called for a sparse gradient, and for every gradient if the state is sparse.
   virtual void apply_sparse(const Operands<at::Tensor>& on) const;
   virtual std::string refuse_sparse_rule() const = 0;
   std::string refuse_sparse(const at::Tensor& parameter) const final;
@@ -54,7 +55,7 @@ class RuleOptimizer : public FunctionalOptimizer {
     Tensors slots;
     bool sparse() const;
   };
-  /// A parameter as the rule sees it, and its gradient.
+  /// A parameter and its gradient as the rule gets them.
   struct Views {
     at::Tensor parameter, gradient;
   };
@@ -67,7 +68,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   void begin(State& state, const at::Tensor& like) const;
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;
 
-  const Manner manner_;
+  const RuleSettings settings_;
   bool hogwild_ = false;
   std::vector<State> states_;
 };
@@ -94,7 +95,7 @@ class Rule : public RuleOptimizer {
   Options options_;
 };
 
-/// The gradient with the signs and the decay that most rules begin with; a copy only if it must be.
+/// The gradient with sign and weight decay applied, as most rules need it. Copies only if something changes.
 template <class T>
 T descent(const Operands<T>& on, bool maximize, double weight_decay) {
   if (!maximize && weight_decay == 0) return on.gradient;
@@ -102,12 +103,12 @@ T descent(const Operands<T>& on, bool maximize, double weight_decay) {
   return weight_decay == 0 ? direction : math::add(direction, on.parameter, weight_decay);
 }
 
-/// A sparse tensor with other values at the entries of `like`, which is coalesced.
+/// A sparse tensor with `values` at the entries of `like`, which is coalesced.
 at::Tensor with_values(const at::Tensor& like, const at::Tensor& values);
 
-/// What to say of a sparse gradient to an optimizer that moves all elements at every step.
+/// Why an optimizer that changes all elements at every step rejects a sparse gradient.
 std::string refusal_of_sparse(std::string_view instead);
-/// What to say of one that weight decay would make dense; empty without weight decay.
+/// Why weight decay, which makes a sparse gradient dense, rejects it; empty without weight decay.
 std::string refusal_of_decay(double weight_decay);
 
 }  // namespace torchspan::optim

@@ -1,4 +1,4 @@
-// What is the same for the rules of all kinds: precision, version counters, many parameters at once, state.
+// Common behavior of all rules: precision, version counters, several parameters at once, state.
 #include <cstdint>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -38,7 +38,7 @@ class SgdRule final : public Rule<SGD, SgdRule> {
 
   void apply_sparse(const Operands<at::Tensor>& on) const override {
     at::Tensor direction = options_.maximize ? on.gradient.neg() : on.gradient;
-    // A dense gradient comes here too, where momentum is sparse: it decays as always.
+    // Also called for a dense gradient if the momentum is sparse; weight decay applies as usual.
     if (options_.weight_decay != 0) direction = direction.add(on.parameter, options_.weight_decay);
     if (options_.momentum != 0) {
       const at::Tensor& buffer = advance(on.state[0], direction);
@@ -70,7 +70,7 @@ class SgdRule final : public Rule<SGD, SgdRule> {
 
 void SGD::validate() const {
   if (std::isnan(lr)) {
-    throw Error(ErrorKind::kInvalid, "SGD needs a learning rate: write SGD{.lr = 0.01}");
+    throw Error(ErrorKind::kInvalid, "SGD needs a learning rate, as in SGD{.lr = 0.01}");
   }
   check_not_negative(kName, "lr", lr);
   check_not_negative(kName, "momentum", momentum);

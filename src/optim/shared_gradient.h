@@ -6,8 +6,8 @@
 
 namespace torchspan::optim {
 
-/// Throws Error{kInvalid} naming the parameter if somebody else waits for its gradient at the end of a pass:
-/// DistributedDataParallel, which averages it then, or another optimizer.
+/// Throws Error{kInvalid} naming the parameter if DistributedDataParallel averages its gradient, or another
+/// optimizer steps it, during the pass.
 void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name);
 
 /// Whether a reducer averages the parameter's gradient over replicas.

@@ -25,9 +25,8 @@ class SparseAdamRule final : public RuleOptimizer {
   void apply(const Operands<Tensors>&) const override {}
   std::string refuse_sparse_rule() const override { return {}; }
   std::string refuse_dense(const at::Tensor&) const override {
-    return "and uses sparse ones only: make them sparse (an Embedding's sparse option), or give the "
-           "parameter "
-           "Adam";
+    return "but uses sparse ones only; make them sparse (an Embedding's sparse option), or use Adam for "
+           "the parameter";
   }
 
   void apply_sparse(const Operands<at::Tensor>& on) const override {
@@ -41,7 +40,7 @@ class SparseAdamRule final : public RuleOptimizer {
     on.parameter.add_(with_values(direction, mean.div(square.sqrt().add_(options_.eps)).mul_(-rate)));
   }
 
-  /// Moves the entries of `moment` that the gradient has towards `values`, and returns them.
+  /// Moves the entries of `moment` at the gradient's indices towards `values`, and returns them.
   static at::Tensor advance(at::Tensor& moment, const at::Tensor& gradient, const at::Tensor& values,
                             double beta) {
     const at::Tensor old = moment.sparse_mask(gradient)._values();

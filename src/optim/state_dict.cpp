@@ -14,14 +14,14 @@ StateDict from_entries(Entries entries) {
   StateDict state;
   for (auto& [name, tensor] : entries) {
     if (state.contains(name)) {
-      throw Error(ErrorKind::kInvalid, fmt::format("the optimizer state names '{}' twice", name));
+      throw Error(ErrorKind::kInvalid, fmt::format("the optimizer state has '{}' twice", name));
     }
     state.insert(std::move(name), std::move(tensor));
   }
   return state;
 }
 
-/// What archives cannot hold as it is: a sparse tensor goes as its three parts.
+/// Archives cannot store sparse tensors, so this stores the three parts of one.
 c10::IValue packed(const at::Tensor& tensor) {
   if (!tensor.is_sparse()) return c10::ivalue::Tuple::create({tensor});
   const at::Tensor whole = tensor.coalesce();
@@ -55,7 +55,7 @@ torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archi
   c10::IValue names, tensors;
   if (!archive.try_read("names", names) || !archive.try_read("tensors", tensors) || !names.isList() ||
       !tensors.isTuple() || names.toListRef().size() != tensors.toTupleRef().elements().size()) {
-    throw Error(ErrorKind::kInvalid, "the archive holds no optimizer state");
+    throw Error(ErrorKind::kInvalid, "the archive contains no optimizer state");
   }
   Entries entries;
   for (std::size_t i = 0; i < names.toListRef().size(); ++i) {

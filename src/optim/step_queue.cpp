@@ -38,7 +38,7 @@ void StepQueue::start_ready() {
   auto host = host_.lock();
   for (const auto& job : ready) {
     auto run = [this, job] {
-      // The keys are free before anybody hears of the end.
+      // finish() releases the keys before the future completes.
       std::exception_ptr error;
       try {
         job->work();

@@ -11,16 +11,15 @@
 
 namespace torchspan::optim {
 
-/// Runs jobs that each need a set of keys (parameters) for themselves: one begins when no job that came
-/// before it and has not ended shares a key with it. So jobs over the same parameters run in the order they
-/// came, others at once, none starves, and none can deadlock: a job has all its keys or none. Waiting jobs
-/// hold no thread.
+/// Runs jobs that each need exclusive use of a set of keys (parameters). A job begins when no unfinished job
+/// before it shares a key with it. Jobs over the same parameters run in order, others concurrently; no job
+/// starves, and none can deadlock, because a job holds all its keys or none. Waiting jobs block no thread.
 class StepQueue {
  public:
   using Keys = std::set<const void*>;
   explicit StepQueue(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
 
-  /// The future completes with what `job` returns or throws; the job runs on the host.
+  /// Runs `job` on the host. The future completes when it returns, or with what it throws.
   Future<Unit> run(Keys keys, UniqueFunction<void()> job);
 
  private:
@@ -31,7 +30,7 @@ class StepQueue {
     bool running = false;
   };
   using Jobs = std::list<std::shared_ptr<Job>>;
-  /// Starts every job that may begin; called after each change.
+  /// Starts all jobs that may begin. Call it after each change.
   void start_ready();
   std::vector<std::shared_ptr<Job>> take_ready() TORCHSPAN_REQUIRES(mutex_);
   void finish(const std::shared_ptr<Job>& job);

@@ -29,7 +29,7 @@ void simulate(std::uint64_t seed, std::size_t threads,
   });
 }
 
-/// Notes who holds which key, and in which order.
+/// Records which job holds which key, and in which order.
 class Ledger {
  public:
   void take(const std::vector<std::size_t>& keys, int job) {

@@ -8,8 +8,8 @@ namespace torchspan::optim {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The arithmetic of update rules, on one tensor or on several at once by LibTorch's multi-tensor operations:
-// rules are written once for both, and both give the same bits.
+// The arithmetic of update rules, on one tensor or on several with LibTorch's multi-tensor operations. A rule
+// is written once for both, and both give bitwise equal results.
 namespace math {
 
 inline at::Tensor clone(const at::Tensor& a) { return a.clone(); }
@@ -63,7 +63,7 @@ inline void maximum_(Tensors& a, const Tensors& b) {
 }
 inline bool missing(const Tensors& a) { return !a.front().defined(); }
 
-/// Calls `body` with every tensor, or with the one, of lists of the same length.
+/// Calls `body` with one tensor, or with each tensor of lists of the same length.
 template <class F, class... T>
 void for_each_tensor(F&& body, at::Tensor& first, T&... others) {
   body(first, others...);

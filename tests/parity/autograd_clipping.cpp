@@ -138,14 +138,14 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
     Context context(trainer.worker);
     trainer.backward(context, 0);
     ClipOptions options{.max_norm = 1.0 + rank, .replicas = trainer.group.ranks()};
-    expect_error(ErrorKind::kInvalid, "give the same on all replicas",
+    expect_error(ErrorKind::kInvalid, "use the same on all replicas",
                  [&] { optimizer.clip_grad_norm(context, options); });
     options.max_norm = 1;
     options.norm_type = rank == 0 ? -1 : 2;  // a type that the owners reject
     const Error error = error_of([&] { optimizer.clip_grad_norm(context, options); });
     EXPECT_THAT(error.what(), HasSubstr("norm_type = -1"));
     if (rank == 1) {
-      EXPECT_THAT(error.what(), HasSubstr("replica 'worker0' could not tell its norm"));
+      EXPECT_THAT(error.what(), HasSubstr("replica 'worker0' could not compute its norm"));
     }
     options.norm_type = 2;
     options.replicas = {1 - rank};

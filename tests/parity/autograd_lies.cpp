@@ -140,7 +140,7 @@ TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
         again.reached.assign(twice ? 1 : 2, 1);
         const autograd::PartOver answer = say(worker, 1, again);
         ASSERT_TRUE(answer.failure);
-        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "came twice" : "do not say for each"));
+        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "came twice" : "does not say for each"));
       });
       try {
         context.backward(loss, {.retain_graph = true, .timeout = seconds(30)});

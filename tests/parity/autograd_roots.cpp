@@ -348,7 +348,7 @@ TEST(AutogradRoots, AStopIsHeededBeforeThePassAndWhileItsRootIsMade) {
       source.request_stop();
     });
     const TimePoint begin = now(worker);
-    expect_error(ErrorKind::kCancelled, "stopped while its root was being made",
+    expect_error(ErrorKind::kCancelled, "stopped while its root was being created",
                  [&] { context.backward(made, {.stop = source.get_token()}); });
     EXPECT_LT(now(worker) - begin, seconds(1));
     expect_error(ErrorKind::kCancelled, "cancelled this backward pass before it began",
@@ -365,7 +365,7 @@ TEST(AutogradRoots, ALatePassNamesWhoIsAtWork) {
     const Error error = error_of([&] { context.backward(loss, {.timeout = seconds(1)}); });
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(error.what(), HasSubstr("BackwardOptions::timeout"));
-    EXPECT_THAT(error.what(), HasSubstr("worker 'worker1' is still at work"));
+    EXPECT_THAT(error.what(), HasSubstr("worker 'worker1' is still running nodes"));
     nap(worker, seconds(10));
   });
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Every difference between the LibTorch versions we build against (1.13 to 2.x) that concerns autograd.
+// All differences between the supported LibTorch versions (1.13 to 2.x) that concern autograd.
 #include <cstddef>
 #include <optional>
 #include <string_view>
@@ -22,14 +22,14 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// What holds the indices and values of a sparse COO tensor; some versions lack the header with LibTorch's
-/// own way to it.
+/// The implementation of a sparse COO tensor, with its indices and values. Some versions lack the header with
+/// LibTorch's accessor.
 inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
   return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
 
-/// The input whose tensor a hook was registered for; none for a hook of the whole node. LibTorch does not
-/// export the type's identity, so its name has to do.
+/// The input whose tensor a hook was registered for; nullopt for a hook of the whole node. LibTorch does not
+/// export the type's identity, so this compares its name.
 inline std::optional<std::size_t> input_of(const torch::autograd::FunctionPreHook& hook) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
   using OfTensor = torch::autograd::CppFunctionTensorPreHook;
@@ -42,9 +42,8 @@ inline std::optional<std::size_t> input_of(const torch::autograd::FunctionPreHoo
   return static_cast<std::size_t>(static_cast<const OfTensor&>(hook).value_idx_);
 }
 
-/// Runs the hooks that see a node's input gradients before it does, in LibTorch's order, each through `call`,
-/// and returns what they made of them: from 2.0 the tensor hooks and retain_grad's hook, then the node's own
-/// pre-hooks.
+/// Runs the hooks on a node's input gradients in LibTorch's order, each through `call`, and returns the
+/// resulting gradients: from 2.0 on, the tensor hooks and retain_grad's hook; then the node's pre-hooks.
 template <class Call>
 variable_list run_pre_hooks(Node& node, variable_list gradients, const Call& call) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
@@ -55,7 +54,7 @@ variable_list run_pre_hooks(Node& node, variable_list gradients, const Call& cal
   return gradients;
 }
 
-/// Runs the tensor hooks of a leaf that run_pre_hooks() did not: before 2.0 AccumulateGrad ran them itself.
+/// Runs the tensor hooks of a leaf that run_pre_hooks() does not run: before 2.0, AccumulateGrad ran them.
 inline at::Tensor run_leaf_hooks(const AccumulateGrad& node, at::Tensor gradient) {
 #if !TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
   if (gradient.defined()) gradient = AccumulateGrad::callHooks(node.variable, std::move(gradient));
@@ -63,7 +62,7 @@ inline at::Tensor run_leaf_hooks(const AccumulateGrad& node, at::Tensor gradient
   return gradient;
 }
 
-/// Runs the hook that 2.1 and later call once `.grad` holds the sum.
+/// Runs the hook that LibTorch 2.1 and later call when `.grad` holds the sum.
 inline void run_post_accumulate_hook(AccumulateGrad& node) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
   if (const auto& hook = node.tensor_post_acc_grad_hooks()) (*hook)(node.variable);

@@ -16,38 +16,38 @@ struct Node;
 
 namespace torchspan::engine {
 
-/// Counts the edges that lead to each node of a graph that grows root by root; each node is walked once. A
-/// pass through a part of that graph learns from it how many inputs of a node come from outside the part.
-/// Keeps no node alive. Thread-safe.
+/// Counts the edges that lead to each node of a graph that grows root by root; walks each node once. A pass
+/// through a part of that graph gets from it how many inputs of a node come from outside the part. Keeps no
+/// node alive. Thread-safe.
 class EdgeCounts {
  public:
   struct Known {
     std::uint32_t edges = 0;
-    std::uint64_t order = 0;  ///< grows from node to node in the order in which they were walked
+    std::uint64_t order = 0;  ///< increases from node to node in the order of the walk
   };
 
-  /// The place of each edge of a node among those that lead to the same node: later roots come after earlier
-  /// ones and, behind one root, nodes in the order of their sequence numbers.
+  /// The place of each edge of a node among the edges that lead to the same node: ordered by root, and behind
+  /// one root by the sequence numbers of the nodes.
   using Places = c10::SmallVector<std::uint32_t, 2>;
 
-  /// Walks `root` and what lies behind it, except what was walked before. Returns the number of nodes walked.
+  /// Walks `root` and the nodes behind it that were not walked before. Returns the number of nodes walked.
   std::size_t add(const std::shared_ptr<torch::autograd::Node>& root);
-  /// Nothing for a node that was not walked.
+  /// Nullopt for a node that was not walked.
   std::optional<Known> find(torch::autograd::Node& node) const;
-  /// Of a node that was walked.
+  /// `node` must have been walked.
   Places places(torch::autograd::Node& node) const;
-  /// How many nodes it remembers; some of them may be gone.
+  /// How many nodes have an entry; some of them may have been destroyed.
   std::size_t size() const;
 
  private:
   static constexpr std::size_t kSweepAt = 1024;
   struct Entry {
-    std::weak_ptr<torch::autograd::Node> node;  // another node may come to lie where one that ended was
+    std::weak_ptr<torch::autograd::Node> node;  // detects a new node at the address of a destroyed one
     Known known;
     Places places = {};
   };
-  void meet(const std::shared_ptr<torch::autograd::Node>& node) TORCHSPAN_REQUIRES(mutex_);
-  void forget_ended() TORCHSPAN_REQUIRES(mutex_);
+  void visit(const std::shared_ptr<torch::autograd::Node>& node) TORCHSPAN_REQUIRES(mutex_);
+  void erase_destroyed() TORCHSPAN_REQUIRES(mutex_);
 
   mutable Mutex mutex_;
   std::unordered_map<torch::autograd::Node*, Entry> nodes_ TORCHSPAN_GUARDED_BY(mutex_);
