@@ -75,7 +75,7 @@ auto Pipeline::Impl::guarded(const Body& body) {
     throw Error(error);
   } catch (...) {
     Error error = to_error(std::current_exception());
-    local_.post_to_all(StepFailed{{local_.id, step}, error});
+    report_failure(local_, step, error);
     end_step(false);
     throw error;
   }

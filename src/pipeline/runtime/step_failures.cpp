@@ -7,6 +7,8 @@
 namespace torchspan::pipeline {
 namespace {
 
+constexpr Duration kReportLimit = std::chrono::seconds(1);
+
 [[noreturn]] void throw_gone(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank,
                              const Error& reason) {
   const auto place = std::find(local.ranks.begin(), local.ranks.end(), rank);
@@ -32,6 +34,26 @@ void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEve
     if (ours) throw_gone(local, step, departure->rank, departure->error);
   }
   if (const auto* lost = std::get_if<NotSent>(&event)) throw_gone(local, step, lost->rank, lost->error);
+}
+
+void report_failure(const LocalPipeline& local, std::uint64_t step, const Error& error) {
+  const Deadline until = local.executor().deadline_in(kReportLimit);
+  const StepFailed report{{local.id, step}, error};
+  std::vector<Future<StepFailed::Reply>> replies;
+  for (const std::uint32_t rank : local.ranks) {
+    if (rank == local.ranks[static_cast<std::size_t>(local.me)] || !local.worker.endpoint()->is_present(rank))
+      continue;
+    try {
+      replies.push_back(local.worker.request(static_cast<int>(rank), report, until));
+    } catch (const Error&) {  // the worker departed meanwhile
+    }
+  }
+  for (const auto& reply : replies) {
+    try {
+      reply.wait(until);
+    } catch (const Error&) {  // a worker that departed, is stopped, or has no such pipeline any more
+    }
+  }
 }
 
 void check_presence(const LocalPipeline& local, std::uint64_t step) {

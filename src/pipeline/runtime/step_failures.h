@@ -16,6 +16,10 @@ class EndedElsewhere : public Error {
 /// that died, left or cannot be reached. Returns for other events and for workers of other pipelines.
 void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEvent& event);
 
+/// Reports this worker's failure in a step to the other workers of the pipeline, and waits for a second at most
+/// until they have the report: if this worker leaves because of the error, its departure must not overtake it.
+void report_failure(const LocalPipeline& local, std::uint64_t step, const Error& error);
+
 /// Throws if a worker of the pipeline died or left before the step.
 void check_presence(const LocalPipeline& local, std::uint64_t step);
 
