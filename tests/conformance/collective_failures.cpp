@@ -131,7 +131,7 @@ TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
   }
 }
 
-// peer: c10d `testWaitDelay`, abort: same; foreign engines tell nobody
+// peer: c10d `testWaitDelay`, abort: same; foreign engines notify no rank
 TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {
@@ -202,7 +202,7 @@ TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
 // peer: c10d testBarrier, store_based_barrier: same
 // peer: c10d `testMonitoredBarrier`,
 //   `monitored_barrier_{gloo,subgroup,allreduce_hang,rank_0_timeout,failure_order,wait_all_ranks}`,
-//   Horovod's `stall`: better: every operation names who is late, on all ranks
+//   Horovod's `stall`: better: every operation names the late ranks, on all ranks
 TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   GroupOptions options = this->options();

@@ -219,8 +219,8 @@ TEST_P(AutogradContexts, MixedRequiresGrad) {
   });
 }
 
-// peer: dist_autograd_test.py (their callee takes it for a leaf of its own) a tensor sent without grad
-//   mode: better (D, S): as in one process, it gets no gradient anywhere
+// peer: dist_autograd_test.py (their callee treats it as a new leaf) a tensor sent without grad mode:
+//   better (D, S): as in one process, it gets no gradient anywhere
 TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {

@@ -289,7 +289,7 @@ TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
 }
 
 /// A failure on another worker ends the reduced pass; the wrapper works again afterwards.
-// peer: ddp_under_dist_autograd_test.py (not told) a pass that fails far away: better
+// peer: ddp_under_dist_autograd_test.py (undocumented) a pass that fails on another worker: better
 TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);

@@ -179,7 +179,7 @@ std::map<std::string, Tally> kill_at_moments(PassMode mode, std::size_t stride) 
 }
 
 // peer: dist_autograd_test.py (others wait for ever) a worker dies before, while or after any message of a
-//   pass: better: ends within a second, nothing is left on anybody
+//   pass: better: ends within a second and leaves nothing on any worker
 TEST(AutogradDeaths, EndASmartPassAtEveryMoment) {
   auto tallies = kill_at_moments(PassMode::kSmart, 1);
   print(tallies);

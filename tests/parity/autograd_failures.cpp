@@ -95,7 +95,7 @@ void expect_all_free(const Worker& worker) {
 }
 
 // peer: dist_autograd_test.py backward_autograd_engine_error: better: names worker, node and the place of
-//   the call, and nobody is left waiting
+//   the call, and no worker is left waiting
 TEST(AutogradFailures, BackwardAutogradEngineError) {
   on_first(world(4), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -116,7 +116,7 @@ TEST(AutogradFailures, BackwardAutogradEngineError) {
   });
 }
 
-// peer: dist_autograd_test.py backward_python_udf_error: better: one story, not a prefix a hop
+// peer: dist_autograd_test.py backward_python_udf_error: better: one error, not a prefix for every hop
 TEST(AutogradFailures, BackwardPythonUdfError) {
   on_first(world(3), [](Worker& worker) {
     for (const std::int64_t hops : {0, 1, 4}) {
@@ -135,7 +135,7 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
 
 /// If a hook, or a call made in backward, throws anywhere: one error with the worker, the node and the call
 /// of the forward pass.
-// peer: dist_autograd_test.py (not told) a hook, or a call made by a backward, throws: better: names
+// peer: dist_autograd_test.py (undocumented) a hook, or a call made by a backward, throws: better: names
 //   worker, node and the forward call
 TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   on_first(world(4), [](Worker& worker) {

@@ -285,7 +285,7 @@ struct SparseMaker : torch::autograd::Function<SparseMaker> {
   }
 };
 
-// peer: dist_autograd_test.py no_grad_copy_sparse: better: taken over where nobody else sees its memory;
+// peer: dist_autograd_test.py no_grad_copy_sparse: better: not copied if nothing else refers to its memory;
 //   indices that are an embedding's input are copied: theirs change with that
 TEST(AutogradHooks, NoGradCopySparse) {
   on_first(world(1), [](Worker& worker) {

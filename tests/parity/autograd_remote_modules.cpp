@@ -97,7 +97,7 @@ TEST(RemoteModuleConformance, ForwardAsync) {
 }
 
 // peer: remote_module_test.py bad_module: differs: what is no module does not compile; a constructor that
-//   throws is told at the first use
+//   throws is reported at the first use
 TEST(RemoteModuleConformance, BadModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, -1);
@@ -165,7 +165,7 @@ TEST(RemoteModuleConformance, CreateRemoteModuleFromModuleRref) {
   });
 }
 
-// peer: remote_module_test.py send_remote_module_over_the_wire: same: it travels as its `RRef`
+// peer: remote_module_test.py send_remote_module_over_the_wire: same: it is sent as its `RRef`
 TEST(RemoteModuleConformance, SendRemoteModuleOverTheWire) {
   on_first(world(), [](Worker& worker) {
     Layer local(7, 3);

@@ -236,7 +236,8 @@ TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
 
 /// device_maps_wrong_worker_name, device_maps_invalid_max_local_device: the worker does not start.
 // peer: rpc_test.py device_maps_wrong_worker_name, _invalid_max_local_device, _invalid_max_remote_device,
-//   _many_to_one, _one_to_many, _in_options: same; a device that the peer lacks is told at the first call
+//   _many_to_one, _one_to_many, _in_options: same; a device that the peer lacks is reported at the first
+//   call
 TEST(RpcDevices, AWorkerWithAMapThatCannotBeDoesNotStart) {
   const auto start_error = [](const Maps& maps) {
     SimCluster cluster(world({maps}));

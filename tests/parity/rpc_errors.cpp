@@ -60,8 +60,8 @@ void expect_expected_error(const Error& error, const std::string& thrower) {
   EXPECT_EQ(error.frames()[0].worker, thrower);
 }
 
-// peer: rpc_test.py py_raise_in_user_func: differs: type, text, worker and call travel in frames; the
-//   callee does not log what its caller is told
+// peer: rpc_test.py py_raise_in_user_func: differs: type, text, worker and call are sent in frames; the
+//   callee does not log what it reports to its caller
 TEST(RpcConformance, PyRaiseInUserFunc) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     for (const std::string to : {"worker1", "worker0"}) {

@@ -235,7 +235,8 @@ TEST(RpcConformance, FutureWaitTimesOutAndCompletesLater) {
   });
 }
 
-// peer: rpc_test.py (documented) a future that nobody completes: better: a dropped promise fails its future
+// peer: rpc_test.py (documented) a future that is never completed: better: a dropped promise fails its
+//   future
 TEST(RpcConformance, DroppedPromiseFailsItsFuture) {
   on_first(world(), [](Worker& worker) {
     Number orphan;

@@ -312,7 +312,7 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
   return ::testing::internal::GetCapturedStderr();
 }
 
-// peer: rpc_test.py/rref (documented) references that nobody gave back: same: a warning with type, place
+// peer: rpc_test.py/rref (documented) references that were not released: same: a warning with type, place
 //   and holders; `report_leaks = false` says nothing
 TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
   const std::string warnings = warnings_of_a_lost_delete(true);

@@ -139,7 +139,7 @@ TEST(RpcConformance, MultiLayerNestedAsyncRpc) {
       });
 }
 
-// peer: rpc_test.py wait_all_workers_timeout: better: the error names who was missing
+// peer: rpc_test.py wait_all_workers_timeout: better: the error names the missing workers
 TEST(RpcConformance, WaitAllWorkersTimeout) {
   on_services(
       3,
@@ -210,7 +210,7 @@ class FailsToShutDown final : public rpc::Extension {
   }
 };
 
-// peer: rpc_test.py shutdown_errors: better: the others hear at once that the failing worker left
+// peer: rpc_test.py shutdown_errors: better: the others learn at once that the failing worker left
 TEST(RpcConformance, ShutdownErrors) {
   on_services(
       3,
