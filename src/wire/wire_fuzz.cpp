@@ -79,7 +79,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
   return torchspan::testing::offer_seeds(count, arguments, [] {
     using namespace torchspan;
     using namespace torchspan::wire;
-    using ::testing::bytes_of, ::testing::joined;
+    using torchspan::testing::bytes_of, torchspan::testing::joined;
     std::vector<Bytes> seeds;
     Frame frame;
     frame.header.flags = kFlagHasDeadline;
