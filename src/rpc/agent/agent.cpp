@@ -20,7 +20,7 @@ Peer to_peer(const rendezvous::Member& member) {
 
 }  // namespace
 
-/// What an extension sees of the agent while it is attached.
+/// Gives an extension access to the agent while the extension is attached.
 class RpcAgent::ExtensionRegistrar final : public Registrar {
  public:
   explicit ExtensionRegistrar(RpcAgent& agent) : agent_(agent) {}
@@ -184,7 +184,7 @@ void RpcAgent::stop(const std::string& why) {
   state_.references->clear();
 }
 
-/// Waits for the handlers that still run: nothing can end them.
+/// Waits for the handlers that still run, because nothing can end them.
 void RpcAgent::stop_pool() {
   Executor& executor = state_.runtime.executor;
   const std::unique_ptr<Parker> done = executor.make_parker();
@@ -223,7 +223,7 @@ std::uint32_t RpcAgent::resolve(const Destination& to) const {
     return state_.peers.resolve(to);
   } catch (const Error&) {
     if (!is_stopping()) throw;
-    throw shut_down();  // the others are gone because this worker is
+    throw shut_down();  // this worker is stopping, so the others are gone
   }
 }
 

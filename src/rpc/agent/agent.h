@@ -22,8 +22,9 @@
 
 namespace torchspan::rpc {
 
-/// One worker: owns the parts that send, receive and serve, starts and stops them, and follows the membership.
-/// The parts have locks inside, held for microseconds and never across user code, a send or each other.
+/// Implements one worker: owns the parts that send, receive and serve, starts and stops them, and follows the
+/// membership. The parts have internal locks, held for microseconds and never across user code, a send or
+/// each other.
 class RpcAgent final : public Endpoint {
  public:
   RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options);
@@ -33,10 +34,10 @@ class RpcAgent final : public Endpoint {
   rendezvous::Membership& membership() { return *membership_; }
   void shutdown(Deadline deadline);
   void stop(const std::string& why);
-  /// After stop(): leaves the world for good, and drops what refers back to this object. Handles of the
-  /// program may keep it for longer; all they do fails with kCancelled.
+  /// Leaves the world and drops what refers back to this object; call after stop(). Handles of the program
+  /// may keep this object alive; every operation on them then fails with kCancelled.
   void release();
-  /// This object never ends: it could not be stopped, so its threads still use it.
+  /// Keeps this object alive until the process exits: it could not be stopped, so its threads still use it.
   void stay_in_memory() { itself_ = shared_from_this(); }
 
   // Endpoint
@@ -92,7 +93,7 @@ class RpcAgent final : public Endpoint {
   std::unique_ptr<net::Transport> transport_;
   std::string address_;
   bool open_world_ = false;
-  Mutex membership_mutex_;  ///< for threads of the program that use the membership while release() ends it
+  Mutex membership_mutex_;  ///< program threads may use the membership while release() drops it
   std::shared_ptr<rendezvous::Membership> membership_;
   std::vector<std::function<void(std::uint32_t, const Error&)>> departure_callbacks_;
   GracefulShutdown::Hooks shutdown_hooks_;

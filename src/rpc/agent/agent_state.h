@@ -17,8 +17,8 @@
 
 namespace torchspan::rpc {
 
-/// What the parts of one worker's agent share: set before the worker joins its world and constant from then
-/// on, or with a lock inside.
+/// Holds what the parts of one worker's agent share. A member is constant once the worker has joined its
+/// world, or thread-safe.
 struct AgentState {
   AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable table, ServiceOptions service);
 
@@ -29,7 +29,7 @@ struct AgentState {
   const FunctionTable functions;
   const ServiceOptions options;
   const Devices devices;
-  std::weak_ptr<Endpoint> endpoint;  ///< of the agent; a posted job locks it to keep the agent alive
+  std::weak_ptr<Endpoint> endpoint;  ///< the agent; a posted job locks it to keep the agent alive
   WorkerInfo self;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
@@ -42,9 +42,9 @@ struct AgentState {
   std::shared_ptr<References> references;
   std::unique_ptr<PeerChannels> channels;  ///< null in a world of one, which has no transport
   std::atomic<bool> stopping{false};
-  std::atomic<std::uint64_t> sent{0};     ///< requests
-  std::atomic<std::uint64_t> handled{0};  ///< requests that were answered
-  std::atomic<std::uint64_t> running{0};  ///< requests that came and are not answered
+  std::atomic<std::uint64_t> sent{0};     ///< requests sent
+  std::atomic<std::uint64_t> handled{0};  ///< requests answered
+  std::atomic<std::uint64_t> running{0};  ///< requests received and not answered yet
 };
 
 }  // namespace torchspan::rpc

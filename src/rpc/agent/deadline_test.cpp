@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 using testing::SimCluster;
 using torchspan::testing::kind_of;
 
-/// What handlers of one test saw; a member of no worker, since one process holds them all.
+/// Counts what the handlers of one test saw. No worker owns it, because one process holds all workers.
 struct Seen {
   std::atomic<int> begun{0};
   std::atomic<int> stopped{0};
@@ -42,7 +42,7 @@ Task<std::int64_t> left_next_coroutine_ms(Worker& worker);
 Future<std::int64_t> left_in_continuation_ms(Worker& worker);
 std::string caller_name(Worker& worker) { return worker.current_call()->caller.name; }
 
-/// Works until it is told to stop, for ten seconds at most.
+/// Works until its stop token is stopped, for ten seconds at most.
 void work(Worker& worker, const RRef<Board>& board) {
   Seen& seen = board.local_value().seen;
   ++seen.begun;
@@ -107,7 +107,7 @@ void on_first(ClusterOptions options, const std::function<void(Worker&, SimClust
   });
 }
 
-/// Until the board shows it, or five simulated seconds have passed.
+/// Waits until the board shows the value, or five simulated seconds have passed.
 template <class Read>
 void expect_soon(Worker& worker, const RRef<Board>& board, Read read, std::int64_t value) {
   for (int i = 0; i < 50 && board.rpc_sync(read) != value; ++i)

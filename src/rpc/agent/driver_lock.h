@@ -5,8 +5,8 @@
 
 namespace torchspan::rpc {
 
-/// The right to drive the transport. Unlike a mutex it may be held while its holder sleeps in the transport,
-/// so nobody may wait for it in a place that the holder needs.
+/// Grants the right to poll the transport. Unlike a mutex, it may be held while its holder sleeps in the
+/// transport, so a thread must not wait for it while it holds something that the holder needs.
 class DriverLock {
  public:
   bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
@@ -19,7 +19,8 @@ class DriverLock {
   std::atomic<bool> taken_{false};
 };
 
-/// Holds it for a scope; the constructor with an executor waits for it, the other one only tries.
+/// Holds the driver lock for a scope. The constructor with an executor waits for the lock; the other one only
+/// tries.
 class DriverLockGuard {
  public:
   DriverLockGuard(DriverLock& driver_lock, Executor& executor) : driver_lock_(driver_lock), held_(true) {
@@ -38,16 +39,17 @@ class DriverLockGuard {
   const bool held_;
 };
 
-/// What drives the transport while a caller waits. Thread-safe.
+/// Drives the transport while a caller waits. Thread-safe.
 class Driver {
  public:
   virtual ~Driver() = default;
-  /// Polls once if nobody else does; false when that brought nothing, or when somebody does.
+  /// Polls once, unless another thread polls. Returns false if another thread polls or nothing arrived.
   virtual bool drive() = 0;
-  /// A caller begins to drive, and gives up: `unserved` when what it waits for has not come.
+  /// Registers a caller that polls; end_driving() removes it. `unserved`: what the caller waits for has not
+  /// arrived.
   virtual void begin_driving() = 0;
   virtual void end_driving(bool unserved) = 0;
-  /// Throws Error{kInvalid} on the thread that must never wait.
+  /// Throws Error{kInvalid} on a thread that must not wait.
   virtual void check_may_wait() const = 0;
 };
 

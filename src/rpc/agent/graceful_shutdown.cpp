@@ -39,7 +39,7 @@ Report from_bytes(BytesView bytes) {
   return report;
 }
 
-/// Why a worker leaves whose shutdown failed. If another worker left first, the reason of that one.
+/// Returns why a worker leaves after a failed shutdown. If another worker left first, that is its reason.
 std::string last_words(const Error& failure) {
   constexpr std::string_view kBecause = " left because ";
   std::string text = failure.message();
@@ -51,7 +51,7 @@ std::string last_words(const Error& failure) {
   return "left because " + (cause.starts_with("its ") ? text : cause);
 }
 
-/// The first of them in one line.
+/// Joins the first of the lines into one line.
 std::string in_short(const std::vector<std::string>& lines) {
   constexpr std::size_t kMost = 3;
   std::string text;
@@ -59,12 +59,12 @@ std::string in_short(const std::vector<std::string>& lines) {
   return lines.size() <= kMost ? text : text + fmt::format(", and {} more", lines.size() - kMost);
 }
 
-/// The deadline of a shutdown, brought forward while nothing is sent or handled.
+/// Keeps the deadline of a shutdown, which is earlier while nothing is sent or handled.
 class QuietLimit {
  public:
   QuietLimit(Runtime& runtime, Duration limit, Deadline deadline)
       : executor_(runtime.executor), limit_(limit), deadline_(deadline), until_(deadline) {}
-  /// What all workers have sent and handled by now.
+  /// Records what all workers have sent and handled so far.
   void heard(const Totals& totals) {
     if (limit_ == Duration::zero() || (totals.sent == sent_ && totals.handled == handled_)) return;
     sent_ = totals.sent;
@@ -139,7 +139,7 @@ Totals GracefulShutdown::totals() const {
               !state_.references->settled()};
 }
 
-/// Waits for a moment until this worker's own work has ended; false if some is left.
+/// Waits a short time for this worker's own work to end. Returns false if some is left.
 bool GracefulShutdown::wait_until_quiet(Deadline deadline) {
   const Deadline round = earlier(deadline, runtime_.executor.deadline_in(std::chrono::milliseconds(100)));
   while (totals().busy) {
@@ -149,7 +149,7 @@ bool GracefulShutdown::wait_until_quiet(Deadline deadline) {
   return true;
 }
 
-/// One round: the reports of all workers, by rank. Warns of what it waits for.
+/// Runs one round: returns the reports of all workers, by rank. Warns of what it waits for.
 std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
   const std::string work = totals().busy ? unfinished() : "";
   wait_.warn(work);
@@ -165,10 +165,10 @@ std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
       rendezvous::Membership::Wait{.until = deadline, .every = ShutdownWait::kEvery, .tell = tell});
 }
 
-/// Returns when no worker was busy in two consecutive rounds and nothing was sent or handled between them: then
-/// no message is on its way either, because a request is outstanding at its sender until it is answered. With
-/// `list`, returns the values that other workers referred to at that moment; when this returns, some of them
-/// may have released theirs.
+/// Returns when no worker was busy in two consecutive rounds and nothing was sent or handled between them.
+/// Then no message is in flight either, because a request is outstanding at its sender until it is answered.
+/// With `list`, returns the values that other workers referred to at that moment; when this returns, some of
+/// them may have released theirs.
 std::vector<RRefInfo> GracefulShutdown::agree_on_quiet(Deadline deadline, bool list) {
   std::vector<RRefInfo> held;
   Totals before;
@@ -268,7 +268,7 @@ void GracefulShutdown::leave_world_of_one(Deadline deadline) {
   }
 }
 
-/// The text of a failed shutdown for this worker's program: names its own unfinished work.
+/// Describes a failed shutdown for this worker's program, with the worker's own unfinished work.
 std::string GracefulShutdown::describe_failure(const Error& failure) const {
   std::string text = failure.message();
   const std::string self = membership_ ? rendezvous::describe(membership_->self()) : "";

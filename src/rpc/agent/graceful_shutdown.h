@@ -12,13 +12,13 @@
 
 namespace torchspan::rpc {
 
-/// What this worker has not finished, in one line for people; empty if nothing.
+/// Describes this worker's unfinished work in one line for people; empty if there is none.
 std::string unfinished_work(const AgentState& state);
 
-/// One line for each of the first values, for people.
+/// Returns one line for each of the first values, for people.
 std::vector<std::string> leak_lines(const std::vector<RRefInfo>& leaks);
 
-/// Totals that the workers compare to know that no message is on its way.
+/// Message totals that the workers compare to detect that no message is in flight.
 struct Totals {
   std::uint64_t sent = 0;
   std::uint64_t handled = 0;
@@ -26,17 +26,17 @@ struct Totals {
 };
 
 /// Leaves the world: waits until the calls of all workers have ended and their references are released, then
-/// leaves with the others; in an open world, alone. One use, by one thread.
+/// leaves with the others. In an open world, it leaves alone. Run it once, from one thread.
 class GracefulShutdown {
  public:
   using Hooks = std::vector<std::function<Future<void>()>>;  ///< of extensions; run first
   struct Outcome {
-    std::optional<Error> failure;     ///< what to throw
-    std::string last_words = "left";  ///< what the other workers read
-    std::vector<RRefInfo> leaks;      ///< strict_leaks: values that others still refer to
+    std::optional<Error> failure;     ///< the error to throw
+    std::string last_words = "left";  ///< the reason that the other workers read
+    std::vector<RRefInfo> leaks;      ///< strict_leaks: values that other workers still refer to
   };
 
-  /// A null `membership` is a world of one that never joined.
+  /// A null `membership` means a world of one that never joined.
   GracefulShutdown(AgentState& state, std::shared_ptr<rendezvous::Membership> membership, const Hooks& hooks);
   Outcome run(Deadline deadline);
 

@@ -7,7 +7,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How often a waiting caller polls in vain before it yields its core: the peer may need it.
+/// How often a waiting caller polls without a result before it yields its core: the peer may need it.
 constexpr unsigned kPollsPerYield = 8;
 
 /// Registers a caller with the driver for as long as the caller polls.
@@ -51,7 +51,7 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
 UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
   return [environment = Environment::capture(), continuation = std::move(continuation)]() mutable {
     const EnvironmentScope scope(environment);
-    std::exchange(continuation, nullptr)();  // what it captured ends in the scope, too
+    std::exchange(continuation, nullptr)();  // destroys the captures inside the scope, too
   };
 }
 

@@ -9,8 +9,8 @@
 
 namespace torchspan::rpc {
 
-/// Where futures of a worker wait and continue: its pool. A waiter polls the transport for a short time before
-/// it sleeps.
+/// Runs continuations of a worker's futures on its pool, and waits for the futures. A waiter polls the
+/// transport for a short time before it sleeps.
 class Host final : public FutureHost {
  public:
   Host(std::shared_ptr<Runtime> runtime, PoolOptions options)

@@ -3,10 +3,11 @@
 namespace torchspan::rpc {
 namespace {
 
-/// What a function declared kInline may take, including the time in which other threads have its core.
+/// How long a function declared kInline may take, including the time in which other threads have its core.
 constexpr Duration kShort = std::chrono::milliseconds(10);
-/// What a long run counts, against one for each short run after it, and what moves a function to the pool:
-/// three long runs in a row do; a long one now and then, when another thread took the core, does not.
+/// What a long run adds to a function's score, while each later short run subtracts one; and the score that
+/// moves a function to the pool. Three long runs in a row reach it; an occasional long run, when another
+/// thread took the core, does not.
 constexpr int kLongRun = 8, kTooLong = 17;
 
 }  // namespace

@@ -55,7 +55,7 @@ TEST(Limits, RefuseTheCallThatOneTooManyWaitBefore) {
       EXPECT_EQ(error.worker(), "worker1");
       EXPECT_THAT(error.message(), HasSubstr("max_pending_calls"));
     }
-    worker.rpc_sync(0, kNap, 1);  // another peer has its own room
+    worker.rpc_sync(0, kNap, 1);  // another peer has its own limit
     wait_all(naps);
     worker.rpc_sync(1, kNap, 1);
   });
@@ -149,8 +149,7 @@ TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
     on_first({.seed = seed}, [](Worker& worker, SimCluster& world) {
       worker.rpc_sync(1, kNap, 1);
       world.network().sever("worker0", "worker1");
-      // Nothing was sent yet: whether or not the end was noticed, the call can be made or fails as
-      // disconnected.
+      // Nothing was sent yet. Whether or not the end was noticed, the call succeeds or fails as disconnected.
       try {
         worker.rpc_sync(1, kNap, 1);
       } catch (const Error& error) {

@@ -22,16 +22,17 @@ void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, n
   try {
     const auto peer = state_.channels->peer_of(channel.get());
     if (peer) return dispatch(*peer, channel, std::move(message));
-    if (state_.channels->is_shut(channel.get())) return;  // what the dead had sent before
-    if (state_.stopping.load()) return;                   // what known peers sent before they heard
+    if (state_.channels->is_shut(channel.get())) return;  // sent before this side closed the channel
+    if (state_.stopping.load()) return;  // sent by known peers before they learned of the stop
     unknown_peers_.receive(channel, std::move(message));
   } catch (...) {
     break_channel(channel, to_error(std::current_exception()));
   }
 }
 
-/// On whichever thread drives the transport, a user's that waits among them: nothing of what surrounds its
-/// own work (inference mode, an autograd context) may reach what others are sent.
+/// Handles a message on the thread that polls, which may be a user's thread that waits. Resets the
+/// environment: nothing of that thread's own work (inference mode, an autograd context) may affect what
+/// others are sent.
 void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel,
                                net::Message message) {
   const EnvironmentScope empty{Environment()};
@@ -67,7 +68,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
     late_replies_.fetch_add(1);
     try {
       state_.references->driver().let_go(state_.references->from_handles(frame.handles, peer));
-    } catch (const Error& error) {  // of a reference that was said to be lost; nobody waits for it
+    } catch (const Error& error) {  // a reference in it was reported lost; no caller waits for it
       state_.runtime.log.info(fmt::format("of a reply that came too late: {}", error.what()));
     }
     return;
@@ -86,7 +87,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
   } catch (...) {
     call->completion->fail(calls_.annotate(*call, std::current_exception()));
   }
-  call.reset();  // its result too, when nobody waits for it
+  call.reset();  // destroys its result, too, if no caller waits for it
   state_.references->driver().let_go(std::move(payload.references));
 }
 

@@ -13,18 +13,18 @@
 
 namespace torchspan::rpc {
 
-/// What the transport reports: decodes messages and hands replies to the calls that wait, requests to the
-/// server. Runs on whichever thread polls.
+/// Handles what the transport reports: decodes messages, passes replies to the calls that wait and requests
+/// to the server. Runs on the thread that polls.
 class MessageReceiver final : public net::Handler {
  public:
   MessageReceiver(AgentState& state, TransportLoop& loop, RequestSender& calls, RequestServer& server);
 
-  /// A message of this worker to itself.
+  /// Delivers a message of this worker to itself.
   void deliver_here(net::Message message) { dispatch(state_.id(), nullptr, std::move(message)); }
   /// Closes a channel whose peer broke the protocol.
   void break_channel(const std::shared_ptr<net::Channel>& channel, const Error& error);
   UnknownPeers& unknown_peers() { return unknown_peers_; }
-  /// Replies that came after their call had ended.
+  /// Returns how many replies arrived after their call had ended.
   std::uint64_t late_replies() const { return late_replies_.load(); }
 
   // net::Handler

@@ -8,7 +8,8 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How long a reply waits whose channel is full, and how many wait at most before such channels are closed.
+/// How long a reply waits when its channel is full, and how many wait at most before such channels are
+/// closed.
 constexpr Duration kFullPause = std::chrono::milliseconds(50);
 constexpr std::size_t kMostUnsentReplies = 1u << 16;
 
@@ -103,7 +104,8 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wir
   loop_back(header, tensors);
 }
 
-/// A message to this worker itself takes the whole path: its bytes are copied like those that cross a wire.
+/// Delivers a message to this worker itself along the whole path: copies its bytes like those that cross a
+/// wire.
 void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
   net::Message message{header, {}};
   for (const Segment& segment : tensors.segments) {
@@ -125,7 +127,7 @@ void MessageSender::send_reply(SmallReply reply) {
     }
     if (unsent_replies_.fetch_add(1) >= kMostUnsentReplies) {
       unsent_replies_.fetch_sub(1);
-      return break_channel_(reply.channel, error);  // the caller sees that
+      return break_channel_(reply.channel, error);  // the caller gets an error
     }
   }
   loop_.after(kFullPause, state_.host,

@@ -12,37 +12,38 @@
 
 namespace torchspan::rpc {
 
-/// The blob of a request whose caller wants no gradients.
+/// Names the blob of a request whose caller wants no gradients.
 inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 
-/// A message on its way out: its frame, and the tensors that the frame describes.
+/// A message to be sent: its frame, and the tensors that the frame describes.
 struct OutgoingMessage {
   wire::Frame frame;
   wire::PackedTensors tensors;
 };
 
-/// The reply that a call failed, or another small reply that must arrive.
+/// A reply that a call failed, or another small reply that must arrive.
 struct SmallReply {
   std::shared_ptr<net::Channel> channel;
   wire::Frame frame;
   std::string call;   ///< for people
-  Deadline deadline;  ///< the caller's: after it nobody waits
+  Deadline deadline;  ///< the caller's; after it, no caller waits
 };
 
 /// Turns payloads into frames and puts frames onto channels. Thread-safe.
 class MessageSender {
  public:
-  /// `deliver_here` takes messages to this worker itself; `break_channel` closes a channel that is of no use.
+  /// `deliver_here` receives messages to this worker itself; `break_channel` closes an unusable channel.
   MessageSender(AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
                 std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel);
 
-  /// Applies the interceptors and packs references and tensors. Undone by undo() if the send fails.
+  /// Applies the interceptors and packs references and tensors. If the send fails, call undo().
   OutgoingMessage prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values);
   void undo(const CallInfo& info, const wire::Frame& frame);
-  /// Sends to `channel`; null is this worker itself. Throws Error if the channel does not take it.
+  /// Sends to `channel`; null means this worker itself. Throws Error if the channel does not accept it.
   void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
             const wire::PackedTensors& tensors);
-  /// Sends now, or as soon as the channel has room: a caller without a deadline must get it.
+  /// Sends now, or as soon as the channel has room: a caller without a deadline waits until the reply
+  /// arrives.
   void send_reply(SmallReply reply);
 
  private:

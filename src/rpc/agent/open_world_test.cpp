@@ -35,7 +35,7 @@ ClusterOptions open_world(std::uint64_t seed, int workers = 1) {
   return options;
 }
 
-/// Until somebody of that name is in.
+/// Waits until a worker of that name has joined.
 void await(Worker& worker, const std::string& name) {
   for (int i = 0; i < 1000; ++i) {
     for (const WorkerInfo& one : worker.workers()) {
@@ -60,7 +60,8 @@ TEST_P(OpenWorld, LetsWorkersComeAndGo) {
     std::vector<Thread> others;
     for (int rank = 1; rank <= 3; ++rank) {
       others.push_back(world.start(rank, 0, [&, rank](rpc::WorkerService& service) {
-        // The joiner can call at once, in both directions, without waiting for anybody's news.
+        // The worker that joined can call at once, in both directions, before the others learn that it
+        // joined.
         EXPECT_EQ(service.worker().rpc_sync(0, kWho), "worker0");
         service.worker().rpc_sync(0, kNap, 50 * rank);
         service.shutdown(world.executor().deadline_in(seconds(60)));

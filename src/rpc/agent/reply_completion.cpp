@@ -42,7 +42,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
       sender_.send(call_->channel, out.frame, out.tensors);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
-        // The caller takes kOverloaded for a request that was not served: such a reply waits for room.
+        // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.
         sender_.send_reply({call_->channel, std::move(out.frame), call_->name, call_->deadline});
         return server_.answered(*call_);
       }

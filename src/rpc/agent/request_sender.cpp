@@ -88,7 +88,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
   call.info.name = {};
   try {
     check_may_start(request, now);
-    // Fails before anything has to be undone.
+    // Fails here, before anything has to be undone.
     auto link = to == state_.self.rank ? PeerChannels::Link{nullptr, state_.id()} : state_.channels->to(to);
     if (creation != nullptr && creation->incarnation != link.peer.incarnation)
       throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
@@ -127,8 +127,8 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
     if (state_.calls.add(id, call)) loop_.wake_by(deadline);
     state_.sent.fetch_add(1);
     try {
-      // What ends all calls, or all of this peer, may have run before the call was added: then the call ends
-      // itself.
+      // A shutdown or the peer's departure may have ended all calls before this one was added. Then this code
+      // ends it.
       if (state_.stopping.load()) throw Error(ErrorKind::kCancelled, "this worker is shutting down");
       if (channel && !state_.peers.is_present(to)) state_.channels->to(to);
       sender_.send(channel, out.frame, out.tensors);
@@ -141,8 +141,7 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       call = std::move(*back);
       if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !state_.peers.is_present(to))
         throw;
-      state_.channels->drop(
-          channel.get());  // it broke, and nothing of the call is sent: a new connection may do
+      state_.channels->drop(channel.get());  // it broke before the call was sent: try a new connection
       PeerChannels::Link fresh = state_.channels->to(to);
       if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before
       link = std::move(fresh);
@@ -151,8 +150,9 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
   return false;
 }
 
-/// A call that found no connection to a peer which is present, as far as is known, fails by the peer's death
-/// if the news of that comes in a moment. False if the caller must fail it.
+/// Keeps a call that found no connection to a peer which is present, as far as this worker knows. If the
+/// peer's death is reported within kDeathNews, the call fails by it. Returns false if the caller must fail
+/// the call.
 bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
   const std::uint32_t to = call.peer;
   if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() ||
@@ -162,7 +162,7 @@ bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::e
   const Deadline when = earlier(state_.runtime.executor.deadline_in(kDeathNews), call.deadline);
   try {
     state_.calls.add(id, call);
-  } catch (const Error&) {  // too many wait for that peer
+  } catch (const Error&) {  // too many calls wait for that peer
     return false;
   }
   const auto give_up = [this, id, error] {
@@ -196,7 +196,7 @@ void RequestSender::cancel(std::uint64_t id) {
       frame.header.instance = state_.instance;
       frame.header.call = id;
       sender_.send(state_.channels->to(call->peer).channel, frame, {});
-    } catch (const Error&) {  // then the broken connection stops its handler
+    } catch (const Error&) {  // the broken connection then stops the handler
     }
   }
   call->completion->fail(annotate(
@@ -225,7 +225,7 @@ void RequestSender::fail_channel_later(const std::shared_ptr<net::Channel>& chan
 std::exception_ptr RequestSender::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
   const Error plain = to_error(cause);
   std::string text = plain.message();
-  // A failure that was told once, of the creation that this call uses, keeps its own worker and call.
+  // A failure of the creation that this call uses already names its own worker and call, and keeps them.
   const bool told = !plain.call().empty();
   const std::string site = call.user_values ? site_text(call.site) : "";
   if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);

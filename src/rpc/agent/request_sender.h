@@ -14,10 +14,10 @@ namespace torchspan::rpc {
 
 class StoppedPeers;
 
-/// How long the calls of a connection that broke wait for the news that its peer died, which says why.
+/// How long the calls of a broken connection wait for the report that the peer died, which gives the reason.
 inline constexpr Duration kDeathNews = std::chrono::milliseconds(500);
 
-/// Sends requests and completes each call once: by its reply, or by what ends it before. Thread-safe.
+/// Sends requests and completes each call once: by its reply, or by what ends it earlier. Thread-safe.
 class RequestSender {
  public:
   RequestSender(AgentState& state, TransportLoop& loop, MessageSender& sender, StoppedPeers& stopped_peers)
@@ -28,21 +28,21 @@ class RequestSender {
   ReferencePtr create(std::uint32_t to, Request request, const std::string& type_name);
   void fail_expired();
   void fail(CallTable::Calls calls, const Error& reason);
-  /// The same after kDeathNews, for what still waits on the channel by then.
+  /// Waits for kDeathNews, then fails the calls that still wait on the channel.
   void fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason);
-  /// `error` with the call's name, place, peer and time.
+  /// Returns `error` with the call's name, call site, peer and elapsed time.
   std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
 
  private:
   void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
                const wire::Handle* creation);
   void check_may_start(const Request& request, TimePoint now) const;
-  /// The frame of a request to `peer`.
+  /// Builds the frame of a request to `peer`.
   OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
-  /// Puts the call into the table and its frame onto `link`, or a new one if that turns out broken. False if
-  /// the call has ended meanwhile. If it throws, the call is still the caller's.
+  /// Adds the call to the table and sends its frame on `link`, or on a new link if that one is broken.
+  /// Returns false if the call has ended meanwhile. If it throws, the call is still the caller's to complete.
   bool start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, PeerChannels::Link link);
-  /// Lets the tokens end the call.
+  /// Cancels the call when one of the tokens is stopped.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
   bool await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);

@@ -8,7 +8,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// What a waiting request costs beside its bytes.
+/// Memory that a waiting request takes besides its bytes.
 constexpr std::uint64_t kRequestOverhead = 1024;
 
 std::uint64_t function_of(const IncomingCall& call) {
@@ -86,7 +86,7 @@ void RequestServer::receive(IncomingPtr call) {
   }
 }
 
-/// At once, in the order of arrival: what comes later on this channel may ask what became of them.
+/// Takes the handles at once, in the order of arrival: a later message on this channel may ask about them.
 void RequestServer::take_handles(IncomingCall& call) {
   std::vector<wire::Handle> handles = call.frame.handles;
   const wire::MessageType type = call.frame.header.type;
@@ -142,7 +142,7 @@ void RequestServer::unpack(IncomingCall& call) {
   }
 }
 
-/// Where the pool has no thread, this is that of whoever posted the call.
+/// Runs on a pool thread, or on the posting thread if the pool has none.
 void RequestServer::run(const IncomingPtr& call, const RequestHandler& handler) {
   const EnvironmentScope empty{Environment()};
   const std::shared_ptr<Completion> reply = make_completion(call);
@@ -159,7 +159,7 @@ void RequestServer::run(const IncomingPtr& call, const RequestHandler& handler) 
     return leave_call(*call, handler);
   }
   if (waits.empty()) return serve(call, handler, reply, references);
-  // What it waits for may never come: the end of the call ends the wait.
+  // The references may never be confirmed: the end of the call also ends the wait.
   auto hook = std::make_shared<std::unique_ptr<StopHook>>();
   *hook = std::make_unique<StopHook>(stop_token_of(call), [reply] {
     reply->fail(std::make_exception_ptr(
@@ -194,7 +194,7 @@ void RequestServer::leave_call(IncomingCall& call, const RequestHandler& handler
   if (!call.end_one_of_both()) return;
   auto references = std::move(call.payload.references);
   if (handler.where != RunOn::kPool)
-    state_.references->driver().let_go(std::move(references));  // else here and now
+    state_.references->driver().let_go(std::move(references));  // else released here and now
 }
 
 void RequestServer::answered(IncomingCall& call) {
@@ -212,7 +212,7 @@ std::exception_ptr RequestServer::count_failed_creation(const IncomingCall& call
     state_.references->arriving_creation(call.creation, call.from(), site ? site->bytes : BytesView())
         ->set_error(cause);
     return cause;
-  } catch (...) {  // it was not for this worker
+  } catch (...) {  // the creation was not for this worker
     return std::current_exception();
   }
 }

@@ -15,7 +15,7 @@
 
 namespace torchspan::rpc {
 
-/// What serves one type of message.
+/// Serves one type of message.
 struct RequestHandler {
   using Serve = std::function<void(const IncomingPtr&, const std::shared_ptr<Completion>&)>;
   std::string name;
@@ -25,21 +25,21 @@ struct RequestHandler {
 };
 
 /// Serves requests: unpacks them, waits for the references among their arguments, runs their handlers, and
-/// keeps the books until they are answered. Thread-safe once all handlers are added.
+/// tracks them until they are answered. Thread-safe once all handlers are added.
 class RequestServer final : public InlineServer {
  public:
   RequestServer(AgentState& state, TransportLoop& loop, MessageSender& sender);
 
-  /// Before the first message. Throws Error{kInvalid} if the type is taken.
+  /// Adds a handler, before the first message. Throws Error{kInvalid} if the type has one already.
   void add_handler(wire::MessageType type, RequestHandler handler);
-  /// Takes in a request whose frame is decoded, on the thread that polls.
+  /// Receives a request whose frame is decoded, on the thread that polls.
   void receive(IncomingPtr call);
-  /// The token that stops a call being served; it is stopped at the call's deadline too.
+  /// Returns the token that stops a call being served. The call's deadline stops it, too.
   std::stop_token stop_token_of(const IncomingPtr& served);
-  /// The call was answered: forgets it.
+  /// Removes a call that was answered.
   void answered(IncomingCall& call);
-  /// A creation that is answered with an error has come, whether it began or not: calls that wait for its
-  /// value get the error. Returns the error to answer with.
+  /// Counts a creation that is answered with an error as arrived, whether it began or not: calls that wait
+  /// for its value get the error. Returns the error to answer with.
   std::exception_ptr count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause);
 
   // InlineServer
@@ -53,11 +53,11 @@ class RequestServer final : public InlineServer {
   void refuse(const IncomingPtr& call, std::exception_ptr error);
   void take_handles(IncomingCall& call);
   void unpack(IncomingCall& call);
-  /// Waits, holding no thread, until the references among the arguments are confirmed; then serves.
+  /// Waits, without holding a thread, until the references among the arguments are confirmed; then serves.
   void run(const IncomingPtr& call, const RequestHandler& handler);
   void serve(const IncomingPtr& call, const RequestHandler& handler, const std::shared_ptr<Completion>& reply,
              const std::vector<Future<void>>& references);
-  /// The thread that called the handler is done with the call.
+  /// Ends the use of the call by the thread that called the handler.
   void leave_call(IncomingCall& call, const RequestHandler& handler);
 
   AgentState& state_;

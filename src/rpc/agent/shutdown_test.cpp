@@ -1,4 +1,4 @@
-// What shutdown() says: while it waits, when its deadline passes, and when somebody died.
+// Tests what shutdown() reports: while it waits, when its deadline passes, and when a worker died.
 #include <algorithm>
 #include <gmock/gmock.h>
 
@@ -19,7 +19,7 @@ struct Story {
   std::vector<std::exception_ptr> failures;
   std::string log;
   Error error(int rank) const { return to_error(failures.at(static_cast<std::size_t>(rank))); }
-  /// How often the log says so.
+  /// Returns how often the log contains `text`.
   int says(const std::string& text) const {
     int times = 0;
     for (std::size_t at = log.find(text); at != std::string::npos; at = log.find(text, at + 1)) ++times;
@@ -137,7 +137,7 @@ TEST(Shutdown, TheSurvivorsNameTheFirstDeathAndNotWhoLeftBecauseOfIt) {
 
 TEST(Shutdown, TellsTheOthersWhyItFailedAndThatItWasForgotten) {
   const Story story = tell(3, [](SimCluster& cluster, WorkerService& service) {
-    if (service.worker().rank() == 2) return nap(service.worker(), seconds(1));  // and is gone without it
+    if (service.worker().rank() == 2) return nap(service.worker(), seconds(1));  // and leaves without it
     service.shutdown(cluster.executor().deadline_in(seconds(30)));
   });
   for (const int rank : {0, 1}) {
@@ -180,7 +180,7 @@ TEST(Deaths, WhatTheDeadStillSayIsNoComplaint) {
       Worker& worker = service.worker();
       if (worker.rank() == 0) return nap(worker, seconds(1));
       worker.rpc_sync(0, kWork, Duration(0));
-      service.membership().give_up("left because of a test");  // its connections live on
+      service.membership().give_up("left because of a test");  // its connections stay open
       for (int i = 0; i < 400; ++i) {
         static_cast<void>(worker.rpc_async(0, kWork, Duration(0)));
         nap(worker, std::chrono::microseconds(5));

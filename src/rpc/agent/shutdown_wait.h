@@ -8,10 +8,10 @@
 
 namespace torchspan::rpc {
 
-/// Says what shutdown() waits for while it waits. Unfinished work, of this worker and as the others tell of
-/// theirs, every ten seconds; that others have not called shutdown() only once nothing was asked of this
-/// worker for ten seconds, then for twenty, and so on, since to serve them until they do is what many wait
-/// for. One thread at a time.
+/// Logs what shutdown() waits for: every ten seconds, the unfinished work of this worker and of others as
+/// they report it. Names workers that have not called shutdown() only after nothing was asked of this worker
+/// for ten seconds, then twenty, and so on, because many programs call shutdown() to serve the others until
+/// they do. One thread at a time.
 class ShutdownWait {
  public:
   static constexpr Duration kEvery = std::chrono::seconds(10);
@@ -26,21 +26,23 @@ class ShutdownWait {
         served_at_(began_),
         patience_(kEvery) {}
 
-  /// What to tell the others of this worker's work: nothing most of the time, since all hear it.
+  /// Returns this worker's unfinished work for its report to the others; empty most of the time, because
+  /// every worker receives the report.
   std::string news(const std::string& unfinished);
-  /// What another one told, or told before; it has nothing left to do unless it is busy.
+  /// Records another worker's report. An empty `news` keeps the work reported before; a worker that is not
+  /// `busy` has nothing left to do.
   void heard(const std::string& worker, bool busy, const std::string& news);
-  /// A warning, if the last is old enough, unless nobody has work left.
+  /// Logs a warning if the last one is old enough and some worker has work left.
   void warn(const std::string& unfinished);
-  /// The same; asks for the work only if need be.
+  /// The same; calls `unfinished` only if a warning is due.
   template <class F>
   void warn_of(F&& unfinished) {
     if (is_due()) warn(unfinished());
   }
-  /// A warning of who has not called shutdown(). `serving`: this worker answers somebody just now;
-  /// `handled`: how many requests it answered so far.
+  /// Warns of the workers that have not called shutdown(). `serving`: this worker has calls in progress, its
+  /// own or those of callers that wait; `handled`: how many requests it has answered so far.
   void warn_of_missing(const std::string& names, bool serving, std::uint64_t handled);
-  /// "this worker …; worker 'worker1' …", or nothing.
+  /// Returns the work left, as in "this worker …; worker 'worker1' …"; empty if there is none.
   std::string work(const std::string& unfinished) const;
 
  private:
@@ -53,7 +55,7 @@ class ShutdownWait {
   TimePoint warned_, told_, served_at_;
   Duration patience_;
   std::uint64_t handled_ = 0;
-  std::map<std::string, std::string> others_;  ///< work by worker
+  std::map<std::string, std::string> others_;  ///< unfinished work by worker
 };
 
 }  // namespace torchspan::rpc

@@ -13,17 +13,17 @@ namespace torchspan::rpc {
 
 class RequestSender;
 
-/// Fails calls to processes that a signal or a debugger stopped: their connections stay, so that the calls
-/// would wait for as long as the process sleeps. Runs while calls wait for replies.
+/// Fails calls to processes that a signal or a debugger stopped. Their connections stay open, so the calls
+/// would otherwise wait as long as the process is stopped. Runs while calls wait for replies.
 class StoppedPeers {
  public:
   StoppedPeers(AgentState& state, TransportLoop& loop, RequestSender& calls)
       : state_(state), loop_(loop), calls_(calls) {}
-  /// Before the first call.
+  /// Sets the membership, before the first call.
   void start(std::shared_ptr<rendezvous::Membership> membership) { membership_ = std::move(membership); }
-  /// After the loop has ended.
+  /// Drops the membership, after the loop has ended.
   void end() { membership_.reset(); }
-  /// Begins to check, unless it does so already. Thread-safe.
+  /// Starts to check, unless checks already run. Thread-safe.
   void watch();
 
  private:
@@ -34,7 +34,7 @@ class StoppedPeers {
   RequestSender& calls_;
   std::shared_ptr<rendezvous::Membership> membership_;
   std::atomic<bool> watching_{false};
-  std::map<std::uint32_t, TimePoint> since_;  ///< the loop's thread only
+  std::map<std::uint32_t, TimePoint> since_;  ///< only the loop's thread uses it
 };
 
 }  // namespace torchspan::rpc

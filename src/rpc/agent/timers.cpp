@@ -12,7 +12,7 @@ Timers::Added Timers::at(Deadline when, UniqueFunction<void()> job) {
 }
 
 void Timers::cancel(const Id& id) {
-  UniqueFunction<void()> job;  // what it captured ends outside the lock
+  UniqueFunction<void()> job;  // its captures are destroyed outside the lock
   MutexLock lock(mutex_);
   auto found = jobs_.find(id);
   if (found == jobs_.end()) return;

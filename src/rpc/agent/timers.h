@@ -9,8 +9,8 @@
 
 namespace torchspan::rpc {
 
-/// Jobs for later, run by the worker's leader. A job is for microseconds: it posts what takes longer.
-/// Thread-safe.
+/// Runs jobs at set times, on the thread of the TransportLoop. A job runs for microseconds: it posts longer
+/// work. Thread-safe.
 class Timers {
  public:
   struct Id {
@@ -18,13 +18,13 @@ class Timers {
     std::uint64_t number = 0;
     friend auto operator<=>(const Id&, const Id&) = default;
   };
-  /// `earliest` tells whether the leader must be woken, since it sleeps for longer.
+  /// `earliest`: the job is due before all others, so the loop's thread may have to be woken.
   struct Added {
     Id id;
     bool earliest = false;
   };
   Added at(Deadline when, UniqueFunction<void()> job);
-  /// Nothing when it ran already.
+  /// Does nothing if the job already ran.
   void cancel(const Id& id);
   void run_due(TimePoint now);
   Deadline next() const;

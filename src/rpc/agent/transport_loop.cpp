@@ -7,7 +7,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How long the thread stands aside for callers that drive, before it looks again.
+/// How long the thread pauses for callers that poll, before it checks again.
 constexpr Duration kAside = std::chrono::microseconds(200);
 
 }  // namespace
@@ -65,7 +65,7 @@ bool TransportLoop::poll_once() {
 }
 
 void TransportLoop::rest_in_transport() {
-  sleeps_until_.store(TimePoint::max());  // a deadline that comes now wakes, even if we count it below
+  sleeps_until_.store(TimePoint::max());  // a deadline added now wakes the thread, even if counted below
   const Deadline until = next_due();
   sleeps_until_.store(until.at());
   if (!stopping_.load()) {
@@ -150,7 +150,7 @@ void TransportLoop::stop() {
 void TransportLoop::drain() {
   if (transport_ == nullptr) return;
   InlineCalls calls;
-  // A waiting caller may still drive; it finds stopping_ set when it takes the driver lock next.
+  // A waiting caller may still poll; it finds stopping_ set when it takes the driver lock next.
   DriverLockGuard hold(driver_lock_, executor_);
   transport_->poll();
   calls.swap(inline_calls_);

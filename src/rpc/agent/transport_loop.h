@@ -22,29 +22,29 @@ struct InlineCall {
   const RequestHandler* handler = nullptr;
 };
 
-/// Runs inline calls after the poll that brought them.
+/// Runs inline calls after the poll that received them.
 class InlineServer {
  public:
   virtual ~InlineServer() = default;
-  /// On the transport's own thread.
+  /// Runs the call on the loop's thread.
   virtual void run_here(const InlineCall& call) = 0;
-  /// For a caller that polled while it waits: its thread must not run them.
+  /// Posts the call to the pool, for a caller that polled while it waits: its thread must not run the call.
   virtual void run_on_pool(const InlineCall& call) = 0;
 };
 
-/// Polls the transport, from a thread of its own or from callers that wait, and runs timers. One thread at a
-/// time polls: the one that holds the driver lock.
+/// Polls the transport, on a dedicated thread or on callers that wait, and runs timers. One thread polls at a
+/// time: the one that holds the driver lock.
 class TransportLoop final : public Driver {
  public:
-  /// `fail_expired` ends the calls of `calls` whose deadline passed; the loop's thread runs it.
+  /// `fail_expired` fails the calls in `calls` whose deadline passed; the loop's thread runs it.
   TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server,
                 std::function<void()> fail_expired);
 
   /// Starts the thread. Without a transport it runs timers only.
   void start(net::Transport* transport, const std::string& worker);
-  /// Ends the thread. Callers poll no more, from now on.
+  /// Ends the thread. From then on, callers do not poll either.
   void stop();
-  /// After stop(): takes in what has come, and drops the inline calls.
+  /// Receives what has arrived and drops the inline calls, after stop().
   void drain();
 
   /// Runs `job` on the loop's thread; it must be short.
@@ -56,7 +56,7 @@ class TransportLoop final : public Driver {
   void wake_by(Deadline deadline);
   void wake();
 
-  /// With the driver lock held, that is inside a poll:
+  /// Whether a waiting caller polls. Call this and add_inline() inside a poll, with the driver lock held.
   bool driven_by_caller() const { return driven_by_caller_; }
   void add_inline(InlineCall call) { inline_calls_.push_back(std::move(call)); }
   DriverLock& driver_lock() { return driver_lock_; }
@@ -71,9 +71,9 @@ class TransportLoop final : public Driver {
   using InlineCalls = std::vector<InlineCall>;
   void run();
   void run_timers_only();
-  /// One poll, and the inline calls that it brought. False if it brought nothing.
+  /// Polls once and runs the inline calls that arrived. Returns false if nothing arrived.
   bool poll_once();
-  /// Sleeps in the transport until a message comes or something is due.
+  /// Sleeps in the transport until a message arrives or a timer or deadline is due.
   void rest_in_transport();
   Deadline next_due() const { return earlier(calls_.next_deadline(), timers_.next()); }
 
@@ -84,14 +84,14 @@ class TransportLoop final : public Driver {
   net::Transport* transport_ = nullptr;  ///< set before the thread starts
   Timers timers_;
   DriverLock driver_lock_;
-  bool driven_by_caller_ = false;  ///< the holder of the driver lock
-  InlineCalls inline_calls_;       ///< the same
+  bool driven_by_caller_ = false;  ///< the holder of the driver lock uses it
+  InlineCalls inline_calls_;       ///< likewise
   std::atomic<int> drivers_{0};
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> aside_{false};  ///< the thread lets waiting callers drive
+  std::atomic<bool> aside_{false};  ///< the thread pauses while waiting callers poll
   const std::unique_ptr<Parker> aside_parker_;
-  const std::unique_ptr<Parker> timer_parker_;             ///< where it sleeps without a transport
-  std::atomic<TimePoint> sleeps_until_{TimePoint::min()};  ///< min(): it is awake
+  const std::unique_ptr<Parker> timer_parker_;             ///< the thread sleeps here without a transport
+  std::atomic<TimePoint> sleeps_until_{TimePoint::min()};  ///< min(): the thread is awake
   Thread thread_;
 };
 

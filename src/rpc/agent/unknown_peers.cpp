@@ -6,7 +6,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How long a peer may send before this worker hears that it joined, and how much.
+/// How long a peer may send before this worker learns that it joined, and how much.
 constexpr Duration kTimeLimit = std::chrono::seconds(5);
 constexpr std::uint64_t kByteLimit = std::uint64_t{64} << 20;
 
@@ -70,7 +70,7 @@ void UnknownPeers::closed(const std::shared_ptr<net::Channel>& channel) {
 }
 
 void UnknownPeers::clear() {
-  std::vector<Waiting> waiting;  // its channels end without the lock
+  std::vector<Waiting> waiting;  // its channels are destroyed without the lock
   DriverLockGuard hold(loop_.driver_lock(), state_.runtime.executor);
   waiting.swap(waiting_);
 }

@@ -9,20 +9,22 @@
 
 namespace torchspan::rpc {
 
-/// Identifies connections by their hello. A peer that this worker has not yet heard of, because the news of
-/// its joining is still on its way, waits for a limited time; its messages are kept.
+/// Identifies connections by their hello. Keeps the messages of a peer whose join this worker has not learned
+/// yet, for a limited time.
 class UnknownPeers {
  public:
   using Deliver = std::function<void(const std::shared_ptr<net::Channel>&, net::Message)>;
   using Reject = std::function<void(const std::shared_ptr<net::Channel>&, const Error&)>;
-  /// `deliver` gets what a peer sent that is known now; `reject` ends the connection of one that is not.
+  /// `deliver` receives the messages of a peer that became known; `reject` closes the connection of a peer
+  /// that stays unknown.
   UnknownPeers(AgentState& state, TransportLoop& loop, Deliver deliver, Reject reject);
 
-  /// A message of a connection without a known peer. Throws Error if it is no hello. Inside a poll.
+  /// Receives a message of a connection without a known peer. Throws Error if the first one is not a hello.
+  /// Call it inside a poll.
   void receive(const std::shared_ptr<net::Channel>& channel, net::Message message);
-  /// Some peer joined: delivers the messages of peers that are known now. On the loop's thread.
+  /// Delivers the messages of peers that are known now, after a peer joined. On the loop's thread.
   void admit();
-  /// Inside a poll.
+  /// Forgets a closed connection. Call it inside a poll.
   void closed(const std::shared_ptr<net::Channel>& channel);
   void clear();
 
@@ -39,7 +41,7 @@ class UnknownPeers {
   TransportLoop& loop_;
   const Deliver deliver_;
   const Reject reject_;
-  std::vector<Waiting> waiting_;  ///< the holder of the driver lock
+  std::vector<Waiting> waiting_;  ///< the holder of the driver lock uses it
 };
 
 }  // namespace torchspan::rpc

@@ -21,7 +21,7 @@
 
 namespace torchspan::rpc {
 
-/// What runs on the thread that stops a call's token.
+/// Runs on the thread that stops a call's token.
 using StopHook = std::stop_callback<std::function<void()>>;
 
 /// A request that waits for its reply.
@@ -38,34 +38,34 @@ struct PendingCall {
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
 };
 
-/// The requests of one worker that wait for replies. Each is taken out exactly once, by whoever completes it.
-/// Thread-safe.
+/// Holds the requests of one worker that wait for replies. The code that completes a request takes it out,
+/// exactly once. Thread-safe.
 class CallTable {
  public:
   using Calls = std::vector<PendingCall>;
-  /// At most this many user calls wait per peer.
+  /// Limits how many user calls wait per peer.
   explicit CallTable(std::size_t most_per_peer) : most_per_peer_(most_per_peer) {}
 
   std::uint64_t next_id() { return counter_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  /// True when its deadline is now the earliest of all. Throws Error{kOverloaded} when too many user calls
-  /// wait for that peer; then the call is still the caller's.
+  /// Adds a call. Returns true if its deadline is now the earliest of all. Throws Error{kOverloaded} if too
+  /// many user calls wait for that peer; the caller then still has the call.
   bool add(std::uint64_t id, PendingCall& call);
-  /// False when the call has ended: then the hook is still the caller's.
+  /// Stores the hook with its call. Returns false if the call has ended; the caller then still has the hook.
   bool attach(std::uint64_t id, std::unique_ptr<StopHook>& hook);
   std::optional<PendingCall> take(std::uint64_t id);
-  /// Only if it was made to that peer.
+  /// Takes the call only if it was made to that peer.
   std::optional<PendingCall> take(std::uint64_t id, std::uint32_t peer);
   Calls take_expired(TimePoint now);
   Calls take_channel(const net::Channel* channel);
   Calls take_peer(std::uint32_t peer);
-  /// Those that were started before `start`.
+  /// Takes the peer's calls that started before `start`.
   Calls take_peer_older(std::uint32_t peer, TimePoint start);
   Calls take_all();
   Deadline next_deadline() const;
   std::size_t size() const;
-  /// Whose replies are waited for.
+  /// Returns the peers for whose replies calls wait.
   std::vector<std::uint32_t> peers() const;
-  /// Oldest first.
+  /// Describes the calls, oldest first.
   std::vector<DebugInfo::Pending> describe(TimePoint now, const PeerTable& peers) const;
 
  private:

@@ -6,7 +6,7 @@
 namespace torchspan {
 namespace {
 
-/// References that str() prints.
+/// How many references str() prints.
 constexpr std::size_t kRRefs = 20;
 
 std::string size_text(std::uint64_t bytes) {

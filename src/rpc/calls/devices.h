@@ -13,7 +13,7 @@
 
 namespace torchspan::rpc {
 
-/// The device maps of one worker, by the names of its peers, as what wire::pack() and wire::unpack() ask.
+/// Holds the device maps of one worker by peer name, and answers what wire::pack() and wire::unpack() ask.
 /// Constant, hence thread-safe.
 class Devices {
  public:
@@ -22,19 +22,20 @@ class Devices {
   Devices(WorkerInfo self, std::map<std::string, DeviceMap> maps)
       : self_(std::move(self)), maps_(std::move(maps)) {}
 
-  /// Throws Error{kInvalid} when a map names a device that this process lacks.
+  /// Throws Error{kInvalid} if a map names a device that this process lacks.
   void check_here() const;
-  /// Throws Error{kInvalid} when a map is for nobody of this world.
+  /// Throws Error{kInvalid} if a map is for a worker that is not in this world.
   void check_names(const std::vector<WorkerInfo>& world) const;
-  /// Where arguments live on `peer`, or null where that is up to it: without a map. On this worker itself
-  /// they live where they are. The function throws Error{kInvalid} for a device without a place.
+  /// Returns the function from a device here to the device of an argument on `peer`; null without a map,
+  /// where `peer` decides. Calls to this worker itself keep the device. The function throws Error{kInvalid}
+  /// for a device without a place.
   Place arguments(std::uint32_t peer, const PeerTable& peers) const;
-  /// Where the results of calls to `peer` live here, likewise.
+  /// Returns the same for results: from a device on `peer` to the device here.
   Place results(std::uint32_t peer, const PeerTable& peers) const;
 
  private:
   using Lookup = std::optional<c10::Device> (DeviceMap::*)(c10::Device) const;
-  /// The error for a device without a place, of `peer`.
+  /// Makes the error for a device of `peer` that has no place.
   using Refusal = Error (Devices::*)(const std::string& device, const std::string& peer) const;
   Place place(std::uint32_t peer, const PeerTable& peers, Lookup lookup, Refusal refusal) const;
   Error no_place_there(const std::string& device, const std::string& peer) const;

@@ -20,8 +20,8 @@ const c10::impl::LocalDispatchKeySet& new_thread_keys() {
   return keys;
 }
 
-/// Whether LibTorch's state of this thread is that of a new one. Everything that changes how operators run
-/// shows in one of these: functorch and autocast in the keys, profilers in the debug info.
+/// Whether LibTorch's state of this thread is that of a new thread. One of these shows everything that
+/// changes how operators run: functorch and autocast are in the keys, profilers in the debug info.
 bool is_as_new() {
   const c10::AutogradState& modes = c10::AutogradState::get_tls_state();
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
@@ -116,7 +116,7 @@ EnvironmentValuePtr Environment::exchange(const std::type_info& type, Environmen
 
 EnvironmentScope::EnvironmentScope(const Environment& inside) {
   const bool as_new = is_as_new();
-  // A captured state has more in it than as_new tells: then all of what is here is kept.
+  // A captured state contains more than is_as_new() checks: save all of the current state.
   if (!as_new || inside.torch_) outside_torch_ = std::make_unique<const at::ThreadLocalState>();
   outside_ = std::exchange(Environment::of_thread(), inside.values_);
   if (inside.torch_) {

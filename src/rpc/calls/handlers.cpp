@@ -10,7 +10,7 @@
 namespace torchspan::rpc {
 namespace {
 
-/// A user function's exception as its caller sees it: the chain so far, and this hop.
+/// Makes the error that the caller of a user function gets: the chain so far, and this hop.
 std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionStory story = describe(cause);
   std::string text = story.text;
@@ -22,7 +22,7 @@ std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, cons
     frames = error.frames();
     text = error.headline();
     message = fmt::format("'{}' threw {}: {}", call, story.type, text);
-    // The text of the exception stands once, where it was thrown.
+    // The text of the exception appears once, where it was thrown.
     if (error.kind() == ErrorKind::kRemoteFailure && !frames.empty()) {
       const RemoteFrame& first = frames.front();
       const RemoteFrame& last = frames.back();
@@ -142,7 +142,7 @@ DynamicCall decode_dynamic(RpcAgent& agent, IncomingCall& call, wire::Decoder& d
   return dynamic;
 }
 
-/// LibTorch's own errors are user errors; ours keep their kind.
+/// Runs `body`. LibTorch's own errors are user errors; those of TorchSpan keep their kind.
 template <class F>
 c10::IValue as_remote(RpcAgent& agent, const IncomingPtr& call, F&& body) {
   try {
@@ -155,7 +155,7 @@ c10::IValue as_remote(RpcAgent& agent, const IncomingPtr& call, F&& body) {
   }
 }
 
-/// An ATen operator or a TorchScript function, by name.
+/// Runs an ATen operator or a TorchScript function by name.
 c10::IValue run_by_name(RpcAgent& agent, const IncomingPtr& call) {
   wire::Decoder decoder(call->payload);
   DynamicCall dynamic = decode_dynamic(agent, *call, decoder);
@@ -166,7 +166,7 @@ c10::IValue run_by_name(RpcAgent& agent, const IncomingPtr& call) {
   });
 }
 
-/// A TorchScript method of the value behind the reference.
+/// Runs a TorchScript method of the value behind the reference.
 c10::IValue run_method(RpcAgent& agent, const IncomingPtr& call) {
   wire::Decoder decoder(call->payload);
   auto reference = std::static_pointer_cast<Reference>(decoder.reference());
@@ -212,7 +212,7 @@ void add_control(RpcAgent& agent, F answer) {
                  }});
 }
 
-/// The messages of the reference protocol.
+/// Adds the handlers of the reference protocol's messages.
 void install_control(RpcAgent& agent) {
   using Kind = RRefMessage::Kind;
   RRefDriver& references = agent.references().driver();
@@ -256,7 +256,7 @@ void install_handlers(RpcAgent& agent) {
   user(kCreateByOperator, "remote operator", create_dynamic<run_by_name>);
   user(kCallMethod, "method", serve_dynamic<run_method>);
   user(kCreateByMethod, "remote method", create_dynamic<run_method>);
-  // It is served once its argument is there, or fails with it.
+  // The request is served once its argument is ready, or fails with it.
   agent.server().add_handler(
       kAwaitCreation,
       {"creation", RunOn::kPool, false,

@@ -31,7 +31,7 @@ std::vector<std::shared_ptr<torch::jit::Operator>> overloads_of(const std::strin
   return all;
 }
 
-/// Fills `stack` with the schema's arguments; false when they do not fit.
+/// Fills `stack` with the schema's arguments. Returns false if they do not fit.
 bool match(const c10::FunctionSchema& schema, std::vector<c10::IValue> args,
            const std::unordered_map<std::string, c10::IValue>& kwargs, std::vector<c10::IValue>& stack) {
   try {

@@ -22,7 +22,7 @@ std::string schema_of(const torch::jit::Function& function) {
   throw Error(ErrorKind::kInvalid, fmt::format("the arguments do not fit {}: {}", schema_of(function), why));
 }
 
-/// `args` hold self first where the function is a method.
+/// Runs `function`. `args` begin with self if it is a method.
 c10::IValue run(torch::jit::Function& function, std::vector<c10::IValue> args, const Kwargs& kwargs) {
   try {
     function.getSchema().checkAndNormalizeInputs(args, {kwargs.begin(), kwargs.end()});

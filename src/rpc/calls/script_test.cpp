@@ -36,7 +36,7 @@ def fail(text: str) -> int:
   return unit;
 }
 
-/// Adds up what it is given, and counts how often.
+/// Makes a module that adds up its inputs and counts them.
 torch::jit::Module make_accumulator(double start) {
   torch::jit::Module module("Accumulator");
   module.register_buffer("total", at::full({2}, start));

@@ -20,7 +20,7 @@ std::stop_token IncomingCall::stop_token(bool* fresh) {
   if (fresh != nullptr) *fresh = !source_;
   if (!source_) {
     source_.emplace();
-    if (stop_requested()) source_->request_stop();  // no worker listens yet
+    if (stop_requested()) source_->request_stop();  // no callback is registered yet
   }
   return source_->get_token();
 }

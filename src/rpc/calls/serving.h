@@ -19,11 +19,11 @@
 
 namespace torchspan::rpc {
 
-/// A request that came in, from its frame to its reply.
+/// A request that this worker serves, from its frame to its reply.
 struct IncomingCall {
   std::uint32_t peer = 0;
   std::uint32_t incarnation = 0;          ///< the peer's
-  std::shared_ptr<net::Channel> channel;  ///< null: this worker's own
+  std::shared_ptr<net::Channel> channel;  ///< null: a request of this worker to itself
   net::Message message;
   wire::FrameView frame;  ///< views into message.header
   CallInfo info;
@@ -33,22 +33,22 @@ struct IncomingCall {
   PeerId from() const { return {peer, incarnation}; }
   wire::Payload payload;
   wire::Handle creation;                    ///< kCreateRemote: the new reference
-  std::vector<EnvironmentValuePtr> values;  ///< what interceptors gave its handler's environment
+  std::vector<EnvironmentValuePtr> values;  ///< added by interceptors to its handler's environment
   bool user_values = false;
-  std::uint64_t bytes = 0;  ///< what it holds while it waits
+  std::uint64_t bytes = 0;  ///< memory that it holds while it waits
 
-  /// Its handler is to stop: somebody cancelled, the deadline passed, or the caller is gone. Runs what waits
-  /// for that on this thread.
+  /// Stops its handler: the call was cancelled, its deadline passed, or the caller is gone. Runs the token's
+  /// callbacks on this thread.
   void request_stop();
   bool stop_requested() const { return stopped_.load(std::memory_order_acquire); }
-  /// What the handler and the calls it makes watch. `fresh` tells whether this is the first time.
+  /// Returns the token that the handler and its calls watch. Sets `fresh` to whether this is the first time.
   std::stop_token stop_token(bool* fresh = nullptr);
 
-  /// Its handler was left, and it was answered: true for what happens last. Then nobody needs the references
-  /// among its arguments, whoever may still hold the call.
+  /// Marks that the handler returned, or that the call was answered. Returns true the second time: the
+  /// references among the arguments are then not needed, even if the call is still held.
   bool end_one_of_both() { return half_ended_.exchange(true); }
 
-  /// The thread that reads requests, while it runs the handler: the handler must not wait there.
+  /// The thread that reads requests, while it runs the handler, which must not wait there.
   std::atomic<ThreadId> inline_thread{};
   std::optional<Timers::Id> stop_timer;  ///< guarded by the ServingTable
 
@@ -60,29 +60,30 @@ struct IncomingCall {
 };
 using IncomingPtr = std::shared_ptr<IncomingCall>;
 
-/// The requests that this worker has taken in and not answered. Thread-safe.
+/// Holds the requests that this worker received and has not answered. Thread-safe.
 class ServingTable {
  public:
-  /// At most this many bytes per peer wait for a thread, but one request always may.
+  /// Limits the bytes per peer that wait for a thread; one request may always wait.
   explicit ServingTable(std::uint64_t most_waiting_bytes) : most_waiting_bytes_(most_waiting_bytes) {}
 
-  /// Throws Error{kOverloaded} when its peer has too much waiting.
+  /// Adds a request. Throws Error{kOverloaded} if too many bytes of its peer wait.
   void add(const IncomingPtr& call);
-  /// Now it is known what it calls.
+  /// Sets the name of what a request calls, once it is known.
   void name(IncomingCall& call, std::string name);
-  /// When to tell its handler to stop; false when it is answered already.
+  /// Stores the timer that stops the handler. Returns false if the call is answered already.
   bool set_stop_timer(IncomingCall& call, const Timers::Id& timer);
-  /// A thread took it up.
+  /// Marks that a thread serves the request.
   void begin(const IncomingCall& call);
-  /// It is being answered. Gives the timer to cancel, if it has one.
+  /// Removes a request that is being answered. Returns the timer to cancel, if it has one.
   std::optional<Timers::Id> remove(const IncomingCall& call);
   IncomingPtr find(const net::Channel* channel, std::uint64_t call) const;
   std::vector<IncomingPtr> of_channel(const net::Channel* channel) const;
   std::vector<IncomingPtr> all() const;
   std::vector<DebugInfo::Serving> describe(TimePoint now, const PeerTable& peers) const;
-  /// "runs 'f' of worker 'worker0' for 12.0 s, whose caller gave it up", oldest first.
+  /// Describes each request, oldest first, as in "runs 'f' of worker 'worker0' for 12.0 s, whose caller gave
+  /// it up".
   std::vector<std::string> unfinished(TimePoint now, const PeerTable& peers) const;
-  /// Whether a caller still waits for one of them.
+  /// Whether a caller still waits for one of the requests.
   bool awaited(TimePoint now) const;
 
  private:

@@ -2,7 +2,7 @@
 
 namespace torchspan {
 namespace {
-/// Where the system has no thread for the pool, how long until the next try.
+/// How long to wait before the next try if the system has no thread for the pool.
 constexpr Duration kOverloadedPause = std::chrono::milliseconds(1);
 }  // namespace
 namespace rpc {
@@ -47,7 +47,7 @@ Future<void> CallGroup::all_ended() {
 
 WaitScope::WaitScope(const Worker& worker, CallOptions options)
     : Caller(worker.endpoint(), std::move(options)) {
-  endpoint_->check_may_wait();  // the destructor has to, and could not say so
+  endpoint_->check_may_wait();  // the destructor waits, and cannot throw
   group_ = std::make_shared<rpc::CallGroup>(endpoint_->host());
 }
 
@@ -58,10 +58,10 @@ WaitScope::~WaitScope() {
       group_->all_ended().wait();
       return;
     } catch (const Error& error) {
-      // Else only a worker that is gone throws here: then no call of it is out.
+      // Otherwise the worker is gone, and none of its calls is in flight.
       if (error.kind() != ErrorKind::kOverloaded) return;
     }
-    // What the calls refer to may end with the scope: it stays until they have ended.
+    // The calls may refer to objects that end with the scope: it stays until the calls have ended.
     extra.emplace_back(endpoint_->pool());
     endpoint_->runtime().executor.sleep(kOverloadedPause);
   }

@@ -5,7 +5,7 @@
 namespace torchspan {
 namespace {
 
-/// What is called by name: an operator, a script function, or a method of `object`.
+/// Encodes what is called by name: an operator, a script function, or a method of `object`.
 void encode_by_name(rpc::Request& request, const RRefBase* object, const std::string& name,
                     const std::vector<c10::IValue>& args, const std::map<std::string, c10::IValue>& kwargs) {
   wire::Encoder encoder(request.payload);
@@ -112,7 +112,7 @@ std::string RRefBase::str() const {
   std::string owner;
   try {
     owner = fmt::format("owned by '{}'", owner_name());
-  } catch (const Error&) {  // its worker ended, and with it the names of the others
+  } catch (const Error&) {  // its worker ended and no longer knows the others' names
     owner = fmt::format("owned by rank {}, used after shutdown()", state_->owner());
   }
   if (state_->is_owner()) return fmt::format("RRef(value {}:{}, {})", value.worker, value.local, owner);

@@ -68,7 +68,7 @@ void PeerChannels::drop(const net::Channel* channel) {
 }
 
 std::optional<std::uint32_t> PeerChannels::closed(const net::Channel* channel) {
-  std::shared_ptr<net::Channel> shut;  // ends outside the lock
+  std::shared_ptr<net::Channel> shut;  // destroyed outside the lock
   MutexLock lock(mutex_);
   if (const auto found = shut_.find(channel); found != shut_.end()) {
     shut = std::move(found->second);

@@ -21,7 +21,7 @@ struct Hello {
   std::uint64_t instance = 0;
 };
 
-/// The channels to the other workers: dialed on first use, accepted when they dial, dialed anew after a break.
+/// Manages the channels to the other workers: dials on first use, accepts, and redials after a break.
 /// Thread-safe; never calls the transport's poll(). Its lock may be held while the table's is taken.
 class PeerChannels {
  public:
@@ -32,17 +32,18 @@ class PeerChannels {
     std::shared_ptr<net::Channel> channel;
     PeerId peer;
   };
-  /// The channel for requests to a worker. Throws what PeerTable::present() throws.
+  /// Returns the channel for requests to a worker. Throws what PeerTable::present() throws.
   Link to(std::uint32_t rank);
-  /// The process at the other end, once it said hello or because this worker dialed it.
+  /// Returns the process at the other end, once it sent its hello or if this worker dialed it.
   std::optional<PeerId> peer_of(const net::Channel* channel) const;
-  /// The hello of an accepted channel. False if it names no present process of this world.
+  /// Handles the hello of an accepted channel. Returns false if it names no present process of this world.
   bool greet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
-  /// Whether this side closed it: messages that still come on it are ignored.
+  /// Whether this side closed the channel: messages that still arrive on it are ignored.
   bool is_shut(const net::Channel* channel) const;
-  /// The channel turned out broken before the transport said so: the next to() dials anew.
+  /// Drops a channel that broke before the transport reported it: the next to() dials again.
   void drop(const net::Channel* channel);
-  /// The rank at the other end of a channel that closed, if it was known and not shut.
+  /// Removes a closed channel. Returns the rank at its other end, if it was known and this side did not close
+  /// it.
   std::optional<std::uint32_t> closed(const net::Channel* channel);
   /// Closes the channels of a rank: after its process departed, or before another one takes the rank.
   void close(std::uint32_t rank) { close_channels_of(rank); }
@@ -64,7 +65,7 @@ class PeerChannels {
   const Peer self_;
   mutable Mutex mutex_;
   std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  /// By rank: what to() returns, if it is for the process that has the rank now.
+  /// By rank: what to() returns, if it belongs to the process that has the rank now.
   std::map<std::uint32_t, Link> current_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unordered_map<const net::Channel*, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
   /// Closed by this side, until the transport reports their end.

@@ -30,7 +30,7 @@ void PeerTable::forget(std::uint32_t rank) {
   found->second.member = false;
 }
 
-/// Unless another rank has the name by now.
+/// Frees the name, unless another rank has it by now.
 void PeerTable::release_name(const Entry& entry) {
   if (!entry.member) return;
   const auto named = ranks_.find(entry.peer.info.name);

@@ -22,36 +22,37 @@ struct Peer {
   PeerId id() const { return {info.rank, incarnation}; }
 };
 
-/// The members of the world as far as this worker knows, itself included: their names, processes and whether
+/// Holds the members of the world that this worker knows, itself included: their names, processes and whether
 /// they are present. Thread-safe.
 class PeerTable {
  public:
   explicit PeerTable(Peer self) { begin(std::move(self)); }
 
-  /// A worker joined; it takes its rank from the process before it.
+  /// Adds a worker that joined; it takes its rank from the process before it.
   void add(Peer peer);
-  /// A process died or left. False if that was known, or another process has the rank now.
+  /// Marks a process that died or left. Returns false if that was known, or if another process has the rank
+  /// now.
   bool depart(const Peer& peer, const Error& reason);
-  /// Forgets that a rank was a member, as an open world does; its name stays for reports.
+  /// Forgets that a rank was a member, as an open world does; keeps its name for reports.
   void forget(std::uint32_t rank);
-  /// This worker has joined its world: forgets what was known before.
+  /// Forgets everything known before, when this worker has joined its world.
   void begin(Peer self);
 
-  /// Whether exactly this process is known.
+  /// Whether exactly this process is known, not another one with its rank.
   bool knows(const Peer& peer) const;
   bool is_present(std::uint32_t rank) const;
   std::optional<Peer> find_present(std::uint32_t rank) const;
-  /// The same; throws Error{kInvalid} if there is no such rank, and the reason of its departure if the process
-  /// has departed.
+  /// The same, but throws: Error{kInvalid} if there is no such rank, and the reason of the departure if the
+  /// process has departed.
   Peer present(std::uint32_t rank) const;
   std::vector<Peer> all_present() const;
 
-  /// The members by rank; a fixed world keeps those that departed.
+  /// Returns the members by rank; a fixed world keeps those that departed.
   std::vector<WorkerInfo> members() const;
-  /// The rank of a destination. Throws Error{kInvalid} that lists the members.
+  /// Returns the rank of a destination. If there is none, throws Error{kInvalid} that lists the members.
   std::uint32_t resolve(const Destination& to) const;
   WorkerInfo info(const Destination& of) const;
-  /// The name of the process that has, or had, the rank.
+  /// Returns the name of the process that has, or had, the rank.
   std::string name(std::uint32_t rank) const;
 
  private:

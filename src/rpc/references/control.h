@@ -14,8 +14,8 @@ struct ForkRequest {
   static constexpr std::string_view kName = "rref.fork_request";
   using Reply = std::optional<Error>;  ///< why the fork is not counted
   GlobalId value, fork;
-  std::uint32_t incarnation = 0;  ///< of the owner that is meant
-  std::uint64_t number = 0;       ///< the sender's nth to this owner; copies have the same
+  std::uint32_t incarnation = 0;  ///< of the owner that the sender means
+  std::uint64_t number = 0;       ///< counts the sender's requests to this owner; copies have the same
 };
 struct ChildAccept {
   static constexpr wire::MessageType kType{0x0021};
@@ -30,7 +30,7 @@ struct UserDelete {
   GlobalId value, fork;
 };
 
-/// From a value's creator: its creation failed there, and if it did not come it is not to count.
+/// Sent by a value's creator: the creation failed there and, if it has not arrived, does not count.
 struct CreationGivenUp {
   static constexpr wire::MessageType kType{0x0024};
   static constexpr std::string_view kName = "rref.creation_given_up";
@@ -39,8 +39,9 @@ struct CreationGivenUp {
   std::string reason;
 };
 
-/// After a connection broke: "which of these forks, that I made for you or that you hold, do you not know?"
-/// What is named in the reply was lost on its way; should it come later all the same, it is refused.
+/// Asks, after a connection broke, which of these forks the receiver does not know: the sender made them for
+/// the receiver, or counts them as held by it. The forks in the reply were lost; if one arrives later, it is
+/// refused.
 struct ForkAudit {
   static constexpr wire::MessageType kType{0x0023};
   static constexpr std::string_view kName = "rref.fork_audit";

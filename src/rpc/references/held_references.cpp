@@ -3,7 +3,7 @@
 namespace torchspan::rpc {
 
 namespace {
-/// How many references that a peer was told are lost are recognized when they come after all.
+/// How many forks reported to a peer as lost are recognized if they arrive later.
 constexpr std::size_t kMissing = 1u << 16;
 }  // namespace
 
@@ -116,7 +116,7 @@ std::vector<HeldReferences::Keep> HeldReferences::release_all(Effects& effects) 
     const auto here = it++;
     if (pending_.contains(here->first)) continue;
     auto alive = here->second.reference.lock();
-    if (!alive) continue;  // it ends at this moment, and tells itself
+    if (!alive) continue;  // it is just ending, and reports that itself
     living.push_back(std::move(alive));
     release(GlobalId(here->first), effects);
   }

@@ -11,9 +11,9 @@
 
 namespace torchspan::rpc {
 
-/// A user's part of the reference protocol: the references held here to values that live elsewhere. One whose
-/// owner does not know it yet is *pending* and kept; so is a *parent*, until the owner knows its child. Pure:
-/// see RRefTable.
+/// Implements a user's part of the reference protocol: the references held here to values elsewhere. Keeps a
+/// *pending* reference, which its owner does not know yet, and a *parent*, until the owner knows its child.
+/// Pure: see RRefTable.
 class HeldReferences {
  public:
   using Keep = RRefEffects::Keep;
@@ -22,7 +22,7 @@ class HeldReferences {
     PeerId owner;
     GlobalId value;
     std::weak_ptr<void> reference;
-    bool counted = true;  ///< false: the owner does not count it, or has been told that it is gone
+    bool counted = true;  ///< false: the owner does not count it, or was sent its deletion
   };
 
   struct Child {
@@ -32,35 +32,38 @@ class HeldReferences {
 
   explicit HeldReferences(const Presence& presence) : presence_(presence) {}
 
-  /// A reference whose creation is on its way.
+  /// Adds a reference whose creation is in flight.
   void add_creating(PeerId owner, GlobalId value, GlobalId fork, const Keep& user);
-  /// The owner counts it, whatever became of the value.
+  /// Records that the owner counts the fork, whether or not the creation failed.
   void created(GlobalId fork, Effects& effects);
-  /// Nobody knows whether the creation came, and this worker does not wait for it any more: tells the owner.
+  /// Gives up a creation that may or may not have arrived, and reports that to the owner.
   void give_up(GlobalId fork, std::string reason, Effects& effects);
 
-  /// A child that came from `parent`. Done at once when the parent is the owner; else asks the owner, and
-  /// fork_answered() ends it. Gives a refusal when there is nobody to ask.
+  /// Adds a child received from `parent`. Done at once if the parent is the owner; otherwise asks the owner,
+  /// and fork_answered() ends it. Returns a refusal if the owner is gone.
   std::optional<Refusal> adopt(const wire::Handle& handle, PeerId parent, const Keep& user, Effects& effects);
   void fork_answered(GlobalId fork, bool counted, Effects& effects);
   bool pending(GlobalId fork) const { return pending_.contains(fork); }
-  /// The reference ended: the owner is told, once.
+  /// Ends a reference; sends one deletion to the owner.
   void release(GlobalId fork, Effects& effects);
 
   void send_child(GlobalId child, const Keep& parent, PeerId to) { children_[child] = {parent, to}; }
-  /// The child is known to its owner, or was never sent, or is lost.
+  /// Releases the parent of a child that the owner knows, that was never sent, or that is lost.
   void release_child(GlobalId child, Effects& effects);
-  /// For whom a child is, if it is on its way.
+  /// Returns the receiver of a child, if the child is in flight.
   std::optional<PeerId> receiver_of(GlobalId child) const;
 
-  /// What of `forks`, which `from` believes to be here, is not. Should it come later, it is refused.
+  /// Returns those of `forks` that are not here, although `from` believes so. If one arrives later, it is
+  /// refused.
   std::vector<GlobalId> missing(const std::vector<GlobalId>& forks, PeerId from);
   bool is_missing(GlobalId fork, PeerId from) const;
-  /// A worker died or left: children on their way to it are gone, and references to its values are dead.
+  /// Handles a worker that died or left: releases the parents of children in flight to it; references to its
+  /// values are no longer usable.
   void depart(PeerId peer, Effects& effects);
   void children_at(PeerId peer, std::map<GlobalId, GlobalId>& forks) const;
 
-  /// Shutdown: tells the owners that every reference is gone; gives those that live.
+  /// Sends the deletion of every reference to its owner, for shutdown. Returns the references that still
+  /// exist.
   std::vector<Keep> release_all(Effects& effects);
   void clear(Effects& effects);
 
@@ -74,7 +77,7 @@ class HeldReferences {
  private:
   struct Pending {
     Keep user;
-    std::optional<PeerId> parent;  ///< who waits for the acceptance
+    std::optional<PeerId> parent;  ///< the peer that waits for the acceptance
   };
   struct Missing {
     std::set<GlobalId> forks;
@@ -86,7 +89,7 @@ class HeldReferences {
   std::map<GlobalId, Pending> pending_;
   std::map<GlobalId, Child> children_;
   std::map<std::uint32_t, std::uint64_t> asked_;  ///< by owner's rank: fork requests so far
-  std::map<PeerId, Missing> missing_;             ///< by who was told
+  std::map<PeerId, Missing> missing_;             ///< by the peer that got the reply
 };
 
 }  // namespace torchspan::rpc

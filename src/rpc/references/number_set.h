@@ -6,11 +6,11 @@
 
 namespace torchspan::rpc {
 
-/// A set of numbers that come nearly in order: kept as intervals, so its size is the number of gaps. Numbers
-/// that one sender counts up thus cost as much memory as are on their way at once, however many came.
+/// Holds numbers that arrive nearly in order as intervals, so its size is the number of gaps. Numbers that
+/// one sender counts up thus take as much memory as are in flight at once, however many arrived.
 class NumberSet {
  public:
-  /// False when it was there already.
+  /// Returns false if the number was there already.
   bool insert(std::uint64_t number) {
     auto after = intervals_.upper_bound(number);
     auto before = after == intervals_.begin() ? intervals_.end() : std::prev(after);
@@ -35,7 +35,7 @@ class NumberSet {
     auto after = intervals_.upper_bound(number);
     return after != intervals_.begin() && number < std::prev(after)->second;
   }
-  /// What it costs, not what it holds.
+  /// Returns what determines its memory, not how many numbers it holds.
   std::size_t intervals() const { return intervals_.size(); }
 
  private:

@@ -3,7 +3,7 @@
 namespace torchspan::rpc {
 
 namespace {
-/// For how many values it is known why they are gone.
+/// For how many values the reason of their end is kept.
 constexpr std::size_t kReasons = 256;
 }  // namespace
 
@@ -60,7 +60,7 @@ std::optional<Refusal> OwnedValues::request_fork(GlobalId value, GlobalId fork, 
   auto it = owned_.find(value);
   if (!first) {
     if (it != owned_.end() && it->second.forks.contains(fork)) return std::nullopt;
-    return why_gone(value);  // or it was counted and deleted since: then nobody reads this answer
+    return why_gone(value);  // if counted and deleted since, nothing reads this answer
   }
   if (it == owned_.end()) {
     if (!may_come(value)) return why_gone(value);
@@ -134,7 +134,7 @@ std::size_t OwnedValues::remembered() const {
 
 bool OwnedValues::may_come(GlobalId value) const {
   const PeerId creator = creator_of(value);
-  if (creator == self_) return false;  // what we expect of ourselves is in the table
+  if (creator == self_) return false;  // values that this worker itself creates are in the table
   switch (presence_.of(creator)) {
     case Presence::Standing::kUnknown:
       return true;

@@ -10,15 +10,15 @@
 
 namespace torchspan::rpc {
 
-/// An owner's part of the reference protocol. A value is *heard of* when a use or a fork of it came before
-/// its creation, *alive* when the creation came and somebody elsewhere holds a fork, and gone otherwise. What
-/// is heard of always becomes alive or fails: its creator says when it gives up, and a creator that is gone
-/// brings nothing any more. Pure: see RRefTable.
+/// Implements an owner's part of the reference protocol. A value is *heard of* if a use or a fork of it
+/// arrived before its creation, *alive* if the creation arrived and another worker holds a fork, and gone
+/// otherwise. A value heard of always becomes alive or fails: its creator reports that it gave up, and a
+/// creator that is gone creates nothing any more. Pure: see RRefTable.
 class OwnedValues {
  public:
   using Keep = RRefEffects::Keep;
   using Effects = RRefEffects;
-  /// A value that a handle names: what holds it, or why it cannot be had.
+  /// A value that a handle names: its owner's reference, or why the value is not available.
   struct Found {
     Keep owner;
     std::optional<Refusal> refusal;
@@ -27,27 +27,32 @@ class OwnedValues {
   explicit OwnedValues(const Presence& presence) : presence_(presence) {}
   void begin(PeerId self) { self_ = self; }
 
-  /// A fork held by `holder` exists from now on; `owner` stays alive with it. False when the holder is gone.
+  /// Adds a fork held by `holder`; `owner` stays alive with it. Returns false if the holder is gone.
   bool add_fork(GlobalId value, GlobalId fork, PeerId holder, const Keep& owner);
   Keep find(GlobalId value) const;
-  /// A creation by this worker itself is on the way: kept, whatever its forks, until own_creation_ended().
+  /// Keeps a value that this worker itself is creating, with or without forks, until own_creation_ended().
   void expect_own(GlobalId value, const Keep& owner);
-  /// It came, or failed: the value lives by its forks from now on.
+  /// Ends such a creation, arrived or failed: from then on, forks keep the value.
   void own_creation_ended(GlobalId value, Effects& effects);
-  /// Another worker's creation came, with `fork` for its creator. Gives what is to be filled, `fresh` or what
-  /// others found before; null when it does not count: it was given up, or its creator is gone.
+  /// Counts another worker's creation that arrived, with `fork` for its creator. Returns the reference to
+  /// fill: `fresh`, or the one that earlier uses found. Returns null if the creation does not count: it was
+  /// given up, or its creator is gone.
   Keep creation_came(GlobalId value, GlobalId fork, const Keep& fresh);
-  /// The creator gave up: what has not come does not count any more, and fails for those who wait.
+  /// Handles a creation that its creator gave up: if it has not arrived, it no longer counts, and the calls
+  /// that wait for it fail.
   void creation_given_up(const RRefMessage& message, PeerId creator, Effects& effects);
 
-  /// Counts a user's fork. Copies of a request, known by its number, get the same answer and change nothing.
+  /// Counts a user's fork. Copies of a request, recognized by its number, get the same answer and change
+  /// nothing.
   std::optional<Refusal> request_fork(GlobalId value, GlobalId fork, std::uint64_t number, PeerId holder);
-  /// A handle came home. `fresh` holds what is only heard of.
+  /// Finds the value of a handle that returned to its owner. `fresh` becomes the reference of a value that is
+  /// only heard of.
   Found come_home(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh, Effects& effects);
   void remove_fork(GlobalId value, GlobalId fork, const Refusal& why, Effects& effects);
-  /// Who holds a fork, if it is counted.
+  /// Returns the holder of a fork, if the fork is counted.
   std::optional<PeerId> holder_of(GlobalId value, GlobalId fork) const;
-  /// A worker died or left: its forks are gone, and so is what only it could have brought.
+  /// Handles a worker that died or left: removes its forks, and fails the values that only it could have
+  /// created.
   void depart(PeerId peer, Effects& effects);
 
   using Forks = std::map<GlobalId, GlobalId>;  ///< fork -> value
@@ -56,18 +61,18 @@ class OwnedValues {
 
   struct Owned {
     Keep owner;                        ///< null: heard of by fork requests only
-    std::map<GlobalId, PeerId> forks;  ///< fork -> who holds it
+    std::map<GlobalId, PeerId> forks;  ///< fork -> holder
     bool came = true;                  ///< false: heard of
   };
   const std::map<GlobalId, Owned>& all() const { return owned_; }
   std::size_t size() const { return owned_.size(); }
   std::size_t forks() const { return forks_; }
-  /// Memory that is not a living reference's: gaps among numbers, and reasons kept for late comers.
+  /// Counts what is kept besides living references: gaps among numbers, and reasons kept for late requests.
   std::size_t remembered() const;
 
  private:
   using Entry = std::map<GlobalId, Owned>::iterator;
-  /// Whether a value that is not here may still be created.
+  /// Whether a value that is not in the table may still be created.
   bool may_come(GlobalId value) const;
   Refusal why_gone(GlobalId value) const;
   void remember(GlobalId value, Refusal why);
@@ -79,9 +84,9 @@ class OwnedValues {
   PeerId self_;
   std::map<GlobalId, Owned> owned_;
   std::size_t forks_ = 0;
-  std::map<PeerId, NumberSet> created_;    ///< by creator: creations that came or were given up
+  std::map<PeerId, NumberSet> created_;    ///< by creator: creations that arrived or were given up
   std::map<PeerId, NumberSet> requested_;  ///< by holder: fork requests that were answered
-  std::map<GlobalId, Refusal> reasons_;    ///< of values gone lately, for the texts of errors only
+  std::map<GlobalId, Refusal> reasons_;    ///< of values gone recently, for error messages only
   std::deque<GlobalId> oldest_reasons_;
 };
 

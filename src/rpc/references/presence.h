@@ -8,19 +8,19 @@
 
 namespace torchspan::rpc {
 
-/// Which processes are in the world, for the reference protocol: part of its state machine, so that it changes
-/// between two of the protocol's events and never during one.
+/// Records which processes are in the world, for the reference protocol. It is part of the protocol's state
+/// machine, so it changes between two events and never during one.
 class Presence {
  public:
   enum class Standing {
     kPresent,
-    kUnknown,  ///< its joining has not been heard of yet
+    kUnknown,  ///< its join has not been reported yet
     kGone,     ///< it died or left, or another process has its rank
   };
 
-  /// Nobody is known any more but this worker itself.
+  /// Forgets all processes except this worker.
   void begin(PeerId self) { latest_ = {{self.rank, Latest{self.incarnation, true}}}; }
-  /// The process whose place the newcomer takes, if its end had not been told.
+  /// Adds a process. Returns the process that had its rank, if that one's end had not been reported.
   std::optional<PeerId> join(PeerId peer) {
     auto [it, fresh] = latest_.try_emplace(peer.rank, Latest{peer.incarnation, true});
     if (fresh || it->second.incarnation > peer.incarnation) return std::nullopt;
@@ -28,7 +28,7 @@ class Presence {
     if (!before.present || before.incarnation == peer.incarnation) return std::nullopt;
     return PeerId{peer.rank, before.incarnation};
   }
-  /// False when that was known.
+  /// Marks a process as gone. Returns false if that was known.
   bool depart(PeerId peer) {
     auto [it, fresh] = latest_.try_emplace(peer.rank, Latest{peer.incarnation, false});
     if (fresh) return true;
@@ -43,7 +43,7 @@ class Presence {
     return it_is ? Standing::kPresent : Standing::kGone;
   }
   bool present(PeerId peer) const { return of(peer) == Standing::kPresent; }
-  /// The latest process of a rank, gone or not.
+  /// Returns the latest process of a rank, gone or not.
   PeerId latest(std::uint32_t rank) const {
     const auto it = latest_.find(rank);
     return {rank, it == latest_.end() ? 0 : it->second.incarnation};

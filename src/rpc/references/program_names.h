@@ -12,17 +12,17 @@
 
 namespace torchspan::rpc {
 
-/// The blob of a creation's request that names its call site.
+/// Names the blob with the call site of a creation's request.
 inline constexpr const char* kSiteBlob = "rpc.site";
-/// The call site of a creation, as its request carries it; empty if it is not known.
+/// Encodes the call site of a creation for its request; empty if the site is not known.
 Bytes encode_site(const SourceLocation& site);
 
-/// Names of types and source files, of this program and of other workers', for lists of references.
+/// Stores names of types and source files, of this program and of other workers', for lists of references.
 /// Thread-safe.
 class ProgramNames {
  public:
   void add_type(std::uint64_t tag, const std::string& name);
-  /// The same for a name from another worker; ignored if it does not match its tag.
+  /// Adds a name from another worker; ignores it if it does not match its tag.
   void check_and_add_type(std::uint64_t tag, const std::string& name);
   bool knows_type(std::uint64_t tag) const;
   std::unordered_map<std::uint64_t, std::string> types() const;

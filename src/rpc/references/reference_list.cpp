@@ -16,7 +16,7 @@ constexpr std::size_t kPortion = 256;
 
 std::string text(GlobalId id) { return std::to_string(id.worker) + ":" + std::to_string(id.local); }
 
-/// Calls `add` for the next entries of a map after `last`; false when these were all.
+/// Calls `add` for the next entries of a map after `last`. Returns false if these were all.
 template <class Map, class Add>
 bool read_portion(const Map& map, std::optional<GlobalId>& last, Add&& add) {
   auto it = last ? map.upper_bound(*last) : map.begin();
@@ -38,7 +38,7 @@ struct Entry {
   std::uint64_t tag = 0;
   KnownSize size = {};
   bool there = true;
-  std::shared_ptr<void> pinned = {};  ///< its end takes the lock
+  std::shared_ptr<void> pinned = {};  ///< its destructor takes the lock
 
   void read(const OwnerReference& reference) {
     origin = reference.origin();
@@ -78,7 +78,7 @@ void read_held(const SharedRRefTable& shared, std::vector<Entry>& entries) {
     const HeldReferences& held = shared.table.held();
     more = read_portion(held.all(), last, [&](GlobalId fork, const HeldReferences::User& user) {
       auto alive = user.reference.lock();
-      if (!alive) return;  // it ends at this moment
+      if (!alive) return;  // it is just ending
       Entry entry{.role = held.pending(fork) ? RRefInfo::Role::kPendingFork : RRefInfo::Role::kUser,
                   .fork = fork};
       entry.read(static_cast<const UserReference&>(*std::static_pointer_cast<Reference>(alive)));

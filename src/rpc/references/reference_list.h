@@ -9,10 +9,11 @@
 
 namespace torchspan::rpc {
 
-/// All entries of a worker's table of references, oldest first. Holds the table's lock for short portions.
+/// Returns all entries of a worker's table of references, oldest first. Holds the table's lock for short
+/// portions.
 std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
                                       Endpoint& endpoint);
-/// Only the values here that other workers refer to.
+/// Returns only the values here that other workers refer to.
 std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
                                         Endpoint& endpoint);
 

@@ -34,7 +34,7 @@ OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, Gl
 void OwnerReference::set(ValuePtr value) {
   try {
     if (const KnownSize size = value->size()) size_.store(static_cast<std::int64_t>(*size));
-  } catch (...) {  // a value whose size cannot be told is a value
+  } catch (...) {  // a value of unknown size is still a value
   }
   promise_.set_value(std::move(value));
 }

@@ -11,27 +11,27 @@ namespace torchspan::rpc {
 
 class References;
 
-/// Where an entry in the books came from, for people.
+/// Where an entry of the table came from, for people.
 struct Origin {
-  const char* file = "";   ///< of the program, or kept by References
-  std::uint32_t line = 0;  ///< 0: the place is not known here
-  bool copied = false;     ///< it came from another worker, `from`, and was not made for this one
+  const char* file = "";   ///< belongs to the program, or to References
+  std::uint32_t line = 0;  ///< 0: the line is not known here
+  bool copied = false;     ///< received from another worker, `from`, not made for this one
   std::uint32_t from = 0;
   TimePoint since{};
 };
 
-/// An owner's hold on a value that is there, or that a creation on its way will bring.
+/// Holds a value on its owner: one that exists, or that a creation in flight will make.
 class OwnerReference final : public Reference {
  public:
   OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, GlobalId value, std::uint64_t tag,
                  Origin origin);
-  /// The creation arrived: its result, or its failure. Only the first call counts.
+  /// Sets the result or the failure of the creation. Only the first call counts.
   void set(ValuePtr value);
   void set_error(std::exception_ptr error) { promise_.set_error(std::move(error)); }
-  /// Both under the lock of References.
+  /// Call both with the lock of References held.
   const Origin& origin() const { return origin_; }
   void set_origin(const Origin& origin) { origin_ = origin; }
-  /// Bytes of data, when it was made.
+  /// Returns the bytes of data, counted when the value was made.
   KnownSize size() const;
 
   bool is_owner() const override { return true; }
@@ -55,7 +55,7 @@ class OwnerReference final : public Reference {
   Future<ValuePtr> slot_;
 };
 
-/// A user's fork of a value that lives elsewhere. Its destruction tells the owner.
+/// A user's fork of a value on another worker. Its destructor reports the end to the owner.
 class UserReference final : public Reference {
  public:
   struct Ids {
@@ -69,7 +69,8 @@ class UserReference final : public Reference {
   ~UserReference() override;
   void confirm() { ready_.set_value(); }
   void fail(std::exception_ptr error) { ready_.set_error(std::move(error)); }
-  /// The worker shut down: every later use throws, and the destructor is silent.
+  /// Detaches the reference when its worker shuts down: every later use throws, and the destructor sends
+  /// nothing.
   void detach() { detached_.store(true, std::memory_order_release); }
   PeerId owner_peer() const { return ids_.owner; }
   const Origin& origin() const { return origin_; }

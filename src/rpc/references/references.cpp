@@ -89,7 +89,7 @@ void References::own_creation_failed(std::shared_ptr<OwnerReference> owner, std:
     MutexLock lock(shared_->mutex);
     shared_->table.owned().own_creation_ended(owner->value_id(), effects);
   }
-  effects.released.push_back(std::move(owner));  // its value may be there after all
+  effects.released.push_back(std::move(owner));  // it may hold a value all the same
   driver_->apply(std::move(effects));
 }
 
@@ -127,7 +127,7 @@ void References::creation_failed(const std::shared_ptr<UserReference>& user,
     MutexLock lock(shared_->mutex);
     if (story.kind() == ErrorKind::kRemoteFailure) {
       shared_->table.held().created(user->fork_id(),
-                                    effects);  // its owner answered: a value that is a failure
+                                    effects);  // its owner answered: the value is a failure
     } else {
       shared_->table.held().give_up(user->fork_id(), story.message(), effects);
     }
@@ -168,7 +168,7 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
     }
   }
   driver_->apply(std::move(effects));
-  return kept ? std::static_pointer_cast<OwnerReference>(kept) : fresh;  // nobody else's when it is late
+  return kept ? std::static_pointer_cast<OwnerReference>(kept) : fresh;  // unshared if it does not count
 }
 
 bool References::send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
@@ -195,16 +195,16 @@ std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_p
   for (const auto& reference : references) {
     if (!reference) continue;
     const auto state = std::static_pointer_cast<Reference>(reference);
-    state->endpoint();  // a deleted reference cannot travel
+    state->endpoint();  // throws if the reference is deleted
     const Future<void> ready = state->ready();
-    if (ready.done()) ready.wait();  // nor can one whose creation failed
+    if (ready.done()) ready.wait();  // throws if its creation failed
   }
   std::vector<wire::Handle> handles;
   handles.reserve(references.size());
   RRefTable::Effects effects;
   std::optional<Refusal> dead;
   {
-    MutexLock lock(shared_->mutex);  // once: who asks what is on its way hears of all of them or of none
+    MutexLock lock(shared_->mutex);  // once: an audit sees all of them or none
     bool all = true;
     for (auto it = references.begin(); it != references.end() && all; ++it) {
       wire::Handle& handle = handles.emplace_back();
@@ -291,7 +291,7 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
     }
   }
   if (!lost) return references;
-  driver_->let_go(std::move(references));  // the others came, and their sender hears that they are given back
+  driver_->let_go(std::move(references));  // gives the others back, which arrived
   throw Error(ErrorKind::kDisconnected,
               "a reference in this message was taken for lost when a connection broke; send it again");
 }
@@ -339,7 +339,7 @@ void References::clear() {
     shared_->table.clear(effects);
   }
   for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
-  // Calls that wait for a reference hold it too: they let go when it is settled.
+  // Calls that wait for a reference also hold it; they release it when it completes.
   const auto reason = std::make_exception_ptr(
       Error(ErrorKind::kCancelled, "this worker was shut down before the value came"));
   for (const auto& kept : effects.released) {

@@ -18,59 +18,60 @@ namespace torchspan::rpc {
 class References : public std::enable_shared_from_this<References> {
  public:
   References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self);
-  /// Before the first message: see RRefTable::begin.
+  /// Sets this worker's rank and incarnation, before the first message: see RRefTable::begin.
   void begin(PeerId self);
-  /// Before anything of that worker is heard, and once nothing can be sent to it any more.
+  /// Handles a worker that joined, before any of its messages, or one that departed, once nothing can be sent
+  /// to it any more.
   void joined(PeerId peer);
   void departed(PeerId peer);
 
   GlobalId next_id();
   ReferencePtr own(ValuePtr value, const std::string& type, SourceLocation site);
-  /// The same for a value that a creation on this worker will bring.
+  /// The same as own() for a value that a creation on this worker will make.
   std::shared_ptr<OwnerReference> begin_own_creation(const std::string& type, SourceLocation site);
   void own_creation_failed(std::shared_ptr<OwnerReference> owner, std::exception_ptr error);
-  /// A user reference to a value that `to` will create; kept until created() or creation_failed().
+  /// Makes a user reference to a value that `to` will create; keeps it until created() or creation_failed().
   std::shared_ptr<UserReference> begin_creation(std::uint32_t to, const std::string& type,
                                                 SourceLocation site);
   void created(const std::shared_ptr<UserReference>& user);
   void creation_failed(const std::shared_ptr<UserReference>& user, const std::exception_ptr& error);
-  /// Its request never left: the owner hears nothing of it unless it is told. creation_failed() follows.
+  /// Reports to the owner a creation whose request was never sent. creation_failed() follows.
   void creation_not_sent(GlobalId fork, const std::exception_ptr& error);
 
-  /// Owner: the reference that a creation from `from` fills, with its value or its failure; nobody else's
-  /// when it came before. Throws for what is no creation by `from` here. `site` is what encode_site() wrote,
-  /// or empty.
+  /// On the owner: returns the reference that a creation from `from` fills with its value or its failure; an
+  /// unshared one if the creation does not count. Throws if it is not a creation by `from` on this worker.
+  /// `site` is what encode_site() wrote, or empty.
   std::shared_ptr<OwnerReference> arriving_creation(const wire::Handle& handle, PeerId from, BytesView site);
 
-  /// Handles for references that travel to `to`. undo() takes them back after a failed send.
+  /// Makes handles for references to be sent to `to`. undo() takes them back after a failed send.
   std::vector<wire::Handle> to_handles(const std::vector<std::shared_ptr<void>>& references, PeerId to);
   void undo(const std::vector<wire::Handle>& handles);
-  /// References for handles that came from `from`. Throws when one of them was said to be lost; then the
-  /// others are given back.
+  /// Makes references for handles that came from `from`. If one of them was reported lost, gives the others
+  /// back and throws.
   std::vector<std::shared_ptr<void>> from_handles(const std::vector<wire::Handle>& handles, PeerId from);
 
-  /// A user reference ended.
+  /// Handles the end of a user reference.
   void release(GlobalId fork);
 
-  /// The messages of the protocol.
+  /// Returns the driver, which sends the protocol's messages.
   RRefDriver& driver() { return *driver_; }
   ProgramNames& names() { return names_; }
 
   RRefTable::Counts counts() const;
-  /// The books, oldest first; or of values here that others refer to alone.
+  /// Lists the table, oldest first; list_owners() only the values here that others refer to.
   std::vector<RRefInfo> list() const;
   std::vector<RRefInfo> list_owners() const;
-  /// Whether nothing of the protocol is on its way.
+  /// Whether nothing of the protocol is in flight.
   bool settled() const;
-  /// User references that the program still holds are given back to their owners now.
+  /// Gives the user references that the program still holds back to their owners.
   void delete_users();
   void clear();
 
  private:
-  /// False, and `dead` if that is why, when it cannot be sent.
+  /// Returns false if the reference cannot be sent; sets `dead` if its owner is gone.
   bool send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
                       std::optional<Refusal>& dead) TORCHSPAN_REQUIRES(shared_->mutex);
-  /// Nothing for one that its sender was told is lost.
+  /// Returns nullopt for a reference that this worker reported to its sender as lost.
   std::optional<std::shared_ptr<void>> from_handle(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> come_home(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> adopt(const wire::Handle& handle, PeerId from);

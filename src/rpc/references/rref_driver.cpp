@@ -9,9 +9,9 @@
 namespace torchspan::rpc {
 namespace {
 
-/// How often a message goes unanswered, or does not leave, before a worker that shuts down goes on without.
+/// How many attempts at a message fail or stay unanswered before a worker that shuts down gives it up.
 constexpr int kLastAttempts = 6;
-/// How often a worker is looked for whose joining has not been heard of.
+/// How many attempts a message to a worker whose join is unknown gets.
 constexpr int kLookedFor = 50;
 constexpr Duration kAuditPatience = std::chrono::seconds(10);
 constexpr Duration kReconnectDelay = std::chrono::milliseconds(100);
@@ -32,14 +32,14 @@ Request to_request(const RRefMessage& message) {
   return make_request(UserDelete{message.value, message.fork});
 }
 
-/// How long the given attempt waits for its answer.
+/// Returns how long the given attempt waits for its answer.
 Duration patience(int attempt) {
   Duration limit = kFirstAttempt;
   for (int i = 0; i < attempt && limit < kLongestAttempt; ++i) limit = limit * 3 / 2;
   return std::min(limit, kLongestAttempt);
 }
 
-/// After how long a worker that leaves tries the given time to reach a peer again: in all a peer that refuses
+/// Returns the pause before a worker that leaves tries again to reach a peer. In all, a peer that refuses
 /// connections has about as much time as one that is silent.
 Duration last_pause(int attempt) { return kReconnectDelay * (1 << std::min(2 * attempt, 6)); }
 
@@ -80,7 +80,7 @@ std::vector<GlobalId> RRefDriver::on_fork_audit(const std::vector<GlobalId>& for
   return shared_->table.held().missing(forks, from);
 }
 
-/// Asks again when this connection breaks too.
+/// Completes an audit; asks again if this connection breaks, too.
 class RRefDriver::AuditCompletion final : public Completion {
  public:
   AuditCompletion(std::shared_ptr<RRefDriver> owner, PeerId peer, int attempt, RRefTable::Forks asked)
@@ -125,7 +125,7 @@ std::optional<RRefDriver::Again> RRefDriver::audit_again(int attempt) const {
   return attempt + 1 < kLastAttempts ? std::optional(Again{last_pause(attempt), attempt + 1}) : std::nullopt;
 }
 
-/// The attempts' own connections broke too: that is no reason to ask once more.
+/// Ends an audit. The connections of its attempts broke, too; that is no reason to ask once more.
 void RRefDriver::give_up_audit(PeerId peer) {
   MutexLock lock(mutex_);
   audits_.erase(peer);
@@ -220,7 +220,7 @@ void RRefDriver::apply(RRefTable::Effects effects) {
 }
 
 void RRefDriver::let_go(std::vector<std::shared_ptr<void>> references) const {
-  // How many hold a value says nothing: who holds it too may let go at this moment.
+  // The use count does not matter: another holder may release the value at the same moment.
   std::erase_if(references, [](const std::shared_ptr<void>& kept) {
     return !kept || !std::static_pointer_cast<Reference>(kept)->is_owner();
   });
@@ -236,7 +236,7 @@ void RRefDriver::not_in_flight(const RRefMessage& message) {
   if (it != in_flight_.end() && --it->second == 0) in_flight_.erase(it);
 }
 
-/// Sends again whatever fails, for whatever reason; a peer that is gone needs no answer.
+/// Completes a control message: sends it again after any failure. A peer that is gone need not answer.
 class RRefDriver::ControlCompletion final : public Completion {
  public:
   ControlCompletion(std::shared_ptr<RRefDriver> owner, RRefMessage message, int attempt)

@@ -11,34 +11,34 @@
 
 namespace torchspan::rpc {
 
-/// A control message of the reference protocol, to be sent by whoever drives the table, again and again until
-/// it is answered or its receiver is gone. Idempotent.
+/// A control message of the reference protocol. The driver of the table sends it repeatedly until it is
+/// answered or its receiver is gone. Idempotent.
 struct RRefMessage {
   enum class Kind : std::uint8_t {
-    kForkRequest,  ///< user -> owner: this fork of the value exists, and I hold it
-    kChildAccept,  ///< child -> parent: the owner knows the child, let go of it
+    kForkRequest,  ///< user -> owner: this fork of the value exists, and the sender holds it
+    kChildAccept,  ///< child -> parent: the owner knows the child; release the parent
     kUserDelete,   ///< user -> owner: this fork is gone
-    kGivenUp,      ///< creator -> owner: the creation failed for me; if it has not come, it is not to count
+    kGivenUp,      ///< creator -> owner: the creation failed at the creator; if it has not arrived, ignore it
   };
   Kind kind = Kind::kForkRequest;
   PeerId to;
   GlobalId value;
   GlobalId fork;
-  std::uint64_t number = 0;  ///< fork requests: counts those to this owner, to know copies of one by
+  std::uint64_t number = 0;  ///< fork requests: counts those to this owner, to recognize copies
   std::string reason;        ///< kGivenUp: why
   friend bool operator==(const RRefMessage&, const RRefMessage&) = default;
 };
 
-/// Why a reference cannot be counted or a value cannot be had.
+/// Why a reference cannot be counted or a value is not available.
 struct Refusal {
   enum class Why : std::uint8_t {
-    kLetGo,        ///< nobody that the owner knew of held it any more
-    kHolderGone,   ///< the same; the last that let go of it was a worker that died or left: `who`
-    kCreatorGone,  ///< the value's creator is gone: it never came, or went with its holders
-    kGivenUp,      ///< its creator gave the creation up before it came: `text`
-    kOtherOwner,   ///< it belonged to a process that had the owner's rank before
+    kLetGo,        ///< no worker that the owner knew of held it any more
+    kHolderGone,   ///< the same; the last holder, `who`, died or left
+    kCreatorGone,  ///< the value's creator is gone; the value never arrived, or ended with its holders
+    kGivenUp,      ///< its creator gave up the creation before it arrived: `text`
+    kOtherOwner,   ///< its owner was a process that had the owner's rank before
     kOwnerGone,    ///< the owner died or left
-    kSenderGone,   ///< who sent the reference has died or left, and it was not counted
+    kSenderGone,   ///< the sender has died or left, and the reference was not counted
   };
   Why why = Why::kLetGo;
   PeerId who;
@@ -46,7 +46,7 @@ struct Refusal {
   friend bool operator==(const Refusal&, const Refusal&) = default;
 };
 
-/// What an operation on a table leaves to its driver, to be done outside its lock.
+/// What an operation on a table leaves for its driver to do outside its lock.
 struct RRefEffects {
   using Keep = std::shared_ptr<void>;
   struct Failed {
@@ -55,11 +55,12 @@ struct RRefEffects {
   };
   std::vector<RRefMessage> messages;  ///< to be sent
   std::vector<Keep> released;         ///< to be destroyed
-  std::vector<Failed> failed;         ///< to be told that their value never comes, and destroyed
+  std::vector<Failed> failed;         ///< to be failed, because their value never arrives, and destroyed
 };
 
-/// The numbers in a value's id: its creator counts the values that it makes on each owner, one by one, so
-/// that the owner knows in little memory which creations came.
+/// The first bit of the creator's incarnation in a value's id; the bits below it are the value's number. A
+/// creator numbers the values that it makes on each owner one by one, so that the owner needs little memory
+/// to know which creations arrived.
 inline constexpr int kIncarnationShift = 40;
 inline PeerId creator_of(GlobalId value) {
   return {value.worker, static_cast<std::uint32_t>(value.local >> kIncarnationShift)};

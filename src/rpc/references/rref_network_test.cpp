@@ -1,5 +1,5 @@
-// A thousand workers on the simulated network: what references cost, in messages and in memory, with the
-// driver, the handles and the acknowledgements that real workers have.
+// Measures what references cost on a thousand workers of the simulated network, in messages and in memory,
+// with the driver, the handles and the acknowledgements that real workers have.
 #include <deque>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -16,10 +16,10 @@
 namespace torchspan::rpc::rref_network_test {
 namespace {
 
-/// Workers that a worker has to do with: the next ones in a ring.
+/// How many workers each worker deals with: the next ones in a ring.
 constexpr std::uint32_t kNeighbours = 8;
 
-/// Jobs of all workers, run by the one thread that drives them.
+/// Queues the jobs of all workers for the one thread that drives them.
 class JobQueue final : public FutureHost {
  public:
   explicit JobQueue(Executor& executor) : executor_(executor) {}
@@ -37,7 +37,7 @@ class JobQueue final : public FutureHost {
   std::deque<UniqueFunction<void()>> jobs_;
 };
 
-/// What all workers share, and count.
+/// State and counters that all workers share.
 struct Shared {
   SimExecutor executor{7};
   net::SimNetwork network{executor, {}};
@@ -49,7 +49,7 @@ struct Shared {
 
 constexpr wire::MessageType kShare{0x8001};
 
-/// One worker: the reference driver over a transport, without threads.
+/// Implements a worker as the reference driver over a transport, without threads.
 class Node final : public Endpoint, public net::Handler {
  public:
   Node(Shared& shared, std::uint32_t rank)
@@ -135,7 +135,7 @@ class Node final : public Endpoint, public net::Handler {
     channel->send(wire::encode_frame(reply), {});
   }
 
-  // Endpoint: what nobody asks here
+  // Endpoint: unused here
   Pool& pool() override { std::abort(); }
   std::vector<WorkerInfo> workers() const override { std::abort(); }
   WorkerInfo info(const Destination&) const override { std::abort(); }
@@ -213,9 +213,9 @@ class Node final : public Endpoint, public net::Handler {
 
 /// What a number of references cost.
 struct Cost {
-  double messages = 0;         ///< of the protocol, for each
-  std::size_t remembered = 0;  ///< numbers that the worst worker keeps in the end
-  double bytes = 0;            ///< of memory in use in the end, of all workers
+  double messages = 0;         ///< of the protocol, per reference
+  std::size_t remembered = 0;  ///< most numbers that one worker keeps at the end
+  double bytes = 0;            ///< of memory in use at the end, of all workers
 };
 
 class NetworkWorld {
@@ -227,7 +227,8 @@ class NetworkWorld {
   }
   SimExecutor& executor() { return shared_.executor; }
 
-  /// Makes so many references, four to each value, and drops them again; some thousands live at any time.
+  /// Makes `references` references, four to each value, and drops them again; some thousands are alive at any
+  /// time.
   Cost share_and_drop(std::size_t references) {
     const std::size_t before = shared_.control;
     for (std::size_t made = 0; made < references; made += 4 * nodes_.size()) {
@@ -253,7 +254,7 @@ class NetworkWorld {
 
  private:
   std::uint32_t size() const { return static_cast<std::uint32_t>(nodes_.size()); }
-  /// The value that the worker just made, with three workers that are neither it nor the owner.
+  /// Shares the value that the worker just made with three workers, neither the worker nor the owner.
   void share_last(Node& node) {
     const ReferencePtr reference = made_by(node);
     for (std::uint32_t shared = 0, next = node.self().rank + 1; shared < 3; ++next) {
@@ -268,7 +269,7 @@ class NetworkWorld {
         return *it;
     }
   }
-  /// So many references of each worker, at random.
+  /// Drops `count` references of each worker, at random.
   void drop(std::size_t count) {
     for (const auto& node : nodes_) {
       auto& held = node->held();
@@ -279,7 +280,7 @@ class NetworkWorld {
     }
     settle();
   }
-  /// Until nothing is on its way.
+  /// Runs until nothing is in flight.
   void settle() {
     while (shared_.outstanding != 0 || shared_.jobs->run()) {
       for (const auto& node : nodes_) node->poll();
@@ -298,7 +299,7 @@ TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
   NetworkWorld world(1000);
   Cost few, many;
   world.executor().run([&] {
-    world.share_and_drop(4 * 1000 * kNeighbours);  // everybody has met its neighbours
+    world.share_and_drop(4 * 1000 * kNeighbours);  // every worker has met its neighbors
     few = world.share_and_drop(20'000);
     many = world.share_and_drop(100'000);
   });
@@ -323,8 +324,8 @@ struct Guest {
   }
 };
 
-// Were it let go of at once because the program holds it too, the program might let go a moment before, and
-// the value's destructor would run on the thread that reads messages.
+// The driver releases the value on the pool even if the program also holds it. Otherwise the program might
+// release it a moment earlier, and the value's destructor would run on the thread that reads messages.
 TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
   Shared shared;
   shared.executor.run([&] {

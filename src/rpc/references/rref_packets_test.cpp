@@ -1,4 +1,4 @@
-// What the workers of an RRefWorld do with what arrives.
+// How the workers of an RRefWorld handle what arrives.
 #include "rpc/references/rref_world.h"
 
 namespace torchspan::rpc::testing {
@@ -10,7 +10,7 @@ bool RRefWorld::deliver(std::size_t index) {
   index %= bag_.size();
   Worker* here = alive(bag_[index].to);
   const bool by_rank = bag_[index].kind == Packet::Kind::kControl || bag_[index].kind == Packet::Kind::kAudit;
-  if (here == nullptr && by_rank) {  // whoever has the rank now may get it, if its sender knows that one
+  if (here == nullptr && by_rank) {  // the process that has the rank now may get it, if the sender knows it
     Worker* sender = alive(bag_[index].from);
     here = &at(bag_[index].to.rank);
     if (!here->alive || sender == nullptr || !sender->table->presence().present(here->id)) here = nullptr;
@@ -46,7 +46,7 @@ bool RRefWorld::deliver(std::size_t index) {
         Book& book = books_.at(fork);
         if (is_protected(book) && !book.held.expired() && book.holder == here->id)
           fail("a reference that is here was said to be lost: " + str(fork));
-        book.living = false;  // should it come after all, it is refused
+        book.living = false;  // if it arrives later, it is refused
       }
       if (alive(packet.from) != nullptr) bag_.push_back(std::move(reply));
       break;

@@ -1,4 +1,5 @@
-// What the reference protocol costs in a large world: messages for each reference, and memory of the tables.
+// Measures what the reference protocol costs in a large world: messages per reference, and memory of the
+// tables.
 #include <algorithm>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -11,8 +12,8 @@ namespace {
 
 using Kind = RRefMessage::Kind;
 
-/// A world of tables whose messages come at once, in order. Values are made at random places, each shared
-/// with some workers, user to user, and dropped by all of them.
+/// Simulates a world of tables whose messages arrive at once, in order. Makes values at random places; each
+/// is shared with some workers, user to user, and dropped by all of them.
 class LargeWorld {
  public:
   LargeWorld(std::uint32_t workers, std::uint64_t seed) : random_(seed) {
@@ -23,7 +24,7 @@ class LargeWorld {
     }
   }
 
-  /// A value with a creator and `sharers` more references, `living` of such at any time.
+  /// Makes a value, its creator's reference to it, and `sharers` more references.
   void make(std::size_t sharers) {
     const std::uint32_t creator = draw(), owner = other_than(creator);
     const GlobalId value = tables_[creator]->next_value(owner), fork = tables_[creator]->next_id();

@@ -1,5 +1,5 @@
-// A random search through schedules of the reference protocol: what a model checker would do, without the
-// completeness. TORCHSPAN_CASES sets how many; `make long` runs a million.
+// Searches random schedules of the reference protocol, as a model checker does, but not completely.
+// TORCHSPAN_CASES sets how many; `make long` runs a million.
 #include <algorithm>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,8 @@ namespace {
 
 std::size_t workers_of(std::uint64_t seed) { return 3 + seed % 4; }
 
-/// Some schedules have no crashes, some no losses: what goes wrong without them needs none to be found.
+/// Makes a random schedule. Some have no crashes, some no losses, so that failures that need neither show
+/// without them.
 RRefSchedule schedule_of(std::uint64_t seed) {
   using Kind = RRefStep::Kind;
   std::mt19937_64 random(seed * 0x9e3779b97f4a7c15u + 1);
@@ -55,7 +56,7 @@ std::string failure_of(const RRefSchedule& schedule, std::uint64_t seed) {
   return RRefWorld(workers_of(seed), seed).run(schedule);
 }
 
-/// Leaves out all the steps that the failure does not need, larger pieces first.
+/// Removes all the steps that the failure does not need, larger pieces first.
 RRefSchedule minimized(RRefSchedule schedule, std::uint64_t seed) {
   for (std::size_t piece = schedule.size(); piece > 0; piece /= 2) {
     for (bool again = true; again;) {

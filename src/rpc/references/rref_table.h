@@ -9,10 +9,10 @@
 
 namespace torchspan::rpc {
 
-/// One worker's part of the reference protocol as a pure state machine: what happens goes in, messages come
-/// out; no I/O, no clock, no lock (the driver holds one). Its rules: the owner hears of every deletion, a
-/// parent is kept until the owner knows its child, and who is gone holds nothing; so a value lives exactly as
-/// long as any reference to it that a living worker holds by way of living ones. References are opaque here
+/// Implements one worker's part of the reference protocol as a pure state machine: events in, messages out;
+/// no I/O, no clock, no lock (the driver holds one). Its rules: the owner learns every deletion, a parent is
+/// kept until the owner knows its child, and a peer that is gone holds nothing. So a value lives exactly as
+/// long as a living worker holds a reference to it that it got by way of living ones. References are opaque
 /// and kept alive by shared pointers. docs/architecture/rref.md has the protocol in prose.
 class RRefTable {
  public:
@@ -24,24 +24,24 @@ class RRefTable {
     std::size_t forks = 0;             ///< forks of those
     std::size_t users = 0;             ///< our references to values elsewhere
     std::size_t pending_users = 0;     ///< those of them that the owner has not confirmed
-    std::size_t pending_children = 0;  ///< our references kept for a child on its way
-    std::size_t remembered = 0;        ///< what is kept of things that are gone; bounded
+    std::size_t pending_children = 0;  ///< our references kept for a child in flight
+    std::size_t remembered = 0;        ///< what is kept about things that are gone; bounded
   };
 
   explicit RRefTable(std::uint32_t self);
   RRefTable(const RRefTable&) = delete;
 
-  /// The worker's place is known. Ids of who had it before are not used again.
+  /// Sets this worker's rank and incarnation. Does not reuse ids of processes that had the rank before.
   void begin(PeerId self);
   PeerId self() const { return self_; }
   const Presence& presence() const { return presence_; }
-  /// A worker is in the world: before anything of it is handled.
+  /// Adds a worker to the world, before anything from it is handled.
   void join(PeerId peer, Effects& effects);
-  /// It died or left: after the last moment at which anything can be sent to it.
+  /// Removes a worker that died or left, when nothing can be sent to it any more.
   void depart(PeerId peer, Effects& effects);
 
   GlobalId next_id();
-  /// The id of a value that this worker makes on `owner`.
+  /// Returns the id of a value that this worker makes on `owner`.
   GlobalId next_value(std::uint32_t owner);
 
   OwnedValues& owned() { return owned_; }
@@ -49,31 +49,31 @@ class RRefTable {
   HeldReferences& held() { return held_; }
   const HeldReferences& held() const { return held_; }
 
-  /// A reference leaves for `to`: the handle's fork. Nothing when `to` is gone.
+  /// Sends a reference to `to`: returns the fork for its handle, or nullopt if `to` is gone.
   std::optional<GlobalId> send_owner(GlobalId value, const Keep& owner, PeerId to);
   std::optional<GlobalId> send_user(const Keep& user, PeerId to);
-  /// The message with that handle could not be sent.
+  /// Takes back a handle whose message could not be sent.
   void unsend(const wire::Handle& handle, Effects& effects);
-  /// A handle to a value of ours came from `from`.
+  /// Finds a value of this worker by a handle that came from `from`.
   OwnedValues::Found come_home(const wire::Handle& handle, PeerId from, const Keep& fresh, Effects& effects);
 
-  /// A control message; the refusal is the answer to a fork request. `incarnation`: the owner's that a fork
-  /// request means.
+  /// Handles a control message; the refusal is the answer to a fork request, whose `to` names the owner's
+  /// incarnation that it means.
   std::optional<Refusal> receive(const RRefMessage& message, PeerId from, Effects& effects);
 
-  /// What `peer` holds of ours or is to get: to be asked for after its connection broke.
+  /// Returns what `peer` holds of this worker's or is to get, to ask it after its connection broke.
   Forks forks_at(PeerId peer) const;
-  /// `peer` says that it never got that fork.
+  /// Handles a fork that its receiver reports as lost.
   void lost(GlobalId value, GlobalId fork, Effects& effects);
 
   Counts counts() const;
-  /// Shutdown: lets go of everything.
+  /// Releases everything, for shutdown.
   void clear(Effects& effects);
 
  private:
   PeerId self_;
   std::uint64_t counter_ = 0;
-  std::map<std::uint32_t, std::uint64_t> values_;  ///< by owner's rank: those made so far
+  std::map<std::uint32_t, std::uint64_t> values_;  ///< by owner's rank: how many were made so far
   Presence presence_;
   OwnedValues owned_{presence_};
   HeldReferences held_{presence_};

@@ -13,7 +13,7 @@ using Keep = RRefTable::Keep;
 
 Keep thing() { return std::make_shared<int>(42); }
 
-/// The table of worker 0 in a world of three, and what it asks for.
+/// The table of worker 0 in a world of three, and the effects that it asks for.
 struct Table : RRefTable {
   Table() : RRefTable(0) {
     join(kOther, effects);
@@ -30,7 +30,7 @@ struct Table : RRefTable {
   }
   Effects effects;
 };
-/// The nth value that worker 1 makes on worker 0.
+/// Returns the id of the nth value that worker 1 makes on worker 0.
 GlobalId made_by_other(std::uint64_t n) { return {kOther.rank, n}; }
 
 TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
@@ -169,8 +169,8 @@ TEST(RRefTable, WaitsForACreatorWhoseJoiningIsNotKnownYet) {
   EXPECT_EQ(table.counts().forks, 2u);
 }
 
-// remote() to oneself and the first use of its RRef are two messages to oneself, which may be served in
-// either order: the use must find the reference that the creation will fill.
+// remote() to the worker itself and the first use of its RRef are two messages to the worker itself, which
+// may be served in either order. The use must find the reference that the creation will fill.
 TEST(RRefTable, FindsAnExpectedValueAfterItsReferenceTravelledAheadOfItsCreation) {
   Table table;
   const Keep owner = thing();

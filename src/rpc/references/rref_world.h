@@ -14,24 +14,24 @@
 
 namespace torchspan::rpc::testing {
 
-/// One step of a schedule. Numbers mean the nth of what there is at that moment, so a schedule stays one when
-/// steps are left out.
+/// One step of a schedule. Numbers select the nth of what exists at that moment, so a schedule stays valid
+/// when steps are left out.
 struct RRefStep {
   enum class Kind : std::uint8_t {
-    kDeliver,      ///< any message that is on its way, in any order
-    kNews,         ///< a worker hears of the next joining or death
+    kDeliver,      ///< any message in flight, in any order
+    kNews,         ///< a worker learns of the next join or death
     kCreate,       ///< remote(): a value on another worker, or on its own
     kOwnValue,     ///< a value of the worker itself
-    kShare,        ///< a reference goes to another worker, the owner and itself included
+    kShare,        ///< a worker sends a reference to another one, to the owner or to itself
     kShareFails,   ///< the same, and its message cannot be sent
-    kDrop,         ///< the program lets go of a reference
+    kDrop,         ///< the program releases a reference
     kCreateFails,  ///< remote() whose message cannot be sent
     kRefuse,       ///< a creation arrives and fails there, begun or not
     kGiveUp,       ///< a creator's deadline passes
     kRepeat,       ///< an unanswered control message is sent once more
     kLose,         ///< a control message or its answer is lost
     kBreak,        ///< a connection breaks: some of what was on it is lost
-    kAudit,        ///< and what was lost is asked for
+    kAudit,        ///< a worker asks its peer which forks were lost
     kCrash,
     kRestart,
   };
@@ -41,25 +41,24 @@ struct RRefStep {
 };
 using RRefSchedule = std::vector<RRefStep>;
 
-/// A world of tables without workers, threads or time: a bag of messages, and programs that make, share and
-/// drop references as a schedule says. After each step it compares what the tables did with its own books:
-///  - a value that came is alive while its owner's program holds it, or a *protected* reference lives;
-///  - a protected reference is never refused, and its parent is kept until the owner knows of it;
-///  - a value comes to life and ends at most once.
-/// A reference is protected unless, before its owner knew of it, one that it was copied from was lost with a
-/// worker that crashed or by its creation being given up; and nothing is, of a value that never came.
+/// Simulates a world of tables without workers, threads or time: a bag of messages, and programs that make,
+/// share and drop references as a schedule says. Compares the tables with a model after each step: a value
+/// that arrived is alive while its owner's program holds it or a protected reference (see is_protected())
+/// lives; a protected reference is never refused, and its parent is kept until the owner knows it; a value
+/// becomes alive and ends at most once.
 class RRefWorld {
  public:
   RRefWorld(std::size_t workers, std::uint64_t seed);
   ~RRefWorld();
   RRefWorld(const RRefWorld&) = delete;
 
-  /// Runs the schedule, then lets everything end; returns what went wrong first, or nothing.
+  /// Runs the schedule, then ends everything. Returns the first failure, or an empty string.
   std::string run(const RRefSchedule& schedule);
-  /// What happened, a line each, when asked for before run().
+  /// Records what happens in story(), one line per event; call it before run().
   void trace() { tracing_ = true; }
   const std::string& story() const { return story_; }
-  /// How much each kind of step found to do: a search that never does a thing proves nothing about it.
+  /// Returns how often each kind of step found something to do: a search that never does a thing proves
+  /// nothing about it.
   const std::array<std::size_t, RRefStep::kKinds>& done() const { return done_; }
   std::size_t messages() const { return messages_; }
   std::size_t references() const { return books_.size(); }
@@ -67,14 +66,14 @@ class RRefWorld {
  private:
   struct Object;
   using ObjectPtr = std::shared_ptr<Object>;
-  /// What the world itself knows of a reference.
+  /// What the model knows of a reference.
   struct Book {
     std::size_t value = 0;
     PeerId holder;
-    std::optional<GlobalId> parent;  ///< copied from; none: from the owner, or the creation's own
+    std::optional<GlobalId> parent;  ///< copied from; none: sent by the owner, or the creation's
     bool creation = false;
     bool known = false;   ///< to the owner
-    bool living = true;   ///< on its way or held
+    bool living = true;   ///< in flight or held
     bool orphan = false;  ///< not protected any more
     std::weak_ptr<Object> held;
   };
@@ -83,7 +82,7 @@ class RRefWorld {
     PeerId owner, creator;
     bool came = false;      ///< its creation counted
     bool given_up = false;  ///< by its creator
-    bool failed = false;    ///< the owner knows that it never comes
+    bool failed = false;    ///< the owner knows that it never arrives
     std::weak_ptr<int> payload;
     int made = 0;
   };
@@ -92,7 +91,7 @@ class RRefWorld {
     bool alive = true;
     std::unique_ptr<RRefTable> table;
     std::vector<ObjectPtr> program;
-    std::deque<std::pair<PeerId, bool>> news;  ///< who joined (true) or died, in order
+    std::deque<std::pair<PeerId, bool>> news;  ///< peers that joined (true) or died, in order
     std::vector<std::pair<std::size_t, RRefMessage>> unanswered;
     std::map<GlobalId, ObjectPtr> creating;  ///< by fork: creations that were not answered
     std::multiset<PeerId> audits;            ///< connections that broke
@@ -149,14 +148,17 @@ class RRefWorld {
 
   Worker& at(std::uint32_t rank) { return workers_[rank % workers_.size()]; }
   Worker* alive(PeerId id);
+  /// Whether a reference is protected: it is unless, before its owner knew of it, one that it was copied from
+  /// was lost with a worker that crashed or because its creation was given up. References to a value that
+  /// never arrived are not protected.
   bool is_protected(const Book& book) const;
   Value& value_of(const wire::Handle& handle);
 
-  std::mt19937_64 random_;  ///< for the end only
+  std::mt19937_64 random_;  ///< for settle() only
   std::vector<Worker> workers_;
   std::vector<Packet> bag_;
   std::vector<Value> values_;
-  std::map<std::pair<PeerId, GlobalId>, std::size_t> by_id_;  ///< owner and id -> values_
+  std::map<std::pair<PeerId, GlobalId>, std::size_t> by_id_;  ///< owner and id -> index in values_
   std::map<GlobalId, Book> books_;                            ///< by fork
   std::size_t numbers_ = 0;
   std::size_t messages_ = 0;
@@ -166,7 +168,7 @@ class RRefWorld {
   bool tracing_ = false;
 };
 
-/// What the program and the tables hold: an owner's hold on a value, or a user's fork.
+/// What the program and the tables hold: an owner's reference to a value, or a user's fork.
 struct RRefWorld::Object {
   Object(RRefWorld& of, PeerId at, std::size_t number) : world(of), holder(at), value(number) {}
   Object(const Object&) = delete;

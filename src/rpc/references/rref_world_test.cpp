@@ -57,7 +57,7 @@ bool RRefWorld::is_protected(const Book& book) const {
   return book.living && !book.orphan && !value.failed && lives(value.owner) && lives(book.holder);
 }
 
-/// References that were copied from those and that their owner does not know go with them.
+/// Marks the references that were copied from `gone` and that their owner does not know: they are lost, too.
 void RRefWorld::orphan_below(const std::set<GlobalId>& gone) {
   for (auto& [fork, book] : books_) {
     if (book.known || !book.living) continue;
@@ -180,7 +180,7 @@ void RRefWorld::fail_creation(Worker& worker, GlobalId fork) {
   apply(worker, std::move(effects));
 }
 
-/// What it needs is a failure, or its function throws.
+/// Makes a creation fail: something it needs is a failure, or its function throws.
 bool RRefWorld::refuse(std::uint32_t pick) {
   for (std::size_t i = 0; i < bag_.size(); ++i) {
     Packet& packet = bag_[(i + pick) % bag_.size()];
@@ -224,7 +224,7 @@ bool RRefWorld::lose(std::uint32_t pick) {
   return false;
 }
 
-/// What its sender and receiver make of it.
+/// Handles a lost packet on its sender and its receiver.
 void RRefWorld::lose_packet(const Packet& packet) {
   if (packet.kind == Packet::Kind::kCarry) books_.at(packet.handle.fork).living = false;
   Worker* creator = nullptr;
@@ -391,7 +391,7 @@ void RRefWorld::step(const RRefStep& step) {
   check();
 }
 
-/// Compares the tables with the books.
+/// Compares the tables with the model.
 void RRefWorld::check() {
   std::vector<const Book*> kept_by(values_.size(), nullptr);
   for (const auto& [fork, book] : books_) {
@@ -424,7 +424,7 @@ std::string RRefWorld::run(const RRefSchedule& schedule) {
   return failure_;
 }
 
-/// Nothing more is done by programs, and nobody crashes: everything must come to its end.
+/// Runs without more work by programs and without crashes until everything has ended.
 void RRefWorld::settle() {
   tell("the end begins");
   for (int i = 0; i < 100'000; ++i) {

@@ -5,7 +5,7 @@
 
 namespace torchspan::rpc {
 
-/// A worker's table of references and its lock, which is never held while sending or destroying.
+/// Holds a worker's table of references and its lock, which is never held during a send or a destruction.
 struct SharedRRefTable {
   explicit SharedRRefTable(std::uint32_t self) : table(self) {}
 
