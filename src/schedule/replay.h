@@ -19,7 +19,9 @@ class Positions {
   bool has(const Action& action) const { return place_[number(action)] >= 0; }
   /// The action's position among its rank's actions.
   std::size_t place(const Action& action) const { return static_cast<std::size_t>(place_[number(action)]); }
-  int rank_of(const Action& action) const { return table_.rank_of_stage[static_cast<std::size_t>(action.stage)]; }
+  int rank_of(const Action& action) const {
+    return table_.rank_of_stage[static_cast<std::size_t>(action.stage)];
+  }
 
   /// Whether the micro-batch has backwards (in a checked table: at all stages or at none).
   bool goes_back(int micro_batch) const;

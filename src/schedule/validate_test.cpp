@@ -75,12 +75,13 @@ TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
 
 TEST(Validate, ShowsTheRingOfADeadlock) {
   // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
-  EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
-            "schedule 'mine': ranks wait for each other in a cycle; rank 0 at 0B0 (action 1 of its list) waits "
-            "for 1B0 of "
-            "rank 1, which comes after 1F1; rank 1 at 1F1 (action 1 of its list) waits for 0F1 of rank 0, "
-            "which comes "
-            "after 0B0");
+  EXPECT_EQ(
+      complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
+      "schedule 'mine': ranks wait for each other in a cycle; rank 0 at 0B0 (action 1 of its list) waits "
+      "for 1B0 of "
+      "rank 1, which comes after 1F1; rank 1 at 1F1 (action 1 of its list) waits for 0F1 of rank 0, "
+      "which comes "
+      "after 0B0");
 }
 
 TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {

@@ -22,8 +22,9 @@ std::uint64_t whole_pages(std::uint64_t bytes) {
 
 SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
   if (!is_sealed_memory_file(descriptor, size)) {
-    throw Error(ErrorKind::kInvalid,
-                "a member of the group passed memory that is not sealed or does not have the size that it declared");
+    throw Error(
+        ErrorKind::kInvalid,
+        "a member of the group passed memory that is not sealed or does not have the size that it declared");
   }
   SharedMemory memory = SharedMemory::map(descriptor, size, MAP_NORESERVE);
   if (!memory) {
@@ -50,10 +51,9 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
   size = whole_pages(size);
   Descriptor descriptor = create_memory_file("torchspan group");
   if (!descriptor || !seal_memory_file(descriptor, size, FilePages::kOnDemand)) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
-                    std::strerror(errno)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
+                            std::strerror(errno)));
   }
   return std::shared_ptr<Arena>(new Arena(std::move(descriptor), size));
 }
