@@ -30,6 +30,8 @@ using namespace fashion_mnist;
 namespace {
 
 struct Options : TrainingOptions {
+  Options() { epochs = 3; }
+
   std::string optimizer = "sgd";
   std::optional<double> lr;
   std::string graph;
@@ -45,7 +47,7 @@ void add_options(CLI::App& app, Options& options) {
                  "write the first step's graph over all workers here, for dot -Tsvg");
 }
 
-ts::optim::OptimizerSpec recipe(const Options& options) {
+ts::optim::OptimizerSpec optimizer_spec(const Options& options) {
   if (options.optimizer == "adagrad") return ts::optim::Adagrad{.lr = options.lr.value_or(0.01)};
   return ts::optim::SGD{.lr = options.lr.value_or(0.05), .momentum = 0.9};
 }
@@ -74,7 +76,7 @@ void write_graph(const std::string& path, const std::string& dot) {
 }
 
 void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
-  ts::optim::DistributedOptimizer optimizer(session, recipe(options), {model.features, model.classifier});
+  ts::optim::DistributedOptimizer optimizer(session, optimizer_spec(options), {model.features, model.classifier});
   Meter meter(session.runtime().executor, options, data.size());
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
@@ -120,7 +122,7 @@ void print_what_ran_where(const std::string& trainer, Model& model) {
 }
 
 void run(const Options& options) {
-  recipe(options);  // wrong options, like wrong data, are told before anybody waits for the others
+  optimizer_spec(options);  // wrong options, like wrong data, are told before anybody waits for the others
   const auto worker_options = ts::WorkerOptions::from_env();
   std::optional<Dataset> train_data, test_data;
   if (worker_options.environment.rank == 0) {
