@@ -110,9 +110,8 @@ void make_weights() {
     Pipeline alone(session.worker(), layers, {.balance = {3}, .workers = {session.worker().name()}});
     for (std::size_t layer = 0; layer < 3; ++layer) {
       const at::Tensor weight = alone.parameters().at(2 * layer).detach();
-      require(
-          std::memcmp(weight.data_ptr(), all.at(layer).data(), weight.nbytes()) == 0,
-          fmt::format("the weights of layer {} do not depend on the split", layer));
+      require(std::memcmp(weight.data_ptr(), all.at(layer).data(), weight.nbytes()) == 0,
+              fmt::format("the weights of layer {} do not depend on the split", layer));
     }
   }
   session.shutdown();

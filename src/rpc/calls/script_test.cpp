@@ -88,13 +88,13 @@ TEST(Script, NamesTheSchemaThatTheArgumentsDoNotFit) {
   on_first([](Worker& worker) {
     const at::Tensor x = at::ones({2});
     const std::map<std::string, c10::IValue> none;
-    for (const auto& [args, kwargs] :
+    for (const auto& given :
          std::vector<std::pair<std::vector<c10::IValue>, decltype(none)>>{{{}, none},
                                                                           {{x, 1.0, 2, 3}, none},
                                                                           {{x}, {{"unheard_of", 1}}},
                                                                           {{"text"}, none},
                                                                           {{x}, {{"x", x}}}}) {
-      const Error error = error_of([&] { worker.rpc_sync(1, "maths.affine", args, kwargs); });
+      const Error error = error_of([&] { worker.rpc_sync(1, "maths.affine", given.first, given.second); });
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
       EXPECT_THAT(error.message(), HasSubstr("affine(Tensor x, float by=2., int plus=1)"));
     }
