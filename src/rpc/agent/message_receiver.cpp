@@ -69,7 +69,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
     try {
       state_.references->driver().let_go(state_.references->from_handles(frame.handles, peer));
     } catch (const Error& error) {  // a reference in it was reported lost; no caller waits for it
-      state_.runtime.log.info(fmt::format("of a reply that came too late: {}", error.what()));
+      state_.runtime.log.info(fmt::format("reference in a late reply: {}", error.what()));
     }
     return;
   }
@@ -122,8 +122,8 @@ void MessageReceiver::on_closed(const std::shared_ptr<net::Channel>& channel, co
 void MessageReceiver::forget_channel(const std::shared_ptr<net::Channel>& channel,
                                      std::optional<std::uint32_t> peer, const Error& reason) {
   if (!peer) {
-    state_.runtime.log.info(fmt::format("a connection from {} closed before it said who it was: {}",
-                                        channel->peer(), reason.what()));
+    state_.runtime.log.info(
+        fmt::format("a connection from {} closed before its hello: {}", channel->peer(), reason.what()));
     return;
   }
   for (const IncomingPtr& call : state_.serving.of_channel(channel.get())) call->request_stop();

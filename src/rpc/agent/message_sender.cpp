@@ -123,7 +123,7 @@ void MessageSender::send_reply(SmallReply reply) {
     const bool full = error.kind() == ErrorKind::kOverloaded && !state_.stopping.load();
     if (!full || reply.deadline.passed(state_.runtime.executor.now())) {
       return state_.runtime.log.info(
-          fmt::format("the answer to '{}' has no way back: {}", reply.call, error.what()));
+          fmt::format("the reply to '{}' could not be sent: {}", reply.call, error.what()));
     }
     if (unsent_replies_.fetch_add(1) >= kMostUnsentReplies) {
       unsent_replies_.fetch_sub(1);

@@ -49,7 +49,7 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
       sender_.undo(info, out.frame);
       if (error.kind() != ErrorKind::kDisconnected) throw;
       state_.runtime.log.info(
-          fmt::format("the reply of '{}' has no way back: {}", call_->name, error.what()));
+          fmt::format("the reply to '{}' could not be sent: {}", call_->name, error.what()));
     }
   } catch (...) {
     sent_.store(false);

@@ -199,16 +199,15 @@ void RequestSender::cancel(std::uint64_t id) {
     } catch (const Error&) {  // the broken connection then stops the handler
     }
   }
-  call->completion->fail(annotate(
-      *call,
-      std::make_exception_ptr(Error(ErrorKind::kCancelled,
-                                    "its stop token was stopped; its handler over there is told to stop"))));
+  call->completion->fail(
+      annotate(*call, std::make_exception_ptr(Error(
+                          ErrorKind::kCancelled,
+                          "its stop token was stopped; its handler on the other worker is asked to stop"))));
 }
 
 void RequestSender::fail_expired() {
   for (PendingCall& call : state_.calls.take_expired(state_.runtime.executor.now())) {
-    Error error(ErrorKind::kTimedOut,
-                "no reply came before the deadline; the work may still happen over there");
+    Error error(ErrorKind::kTimedOut, "no reply came before the deadline; the remote work may still happen");
     call.completion->fail(annotate(call, std::make_exception_ptr(error)));
   }
 }

@@ -180,7 +180,7 @@ void RequestServer::serve(const IncomingPtr& call, const RequestHandler& handler
     if (call->deadline.passed(state_.runtime.executor.now()))
       throw Error(ErrorKind::kTimedOut, "the caller's deadline passed before the work could begin");
     if (call->stop_requested())
-      throw Error(ErrorKind::kCancelled, "the caller gave the call up before the work could begin");
+      throw Error(ErrorKind::kCancelled, "the caller cancelled the call before the work could begin");
     throw_first_failure(references);
     state_.serving.begin(*call);
     handler.serve(call, reply);

@@ -21,7 +21,7 @@ void UnknownPeers::receive(const std::shared_ptr<net::Channel>& channel, net::Me
     waiting.bytes += message.header.size();
     for (const Buffer& segment : message.segments) waiting.bytes += segment.size;
     if (waiting.bytes > kByteLimit)
-      throw Error(ErrorKind::kOverloaded, "the peer sends too much before anybody told us that it joined");
+      throw Error(ErrorKind::kOverloaded, "the peer sent too much before this worker learned that it joined");
     return waiting.messages.push_back(std::move(message));
   }
   const wire::FrameView frame = wire::decode_frame(message.header);
@@ -51,12 +51,12 @@ void UnknownPeers::admit() {
     } else if (!waiting.until.passed(now)) {
       still.push_back(std::move(waiting));
     } else {
-      reject_(
-          waiting.channel,
-          Error(ErrorKind::kDenied,
-                fmt::format("a peer calls itself '{}' (rank {}, instance {:x}), which is no member of this "
-                            "world; a worker of an earlier run may still be alive",
-                            waiting.hello.name, waiting.hello.rank, waiting.hello.instance)));
+      reject_(waiting.channel,
+              Error(ErrorKind::kDenied,
+                    fmt::format(
+                        "a peer calls itself '{}' (rank {}, instance {:x}), which is not a member of this "
+                        "world; a worker of an earlier run may still be alive",
+                        waiting.hello.name, waiting.hello.rank, waiting.hello.instance)));
     }
   }
   waiting_ = std::move(still);

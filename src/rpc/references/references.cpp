@@ -293,7 +293,7 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
   if (!lost) return references;
   driver_->let_go(std::move(references));  // gives the others back, which arrived
   throw Error(ErrorKind::kDisconnected,
-              "a reference in this message was taken for lost when a connection broke; send it again");
+              "a reference in this message was given up as lost when a connection broke; send it again");
 }
 
 void References::release(GlobalId fork) {

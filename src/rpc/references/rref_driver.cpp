@@ -281,7 +281,7 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
   auto endpoint = endpoint_.lock();
   const std::string who = endpoint ? fmt::format("worker '{}'", endpoint->name_of(refusal.who.rank))
                                    : fmt::format("rank {}", refusal.who.rank);
-  const std::string what = fmt::format("value {}:{} cannot be had: ", value.worker, value.local);
+  const std::string what = fmt::format("value {}:{} is not available: ", value.worker, value.local);
   const auto gone = [&](const std::string& why) { return Error(ErrorKind::kDisconnected, what + why); };
   switch (refusal.why) {
     case Refusal::Why::kHolderGone:
@@ -291,8 +291,8 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
     case Refusal::Why::kCreatorGone:
       return gone(who + ", which created it, died or left, and no other reference was known to its owner");
     case Refusal::Why::kGivenUp:
-      return Error(ErrorKind::kCancelled,
-                   fmt::format("{}{}, which created it, gave the creation up: {}", what, who, refusal.text));
+      return Error(ErrorKind::kCancelled, fmt::format("{}{}, which created it, cancelled the creation: {}",
+                                                      what, who, refusal.text));
     case Refusal::Why::kOtherOwner:
       return gone("it lived in an earlier process of its owner, which ended");
     case Refusal::Why::kOwnerGone:
