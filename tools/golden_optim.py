@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes src/optim/golden_optim.h: what PyTorch's optimizers and learning-rate schedulers make of fixed
+"""Writes src/optim/functional/golden_optim.h: what PyTorch's optimizers and learning-rate schedulers make of fixed
 gradients. Needs python3-torch (1.13 was used); run it from the repository root after a change of the cases.
 
 Start values and gradients are quotients of small integers, so that the test computes the same ones:
-see values() and gradient() here and in src/optim/golden_test.cpp."""
+see values() and gradient() here and in src/optim/functional/golden_test.cpp."""
 import torch
 
 STEPS = 200
@@ -84,7 +84,7 @@ def main():
              "#include <vector>", "", "namespace torchspan::optim::golden {", "", "// clang-format off",
              *table("kOptimizers", optimizers), *table("kSchedules", schedules), "// clang-format on", "",
              "}  // namespace torchspan::optim::golden", ""]
-    with open("src/optim/golden_optim.h", "w", encoding="utf-8") as out:
+    with open("src/optim/functional/golden_optim.h", "w", encoding="utf-8") as out:
         out.write("\n".join(lines))
 
 

@@ -1,7 +1,7 @@
 #include "autograd/extension_impl.h"
 
-#include "autograd/clear_gradients.h"
-#include "autograd/root_pass.h"
+#include "autograd/contexts/clear_gradients.h"
+#include "autograd/passes/root_pass.h"
 
 namespace torchspan::autograd {
 

@@ -4,13 +4,13 @@
 
 #include <torchspan/detail/autograd/extension.h>
 
-#include "autograd/context_lifetimes.h"
-#include "autograd/context_queries.h"
-#include "autograd/edge_interceptor.h"
-#include "autograd/pass_service.h"
-#include "autograd/registry.h"
-#include "autograd/stray_gradient_warning.h"
-#include "autograd/weak_worker.h"
+#include "autograd/contexts/context_lifetimes.h"
+#include "autograd/contexts/context_queries.h"
+#include "autograd/contexts/registry.h"
+#include "autograd/messages/weak_worker.h"
+#include "autograd/nodes/edge_interceptor.h"
+#include "autograd/passes/pass_service.h"
+#include "autograd/passes/stray_gradient_warning.h"
 
 namespace torchspan::autograd {
 

@@ -8,7 +8,7 @@
 #include <torchspan/detail/wire/frame.h>
 #include <torchspan/wire/types.h>
 
-#include "autograd/messages.h"
+#include "autograd/messages/messages.h"
 #include "core/api/sim_executor.h"
 #include "net/api/sim.h"
 #include "tests/support/fuzz_seeds.h"

@@ -9,7 +9,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 
-#include "data_parallel/broadcast.h"
+#include "data_parallel/module/broadcast.h"
 #include "data_parallel/toy_model.h"
 
 namespace torchspan::data_parallel {

@@ -6,10 +6,10 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/reducer.h>
 
-#include "data_parallel/agreement.h"
-#include "data_parallel/forward_mark.h"
-#include "data_parallel/pass_reducer.h"
-#include "data_parallel/reducer_agreement.h"
+#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/agreement/reducer_agreement.h"
+#include "data_parallel/passes/forward_mark.h"
+#include "data_parallel/passes/pass_reducer.h"
 #include "data_parallel/reducer_parts.h"
 
 namespace torchspan::data_parallel {

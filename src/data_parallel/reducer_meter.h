@@ -10,8 +10,8 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
 
-#include "data_parallel/buckets.h"
-#include "data_parallel/parameter_slots.h"
+#include "data_parallel/buckets/buckets.h"
+#include "data_parallel/passes/parameter_slots.h"
 
 namespace torchspan::data_parallel {
 

@@ -4,14 +4,14 @@
 #include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/runtime.h>
 
-#include "data_parallel/bucket_plan.h"
-#include "data_parallel/bucket_reducer.h"
-#include "data_parallel/forward_log.h"
-#include "data_parallel/hold_count.h"
-#include "data_parallel/parameter_slots.h"
+#include "data_parallel/buckets/bucket_plan.h"
+#include "data_parallel/buckets/bucket_reducer.h"
+#include "data_parallel/passes/forward_log.h"
+#include "data_parallel/passes/hold_count.h"
+#include "data_parallel/passes/parameter_slots.h"
+#include "data_parallel/passes/slot_hooks.h"
 #include "data_parallel/reducer_meter.h"
-#include "data_parallel/slot_hooks.h"
-#include "data_parallel/status_exchange.h"
+#include "data_parallel/rounds/status_exchange.h"
 
 namespace torchspan::data_parallel {
 

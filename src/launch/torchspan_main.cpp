@@ -4,7 +4,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/rendezvous/environment.h>
 
-#include "launch/command_line.h"
+#include "launch/commands/command_line.h"
 
 int main(int argc, char** argv) {
   // Opens the standard descriptors if they are closed, so that no pipe gets their numbers.

@@ -8,11 +8,11 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "net/api/stream.h"
-#include "rendezvous/client.h"
-#include "rendezvous/messages.h"
-#include "rendezvous/names.h"
+#include "rendezvous/client/client.h"
+#include "rendezvous/messages/messages.h"
+#include "rendezvous/messages/names.h"
 #include "rendezvous/process_stat.h"
-#include "rendezvous/store_server.h"
+#include "rendezvous/store/store_server.h"
 
 namespace torchspan::rendezvous {
 namespace {

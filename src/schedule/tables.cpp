@@ -5,7 +5,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "schedule/drawing.h"
+#include "schedule/drawing/drawing.h"
 
 namespace torchspan::schedule {
 namespace {

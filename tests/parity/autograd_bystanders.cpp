@@ -1,5 +1,5 @@
 // Effects of passes on others: callbacks, workers that take no part, and gradients that take long to arrive.
-#include "autograd/messages.h"
+#include "autograd/messages/messages.h"
 #include "tests/parity/autograd_slow.h"
 #include "tests/parity/rpc_faults.h"
 

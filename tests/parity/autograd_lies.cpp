@@ -1,6 +1,6 @@
 // A peer that sends wrong messages about passes: none of them removes a gradient without an error, and
 // impossible ones get an error.
-#include "autograd/messages.h"
+#include "autograd/messages/messages.h"
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_lies {

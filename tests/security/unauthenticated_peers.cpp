@@ -10,7 +10,7 @@
 #include "net/stream/socket.h"
 #include "net/tls/hello.h"
 #include "net/tls/tls_session.h"
-#include "rendezvous/messages.h"
+#include "rendezvous/messages/messages.h"
 #include "tests/security/unauthenticated_attack.h"
 #include "tests/support/fuzz_seeds.h"
 

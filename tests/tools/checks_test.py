@@ -81,12 +81,12 @@ class Arrows(Tree):
     def test_private_headers_stay_private(self):
         self.write("src/net/ring.h", "#pragma once\n")
         self.write("src/net/ring.cpp", '#include "net/ring.h"\n#include "ring.h"\n')
-        self.write("src/rendezvous/store.cpp", '#include "net/ring.h"\n')
+        self.write("src/rendezvous/store/store.cpp", '#include "net/ring.h"\n')
         self.write("include/torchspan/net/leak.h", '#pragma once\n#include "net/ring.h"\n')
         self.write("examples/peek.cpp", '#include "net/ring.h"\n')
         self.write("tests/cluster/peek_test.cpp", '#include "net/ring.h"\n')
         self.assert_reports("check-arrows",
-                            ("src/rendezvous/store.cpp:1", "private to room 'net'"),
+                            ("src/rendezvous/store/store.cpp:1", "private to room 'net'"),
                             ("include/torchspan/net/leak.h:2", "public header includes the private header"),
                             ("examples/peek.cpp:1", "private to room 'net'"))
 
@@ -94,7 +94,7 @@ class Arrows(Tree):
         self.write("include/torchspan/detail/net/channel.h", "#pragma once\n")
         self.write("include/torchspan/net.h", "#pragma once\n#include <torchspan/detail/net/channel.h>\n")
         self.write("src/net/api/sim.h", "#pragma once\n")
-        self.write("src/rendezvous/store.cpp", '#include <torchspan/detail/net/channel.h>\n#include "net/api/sim.h"\n')
+        self.write("src/rendezvous/store/store.cpp", '#include <torchspan/detail/net/channel.h>\n#include "net/api/sim.h"\n')
         self.assert_clean("check-arrows")
         self.write("src/wire/side.cpp", '#include "net/api/sim.h"\n#include <torchspan/net.h>\n')
         self.write("include/torchspan/net/leak.h", '#pragma once\n#include "net/api/sim.h"\n')
@@ -165,7 +165,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
                  "high_resolution_clock::now();", "std::this_thread::sleep_for(1s);", "usleep(3);", "::sleep(1);",
                  "std::promise<int> p;", "std::mutex m;", "epoll_wait(fd, e, 1, 0);"]
         self.write("src/net/door_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
-        self.write("src/core/executor.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
+        self.write("src/core/async/executor.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
         self.assert_reports("check-rules",
                             *((f"src/net/door_test.cpp:{row}", "[door]") for row in range(2, len(lines) + 2)))
 

@@ -1,0 +1,109 @@
+#include "autograd/contexts/context_lifetimes.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <torchspan/core/when_all.h>
+
+#include "autograd/messages/notification.h"
+#include "autograd/passes/pass_state.h"
+
+namespace torchspan::autograd {
+
+void ContextLifetimes::serve(rpc::Registrar& registrar) {
+  serve_answered(registrar, weak_from_this(), rpc::RunOn::kPool, &ContextLifetimes::release_notified);
+  registrar.handle<AdoptMember>(
+      rpc::RunOn::kPool, [weak = weak_from_this()](const rpc::CallInfo& call, const AdoptMember& message) {
+        return require_alive(weak)->adopt(call, message);
+      });
+  registrar.on_shutdown([weak = weak_from_this()] { return require_alive(weak)->releases_under_way(); });
+}
+
+std::shared_ptr<ContextState> ContextLifetimes::join(std::uint64_t id, std::uint32_t peer) {
+  auto context = registry_->find_or_create(id);
+  const auto added = context ? context->add_worker(peer) : ContextState::Added::kEnded;
+  if (added == ContextState::Added::kEnded) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("autograd context {:#x} has ended, so a request in it arrived too late", id));
+  }
+  if (added == ContextState::Added::kNow) add_peer(context, peer);
+  return context;
+}
+
+void ContextLifetimes::add_peer(const std::shared_ptr<ContextState>& context, std::uint32_t peer) {
+  const auto endpoint = worker_.endpoint();
+  if (endpoint && !endpoint->is_present(peer)) lost_peer(context);
+}
+
+void ContextLifetimes::worker_gone(std::vector<std::shared_ptr<ContextState>> contexts, std::uint32_t rank) {
+  const auto pool = worker_.host().lock();
+  if (!pool) return;
+  pool->post([self = shared_from_this(), contexts = std::move(contexts), rank] {
+    if (!self->worker_.endpoint()) return;
+    for (const auto& context : contexts) {
+      if (context->workers().contains(rank) || maker_of(context->id()) == rank) self->lost_peer(context);
+    }
+  });
+}
+
+/// A worker that this one communicated with in the context is gone.
+void ContextLifetimes::lost_peer(const std::shared_ptr<ContextState>& context) {
+  const Worker me = worker_.require();
+  const std::uint32_t maker = maker_of(context->id());
+  if (maker == me.endpoint()->self().rank) return;
+  const auto release_soon = [weak = weak_from_this(), id = context->id()] {
+    const auto self = weak.lock();
+    const auto pool = self ? self->worker_.host().lock() : nullptr;
+    if (pool) pool->post([self, id] { static_cast<void>(self->release(id)); });
+  };
+  if (!me.endpoint()->is_present(maker)) return release_soon();
+  const auto request = std::make_shared<Notification<AdoptMember>>(me, maker, AdoptMember{context->id()},
+                                                                   [release_soon](bool known) {
+                                                                     if (!known) release_soon();
+                                                                   });
+  static_cast<void>(request->start());
+}
+
+bool ContextLifetimes::adopt(const rpc::CallInfo& call, const AdoptMember& message) {
+  auto context = registry_->find(message.context);
+  return context && context->add_worker(call.peer) != ContextState::Added::kEnded;
+}
+
+Future<void> ContextLifetimes::release(std::uint64_t id) {
+  auto context = registry_->remove(id);
+  if (!context || !context->release()) return make_ready_future<void>();
+  if (auto pass = context->pass()) {
+    pass->ending().fail_here(
+        Error(ErrorKind::kCancelled, "the autograd context was released while its backward pass ran"));
+  }
+  auto endpoint = worker_.endpoint();
+  if (!endpoint) return make_ready_future<void>();
+  Future<void> notified = notify_all(Worker(endpoint), *context, ReleaseContext{id});
+  MutexLock lock(mutex_);
+  std::erase_if(releases_, [](const auto& release) { return release.second.done(); });
+  releases_.emplace(id, notified);
+  return notified;
+}
+
+Future<void> ContextLifetimes::released(std::uint64_t id) {
+  MutexLock lock(mutex_);
+  const auto found = releases_.find(id);
+  return found == releases_.end() ? make_ready_future<void>() : found->second;
+}
+
+void ContextLifetimes::release_notified(std::uint32_t, ReleaseContext message,
+                                        Answer<ReleaseContext> answer) {
+  const Future<void> notified = release(message.context);
+  if (notified.done()) return answer.give(Unit{});
+  notified.add_done_callback([answer = std::make_shared<Answer<ReleaseContext>>(std::move(answer))](
+                                 const Future<void>&) { answer->give(Unit{}); });
+}
+
+Future<void> ContextLifetimes::releases_under_way() {
+  std::vector<Future<void>> all;
+  MutexLock lock(mutex_);
+  for (const auto& [context, release] : releases_) all.push_back(release);
+  return when_all(std::move(all));
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,115 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <torchspan/autograd/context.h>
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/engine/gradient_map.h>
+
+#include "autograd/contexts/context_sends.h"
+
+namespace torchspan::autograd {
+
+class PassState;
+
+/// The rank of the worker that made an id, which is in its high bits.
+constexpr std::uint32_t maker_of(std::uint64_t id) { return static_cast<std::uint32_t>(id >> 48); }
+
+/// Counts of one worker's part of a pass.
+struct PassWork {
+  std::uint64_t executed = 0;            ///< nodes
+  std::uint64_t sent = 0, received = 0;  ///< messages with gradients
+};
+
+/// One worker's part of a context: the sends of its forward passes, the gradients of its parameters, the
+/// workers it communicated with, and the running pass. Thread-safe.
+class ContextState : public std::enable_shared_from_this<ContextState> {
+ public:
+  /// `worker` is the name of this worker.
+  ContextState(std::uint64_t id, std::shared_ptr<const std::string> worker)
+      : id_(id), worker_(std::move(worker)) {}
+
+  std::uint64_t id() const { return id_; }
+  /// Identifies the worker among those of this process: the address of its name, which is shared.
+  const void* worker() const { return worker_.get(); }
+  const std::string& worker_name() const { return *worker_; }
+  const engine::GradientMap& gradients() const { return gradients_; }
+  /// Changes the gradients for a pass. No effect if that pass has ended: a thread may still be in a node of a
+  /// pass that has failed.
+  void change_gradients(std::uint64_t pass, const std::function<void(engine::GradientMap&)>& change);
+  /// Clears the gradients. False, without effect, while a pass runs.
+  bool clear_gradients();
+
+  ContextSends& sends() { return sends_; }
+  const ContextSends& sends() const { return sends_; }
+
+  void add_taker(GradientTaker taker);
+  /// Offers a gradient to the takers. Nullopt if none took it.
+  std::optional<Future<void>> offer(std::uint64_t pass, const at::Tensor& parameter,
+                                    at::Tensor& gradient) const;
+
+  enum class Added : std::uint8_t {
+    kBefore,
+    kNow,    ///< for the first time
+    kEnded,  ///< the context has ended, and this worker will not notify that worker
+  };
+  Added add_worker(std::uint32_t rank);
+  std::set<std::uint32_t> workers() const;
+  /// Whether a question to all workers has reached this one for the first time.
+  bool is_first_of(std::uint64_t wave);
+
+  /// Held while a pass begins here, until its graph has been counted, so that no thread finds a pass that
+  /// cannot take gradients yet.
+  Mutex& beginning() { return beginning_; }
+  /// The running pass, or null.
+  std::shared_ptr<PassState> pass() const;
+  /// Makes `pass` the running one; call it only if none runs. Throws Error{kCancelled} for a pass that has
+  /// ended here or was aborted before it began here, and Error{kInvalid} if the context is released.
+  void begin_pass(const std::shared_ptr<PassState>& pass);
+  /// The pass has ended on this worker: late messages do not restart it.
+  void end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure);
+  /// The same for a pass that has not begun here; it will not begin.
+  void refuse_pass(std::uint64_t pass, const Error& failure);
+  /// This worker's work for a pass that ended here, if it is the last one of its root.
+  std::optional<PassWork> ended_pass(std::uint64_t pass) const;
+  /// Whether a pass has begun here or was refused.
+  bool saw_pass() const;
+  /// True the first time.
+  bool release();
+
+ private:
+  struct Ended {
+    std::uint64_t pass = 0;
+    PassWork work;
+    std::optional<Error> failure;
+  };
+  static constexpr std::size_t kWaves = 64, kRefused = 64;
+  bool runs(std::uint64_t pass) const;
+
+  const std::uint64_t id_;
+  const std::shared_ptr<const std::string> worker_;
+  ContextSends sends_;
+  Mutex changing_;  // held while gradients are changed; only mutex_ is taken under it
+  engine::GradientMap gradients_;
+  Mutex beginning_;
+  mutable Mutex mutex_;
+  std::set<std::uint32_t> workers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const GradientTaker>> takers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::shared_ptr<PassState> pass_ TORCHSPAN_GUARDED_BY(mutex_);
+  // By root: the passes of one root in a context begin one after another with increasing ids, so the last one
+  // that ended represents all before it.
+  std::map<std::uint32_t, Ended> ended_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::pair<std::uint64_t, Error>> refused_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::uint64_t> waves_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool released_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace torchspan::autograd

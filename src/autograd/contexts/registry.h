@@ -1,0 +1,55 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "autograd/contexts/context_state.h"
+
+namespace torchspan::autograd {
+
+/// The contexts that one worker knows, and the ids of those that ended, so that late messages do not recreate
+/// them. Thread-safe.
+class Registry {
+ public:
+  /// `first` returns an id of this worker that is greater than those of earlier processes with its rank.
+  Registry(std::string worker, std::function<GlobalId()> first)
+      : worker_(std::make_shared<const std::string>(std::move(worker))), first_(std::move(first)) {}
+  /// ContextState::worker() of all contexts in this registry.
+  const void* worker() const { return worker_.get(); }
+  const std::string& worker_name() const { return *worker_; }
+
+  /// A new id. Ids increase, also when another process replaces a worker that died.
+  std::uint64_t next_id();
+  std::shared_ptr<ContextState> create();
+  /// A context that another worker created; null if it was released before.
+  std::shared_ptr<ContextState> find_or_create(std::uint64_t id);
+  std::shared_ptr<ContextState> find(std::uint64_t id) const;
+  /// Removes a context and remembers that it has ended. Null if it is unknown.
+  std::shared_ptr<ContextState> remove(std::uint64_t id);
+  std::vector<std::shared_ptr<ContextState>> all() const;
+  /// How many ids of ended contexts are kept.
+  std::size_t remembered() const;
+
+ private:
+  /// Messages may be late by thousands of passes.
+  static constexpr std::size_t kRemembered = 1 << 16;
+
+  const std::shared_ptr<const std::string> worker_;
+  const std::function<GlobalId()> first_;
+  mutable Mutex mutex_;
+  std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::shared_ptr<ContextState>> contexts_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::uint64_t> ended_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<std::uint64_t> ended_order_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::autograd

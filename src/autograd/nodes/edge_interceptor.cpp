@@ -1,0 +1,114 @@
+#include "autograd/nodes/edge_interceptor.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "autograd/contexts/current_contexts.h"
+#include "autograd/messages/messages.h"
+
+namespace torchspan::autograd {
+namespace {
+
+bool carries_edge(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+EdgeHeader decode_header(BytesView header) {
+  wire::Payload payload;
+  payload.value.assign(header.begin(), header.end());
+  return wire::from_payload<EdgeHeader>(payload);
+}
+
+/// Rejects a call through a worker whose context is not current on this thread while a context of another
+/// worker is: the gradients of its tensors would be lost silently.
+void check_no_other_context(const rpc::CallInfo& call, std::span<const at::Tensor> tensors,
+                            const std::string& worker) {
+  const CurrentContexts* others = CurrentContexts::of_thread();
+  if (others == nullptr || call.reply || !at::GradMode::is_enabled()) return;
+  if (std::none_of(tensors.begin(), tensors.end(), carries_edge)) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format(
+          "the call goes through worker '{}', but this thread works in an autograd context of worker "
+          "'{}' of this process: the gradients of its tensors would be lost; call through that worker, "
+          "make an autograd::Context of '{}' as well, or detach the tensors",
+          worker, others->entries().front().context->worker_name(), worker));
+}
+
+}  // namespace
+
+Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor> tensors) {
+  const CurrentContexts::Entry* current = current_of(registry_->worker());
+  if (current == nullptr) {
+    check_no_other_context(call, tensors, registry_->worker_name());
+    return {};  // rpc warns if gradients are lost
+  }
+  const std::shared_ptr<ContextState> context = current->context;
+  if (context->add_worker(call.peer) == ContextState::Added::kEnded)
+    return {};  // the context has ended: no pass will need these gradients
+  EdgeHeader header;
+  header.context = context->id();
+  if (!call.reply) header.site = site_text(call.site);
+  for (std::uint32_t i = 0; i < tensors.size(); ++i) {
+    if (carries_edge(tensors[i])) header.tensors.push_back(i);
+  }
+  if (!at::GradMode::is_enabled()) {  // so that the receiver does not take them for its leaves
+    for (const std::uint32_t i : std::exchange(header.tensors, {})) tensors[i] = tensors[i].detach();
+  }
+  if (!header.tensors.empty()) {
+    header.message = registry_->next_id();
+    if (!call.reply) header.call = call.name;
+    const std::string site = call.reply && current->site ? *current->site : header.site;
+    auto send = std::make_shared<SendNode>(
+        MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply, header.context},
+        runtime_.spans);
+    for (std::uint32_t i : header.tensors) {
+      send->add_input_metadata(tensors[i]);
+      send->add_next_edge(torch::autograd::impl::gradient_edge(tensors[i]));
+      tensors[i] = tensors[i].detach();
+    }
+    context->sends().add(send, call.reply ? std::nullopt : std::optional(call.call));
+  }
+  return wire::to_payload(header).value;
+}
+
+void EdgeInterceptor::undo(const rpc::CallInfo&, BytesView bytes) {
+  const EdgeHeader header = decode_header(bytes);
+  if (auto context = registry_->find(header.context)) context->sends().remove(header.message);
+}
+
+rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
+                                                   BytesView bytes) {
+  if (bytes.empty()) return nullptr;
+  const EdgeHeader header = decode_header(bytes);
+  auto context = call.reply ? registry_->find(header.context) : registry_->find_or_create(header.context);
+  const auto added = context ? context->add_worker(call.peer) : ContextState::Added::kEnded;
+  if (added == ContextState::Added::kEnded) {
+    // The context ended while the call was on its way. The call is served without a context.
+    return nullptr;
+  }
+  if (call.reply) context->sends().call_answered(call.call);
+  if (added == ContextState::Added::kNow && peer_added_) peer_added_(context, call.peer);
+  const std::string site = call.reply ? site_text(call.site) : header.site;
+  if (header.message != 0) {
+    auto receive = std::make_shared<RecvNode>(
+        MessageInfo{header.message, call.peer, call.reply ? std::string(call.name) : header.call, site,
+                    call.reply, header.context},
+        runtime_.spans, ++arrivals_);
+    for (std::uint32_t i : header.tensors) {
+      if (i >= tensors.size() || !tensors[i].defined() ||
+          !torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
+        throw Error(ErrorKind::kInvalid, "an autograd header names a tensor that is not in its message");
+      }
+      tensors[i].set_requires_grad(false);
+      torch::autograd::set_history(tensors[i], receive);
+    }
+  }
+  if (call.reply) return nullptr;
+  return std::make_shared<const CurrentContexts>(
+      std::vector<CurrentContexts::Entry>{{std::move(context), std::make_shared<const std::string>(site)}});
+}
+
+}  // namespace torchspan::autograd

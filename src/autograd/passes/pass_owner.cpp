@@ -1,0 +1,17 @@
+#include "autograd/passes/pass_owner.h"
+
+namespace torchspan::autograd {
+
+void PassOwner::post(UniqueFunction<void()> act) {
+  const auto host = host_.lock();
+  if (!host) return act();
+  host->post([self = shared_from_this(), act = std::move(act)]() mutable { act(); });
+}
+
+void PassOwner::let_go(std::shared_ptr<PassOwner> pass) {
+  if (!pass->has_ended()) return;  // its context holds it
+  const auto host = pass->host_.lock();
+  if (host) host->post([last = std::move(pass)] {});
+}
+
+}  // namespace torchspan::autograd

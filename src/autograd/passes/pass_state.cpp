@@ -1,0 +1,141 @@
+#include "autograd/passes/pass_state.h"
+
+#include <fmt/format.h>
+
+#include "autograd/contexts/current_contexts.h"
+#include "autograd/extension_impl.h"
+
+namespace torchspan::autograd {
+
+PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key)
+    : PassOwner(worker.endpoint()->host()),
+      worker_(worker),
+      rank_(static_cast<std::uint32_t>(worker.rank())),
+      context_(std::move(context)),
+      key_(key),
+      outbox_(std::make_shared<Outbox>(worker.endpoint())),
+      graph_(context_, key_, hooks()),
+      marks_(context_->id(), rank_, graph_),
+      ending_(parts()),
+      marking_(parts(), ending_) {}
+
+/// They run while a thread drives this pass, which keeps it alive.
+PassGraph::Hooks PassState::hooks() {
+  PassGraph::Hooks hooks;
+  hooks.enlist = [this](UniqueFunction<void()> help) {
+    post([this, help = std::move(help)]() mutable {
+      const WorkScope scope(context_, this);
+      help();
+    });
+  };
+  hooks.failed = [this] { ending_.fail_in_node(); };
+  return hooks;
+}
+
+PassParts PassState::parts() { return {*this, worker_, rank_, *context_, key_, *outbox_, graph_, marks_}; }
+
+void PassState::prepare(const std::vector<at::Tensor>& roots) {
+  const bool is_root = !roots.empty();
+  if (is_root) {
+    marks_.set_root();
+    had_gradients_ = true;  // no other worker waits for the root's part
+  }
+  graph_.add_roots(roots);
+  ending_.watch_graph();
+  graph_.prepare();
+  if (is_root && key_.mode == PassMode::kSmart) marking_.begin(roots);
+}
+
+void PassState::receive(PropagateGradients message, std::uint32_t peer) {
+  const auto send = graph_.find_send(message.message, peer);
+  ++received_;
+  engine::Delivery delivery;
+  if (key_.mode == PassMode::kFast) {
+    for (const at::Tensor& gradient : message.gradients) delivery.reached.push_back(gradient.defined());
+  } else {
+    if (message.reached.size() != message.gradients.size())
+      throw Error(ErrorKind::kInvalid,
+                  "a gradient message does not say for each gradient whether it is reached");
+    delivery.reached.assign(message.reached.begin(), message.reached.end());
+    deliver_to_marks(send, message.reached);
+  }
+  send->place(message.gradients);
+  delivery.gradients = std::move(message.gradients);
+  graph_.deliver(*send, std::move(delivery));
+}
+
+/// Gradients may arrive before their marks. The pass then stays open on this worker until the marks arrive,
+/// because only marks are passed on to other workers.
+void PassState::deliver_to_marks(const std::shared_ptr<SendNode>& send,
+                                 const std::vector<std::uint8_t>& reached) {
+  ending_.enter();
+  const SmartMarks::Delivered delivered = marks_.deliver(send, reached);
+  if (!delivered.disagrees) ending_.leave();
+  if (delivered.twice) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the gradients of {} came twice in one pass", send->message().text()));
+  }
+}
+
+void PassState::drive() {
+  const WorkScope scope(context_, this);
+  graph_.run();
+}
+
+void PassState::send_back(const RecvNode& node, torch::autograd::variable_list gradients) {
+  node.check_context(context_->id());
+  PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph, key_.threads,
+                             std::move(gradients), {}};
+  if (key_.mode == PassMode::kSmart) message.reached = marks_.reached(node, message.gradients.size());
+  const std::uint32_t to = node.message().peer;
+  ending_.enter();
+  ++sent_;
+  outbox_->ask(
+      to, std::move(message),
+      [this, weak = weak_from_this(), to, call = node.message()](PartOver over, std::exception_ptr error) {
+        auto alive = weak.lock();
+        if (!alive) return;
+        if (error) {
+          post([this, to, error, call] { ending_.fail_without(to, to_error(error), call.text()); });
+        } else if (over.failure) {
+          post([this, failure = *over.failure] { ending_.fail(failure); });
+        } else {
+          ending_.leave();
+        }
+        let_go(std::move(alive));
+      });
+}
+
+void PassState::finish() {
+  const std::vector<at::Tensor> parameters = stray_gradients().parameters();
+  const auto endpoint = worker_.endpoint();
+  if (!parameters.empty() && endpoint)
+    Worker(endpoint).extension<AutogradExtension>().impl()->stray_gradient_warning().write(parameters);
+  if (!key_.retain_graph) graph_.use_up(marks_.marked_sends());
+}
+
+PartReport PassState::report() const {
+  const engine::PassReport graph = graph_.report();
+  PartReport mine{worker_.name(), false,     graph.driven, graph.executed,
+                  sent_,          received_, {},           outbox_->waiting()};
+  const Worker me = worker_.require();
+  for (const MessageInfo& message : waits_for(graph)) {
+    mine.waiting.push_back({message.id, message.call, message.site, message.reply,
+                            me.endpoint()->name_of(message.peer),
+                            context_->sends().is_unanswered(message.id)});
+  }
+  return mine;
+}
+
+/// The sends that this worker's part waits for: until all marks are made, also those that may be marked.
+std::vector<MessageInfo> PassState::waits_for(const engine::PassReport& graph) const {
+  std::vector<MessageInfo> messages;
+  for (auto* node : graph.waiting_for) {
+    if (const auto* send = dynamic_cast<SendNode*>(node)) messages.push_back(send->message());
+  }
+  if (graph_.is_sealed() || key_.mode == PassMode::kFast) return messages;
+  for (MessageInfo& message : marks_.unreached(graph_.messages())) messages.push_back(std::move(message));
+  return messages;
+}
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,88 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include <torchspan/detail/core/mutex.h>
+
+#include "autograd/messages/answer.h"
+#include "autograd/messages/messages.h"
+#include "autograd/passes/pass_graph.h"
+#include "autograd/smart/mark_walk.h"
+#include "autograd/smart/send_marks.h"
+
+namespace torchspan::autograd {
+
+/// SMART: what one worker's part of a pass knows about marks: which receive nodes and sends the pass reaches,
+/// and how many requests keep its marking from being over. Sends no messages (MarkExchange does) and runs no
+/// nodes; adds the sends that it learns of to the pass's graph. Thread-safe.
+class SmartMarks {
+ public:
+  /// The entries of a MarkSends with their nodes.
+  using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
+  struct Delivered {
+    bool twice = false;      ///< the gradients of this send came before
+    bool disagrees = false;  ///< an output without a mark: the pass must stay open until mark() settles it
+  };
+  /// The state of the marking when its last request has been answered.
+  struct Round {
+    std::optional<Answer<MarkSends>> parent;
+    std::vector<std::uint32_t> unmarked_workers;
+  };
+
+  /// `rank` is this worker's.
+  SmartMarks(std::uint64_t context, std::uint32_t rank, PassGraph& graph)
+      : rank_(rank), graph_(graph), walk_(context) {}
+
+  /// This worker began the pass: no other worker waits for its marking.
+  void set_root() { is_root_ = true; }
+  bool is_root() const { return is_root_; }
+  /// Walks from the losses. Counts a request, which end_request() ends.
+  void begin(const std::vector<at::Tensor>& roots);
+  /// Records marks and walks from them. Counts a request, which end_request() ends. Takes the answer if these
+  /// marks begin a round of marking here. Returns how many disagreements they settle.
+  std::size_t mark(const Marks& marks, Answer<MarkSends>& answer);
+  /// Records gradients and walks from the outputs they reach, so that the gradients that this worker sends
+  /// name the right outputs. Sends no marks for that.
+  Delivered deliver(const std::shared_ptr<SendNode>& send, const std::vector<std::uint8_t>& reached);
+  /// The new marks by rank. Counts one request for each rank.
+  std::map<std::uint32_t, std::vector<MarkedSend>> take_unsent();
+  /// Records workers that had sends without a mark.
+  void add_unmarked_workers(const std::vector<std::uint32_t>& ranks);
+  /// Returns the finished round if this was the last request.
+  std::optional<Round> end_request();
+  /// Takes the answer that the round of marking owes.
+  std::optional<Answer<MarkSends>> take_parent();
+
+  /// Whether a send of this worker has no mark.
+  bool has_unmarked() const;
+  /// Which of the first `outputs` outputs of a receive node are reached.
+  std::vector<std::uint8_t> reached(const RecvNode& node, std::size_t outputs) const;
+  std::vector<std::shared_ptr<SendNode>> reached_sends() const;
+  std::vector<std::shared_ptr<SendNode>> marked_sends() const;
+  /// Those of `messages` that the pass is not known to reach.
+  std::vector<MessageInfo> unreached(std::vector<MessageInfo> messages) const;
+
+ private:
+  SendMarks& join(const std::shared_ptr<SendNode>& send) TORCHSPAN_REQUIRES(mutex_);
+
+  const std::uint32_t rank_;
+  PassGraph& graph_;
+  std::atomic<bool> is_root_{false};
+  mutable Mutex mutex_;
+  MarkWalk walk_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, SendMarks> reached_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t marked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // of reached_
+  std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::size_t requests_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::optional<Answer<MarkSends>> parent_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::uint32_t> unmarked_workers_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::autograd

@@ -1,0 +1,86 @@
+#include "data_parallel/agreement/reducer_agreement.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <string>
+
+#include <torchspan/core/error.h>
+
+#include "data_parallel/passes/slot_hooks.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+std::string on(bool flag) { return flag ? "true" : "false"; }
+
+void check_replicas(const Reducer::Replicas& replicas) {
+  if (replicas.empty() || replicas[0].empty()) {
+    throw Error(ErrorKind::kInvalid, "there are no parameters, so there are no gradients to reduce");
+  }
+  bool trainable = false;
+  for (const auto& replica : replicas) {
+    if (replica.size() != replicas[0].size()) {
+      throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another has {}",
+                                                   replicas[0].size(), replica.size()));
+    }
+    for (std::size_t i = 0; i < replica.size(); ++i) {
+      const Parameter& parameter = replica[i];
+      const at::Tensor& like = replicas[0][i].tensor;
+      const auto refuse = [&](const char* why) {
+        throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
+      };
+      if (!parameter.tensor.defined()) refuse("is undefined");
+      check_not_stepped_in_backward(parameter);
+      if (parameter.tensor.is_sparse()) refuse("is a sparse tensor; only its gradient may be sparse");
+      if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {
+        refuse(
+            "is not a leaf of the graph: it was computed from other tensors, so backward leaves no gradient "
+            "in it");
+      }
+      if (parameter.tensor.device().type() != replicas[0][0].tensor.device().type()) {
+        refuse("is on a different type of device than the first parameter");
+      }
+      if (parameter.tensor.sizes() != like.sizes() || parameter.tensor.strides() != like.strides() ||
+          parameter.tensor.scalar_type() != like.scalar_type() ||
+          parameter.tensor.requires_grad() != like.requires_grad()) {
+        refuse("differs between the replicas of this process in shape, strides, dtype or requires_grad");
+      }
+      trainable = trainable || parameter.tensor.requires_grad();
+    }
+  }
+  if (!trainable) {
+    throw Error(ErrorKind::kInvalid,
+                "no parameter requires a gradient, so there is nothing to reduce; use the module as it is");
+  }
+}
+
+}  // namespace
+
+Agreement reducer_agreement(const Reducer::Replicas& replicas, const DataParallelOptions& options,
+                            const collective::Group& group) {
+  Agreement mine;
+  try {
+    options.validate();
+    check_replicas(replicas);
+    for (const Parameter& parameter : replicas[0]) check_device(group, parameter.name, parameter.tensor);
+  } catch (const Error& error) {
+    mine.failure = error.message();
+    return mine;
+  }
+  mine.settings = {{"the layout of this handshake", "1"},
+                   {"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+                   {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+                   {"bucket_cap_mb_list", fmt::format("[{}]", fmt::join(options.bucket_cap_mb_list, ", "))},
+                   {"find_unused_parameters", on(options.find_unused_parameters)},
+                   {"static_graph", on(options.static_graph)},
+                   {"rebuild_buckets", on(options.rebuild_buckets)},
+                   {"broadcast_buffers", on(options.broadcast_buffers)},
+                   {"initial_sync", on(options.initial_sync)},
+                   {"partial_backward", on(options.partial_backward)},
+                   {"the number of replicas in a process", fmt::format("{}", replicas.size())}};
+  for (const Parameter& parameter : replicas[0])
+    mine.add(parameter.name, parameter.tensor, parameter.sparse_gradient);
+  return mine;
+}
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,71 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/core/future.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "data_parallel/buckets/bucket_reducer.h"
+#include "data_parallel/buckets/buckets.h"
+#include "data_parallel/passes/parameter_slots.h"
+#include "data_parallel/rounds/round_timer.h"
+
+namespace torchspan::data_parallel {
+
+/// Launches the buckets of one round in order, each when it is full, and takes their results. Thread-safe up
+/// to the last launch; nothing runs under its lock.
+class BucketLauncher {
+ public:
+  BucketLauncher(const ParameterSlots& slots, const BucketReducer& reducer, std::shared_ptr<Buckets> buckets,
+                 double divisor);
+  BucketLauncher(const BucketLauncher&) = delete;
+  BucketLauncher& operator=(const BucketLauncher&) = delete;
+
+  /// By what the gradients of a bucket are multiplied.
+  double factor(std::size_t bucket) const;
+  /// One more slot of the bucket has its gradient.
+  void filled(std::size_t bucket);
+  /// Launches the buckets that are full and whose predecessors are launched.
+  void launch_full(RoundTimer& timer);
+  /// Makes launch_full() do nothing.
+  void stop();
+  /// Launches the buckets that are left, with zeros.
+  void launch_zeros(RoundTimer& timer);
+  /// A launch failed, or a bucket must not be written to: this rank cannot stay in step with the others.
+  bool is_broken() const;
+  void set_broken();
+
+  // After the last launch:
+  /// Where a hook's futures run their continuations; expired without a hook, or if it completes at once.
+  std::weak_ptr<FutureHost> hook_host() const;
+  const std::vector<Future<at::Tensor>>& works() const { return works_; }
+  /// Throws a hook's failure, or Error{kInvalid} for a result that does not fit its bucket.
+  void check_hook_results() const;
+  /// Writes the reduced buckets to the buckets of all replicas. Throws the first failure of a reduction.
+  void take_results();
+  /// For the message of a failure: the first bucket that failed; empty if none did.
+  std::string failed_bucket() const;
+
+ private:
+  void launch(std::size_t bucket, RoundTimer& timer);
+
+  const ParameterSlots& slots_;
+  const BucketReducer& reducer_;
+  const std::shared_ptr<Buckets> buckets_;
+  const double divisor_;
+  std::vector<Future<at::Tensor>> works_;  // by bucket
+  mutable Mutex mutex_;
+  std::vector<std::size_t> pending_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket: slots without a gradient
+  std::size_t next_ TORCHSPAN_GUARDED_BY(mutex_) = 0;              // the bucket that is launched next
+  bool launching_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool stopped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool broken_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,343 @@
+#include <fmt/format.h>
+#include <optional>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel/sync_batch_norm.h>
+#include <torchspan/data_parallel/wrapped_module.h>
+
+#include "data_parallel/advice.h"
+#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/module/broadcast.h"
+#include "data_parallel/module/join.h"
+#include "data_parallel/module/module_parts.h"
+
+namespace torchspan::data_parallel {
+namespace {
+
+/// Collective: the module's parts; throws on all ranks if they differ.
+ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
+                         const DataParallelOptions& options) {
+  Agreement mine;
+  ModuleParts parts;
+  try {
+    if (!module) throw Error(ErrorKind::kInvalid, "the module is null");
+    parts = parts_of(*module, options);
+    for (const auto& [name, buffer] : parts.buffers) {
+      check_device(group, name, buffer);
+      mine.add(name, buffer);
+    }
+  } catch (const Error& error) {
+    mine.failure = error.message();
+  }
+  std::string ignored;
+  for (const std::string& name : options.ignored_parameters) ignored += " '" + name + "'";
+  mine.settings = {{"ignored_parameters", "[" + ignored + " ]"}};
+  agree(group, mine);
+  return parts;
+}
+
+std::vector<at::Tensor> buffers_of(const ModuleParts& parts) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, buffer] : parts.buffers) tensors.push_back(buffer);
+  return tensors;
+}
+
+}  // namespace
+
+class WrappedModule::Impl {
+ public:
+  Impl(Runtime& runtime, const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
+       const DataParallelOptions& options)
+      : options_(options),
+        module_(module),
+        parts_(agreed_parts(module, group, options)),
+        buffers_(buffers_of(parts_)),
+        reducer_(runtime, parts_.parameters, group, options) {
+    if (options_.initial_sync) synchronize_state(0);
+  }
+
+  const collective::Group& group() const { return reducer_.group(); }
+
+  void begin_forward() {
+    in_forward_ = owes_buffers_ = owes_buffer_hook_ = false;
+    if (join_ && join_failure_ && at::GradMode::is_enabled()) std::rethrow_exception(join_failure_);
+    reducer_.begin_forward();
+    next_ = {.synchronize = synchronize_};
+    if (!at::GradMode::is_enabled()) return;
+    if (join_) {
+      apply(agree_on_next({.live = true, .synchronize = synchronize_}));
+      next_.announce = [this] { return announce(); };
+    }
+    in_forward_ = owes_buffer_hook_ = synchronize_;
+    owes_buffers_ = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
+    await_buffers();
+    share_buffers();
+    if (buffer_hook_ && synchronize_ && buffer_hook_time_ == BufferHookTime::kBeforeForward) {
+      call_buffer_hook();
+      await_buffers();
+    }
+  }
+
+  std::vector<at::Tensor> end_forward(std::vector<at::Tensor> outputs) {
+    if (buffer_hook_ && buffer_hook_time_ == BufferHookTime::kAfterForward && next_.synchronize &&
+        at::GradMode::is_enabled()) {
+      call_buffer_hook();
+      next_.awaited = pending_buffers_;
+    }
+    outputs = reducer_.prepare_for_backward(std::move(outputs), next_);
+    in_forward_ = false;
+    return outputs;
+  }
+
+  /// The other ranks continue and wait for this rank in their backward passes.
+  void forward_failed() {
+    if (!std::exchange(in_forward_, false)) return;
+    const std::string reason = "its forward threw: " + describe(std::current_exception()).text;
+    try {
+      share_buffers();
+      if (buffer_hook_) call_buffer_hook();
+      if (join_) {
+        const RoundTerms terms = announce();
+        next_.divisor = terms.divisor;
+        next_.leader = terms.leader;
+      }
+      reducer_.refuse(next_, reason);
+    } catch (...) {                        // the caller rethrows the exception of the forward
+      if (join_ && join_failure_) return;  // all ranks know that one
+      group().abort(Error(ErrorKind::kCancelled,
+                          fmt::format("rank {} could not report that {}", group().ranks()[rank()], reason)));
+    }
+  }
+
+  void set_buffer_hook(BufferHook hook, const std::string& name, BufferHookTime when) {
+    reducer_.settle();
+    Agreement mine;
+    if (!hook) {
+      mine.failure = "the buffer hook is empty";
+    } else if (buffer_hook_) {
+      mine.failure = "a buffer hook is already set; it cannot be replaced";
+    } else if (!options_.broadcast_buffers) {
+      mine.failure = "broadcast_buffers is false, so a buffer hook would never be called";
+    }
+    const bool before = when == BufferHookTime::kBeforeForward;
+    mine.settings = {{"the buffer hook", "'" + name + "'"},
+                     {"the time of the buffer hook", before ? "before forward" : "after forward"}};
+    agree(group(), mine);
+    buffer_hook_ = std::move(hook);
+    buffer_hook_time_ = when;
+  }
+
+  void synchronize_state(int root) {
+    reducer_.settle();
+    await_buffers();
+    std::vector<at::Tensor> tensors = buffers_;
+    for (const Parameter& parameter : parts_.parameters) tensors.push_back(parameter.tensor);
+    broadcast_coalesced(group(), tensors, root);
+  }
+
+  void join(const std::function<void()>& body, const JoinOptions& options) {
+    if (join_) throw Error(ErrorKind::kInvalid, "join() was called inside join(); end the outer one first");
+    if (buffer_hook_) {
+      throw Error(ErrorKind::kInvalid,
+                  "join() does not support a buffer hook: a rank without batches cannot take part in it");
+    }
+    if (!options.throw_on_early_termination) refuse_sync_batch_norms();
+    join_ = options;
+    join_failure_ = nullptr;
+    last_live_ = 0;
+    struct Leave {
+      Impl& self;
+      ~Leave() {
+        self.join_.reset();
+        self.reducer_.restart_count();
+      }
+    } leave{*this};
+    try {
+      body();
+      if (join_failure_) std::rethrow_exception(join_failure_);  // the body has caught it
+      shadow_other_ranks();
+    } catch (...) {
+      if (!join_failure_) report_failure(describe(std::current_exception()).text);
+      throw;
+    }
+    synchronize_state(last_live_);
+  }
+
+  bool synchronize_ = true;
+  const Reducer& reducer() const { return reducer_; }
+  Reducer& reducer() { return reducer_; }
+
+ private:
+  /// A SyncBatchNorm waits for all ranks during a forward.
+  void refuse_sync_batch_norms() const {
+    for (const auto& item : module_->named_modules()) {
+      const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(item.value().get());
+      if (norm == nullptr || !norm->group() || norm->group()->size() == 1) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("join() does not support '{}', a SyncBatchNorm, which needs the batches of all "
+                              "ranks; set throw_on_early_termination",
+                              item.key()));
+    }
+  }
+
+  std::size_t rank() const { return static_cast<std::size_t>(group().rank()); }
+
+  void share_buffers() {
+    if (!std::exchange(owes_buffers_, false)) return;
+    try {
+      broadcast_coalesced(group(), buffers_, next_.leader);
+    } catch (const Error& error) {
+      throw with_advice(error);
+    }
+  }
+
+  void call_buffer_hook() {
+    if (!std::exchange(owes_buffer_hook_, false) || parts_.buffers.empty()) return;
+    rounds_before_hook_ = reducer_.rounds();
+    std::vector<NamedBuffer> seen;
+    for (const auto& [name, buffer] : parts_.buffers) seen.push_back({name, buffer.variable_data()});
+    std::vector<Future<at::Tensor>> answers;
+    try {
+      answers = buffer_hook_(seen, group());
+    } catch (...) {  // other ranks may be waiting inside the hook
+      group().abort(Error(ErrorKind::kCancelled,
+                          fmt::format("the buffer hook of rank {} threw: {}", group().ranks()[rank()],
+                                      describe(std::current_exception()).text)));
+      throw;
+    }
+    for (const Future<at::Tensor>& future : answers) {
+      if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook returned an empty future");
+      pending_buffers_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
+    }
+  }
+  /// Throws a failure unless a backward pass has thrown it.
+  void await_buffers() {
+    const bool thrown = reducer_.rounds() != rounds_before_hook_;
+    for (const Future<void>& future : std::exchange(pending_buffers_, {})) {
+      try {
+        future.wait();
+      } catch (...) {
+        if (!thrown) throw;
+      }
+    }
+  }
+
+  /// Exchanges `word` with the other ranks. A failure is the same on all ranks and ends the join on all.
+  JoinRound agree_on_next(const JoinWord& word) {
+    reducer_.settle();
+    try {
+      return agree_on_next_round(group(), word);
+    } catch (...) {
+      join_failure_ = std::current_exception();
+      throw;
+    }
+  }
+
+  /// Applies what the ranks agreed on to the forward or reduction that follows.
+  void apply(const JoinRound& round) {
+    last_live_ = round.last_live();
+    next_.synchronize = round.synchronize;
+    next_.leader = round.first_live();
+    next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
+    if (!join_->throw_on_early_termination || round.live_count() == group().size()) return;
+    for (int rank = 0; rank < group().size(); ++rank) {
+      if (round.live[static_cast<std::size_t>(rank)]) continue;
+      const Error ended(ErrorKind::kCancelled,
+                        fmt::format("rank {} has run out of batches, and throw_on_early_termination is set",
+                                    group().ranks()[static_cast<std::size_t>(rank)]));
+      join_failure_ = std::make_exception_ptr(ended);
+      throw Error(ended);
+    }
+  }
+
+  /// A reduction begins on this rank: ranks without batches learn that they take part.
+  RoundTerms announce() {
+    if (!join_) {
+      throw Error(
+          ErrorKind::kInvalid,
+          "a backward pass over the outputs of a forward inside join() runs after join() returned; run "
+          "both inside");
+    }
+    if (join_failure_) std::rethrow_exception(join_failure_);
+    apply(agree_on_next({.live = true, .synchronize = true, .reduces = true}));
+    return {.divisor = next_.divisor, .leader = next_.leader};
+  }
+
+  void shadow_other_ranks() {
+    for (;;) {
+      const JoinRound round = agree_on_next({});
+      if (round.live_count() == 0) return;
+      apply(round);
+      if (round.reduces) {
+        shadow_reduction();
+      } else if (round.synchronize && options_.broadcast_buffers) {
+        broadcast_coalesced(group(), buffers_, next_.leader);
+      }
+    }
+  }
+
+  void shadow_reduction() {
+    try {
+      reducer_.shadow(next_);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kRemoteFailure) throw;
+      // It failed on the ranks that have batches; these decide whether they continue.
+    }
+  }
+
+  /// The other ranks receive it at their next forward or reduction.
+  void report_failure(const std::string& reason) {
+    try {
+      reducer_.settle();
+      agree_on_next_round(group(), {.failure = reason.empty() ? "without a text" : reason});
+    } catch (const Error&) {  // join() rethrows the exception of the body
+    }
+  }
+
+  const DataParallelOptions options_;
+  const std::shared_ptr<torch::nn::Module> module_;
+  const ModuleParts parts_;
+  const std::vector<at::Tensor> buffers_;
+  Reducer reducer_;
+  BufferHook buffer_hook_;
+  BufferHookTime buffer_hook_time_ = BufferHookTime::kAfterForward;
+  std::vector<Future<void>> pending_buffers_;
+  std::uint64_t rounds_before_hook_ = 0;
+  ForwardOptions next_;
+  bool in_forward_ = false;  ///< of a forward that will be reduced
+  bool owes_buffers_ = false, owes_buffer_hook_ = false;
+  std::optional<JoinOptions> join_;
+  std::exception_ptr join_failure_;  ///< known to all ranks
+  int last_live_ = 0;
+};
+
+WrappedModule::WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module,
+                             collective::Group group, DataParallelOptions options)
+    : impl_(std::make_unique<Impl>(runtime, module, group, options)) {}
+WrappedModule::~WrappedModule() = default;
+
+void WrappedModule::begin_forward() { impl_->begin_forward(); }
+std::vector<at::Tensor> WrappedModule::end_forward(std::vector<at::Tensor> outputs) {
+  return impl_->end_forward(std::move(outputs));
+}
+void WrappedModule::forward_failed() noexcept { impl_->forward_failed(); }
+bool WrappedModule::set_synchronize(bool synchronize) {
+  return std::exchange(impl_->synchronize_, synchronize);
+}
+void WrappedModule::register_comm_hook(CommHook hook, std::string name) {
+  impl_->reducer().register_comm_hook(std::move(hook), std::move(name));
+}
+void WrappedModule::set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when) {
+  impl_->set_buffer_hook(std::move(hook), name, when);
+}
+void WrappedModule::join(const std::function<void()>& body, const JoinOptions& options) {
+  impl_->join(body, options);
+}
+void WrappedModule::synchronize_state(int root) { impl_->synchronize_state(root); }
+const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,318 @@
+#include "data_parallel/passes/pass_reducer.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::data_parallel {
+
+PassReducer::PassReducer(std::shared_ptr<ReducerParts> parts)
+    : parts_(std::move(parts)), empty_(*parts_), local_(parts_->slots.size()), graph_(parts_->slots.size()) {}
+
+void PassReducer::close() {
+  parts_->hooks.detach();
+  if (const RoundPtr round = current()) give_up(round, "the reducer was destroyed during a reduction");
+  settle();
+  parts_->holds.wait();
+}
+
+PassReducer::RoundPtr PassReducer::current() const {
+  MutexLock lock(mutex_);
+  return round_;
+}
+
+void PassReducer::settle() {
+  // The program may know already that the pass failed, for example because a worker was lost.
+  const RoundPtr round = current();
+  if (round && round->is_concluded()) round->over().wait();
+  empty_.settle();
+}
+
+void PassReducer::announce(const ForwardLog::Record& record) {
+  if (record->synchronize && !current()) parts_->forwards.announce(record);
+}
+
+void PassReducer::refuse_unfinished_round() {
+  const RoundPtr round = current();
+  if (!round || round->is_concluded() || round->sink() != nullptr) return;
+  const std::string text = "the backward passes of the previous forward left parameters without gradients: " +
+                           parts_->hooks.describe_missing(round->gradients().missing()) +
+                           "; finish them before the next forward";
+  give_up(round, text);
+  settle();
+  throw Error(ErrorKind::kInvalid, text);
+}
+
+RoundOptions PassReducer::round_options(const ForwardOptions& options) const {
+  MutexLock lock(mutex_);
+  return {.divisor = options.divisor,
+          .leader = options.leader,
+          .delayed = parts_->options.static_graph && !graph_.is_known()};
+}
+
+void PassReducer::shadow(const ForwardOptions& options) {
+  settle();
+  refuse_unfinished_round();
+  empty_.shadow(round_options(options));
+}
+
+void PassReducer::refuse(const ForwardOptions& options, const std::string& reason) {
+  settle();
+  const RoundPtr round = current();
+  if (round && !round->is_concluded() && round->sink() == nullptr) {
+    give_up(round, reason);
+    settle();
+  }
+  empty_.refuse(round_options(options), reason);
+}
+
+void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record) {
+  parts_->forwards.note_dropped(record);
+}
+
+void PassReducer::mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
+                               std::size_t mark) {
+  if (!parts_->hooks.pass_reaches_parameters()) return;
+  settle();
+  parts_->forwards.set_passed(record, mark);
+  announce(record);
+  for (Future<void>& future : parts_->forwards.take_awaited(record)) sink.hold(std::move(future));
+  if (!record->synchronize) return begin_local_pass(sink);
+
+  const bool others_unfinished =
+      parts_->options.find_unused_parameters && parts_->forwards.others_unfinished(record);
+  RoundPtr running, begun;
+  Start start;
+  {
+    MutexLock lock(mutex_);
+    running = round_;
+    if (!running) {
+      start = begin_round(sink, record, others_unfinished);
+      begun = round_;
+    }
+  }
+  if (running) {
+    if (!running->enter(sink, record)) return;
+    MutexLock lock(mutex_);
+    accepting_ = true;
+    start.arrived = local_.take(sink.end());
+  }
+  const RoundPtr round = running ? running : begun;
+  listen(sink, round);
+  for (const std::size_t slot : start.arrived) gradient_ready(sink, slot);
+  for (const std::size_t slot : start.unused) round->gradients().fill_unused(sink, slot);
+  round->gradients().launch_full();
+}
+
+PassReducer::Start PassReducer::begin_round(engine::GradientSink& sink, const ForwardLog::Record& record,
+                                            bool others_unfinished) {
+  const DataParallelOptions& options = parts_->options;
+  Start start;
+  RoundOptions terms{.divisor = record->divisor, .leader = record->leader};
+  if (options.static_graph && !graph_.is_known()) {
+    terms.delayed = true;
+    graph_.begin_recording();
+  } else if (graph_.is_known()) {
+    start.unused = graph_.begin_pass();
+  } else if (options.find_unused_parameters) {
+    terms.deferred = others_unfinished;
+    if (!terms.deferred) start.unused = record->unused;
+  }
+  round_ = std::make_shared<Round>(*parts_, terms, sink, record);
+  accepting_ = true;
+  start.arrived = local_.take(sink.end());
+  return start;
+}
+
+void PassReducer::begin_local_pass(engine::GradientSink& sink) {
+  {
+    MutexLock lock(mutex_);
+    if (round_ || !local_.begin(sink.end())) return;
+  }
+  forget_after(sink);
+}
+
+void PassReducer::listen(engine::GradientSink& sink, const RoundPtr& round) {
+  const std::weak_ptr<PassReducer> weak = weak_from_this();
+  sink.after_work([weak, round](const engine::PassStatus& status) {
+    if (const auto self = weak.lock()) self->work_over(round, status);
+  });
+  sink.before_end([weak, round](const engine::PassStatus& status) {
+    if (const auto self = weak.lock()) self->decide(round, status);
+  });
+  sink.after_pass([weak, round](const engine::PassStatus&) {
+    if (const auto self = weak.lock()) self->pass_over(round);
+  });
+}
+
+void PassReducer::forget_after(engine::GradientSink& sink) {
+  sink.after_pass([weak = weak_from_this(), end = sink.end().get()](const engine::PassStatus&) {
+    const auto self = weak.lock();
+    if (!self) return;
+    MutexLock lock(self->mutex_);
+    self->local_.forget(end);
+  });
+}
+
+void PassReducer::gradient_ready(engine::GradientSink& sink, std::size_t slot) {
+  const at::Tensor gradient = sink.gradient(parts_->slots.tensor(slot));
+  if (gradient.defined()) parts_->status.note_used(slot % parts_->slots.count());
+  RoundPtr round;
+  bool stray = false;
+  {
+    MutexLock lock(mutex_);
+    if (!round_ || !accepting_) {
+      stray = local_.add(sink.end(), slot);
+    } else if (is_complete(slot)) {
+      round = round_;
+    }
+  }
+  if (stray) listen_to_stray(sink, slot);
+  if (!round) return;
+  round->gradients().accept(slot);
+  round->gradients().fill(sink, slot, gradient);
+  round->gradients().launch_full();
+}
+
+bool PassReducer::is_complete(std::size_t slot) {
+  if (round_->is_delayed()) {
+    graph_.record(slot);
+    return false;
+  }
+  if (!graph_.is_known()) return true;
+  const StaticGraph::Arrival arrival = graph_.arrive(slot);
+  if (arrival == StaticGraph::Arrival::kTooMany) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format(
+            "parameter '{}' got more gradients than in the first step, but static_graph promises that "
+            "every step is like the first; unset static_graph",
+            parts_->slots.name(slot)));
+  }
+  return arrival == StaticGraph::Arrival::kLast;
+}
+
+void PassReducer::gradient_failed(const std::string& text) {
+  if (const RoundPtr round = current()) round->note_reason(text);
+}
+
+bool PassReducer::is_reducing() const {
+  MutexLock lock(mutex_);
+  return round_ && accepting_;
+}
+
+void PassReducer::listen_to_stray(engine::GradientSink& sink, std::size_t slot) {
+  sink.after_work([weak = weak_from_this(), slot, end = sink.end().get()](const engine::PassStatus& status) {
+    const auto self = weak.lock();
+    if (!self || !status.ok()) return;
+    {
+      MutexLock lock(self->mutex_);
+      if (!self->local_.is_stray(end)) return;
+    }
+    self->report_stray(slot);
+  });
+  forget_after(sink);
+}
+
+void PassReducer::report_stray(std::size_t slot) {
+  const Unwrapped reaction = parts_->options.unwrapped_backward;
+  if (reaction == Unwrapped::kIgnore) return;
+  const std::string text = fmt::format(
+      "a backward pass gave parameter '{}' a gradient but did not go through an output of the wrapper, so "
+      "the gradient is not averaged and the replicas diverge. Call the wrapper instead of the module inside "
+      "it, or use no_sync()",
+      parts_->slots.name(slot));
+  if (reaction == Unwrapped::kThrow) throw Error(ErrorKind::kInvalid, text);
+  {
+    MutexLock lock(mutex_);
+    if (std::exchange(warned_, true)) return;
+  }
+  parts_->runtime.log.warning(text);
+}
+
+void PassReducer::fill_recorded(Round& round) {
+  std::vector<std::size_t> order, used;
+  {
+    MutexLock lock(mutex_);
+    order = graph_.end_recording();
+    for (const std::size_t slot : order) {
+      if (graph_.was_used(slot)) used.push_back(slot);
+    }
+  }
+  engine::GradientSink& sink = *round.sink();
+  for (const std::size_t slot : used) round.gradients().accept(slot);
+  for (const std::size_t slot : used)
+    round.gradients().fill(sink, slot, sink.gradient(parts_->slots.tensor(slot)));
+  for (const std::size_t slot : order) round.gradients().fill_unused(sink, slot);
+  round.gradients().launch_full();
+}
+
+void PassReducer::work_over(const RoundPtr& round, const engine::PassStatus& status) {
+  if (round->is_given_up() || round->is_concluded()) return;
+  if (!status.ok()) return give_up(round, describe(status.error).text);
+  try {
+    if (round->is_delayed()) fill_recorded(*round);
+    if (round->is_deferred()) {
+      for (const std::size_t slot : round->unreached()) round->gradients().fill_unused(*round->sink(), slot);
+      round->gradients().launch_full();
+    }
+  } catch (...) {
+    give_up(round, describe(std::current_exception()).text);
+    throw;
+  }
+  const std::vector<std::size_t> left = round->gradients().missing();
+  if (left.empty()) return;
+  if (parts_->options.partial_backward && !round->all_passed()) {
+    {
+      MutexLock lock(mutex_);
+      accepting_ = false;
+    }
+    return round->pause();
+  }
+  const std::string text = fmt::format(
+      "this backward pass left {} of {} parameters without a gradient, so nothing can be averaged: {}. {}",
+      left.size(), parts_->slots.size(), parts_->hooks.describe_missing(left),
+      parts_->options.static_graph
+          ? "static_graph promises that every step is like the first; unset it"
+          : "If the loss does not depend on them in every step, set find_unused_parameters; if more backward "
+            "passes over other outputs of this forward follow, set partial_backward");
+  give_up(round, text);
+  throw Error(ErrorKind::kInvalid, text);
+}
+
+void PassReducer::decide(const RoundPtr& round, const engine::PassStatus& status) {
+  if (!round->is_open()) return;
+  if (!status.ok()) return give_up(round, describe(status.error).text);
+  round->conclude();
+}
+
+/// Runs on the thread that reaches the end of the pass. No other thread uses the pass's gradients then.
+void PassReducer::pass_over(const RoundPtr& round) {
+  if (current() != round || !round->is_concluded()) return;
+  struct Over {
+    PassReducer& self;
+    ~Over() {
+      RoundPtr over;
+      {
+        MutexLock lock(self.mutex_);
+        over.swap(self.round_);
+      }
+      over->set_over();
+    }
+  } over{*this};
+  round->finish_pass();
+}
+
+void PassReducer::give_up(const RoundPtr& round, const std::string& reason) {
+  if (!round->give_up(reason)) return;
+  {
+    MutexLock lock(mutex_);
+    if (round_ == round) round_.reset();
+  }
+  empty_.finish(*round);
+}
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,59 @@
+#include "data_parallel/rounds/empty_rounds.h"
+
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+#include "engine/api/grad_field_sink.h"
+
+namespace torchspan::data_parallel {
+
+std::unique_ptr<Round> EmptyRounds::begin(const RoundOptions& options) {
+  engine::GradFieldSink between_passes(0);
+  move_out_of_buckets(parts_.slots, *parts_.plan.buckets(), between_passes, /*keep_values=*/true);
+  return std::make_unique<Round>(parts_, options);
+}
+
+void EmptyRounds::finish(Round& round) {
+  try {
+    round.conclude_with_zeros();
+  } catch (...) {
+    const collective::Group& group = parts_.group;
+    group.abort(Error(ErrorKind::kCancelled, fmt::format("rank {} cannot continue its reduction: {}",
+                                                         group.ranks()[group.rank()], round.reason())));
+    return;
+  }
+  MutexLock lock(mutex_);
+  given_up_ = round.finished();
+}
+
+void EmptyRounds::shadow(RoundOptions options) {
+  options.shadow = true;
+  const std::unique_ptr<Round> round = begin(options);
+  round->conclude_with_zeros();
+  round->finished().wait();
+  round->install_rebuilt();
+}
+
+void EmptyRounds::refuse(const RoundOptions& options, const std::string& reason) {
+  const std::unique_ptr<Round> round = begin(options);
+  if (!reason.empty()) round->give_up(reason);
+  finish(*round);
+}
+
+void EmptyRounds::settle() {
+  Future<void> given_up;
+  {
+    MutexLock lock(mutex_);
+    given_up = given_up_;
+  }
+  if (!given_up.valid()) return;
+  try {
+    given_up.wait();
+  } catch (const Error&) {  // reported when it happened; the next operation of a broken group fails too
+  }
+  MutexLock lock(mutex_);
+  given_up_ = {};
+}
+
+}  // namespace torchspan::data_parallel

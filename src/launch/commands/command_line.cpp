@@ -1,0 +1,210 @@
+#include "launch/commands/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <fmt/format.h>
+#include <sstream>
+
+#include <torchspan/core/error.h>
+
+#include "launch/commands/doctor.h"
+#include "launch/commands/schedule_command.h"
+#include "launch/supervisor/job.h"
+
+namespace torchspan::launch {
+namespace {
+
+constexpr int kWrongUse = 2;
+
+/// The parsed options of a command line.
+struct CommandLine {
+  CLI::App app{"torchspan: distributed training over LibTorch", "torchspan"};
+  CLI::App* run = nullptr;
+  CLI::App* version = nullptr;
+  CLI::App* doctor = nullptr;
+  CLI::App* schedule = nullptr;
+  JobOptions job;
+  ScheduleOptions shown;
+  std::vector<std::string> settings;
+  std::vector<std::string> program;  ///< for the help text only: take_command() removes these words first
+};
+
+void describe_run(CommandLine& line) {
+  line.run = line.app.add_subcommand(
+      "run", "Run N workers of a program on this host: torchspan run -n 4 ./train --lr 0.1");
+  CLI::App& run = *line.run;
+  run.add_option("-n,--workers", line.job.workers, "Number of workers")
+      ->required()
+      ->check(CLI::Range(1, 4096));
+  run.add_option("--master-port", line.job.master_port, "Port of the workers' store; 0 is a free one");
+  run.add_option("--log-dir", line.job.log_folder,
+                 "Folder for WORKER.out.log and WORKER.err.log, besides the output here");
+  run.add_option("--name-prefix", line.job.name_prefix, "Workers are named PREFIX0, PREFIX1, …");
+  run.add_option("--env", line.settings, "NAME=VALUE for all workers; may be repeated")
+      ->expected(1)
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  run.add_option(
+      "PROGRAM", line.program,
+      "The program and its arguments: everything from the first word that is not an option, or after "
+      "'--'");
+  run.footer(
+      "The exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 when "
+      "nothing "
+      "was started, 1 when the job succeeded but its output could not be written.");
+}
+
+void describe_schedule(CommandLine& line) {
+  line.schedule = line.app.add_subcommand(
+      "schedule",
+      "Draw a pipeline schedule: torchspan schedule 1f1b --stages 4 --micro-batches 8 --out plan.svg");
+  CLI::App& command = *line.schedule;
+  ScheduleOptions& shown = line.shown;
+  command.add_option("name", shown.name, "One of " + schedule_names());
+  command.add_option("--stages", shown.stages, "Stages of the pipeline, each on a rank of its own")
+      ->required()
+      ->check(CLI::Range(1, 256));
+  command.add_option("--micro-batches", shown.micro_batches, "Micro-batches of a step")
+      ->required()
+      ->check(CLI::Range(1, 1024));
+  command
+      .add_option("--chunks", shown.chunks,
+                  "Parts of each stage: the model then goes that many times around the ranks")
+      ->check(CLI::Range(1, 16));
+  command.add_option("--forward", shown.forward,
+                     "Milliseconds of a micro-batch's forward through all of a stage");
+  command.add_option("--backward", shown.backward, "The same for its backward");
+  command.add_option("--transfer", shown.transfer, "Milliseconds from one rank to the next");
+  command.add_option("--out", shown.file, "File for the drawing, as SVG");
+}
+
+void describe_all(CommandLine& line) {
+  line.app.require_subcommand(1);
+  describe_run(line);
+  line.version = line.app.add_subcommand("version", "Print the version");
+  line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");
+  describe_schedule(line);
+}
+
+Environment read_settings(const std::vector<std::string>& settings) {
+  Environment environment;
+  for (const auto& setting : settings) {
+    const auto equals = setting.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected NAME=VALUE", setting));
+    }
+    environment[setting.substr(0, equals)] = setting.substr(equals + 1);
+  }
+  return environment;
+}
+
+/// Returns the option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for an
+/// unknown option.
+const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
+  const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
+  if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
+  if (name == "--nnodes" || name == "--nproc-per-node" || name == "--nproc_per_node") {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' is an option of torchrun; torchspan run starts workers on this host only "
+                            "(-n says how many): for several hosts start the program with torchrun "
+                            "--no_python, srun or mpirun, as docs/hosts.md says",
+                            name));
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "
+                          "program's own go after the program",
+                          name));
+}
+
+/// Removes the program and its arguments from the end of `torchspan run …`, before the parser sees them. They
+/// start after '--' or at the first word that is neither an option nor an option's value.
+std::vector<std::string> take_command(std::vector<std::string>& arguments, const CLI::App& run) {
+  if (arguments.empty() || arguments.front() != run.get_name()) return {};
+  std::size_t at = 1;
+  while (at < arguments.size() && arguments[at].starts_with("-") && arguments[at] != "--") {
+    const std::string& word = arguments[at];
+    const CLI::Option& option = option_of(word, run);
+    const bool has_value = word.starts_with("--") ? word.find('=') != std::string::npos : word.size() > 2;
+    at += option.get_expected_min() > 0 && !has_value ? 2 : 1;
+  }
+  at = std::min(at, arguments.size());
+  const bool dashes = at < arguments.size() && arguments[at] == "--";
+  const auto begin = arguments.begin() + static_cast<std::ptrdiff_t>(at);
+  std::vector<std::string> command(begin + (dashes ? 1 : 0), arguments.end());
+  arguments.erase(begin, arguments.end());
+  return command;
+}
+
+void check_subcommand(const std::vector<std::string>& arguments, const CLI::App& app) {
+  if (arguments.empty() || arguments.front().starts_with("-")) return;
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == arguments.front()) return;
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("unknown command '{}'; the commands are: {}", arguments.front(), names));
+}
+
+int run_workers(Executor& executor, CommandLine& line, const Environment& environment,
+                const DisplayOptions& display) {
+  if (line.job.command.empty()) {
+    throw Error(ErrorKind::kInvalid, "there is no program to run: torchspan run -n 4 ./train ARGUMENTS");
+  }
+  line.job.environment = environment;
+  line.job.extra = read_settings(line.settings);
+  line.job.display = display;
+  return run_job(executor, std::move(line.job));
+}
+
+void print_lines(Display& out, const std::string& text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) out.print_output("", line);
+}
+
+/// Returns the exit code of a command that has printed its result.
+int finish(Display& out) {
+  const std::string lost = out.losses();
+  if (lost.empty()) return 0;
+  out.print_error("torchspan: ", lost);
+  return kLostOutput;
+}
+
+}  // namespace
+
+int run_command_line(Executor& executor, std::vector<std::string> arguments, const Environment& environment,
+                     const DisplayOptions& display) {
+  Display out(executor, display);
+  CommandLine line;
+  describe_all(line);
+  try {
+    check_subcommand(arguments, line.app);
+    line.job.command = take_command(arguments, *line.run);
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them in reverse
+    line.app.parse(std::move(arguments));
+    if (line.run->parsed()) return run_workers(executor, line, environment, display);
+    if (line.version->parsed()) {
+      out.print_output("", "torchspan " TORCHSPAN_VERSION);
+    } else if (line.schedule->parsed()) {
+      print_lines(out, show_schedule(line.shown));
+    } else {
+      print_lines(out, format_findings(judge(examine_machine())));
+    }
+    return finish(out);
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream output, errors;
+    const int code = line.app.exit(error, output, errors);
+    std::string text = output.str() + errors.str();
+    while (!text.empty() && text.back() == '\n') text.pop_back();
+    if (code == 0) {
+      out.print_output("", text);
+      return finish(out);
+    }
+    out.print_error("torchspan: ", text);
+  } catch (const Error& error) {
+    out.print_error("torchspan: ", error.message());
+  }
+  return kWrongUse;
+}
+
+}  // namespace torchspan::launch

@@ -1,0 +1,171 @@
+#include "launch/commands/command_line.h"
+
+#include <fcntl.h>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <iterator>
+#include <unistd.h>
+
+#include "launch/captured.h"
+
+namespace torchspan::launch::command_line_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class CommandLineTest : public ::testing::Test {
+ protected:
+  int run(const std::vector<std::string>& arguments) {
+    return run_command_line(*executor_, arguments, {{"PATH", "/usr/bin:/bin"}, {"OMP_NUM_THREADS", "1"}},
+                            {.output = output_.descriptor(), .errors = errors_.descriptor()});
+  }
+  std::unique_ptr<Executor> executor_ = make_executor();
+  Captured output_, errors_;
+};
+
+TEST_F(CommandLineTest, PrintsItsVersion) {
+  EXPECT_EQ(run({"version"}), 0);
+  EXPECT_THAT(output_.text(), ::testing::MatchesRegex("torchspan [0-9]+\\.[0-9]+\\.[0-9]+\n"));
+}
+
+TEST_F(CommandLineTest, ExaminesTheMachine) {
+  EXPECT_EQ(run({"doctor"}), 0);
+  EXPECT_THAT(output_.text(), AllOf(HasSubstr("cores"), HasSubstr("open files"), HasSubstr("warning")));
+}
+
+TEST_F(CommandLineTest, RunsAProgramWithItsOwnOptions) {
+  EXPECT_EQ(run({"run", "-n2", "sh", "-c", "echo = $0 $1 $2", "-n", "5", "--help"}), 0);
+  EXPECT_THAT(output_.text(),
+              AllOf(HasSubstr("[worker0] = -n 5 --help\n"), HasSubstr("[worker1] = -n 5 --help\n")));
+}
+
+TEST_F(CommandLineTest, AllowsDashesBeforeTheProgramAndKeepsLaterOnes) {
+  EXPECT_EQ(run({"run", "--workers=1", "--", "sh", "-c", "echo \"$@\"", "x", "--", "two words"}), 0);
+  EXPECT_EQ(output_.text(), "[worker0] -- two words\n");
+}
+
+TEST_F(CommandLineTest, PassesItsOptionsToTheJob) {
+  EXPECT_EQ(run({"run", "-n", "1", "--env", "A=1", "--env", "B=x=y z", "--name-prefix", "node",
+                 "--master-port", "0", "sh", "-c", "echo $A $B $TORCHSPAN_NAME"}),
+            0);
+  EXPECT_EQ(output_.text(), "[node0] 1 x=y z node0\n");
+}
+
+TEST_F(CommandLineTest, GivesTheJobsExitCode) {
+  EXPECT_EQ(run({"run", "-n", "1", "sh", "-c", "exit 17"}), 17);
+}
+
+TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
+  struct Row {
+    std::vector<std::string> arguments;
+    std::string complaint;
+  };
+  const std::vector<Row> rows = {
+      {{}, "subcommand is required"},
+      {{"walk"}, "unknown command 'walk'; the commands are: run, version, doctor, schedule"},
+      {{"run", "-n", "0", "sh"}, "0 not in range"},
+      {{"run", "-n", "two", "sh"}, "two"},
+      {{"run", "sh"}, "--workers is required"},
+      {{"run", "-n", "2"}, "no program to run"},
+      {{"run", "-n", "2", "--"}, "no program to run"},
+      {{"run", "-n", "2", "--mastr-port", "5", "sh"}, "torchspan run has no option '--mastr-port'"},
+      {{"run", "-x", "-n", "2", "sh"}, "torchspan run has no option '-x'"},
+      {{"run", "--nnodes", "2", "-n", "2", "sh"}, "'--nnodes' is an option of torchrun; torchspan run"},
+      {{"run", "--nnodes=2", "-n", "2", "sh"}, "docs/hosts.md"},
+      {{"run", "-n", "2", "--master-port", "70000", "sh"}, "70000"},
+      {{"run", "-n", "2", "--env", "novalue", "sh"}, "NAME=VALUE"},
+      {{"run", "-n", "2", "no-such-program"}, "no program 'no-such-program'"},
+      {{"schedule", "--stages", "2", "--micro-batches", "2"},
+       "the name is missing; the schedules are: gpipe, 1f1b"},
+      {{"schedule", "gpip", "--stages", "2", "--micro-batches", "2"},
+       "unknown schedule 'gpip'; the schedules are: gpipe, 1f1b, interleaved, bfs, forward-only"},
+      {{"schedule", "gpipe", "--micro-batches", "2"}, "--stages is required"},
+      {{"schedule", "gpipe", "--stages", "2"}, "--micro-batches is required"},
+      {{"schedule", "gpipe", "--stages", "0", "--micro-batches", "2"}, "0 not in range"},
+      {{"schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--chunks", "2"},
+       "1f1b has one chunk per stage; the schedules for --chunks 2 are: gpipe, interleaved, bfs, "
+       "forward-only"},
+      {{"schedule", "interleaved", "--stages", "4", "--micro-batches", "6", "--chunks", "2"},
+       "micro_batches is 6, which is not a multiple of the 4 ranks; use 4 or 8"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--forward", "-1"},
+       "--forward -1: from 0"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--transfer", "nan"}, "--transfer nan"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--out", "/no/such/folder/plan.svg"},
+       "--out /no/such/folder/plan.svg: No such file"},
+  };
+  for (const Row& row : rows) {
+    Captured output, errors;
+    const int code = run_command_line(*executor_, row.arguments, {{"PATH", "/usr/bin:/bin"}},
+                                      {.output = output.descriptor(), .errors = errors.descriptor()});
+    EXPECT_EQ(code, 2) << row.complaint;
+    EXPECT_THAT(errors.text(), HasSubstr(row.complaint));
+    EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
+  }
+}
+
+TEST_F(CommandLineTest, ShowsAScheduleAsTextAndInFigures) {
+  EXPECT_EQ(run({"schedule", "1f1b", "--stages", "2", "--micro-batches", "3"}), 0);
+  EXPECT_EQ(output_.text(),
+            "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---\n"
+            "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .\n"
+            "\n"
+            "1f1b: a step of 3 micro-batches takes 12 ms; the ranks are idle for 25.0 % of it\n"
+            "rank  idle          peak (activations of a micro-batch on a rank)\n"
+            "0     3 ms          2\n"
+            "1     3 ms          1\n");
+}
+
+TEST_F(CommandLineTest, SimulatesASchedulesChunksAndCosts) {
+  // Two chunks of 1.5 + 2.5 ms and an idle time of (ranks - 1) such chunks; a hop of 0.25 ms from rank to
+  // rank.
+  EXPECT_EQ(run({"schedule", "bfs", "--stages", "2", "--micro-batches", "4", "--chunks", "2", "--forward",
+                 "3", "--backward", "5"}),
+            0);
+  EXPECT_THAT(output_.text(),
+              AllOf(HasSubstr("2F0"), HasSubstr("takes 36 ms"), HasSubstr("0     4 ms          4\n")));
+  EXPECT_EQ(run({"schedule", "forward-only", "--stages", "2", "--micro-batches", "4", "--transfer", "0.25"}),
+            0);
+  EXPECT_THAT(output_.text(), HasSubstr("takes 5.25 ms"));
+}
+
+TEST_F(CommandLineTest, DrawsEveryScheduleIntoAFile) {
+  const std::string file = ::testing::TempDir() + "schedule-" + std::to_string(getpid()) + ".svg";
+  for (const std::string name : {"gpipe", "1f1b", "interleaved", "bfs", "forward-only"}) {
+    EXPECT_EQ(run({"schedule", name, "--stages", "4", "--micro-batches", "8", "--out", file}), 0);
+    EXPECT_THAT(output_.text(), HasSubstr("drawn in " + file));
+    std::ifstream written(file);
+    const std::string svg{std::istreambuf_iterator<char>(written), {}};
+    EXPECT_THAT(svg, AllOf(::testing::StartsWith("<svg"), HasSubstr(">" + name + ": "),
+                           ::testing::EndsWith("</svg>\n")));
+    unlink(file.c_str());
+  }
+}
+
+TEST_F(CommandLineTest, HelpsOnRequest) {
+  EXPECT_EQ(run({"run", "--help"}), 0);
+  EXPECT_THAT(output_.text(), AllOf(HasSubstr("--workers"), HasSubstr("--log-dir"), HasSubstr("exit code"),
+                                    HasSubstr("Usage: torchspan run [OPTIONS] [PROGRAM...]"),
+                                    HasSubstr("The program and its arguments")));
+}
+
+TEST_F(CommandLineTest, FailsWhenItsAnswerIsLost) {
+  const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(full, 0);
+  const std::vector<std::vector<std::string>> commands = {
+      {"version"},
+      {"doctor"},
+      {"run", "--help"},
+      {"schedule", "1f1b", "--stages", "2", "--micro-batches", "3"}};
+  for (const auto& command : commands) {
+    Captured errors;
+    EXPECT_EQ(run_command_line(*executor_, command, {}, {.output = full, .errors = errors.descriptor()}),
+              kLostOutput);
+    EXPECT_THAT(errors.text(), HasSubstr("could not be written: No space left on device\n"));
+  }
+  close(full);
+}
+
+}  // namespace
+}  // namespace torchspan::launch::command_line_test

@@ -1,0 +1,163 @@
+#include "launch/supervisor/endings.h"
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstring>
+#include <fmt/format.h>
+#include <map>
+#include <regex>
+
+namespace torchspan::launch {
+namespace {
+
+bool is_crash(int signal) {
+  constexpr std::array kCrashes = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  return std::find(kCrashes.begin(), kCrashes.end(), signal) != kCrashes.end();
+}
+
+std::string hint(const Ending& ending) {
+  if (ending.signal == SIGKILL && !ending.asked) {
+    return " (by a user, or by the system for lack of memory: see 'dmesg')";
+  }
+  if (ending.signal == SIGABRT) return " (an uncaught exception or a failed check)";
+  if (ending.signal == SIGSEGV || ending.signal == SIGBUS) return " (a bad memory access)";
+  if (ending.code == 127) return " (often: a program or library was not found)";
+  return "";
+}
+
+std::string who(const Ending& ending) {
+  return fmt::format("{} (rank {}, pid {})", ending.name, ending.rank, ending.pid);
+}
+
+std::string seconds(Duration time) { return fmt::format("{:.1f} s", to_seconds(time)); }
+
+/// Returns "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by
+/// SIGTERM)", by rank. A worker failed because of the first failure if its `endings[i].blames` is that
+/// process.
+std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
+  std::vector<Ending> others;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    if (i != first) others.push_back(endings[i]);
+  }
+  std::sort(others.begin(), others.end(), [](const Ending& a, const Ending& b) { return a.rank < b.rank; });
+  std::map<std::string, std::string> names;  // workers by how they ended
+  std::vector<std::string> order;
+  for (const Ending& ending : others) {
+    const bool followed =
+        first && ending.failed() && !ending.stopped() && ending.blames == endings[*first].pid;
+    const std::string fate = followed ? fmt::format("failed because of it ({})", describe(ending))
+                             : ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending))
+                                                               : describe(ending);
+    auto& list = names[fate];
+    if (list.empty()) order.push_back(fate);
+    list += (list.empty() ? "" : ", ") + ending.name;
+  }
+  std::string text;
+  for (const auto& fate : order) text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", names[fate], fate);
+  return text;
+}
+
+}  // namespace
+
+bool Ending::stopped() const {
+  constexpr std::array kOurs = {SIGTERM, SIGINT, SIGHUP, SIGKILL};
+  return asked && std::find(kOurs.begin(), kOurs.end(), signal) != kOurs.end();
+}
+
+std::string signal_name(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
+}
+
+std::string describe(const Ending& ending) {
+  if (ending.signal != 0) return fmt::format("was killed by {}{}", signal_name(ending.signal), hint(ending));
+  return fmt::format("exited with code {}{}", ending.code, hint(ending));
+}
+
+std::string describe_failure(const Ending& ending) {
+  return describe(ending) + (ending.failed() ? "" : " without shutdown()");
+}
+
+long blamed_process(const std::vector<std::string>& last_words) {
+  // A worker that "left because" another one died is not the cause; its reason follows and is matched
+  // instead.
+  const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) (died|left without|left because its ))");
+  std::smatch match;
+  for (const std::string& line : last_words) {
+    if (std::regex_search(line, match, death)) return std::stol(match[1]);
+  }
+  return 0;
+}
+
+namespace {
+
+std::optional<std::size_t> first_seen_failure(const std::vector<Ending>& endings) {
+  std::optional<std::size_t> first;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    const Ending& ending = endings[i];
+    if (!ending.failed() || ending.asked) continue;
+    if (!first) {
+      first = i;
+      if (is_crash(ending.signal)) return first;
+    } else if (is_crash(ending.signal) && ending.after - endings[*first].after <= kSettleTime) {
+      return i;
+    }
+  }
+  return first;
+}
+
+}  // namespace
+
+std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
+  std::optional<std::size_t> first = first_seen_failure(endings);
+  for (std::size_t steps = 0; first && steps < endings.size(); ++steps) {
+    const auto blamed = std::find_if(endings.begin(), endings.end(), [&](const Ending& ending) {
+      const bool by_itself = ending.asked ? ending.failed() && !ending.stopped() : true;
+      return by_itself && ending.pid == endings[*first].blames;
+    });
+    if (blamed == endings.end()) break;
+    first = static_cast<std::size_t>(blamed - endings.begin());
+  }
+  return first;
+}
+
+int exit_code(const std::vector<Ending>& endings, int interrupted_by) {
+  if (interrupted_by != 0) return 128 + interrupted_by;
+  auto first = first_failure(endings);
+  if (first && !endings[*first].failed()) first = first_seen_failure(endings);
+  if (first) {
+    const Ending& ending = endings[*first];
+    return ending.signal != 0 ? 128 + ending.signal : ending.code;
+  }
+  return 0;
+}
+
+std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_words,
+                      int interrupted_by) {
+  const auto first = first_failure(endings);
+  std::string text;
+  if (interrupted_by != 0) {
+    text = fmt::format("torchspan: the job was interrupted by {}\n", signal_name(interrupted_by));
+  } else if (!first) {
+    return "";
+  } else {
+    text = "torchspan: the job failed\n";
+  }
+  if (first) {
+    text += fmt::format("  first failure: {} {}, {} after the start\n", who(endings[*first]),
+                        describe_failure(endings[*first]), seconds(endings[*first].after));
+    if (last_words.empty()) {
+      text += "  it wrote nothing to its standard error\n";
+    } else {
+      text += "  its last lines:\n";
+      for (const auto& line : last_words) text += "    " + line + "\n";
+    }
+  }
+  if (const std::string others = tell_of_others(endings, first); !others.empty()) {
+    text += fmt::format("  {}: {}\n", first ? "the others" : "the workers", others);
+  }
+  return text + fmt::format("  exit code: {}\n", exit_code(endings, interrupted_by));
+}
+
+}  // namespace torchspan::launch

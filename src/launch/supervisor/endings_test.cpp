@@ -1,0 +1,151 @@
+#include "launch/supervisor/endings.h"
+
+#include <csignal>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace torchspan::launch::endings_test {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+Ending ending(int rank, int code, int signal, Duration after, bool asked = false) {
+  return {rank, "worker" + std::to_string(rank), 100 + rank, code, signal, asked, after};
+}
+
+TEST(Endings, OfAJobThatSucceededGiveZero) {
+  const std::vector<Ending> endings = {ending(0, 0, 0, milliseconds(1)), ending(1, 0, 0, milliseconds(2))};
+  EXPECT_FALSE(first_failure(endings));
+  EXPECT_EQ(exit_code(endings, 0), 0);
+  EXPECT_EQ(summarize(endings, {}, 0), "");
+}
+
+TEST(Endings, FirstFailureGivesTheExitCode) {
+  EXPECT_EQ(exit_code({ending(1, 0, 0, milliseconds(1)), ending(0, 7, 0, milliseconds(2)),
+                       ending(2, 9, 0, milliseconds(3))},
+                      0),
+            7);
+  EXPECT_EQ(exit_code({ending(0, 0, SIGSEGV, milliseconds(2))}, 0), 128 + SIGSEGV);
+}
+
+TEST(Endings, InterruptionGivesTheExitCodeBeforeAnyFailure) {
+  EXPECT_EQ(exit_code({ending(0, 7, 0, milliseconds(2))}, SIGINT), 130);
+  EXPECT_EQ(exit_code({ending(0, 0, 0, milliseconds(2))}, SIGTERM), 143);
+}
+
+TEST(Endings, WhatWeStoppedIsNoFailure) {
+  const std::vector<Ending> endings = {ending(0, 0, SIGTERM, milliseconds(1), true),
+                                       ending(1, 3, 0, milliseconds(2))};
+  EXPECT_EQ(first_failure(endings), 1u);
+}
+
+TEST(Endings, CrashGoesBeforeTheExitCodesItBroughtAbout) {
+  EXPECT_EQ(first_failure({ending(0, 1, 0, milliseconds(100)), ending(1, 0, SIGABRT, milliseconds(110)),
+                           ending(2, 0, SIGKILL, milliseconds(120))}),
+            2u);
+  EXPECT_EQ(first_failure({ending(0, 1, 0, milliseconds(100)), ending(2, 0, SIGKILL, milliseconds(151))}),
+            0u);
+  EXPECT_EQ(first_failure({ending(0, 3, 0, milliseconds(100)), ending(1, 0, SIGABRT, milliseconds(101))}),
+            0u);
+  EXPECT_EQ(
+      first_failure({ending(0, 0, SIGSEGV, milliseconds(100)), ending(1, 0, SIGKILL, milliseconds(101))}),
+      0u);
+}
+
+TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
+  std::vector<Ending> endings = {ending(2, 1, 0, milliseconds(100)), ending(1, 1, 0, milliseconds(110)),
+                                 ending(0, 9, 0, milliseconds(400), true)};
+  endings[0].blames = endings[1].blames = endings[2].pid;
+  EXPECT_EQ(first_failure(endings), 2u);
+  EXPECT_EQ(exit_code(endings, 0), 9);
+  endings[2].signal = SIGTERM;  // the launcher's, to a worker that was still running
+  endings[2].code = 0;
+  EXPECT_EQ(first_failure(endings), 0u);
+  EXPECT_EQ(exit_code(endings, 0), 1);
+  endings[2].signal = SIGSEGV;  // not from the launcher
+  EXPECT_EQ(first_failure(endings), 2u);
+  endings[2].signal = 0;  // it ended without an error: a worker that blames it is wrong
+  EXPECT_EQ(first_failure(endings), 0u);
+  endings[2].code = 9;
+  endings[2].blames = endings[0].pid;  // a cycle of blames must end
+  EXPECT_TRUE(first_failure(endings));
+}
+
+TEST(Endings, BlameIsReadFromWhatWorkersWrite) {
+  EXPECT_EQ(blamed_process({"hello",
+                            "torchspan[worker2] warning: worker0 (rank 0, pid 5783 on vm) died: its "
+                            "process ended without a good-bye; see its own output for why"}),
+            5783);
+  EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), 0);
+  EXPECT_EQ(
+      blamed_process({"worker2 (rank 2, pid 7 on vm) left because worker1 (rank 1, pid 6 on vm) died: x"}),
+      6);
+  EXPECT_EQ(blamed_process({"worker2 (rank 2, pid 7 on vm) left because its shutdown() failed: no"}), 7);
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left without shutdown(); see"}), 6);
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left the world"}), 0);
+}
+
+TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
+  std::vector<Ending> endings = {ending(1, 0, 0, milliseconds(100)), ending(0, 5, 0, milliseconds(110))};
+  endings[1].blames = endings[0].pid;
+  EXPECT_EQ(first_failure(endings), 0u);
+  EXPECT_EQ(exit_code(endings, 0), 5);
+  EXPECT_THAT(
+      summarize(endings, {}, 0),
+      AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 0 without shutdown(), "),
+            HasSubstr("the others: worker0: failed because of it (exited with code 5)\n"),
+            HasSubstr("exit code: 5\n")));
+  endings[0].asked = true;  // the launcher had asked it to end
+  EXPECT_EQ(first_failure(endings), 1u);
+}
+
+TEST(Endings, SummaryTellsTheWholeStory) {
+  const std::vector<Ending> endings = {
+      ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),
+      ending(2, 0, SIGTERM, milliseconds(1600), true), ending(3, 0, SIGTERM, milliseconds(1600), true)};
+  const std::string text = summarize(endings, {"Traceback", "boom"}, 0);
+  EXPECT_THAT(
+      text,
+      HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3, 1.5 s after the start\n"));
+  EXPECT_THAT(text, HasSubstr("last lines:\n    Traceback\n    boom\n"));
+  EXPECT_THAT(text,
+              HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
+  EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
+}
+
+TEST(Endings, SummaryTellsAFailureFromThoseThatItBroughtAbout) {
+  std::vector<Ending> endings = {ending(0, 0, SIGABRT, milliseconds(100)),
+                                 ending(1, 0, SIGABRT, milliseconds(101)),
+                                 ending(2, 4, 0, milliseconds(102))};
+  endings[1].blames = endings[0].pid;
+  EXPECT_THAT(
+      summarize(endings, {}, 0),
+      AllOf(HasSubstr("first failure: worker0 (rank 0, pid 100) was killed by SIGABRT"),
+            HasSubstr("worker1: failed because of it (was killed by SIGABRT (an uncaught exception or a "
+                      "failed check)); worker2: exited with code 4\n")));
+}
+
+TEST(Endings, SummaryOfAnInterruptionBlamesNobody) {
+  const std::string text = summarize({ending(0, 0, SIGINT, milliseconds(5), true)}, {}, SIGINT);
+  EXPECT_THAT(text, AllOf(HasSubstr("interrupted by SIGINT"), HasSubstr("exit code: 130"),
+                          Not(HasSubstr("first failure"))));
+}
+
+TEST(Endings, KilledOutrightPointsToTheSystem) {
+  EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1))),
+              AllOf(HasSubstr("SIGKILL"), HasSubstr("dmesg")));
+  EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1), true)), Not(HasSubstr("dmesg")));
+  EXPECT_THAT(summarize({ending(0, 0, SIGKILL, milliseconds(1))}, {}, 0), HasSubstr("wrote nothing"));
+}
+
+TEST(Endings, NameSignals) {
+  EXPECT_EQ(signal_name(SIGKILL), "SIGKILL");
+  EXPECT_EQ(signal_name(SIGTERM), "SIGTERM");
+  EXPECT_EQ(signal_name(99), "signal 99");
+}
+
+}  // namespace
+}  // namespace torchspan::launch::endings_test

@@ -1,0 +1,214 @@
+#include "launch/supervisor/prepare.h"
+
+#include <algorithm>
+#include <arpa/inet.h>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <fmt/format.h>
+#include <random>
+#include <sched.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch {
+namespace {
+
+/// Leaves room for the runtime folder's name within the 60 characters that sockets need.
+constexpr std::size_t kLongestParent = 38;
+constexpr std::string_view kFolderPrefix = "torchspan.";
+constexpr int kFirstPort = 20000;
+constexpr int kLastPort = 32000;
+
+std::string value_of(const Environment& environment, const std::string& name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? "" : found->second;
+}
+
+bool is_folder(const std::string& path) {
+  struct stat about {};
+  return stat(path.c_str(), &about) == 0 && S_ISDIR(about.st_mode);
+}
+
+void check_program(const std::string& path) {
+  if (access(path.c_str(), F_OK) != 0) {
+    throw_invalid(fmt::format("there is no program '{}': {}", path, std::strerror(errno)));
+  }
+  if (is_folder(path)) throw_invalid(fmt::format("'{}' is a folder, not a program", path));
+  if (access(path.c_str(), X_OK) != 0) {
+    throw_invalid(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
+                              std::strerror(errno)));
+  }
+}
+
+bool is_free(std::uint16_t port) {
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int yes = 1;
+  setsockopt(probe, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+  const bool free = bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  close(probe);
+  return free;
+}
+
+}  // namespace
+
+int chosen_threads(const Environment& base, const JobSetting& setting) {
+  if (base.contains("OMP_NUM_THREADS") || setting.extra.contains("OMP_NUM_THREADS")) return 0;
+  return std::max(1, setting.cores / std::max(1, setting.workers));
+}
+
+Environment worker_environment(const Environment& base, const JobSetting& setting, int rank) {
+  Environment environment = base;
+  std::erase_if(environment, [](const auto& entry) { return entry.first.starts_with("TORCHELASTIC_"); });
+  const std::string size = std::to_string(setting.workers);
+  environment["RANK"] = environment["LOCAL_RANK"] = std::to_string(rank);
+  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = size;
+  environment["MASTER_ADDR"] = "127.0.0.1";
+  environment["MASTER_PORT"] = std::to_string(setting.master_port);
+  environment["TORCHSPAN_NAME"] = setting.name_prefix + std::to_string(rank);
+  environment["TORCHSPAN_RUN_ID"] = setting.run_id;
+  environment["TORCHSPAN_SECRET_FILE"] = setting.secret_file;
+  environment["TORCHSPAN_RUNTIME_DIR"] = setting.runtime_folder;
+  if (const int threads = chosen_threads(base, setting); threads > 0) {
+    environment["OMP_NUM_THREADS"] = std::to_string(threads);
+  }
+  for (const auto& [name, value] : setting.extra) environment[name] = value;
+  return environment;
+}
+
+std::string find_program(const std::string& name, const Environment& environment) {
+  if (name.empty()) throw_invalid("the program's name is empty");
+  if (name.find('/') != std::string::npos) {
+    check_program(name);
+    return name;
+  }
+  std::string rest = value_of(environment, "PATH");
+  if (rest.empty()) rest = "/usr/local/bin:/usr/bin:/bin";
+  const std::string searched = rest;
+  while (!rest.empty()) {
+    const std::string folder = rest.substr(0, rest.find(':'));
+    rest.erase(0, std::min(rest.size(), folder.size() + 1));
+    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
+    if (access(path.c_str(), X_OK) == 0 && !is_folder(path)) return path;
+  }
+  if (access(name.c_str(), X_OK) == 0) {
+    throw_invalid(
+        fmt::format("there is no program '{0}' in PATH; for the one in this folder say ./{0}", name));
+  }
+  throw_invalid(fmt::format("there is no program '{}' in PATH ({})", name, searched));
+}
+
+std::uint16_t choose_port(std::uint16_t wanted) {
+  if (wanted != 0) {
+    if (is_free(wanted)) return wanted;
+    throw_invalid(fmt::format(
+        "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
+        "none for a free one",
+        wanted));
+  }
+  std::random_device random;
+  std::uniform_int_distribution<int> draw(kFirstPort, kLastPort);
+  for (int attempt = 0; attempt < 200; ++attempt) {
+    const auto port = static_cast<std::uint16_t>(draw(random));
+    if (is_free(port)) return port;
+  }
+  throw_invalid(fmt::format("no free port was found between {} and {}; choose one with --master-port",
+                            kFirstPort, kLastPort));
+}
+
+int usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+}
+
+namespace {
+
+/// Locks a folder for this process; null if another process holds the lock or the folder belongs to another
+/// user.
+Descriptor lock_folder(const std::string& path) {
+  Descriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  struct stat opened {
+  }, named{};
+  if (!folder || flock(folder.get(), LOCK_EX | LOCK_NB) != 0 || fstat(folder.get(), &opened) != 0 ||
+      lstat(path.c_str(), &named) != 0 || opened.st_ino != named.st_ino || opened.st_uid != geteuid()) {
+    return {};
+  }
+  return folder;
+}
+
+/// Whether a folder with a job folder's name contains only what a job folder contains.
+bool is_job_folder(const std::string& path) {
+  std::error_code failure;
+  for (const auto& entry : std::filesystem::directory_iterator(path, failure)) {
+    const std::string name = entry.path().filename().string();
+    if (name != "secret" && name != "run") return false;
+  }
+  return !failure;
+}
+
+/// Removes the folders of launchers that were killed: their locks ended with them.
+void remove_abandoned_folders(const std::string& parent) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+    const std::string path = entry.path().string();
+    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
+    if (const Descriptor lock = lock_folder(path); lock && is_job_folder(path)) {
+      std::filesystem::remove_all(path, ignored);
+    }
+  }
+}
+
+}  // namespace
+
+void JobFolder::make_locked(const std::string& parent) {
+  constexpr int kAttempts = 100;
+  for (int attempt = 0; attempt < kAttempts && !lock_; ++attempt) {
+    path_ = fmt::format("{}/{}XXXXXX", parent, kFolderPrefix);
+    if (mkdtemp(path_.data()) == nullptr) break;
+    lock_ = lock_folder(path_);  // fails if another launcher just removed it as abandoned
+  }
+  if (lock_) return;
+  throw_invalid(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",
+                            parent, std::strerror(errno)));
+}
+
+JobFolder::JobFolder(const Environment& environment) {
+  std::string parent = "/tmp";
+  for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
+    const std::string path = value_of(environment, name);
+    if (!path.empty() && path.size() <= kLongestParent && is_folder(path) &&
+        access(path.c_str(), W_OK) == 0) {
+      parent = path;
+      break;
+    }
+  }
+  remove_abandoned_folders(parent);
+  make_locked(parent);
+  try {
+    net::Secret::random().write_file(secret_file());
+    if (mkdir(runtime_folder().c_str(), 0700) != 0) {
+      throw_invalid(fmt::format("folder '{}' cannot be made: {}", runtime_folder(), std::strerror(errno)));
+    }
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+    throw;
+  }
+}
+
+JobFolder::~JobFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+}  // namespace torchspan::launch

@@ -1,0 +1,319 @@
+#include <fmt/format.h>
+#include <map>
+#include <optional>
+
+#include <torch/nn/module.h>
+
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/optim/extension.h>
+#include <torchspan/optim/optimizer.h>
+#include <torchspan/rpc/worker.h>
+
+#include "optim/distributed/messages.h"
+#include "optim/distributed/shared_gradient.h"
+#include "optim/distributed/step_queue.h"
+#include "optim/parameters.h"
+
+namespace torchspan::optim {
+namespace {
+
+/// Adds the parameters of a local value: a tensor, or those of a module.
+void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& group) {
+  if (value.type() == typeid(at::Tensor)) {
+    group.parameters.push_back(*static_cast<at::Tensor*>(value.address()));
+    group.names.push_back(name);
+    return;
+  }
+  auto* module = value.object<torch::nn::Module>();
+  if (module == nullptr) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a target is a '{}', which is neither a module nor a tensor; pass "
+                            "RRefs of modules or of parameters",
+                            value.type_name()));
+  }
+  const auto parameters = named_parameters_of(*module);
+  if (parameters.empty()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a target of type '{}' has no parameters", value.type_name()));
+  }
+  for (const auto& [own_name, parameter] : parameters) {
+    group.parameters.push_back(parameter);
+    group.names.push_back(fmt::format("{}.{}", name, own_name));
+  }
+}
+
+}  // namespace
+
+/// The optimizers on this worker.
+class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension::Impl> {
+ public:
+  Impl(OptimizerTable table, rpc::Registrar& registrar)
+      : table_(std::move(table)),
+        worker_(registrar.worker().endpoint()->weak_from_this()),
+        host_(registrar.host()),
+        queue_(registrar.host()) {}
+
+  void create(std::uint32_t maker, const CreateOptimizer& message) {
+    const std::uint64_t departures = departures_of(maker);
+    auto owned = std::make_shared<Owned>();
+    std::vector<ParamGroup> groups;
+    for (const OptimizerGroup& part : message.groups) {
+      ParamGroup& group = groups.emplace_back(std::vector<at::Tensor>(), part.spec);
+      group.label = part.label;
+      group.hogwild = part.hogwild;
+      for (const OptimizerTarget& target : part.targets) {
+        if (!target.value) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
+        // Ready: a handler runs when the references of its message are.
+        owned->values.push_back(target.value->value(Deadline::never()));
+        list_parameters(*owned->values.back(), target.name, group);
+      }
+    }
+    owned->optimizer = std::make_unique<Optimizer>(std::move(groups), &table_);
+    for (const at::Tensor& parameter : owned->optimizer->parameters()) {
+      owned->keys.insert(parameter.unsafeGetTensorImpl());
+    }
+    owned->keys.insert(owned.get());  // so that steps of single parameters also run one after another
+    const bool present = worker().endpoint()->is_present(maker);
+    MutexLock lock(mutex_);
+    if (!present || departures_[maker] != departures)
+      throw Error(ErrorKind::kDisconnected, "the worker that creates this optimizer has died or left");
+    optimizers_[message.id] = std::move(owned);
+  }
+
+  /// Destroys the optimizers of a worker that died or left. The pool does it, because modules may be destroyed
+  /// with them and this thread must not run user code.
+  void depart(std::uint32_t rank) {
+    std::vector<std::shared_ptr<Owned>> gone;
+    {
+      MutexLock lock(mutex_);
+      ++departures_[rank];
+      for (auto it = optimizers_.begin(); it != optimizers_.end();) {
+        if (it->first.worker != rank) {
+          ++it;
+          continue;
+        }
+        gone.push_back(std::move(it->second));
+        it = optimizers_.erase(it);
+      }
+    }
+    const auto host = host_.lock();
+    if (host && !gone.empty()) host->post([gone = std::move(gone)]() mutable { gone.clear(); });
+  }
+
+  Future<bool> step(const StepOptimizer& message) {
+    auto owned = find(message.id);
+    auto saw_pass = std::make_shared<bool>(false);
+    return queue_
+        .run(owned->keys,
+             [this, owned, message, saw_pass] { *saw_pass = step_now(*owned->optimizer, message); })
+        .then([saw_pass](const Future<Unit>& done) {
+          done.wait();
+          return *saw_pass;
+        });
+  }
+
+  /// This may be the first message of the context here, so it joins the context.
+  void step_in_backward(std::uint32_t peer, const StepInBackward& message) {
+    const std::weak_ptr<Owned> owner = find(message.id);
+    worker()
+        .extension<autograd::AutogradExtension>()
+        .join(message.context, peer)
+        .offer_gradients([weak = weak_from_this(), owner, rates = message.rates](
+                             const at::Tensor& parameter, at::Tensor& gradient,
+                             const autograd::PassRuns& runs) -> std::optional<Future<void>> {
+          const auto self = weak.lock();
+          const auto owned = owner.lock();
+          if (!self || !owned || !owned->keys.contains(parameter.unsafeGetTensorImpl())) return std::nullopt;
+          refuse_shared_gradient(parameter, owned->optimizer->describe(parameter));
+          return self->queue_
+              .run({parameter.unsafeGetTensorImpl(), owned.get()},
+                   [owned, rates, parameter, runs, gradient = std::exchange(gradient, {})] {
+                     if (!runs())
+                       throw Error(ErrorKind::kCancelled, "the backward pass failed before this step");
+                     owned->optimizer->set_lrs(rates);
+                     owned->optimizer->step_one(parameter, gradient);
+                   })
+              .then([](const Future<Unit>& done) { done.wait(); });
+        });
+  }
+
+  GradientNorm norm(const NormOfGradients& message) const {
+    const auto owned = find(message.id);
+    const auto context = find_context(message.context);
+    GradientNorm result;
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : owned->optimizer->parameters()) {
+      if (!parameter.requires_grad()) continue;
+      std::string& example = is_averaged(parameter) ? result.averaged : result.own;
+      if (example.empty()) example = owned->optimizer->describe(parameter);
+      if (context) gradients.push_back(context->gradient(parameter));
+    }
+    result.norm = gradient_norm(gradients, message.norm_type);
+    return result;
+  }
+
+  /// Returns the result of `use`, which runs while none of the optimizer's parameters is stepped.
+  template <class R>
+  Future<R> use(GlobalId id, std::function<R(Optimizer&)> use) {
+    auto owned = find(id);
+    auto result = std::make_shared<std::optional<R>>();
+    return queue_
+        .run(owned->keys, [owned, result, use = std::move(use)] { *result = use(*owned->optimizer); })
+        .then([result](const Future<Unit>& done) {
+          done.wait();
+          return std::move(**result);
+        });
+  }
+
+  /// A copy of the state, with `rates` as its learning rates.
+  Future<StateDict> read(GlobalId id, const std::vector<double>& rates) {
+    return use<StateDict>(id, [rates](Optimizer& optimizer) {
+      optimizer.set_lrs(rates);
+      return optimizer.state_dict();
+    });
+  }
+
+  Future<Unit> write(GlobalId id, const StateDict& state) {
+    return use<Unit>(id, [state](Optimizer& optimizer) {
+      optimizer.load_state_dict(state);
+      return Unit{};
+    });
+  }
+
+  Future<RRef<StateDict>> keep(GlobalId id, const std::vector<double>& rates) {
+    return use<RRef<StateDict>>(id, [this, rates](Optimizer& optimizer) {
+      optimizer.set_lrs(rates);
+      return RRef<StateDict>(worker(), optimizer.state_dict());
+    });
+  }
+
+  Future<std::vector<double>> take(const TakeState& message) {
+    return use<std::vector<double>>(message.id, [state = message.state](Optimizer& optimizer) {
+      optimizer.load_state_dict(state.local_value());
+      return optimizer.lrs();
+    });
+  }
+
+  void drop(GlobalId id) {
+    std::shared_ptr<Owned> gone;
+    MutexLock lock(mutex_);
+    auto it = optimizers_.find(id);
+    if (it == optimizers_.end()) return;
+    gone = std::move(it->second);
+    optimizers_.erase(it);
+  }
+
+  std::size_t count() const {
+    MutexLock lock(mutex_);
+    return optimizers_.size();
+  }
+
+ private:
+  struct Owned {
+    std::unique_ptr<Optimizer> optimizer;
+    StepQueue::Keys keys;
+    std::vector<rpc::ValuePtr> values;  ///< keeps the modules alive
+  };
+
+  std::shared_ptr<Owned> find(GlobalId id) const {
+    MutexLock lock(mutex_);
+    auto it = optimizers_.find(id);
+    if (it == optimizers_.end()) {
+      throw Error(ErrorKind::kInvalid, fmt::format("optimizer {}:{} is not on this worker; its "
+                                                   "DistributedOptimizer was destroyed",
+                                                   id.worker, id.local));
+    }
+    return it->second;
+  }
+
+  Worker worker() const {
+    auto endpoint = worker_.lock();
+    if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
+    return Worker(endpoint);
+  }
+
+  /// Nullopt if this worker does not know the context.
+  std::optional<autograd::ContextView> find_context(std::uint64_t id) const {
+    return worker().extension<autograd::AutogradExtension>().try_find(id);
+  }
+
+  std::uint64_t departures_of(std::uint32_t rank) const {
+    MutexLock lock(mutex_);
+    const auto found = departures_.find(rank);
+    return found == departures_.end() ? 0 : found->second;
+  }
+
+  /// Steps; returns whether a pass has run in the context on this worker.
+  bool step_now(Optimizer& optimizer, const StepOptimizer& message) const {
+    optimizer.set_lrs(message.rates);
+    const auto context = find_context(message.context);
+    if (!context) return false;
+    SpanScope span(worker().runtime().spans, SpanKind::kOptimizer, optimizer.rule(0).name());
+    optimizer.step([&](const at::Tensor& parameter) {
+      const at::Tensor gradient = context->gradient(parameter);
+      return gradient.defined() && message.scale != 1 ? gradient.mul(message.scale) : gradient;
+    });
+    return context->saw_backward();
+  }
+
+  const OptimizerTable table_;
+  const std::weak_ptr<rpc::Endpoint> worker_;
+  const std::weak_ptr<FutureHost> host_;
+  StepQueue queue_;
+  mutable Mutex mutex_;
+  std::map<GlobalId, std::shared_ptr<Owned>> optimizers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint32_t, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  // their number, by rank
+};
+
+OptimExtension::OptimExtension(OptimizerTable table) : table_(std::move(table)) {}
+OptimExtension::~OptimExtension() = default;
+
+void OptimExtension::attach(rpc::Registrar& registrar) {
+  impl_ = std::make_shared<Impl>(std::move(table_), registrar);
+  std::weak_ptr<Impl> weak = impl_;
+  auto impl = [weak] {
+    auto alive = weak.lock();
+    if (!alive) throw Error(ErrorKind::kCancelled, "this worker was shut down");
+    return alive;
+  };
+  registrar.on_departure([weak](std::uint32_t rank, const Error&) {
+    if (const auto alive = weak.lock()) alive->depart(rank);
+  });
+  registrar.handle<CreateOptimizer>(rpc::RunOn::kPool,
+                                    [impl](const rpc::CallInfo& call, const CreateOptimizer& message) {
+                                      impl()->create(call.peer, message);
+                                      return Unit{};
+                                    });
+  registrar.handle<StepOptimizer>(
+      rpc::RunOn::kPool,
+      [impl](const rpc::CallInfo&, const StepOptimizer& message) { return impl()->step(message); });
+  registrar.handle<StepInBackward>(rpc::RunOn::kPool,
+                                   [impl](const rpc::CallInfo& call, const StepInBackward& message) {
+                                     impl()->step_in_backward(call.peer, message);
+                                     return Unit{};
+                                   });
+  registrar.handle<DropOptimizer>(rpc::RunOn::kPool,
+                                  [impl](const rpc::CallInfo&, const DropOptimizer& message) {
+                                    impl()->drop(message.id);
+                                    return Unit{};
+                                  });
+  registrar.handle<NormOfGradients>(
+      rpc::RunOn::kPool,
+      [impl](const rpc::CallInfo&, const NormOfGradients& message) { return impl()->norm(message); });
+  registrar.handle<ReadState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const ReadState& message) {
+    return impl()->read(message.id, message.rates);
+  });
+  registrar.handle<WriteState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const WriteState& message) {
+    return impl()->write(message.id, message.state);
+  });
+  registrar.handle<KeepState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const KeepState& message) {
+    return impl()->keep(message.id, message.rates);
+  });
+  registrar.handle<TakeState>(rpc::RunOn::kPool, [impl](const rpc::CallInfo&, const TakeState& message) {
+    return impl()->take(message);
+  });
+}
+
+std::size_t OptimExtension::count() const { return impl_ ? impl_->count() : 0; }
+
+}  // namespace torchspan::optim

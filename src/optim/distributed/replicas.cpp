@@ -1,0 +1,101 @@
+#include "optim/distributed/replicas.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fmt/format.h>
+#include <limits>
+
+namespace torchspan::optim {
+namespace {
+
+/// What a replica sends to the others.
+struct ReplicaNorm {
+  double norm = 0;
+  double max_norm = 0;
+  double norm_type = 0;
+  std::string failure;  ///< why it has no norm
+
+  Bytes to_bytes() const {
+    ByteWriter writer;
+    writer.put(norm);
+    writer.put(max_norm);
+    writer.put(norm_type);
+    writer.put_string(failure);
+    return writer.take();
+  }
+  static ReplicaNorm from_bytes(BytesView bytes) {
+    ByteReader reader(bytes);
+    ReplicaNorm norm;
+    norm.norm = reader.get<double>();
+    norm.max_norm = reader.get<double>();
+    norm.norm_type = reader.get<double>();
+    norm.failure = reader.get_string();
+    return norm;
+  }
+};
+
+void check(const ReplicaNorm& mine, const ReplicaNorm& theirs, const std::string& name) {
+  if (!theirs.failure.empty()) {
+    throw Error(
+        ErrorKind::kRemoteFailure,
+        fmt::format("clip_grad_norm(): replica '{}' could not compute its norm: {}", name, theirs.failure))
+        .with_worker(name);
+  }
+  if (mine.max_norm == theirs.max_norm && mine.norm_type == theirs.norm_type) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("clip_grad_norm(): replica '{}' uses max_norm = {} and norm_type = {}, this one {} and {}; "
+                  "use the same on all replicas",
+                  name, theirs.max_norm, theirs.norm_type, mine.max_norm, mine.norm_type));
+}
+
+}  // namespace
+
+double largest_norm(const Worker& worker, const ClipOptions& options,
+                    const std::function<double()>& norm_here) {
+  std::vector<std::string> names;
+  const auto self = static_cast<int>(worker.rank());
+  if (std::find(options.replicas.begin(), options.replicas.end(), self) == options.replicas.end()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("clip_grad_norm(): this worker, rank {}, is not among ClipOptions::replicas", self));
+  }
+  for (const int rank : options.replicas) names.push_back(worker.info(rank).name);
+  ReplicaNorm mine{0, options.max_norm, options.norm_type, ""};
+  std::exception_ptr failure;
+  try {
+    mine.norm = norm_here();
+  } catch (...) {
+    failure = std::current_exception();
+    mine.failure = to_error(failure).message();
+  }
+  std::vector<Bytes> all;
+  try {
+    all = worker.endpoint()->all_gather_bytes("optim.clip_grad_norm", mine.to_bytes(), names,
+                                              worker.runtime().executor.deadline_in(options.timeout));
+  } catch (...) {
+    if (!failure) throw;
+  }
+  if (failure) std::rethrow_exception(failure);
+  double largest = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const ReplicaNorm theirs = ReplicaNorm::from_bytes(all[i]);
+    check(mine, theirs, names[i]);
+    const bool number = !std::isnan(theirs.norm) && !std::isnan(largest);
+    largest = number ? std::max(largest, theirs.norm) : std::numeric_limits<double>::quiet_NaN();
+  }
+  return largest;
+}
+
+void refuse_local_norm(const std::string& averaged, const std::string& own) {
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("clip_grad_norm(): the gradient of {} is an average over replicas, and that of {} is "
+                  "not. Each replica would scale by a different norm, and their parameters would "
+                  "diverge without an error: name the replicas, with "
+                  "clip_grad_norm(context, {{.max_norm = …, .replicas = group.ranks()}}) on all of "
+                  "them, or use a separate optimizer for the averaged parameters",
+                  averaged, own));
+}
+
+}  // namespace torchspan::optim

@@ -1,0 +1,181 @@
+#include "optim/functional/rule.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <map>
+#include <tuple>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/StringUtil.h>
+
+namespace torchspan::optim {
+
+RuleOptimizer::RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters)
+    : FunctionalOptimizer(std::string(name), std::move(parameters)),
+      settings_(std::move(settings)),
+      states_(this->parameters().size()) {}
+
+bool RuleOptimizer::State::sparse() const {
+  return std::any_of(slots.begin(), slots.end(),
+                     [](const at::Tensor& slot) { return slot.defined() && slot.is_sparse(); });
+}
+
+at::Tensor RuleOptimizer::make_slot(std::size_t, const at::Tensor& like) const {
+  return at::zeros_like(like);
+}
+
+void RuleOptimizer::apply_sparse(const Operands<at::Tensor>&) const {
+  throw Error(ErrorKind::kUnsupported, fmt::format("{} cannot use sparse gradients", name()));
+}
+
+std::string RuleOptimizer::refuse_sparse(const at::Tensor& parameter) const {
+  if (parameter.is_complex()) return "which a complex parameter cannot use; use dense gradients";
+  return refuse_sparse_rule();
+}
+
+bool RuleOptimizer::in_float32(const at::Tensor& parameter) const {
+  return settings_.float32_state &&
+         (parameter.scalar_type() == at::kHalf || parameter.scalar_type() == at::kBFloat16);
+}
+
+RuleOptimizer::Views RuleOptimizer::views(const at::Tensor& parameter, const at::Tensor& gradient) const {
+  if (in_float32(parameter)) return {parameter.to(at::kFloat), gradient.to(at::kFloat)};
+  if (!parameter.is_complex()) return {parameter, gradient};
+  return {at::view_as_real(parameter), at::view_as_real(gradient.resolve_conj())};
+}
+
+void RuleOptimizer::begin(State& state, const at::Tensor& like) const {
+  if (state.slots.empty()) {
+    for (std::size_t slot = 0; slot < settings_.slots.size(); ++slot)
+      state.slots.push_back(make_slot(slot, like));
+  }
+  ++state.steps;
+}
+
+void RuleOptimizer::finish(at::Tensor& parameter, const at::Tensor& seen) const {
+  if (in_float32(parameter)) parameter.copy_(seen);
+  // The operations ran below the dispatch level that counts versions, so a step counts once.
+  if (!hogwild_ && !parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+}
+
+void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::Tensor& gradient) {
+  State& state = states_[index];
+  Views seen = views(parameter, gradient);
+  begin(state, seen.parameter);
+  const Operands<at::Tensor> on{seen.parameter, seen.gradient, state.slots.data(),
+                                static_cast<double>(state.steps)};
+  if (gradient.is_sparse() || state.sparse()) {
+    apply_sparse(on);
+  } else {
+    apply(on);
+  }
+  finish(parameter, seen.parameter);
+}
+
+bool RuleOptimizer::goes_with_others(std::size_t index, const at::Tensor& gradient) const {
+  const bool wanted = settings_.foreach.value_or(gradient.is_cuda());
+  return wanted && !gradient.is_sparse() && !states_[index].sparse();
+}
+
+void RuleOptimizer::update_all(std::span<const at::Tensor> gradients) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::vector<std::size_t>> groups;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    if (goes_with_others(i, gradients[i])) {
+      groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps}].push_back(i);
+    } else {
+      update(i, parameters()[i], gradients[i]);
+    }
+  }
+  for (const auto& [like, indices] : groups) update_many(indices, gradients);
+}
+
+void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
+                                std::span<const at::Tensor> gradients) {
+  Tensors seen, directions;
+  std::vector<Tensors> slots(settings_.slots.size());
+  for (const std::size_t i : indices) {
+    Views of_one = views(parameters()[i], gradients[i]);
+    begin(states_[i], of_one.parameter);
+    seen.push_back(std::move(of_one.parameter));
+    directions.push_back(std::move(of_one.gradient));
+    for (std::size_t slot = 0; slot < slots.size(); ++slot) slots[slot].push_back(states_[i].slots[slot]);
+  }
+  apply(
+      Operands<Tensors>{seen, directions, slots.data(), static_cast<double>(states_[indices.front()].steps)});
+  for (std::size_t k = 0; k < indices.size(); ++k) {
+    for (std::size_t slot = 0; slot < slots.size(); ++slot) states_[indices[k]].slots[slot] = slots[slot][k];
+    finish(parameters()[indices[k]], seen[k]);
+  }
+}
+
+ParameterState RuleOptimizer::state(std::size_t index) const {
+  const State& state = states_.at(index);
+  ParameterState result;
+  if (state.slots.empty() && state.steps == 0) return result;
+  result.emplace("step", at::scalar_tensor(state.steps, at::kLong));
+  for (std::size_t slot = 0; slot < state.slots.size(); ++slot) {
+    if (state.slots[slot].defined()) result.emplace(settings_.slots[slot], state.slots[slot]);
+  }
+  return result;
+}
+
+void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
+  const auto fail = [&](const std::string& entry, const std::string& trouble) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{}: the state '{}' of {} {}", name(), entry, describe(index), trouble));
+  };
+  if (state.empty()) {
+    states_.at(index) = {};
+    return;
+  }
+  const at::Tensor& parameter = parameters()[index];
+  at::NoGradGuard no_grad;
+  const at::Tensor like = views(parameter, parameter).parameter;
+  State loaded;
+  const auto steps = state.find("step");
+  if (steps == state.end()) fail("step", "is missing");
+  if (steps->second.numel() != 1) fail("step", "is not one number");
+  loaded.steps = steps->second.item<std::int64_t>();
+  if (loaded.steps < 0) fail("step", fmt::format("is {}, but it must be >= 0", loaded.steps));
+  for (const std::string& slot : settings_.slots) {
+    const auto found = state.find(slot);
+    if (found == state.end())
+      fail(slot, "is missing, because the state comes from an optimizer with other options");
+    const at::Tensor& value = found->second;
+    if (value.sizes() != like.sizes() || value.scalar_type() != like.scalar_type()) {
+      fail(slot, fmt::format("has shape {}, {}, but it must have shape {}, {}", c10::str(value.sizes()),
+                             c10::toString(value.scalar_type()), c10::str(like.sizes()),
+                             c10::toString(like.scalar_type())));
+    }
+    loaded.slots.push_back(
+        value.to(like.device(), like.scalar_type(), /*non_blocking=*/false, /*copy=*/true));
+  }
+  for (const auto& [entry, value] : state) {
+    const bool known = entry == "step" || std::find(settings_.slots.begin(), settings_.slots.end(), entry) !=
+                                              settings_.slots.end();
+    if (!known) fail(entry, "does not belong to this optimizer with its options");
+  }
+  states_.at(index) = std::move(loaded);
+}
+
+at::Tensor with_values(const at::Tensor& like, const at::Tensor& values) {
+  return at::_sparse_coo_tensor_unsafe(like._indices(), values, like.sizes())._coalesced_(true);
+}
+
+std::string refusal_of_sparse(std::string_view instead) {
+  return fmt::format(
+      "but its rule changes all elements at every step; use dense gradients for the parameter, or use {}",
+      instead);
+}
+
+std::string refusal_of_decay(double weight_decay) {
+  if (weight_decay == 0) return {};
+  return fmt::format(
+      "which weight_decay = {} would make dense; use weight_decay = 0 or dense gradients for "
+      "this parameter",
+      weight_decay);
+}
+
+}  // namespace torchspan::optim

@@ -1,0 +1,456 @@
+#include "rendezvous/client/client.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include "rendezvous/store/heartbeats.h"
+
+namespace torchspan::rendezvous {
+namespace {
+
+constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
+constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
+constexpr Duration kDialTimeout = std::chrono::seconds(5);
+
+std::string silence_of_the_store(Duration silence) {
+  return silence_story(silence) + "; the other workers consider this one dead";
+}
+
+}  // namespace
+
+Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self)
+    : runtime_(runtime),
+      options_(std::move(options)),
+      self_(std::move(self)),
+      began_(runtime.executor.now()),
+      join_until_(runtime.executor.deadline_in(options_.timeout)),
+      backoff_(kFirstBackoff),
+      verdict_(runtime.executor.make_parker()),
+      farewell_(runtime.executor.make_parker()),
+      transport_(transports(self_.name + ".membership", *this)) {
+  add_handlers();
+  thread_ = runtime_.executor.spawn("torchspan membership", [this] { run(); });
+}
+
+Client::~Client() { stop(); }
+
+void Client::stop() {
+  stopping_ = true;
+  transport_->wake();
+  thread_.join();
+}
+
+void Client::add_handlers() {
+  messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
+  messages_.on<Refused>([this](Refused message) {
+    const Error reason(message.kind, message.text);
+    if (message.passing) return lose_store(reason);  // and registers again
+    decide(reason);
+  });
+  messages_.on<Gathered>([this](Gathered message) {
+    finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
+  });
+  messages_.on<RoundFailed>([this](RoundFailed message) {
+    finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
+  });
+  messages_.on<Missing>([this](Missing message) {
+    MutexLock lock(mutex_);
+    const auto found = slots_.find(message.call);
+    if (found == slots_.end()) return;
+    found->second->missing = std::move(message.ranks);
+    found->second->parker->unpark();
+  });
+  messages_.on<Farewell>([this](Farewell) {
+    {
+      MutexLock lock(mutex_);
+      left_ = true;
+    }
+    farewell_->unpark();
+  });
+  messages_.on<Left>([this](Left message) { note_end(message.rank, std::nullopt); });
+  messages_.on<Died>(
+      [this](Died message) { note_end(message.rank, Error(ErrorKind::kDisconnected, message.reason)); });
+  messages_.on<Joined>([this](Joined message) { note_arrival(std::move(message.member)); });
+  messages_.on<Ping>([this](Ping message) {
+    patience_ = message.dead_after;
+    std::shared_ptr<net::Channel> channel;
+    {
+      MutexLock lock(mutex_);
+      channel = channel_;
+    }
+    try {
+      if (channel) channel->send(encode_message(Pong{}), {});
+    } catch (const Error& error) {
+      runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
+    }
+  });
+  messages_.on<DeclaredDead>([this](DeclaredDead message) {
+    declared_dead_ = true;
+    lose_store(Error(ErrorKind::kTimedOut, message.reason));
+  });
+}
+
+void Client::meet(Welcome message) {
+  MutexLock lock(mutex_);
+  if (decided_) return;
+  const bool named = std::any_of(message.members.begin(), message.members.end(),
+                                 [&](const Member& member) { return member.name == self_.name; });
+  if (!named) throw Error(ErrorKind::kInvalid, "the store's welcome is not for this worker");
+  for (Member& member : message.members) {
+    const int rank = member.rank;
+    known_[rank] = {std::move(member)};
+  }
+  for (const Gone& gone : message.gone) {
+    const auto found = known_.find(gone.rank);
+    if (found == known_.end()) continue;
+    found->second.presence = gone.died ? Presence::kDied : Presence::kLeft;
+    if (gone.died) found->second.death = Error(ErrorKind::kDisconnected, gone.reason);
+    events_.push_back({found->second.member, found->second.presence, found->second.death});
+  }
+  decided_ = true;
+  verdict_->unpark();
+}
+
+void Client::run() {
+  connect();
+  while (!stopping_) {
+    while (!stopping_ && transport_->poll()) {
+    }
+    if (silent_at_.passed(runtime_.executor.now())) on_silence();
+    tell_listeners();
+    if (retry_at_.passed(runtime_.executor.now())) connect();
+    transport_->wait(earlier(retry_at_, silent_at_));
+  }
+}
+
+void Client::connect() {
+  retry_at_ = Deadline::never();
+  declared_dead_ = false;
+  Register message;
+  message.job = options_.job;
+  message.member = self_;
+  message.world_size = options_.world_size;
+  message.require_same_functions = options_.require_same_functions;
+  message.functions = options_.functions;
+  message.timeout = join_until_.left(runtime_.executor.now());
+  try {
+    const Deadline until = earlier(join_until_, runtime_.executor.deadline_in(kDialTimeout));
+    auto channel = transport_->connect(options_.store_address, until);
+    {
+      MutexLock lock(mutex_);
+      channel_ = channel;
+    }
+    channel->send(encode_message(message), {});
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kDisconnected) return;  // on_closed() reports it
+    decide(Error(error.kind(), fmt::format("the store at {} cannot be reached from here: {}",
+                                           options_.store_address, error.message())));
+  }
+}
+
+void Client::decide(std::optional<Error> refusal) {
+  {
+    MutexLock lock(mutex_);
+    if (decided_) return;
+    decided_ = true;
+    refusal_ = std::move(refusal);
+    if (refusal_ && channel_) channel_->close();
+  }
+  verdict_->unpark();
+}
+
+Member Client::join() {
+  while (true) {
+    Deadline until = join_until_;
+    {
+      MutexLock lock(mutex_);
+      if (decided_) {
+        if (refusal_) throw Error(*refusal_).with_elapsed(runtime_.executor.now() - began_);
+        return std::find_if(known_.begin(), known_.end(),
+                            [&](const auto& one) { return one.second.member.name == self_.name; })
+            ->second.member;
+      }
+      if (channel_) until = with_grace(until);
+      if (until.passed(runtime_.executor.now())) break;
+    }
+    verdict_->park(until);
+  }
+  throw unreachable().with_elapsed(runtime_.executor.now() - began_);
+}
+
+Error Client::unreachable() const {
+  const double seconds = to_seconds(options_.timeout);
+  MutexLock lock(mutex_);
+  return Error(
+      ErrorKind::kTimedOut,
+      fmt::format("rank 0 at {} never answered within {:g} s ({}); is it running, and do MASTER_ADDR and "
+                  "MASTER_PORT name its address?",
+                  options_.store_address, seconds,
+                  channel_        ? "its store accepted the connection, but did not answer"
+                  : last_failure_ ? last_failure_->message()
+                                  : "no answer at all"));
+}
+
+void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  {
+    MutexLock lock(mutex_);
+    if (channel_ != channel) return;
+  }
+  try {
+    messages_.dispatch(message.header);
+    if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
+  } catch (const Error& error) {
+    runtime_.log.error(fmt::format("the store at {} sent bytes that are not a message: {}", channel->peer(),
+                                   error.message()));
+    channel->close();
+  }
+}
+
+void Client::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    if (channel_ != channel) return;
+  }
+  lose_store(reason);
+}
+
+void Client::on_silence() {
+  lose_store(Error(ErrorKind::kTimedOut, silence_of_the_store(*patience_)), /*silent=*/true);
+}
+
+void Client::lose_store(const Error& reason, bool silent) {
+  patience_.reset();
+  silent_at_ = Deadline::never();
+  bool decided, leaving;
+  {
+    MutexLock lock(mutex_);
+    if (channel_) channel_->close();
+    channel_.reset();
+    decided = decided_;
+    leaving = leaving_;
+    left_ = left_ || leaving;
+  }
+  if (!decided) {
+    on_closed_before_welcome(reason);
+  } else if (leaving) {
+    farewell_->unpark();
+  } else {
+    // A connection that was silent before its end ended because of the silence.
+    on_store_gone(reason, silent || declared_dead_ || reason.elapsed() > Duration::zero());
+  }
+}
+
+void Client::end_part(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    if (!store_gone_) store_gone_ = reason;
+    cancel_slots(reason);
+  }
+  forget_listeners();
+}
+
+void Client::forget_listeners() {
+  std::vector<std::shared_ptr<Listener>> forgotten;  // destroyed without the lock
+  {
+    MutexLock lock(mutex_);
+    listeners_destroyed_ = true;
+    forgotten.swap(listeners_);
+  }
+}
+
+void Client::on_closed_before_welcome(const Error& reason) {
+  const std::string& address = options_.store_address;
+  switch (reason.kind()) {
+    case ErrorKind::kDenied:
+      decide(Error(
+          ErrorKind::kDenied,
+          fmt::format("the store at {} and this worker do not share one secret: {}; all workers of a job "
+                      "need the same TORCHSPAN_SECRET_FILE, and if another job is serving there, choose "
+                      "another MASTER_PORT",
+                      address, reason.message())));
+      return;
+    case ErrorKind::kInvalid:
+    case ErrorKind::kUnsupported:
+      decide(Error(reason.kind(),
+                   fmt::format("what answers at {} is not the store of a TorchSpan job: {}; choose another "
+                               "MASTER_PORT",
+                               address, reason.message())));
+      return;
+    default:
+      break;
+  }
+  {
+    MutexLock lock(mutex_);
+    last_failure_ = reason;
+  }
+  retry_at_ = runtime_.executor.deadline_in(backoff_);
+  backoff_ = std::min(backoff_ * 2, kLongestBackoff);
+}
+
+void Client::on_store_gone(const Error& reason, bool held_for_dead) {
+  const std::string story =
+      declared_dead_ ? fmt::format(
+                           "its store declared this worker dead, which was {}; restart this worker to join "
+                           "again",
+                           reason.message())
+      : reason.elapsed() > Duration::zero() ? silence_of_the_store(reason.elapsed())
+      : reason.kind() == ErrorKind::kDisconnected
+          ? "its process ended, or the connection to it broke; see its own output for why"
+          : reason.message();
+  std::optional<Error> gone;
+  {
+    MutexLock lock(mutex_);
+    const auto found = known_.find(0);
+    if (found == known_.end()) return;  // this worker was refused, so it was never a member
+    const bool rank0_left = found->second.presence == Presence::kLeft;
+    const std::string server = describe(found->second.member);
+    gone = found->second.death.value_or(Error(
+        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, story)
+                                  : rank0_left
+                                      ? fmt::format("the store closed, since {} left the world", server)
+                                      : fmt::format("{} died, and the store with it: {}", server, story)));
+    store_gone_ = gone;
+    cancel_slots(*gone);
+  }
+  if (options_.rank == 0) return;
+  note_end(0, gone);
+  if (held_for_dead) note_own_death(*gone);
+}
+
+std::optional<Client::Known> Client::find(int rank) const {
+  MutexLock lock(mutex_);
+  const auto found = known_.find(rank);
+  return found == known_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::vector<Member> Client::members() const {
+  MutexLock lock(mutex_);
+  std::vector<Member> members;
+  members.reserve(known_.size());
+  for (const auto& [rank, known] : known_) members.push_back(known.member);
+  return members;
+}
+
+int Client::world_size() const {
+  MutexLock lock(mutex_);
+  return static_cast<int>(known_.size());
+}
+
+void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline) {
+  std::shared_ptr<net::Channel> channel;
+  {
+    MutexLock lock(mutex_);
+    if (leaving_) return;
+    leaving_ = true;
+    cancel_slots(for_waiters);
+    channel = channel_;
+    left_ = channel == nullptr;
+  }
+  forget_listeners();
+  try {
+    if (channel) channel->send(last_words, {});
+  } catch (const Error&) {
+    // The store has ended, so it gets no good-bye; on_closed() ends the wait below.
+  }
+  if (is_callback_thread()) return;
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      if (left_) break;
+    }
+    if (!farewell_->park(deadline)) break;
+  }
+  if (channel) channel->close();
+  stop();
+}
+
+void Client::leave(Deadline deadline) {
+  end_with(encode_message(Leave{}), Error(ErrorKind::kCancelled, "this worker is leaving the world"),
+           deadline);
+}
+
+void Client::give_up(const std::string& why, Deadline deadline) {
+  end_with(encode_message(GiveUp{why}), Error(ErrorKind::kCancelled, "this worker was stopped"), deadline);
+}
+
+void Client::note_end(int rank, std::optional<Error> death) {
+  std::string story;
+  {
+    MutexLock lock(mutex_);
+    const auto found = known_.find(rank);
+    if (found == known_.end() || found->second.presence != Presence::kPresent) return;
+    Known& known = found->second;
+    known.presence = death ? Presence::kDied : Presence::kLeft;
+    if (death) story = death->message();
+    known.death = death;
+    events_.push_back({known.member, known.presence, std::move(death)});
+  }
+  if (!story.empty()) runtime_.log.warning(story);
+  tell_listeners();
+}
+
+void Client::note_own_death(const Error& reason) {
+  {
+    MutexLock lock(mutex_);
+    const auto self = std::find_if(known_.begin(), known_.end(), [&](const auto& one) {
+      return one.second.member.instance == self_.instance;
+    });
+    if (self == known_.end()) return;
+    events_.push_back({self->second.member, Presence::kDied, reason});
+  }
+  tell_listeners();
+}
+
+void Client::note_arrival(Member member) {
+  {
+    MutexLock lock(mutex_);
+    events_.push_back({member, Presence::kPresent, std::nullopt});
+    const int rank = member.rank;
+    known_[rank] = {std::move(member)};
+  }
+  tell_listeners();
+}
+
+void Client::watch(Membership::Callbacks callbacks) {
+  const auto listener = std::make_shared<Listener>(Listener{std::move(callbacks)});
+  {
+    MutexLock lock(mutex_);
+    if (listeners_destroyed_) return;
+    listeners_.push_back(listener);
+  }
+  transport_->wake();
+}
+
+void Client::tell(const Membership::Callbacks& callbacks, const Event& event) {
+  if (event.now == Presence::kPresent) {
+    if (callbacks.joined) callbacks.joined(event.member);
+  } else if (event.now == Presence::kDied) {
+    if (callbacks.died) callbacks.died(event.member, *event.death);
+  } else if (callbacks.left) {
+    callbacks.left(event.member);
+  }
+}
+
+void Client::tell_listeners() {
+  while (true) {
+    std::shared_ptr<Listener> listener;
+    std::optional<Event> event;
+    {
+      MutexLock lock(mutex_);
+      // The listener with the oldest event is next, so that all get one event before any gets a later one.
+      const auto behind = std::min_element(listeners_.begin(), listeners_.end(),
+                                           [](const auto& a, const auto& b) { return a->next < b->next; });
+      if (behind == listeners_.end() || (*behind)->next == events_.size()) return;
+      listener = *behind;
+      event = events_[listener->next++];
+    }
+    try {
+      tell(listener->callbacks, *event);
+    } catch (...) {
+      runtime_.log.error(
+          fmt::format("a membership callback threw: {}", torchspan::describe(std::current_exception()).text));
+    }
+  }
+}
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,151 @@
+#pragma once
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/detail/rendezvous/membership.h>
+
+#include "rendezvous/messages/messages.h"
+
+namespace torchspan::rendezvous {
+
+/// The store decides about deadlines, so that all workers get the same result; clients wait a little longer
+/// for it.
+Deadline with_grace(Deadline deadline);
+
+/// One worker's end of its connection to the store: dials until rank 0 answers, registers, keeps a table of
+/// the other workers, and takes part in rounds. Only its thread drives the transport and runs the callbacks.
+class Client final : private net::Handler {
+ public:
+  Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self);
+  /// Closes the connection without a good-bye unless leave() ended it.
+  ~Client() override;
+
+  enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
+  /// The latest holder of a rank.
+  struct Known {
+    Member member;
+    Presence presence = Presence::kPresent;
+    std::optional<Error> death = {};
+  };
+
+  /// Waits for the result and returns this worker's registration; throws the reason if the store refuses it.
+  Member join();
+  std::vector<Member> members() const;
+  int world_size() const;
+  std::optional<Known> find(int rank) const;
+  /// `ranks` must be ascending and contain this worker's rank.
+  std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                            const Membership::Wait& wait);
+  void leave(Deadline deadline);
+  void give_up(const std::string& why, Deadline deadline);
+  /// The callbacks are destroyed when this worker's part ends: at the start of leave(), give_up() or
+  /// end_part(), after the rounds of other threads were cancelled; at once if that has happened already. A
+  /// worker that the others declared dead is notified of its own death, too, after all other events.
+  void watch(Membership::Callbacks callbacks);
+  /// Fails all current and later rounds, and destroys the listeners.
+  void end_part(const Error& reason);
+  bool is_callback_thread() const { return thread_.is_current(); }
+
+ private:
+  /// A barrier or gather for which a thread waits.
+  struct Slot {
+    std::unique_ptr<Parker> parker;
+    bool done = false;
+    std::vector<Bytes> bytes;
+    std::optional<std::vector<int>> missing;  ///< from the store, not passed on yet
+    std::optional<Error> error;
+  };
+  /// An event of another worker; kept for listeners that are added later.
+  struct Event {
+    Member member;
+    Presence now;
+    std::optional<Error> death;
+  };
+  struct Listener {
+    Membership::Callbacks callbacks;
+    std::size_t next = 0;  ///< index into events_
+  };
+  /// Rounds of the same ranks under the same tag; counted until one of the workers is replaced.
+  struct RoundCounter {
+    std::vector<std::uint32_t> incarnations;
+    std::uint64_t next = 0;
+  };
+
+  void add_handlers();
+  void run();
+  void connect();
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void on_closed_before_welcome(const Error& reason);
+  void on_store_gone(const Error& reason, bool held_for_dead);
+  void on_silence();
+  void lose_store(const Error& reason, bool silent = false);
+  void decide(std::optional<Error> refusal);
+  void meet(Welcome message);
+  void note_arrival(Member member);
+  void note_end(int rank, std::optional<Error> death);
+  /// The others declared this worker dead. In its own table it stays present.
+  void note_own_death(const Error& reason);
+  /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
+  std::vector<Bytes> wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
+  void ask_missing(std::uint64_t call);
+  void number(Contribute& message) TORCHSPAN_REQUIRES(mutex_);
+  void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
+  /// Sends the last message to the store, unless one was sent before, waits for its answer, and ends the
+  /// thread.
+  void end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline);
+  void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
+  void tell_listeners();
+  void forget_listeners();
+  static void tell(const Membership::Callbacks& callbacks, const Event& event);
+  Error unreachable() const;
+  void stop();
+
+  Runtime& runtime_;
+  const MembershipOptions options_;
+  const Member self_;
+  const TimePoint began_;
+  const Deadline join_until_;
+  MessageTable<> messages_;
+
+  // For the client's thread only.
+  Deadline retry_at_;
+  Duration backoff_;
+  std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
+  Deadline silent_at_;
+  bool declared_dead_ = false;
+
+  mutable Mutex mutex_;
+  std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialing
+  bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::map<std::pair<std::string, std::vector<int>>, RoundCounter> rounds_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t next_call_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool listeners_destroyed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+
+  std::unique_ptr<Parker> verdict_;
+  std::unique_ptr<Parker> farewell_;
+  std::atomic<bool> stopping_{false};
+  std::unique_ptr<net::Transport> transport_;
+  Thread thread_;
+};
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,175 @@
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+
+#include "rendezvous/client/client.h"
+#include "tests/support/fuzz_seeds.h"
+
+namespace {
+
+using namespace torchspan;
+using namespace torchspan::rendezvous;
+
+class DeafChannel final : public net::Channel {
+ public:
+  void send(BytesView, std::span<const Segment>) override {}
+  std::size_t unsent_bytes() const override { return 0; }
+  void close() override { closed = true; }
+  std::string peer() const override { return "store"; }
+  std::atomic<bool> closed{false};
+};
+
+/// A store that says what it was given to say, whatever it hears, and then is gone.
+class Liar final : public net::Transport {
+ public:
+  Liar(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
+      : handler_(handler), words_(std::move(words)), done_(done), sleeper_(executor.make_parker()) {}
+
+  std::string listen(const std::string& address) override { return address; }
+  bool can_reach(const std::string&) const override { return true; }
+  std::shared_ptr<net::Channel> connect(const std::string&, Deadline) override {
+    return channel_ = std::make_shared<DeafChannel>();
+  }
+  bool poll() override {
+    if (!channel_ || gone_) return false;
+    if (words_.empty() || channel_->closed) {
+      gone_ = true;
+      handler_.on_closed(channel_, Error(ErrorKind::kDisconnected, "the store is gone"));
+      done_.unpark();
+      return true;
+    }
+    net::Message message;
+    message.header = std::move(words_.front());
+    words_.pop_front();
+    handler_.on_message(channel_, std::move(message));
+    return true;
+  }
+  void wait(Deadline deadline) override { sleeper_->park(deadline); }
+  void wake() override { sleeper_->unpark(); }
+
+ private:
+  net::Handler& handler_;
+  std::deque<Bytes> words_;
+  Parker& done_;
+  const std::unique_ptr<Parker> sleeper_;
+  std::shared_ptr<DeafChannel> channel_;
+  bool gone_ = false;
+};
+
+/// What was decoded is encoded as something that decodes to the same.
+template <class Message>
+void check_codec(MessageTable<>& table) {
+  table.on<Message>([](Message message) {
+    const Bytes once = encode_message(message);
+    ByteReader reader(once);
+    reader.get<std::uint16_t>();
+    if (encode_message(Message::decode(reader)) != once || !reader.at_end()) std::abort();
+  });
+}
+
+void check_codecs(BytesView bytes) {
+  MessageTable<> table;
+  check_codec<Register>(table);
+  check_codec<Welcome>(table);
+  check_codec<Refused>(table);
+  check_codec<Contribute>(table);
+  check_codec<Gathered>(table);
+  check_codec<RoundFailed>(table);
+  check_codec<Left>(table);
+  check_codec<Died>(table);
+  check_codec<Joined>(table);
+  check_codec<Ping>(table);
+  check_codec<DeclaredDead>(table);
+  try {
+    table.dispatch(bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kInvalid) std::abort();
+  }
+}
+
+Member self() {
+  Member member;
+  member.name = "worker1";
+  member.rank = 1;
+  return member;
+}
+
+}  // namespace
+
+/// The input is a run of messages, each after a u16 that says how long it is. A worker that hears them from
+/// its store goes on, and knows itself in whatever world it was told of.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  static const std::unique_ptr<Executor> executor = make_executor();
+  std::deque<Bytes> words;
+  const BytesView bytes = std::as_bytes(std::span(data, size));
+  for (std::size_t at = 0; at + 2 <= bytes.size();) {
+    const std::size_t length = std::min<std::size_t>(data[at] + 256u * data[at + 1], bytes.size() - at - 2);
+    const BytesView word = bytes.subspan(at + 2, length);
+    check_codecs(word);
+    words.emplace_back(word.begin(), word.end());
+    at += 2 + length;
+  }
+  Runtime runtime(*executor, "worker1", LogLevel::kOff);
+  const auto done = executor->make_parker();
+  const TransportFactory liar = [&](const std::string&, net::Handler& handler) {
+    return std::make_unique<Liar>(*executor, handler, words, *done);
+  };
+  MembershipOptions options;
+  options.name = "worker1";
+  options.rank = 1;
+  options.world_size = 3;
+  Client client(runtime, liar, options, self());
+  client.watch({.joined = [](const Member& member) { describe(member); },
+                .died = [](const Member& member, const Error&) { describe(member); },
+                .left = [](const Member& member) { describe(member); }});
+  done->park(Deadline::never());
+  for (const Member& member : client.members()) {
+    if (!client.find(member.rank)) std::abort();
+  }
+  try {
+    client.gather("tag", {}, {0, 1, 2},
+                  {.until = executor->deadline_in(Duration(0) - std::chrono::seconds(2))});
+    std::abort();
+  } catch (const Error&) {
+  }
+  return 0;
+}
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  return testing::offer_seeds(count, arguments, [] {
+    const auto word = [](const auto& message) {
+      const Bytes bytes = encode_message(message);
+      return testing::joined(
+          {testing::bytes_of({static_cast<int>(bytes.size() % 256), static_cast<int>(bytes.size() / 256)}),
+           bytes});
+    };
+    Welcome welcome;
+    for (int rank = 0; rank < 3; ++rank) {
+      Member member = self();
+      member.name = "worker" + std::to_string(rank);
+      member.rank = rank;
+      welcome.members.push_back(member);
+    }
+    Welcome with_gone = welcome;
+    with_gone.gone = {{2, true, "it died"}, {0, false, ""}};
+    Member again = welcome.members[2];
+    again.incarnation = 1;
+    std::vector<Bytes> seeds;
+    for (const Welcome& one : {welcome, with_gone}) {
+      seeds.push_back(testing::joined(
+          {word(Ping{std::chrono::seconds(5)}), word(one), word(Died{2, "why"}), word(Joined{again})}));
+      seeds.push_back(testing::joined(
+          {word(one), word(Left{0}), word(Gathered{0, {Bytes(2), Bytes()}}), word(DeclaredDead{"silent"})}));
+      seeds.push_back(
+          testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}), word(Farewell{})}));
+    }
+    seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
+    Register entry;
+    entry.member = self();
+    entry.functions = {"f()"};
+    seeds.push_back(testing::joined(
+        {word(entry), word(Contribute{1, "tag", {0, 1}, 2, std::chrono::seconds(1), Bytes(2), {0, 0}})}));
+    return seeds;
+  });
+}

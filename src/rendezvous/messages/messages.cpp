@@ -1,0 +1,264 @@
+#include "rendezvous/messages/messages.h"
+
+#include <algorithm>
+#include <concepts>
+#include <fmt/format.h>
+
+namespace torchspan::rendezvous {
+namespace {
+
+constexpr Duration kLongestWait = std::chrono::hours(24 * 365);
+
+template <class T, class Put>
+void put_list(ByteWriter& writer, const std::vector<T>& list, Put put) {
+  writer.put(static_cast<std::uint32_t>(list.size()));
+  for (const T& element : list) put(element);
+}
+
+template <std::invocable Get>
+auto get_list(ByteReader& reader, std::size_t least_size, Get get) {
+  std::vector<decltype(get())> list;
+  const std::size_t count = reader.get_count(least_size);
+  list.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) list.push_back(get());
+  return list;
+}
+
+void put_blob(ByteWriter& writer, BytesView bytes) {
+  writer.put(static_cast<std::uint32_t>(bytes.size()));
+  writer.put_bytes(bytes);
+}
+
+Bytes get_blob(ByteReader& reader) {
+  const BytesView bytes = reader.get_bytes(reader.get_count(1));
+  return Bytes(bytes.begin(), bytes.end());
+}
+
+void put_duration(ByteWriter& writer, Duration duration) { writer.put(std::int64_t{duration.count()}); }
+
+Duration get_duration(ByteReader& reader) {
+  const Duration duration(std::max<std::int64_t>(reader.get<std::int64_t>(), 0));
+  return duration == Duration::max() ? duration : std::min(duration, kLongestWait);
+}
+
+int get_rank(ByteReader& reader) {
+  const int rank = reader.get<std::int32_t>();
+  if (rank < 0 || rank >= kMaxWorkers) {
+    throw Error(ErrorKind::kInvalid, fmt::format("store message names rank {}", rank));
+  }
+  return rank;
+}
+
+/// A rank, or kAnyRank.
+int get_wish(ByteReader& reader) {
+  ByteReader ahead = reader;
+  if (ahead.get<std::int32_t>() != kAnyRank) return get_rank(reader);
+  reader = ahead;
+  return kAnyRank;
+}
+
+ErrorKind get_kind(ByteReader& reader) {
+  const auto number = reader.get<std::uint8_t>();
+  if (number < static_cast<std::uint8_t>(ErrorKind::kInvalid) ||
+      number > static_cast<std::uint8_t>(ErrorKind::kUnsupported)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("store message names error kind {}", number));
+  }
+  return static_cast<ErrorKind>(number);
+}
+
+void put_member(ByteWriter& writer, const Member& member) {
+  writer.put_string(member.name);
+  writer.put(std::int32_t{member.rank});
+  writer.put_string(member.address);
+  writer.put(member.instance);
+  writer.put_string(member.host);
+  writer.put_string(member.host_id);
+  writer.put(member.pid);
+  writer.put(member.uid);
+  writer.put(member.start_ticks);
+  writer.put(member.functions_digest);
+  writer.put(member.incarnation);
+}
+constexpr std::size_t kLeastMemberBytes = 4 * 6 + 8 * 5;
+
+Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) {
+  Member member;
+  member.name = reader.get_string();
+  member.rank = read_rank(reader);
+  member.address = reader.get_string();
+  member.instance = reader.get<std::uint64_t>();
+  member.host = reader.get_string();
+  member.host_id = reader.get_string();
+  member.pid = reader.get<std::int64_t>();
+  member.uid = reader.get<std::int64_t>();
+  member.start_ticks = reader.get<std::uint64_t>();
+  member.functions_digest = reader.get<std::uint64_t>();
+  member.incarnation = reader.get<std::uint32_t>();
+  return member;
+}
+
+void put_gone(ByteWriter& writer, const Gone& gone) {
+  writer.put(std::int32_t{gone.rank});
+  writer.put(gone.died);
+  writer.put_string(gone.reason);
+}
+
+Gone get_gone(ByteReader& reader) {
+  Gone gone;
+  gone.rank = get_rank(reader);
+  gone.died = reader.get<bool>();
+  gone.reason = reader.get_string();
+  return gone;
+}
+
+}  // namespace
+
+Deadline deadline_after(TimePoint now, Duration timeout) {
+  return timeout == Duration::max() ? Deadline::never() : Deadline(now + timeout);
+}
+
+void Register::encode(ByteWriter& writer) const {
+  writer.put(version);
+  writer.put_string(job);
+  put_member(writer, member);
+  writer.put(std::int32_t{world_size});
+  writer.put(require_same_functions);
+  put_list(writer, functions, [&](const std::string& name) { writer.put_string(name); });
+  put_duration(writer, timeout);
+}
+
+Register Register::decode(ByteReader& reader) {
+  Register message;
+  message.version = reader.get<std::uint32_t>();
+  if (message.version != kStoreVersion) {
+    reader.get_bytes(reader.left());
+    return message;
+  }
+  message.job = reader.get_string();
+  message.member = get_member(reader, get_wish);
+  message.world_size = reader.get<std::int32_t>();
+  message.require_same_functions = reader.get<bool>();
+  message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
+  message.timeout = get_duration(reader);
+  return message;
+}
+
+void Welcome::encode(ByteWriter& writer) const {
+  put_list(writer, members, [&](const Member& member) { put_member(writer, member); });
+  put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
+}
+
+Welcome Welcome::decode(ByteReader& reader) {
+  Welcome message;
+  message.members = get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); });
+  message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_gone(reader); });
+  return message;
+}
+
+void Refused::encode(ByteWriter& writer) const {
+  writer.put(kind);
+  writer.put_string(text);
+  writer.put(static_cast<std::uint8_t>(passing ? 1 : 0));
+}
+
+Refused Refused::decode(ByteReader& reader) {
+  Refused message;
+  message.kind = get_kind(reader);
+  message.text = reader.get_string();
+  message.passing = reader.get<std::uint8_t>() != 0;
+  return message;
+}
+
+void Contribute::encode(ByteWriter& writer) const {
+  writer.put(call);
+  writer.put_string(tag);
+  put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+  writer.put(round);
+  put_duration(writer, timeout);
+  put_blob(writer, bytes);
+  put_list(writer, incarnations, [&](std::uint32_t one) { writer.put(one); });
+}
+
+Contribute Contribute::decode(ByteReader& reader) {
+  Contribute message;
+  message.call = reader.get<std::uint64_t>();
+  message.tag = reader.get_string();
+  message.ranks = get_list(reader, 4, [&] { return get_rank(reader); });
+  message.round = reader.get<std::uint64_t>();
+  message.timeout = get_duration(reader);
+  message.bytes = get_blob(reader);
+  message.incarnations = get_list(reader, 4, [&] { return reader.get<std::uint32_t>(); });
+  return message;
+}
+
+void Gathered::encode(ByteWriter& writer) const {
+  writer.put(call);
+  put_list(writer, bytes, [&](const Bytes& part) { put_blob(writer, part); });
+}
+
+Gathered Gathered::decode(ByteReader& reader) {
+  Gathered message;
+  message.call = reader.get<std::uint64_t>();
+  message.bytes = get_list(reader, 4, [&] { return get_blob(reader); });
+  return message;
+}
+
+void RoundFailed::encode(ByteWriter& writer) const {
+  writer.put(call);
+  writer.put(kind);
+  writer.put_string(text);
+}
+
+RoundFailed RoundFailed::decode(ByteReader& reader) {
+  RoundFailed message;
+  message.call = reader.get<std::uint64_t>();
+  message.kind = get_kind(reader);
+  message.text = reader.get_string();
+  return message;
+}
+
+void Left::encode(ByteWriter& writer) const { writer.put(std::int32_t{rank}); }
+
+Left Left::decode(ByteReader& reader) { return {get_rank(reader)}; }
+
+void Died::encode(ByteWriter& writer) const {
+  writer.put(std::int32_t{rank});
+  writer.put_string(reason);
+}
+
+Died Died::decode(ByteReader& reader) {
+  const int rank = get_rank(reader);
+  return {rank, reader.get_string()};
+}
+
+void Joined::encode(ByteWriter& writer) const { put_member(writer, member); }
+
+Joined Joined::decode(ByteReader& reader) { return {get_member(reader)}; }
+
+void Ping::encode(ByteWriter& writer) const { put_duration(writer, dead_after); }
+
+Ping Ping::decode(ByteReader& reader) { return {get_duration(reader)}; }
+
+void DeclaredDead::encode(ByteWriter& writer) const { writer.put_string(reason); }
+
+DeclaredDead DeclaredDead::decode(ByteReader& reader) { return {reader.get_string()}; }
+
+void AskMissing::encode(ByteWriter& writer) const { writer.put(call); }
+
+AskMissing AskMissing::decode(ByteReader& reader) { return {reader.get<std::uint64_t>()}; }
+
+void Missing::encode(ByteWriter& writer) const {
+  writer.put(call);
+  put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+}
+
+Missing Missing::decode(ByteReader& reader) {
+  const auto call = reader.get<std::uint64_t>();
+  return {call, get_list(reader, 4, [&] { return get_rank(reader); })};
+}
+
+void GiveUp::encode(ByteWriter& writer) const { writer.put_string(why); }
+
+GiveUp GiveUp::decode(ByteReader& reader) { return {reader.get_string()}; }
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,201 @@
+#include "rendezvous/messages/messages.h"
+
+#include <gtest/gtest.h>
+#include <random>
+
+namespace torchspan::rendezvous::messages_test {
+namespace {
+
+Member make_member(int rank) {
+  Member member;
+  member.name = "worker" + std::to_string(rank);
+  member.rank = rank;
+  member.address = "unix:/run/" + member.name;
+  member.instance = 0x123456789abcdef0ULL + static_cast<std::uint64_t>(rank);
+  member.host = "node";
+  member.host_id = "boot";
+  member.pid = 1000 + rank;
+  member.uid = 7;
+  member.start_ticks = 5555;
+  member.functions_digest = 99;
+  member.incarnation = 4;
+  return member;
+}
+
+Bytes bytes_of(std::string_view text) {
+  const auto raw = std::as_bytes(std::span(text.data(), text.size()));
+  return Bytes(raw.begin(), raw.end());
+}
+
+template <class Message>
+Message round_trip(const Message& message) {
+  const Bytes bytes = encode_message(message);
+  ByteReader reader(bytes);
+  EXPECT_EQ(reader.get<std::uint16_t>(), Message::kType);
+  Message back = Message::decode(reader);
+  reader.expect_end();
+  EXPECT_EQ(encode_message(back), bytes);
+  return back;
+}
+
+/// One of each, with every field set.
+std::vector<Bytes> examples() {
+  return {
+      encode_message(Register{
+          kStoreVersion, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
+      encode_message(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}}),
+      encode_message(Refused{ErrorKind::kDenied, "no"}),
+      encode_message(
+          Contribute{9, "tag", {0, 2, 3}, 5, std::chrono::seconds(1), bytes_of("mine"), {0, 7, 1}}),
+      encode_message(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}}),
+      encode_message(RoundFailed{9, ErrorKind::kTimedOut, "late"}),
+      encode_message(Leave{}),
+      encode_message(Farewell{}),
+      encode_message(Left{3}),
+      encode_message(Died{2, "killed"}),
+      encode_message(Joined{make_member(5)}),
+      encode_message(Ping{std::chrono::seconds(5)}),
+      encode_message(Pong{}),
+      encode_message(DeclaredDead{"silent"}),
+      encode_message(AskMissing{7}),
+      encode_message(Missing{7, {0, 5}}),
+      encode_message(GiveUp{"left because of something"}),
+  };
+}
+
+/// A table that knows every message and does nothing.
+MessageTable<> full_table() {
+  MessageTable<> table;
+  table.on<Register>([](Register) {});
+  table.on<Welcome>([](Welcome) {});
+  table.on<Refused>([](Refused) {});
+  table.on<Contribute>([](Contribute) {});
+  table.on<Gathered>([](Gathered) {});
+  table.on<RoundFailed>([](RoundFailed) {});
+  table.on<Leave>([](Leave) {});
+  table.on<Farewell>([](Farewell) {});
+  table.on<Left>([](Left) {});
+  table.on<Died>([](Died) {});
+  table.on<Joined>([](Joined) {});
+  table.on<Ping>([](Ping) {});
+  table.on<Pong>([](Pong) {});
+  table.on<DeclaredDead>([](DeclaredDead) {});
+  table.on<AskMissing>([](AskMissing) {});
+  table.on<Missing>([](Missing) {});
+  table.on<GiveUp>([](GiveUp) {});
+  return table;
+}
+
+TEST(StoreMessages, KeepEveryFieldOfARegistration) {
+  const Member member = make_member(3);
+  const auto back = round_trip(
+      Register{kStoreVersion, "job", member, 4, true, {"f(int)", "g()"}, std::chrono::milliseconds(1500)});
+  EXPECT_EQ(back.job, "job");
+  EXPECT_EQ(back.member.name, member.name);
+  EXPECT_EQ(back.member.rank, 3);
+  EXPECT_EQ(back.member.address, member.address);
+  EXPECT_EQ(back.member.instance, member.instance);
+  EXPECT_EQ(back.member.host, "node");
+  EXPECT_EQ(back.member.host_id, "boot");
+  EXPECT_EQ(back.member.pid, 1003);
+  EXPECT_EQ(back.member.uid, 7);
+  EXPECT_EQ(back.member.start_ticks, 5555u);
+  EXPECT_EQ(back.member.functions_digest, 99u);
+  EXPECT_EQ(back.member.incarnation, 4u);
+  EXPECT_EQ(back.world_size, 4);
+  EXPECT_TRUE(back.require_same_functions);
+  EXPECT_EQ(back.functions, (std::vector<std::string>{"f(int)", "g()"}));
+  EXPECT_EQ(back.timeout, std::chrono::milliseconds(1500));
+}
+
+TEST(StoreMessages, KeepRoundsAndTheirBytes) {
+  const auto contribute =
+      round_trip(Contribute{9, "tag", {0, 2, 3}, 5, Duration::max(), bytes_of("mine"), {0, 7, 1}});
+  EXPECT_EQ(contribute.call, 9u);
+  EXPECT_EQ(contribute.tag, "tag");
+  EXPECT_EQ(contribute.round, 5u);
+  EXPECT_EQ(contribute.ranks, (std::vector<int>{0, 2, 3}));
+  EXPECT_EQ(contribute.timeout, Duration::max());
+  EXPECT_EQ(contribute.bytes, bytes_of("mine"));
+  EXPECT_EQ(contribute.incarnations, (std::vector<std::uint32_t>{0, 7, 1}));
+  const auto gathered = round_trip(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}});
+  EXPECT_EQ(gathered.bytes, (std::vector<Bytes>{bytes_of("a"), {}, bytes_of("c")}));
+  EXPECT_EQ(round_trip(RoundFailed{9, ErrorKind::kTimedOut, "late"}).kind, ErrorKind::kTimedOut);
+  EXPECT_EQ(round_trip(Died{2, "killed"}).reason, "killed");
+}
+
+TEST(StoreMessages, KeepWhoIsGoneAndWhoCame) {
+  const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}});
+  ASSERT_EQ(welcome.gone.size(), 1u);
+  EXPECT_EQ(welcome.gone[0].rank, 1);
+  EXPECT_TRUE(welcome.gone[0].died);
+  EXPECT_EQ(welcome.gone[0].reason, "killed");
+  EXPECT_EQ(round_trip(Joined{make_member(5)}).member.incarnation, 4u);
+  EXPECT_EQ(round_trip(Ping{std::chrono::seconds(5)}).dead_after, std::chrono::seconds(5));
+  EXPECT_EQ(round_trip(DeclaredDead{"silent"}).reason, "silent");
+}
+
+TEST(StoreMessages, AllowNoRankInAWishAndNowhereElse) {
+  Register wish{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
+  EXPECT_EQ(round_trip(wish).member.rank, kAnyRank);
+  EXPECT_THROW(full_table().dispatch(encode_message(Joined{make_member(kAnyRank)})), Error);
+  wish.member.rank = kAnyRank - 1;
+  EXPECT_THROW(full_table().dispatch(encode_message(wish)), Error);
+}
+
+TEST(StoreMessages, ReadOnlyTheVersionOfAnotherVersion) {
+  ByteWriter writer;
+  writer.put(Register::kType);
+  writer.put(std::uint32_t{kStoreVersion + 5});
+  writer.put_string("whatever it says there");
+  MessageTable<> table;
+  std::uint32_t version = 0;
+  table.on<Register>([&](Register message) { version = message.version; });
+  table.dispatch(writer.bytes());
+  EXPECT_EQ(version, kStoreVersion + 5);
+}
+
+TEST(StoreMessages, RefuseKindsRanksAndTypesThatDoNotExist) {
+  ByteWriter kind;
+  kind.put(Refused::kType);
+  kind.put(std::uint8_t{0});
+  kind.put_string("");
+  ByteWriter rank;
+  rank.put(Left::kType);
+  rank.put(std::int32_t{-1});
+  ByteWriter type;
+  type.put(std::uint16_t{999});
+  const auto table = full_table();
+  EXPECT_THROW(table.dispatch(kind.bytes()), Error);
+  EXPECT_THROW(table.dispatch(rank.bytes()), Error);
+  EXPECT_THROW(table.dispatch(type.bytes()), Error);
+  EXPECT_THROW(table.dispatch({}), Error);
+}
+
+TEST(StoreMessages, DecodeEveryByteStringToAMessageOrAnError) {
+  std::mt19937_64 random(11);
+  SCOPED_TRACE("seed 11");
+  const auto table = full_table();
+  for (const Bytes& good : examples()) {
+    EXPECT_NO_THROW(table.dispatch(good));
+    for (std::size_t size = 0; size < good.size(); ++size) {
+      EXPECT_THROW(table.dispatch(BytesView(good).first(size)), Error);
+    }
+    Bytes longer = good;
+    longer.push_back(std::byte{0});
+    EXPECT_THROW(table.dispatch(longer), Error);
+    for (int round = 0; round < 2000; ++round) {
+      Bytes bad = good;
+      for (int change = 0; change < 2; ++change)
+        bad[random() % bad.size()] = static_cast<std::byte>(random());
+      try {
+        table.dispatch(bad);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous::messages_test

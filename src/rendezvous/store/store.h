@@ -1,0 +1,103 @@
+#pragma once
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "rendezvous/messages/messages.h"
+#include "rendezvous/store/heartbeats.h"
+#include "rendezvous/store/rounds.h"
+
+namespace torchspan::rendezvous {
+
+using ConnectionId = std::uint64_t;
+
+struct StoreOptions {
+  int world_size = 1;  ///< or kOpenWorld
+  std::string job;
+  std::string host_id = {};  ///< of rank 0; workers on other hosts are asked for heartbeats
+  Heartbeats::Options heartbeats = {};
+};
+
+/// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
+/// A fixed world gathers first; an invalid registration, or the first deadline, fails it for all workers.
+/// Then it runs: the store announces deaths and good-byes, serves rounds, and admits a worker in place of one
+/// that died. An open world runs as soon as rank 0 has joined. For one thread at a time.
+class Store {
+ public:
+  /// How the table uses its connections; close() delivers what was sent before.
+  struct Connections {
+    std::function<void(ConnectionId, Bytes)> send;
+    std::function<void(ConnectionId)> close;
+  };
+  Store(StoreOptions options, Connections connections);
+
+  /// Throws Error{kInvalid} for bytes that are not a message of this phase; the caller closes the connection.
+  void on_message(ConnectionId connection, BytesView bytes, TimePoint now);
+  void on_closed(ConnectionId connection, const Error& reason);
+  void tick(TimePoint now);
+  Deadline next_deadline() const;
+  /// Whether no worker needs the store: all left or died; or, if the world failed, no rank still waits for
+  /// the reason and all refused connections are closed.
+  bool deserted() const;
+  /// The workers that joined and have neither left nor died.
+  std::vector<const Member*> present() const;
+
+ private:
+  enum class Phase { kGathering, kRunning, kFailed };
+  struct Worker {
+    Register registration;
+    std::optional<ConnectionId> connection = {};  ///< none once it left or died
+    bool died = false;                            ///< else it left
+    std::string story = {};                       ///< of its death: a sentence
+    const Member& member() const { return registration.member; }
+  };
+
+  void on_register(ConnectionId connection, Register message, TimePoint now);
+  void on_leave(ConnectionId connection);
+  void on_give_up(ConnectionId connection, const std::string& why);
+  bool is_open() const { return options_.world_size == kOpenWorld; }
+  std::optional<Error> reason_to_turn_away(const Register& message) const;
+  std::optional<Error> reason_to_fail(const Register& message) const;
+  /// Why the world, which ends soon, admits no more workers.
+  std::optional<Error> reason_to_come_later(const Register& message) const;
+  std::optional<Error> reason_to_keep_out(const Register& message) const;
+  std::optional<Error> reason_in_an_open_world(const Register& message) const;
+  std::optional<Error> reason_in_a_complete_world(const Register& message) const;
+  std::optional<Error> difference_of_functions(const Register& message) const;
+  void gather(ConnectionId connection, Register message, TimePoint now);
+  void admit(ConnectionId connection, Register message);
+  int rank_for(const Member& member) const;
+  const Worker* holder_of(const std::string& name) const;
+  Welcome make_welcome() const;
+  void bury(ConnectionId connection, const std::string& story);
+  /// Of a running world; the story begins with the worker.
+  void end_of(int rank, const std::string& story);
+  void fail(const Error& reason);
+  void refuse(ConnectionId connection, const Error& reason, bool passing = false);
+  void welcome_all();
+  template <class Message>
+  void tell_others(int rank, const Message& message);
+  Error missing_workers() const;
+  int rank_of(ConnectionId connection) const;
+
+  const StoreOptions options_;
+  const Connections connections_;
+  MessageTable<ConnectionId, TimePoint> messages_;
+  Rounds rounds_;
+  Heartbeats heartbeats_;
+  Phase phase_;
+  std::map<int, Worker> workers_;                           ///< the latest of every rank
+  std::map<ConnectionId, int> ranks_;                       ///< of the registered connections
+  std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0
+  std::set<ConnectionId> refused_;                          ///< got the reason, not closed yet
+  std::set<ConnectionId> silent_;                           ///< declared dead, not closed yet
+  std::set<int> told_;  ///< ranks that got the reason why the world failed
+  Deadline gather_until_;
+  std::optional<Error> failure_;
+};
+
+}  // namespace torchspan::rendezvous

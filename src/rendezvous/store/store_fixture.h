@@ -1,0 +1,86 @@
+#pragma once
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "rendezvous/store/store.h"
+
+namespace torchspan::rendezvous {
+
+inline constexpr TimePoint kStart{};
+
+/// What the worker of `rank` says first: worker<rank>, pid 100 + rank.
+inline Register registration(int rank, int world_size) {
+  Register message;
+  message.job = "job";
+  message.member.name = "worker" + std::to_string(rank);
+  message.member.rank = rank;
+  message.member.host = "node";
+  message.member.pid = 100 + rank;
+  message.world_size = world_size;
+  message.functions = {"f()"};
+  message.timeout = std::chrono::seconds(60);
+  return message;
+}
+
+/// A store, and what each of its connections was told.
+class StoreFixture : public ::testing::Test {
+ protected:
+  void open(int world_size) { open(StoreOptions{world_size, "job"}); }
+  void open(StoreOptions options) {
+    store_ = std::make_unique<Store>(
+        std::move(options),
+        Store::Connections{
+            .send = [this](ConnectionId connection,
+                           Bytes bytes) { told_[connection].push_back(std::move(bytes)); },
+            .close = [this](ConnectionId connection) { closed_.push_back(connection); },
+        });
+  }
+  template <class Message>
+  void say(ConnectionId connection, const Message& message, TimePoint now = kStart) {
+    store_->on_message(connection, encode_message(message), now);
+  }
+  /// Without incarnations, the first of every rank are meant.
+  void say(ConnectionId connection, Contribute message, TimePoint now = kStart) {
+    if (message.incarnations.empty()) message.incarnations.resize(message.ranks.size());
+    store_->on_message(connection, encode_message(message), now);
+  }
+  /// A complete world whose worker of rank r speaks over connection r.
+  void gather_world(int world_size) {
+    open(world_size);
+    for (int rank = 0; rank < world_size; ++rank) {
+      say(static_cast<ConnectionId>(rank), registration(rank, world_size));
+    }
+    told_.clear();
+  }
+  /// The messages of one kind that `connection` heard.
+  template <class Message>
+  std::vector<Message> heard(ConnectionId connection) const {
+    std::vector<Message> messages;
+    const auto found = told_.find(connection);
+    if (found == told_.end()) return messages;
+    for (const Bytes& bytes : found->second) {
+      ByteReader reader(bytes);
+      if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
+    }
+    return messages;
+  }
+  std::string refusal(ConnectionId connection) const {
+    const auto all = heard<Refused>(connection);
+    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " refusals";
+  }
+  std::string round_failure(ConnectionId connection) const {
+    const auto all = heard<RoundFailed>(connection);
+    return all.size() == 1 ? all[0].text : "heard " + std::to_string(all.size()) + " failures";
+  }
+  static Error closed() { return Error(ErrorKind::kDisconnected, "end of file"); }
+
+  std::unique_ptr<Store> store_;
+  std::map<ConnectionId, std::vector<Bytes>> told_;
+  std::vector<ConnectionId> closed_;
+};
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,123 @@
+#include "rendezvous/store/store_server.h"
+
+#include <fmt/format.h>
+
+namespace torchspan::rendezvous {
+namespace {
+
+constexpr int kPollsBetweenTicks = 64;
+
+std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::Handler& handler,
+                                       const std::string& address) {
+  auto transport = transports("store", handler);
+  try {
+    transport->listen(address);
+  } catch (const Error& error) {
+    const bool tls = address.starts_with("tls:"), port = tls || address.starts_with("tcp:");
+    throw Error(error.kind(),
+                fmt::format("rank 0 cannot serve the store at {}: {}{}{}", address, error.message(),
+                            port ? "; the port is MASTER_PORT, the same for all workers" : "",
+                            tls ? ", and the host is MASTER_ADDR: if that is no address of this machine, set "
+                                  "TORCHSPAN_LISTEN_HOST on rank 0 to one that is"
+                                : ""));
+  }
+  return transport;
+}
+
+}  // namespace
+
+StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, const std::string& address,
+                         StoreOptions options)
+    : runtime_(runtime),
+      refusals_(runtime.log, runtime.executor),
+      store_(std::move(options),
+             {.send = [this](ConnectionId connection, const Bytes& message) { send(connection, message); },
+              .close =
+                  [this](ConnectionId connection) {
+                    const auto found = channels_.find(connection);
+                    if (found != channels_.end()) found->second->close();
+                  }}),
+      finished_(runtime.executor.make_parker()),
+      transport_(listen(transports, *this, address)) {
+  thread_ = runtime_.executor.spawn("torchspan store", [this] { serve(); });
+}
+
+StoreServer::~StoreServer() {
+  stopping_ = true;
+  transport_->wake();
+  thread_.join();
+}
+
+std::string StoreServer::finish(Deadline deadline) {
+  finishing_ = true;
+  transport_->wake();
+  if (finished_->park(deadline)) return "";
+  // Only the serving thread may read the store: it stores the result before it ends.
+  stopping_ = true;
+  transport_->wake();
+  thread_.join();
+  MutexLock lock(mutex_);
+  return left_behind_;
+}
+
+void StoreServer::serve() {
+  while (!stopping_) {
+    // The store's deadlines pass in time, however many messages peers send.
+    for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
+    }
+    store_.tick(runtime_.executor.now());
+    if (finishing_ && store_.deserted()) {
+      finishing_ = false;
+      finished_->unpark();
+    }
+    transport_->wait(store_.next_deadline());
+  }
+  const auto present = store_.present();
+  MutexLock lock(mutex_);
+  left_behind_ = present.empty() ? "" : list_members(present);
+}
+
+void StoreServer::send(ConnectionId connection, const Bytes& message) {
+  const auto found = channels_.find(connection);
+  if (found == channels_.end()) return;
+  try {
+    found->second->send(message, {});
+  } catch (const Error& error) {
+    // A channel that cannot send will report its end; an overloaded one is closed.
+    runtime_.log.debug(fmt::format("store cannot answer {}: {}", found->second->peer(), error.message()));
+    if (error.kind() != ErrorKind::kDisconnected) found->second->close();
+  }
+}
+
+void StoreServer::on_accepted(const std::shared_ptr<net::Channel>& channel) {
+  const ConnectionId connection = next_connection_++;
+  channels_[connection] = channel;
+  connections_[channel.get()] = connection;
+}
+
+void StoreServer::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
+  const auto found = connections_.find(channel.get());
+  if (found == connections_.end()) return;
+  try {
+    store_.on_message(found->second, message.header, runtime_.executor.now());
+  } catch (const Error& error) {
+    runtime_.log.warning(
+        fmt::format("store closes the connection from {}: {}", channel->peer(), error.message()));
+    channel->close();
+  }
+}
+
+void StoreServer::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  const auto found = connections_.find(channel.get());
+  if (found == connections_.end()) return;
+  const ConnectionId connection = found->second;
+  connections_.erase(found);
+  channels_.erase(connection);
+  store_.on_closed(connection, reason);
+}
+
+void StoreServer::on_refused(const std::string& peer, const Error& reason) {
+  refusals_.write(fmt::format("the store rejected a connection from '{}': {}", peer, reason.message()));
+}
+
+}  // namespace torchspan::rendezvous

@@ -1,0 +1,92 @@
+#include "rendezvous/store/store_server.h"
+
+#include <atomic>
+#include <gtest/gtest.h>
+
+#include <torchspan/detail/core/runtime.h>
+
+namespace torchspan::rendezvous::store_server_test {
+namespace {
+
+/// Remembers the last thing it was to send.
+class Ear final : public net::Channel {
+ public:
+  explicit Ear(Parker& told) : told_(told) {}
+  void send(BytesView header, std::span<const Segment>) override {
+    {
+      MutexLock lock(mutex_);
+      last_.assign(header.begin(), header.end());
+    }
+    told_.unpark();
+  }
+  std::size_t unsent_bytes() const override { return 0; }
+  void close() override {}
+  std::string peer() const override { return "member"; }
+  Bytes last() const {
+    MutexLock lock(mutex_);
+    return last_;
+  }
+
+ private:
+  Parker& told_;
+  mutable Mutex mutex_;
+  Bytes last_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// One member registers; after that unauthenticated keep poll() busy for ever.
+class Besieged final : public net::Transport {
+ public:
+  Besieged(Executor& executor, net::Handler& handler, std::shared_ptr<Ear> member, Bytes registration)
+      : executor_(executor),
+        handler_(handler),
+        member_(std::move(member)),
+        registration_(std::move(registration)) {}
+  std::string listen(const std::string& address) override { return address; }
+  bool can_reach(const std::string&) const override { return true; }
+  std::shared_ptr<net::Channel> connect(const std::string&, Deadline) override { return nullptr; }
+  bool poll() override {
+    if (!registration_.empty()) {
+      handler_.on_accepted(member_);
+      net::Message message;
+      message.header = std::exchange(registration_, {});
+      handler_.on_message(member_, std::move(message));
+    }
+    executor_.yield();
+    return true;
+  }
+  void wait(Deadline) override {}
+  void wake() override {}
+
+ private:
+  Executor& executor_;
+  net::Handler& handler_;
+  const std::shared_ptr<Ear> member_;
+  Bytes registration_;
+};
+
+TEST(StoreServer, KeepsItsDeadlinesHoweverManyStrangersKeepItBusy) {
+  const auto executor = make_executor();
+  Runtime runtime(*executor, "worker0", LogLevel::kOff);
+  const auto told = executor->make_parker();
+  const auto member = std::make_shared<Ear>(*told);
+  Register registration;
+  registration.member.name = "worker1";
+  registration.member.rank = 1;
+  registration.world_size = 2;
+  registration.timeout = std::chrono::milliseconds(20);
+  const StoreServer server(
+      runtime,
+      [&](const std::string&, net::Handler& handler) {
+        return std::make_unique<Besieged>(*executor, handler, member, encode_message(registration));
+      },
+      "sim:store", StoreOptions{.world_size = 2, .job = "", .host_id = "", .heartbeats = {}});
+  ASSERT_TRUE(told->park(executor->deadline_in(std::chrono::seconds(30))));
+  std::optional<ErrorKind> kind;
+  MessageTable<> table;
+  table.on<Refused>([&](Refused refused) { kind = refused.kind; });
+  table.dispatch(member->last());
+  EXPECT_EQ(kind, ErrorKind::kTimedOut);
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous::store_server_test
