@@ -92,7 +92,7 @@ std::string figures(const ScheduleOptions& options, const schedule::Timeline& ti
          "rank  idle          peak (activations of a micro-batch on a rank)\n" + rows;
 }
 
-void write(const std::string& file, const std::string& text) {
+void write_file(const std::string& file, const std::string& text) {
   std::ofstream out(file, std::ios::binary);
   out << text;
   out.close();
@@ -110,7 +110,7 @@ std::string show_schedule(const ScheduleOptions& options) {
   const schedule::Timeline timeline = schedule::simulate(table, {costs_of(options)});
   std::string text = schedule::draw_text(timeline) + figures(options, timeline);
   if (!options.file.empty()) {
-    write(options.file, schedule::draw_svg({timeline}));
+    write_file(options.file, schedule::draw_svg({timeline}));
     text += "drawn in " + options.file + "\n";
   }
   return text;
