@@ -61,7 +61,7 @@ void run_rank(const std::string& name) {
   {
     const collective::Group group = session.group();
     const Workload plain = make_workload(name), replicated = make_workload(name);
-    DistributedDataParallel wrapped(session.runtime(), replicated.net, group);
+    DistributedDataParallel wrapped(replicated.net, group);
     const std::vector<std::pair<std::string, std::function<void()>>> sides = {
         {"plain", make_step(*plain.net, plain, make_optimizer(plain))},
         {"together", make_step(*plain.net, plain, make_optimizer(plain))},

@@ -100,10 +100,7 @@ class Training {
 
   void run() {
     if (is_first()) fmt::print("{}", ts::pipeline::to_text(pipe_.plan()));
-    ts::Executor& executor = session_.runtime().executor;
-    std::optional<ts::Progress> progress;
-    if (is_first()) progress.emplace(executor);
-    const ts::TimePoint begin = executor.now();
+    ts::Progress progress(session_);
     for (std::int64_t step = 0; step < options_.steps; ++step) {
       optimizer_.zero_grad();
       const double loss = step_on(static_cast<std::uint64_t>(step), false);
@@ -112,10 +109,10 @@ class Training {
         throw ts::Error(ts::ErrorKind::kInvalid,
                         fmt::format("the loss is no finite number after step {}: lower --lr", step));
       }
-      if (progress) report(*progress, step, loss, seconds_since(begin));
+      if (is_first()) report(progress, step, loss, ts::to_seconds(progress.elapsed()));
     }
-    if (progress) progress->finish();
-    const double seconds = seconds_since(begin);
+    progress.finish();
+    const double seconds = ts::to_seconds(progress.elapsed());
     draw();
     const double held_out = validate();
     if (!std::isfinite(held_out)) {
@@ -136,9 +133,6 @@ class Training {
 
  private:
   bool is_first() const { return session_.rank() == 0; }
-  double seconds_since(ts::TimePoint begin) const {
-    return std::chrono::duration<double>(session_.runtime().executor.now() - begin).count();
-  }
   double step_on(std::uint64_t seed, bool held_out) {
     const auto windows = text_.windows(options_.batch, options_.model.context, seed, held_out);
     return pipe_.train_step(windows.characters, windows.next, loss);

@@ -97,7 +97,7 @@ struct Team {
 struct Job {
   const Options& options;
   const Dataset train_data, test_data;
-  ts::Executor& executor;
+  ts::Session& session;
 
   Batch batch(const Dataset& data, const torch::Tensor& positions) const {
     Batch batch = data.batch(positions);
@@ -146,7 +146,7 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   Result result;
   team.wait_for_each_other();  // reading the data is not part of what is measured
   std::optional<Meter> meter;
-  if (team.rank == 0) meter.emplace(job.executor, options, job.train_data.size(), team.name());
+  if (team.rank == 0) meter.emplace(job.session, options, job.train_data.size(), team.name());
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     double loss = 0;
     const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
@@ -218,7 +218,7 @@ void train_together(ts::Session& session, const Job& job) {
   const ts::collective::Group group = session.group();
   const Team team{.group = &group, .rank = group.rank(), .size = group.size()};
   ConvNet network = new_network(job.options);
-  ts::DistributedDataParallel model(session.runtime(), network, group);
+  ts::DistributedDataParallel model(network, group);
   const Result result = train(job, team, model, network);
   expect_equal_replicas(group, network);
   if (team.rank == 0 && job.options.compare) compare(job, team, result, network);
@@ -230,7 +230,7 @@ void run(const Options& options) {
   check(options, worker_options.environment.world_size);
   const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);
   ts::Session session(worker_options);
-  train_together(session, {options, train_data, test_data, session.runtime().executor});
+  train_together(session, {options, train_data, test_data, session});
   session.shutdown();
 }
 

@@ -78,7 +78,7 @@ void write_graph(const std::string& path, const std::string& dot) {
 void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
   ts::optim::DistributedOptimizer optimizer(session, optimizer_spec(options),
                                             {model.features, model.classifier});
-  Meter meter(session.runtime().executor, options, data.size());
+  Meter meter(session, options, data.size());
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
     for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {

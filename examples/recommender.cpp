@@ -82,8 +82,8 @@ std::vector<at::Tensor> batches_of(const Ratings& ratings, const Options& option
 /// Shows on one of the trainers how all are doing.
 class Display {
  public:
-  Display(ts::Executor& executor, const Part& part, std::int64_t steps)
-      : executor_(executor), progress_(executor), began_(executor.now()), shown_(part.index == 0) {
+  Display(ts::Worker& worker, const Part& part, std::int64_t steps)
+      : progress_(worker), shown_(part.index == 0) {
     line_.epochs = part.options.epochs;
     line_.steps = steps;
     line_.unit = "ratings";
@@ -91,7 +91,7 @@ class Display {
   }
   void step(std::int64_t epoch, double loss, std::int64_t ratings) {
     report_.ratings += ratings;
-    report_.seconds = std::chrono::duration<double>(executor_.now() - began_).count();
+    report_.seconds = ts::to_seconds(progress_.elapsed());
     line_.step = epoch == line_.epoch ? line_.step + 1 : 1;
     line_.epoch = epoch;
     line_.loss = loss;
@@ -104,11 +104,9 @@ class Display {
   }
 
  private:
-  ts::Executor& executor_;
   ts::Progress progress_;
   ts::ProgressReport line_;
   Report report_;
-  const ts::TimePoint began_;
   const bool shown_;
 };
 
@@ -131,7 +129,7 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const std::int64_t mine = std::max<std::int64_t>(1, (batches - part.index + part.count - 1) / part.count);
   ts::optim::LRScheduler schedule(
       optimizer, ts::optim::CosineAnnealingLR{.t_max = mine * options.epochs, .eta_min_factor = 0.02});
-  Display display(worker.runtime().executor, part, mine);
+  Display display(worker, part, mine);
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     const auto order = batches_of(ratings, options, epoch);
     for (auto i = static_cast<std::size_t>(part.index); i < order.size();

@@ -27,9 +27,9 @@ Dataset load(const TrainingOptions& options, Split split) {
   return options.limit == 0 ? all : all.first(options.limit);
 }
 
-Meter::Meter(torchspan::Executor& executor, const TrainingOptions& options, std::int64_t images,
+Meter::Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
              std::string text)
-    : executor_(executor), progress_(executor), began_(executor.now()), ended_(began_) {
+    : progress_(session) {
   report_.epochs = options.epochs;
   report_.steps = (images + options.batch - 1) / options.batch;
   report_.unit = "images";
@@ -38,7 +38,7 @@ Meter::Meter(torchspan::Executor& executor, const TrainingOptions& options, std:
 
 void Meter::step(std::int64_t epoch, double loss, std::int64_t images) {
   images_ += images;
-  ended_ = executor_.now();
+  seconds_ = torchspan::to_seconds(progress_.elapsed());
   report_.step = epoch == report_.epoch ? report_.step + 1 : 1;
   report_.epoch = epoch;
   report_.loss = loss;
@@ -48,7 +48,7 @@ void Meter::step(std::int64_t epoch, double loss, std::int64_t images) {
 
 void Meter::finish() { progress_.finish(); }
 
-double Meter::seconds() const { return std::chrono::duration<double>(ended_ - began_).count(); }
+double Meter::seconds() const { return seconds_; }
 
 std::string Meter::summary() const {
   return fmt::format("trained on {} images in {:.1f} s: {:.0f} images/s", images_, seconds(),

@@ -3,7 +3,7 @@
 #include <string>
 
 #include <torchspan/core/progress.h>
-#include <torchspan/detail/core/executor.h>
+#include <torchspan/session.h>
 
 #include "fashion_mnist/dataset.h"
 
@@ -32,7 +32,7 @@ Dataset load(const TrainingOptions& options, Split split);
 class Meter {
  public:
   /// `images` is the size of the data set; `text` stands at the end of the line.
-  Meter(torchspan::Executor& executor, const TrainingOptions& options, std::int64_t images,
+  Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
         std::string text = {});
   /// One more step of that epoch, counted from 1, with its loss and how many images it took.
   void step(std::int64_t epoch, double loss, std::int64_t images);
@@ -45,11 +45,9 @@ class Meter {
   std::string summary() const;
 
  private:
-  torchspan::Executor& executor_;
   torchspan::Progress progress_;
   torchspan::ProgressReport report_;
-  const torchspan::TimePoint began_;
-  torchspan::TimePoint ended_;
+  double seconds_ = 0;  ///< until the last step
   std::int64_t images_ = 0;
 };
 

@@ -18,6 +18,7 @@ class SingleBackend final : public Backend, public WorldListener {
   std::string name() const override { return "single"; }
   int rank() const override { return 0; }
   const std::vector<int>& ranks() const override { return ranks_; }
+  Runtime& runtime() const override { return *runtime_; }
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;

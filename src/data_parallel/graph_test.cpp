@@ -71,7 +71,7 @@ Tensors alone(const Tensors& parameters, int size, const std::function<at::Tenso
 void expect_as_alone(const Rank& self, const DataParallelOptions& options,
                      const std::function<at::Tensor(const Tensors&, int)>& f) {
   const Tensors parameters{leaf({4}), leaf({4}), leaf({4}), leaf({4})};
-  Reducer reducer(self.runtime, named(parameters), self.group, options);
+  Reducer reducer(named(parameters), self.group, options);
   const Tensors wanted = alone(parameters, self.size, f);
   for (int i = 0; i < 4; ++i) {
     zero(parameters, i % 2 == 0);
@@ -112,7 +112,7 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   on_ranks(2, [&](const Rank& self) { expect_as_alone(self, small({.static_graph = true}), twice); });
   on_ranks(2, [&](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4}), leaf({4}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, small({}));
+    Reducer reducer(named(parameters), self.group, small({}));
     const std::string text = error_text([&] { step(reducer, twice(parameters, self.rank)); });
     EXPECT_NE(text.find("'p2'"), std::string::npos) << text;
     EXPECT_NE(text.find("static_graph"), std::string::npos) << text;
@@ -153,7 +153,7 @@ TEST(StaticGraph, LearnsUnusedParametersAndOverlapsLater) {
 TEST(StaticGraph, ThatChangesFailsByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
+    Reducer reducer(named(parameters), self.group, small({.static_graph = true}));
     step(reducer, loss_of(parameters, self.rank, 0));
     zero(parameters, true);
     const std::string fewer = error_text([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
@@ -162,7 +162,7 @@ TEST(StaticGraph, ThatChangesFailsByName) {
   });
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, small({.static_graph = true}));
+    Reducer reducer(named(parameters), self.group, small({.static_graph = true}));
     step(reducer, loss_of({parameters[0]}, self.rank, 0));
     const std::string more = error_text([&] { step(reducer, loss_of(parameters, self.rank, 0)); });
     EXPECT_NE(more.find("'p1'"), std::string::npos) << more;
@@ -180,7 +180,7 @@ TEST(Sparse, GradientsWithDifferentRowsAreAveraged) {
       const Tensors parameters{leaf({6, 2}), leaf({2})};
       auto list = named(parameters);
       list[0].sparse_gradient = true;
-      Reducer reducer(self.runtime, list, self.group, {.find_unused_parameters = unused});
+      Reducer reducer(list, self.group, {.find_unused_parameters = unused});
       const auto loss = [](const Tensors& p, int rank) {
         std::vector<std::int64_t> rows{rank, 5};
         if (rank == 1) rows.push_back(rank);
@@ -203,7 +203,7 @@ TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
     on_ranks(2, [&](const Rank& self) {
       auto list = named({leaf({6, 2})});
       list[0].sparse_gradient = declared;
-      Reducer reducer(self.runtime, list, self.group);
+      Reducer reducer(list, self.group);
       const std::string text = error_text(
           [&] { step(reducer, declared ? list[0].tensor.sum() : looked_up(list[0].tensor, {1}).sum()); });
       EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
@@ -216,7 +216,7 @@ TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3})};
-      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      Reducer reducer(named(parameters), self.group, {.gradient_as_bucket_view = view});
       for (int i = 0; i < 3; ++i) {
         zero(parameters, true);
         const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, i)}).at(0);
@@ -232,7 +232,7 @@ TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
 TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, 0)}).at(0);
     const std::string text = error_text(
         [&] { torch::autograd::backward({loss}, {}, /*retain_graph=*/true, false, {parameters[0]}); });
@@ -244,7 +244,7 @@ TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
 TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const at::Tensor output = reducer.prepare_for_backward({parameters[0] * (1 + self.rank)}).at(0);
     output.mul_(4);
     output.sum().backward();
@@ -256,7 +256,7 @@ TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
 TEST(Autograd, GradNeverReachesTheReducer) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const at::Tensor loss = reducer.prepare_for_backward({loss_of(parameters, self.rank, 0)}).at(0);
     EXPECT_TRUE(torch::autograd::grad({loss}, {parameters[0]}, {}, /*retain_graph=*/true)[0].defined());
     EXPECT_FALSE(parameters[0].grad().defined());

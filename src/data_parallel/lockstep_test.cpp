@@ -48,8 +48,8 @@ TEST(Lockstep, AParameterOfTwoWrappersInOneBackwardGetsOneAverage) {
       on_ranks(2, [&](const Rank& self) {
         Two two;
         const DataParallelOptions options{.static_graph = fixed, .gradient_as_bucket_view = view};
-        DistributedDataParallel one(self.runtime, two, self.group, options);
-        DistributedDataParallel other(self.runtime, Pair(two), self.group, options);
+        DistributedDataParallel one(two, self.group, options);
+        DistributedDataParallel other(Pair(two), self.group, options);
         one.register_comm_hook(
             [&](const GradientBucket& bucket, const collective::Group& group) {
               bucket.buffer.mul_(1 / bucket.divisor);
@@ -78,8 +78,8 @@ TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) 
   on_ranks(2, [](const Rank& self) {
     Two two;
     const collective::Group alone = self.group.split(self.rank, 0);
-    DistributedDataParallel all(self.runtime, two, self.group);
-    DistributedDataParallel one(self.runtime, Pair(two), alone);
+    DistributedDataParallel all(two, self.group);
+    DistributedDataParallel one(Pair(two), alone);
     const std::string text =
         error_text([&] { (all(fed(1), fed(1)) + one(fed(1 + self.rank), fed(1))).sum().backward(); });
     EXPECT_NE(text.find("is averaged by two wrappers, over ranks"), std::string::npos) << text;
@@ -128,7 +128,7 @@ void expect_one_void_step(bool buffered, const std::string& why, const std::stri
         3,
         [&](const Rank& self) {
           Fragile net(buffered);
-          DistributedDataParallel model(self.runtime, net, self.group);
+          DistributedDataParallel model(net, self.group);
           for (int step = 0; step < 8; ++step) {
             const std::string text = caught([&] {
               net->zero_grad();
@@ -189,7 +189,7 @@ TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
           3,
           [&](const Rank& self) {
             Fragile net(buffered);
-            DistributedDataParallel model(self.runtime, net, self.group);
+            DistributedDataParallel model(net, self.group);
             for (int step = 0; step < 8; ++step) {
               const bool breaks = step == 2 && self.rank == 1;
               const std::string text = caught([&] {
@@ -219,7 +219,7 @@ TEST(Lockstep, ABackwardThatOneRankLeavesOutFailsTheReductionThatItWasFor) {
   for (const bool find_unused : {false, true}) {
     on_ranks(3, [&](const Rank& self) {
       Fragile net(false);
-      DistributedDataParallel model(self.runtime, net, self.group, {.find_unused_parameters = find_unused});
+      DistributedDataParallel model(net, self.group, {.find_unused_parameters = find_unused});
       int failed = 0;
       for (int step = 0; step < 6; ++step) {
         const std::string text = caught([&] {
@@ -248,8 +248,8 @@ TEST(Lockstep, ABackwardThatOneRankLeavesOutFailsTheReductionThatItWasFor) {
 TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
   on_ranks(2, [](const Rank& self) {
     Two first, second;
-    DistributedDataParallel one(self.runtime, first, self.group);
-    DistributedDataParallel other(self.runtime, second, self.group);
+    DistributedDataParallel one(first, self.group);
+    DistributedDataParallel other(second, self.group);
     for (int step = 0; step < 3; ++step) {
       first->zero_grad(), second->zero_grad();
       at::Tensor a, b;
@@ -272,7 +272,7 @@ TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
       const collective::Group group = self.group.split(0, self.rank);
       const std::string text = caught([&] {
         Fragile net(buffered);
-        DistributedDataParallel model(self.runtime, net, group);
+        DistributedDataParallel model(net, group);
         for (int i = 0; i < 2 + self.rank; ++i) model(fed(1)).sum().backward();
       });
       if (self.rank == 0) {
@@ -289,7 +289,7 @@ TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
 TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
   on_ranks(3, [](const Rank& self) {
     Fragile net(true);
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     int step = 0;
     model.set_buffer_hook(
         [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {

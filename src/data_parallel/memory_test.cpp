@@ -25,6 +25,7 @@ class ScarceBackend final : public collective::Backend {
   std::string name() const override { return inner_->name(); }
   int rank() const override { return inner_->rank(); }
   const std::vector<int>& ranks() const override { return inner_->ranks(); }
+  Runtime& runtime() const override { return inner_->runtime(); }
   std::shared_ptr<Backend> split(int color, int key) override {
     return std::make_shared<ScarceBackend>(inner_->split(color, key), left_);
   }
@@ -81,7 +82,7 @@ TEST(ScarceMemory, WhenBucketsAreRebuiltLeavesAllRanksTheirFirstOnes) {
           [&](const Rank& self) {
             Scarce scarce(self);
             const Tensors parameters{leaf({10}), leaf({10}), leaf({10})};
-            Reducer reducer(self.runtime, named(parameters), scarce.group,
+            Reducer reducer(named(parameters), scarce.group,
                             {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
             const auto before = reducer.stats().bucket_parameters;
             if (self.rank == 1 && short_of > 0) *scarce.left = short_of - 1;
@@ -109,12 +110,11 @@ TEST(ScarceMemory, AtTheBeginningIsToldToAllRanks) {
     Scarce scarce(self);
     const Tensors parameters{leaf({10}), leaf({10})};
     if (self.rank == 2) *scarce.left = 1;
-    const std::string text =
-        error_text([&] { Reducer reducer(self.runtime, named(parameters), scarce.group); });
+    const std::string text = error_text([&] { Reducer reducer(named(parameters), scarce.group); });
     EXPECT_NE(text.find("rank 2 cannot begin"), std::string::npos) << text;
     EXPECT_NE(text.find("the shared memory is full"), std::string::npos) << text;
     *scarce.left = kPlenty;
-    Reducer reducer(self.runtime, named(parameters), scarce.group);
+    Reducer reducer(named(parameters), scarce.group);
     step(reducer, loss_of(parameters, self.rank, 0));
     expect_close(parameters[0].grad(), expected(parameters, 3, 0)[0], 1e-6);
   });

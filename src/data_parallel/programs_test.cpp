@@ -81,7 +81,7 @@ TEST(Programs, MayRunTheForwardUnderAutocast) {
     on_ranks(2, [&](const Rank& self) {
       nn::Linear mine(4, 3), alone(4, 3);
       fill(*mine), fill(*alone);
-      DistributedDataParallel model(self.runtime, mine, self.group, {.gradient_as_bucket_view = view});
+      DistributedDataParallel model(mine, self.group, {.gradient_as_bucket_view = view});
       const auto input = [](int rank, int step) { return values({5, 4}, rank + 2 * step); };
       for (int step = 0; step < 3; ++step) {
         const Tensors wanted = average_alone(*alone, self.size, [&](int rank) {
@@ -118,7 +118,7 @@ TEST(Programs, MayFeedAndReturnPackedSequences) {
   on_ranks(2, [](const Rank& self) {
     Reader mine, alone;
     fill(*mine), fill(*alone);
-    DistributedDataParallel model(self.runtime, mine, self.group);
+    DistributedDataParallel model(mine, self.group);
     const auto text = [](int rank) {  // of a different length on each rank
       const at::Tensor lengths = at::tensor(std::vector<std::int64_t>{5, 3 - rank, 1});
       return rnn::pack_padded_sequence(values({5, 3, 3}, rank), lengths);
@@ -148,7 +148,7 @@ TEST(Programs, MayShareAParameterBetweenLayersThatAreNotUsed) {
   on_ranks(2, [](const Rank& self) {
     SharedBias mine, alone;
     fill(*mine), fill(*alone);
-    DistributedDataParallel model(self.runtime, mine, self.group, {.find_unused_parameters = true});
+    DistributedDataParallel model(mine, self.group, {.find_unused_parameters = true});
     for (int step = 0; step < 3; ++step) {
       const auto input = [&](int rank) { return values({3, 2}, rank + step); };
       const Tensors wanted =
@@ -178,7 +178,7 @@ TEST(Programs, MayMakeTensorsInTheForward) {
     on_ranks(2, [&](const Rank& self) {
       MakesTensors mine, alone;
       fill(*mine), fill(*alone);
-      DistributedDataParallel model(self.runtime, mine, self.group, options);
+      DistributedDataParallel model(mine, self.group, options);
       const auto loss = [](const std::vector<at::Tensor>& outputs) {
         EXPECT_FALSE(outputs[1].requires_grad());
         return (outputs[0] * outputs[1]).pow(2).sum() + outputs[2].sum();
@@ -199,7 +199,7 @@ TEST(Programs, MayHookTensorsAndSeeThatBeforeTheReduction) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
     fill(*mine);
-    DistributedDataParallel model(self.runtime, mine, self.group);
+    DistributedDataParallel model(mine, self.group);
     if (self.rank == 0) mine->weight.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
     const at::Tensor output = model(at::ones({1, 2}));
     bool seen = false;
@@ -220,7 +220,7 @@ TEST(Programs, MayClipTheAverage) {
     on_ranks(2, [&](const Rank& self) {
       nn::Linear mine(4, 3), whole(4, 3);
       fill(*mine), fill(*whole);
-      DistributedDataParallel model(self.runtime, mine, self.group, {.gradient_as_bucket_view = view});
+      DistributedDataParallel model(mine, self.group, {.gradient_as_bucket_view = view});
       torch::optim::Adam optimizer(mine->parameters(), 0.01), oracle(whole->parameters(), 0.01);
       for (int step = 0; step < 4; ++step) {
         const at::Tensor input = values({6, 4}, step);
@@ -242,7 +242,7 @@ TEST(Programs, WithoutAnInitialSyncKeepWhatEachRankHas) {
     nn::Linear mine(1, 1);
     const at::NoGradGuard no_grad;
     mine->weight.fill_(self.rank);
-    DistributedDataParallel model(self.runtime, mine, self.group, {.initial_sync = false});
+    DistributedDataParallel model(mine, self.group, {.initial_sync = false});
     EXPECT_EQ(mine->weight.item<int>(), self.rank);
     model.synchronize_state(1);
     EXPECT_EQ(mine->weight.item<int>(), 1);
@@ -256,7 +256,7 @@ TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
     nn::Linear mine(2, 2), alone(2, 2);
     fill(*mine), fill(*alone);
     {
-      DistributedDataParallel broken(self.runtime, mine, self.group.split(0, self.rank));
+      DistributedDataParallel broken(mine, self.group.split(0, self.rank));
       broken(values({1, 2}, 0)).sum().backward();
       self.group.barrier();  // another rank may still be at the end of that step
       if (self.rank == 1) broken.reducer().group().abort(Error(ErrorKind::kCancelled, "enough of this"));
@@ -264,7 +264,7 @@ TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
       const std::string text = error_text([&] { broken(values({1, 2}, 0)).sum().backward(); });
       EXPECT_NE(text.find("enough of this"), std::string::npos) << text;
     }
-    DistributedDataParallel model(self.runtime, mine, self.group);
+    DistributedDataParallel model(mine, self.group);
     for (int step = 0; step < 3; ++step) {
       const auto input = [&](int rank) { return values({3, 2}, rank + step); };
       const Tensors wanted =
@@ -285,8 +285,7 @@ TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
         [](const Rank& self) {
           nn::Sequential mine(nn::Linear(2, 2), nn::Tanh(), nn::Linear(2, 2));
           auto model = std::make_unique<DistributedDataParallel<nn::Sequential>>(
-              self.runtime, mine, self.group,
-              DataParallelOptions{.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
+              mine, self.group, DataParallelOptions{.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
           const at::Tensor output = model->forward(values({3, 2}, self.rank));
           if (self.rank == 0)
             mine->parameters()[0].register_hook([&](const at::Tensor& gradient) {
@@ -306,7 +305,7 @@ TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
 TEST(Programs, ThatReplaceAParameterHearOfItByName) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
-    DistributedDataParallel model(self.runtime, mine, self.group);
+    DistributedDataParallel model(mine, self.group);
     mine->weight = leaf({2, 2});
     const std::string text = error_text([&] { model(values({1, 2}, 0)).sum().backward(); });
     EXPECT_NE(text.find("left 1 of 2 parameters without a gradient"), std::string::npos) << text;

@@ -174,7 +174,7 @@ TEST(RandomSteps, GiveTheGradientsThatTheModelGives) {
           Tensors parameters;
           for (std::size_t p = 0; p < program.parameters; ++p)
             parameters.push_back(leaf({static_cast<std::int64_t>(1 + p)}, at::kDouble));
-          Reducer reducer(self.runtime, named(parameters), self.group, program.options);
+          Reducer reducer(named(parameters), self.group, program.options);
           Oracle oracle(program);
           for (int i = 0; i < static_cast<int>(program.iterations.size()); ++i) {
             const Iteration& iteration = program.iterations[i];

@@ -17,9 +17,8 @@ namespace torchspan::data_parallel {
 /// The forward side: marks the outputs of forwards. The backward side is PassReducer.
 class Reducer::Impl {
  public:
-  Impl(Runtime& runtime, const Replicas& replicas, const collective::Group& group,
-       DataParallelOptions options)
-      : parts_(std::make_shared<ReducerParts>(runtime, replicas, group, std::move(options))),
+  Impl(const Replicas& replicas, const collective::Group& group, DataParallelOptions options)
+      : parts_(std::make_shared<ReducerParts>(replicas, group, std::move(options))),
         passes_(std::make_shared<PassReducer>(parts_)) {}
 
   ReducerParts& parts() { return *parts_; }
@@ -103,15 +102,14 @@ void Reducer::Impl::restart_count() {
   parts_->forwards.forget();
 }
 
-Reducer::Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective::Group group,
-                 DataParallelOptions options)
-    : Reducer(runtime, Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
+Reducer::Reducer(std::vector<Parameter> parameters, collective::Group group, DataParallelOptions options)
+    : Reducer(Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
 
-Reducer::Reducer(Runtime& runtime, Replicas replicas, collective::Group group, DataParallelOptions options) {
+Reducer::Reducer(Replicas replicas, collective::Group group, DataParallelOptions options) {
   agree(group, reducer_agreement(replicas, options, group));
   Agreement built;  // a rank without memory for its buckets fails here on all ranks, not in the first step
   try {
-    impl_ = std::make_shared<Impl>(runtime, replicas, group, std::move(options));
+    impl_ = std::make_shared<Impl>(replicas, group, std::move(options));
     impl_->attach();
   } catch (...) {
     built.failure = describe(std::current_exception()).text;

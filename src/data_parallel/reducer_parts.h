@@ -17,11 +17,11 @@ namespace torchspan::data_parallel {
 
 /// The parts of one reducer that its forwards and its rounds share. Constructing them is collective.
 struct ReducerParts {
-  ReducerParts(Runtime& runtime, const Reducer::Replicas& replicas, const collective::Group& parent,
+  ReducerParts(const Reducer::Replicas& replicas, const collective::Group& parent,
                DataParallelOptions options)
-      : runtime(runtime),
-        options(std::move(options)),
+      : options(std::move(options)),
         group(parent.split(0, parent.rank())),
+        runtime(group.backend()->runtime()),
         slots(replicas),
         hooks(slots),
         holds(runtime.executor),
@@ -34,9 +34,9 @@ struct ReducerParts {
   ReducerParts(const ReducerParts&) = delete;
   ReducerParts& operator=(const ReducerParts&) = delete;
 
-  Runtime& runtime;
   const DataParallelOptions options;
   const collective::Group group;
+  Runtime& runtime;
   const ParameterSlots slots;
   SlotHooks hooks;
   HoldCount holds;

@@ -57,7 +57,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
         [&](const Rank& self) {
           std::mt19937 same(shapes);
           const Tensors parameters = random_parameters(same);
-          Reducer reducer(self.runtime, named(parameters), self.group, options);
+          Reducer reducer(named(parameters), self.group, options);
           for (int i = 0; i < 4; ++i) {
             zero(parameters, to_none);
             const Tensors wanted = expected(parameters, size, i);
@@ -84,7 +84,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
 TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     Tensors sums = expected(parameters, 2, 0);
     for (std::size_t p = 0; p < 2; ++p) sums[p] = sums[p] + expected(parameters, 2, 1)[p];
     for (int i = 0; i < 2; ++i) step(reducer, loss_of(parameters, self.rank, i));
@@ -96,7 +96,7 @@ TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
 TEST(Reducer, WorksOverAnAutogradContext) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2, 2})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     std::vector<engine::GradientMap> contexts(3);
     for (int i = 0; i < 3; ++i) {
       engine::MapSink sink(contexts[i]);
@@ -116,7 +116,7 @@ TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, {.gradient_as_bucket_view = view});
+      Reducer reducer(named(parameters), self.group, {.gradient_as_bucket_view = view});
       step(reducer, loss_of(parameters, self.rank, 0));
       const auto* storage = parameters[0].grad().storage().unsafeGetStorageImpl();
       EXPECT_EQ(storage == parameters[1].grad().storage().unsafeGetStorageImpl(), view);
@@ -133,7 +133,7 @@ TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
 TEST(Reducer, DoesNotOverflowHalf) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{at::ones({4}, at::kHalf).set_requires_grad(true)};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const at::Tensor factor = at::full({4}, 32768.0, at::kHalf);
     const at::Tensor output = reducer.prepare_for_backward({parameters[0] * factor}).at(0);
     output.backward(at::ones({4}, at::kHalf));
@@ -145,7 +145,7 @@ TEST(Reducer, DoesNotOverflowHalf) {
 TEST(Reducer, AveragesComplexGradientsInBucketsOfTheirOwn) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2}, at::kComplexFloat)};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     EXPECT_EQ(reducer.stats().bucket_parameters.size(), 2U);
     for (int i = 0; i < 2; ++i) {
       zero(parameters, false);
@@ -161,7 +161,7 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   on_ranks(3, [](const Rank& self) {
     Tensors parameters;
     for (int i = 0; i < 6; ++i) parameters.push_back(leaf({10}));
-    Reducer reducer(self.runtime, named(parameters), self.group,
+    Reducer reducer(named(parameters), self.group,
                     {.bucket_cap_mb = 80 / 1048576.0, .first_bucket_mb = 40 / 1048576.0});
     EXPECT_EQ(reducer.stats().bucket_parameters[0], std::vector<std::string>{"p5"});
     const auto chain = [&] {  // gradients arrive in the order 2 1 0 3 4 5 on rank 0, reversed on the others
@@ -191,7 +191,7 @@ TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
     Tensors parameters;
     for (int i = 0; i < 7; ++i) parameters.push_back(leaf({10}));
     const std::vector<double> capacities{80 / 1048576.0, 40 / 1048576.0, 120 / 1048576.0};
-    Reducer reducer(self.runtime, named(parameters), self.group,
+    Reducer reducer(named(parameters), self.group,
                     {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6, .bucket_cap_mb_list = capacities});
     EXPECT_EQ(reducer.stats().bucket_bytes, (std::vector<std::size_t>{80, 40, 120, 40}));
     for (int i = 0; i < 3; ++i) {
@@ -203,9 +203,8 @@ TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
     EXPECT_TRUE(reducer.stats().rebuilt);
     EXPECT_EQ(reducer.stats().bucket_bytes, (std::vector<std::size_t>{80, 40, 120, 40}));
     const auto refused = [&](std::vector<double> list) {
-      return error_text([&] {
-        Reducer wrong(self.runtime, named(parameters), self.group, {.bucket_cap_mb_list = std::move(list)});
-      });
+      return error_text(
+          [&] { Reducer wrong(named(parameters), self.group, {.bucket_cap_mb_list = std::move(list)}); });
     };
     EXPECT_NE(refused({1, 0}).find("bucket_cap_mb_list[1] is 0"), std::string::npos);
     EXPECT_NE(refused({self.rank + 1.0}).find("bucket_cap_mb_list is [1] on rank 0 and [2] on rank 1"),
@@ -218,7 +217,7 @@ TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
 TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const std::string text = error_text([&] { step(reducer, loss_of({parameters[1]}, self.rank, 0)); });
     EXPECT_NE(text.find("'p0', 'p2'"), std::string::npos) << text;
     EXPECT_NE(text.find("find_unused_parameters"), std::string::npos) << text;
@@ -235,7 +234,7 @@ TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn)
 TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const std::string text = error_text([&] {
       step(reducer, self.rank == 1 ? loss_of({parameters[1]}, 1, 0) : loss_of(parameters, self.rank, 0));
     });
@@ -254,7 +253,7 @@ TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
 void survive_a_throwing_backward(bool early, bool to_none, bool view, std::uint64_t seed) {
   const auto body = [=](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({5})};
-    Reducer reducer(self.runtime, named(parameters), self.group,
+    Reducer reducer(named(parameters), self.group,
                     {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6, .gradient_as_bucket_view = view});
     step(reducer, loss_of(parameters, self.rank, 7));
     at::Tensor inner = (parameters[early ? 2 : 0] * 2).sin();
@@ -295,7 +294,7 @@ TEST(Reducer, FailsEverywhereWhenARankDies) {
   if (over_shared_memory()) GTEST_SKIP() << "needs a rank that can die alone";
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     step(reducer, loss_of(parameters, self.rank, 0));
     if (self.rank == 2) return self.die();
     const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
@@ -309,7 +308,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
   on_ranks(2,
            [](const Rank& self) {
              const Tensors parameters{leaf({3})};
-             Reducer reducer(self.runtime, named(parameters), self.group);
+             Reducer reducer(named(parameters), self.group);
              step(reducer, loss_of(parameters, self.rank, 0));
              if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
              const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
@@ -326,7 +325,7 @@ TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     for (int life = 0; life < 3; ++life) {
-      Reducer reducer(self.runtime, named(parameters), self.group);
+      Reducer reducer(named(parameters), self.group);
       for (int i = 0; i < 6; ++i) {
         zero(parameters, true);
         step(reducer, loss_of(parameters, self.rank, i));
@@ -344,7 +343,7 @@ TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
 TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
   on_ranks(2, [](const Rank& self) {
     const Tensors first{leaf({3}), leaf({2})}, second{leaf({3}), leaf({2})};
-    Reducer reducer(self.runtime, Reducer::Replicas{named(first), named(second)}, self.group);
+    Reducer reducer(Reducer::Replicas{named(first), named(second)}, self.group);
     step(reducer, loss_of(first, 2 * self.rank, 0) + loss_of(second, 2 * self.rank + 1, 0));
     for (std::size_t p = 0; p < 2; ++p) {
       expect_close(first[p].grad(), expected(first, 4, 0)[p] * 2, 1e-6);
@@ -360,8 +359,7 @@ TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
 TEST(Reducer, KeepsStatisticsAndSpans) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group,
-                    {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
+    Reducer reducer(named(parameters), self.group, {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
     reducer.begin_forward();
     self.runtime.executor.sleep(std::chrono::milliseconds(7));
     step(reducer, loss_of(parameters, self.rank, 0));

@@ -45,7 +45,7 @@ TEST(MissingSparseGradients, OfAnEmbeddingThatOneRankDoesNotUse) {
   for (const int without : {0, 1, 2}) {
     on_ranks(3, [&](const Rank& self) {
       Words net;
-      DistributedDataParallel model(self.runtime, net, self.group, {.find_unused_parameters = true});
+      DistributedDataParallel model(net, self.group, {.find_unused_parameters = true});
       for (int i = 0; i < 3; ++i) {
         net->zero_grad(/*set_to_none=*/true);
         model(self.rank == without ? std::vector<std::int64_t>{} : std::vector<std::int64_t>{1, 4})
@@ -60,7 +60,7 @@ TEST(MissingSparseGradients, OfAnEmbeddingThatOneRankDoesNotUse) {
 TEST(MissingSparseGradients, OfRanksThatRanOutOfBatches) {
   on_ranks(3, [&](const Rank& self) {
     Words net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const int batches = 1 + self.rank;
     int done = 0;
     model.join([&] {
@@ -100,7 +100,7 @@ TORCH_MODULE(FailingWords);
 TEST(MissingSparseGradients, OfARankWhoseBackwardThrows) {
   on_ranks(3, [](const Rank& self) {
     FailingWords net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     for (int i = 0; i < 4; ++i) {
       net->zero_grad(/*set_to_none=*/true);
       const at::Tensor loss = model(std::vector<std::int64_t>{2}, i % 2 == 1 && self.rank == 1);
@@ -126,7 +126,7 @@ TEST(MissingSparseGradients, MayBeOfAnyNumberOfSparseDimensions) {
     const Tensors parameters{leaf({3, 2}), leaf({2})};
     auto list = named(parameters);
     list[0].sparse_gradient = true;
-    Reducer reducer(self.runtime, list, self.group, {.find_unused_parameters = true});
+    Reducer reducer(list, self.group, {.find_unused_parameters = true});
     for (int i = 0; i < 2; ++i) {
       zero(parameters, true);
       at::Tensor loss = parameters[1].sum();
@@ -149,8 +149,7 @@ struct WithoutMemory : nn::Module {
 TEST(Devices, ThatTheGroupDoesNotTakeAreRefusedWithTheNameOfTheParameter) {
   on_ranks(2, [](const Rank& self) {
     const auto net = std::make_shared<WithoutMemory>();
-    const std::string text =
-        error_text([&] { DistributedDataParallel model(self.runtime, net, self.group); });
+    const std::string text = error_text([&] { DistributedDataParallel model(net, self.group); });
     EXPECT_NE(text.find("'weight' is on meta"), std::string::npos) << text;
     EXPECT_NE(text.find("move the module to the CPU"), std::string::npos) << text;
   });

@@ -30,7 +30,7 @@ TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
       const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
       DataParallelOptions options = kFindUnused;
       options.gradient_as_bucket_view = view;
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       for (int i = 0; i < 3; ++i) {
         zero(parameters, true);
         // no rank uses p0, rank 1 uses p1, all use p2
@@ -53,7 +53,7 @@ TEST(Unused, KeepExactlyTheGradientTheyHadFromEarlierSteps) {
       const Tensors parameters{leaf({3}), leaf({4})};
       DataParallelOptions options = kFindUnused;
       options.gradient_as_bucket_view = view;
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       step(reducer, squares(parameters, 1 + self.rank));
       const at::Tensor before = parameters[0].grad().clone();
       step(reducer, squares({parameters[1]}, 1));
@@ -68,7 +68,7 @@ TEST(Unused, KeepExactlyTheGradientTheyHadFromEarlierSteps) {
 TEST(Unused, BehindAnOutputThatTheLossLeavesOutAreNoError) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    Reducer reducer(named(parameters), self.group, kFindUnused);
     for (int i = 0; i < 2; ++i) {
       zero(parameters, true);
       const Tensors outputs =
@@ -96,7 +96,7 @@ TEST(Unused, WhoseGradientIsUndefinedInThePassCountsAsNone) {
   for (const bool withheld_by_all : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+      Reducer reducer(named(parameters), self.group, kFindUnused);
       for (int i = 0; i < 2; ++i) {
         zero(parameters, true);
         const bool withheld = withheld_by_all || self.rank == 1;
@@ -114,7 +114,7 @@ TEST(Unused, WhoseGradientIsUndefinedInThePassCountsAsNone) {
 TEST(Unused, AllOfThemOnOneRankDoNotHangTheOthers) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    Reducer reducer(named(parameters), self.group, kFindUnused);
     const at::Tensor input = leaf({3});
     step(reducer, self.rank == 0 ? squares({parameters[0]}, 1) : squares({input}, 1));
     expect_close(parameters[0].grad(), parameters[0].detach(), 1e-6);
@@ -124,7 +124,7 @@ TEST(Unused, AllOfThemOnOneRankDoNotHangTheOthers) {
 TEST(Unused, OfOneForwardMayBeUsedByAnotherThatTheSamePassGoesThrough) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    Reducer reducer(named(parameters), self.group, kFindUnused);
     for (const bool first_later : {false, true}) {
       zero(parameters, true);
       const at::Tensor one = reducer.prepare_for_backward({squares({parameters[0]}, 1 + self.rank)}).at(0);
@@ -153,7 +153,7 @@ TEST(NoSync, AccumulatesHereAndAveragesTheSumLater) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       for (int i = 0; i < 3; ++i) {
         zero(parameters, i % 2 == 0);
         step(reducer, squares(parameters, 1 + self.rank), {.synchronize = false});
@@ -170,7 +170,7 @@ TEST(NoSync, AccumulatesHereAndAveragesTheSumLater) {
 TEST(NoSync, AndAReducedForwardInOnePassAreReducedTogether) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kFindUnused);
+    Reducer reducer(named(parameters), self.group, kFindUnused);
     for (const bool reduced_first : {true, false}) {
       zero(parameters, true);
       const auto prepare = [&](bool reduce) {
@@ -193,7 +193,7 @@ TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       for (int i = 0; i < 4; ++i) {
         zero(parameters, i % 2 == 0);
         const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
@@ -213,7 +213,7 @@ TEST(TwoForwards, ThenOneBackwardAreAveragedTogether) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       for (int i = 0; i < 3; ++i) {
         zero(parameters, i % 2 == 0);
         const at::Tensor one = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
@@ -230,7 +230,7 @@ TEST(TwoForwards, ThenOneBackwardAreAveragedTogether) {
 TEST(OneForward, MayBeWalkedBackTwice) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const at::Tensor loss = reducer.prepare_for_backward({squares(parameters, 1 + self.rank)}).at(0);
     loss.backward({}, /*retain_graph=*/true);
     loss.backward();
@@ -242,7 +242,7 @@ TEST(OneForward, MayBeWalkedBackTwice) {
 TEST(OneForward, WithoutABackwardIsLegal) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     for (int i = 0; i < 3; ++i) {
       zero(parameters, true);
       const Tensors ignored = reducer.prepare_for_backward({squares(parameters, 7)});
@@ -260,7 +260,7 @@ TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
       Tensors parameters{leaf({3}), leaf({4})};
       Tensors all = parameters;
       if (find_unused) all.push_back(leaf({2}));
-      Reducer reducer(self.runtime, named(all), self.group,
+      Reducer reducer(named(all), self.group,
                       {.find_unused_parameters = find_unused, .partial_backward = true});
       for (int i = 0; i < 3; ++i) {
         zero(parameters, true);
@@ -278,7 +278,7 @@ TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
 TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, {.partial_backward = true});
+    Reducer reducer(named(parameters), self.group, {.partial_backward = true});
     const Tensors outputs =
         reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
     outputs[0].backward();
@@ -294,7 +294,7 @@ TEST(PartialBackward, ThatIsNotFinishedFailsTheNextForwardByName) {
 TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const Tensors outputs =
         reducer.prepare_for_backward({squares({parameters[0]}, 1), squares({parameters[1]}, 1)});
     const std::string text = error_text([&] { outputs[0].backward(); });
@@ -305,7 +305,7 @@ TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
 TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer strict(self.runtime, named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    Reducer strict(named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
     const std::string text = error_text([&] { squares(parameters, 1).backward(); });
     EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
     zero(parameters, true);
@@ -319,7 +319,7 @@ TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   for (const bool only : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      Reducer reducer(named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
       for (int i = 0; i < 3; ++i) {
         zero(parameters, i % 2 == 0);
         const at::Tensor inside =
@@ -339,7 +339,7 @@ TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
 TEST(FrozenParameters, ThatThawAreRefusedByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}).set_requires_grad(false)};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     step(reducer, squares({parameters[0]}, 1));
     parameters[1].set_requires_grad(true);
     const std::string text = error_text([&] { reducer.prepare_for_backward({squares(parameters, 1)}); });
@@ -350,7 +350,7 @@ TEST(FrozenParameters, ThatThawAreRefusedByName) {
 TEST(FrozenParameters, ThatWereNotWhenTheyWereWrappedAreNamedAsSuch) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     step(reducer, squares(parameters, 1 + self.rank));
     zero(parameters, true);
     if (self.rank == 1) parameters[1].set_requires_grad(false);
@@ -371,7 +371,7 @@ TEST(FrozenParameters, MayComeAndGoWhereUnusedOnesAreFound) {
       const Tensors parameters{leaf({3}), leaf({4})};
       DataParallelOptions options = kFindUnused;
       options.gradient_as_bucket_view = view;
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       for (int i = 0; i < 6; ++i) {
         zero(parameters, true);
         const bool frozen = i / 2 == 1;

@@ -108,7 +108,7 @@ struct Kept {
   void make(Session& session, const collective::GroupOptions& options) {
     group = session.group(options);
     part = group->split(0, group->rank());
-    model.emplace(session.runtime(), net, *group);
+    model.emplace(net, *group);
     for (int step = 0; step < 3; ++step) train();
   }
   /// Every use throws such an error, and no call waits.

@@ -61,7 +61,7 @@ void train() {
     require(group.backend()->name().find("hierarchical") != std::string::npos, group.backend()->name());
     nn::Sequential mine = make_net(), whole = make_net();
     require(convert_sync_batch_norm(*mine, group) == 1, "there is one batch norm");
-    DistributedDataParallel model(session.runtime(), mine, group, small_buckets());
+    DistributedDataParallel model(mine, group, small_buckets());
     torch::optim::SGD optimizer(mine->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9)),
         oracle(whole->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
     const auto* part = kParts.data() + rank;
@@ -97,7 +97,7 @@ void lose_a_rank() {
   const bool dies = static_cast<int>(session.rank()) == victim;
   const std::string name = "worker" + std::to_string(victim);
   nn::Sequential net = make_net();
-  DistributedDataParallel model(session.runtime(), net, session.group(over_hosts()), small_buckets());
+  DistributedDataParallel model(net, session.group(over_hosts()), small_buckets());
   try {
     for (int step = 0; step < 1000; ++step) {
       net->zero_grad();
@@ -125,7 +125,7 @@ void lose_the_network() {
   Session session = join_on_host();
   nn::Sequential net = make_net();
   const collective::Group group = session.group(over_hosts());
-  DistributedDataParallel model(session.runtime(), net, group, small_buckets());
+  DistributedDataParallel model(net, group, small_buckets());
   const auto train_once = [&] {
     net->zero_grad();
     model.forward(values({3, 6}, 1)).pow(2).sum().backward();

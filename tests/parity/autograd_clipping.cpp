@@ -66,10 +66,10 @@ void on_trainers(const std::function<void(Trainer&)>& body) {
       if (worker.rank() == 0) groups = std::make_unique<InProcessWorld>(cluster.executor(), kTrainers);
       worker.barrier();
       if (worker.rank() != kServer) {
-        const auto group = groups->group(static_cast<int>(worker.rank()));
+        const auto group = groups->group(static_cast<int>(worker.rank()), worker.runtime());
         const auto head = std::make_shared<ReplicaHead>();
         Trainer trainer{worker, group, worker.remote(kServer, kTable), head,
-                        DistributedDataParallel(worker.runtime(), head, group)};
+                        DistributedDataParallel(head, group)};
         try {
           body(trainer);
         } catch (const std::exception& error) {

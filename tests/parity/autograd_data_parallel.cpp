@@ -118,7 +118,7 @@ void on_trainers(bool sparse, const std::function<void(Trainer&)>& body) {
       worker.barrier();
       if (worker.rank() != kServer) {
         const RRef<Embedding> embedding = worker.remote(kServer, kEmbedding, sparse);
-        Trainer trainer{worker, embedding, groups->group(static_cast<int>(worker.rank())),
+        Trainer trainer{worker, embedding, groups->group(static_cast<int>(worker.rank()), worker.runtime()),
                         static_cast<int>(worker.rank())};
         try {
           body(trainer);
@@ -162,8 +162,7 @@ TEST(AutogradDataParallel, BackwardNoDdp) {
 // peer: ddp_under_dist_autograd_test.py backward_ddp_outside: same
 TEST(AutogradDataParallel, BackwardDdpOutside) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel model(trainer.worker.runtime(),
-                                  std::make_shared<Whole>(Head(false), trainer.embedding), trainer.group);
+    DistributedDataParallel model(std::make_shared<Whole>(Head(false), trainer.embedding), trainer.group);
     for (int step = 0; step < 3; ++step) {
       Context context(trainer.worker);
       context.backward(model(batch_of(trainer.rank, step)).pow(2).sum());
@@ -178,8 +177,7 @@ TEST(AutogradDataParallel, BackwardDdpOutside) {
 // peer: ddp_under_dist_autograd_test.py backward_ddp_outside_uneven_inputs: same
 TEST(AutogradDataParallel, BackwardDdpOutsideUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel model(trainer.worker.runtime(),
-                                  std::make_shared<Whole>(Head(false), trainer.embedding), trainer.group);
+    DistributedDataParallel model(std::make_shared<Whole>(Head(false), trainer.embedding), trainer.group);
     int done = 0;
     model.join([&] {
       for (int step = 0; step < 2 + trainer.rank; ++step, ++done) {
@@ -196,7 +194,7 @@ TEST(AutogradDataParallel, BackwardDdpOutsideUnevenInputs) {
 void expect_inside(bool sparse) {
   on_trainers(sparse, [&](Trainer& trainer) {
     DistributedDataParallel head(
-        trainer.worker.runtime(), std::make_shared<Head>(sparse), trainer.group,
+        std::make_shared<Head>(sparse), trainer.group,
         {.sparse_parameters = sparse ? std::vector<std::string>{"own_table"} : std::vector<std::string>{}});
     for (int step = 0; step < 3; ++step) {
       const at::Tensor rows = batch_of(trainer.rank, step);
@@ -220,8 +218,8 @@ TEST(AutogradDataParallel, DdpDistAutogradSparseGrads) { expect_inside(true); }
 // peer: ddp_under_dist_autograd_test.py ddp_comparison: same
 TEST(AutogradDataParallel, DdpComparison) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel plain(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
-    DistributedDataParallel ours(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+    DistributedDataParallel plain(std::make_shared<Head>(false), trainer.group);
+    DistributedDataParallel ours(std::make_shared<Head>(false), trainer.group);
     for (int step = 0; step < 3; ++step) {
       const at::Tensor rows = batch_of(trainer.rank, step);
       const at::Tensor input = values({4, kFeatures}, 10 + trainer.rank);
@@ -240,7 +238,7 @@ TEST(AutogradDataParallel, DdpComparison) {
 TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
   on_trainers(false, [](Trainer& trainer) {
     const auto run = [&](bool in_context) {
-      DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+      DistributedDataParallel head(std::make_shared<Head>(false), trainer.group);
       Tensors gradients;
       head.join([&] {
         for (int step = 0; step < 2 + trainer.rank; ++step) {
@@ -271,7 +269,7 @@ TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
 // peer: ddp_under_dist_autograd_test.py `ddp_dist_autograd_local_vs_remote`(`_gpu`): same; open on GPUs
 TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+    DistributedDataParallel head(std::make_shared<Head>(false), trainer.group);
     const Embedding here(false);
     const at::Tensor rows = batch_of(trainer.rank, 1);
     const auto gradients = [&](const std::function<at::Tensor()>& embed) {
@@ -292,7 +290,7 @@ TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
 // peer: ddp_under_dist_autograd_test.py (undocumented) a pass that fails on another worker: better
 TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+    DistributedDataParallel head(std::make_shared<Head>(false), trainer.group);
     const at::Tensor rows = batch_of(trainer.rank, 0);
     {
       Context context(trainer.worker);
@@ -312,7 +310,7 @@ TEST(AutogradDataParallel, AFailedPassLeavesTheWrapperUsable) {
 /// apply.
 TEST(AutogradDataParallel, APassThatFailsOnAServerFailsOnAllTrainers) {
   on_trainers(false, [](Trainer& trainer) {
-    DistributedDataParallel head(trainer.worker.runtime(), std::make_shared<Head>(false), trainer.group);
+    DistributedDataParallel head(std::make_shared<Head>(false), trainer.group);
     for (int step = 0; step < 4; ++step) {
       const at::Tensor rows = batch_of(trainer.rank, step);
       Context context(trainer.worker);

@@ -55,8 +55,7 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
     (self.rank == 0 ? two->b : two->a).set_requires_grad(false);
-    const std::string text =
-        error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    const std::string text = error_text([&] { DistributedDataParallel model(two, self.group); });
     EXPECT_NE(text.find("'a' is"), std::string::npos) << text;
     EXPECT_NE(text.find("without gradient"), std::string::npos) << text;
   });
@@ -68,8 +67,7 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
 TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two(self.rank == 1);
-    const std::string text =
-        error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+    const std::string text = error_text([&] { DistributedDataParallel model(two, self.group); });
     EXPECT_NE(text.find("'a' on rank 0 and 'b' on rank 1"), std::string::npos) << text;
   });
 }
@@ -81,7 +79,7 @@ TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
 TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   on_ranks(2, [](const Rank& self) {
     Two two;
-    DistributedDataParallel model(self.runtime, two, self.group);
+    DistributedDataParallel model(two, self.group);
     const std::string text = error_text([&] { model(fed(1 + self.rank), at::Tensor()).sum().backward(); });
     EXPECT_NE(text.find("'b'"), std::string::npos) << text;
     two->zero_grad();
@@ -96,7 +94,7 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
 TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
-    DistributedDataParallel model(self.runtime, two, self.group, {.find_unused_parameters = true});
+    DistributedDataParallel model(two, self.group, {.find_unused_parameters = true});
     {
       const auto guard = model.no_sync();
       model(at::Tensor(), fed(1 + self.rank)).sum().backward();
@@ -114,7 +112,7 @@ TEST(SilentWrongResult, WhatNoSyncAccumulatedOverAnotherBranchIsReduced) {
 TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
-    DistributedDataParallel model(self.runtime, two, self.group);
+    DistributedDataParallel model(two, self.group);
     const at::Tensor one = model(fed(1 + self.rank), fed(1)).sum();
     const at::Tensor two_ = model(fed(1 + self.rank), fed(1)).sum();
     one.backward();
@@ -130,12 +128,12 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsToldOrRefused) {
   on_ranks(2, [](const Rank& self) {
     Two two;
     {
-      DistributedDataParallel model(self.runtime, two, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      DistributedDataParallel model(two, self.group, {.unwrapped_backward = Unwrapped::kThrow});
       const std::string text = error_text([&] { two->forward(fed(1), fed(1)).sum().backward(); });
       EXPECT_NE(text.find("Call the wrapper"), std::string::npos) << text;
     }
     two->zero_grad();
-    DistributedDataParallel model(self.runtime, two, self.group);
+    DistributedDataParallel model(two, self.group);
     two->forward(fed(1 + self.rank), fed(0)).sum().backward();  // warns; and the next reduced step has it
     model(fed(3), fed(0)).sum().backward();
     EXPECT_EQ(averaged(two->a), 4.5);
@@ -151,13 +149,12 @@ TEST(SilentWrongResult, AnOptimizerThatStepsInBackwardIsRefusedWhicheverIsMadeFi
     {
       std::optional<optim::BackwardSteps> steps;
       if (self.rank == 1) steps.emplace(optimizer.step_in_backward());
-      const std::string text =
-          error_text([&] { DistributedDataParallel model(self.runtime, two, self.group); });
+      const std::string text = error_text([&] { DistributedDataParallel model(two, self.group); });
       EXPECT_NE(text.find("rank 1 cannot begin: parameter 'a' is stepped in backward"), std::string::npos)
           << text;
       EXPECT_NE(text.find("call step() after backward"), std::string::npos) << text;
     }
-    DistributedDataParallel model(self.runtime, two, self.group);
+    DistributedDataParallel model(two, self.group);
     const std::string text = error_text([&] { static_cast<void>(optimizer.step_in_backward()); });
     EXPECT_NE(text.find("DistributedDataParallel averages its gradient"), std::string::npos) << text;
     model(fed(1 + self.rank), fed(1)).sum().backward();

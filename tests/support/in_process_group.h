@@ -17,6 +17,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/core/runtime.h>
 
 /// Groups whose ranks are threads of one process: reduces in rank order, on any Executor, so that tests of
 /// code over groups also run on the simulated one. Ranks may die, be late, or disagree.
@@ -37,6 +38,7 @@ struct Arrival {
   Bytes bytes;
   std::vector<at::Tensor> results;
   std::vector<Bytes> gathered;
+  Runtime* runtime = nullptr;  ///< of the rank that splits the group
   std::shared_ptr<void> extra;
   std::function<void()> succeed;
   std::function<void(std::exception_ptr)> fail;
@@ -219,13 +221,14 @@ inline at::Tensor reduced(const Arrivals& all, collective::ReduceOp reduction) {
 
 class Backend final : public collective::Backend {
  public:
-  Backend(std::shared_ptr<Exchange> exchange, int rank,
+  Backend(std::shared_ptr<Exchange> exchange, int rank, Runtime& runtime,
           std::function<void(const std::shared_ptr<Exchange>&)> made)
-      : exchange_(std::move(exchange)), rank_(rank), made_(std::move(made)) {}
+      : exchange_(std::move(exchange)), rank_(rank), runtime_(runtime), made_(std::move(made)) {}
 
   std::string name() const override { return "in-process"; }
   int rank() const override { return rank_; }
   const std::vector<int>& ranks() const override { return exchange_->ranks(); }
+  Runtime& runtime() const override { return runtime_; }
 
   std::shared_ptr<collective::Backend> split(int color, int key) override {
     const auto arrival = std::make_shared<Arrival>();
@@ -233,6 +236,7 @@ class Backend final : public collective::Backend {
     place.put(color);
     place.put(key);
     arrival->bytes = place.take();
+    arrival->runtime = &runtime_;
     auto future = submit(arrival, "split", [this](Arrivals& all) { split_all(all); });
     future.wait();
     auto made = std::static_pointer_cast<Backend>(arrival->extra);
@@ -349,13 +353,15 @@ class Backend final : public collective::Backend {
       for (const auto& [key, rank] : members) ranks.push_back(exchange_->ranks()[rank]);
       const auto made = std::make_shared<Exchange>(exchange_->pool(), ranks, exchange_->options());
       for (std::size_t i = 0; i < members.size(); ++i) {
-        all[members[i].second]->extra = std::make_shared<Backend>(made, static_cast<int>(i), made_);
+        Arrival& member = *all[members[i].second];
+        member.extra = std::make_shared<Backend>(made, static_cast<int>(i), *member.runtime, made_);
       }
     }
   }
 
   const std::shared_ptr<Exchange> exchange_;
   const int rank_;
+  Runtime& runtime_;
   const std::function<void(const std::shared_ptr<Exchange>&)> made_;
 };
 
@@ -386,9 +392,9 @@ class InProcessWorld {
 
   int size() const { return first()->size(); }
   Executor& executor() const { return executor_; }
-  collective::Group group(int rank) {
+  collective::Group group(int rank, Runtime& runtime) {
     return collective::Group(std::make_shared<in_process::Backend>(
-        first(), rank, [this](const std::shared_ptr<in_process::Exchange>& made) { note(made); }));
+        first(), rank, runtime, [this](const std::shared_ptr<in_process::Exchange>& made) { note(made); }));
   }
   /// Kills rank `rank`: all groups that contain it fail.
   void kill(int rank) {

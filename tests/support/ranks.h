@@ -61,7 +61,8 @@ inline void on_ranks(int size, const RankBody& body, std::uint64_t seed = 1, InP
     for (int rank = 0; rank < size; ++rank) {
       threads.push_back(executor.spawn("rank" + std::to_string(rank), [&, rank] {
         try {
-          body(Rank{rank, size, *runtimes[rank], world.group(rank), [&world, rank] { world.kill(rank); }});
+          body(Rank{rank, size, *runtimes[rank], world.group(rank, *runtimes[rank]),
+                    [&world, rank] { world.kill(rank); }});
         } catch (const std::exception& error) {
           ADD_FAILURE() << "rank " << rank << " threw: " << error.what();
           world.kill(rank);

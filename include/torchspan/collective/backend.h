@@ -11,6 +11,10 @@
 #include <torchspan/core/future.h>
 #include <torchspan/core/time.h>
 
+namespace torchspan {
+struct Runtime;
+}
+
 namespace torchspan::collective {
 
 /// Reduction over ranks. kAvg divides the sum by the number of ranks. For bool, sum and maximum are "any",
@@ -35,6 +39,8 @@ class Backend {
   virtual int rank() const = 0;
   virtual const std::vector<int>& ranks() const = 0;
   int size() const { return static_cast<int>(ranks().size()); }
+  /// The services of the worker that made the group; they live as long as this backend.
+  virtual Runtime& runtime() const = 0;
   /// Whether tensors on `device` are accepted; Group rejects others with kUnsupported.
   virtual bool takes(c10::Device device) const { return device.is_cpu(); }
 

@@ -54,6 +54,11 @@ struct ProgressOptions {
 /// reports that the launcher does not read in time are dropped. Not thread-safe.
 class Progress {
  public:
+  /// For a Session or a Worker, which must outlive it.
+  template <class Source>
+  requires requires(Source& source) { source.runtime().executor; }
+  explicit Progress(Source& source, ProgressOptions options = ProgressOptions::from_process())
+      : Progress(source.runtime().executor, options) {}
   explicit Progress(Executor& executor, ProgressOptions options = ProgressOptions::from_process());
   /// Calls finish().
   ~Progress();
@@ -63,6 +68,8 @@ class Progress {
   void report(ProgressReport report);
   /// Ends the live line and keeps the last report visible. Call it before printing results.
   void finish();
+  /// Time since construction.
+  Duration elapsed() const { return executor_.now() - constructed_at_; }
 
  private:
   void show(const ProgressReport& report);
@@ -70,6 +77,7 @@ class Progress {
 
   Executor& executor_;
   const ProgressOptions options_;
+  const TimePoint constructed_at_;
   std::optional<ProgressReport> pending_;  ///< last report, until it is shown
   std::optional<TimePoint> shown_at_;
   bool line_open_ = false;

@@ -18,12 +18,11 @@ template <class Module>
 class DistributedDataParallel {
  public:
   /// Collective. Throws Error{kInvalid} on every rank, naming the parameter, if models or options differ
-  /// (data_parallel/reducer.h). `runtime` must outlive the wrapper unless it belongs to the session that
-  /// made `group`; then forwards fail with kCancelled after the session ended.
-  DistributedDataParallel(Runtime& runtime, Module module, collective::Group group,
+  /// (data_parallel/reducer.h). After the session of `group` has ended, forwards fail with kCancelled.
+  DistributedDataParallel(Module module, collective::Group group,
                           data_parallel::DataParallelOptions options = {})
       : module_(std::move(module)),
-        wrapped_(std::make_unique<data_parallel::WrappedModule>(runtime, pointer(module_), std::move(group),
+        wrapped_(std::make_unique<data_parallel::WrappedModule>(pointer(module_), std::move(group),
                                                                 std::move(options))) {}
 
   /// Runs the module's forward and returns its result by value; data_parallel::OutputTensors finds the

@@ -43,12 +43,11 @@ class Reducer {
 
   /// Collective. Throws Error{kInvalid} on every rank, naming the parameter, if ranks differ in names,
   /// order, dtypes, shapes, strides, sparseness, requires_grad or options, or if one rank's arguments are
-  /// wrong. Parameters without requires_grad are only compared. `runtime` must outlive the reducer unless
-  /// it belongs to the session that made `group`; then calls fail with kCancelled after the session ended.
+  /// wrong. Parameters without requires_grad are only compared. After the session of `group` has ended,
+  /// calls fail with kCancelled.
   /// Gradients of several replicas in one process are summed, then averaged over ranks.
-  Reducer(Runtime& runtime, std::vector<Parameter> parameters, collective::Group group,
-          DataParallelOptions options = {});
-  Reducer(Runtime& runtime, Replicas replicas, collective::Group group, DataParallelOptions options = {});
+  Reducer(std::vector<Parameter> parameters, collective::Group group, DataParallelOptions options = {});
+  Reducer(Replicas replicas, collective::Group group, DataParallelOptions options = {});
   /// Removes its hooks from the parameters and aborts a running reduction.
   ~Reducer();
   Reducer(const Reducer&) = delete;

@@ -31,7 +31,7 @@ class WrappedModule {
  public:
   /// Collective; see Reducer. Broadcasts rank 0's parameters and buffers. The module may be shared, but its
   /// parameters must remain the same tensors.
-  WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module, collective::Group group,
+  WrappedModule(std::shared_ptr<torch::nn::Module> module, collective::Group group,
                 DataParallelOptions options);
   ~WrappedModule();
   WrappedModule(const WrappedModule&) = delete;

@@ -44,6 +44,7 @@ class SerialBackend final : public Backend, public WorldListener {
 
   std::string name() const override { return collectives_->name(); }
   int rank() const override { return options_.rank; }
+  Runtime& runtime() const override { return *runtime_; }
   const std::vector<int>& ranks() const override { return options_.ranks; }
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;

@@ -33,6 +33,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   void world_closing() override;
 
   GroupMemory& memory() { return *memory_; }
+  Runtime& runtime() const { return *runtime_; }
   ShmAlgorithms& algorithms() { return algorithms_; }
   Executor& executor() { return executor_; }
   Duration timeout() const { return timeout_; }

@@ -21,6 +21,7 @@ class ShmBackend final : public Backend {
   std::string name() const override { return "shm"; }
   int rank() const override { return memory().rank(); }
   const std::vector<int>& ranks() const override { return ranks_; }
+  Runtime& runtime() const override { return op_queue_->runtime(); }
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;

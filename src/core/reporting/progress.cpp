@@ -191,7 +191,8 @@ ProgressOptions ProgressOptions::from_process() {
   return options;
 }
 
-Progress::Progress(Executor& executor, ProgressOptions options) : executor_(executor), options_(options) {}
+Progress::Progress(Executor& executor, ProgressOptions options)
+    : executor_(executor), options_(options), constructed_at_(executor.now()) {}
 
 Progress::~Progress() { finish(); }
 

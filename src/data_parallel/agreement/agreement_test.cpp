@@ -17,8 +17,8 @@ std::string disagreement(
     const std::function<DataParallelOptions(int)>& options = [](int) { return DataParallelOptions{}; }) {
   PerRank<std::string> texts(3);
   on_ranks(3, [&](const Rank& self) {
-    texts[self.rank] = error_text(
-        [&] { Reducer reducer(self.runtime, parameters(self.rank), self.group, options(self.rank)); });
+    texts[self.rank] =
+        error_text([&] { Reducer reducer(parameters(self.rank), self.group, options(self.rank)); });
   });
   EXPECT_EQ(texts[0], texts[1]);
   EXPECT_EQ(texts[0], texts[2]);

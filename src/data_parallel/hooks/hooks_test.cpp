@@ -14,7 +14,7 @@ const DataParallelOptions kSmall{.bucket_cap_mb = 20 / 1048576.0, .first_bucket_
 void expect_average(CommHook (*make)(), double tolerance) {
   on_ranks(3, [&](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2}), leaf({5})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+    Reducer reducer(named(parameters), self.group, kSmall);
     reducer.register_comm_hook(make(), "the hook");
     for (int i = 0; i < 3; ++i) {
       zero(parameters, i % 2 == 0);
@@ -33,7 +33,7 @@ TEST(Hook, AllReduceIsTheDefaultToTheBit) {
   for (const bool hooked : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({40})};
-      Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+      Reducer reducer(named(parameters), self.group, kSmall);
       if (hooked) reducer.register_comm_hook(all_reduce_hook(), "all_reduce");
       step(reducer, loss_of(parameters, self.rank, 0));
       for (const auto& parameter : parameters)
@@ -55,7 +55,7 @@ TEST(Hook, OfBfloat16AveragesToItsPrecision) { expect_average(bf16_compress_hook
 TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({2, 2})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     int calls = 0;
     reducer.register_comm_hook(
         fp16_compress_wrapper([&](const GradientBucket& bucket, const collective::Group& group) {
@@ -83,7 +83,7 @@ TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
       const Tensors parameters{leaf({3}), leaf({2, 2})};
       DataParallelOptions options = kSmall;
       options.gradient_as_bucket_view = view;
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       std::vector<std::size_t> seen;
       reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
@@ -110,7 +110,7 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
   on_ranks(2, [](const Rank& self) {
     auto list = named({leaf({4, 2})});
     list[0].sparse_gradient = true;
-    Reducer reducer(self.runtime, list, self.group);
+    Reducer reducer(list, self.group);
     reducer.register_comm_hook(fp16_compress_hook(), "fp16");
     step(reducer,
          at::embedding(list[0].tensor, at::tensor(std::vector<std::int64_t>{self.rank}), -1, false, true)
@@ -126,7 +126,7 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
 TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer reducer(self.runtime, named(parameters), self.group);
+    Reducer reducer(named(parameters), self.group);
     const std::string differs = error_text(
         [&] { reducer.register_comm_hook(all_reduce_hook(), self.rank == 0 ? "one" : "another"); });
     EXPECT_NE(differs.find("'another'"), std::string::npos) << differs;
@@ -135,7 +135,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
     reducer.register_comm_hook(all_reduce_hook(), "one");
     EXPECT_NE(error_text([&] { reducer.register_comm_hook(all_reduce_hook(), "one"); }).find("already"),
               std::string::npos);
-    Reducer late(self.runtime, named(parameters), self.group);
+    Reducer late(named(parameters), self.group);
     {
       const at::Tensor loss =
           reducer.prepare_for_backward(late.prepare_for_backward({loss_of(parameters, self.rank, 0)})).at(0);
@@ -163,7 +163,7 @@ TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
       };
       const std::string text = error_text([&] {
         const Tensors parameters{leaf({3})};
-        Reducer reducer(self.runtime, named(parameters), self.group);
+        Reducer reducer(named(parameters), self.group);
         reducer.register_comm_hook(hook, "nonsense");
         step(reducer, loss_of(parameters, self.rank, 0));
       });
@@ -180,7 +180,7 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
   for (const bool nonsense : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+      Reducer reducer(named(parameters), self.group, kSmall);
       int calls = 0;
       reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
@@ -221,7 +221,7 @@ TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4}, at::kDouble), leaf({2, 2})};
       const collective::Group own = self.group.split(0, self.rank);
-      Reducer reducer(self.runtime, named(parameters), self.group, options);
+      Reducer reducer(named(parameters), self.group, options);
       reducer.register_comm_hook(
           [&](const GradientBucket& bucket, const collective::Group& group) {
             return (bits & 8 ? own : group).all_reduce(bucket.buffer).then([](const Future<at::Tensor>& sum) {
@@ -244,7 +244,7 @@ TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
 TEST(Hook, MayAnswerAtOnce) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
-    Reducer reducer(self.runtime, named(parameters), self.group, kSmall);
+    Reducer reducer(named(parameters), self.group, kSmall);
     reducer.register_comm_hook(
         [](const GradientBucket& bucket, const collective::Group&) {
           return make_ready_future<at::Tensor>(bucket.buffer);

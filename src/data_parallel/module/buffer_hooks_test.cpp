@@ -50,7 +50,7 @@ std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& b
 TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
   on_ranks(3, [](const Rank& self) {
     Counter net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     std::vector<std::string> names;
     model.set_buffer_hook(
         [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
@@ -77,7 +77,7 @@ TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
 TEST(BufferHook, BeforeForwardIsWhatTheForwardSees) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     model.set_buffer_hook(average_floats, "average", BufferHookTime::kBeforeForward);
     model(fed(2 * self.rank)).sum().backward();
     expect_close(net->seen, fed(2 * self.rank), 1e-6);  // not reduced after that
@@ -92,7 +92,7 @@ TEST(BufferHook, ThatBroadcastsIsTheDefault) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(3, [&](const Rank& self) {
       nn::BatchNorm1d hooked(2), plain(2);
-      DistributedDataParallel one(self.runtime, hooked, self.group), other(self.runtime, plain, self.group);
+      DistributedDataParallel one(hooked, self.group), other(plain, self.group);
       one.set_buffer_hook(
           [](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
             std::vector<Future<at::Tensor>> futures;
@@ -122,7 +122,7 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(2, [&](const Rank& self) {
       nn::BatchNorm1d net(2);
-      DistributedDataParallel model(self.runtime, net, self.group);
+      DistributedDataParallel model(net, self.group);
       model.set_buffer_hook(average_floats, "average", when);
       const auto input = [&](int i) { return at::arange(8, at::kFloat).add(i + self.rank).reshape({4, 2}); };
       const at::Tensor real = model(input(0)), fake = model(input(5));
@@ -137,7 +137,7 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
 TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     int calls = 0;
     model.set_buffer_hook(
         [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
@@ -165,7 +165,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
   for (const auto when : {BufferHookTime::kBeforeForward, BufferHookTime::kAfterForward}) {
     on_ranks(2, [&](const Rank& self) {
       Counter net;
-      DistributedDataParallel model(self.runtime, net, self.group);
+      DistributedDataParallel model(net, self.group);
       bool fails = true;
       model.set_buffer_hook(
           [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
@@ -191,7 +191,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
 TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     model.set_buffer_hook(
         [](const std::vector<NamedBuffer>&, const collective::Group&) {
           return std::vector{make_failed_future<at::Tensor>(
@@ -208,7 +208,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
 TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const auto refused = [&](const std::string& text, const std::function<void()>& body) {
       const std::string heard = error_text(body);
       EXPECT_NE(heard.find(text), std::string::npos) << heard;
@@ -223,7 +223,7 @@ TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
     refused("already", [&] { model.set_buffer_hook(average_floats, "one"); });
     refused("buffer hook", [&] { model.join([] {}); });
     Counter other;
-    DistributedDataParallel apart(self.runtime, other, self.group, {.broadcast_buffers = false});
+    DistributedDataParallel apart(other, self.group, {.broadcast_buffers = false});
     refused("broadcast_buffers is false", [&] { apart.set_buffer_hook(average_floats, "one"); });
   });
 }

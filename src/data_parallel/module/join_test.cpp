@@ -30,7 +30,7 @@ TEST(Join, LetsRanksWithFewerBatchesShadowTheOthers) {
   for (const bool initial : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
       nn::Linear net = linear();
-      DistributedDataParallel model(self.runtime, net, self.group);
+      DistributedDataParallel model(net, self.group);
       const int batches = 1 + 2 * self.rank;  // 1, 3 and 5
       int done = 0;
       model.join(
@@ -66,7 +66,7 @@ TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
   for (const int kind : {0, 1, 2}) {
     on_ranks(3, [&](const Rank& self) {
       nn::Sequential net(nn::Linear(2, 4), nn::BatchNorm1d(4), nn::Linear(4, 1));
-      DistributedDataParallel model(self.runtime, net, self.group,
+      DistributedDataParallel model(net, self.group,
                                     {.bucket_cap_mb = 1e-5,
                                      .first_bucket_mb = 1e-5,
                                      .find_unused_parameters = kind == 1,
@@ -95,7 +95,7 @@ TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
 TEST(Join, OfEvenInputsAndOfNoneAreFine) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     model.join([] {});
     model.join([&] {
       for (int i = 0; i < 2; ++i) {
@@ -113,7 +113,7 @@ TEST(Join, OfEvenInputsAndOfNoneAreFine) {
 TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const std::string text = error_text([&] {
       model.join(
           [&] {
@@ -129,7 +129,7 @@ TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
 TEST(Join, TellsTheOthersOfALoopThatThrew) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const auto train = [&] {
       model.join([&] {
         for (int i = 0; i < 2 + self.rank; ++i) {
@@ -155,7 +155,7 @@ TEST(Join, TellsTheOthersOfALoopThatThrew) {
 TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const auto train = [&] {
       model.join([&] {
         for (int i = 0; i < 3; ++i) {
@@ -187,7 +187,7 @@ TEST(Join, LetsTwoForwardsComeBeforeTheirBackwards) {
         nn::Sequential net(last);
         if (buffered) net->push_back(nn::BatchNorm1d(nn::BatchNormOptions(1).affine(false)));
         net->eval();
-        DistributedDataParallel model(self.runtime, net, self.group);
+        DistributedDataParallel model(net, self.group);
         const double scale = buffered ? 1 / std::sqrt(1 + 1e-5) : 1;
         int done = 0;
         model.join([&] {
@@ -222,7 +222,7 @@ TEST(Join, LetsTwoForwardsComeBeforeTheirBackwards) {
 TEST(Join, LetsAForwardHaveNoBackward) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     model.join([&] {
       for (int i = 0; i < 1 + 2 * self.rank; ++i) {
         net->zero_grad();
@@ -238,7 +238,7 @@ TEST(Join, LeavesTheGradientsOfARankWithoutBatchesAsTheyAre) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       nn::Linear net = linear();
-      DistributedDataParallel model(self.runtime, net, self.group, {.gradient_as_bucket_view = view});
+      DistributedDataParallel model(net, self.group, {.gradient_as_bucket_view = view});
       model.join([&] {
         for (int i = 0; i < 1 + 3 * self.rank; ++i) {
           net->zero_grad();
@@ -264,7 +264,7 @@ TORCH_MODULE(Superstitious);
 TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
   on_ranks(3, [](const Rank& self) {
     Superstitious net;
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     int failed = 0;
     model.join([&] {
       for (int i = 0; i < 3 + self.rank; ++i) {
@@ -287,7 +287,7 @@ TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
 TEST(Join, EndsOnAllWhenRanksDisagreeAboutWhatComesNext) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const std::string text = error_text([&] {
       model.join([&] {
         for (int i = 0; i < (self.rank == 2 ? 1 : 4); ++i) {

@@ -92,7 +92,7 @@ TEST(DistributedDataParallel, TrainsAsOneProcessOnTheWholeBatch) {
           fill(*mine, self.rank);  // the wrapper broadcasts rank 0's
           whole->to(dtype);
           mine->to(dtype);
-          DistributedDataParallel model(self.runtime, mine, self.group, options);
+          DistributedDataParallel model(mine, self.group, options);
           torch::optim::SGD optimizer(mine->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
               oracle(whole->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
           for (int i = 0; i < 5; ++i) {
@@ -133,7 +133,7 @@ void expect_reduced(const Rank& self, Forward forward, Loss loss) {
         DataParallelOptions{.static_graph = true}}) {
     auto module = std::make_shared<Returning<Forward>>(forward);
     fill(*module, 0);
-    DistributedDataParallel model(self.runtime, module, self.group, options);
+    DistributedDataParallel model(module, self.group, options);
     for (int step = 0; step < 2; ++step) {
       module->zero_grad();
       loss(model(batch(2, 2, self.rank).to(at::kFloat))).backward();
@@ -190,7 +190,7 @@ TEST(DistributedDataParallel, BroadcastsRankZerosParametersAndBuffers) {
     nn::BatchNorm1d norm(2);
     fill(*norm, self.rank);
     norm->running_mean.fill_(self.rank + 5);
-    DistributedDataParallel model(self.runtime, norm, self.group);
+    DistributedDataParallel model(norm, self.group);
     nn::BatchNorm1d first(2);
     fill(*first, 0);
     EXPECT_TRUE(at::equal(norm->weight, first->weight));
@@ -208,7 +208,7 @@ TEST(DistributedDataParallel, BroadcastsRankZerosParametersAndBuffers) {
 TEST(DistributedDataParallel, BroadcastsBuffersBetweenTwoForwardsOfOneBackward) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 3), nn::BatchNorm1d(3));
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const at::Tensor real = model.forward(batch(4, 2, self.rank).to(at::kFloat));
     const at::Tensor fake = model.forward(batch(4, 2, 10 + self.rank).to(at::kFloat));
     EXPECT_NO_THROW((real.pow(2).sum() + fake.pow(3).sum()).backward());
@@ -233,7 +233,7 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
             return hidden;
           };
           nn::Sequential net(nn::Linear(2, 3), nn::Functional(hooked), nn::BatchNorm1d(3));
-          DistributedDataParallel model(self.runtime, net, self.group);
+          DistributedDataParallel model(net, self.group);
           const at::Tensor input = batch(4, 2, self.rank).to(at::kFloat);
           EXPECT_ANY_THROW(model.forward(input).pow(2).sum().backward());
           explodes = false;
@@ -250,7 +250,7 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
 TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
-    DistributedDataParallel model(self.runtime, mlp, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    DistributedDataParallel model(mlp, self.group, {.unwrapped_backward = Unwrapped::kThrow});
     model(batch(2, 2, 0).to(at::kFloat)).sum().backward();
     mlp->zero_grad();
     mlp->to(at::kDouble);
@@ -267,8 +267,7 @@ TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModul
       Mlp trained(widths), mine(widths), whole(widths);
       fill(*trained, 4);
       DistributedDataParallel model(
-          self.runtime, mine, self.group,
-          {.find_unused_parameters = find_unused, .unwrapped_backward = Unwrapped::kThrow});
+          mine, self.group, {.find_unused_parameters = find_unused, .unwrapped_backward = Unwrapped::kThrow});
       for (int i = 0; i < 3; ++i) {
         std::stringstream file;
         torch::save(trained, file);
@@ -301,16 +300,15 @@ TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});
     fill(*mlp, self.rank);
     const at::Tensor own = mlp->layers[1]->bias.detach().clone();
-    DistributedDataParallel model(self.runtime, mlp, self.group, {.ignored_parameters = {"layer1.bias"}});
+    DistributedDataParallel model(mlp, self.group, {.ignored_parameters = {"layer1.bias"}});
     EXPECT_TRUE(at::equal(mlp->layers[1]->bias, own));
     model(batch(3, 2, self.rank).to(at::kFloat)).sum().backward();
     const auto biases = self.group.all_gather(mlp->layers[1]->bias.grad()).wait();
     EXPECT_FALSE(at::equal(biases[0], biases[1]));
     const auto weights = self.group.all_gather(mlp->layers[1]->weight.grad()).wait();
     EXPECT_TRUE(at::equal(weights[0], weights[1]));
-    const std::string text = error_text([&] {
-      DistributedDataParallel wrong(self.runtime, mlp, self.group, {.ignored_parameters = {"layer7.bias"}});
-    });
+    const std::string text = error_text(
+        [&] { DistributedDataParallel wrong(mlp, self.group, {.ignored_parameters = {"layer7.bias"}}); });
     EXPECT_NE(text.find("'layer7.bias'"), std::string::npos) << text;
   });
 }
@@ -321,8 +319,7 @@ TEST(DistributedDataParallel, RefusesIgnoreListsThatDiffer) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
     DataParallelOptions options;
     if (self.rank == 1) options.ignored_parameters = {"layer0.bias"};
-    const std::string text =
-        error_text([&] { DistributedDataParallel model(self.runtime, mlp, self.group, options); });
+    const std::string text = error_text([&] { DistributedDataParallel model(mlp, self.group, options); });
     EXPECT_NE(text.find("ignored_parameters"), std::string::npos) << text;
   });
 }
@@ -341,7 +338,7 @@ TEST(DistributedDataParallel, CountsASharedParameterOnceAndKnowsSparseEmbeddings
   on_ranks(2, [](const Rank& self) {
     auto shared = std::make_shared<Shared>();
     fill(*shared, 1);
-    DistributedDataParallel model(self.runtime, shared, self.group);
+    DistributedDataParallel model(shared, self.group);
     EXPECT_EQ(model.stats().bucket_parameters.size(), 2U);
     Shared whole;
     fill(whole, 1);
@@ -363,7 +360,7 @@ TEST(DistributedDataParallel, CountsASharedParameterOnceAndKnowsSparseEmbeddings
 TEST(DistributedDataParallel, SavesUnderTheModulesOwnNamesAndLoadsForAll) {
   on_ranks(2, [](const Rank& self) {
     Mlp trained(std::vector<std::int64_t>{2, 3}), plain(std::vector<std::int64_t>{2, 3});
-    DistributedDataParallel model(self.runtime, trained, self.group);
+    DistributedDataParallel model(trained, self.group);
     model(batch(2, 2, self.rank).to(at::kFloat)).sum().backward();
     std::stringstream file;
     torch::save(model.module(), file);
@@ -380,7 +377,7 @@ TEST(DistributedDataParallel, SavesUnderTheModulesOwnNamesAndLoadsForAll) {
 TEST(DistributedDataParallel, SendsNothingWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
-    DistributedDataParallel model(self.runtime, mlp, self.group);
+    DistributedDataParallel model(mlp, self.group);
     if (self.rank == 1) {  // on this rank only: would hang if it communicated
       const at::NoGradGuard no_grad;
       EXPECT_FALSE(model(batch(2, 2, 0).to(at::kFloat)).requires_grad());
@@ -396,7 +393,7 @@ TEST(DistributedDataParallel, NoSyncAccumulatesToTheWholeBatch) {
     Mlp mlp(std::vector<std::int64_t>{2, 3}), whole(std::vector<std::int64_t>{2, 3});
     fill(*mlp, 0);
     fill(*whole, 0);
-    DistributedDataParallel model(self.runtime, mlp, self.group);
+    DistributedDataParallel model(mlp, self.group);
     for (int i = 0; i < 3; ++i) {
       mlp->zero_grad();
       whole->zero_grad();

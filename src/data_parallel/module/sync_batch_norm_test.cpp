@@ -166,8 +166,7 @@ TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatc
       whole->to(dtype), mine->to(dtype);
       torch::optim::SGD oracle(whole->parameters(), 0.01), optimizer(mine->parameters(), 0.01);
       EXPECT_EQ(convert_sync_batch_norm(*mine, self.group), 2U);
-      DistributedDataParallel model(self.runtime, mine, self.group,
-                                    {.bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
+      DistributedDataParallel model(mine, self.group, {.bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
       for (int step = 0; step < 5; ++step) {
         const at::Tensor input = values({7, 2, 3, 2}, step, dtype);
         oracle.zero_grad(), optimizer.zero_grad();
@@ -194,7 +193,7 @@ TEST(SyncBatchNorm, OfEmptyBatchesEverywhereGivesNothingAndZeros) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
     norm->set_group(self.group);
-    DistributedDataParallel model(self.runtime, norm, self.group);
+    DistributedDataParallel model(norm, self.group);
     const at::Tensor input = at::empty({0, 2, 3}).requires_grad_();
     const at::Tensor output = model(input);
     EXPECT_EQ(output.sizes(), input.sizes());
@@ -419,7 +418,7 @@ TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 2), nn::BatchNorm1d(2));
     convert_sync_batch_norm(*net, self.group);
-    DistributedDataParallel model(self.runtime, net, self.group);
+    DistributedDataParallel model(net, self.group);
     const auto train = [&] {
       for (int i = 0; i < 2 + self.rank; ++i) model.forward(values({3, 2}, i, at::kFloat)).sum().backward();
     };

@@ -50,13 +50,13 @@ std::vector<at::Tensor> buffers_of(const ModuleParts& parts) {
 
 class WrappedModule::Impl {
  public:
-  Impl(Runtime& runtime, const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
+  Impl(const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
        const DataParallelOptions& options)
       : options_(options),
         module_(module),
         parts_(agreed_parts(module, group, options)),
         buffers_(buffers_of(parts_)),
-        reducer_(runtime, parts_.parameters, group, options) {
+        reducer_(parts_.parameters, group, options) {
     if (options_.initial_sync) synchronize_state(0);
   }
 
@@ -315,9 +315,9 @@ class WrappedModule::Impl {
   int last_live_ = 0;
 };
 
-WrappedModule::WrappedModule(Runtime& runtime, std::shared_ptr<torch::nn::Module> module,
-                             collective::Group group, DataParallelOptions options)
-    : impl_(std::make_unique<Impl>(runtime, module, group, options)) {}
+WrappedModule::WrappedModule(std::shared_ptr<torch::nn::Module> module, collective::Group group,
+                             DataParallelOptions options)
+    : impl_(std::make_unique<Impl>(module, group, options)) {}
 WrappedModule::~WrappedModule() = default;
 
 void WrappedModule::begin_forward() { impl_->begin_forward(); }
