@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/ordered_dict.h>
 
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace torch::serialize {
 class InputArchive;

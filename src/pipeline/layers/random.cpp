@@ -5,7 +5,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <torchspan/pipeline/options.h>
-#include <torchspan/wire/wire.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
 

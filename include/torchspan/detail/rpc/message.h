@@ -11,7 +11,7 @@
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/source_location.h>
 #include <torchspan/detail/wire/frame.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan {
 
