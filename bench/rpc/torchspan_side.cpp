@@ -4,12 +4,12 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/detail/autograd/extension.h>
-#include <torchspan/net/tls.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 
 #include "bench/rpc/side.h"
+#include "net/api/tls.h"
 
 namespace torchspan::bench {
 namespace {

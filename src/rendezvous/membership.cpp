@@ -8,6 +8,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "net/api/stream.h"
+#include "net/api/tls.h"
 #include "rendezvous/client.h"
 #include "rendezvous/messages.h"
 #include "rendezvous/names.h"

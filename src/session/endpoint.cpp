@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <random>
 
+#include "net/api/local.h"
 #include "net/api/network.h"
 
 namespace torchspan {

@@ -1,5 +1,4 @@
 #pragma once
-#include <torchspan/detail/net/network.h>
 #include <torchspan/session/session.h>
 
 #include "session/session_on_host.h"

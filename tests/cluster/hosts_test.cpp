@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/net/secret.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session/session.h>
 

@@ -9,9 +9,10 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
 #include <torchspan/detail/autograd/extension.h>
-#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/net/secret.h>
 #include <torchspan/detail/rendezvous/environment.h>
 #include <torchspan/detail/rpc/service.h>
+#include <torchspan/net.h>
 
 namespace torchspan {
 
