@@ -10,6 +10,7 @@
 
 #include "bench/rpc/side.h"
 #include "net/api/tls.h"
+#include "rendezvous/api/files.h"
 
 namespace torchspan::bench {
 namespace {

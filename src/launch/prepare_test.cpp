@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
 namespace torchspan::launch::prepare_test {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "net/api/local.h"
 #include "net/api/network.h"
+#include "rendezvous/api/files.h"
 
 namespace torchspan {
 namespace {

@@ -9,6 +9,7 @@
 #include <torchspan/optim/extension.h>
 #include <torchspan/session/session.h>
 
+#include "rendezvous/api/files.h"
 #include "session/endpoint.h"
 #include "session/session_on_host.h"
 

@@ -10,9 +10,9 @@
 #include <torchspan/core/log.h>
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/net/secret.h>
-#include <torchspan/detail/rendezvous/environment.h>
 #include <torchspan/detail/rpc/service.h>
 #include <torchspan/net.h>
+#include <torchspan/rendezvous.h>
 
 namespace torchspan {
 
