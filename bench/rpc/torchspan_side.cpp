@@ -6,7 +6,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "bench/rpc/side.h"
 #include "net/api/tls.h"

@@ -39,6 +39,7 @@ struct WorkerEnvironment {
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: the file must exist
   std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty
   std::string temporary_folder = "/tmp";  ///< TMPDIR
+  /// TORCHSPAN_JOIN_TIMEOUT in seconds: how long the worker waits until all workers have joined.
   Duration join_timeout = std::chrono::seconds(60);
 
   std::string listen_host;       ///< TORCHSPAN_LISTEN_HOST; empty: the address on the route to the master

@@ -5,8 +5,7 @@
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
-#include <torchspan/session/session.h>
-
+#include <torchspan/session.h>
 
 namespace torchspan {
 

@@ -7,7 +7,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "rendezvous/api/files.h"
 #include "session/endpoint.h"

@@ -11,7 +11,7 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/rpc/remote_module.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 namespace torchspan::session_test {
 namespace {

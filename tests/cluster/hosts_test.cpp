@@ -5,7 +5,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/detail/net/secret.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/certificates.h"

@@ -12,7 +12,7 @@
 #include <torchspan/pipeline/options.h>
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 /// Pipeline parallelism: layers of a model on several workers, run on micro-batches.
 namespace torchspan::pipeline {

@@ -6,7 +6,7 @@
 
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/pipeline/batch.h>
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 #include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
