@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "autograd/notification.h"
 #include "autograd/pass_errors.h"

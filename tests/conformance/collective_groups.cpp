@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "tests/conformance/collective_backends.h"
 #include "tests/conformance/collective_oracle.h"

@@ -1,7 +1,7 @@
 #pragma once
 #include <ATen/ATen.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 #include <torchspan/rpc/wait_scope.h>
 
 #include "tests/parity/rpc_faults.h"
