@@ -68,7 +68,8 @@ struct WorkerOptions {
 class Session {
  public:
   /// Joins the world. Returns when all workers have joined; on failure, or after environment.join_timeout,
-  /// it throws on each of them and names missing or duplicate workers.
+  /// it throws on each of them and names missing or duplicate workers. `extensions` are added to those for
+  /// distributed autograd, optimizers and pipelines, or replace the one of their type.
   explicit Session(WorkerOptions options, FunctionTable functions = {},
                    std::vector<std::unique_ptr<rpc::Extension>> extensions = {});
   /// Leaves as shutdown() does, within options.leave_timeout, unless shutdown() was called before. Leaves
