@@ -4,7 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <torchspan/pipeline/options.h>
+#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
