@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/future.h>
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"

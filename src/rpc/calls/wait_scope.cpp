@@ -1,4 +1,4 @@
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 namespace torchspan {
 namespace {
