@@ -118,10 +118,13 @@ class [[nodiscard]] Future {
 
   bool valid() const { return state_ != nullptr; }
   bool done() const { return state_->done(); }
-  /// Waits for the value and returns a copy. Rethrows the failure, or throws Error{kTimedOut} at the
-  /// deadline; the future may still complete later. Do not call it while holding a lock that a handler
+  /// Waits for the value and returns a copy. Rethrows the failure, or throws Error{kTimedOut} after
+  /// `timeout`; the future may still complete later. Do not call it while holding a lock that a handler
   /// needs.
-  T wait(Deadline deadline = Deadline::never()) const {
+  T wait() const { return wait(Deadline::never()); }
+  T wait(Duration timeout) const { return wait(state_->deadline_in(timeout)); }
+  /// The same, for code that shares one deadline among several waits.
+  T wait(Deadline deadline) const {
     state_->wait(deadline);
     if constexpr (std::is_void_v<T>) {
       state_->value();
@@ -129,7 +132,6 @@ class [[nodiscard]] Future {
       return state_->value();
     }
   }
-  T wait(Duration timeout) const { return wait(state_->deadline_in(timeout)); }
   /// The failure of a completed future, or null.
   std::exception_ptr error() const { return state_->error(); }
   /// Where its waiters wait and its continuations run.
@@ -297,11 +299,15 @@ Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   return collector->future();
 }
 
-/// Waits for all futures and returns their values. Throws the first failure at once, or Error{kTimedOut} at
-/// the deadline; the others continue.
+/// Waits for all futures and returns their values. Throws the first failure at once, or Error{kTimedOut}
+/// after `timeout`; the others continue.
 template <class T>
-future_detail::All<T> wait_all(std::vector<Future<T>> futures, Deadline deadline = Deadline::never()) {
-  return when_all(std::move(futures)).wait(deadline);
+future_detail::All<T> wait_all(std::vector<Future<T>> futures) {
+  return when_all(std::move(futures)).wait();
+}
+template <class T>
+future_detail::All<T> wait_all(std::vector<Future<T>> futures, Duration timeout) {
+  return when_all(std::move(futures)).wait(timeout);
 }
 
 }  // namespace torchspan

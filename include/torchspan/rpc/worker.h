@@ -286,7 +286,8 @@ class WaitScope : public Caller {
   ~WaitScope();
   WaitScope(const WaitScope&) = delete;
 
-  void wait(Deadline deadline = Deadline::never());
+  void wait();
+  /// The same, or throws Error{kTimedOut} after `timeout`.
   void wait(Duration timeout);
 };
 

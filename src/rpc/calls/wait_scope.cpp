@@ -67,7 +67,7 @@ WaitScope::~WaitScope() {
   }
 }
 
-void WaitScope::wait(Deadline deadline) { group_->settled().wait(deadline); }
+void WaitScope::wait() { group_->settled().wait(); }
 void WaitScope::wait(Duration timeout) { group_->settled().wait(timeout); }
 
 }  // namespace torchspan
