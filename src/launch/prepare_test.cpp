@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/net/secret.h>
 #include <torchspan/rendezvous.h>
 
 namespace torchspan::launch::prepare_test {
