@@ -211,7 +211,7 @@ class Use {
 /// The layers of a model in the order in which a micro-batch passes them. A layer is a class with
 /// constructor arguments, built on its owner only. It may be reused any number of times, from any position
 /// and through any method, with one owner and one set of parameters. A layer's forward takes and returns
-/// tensors, tuples of them, numbers and optionals (batch.h).
+/// tensors, tuples of them, numbers and optionals (pipeline/batch.h).
 class Layers {
  public:
   /// Adds a layer of class T (a torch::nn::Module, its holder, or any class with a forward), constructed

@@ -123,7 +123,7 @@ class Caller {
     }
   }
 
-  /// Sends a message of an extension (rpc/message.h) and returns its reply.
+  /// Sends a message of an extension (detail/rpc/message.h) and returns its reply.
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message, Deadline deadline) const {
     rpc::Request request = rpc::make_request(message);
