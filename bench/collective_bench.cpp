@@ -13,13 +13,14 @@
 #include <ATen/Parallel.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/detail/rendezvous/environment.h>
 #include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/rendezvous.h>
 
 #include "bench/harness.h"
 #include "collective/c10d/gloo.h"
 #include "collective/mpi/mpi.h"
 #include "collective/world_link.h"
+#include "rendezvous/api/files.h"
 
 namespace torchspan {
 namespace {

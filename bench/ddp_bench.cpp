@@ -15,7 +15,7 @@
 #include <torch/optim/sgd.h>
 
 #include <torchspan/data_parallel/distributed_data_parallel.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "bench/ddp/workloads.h"
 #include "bench/harness.h"

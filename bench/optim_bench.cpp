@@ -13,7 +13,7 @@
 #include <torch/optim/sgd.h>
 
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "bench/harness.h"
 #include "tests/support/processes.h"

@@ -17,7 +17,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <torchspan/pipeline/pipeline.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "bench/harness.h"
 #include "tests/support/processes.h"

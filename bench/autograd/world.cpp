@@ -6,7 +6,7 @@
 #include <ATen/Parallel.h>
 
 #include <torchspan/autograd/context.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 namespace torchspan::bench {
 namespace {

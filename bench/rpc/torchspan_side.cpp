@@ -4,12 +4,13 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/detail/autograd/extension.h>
-#include <torchspan/net/tls.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "bench/rpc/side.h"
+#include "net/api/tls.h"
+#include "rendezvous/api/files.h"
 
 namespace torchspan::bench {
 namespace {

@@ -10,3 +10,4 @@ extern Encoder net;
 torch::Tensor loss_of(const Batch& batch);
 extern ts::autograd::Context& context;
 extern ts::optim::OptimizerTable kinds;
+extern ts::FunctionTable functions;

@@ -3,5 +3,4 @@
 
 #include <torch/types.h>
 
-#include <torchspan/wire/torch_types.h>
-#include <torchspan/wire/wire.h>
+#include <torchspan/wire.h>

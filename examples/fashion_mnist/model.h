@@ -10,7 +10,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <torchspan/rpc/remote_module.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace fashion_mnist {
 

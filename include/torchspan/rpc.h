@@ -3,8 +3,5 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/core/task.h>
-#include <torchspan/core/when_all.h>
-#include <torchspan/rpc/error_types.h>
 #include <torchspan/rpc/remote_module.h>
-#include <torchspan/rpc/wait_scope.h>
 #include <torchspan/rpc/worker.h>

@@ -6,7 +6,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/rpc/service.h>
 #include <torchspan/detail/wire/frame.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 #include "autograd/messages/messages.h"
 #include "core/api/sim_executor.h"

@@ -105,11 +105,11 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
   return backend_->all_to_all(std::move(parts));
 }
 
-std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Deadline deadline) const {
-  return backend_->all_gather_bytes(mine, deadline);
+std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {
+  return backend_->all_gather_bytes(mine, timeout);
 }
 
-void Group::barrier(Deadline deadline) const { backend_->barrier(deadline); }
+void Group::barrier(Duration timeout) const { backend_->barrier(timeout); }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {

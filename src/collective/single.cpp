@@ -75,12 +75,12 @@ Future<std::vector<at::Tensor>> SingleBackend::all_to_all(std::vector<at::Tensor
   });
 }
 
-std::vector<Bytes> SingleBackend::all_gather_bytes(BytesView mine, Deadline) {
+std::vector<Bytes> SingleBackend::all_gather_bytes(BytesView mine, Duration) {
   throw_if_aborted();
   return {Bytes(mine.begin(), mine.end())};
 }
 
-void SingleBackend::barrier(Deadline) { throw_if_aborted(); }
+void SingleBackend::barrier(Duration) { throw_if_aborted(); }
 
 at::Tensor SingleBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions().dtype(dtype));

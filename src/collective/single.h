@@ -25,8 +25,8 @@ class SingleBackend final : public Backend, public WorldListener {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
-  void barrier(Deadline deadline) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
+  void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
 

@@ -44,10 +44,10 @@ class ScarceBackend final : public collective::Backend {
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override {
     return inner_->all_to_all(std::move(parts));
   }
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override {
-    return inner_->all_gather_bytes(mine, deadline);
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override {
+    return inner_->all_gather_bytes(mine, timeout);
   }
-  void barrier(Deadline deadline) override { inner_->barrier(deadline); }
+  void barrier(Duration timeout) override { inner_->barrier(timeout); }
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
     if (left_->fetch_sub(1) <= 0) throw Error(ErrorKind::kOverloaded, "the shared memory is full");
     return inner_->allocate(sizes, dtype);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <torchspan/core/time.h>
-#include <torchspan/data_parallel/stats.h>
+#include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
 

@@ -2,7 +2,7 @@
 #include <unistd.h>
 
 #include <torchspan/detail/core/executor.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
 #include "launch/commands/command_line.h"
 

@@ -3,7 +3,7 @@
 #include <torch/serialize/archive.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/optim/state_dict.h>
+#include <torchspan/optim/optimizer.h>
 
 namespace torchspan::optim {
 namespace {

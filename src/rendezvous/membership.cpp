@@ -8,6 +8,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "net/api/stream.h"
+#include "net/api/tls.h"
 #include "rendezvous/client/client.h"
 #include "rendezvous/messages/messages.h"
 #include "rendezvous/messages/names.h"

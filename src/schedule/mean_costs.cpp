@@ -1,7 +1,7 @@
 #include <map>
 #include <utility>
 
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 namespace torchspan::schedule {
 namespace {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 namespace torchspan::schedule {
 

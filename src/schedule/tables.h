@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 /// Functions that the schedules share.
 namespace torchspan::schedule {

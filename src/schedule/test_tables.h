@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 namespace torchspan::schedule {
 

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <random>
 
+#include "net/api/local.h"
 #include "net/api/network.h"
+#include "rendezvous/api/files.h"
 
 namespace torchspan {
 namespace {

@@ -3,9 +3,9 @@
 #include <string>
 
 #include <torchspan/detail/core/runtime.h>
-#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 namespace torchspan {
 

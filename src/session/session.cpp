@@ -7,8 +7,9 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
+#include "rendezvous/api/files.h"
 #include "session/endpoint.h"
 #include "session/session_on_host.h"
 
@@ -117,6 +118,14 @@ std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
   return {ground, &ground->runtime};
 }
 
+/// Adds an extension of type E unless the program gave one.
+template <class E>
+void add_default(std::vector<std::unique_ptr<rpc::Extension>>& extensions) {
+  const auto is_one = [](const auto& extension) { return dynamic_cast<E*>(extension.get()) != nullptr; };
+  if (std::ranges::any_of(extensions, is_one)) return;
+  extensions.insert(extensions.begin(), std::make_unique<E>());
+}
+
 }  // namespace
 
 class Session::Impl {
@@ -127,9 +136,9 @@ class Session::Impl {
       : runtime_owner_(make_runtime(options)),
         leave_timeout_(options.leave_timeout),
         exceptions_(std::uncaught_exceptions()) {
-    extensions.insert(extensions.begin(), std::make_unique<optim::OptimExtension>());
-    extensions.insert(extensions.begin(), std::make_unique<autograd::AutogradExtension>());
-    extensions.insert(extensions.begin(), std::make_unique<pipeline::PipelineExtension>());
+    add_default<optim::OptimExtension>(extensions);
+    add_default<autograd::AutogradExtension>(extensions);
+    add_default<pipeline::PipelineExtension>(extensions);
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;

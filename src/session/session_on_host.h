@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 namespace torchspan {
 

@@ -8,10 +8,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/optim/distributed_optimizer.h>
+#include <torchspan/optim.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/rpc/remote_module.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 namespace torchspan::session_test {
 namespace {
@@ -94,6 +94,19 @@ void expect_handles_outlive_it(bool shut_down) {
 
 TEST(Session, MayEndBeforeWhatItsWorkerWasUsedFor) { expect_handles_outlive_it(false); }
 TEST(Session, MayBeShutDownBeforeWhatItsWorkerWasUsedForEnds) { expect_handles_outlive_it(true); }
+
+TEST(Session, TakesAnOptimizerTableInPlaceOfItsOwn) {
+  using TorchSGD = optim::FromTorch<torch::optim::SGD, torch::optim::SGDOptions, "torch.SGD">;
+  std::vector<std::unique_ptr<rpc::Extension>> extensions;
+  extensions.push_back(std::make_unique<optim::OptimExtension>(optim::OptimizerTable().add<TorchSGD>()));
+  Session session(WorkerOptions{}, functions(), std::move(extensions));
+  const RRef<at::Tensor> mine(session.worker(), input().requires_grad_());
+  optim::DistributedOptimizer optimizer(session, TorchSGD{torch::optim::SGDOptions(0.5)}, {mine});
+  autograd::Context context(session);
+  context.backward(mine.local_value().sum());
+  optimizer.step(context);
+  EXPECT_TRUE(mine.local_value().equal(input() - 0.5));
+}
 
 /// A thread cannot wait for itself: that used to end the process through an exception from a destructor.
 TEST(Session, SurvivesItsEndOnAThreadOfItsOwn) {

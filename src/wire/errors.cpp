@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <torchspan/detail/wire/errors.h>
+#include <torchspan/wire.h>
 
 namespace torchspan {
 namespace {

@@ -5,7 +5,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/detail/wire/frame.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 #include "wire/wire_test_util.h"
 

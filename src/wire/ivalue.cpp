@@ -6,7 +6,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
 
-#include <torchspan/wire/torch_types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan {
 namespace {

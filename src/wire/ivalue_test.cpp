@@ -6,7 +6,7 @@
 #include <ATen/core/List.h>
 #include <torch/torch.h>
 
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 #include "wire/wire_test_util.h"
 

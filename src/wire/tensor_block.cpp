@@ -13,7 +13,7 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/version.h>
 
-#include <torchspan/wire/torch_types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::wire {
 namespace {

@@ -13,7 +13,7 @@
 #include <c10/core/Layout.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <torchspan/wire/torch_types.h>
+#include <torchspan/wire.h>
 
 #include "wire/tensor_block.h"
 

@@ -3,7 +3,7 @@
 
 #include <torch/version.h>
 
-#include <torchspan/wire/torch_types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan {
 namespace wire {

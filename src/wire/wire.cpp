@@ -2,7 +2,7 @@
 #include <limits>
 #include <xxhash.h>
 
-#include <torchspan/wire/containers.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::wire {
 

@@ -9,7 +9,7 @@
 #include <ATen/ops/ones.h>
 
 #include <torchspan/detail/wire/frame.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 #include "tests/support/fuzz_seeds.h"
 #include "wire/api/tensors.h"

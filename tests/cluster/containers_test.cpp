@@ -6,7 +6,7 @@
 
 #include <torchspan/collective/group.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/cluster/hosts_suite.h"
 

@@ -8,7 +8,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
 

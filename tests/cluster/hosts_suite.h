@@ -1,6 +1,5 @@
 #pragma once
-#include <torchspan/detail/net/network.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "session/session_on_host.h"
 #include "tests/support/cluster_main.h"

@@ -3,9 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/detail/net/network.h>
+#include <torchspan/detail/net/secret.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/certificates.h"

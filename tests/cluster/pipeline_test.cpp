@@ -9,7 +9,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/pipeline/pipeline.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
 

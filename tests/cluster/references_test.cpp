@@ -10,7 +10,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
 #include "tests/support/environment.h"

@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/rpc/worker.h>
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
 #include "tests/support/errors.h"

@@ -180,11 +180,11 @@ TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          if (!late) {
-           EXPECT_THROW(group.barrier(in(milliseconds(50))), Error);
+           EXPECT_THROW(group.barrier(milliseconds(50)), Error);
          }
          self.membership.barrier("test.late", {}, in(seconds(60)));
          try {
-           group.barrier(in(seconds(60)));
+           group.barrier(seconds(60));
          } catch (...) {
            self.membership.barrier("test.end", {}, in(seconds(60)));
            throw;
@@ -212,7 +212,7 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          try {
-           if (!late) group.barrier(in(milliseconds(50)));
+           if (!late) group.barrier(milliseconds(50));
          } catch (...) {
            self.membership.barrier("test.end", {}, in(seconds(60)));
            throw;

@@ -5,8 +5,9 @@
 #include <vector>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
+#include "rendezvous/api/files.h"
 #include "tests/conformance/collective_backends.h"
 #include "tests/support/cluster_main.h"
 

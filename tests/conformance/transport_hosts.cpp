@@ -11,9 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/net/tls.h>
-
 #include "core/api/descriptor.h"
+#include "net/api/tls.h"
 
 /// Two hosts whose connection fails silently. The hosts are two processes in separate network namespaces,
 /// connected by a pair of virtual Ethernet devices; everything ends with the processes.

@@ -1,13 +1,11 @@
 #include <cstdio>
 #include <unistd.h>
 
-#include <torchspan/detail/net/network.h>
-#include <torchspan/net/local.h>
-#include <torchspan/net/tls.h>
-#include <torchspan/net/ucx.h>
-
+#include "net/api/local.h"
 #include "net/api/network.h"
 #include "net/api/stream.h"
+#include "net/api/tls.h"
+#include "net/api/ucx.h"
 #include "tests/conformance/transport_echo.h"
 
 /// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,

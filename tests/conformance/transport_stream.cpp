@@ -2,8 +2,7 @@
 #include <filesystem>
 #include <map>
 
-#include <torchspan/net/local.h>
-
+#include "net/api/local.h"
 #include "net/api/stream.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"

@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <map>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/tls/tls_address.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"

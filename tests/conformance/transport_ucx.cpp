@@ -1,7 +1,6 @@
 #include <map>
 
-#include <torchspan/net/ucx.h>
-
+#include "net/api/ucx.h"
 #include "net/tls/tls_address.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"

@@ -3,7 +3,7 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/parity/autograd_world.h"
 

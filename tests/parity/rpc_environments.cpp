@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/parity/rpc_world.h"
 

@@ -1,7 +1,7 @@
 // Futures and their continuations, on the caller and inside handlers.
 #include <ATen/ATen.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "tests/parity/rpc_world.h"
 

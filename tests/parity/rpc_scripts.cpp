@@ -4,7 +4,7 @@
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/frontend/resolver.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "tests/parity/rpc_faults.h"
 

@@ -1,7 +1,7 @@
 // Scopes that wait for all their calls, and a worker's debug information.
 #include <ATen/ATen.h>
 
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/parity/rpc_world.h"
 

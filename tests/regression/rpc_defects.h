@@ -1,8 +1,8 @@
 #pragma once
 #include <ATen/ATen.h>
 
-#include <torchspan/core/when_all.h>
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/core/future.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/parity/rpc_faults.h"
 

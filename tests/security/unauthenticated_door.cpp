@@ -10,8 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/net/local.h>
-
+#include "net/api/local.h"
 #include "net/api/stream.h"
 #include "net/handshake.h"
 #include "net/tls/tls_address.h"

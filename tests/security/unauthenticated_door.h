@@ -9,9 +9,9 @@
 #include <vector>
 
 #include <torchspan/detail/rendezvous/membership.h>
-#include <torchspan/net/tls.h>
 
 #include "core/api/descriptor.h"
+#include "net/api/tls.h"
 #include "net/stream/address.h"
 #include "tests/conformance/transport_node.h"
 #include "tests/security/unauthenticated_counts.h"

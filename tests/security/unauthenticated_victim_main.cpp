@@ -6,10 +6,10 @@
 #include <unistd.h>
 
 #include <torchspan/detail/rendezvous/membership.h>
-#include <torchspan/net/local.h>
-#include <torchspan/net/tls.h>
 
+#include "net/api/local.h"
 #include "net/api/stream.h"
+#include "net/api/tls.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/security/unauthenticated_counts.h"
 

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <random>
 
-#include <torchspan/session/session.h>
+#include <torchspan/session.h>
 
 #include "tests/soak/traffic.h"
 #include "tests/support/environment.h"

@@ -299,18 +299,20 @@ class Backend final : public collective::Backend {
       }
     });
   }
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override {
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override {
     const auto arrival = std::make_shared<Arrival>();
     arrival->bytes.assign(mine.begin(), mine.end());
-    submit(arrival, "exchange", [](Arrivals& all) {
-      for (const auto& one : all) {
-        for (const auto& other : all) one->gathered.push_back(other->bytes);
-      }
-    }).wait(deadline);
+    wait(submit(arrival, "exchange",
+                [](Arrivals& all) {
+                  for (const auto& one : all) {
+                    for (const auto& other : all) one->gathered.push_back(other->bytes);
+                  }
+                }),
+         timeout);
     return arrival->gathered;
   }
-  void barrier(Deadline deadline) override {
-    submit(std::make_shared<Arrival>(), "barrier", [](Arrivals&) {}).wait(deadline);
+  void barrier(Duration timeout) override {
+    wait(submit(std::make_shared<Arrival>(), "barrier", [](Arrivals&) {}), timeout);
   }
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
     return at::empty(sizes, dtype);
@@ -318,6 +320,9 @@ class Backend final : public collective::Backend {
   void abort(const Error& cause) override { exchange_->fail(cause); }
 
  private:
+  static void wait(const Future<std::vector<at::Tensor>>& future, Duration timeout) {
+    timeout == Duration::zero() ? future.wait() : future.wait(timeout);
+  }
   /// `first_free`: the first dimension may differ.
   static std::string described(const at::Tensor& tensor, bool first_free = false) {
     std::string text = tensor.is_sparse() ? "sparse " : "";

@@ -188,7 +188,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
     def test_public_headers_carry_neither_weight_nor_private_libraries(self):
         self.write("include/torchspan/rpc/heavy.h",
                    "#pragma once\n#include <torch/torch.h>\n#include <fmt/format.h>\n")
-        self.write("include/torchspan/session/session.h", "#pragma once\n#include <torch/torch.h>\n")
+        self.write("include/torchspan/session.h", "#pragma once\n#include <torch/torch.h>\n")
         self.write("include/torchspan/rpc/bare.h", "struct Bare {};\n")
         self.assert_reports("check-rules", ("include/torchspan/rpc/heavy.h:2", "[heavy-include]"),
                             ("include/torchspan/rpc/heavy.h:3", "[leak]"),

@@ -50,8 +50,9 @@ class Backend {
   virtual Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) = 0;
   virtual Future<at::Tensor> broadcast(at::Tensor tensor, int root) = 0;
   virtual Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) = 0;
-  virtual std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) = 0;
-  virtual void barrier(Deadline deadline) = 0;
+  /// Both block. Zero: the limit of the other operations.
+  virtual std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) = 0;
+  virtual void barrier(Duration timeout) = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   virtual void abort(const Error& cause) = 0;
 };

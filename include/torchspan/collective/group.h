@@ -85,10 +85,11 @@ class Group {
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) const;
   /// Sends parts[r] to rank r; returns what each rank sent here. One dtype, any shapes.
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) const;
-  /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes.
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline = Deadline::never()) const;
-  /// Returns once every rank has called it.
-  void barrier(Deadline deadline = Deadline::never()) const;
+  /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:
+  /// GroupOptions::timeout) passes first, throws kTimedOut as every operation does.
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout = Duration::zero()) const;
+  /// Returns once every rank has called it, with the same limit.
+  void barrier(Duration timeout = Duration::zero()) const;
 
   /// Allocates an uninitialized tensor, in memory shared by the group's ranks if the backend has any.
   /// all_reduce is zero-copy if every rank's tensor, or the tensor it is a view of, is such a tensor and it

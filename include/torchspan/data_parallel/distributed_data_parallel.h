@@ -5,10 +5,20 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/data_parallel/output_tensors.h>
-#include <torchspan/data_parallel/wrapped_module.h>
+#include <torchspan/detail/data_parallel/output_tensors.h>
+#include <torchspan/detail/data_parallel/wrapped_module.h>
 
 namespace torchspan {
+namespace data_parallel {
+
+/// Finds the tensors in the result of a module's forward. Specialize it for your type: `static void
+/// visit(T& value, auto& visitor)` calls visit_tensors(member, visitor) for each member that may hold
+/// tensors. A missed tensor fails the backward pass, or its gradients stay local. Tensors, numbers, strings
+/// and standard containers, tuples, optionals, variants and shared pointers of them have one.
+template <class T>
+struct OutputTensors;
+
+}  // namespace data_parallel
 
 /// Data-parallel wrapper of a module, given as a holder such as `torch::nn::Linear` or a shared_ptr.
 /// Parameters and buffers start as rank 0's. When a backward over an output of the wrapper returns, every

@@ -40,6 +40,15 @@ struct DataParallelOptions {
   void validate() const;
 };
 
+/// Options of DistributedDataParallel::join().
+struct JoinOptions {
+  /// Divides sums by the number of all ranks, even after some have run out of batches. False: by the number
+  /// of ranks that still have batches.
+  bool divide_by_initial_world_size = true;
+  /// Throws on all ranks as soon as one has run out of batches, instead of letting it take part with zeros.
+  bool throw_on_early_termination = false;
+};
+
 /// A parameter as the reducer sees it.
 struct Parameter {
   std::string name;

@@ -1,4 +1,6 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -8,12 +10,31 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/core/time.h>
 #include <torchspan/data_parallel/hooks.h>
 #include <torchspan/data_parallel/options.h>
-#include <torchspan/data_parallel/stats.h>
 #include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::data_parallel {
+
+/// Counters of a reducer and durations of its last measured step. It measures the first ten reduced steps
+/// and every hundredth after that; the durations are also recorded as spans of the runtime.
+struct ReducerStats {
+  std::uint64_t forwards = 0;    ///< forwards prepared for a reduction
+  std::uint64_t reductions = 0;  ///< finished reductions
+  std::uint64_t aborted = 0;     ///< aborted reductions, here or on another rank
+  std::uint64_t unused = 0;      ///< gradients missing on this rank, over all reductions
+  bool rebuilt = false;          ///< buckets follow the order of gradients
+  std::vector<std::size_t> bucket_bytes;
+  std::vector<std::vector<std::string>> bucket_parameters;
+  std::vector<std::string> gradient_order;  ///< of the last reduction in which all gradients came
+
+  std::uint64_t measured = 0;  ///< number of measured reductions
+  Duration forward{};          ///< from begin_forward() to prepare_for_backward()
+  Duration backward{};         ///< from the first gradient to the last
+  Duration communication{};    ///< from the start of the first bucket to the end of the last
+  Duration overlap{};          ///< communication during backward
+};
 
 /// What the ranks of a join() agree on before a reduction.
 struct RoundTerms {
@@ -89,5 +110,26 @@ class Reducer {
  private:
   std::shared_ptr<Impl> impl_;
 };
+
+/// Assignment of gradients to the buckets in which they are reduced together.
+struct BucketAssignment {
+  std::vector<std::vector<std::size_t>> buckets;  ///< tensor indices, by bucket
+  std::vector<std::size_t> limits;                ///< bytes at which a bucket closes; 0: sparse, no limit
+};
+
+struct AssignmentOptions {
+  std::vector<bool> sparse = {};  ///< whether each tensor's gradient is sparse; empty: none
+  /// Order in which tensors are assigned, each index once; buckets keep the order in which they were
+  /// opened. Empty: the given order, with buckets sorted by smallest index.
+  std::vector<std::size_t> order = {};
+};
+
+/// Assigns tensors to buckets of one dtype and device. A bucket closes when it holds at least its limit in
+/// bytes; the n-th bucket of a dtype and device uses limits[n], later ones the last limit. Tensors are
+/// never split; a sparse one gets a bucket to itself. Deterministic: equal arguments give equal buckets on
+/// all ranks. Throws Error{kInvalid} for no tensors, no limits, or options that do not match the tensors.
+BucketAssignment compute_bucket_assignment_by_size(const std::vector<at::Tensor>& tensors,
+                                                   const std::vector<std::size_t>& limits,
+                                                   const AssignmentOptions& options = {});
 
 }  // namespace torchspan::data_parallel

@@ -6,9 +6,9 @@
 
 namespace torchspan::optim {
 
-/// The optimizers on one worker, next to their parameters. An extension that a Session includes by default.
-/// Steps of different optimizers run in parallel unless they share a parameter; then they run one at a time
-/// in order of arrival, and waiting steps hold no thread.
+/// The optimizers on one worker, next to their parameters. A Session includes one with the default table;
+/// pass it your own to add kinds. Steps of different optimizers run in parallel unless they share a
+/// parameter; then they run one at a time in order of arrival, and waiting steps hold no thread.
 class OptimExtension final : public rpc::Extension {
  public:
   /// `table` holds the kinds that this worker can build; identical on all workers.

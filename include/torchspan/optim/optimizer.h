@@ -7,14 +7,33 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <torch/ordered_dict.h>
+
 #include <torchspan/optim/optimizer_spec.h>
-#include <torchspan/optim/state_dict.h>
+#include <torchspan/wire.h>
 
 namespace torch::nn {
 class Module;
 }
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
 
 namespace torchspan::optim {
+
+/// State of an optimizer: ordered tensors by name. Numbers are zero-dimensional tensors, strings are byte
+/// tensors. Works with torch::save and torch::load, and can be sent to other workers. The names are
+/// "group.<group>.kind", "group.<group>.lr" and "group.<group>.parameter.<name>.<entry>".
+struct StateDict : torch::OrderedDict<std::string, at::Tensor> {
+  StateDict() : OrderedDict("Entry") {}
+};
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const StateDict& state);
+/// Throws Error{kInvalid} for an archive with other contents.
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, StateDict& state);
 
 /// An object with one learning rate per group, driven by an LRScheduler. NaN marks an optimizer without a
 /// rate.
@@ -125,3 +144,11 @@ double clip_factor(double norm, double max_norm);
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2);
 
 }  // namespace torchspan::optim
+
+/// Encoded as a list of names and tensors.
+template <>
+struct torchspan::Wire<torchspan::optim::StateDict> {
+  static std::string name() { return "optim.StateDict"; }
+  static void encode(wire::Encoder& encoder, const optim::StateDict& value);
+  static optim::StateDict decode(wire::Decoder& decoder);
+};

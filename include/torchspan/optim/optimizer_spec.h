@@ -14,7 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/optim/functional.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::optim {
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -12,13 +13,37 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/pipeline/batch.h>
-#include <torchspan/pipeline/skips.h>
 
 namespace torch::nn {
 class Module;
 }
 
 namespace torchspan::pipeline {
+
+/// The skip connections of one layer for one micro-batch. A layer whose forward has a parameter `Skips&`
+/// stashes tensors for a later layer and pops those of an earlier one. Declare each name where the layer is
+/// added (Use::stashes, Use::pops). Valid during the forward only.
+class Skips {
+ public:
+  Skips(std::map<std::string, at::Tensor> incoming, std::vector<std::string> may_stash)
+      : incoming_(std::move(incoming)), may_stash_(std::move(may_stash)) {}
+
+  /// Stashes `value`, which may be undefined, under `name`. Throws Error{kInvalid} for a name that is
+  /// undeclared or already stashed.
+  void stash(const std::string& name, at::Tensor value);
+  /// Returns the tensor stashed under `name`, once. Throws Error{kInvalid} for a name that is undeclared or
+  /// already popped.
+  at::Tensor pop(const std::string& name);
+
+  /// Error text that lists declared names which the forward did not use; empty: none.
+  std::string neglected() const;
+  std::map<std::string, at::Tensor>& stashed() { return stashed_; }
+
+ private:
+  std::map<std::string, at::Tensor> incoming_;
+  std::vector<std::string> may_stash_;
+  std::map<std::string, at::Tensor> stashed_;
+};
 
 /// A layer built on its owner. A stateless function has no module.
 struct BuiltLayer {
@@ -186,7 +211,7 @@ class Use {
 /// The layers of a model in the order in which a micro-batch passes them. A layer is a class with
 /// constructor arguments, built on its owner only. It may be reused any number of times, from any position
 /// and through any method, with one owner and one set of parameters. A layer's forward takes and returns
-/// tensors, tuples of them, numbers and optionals (batch.h).
+/// tensors, tuples of them, numbers and optionals (pipeline/batch.h).
 class Layers {
  public:
   /// Adds a layer of class T (a torch::nn::Module, its holder, or any class with a forward), constructed

@@ -14,8 +14,8 @@
 
 #include <torchspan/core/task.h>
 #include <torchspan/detail/core/source_location.h>
+#include <torchspan/detail/rpc/error_types.h>
 #include <torchspan/detail/rpc/value.h>
-#include <torchspan/rpc/error_types.h>
 
 namespace torch::jit {
 struct CompilationUnit;

@@ -123,7 +123,7 @@ class Caller {
     }
   }
 
-  /// Sends a message of an extension (rpc/message.h) and returns its reply.
+  /// Sends a message of an extension (detail/rpc/message.h) and returns its reply.
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message, Deadline deadline) const {
     rpc::Request request = rpc::make_request(message);
@@ -272,6 +272,23 @@ class BlockingScope {
 
  private:
   Pool::BlockingScope scope_;
+};
+
+/// A Caller whose calls are waited for together:
+///   { WaitScope calls(worker); for (auto& shard : shards) calls.rpc_async(shard.worker, kLoad, shard.path);
+///     calls.wait(); }
+/// wait() returns when every call has its reply, or throws the first failure at once; remote() counts until
+/// confirmed. The destructor waits for the rest, ignores failures and may add a thread to an exhausted
+/// pool. Thread-safe. Throws Error{kInvalid} in a function declared kInline.
+class WaitScope : public Caller {
+ public:
+  explicit WaitScope(const Worker& worker, CallOptions options = {});
+  ~WaitScope();
+  WaitScope(const WaitScope&) = delete;
+
+  void wait();
+  /// The same, or throws Error{kTimedOut} after `timeout`.
+  void wait(Duration timeout);
 };
 
 /// An RRef with the options of the calls made through it: what RRef::with() returns.

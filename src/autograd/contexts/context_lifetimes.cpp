@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "autograd/messages/notification.h"
 #include "autograd/passes/pass_state.h"

@@ -1,6 +1,6 @@
 #include "autograd/contexts/context_sink.h"
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 namespace torchspan::autograd {
 

@@ -5,7 +5,7 @@
 
 #include <torchspan/autograd/graph.h>
 #include <torchspan/detail/rpc/message.h>
-#include <torchspan/detail/wire/errors.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::autograd {
 

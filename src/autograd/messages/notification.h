@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 #include <torchspan/rpc/worker.h>
 
 #include "autograd/contexts/context_state.h"

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 
 #include "autograd/messages/notification.h"
 #include "autograd/passes/pass_errors.h"

@@ -245,9 +245,9 @@ std::string SerialBackend::find_silent_ranks() const {
 }
 
 template <class T>
-T SerialBackend::wait_until(Deadline deadline, const Future<T>& future, const char* call) {
+T SerialBackend::wait_for(Duration timeout, const Future<T>& future, const char* call) {
   try {
-    return future.wait(deadline);
+    return timeout == Duration::zero() ? future.wait() : future.wait(timeout);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
     break_with(Error(ErrorKind::kTimedOut,
@@ -388,21 +388,21 @@ Future<std::vector<at::Tensor>> SerialBackend::all_to_all(std::vector<at::Tensor
   });
 }
 
-std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Deadline deadline) {
+std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Duration timeout) {
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
-  return wait_until(
-      deadline,
+  return wait_for(
+      timeout,
       submit<std::vector<Bytes>>({"all_gather_bytes()"}, [this, bytes] { return gathers_.bytes(*bytes); }),
       "all_gather_bytes()");
 }
 
-void SerialBackend::barrier(Deadline deadline) {
+void SerialBackend::barrier(Duration timeout) {
   const auto body = [this] {
     if (options_.compare_calls) return;  // the comparison of calls was a barrier
     at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     collectives_->all_gather(mine, empty_bytes({size(), 1}));
   };
-  wait_until(deadline, submit<void>({"barrier()"}, body), "barrier()");
+  wait_for(timeout, submit<void>({"barrier()"}, body), "barrier()");
 }
 
 at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {

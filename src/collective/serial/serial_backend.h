@@ -52,8 +52,8 @@ class SerialBackend final : public Backend, public WorldListener {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
-  void barrier(Deadline deadline) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
+  void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
 
@@ -87,9 +87,9 @@ class SerialBackend final : public Backend, public WorldListener {
   /// Asks the ranks through the membership whether this call failed there too. Returns which ranks did not
   /// answer within a second; empty if all did.
   std::string find_silent_ranks() const;
-  /// Waits for a call until the caller's deadline; breaks the group if it passes.
+  /// Waits for a call for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
-  T wait_until(Deadline deadline, const Future<T>& future, const char* call);
+  T wait_for(Duration timeout, const Future<T>& future, const char* call);
   void break_with(const Error& cause);
   void stop_thread();
   std::optional<Error> failure();

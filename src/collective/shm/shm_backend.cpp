@@ -39,7 +39,7 @@ std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_me
 
 std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
   const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
-  const Gather gather = [&](BytesView mine) { return all_gather_bytes(mine, deadline); };
+  const Gather gather = [&](BytesView mine) { return gather_bytes(mine, deadline); };
   const std::vector<int> answering = ranks_of_split(gather, color, key);
   std::vector<int> members;
   for (const int parent_rank : answering) {
@@ -183,7 +183,15 @@ Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> p
                                          [parts = std::move(parts), results] { return std::move(*results); });
 }
 
-std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Deadline deadline) {
+Deadline ShmBackend::deadline_of(Duration timeout) const {
+  return timeout == Duration::zero() ? Deadline::never() : op_queue_->executor().deadline_in(timeout);
+}
+
+std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Duration timeout) {
+  return gather_bytes(mine, deadline_of(timeout));
+}
+
+std::vector<Bytes> ShmBackend::gather_bytes(BytesView mine, Deadline deadline) {
   auto operation = std::make_unique<Operation>();
   operation->call.verb = Verb::kExchange;
   operation->call.bytes = mine.size();
@@ -202,10 +210,10 @@ std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Deadline deadlin
       .wait();
 }
 
-void ShmBackend::barrier(Deadline deadline) {
+void ShmBackend::barrier(Duration timeout) {
   auto operation = std::make_unique<Operation>();
   operation->call.verb = Verb::kBarrier;
-  operation->deadline = deadline;
+  operation->deadline = deadline_of(timeout);
   place(*operation);
   operation->begin = [] { return OpCoroutine(); };
   submit<void>(std::move(operation), [] {}).wait();

@@ -28,14 +28,17 @@ class ShmBackend final : public Backend {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Deadline deadline) override;
-  void barrier(Deadline deadline) override;
+  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
+  void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override { op_queue_->abort(cause); }
 
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
 
+  /// Never for zero: the group's timeout applies.
+  Deadline deadline_of(Duration timeout) const;
+  std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
   GroupMemory& memory() const { return op_queue_->memory(); }
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   /// An operation whose contribution is `tensor`, which is dense and contiguous.

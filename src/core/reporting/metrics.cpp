@@ -1,4 +1,4 @@
-#include <torchspan/core/metrics.h>
+#include <torchspan/detail/core/metrics.h>
 
 namespace torchspan {
 

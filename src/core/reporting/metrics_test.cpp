@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/core/metrics.h>
 #include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/metrics.h>
 
 namespace torchspan::metrics_test {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include <torchspan/core/error.h>
-#include <torchspan/data_parallel/assignment.h>
+#include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel {
 namespace {

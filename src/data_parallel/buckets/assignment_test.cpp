@@ -5,7 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/data_parallel/assignment.h>
+#include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel::assignment_test {
 namespace {

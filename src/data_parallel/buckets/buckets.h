@@ -6,8 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/assignment.h>
 #include <torchspan/data_parallel/options.h>
+#include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel {
 

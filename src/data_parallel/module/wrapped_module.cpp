@@ -7,7 +7,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
-#include <torchspan/data_parallel/wrapped_module.h>
+#include <torchspan/detail/data_parallel/wrapped_module.h>
 
 #include "data_parallel/advice.h"
 #include "data_parallel/agreement/agreement.h"

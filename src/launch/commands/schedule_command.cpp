@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 namespace torchspan::launch {
 namespace {

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/net/secret.h>
 
 namespace torchspan::launch {
 namespace {

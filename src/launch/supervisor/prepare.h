@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
 #include "core/api/descriptor.h"
 

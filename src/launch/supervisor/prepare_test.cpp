@@ -11,7 +11,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/detail/net/secret.h>
+#include <torchspan/rendezvous.h>
 
 namespace torchspan::launch::prepare_test {
 namespace {

@@ -4,9 +4,10 @@
 #include <memory>
 #include <vector>
 
+#include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/net/local.h>
 
+#include "net/api/local.h"
 #include "net/local/local_faults.h"
 
 namespace torchspan::net {

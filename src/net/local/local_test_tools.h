@@ -9,8 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <torchspan/net/local.h>
-
+#include "net/api/local.h"
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/local/block_pool.h"

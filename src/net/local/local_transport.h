@@ -1,8 +1,7 @@
 #pragma once
 #include <memory>
 
-#include <torchspan/net/local.h>
-
+#include "net/api/local.h"
 #include "net/local/local_faults.h"
 #include "net/stream/stream_transport.h"
 

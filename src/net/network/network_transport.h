@@ -4,8 +4,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/detail/net/network.h>
-
+#include "net/api/network.h"
 #include "net/network/place.h"
 #include "net/polled.h"
 

@@ -3,9 +3,8 @@
 #include <fmt/format.h>
 #include <sys/socket.h>
 
-#include <torchspan/detail/net/network.h>
-
 #include "core/api/descriptor.h"
+#include "net/api/network.h"
 #include "net/network/place.h"
 #include "net/tls/tls_address.h"
 

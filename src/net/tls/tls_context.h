@@ -3,8 +3,7 @@
 #include <openssl/ssl.h>
 #include <string>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/handshake.h"
 
 namespace torchspan::net {

@@ -3,8 +3,7 @@
 #include <span>
 #include <string>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/stream/driver_context.h"
 #include "net/stream/listener.h"
 #include "net/tls/tls_admission.h"

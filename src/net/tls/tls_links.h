@@ -5,8 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/stream/driver_context.h"
 #include "net/tls/tls_channel.h"
 #include "net/tls/tls_lanes.h"

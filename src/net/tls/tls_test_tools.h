@@ -8,8 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/framing.h"
 #include "net/stream/socket.h"
 #include "net/tls/hello.h"

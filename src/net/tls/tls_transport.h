@@ -4,8 +4,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/net/tls.h>
-
+#include "net/api/tls.h"
 #include "net/polled.h"
 #include "net/stream/timers.h"
 #include "net/stream/token_counter.h"

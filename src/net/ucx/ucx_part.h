@@ -1,8 +1,7 @@
 #pragma once
 #include <memory>
 
-#include <torchspan/net/ucx.h>
-
+#include "net/api/ucx.h"
 #include "net/polled.h"
 
 namespace torchspan::net {

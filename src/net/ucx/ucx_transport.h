@@ -9,8 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/net/ucx.h>
+#include <torchspan/detail/core/metrics.h>
 
+#include "net/api/ucx.h"
 #include "net/stream/timers.h"
 #include "net/stream/token_counter.h"
 #include "net/tls/tls_transport.h"

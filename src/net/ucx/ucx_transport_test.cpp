@@ -6,6 +6,8 @@
 #include <set>
 #include <sstream>
 
+#include <torchspan/detail/core/metrics.h>
+
 #include "net/tls/tls_test_tools.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/greeting.h"

@@ -11,8 +11,8 @@
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/net/ucx.h>
 
+#include "net/api/ucx.h"
 #include "net/ucx/inbox.h"
 #include "net/ucx/ucx_library.h"
 

@@ -4,8 +4,8 @@
 
 #include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/detail/rpc/message.h>
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/optimizer_spec.h>
-#include <torchspan/optim/state_dict.h>
 #include <torchspan/rpc/rref.h>
 
 namespace torchspan::optim {

@@ -4,8 +4,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <torchspan/pipeline/options.h>
-#include <torchspan/wire/wire.h>
+#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
 

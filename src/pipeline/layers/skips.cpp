@@ -3,7 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/pipeline/skips.h>
+#include <torchspan/pipeline/layers.h>
 
 namespace torchspan::pipeline {
 

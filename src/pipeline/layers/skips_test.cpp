@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/pipeline/skips.h>
+#include <torchspan/pipeline/layers.h>
 
 #include "tests/support/errors.h"
 

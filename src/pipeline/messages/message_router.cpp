@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <torchspan/wire/wire.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
 

@@ -5,10 +5,9 @@
 #include <vector>
 
 #include <torchspan/detail/rpc/message.h>
-#include <torchspan/detail/wire/errors.h>
 #include <torchspan/pipeline/batch.h>
-#include <torchspan/schedule/schedule.h>
-#include <torchspan/wire/torch_types.h>
+#include <torchspan/schedule.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::pipeline {
 

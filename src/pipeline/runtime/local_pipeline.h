@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/pipeline/layers.h>
-#include <torchspan/pipeline/options.h>
+#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
 

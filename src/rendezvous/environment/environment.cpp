@@ -7,8 +7,8 @@
 #include <vector>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
 #include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/rendezvous.h>
 
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"

@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
 #include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/rendezvous.h>
+
+#include "rendezvous/environment/slurm.h"
 
 namespace torchspan::rendezvous::environment_test {
 namespace {

@@ -1,3 +1,5 @@
+#include "rendezvous/api/files.h"
+
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -9,7 +11,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
 namespace torchspan::rendezvous {
 namespace {

@@ -1,3 +1,5 @@
+#include "rendezvous/api/files.h"
+
 #include <algorithm>
 #include <fcntl.h>
 #include <filesystem>
@@ -11,7 +13,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
-#include <torchspan/detail/rendezvous/environment.h>
+#include <torchspan/rendezvous.h>
 
 namespace torchspan::rendezvous::files_test {
 namespace {

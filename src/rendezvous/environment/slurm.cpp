@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/rendezvous/environment.h>
 
 namespace torchspan::rendezvous {
 namespace {

@@ -1,8 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <torchspan/core/when_all.h>
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/core/future.h>
+#include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"

@@ -3,7 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"

@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <torchspan/core/when_all.h>
+#include <torchspan/core/future.h>
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/rpc/error_types.h>
+#include <torchspan/detail/rpc/error_types.h>
 
 namespace torchspan::rpc {
 

@@ -1,4 +1,4 @@
-#include <torchspan/rpc/wait_scope.h>
+#include <torchspan/rpc/worker.h>
 
 namespace torchspan {
 namespace {
@@ -67,7 +67,7 @@ WaitScope::~WaitScope() {
   }
 }
 
-void WaitScope::wait(Deadline deadline) { group_->settled().wait(deadline); }
+void WaitScope::wait() { group_->settled().wait(); }
 void WaitScope::wait(Duration timeout) { group_->settled().wait(timeout); }
 
 }  // namespace torchspan

@@ -1,7 +1,7 @@
 #pragma once
 #include <string_view>
 
-#include <torchspan/schedule/schedule.h>
+#include <torchspan/schedule.h>
 
 /// Functions that both drawings use.
 namespace torchspan::schedule {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include <torchspan/core/log.h>
-#include <torchspan/core/metrics.h>
 #include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/spans.h>
 

@@ -7,7 +7,8 @@
 #include <vector>
 
 #include <torchspan/detail/core/runtime.h>
-#include <torchspan/net/tls.h>
+#include <torchspan/detail/net/transport.h>
+#include <torchspan/net.h>
 
 namespace torchspan::rendezvous {
 

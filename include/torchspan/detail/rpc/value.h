@@ -6,7 +6,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/rpc/size_of.h>
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::rpc {
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -11,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include <torchspan/wire/wire.h>
+#include <torchspan/detail/wire/codec.h>
 
 namespace torchspan {
 namespace wire {

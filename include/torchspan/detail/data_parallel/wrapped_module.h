@@ -17,14 +17,6 @@ class Module;
 
 namespace torchspan::data_parallel {
 
-struct JoinOptions {
-  /// Divides sums by the number of all ranks, even after some have run out of batches. False: by the number
-  /// of ranks that still have batches.
-  bool divide_by_initial_world_size = true;
-  /// Throws on all ranks as soon as one has run out of batches, instead of letting it take part with zeros.
-  bool throw_on_early_termination = false;
-};
-
 /// Type-independent part of DistributedDataParallel: keeps parameters and buffers in sync with the other
 /// ranks and prepares forwards for their reduction. Use it from the training thread.
 class WrappedModule {

@@ -11,7 +11,7 @@
 #include <c10/util/Optional.h>
 #include <c10/util/complex.h>
 
-#include <torchspan/wire/containers.h>
+#include <torchspan/detail/wire/containers.h>
 
 namespace torchspan {
 namespace wire {

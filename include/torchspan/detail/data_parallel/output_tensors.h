@@ -16,9 +16,7 @@
 
 namespace torchspan::data_parallel {
 
-/// Finds the tensors in the result of a module's forward. Specialize it for your type: `static void
-/// visit(T& value, auto& visitor)` calls visit_tensors(member, visitor) for each member that may hold
-/// tensors. A missed tensor fails the backward pass, or its gradients stay local.
+/// See data_parallel/distributed_data_parallel.h.
 template <class T>
 struct OutputTensors;
 

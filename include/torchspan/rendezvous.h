@@ -1,10 +1,10 @@
 #pragma once
+// A worker's identity, read from the launcher's environment variables.
 #include <cstdint>
 #include <map>
 #include <string>
 
 #include <torchspan/core/time.h>
-#include <torchspan/detail/net/secret.h>
 
 namespace torchspan::rendezvous {
 
@@ -35,10 +35,11 @@ struct WorkerEnvironment {
   int restart_count = 0;
   Launcher launcher = Launcher::kNone;
   std::string job;             ///< id of the run and its restart count; identifies the job
-  std::string secret_file;     ///< path for load_secret()
+  std::string secret_file;     ///< path of the job's secret
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: the file must exist
   std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty
   std::string temporary_folder = "/tmp";  ///< TMPDIR
+  /// TORCHSPAN_JOIN_TIMEOUT in seconds: how long the worker waits until all workers have joined.
   Duration join_timeout = std::chrono::seconds(60);
 
   std::string listen_host;       ///< TORCHSPAN_LISTEN_HOST; empty: the address on the route to the master
@@ -56,24 +57,8 @@ struct WorkerEnvironment {
 /// Reads this process's identity from the first complete convention: RANK and WORLD_SIZE (with MASTER_ADDR,
 /// MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RESTART_COUNT; if TORCHELASTIC_USE_AGENT_STORE
 /// is "True" the agent owns MASTER_PORT and the next port is used), OMPI_COMM_WORLD_*, PMI_*, SLURM_*.
-/// WORLD_SIZE=0 is an open world (membership.h): without RANK, TORCHSPAN_NAME names the worker. Pure.
+/// WORLD_SIZE=0 is an open world (docs/calls.md): without RANK, TORCHSPAN_NAME names the worker. Pure.
 /// Throws kInvalid with the variable, its value and what is expected.
 WorkerEnvironment read_environment(const Environment& environment);
-
-/// First host of a compressed Slurm node list: "gpu[03-05,9],login1" gives "gpu03". Throws kInvalid for an
-/// empty or unbalanced list.
-std::string first_slurm_host(const std::string& list);
-
-/// Loads the job's secret from `worker.secret_file`. If all workers run on one host, the default file is
-/// created once, with mode 0600. A missing named file, or a missing default file with several hosts, throws
-/// kInvalid with the command that creates it, unless certificates authenticate the hosts. Safe against
-/// concurrent processes.
-net::Secret load_secret(const WorkerEnvironment& worker);
-
-/// Returns a folder for sockets with mode 0700, owned by this user: `worker.runtime_folder` if set, else
-/// torchspan-<uid> in `worker.temporary_folder`. Creates it if missing and removes sockets of killed
-/// workers. Throws kDenied if it belongs to another user or is open to others, kInvalid if it cannot be
-/// created or its path is too long for sockets.
-std::string make_runtime_folder(const WorkerEnvironment& worker);
 
 }  // namespace torchspan::rendezvous

@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <vector>
 
-#include <torchspan/wire/types.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::rpc {
 

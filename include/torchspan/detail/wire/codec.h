@@ -1,5 +1,4 @@
 #pragma once
-#include <algorithm>
 #include <concepts>
 #include <cstdint>
 #include <string>
@@ -11,21 +10,9 @@
 
 namespace torchspan {
 
-/// Serialization of a type; the customization point. A specialization has three static functions:
-/// - `std::string name()`: the same string wherever the encoding means the same;
-/// - `void encode(wire::Encoder&, const T&)`;
-/// - `T decode(wire::Decoder&)`: any bytes give a T or throw Error{kInvalid}.
-/// WireStruct implements them for a plain struct. <torchspan/wire/types.h> includes all predefined ones.
+/// Serialization of a type: see <torchspan/wire.h>.
 template <class T>
 struct Wire;
-
-/// A string literal as a template argument.
-template <std::size_t kSize>
-struct FixedString {
-  consteval FixedString(const char (&literal)[kSize]) { std::copy_n(literal, kSize, text); }
-  constexpr std::string_view view() const { return {text, kSize - 1}; }
-  char text[kSize];
-};
 
 namespace wire {
 
@@ -161,38 +148,6 @@ struct Wire<Unit> {
   static std::string name() { return "void"; }
   static void encode(wire::Encoder&, Unit) {}
   static Unit decode(wire::Decoder&) { return {}; }
-};
-
-/// Makes a plain, default-constructible struct sendable, member by member in the given order. The member
-/// types are part of its wire name, so different versions of a struct do not match. Place it in the global
-/// namespace:
-///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data,
-///   &Batch::instance> {};
-template <class T, FixedString kName, auto... kMembers>
-struct WireStruct {
-  template <class... Enclosing>
-  static std::string name() {
-    std::string text(kName.view());
-    if constexpr (!(std::is_same_v<T, Enclosing> || ...)) {
-      text += '{';
-      std::string_view comma;
-      ((text.append(comma).append(wire::type_name<Member<kMembers>, Enclosing..., T>()), comma = ", "), ...);
-      text += '}';
-    }
-    return text;
-  }
-  static void encode(wire::Encoder& encoder, const T& value) {
-    (wire::encode(encoder, value.*kMembers), ...);
-  }
-  static T decode(wire::Decoder& decoder) {
-    T value{};
-    ((value.*kMembers = wire::decode<Member<kMembers>>(decoder)), ...);
-    return value;
-  }
-
- private:
-  template <auto kMember>
-  using Member = std::remove_cvref_t<decltype(std::declval<T&>().*kMember)>;
 };
 
 }  // namespace torchspan

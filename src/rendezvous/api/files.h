@@ -1,0 +1,21 @@
+#pragma once
+#include <string>
+
+#include <torchspan/detail/net/secret.h>
+#include <torchspan/rendezvous.h>
+
+namespace torchspan::rendezvous {
+
+/// Loads the job's secret from `worker.secret_file`. If all workers run on one host, the default file is
+/// created once, with mode 0600. A missing named file, or a missing default file with several hosts, throws
+/// kInvalid with the command that creates it, unless certificates authenticate the hosts. Safe against
+/// concurrent processes.
+net::Secret load_secret(const WorkerEnvironment& worker);
+
+/// Returns a folder for sockets with mode 0700, owned by this user: `worker.runtime_folder` if set, else
+/// torchspan-<uid> in `worker.temporary_folder`. Creates it if missing and removes sockets of killed
+/// workers. Throws kDenied if it belongs to another user or is open to others, kInvalid if it cannot be
+/// created or its path is too long for sockets.
+std::string make_runtime_folder(const WorkerEnvironment& worker);
+
+}  // namespace torchspan::rendezvous
