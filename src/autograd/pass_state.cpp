@@ -102,7 +102,7 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
         } else {
           ending_.leave();
         }
-        let_go(std::move(alive));
+        release_on_pool(std::move(alive));
       });
 }
 

@@ -80,7 +80,7 @@ class World {
   void run(BytesView script) {
     executor_.run([&] {
       const Thread worker = executor_.spawn("worker", [&] { serve(); });
-      const Thread peer = executor_.spawn("peer", [&] { lie(script); });
+      const Thread peer = executor_.spawn("peer", [&] { send_invalid(script); });
     });
   }
 
@@ -117,7 +117,7 @@ class World {
     service.stop();
   }
 
-  void lie(BytesView script) {
+  void send_invalid(BytesView script) {
     Runtime runtime(executor_, "peer", LogLevel::kOff);
     Hearing hearing;
     const auto transport = network_.make_transport("peer", hearing, {});

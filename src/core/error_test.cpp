@@ -80,9 +80,9 @@ TEST(ErrorKind, KeepsTheNumbersThatTravelOnTheWire) {
 }
 
 TEST(Describe, GivesTheDynamicTypeAndTheText) {
-  const auto story = describe(std::make_exception_ptr(OwnException("out of ink")));
-  EXPECT_THAT(story.type, HasSubstr("OwnException"));
-  EXPECT_EQ(story.text, "out of ink");
+  const auto description = describe(std::make_exception_ptr(OwnException("out of ink")));
+  EXPECT_THAT(description.type, HasSubstr("OwnException"));
+  EXPECT_EQ(description.text, "out of ink");
   EXPECT_EQ(describe(std::make_exception_ptr(std::out_of_range("3"))).type, "std::out_of_range");
 }
 

@@ -163,13 +163,13 @@ TEST_F(RealExecutor, MakesADeadlineThatNeverComesOfATimeoutWithoutEnd) {
 
 TEST_F(RealExecutor, JoinsAThreadAfterItsBodyAndWhatTheBodyCaptured) {
   const auto ended = std::make_shared<std::atomic<int>>(0);
-  struct Tells {
+  struct CountsEnd {
     std::shared_ptr<std::atomic<int>> ended;
-    explicit Tells(std::shared_ptr<std::atomic<int>> ended) : ended(std::move(ended)) {}
-    ~Tells() { ++*ended; }
+    explicit CountsEnd(std::shared_ptr<std::atomic<int>> ended) : ended(std::move(ended)) {}
+    ~CountsEnd() { ++*ended; }
   };
   Thread thread = executor_->spawn("a name longer than the fifteen characters of Linux",
-                                   [tells = std::make_shared<Tells>(ended), ended] { ++*ended; });
+                                   [counter = std::make_shared<CountsEnd>(ended), ended] { ++*ended; });
   EXPECT_TRUE(thread.joinable());
   EXPECT_FALSE(thread.is_current());
   thread.join();

@@ -396,9 +396,9 @@ TEST(PoolWithoutThreads, DoesWithTheOnesItHasAndOverloadsWhenTheyAllWait) {
 }
 
 /// A job that does random things which a pool must survive: nested waits, scopes, posts, continuations.
-int frolic(SimExecutor& executor, const std::shared_ptr<Pool>& pool, int depth) {
+int run_random_nest(SimExecutor& executor, const std::shared_ptr<Pool>& pool, int depth) {
   if (depth == 0) return 1;
-  const auto below = [&executor, pool, depth] { return frolic(executor, pool, depth - 1); };
+  const auto below = [&executor, pool, depth] { return run_random_nest(executor, pool, depth - 1); };
   switch (executor.random() % 5) {
     case 0:
       return async(pool, below).wait();
@@ -425,7 +425,7 @@ TEST(Pool, SurvivesRandomNestsOfWaitsScopesAndContinuations) {
     OwnedPool pool(executor, {.threads = threads, .max_threads = 4096, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return frolic(executor, pool.host(), 4); }));
+      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 4); }));
     }
     for (auto& result : results) EXPECT_GE(result.wait(), 1);
   });
@@ -439,7 +439,7 @@ TEST(Pool, EndsEveryRandomNestWithAValueOrOverloadUnderASmallCap) {
                    {.threads = threads, .max_threads = threads + executor.random() % 3, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return frolic(executor, pool.host(), 3); }));
+      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 3); }));
     }
     for (auto& result : results) {
       overloaded += is_overload([&] { result.wait(); }) ? 1 : 0;

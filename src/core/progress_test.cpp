@@ -148,11 +148,11 @@ TEST(Progress, TellsTheLauncherTheTimeLeft) {
     executor.sleep(std::chrono::seconds(2));
     report.step = 4;
     progress.report(report);
-    const auto told = decode_progress(pipe.take());
-    ASSERT_TRUE(told);
-    EXPECT_EQ(told->step, 4);
-    ASSERT_TRUE(told->seconds_left);
-    EXPECT_NEAR(*told->seconds_left, 3.0, 1e-9);
+    const auto decoded = decode_progress(pipe.take());
+    ASSERT_TRUE(decoded);
+    EXPECT_EQ(decoded->step, 4);
+    ASSERT_TRUE(decoded->seconds_left);
+    EXPECT_NEAR(*decoded->seconds_left, 3.0, 1e-9);
   });
 }
 

@@ -23,9 +23,9 @@ std::int64_t us(TimePoint time) {
 
 /// Threads that sleep, yield, poll, wake each other, fire events and start further threads, all chosen by the
 /// executor's seed; records every step. Only one thread runs at a time, so nothing is locked.
-class Commotion {
+class RandomRun {
  public:
-  explicit Commotion(SimExecutor& executor) : executor_(executor) {
+  explicit RandomRun(SimExecutor& executor) : executor_(executor) {
     for (int i = 0; i < 4; ++i) parkers_.push_back(executor.make_parker());
   }
 
@@ -96,10 +96,10 @@ struct Outcome {
   std::uint64_t steps = 0;
   TimePoint end;
 };
-Outcome commotion(std::uint64_t seed) {
+Outcome random_run(std::uint64_t seed) {
   SimExecutor executor(seed);
   Outcome outcome;
-  executor.run([&] { outcome.trace = Commotion(executor).run(); });
+  executor.run([&] { outcome.trace = RandomRun(executor).run(); });
   outcome.steps = executor.steps();
   outcome.end = executor.now();
   return outcome;
@@ -108,8 +108,8 @@ Outcome commotion(std::uint64_t seed) {
 TEST(SimExecutor, RepeatsEveryStepOfASeed) {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    const Outcome first = commotion(seed);
-    const Outcome second = commotion(seed);
+    const Outcome first = random_run(seed);
+    const Outcome second = random_run(seed);
     ASSERT_EQ(first.trace, second.trace);
     EXPECT_EQ(first.steps, second.steps);
     EXPECT_EQ(first.end, second.end);

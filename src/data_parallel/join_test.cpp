@@ -259,11 +259,11 @@ struct SuperstitiousImpl : nn::Module {
   }
   nn::Linear linear;
 };
-TORCH_MODULE(Superstitious);
+TORCH_MODULE(SkipsThirteen);
 
 TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
   on_ranks(3, [](const Rank& self) {
-    Superstitious net;
+    SkipsThirteen net;
     DistributedDataParallel model(self.runtime, net, self.group);
     int failed = 0;
     model.join([&] {

@@ -248,7 +248,7 @@ TEST(Backward, OfAnEmptyListDoesNothing) {
   MapSink sink(gradients);
   backward({}, {}, sink);
   EXPECT_EQ(gradients.size(), 0U);
-  EXPECT_TRUE(sink.end()->has_come());
+  EXPECT_TRUE(sink.end()->has_arrived());
 }
 
 TEST(Backward, FindsNansUnderAnomalyDetection) {

@@ -154,9 +154,9 @@ TEST(PassEnd, ComesWhenTheWorkIsOverAndAllHeldFuturesAreDone) {
   end->hold(first.future());
   end->hold(second.future());
   end->end(nullptr);
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   second.set_value();
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   first.set_value();
   end->wait();
   EXPECT_EQ(order, (std::vector<int>{1, 2}));
@@ -251,7 +251,7 @@ TEST(PassEnd, LetsDecisionsWaitForAllThatIsHeldAndHoldTheEndThemselves) {
   EXPECT_EQ(order, (std::vector<std::string>{"work", "decision"}));
   vote.set_value();
   EXPECT_EQ(order.back(), "another");
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   second_vote.set_value();
   EXPECT_EQ(order.back(), "end");
   EXPECT_THROW(end->before_end([](const PassStatus&) {}), Error);

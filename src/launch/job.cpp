@@ -47,8 +47,8 @@ struct Worker {
   std::string name, prefix;
   Child child;
   LineSplitter output, errors, progress;
-  LastWords words;
-  LastWords recent{kBlameLines};
+  LastLines words;
+  LastLines recent{kBlameLines};
   Descriptor output_log, errors_log;
   bool ended = false;
 

@@ -57,8 +57,8 @@ TEST(LineSplitter, HandsOutEndlessLinesInPieces) {
   EXPECT_EQ(split("abcdefgh\nij\n", random, 4), (Lines{"abcd", "efgh", "", "ij"}));
 }
 
-TEST(LastWords, KeepTheLastLinesThatSaySomething) {
-  LastWords words(3);
+TEST(LastLines, KeepTheLastLinesThatSaySomething) {
+  LastLines words(3);
   EXPECT_EQ(words.lines(), Lines{});
   for (const char* line : {"a", "b", "", "c", "d"}) words.add(line);
   EXPECT_EQ(words.lines(), (Lines{"b", "c", "d"}));

@@ -11,7 +11,7 @@ namespace {
 using namespace torchspan;
 using namespace torchspan::rendezvous;
 
-class DeafChannel final : public net::Channel {
+class DiscardingChannel final : public net::Channel {
  public:
   void send(BytesView, std::span<const Segment>) override {}
   std::size_t unsent_bytes() const override { return 0; }
@@ -29,7 +29,7 @@ class Liar final : public net::Transport {
   std::string listen(const std::string& address) override { return address; }
   bool can_reach(const std::string&) const override { return true; }
   std::shared_ptr<net::Channel> connect(const std::string&, Deadline) override {
-    return channel_ = std::make_shared<DeafChannel>();
+    return channel_ = std::make_shared<DiscardingChannel>();
   }
   bool poll() override {
     if (!channel_ || gone_) return false;
@@ -53,7 +53,7 @@ class Liar final : public net::Transport {
   std::deque<Bytes> words_;
   Parker& done_;
   const std::unique_ptr<Parker> sleeper_;
-  std::shared_ptr<DeafChannel> channel_;
+  std::shared_ptr<DiscardingChannel> channel_;
   bool gone_ = false;
 };
 
@@ -112,14 +112,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   Runtime runtime(*executor, "worker1", LogLevel::kOff);
   const auto done = executor->make_parker();
-  const TransportFactory liar = [&](const std::string&, net::Handler& handler) {
+  const TransportFactory silent_transport = [&](const std::string&, net::Handler& handler) {
     return std::make_unique<Liar>(*executor, handler, words, *done);
   };
   MembershipOptions options;
   options.name = "worker1";
   options.rank = 1;
   options.world_size = 3;
-  Client client(runtime, liar, options, self());
+  Client client(runtime, silent_transport, options, self());
   client.watch({.joined = [](const Member& member) { describe(member); },
                 .died = [](const Member& member, const Error&) { describe(member); },
                 .left = [](const Member& member) { describe(member); }});

@@ -53,7 +53,7 @@ TEST(Heartbeats, ForgetTheDepartedAndIgnoreStrangers) {
 }
 
 TEST(Heartbeats, TellTheSilenceInSeconds) {
-  EXPECT_EQ(silence_story(seconds(5)),
+  EXPECT_EQ(silence_text(seconds(5)),
             "silent for 5.0 s (no heartbeat); its process is stopped, or its host or the network is down");
 }
 

@@ -136,11 +136,11 @@ TEST(StoreMessages, KeepWhoIsGoneAndWhoCame) {
 }
 
 TEST(StoreMessages, AllowNoRankInAWishAndNowhereElse) {
-  Register wish{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
-  EXPECT_EQ(round_trip(wish).member.rank, kAnyRank);
+  Register request{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
+  EXPECT_EQ(round_trip(request).member.rank, kAnyRank);
   EXPECT_THROW(full_table().dispatch(encode_message(Joined{make_member(kAnyRank)})), Error);
-  wish.member.rank = kAnyRank - 1;
-  EXPECT_THROW(full_table().dispatch(encode_message(wish)), Error);
+  request.member.rank = kAnyRank - 1;
+  EXPECT_THROW(full_table().dispatch(encode_message(request)), Error);
 }
 
 TEST(StoreMessages, ReadOnlyTheVersionOfAnotherVersion) {

@@ -98,7 +98,7 @@ void Rounds::contribute(int rank, Contribute message, TimePoint now) {
     round.arrived[rank] = {message.call, std::move(message.bytes)};
     round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
     if (const End* gone = first_gone(message.ranks)) {
-      fail(round, ErrorKind::kDisconnected, gone->story);
+      fail(round, ErrorKind::kDisconnected, gone->cause);
     } else if (round.expected.empty()) {
       complete(round);
     }
@@ -116,7 +116,7 @@ const Rounds::End* Rounds::first_gone(const std::vector<int>& ranks) const {
   return first;
 }
 
-void Rounds::tell_missing(int rank, std::uint64_t call) const {
+void Rounds::report_missing(int rank, std::uint64_t call) const {
   for (const auto& [key, round] : rounds_) {
     const auto found = round.arrived.find(rank);
     if (round.ended || found == round.arrived.end() || found->second.call != call) continue;
@@ -154,13 +154,13 @@ void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
   round.arrived.clear();
 }
 
-void Rounds::on_gone(int rank, std::string story) {
-  gone_.emplace(rank, End{ends_++, story});
+void Rounds::on_gone(int rank, std::string cause) {
+  gone_.emplace(rank, End{ends_++, cause});
   for (auto& [key, round] : rounds_) {
     if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
     round.expected.erase(rank);
     round.arrived.erase(rank);
-    if (!round.ended) fail(round, ErrorKind::kDisconnected, story);
+    if (!round.ended) fail(round, ErrorKind::kDisconnected, cause);
   }
   erase_ended();
 }

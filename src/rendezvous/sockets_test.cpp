@@ -316,15 +316,15 @@ TEST_F(Sockets, AStoppedWorkerOfAnotherHostIsSilentAndNotEnded) {
   Runtime runtime(*executor_, "worker0", LogLevel::kOff);
   const auto membership = Membership::join(runtime, tls_transports(*executor_, secret_, tls), mine);
   const auto died = executor_->make_parker();
-  std::string story;
+  std::string cause;
   membership->on_death([&](const Member&, const Error& reason) {
-    story = reason.message();
+    cause = reason.message();
     died->unpark();
   });
   membership->barrier("in", {}, in(seconds(30)));
   EXPECT_EQ(kill(child, SIGSTOP), 0);
   EXPECT_TRUE(died->park(in(seconds(10))));
-  EXPECT_THAT(story, AllOf(HasSubstr("silent for 1.0 s (no heartbeat); its process is stopped, or"),
+  EXPECT_THAT(cause, AllOf(HasSubstr("silent for 1.0 s (no heartbeat); its process is stopped, or"),
                            ::testing::Not(HasSubstr("its process ended"))));
   EXPECT_EQ(kill(child, SIGKILL), 0);
   waitpid(child, nullptr, 0);

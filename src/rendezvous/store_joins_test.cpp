@@ -51,13 +51,13 @@ TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
 
 TEST_F(OpenStore, HoldsThoseWhoComeBeforeRankZero) {
   open(kOpenWorld);
-  told_.clear();
+  sent_.clear();
   say(1, visitor("a"));
   say(2, visitor("b"));
   EXPECT_THROW(say(1, visitor("a")), Error);
   EXPECT_THROW(say(1, Leave{}), Error);
   store_->on_closed(2, closed());
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(0, registration(0, kOpenWorld));
   EXPECT_EQ(place_of(1, "a"), Place(1, 0));
   EXPECT_EQ(heard<Joined>(0).size(), 1u);
@@ -123,7 +123,7 @@ TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
 
 TEST_F(OpenStore, ComparesFunctionsWithThePresentOnly) {
   open(kOpenWorld);
-  told_.clear();
+  sent_.clear();
   Register lenient = registration(0, kOpenWorld), other = visitor("a");
   lenient.require_same_functions = other.require_same_functions = false;
   other.member.functions_digest = 1;
@@ -141,15 +141,15 @@ TEST_F(OpenStore, EndsWithRankZero) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   say(0, Leave{});
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   say(3, visitor("c"));
   EXPECT_THAT(refusal(3), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("ends with it")));
   EXPECT_EQ(heard<Refused>(3).at(0).kind, ErrorKind::kDisconnected);
   EXPECT_TRUE(heard<Refused>(3).at(0).passing);
   say(1, Leave{});
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   store_->on_closed(2, closed());
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
 TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
@@ -157,7 +157,7 @@ TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
   EXPECT_THAT(refusal(1), AllOf(HasSubstr("rank 0 serves an open world"), HasSubstr("worker1 (rank 1"),
                                 HasSubstr("fixed world of 3")));
   open(2);
-  told_.clear();
+  sent_.clear();
   say(0, registration(0, 2));
   say(1, visitor("guest"));
   EXPECT_THAT(refusal(1),
@@ -174,7 +174,7 @@ TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
   say(2, visitor("b"));
   const auto come = [&](ConnectionId connection, std::uint64_t round, std::vector<std::uint32_t> incarnations,
                         std::vector<int> ranks = {0, 1, 2}) {
-    told_[connection].clear();
+    sent_[connection].clear();
     say(connection, Contribute{round, "t", std::move(ranks), round, Duration::max(), {}, incarnations});
   };
   for (ConnectionId connection : {0, 1, 2}) come(connection, 0, {0, 0, 0});
@@ -201,7 +201,7 @@ TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
 TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
   gather_world(3);
   store_->on_closed(1, closed());
-  told_.clear();
+  sent_.clear();
   Register other_name = registration(1, 3), other_size = registration(1, 4);
   other_name.member.name = "somebody";
   say(10, other_name);
@@ -225,7 +225,7 @@ TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
 /// A fixed world is left by all together: who comes again soon is meant for the next one.
 TEST_F(StoreFixture, LetsNobodyBackIntoAWorldThatItHasLeft) {
   gather_world(3);
-  told_.clear();
+  sent_.clear();
   say(1, Leave{});
   say(10, registration(1, 3));
   EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world ends")));
@@ -310,7 +310,7 @@ TEST_F(StoreOfHosts, FailsAGatheringWhoseWorkerFellSilent) {
   far.member.host_id = "there";
   say(0, near);
   say(1, far);
-  told_.clear();
+  sent_.clear();
   store_->tick(kStart);
   store_->tick(kStart + seconds(5));
   EXPECT_THAT(refusal(0), AllOf(HasSubstr("worker1"), HasSubstr("silent for 5.0 s")));

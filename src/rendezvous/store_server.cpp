@@ -66,7 +66,7 @@ void StoreServer::serve() {
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
     }
     store_.tick(runtime_.executor.now());
-    if (finishing_ && store_.deserted()) {
+    if (finishing_ && store_.is_finished()) {
       finishing_ = false;
       finished_->unpark();
     }

@@ -14,7 +14,7 @@ TEST_F(StoreFixture, WelcomesEverybodyByRankOnceAllAreIn) {
   open(3);
   say(10, registration(2, 3));
   say(11, registration(0, 3));
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(12, registration(1, 3));
   for (ConnectionId connection : {10, 11, 12}) {
     const auto welcomes = heard<Welcome>(connection);
@@ -33,7 +33,7 @@ TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
   say(0, registration(0, 4));
   EXPECT_EQ(store_->next_deadline(), Deadline(kStart + std::chrono::seconds(5)));
   store_->tick(kStart + std::chrono::seconds(4));
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   store_->tick(kStart + std::chrono::seconds(5));
   for (ConnectionId connection : {0, 1}) {
     EXPECT_THAT(refusal(connection),
@@ -41,10 +41,10 @@ TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
                       HasSubstr("worker0 (rank 0, pid 100 on node)"), HasSubstr("worker1")));
     EXPECT_EQ(heard<Refused>(connection).at(0).kind, ErrorKind::kTimedOut);
   }
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   store_->on_closed(0, closed());
   store_->on_closed(1, closed());
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
 TEST_F(StoreFixture, NamesBothWorkersOfOneName) {
@@ -152,9 +152,9 @@ TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
   EXPECT_EQ(heard<Left>(0).size(), 1u);
   store_->on_closed(2, closed());
   EXPECT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   say(0, Leave{});
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
 TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
@@ -170,7 +170,7 @@ TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
 TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
   gather_world(3);
   say(2, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{2}}});
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(0, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{7}}});
   for (ConnectionId connection : {0, 2}) {
     const auto gathered = heard<Gathered>(connection);
@@ -281,7 +281,7 @@ TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
                                        {0, "a b", {0}, 0, Duration::max(), {}},
                                        {0, "t", {0}, 0, Duration::max(), Bytes(kMostGatherBytes + 1)}};
   for (const Contribute& message : bad) {
-    told_.clear();
+    sent_.clear();
     say(0, message);
     ASSERT_EQ(heard<RoundFailed>(0).size(), 1u);
     EXPECT_EQ(heard<RoundFailed>(0).at(0).kind, ErrorKind::kInvalid);

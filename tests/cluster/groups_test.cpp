@@ -67,7 +67,7 @@ void group_of_some() {
   } else {
     try {
       session.group({.ranks = {2, 0}});
-      throw std::runtime_error("a stranger was let in");
+      throw std::runtime_error("a worker with another secret was admitted");
     } catch (const Error& error) {
       require(error.kind() == ErrorKind::kInvalid, error.what());
     }

@@ -49,7 +49,7 @@ void meet() {
     }
   }
   worker.barrier();
-  require(adopted(worker) == 2, "memory is shared with one neighbour: " + std::to_string(adopted(worker)));
+  require(adopted(worker) == 2, "memory is shared with one neighbor: " + std::to_string(adopted(worker)));
   session.shutdown(seconds(30));
 }
 
@@ -85,19 +85,19 @@ void watch_far_host() {
   worker.rpc_sync("worker2", kTwice, at::ones({4}));
   std::printf("ready\n");
   std::fflush(stdout);
-  bool told = false;
+  bool is_named = false;
   try {
     lost.wait();
   } catch (const Error& error) {
-    told = error.kind() == ErrorKind::kDisconnected && error.worker() == "worker2";
+    is_named = error.kind() == ErrorKind::kDisconnected && error.worker() == "worker2";
     std::printf("lost: %s\n", error.what());
     std::fflush(stdout);
   }
-  require(told, "worker2 is named as lost");
+  require(is_named, "worker2 is named as lost");
   for (int i = 0; i < 100; ++i) {
     const at::Tensor x = at::ones({1 << 18});
     require(at::equal(worker.rpc_sync(1 - session.rank(), kTwice, x), x * 2),
-            "the neighbour is not concerned");
+            "the neighbor is not concerned");
   }
   worker.barrier({"worker0", "worker1"});
 }
@@ -173,11 +173,11 @@ TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
   const std::string secret = world.folder() + "/other";
   net::Secret::random().write_file(secret);
   alone["TORCHSPAN_SECRET_FILE"] = secret;
-  Process& stranger = start(world, 1, network_.far, "meet", alone);
-  ASSERT_TRUE(stranger.wait(world.executor(), seconds(60))) << stranger.output();
-  EXPECT_EQ(stranger.exit_code(), 1);
-  EXPECT_THAT(stranger.output(), ::testing::AllOf(::testing::HasSubstr("denied"),
-                                                  ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
+  Process& denied = start(world, 1, network_.far, "meet", alone);
+  ASSERT_TRUE(denied.wait(world.executor(), seconds(60))) << denied.output();
+  EXPECT_EQ(denied.exit_code(), 1);
+  EXPECT_THAT(denied.output(), ::testing::AllOf(::testing::HasSubstr("denied"),
+                                                ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
   ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
   EXPECT_THAT(first.output(),
               ::testing::AllOf(::testing::HasSubstr("rank 1"),

@@ -82,8 +82,8 @@ void train() {
     const auto ours = mine->named_parameters(), theirs = whole->named_parameters();
     for (const auto& item : theirs) {
       require(at::allclose(ours[item.key()], item.value(), 1e-10, 1e-10), item.key() + " as in one process");
-      const auto everybodys = group.all_gather(ours[item.key()].detach().contiguous()).wait();
-      for (const at::Tensor& one : everybodys) require(at::equal(one, everybodys[0]), item.key() + " alike");
+      const auto gathered = group.all_gather(ours[item.key()].detach().contiguous()).wait();
+      for (const at::Tensor& one : gathered) require(at::equal(one, gathered[0]), item.key() + " alike");
     }
     require(model.stats().rebuilt && model.stats().bucket_bytes.size() > 2, "there are several buckets");
   }

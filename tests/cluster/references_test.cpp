@@ -116,7 +116,7 @@ std::unique_ptr<Session> make_session() {
 
 /// Whether a failed call failed because a worker died: the callee, one further along its chain, or one during
 /// the creation of a value that it uses.
-bool somebody_died(const Error& error) {
+bool is_worker_loss(const Error& error) {
   if (error.kind() == ErrorKind::kDisconnected) return true;
   if (error.kind() != ErrorKind::kRemoteFailure && error.kind() != ErrorKind::kCancelled) return false;
   const std::string text = error.what();
@@ -203,7 +203,7 @@ void survive() {
         try {
           act(worker, random);
         } catch (const Error& error) {
-          if (somebody_died(error)) continue;
+          if (is_worker_loss(error)) continue;
           std::fprintf(stderr, "unexpected: %s\n", error.what());
           ++unexpected;
         }

@@ -108,7 +108,7 @@ void open_member() {
 }
 
 /// Gets its rank from the store.
-void open_anybody() {
+void open_any_rank() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
   require(worker.rank() >= 1, "a rank of its own");
@@ -166,7 +166,7 @@ TEST(Worlds, GiveRanksToWhoeverNamesNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});
   for (const char* name : {"anna", "bert"})
-    world.start(1, "open_anybody", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
+    world.start(1, "open_any_rank", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
   expect_all_end_well(world);
 }
 
@@ -180,6 +180,6 @@ int main(int argc, char** argv) {
                                            {"init_twice", torchspan::init_twice},
                                            {"open_first", torchspan::open_first},
                                            {"open_member", torchspan::open_member},
-                                           {"open_anybody", torchspan::open_anybody},
+                                           {"open_any_rank", torchspan::open_any_rank},
                                            {"open_host", torchspan::open_host}});
 }

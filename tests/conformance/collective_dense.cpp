@@ -114,8 +114,7 @@ TEST_P(CollectiveDense, WorksOnTensorsOfAnyStridesInPlace) {
       mine.copy_(inputs[group.rank()]);
       group.all_reduce(mine).wait();
       EXPECT_TRUE(is_right(mine.contiguous(), reduce_alone(inputs, kSum)));
-      EXPECT_EQ(whole.t().slice(0, 1, 2 * side, 2).abs().sum().item<double>(), 0)
-          << "neighbours were touched";
+      EXPECT_EQ(whole.t().slice(0, 1, 2 * side, 2).abs().sum().item<double>(), 0) << "neighbors were touched";
       mine.fill_(group.rank());
       group.broadcast(mine, ranks() - 1).wait();
       EXPECT_TRUE((mine == ranks() - 1).all().item<bool>());

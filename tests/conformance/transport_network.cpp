@@ -39,8 +39,8 @@ class NetworkWorld final : public World {
     const NetworkPlace place = parse_network_place(address);
     return hosts_ == Hosts::kOne && is_file(place.near) ? place.near : place.far;
   }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>([this](const std::string& text) {
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>([this](const std::string& text) {
       const NetworkPlace place = parse_network_place(text);
       return hosts_ == Hosts::kOne ? parse_address(place.near)
                                    : *numeric_address(parse_tls_address(place.far));

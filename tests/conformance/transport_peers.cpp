@@ -141,13 +141,13 @@ TEST_P(TransportPeerConformance, ReachesAPeerThatCameBackAtItsOldAddress) {
 
 TEST_P(TransportPeerConformance, KeepsOtherPeersWhenOneIsKilled) {
   in_world([](World& world) {
-    const auto mortal = world.start_echo("mortal"), survivor = world.start_echo("survivor");
+    const auto victim = world.start_echo("victim"), survivor = world.start_echo("survivor");
     Node node(world, "node");
-    const auto lost = node.connect(mortal->address()), kept = node.connect(survivor->address());
+    const auto lost = node.connect(victim->address()), kept = node.connect(survivor->address());
     send(*lost, numbered(1));
     send(*kept, numbered(2));
     node.wait_for_messages(2);
-    mortal->kill();
+    victim->kill();
     node.wait_for_end(lost);
     send(*kept, numbered(3));
     node.wait_for_messages(3);

@@ -20,10 +20,10 @@ namespace torchspan::net::conformance {
 enum class Peers { kThreads, kProcesses };
 
 /// An unauthenticated peer with a plain socket.
-class SocketStranger final : public Stranger {
+class UnauthenticatedSocketPeer final : public UnauthenticatedPeer {
  public:
   using Reader = std::function<Address(const std::string&)>;
-  explicit SocketStranger(Reader read = parse_address) : read_(std::move(read)) {}
+  explicit UnauthenticatedSocketPeer(Reader read = parse_address) : read_(std::move(read)) {}
 
   void dial(const std::string& text, BytesView bytes) override {
     const Address address = read_(text);
@@ -38,7 +38,7 @@ class SocketStranger final : public Stranger {
       bytes = bytes.subspan(static_cast<std::size_t>(sent));
     }
   }
-  bool hears_hang_up() override {
+  bool sees_hang_up() override {
     for (;;) {
       pollfd event{socket_.get(), POLLIN, 0};
       if (::poll(&event, 1, 30'000) != 1) return false;

@@ -43,8 +43,8 @@ class StreamWorld final : public World {
     if (kind_ == Address::Kind::kUnix) return listen_address("nobody");
     return reserve_port(reserved_, "tcp");
   }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>();
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>();
   }
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;

@@ -159,15 +159,15 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
 """)
         self.assert_clean("check-rules")
 
-    def test_threads_waits_and_clocks_have_one_door(self):
+    def test_threads_waits_and_clocks_come_from_the_executor(self):
         lines = ["std::thread t;", "std::jthread t;", "auto f = std::async(g);", "std::condition_variable_any c;",
                  "auto now = std::chrono::steady_clock::now();", "std::chrono::system_clock::time_point t;",
                  "high_resolution_clock::now();", "std::this_thread::sleep_for(1s);", "usleep(3);", "::sleep(1);",
                  "std::promise<int> p;", "std::mutex m;", "epoll_wait(fd, e, 1, 0);"]
-        self.write("src/net/door_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
+        self.write("src/net/executor_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
         self.write("src/core/executor.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
         self.assert_reports("check-rules",
-                            *((f"src/net/door_test.cpp:{row}", "[door]") for row in range(2, len(lines) + 2)))
+                            *((f"src/net/executor_test.cpp:{row}", "[executor]") for row in range(2, len(lines) + 2)))
 
     def test_state_that_can_change_is_named(self):
         lines = ["int counter = 0;", "std::atomic<int> total{0};", "inline std::map<std::string, int> registry;",
@@ -206,7 +206,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
 
     def test_links_that_lead_nowhere_are_named(self):
         self.write("docs/threads.md", "# Threads\n")
-        self.write("docs/map.md", "[a](threads.md) [b](threads.md#door) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")
+        self.write("docs/map.md", "[a](threads.md) [b](threads.md#core) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")
         self.assert_reports("check-rules", ("docs/map.md:3", "[dead-link] 'gone.md'"))
 
     def test_long_functions_are_named(self):

@@ -14,9 +14,9 @@
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/local/block_pool.h"
-#include "net/local/block_shelf.h"
 #include "net/local/local_transport.h"
 #include "net/local/notes.h"
+#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
 #include "net/stream/address.h"
 
@@ -148,7 +148,7 @@ class LocalTransportTest : public ::testing::Test {
 
   /// A peer that has proved the secret and not settled yet.
   RawPeer dial_proven();
-  enum class Verdict : std::uint8_t { kYes, kNo, kLie };
+  enum class Verdict : std::uint8_t { kYes, kNo, kYesWithoutNonce };
   /// One that has settled to share, or not to; a lie is a yes without the nonce in the ring.
   RawPeer dial_raw(Verdict verdict = Verdict::kYes);
   Error end_of_raw() {
@@ -207,7 +207,8 @@ inline RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
   drive_until([&] { return receive_notes(peer.socket.get(), bytes, descriptors, {}).size == 48; });
   peer.in = std::make_unique<RingConsumer>(map_memory({}, descriptors.at(0), kRingHeaderBytes + kRing));
   const Bytes nonce(begin(peer.in->header().nonce), end(peer.in->header().nonce));
-  peer.say(record(false, verdict != Verdict::kNo, verdict == Verdict::kLie ? Bytes(kNonceBytes) : nonce));
+  peer.say(record(false, verdict != Verdict::kNo,
+                  verdict == Verdict::kYesWithoutNonce ? Bytes(kNonceBytes) : nonce));
   drive_until([&] { return !listener_->journal.accepted.empty() || !listener_->journal.refused.empty(); });
   if (!listener_->journal.accepted.empty()) channel_ = listener_->journal.accepted.at(0);
   return peer;

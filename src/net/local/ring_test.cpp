@@ -146,20 +146,21 @@ TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
 }
 
 TEST(Ring, BelievesNoCounterBeyondItsSize) {
-  for (const std::uint64_t lie : {std::uint64_t{kCapacity + 11}, std::uint64_t{9}, std::uint64_t{1} << 63,
-                                  std::numeric_limits<std::uint64_t>::max()}) {
+  for (const std::uint64_t invalid : {std::uint64_t{kCapacity + 11}, std::uint64_t{9}, std::uint64_t{1} << 63,
+                                      std::numeric_limits<std::uint64_t>::max()}) {
     Ring ring;
     ring.write(text(0, 10));
     ring.consumer.consume(10);
-    ring.consumer.header().tail = lie;
-    EXPECT_EQ(kind_of([&] { ring.consumer.readable(); }), ErrorKind::kInvalid) << lie;
+    ring.consumer.header().tail = invalid;
+    EXPECT_EQ(kind_of([&] { ring.consumer.readable(); }), ErrorKind::kInvalid) << invalid;
     EXPECT_FALSE(ring.consumer.ask_for_bytes()) << "who sleeps now will not see it";
   }
-  for (const std::uint64_t lie : {std::uint64_t{11}, std::uint64_t{1} << 63, std::uint64_t{0} - kCapacity}) {
+  for (const std::uint64_t invalid :
+       {std::uint64_t{11}, std::uint64_t{1} << 63, std::uint64_t{0} - kCapacity}) {
     Ring ring;
     ring.write(text(0, 10));
-    ring.producer.header().head = lie;
-    EXPECT_EQ(kind_of([&] { ring.write(text(0, kCapacity)); }), ErrorKind::kInvalid) << lie;
+    ring.producer.header().head = invalid;
+    EXPECT_EQ(kind_of([&] { ring.write(text(0, kCapacity)); }), ErrorKind::kInvalid) << invalid;
     EXPECT_FALSE(ring.producer.ask_for_room()) << "who sleeps now will not see it";
   }
 }

@@ -189,13 +189,13 @@ TEST_F(NetworkTransportTest, ADialFromAnotherThreadEndsTheSleep) {
   Side side(*executor_, "here");
   while (side.transport->poll()) {
   }
-  for (const std::string& nobody :
-       {std::string("tls:127.0.0.1:1"), "unix:" + folder_.path() + "/nobody@here"}) {
+  for (const std::string& unreachable :
+       {std::string("tls:127.0.0.1:1"), "unix:" + folder_.path() + "/unreachable@here"}) {
     const std::size_t before = side.ends.size();
     std::shared_ptr<Channel> channel;
     Thread other = executor_->spawn(
-        "dialer", [&] { channel = side.transport->connect(nobody, executor_->deadline_in(kPatience)); });
-    EXPECT_TRUE(side.drive_until([&] { return side.ends.size() == before + 1; })) << nobody;
+        "dialer", [&] { channel = side.transport->connect(unreachable, executor_->deadline_in(kPatience)); });
+    EXPECT_TRUE(side.drive_until([&] { return side.ends.size() == before + 1; })) << unreachable;
     other.join();
     EXPECT_EQ(side.ends.back().kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(side.ends.back().message(), HasSubstr(channel->peer()));

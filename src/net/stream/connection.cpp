@@ -33,7 +33,7 @@ Connection::Connection(Start start, const TransportOptions& options)
       channel_(std::move(start.channel)),
       token_(start.token),
       dial_(std::move(start.dial)),
-      stillborn_(std::move(start.stillborn)),
+      dial_error_(std::move(start.dial_error)),
       stage_(start.connected ? Stage::kHandshake : Stage::kConnecting),
       handshake_(dial_ ? Role::kDialer : Role::kListener,
                  handshake_options(options, channel_->peer(), start.lane != nullptr)),

@@ -86,7 +86,7 @@ Error TlsLane::timed_out() const {
                fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
 }
 
-bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->choked()); }
+bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }
 
 bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
   heard = false;

@@ -99,7 +99,7 @@ class BarePeer {
     ended_ = got.ended || got.broken != 0;
     return heard_.size() >= size;
   }
-  bool hears_hang_up() { return hears(~std::size_t{0}) || ended_; }
+  bool sees_hang_up() { return hears(~std::size_t{0}) || ended_; }
   Bytes take(std::size_t size) {
     const auto end = heard_.begin() + static_cast<std::ptrdiff_t>(size);
     const Bytes taken(heard_.begin(), end);

@@ -29,10 +29,11 @@ class TlsTransportTest : public TlsTest {
   }
   /// A bare listener that a transport of ours dialled and that has proved the secret.
   std::unique_ptr<BarePeer> be_dialed(std::shared_ptr<Channel>& channel) {
-    ListeningSocket door(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
-    channel = transport_->connect(with_port(parse_tls_address(address_), door.address().port), {});
+    ListeningSocket listening_socket(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
+    channel =
+        transport_->connect(with_port(parse_tls_address(address_), listening_socket.address().port), {});
     transport_->poll();
-    Descriptor socket(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Descriptor socket(::accept4(listening_socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     auto peer = std::make_unique<BarePeer>(std::move(socket), Role::kListener);
     drive_until([&] { return peer->shake_hands(); });
     drive_until([&] { return peer->hears(kLaneHelloBytes); });

@@ -126,10 +126,10 @@ void UcxTransport::attempt(const LinkPtr& link, const std::function<void()>& ste
 
 bool UcxTransport::serve_worker() {
   worker_.progress();
-  UcxWorker::News news = worker_.take_news();
-  if (news.empty()) return false;
-  take_arrivals(std::move(news.arrivals));
-  for (UcxTaskPtr& task : news.finished) {
+  UcxWorker::Events events = worker_.take_events();
+  if (events.empty()) return false;
+  take_arrivals(std::move(events.arrivals));
+  for (UcxTaskPtr& task : events.finished) {
     if (task->kind != UcxTask::Kind::kFetch) {
       if (task->channel) task->channel->finished(*task);
       continue;
@@ -146,8 +146,8 @@ bool UcxTransport::serve_worker() {
       review(*link);
     }
   }
-  for (const UcxWorker::FailedRoute& failed : news.failed) lose(failed);
-  for (const UcxTaskPtr& task : news.finished) {
+  for (const UcxWorker::FailedRoute& failed : events.failed) lose(failed);
+  for (const UcxTaskPtr& task : events.finished) {
     if (!task->channel) continue;
     const auto found = links_.find(task->link);
     if (found != links_.end()) review(*LinkPtr(found->second));

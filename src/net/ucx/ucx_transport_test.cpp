@@ -47,7 +47,7 @@ class OddPeer {
   void step() {
     tls_.poll();
     worker_.progress();
-    for (const UcxWorker::Arrival& arrival : worker_.take_news().arrivals) {
+    for (const UcxWorker::Arrival& arrival : worker_.take_events().arrivals) {
       heard_hello_ |= arrival.kind == UcxTask::Kind::kHello && arrival.label.channel == kLabel;
     }
     if (theirs_ || journal_.received.empty()) return;

@@ -60,7 +60,7 @@ UcxTransport::LinkPtr UcxTransport::find(const std::shared_ptr<Channel>& wire) c
   return found == by_wire_.end() ? nullptr : found->second;
 }
 
-void UcxTransport::note_came(const std::shared_ptr<Channel>& wire, const Message& message) {
+void UcxTransport::note_arrived(const std::shared_ptr<Channel>& wire, const Message& message) {
   if (const LinkPtr link = find(wire)) attempt(link, [&] { take_note(*link, message); });
 }
 

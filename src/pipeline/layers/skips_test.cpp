@@ -21,7 +21,7 @@ TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
   Skips skips({{"in", in}}, {"out"});
   EXPECT_TRUE(skips.pop("in").is_same(in));
   skips.stash("out", in * 2);
-  EXPECT_EQ(skips.neglected(), "");
+  EXPECT_EQ(skips.unused_keys(), "");
   EXPECT_TRUE(skips.stashed().at("out").equal(in * 2));
 }
 
@@ -29,7 +29,7 @@ TEST(Skips, MayBeNothing) {
   Skips skips({{"in", at::Tensor()}}, {"out"});
   EXPECT_FALSE(skips.pop("in").defined());
   skips.stash("out", at::Tensor());
-  EXPECT_EQ(skips.neglected(), "") << "nothing is something too, if it was stashed";
+  EXPECT_EQ(skips.unused_keys(), "") << "nothing is something too, if it was stashed";
   EXPECT_FALSE(skips.stashed().at("out").defined());
 }
 
@@ -54,7 +54,7 @@ TEST(Skips, GoOnce) {
 
 TEST(Skips, ThatWereDeclaredMustBeUsed) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
-  EXPECT_EQ(skips.neglected(),
+  EXPECT_EQ(skips.unused_keys(),
             "'out' was declared by stashes() but not stashed; 'in' was declared by pops() but not popped");
 }
 

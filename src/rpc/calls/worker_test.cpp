@@ -35,7 +35,7 @@ constexpr Function<add> kAdd{"add"};
 constexpr Function<scale> kScale{"scale"};
 constexpr Function<nothing> kNothing{"nothing"};
 constexpr Function<fail> kFail{"fail"};
-constexpr Function<who> kWho{"who"};
+constexpr Function<who> kWorkerName{"who"};
 constexpr Function<hop> kHop{"hop"};
 constexpr Function<coroutine_hop> kCoroutineHop{"coroutine_hop"};
 constexpr Function<async_add> kAsyncAdd{"async_add"};
@@ -67,7 +67,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed = 1) {
   ClusterOptions options;
   options.workers = workers;
   options.seed = seed;
-  options.functions.add(kAdd, kScale, kNothing, kFail, kWho, kHop, kCoroutineHop, kAsyncAdd, kCounter,
+  options.functions.add(kAdd, kScale, kNothing, kFail, kWorkerName, kHop, kCoroutineHop, kAsyncAdd, kCounter,
                         kCounterAdd, kCounterGet, kReadCounter, kReadThrough, kSleep);
   return options;
 }
@@ -84,7 +84,7 @@ TEST(Worker, CallsAFunctionOnAnotherWorkerAndOnItself) {
   on_first(2, 1, [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 2, 3), 5);
     EXPECT_EQ(worker.rpc_sync(0, kAdd, 20, 3), 23);
-    EXPECT_EQ(worker.rpc_sync(WorkerInfo{"worker1", 1}, kWho), "worker1");
+    EXPECT_EQ(worker.rpc_sync(WorkerInfo{"worker1", 1}, kWorkerName), "worker1");
     worker.rpc_sync(1, kNothing);
   });
 }

@@ -33,7 +33,7 @@ void OwnedValues::own_creation_ended(GlobalId value, Effects& effects) {
   erase_if_unused(it, {}, effects);
 }
 
-OwnedValues::Keep OwnedValues::creation_came(GlobalId value, GlobalId fork, const Keep& fresh) {
+OwnedValues::Keep OwnedValues::creation_arrived(GlobalId value, GlobalId fork, const Keep& fresh) {
   const PeerId creator = creator_of(value);
   if (!presence_.present(creator) || !created_[creator].insert(number_of(value))) return nullptr;
   Owned& owned = owned_[value];
@@ -70,8 +70,8 @@ std::optional<Refusal> OwnedValues::request_fork(GlobalId value, GlobalId fork, 
   return std::nullopt;
 }
 
-OwnedValues::Found OwnedValues::come_home(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh,
-                                          Effects& effects) {
+OwnedValues::Found OwnedValues::receive_at_owner(GlobalId value, GlobalId fork, PeerId from,
+                                                 const Keep& fresh, Effects& effects) {
   auto it = owned_.find(value);
   if (it == owned_.end()) {
     if (!may_come(value)) return {nullptr, why_gone(value)};
@@ -168,7 +168,7 @@ void OwnedValues::count(Owned& owned, GlobalId fork, PeerId holder) {
 
 void OwnedValues::erase_if_unused(Entry it, const Refusal& why, Effects& effects) {
   if (!it->second.came || !it->second.forks.empty()) return;
-  if (why.why != Refusal::Why::kLetGo) remember(it->first, why);
+  if (why.why != Refusal::Why::kReleased) remember(it->first, why);
   effects.released.push_back(std::move(it->second.owner));
   owned_.erase(it);
 }

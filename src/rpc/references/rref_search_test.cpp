@@ -91,12 +91,12 @@ TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
     for (std::size_t kind = 0; kind < done.size(); ++kind) done.at(kind) += world.done().at(kind);
     if (failure.empty()) continue;
     const RRefSchedule shortest = minimized(schedule, seed);
-    RRefWorld told(workers_of(seed), seed);
-    told.trace();
-    const std::string last = told.run(shortest);
+    RRefWorld replayed(workers_of(seed), seed);
+    replayed.trace();
+    const std::string last = replayed.run(shortest);
     FAIL() << "seed " << seed << ", " << workers_of(seed) << " workers: " << failure << "\n"
            << shortest.size() << " of its " << schedule.size() << " steps are enough for: " << last << "\n"
-           << told.story();
+           << replayed.trace_text();
   }
   for (std::size_t kind = 0; kind < done.size(); ++kind)
     EXPECT_GT(done.at(kind), schedules / 100) << "step " << kind << " was hardly ever possible";

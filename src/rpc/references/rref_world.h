@@ -54,9 +54,9 @@ class RRefWorld {
 
   /// Runs the schedule, then ends everything. Returns the first failure, or an empty string.
   std::string run(const RRefSchedule& schedule);
-  /// Records what happens in story(), one line per event; call it before run().
+  /// Records what happens in trace_text(), one line per event; call it before run().
   void trace() { tracing_ = true; }
-  const std::string& story() const { return story_; }
+  const std::string& trace_text() const { return trace_text_; }
   /// Returns how often each kind of step found something to do: a search that never does a thing proves
   /// nothing about it.
   const std::array<std::size_t, RRefStep::kKinds>& done() const { return done_; }
@@ -143,7 +143,7 @@ class RRefWorld {
   void check();
   void check_empty();
   void fail(std::string what);
-  void tell(const std::string& line);
+  void record(const std::string& line);
   std::string describe(const RRefStep& step) const;
 
   Worker& at(std::uint32_t rank) { return workers_[rank % workers_.size()]; }
@@ -164,7 +164,7 @@ class RRefWorld {
   std::size_t messages_ = 0;
   std::array<std::size_t, RRefStep::kKinds> done_{};
   std::string failure_;
-  std::string story_;
+  std::string trace_text_;
   bool tracing_ = false;
 };
 

@@ -1,7 +1,7 @@
 #include "net/local/local_test_tools.h"
 
 /// A peer that knows the secret and lies in every place where it can.
-namespace torchspan::net::local_test::liars_test {
+namespace torchspan::net::local_test::malformed_peer_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -16,7 +16,7 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketToAPeerThatDeclinesAtLast) {
 }
 
 TEST_F(LocalTransportTest, RefusesAPeerThatCannotReadWhatStandsInTheRing) {
-  const RawPeer peer = dial_raw(Verdict::kLie);
+  const RawPeer peer = dial_raw(Verdict::kYesWithoutNonce);
   ASSERT_FALSE(listener_->journal.refused.empty());
   EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);
 }
@@ -112,4 +112,4 @@ TEST_F(LocalTransportTest, TakesAGoodbyeThroughTheRing) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::local_test::liars_test
+}  // namespace torchspan::net::local_test::malformed_peer_test
