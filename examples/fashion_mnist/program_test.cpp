@@ -61,7 +61,7 @@ class Program : public ::testing::Test {
   const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 };
 
-TEST_F(Program, LearnsAcrossThreeWorkersAndTellsWhatRanWhere) {
+TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
   const Outcome outcome = run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "3"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
@@ -102,7 +102,7 @@ TEST_F(Program, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
                                     Not(HasSubstr("test accuracy"))));
 }
 
-TEST_F(Program, RefusesAWrongOptionBeforeItWaitsForAnybody) {
+TEST_F(Program, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
   const Outcome outcome = run({kModelParallel}, {"--data", folder_.path(), "--lr", "-1"});
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
@@ -157,7 +157,7 @@ TEST_F(Program, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
   }
 }
 
-TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
+TEST_F(Program, TrainsDataParallelWithoutTheComparison) {
   const Outcome outcome = run_workers(
       2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -165,7 +165,7 @@ TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
   EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));
 }
 
-TEST_F(Program, TellsWhatIsWrongWithOptionsOfDataParallelTraining) {
+TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {
   const auto output_of = [&](const std::vector<std::string>& options) {
     std::vector<std::string> arguments = {"--data", folder_.path(), "--epochs", "1"};
     arguments.insert(arguments.end(), options.begin(), options.end());

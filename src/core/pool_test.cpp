@@ -46,7 +46,7 @@ int nest(const std::shared_ptr<Pool>& pool, int depth) {
   return 1 + async(pool, [pool, depth] { return nest(pool, depth - 1); }).wait();
 }
 
-TEST(Pool, RefusesNumbersOfThreadsThatMakeNoSense) {
+TEST(Pool, RejectsInvalidThreadCounts) {
   const auto executor = make_executor();
   EXPECT_EQ(kind_of([&] { Pool(*executor, {.threads = 0}); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { Pool(*executor, {.threads = 3, .max_threads = 2}); }), ErrorKind::kInvalid);
@@ -101,7 +101,7 @@ TEST(Pool, RunsNoMoreJobsAtOnceThanItHasThreads) {
   });
 }
 
-TEST(Pool, StartsNoJobWhileThreadsThatCameBackFromAWaitKeepItBusy) {
+TEST(Pool, StartsNoJobWhileThreadsThatReturnFromAWaitKeepItBusy) {
   for_seeds(100, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads});
@@ -194,7 +194,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
 }
 
 // peer: rpc/more nested calls never starve
-TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
+TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
   everywhere(100, [](Executor& executor) {
     std::atomic<bool> overloaded{false};
     std::function<void()> nest_for_ever;
@@ -216,7 +216,7 @@ TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
   });
 }
 
-TEST(PoolCap, OverloadsAWaitThatBeganBeforeTheJobsCame) {
+TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
   everywhere(100, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> never(pool.host());
@@ -238,7 +238,7 @@ TEST(PoolCap, OverloadsAWaitThatBeganBeforeTheJobsCame) {
 }
 
 // The last thread may wait although jobs are queued, if another thread has been woken and has not run yet.
-TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToComeFree) {
+TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> promise(pool.host());
@@ -297,7 +297,7 @@ TEST(PoolStop, StillReplacesThreadsThatBlock) {
   });
 }
 
-TEST(PoolStop, LeavesLaterPostsToTheirPosters) {
+TEST(PoolStop, RunsLaterPostsOnTheirPosters) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
@@ -334,7 +334,7 @@ TEST(PoolIdle, EndsThreadsBeyondItsSizeAfterAWhileAndGrowsAgain) {
   });
 }
 
-TEST(PoolIdle, LosesNoJobThatComesAsAThreadEnds) {
+TEST(PoolIdle, LosesNoJobPostedWhileAThreadEnds) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .linger = 1ms});
     int runs = 0;
@@ -381,7 +381,7 @@ TEST(PoolWithoutThreads, RunsJobsOnTheirPosters) {
   });
 }
 
-TEST(PoolWithoutThreads, DoesWithTheOnesItHasAndOverloadsWhenTheyAllWait) {
+TEST(PoolWithoutThreads, UsesItsExistingThreadsAndReportsOverloadWhenTheyAllWait) {
   everywhere(50, [](Executor& executor) {
     FewThreads few(executor, 3);
     OwnedPool pool(few, {.threads = 4});

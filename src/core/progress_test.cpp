@@ -60,7 +60,7 @@ TEST(Progress, FormatsEveryFieldInOneLine) {
             "epoch 2/5  step 17/469  loss 0.5125  5,120 images/s  1m03s left  warm up 100% done second");
 }
 
-TEST(Progress, LeavesOutWhatWasNotReported) {
+TEST(Progress, OmitsFieldsThatWereNotReported) {
   EXPECT_EQ(format_progress({}), "");
   ProgressReport report;
   report.step = 3;
@@ -102,7 +102,7 @@ TEST(Progress, DecodesWhatItEncoded) {
   EXPECT_EQ(back->seconds_left, report.seconds_left);
 }
 
-TEST(Progress, DecodesLinesWithKeysOfTheFutureAndRefusesOthers) {
+TEST(Progress, DecodesLinesWithUnknownKeysAndRejectsInvalidOnes) {
   ASSERT_TRUE(decode_progress("torchspan-progress 1 step=3 colour=blue"));
   EXPECT_EQ(decode_progress("torchspan-progress 1 step=3 colour=blue")->step, 3);
   EXPECT_FALSE(decode_progress("torchspan-progress 12 step=3"));
@@ -124,7 +124,7 @@ TEST(Progress, DecodesEveryByteStringToAReportOrNothing) {
   }
 }
 
-TEST(Progress, KnowsTheShareOfTheWholeWork) {
+TEST(Progress, ComputesTheCompletedFraction) {
   ProgressReport report;
   EXPECT_FALSE(fraction_done(report));
   report.epoch = 2;
@@ -137,7 +137,7 @@ TEST(Progress, KnowsTheShareOfTheWholeWork) {
   EXPECT_DOUBLE_EQ(*fraction_done(report), 0.5);
 }
 
-TEST(Progress, TellsTheLauncherTheTimeLeft) {
+TEST(Progress, ReportsTheRemainingTimeToTheLauncher) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.launcher_descriptor = pipe.write_end()});
@@ -156,7 +156,7 @@ TEST(Progress, TellsTheLauncherTheTimeLeft) {
   });
 }
 
-TEST(Progress, ShowsTenReportsASecondAndAlwaysTheLast) {
+TEST(Progress, ShowsTenReportsPerSecondAndAlwaysTheLast) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.launcher_descriptor = pipe.write_end()});
@@ -200,7 +200,7 @@ TEST(Progress, RedrawsOneLineOnATerminal) {
   });
 }
 
-TEST(Progress, PrintsAPlainLineEveryTenSecondsElsewhere) {
+TEST(Progress, PrintsAPlainLineEveryTenSecondsWithoutATerminal) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.descriptor = pipe.write_end(), .terminal = false});

@@ -155,7 +155,7 @@ TEST(SimExecutor, LetsOneThreadRunAtATime) {
   });
 }
 
-TEST(SimExecutor, SleepsAnHourInNoTime) {
+TEST(SimExecutor, SleepsAnHourOfVirtualTimeInstantly) {
   const auto real = make_executor();
   const TimePoint began = real->now();
   SimExecutor executor(1);
@@ -186,7 +186,7 @@ TEST(SimExecutor, WakesEachSleeperAtItsDeadlineInOrder) {
   });
 }
 
-TEST(SimExecutor, FiresEventsAtTheirTimeInTheOrderOfPlanning) {
+TEST(SimExecutor, FiresEventsAtTheirTimeInTheOrderOfScheduling) {
   for_seeds(20, [](SimExecutor& executor) {
     std::vector<std::pair<int, std::int64_t>> fired;
     const auto plan = [&](int name, Duration when) {
@@ -438,7 +438,7 @@ class SimExecutorDeath : public ::testing::Test {
   void SetUp() override { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
 };
 
-TEST_F(SimExecutorDeath, NamesEveryThreadWhenNothingCanEverWake) {
+TEST_F(SimExecutorDeath, NamesEveryThreadInADeadlock) {
   const auto deadlock = [] {
     SimExecutor executor(42);
     executor.run([&] {
@@ -454,7 +454,7 @@ TEST_F(SimExecutorDeath, NamesEveryThreadWhenNothingCanEverWake) {
                      HasSubstr("'main'"), HasSubstr("'waits for right'"), HasSubstr("'waits for left'")));
 }
 
-TEST_F(SimExecutorDeath, TellsWhatMainThrewWhenThatLeftOthersWaiting) {
+TEST_F(SimExecutorDeath, ReportsTheExceptionOfMainWhenItLeavesThreadsWaiting) {
   const auto deadlock = [] {
     SimExecutor executor(1);
     Thread thread;

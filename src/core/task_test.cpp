@@ -141,7 +141,7 @@ TEST(Task, ReturnsThroughADeepNestWithoutUsingTheStack) {
   EXPECT_EQ(start(Deep::sum(20'000), {}).wait(), 20'000);
 }
 
-TEST(Task, GoesOnOnThePoolOfTheFutureItAwaits) {
+TEST(Task, ResumesOnThePoolOfTheAwaitedFuture) {
   everywhere(30, [](Executor& executor) {
     OwnedPool home(executor, {.name = "home"}), other(executor, {.name = "other"});
     Promise<int> promise(other.host());

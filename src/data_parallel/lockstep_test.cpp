@@ -265,7 +265,7 @@ TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
 
 // Uneven batches without join(): the rank with more batches waits for one that has destroyed its wrapper. The
 // error names that rank and suggests join().
-TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
+TEST(Lockstep, ARankWithMoreBatchesIsReferredToJoin) {
   if (!over_shared_memory()) GTEST_SKIP() << "needs a group whose last handle is dropped";
   for (const bool buffered : {false, true}) {
     on_ranks(2, [&](const Rank& self) {

@@ -59,7 +59,7 @@ TEST(Backward, LeavesUnusedOutputsUndefined) {
   });
 }
 
-TEST(Backward, GivesNothingToALeafWhoseGradientIsForgotten) {
+TEST(Backward, GivesNothingToALeafWithAnUndefinedGradient) {
   expect_as_stock(matrices(3), [](auto& x) {
     return std::vector<Tensor>{Forgetter::apply(x[0], x[1].sin()) * x[2].detach()};
   });
@@ -141,7 +141,7 @@ TEST(Backward, WithRetainedGraphTwiceIsTheSum) {
       /*passes=*/3);
 }
 
-TEST(Backward, TwiceWithoutRetainingSaysSo) {
+TEST(Backward, TwiceWithoutRetainingIsReported) {
   const auto x = as_leaves(matrices(1));
   const Tensor loss = x[0].exp().sum();
   GradientMap gradients;

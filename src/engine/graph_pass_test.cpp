@@ -347,7 +347,7 @@ int race(int rounds, bool abort) {
 
 TEST(GraphPass, LosesNoRootThatArrivesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/false), 0); }
 
-TEST(GraphPass, LosesNoAbortThatComesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/true), 0); }
+TEST(GraphPass, LosesNoAbortThatArrivesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/true), 0); }
 
 TEST(GraphPass, AbortedWhileManyThreadsDeliverEndsOnce) {
   const auto executor = make_executor();

@@ -57,7 +57,7 @@ TEST_F(CommandLineTest, GivesTheJobsExitCode) {
   EXPECT_EQ(run({"run", "-n", "1", "sh", "-c", "exit 17"}), 17);
 }
 
-TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
+TEST_F(CommandLineTest, RejectsUnknownArguments) {
   struct Row {
     std::vector<std::string> arguments;
     std::string complaint;
@@ -150,7 +150,7 @@ TEST_F(CommandLineTest, HelpsOnRequest) {
                                     HasSubstr("The program and its arguments")));
 }
 
-TEST_F(CommandLineTest, FailsWhenItsAnswerIsLost) {
+TEST_F(CommandLineTest, FailsWhenItsOutputCannotBeWritten) {
   const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
   ASSERT_GE(full, 0);
   const std::vector<std::vector<std::string>> commands = {

@@ -29,7 +29,7 @@ TEST(Doctor, FindsNothingOnAHealthyMachine) {
   EXPECT_THAT(text, Not(HasSubstr("what now")));
 }
 
-TEST(Doctor, SaysWhatToDoAboutEachAilment) {
+TEST(Doctor, AdvisesAboutEachProblem) {
   struct Row {
     std::function<void(Machine&)> break_machine;
     Verdict verdict;

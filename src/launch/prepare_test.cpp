@@ -56,7 +56,7 @@ TEST(WorkerEnvironment, IsReadBackByTheRendezvous) {
   }
 }
 
-TEST(WorkerEnvironment, KeepsWhatItInheritsAndLetsTheUserWin) {
+TEST(WorkerEnvironment, KeepsInheritedVariablesAndPrefersTheUsers) {
   JobSetting mine = setting();
   mine.extra = {{"TORCHSPAN_NAME", "me"}, {"A", "b c"}};
   const Environment environment = worker_environment({{"PATH", "/bin"}, {"A", "old"}}, mine, 1);
@@ -89,7 +89,7 @@ class Programs : public ::testing::Test {
   std::string folder_;
 };
 
-TEST_F(Programs, AreFoundInThePathOrByTheirOwn) {
+TEST_F(Programs, AreFoundThroughPathOrByTheirFullName) {
   EXPECT_EQ(find_program("program", {{"PATH", "/nowhere:" + folder_}}), folder_ + "/program");
   EXPECT_EQ(find_program(folder_ + "/program", {}), folder_ + "/program");
   EXPECT_EQ(find_program("sh", {}).substr(0, 1), "/");
@@ -125,7 +125,7 @@ TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
   EXPECT_LT(choose_port(0), 32768);
 }
 
-TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
+TEST_F(Programs, OfAJobHaveAPrivateFolderThatIsRemovedWithIt) {
   std::string path;
   {
     const JobFolder job({{"TMPDIR", folder_}});
@@ -148,7 +148,7 @@ TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
-TEST_F(Programs, OfAJobRemoveOnlyWhatAnotherJobAbandoned) {
+TEST_F(Programs, OfAJobRemoveOnlyAbandonedFoldersOfOtherJobs) {
   // A folder with the right name and other contents, and one whose contents match only partly.
   for (const std::string name : {"torchspan.abcdef", "torchspan.abandon", "torchspan-501"}) {
     ASSERT_EQ(mkdir((folder_ + "/" + name).c_str(), 0700), 0);

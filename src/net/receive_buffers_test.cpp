@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
-TEST(ReceiveBuffers, GivesTheSameMemoryAgainOnceItIsFree) {
+TEST(ReceiveBuffers, ReusesMemoryOnceItIsFree) {
   const ReceiveBuffers buffers;
   Buffer first = buffers(4 * kMiB);
   std::byte* const memory = first.data;
@@ -53,7 +53,7 @@ TEST(ReceiveBuffers, KeepsNoMoreThanTheLimit) {
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
 }
 
-TEST(ReceiveBuffers, FreesWhatNobodyTookForAWhile) {
+TEST(ReceiveBuffers, FreesMemoryThatStaysUnused) {
   const ReceiveBuffers buffers({.idle = std::chrono::seconds(1)});
   const TimePoint start{};
   Buffer busy = buffers(2 * kMiB);
@@ -69,7 +69,7 @@ TEST(ReceiveBuffers, FreesWhatNobodyTookForAWhile) {
   EXPECT_EQ(buffers.kept_bytes(), 0u);
 }
 
-TEST(ReceiveBuffers, LetsItsMemoryOutliveIt) {
+TEST(ReceiveBuffers, KeepsItsMemoryValidAfterDestruction) {
   Buffer left;
   {
     const ReceiveBuffers buffers;
@@ -79,7 +79,7 @@ TEST(ReceiveBuffers, LetsItsMemoryOutliveIt) {
   EXPECT_EQ(left.data[left.size - 1], std::byte{7});
 }
 
-TEST(ReceiveBuffers, TakesThePlaceOfTheDefaultOnly) {
+TEST(ReceiveBuffers, ReplacesOnlyTheDefaultAllocator) {
   TransportOptions own;
   own.allocator = [](std::size_t size) { return allocate_buffer(size); };
   EXPECT_EQ(ReceiveBuffers::of(with_receive_buffers(own)), nullptr);
@@ -92,7 +92,7 @@ TEST(ReceiveBuffers, TakesThePlaceOfTheDefaultOnly) {
   EXPECT_EQ(ReceiveBuffers::of(twice)->kept_bytes(), kMiB) << "copies share what is kept";
 }
 
-TEST(ReceiveBuffers, NeverGivesOneMemoryToTwo) {
+TEST(ReceiveBuffers, NeverHandsOutTheSameMemoryTwice) {
   constexpr std::size_t kStep = 4096;
   const auto executor = make_executor();
   const ReceiveBuffers buffers({.keep = 64 * kMiB});

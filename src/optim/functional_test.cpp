@@ -96,7 +96,7 @@ TEST(OptimizerSpec, NamesTheWrongOptionAndItsValueWhereItIsWritten) {
   EXPECT_THAT(text(Adagrad{.eps = INFINITY}), HasSubstr("eps = inf"));
 }
 
-TEST(OptimizerSpec, BuildsTheSameOptimizerAfterItTravelled) {
+TEST(OptimizerSpec, BuildsTheSameOptimizerAfterATransfer) {
   wire::Payload payload = wire::to_payload(OptimizerSpec(SGD{.lr = 0.5, .maximize = true}));
   const OptimizerSpec arrived = wire::from_payload<OptimizerSpec>(payload);
   const at::Tensor leaf = parameter({2});
@@ -136,7 +136,7 @@ TEST(OptimizerTable, BuildsAKindThatAProgramAdds) {
   EXPECT_THAT(error_of([&] { table.add<HalfStep>(); }).what(), HasSubstr("'HalfStep' already"));
 }
 
-TEST(OptimizerTable, SaysWhatItHasWhenAKindIsUnknownOrOfAnotherVersion) {
+TEST(OptimizerTable, ListsItsKindsWhenAKindIsUnknownOrOfAnotherVersion) {
   const Error unknown = error_of([] { OptimizerTable().build(HalfStep{}, {parameter({1})}); });
   EXPECT_EQ(unknown.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'HalfStep' here, only Adadelta, Adagrad, Adam"));

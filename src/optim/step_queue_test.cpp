@@ -57,7 +57,7 @@ class RunLog {
   std::array<std::vector<int>, kKeys> order_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-TEST(StepQueue, RunsJobsThatShareAKeyOneByOneInTheOrderTheyCame) {
+TEST(StepQueue, RunsJobsWithACommonKeyInOrder) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     simulate(seed, 4, [seed](Executor& executor, const std::shared_ptr<Pool>&, StepQueue& queue) {
@@ -142,7 +142,7 @@ TEST(StepQueue, HoldsNoThreadForJobsThatWait) {
   });
 }
 
-TEST(StepQueue, FreesTheKeysOfAJobThatFailsAndTellsItsCaller) {
+TEST(StepQueue, FreesTheKeysOfAFailedJobAndReportsToItsCaller) {
   simulate(3, 2, [](Executor&, const std::shared_ptr<Pool>&, StepQueue& queue) {
     const char key = 0;
     const auto failed = queue.run({&key}, [] { throw std::runtime_error("no step today"); });

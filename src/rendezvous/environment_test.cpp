@@ -90,7 +90,7 @@ TEST(Environment, TakesTheNextPortWhenTorchrunsAgentOwnsTheFirst) {
       HasSubstr("MASTER_PORT is 65535"));
 }
 
-TEST(Environment, MeetsOnLoopbackWhenAllWorkersAreOnOneHost) {
+TEST(Environment, UsesLoopbackWhenAllWorkersAreOnOneHost) {
   const auto worker = read_environment(with(torchrun(), {{"LOCAL_WORLD_SIZE", "4"}, {"LOCAL_RANK", "3"}}));
   EXPECT_EQ(worker.store_address(), "tcp:127.0.0.1:29400");
   const auto by_hand = read_environment(
@@ -100,7 +100,7 @@ TEST(Environment, MeetsOnLoopbackWhenAllWorkersAreOnOneHost) {
   EXPECT_EQ(by_hand.local_rank, 1);
 }
 
-TEST(Environment, MeetsOverTlsBetweenHosts) {
+TEST(Environment, UsesTlsBetweenHosts) {
   const auto at = [](const std::string& host) {
     return read_environment(with(torchrun(), {{"MASTER_ADDR", host}})).store_address();
   };
@@ -109,7 +109,7 @@ TEST(Environment, MeetsOverTlsBetweenHosts) {
   EXPECT_EQ(at("[2001:db8::7]"), "tls:[2001:db8::7]:29400");
 }
 
-TEST(Environment, ReadsWhereToListenAndWhichCertificatesToShow) {
+TEST(Environment, ReadsTheListenAddressAndTheCertificates) {
   const Environment all = {{"TORCHSPAN_LISTEN_HOST", "10.0.0.7"},
                            {"TORCHSPAN_CERTIFICATE_FILE", "c.pem"},
                            {"TORCHSPAN_KEY_FILE", "k.pem"},
@@ -189,7 +189,7 @@ TEST(Environment, IgnoresSlurmInAnInteractiveShell) {
   EXPECT_EQ(worker.launcher, Launcher::kNone);
 }
 
-TEST(Environment, SaysThatABatchScriptNeedsSrun) {
+TEST(Environment, ReportsThatABatchScriptNeedsSrun) {
   const Environment script = {{"SLURM_PROCID", "0"},
                               {"SLURM_NTASKS", "6"},
                               {"SLURM_JOB_ID", "77"},
@@ -286,7 +286,7 @@ TEST(Environment, RefusesAWorldSizeThatContradictsTheLauncher) {
               HasSubstr("SLURM_NODEID is 2"));
 }
 
-TEST(Environment, KnowsWhereSecretsAndSocketsGo) {
+TEST(Environment, DerivesThePathsOfSecretsAndSockets) {
   const auto plain = read_environment(torchrun());
   EXPECT_EQ(plain.secret_file, "/home/.torchspan/secret");
   EXPECT_FALSE(plain.secret_named);

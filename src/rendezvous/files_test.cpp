@@ -130,7 +130,7 @@ int make_socket(const std::string& path, bool old) {
   return fd;
 }
 
-TEST_F(Files, RuntimeFolderLosesTheSocketsOfTheKilled) {
+TEST_F(Files, RuntimeFolderDropsTheSocketsOfKilledProcesses) {
   worker_.runtime_folder = folder_ + "/run";
   const std::string run = make_runtime_folder(worker_);
   const int dead = make_socket(run + "/dead.sock", true);

@@ -32,7 +32,7 @@ class OpenStore : public StoreFixture {
   using Place = std::pair<int, std::uint32_t>;
 };
 
-TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
+TEST_F(OpenStore, AdmitsRankZeroAtOnceAndOthersAsTheyConnect) {
   ASSERT_EQ(heard<Welcome>(0).size(), 1u);
   EXPECT_EQ(heard<Welcome>(0).at(0).members.size(), 1u);
   say(1, visitor("a"));
@@ -49,7 +49,7 @@ TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
   EXPECT_TRUE(heard<Joined>(3).empty());
 }
 
-TEST_F(OpenStore, HoldsThoseWhoComeBeforeRankZero) {
+TEST_F(OpenStore, HoldsWorkersThatConnectBeforeRankZero) {
   open(kOpenWorld);
   sent_.clear();
   say(1, visitor("a"));
@@ -64,7 +64,7 @@ TEST_F(OpenStore, HoldsThoseWhoComeBeforeRankZero) {
   EXPECT_TRUE(heard<Welcome>(2).empty());
 }
 
-TEST_F(OpenStore, RefusesNamesAndRanksOfThePresentWithoutHarm) {
+TEST_F(OpenStore, RejectsNamesAndRanksThatAreInUse) {
   say(1, visitor("a", 3));
   say(2, visitor("a"));
   say(3, visitor("b", 3));
@@ -82,7 +82,7 @@ TEST_F(OpenStore, RefusesNamesAndRanksOfThePresentWithoutHarm) {
   EXPECT_EQ(place_of(6, "b"), Place(1, 0));
 }
 
-TEST_F(OpenStore, GivesTheReturningTheirRankAndANewIncarnation) {
+TEST_F(OpenStore, GivesReturningWorkersTheirRankAndANewIncarnation) {
   say(1, visitor("a"));
   store_->on_closed(1, closed());
   say(2, visitor("a"));
@@ -95,7 +95,7 @@ TEST_F(OpenStore, GivesTheReturningTheirRankAndANewIncarnation) {
   EXPECT_EQ(place_of(4, "a"), Place(1, 2));
 }
 
-TEST_F(OpenStore, LetsANewNameTakeTheRankOfTheGoneButNeverGivesItAway) {
+TEST_F(OpenStore, LetsANewNameRequestTheRankOfADepartedWorkerButNeverAssignsIt) {
   say(1, visitor("a"));
   store_->on_closed(1, closed());
   say(2, visitor("b"));
@@ -106,7 +106,7 @@ TEST_F(OpenStore, LetsANewNameTakeTheRankOfTheGoneButNeverGivesItAway) {
   EXPECT_EQ(place_of(4, "a"), Place(3, 0)) << "nobody is called a any more";
 }
 
-TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
+TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   store_->on_closed(1, closed());
@@ -121,7 +121,7 @@ TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
   EXPECT_FALSE(welcome.gone[1].died);
 }
 
-TEST_F(OpenStore, ComparesFunctionsWithThePresentOnly) {
+TEST_F(OpenStore, ComparesFunctionsWithPresentWorkersOnly) {
   open(kOpenWorld);
   sent_.clear();
   Register lenient = registration(0, kOpenWorld), other = visitor("a");
@@ -169,7 +169,7 @@ TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
   EXPECT_EQ(heard<Welcome>(0).size(), 1u) << "the gathering went on";
 }
 
-TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
+TEST_F(OpenStore, RestartsRoundNumbersWhenARankIsReplaced) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   const auto come = [&](ConnectionId connection, std::uint64_t round, std::vector<std::uint32_t> incarnations,
@@ -198,7 +198,7 @@ TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
   EXPECT_THAT(round_failure(3), HasSubstr("incarnation 0 of rank 2"));
 }
 
-TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
+TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   gather_world(3);
   store_->on_closed(1, closed());
   sent_.clear();
@@ -223,7 +223,7 @@ TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
 }
 
 /// A fixed world is left by all together: who comes again soon is meant for the next one.
-TEST_F(StoreFixture, LetsNobodyBackIntoAWorldThatItHasLeft) {
+TEST_F(StoreFixture, RejectsAWorkerThatReturnsAfterLeaving) {
   gather_world(3);
   sent_.clear();
   say(1, Leave{});
@@ -265,7 +265,7 @@ TEST_F(StoreOfHosts, AsksOtherHostsOnly) {
   EXPECT_TRUE(store_->next_deadline().is_never());
 }
 
-TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
+TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {
   store_->tick(kStart);
   say(1, Pong{}, kStart + seconds(4));
   store_->tick(kStart + seconds(4));
@@ -288,7 +288,7 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_EQ(heard<Joined>(0).at(0).member.incarnation, 1u);
 }
 
-TEST_F(StoreOfHosts, TellsASilenceThatTheTransportNoticedFirst) {
+TEST_F(StoreOfHosts, ReportsASilenceThatTheTransportNoticedFirst) {
   store_->on_closed(1, closed().with_elapsed(seconds(5)));
   EXPECT_EQ(heard<Died>(0).at(0).reason,
             "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
@@ -303,7 +303,7 @@ TEST_F(StoreOfHosts, AnyMessageIsASignOfLife) {
   EXPECT_TRUE(heard<Died>(0).empty());
 }
 
-TEST_F(StoreOfHosts, FailsAGatheringWhoseWorkerFellSilent) {
+TEST_F(StoreOfHosts, FailsAGatheringWithASilentWorker) {
   open(StoreOptions{3, "job", "here", {milliseconds(500), seconds(5)}});
   Register near = registration(0, 3), far = registration(1, 3);
   near.member.host_id = "here";

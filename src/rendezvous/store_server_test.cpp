@@ -65,7 +65,7 @@ class FloodedTransport final : public net::Transport {
   Bytes registration_;
 };
 
-TEST(StoreServer, KeepsItsDeadlinesHoweverManyStrangersKeepItBusy) {
+TEST(StoreServer, KeepsItsDeadlinesUnderManyUnauthenticatedPeers) {
   const auto executor = make_executor();
   Runtime runtime(*executor, "worker0", LogLevel::kOff);
   const auto notified = executor->make_parker();

@@ -68,7 +68,7 @@ Timeline simulated(const Table& table, std::string name = "", Costs costs = {}) 
   return timeline;
 }
 
-TEST(DrawText, HasALineARankAndAColumnASlot) {
+TEST(DrawText, HasALinePerRankAndAColumnPerSlot) {
   EXPECT_EQ(draw_text(simulated(one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 3}))),
             "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---\n"
             "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .\n");
@@ -119,7 +119,7 @@ TEST(DrawSvg, ColoursAndNumbersEachAction) {
   for (const char* number : {"0", "1", "2"}) EXPECT_GE(count(svg, ">" + std::string(number) + "</text>"), 6);
 }
 
-TEST(DrawSvg, ExplainsTheKindsThatAreThere) {
+TEST(DrawSvg, ExplainsTheKindsInUse) {
   const std::string halves = draw_svg({simulated(zero_bubble_h1({.ranks = 2, .micro_batches = 3}))});
   EXPECT_THAT(halves, HasSubstr(">weight gradient</text>"));
   EXPECT_THAT(halves, Not(HasSubstr(">backward</text>")));

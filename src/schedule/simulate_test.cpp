@@ -165,7 +165,7 @@ TEST(Simulate, AnActivationIsKeptUntilItsWeightGradient) {
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{1, 1, 2, 2, 1, 0}));
 }
 
-TEST(Simulate, MicroBatchesThatNeverGoBackwardsAreNotKept) {
+TEST(Simulate, MicroBatchesWithoutBackwardAreNotKept) {
   const Table table{
       .name = "mixed", .rank_of_stage = {0}, .micro_batches = 2, .actions = {actions_of("0F0 0F1 0B1")}};
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{0, 1, 0}));

@@ -173,7 +173,7 @@ TEST_P(TablesOfSeed, NoForwardGoesBeforeABackwardThatIsReady) {
   }
 }
 
-TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
+TEST(Tables, InvalidShapesAreRejectedByName) {
   expect_refused([] { one_forward_one_backward(Shape{.ranks = 0}); }, "ranks is 0; at least 1");
   expect_refused([] { looped({.ranks = 2, .micro_batches = -1}); }, "micro_batches is -1; at least 1");
   expect_refused([] { looped_breadth_first({.stages_per_rank = 0}); }, "stages_per_rank is 0; at least 1");

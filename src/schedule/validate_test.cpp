@@ -73,7 +73,7 @@ TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
   EXPECT_THAT(complaint(unknown), HasSubstr("0?0 has an unknown kind"));
 }
 
-TEST(Validate, ShowsTheRingOfADeadlock) {
+TEST(Validate, ShowsTheCycleOfADeadlock) {
   // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
   EXPECT_EQ(
       complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
@@ -84,7 +84,7 @@ TEST(Validate, ShowsTheRingOfADeadlock) {
       "after 0B0");
 }
 
-TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
+TEST(Validate, OmitsRanksThatOnlyWaitForTheCycle) {
   const std::string text =
       complaint(table_of({0, 1, 2}, 2, {"0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B1 2B0"}));
   EXPECT_THAT(
@@ -95,7 +95,7 @@ TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
   EXPECT_THAT(text, ::testing::Not(HasSubstr("rank 0 at")));
 }
 
-TEST(Validate, SaysWhenARankWaitsForItself) {
+TEST(Validate, ReportsARankThatWaitsForItself) {
   EXPECT_EQ(complaint(table_of({0}, 1, {"0B0 0F0"})),
             "schedule 'mine': a rank waits for itself; rank 0 at 0B0 (action 0 of its list) waits for 0F0 of "
             "its own, which "

@@ -242,7 +242,7 @@ void short_stalls() {
   session.shutdown();
 }
 
-TEST(ClusterAutograd, APassThatEndsWhileItIsAskedAboutEndsWell) {
+TEST(ClusterAutograd, APassThatEndsDuringASurveySucceeds) {
   ProcessWorld world(3);
   world.start_all("short_stalls");
   expect_all_end_well(world, seconds(60));

@@ -110,7 +110,7 @@ class Containers : public testing::Hosts {
   }
 };
 
-TEST_F(Containers, OfOneMachineAreHostsOfTheirOwnWhereTheySeeNoSocketsOfEachOther) {
+TEST_F(Containers, OfOneMachineAreSeparateHostsWithoutCommonSockets) {
   ProcessWorld world(4);
   start_all(world, "near", "far", {});
   expect_all_end_well(world);

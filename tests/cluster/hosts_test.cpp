@@ -114,7 +114,7 @@ void serve_far_host() {
   require(false, "the world broke");
 }
 
-TEST_F(Hosts, WorkersOfTwoHostsMeetAndCallEachOther) {
+TEST_F(Hosts, WorkersOfTwoHostsConnectAndCallEachOther) {
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) start(world, rank, rank < 2 ? network_.near : network_.far, "meet");
   expect_all_end_well(world);
@@ -128,7 +128,7 @@ TEST_F(Hosts, GroupsSumOverTwoHosts) {
   expect_all_end_well(world);
 }
 
-TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
+TEST_F(Hosts, WorkersConnectByCertificatesWithoutACommonSecret) {
   ProcessWorld world(4);
   testing::TestAuthority authority(world.folder(), "ours");
   authority.issue("worker", "IP:10.77.0.1,IP:10.77.0.2");
@@ -146,7 +146,7 @@ TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
   expect_all_end_well(world);
 }
 
-TEST_F(Hosts, WorkersMeetOverUcxWhenTheNetworkIsSaidToBeIsolated) {
+TEST_F(Hosts, WorkersConnectOverUcxWhenTheNetworkIsDeclaredIsolated) {
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) {
     start(world, rank, rank < 2 ? network_.near : network_.far, "meet",
@@ -165,7 +165,7 @@ TEST_F(Hosts, AnUnknownNetworkIsRefusedByName) {
   EXPECT_THAT(worker.output(), ::testing::HasSubstr("TORCHSPAN_NETWORK is 'infiniband'"));
 }
 
-TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
+TEST_F(Hosts, AWorkerWithAnotherSecretIsRejected) {
   ProcessWorld world(2);
   std::map<std::string, std::string> alone{{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}};
   alone["TORCHSPAN_JOIN_TIMEOUT"] = "10";
@@ -184,7 +184,7 @@ TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
                                ::testing::HasSubstr("the store rejected a connection from '")));
 }
 
-TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersGoOn) {
+TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersContinue) {
   ProcessWorld world(3);
   Process& first = start(world, 0, network_.near, "watch_far_host");
   Process& second = start(world, 1, network_.near, "watch_far_host");

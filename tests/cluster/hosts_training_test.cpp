@@ -184,7 +184,7 @@ TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
 
 /// The network is cut for eight seconds: longer than the world waits, shorter than TCP does. From the fifth
 /// second on the ranks count each other as dead, and stay so.
-TEST_F(TrainingOverHosts, EndsAsTheWorldDoesWhenHostsLoseSightOfEachOther) {
+TEST_F(TrainingOverHosts, EndsWithTheWorldWhenHostsLoseTheirConnection) {
   ProcessWorld world(2);
   const std::string mended = world.folder() + "/mended";
   for (int rank = 0; rank < 2; ++rank) {

@@ -141,7 +141,7 @@ void do_something() {
   session.shutdown();
 }
 
-TEST(PipelineProcesses, TellTheLogsDebugLevelWhatTheyDo) {
+TEST(PipelineProcesses, LogTheirActionsAtDebugLevel) {
   using ::testing::ContainsRegex;
   using ::testing::HasSubstr;
   using ::testing::Not;
@@ -283,7 +283,7 @@ void pause_world(ProcessWorld& world, const std::string& limit) {
   }
 }
 
-TEST(PipelineProcesses, AWorkerMayBeStoppedForAsLongAsTheLimitSays) {
+TEST(PipelineProcesses, AWorkerMayBeStoppedUpToTheLimit) {
   for (const std::string limit : {"0", "60"}) {
     SCOPED_TRACE(limit);
     ProcessWorld world(3);

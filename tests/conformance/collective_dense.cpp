@@ -49,7 +49,7 @@ TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRank
 }
 
 // peer: c10d MLX's odd sizes: same
-TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
+TEST_P(CollectiveDense, AllReducesSizesFromZeroUp) {
   run([&](Group& group) {
     for (const std::int64_t length : {0L, 1L, 2L, 3L, 15L, 16L, 17L, 8191L, 8192L, 8193L, 65535L, 65536L,
                                       65537L, (1L << 18) + 3, (1L << 20) - 1, (1L << 20) + 5}) {
@@ -185,7 +185,7 @@ TEST_P(CollectiveDense, BroadcastsFromEveryRoot) {
 }
 
 // peer: c10d testBroadcastCPU
-TEST_P(CollectiveDense, SendsPartsOfAllShapesToEverybody) {
+TEST_P(CollectiveDense, SendsPartsOfAllShapesToEveryRank) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 3L, 50000L}) {
       const auto part = [&](int from, int to) {

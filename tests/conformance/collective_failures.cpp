@@ -132,7 +132,7 @@ TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
 }
 
 // peer: c10d `testWaitDelay`, abort: same; foreign engines notify no rank
-TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
+TEST_P(CollectiveNews, AbortEndsTheOperationsOfOtherRanks) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {
            group.abort(Error(ErrorKind::kCancelled, "enough"));
@@ -148,7 +148,7 @@ TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
 
 /// A group ends with its world: a worker that leaves stops waiting for others, and others stop waiting for
 /// it.
-TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToTheOthers) {
+TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToTheOthers) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          const Group group = Group::make(self.runtime, self.membership, options());
@@ -173,7 +173,7 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToThe
 // peer: c10d testMonitoredBarrier
 // peer: c10d `collective_hang`, `testSequenceNumInit`, sequence numbers: same, always on: the error counts
 //   the calls of the late rank
-TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
+TEST_P(CollectiveNews, ReportsToALateRankThatItWasGivenUp) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          const Group group = Group::make(self.runtime, self.membership, options());
@@ -229,7 +229,7 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   }
 }
 
-TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
+TEST_P(CollectiveFailures, ARankThatDestroysItsGroupFailsTheOthers) {
   int failed = 0;
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          std::exception_ptr failure;
@@ -253,7 +253,7 @@ TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
   EXPECT_EQ(failed, ranks() - 1);
 }
 
-TEST_P(CollectiveFailures, RanksThatWantDifferentGroupsAreTold) {
+TEST_P(CollectiveFailures, RanksThatCreateDifferentGroupsGetAnError) {
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          GroupOptions options = this->options();
          if (self.rank == 1) options.network = Network::kThisHostOnly;

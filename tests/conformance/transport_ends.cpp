@@ -49,7 +49,7 @@ void talk(Node& node, const std::shared_ptr<Channel>& channel, std::uint64_t rou
   }
 }
 
-TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
+TEST_P(TransportPeerConformance, LeavesNothingBehindHoweverItsPeersEnd) {
   in_world([](World& world) {
     const auto live = [&] {
       auto victim = world.start_echo("victim");
@@ -79,7 +79,7 @@ TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
   });
 }
 
-TEST_P(TransportPeerConformance, TellsAStoppedPeerFromADeadOneAsItsKindCan) {
+TEST_P(TransportPeerConformance, DistinguishesAStoppedPeerFromADeadOneIfItsKindCan) {
   in_world([](World& world) {
     const auto sleeper = world.start_echo("sleeper"), other = world.start_echo("other");
     Node node(world, "node"), friends(world, "friends");

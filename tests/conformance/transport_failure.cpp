@@ -111,7 +111,7 @@ TEST_P(TransportConformance, ClosesBeforeTheHandshakeOnlyAfterDelivering) {
   });
 }
 
-TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForADeafPeer) {
+TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForAPeerThatDoesNotRead) {
   in_world([](World& world) {
     Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer", with([](TransportOptions& options) {
@@ -227,7 +227,7 @@ TEST_P(TransportConformance, CutsOffAPeerWhoseSegmentFindsNoMemory) {
   });
 }
 
-TEST_P(TransportConformance, TellsThatNobodyListensAndReachesHimOnceHeDoes) {
+TEST_P(TransportConformance, ReportsNoListenerAndConnectsOnceOneExists) {
   in_world([](World& world) {
     Node dialer(world, "dialer");
     const std::string deserted = world.deserted_address();
@@ -269,7 +269,7 @@ TEST_P(TransportConformance, RefusesAddressesItCannotRead) {
   });
 }
 
-TEST_P(TransportConformance, RefusesToListenWhereSomebodyDoes) {
+TEST_P(TransportConformance, RejectsListeningAtAnAddressInUse) {
   in_world([](World& world) {
     Node node(world, "node");
     const std::string address = node.listen();
@@ -297,7 +297,7 @@ TEST_P(TransportConformance, DeniesAWrongSecretOnBothSides) {
   });
 }
 
-TEST_P(TransportConformance, HangsUpOnAStrangerThatSpeaksGarbage) {
+TEST_P(TransportConformance, ClosesAnUnauthenticatedPeerThatSendsGarbage) {
   in_world([](World& world) {
     Node listener(world, "listener");
     const std::string address = listener.listen();
@@ -317,7 +317,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSpeaksGarbage) {
   });
 }
 
-TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
+TEST_P(TransportConformance, ClosesAnUnauthenticatedPeerThatSendsTooLittle) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.handshake_timeout = std::chrono::milliseconds(30);
@@ -334,7 +334,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
   });
 }
 
-TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor) {
+TEST_P(TransportConformance, ClosesTheOldestUnauthenticatedPeerAtTheLimit) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.max_unauthenticated = 2;
@@ -355,7 +355,7 @@ TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor
   });
 }
 
-TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
+TEST_P(TransportConformance, AdmitsAuthenticatedPeersDuringAFloodOfUnauthenticatedOnes) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.max_unauthenticated = 2;
@@ -371,7 +371,7 @@ TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
   });
 }
 
-TEST_P(TransportConformance, TellsEveryChannelsEndExactlyOnce) {
+TEST_P(TransportConformance, ReportsEveryChannelsEndExactlyOnce) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   in_world([&](World& world) {

@@ -184,12 +184,12 @@ class TwoHosts : public ::testing::Test {
   Descriptor home_;
 };
 
-TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledWhileIdle) {
+TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsWhileIdle) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(false);
 }
 
-TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledInTheMiddleOfBulk) {
+TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsDuringBulk) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(true);
 }

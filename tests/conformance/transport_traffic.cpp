@@ -185,7 +185,7 @@ TEST_P(TransportConformance, LetsTheCallerOverwriteBorrowedBytesAtOnce) {
   });
 }
 
-TEST_P(TransportConformance, LetsGoOfKeptBytesOnceTheyAreSent) {
+TEST_P(TransportConformance, ReleasesKeptBytesOnceTheyAreSent) {
   in_world([](World& world) {
     Node::Options not_reading;
     not_reading.drive = false;
@@ -224,7 +224,7 @@ TEST_P(TransportConformance, ReceivesEverySegmentThroughTheAllocator) {
   });
 }
 
-TEST_P(TransportConformance, LetsTheAcceptedSideSpeakFirst) {
+TEST_P(TransportConformance, LetsTheAcceptingSideSendFirst) {
   in_world([](World& world) {
     Node::Options greets;
     greets.on_accepted = [](const std::shared_ptr<Channel>& channel) { send(*channel, numbered(7)); };
@@ -302,7 +302,7 @@ TEST_P(TransportConformance, ServesManyPeersAtOnce) {
   });
 }
 
-TEST_P(TransportConformance, WakeEndsTheNextWaitEvenWhenAPollCameBetween) {
+TEST_P(TransportConformance, WakeEndsTheNextWaitEvenAfterAPoll) {
   in_world([](World& world) {
     Node::Options not_reading;
     not_reading.drive = false;

@@ -221,7 +221,7 @@ TEST_P(AutogradContexts, MixedRequiresGrad) {
 
 // peer: dist_autograd_test.py (their callee treats it as a new leaf) a tensor sent without grad mode:
 //   better (D, S): as in one process, it gets no gradient anywhere
-TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
+TEST_P(AutogradContexts, ATensorSentWithoutGradModeIsNoLeaf) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {
       const at::Tensor a = kind_.make(1), b = kind_.make(2);

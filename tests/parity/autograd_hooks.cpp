@@ -174,7 +174,7 @@ TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
 }
 
 /// The error says that the gradient cannot be sent, and does not report a lost worker.
-TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
+TEST(AutogradHooks, AGradientThatCannotBeSentIsNamed) {
   struct ToCsr : torch::autograd::FunctionPreHook {
     variable_list operator()(const variable_list& gradients) override {
       return {gradients.at(0).to_sparse_csr()};

@@ -79,7 +79,7 @@ auto send_to(Worker& sender, std::uint32_t to, const M& message) {
   return sender.request(Destination(to), message, sender.runtime().executor.deadline_in(seconds(20))).wait();
 }
 
-TEST(AutogradInvalidMessages, OnlyTheRootSaysThatMarksAreFinal) {
+TEST(AutogradInvalidMessages, OnlyTheRootMayFinalizeMarks) {
   for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
     for (const std::uint32_t to : {0U, 2U}) {
       const auto failure = with_invalid_sender(mode, [&](Worker& sender, const Seen& seen) {
@@ -90,7 +90,7 @@ TEST(AutogradInvalidMessages, OnlyTheRootSaysThatMarksAreFinal) {
   }
 }
 
-TEST(AutogradInvalidMessages, GradientsComeFromWhomTheTensorsWentTo) {
+TEST(AutogradInvalidMessages, GradientsMustComeFromTheReceiverOfTheTensors) {
   for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
     const auto failure = with_invalid_sender(mode, [&](Worker& sender, const Seen& seen) {
       autograd::PropagateGradients stolen{seen.context,    seen.pass, seen.message, true, 1,
@@ -105,7 +105,7 @@ TEST(AutogradInvalidMessages, GradientsComeFromWhomTheTensorsWentTo) {
   }
 }
 
-TEST(AutogradInvalidMessages, AnAbortIsForThePassThatItNames) {
+TEST(AutogradInvalidMessages, AnAbortAffectsOnlyThePassThatItNames) {
   const auto failure = with_invalid_sender(
       PassMode::kSmart,
       [](Worker& sender, const Seen& seen) {
@@ -121,7 +121,7 @@ TEST(AutogradInvalidMessages, AnAbortIsForThePassThatItNames) {
 }
 
 /// Worker 2 gets the gradients of its reply from worker 0, and sends any claim about its own message.
-TEST(AutogradInvalidMessages, GradientsComeOnceAndSayWhatTheyReach) {
+TEST(AutogradInvalidMessages, GradientsArriveOnceAndNameWhatTheyReach) {
   for (const bool twice : {true, false}) {
     std::optional<Error> failure;
     Seen seen;

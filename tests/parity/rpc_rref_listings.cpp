@@ -138,7 +138,7 @@ TEST(RpcConformance, ListsReferencesToValuesElsewhere) {
   });
 }
 
-TEST(RpcConformance, ListsWhatIsOnItsWay) {
+TEST(RpcConformance, ListsReferencesInFlight) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
@@ -314,7 +314,7 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
 
 // peer: rpc_test.py/rref (documented) references that were not released: same: a warning with type, place
 //   and holders; `report_leaks = false` says nothing
-TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
+TEST(RpcConformance, WarnsAtShutdownAboutUnreturnedReferences) {
   const std::string warnings = warnings_of_a_lost_delete(true);
   EXPECT_THAT(warnings, AllOf(HasSubstr("torchspan[worker1] warning: 1 values end"),
                               HasSubstr("torchspan[worker1] warning: leak: value 0:1, Tensor, 800 bytes"),

@@ -124,7 +124,7 @@ struct Graphs {
 
 // 4. Theirs retained every graph of a rank until its loop ended: the memory of GPipe though gradients came
 // early.
-TEST(PipelineDefects, GraphsGoWithTheirMicroBatch) {
+TEST(PipelineDefects, GraphsAreFreedWithTheirMicroBatch) {
   std::vector<Graphs> graphs(2);
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -358,7 +358,7 @@ TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
 }
 
 // 15. Theirs sent full-size zeros for integers and for unused outputs.
-TEST(PipelineDefects, OutputsThatNobodyUsesGetNoZeros) {
+TEST(PipelineDefects, UnusedOutputsGetNoZeros) {
   std::map<std::string, int> gradients;
   on_workers(2, 1, [&](Worker& worker) {
     const auto note = [&gradients](at::Tensor x, const std::string& name) {

@@ -53,7 +53,7 @@ TEST(RpcDefects, NestedCallWithATokenOfItsOwnEndsWithTheCallItServes) {
   });
 }
 
-TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
+TEST(RpcDefects, HandlersOfASilentCallerAreStopped) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -88,7 +88,7 @@ TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
 }
 
 /// A member that the world has declared dead continues after a cut: its old connections still work.
-TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
+TEST(RpcDefects, CallsOfAWorkerDeclaredDeadAreRefused) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -124,7 +124,7 @@ TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   });
 }
 
-TEST(RpcDefects, WaitScopeHearsOfAResultThatCannotBeRead) {
+TEST(RpcDefects, WaitScopeFailsForAResultThatCannotBeDecoded) {
   Marks marks;
   first(world(marks, 2), [](Worker& worker, SimCluster&) {
     WaitScope calls(worker);
@@ -217,7 +217,7 @@ class CountingDepartures final : public rpc::Extension {
  private:
   std::vector<std::uint32_t>& heard_;
 };
-TEST(RpcDefects, DepartureIsToldOnce) {
+TEST(RpcDefects, DepartureIsReportedOnce) {
   Marks marks;
   std::vector<std::uint32_t> heard;
   ClusterOptions options = world(marks, 3);

@@ -134,7 +134,7 @@ TEST(RpcDefects, LeavingAnOpenWorldWaitsForAConnectionThatComesBack) {
   EXPECT_GT(last_said, healed);
 }
 
-TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesTheLettersWithoutAnswer) {
+TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesUnansweredMessages) {
   for (const bool keeps : {true, false}) {
     std::vector<RRef<Cell>> cells;
     RRef<Keeper> keeper;

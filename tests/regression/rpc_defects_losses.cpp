@@ -37,7 +37,7 @@ ClusterOptions lossy_world(Marks& marks, int workers) {
   return options;
 }
 
-TEST(RpcDefects, MessageOfWhichOneReferenceWasTakenForLostGivesTheOthersBack) {
+TEST(RpcDefects, MessageWithOneLostReferenceReturnsTheOthers) {
   for (const int lost : {1, 2, 3}) {
     Marks marks;
     first(lossy_world(marks, 3), [&](Worker& worker, SimCluster&) {

@@ -6,7 +6,7 @@ namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
 
-TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
+TEST(RpcDefects, LateReplyReturnsItsReferencesToAUser) {
   Marks marks;
   SimCluster cluster(world(marks, 3));
   cluster.run([&](Worker& worker) {
@@ -24,7 +24,7 @@ TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
   });
 }
 
-TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToTheirOwner) {
+TEST(RpcDefects, LateReplyReturnsItsReferencesToTheirOwner) {
   Marks marks;
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {

@@ -19,7 +19,7 @@
 namespace torchspan::net::conformance::unauthenticated_peers {
 namespace {
 
-TEST_P(UnauthenticatedPeers, WhoSayNothingAreHungUpOn) {
+TEST_P(UnauthenticatedPeers, ThatSendNothingAreDisconnected) {
   AttackedListener listener(GetParam());
   under(listener, {.step =
                        [&] {
@@ -30,7 +30,7 @@ TEST_P(UnauthenticatedPeers, WhoSayNothingAreHungUpOn) {
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoSpeakGarbageAreHungUpOn) {
+TEST_P(UnauthenticatedPeers, ThatSendGarbageAreDisconnected) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -54,7 +54,7 @@ TEST_P(UnauthenticatedPeers, WhoSpeakGarbageAreHungUpOn) {
   EXPECT_GE(refused_, 500u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoKnowAnotherSecretAreDenied) {
+TEST_P(UnauthenticatedPeers, WithAnotherSecretAreDenied) {
   AttackedListener listener(GetParam());
   struct Wrong : Handler {
     void on_accepted(const std::shared_ptr<Channel>&) override {}
@@ -131,7 +131,7 @@ Bytes record_honest_call(AttackedListener& listener) {
   return recorded;
 }
 
-TEST_P(UnauthenticatedPeers, WhoReplayAnHonestCallAreRefused) {
+TEST_P(UnauthenticatedPeers, ThatReplayAConnectionAreRejected) {
   AttackedListener listener(GetParam());
   const Bytes recorded = record_honest_call(listener);
   ASSERT_GT(recorded.size(), 80u);
@@ -147,7 +147,7 @@ TEST_P(UnauthenticatedPeers, WhoReplayAnHonestCallAreRefused) {
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, OfWhomTenThousandComeAreKeptOut) {
+TEST_P(UnauthenticatedPeers, AreRejectedInAFloodOfTenThousand) {
   constexpr int kMany = 10'000;
   rlimit limit{}, raised{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
@@ -171,7 +171,7 @@ TEST_P(UnauthenticatedPeers, OfWhomTenThousandComeAreKeptOut) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
 }
 
-TEST_P(UnauthenticatedPeers, WhoDripTheirGreetingAreHungUpOn) {
+TEST_P(UnauthenticatedPeers, ThatSendTheirHandshakeSlowlyAreDisconnected) {
   AttackedListener listener(GetParam());
   const Bytes opening = listener.opening();
   struct SlowSender {
@@ -199,7 +199,7 @@ TEST_P(UnauthenticatedPeers, WhoDripTheirGreetingAreHungUpOn) {
   EXPECT_GE(hung_up_on, 80);
 }
 
-TEST_P(UnauthenticatedPeers, WhoLeaveHalfWayAreForgotten) {
+TEST_P(UnauthenticatedPeers, ThatLeaveDuringTheHandshakeAreForgotten) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -237,7 +237,7 @@ std::vector<Bytes> endless_claims() {
   return claims;
 }
 
-TEST_P(UnauthenticatedPeers, WhoClaimEndlessLengthsGetNoMemory) {
+TEST_P(UnauthenticatedPeers, ThatClaimHugeLengthsGetNoMemory) {
   AttackedListener listener(GetParam());
   const Bytes opening = listener.opening();
   const std::vector<Bytes> claims = endless_claims();
@@ -348,7 +348,7 @@ std::vector<Bytes> endless_messages() {
   return frames;
 }
 
-TEST_P(UnauthenticatedPeers, WhoKnowTheSecretAndClaimEndlessLengthsAreCutOff) {
+TEST_P(UnauthenticatedPeers, WithTheSecretThatClaimHugeLengthsAreCutOff) {
   AttackedListener listener(GetParam());
   std::vector<Bytes> claims = endless_claims();
   if (GetParam().store) {
@@ -369,7 +369,7 @@ TEST_P(UnauthenticatedPeers, WhoKnowTheSecretAndClaimEndlessLengthsAreCutOff) {
   EXPECT_GT(next, claims.size()) << "not every claim was made";
 }
 
-TEST_P(UnauthenticatedPeers, WhoPassDescriptorsLeaveNone) {
+TEST_P(UnauthenticatedPeers, ThatPassDescriptorsLeaveNone) {
   if (!GetParam().unix_socket) GTEST_SKIP() << "only Unix sockets pass descriptors";
   AttackedListener listener(GetParam());
   const Bytes opening = listener.opening();
@@ -386,7 +386,7 @@ TEST_P(UnauthenticatedPeers, WhoPassDescriptorsLeaveNone) {
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoTakeAllDescriptorsDoNotMakeItSpin) {
+TEST_P(UnauthenticatedPeers, ThatExhaustDescriptorsDoNotMakeItSpin) {
   constexpr int kDescriptors = 64;
   AttackedListener listener(GetParam(), kDescriptors);
   const auto early = listener.make_honest();

@@ -66,7 +66,7 @@ bool is_filled(const Buffer& buffer, std::uint8_t fill) {
                      [&](std::byte byte) { return byte == std::byte{fill}; });
 }
 
-TEST(Blocks, GiveTheReceiverMemoryOfItsOwnAndComeBackWhenItIsDone) {
+TEST(Blocks, AreOwnedByTheReceiverAndReturnWhenItReleasesThem) {
   Lane lane({});
   const std::uint64_t first = lane.lend(kSize, 1);
   Buffer buffer = lane.peer_blocks->adopt(first, kSize);
@@ -113,14 +113,14 @@ TEST(Blocks, AreNeverWrittenToWhileTheyAreHeld) {
   for (const auto& [buffer, fill] : held) EXPECT_TRUE(is_filled(buffer, fill));
 }
 
-TEST(Blocks, AreTakenBackWhenTheyWereNotSent) {
+TEST(Blocks, AreReturnedIfTheyWereNotSent) {
   Lane lane({});
   const std::uint64_t block = lane.lend(kSize);
   lane.pool->take_back(block);
   EXPECT_EQ(lane.lend(kSize), block);
 }
 
-TEST(Blocks, EndAtTheCapAndComeAgainOnceGivenBack) {
+TEST(Blocks, RunOutAtTheCapAndAreAvailableAgainOnceReturned) {
   Lane lane(std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20}),
             std::make_shared<LocalShare>(LocalOptions{}));
   std::vector<Buffer> held;
@@ -137,7 +137,7 @@ TEST(Blocks, EndAtTheCapAndComeAgainOnceGivenBack) {
   EXPECT_NE(lane.lend(1 << 20), 0u);
 }
 
-TEST(Blocks, OfOtherSizesAndOtherPeersMakeRoomWhenTheyAreFree) {
+TEST(Blocks, OfOtherSizesAndOtherPeersAreFreedToMakeRoom) {
   const auto sender = std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20});
   const auto receiver = std::make_shared<LocalShare>(LocalOptions{});
   Lane one(sender, receiver), other(sender, receiver);
@@ -151,7 +151,7 @@ TEST(Blocks, OfOtherSizesAndOtherPeersMakeRoomWhenTheyAreFree) {
   EXPECT_EQ(other.lend(2 << 20), 0u) << "nobody has anything to spare";
 }
 
-TEST(Blocks, AreCopiedOutAboveHalfOfTheCapAndGivenBackAtOnce) {
+TEST(Blocks, AreCopiedAndReturnedAtOnceAboveHalfOfTheCap) {
   Lane lane(std::make_shared<LocalShare>(LocalOptions{}),
             std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20}));
   std::vector<Buffer> held;
@@ -168,7 +168,7 @@ TEST(Blocks, AreCopiedOutAboveHalfOfTheCapAndGivenBackAtOnce) {
   EXPECT_EQ(lane.receiver->adopted.value(), 3u);
 }
 
-TEST(Blocks, AreCopiedIntoMemoryOfTheCallersOwnAllocator) {
+TEST(Blocks, AreCopiedIntoMemoryOfTheCallersAllocator) {
   TransportOptions transport;
   std::vector<std::size_t> asked;
   transport.allocator = [&](std::size_t size) {
@@ -182,7 +182,7 @@ TEST(Blocks, AreCopiedIntoMemoryOfTheCallersOwnAllocator) {
             ErrorKind::kOverloaded);
 }
 
-TEST(Blocks, OutliveTheirPoolAndTheirShelf) {
+TEST(Blocks, OutliveTheirPoolAndTheReceiversMappings) {
   Buffer buffer;
   {
     Lane lane({});
@@ -201,7 +201,7 @@ TEST(Blocks, AreNotLentOnceTheConnectionEnded) {
   lane.pool->take_back(block);
 }
 
-TEST(Blocks, GiveWayToBytesWhenTheSystemRefuses) {
+TEST(Blocks, FallBackToBytesWhenTheSystemRefuses) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory}) {
     bool refuses = true;
     const LocalFaults faults = [&](LocalStep now) { return refuses && now == step; };
@@ -245,7 +245,7 @@ TEST(Blocks, OfAHostileSenderAreRefused) {
   EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(block, kSize); }), ErrorKind::kInvalid);
 }
 
-TEST(Blocks, StayWithTheThreadThatFillsThemWhateverTheReceiverSays) {
+TEST(Blocks, StayWithTheThreadThatFillsThemWhateverTheReceiverSends) {
   const auto executor = make_executor();
   const Deadline deadline = executor->deadline_in(std::chrono::seconds(20));
   Lane lane({.pool_bytes = 1 << 20});

@@ -71,7 +71,7 @@ std::size_t write_text(RingProducer& producer, std::uint64_t sent, std::mt19937&
   return producer.write(places);
 }
 
-TEST(Ring, GivesWhatWasPutInAcrossItsEdge) {
+TEST(Ring, ReadsWhatWasWrittenAcrossTheWrap) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -100,7 +100,7 @@ TEST(Ring, TakesNoMoreThanItHolds) {
   EXPECT_EQ(ring.write(text(kCapacity, 100)), 20u);
 }
 
-TEST(Ring, TellsOnlyAConsumerThatSleeps) {
+TEST(Ring, WakesOnlyASleepingConsumer) {
   Ring ring;
   ring.write(text(0, 1));
   EXPECT_FALSE(ring.producer.consumer_wants_wake());
@@ -145,7 +145,7 @@ TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
   other.join();
 }
 
-TEST(Ring, BelievesNoCounterBeyondItsSize) {
+TEST(Ring, RejectsCountersBeyondItsSize) {
   for (const std::uint64_t invalid : {std::uint64_t{kCapacity + 11}, std::uint64_t{9}, std::uint64_t{1} << 63,
                                       std::numeric_limits<std::uint64_t>::max()}) {
     Ring ring;

@@ -94,7 +94,7 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
   EXPECT_THAT(error.message(), HasSubstr("'" + address_ + "'"));
 }
 
-TEST_F(TlsTransportTest, TellsThatANameIsUnknown) {
+TEST_F(TlsTransportTest, ReportsAnUnknownName) {
   // No name has a label of 70 letters: the resolver knows without asking anybody.
   const std::string name(70, 'x');
   const Error error = end_of_dial("tls:" + name + ":80");
@@ -182,7 +182,7 @@ TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("one of its connections"));
 }
 
-TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
+TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
   start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(300)});
   std::shared_ptr<Channel> channel;
   const auto peer = be_dialed(channel);
@@ -216,7 +216,7 @@ TEST_F(TlsTransportTest, KeepsAnIdleChannelAndOneWithoutMessagesInOneDirection) 
   EXPECT_TRUE(journal_.closed.empty());
 }
 
-TEST_F(TlsTransportTest, DoesNotTakeAPeerForDeadBecauseNobodyLookedAtIt) {
+TEST_F(TlsTransportTest, DoesNotDeclareAPeerDeadBecauseTheTransportWasNotPolled) {
   start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(200)});
   std::shared_ptr<Channel> channel;
   const auto peer = be_dialed(channel);
@@ -255,7 +255,7 @@ TEST_F(TlsTransportTest, ChecksNamesInCertificatesWhenAsked) {
   }
 }
 
-TEST(TlsSessionTest, RenewsItsKeysOnTheWay) {
+TEST(TlsSessionTest, RenewsItsKeysDuringTraffic) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
   const auto context = std::make_shared<const TlsContext>(test_secret(), TlsOptions());

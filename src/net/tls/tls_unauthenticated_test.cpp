@@ -97,7 +97,7 @@ TEST_F(TlsUnauthenticatedTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) 
   EXPECT_EQ(journal_.accepted.size(), 1u);
 }
 
-TEST_F(TlsUnauthenticatedTest, RefusesOneThatDripsItsGreeting) {
+TEST_F(TlsUnauthenticatedTest, RejectsAPeerThatSendsItsHandshakeTooSlowly) {
   TransportOptions options;
   options.handshake_timeout = std::chrono::milliseconds(200);
   start(options);
@@ -117,7 +117,7 @@ TEST_F(TlsUnauthenticatedTest, RefusesOneThatDripsItsGreeting) {
   expect_refused(ErrorKind::kTimedOut);
 }
 
-TEST_F(TlsUnauthenticatedTest, TakesLittleFromOneThatTalksMuch) {
+TEST_F(TlsUnauthenticatedTest, ReadsLittleFromAPeerThatSendsMuch) {
   // A greeting of 128 KiB, as large as TLS lets it be, in records of 16 KiB.
   const Descriptor peer_socket = dial_raw(address_);
   Bytes record(5 + 16384);
@@ -139,7 +139,7 @@ TEST_F(TlsUnauthenticatedTest, TakesLittleFromOneThatTalksMuch) {
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsUnauthenticatedTest, RefusesAReplayOfAnHonestCall) {
+TEST_F(TlsUnauthenticatedTest, RejectsAReplayedConnection) {
   // Between an honest dialer and the listener sits one that copies what the dialer says.
   const auto listening = numeric_address(parse_tls_address("tls:127.0.0.1:0"));
   ListeningSocket listening_socket(*listening);
@@ -174,21 +174,21 @@ TEST_F(TlsUnauthenticatedTest, RefusesAReplayOfAnHonestCall) {
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsUnauthenticatedTest, RefusesAProvenPeerThatSpeaksAnotherProtocol) {
+TEST_F(TlsUnauthenticatedTest, RejectsAnAuthenticatedPeerOfAnotherProtocol) {
   BarePeer peer(dial_raw(address_));
   drive_until([&] { return peer.shake_hands(); });
   peer.say(Bytes(kLaneHelloBytes, std::byte{'G'}));
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsUnauthenticatedTest, TellsAPeerOfAnotherVersionBeforeItHangsUp) {
+TEST_F(TlsUnauthenticatedTest, NotifiesAPeerOfAnotherVersionBeforeItCloses) {
   LaneHello answer;
   const auto peer = join({.lowest = 7, .highest = 9}, &answer);
   EXPECT_EQ(answer.highest, kProtocolHighest);
   expect_refused(ErrorKind::kUnsupported);
 }
 
-TEST_F(TlsUnauthenticatedTest, HangsUpOnALaneOfAChannelThatIsNotThere) {
+TEST_F(TlsUnauthenticatedTest, ClosesALaneOfAnUnknownChannel) {
   BarePeer peer(dial_raw(address_));
   drive_until([&] { return peer.shake_hands(); });
   LaneHello hello;
@@ -201,7 +201,7 @@ TEST_F(TlsUnauthenticatedTest, HangsUpOnALaneOfAChannelThatIsNotThere) {
   expect_honest_peer_served();
 }
 
-TEST_F(TlsUnauthenticatedTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims) {
+TEST_F(TlsUnauthenticatedTest, AllocatesNothingForLengthsThatAnAuthenticatedPeerClaims) {
   for (const std::uint64_t claim : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1} << 50}) {
     for (const FrameType type : {FrameType::kMessage, FrameType::kStriped}) {
       TransportOptions options;
@@ -219,7 +219,7 @@ TEST_F(TlsUnauthenticatedTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClai
   }
 }
 
-TEST_F(TlsUnauthenticatedTest, CutsOffAProvenPeerWhosePiecesMakeNoSense) {
+TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWithInvalidPieces) {
   const Bytes whole(kPieceBytes);
   const auto piece = [&](std::uint64_t message, std::uint32_t index, BytesView bytes) {
     Bytes all(kPiecePrefixBytes);
@@ -250,7 +250,7 @@ TEST_F(TlsUnauthenticatedTest, CutsOffAProvenPeerWhosePiecesMakeNoSense) {
   }
 }
 
-TEST_F(TlsUnauthenticatedTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
+TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWhoseBytesWereChanged) {
   // A bare TLS session whose next record is damaged on the way.
   const Descriptor raw = dial_raw(address_);
   BarePeer peer{Descriptor(::dup(raw.get()))};
@@ -266,7 +266,7 @@ TEST_F(TlsUnauthenticatedTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
   expect_cut_off(ErrorKind::kInvalid, "not valid TLS of this connection");
 }
 
-TEST_F(TlsUnauthenticatedTest, TellsACutConnectionFromAGoodbye) {
+TEST_F(TlsUnauthenticatedTest, DistinguishesABrokenConnectionFromAGoodbye) {
   // Without a goodbye inside TLS an end is a death, whoever closed the TCP connection.
   { const auto peer = join({}); }
   drive_until([&] { return !journal_.closed.empty(); });

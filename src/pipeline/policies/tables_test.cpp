@@ -78,7 +78,7 @@ TEST(Tables, OfForwardsWhoseBackwardsComeLaterHaveAllForwardsFirst) {
   });
 }
 
-TEST(Tables, AreNoneWhereTheOrderOfArrivalDecides) {
+TEST(Tables, DoNotExistForArrivalOrder) {
   with_local(Schedule::kArrival, kStraight, 0, [](const LocalPipeline& local) {
     Tables tables(local);
     tables.check();

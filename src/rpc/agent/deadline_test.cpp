@@ -227,7 +227,7 @@ TEST(Cancellation, DropsWorkThatHasNotBegun) {
 }
 
 // peer: rpc/more the handlers of a caller that dies are stopped: better
-TEST(Cancellation, ComesToTheHandlersOfACallerThatDies) {
+TEST(Cancellation, ReachesTheHandlersOfACallerThatDies) {
   ClusterOptions options{.workers = 3, .graceful = false};
   on_first(options, [](Worker& worker, SimCluster& world) {
     auto board = worker.remote(1, kBoard);

@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 11
 // peer: rpc_test.py dynamic_rpc_init_rpc: better: a killed worker comes back under its name
 // peer: rpc_test.py dynamic_rpc_new_rank_can_communicated_with_existing_rank,
 //   dynamic_rpc_existing_rank_can_communicate_with_new_rank: same
-TEST_P(OpenWorld, LetsWorkersComeAndGo) {
+TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
     EXPECT_EQ(worker.world_size(), 1u);
@@ -118,7 +118,7 @@ TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
   });
 }
 
-TEST_P(OpenWorld, FreesWhatTheDeadReferredTo) {
+TEST_P(OpenWorld, FreesValuesReferencedByDeadWorkers) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
     Thread life = world.start(1, 0, [&](rpc::WorkerService& service) {

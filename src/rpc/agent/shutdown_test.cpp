@@ -36,7 +36,7 @@ Outcome run_world(int workers, const std::function<void(SimCluster&, WorkerServi
   return outcome;
 }
 
-TEST(Shutdown, SaysWhoseHandlerItWaitsForThoughTheCallerHasGivenUp) {
+TEST(Shutdown, NamesTheHandlerItWaitsForAfterTheCallerTimedOut) {
   const Outcome outcome = run_world(2, [](SimCluster&, WorkerService& service) {
     Worker& worker = service.worker();
     if (worker.rank() == 0) {
@@ -57,7 +57,7 @@ TEST(Shutdown, SaysWhoseHandlerItWaitsForThoughTheCallerHasGivenUp) {
   EXPECT_EQ(outcome.says("worker0] warning: shutdown() has waited"), 4) << outcome.log;
 }
 
-TEST(Shutdown, SaysWhoHasNotComeMoreAndMoreSeldom) {
+TEST(Shutdown, WarnsAboutMissingWorkersAtGrowingIntervals) {
   const Outcome outcome = run_world(3, [](SimCluster&, WorkerService& service) {
     if (service.worker().rank() == 2) nap(service.worker(), seconds(100));
     service.shutdown();
@@ -71,7 +71,7 @@ TEST(Shutdown, SaysWhoHasNotComeMoreAndMoreSeldom) {
   EXPECT_EQ(outcome.says("worker2] warning"), 0) << outcome.log;
 }
 
-TEST(Shutdown, SaysNothingWhileItServesThoseWhoHaveNotCome) {
+TEST(Shutdown, LogsNothingWhileItServesLateWorkers) {
   const Outcome outcome = run_world(2, [](SimCluster&, WorkerService& service) {
     Worker& worker = service.worker();
     if (worker.rank() == 0) {
@@ -85,7 +85,7 @@ TEST(Shutdown, SaysNothingWhileItServesThoseWhoHaveNotCome) {
   EXPECT_EQ(outcome.log, "");
 }
 
-TEST(Shutdown, TheDeadlineErrorTellsWhatWasNotFinishedAndWhoThisWorkerIs) {
+TEST(Shutdown, TheDeadlineErrorNamesUnfinishedWorkAndThisWorker) {
   const Outcome outcome = run_world(2, [](SimCluster& cluster, WorkerService& service) {
     Worker& worker = service.worker();
     const bool first = worker.rank() == 0;
@@ -105,7 +105,7 @@ TEST(Shutdown, TheDeadlineErrorTellsWhatWasNotFinishedAndWhoThisWorkerIs) {
               HasSubstr("worker1] warning: stop() has waited 10 s: this worker runs 'work' of "));
 }
 
-TEST(Shutdown, TheSurvivorsNameTheFirstDeathAndNotWhoLeftBecauseOfIt) {
+TEST(Shutdown, SurvivorsNameTheFirstDeathAndNotItsConsequences) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = world_of(4, FunctionTable().add(kWork));
     options.seed = seed;
@@ -138,7 +138,7 @@ TEST(Shutdown, TheSurvivorsNameTheFirstDeathAndNotWhoLeftBecauseOfIt) {
   }
 }
 
-TEST(Shutdown, TellsTheOthersWhyItFailedAndThatItWasForgotten) {
+TEST(Shutdown, NamesAWorkerThatLeftWithoutShutdown) {
   const Outcome outcome = run_world(3, [](SimCluster& cluster, WorkerService& service) {
     if (service.worker().rank() == 2) return nap(service.worker(), seconds(1));  // and leaves without it
     service.shutdown(cluster.executor().deadline_in(seconds(30)));
@@ -150,7 +150,7 @@ TEST(Shutdown, TellsTheOthersWhyItFailedAndThatItWasForgotten) {
   }
 }
 
-TEST(Deaths, AreToldToCallersBeforeTheEndsOfConnections) {
+TEST(Deaths, AreReportedToCallersBeforeConnectionEnds) {
   for (std::uint64_t seed = 1; seed <= 10 && !::testing::Test::HasFailure(); ++seed) {
     for (const bool connected : {true, false}) {
       ClusterOptions options = world_of(2, FunctionTable().add(kWork));
@@ -174,7 +174,7 @@ TEST(Deaths, AreToldToCallersBeforeTheEndsOfConnections) {
   }
 }
 
-TEST(Deaths, WhatTheDeadStillSayIsNoComplaint) {
+TEST(Deaths, LateMessagesOfDeadWorkersAreNotErrors) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = world_of(2, FunctionTable().add(kWork));
     options.seed = seed;

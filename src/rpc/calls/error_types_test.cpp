@@ -105,7 +105,7 @@ TEST(ErrorTypes, CrossSeveralWorkers) {
   on_first(3, [](Worker& worker) { expect_out_of_stock([&] { worker.rpc_sync(1, kTakeElsewhere, 4); }, 2); });
 }
 
-TEST(ErrorTypes, LeaveOthersAsTheyAre) {
+TEST(ErrorTypes, LeaveUnregisteredTypesUnchanged) {
   on_first(2, [](Worker& worker) {
     try {
       worker.rpc_sync(1, kTake, -1);
@@ -118,7 +118,7 @@ TEST(ErrorTypes, LeaveOthersAsTheyAre) {
   });
 }
 
-TEST(ErrorTypes, FallBackToTheStory) {
+TEST(ErrorTypes, FallBackToTheRemoteError) {
   rpc::ErrorTypes types, none;
   types.add<OutOfStock>("OutOfStock");
   const auto remote_error = std::make_exception_ptr(Error(ErrorKind::kRemoteFailure, "the remote error"));

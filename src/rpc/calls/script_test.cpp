@@ -158,7 +158,7 @@ TEST(Script, CallsMethodsOfRemoteModulesAndObjects) {
   });
 }
 
-TEST(Script, RefusesMethodsOfWhatIsNoObject) {
+TEST(Script, RejectsMethodsOfNonObjects) {
   on_first([](Worker& worker) {
     auto tensor = worker.remote(1, "aten::ones", {std::vector<std::int64_t>{2}});
     const Error error = error_of([&] { tensor.rpc_sync("forward", {}); });
@@ -167,7 +167,7 @@ TEST(Script, RefusesMethodsOfWhatIsNoObject) {
   });
 }
 
-TEST(Script, IsPartOfWhatWorkersCompareWhenTheyMeet) {
+TEST(Script, IsComparedWhenWorkersJoin) {
   FunctionTable with, without;
   with.add_script(make_unit());
   EXPECT_NE(with.digest(), without.digest());

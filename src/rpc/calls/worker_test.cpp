@@ -142,7 +142,7 @@ TEST(Worker, ReportsTypeTextWorkerAndPlaceOfARemoteException) {
   });
 }
 
-TEST(Worker, NamesWhoIsThereWhenADestinationDoesNotExist) {
+TEST(Worker, ListsTheWorkersWhenADestinationDoesNotExist) {
   on_first(3, 1, [](Worker& worker) {
     for (const Destination& to : {Destination("worker9"), Destination(3), Destination(-1)}) {
       try {
@@ -272,7 +272,7 @@ TEST(RRef, RefusesToBeUsedWhenItIsEmpty) {
   });
 }
 
-TEST(Worker, GathersAndMeetsOverSubsets) {
+TEST(Worker, GathersAndSynchronizesOverSubsets) {
   SimCluster world(cluster(4, 2));
   world.run([](Worker& worker) {
     const Bytes mine{std::byte(worker.rank())};

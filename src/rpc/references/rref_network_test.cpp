@@ -326,7 +326,7 @@ struct CountedValue {
 
 // The driver releases the value on the pool even if the program also holds it. Otherwise the program might
 // release it a moment earlier, and the value's destructor would run on the thread that reads messages.
-TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
+TEST(References, AreReleasedOnAThreadThatMayWait) {
   Shared shared;
   shared.executor.run([&] {
     const auto owner = std::make_shared<Node>(shared, 0);

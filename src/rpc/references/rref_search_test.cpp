@@ -78,7 +78,7 @@ RRefSchedule minimized(RRefSchedule schedule, std::uint64_t seed) {
   return schedule;
 }
 
-TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
+TEST(RRefProtocol, KeepsItsInvariantsUnderEverySchedule) {
   const auto schedules = torchspan::testing::number_from("TORCHSPAN_CASES", std::uint64_t{20'000});
   std::array<std::size_t, RRefStep::kKinds> done{};
   std::size_t messages = 0, references = 0;

@@ -33,7 +33,7 @@ struct Table : RRefTable {
 /// Returns the id of the nth value that worker 1 makes on worker 0.
 GlobalId made_by_other(std::uint64_t n) { return {kOther.rank, n}; }
 
-TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
+TEST(NumberSet, StoresOnlyItsGaps) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::mt19937_64 random(seed);
     NumberSet numbers;
@@ -50,7 +50,7 @@ TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
   }
 }
 
-TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsStillOnItsWay) {
+TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsInFlight) {
   Table table;
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
   EXPECT_EQ(table.counts().forks, 1u);
@@ -76,7 +76,7 @@ TEST(RRefTable, RefusesAUseOfAValueThatIsGone) {
   EXPECT_EQ(table.effects.messages.back().kind, RRefMessage::Kind::kChildAccept);
 }
 
-TEST(RRefTable, SaysOfAValueThatItsHolderDied) {
+TEST(RRefTable, ReportsThatTheHolderOfAValueDied) {
   Table table;
   table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
@@ -88,7 +88,7 @@ TEST(RRefTable, SaysOfAValueThatItsHolderDied) {
   EXPECT_EQ(*refusal, (Refusal{Why::kHolderGone, kThird, {}}));
 }
 
-TEST(RRefTable, FailsWhatIsOnlyHeardOfWhenItsCreatorDies) {
+TEST(RRefTable, FailsAnExpectedValueWhenItsCreatorDies) {
   Table table;
   const Keep waiting = thing();
   table.receive_at_owner({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
@@ -128,7 +128,7 @@ TEST(RRefTable, CountsNothingForAWorkerThatIsGone) {
   EXPECT_EQ(table.counts().forks, 2u);
 }
 
-TEST(RRefTable, TakesForGoneWhoseSuccessorJoins) {
+TEST(RRefTable, TreatsAWorkerAsGoneWhenItsSuccessorJoins) {
   Table table;
   table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   table.join({kOther.rank, 1}, table.effects);
@@ -145,7 +145,7 @@ TEST(RRefTable, AnswersACopyOfAForkRequestWithoutCountingItAgain) {
   EXPECT_EQ(table.counts().forks, 1u);
 }
 
-TEST(RRefTable, RefusesWhatAnEarlierProcessOfItsRankOwned) {
+TEST(RRefTable, RejectsValuesOfAnEarlierIncarnation) {
   RRefTable table(0);
   RRefTable::Effects effects;
   table.begin({0, 3});
@@ -172,7 +172,7 @@ TEST(RRefTable, WaitsForACreatorWhoseJoiningIsNotKnownYet) {
 
 // remote() to the worker itself and the first use of its RRef are two messages to the worker itself, which
 // may be served in either order. The use must find the reference that the creation will fill.
-TEST(RRefTable, FindsAnExpectedValueAfterItsReferenceTravelledAheadOfItsCreation) {
+TEST(RRefTable, FindsAValueWhoseReferenceArrivedBeforeItsCreation) {
   Table table;
   const Keep owner = thing();
   const GlobalId value = table.next_value(0);
@@ -204,7 +204,7 @@ TEST(RRefTable, TakesAForkBackFromItsHolderOnly) {
   EXPECT_EQ(table.counts().forks, 0u);
 }
 
-TEST(RRefTable, LetsGoOfAParentForItsChildsReceiverOnly) {
+TEST(RRefTable, ReleasesAParentForItsChildsReceiverOnly) {
   Table table;
   const auto child = table.send_user(thing(), kOther);
   const auto accept = [&](PeerId from) {
@@ -216,7 +216,7 @@ TEST(RRefTable, LetsGoOfAParentForItsChildsReceiverOnly) {
   EXPECT_EQ(table.counts().pending_children, 0u);
 }
 
-TEST(RRefTable, RemembersLittleOfWhatIsGone) {
+TEST(RRefTable, KeepsLittleStateOfReleasedValues) {
   Table table;
   for (std::uint64_t n = 1; n <= 100'000; ++n) {
     const GlobalId value = made_by_other(n), mine{1, 3 * n}, theirs{1, 3 * n + 1};
