@@ -94,14 +94,14 @@ TEST_F(Program, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
   EXPECT_EQ(run(2, {"--steps", "2", "--draw", "/dev/full"}).exit_code, 1);
 }
 
-TEST_F(Program, EndsWithAnErrorWhenALossIsNoFiniteNumber) {
+TEST_F(Program, EndsWithAnErrorWhenALossIsNotFinite) {
   // After the last step nothing but the loss on held-out text shows it.
   const Outcome last = run(2, {"--steps", "1", "--lr", "1e30"});
   EXPECT_EQ(last.exit_code, 1) << last.output;
-  EXPECT_THAT(last.output, HasSubstr("is no finite number after step 0: lower --lr"));
+  EXPECT_THAT(last.output, HasSubstr("is not a finite number after step 0: lower --lr"));
   const Outcome inside = run(2, {"--steps", "3", "--lr", "1e30"});
   EXPECT_EQ(inside.exit_code, 1) << inside.output;
-  EXPECT_THAT(inside.output, HasSubstr("the loss is no finite number after step"));
+  EXPECT_THAT(inside.output, HasSubstr("the loss is not a finite number after step"));
 }
 
 TEST_F(Program, ReportsInvalidOptions) {

@@ -108,11 +108,11 @@ TEST_F(Program, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNoFiniteNumber) {
+TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const Outcome outcome =
       run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "1", "--lr", "1e9"});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("the loss is no finite number in epoch 1: lower --lr"),
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("the loss is not a finite number in epoch 1: lower --lr"),
                                     Not(HasSubstr("test accuracy"))));
 }
 
@@ -177,7 +177,7 @@ TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {
   EXPECT_THAT(output_of({"--momentum", "1"}), HasSubstr("--momentum 1: give a number from 0"));
   EXPECT_THAT(output_of({"--batch", "1"}), HasSubstr("--batch 1 is less than the 2 ranks"));
   EXPECT_THAT(output_of({"--lr", "1e9"}),
-              HasSubstr("the loss is no finite number after epoch 1: lower --lr"));
+              HasSubstr("the loss is not a finite number after epoch 1: lower --lr"));
 }
 
 }  // namespace

@@ -77,11 +77,11 @@ TEST_F(Recommender, LearnsInteractionsThatBiasesCannotModel) {
   }
 }
 
-TEST_F(Recommender, EndsWithAnErrorWhenTheLossIsNoFiniteNumber) {
+TEST_F(Recommender, EndsWithAnErrorWhenTheLossIsNotFinite) {
   std::ofstream(file_, std::ios::app) << "1,1,1,1e30\n1,2,1,1e30\n1,3,1,1e30\n";
   const auto [code, output] = run(3, {"--data", file_, "--epochs", "1"});
   EXPECT_NE(code, 0) << output;
-  EXPECT_THAT(output, HasSubstr("is no finite number: lower --lr"));
+  EXPECT_THAT(output, HasSubstr("is not a finite number: lower --lr"));
 }
 
 TEST_F(Recommender, ReportsMissingRatingsBeforeItWaitsForOtherWorkers) {

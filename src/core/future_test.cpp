@@ -103,7 +103,7 @@ TEST(Promise, CancelsItsFutureWhenDropped) {
   });
 }
 
-TEST(Promise, CancelsWhatItHeldWhenAnotherIsMovedIn) {
+TEST(Promise, CancelsItsFutureWhenAnotherPromiseIsMovedIn) {
   Promise<int> promise{std::weak_ptr<FutureHost>()}, other{std::weak_ptr<FutureHost>()};
   const Future<int> old = promise.future(), fresh = other.future();
   promise = std::move(other);

@@ -241,7 +241,7 @@ TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
   });
 }
 
-TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
+TEST(Autograd, RecordsInPlaceChangesOfOutputs) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
     Reducer reducer(self.runtime, named(parameters), self.group);

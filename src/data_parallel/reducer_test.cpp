@@ -81,7 +81,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
 }
 
 // peer: ddp (documented) gradients that are views
-TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
+TEST(Reducer, WithoutZeroingAddsAveragesToExistingGradients) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(self.runtime, named(parameters), self.group);

@@ -130,7 +130,7 @@ TEST(GraphPass, SkipsWhatLiesBehindOutputsThatAreNotReached) {
   EXPECT_FALSE(gradients.gradient(y).defined()) << "not even a gradient of zeros";
 }
 
-TEST(GraphPass, ReportsWhatItWaitsForAndWhatIsBehindIt) {
+TEST(GraphPass, ReportsPendingRootsAndTheNodesBehindThem) {
   const Tensor x = leaf(), y = leaf();
   auto arrived = std::make_shared<Outgoing>(std::vector<Tensor>{x.sin()});
   auto missing = std::make_shared<Outgoing>(std::vector<Tensor>{y.exp()});

@@ -259,16 +259,16 @@ TEST(PassEnd, LetsDecisionsWaitForHeldFuturesAndHoldTheEnd) {
 
 TEST(PassEnd, PassesFailuresToDecisionsAndFailsWithTheirs) {
   auto of_hold = std::make_shared<PassEnd>(1), of_decision = std::make_shared<PassEnd>(2);
-  bool heard = false, told = false;
+  bool heard = false, was_notified = false;
   of_hold->hold(make_failed_future<void>(std::make_exception_ptr(std::logic_error("far away"))));
   of_hold->before_end([&](const PassStatus& status) { heard = !status.ok(); });
   of_hold->end(nullptr);
   EXPECT_TRUE(heard);
   EXPECT_THROW(of_hold->wait(), std::logic_error);
   of_decision->before_end([](const PassStatus&) { throw std::runtime_error("no"); });
-  of_decision->after([&](const PassStatus& status) { told = !status.ok(); });
+  of_decision->after([&](const PassStatus& status) { was_notified = !status.ok(); });
   of_decision->end(nullptr);
-  EXPECT_TRUE(told);
+  EXPECT_TRUE(was_notified);
   EXPECT_THROW(of_decision->wait(), std::runtime_error);
 }
 

@@ -60,7 +60,7 @@ TEST_F(CommandLineTest, GivesTheJobsExitCode) {
 TEST_F(CommandLineTest, RejectsUnknownArguments) {
   struct Row {
     std::vector<std::string> arguments;
-    std::string complaint;
+    std::string error_text;
   };
   const std::vector<Row> rows = {
       {{}, "subcommand is required"},
@@ -99,8 +99,8 @@ TEST_F(CommandLineTest, RejectsUnknownArguments) {
     Captured output, errors;
     const int code = run_command_line(*executor_, row.arguments, {{"PATH", "/usr/bin:/bin"}},
                                       {.output = output.descriptor(), .errors = errors.descriptor()});
-    EXPECT_EQ(code, 2) << row.complaint;
-    EXPECT_THAT(errors.text(), HasSubstr(row.complaint));
+    EXPECT_EQ(code, 2) << row.error_text;
+    EXPECT_THAT(errors.text(), HasSubstr(row.error_text));
     EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
   }
 }

@@ -190,7 +190,7 @@ TEST_F(Jobs, ReportTheThreadsPerWorkerOnce) {
 }
 
 TEST_F(Jobs, RejectImpossibleJobs) {
-  const auto complaint = [&](const JobOptions& options) -> std::string {
+  const auto error_text = [&](const JobOptions& options) -> std::string {
     try {
       run_job(*executor_, options);
     } catch (const Error& error) {
@@ -201,20 +201,20 @@ TEST_F(Jobs, RejectImpossibleJobs) {
   };
   JobOptions missing = options(2, "");
   missing.command = {"./no-such-program"};
-  EXPECT_THAT(complaint(missing), HasSubstr("./no-such-program"));
+  EXPECT_THAT(error_text(missing), HasSubstr("./no-such-program"));
   std::ofstream(folder_ + "/noise") << "\x7f"
                                        "ELF but not really";
   std::filesystem::permissions(folder_ + "/noise", std::filesystem::perms::owner_all);
   JobOptions noise = options(2, "");
   noise.command = {folder_ + "/noise"};
-  EXPECT_THAT(complaint(noise), HasSubstr("cannot be started"));
-  EXPECT_THAT(complaint(options(0, "")), HasSubstr("number of workers is 0"));
+  EXPECT_THAT(error_text(noise), HasSubstr("cannot be started"));
+  EXPECT_THAT(error_text(options(0, "")), HasSubstr("number of workers is 0"));
   JobOptions nothing = options(1, "");
   nothing.command.clear();
-  EXPECT_THAT(complaint(nothing), HasSubstr("no program"));
+  EXPECT_THAT(error_text(nothing), HasSubstr("no program"));
   JobOptions log = options(1, "");
   log.log_folder = folder_ + "/noise/logs";
-  EXPECT_THAT(complaint(log), HasSubstr("folder for logs"));
+  EXPECT_THAT(error_text(log), HasSubstr("folder for logs"));
   EXPECT_EQ(output() + errors(), "");
 }
 

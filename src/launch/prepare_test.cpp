@@ -19,7 +19,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string complaint_of(const std::function<void()>& body) {
+std::string error_text_of(const std::function<void()>& body) {
   try {
     body();
   } catch (const Error& error) {
@@ -96,16 +96,16 @@ TEST_F(Programs, AreFoundThroughPathOrByTheirFullName) {
 }
 
 TEST_F(Programs, ThatCannotRunAreNamed) {
-  EXPECT_THAT(complaint_of([&] {
+  EXPECT_THAT(error_text_of([&] {
                 find_program("no-such-program", {{"PATH", folder_}});
               }),
               AllOf(HasSubstr("'no-such-program'"), HasSubstr(folder_)));
-  EXPECT_THAT(complaint_of([&] { find_program("plain", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
-  EXPECT_THAT(complaint_of([&] { find_program("folder", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/missing", {}); }), HasSubstr("/missing"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/plain", {}); }), HasSubstr("chmod +x"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/folder", {}); }), HasSubstr("is a folder"));
-  EXPECT_THAT(complaint_of([&] { find_program("", {}); }), HasSubstr("empty"));
+  EXPECT_THAT(error_text_of([&] { find_program("plain", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
+  EXPECT_THAT(error_text_of([&] { find_program("folder", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/missing", {}); }), HasSubstr("/missing"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/plain", {}); }), HasSubstr("chmod +x"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/folder", {}); }), HasSubstr("is a folder"));
+  EXPECT_THAT(error_text_of([&] { find_program("", {}); }), HasSubstr("empty"));
 }
 
 TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
@@ -118,7 +118,7 @@ TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
   ASSERT_EQ(listen(socket_descriptor, 1), 0);
   ASSERT_EQ(getsockname(socket_descriptor, reinterpret_cast<sockaddr*>(&address), &size), 0);
   const std::uint16_t taken = ntohs(address.sin_port);
-  EXPECT_THAT(complaint_of([&] { choose_port(taken); }), HasSubstr("port " + std::to_string(taken)));
+  EXPECT_THAT(error_text_of([&] { choose_port(taken); }), HasSubstr("port " + std::to_string(taken)));
   close(socket_descriptor);
   EXPECT_EQ(choose_port(taken), taken);
   EXPECT_GE(choose_port(0), 20000);

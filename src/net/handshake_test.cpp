@@ -219,7 +219,7 @@ TEST(Handshake, NamesBothVersionsOnBothSidesWhenNoneIsCommon) {
 }
 
 TEST(Handshake, RefusesAnEmptySecret) {
-  EXPECT_THROW(Handshake(Role::kDialer, HandshakeOptions{.secret = {}, .peer = "nobody"}), Error);
+  EXPECT_THROW(Handshake(Role::kDialer, HandshakeOptions{.secret = {}, .peer = "peer"}), Error);
 }
 
 TEST(Handshake, FailsAtTheFirstWrongByteOfAnotherProtocol) {

@@ -58,13 +58,14 @@ TEST(ReceiveBuffers, FreesMemoryThatStaysUnused) {
   const TimePoint start{};
   Buffer busy = buffers(2 * kMiB);
   buffers(4 * kMiB);
-  EXPECT_EQ(buffers.tidy(start).at(), start + std::chrono::seconds(1)) << "what came back before is left";
+  EXPECT_EQ(buffers.tidy(start).at(), start + std::chrono::seconds(1))
+      << "memory that was returned earlier stays";
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
   buffers.tidy(start + std::chrono::milliseconds(999));
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
   busy = {};
   buffers.tidy(start + std::chrono::seconds(1));
-  EXPECT_EQ(buffers.kept_bytes(), 2 * kMiB) << "what came back meanwhile stays for another turn";
+  EXPECT_EQ(buffers.kept_bytes(), 2 * kMiB) << "memory that was returned meanwhile stays for another round";
   EXPECT_TRUE(buffers.tidy(start + std::chrono::seconds(2)).is_never());
   EXPECT_EQ(buffers.kept_bytes(), 0u);
 }

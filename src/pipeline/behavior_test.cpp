@@ -128,7 +128,7 @@ TEST(PipelineData, AnUnusedOutputGetsNoGradient) {
 }
 
 // peer: pipelining stage_backward
-TEST(PipelineData, AWholeStageThatTheLossDoesNotDependOnGetsNone) {
+TEST(PipelineData, AWholeStageThatTheLossDoesNotDependOnGetsNoGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;

@@ -98,7 +98,7 @@ Member self() {
 }  // namespace
 
 /// The input is a run of messages, each after a u16 that says how long it is. A worker that hears them from
-/// its store goes on, and knows itself in whatever world it was told of.
+/// its store goes on, and knows itself in the world that it received.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const std::unique_ptr<Executor> executor = make_executor();
   std::deque<Bytes> words;

@@ -168,7 +168,7 @@ TEST_F(Files, RuntimeFolderIsNeverAFileALinkOrTooLong) {
   worker_.runtime_folder = folder_ + "/" + std::string(60, 'x');
   EXPECT_THAT(folder_error().message(), HasSubstr("TORCHSPAN_RUNTIME_DIR"));
   worker_.runtime_folder = folder_ + "/missing/deep";
-  EXPECT_THAT(folder_error().message(), HasSubstr("cannot be made"));
+  EXPECT_THAT(folder_error().message(), HasSubstr("cannot be created"));
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ TEST_P(OpenWorld, WorkersJoinLeaveAndRejoin) {
     auto& executor = world.executor();
     if (number == 0) {
       const auto membership = world.join(0, visitor(world, 0));
-      EXPECT_EQ(executor.now().time_since_epoch() / seconds(1), 0) << "rank 0 waits for nobody";
+      EXPECT_EQ(executor.now().time_since_epoch() / seconds(1), 0) << "rank 0 does not wait";
       EXPECT_TRUE(membership->open());
       EXPECT_EQ(membership->world_size(), 1);
       EXPECT_FALSE(membership->is_present(1));

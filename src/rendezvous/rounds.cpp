@@ -24,7 +24,7 @@ std::string Rounds::names_of(const std::vector<int>& ranks) const {
   return list_members(members);
 }
 
-std::string Rounds::complaint_about(int rank, const Contribute& message) const {
+std::string Rounds::validate(int rank, const Contribute& message) const {
   const auto& ranks = message.ranks;
   if (!is_name(message.tag)) return "its tag is not a name: 1 to 127 of the characters A-Z a-z 0-9 _ . : -";
   if (message.bytes.size() > kMostGatherBytes) {
@@ -76,8 +76,8 @@ void Rounds::on_join(Member member) {
 }
 
 void Rounds::contribute(int rank, Contribute message, TimePoint now) {
-  if (const std::string complaint = complaint_about(rank, message); !complaint.empty()) {
-    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, complaint}));
+  if (const std::string problem = validate(rank, message); !problem.empty()) {
+    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, problem}));
     return;
   }
   if (const std::string news = news_for(message); !news.empty()) {

@@ -63,7 +63,7 @@ class Rounds {
     std::string cause;
   };
 
-  std::string complaint_about(int rank, const Contribute& message) const;
+  std::string validate(int rank, const Contribute& message) const;
   std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;

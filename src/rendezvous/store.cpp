@@ -113,7 +113,7 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
 }
 
 void Store::admit(ConnectionId connection, Register message) {
-  if (const auto reason = reason_to_come_later(message)) {
+  if (const auto reason = retry_reason(message)) {
     refuse(connection, *reason, /*passing=*/true);
     return;
   }
@@ -184,7 +184,7 @@ std::optional<Error> Store::rejection_reason(const Register& message) const {
   return std::nullopt;
 }
 
-std::optional<Error> Store::reason_to_come_later(const Register& message) const {
+std::optional<Error> Store::retry_reason(const Register& message) const {
   const auto left = [&](int rank) {
     const auto found = workers_.find(rank);
     return found != workers_.end() && !found->second.connection && !found->second.died;
@@ -199,7 +199,7 @@ std::optional<Error> Store::reason_to_come_later(const Register& message) const 
   // The members of a fixed world leave it together, so such a worker belongs to the next world.
   if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
-               fmt::format("{} has left, and with it this world ends: {} can join the next one only",
+               fmt::format("{} has left, and this world is ending: {} can join the next one only",
                            describe(workers_.at(rank).member()), message.member.name));
 }
 

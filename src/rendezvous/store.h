@@ -63,7 +63,7 @@ class Store {
   std::optional<Error> rejection_reason(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
   /// Why the world, which ends soon, admits no more workers.
-  std::optional<Error> reason_to_come_later(const Register& message) const;
+  std::optional<Error> retry_reason(const Register& message) const;
   std::optional<Error> reason_to_keep_out(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;

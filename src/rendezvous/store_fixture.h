@@ -26,7 +26,7 @@ inline Register registration(int rank, int world_size) {
   return message;
 }
 
-/// A store, and what each of its connections was told.
+/// A store, and the messages that it sent to each connection.
 class StoreFixture : public ::testing::Test {
  protected:
   void open(int world_size) { open(StoreOptions{world_size, "job"}); }

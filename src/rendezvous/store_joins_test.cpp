@@ -103,7 +103,7 @@ TEST_F(OpenStore, LetsANewNameRequestTheRankOfADepartedWorkerButNeverAssignsIt) 
   say(3, visitor("c", 1));
   EXPECT_EQ(place_of(3, "c"), Place(1, 1));
   say(4, visitor("a"));
-  EXPECT_EQ(place_of(4, "a"), Place(3, 0)) << "nobody is called a any more";
+  EXPECT_EQ(place_of(4, "a"), Place(3, 0)) << "no worker has the name a any more";
 }
 
 TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
@@ -159,9 +159,9 @@ TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
   open(2);
   sent_.clear();
   say(0, registration(0, 2));
-  say(1, visitor("guest"));
-  EXPECT_THAT(refusal(1),
-              AllOf(HasSubstr("fixed world of 2"), HasSubstr("guest (no rank yet"), HasSubstr("open world")));
+  say(1, visitor("visitor"));
+  EXPECT_THAT(refusal(1), AllOf(HasSubstr("fixed world of 2"), HasSubstr("visitor (no rank yet"),
+                                HasSubstr("open world")));
   Register rankless = registration(kAnyRank, 2);
   say(2, rankless);
   EXPECT_THAT(refusal(2), HasSubstr("names no rank"));
@@ -203,7 +203,7 @@ TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   store_->on_closed(1, closed());
   sent_.clear();
   Register other_name = registration(1, 3), other_size = registration(1, 4);
-  other_name.member.name = "somebody";
+  other_name.member.name = "other";
   say(10, other_name);
   say(11, other_size);
   say(12, registration(2, 3));
@@ -228,10 +228,10 @@ TEST_F(StoreFixture, RejectsAWorkerThatReturnsAfterLeaving) {
   sent_.clear();
   say(1, Leave{});
   say(10, registration(1, 3));
-  EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world ends")));
+  EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world is ending")));
   EXPECT_TRUE(heard<Refused>(10).at(0).passing);
   Register other = registration(1, 3);
-  other.member.name = "somebody";
+  other.member.name = "other";
   say(11, other);
   EXPECT_THAT(refusal(11), HasSubstr("is complete"));
   EXPECT_FALSE(heard<Refused>(11).at(0).passing);

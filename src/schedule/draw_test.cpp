@@ -212,7 +212,7 @@ TEST(DrawSvg, DrawsAStepInWhichNothingHappens) {
 }
 
 TEST(Draw, RefusesTimelinesThatContradictThemselves) {
-  const auto complaint = [](const std::function<void(Timeline&)>& damage) {
+  const auto error_text = [](const std::function<void(Timeline&)>& damage) {
     Timeline timeline = simulated(gpipe({.rank_of_stage = {0}, .micro_batches = 2}), "mine");
     damage(timeline);
     try {
@@ -227,17 +227,18 @@ TEST(Draw, RefusesTimelinesThatContradictThemselves) {
     }
     return std::string("accepted by draw_svg");
   };
-  EXPECT_THAT(complaint([](Timeline& t) { t.idle.clear(); }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.idle.clear(); }),
               HasSubstr("timeline 'mine' idle has 0 entries and spans 1"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.peak_live.push_back(0); }), HasSubstr("peak_live has 2 entries"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.live.clear(); }), HasSubstr("live has 0 entries"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.live[0].pop_back(); }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.peak_live.push_back(0); }),
+              HasSubstr("peak_live has 2 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.live.clear(); }), HasSubstr("live has 0 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.live[0].pop_back(); }),
               HasSubstr("live[0] has 3 entries and spans 4"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.makespan = Duration{5}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.makespan = Duration{5}; }),
               HasSubstr("rank 0 runs 0B0 from 4 to 6 ns"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.spans[0][1].start = Duration{0}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.spans[0][1].start = Duration{0}; }),
               HasSubstr("runs 0F1 from 0 to 2"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.spans[0][0].start = Duration{-1}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.spans[0][0].start = Duration{-1}; }),
               HasSubstr("runs 0F0 from -1 to 1"));
   EXPECT_THROW(draw_svg({}), Error);
 }

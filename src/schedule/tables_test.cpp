@@ -25,13 +25,13 @@ int most_alive(const Table& table, int stage) {
 }
 
 template <class Call>
-void expect_refused(Call call, const std::string& complaint) {
+void expect_refused(Call call, const std::string& error_text) {
   try {
     call();
-    ADD_FAILURE() << "accepted, but expected is: " << complaint;
+    ADD_FAILURE() << "accepted, but expected is: " << error_text;
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    EXPECT_THAT(error.message(), HasSubstr(complaint));
+    EXPECT_THAT(error.message(), HasSubstr(error_text));
   }
 }
 

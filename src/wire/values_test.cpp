@@ -197,7 +197,7 @@ TEST(Values, AnInterceptorsReplacementIsWhatArrives) {
   payload.tensors[0] = replacement;
   const auto batch = from_payload<Batch>(payload);
   EXPECT_TRUE(batch.data.is_same(replacement));
-  EXPECT_EQ(replacement.use_count(), 2u) << "the payload let go of it";
+  EXPECT_EQ(replacement.use_count(), 2u) << "the payload released it";
   EXPECT_EQ(batch.instance, 4);
   EXPECT_EQ(batch.tags, std::vector<Text>{"a"});
 }

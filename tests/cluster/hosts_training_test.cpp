@@ -116,7 +116,7 @@ void lose_a_rank() {
     require(text.find("in reduction 3") != std::string::npos, "in reduction 3 in: " + text);
     return;
   }
-  require(false, "somebody missed " + name);
+  require(false, "a worker missed " + name);
 }
 
 /// Trains until the network is cut, prints "lost", and waits until it is restored: by then the group has

@@ -211,7 +211,7 @@ void survive() {
     }));
   }
   threads.clear();
-  require(unexpected == 0, "calls fail only because somebody died");
+  require(unexpected == 0, "calls fail only because a worker died");
   worker.barrier(survivors, seconds(30));
   books_of(worker).clear();
   worker.barrier(survivors, seconds(30));
@@ -263,7 +263,7 @@ void share_and_drop(Worker& worker, std::size_t values) {
 
 constexpr std::int64_t kMiB = 1 << 20;
 
-void come_back() {
+void churn() {
   auto session = make_session();
   Worker& worker = session->worker();
   std::vector<std::int64_t> heap, pages;
@@ -292,7 +292,7 @@ void come_back() {
 /// A leak of 11 bytes per reference would exceed the margin.
 TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
   ProcessWorld world(3);
-  world.start_all("come_back");
+  world.start_all("churn");
   expect_all_end_well(world, seconds(120));
   for (std::size_t rank = 0; rank < world.size(); ++rank)
     std::printf("%s", world.process(rank).output().c_str());
@@ -302,6 +302,6 @@ TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"survive", torchspan::survive}, {"come_back", torchspan::come_back}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"survive", torchspan::survive}, {"churn", torchspan::churn}});
 }

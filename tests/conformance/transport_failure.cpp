@@ -283,7 +283,7 @@ TEST_P(TransportConformance, DeniesAWrongSecretOnBothSides) {
   in_world([](World& world) {
     Node listener(world, "listener");
     Node dialer(world, "dialer", with([](TransportOptions& options) {
-                  options.secret = Secret::from_bytes(bytes_of("a secret of somebody else's"));
+                  options.secret = Secret::from_bytes(bytes_of("the secret of another job"));
                 }));
     const auto channel = dialer.connect(listener.listen());
     send_if_open(*channel, numbered(1));

@@ -33,7 +33,7 @@ class NetworkWorld final : public World {
                                   : known->second;
   }
   std::string deserted_address() override {
-    return "unix:" + folder_.path() + "/nobody@" + mark_of("nobody") + "," + reserve_port(reserved_, "tls");
+    return "unix:" + folder_.path() + "/unused@" + mark_of("unused") + "," + reserve_port(reserved_, "tls");
   }
   std::string named(const std::string& address) override {
     const NetworkPlace place = parse_network_place(address);

@@ -77,7 +77,7 @@ class ProcessEcho final : public EchoPeer {
     posix_spawn_file_actions_destroy(&actions);
     EXPECT_EQ(failed, 0) << program;
     its_output.reset();
-    address_ = hear_line();
+    address_ = read_line();
     EXPECT_FALSE(address_.empty()) << "the peer did not start";
   }
   ~ProcessEcho() override {
@@ -95,10 +95,10 @@ class ProcessEcho final : public EchoPeer {
     return ::kill(process_, SIGSTOP) == 0 && ::waitpid(process_, &status, WUNTRACED) == process_;
   }
   void go_on() override { ::kill(process_, SIGCONT); }
-  bool fork_child() override { return ::write(input_.get(), "f", 1) == 1 && hear_line() == "forked"; }
+  bool fork_child() override { return ::write(input_.get(), "f", 1) == 1 && read_line() == "forked"; }
 
  private:
-  std::string hear_line() const {
+  std::string read_line() const {
     std::string line;
     char c;
     while (::read(answer_.get(), &c, 1) == 1 && c != '\n') line += c;

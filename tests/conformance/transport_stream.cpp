@@ -40,7 +40,7 @@ class StreamWorld final : public World {
     return known == echoes_.end() ? "tcp:127.0.0.1:0" : known->second;
   }
   std::string deserted_address() override {
-    if (kind_ == Address::Kind::kUnix) return listen_address("nobody");
+    if (kind_ == Address::Kind::kUnix) return listen_address("unused");
     return reserve_port(reserved_, "tcp");
   }
   std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {

@@ -140,7 +140,7 @@ TEST(AutogradInvalidMessages, GradientsArriveOnceAndNameWhatTheyReach) {
         again.reached.assign(twice ? 1 : 2, 1);
         const autograd::PartOver answer = send_to(worker, 1, again);
         ASSERT_TRUE(answer.failure);
-        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "came twice" : "does not send_to for each"));
+        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "arrived twice" : "does not say for each"));
       });
       try {
         context.backward(loss, {.retain_graph = true, .timeout = seconds(30)});

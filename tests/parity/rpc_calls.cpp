@@ -11,7 +11,7 @@ using std::chrono::milliseconds;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 at::Tensor add_tensors(const at::Tensor& a, const at::Tensor& b) { return a + b; }
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 WorkerInfo same_info(const WorkerInfo& info) { return info; }
 std::int64_t largest(const std::vector<std::int64_t>& values) {
   return *std::max_element(values.begin(), values.end());
@@ -35,7 +35,7 @@ struct Adder {
 
 constexpr Function<add> kAdd{"add"};
 constexpr Function<add_tensors> kAddTensors{"add_tensors"};
-constexpr Function<who> kWorkerName{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<same_info> kSameInfo{"same_info"};
 constexpr Function<largest> kLargest{"largest"};
 constexpr Function<my_function> kMyFunction{"my_function"};

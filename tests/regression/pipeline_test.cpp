@@ -220,7 +220,7 @@ TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
 }
 
 // 9. Theirs deadlocked when two ranks sent to each other at once, and its header had room for 1024 bytes.
-TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceGoOn) {
+TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceDoNotDeadlock) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(2, 1, [&](Worker& worker) {
       const auto more = [](std::vector<at::Tensor> all) {

@@ -17,7 +17,7 @@ struct Wire<Unreadable> {
   static void encode(wire::Encoder& encoder, const Unreadable& value) { wire::encode(encoder, value.value); }
   static Unreadable decode(wire::Decoder& decoder) {
     wire::decode<std::int64_t>(decoder);
-    throw Error(ErrorKind::kInvalid, "nobody can read this");
+    throw Error(ErrorKind::kInvalid, "this cannot be read");
   }
 };
 
@@ -68,7 +68,7 @@ inline void work(Worker& worker) {
   for (int i = 0; i < 20000; ++i) {
     if (stop.stop_requested()) {
       ++marks.stopped;
-      throw std::runtime_error("told to stop");
+      throw std::runtime_error("stop requested");
     }
     nap(worker, milliseconds(10));
   }

@@ -22,7 +22,7 @@ namespace {
 
 constexpr Duration kPatience = std::chrono::seconds(30);
 
-Secret another_secret() { return Secret::from_bytes(bytes_of("a secret of somebody else's")); }
+Secret another_secret() { return Secret::from_bytes(bytes_of("the secret of another job")); }
 
 /// A transport with a thread and one channel.
 class HonestPeer final : public Honest, private Handler {

@@ -145,7 +145,7 @@ class UnauthenticatedPeers : public ::testing::TestWithParam<ListenerKind> {
     EXPECT_TRUE(warm->exchange());
     const Counts counts = listener.counts();
     EXPECT_EQ(counts.accepted - counts_before.accepted, honest + attack.admitted())
-        << "not just those who belong here were let in";
+        << "a peer without the secret was admitted";
     refused_ = counts.refused - counts_before.refused;
     denied_ = counts.denied - counts_before.denied;
   }

@@ -69,7 +69,7 @@ TEST_P(UnauthenticatedPeers, WithAnotherSecretAreDenied) {
   };
   Wrong wrong;
   TransportOptions options;
-  options.secret = Secret::from_bytes(bytes_of("a secret of somebody else's"));
+  options.secret = Secret::from_bytes(bytes_of("the secret of another job"));
   const auto transport = listener.make_transport(wrong, options);
   int dialled = 0;
   const auto drive = [&](int most) {
@@ -410,7 +410,7 @@ TEST_P(UnauthenticatedPeers, ThatExhaustDescriptorsDoNotMakeItSpin) {
   EXPECT_GT(after.overloaded, before.overloaded) << "descriptors never ran out";
   EXPECT_LE(after.overloaded - before.overloaded,
             static_cast<std::uint64_t>(elapsed / std::chrono::milliseconds(100)) + 2)
-      << "each pause is told once, and lasts";
+      << "each pause is reported once, and lasts";
   EXPECT_TRUE(!kMemoryIsMeasurable || listener.cpu_time() - used_before < elapsed / 2) << "it spins";
   held_.clear();
   const auto late = listener.make_honest();

@@ -148,7 +148,7 @@ TEST(Blocks, OfOtherSizesAndOtherPeersAreFreedToMakeRoom) {
   EXPECT_NE(other.lend(2 << 20), 0u);
   EXPECT_EQ(one.retired, 2) << "the block that is kept was not";
   EXPECT_TRUE(is_filled(kept, 1));
-  EXPECT_EQ(other.lend(2 << 20), 0u) << "nobody has anything to spare";
+  EXPECT_EQ(other.lend(2 << 20), 0u) << "no peer has spare room";
 }
 
 TEST(Blocks, AreCopiedAndReturnedAtOnceAboveHalfOfTheCap) {
@@ -160,7 +160,7 @@ TEST(Blocks, AreCopiedAndReturnedAtOnceAboveHalfOfTheCap) {
   }
   EXPECT_EQ(lane.receiver->adopted.value(), 2u);
   EXPECT_EQ(lane.receiver->copied.value(), 4u);
-  EXPECT_EQ(lane.passed, 3) << "the copied ones came back";
+  EXPECT_EQ(lane.passed, 3) << "the copied blocks were returned";
   for (std::uint8_t i = 0; i < 6; ++i) EXPECT_TRUE(is_filled(held[i], i));
   held.clear();
   EXPECT_EQ(lane.receiver->adopted_bytes, 0u);

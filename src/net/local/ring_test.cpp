@@ -95,7 +95,7 @@ TEST(Ring, TakesNoMoreThanItHolds) {
   EXPECT_EQ(ring.write(text(0, 1)), 0u);
   EXPECT_TRUE(ring.producer.ask_for_room());
   EXPECT_TRUE(ring.consumer.consume(10)) << "the producer waits for room";
-  EXPECT_FALSE(ring.consumer.consume(10)) << "it was told";
+  EXPECT_FALSE(ring.consumer.consume(10)) << "it was already notified";
   EXPECT_FALSE(ring.producer.ask_for_room()) << "there is room";
   EXPECT_EQ(ring.write(text(kCapacity, 100)), 20u);
 }
@@ -108,7 +108,7 @@ TEST(Ring, WakesOnlyASleepingConsumer) {
   ring.consumer.consume(1);
   EXPECT_TRUE(ring.consumer.ask_for_bytes());
   EXPECT_TRUE(ring.producer.consumer_wants_wake());
-  EXPECT_FALSE(ring.producer.consumer_wants_wake()) << "it was told";
+  EXPECT_FALSE(ring.producer.consumer_wants_wake()) << "it was already notified";
 }
 
 TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
@@ -153,7 +153,7 @@ TEST(Ring, RejectsCountersBeyondItsSize) {
     ring.consumer.consume(10);
     ring.consumer.header().tail = invalid;
     EXPECT_EQ(kind_of([&] { ring.consumer.readable(); }), ErrorKind::kInvalid) << invalid;
-    EXPECT_FALSE(ring.consumer.ask_for_bytes()) << "who sleeps now will not see it";
+    EXPECT_FALSE(ring.consumer.ask_for_bytes()) << "a thread that sleeps now will not see it";
   }
   for (const std::uint64_t invalid :
        {std::uint64_t{11}, std::uint64_t{1} << 63, std::uint64_t{0} - kCapacity}) {
@@ -161,7 +161,7 @@ TEST(Ring, RejectsCountersBeyondItsSize) {
     ring.write(text(0, 10));
     ring.producer.header().head = invalid;
     EXPECT_EQ(kind_of([&] { ring.write(text(0, kCapacity)); }), ErrorKind::kInvalid) << invalid;
-    EXPECT_FALSE(ring.producer.ask_for_room()) << "who sleeps now will not see it";
+    EXPECT_FALSE(ring.producer.ask_for_room()) << "a thread that sleeps now will not see it";
   }
 }
 

@@ -76,7 +76,7 @@ void SharedLane::send_record() {
     record.offers = record.accepts = false;
     sent = send();
   }
-  if (!sent) throw Error(ErrorKind::kDisconnected, "went away during the handshake");
+  if (!sent) throw Error(ErrorKind::kDisconnected, "disconnected during the handshake");
   passed_ |= record.offers;
   offered_.reset();
   ++records_sent_;
@@ -88,7 +88,7 @@ std::optional<SharedLane::Record> SharedLane::receive_record() {
   const ReceivedNotes received_notes = receive_notes(
       socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->faults);
   if (received_notes.ended) {
-    throw Error(ErrorKind::kDisconnected, "went away during the handshake: see its log for the reason");
+    throw Error(ErrorKind::kDisconnected, "disconnected during the handshake: see its log for the reason");
   }
   record_.insert(record_.end(), bytes.begin(),
                  bytes.begin() + static_cast<std::ptrdiff_t>(received_notes.size));

@@ -291,7 +291,7 @@ Error SimTransport::gone(const SimChannel& channel) const {
   const std::string peer = channel.peer();
   if (channel.handshake_pending) {
     return Error(ErrorKind::kDisconnected,
-                 fmt::format("'{}' went away during the handshake: see its log for the reason", peer));
+                 fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer));
   }
   if (channel.state().said_goodbye) {
     return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));

@@ -95,7 +95,7 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
 }
 
 TEST_F(TlsTransportTest, ReportsAnUnknownName) {
-  // No name has a label of 70 letters: the resolver knows without asking anybody.
+  // No name has a label of 70 letters: the resolver knows without a query.
   const std::string name(70, 'x');
   const Error error = end_of_dial("tls:" + name + ":80");
   EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.message();

@@ -5,7 +5,7 @@
 #include "net/tls/pieces.h"
 #include "net/tls/tls_test_tools.h"
 
-/// Those who dial a TLS transport without being let in, and those who are in and break the rules.
+/// Peers that a TLS transport does not admit, and authenticated peers that break the protocol.
 namespace torchspan::net::tls_strangers_test {
 namespace {
 
@@ -267,7 +267,7 @@ TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWhoseBytesWereChanged) 
 }
 
 TEST_F(TlsUnauthenticatedTest, DistinguishesABrokenConnectionFromAGoodbye) {
-  // Without a goodbye inside TLS an end is a death, whoever closed the TCP connection.
+  // Without a goodbye inside TLS an end is a death, regardless of which side closed the TCP connection.
   { const auto peer = join({}); }
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("died or was killed"));

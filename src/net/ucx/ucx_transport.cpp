@@ -85,10 +85,10 @@ void UcxTransport::wait(Deadline deadline) {
 bool UcxTransport::prepare_sleep(Deadline& until) { return may_sleep(until) && tls_.prepare_sleep(until); }
 
 bool UcxTransport::may_sleep(Deadline& until) {
-  if (request_queue_->pending() || worker_.has_news()) return false;
+  if (request_queue_->pending() || worker_.has_events()) return false;
   while (!worker_.arm()) {
     worker_.progress();
-    if (worker_.has_news()) return false;
+    if (worker_.has_events()) return false;
   }
   until = earlier(until, timers_.next());
   return true;

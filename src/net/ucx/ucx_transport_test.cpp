@@ -194,7 +194,7 @@ TEST_F(UcxTransportTest, ReportsAPeerThatStopsResponding) {
     peer.step();
     return peer.heard_hello() && journal_.accepted.size() == 1;
   });
-  // From here on nobody drives it.
+  // From here on no thread drives it.
   drive_until([&] { return journal_.closed.size() == 1; });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));

@@ -11,7 +11,8 @@ namespace {
 std::uint64_t draw_label() {
   std::uint64_t label = 0;
   if (RAND_bytes(reinterpret_cast<unsigned char*>(&label), sizeof label) != 1) {
-    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a channel's label");
+    throw Error(ErrorKind::kUnsupported,
+                "the system's random source returned no bytes for a channel's label");
   }
   return label;
 }

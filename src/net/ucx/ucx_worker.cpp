@@ -244,7 +244,7 @@ bool UcxWorker::progress() {
   return any;
 }
 
-bool UcxWorker::has_news() const {
+bool UcxWorker::has_events() const {
   MutexLock lock(mutex_);
   return !news_.empty();
 }

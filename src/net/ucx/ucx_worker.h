@@ -96,7 +96,7 @@ class UcxWorker {
   };
   /// Lets UCX work for a few steps; returns whether it did anything.
   bool progress();
-  bool has_news() const;
+  bool has_events() const;
   Events take_events();
   /// Makes the descriptor readable at the next event; returns false if there is something to progress
   /// already.

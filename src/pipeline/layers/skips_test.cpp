@@ -16,7 +16,7 @@ using torchspan::testing::invalid_text;
 
 // peer suite: pipe test_stash_pop `stash`, `pop`, `declare_but_not_use`, `stash_not_declared`,
 //   `pop_not_declared`, `pop_not_stashed`, `stash_none`: same
-TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
+TEST(Skips, ReturnStashedTensorsWhenPopped) {
   const at::Tensor in = at::ones({2});
   Skips skips({{"in", in}}, {"out"});
   EXPECT_TRUE(skips.pop("in").is_same(in));
@@ -25,7 +25,7 @@ TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
   EXPECT_TRUE(skips.stashed().at("out").equal(in * 2));
 }
 
-TEST(Skips, MayBeNothing) {
+TEST(Skips, MayBeUndefined) {
   Skips skips({{"in", at::Tensor()}}, {"out"});
   EXPECT_FALSE(skips.pop("in").defined());
   skips.stash("out", at::Tensor());
@@ -42,7 +42,7 @@ TEST(Skips, ThatWereNotDeclaredAreRefused) {
   EXPECT_THAT(invalid_text([&] { skips.pop("out"); }), HasSubstr("pops(\"out\")"));
 }
 
-TEST(Skips, GoOnce) {
+TEST(Skips, CanBePoppedOnce) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
   skips.pop("in");
   skips.stash("out", at::ones({1}));

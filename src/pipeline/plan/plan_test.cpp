@@ -107,7 +107,7 @@ TEST(Plan, AlternatesBetweenReusedLayersOfManyStages) {
 
 // The three plans that the peer's planner gets wrong without an error.
 
-TEST(Plan, RunsWhatIsBetweenTwoUsesOnceOnly) {
+TEST(Plan, RunsLayersBetweenTwoUsesOnce) {
   const Plan plan = plan_of("ABAC", {1, 2});
   EXPECT_EQ(way(plan), "ABAC");
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 0, 1));

@@ -108,7 +108,7 @@ TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
   });
 }
 
-TEST(Tables, RefuseToInterleaveWhatIsNotLooped) {
+TEST(Tables, RejectInterleavingOfUnloopedStages) {
   for (const auto& owners :
        std::vector<std::vector<std::string>>{{"a", "b", "a"}, {"a", "a", "b", "b"}, {"a", "b", "b", "a"}}) {
     with_local(Schedule::kInterleaved, owners, 0, [](const LocalPipeline& local) {

@@ -158,7 +158,7 @@ void RpcAgent::shutdown(Deadline deadline) {
 void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
   if (leaks.empty()) return;
   std::string text = fmt::format(
-      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); let go of these "
+      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); release these "
       "RRefs before shutdown():",
       state_.self.name, leaks.size());
   for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;

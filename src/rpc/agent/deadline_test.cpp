@@ -50,7 +50,7 @@ void work(Worker& worker, const RRef<Board>& board) {
   for (int i = 0; i < 1000; ++i) {
     if (stop.stop_requested()) {
       ++seen.stopped;
-      throw std::runtime_error("told to stop");
+      throw std::runtime_error("stop requested");
     }
     worker.runtime().executor.sleep(milliseconds(10));
   }

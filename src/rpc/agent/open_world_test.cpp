@@ -19,9 +19,9 @@ struct Tally {
   std::int64_t count = 0;
   std::int64_t add(std::int64_t by) { return count += by; }
 };
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
-constexpr Function<who> kWorkerName{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<nap> kNap{"nap"};
 constexpr Class<Tally> kTally{"Tally"};
 constexpr Function<&Tally::add> kAdd{"Tally.add"};

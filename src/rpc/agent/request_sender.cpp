@@ -103,7 +103,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
     const std::exception_ptr error = annotate(call, std::current_exception());
-    if (creation == nullptr && await_news(id, call, error)) return;
+    if (creation == nullptr && await_death_report(id, call, error)) return;
     if (creation != nullptr) state_.references->creation_not_sent(creation->fork, error);
     call.completion->fail(error);
   }
@@ -153,7 +153,7 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
 /// Keeps a call that found no connection to a peer which is present, as far as this worker knows. If the
 /// peer's death is reported within kDeathReportTime, the call fails by it. Returns false if the caller must fail
 /// the call.
-bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
+bool RequestSender::await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
   const std::uint32_t to = call.peer;
   if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() ||
       !state_.peers.is_present(to))

@@ -45,7 +45,7 @@ class RequestSender {
   /// Cancels the call when one of the tokens is stopped.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
-  bool await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
+  bool await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
 
   AgentState& state_;
   TransportLoop& loop_;

@@ -91,7 +91,7 @@ void RequestServer::take_handles(IncomingCall& call) {
   std::vector<wire::Handle> handles = call.frame.handles;
   const wire::MessageType type = call.frame.header.type;
   if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
-    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
+    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation arrived without its reference");
     call.creation = handles.front();
     handles.erase(handles.begin());
   }

@@ -6,7 +6,7 @@ namespace torchspan::rpc {
 
 std::string ShutdownWait::news(const std::string& unfinished) {
   const TimePoint now = runtime_.executor.now();
-  if (unfinished.empty() || now - logged_ < kNewsEvery) return "";
+  if (unfinished.empty() || now - logged_ < kReportInterval) return "";
   logged_ = now;
   return unfinished;
 }

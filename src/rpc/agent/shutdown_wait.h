@@ -15,7 +15,7 @@ namespace torchspan::rpc {
 class ShutdownWait {
  public:
   static constexpr Duration kEvery = std::chrono::seconds(10);
-  static constexpr Duration kNewsEvery = std::chrono::seconds(1);
+  static constexpr Duration kReportInterval = std::chrono::seconds(1);
 
   explicit ShutdownWait(Runtime& runtime, std::string operation = "shutdown()")
       : runtime_(runtime),

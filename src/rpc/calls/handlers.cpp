@@ -195,7 +195,7 @@ void create_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& c
 void serve_fetch(const std::shared_ptr<RpcAgent>&, const IncomingPtr& call,
                  const std::shared_ptr<Completion>& reply) {
   if (call->payload.references.size() != 1 || !call->payload.references[0]) {
-    throw Error(ErrorKind::kInvalid, "a fetch came without its reference");
+    throw Error(ErrorKind::kInvalid, "a fetch arrived without its reference");
   }
   auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
   reply_with(reference->value(Deadline::never()), reply);

@@ -163,7 +163,7 @@ TEST(Script, RejectsMethodsOfNonObjects) {
     auto tensor = worker.remote(1, "aten::ones", {std::vector<std::int64_t>{2}});
     const Error error = error_of([&] { tensor.rpc_sync("forward", {}); });
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    EXPECT_THAT(error.message(), HasSubstr("no TorchScript object"));
+    EXPECT_THAT(error.message(), HasSubstr("not a TorchScript object"));
   });
 }
 

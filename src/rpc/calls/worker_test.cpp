@@ -17,7 +17,7 @@ std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 at::Tensor scale(const at::Tensor& x, double by) { return x * by; }
 void nothing() {}
 void fail(const std::string& text) { throw std::runtime_error(text); }
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 std::int64_t hop(Worker& worker, std::int64_t left);
 Task<std::int64_t> coroutine_hop(Worker& worker, std::int64_t left);
 Future<std::int64_t> async_add(Worker& worker, std::int64_t a, std::int64_t b);
@@ -35,7 +35,7 @@ constexpr Function<add> kAdd{"add"};
 constexpr Function<scale> kScale{"scale"};
 constexpr Function<nothing> kNothing{"nothing"};
 constexpr Function<fail> kFail{"fail"};
-constexpr Function<who> kWorkerName{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<hop> kHop{"hop"};
 constexpr Function<coroutine_hop> kCoroutineHop{"coroutine_hop"};
 constexpr Function<async_add> kAsyncAdd{"async_add"};

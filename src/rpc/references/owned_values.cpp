@@ -63,7 +63,7 @@ std::optional<Refusal> OwnedValues::request_fork(GlobalId value, GlobalId fork, 
     return why_gone(value);  // if counted and deleted since, nothing reads this answer
   }
   if (it == owned_.end()) {
-    if (!may_come(value)) return why_gone(value);
+    if (!may_arrive(value)) return why_gone(value);
     it = owned_.emplace(value, Owned{nullptr, {}, false}).first;
   }
   count(it->second, fork, holder);
@@ -74,7 +74,7 @@ OwnedValues::Found OwnedValues::receive_at_owner(GlobalId value, GlobalId fork, 
                                                  const Keep& fresh, Effects& effects) {
   auto it = owned_.find(value);
   if (it == owned_.end()) {
-    if (!may_come(value)) return {nullptr, why_gone(value)};
+    if (!may_arrive(value)) return {nullptr, why_gone(value)};
     it = owned_.emplace(value, Owned{nullptr, {}, false}).first;
   }
   if (!it->second.owner) it->second.owner = fresh;
@@ -132,7 +132,7 @@ std::size_t OwnedValues::remembered() const {
   return remembered;
 }
 
-bool OwnedValues::may_come(GlobalId value) const {
+bool OwnedValues::may_arrive(GlobalId value) const {
   const PeerId creator = creator_of(value);
   if (creator == self_) return false;  // values that this worker itself creates are in the table
   switch (presence_.of(creator)) {

@@ -73,7 +73,7 @@ class OwnedValues {
  private:
   using Entry = std::map<GlobalId, Owned>::iterator;
   /// Whether a value that is not in the table may still be created.
-  bool may_come(GlobalId value) const;
+  bool may_arrive(GlobalId value) const;
   Refusal why_gone(GlobalId value) const;
   void remember(GlobalId value, Refusal why);
   void count(Owned& owned, GlobalId fork, PeerId holder);

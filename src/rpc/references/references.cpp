@@ -156,8 +156,9 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
     const PeerId self = shared_->table.self();
     if (handle.owner != self.rank || handle.incarnation != self.incarnation ||
         creator_of(handle.value) != from)
-      throw Error(ErrorKind::kDisconnected,
-                  "this creation was meant for another worker, or one that had this rank before; call again");
+      throw Error(
+          ErrorKind::kDisconnected,
+          "this creation is addressed to another worker, or to an earlier process of this rank; call again");
     fresh = std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
       kept = shared_->table.owned().find(handle.value);
@@ -341,7 +342,7 @@ void References::clear() {
   for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
   // Calls that wait for a reference also hold it; they release it when it completes.
   const auto reason = std::make_exception_ptr(
-      Error(ErrorKind::kCancelled, "this worker was shut down before the value came"));
+      Error(ErrorKind::kCancelled, "this worker was shut down before the value arrived"));
   for (const auto& kept : effects.released) {
     if (kept) std::static_pointer_cast<Reference>(kept)->abandon(reason);
   }

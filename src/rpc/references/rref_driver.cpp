@@ -303,7 +303,8 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
       break;
   }
   return gone(
-      "its owner destroyed the value before it heard of this reference: all references that it knew of were "
+      "its owner destroyed the value before it learned of this reference: every reference that it knew of "
+      "was "
       "released");
 }
 

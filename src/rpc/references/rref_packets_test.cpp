@@ -71,7 +71,7 @@ void RRefWorld::arrive_creation(Worker& here, const Packet& packet) {
     here.table->owned().own_creation_ended(value.id, effects);
   } else {
     kept = here.table->owned().creation_arrived(value.id, packet.handle.fork, fresh);
-    if (!kept && !value.failed) fail("a creation was refused that nobody gave up");
+    if (!kept && !value.failed) fail("a creation was refused that its creator did not give up");
   }
   if (kept && !value.failed) {
     value.came = true;

@@ -42,7 +42,7 @@ RRefSchedule schedule_of(std::uint64_t seed) {
   if (random() % 2 == 0) {
     add(Kind::kCrash, 1);
     add(Kind::kRestart, 1 + random() % 2);
-    add(Kind::kNews, 2 + random() % 6);
+    add(Kind::kMembershipEvent, 2 + random() % 6);
   }
   RRefSchedule schedule(20 + random() % 100);
   for (RRefStep& step : schedule) {

@@ -72,7 +72,7 @@ TEST(RRefTable, RefusesAUseOfAValueThatIsGone) {
   ASSERT_TRUE(found.refusal);
   EXPECT_EQ(found.refusal->why, Why::kReleased);
   EXPECT_EQ(table.counts().owners, 0u);
-  ASSERT_FALSE(table.effects.messages.empty()) << "its parent is told to let go";
+  ASSERT_FALSE(table.effects.messages.empty()) << "its parent is released";
   EXPECT_EQ(table.effects.messages.back().kind, RRefMessage::Kind::kChildAccept);
 }
 

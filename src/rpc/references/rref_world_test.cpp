@@ -312,7 +312,7 @@ bool RRefWorld::restart(Worker& worker) {
   return true;
 }
 
-bool RRefWorld::hear_news(Worker& worker) {
+bool RRefWorld::receive_membership_event(Worker& worker) {
   if (!worker.alive || worker.news.empty()) return false;
   const auto [peer, joined] = worker.news.front();
   worker.news.pop_front();
@@ -349,8 +349,8 @@ bool RRefWorld::act(const RRefStep& step) {
   switch (step.kind) {
     case Kind::kDeliver:
       return deliver(step.a);
-    case Kind::kNews:
-      return hear_news(worker);
+    case Kind::kMembershipEvent:
+      return receive_membership_event(worker);
     case Kind::kCreate:
     case Kind::kCreateFails:
       return worker.alive && create(worker, other, step.kind == Kind::kCreateFails);
@@ -399,7 +399,7 @@ void RRefWorld::check() {
     kept_by[book.value] = &book;
     if (book.known || !book.parent) continue;
     if (books_.at(*book.parent).held.expired())
-      fail(fmt::format("the parent of {} was let go of before its owner knew it", str(fork)));
+      fail(fmt::format("the parent of {} was released before its owner knew it", str(fork)));
   }
   for (std::size_t i = 0; i < values_.size(); ++i) {
     const Value& value = values_[i];
@@ -440,7 +440,7 @@ bool RRefWorld::settle_step() {
   bool any = false;
   for (Worker& worker : workers_) {
     if (!worker.alive) continue;
-    any = hear_news(worker) || any;
+    any = receive_membership_event(worker) || any;
     any = drop(worker, random_()) || any;
   }
   any = audit(static_cast<std::uint32_t>(random_())) || any;
