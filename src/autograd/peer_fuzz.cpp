@@ -56,7 +56,7 @@ rendezvous::MembershipOptions join_options(int rank, const std::string& address)
 }
 
 /// Excludes LibTorch's operators and large tensors, which are not what this target tests.
-bool is_modest(BytesView bytes, std::span<const Segment> sent) {
+bool is_small(BytesView bytes, std::span<const Segment> sent) {
   try {
     const wire::FrameView frame = wire::decode_frame(bytes);
     const auto type = static_cast<int>(frame.header.type);
@@ -159,7 +159,7 @@ class World {
       segments.push_back({kMemory.data(), 1 + static_cast<std::size_t>(script[0]), nullptr});
       script = script.subspan(1);
     }
-    if (is_modest(frame, segments)) say(frame, segments);
+    if (is_small(frame, segments)) say(frame, segments);
   }
 
   const Bytes kMemory = Bytes(256);

@@ -251,8 +251,8 @@ TEST(Join, LeavesTheGradientsOfARankWithoutBatchesAsTheyAre) {
 }
 
 /// Linear, whose forward throws for the input 13.
-struct SuperstitiousImpl : nn::Module {
-  SuperstitiousImpl() : linear(register_module("linear", join_test::linear())) {}
+struct SkipsThirteenImpl : nn::Module {
+  SkipsThirteenImpl() : linear(register_module("linear", join_test::linear())) {}
   at::Tensor forward(const at::Tensor& x) {
     if (x.item<double>() == 13) throw std::runtime_error("not that number");
     return linear(x);

@@ -21,9 +21,9 @@ class DiscardingChannel final : public net::Channel {
 };
 
 /// A store that says what it was given to say, whatever it hears, and then is gone.
-class Liar final : public net::Transport {
+class ScriptedTransport final : public net::Transport {
  public:
-  Liar(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
+  ScriptedTransport(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
       : handler_(handler), words_(std::move(words)), done_(done), sleeper_(executor.make_parker()) {}
 
   std::string listen(const std::string& address) override { return address; }
@@ -113,7 +113,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Runtime runtime(*executor, "worker1", LogLevel::kOff);
   const auto done = executor->make_parker();
   const TransportFactory silent_transport = [&](const std::string&, net::Handler& handler) {
-    return std::make_unique<Liar>(*executor, handler, words, *done);
+    return std::make_unique<ScriptedTransport>(*executor, handler, words, *done);
   };
   MembershipOptions options;
   options.name = "worker1";

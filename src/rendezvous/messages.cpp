@@ -50,7 +50,7 @@ int get_rank(ByteReader& reader) {
 }
 
 /// A rank, or kAnyRank.
-int get_wish(ByteReader& reader) {
+int get_optional_rank(ByteReader& reader) {
   ByteReader ahead = reader;
   if (ahead.get<std::int32_t>() != kAnyRank) return get_rank(reader);
   reader = ahead;
@@ -135,7 +135,7 @@ Register Register::decode(ByteReader& reader) {
     return message;
   }
   message.job = reader.get_string();
-  message.member = get_member(reader, get_wish);
+  message.member = get_member(reader, get_optional_rank);
   message.world_size = reader.get<std::int32_t>();
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });

@@ -117,7 +117,7 @@ void Store::admit(ConnectionId connection, Register message) {
     refuse(connection, *reason, /*passing=*/true);
     return;
   }
-  if (const auto reason = reason_to_keep_out(message)) {
+  if (const auto reason = admission_error(message)) {
     refuse(connection, *reason);
     return;
   }
@@ -203,7 +203,7 @@ std::optional<Error> Store::retry_reason(const Register& message) const {
                            describe(workers_.at(rank).member()), message.member.name));
 }
 
-std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
+std::optional<Error> Store::admission_error(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
   return reason ? reason : difference_of_functions(message);
 }

@@ -64,7 +64,7 @@ class Store {
   std::optional<Error> reason_to_fail(const Register& message) const;
   /// Why the world, which ends soon, admits no more workers.
   std::optional<Error> retry_reason(const Register& message) const;
-  std::optional<Error> reason_to_keep_out(const Register& message) const;
+  std::optional<Error> admission_error(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
   std::optional<Error> difference_of_functions(const Register& message) const;

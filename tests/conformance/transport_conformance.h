@@ -49,7 +49,7 @@ class World {
   /// An address at which the transport made under `name` can listen.
   virtual std::string listen_address(const std::string& name) = 0;
   /// A valid address at which no worker listens.
-  virtual std::string deserted_address() = 0;
+  virtual std::string unused_address() = 0;
   /// The name that errors use for the peer that was dialed at `address`.
   virtual std::string named(const std::string& address) { return address; }
   virtual std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() = 0;

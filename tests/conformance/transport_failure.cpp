@@ -230,7 +230,7 @@ TEST_P(TransportConformance, CutsOffAPeerWhoseSegmentFindsNoMemory) {
 TEST_P(TransportConformance, ReportsNoListenerAndConnectsOnceOneExists) {
   in_world([](World& world) {
     Node dialer(world, "dialer");
-    const std::string deserted = world.deserted_address();
+    const std::string deserted = world.unused_address();
     const auto channel = dialer.connect(deserted);
     send_if_open(*channel, numbered(1));
     const Error error = dialer.wait_for_end(channel);
@@ -265,7 +265,7 @@ TEST_P(TransportConformance, RefusesAddressesItCannotRead) {
       EXPECT_EQ(error_of([&] { node.connect(address); }).kind(), ErrorKind::kInvalid);
       EXPECT_EQ(error_of([&] { node.transport().listen(address); }).kind(), ErrorKind::kInvalid);
     }
-    EXPECT_TRUE(node.transport().can_reach(world.deserted_address()));
+    EXPECT_TRUE(node.transport().can_reach(world.unused_address()));
   });
 }
 
@@ -383,7 +383,7 @@ TEST_P(TransportConformance, ReportsEveryChannelsEndExactlyOnce) {
     std::vector<std::shared_ptr<Channel>> channels;
     for (int i = 0; i < 60; ++i) {
       const std::uint32_t fate = random() % 4;
-      const auto channel = dialer.connect(fate == 0   ? world.deserted_address()
+      const auto channel = dialer.connect(fate == 0   ? world.unused_address()
                                           : fate == 1 ? victim_address
                                                       : address);
       channels.push_back(channel);

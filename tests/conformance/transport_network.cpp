@@ -32,7 +32,7 @@ class NetworkWorld final : public World {
     return known == echoes_.end() ? "unix:" + folder_.path() + "/" + name + ",tls:127.0.0.1:0"
                                   : known->second;
   }
-  std::string deserted_address() override {
+  std::string unused_address() override {
     return "unix:" + folder_.path() + "/unused@" + mark_of("unused") + "," + reserve_port(reserved_, "tls");
   }
   std::string named(const std::string& address) override {

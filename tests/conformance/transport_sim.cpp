@@ -46,7 +46,7 @@ class SimWorld final : public World {
     return network_.make_transport(name, handler, std::move(options));
   }
   std::string listen_address(const std::string& name) override { return "sim:" + name; }
-  std::string deserted_address() override { return "sim:unused"; }
+  std::string unused_address() override { return "sim:unused"; }
   std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
     return std::make_unique<UnauthenticatedSimPeer>(
         executor_, network_, "unauthenticated" + std::to_string(unauthenticated_count_++));

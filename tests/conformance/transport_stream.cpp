@@ -39,7 +39,7 @@ class StreamWorld final : public World {
     const auto known = echoes_.find(name);
     return known == echoes_.end() ? "tcp:127.0.0.1:0" : known->second;
   }
-  std::string deserted_address() override {
+  std::string unused_address() override {
     if (kind_ == Address::Kind::kUnix) return listen_address("unused");
     return reserve_port(reserved_, "tcp");
   }

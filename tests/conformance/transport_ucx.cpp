@@ -25,7 +25,7 @@ class UcxWorld final : public World {
     const auto known = echoes_.find(name);
     return known == echoes_.end() ? "ucx:127.0.0.1:0" : known->second;
   }
-  std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
+  std::string unused_address() override { return reserve_port(reserved_, "ucx"); }
   bool silence_is_death() const override { return true; }
   /// UCX takes a while to end the endpoints of a transport in a thread.
   bool dies_at_once() const override { return peers_ == Peers::kProcesses; }

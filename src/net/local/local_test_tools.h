@@ -147,7 +147,7 @@ class LocalTransportTest : public ::testing::Test {
   }
 
   /// A peer that has proved the secret and not settled yet.
-  RawPeer dial_proven();
+  RawPeer dial_authenticated();
   enum class Verdict : std::uint8_t { kYes, kNo, kYesWithoutNonce };
   /// One that has settled to share, or not to; a lie is a yes without the nonce in the ring.
   RawPeer dial_raw(Verdict verdict = Verdict::kYes);
@@ -164,7 +164,7 @@ class LocalTransportTest : public ::testing::Test {
   std::shared_ptr<Channel> channel_, back_;
 };
 
-inline RawPeer LocalTransportTest::dial_proven() {
+inline RawPeer LocalTransportTest::dial_authenticated() {
   start();
   dialer_.reset();
   const Address address = parse_address(address_);
@@ -197,7 +197,7 @@ inline Bytes record(bool offers, bool accepts, BytesView nonce) {
 }
 
 inline RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
-  RawPeer peer = dial_proven();
+  RawPeer peer = dial_authenticated();
   std::array<std::byte, 128> bytes;
   auto made = make_memory({}, kRingHeaderBytes + kRing);
   new (made->memory.data()) RingHeader{};

@@ -22,7 +22,7 @@ TEST_F(LocalTransportTest, RejectsAPeerThatCannotReadTheRing) {
 }
 
 TEST_F(LocalTransportTest, RejectsAPeerThatSettlesInAnotherProtocol) {
-  const RawPeer peer = dial_proven();
+  const RawPeer peer = dial_authenticated();
   peer.say(Bytes(48, std::byte{0x7f}));
   drive_until([&] { return !listener_->journal.refused.empty(); });
   EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);

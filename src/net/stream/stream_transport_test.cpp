@@ -79,7 +79,7 @@ class StreamTransportTest : public ::testing::Test {
     return socket;
   }
   /// A raw connection whose owner knows the secret and has proved it.
-  Descriptor dial_proven(const std::string& text) {
+  Descriptor dial_authenticated(const std::string& text) {
     Descriptor socket = dial_raw(text);
     HandshakeOptions options{.secret = test_secret(), .peer = text};
     draw_nonce(options.nonce);
@@ -170,7 +170,7 @@ TEST_F(StreamTransportTest, TakesOverTheSocketFileOfADeadProcess) {
   }
   ASSERT_TRUE(std::filesystem::exists(path()));
   EXPECT_EQ(transport_->listen(address()), address());
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
 TEST_F(StreamTransportTest, DetectsAnAddressInUseWithoutConnectingToTheListener) {
@@ -184,7 +184,7 @@ TEST_F(StreamTransportTest, DetectsAnAddressInUseWithoutConnectingToTheListener)
     }
   }
   EXPECT_TRUE(journal_.refused.empty());
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
 TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNotASocket) {
@@ -225,7 +225,7 @@ TEST_F(StreamTransportTest, RejectsTcpThatLeavesTheHostAndNamesTheAlternative) {
 
 TEST_F(StreamTransportTest, NamesThePeersItAccepts) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   EXPECT_EQ(journal_.accepted.at(0)->peer(), address() + " (process " + std::to_string(getpid()) + ")");
 }
 
@@ -241,7 +241,7 @@ TEST_F(StreamTransportTest, DeniesAPeerOfAnotherUser) {
 
 TEST_F(StreamTransportTest, CutsOffAnAuthenticatedPeerThatBreaksTheFraming) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   say(peer, Bytes(kPrefixBytes, std::byte{0x7f}));
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kInvalid);
@@ -256,7 +256,7 @@ TEST_F(StreamTransportTest, AllocatesNothingForLengthsThatAnAuthenticatedPeerCla
   };
   start(options);
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   const FramePrefix claim({}, std::vector<Segment>{{nullptr, std::size_t{1} << 50, nullptr}});
   say(peer, claim.bytes());
   drive_until([&] { return !journal_.closed.empty(); });
@@ -266,7 +266,7 @@ TEST_F(StreamTransportTest, AllocatesNothingForLengthsThatAnAuthenticatedPeerCla
 TEST_F(StreamTransportTest, ReportsWhetherAPeerDiedInsideAMessage) {
   transport_->listen(address());
   {
-    const Descriptor peer = dial_proven(address());
+    const Descriptor peer = dial_authenticated(address());
     const Bytes header(100);
     say(peer, FramePrefix(header, {}).bytes());
   }
@@ -277,7 +277,7 @@ TEST_F(StreamTransportTest, ReportsWhetherAPeerDiedInsideAMessage) {
 
 TEST_F(StreamTransportTest, DistinguishesAGoodbyeFromADeath) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   say(peer, goodbye_frame());
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("closed the channel"));
@@ -322,7 +322,7 @@ TEST_F(StreamTransportTest, WaitsWithoutSpinningWhenDescriptorsRunOutAndServesLa
   ASSERT_FALSE(during.refused.empty());
   EXPECT_EQ(during.refused.at(0).second.kind(), ErrorKind::kOverloaded);
   EXPECT_THAT(during.refused.at(0).second.message(), HasSubstr("ulimit -n"));
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
 TEST_F(StreamTransportTest, ReportsThatADialFoundNoDescriptor) {
@@ -345,7 +345,7 @@ TEST_F(StreamTransportTest, ListensAtSeveralAddresses) {
   const std::string tcp = transport_->listen("tcp:[::1]:0");
   for (const std::string& place : {address("one"), address("two"), tcp}) {
     const std::size_t before = journal_.accepted.size();
-    const Descriptor peer = dial_proven(place);
+    const Descriptor peer = dial_authenticated(place);
     drive_until([&] { return journal_.accepted.size() == before + 1; });
   }
 }

@@ -33,7 +33,7 @@ class TlsUnauthenticatedTest : public TlsTest {
     auto peer = std::make_unique<BarePeer>(dial_raw(address_));
     drive_until([&] { return peer->shake_hands(); });
     peer->say(encode(hello));
-    drive_until([&] { return peer->hears(kLaneHelloBytes); });
+    drive_until([&] { return peer->receives(kLaneHelloBytes); });
     const LaneHello got = decode_lane_hello(peer->take(kLaneHelloBytes), "listener");
     if (answer != nullptr) *answer = got;
     return peer;
