@@ -164,7 +164,8 @@ Arguments parse(int argc, char** argv) {
     } else if (word == "--model" && i + 1 < argc) {
       arguments.model = argv[++i];
     } else {
-      throw std::invalid_argument("ddp: '" + word + "' is no option: --rounds N, --model NAME, --no-peer");
+      throw std::invalid_argument("ddp: '" + word +
+                                  "' is not an option: --rounds N, --model NAME, --no-peer");
     }
   }
   return arguments;

@@ -26,7 +26,7 @@ inline double percentile(std::vector<double> values, double share) {
 struct Against {
   std::string limit = {};  ///< the physical limit of the machine
   std::string peer =
-      {};  ///< the same work done by somebody else; a ratio of times is reported, lower is better
+      {};  ///< the same work done by another library; a ratio of times is reported, lower is better
 };
 
 /// Times pieces of work in turns, round after round, so that figures of one run share the machine's moods;

@@ -296,7 +296,7 @@ int main(int argc, char** argv) {
       } else if (word == "--rounds" && i + 1 < argc) {
         rounds = std::stoi(argv[++i]);
       } else {
-        throw std::invalid_argument("pipeline: '" + word + "' is no option: --rounds N, --no-peer");
+        throw std::invalid_argument("pipeline: '" + word + "' is not an option: --rounds N, --no-peer");
       }
     }
     torchspan::bench::conduct(rounds, peer);

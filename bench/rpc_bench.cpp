@@ -67,8 +67,8 @@ struct Part {
 };
 
 std::unique_ptr<Side> join(const Part& part) {
-  const Seat seat{part.trial.way, part.rank, part.trial.size, part.folder};
-  return part.trial.side == kPeer ? join_torch_rpc(seat) : join_torchspan(seat);
+  const WorkerPlace place{part.trial.way, part.rank, part.trial.size, part.folder};
+  return part.trial.side == kPeer ? join_torch_rpc(place) : join_torchspan(place);
 }
 
 void call(const Part& part, Executor& executor) {

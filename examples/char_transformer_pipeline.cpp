@@ -107,7 +107,7 @@ class Training {
       optimizer_.step();
       if (!std::isfinite(loss)) {
         throw ts::Error(ts::ErrorKind::kInvalid,
-                        fmt::format("the loss is no finite number after step {}: lower --lr", step));
+                        fmt::format("the loss is not a finite number after step {}: lower --lr", step));
       }
       if (is_first()) report(progress, step, loss, ts::to_seconds(progress.elapsed()));
     }
@@ -118,7 +118,7 @@ class Training {
     if (!std::isfinite(held_out)) {
       throw ts::Error(
           ts::ErrorKind::kInvalid,
-          fmt::format("the loss on text not trained on is no finite number after step {}: lower --lr",
+          fmt::format("the loss on text not trained on is not a finite number after step {}: lower --lr",
                       options_.steps - 1));
     }
     if (is_first()) {
@@ -168,7 +168,7 @@ class Training {
     check_written(file, options_.drawing);
     fmt::print("drew {}\n", options_.drawing);
   }
-  /// Whoever has the scores draws the next character and tells the others.
+  /// The worker that has the scores draws the next character and sends it to the others.
   void write_sample() {
     pipe_.eval();
     std::vector<std::int64_t> written = text_.encode(options_.prompt);
@@ -212,7 +212,7 @@ void check(const Options& options, int world_size) {
 }
 
 void run(Options options) {
-  // Wrong options, like a missing text, are told before anybody waits for the others.
+  // Reports wrong options, such as a missing text, before it waits for the other workers.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
   if (!options.drawing.empty() && worker_options.environment.rank <= 0)

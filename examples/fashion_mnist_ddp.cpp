@@ -70,7 +70,7 @@ void check(const Options& options, int world_size) {
   }
 }
 
-/// Who trains together: the ranks of a group, or this process alone.
+/// The ranks that train together: those of a group, or this process alone.
 struct Team {
   const ts::collective::Group* group = nullptr;
   int rank = 0;
@@ -159,7 +159,8 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
     }
     result.losses.push_back(team.sum(loss) / static_cast<double>(job.train_data.size()));
     if (!std::isfinite(result.losses.back())) {
-      refuse(fmt::format("{}: the loss is no finite number after epoch {}: lower --lr", team.name(), epoch));
+      refuse(
+          fmt::format("{}: the loss is not a finite number after epoch {}: lower --lr", team.name(), epoch));
     }
   }
   if (meter) meter->finish();
@@ -225,7 +226,7 @@ void train_together(ts::Session& session, const Job& job) {
 }
 
 void run(const Options& options) {
-  // Wrong options, like wrong data, are told before anybody waits for the others.
+  // Reports wrong options and wrong data before it waits for the other workers.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
   const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);

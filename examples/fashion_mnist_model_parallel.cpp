@@ -87,7 +87,8 @@ void train(ts::Session& session, Model& model, const Dataset& data, const Option
       const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
       if (meter.images() == 0 && !options.graph.empty()) write_graph(options.graph, context.explain({loss}));
       if (!std::isfinite(loss.item<double>())) {
-        throw std::runtime_error(fmt::format("the loss is no finite number in epoch {}: lower --lr", epoch));
+        throw std::runtime_error(
+            fmt::format("the loss is not a finite number in epoch {}: lower --lr", epoch));
       }
       context.backward(loss);
       optimizer.step(context);
@@ -123,7 +124,7 @@ void print_what_ran_where(const std::string& trainer, Model& model) {
 }
 
 void run(const Options& options) {
-  optimizer_spec(options);  // wrong options, like wrong data, are told before anybody waits for the others
+  optimizer_spec(options);  // reports wrong options before it waits for others
   const auto worker_options = ts::WorkerOptions::from_env();
   std::optional<Dataset> train_data, test_data;
   if (worker_options.environment.rank == 0) {

@@ -113,7 +113,7 @@ class Display {
 void check_finite(double value, const std::string& what) {
   if (!std::isfinite(value))
     throw ts::Error(ts::ErrorKind::kInvalid,
-                    what + " is no finite number: lower --lr, or look for ratings out of range");
+                    what + " is not a finite number: lower --lr, or look for ratings out of range");
 }
 
 /// What a trainer does, at the same time as all others: no step of theirs is lost, and none is waited for.
@@ -154,7 +154,7 @@ double held_out_error(const Model& model, const Ratings& ratings) {
   return root_mean_square(model.predict(ratings).values - ratings.values);
 }
 
-/// Who does what: the last two of three workers and more hold the tables.
+/// Placement: with three workers or more, the last two hold the tables.
 struct Roles {
   explicit Roles(std::uint32_t world)
       : students(world < 3 ? world - 1 : world - 2),
@@ -204,7 +204,7 @@ void lead(ts::Session& session, const Options& options, const Split& data) {
 
 void run(const Options& options) {
   const auto worker_options = ts::WorkerOptions::from_env();
-  // Wrong data are told before anybody waits for the others.
+  // Reports wrong data before it waits for the other workers.
   const Split data = split(load(options.data), static_cast<std::uint64_t>(options.seed));
   ts::FunctionTable functions;
   functions.add(kTable, kLookUp, kSetTraining, kTrain);

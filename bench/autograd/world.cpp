@@ -184,7 +184,7 @@ std::vector<double> train(Worker& worker, const std::vector<RRef<Shard>>& shards
   return steps;
 }
 
-/// How long a step takes when all trainers are at it, and how much time passes for each step of anybody.
+/// How long a step takes when all trainers are at it, and how much time passes per step of any trainer.
 void call_trainers(Root& root) {
   Worker& worker = root.worker();
   std::vector<RRef<Shard>> shards;

@@ -36,7 +36,7 @@ def take_turns(samples, sides, most, seconds):
 
 def expect(right, what):
     if not right:
-        raise RuntimeError(what + " gave a wrong result")
+        raise RuntimeError(what + " returned a wrong result")
 
 
 def clock():
@@ -191,7 +191,7 @@ def train(shards, seconds):
 
 
 def trainers(samples, seconds):
-    """How long a step takes when all trainers are at it, and how much time passes for each step of anybody."""
+    """How long a step takes when all trainers are at it, and how much time passes per step of any trainer."""
     shards = [rpc.remote(f"worker{TRAINERS + i}", make_shard) for i in range(SERVERS)]
     for shard in shards:
         shard.to_here()

@@ -35,16 +35,16 @@ Operator find_operator(const std::string& name, const std::string& overload) {
 
 std::string name_of(int rank) { return "worker" + std::to_string(rank); }
 
-std::shared_ptr<peer::TensorPipeAgent> start_agent(const Seat& seat) {
+std::shared_ptr<peer::TensorPipeAgent> start_agent(const WorkerPlace& place) {
   using Names = c10::optional<std::vector<std::string>>;
-  const bool tcp = seat.way == Way::kHosts;
+  const bool tcp = place.way == Way::kHosts;
   const peer::TensorPipeRpcBackendOptions options(
       peer::kDefaultNumWorkerThreads, tcp ? Names({"uv"}) : c10::nullopt,
       tcp ? Names({"basic"}) : c10::nullopt, kCallSeconds, peer::kDefaultInitMethod);
-  auto store = c10::make_intrusive<c10d::FileStore>(seat.folder + "/torch-rpc-store", seat.size);
+  auto store = c10::make_intrusive<c10d::FileStore>(place.folder + "/torch-rpc-store", place.size);
   store->setTimeout(std::chrono::seconds(20));
   auto agent = std::make_shared<peer::TensorPipeAgent>(
-      store, name_of(seat.rank), static_cast<peer::worker_id_t>(seat.rank), seat.size, options,
+      store, name_of(place.rank), static_cast<peer::worker_id_t>(place.rank), place.size, options,
       std::unordered_map<std::string, peer::DeviceMap>(), std::vector<c10::Device>(),
       std::make_unique<peer::RequestCallbackNoPython>());
   peer::RpcAgent::setCurrentRpcAgent(agent);
@@ -58,7 +58,7 @@ std::shared_ptr<peer::TensorPipeAgent> start_agent(const Seat& seat) {
 
 class TorchRpc final : public Side {
  public:
-  explicit TorchRpc(const Seat& seat) : agent_(start_agent(seat)) {}
+  explicit TorchRpc(const WorkerPlace& place) : agent_(start_agent(place)) {}
 
   void small_call(std::int64_t n) override { expect(integer(next(1, n)) == n + 1, "a small call"); }
   void add(const at::Tensor& x) override {
@@ -128,7 +128,7 @@ class TorchRpc final : public Side {
 }  // namespace
 
 bool has_torch_rpc() { return true; }
-std::unique_ptr<Side> join_torch_rpc(const Seat& seat) { return std::make_unique<TorchRpc>(seat); }
+std::unique_ptr<Side> join_torch_rpc(const WorkerPlace& place) { return std::make_unique<TorchRpc>(place); }
 
 }  // namespace torchspan::bench
 
@@ -137,7 +137,7 @@ std::unique_ptr<Side> join_torch_rpc(const Seat& seat) { return std::make_unique
 namespace torchspan::bench {
 
 bool has_torch_rpc() { return false; }
-std::unique_ptr<Side> join_torch_rpc(const Seat&) {
+std::unique_ptr<Side> join_torch_rpc(const WorkerPlace&) {
   throw std::runtime_error("this LibTorch was built without its RPC");
 }
 

@@ -22,7 +22,7 @@ class Meter {
   /// second has room for, but 4 at least; all that `longer` times. A run that stands for `calls` calls gives
   /// the time of one.
   std::vector<double> times(int most, const std::function<void()>& once, int calls = 1) const;
-  /// How much of one processor the worker's process used while nobody called it, in per cent.
+  /// How much of one processor the worker's process used while no calls arrived, in per cent.
   double idle_cpu() const;
 
  private:

@@ -5,7 +5,7 @@
 namespace torchspan::bench {
 
 void expect(bool right, const std::string& call) {
-  if (!right) throw std::runtime_error(call + " gave a wrong result");
+  if (!right) throw std::runtime_error(call + " returned a wrong result");
 }
 
 bool alike(const at::Tensor& a, const at::Tensor& b) {

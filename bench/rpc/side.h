@@ -14,7 +14,7 @@ enum class Way : std::uint8_t {
 };
 
 /// Where one process of a measurement stands.
-struct Seat {
+struct WorkerPlace {
   Way way = Way::kLocal;
   int rank = 0;
   int size = 2;
@@ -51,6 +51,6 @@ void expect(bool right, const std::string& call);
 bool alike(const at::Tensor& a, const at::Tensor& b);
 
 /// Joins as the library of this repository.
-std::unique_ptr<Side> join_torchspan(const Seat& seat);
+std::unique_ptr<Side> join_torchspan(const WorkerPlace& place);
 
 }  // namespace torchspan::bench

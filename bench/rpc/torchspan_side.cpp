@@ -31,7 +31,7 @@ constexpr Duration kLongest = std::chrono::minutes(3);
 
 FunctionTable functions() { return FunctionTable().add(kNext, kAdd, kCount, kEcho); }
 
-/// A worker on the way that the seat asks for.
+/// A worker on the way that the place asks for.
 class Joined {
  public:
   virtual ~Joined() = default;
@@ -137,9 +137,9 @@ class TorchSpanSide final : public Side {
 
 }  // namespace
 
-std::unique_ptr<Side> join_torchspan(const Seat& seat) {
+std::unique_ptr<Side> join_torchspan(const WorkerPlace& place) {
   std::unique_ptr<Joined> joined;
-  if (seat.way == Way::kLocal) {
+  if (place.way == Way::kLocal) {
     joined = std::make_unique<LocalSession>();
   } else {
     joined = std::make_unique<TlsService>();

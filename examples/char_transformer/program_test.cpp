@@ -85,7 +85,7 @@ TEST_F(Program, DrawsItsLastStepBesideThePlan) {
   EXPECT_THAT(svg, HasSubstr("measured"));
 }
 
-TEST_F(Program, SaysBeforeItTrainsThatADrawingCannotBeWritten) {
+TEST_F(Program, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
   const std::string drawing = folder_.path() + "/nowhere/step.svg";
   const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
@@ -94,17 +94,17 @@ TEST_F(Program, SaysBeforeItTrainsThatADrawingCannotBeWritten) {
   EXPECT_EQ(run(2, {"--steps", "2", "--draw", "/dev/full"}).exit_code, 1);
 }
 
-TEST_F(Program, EndsWithAnErrorWhenALossIsNoFiniteNumber) {
+TEST_F(Program, EndsWithAnErrorWhenALossIsNotFinite) {
   // After the last step nothing but the loss on held-out text shows it.
   const Outcome last = run(2, {"--steps", "1", "--lr", "1e30"});
   EXPECT_EQ(last.exit_code, 1) << last.output;
-  EXPECT_THAT(last.output, HasSubstr("is no finite number after step 0: lower --lr"));
+  EXPECT_THAT(last.output, HasSubstr("is not a finite number after step 0: lower --lr"));
   const Outcome inside = run(2, {"--steps", "3", "--lr", "1e30"});
   EXPECT_EQ(inside.exit_code, 1) << inside.output;
-  EXPECT_THAT(inside.output, HasSubstr("the loss is no finite number after step"));
+  EXPECT_THAT(inside.output, HasSubstr("the loss is not a finite number after step"));
 }
 
-TEST_F(Program, SaysWhatIsWrongWithItsOptions) {
+TEST_F(Program, ReportsInvalidOptions) {
   EXPECT_THAT(run(2, {"--heads", "3"}).output, HasSubstr("--width 16 is not a multiple of --heads 3"));
   EXPECT_THAT(run(3, {"--blocks", "2"}).output, HasSubstr("3 workers cannot share 2 blocks"));
   EXPECT_THAT(run(2, {"--text", "nowhere"}).output, HasSubstr("fetch it with tools/fetch-data"));
@@ -112,7 +112,7 @@ TEST_F(Program, SaysWhatIsWrongWithItsOptions) {
   EXPECT_THAT(run(2, {"--context", "5000"}).output, HasSubstr("lower --context"));
 }
 
-TEST(Text, GivesBackWhatItTookIn) {
+TEST(Text, DecodesWhatItEncoded) {
   const Text text = Text::from(U"a—bß\U0001F40B“c”");
   EXPECT_EQ(text.vocabulary(), 8);
   EXPECT_EQ(text.decode(text.encode("ß—\xF0\x9F\x90\x8B"

@@ -61,7 +61,7 @@ TEST_F(DatasetFiles, AreReadZippedOrNot) {
   EXPECT_EQ(plain.images[13][8][0].item<int>(), 213);
 }
 
-TEST_F(DatasetFiles, NameTheMissingFileAndSayWhatToDo) {
+TEST_F(DatasetFiles, NameTheMissingFileAndGiveAdvice) {
   EXPECT_THAT(load_error(),
               AllOf(HasSubstr(images_), HasSubstr("No such file"),
                     HasSubstr("apt-get install --reinstall dataset-fashion-mnist"), HasSubstr("--data DIR")));
@@ -108,7 +108,7 @@ TEST_F(DatasetFiles, AreRefusedWhenLongerThanTheirHeaderSays) {
               AllOf(HasSubstr("too long"), HasSubstr("says 2 elements, and 3 follow")));
 }
 
-TEST_F(DatasetFiles, AreNotBelievedWhenTheyPromiseMoreThanMemoryHolds) {
+TEST_F(DatasetFiles, AreRejectedWhenTheyClaimMoreThanMemoryHolds) {
   write_zipped(images_, idx_bytes({0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF}, {1}));
   EXPECT_THAT(load_error(), AllOf(HasSubstr("truncated"), HasSubstr("4294967295 x 4294967295 x 4294967295")));
   write_zipped(images_, idx_bytes({1u << 31, 1u << 31, 4}, {}));  // 2^64 elements, which is 0 in 64 bits

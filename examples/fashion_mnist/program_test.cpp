@@ -61,7 +61,7 @@ class Program : public ::testing::Test {
   const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 };
 
-TEST_F(Program, LearnsAcrossThreeWorkersAndTellsWhatRanWhere) {
+TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
   const Outcome outcome = run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "3"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
@@ -102,17 +102,17 @@ TEST_F(Program, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
                                     Not(HasSubstr("test accuracy"))));
 }
 
-TEST_F(Program, RefusesAWrongOptionBeforeItWaitsForAnybody) {
+TEST_F(Program, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
   const Outcome outcome = run({kModelParallel}, {"--data", folder_.path(), "--lr", "-1"});
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNoFiniteNumber) {
+TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const Outcome outcome =
       run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "1", "--lr", "1e9"});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("the loss is no finite number in epoch 1: lower --lr"),
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("the loss is not a finite number in epoch 1: lower --lr"),
                                     Not(HasSubstr("test accuracy"))));
 }
 
@@ -157,7 +157,7 @@ TEST_F(Program, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
   }
 }
 
-TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
+TEST_F(Program, TrainsDataParallelWithoutTheComparison) {
   const Outcome outcome = run_workers(
       2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -165,7 +165,7 @@ TEST_F(Program, TrainsDataParallelWithoutTheComparisonWhenToldSo) {
   EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));
 }
 
-TEST_F(Program, TellsWhatIsWrongWithOptionsOfDataParallelTraining) {
+TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {
   const auto output_of = [&](const std::vector<std::string>& options) {
     std::vector<std::string> arguments = {"--data", folder_.path(), "--epochs", "1"};
     arguments.insert(arguments.end(), options.begin(), options.end());
@@ -177,7 +177,7 @@ TEST_F(Program, TellsWhatIsWrongWithOptionsOfDataParallelTraining) {
   EXPECT_THAT(output_of({"--momentum", "1"}), HasSubstr("--momentum 1: give a number from 0"));
   EXPECT_THAT(output_of({"--batch", "1"}), HasSubstr("--batch 1 is less than the 2 ranks"));
   EXPECT_THAT(output_of({"--lr", "1e9"}),
-              HasSubstr("the loss is no finite number after epoch 1: lower --lr"));
+              HasSubstr("the loss is not a finite number after epoch 1: lower --lr"));
 }
 
 }  // namespace

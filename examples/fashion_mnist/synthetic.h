@@ -37,7 +37,7 @@ inline void write_zipped(const std::string& path, const Raw& raw) {
     throw std::runtime_error("no room for " + path);
 }
 
-/// Images whose class anybody can see: class c has a bright bar two rows high, c + 1 bars from the top.
+/// Images with an obvious class: class c has a bright bar two rows high, c + 1 bars from the top.
 inline void write_split(const std::string& folder, const std::string& prefix, std::uint32_t count) {
   Raw pixels(std::size_t{count} * 28 * 28, 0), labels(count);
   for (std::uint32_t i = 0; i < count; ++i) {

@@ -13,7 +13,7 @@ class App;
 
 namespace fashion_mnist {
 
-/// What every program that trains here can be told.
+/// The options that all training programs here share.
 struct TrainingOptions {
   std::string data = kDefaultFolder;
   std::int64_t epochs = 5;

@@ -54,7 +54,7 @@ struct Priors {
   double student = 13, lecturer = 5, interaction = 15, profile = 20;
 };
 
-/// How often everybody and everything occurs in the ratings that are trained on.
+/// How often each student, lecturer and circumstance occurs in the training ratings.
 struct Occurrences {
   explicit Occurrences(const Ratings& ratings);
   at::Tensor students, lecturers, profiles;

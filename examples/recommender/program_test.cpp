@@ -63,7 +63,7 @@ class Recommender : public ::testing::Test {
   const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 };
 
-TEST_F(Recommender, LearnsInteractionsThatBiasesCannotTell) {
+TEST_F(Recommender, LearnsInteractionsThatBiasesCannotModel) {
   for (const int workers : {1, 4}) {
     SCOPED_TRACE(workers);
     const auto [code, output] = run(workers, {"--data", file_, "--batch", "64", "--epochs", "8"});
@@ -77,14 +77,14 @@ TEST_F(Recommender, LearnsInteractionsThatBiasesCannotTell) {
   }
 }
 
-TEST_F(Recommender, EndsWithAnErrorWhenTheLossIsNoFiniteNumber) {
+TEST_F(Recommender, EndsWithAnErrorWhenTheLossIsNotFinite) {
   std::ofstream(file_, std::ios::app) << "1,1,1,1e30\n1,2,1,1e30\n1,3,1,1e30\n";
   const auto [code, output] = run(3, {"--data", file_, "--epochs", "1"});
   EXPECT_NE(code, 0) << output;
-  EXPECT_THAT(output, HasSubstr("is no finite number: lower --lr"));
+  EXPECT_THAT(output, HasSubstr("is not a finite number: lower --lr"));
 }
 
-TEST_F(Recommender, TellsWhereToGetRatingsBeforeItWaitsForAnybody) {
+TEST_F(Recommender, ReportsMissingRatingsBeforeItWaitsForOtherWorkers) {
   const auto [code, output] = run(4, {"--data", "/nowhere.csv"});
   EXPECT_NE(code, 0);
   EXPECT_THAT(output, HasSubstr("cannot read /nowhere.csv: run tools/fetch-data insteval.csv"));
@@ -100,14 +100,14 @@ std::string refusal_of(const std::string& file, const std::string& text) {
   return "";
 }
 
-TEST_F(Recommender, NamesTheLineOfWhatIsWrong) {
+TEST_F(Recommender, NamesTheInvalidLine) {
   EXPECT_THAT(refusal_of(file_, "s,d\n1,2\n"), HasSubstr("has no column 'y'"));
   EXPECT_THAT(refusal_of(file_, "s,d,y\n1,2,3\n1,2\n"), HasSubstr("line 3: 2 cells under 3 names"));
   EXPECT_THAT(refusal_of(file_, "s,d,y\n1,2,good\n"), HasSubstr("line 2: the rating is 'good'"));
   EXPECT_THAT(refusal_of(file_, "s,d,y\n1,2,3\n"), HasSubstr("has 1 ratings; it takes 20"));
 }
 
-TEST_F(Recommender, HoldsOutATenthAndNobodyTwice) {
+TEST_F(Recommender, HoldsOutATenthWithoutRepetition) {
   const Ratings all = load(file_);
   EXPECT_EQ(all.circumstance_count(), 2);
   EXPECT_EQ(all.profile_count, 2);

@@ -9,7 +9,7 @@ namespace recommender {
 
 inline constexpr char kDefaultFile[] = "build/data/insteval.csv";
 
-/// Students' ratings of lecturers, one a row: who rated whom under which circumstances, and how.
+/// Students' ratings of lecturers, one per row: student, lecturer, circumstances and rating.
 struct Ratings {
   at::Tensor students, lecturers;  ///< int64 [n], counted from 0
   at::Tensor profiles;             ///< int64 [n]: equal where all circumstances are

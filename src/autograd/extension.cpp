@@ -25,7 +25,7 @@ std::optional<ContextView> AutogradExtension::try_find(std::uint64_t id) const {
 ContextView AutogradExtension::find(std::uint64_t id) const {
   if (auto context = try_find(id)) return *context;
   throw Error(ErrorKind::kInvalid,
-              fmt::format("this worker knows no autograd context {:#x}: it did not take part in it, "
+              fmt::format("this worker has no autograd context {:#x}: it did not take part in it, "
                           "or the context has ended",
                           id));
 }

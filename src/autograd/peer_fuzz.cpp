@@ -28,7 +28,7 @@ constexpr Function<count> kCount{"count"};
 
 constexpr std::uint64_t kInstance = 1000;
 
-struct Hearing final : net::Handler {
+struct CloseHandler final : net::Handler {
   void on_accepted(const std::shared_ptr<net::Channel>&) override {}
   void on_message(const std::shared_ptr<net::Channel>&, net::Message) override {}
   void on_closed(const std::shared_ptr<net::Channel>&, const Error&) override { closed = true; }
@@ -56,7 +56,7 @@ rendezvous::MembershipOptions join_options(int rank, const std::string& address)
 }
 
 /// Excludes LibTorch's operators and large tensors, which are not what this target tests.
-bool is_modest(BytesView bytes, std::span<const Segment> sent) {
+bool is_small(BytesView bytes, std::span<const Segment> sent) {
   try {
     const wire::FrameView frame = wire::decode_frame(bytes);
     const auto type = static_cast<int>(frame.header.type);
@@ -80,7 +80,7 @@ class World {
   void run(BytesView script) {
     executor_.run([&] {
       const Thread worker = executor_.spawn("worker", [&] { serve(); });
-      const Thread peer = executor_.spawn("peer", [&] { lie(script); });
+      const Thread peer = executor_.spawn("peer", [&] { send_invalid(script); });
     });
   }
 
@@ -117,22 +117,22 @@ class World {
     service.stop();
   }
 
-  void lie(BytesView script) {
+  void send_invalid(BytesView script) {
     Runtime runtime(executor_, "peer", LogLevel::kOff);
-    Hearing hearing;
-    const auto transport = network_.make_transport("peer", hearing, {});
+    CloseHandler peer_handler;
+    const auto transport = network_.make_transport("peer", peer_handler, {});
     const auto membership = join(runtime, 1, transport->listen("sim:peer"));
     std::shared_ptr<net::Channel> channel;
     const auto say = [&](BytesView header, std::vector<Segment> segments) {
-      if (!channel || hearing.closed) {
-        hearing.closed = false;
+      if (!channel || peer_handler.closed) {
+        peer_handler.closed = false;
         channel = transport->connect("sim:worker", Deadline::never());
         channel->send(hello(), {});
       }
       try {
         channel->send(header, segments);
       } catch (const Error&) {
-        hearing.closed = true;
+        peer_handler.closed = true;
       }
       for (int i = 0; i < 2; ++i) {
         executor_.sleep(std::chrono::microseconds(100));
@@ -159,7 +159,7 @@ class World {
       segments.push_back({kMemory.data(), 1 + static_cast<std::size_t>(script[0]), nullptr});
       script = script.subspan(1);
     }
-    if (is_modest(frame, segments)) say(frame, segments);
+    if (is_small(frame, segments)) say(frame, segments);
   }
 
   const Bytes kMemory = Bytes(256);
@@ -208,8 +208,8 @@ class Seeds {
   }
   /// A message with its type. Throws, so that no seeds are written, if it cannot be decoded.
   template <rpc::Message M>
-  Seeds& tell(const M& told) {
-    wire::Payload payload = wire::to_payload(told), copy = payload;
+  Seeds& add_request(const M& encoded) {
+    wire::Payload payload = wire::to_payload(encoded), copy = payload;
     wire::from_payload<M>(copy);
     return message(static_cast<int>(M::kType), wire::kFlagHasDeadline, std::move(payload));
   }
@@ -250,19 +250,19 @@ std::vector<Bytes> make_seeds() {
   };
   const std::int64_t patience = 1'000'000;
   call_in_context()
-      .tell(autograd::PropagateGradients{context, pass, 1, true, 1, {tensor}, {}})
-      .tell(autograd::AskPass{context, pass, pass + 1, patience})
-      .tell(autograd::AbortPass{context, pass, Error(ErrorKind::kCancelled, "no more")})
-      .tell(autograd::ClearGradients{context})
-      .tell(autograd::ReleaseContext{context})
+      .add_request(autograd::PropagateGradients{context, pass, 1, true, 1, {tensor}, {}})
+      .add_request(autograd::AskPass{context, pass, pass + 1, patience})
+      .add_request(autograd::AbortPass{context, pass, Error(ErrorKind::kCancelled, "no more")})
+      .add_request(autograd::ClearGradients{context})
+      .add_request(autograd::ReleaseContext{context})
       .end();
   call_in_context()
-      .tell(autograd::MarkSends{context, pass, false, 2, {{1, {0}}}})
-      .tell(autograd::MarksFinal{context, pass})
-      .tell(autograd::AskGraph{context, pass + 2, patience})
-      .tell(autograd::PropagateGradients{context, pass, 1, false, 2, {tensor}, {1}})
-      .tell(autograd::AdoptMember{context})
-      .tell(autograd::ReleaseContext{context})
+      .add_request(autograd::MarkSends{context, pass, false, 2, {{1, {0}}}})
+      .add_request(autograd::MarksFinal{context, pass})
+      .add_request(autograd::AskGraph{context, pass + 2, patience})
+      .add_request(autograd::PropagateGradients{context, pass, 1, false, 2, {tensor}, {1}})
+      .add_request(autograd::AdoptMember{context})
+      .add_request(autograd::ReleaseContext{context})
       .end();
   // References: created, awaited, fetched, forked, deleted, queried, abandoned.
   seeds

@@ -54,7 +54,7 @@ TEST(Kernels, RoundToEvenAsLibTorchDoes) {
   }
 }
 
-TEST(Kernels, LetIntegersWrapAndTruthsJoin) {
+TEST(Kernels, WrapIntegersAndCombineBooleans) {
   constexpr auto kMost = std::numeric_limits<std::int64_t>::max();
   EXPECT_EQ(reduce_rows<std::int64_t>(at::kLong, kSum, {{kMost}, {1}})[0],
             std::numeric_limits<std::int64_t>::min());
@@ -65,7 +65,7 @@ TEST(Kernels, LetIntegersWrapAndTruthsJoin) {
   EXPECT_EQ(all, (std::vector<std::uint8_t>{0, 0, 1}));
 }
 
-TEST(Kernels, KeepWhatIsNotANumberInMinimaAndMaxima) {
+TEST(Kernels, PropagateNansInMinimaAndMaxima) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const ReduceOp reduction : {kMin, kMax}) {
     const auto result = reduce_rows<float>(at::kFloat, reduction, {{nan, 1, 2}, {1, nan, 3}});
@@ -75,7 +75,7 @@ TEST(Kernels, KeepWhatIsNotANumberInMinimaAndMaxima) {
   }
 }
 
-TEST(Kernels, RefuseWhatHasNoMeaning) {
+TEST(Kernels, RejectUnsupportedReductions) {
   for (const auto& [dtype, reduction] : std::vector<std::pair<at::ScalarType, ReduceOp>>{
            {at::kInt, kAvg}, {at::kBool, kAvg}, {at::kComplexFloat, kMax}, {at::kQInt8, kSum}}) {
     try {

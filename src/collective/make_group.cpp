@@ -83,14 +83,14 @@ class Maker {
       case BackendKind::kHierarchical:
         return make_ours(members);
       case BackendKind::kC10d: {
-        shm::Neighbors neighbors = find_neighbors(members);
-        if (!neighbors.one_network) require_isolation(neighbors.reasons);
+        shm::LocalRanks local_ranks = find_local_ranks(members);
+        if (!local_ranks.one_network) require_isolation(local_ranks.reasons);
         return make_serial(
-            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = neighbors.one_network}),
+            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = local_ranks.one_network}),
             members);
       }
       case BackendKind::kMpi:
-        if (!find_neighbors(members).all_together()) require_isolation({});
+        if (!find_local_ranks(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
     }
     throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
@@ -149,14 +149,14 @@ class Maker {
     return peers;
   }
 
-  shm::Neighbors find_neighbors(const std::vector<Member>& members, const std::string& refusal = {}) {
-    shm::NeighborsPlan plan{
+  shm::LocalRanks find_local_ranks(const std::vector<Member>& members, const std::string& refusal = {}) {
+    shm::LocalRanksPlan plan{
         .peers = identities_of(members), .hosts = {}, .self = place_of(world_.self().rank)};
     for (const Member& member : members) plan.hosts.push_back(member.host_id);
     plan.folder = folder_of_socket(world_.self().address);
     plan.refusal = refusal;
-    return shm::find_neighbors(runtime_->executor, plan,
-                               [this](BytesView mine) { return gather(mine, ranks_); });
+    return shm::find_local_ranks(runtime_->executor, plan,
+                                 [this](BytesView mine) { return gather(mine, ranks_); });
   }
 
   /// Throws unless the options say that the network between the hosts is isolated. `reasons`: why ranks of
@@ -212,10 +212,10 @@ class Maker {
     } catch (const Error& error) {
       refusal = error.message();
     }
-    shm::Neighbors neighbors = find_neighbors(members, refusal);
-    const bool loopback = neighbors.one_network;
-    const shm::BootstrapResult met =
-        bootstrap(link_, plan, std::move(neighbors), [this](BytesView mine) { return gather(mine, ranks_); });
+    shm::LocalRanks local_ranks = find_local_ranks(members, refusal);
+    const bool loopback = local_ranks.one_network;
+    const shm::BootstrapResult met = bootstrap(link_, plan, std::move(local_ranks),
+                                               [this](BytesView mine) { return gather(mine, ranks_); });
     const bool together = std::count(met.leaders.begin(), met.leaders.end(), met.leaders[0]) ==
                           static_cast<std::ptrdiff_t>(met.leaders.size());
     if (!together && options_.backend == BackendKind::kSharedMemory) {

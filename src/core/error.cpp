@@ -90,7 +90,7 @@ std::string without_stack(const std::string& type, std::string text) {
 
 }  // namespace
 
-ExceptionStory describe(const std::exception_ptr& exception) {
+ExceptionDescription describe(const std::exception_ptr& exception) {
   if (exception == nullptr) return {"no exception", "nothing was thrown"};
   try {
     std::rethrow_exception(exception);
@@ -116,8 +116,8 @@ Error to_error(const std::exception_ptr& exception) {
     if (rebuilt.nested_ptr()) return to_error(rebuilt.nested_ptr());
     return Error(ErrorKind::kInvalid, describe(exception).text);
   } catch (...) {
-    ExceptionStory story = describe(exception);
-    return Error(ErrorKind::kInvalid, fmt::format("{}: {}", story.type, story.text));
+    ExceptionDescription description = describe(exception);
+    return Error(ErrorKind::kInvalid, fmt::format("{}: {}", description.type, description.text));
   }
 }
 

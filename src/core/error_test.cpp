@@ -16,11 +16,11 @@ struct OwnException : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-TEST(Error, SaysKindAndMessageWhenNothingElseIsKnown) {
+TEST(Error, ContainsKindAndMessageWhenNothingElseIsKnown) {
   EXPECT_STREQ(Error(ErrorKind::kDenied, "wrong secret").what(), "denied: wrong secret");
 }
 
-TEST(Error, NamesCallWorkerAndTimeWhicheverAreKnown) {
+TEST(Error, NamesCallWorkerAndTimeIfKnown) {
   const auto error = [] { return Error(ErrorKind::kTimedOut, "no reply"); };
   EXPECT_STREQ(error().with_call("add").what(), "timed out: no reply (call 'add')");
   EXPECT_STREQ(error().with_worker("w1").what(), "timed out: no reply (worker 'w1')");
@@ -30,7 +30,7 @@ TEST(Error, NamesCallWorkerAndTimeWhicheverAreKnown) {
   EXPECT_STREQ(error().with_elapsed(Duration::zero()).what(), "timed out: no reply");
 }
 
-TEST(Error, TellsTheHopsInTheOrderTheyWereAdded) {
+TEST(Error, ListsTheHopsInTheOrderTheyWereAdded) {
   const Error error = Error(ErrorKind::kRemoteFailure, "the call threw")
                           .with_call("train")
                           .with_frame({"w2", "load", "std::runtime_error", "no such file"})
@@ -57,7 +57,7 @@ TEST(Error, KeepsItsPartsWhenThrownAndCopied) {
   }
 }
 
-TEST(ErrorKind, HasItsOwnNameForEachNumberAndOneForForeignNumbers) {
+TEST(ErrorKind, HasOneNamePerNumberAndOneForUnknownNumbers) {
   std::set<std::string_view> names;
   for (std::uint8_t number = 1; number <= 8; ++number) {
     names.insert(to_string(static_cast<ErrorKind>(number)));
@@ -80,18 +80,18 @@ TEST(ErrorKind, KeepsTheNumbersThatTravelOnTheWire) {
 }
 
 TEST(Describe, GivesTheDynamicTypeAndTheText) {
-  const auto story = describe(std::make_exception_ptr(OwnException("out of ink")));
-  EXPECT_THAT(story.type, HasSubstr("OwnException"));
-  EXPECT_EQ(story.text, "out of ink");
+  const auto description = describe(std::make_exception_ptr(OwnException("out of ink")));
+  EXPECT_THAT(description.type, HasSubstr("OwnException"));
+  EXPECT_EQ(description.text, "out of ink");
   EXPECT_EQ(describe(std::make_exception_ptr(std::out_of_range("3"))).type, "std::out_of_range");
 }
 
-TEST(Describe, NamesTheTypeOfWhatIsNoException) {
+TEST(Describe, NamesTheTypeOfAThrownNonException) {
   EXPECT_EQ(describe(std::make_exception_ptr(7)).type, "int");
   EXPECT_THAT(describe(std::make_exception_ptr(NotAnException())).type, HasSubstr("NotAnException"));
 }
 
-TEST(Describe, SurvivesNothing) {
+TEST(Describe, AcceptsANullPointer) {
   EXPECT_EQ(describe(nullptr).type, "no exception");
   EXPECT_EQ(to_error(nullptr).kind(), ErrorKind::kInvalid);
 }

@@ -11,7 +11,7 @@ TEST(SourceLocation, IsTheFileWithoutFoldersAndTheLine) {
   EXPECT_EQ(site_text(here), "source_location_test.cpp:" + std::to_string(here.line()));
 }
 
-TEST(SourceLocation, OfNoPlaceIsEmpty) { EXPECT_EQ(site_text({}), ""); }
+TEST(SourceLocation, IsEmptyForAnUnknownLocation) { EXPECT_EQ(site_text({}), ""); }
 
 }  // namespace
 }  // namespace torchspan::source_location_test

@@ -212,7 +212,7 @@ TEST(Sparse, GradientOfADenseParameterIsRefusedByNameAndTheOtherWayRound) {
 }
 
 // peer: ddp ddp_create_graph: same, without the warning: gradients of gradients stay local
-TEST(Autograd, WithAGraphOfItsOwnAveragesGradientsWithoutOne) {
+TEST(Autograd, WithCreateGraphAveragesGradientsWithoutAGraph) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3})};
@@ -241,7 +241,7 @@ TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
   });
 }
 
-TEST(Autograd, SeesWhatIsDoneToOutputsInPlace) {
+TEST(Autograd, RecordsInPlaceChangesOfOutputs) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
     Reducer reducer(named(parameters), self.group);

@@ -120,7 +120,7 @@ TORCH_MODULE(Fragile);
 
 /// Eight steps; in the third, `break_on_rank_1` makes rank 1 fail. Programs catch the error and continue. All
 /// ranks fail in that step, and in no other.
-void expect_one_void_step(bool buffered, const std::string& why, const std::string& told,
+void expect_one_void_step(bool buffered, const std::string& why, const std::string& expected,
                           const std::function<at::Tensor(DistributedDataParallel<Fragile>&, bool)>& loss) {
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
     SCOPED_TRACE(seed);
@@ -136,7 +136,7 @@ void expect_one_void_step(bool buffered, const std::string& why, const std::stri
               (loss(model, breaks) * (1 + self.rank + step)).sum().backward();
             });
             if (step == 2) {
-              const std::string& wanted = self.rank == 1 ? why : told;
+              const std::string& wanted = self.rank == 1 ? why : expected;
               EXPECT_NE(text.find(wanted), std::string::npos) << "rank " << self.rank << ": " << text;
               EXPECT_EQ(text.find("rank 1 gave up") != std::string::npos, self.rank != 1) << text;
             } else {
@@ -172,7 +172,7 @@ TEST(Lockstep, AForwardThatThrowsOnOneRankFailsThatStepOnAll) {
 // A node that computed the module's input throws in backward, while reductions are already running.
 TEST(Lockstep, ABackwardThatThrowsBehindTheModuleFailsThatStepOnAll) {
   for (const bool buffered : {false, true}) {
-    expect_one_void_step(buffered, "the gradient exploded", "gave this backward pass up",
+    expect_one_void_step(buffered, "the gradient exploded", "abandoned this backward pass",
                          [](DistributedDataParallel<Fragile>& model, bool breaks) {
                            const at::Tensor made = explosive(fed(1).requires_grad_() * 1, breaks);
                            return model(made);
@@ -265,7 +265,7 @@ TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
 
 // Uneven batches without join(): the rank with more batches waits for one that has destroyed its wrapper. The
 // error names that rank and suggests join().
-TEST(Lockstep, ARankWithMoreBatchesIsToldOfJoin) {
+TEST(Lockstep, ARankWithMoreBatchesIsReferredToJoin) {
   if (!over_shared_memory()) GTEST_SKIP() << "needs a group whose last handle is dropped";
   for (const bool buffered : {false, true}) {
     on_ranks(2, [&](const Rank& self) {

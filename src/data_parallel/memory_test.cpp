@@ -74,7 +74,7 @@ at::Tensor chain(const Tensors& parameters, int rank) {
   return value.sum();
 }
 
-TEST(ScarceMemory, WhenBucketsAreRebuiltLeavesAllRanksTheirFirstOnes) {
+TEST(ScarceMemory, WhenBucketsAreRebuiltKeepsTheFirstBucketsOnAllRanks) {
   for (const int short_of : {0, 1, 2}) {  // not at all; in rank 1's first or second bucket
     for (std::uint64_t seed = 1; seed <= 4; ++seed) {
       on_ranks(
@@ -105,7 +105,7 @@ TEST(ScarceMemory, WhenBucketsAreRebuiltLeavesAllRanksTheirFirstOnes) {
   }
 }
 
-TEST(ScarceMemory, AtTheBeginningIsToldToAllRanks) {
+TEST(ScarceMemory, AtTheStartIsReportedToAllRanks) {
   on_ranks(3, [](const Rank& self) {
     Scarce scarce(self);
     const Tensors parameters{leaf({10}), leaf({10})};

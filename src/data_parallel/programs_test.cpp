@@ -195,7 +195,7 @@ TEST(Programs, MayMakeTensorsInTheForward) {
 }
 
 // peer: ddp ddp_forward_backward_hook: same, with tensor hooks: C++ modules have none
-TEST(Programs, MayHookTensorsAndSeeThatBeforeTheReduction) {
+TEST(Programs, MayHookTensorsThatRunBeforeTheReduction) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
     fill(*mine);
@@ -302,7 +302,7 @@ TEST(Programs, MayDestroyTheWrapperInsideABackwardPass) {
 }
 
 // peer: ddp (documented) parameters that change after construction
-TEST(Programs, ThatReplaceAParameterHearOfItByName) {
+TEST(Programs, ThatReplaceAParameterFailByName) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2);
     DistributedDataParallel model(mine, self.group);

@@ -164,7 +164,7 @@ void compare(const Oracle& oracle, const Tensors& parameters, int rank) {
   }
 }
 
-TEST(RandomSteps, GiveTheGradientsThatTheModelGives) {
+TEST(RandomSteps, EqualTheGradientsOfThePlainModel) {
   for (unsigned seed = 0; seed < 150; ++seed) {
     SCOPED_TRACE(seed);
     const Program program = random_program(seed);

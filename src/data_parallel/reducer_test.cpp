@@ -81,7 +81,7 @@ TEST(Reducer, OverRandomModelsAveragesLikeOneProcess) {
 }
 
 // peer: ddp (documented) gradients that are views
-TEST(Reducer, WithoutZeroingAddsAveragesToWhatIsThere) {
+TEST(Reducer, WithoutZeroingAddsAveragesToExistingGradients) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(named(parameters), self.group);
@@ -112,7 +112,7 @@ TEST(Reducer, WorksOverAnAutogradContext) {
 
 // peer: ddp (documented) gradients that are views: `detach_()`, set to none, zeroed: same; `detach_()` does
 //   not throw
-TEST(Reducer, PointsGradientsIntoBucketsUnlessToldNotTo) {
+TEST(Reducer, PointsGradientsIntoBucketsByDefault) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
@@ -231,7 +231,7 @@ TEST(Reducer, NamesParametersWithoutGradientsAtTheEndOfTheSameBackwardAndGoesOn)
 }
 
 // peer: ddp (documented) a rank that dies
-TEST(Reducer, WhenOneRankIsIncompleteTellsTheOthersWhichParameters) {
+TEST(Reducer, WhenOneRankIsIncompleteNamesItsParametersOnTheOthers) {
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(named(parameters), self.group);

@@ -24,7 +24,7 @@ at::Tensor squares(const Tensors& parameters, double factor) {
 // peer: ddp forward_backward_unused_parameters, forward_backward_optimizer: same
 // peer: ddp `global_local_unused_params_grad` (+view, +static_graph): same
 // peer: ddp ddp_control_flow_same_across_ranks, _different_across_ranks: same
-TEST(Unused, ByAllRanksStayWithoutAGradientAndByOneGetTheOthersShare) {
+TEST(Unused, OnAllRanksStayWithoutAGradientAndOnOneRankGetTheAverage) {
   for (const bool view : {true, false}) {
     on_ranks(3, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4}), leaf({2})};
@@ -227,7 +227,7 @@ TEST(TwoForwards, ThenOneBackwardAreAveragedTogether) {
   }
 }
 
-TEST(OneForward, MayBeWalkedBackTwice) {
+TEST(OneForward, MayRunBackwardTwice) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
     Reducer reducer(named(parameters), self.group);
@@ -347,7 +347,7 @@ TEST(FrozenParameters, ThatThawAreRefusedByName) {
   });
 }
 
-TEST(FrozenParameters, ThatWereNotWhenTheyWereWrappedAreNamedAsSuch) {
+TEST(FrozenParameters, ThatWereTrainableWhenWrappedAreNamed) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(named(parameters), self.group);
@@ -365,7 +365,7 @@ TEST(FrozenParameters, ThatWereNotWhenTheyWereWrappedAreNamedAsSuch) {
   });
 }
 
-TEST(FrozenParameters, MayComeAndGoWhereUnusedOnesAreFound) {
+TEST(FrozenParameters, MayChangeBetweenStepsWithFindUnusedParameters) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};

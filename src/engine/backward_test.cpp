@@ -59,7 +59,7 @@ TEST(Backward, LeavesUnusedOutputsUndefined) {
   });
 }
 
-TEST(Backward, GivesNothingToALeafWhoseGradientIsForgotten) {
+TEST(Backward, GivesNothingToALeafWithAnUndefinedGradient) {
   expect_as_stock(matrices(3), [](auto& x) {
     return std::vector<Tensor>{Forgetter::apply(x[0], x[1].sin()) * x[2].detach()};
   });
@@ -141,7 +141,7 @@ TEST(Backward, WithRetainedGraphTwiceIsTheSum) {
       /*passes=*/3);
 }
 
-TEST(Backward, TwiceWithoutRetainingSaysSo) {
+TEST(Backward, TwiceWithoutRetainingIsReported) {
   const auto x = as_leaves(matrices(1));
   const Tensor loss = x[0].exp().sum();
   GradientMap gradients;
@@ -248,7 +248,7 @@ TEST(Backward, OfAnEmptyListDoesNothing) {
   MapSink sink(gradients);
   backward({}, {}, sink);
   EXPECT_EQ(gradients.size(), 0U);
-  EXPECT_TRUE(sink.end()->has_come());
+  EXPECT_TRUE(sink.end()->has_arrived());
 }
 
 TEST(Backward, FindsNansUnderAnomalyDetection) {

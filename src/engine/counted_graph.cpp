@@ -262,7 +262,7 @@ std::optional<CountedGraph::Contribution> CountedGraph::take_aside(std::uint32_t
   return contribution;
 }
 
-/// While a thread feeds a node, other threads put their contributions aside for it. Beyond kMostAside bytes a
+/// While a thread feeds a node, other threads put their contributions aside for it. Beyond kMaxHeldBytes bytes a
 /// gradient is added at once, and only its turn is kept.
 void CountedGraph::feed(Guard& guard, Contribution contribution) {
   const std::uint32_t target = contribution.target;
@@ -273,7 +273,7 @@ void CountedGraph::feed(Guard& guard, Contribution contribution) {
   }
   State& state = states_[target];
   const bool in_turn = has_turn(contribution);
-  const bool too_much = aside_bytes_ + bytes_of(contribution.gradient) > kMostAside;
+  const bool too_much = aside_bytes_ + bytes_of(contribution.gradient) > kMaxHeldBytes;
   if (state.feeding || (!in_turn && !too_much)) return put_aside(std::move(contribution));
   state.feeding = true;
   std::optional<Contribution> next;

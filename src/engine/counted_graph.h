@@ -34,13 +34,13 @@ struct Progress {
 
 /// The nodes that a pass reaches, with their dependencies and inputs so far. Used by one thread at a time, or,
 /// if `shared`, by several: each node by one of them, leaves one at a time. The order of sums does not depend
-/// on the order in which gradients arrive: an early gradient is put aside until its turn, up to kMostAside
+/// on the order in which gradients arrive: an early gradient is put aside until its turn, up to kMaxHeldBytes
 /// bytes. No lock is held while nodes run and gradients are added. After an exception from a member that runs
 /// or feeds nodes, only the destructor may be called. With EdgeCounts, the graph behind a pending root is
 /// discovered when the root is opened, and before seal() a node waits for all counted edges.
 class CountedGraph {
  public:
-  static constexpr std::size_t kMostAside = std::size_t{256} << 20;
+  static constexpr std::size_t kMaxHeldBytes = std::size_t{256} << 20;
 
   CountedGraph(Progress& progress, bool cuda, bool shared, std::shared_ptr<const EdgeCounts> counts)
       : progress_(progress),

@@ -108,7 +108,7 @@ TEST_P(PartialPass, WaitsForRootsThatAreAddedLater) {
   expect_gradient(6 + 10 + 7);
 }
 
-TEST_P(PartialPass, CountsEdgesOfALocalRootThatNobodyCounted) {
+TEST_P(PartialPass, CountsEdgesOfAnUncountedLocalRoot) {
   const auto pass = begin();
   pass->add_root((shared * 11).sum());
   pass->prepare();

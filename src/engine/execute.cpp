@@ -182,8 +182,8 @@ Error name_failure(const std::string& node, const std::exception_ptr& cause) {
   Error error = to_error(cause);
   try {
     std::rethrow_exception(cause);
-  } catch (const c10::Error& story) {
-    error = Error(ErrorKind::kInvalid, story.what_without_backtrace());
+  } catch (const c10::Error& kernel_error) {
+    error = Error(ErrorKind::kInvalid, kernel_error.what_without_backtrace());
   } catch (...) {
   }
   Error named(error.kind(), fmt::format("the backward pass failed in node '{}': {}", node, error.message()));

@@ -43,7 +43,7 @@ class NativeEnginePasses::Ending {
       passes_->forget(task_);
       sink_->end()->end(std::make_exception_ptr(
           Error(ErrorKind::kCancelled,
-                "LibTorch's engine gave this backward pass up: see the error that backward() threw")));
+                "LibTorch's engine abandoned this backward pass: see the error that backward() threw")));
     } else if (!waited_) {  // another owner's failure is being thrown; gradients must not change after that
       try {
         wait();

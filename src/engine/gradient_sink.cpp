@@ -122,7 +122,7 @@ void PassEnd::wait(Deadline deadline) {
   if (error_) std::rethrow_exception(error_);
 }
 
-bool PassEnd::has_come() const {
+bool PassEnd::has_arrived() const {
   MutexLock lock(mutex_);
   return come_;
 }

@@ -124,7 +124,7 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
     throw Error(ErrorKind::kInvalid,
                 "PassOptions::threads is more than 1, which requires PassOptions::enlist");
   }
-  if (sink.end()->has_come()) {
+  if (sink.end()->has_arrived()) {
     throw Error(ErrorKind::kInvalid,
                 "this gradient sink belongs to a pass that has ended; create one for each pass");
   }

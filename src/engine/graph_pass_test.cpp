@@ -28,7 +28,7 @@ TEST(GraphPass, WaitsForPendingRootsAndFinishesWithTheLast) {
   pass.prepare();
   pass.run();
   EXPECT_FALSE(pass.finished());
-  EXPECT_FALSE(sink.end()->has_come());
+  EXPECT_FALSE(sink.end()->has_arrived());
   EXPECT_TRUE(pass.deliver(*second, {at::ones({2})}));
   pass.run();
   EXPECT_FALSE(pass.finished());
@@ -36,7 +36,7 @@ TEST(GraphPass, WaitsForPendingRootsAndFinishesWithTheLast) {
   EXPECT_TRUE(pass.deliver(*first, {at::ones({2})}));
   pass.run();
   EXPECT_TRUE(pass.finished());
-  EXPECT_TRUE(sink.end()->has_come());
+  EXPECT_TRUE(sink.end()->has_arrived());
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 10.0)));
 }
 
@@ -59,13 +59,13 @@ TEST(GraphPass, TakesDeliveriesBeforeItIsPrepared) {
 TEST(GraphPass, RefusesUnknownRootsAndIgnoresRepeatedOnes) {
   const Tensor x = leaf();
   auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
-  auto stranger = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
+  auto unrelated = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
   pass.add_pending(send);
   pass.prepare();
-  EXPECT_THROW(pass.deliver(*stranger, {at::ones({2})}), Error);
+  EXPECT_THROW(pass.deliver(*unrelated, {at::ones({2})}), Error);
   EXPECT_TRUE(pass.deliver(*send, {at::ones({2})}));
   EXPECT_FALSE(pass.deliver(*send, {at::ones({2})}));
   EXPECT_FALSE(pass.discard(*send));
@@ -73,7 +73,7 @@ TEST(GraphPass, RefusesUnknownRootsAndIgnoresRepeatedOnes) {
   EXPECT_TRUE(pass.finished());
   EXPECT_FALSE(pass.deliver(*send, {at::ones({2})}));
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 2.0)));
-  EXPECT_THROW(pass.add_pending(stranger), Error);
+  EXPECT_THROW(pass.add_pending(unrelated), Error);
 }
 
 TEST(GraphPass, FailsWhenTheNumberOfGradientsIsWrong) {
@@ -130,7 +130,7 @@ TEST(GraphPass, SkipsWhatLiesBehindOutputsThatAreNotReached) {
   EXPECT_FALSE(gradients.gradient(y).defined()) << "not even a gradient of zeros";
 }
 
-TEST(GraphPass, ReportsWhatItWaitsForAndWhatIsBehindIt) {
+TEST(GraphPass, ReportsPendingRootsAndTheNodesBehindThem) {
   const Tensor x = leaf(), y = leaf();
   auto arrived = std::make_shared<Outgoing>(std::vector<Tensor>{x.sin()});
   auto missing = std::make_shared<Outgoing>(std::vector<Tensor>{y.exp()});
@@ -215,7 +215,7 @@ TEST(GraphPass, ThatIsDroppedEndsItsSinkAsCancelled) {
       pass.add_pending(send);
       if (prepared) pass.prepare();
     }
-    ASSERT_TRUE(sink.end()->has_come());
+    ASSERT_TRUE(sink.end()->has_arrived());
     try {
       sink.end()->wait();
       FAIL();
@@ -347,7 +347,7 @@ int race(int rounds, bool abort) {
 
 TEST(GraphPass, LosesNoRootThatArrivesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/false), 0); }
 
-TEST(GraphPass, LosesNoAbortThatComesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/true), 0); }
+TEST(GraphPass, LosesNoAbortThatArrivesWhileTheDriverIsLeaving) { EXPECT_EQ(race(4000, /*abort=*/true), 0); }
 
 TEST(GraphPass, AbortedWhileManyThreadsDeliverEndsOnce) {
   const auto executor = make_executor();

@@ -83,7 +83,7 @@ Tensor gradient_by(const std::vector<std::size_t>& order, const Way& way) {
   return gradients.gradient(graph.leaf);
 }
 
-TEST(SumsOfAPass, HaveTheSameBitsInWhateverOrderGradientsCome) {
+TEST(SumsOfAPass, HaveTheSameBitsInAnyArrivalOrder) {
   for (const bool sparse : {false, true}) {
     const Tensor wanted = gradient_by({2, 1, 0}, {.sparse = sparse});
     std::vector<std::size_t> order{0, 1, 2};
@@ -106,7 +106,7 @@ TEST(SumsOfAPass, HaveTheSameBitsInWhateverOrderGradientsCome) {
 }
 
 /// What is put aside up to its turn is bounded: beyond, gradients are added as they come.
-TEST(SumsOfAPass, DoNotKeepAllGradientsThatComeBeforeTheirTurn) {
+TEST(SumsOfAPass, DoNotKeepAllGradientsThatArriveEarly) {
   const auto huge = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);  // has no memory
   const Tensor leaf = at::empty({std::int64_t{1} << 25}, huge).requires_grad_();
   std::vector<std::shared_ptr<Outgoing>> sends;

@@ -17,7 +17,7 @@ using torch::autograd::impl::grad_accumulator;
 
 Tensor sparse(int64_t row) { return at::sparse_coo_tensor(torch::tensor({{row}}), at::ones({1, 2}), {3, 2}); }
 
-TEST(GradientMap, AdoptsAFirstGradientThatNobodyElseHolds) {
+TEST(GradientMap, AdoptsAFirstGradientThatIsNotShared) {
   GradientMap gradients;
   const Tensor parameter = at::zeros({3, 2});
   Tensor gradient = at::ones({3, 2});
@@ -26,7 +26,7 @@ TEST(GradientMap, AdoptsAFirstGradientThatNobodyElseHolds) {
   EXPECT_EQ(gradients.gradient(parameter).data_ptr(), memory);
 }
 
-TEST(GradientMap, CopiesAFirstGradientThatSomebodyElseCouldChange) {
+TEST(GradientMap, CopiesAFirstGradientThatIsShared) {
   const Tensor parameter = at::zeros({3, 2});
   const Tensor held = at::ones({3, 2}), other_view = at::ones({6});
   GradientMap gradients, of_view;
@@ -38,7 +38,7 @@ TEST(GradientMap, CopiesAFirstGradientThatSomebodyElseCouldChange) {
   EXPECT_TRUE(at::equal(of_view.gradient(parameter), at::ones({3, 2})));
 }
 
-TEST(GradientMap, AdoptsOfASparseGradientWhatNobodyElseHolds) {
+TEST(GradientMap, AdoptsTheUnsharedPartsOfASparseGradient) {
   const Tensor parameter = at::zeros({3, 2});
   for (const bool indices_held : {false, true}) {
     for (const bool values_held : {false, true}) {
@@ -57,7 +57,7 @@ TEST(GradientMap, AdoptsOfASparseGradientWhatNobodyElseHolds) {
   }
 }
 
-TEST(GradientMap, CopiesASparseGradientWhoseIndicesSomebodyElseCouldChange) {
+TEST(GradientMap, CopiesASparseGradientWithSharedIndices) {
   const Tensor parameter = at::zeros({3, 2});
   const Tensor indices = torch::tensor({{1}});
   GradientMap gradients;
@@ -83,7 +83,7 @@ TEST(GradientMap, NeverChangesAGradientItHandedOut) {
   EXPECT_TRUE(at::equal(gradients.gradient(parameter), at::full({2}, 2.0)));
 }
 
-TEST(GradientMap, SumsInPlaceInMemoryOfItsOwn) {
+TEST(GradientMap, SumsInPlaceInItsMemory) {
   GradientMap gradients;
   const Tensor parameter = at::zeros({2});
   gradients.accumulate(parameter, at::ones({2}));
@@ -143,7 +143,7 @@ TEST(GradientMap, SumsFromManyThreads) {
   }
 }
 
-TEST(PassEnd, ComesWhenTheWorkIsOverAndAllHeldFuturesAreDone) {
+TEST(PassEnd, HappensWhenTheWorkAndAllHeldFuturesAreDone) {
   const auto executor = make_executor();
   auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 2});
   auto end = std::make_shared<PassEnd>(5);
@@ -154,9 +154,9 @@ TEST(PassEnd, ComesWhenTheWorkIsOverAndAllHeldFuturesAreDone) {
   end->hold(first.future());
   end->hold(second.future());
   end->end(nullptr);
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   second.set_value();
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   first.set_value();
   end->wait();
   EXPECT_EQ(order, (std::vector<int>{1, 2}));
@@ -166,7 +166,7 @@ TEST(PassEnd, ComesWhenTheWorkIsOverAndAllHeldFuturesAreDone) {
   pool->stop();
 }
 
-TEST(PassEnd, TakesTheFailureOfAHeldFutureOrOfACallback) {
+TEST(PassEnd, FailsWithAHeldFutureOrACallback) {
   auto of_future = std::make_shared<PassEnd>(1), of_callback = std::make_shared<PassEnd>(2);
   of_future->hold(
       make_failed_future<void>(std::make_exception_ptr(Error(ErrorKind::kTimedOut, "slow all-reduce"))));
@@ -204,7 +204,7 @@ TEST(PassEnd, KeepsTheFirstFailure) {
   EXPECT_THROW(end->wait(), std::logic_error);
 }
 
-TEST(PassEnd, TellsThatTheWorkIsOverBeforeItWaitsForHeldFutures) {
+TEST(PassEnd, ReportsTheEndOfTheWorkBeforeItWaitsForHeldFutures) {
   auto end = std::make_shared<PassEnd>(1);
   Promise<void> late({});
   std::vector<std::string> order;
@@ -220,7 +220,7 @@ TEST(PassEnd, TellsThatTheWorkIsOverBeforeItWaitsForHeldFutures) {
   EXPECT_EQ(order, (std::vector<std::string>{"work", "end"}));
 }
 
-TEST(PassEnd, TakesTheFailureOfWhoLooksAtTheWork) {
+TEST(PassEnd, FailsWithAnObserverOfTheWork) {
   auto end = std::make_shared<PassEnd>(1);
   bool later_one_failed = false;
   end->after_work([](const PassStatus&) { throw std::logic_error("incomplete"); });
@@ -230,7 +230,7 @@ TEST(PassEnd, TakesTheFailureOfWhoLooksAtTheWork) {
   EXPECT_THROW(end->wait(), std::logic_error);
 }
 
-TEST(PassEnd, LetsDecisionsWaitForAllThatIsHeldAndHoldTheEndThemselves) {
+TEST(PassEnd, LetsDecisionsWaitForHeldFuturesAndHoldTheEnd) {
   auto end = std::make_shared<PassEnd>(1);
   Promise<void> late({}), vote({}), second_vote({});
   std::vector<std::string> order;
@@ -251,24 +251,24 @@ TEST(PassEnd, LetsDecisionsWaitForAllThatIsHeldAndHoldTheEndThemselves) {
   EXPECT_EQ(order, (std::vector<std::string>{"work", "decision"}));
   vote.set_value();
   EXPECT_EQ(order.back(), "another");
-  EXPECT_FALSE(end->has_come());
+  EXPECT_FALSE(end->has_arrived());
   second_vote.set_value();
   EXPECT_EQ(order.back(), "end");
   EXPECT_THROW(end->before_end([](const PassStatus&) {}), Error);
 }
 
-TEST(PassEnd, TellsDecisionsOfFailuresAndTakesTheirs) {
+TEST(PassEnd, PassesFailuresToDecisionsAndFailsWithTheirs) {
   auto of_hold = std::make_shared<PassEnd>(1), of_decision = std::make_shared<PassEnd>(2);
-  bool heard = false, told = false;
+  bool heard = false, was_notified = false;
   of_hold->hold(make_failed_future<void>(std::make_exception_ptr(std::logic_error("far away"))));
   of_hold->before_end([&](const PassStatus& status) { heard = !status.ok(); });
   of_hold->end(nullptr);
   EXPECT_TRUE(heard);
   EXPECT_THROW(of_hold->wait(), std::logic_error);
   of_decision->before_end([](const PassStatus&) { throw std::runtime_error("no"); });
-  of_decision->after([&](const PassStatus& status) { told = !status.ok(); });
+  of_decision->after([&](const PassStatus& status) { was_notified = !status.ok(); });
   of_decision->end(nullptr);
-  EXPECT_TRUE(told);
+  EXPECT_TRUE(was_notified);
   EXPECT_THROW(of_decision->wait(), std::runtime_error);
 }
 
@@ -361,7 +361,7 @@ TEST(GradientHook, HoldsTheStockBackwardUntilItsFutureCompletes) {
   pool->stop();
 }
 
-TEST(GradientHook, LearnsThatTheStockEngineGaveThePassUp) {
+TEST(GradientHook, IsNotifiedWhenTheStockEngineAbandonsThePass) {
   Hooked hooked;
   const Tensor broken = hooked.parameters[1] * 6;
   const Tensor fine = hooked.parameters[0] * 4;
@@ -382,7 +382,7 @@ struct Arrivals : PassHook {
   std::vector<std::uint64_t>& seen;
 };
 
-TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
+TEST(PassHook, IsNotifiedOfThePassUnderEitherEngine) {
   const Tensor x = as_leaves({at::ones({2})})[0];
   const auto passes = std::make_shared<NativeEnginePasses>();
   std::vector<std::uint64_t> seen;
@@ -396,12 +396,12 @@ TEST(PassHook, LearnsOfThePassUnderEitherEngine) {
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 3.0)));
 }
 
-TEST(NativeEnginePasses, HaveNoCurrentOneOutsideThem) {
+TEST(NativeEnginePasses, HaveNoCurrentPassOutsideThem) {
   EXPECT_THROW(std::make_shared<NativeEnginePasses>()->current(), Error);
 }
 
 /// Each end waits for the other's work: ranks may reach the ends of two owners in different orders.
-TEST(NativeEnginePasses, OfTwoOwnersHaveTheirWorkBehindThemBeforeTheEndOfEitherIsWaitedFor) {
+TEST(NativeEnginePasses, OfTwoOwnersFinishTheirWorkBeforeTheEndOfEitherIsAwaited) {
   Hooked one, other;
   Promise<void> needed({});
   one.log.hold = [&] { return needed.future(); };

@@ -166,7 +166,7 @@ TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   }
 }
 
-TEST_F(EngineThreads, ThatComeTooLateDoNothing) {
+TEST_F(EngineThreads, ThatStartTooLateDoNothing) {
   const Tensor x = at::ones({2}).requires_grad_();
   std::vector<UniqueFunction<void()>> late;
   PassOptions options;

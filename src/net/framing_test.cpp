@@ -85,7 +85,7 @@ Error failure_of(BytesView wire, FrameLimits limits = kLimits, BufferAllocator a
   return Error(ErrorKind::kInvalid, "");
 }
 
-TEST(Framing, GivesBackRandomMessagesHoweverTheStreamIsCut) {
+TEST(Framing, DecodesRandomMessagesForEverySplitOfTheStream) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -110,7 +110,7 @@ TEST(Framing, GivesBackRandomMessagesHoweverTheStreamIsCut) {
   }
 }
 
-TEST(Framing, GivesBackRandomMessagesReceivedInPlace) {
+TEST(Framing, DecodesRandomMessagesReceivedInPlace) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -148,7 +148,7 @@ TEST(Framing, GivesBackRandomMessagesReceivedInPlace) {
   }
 }
 
-TEST(Framing, KnowsWhetherTheStreamEndsInsideAFrame) {
+TEST(Framing, ReportsWhetherTheStreamEndsInsideAFrame) {
   const Bytes wire = wire_of({Bytes(3), {Bytes(2), {}, Bytes(1)}});
   FrameParser parser(kLimits, allocate_buffer);
   std::vector<Message> finished;
@@ -175,7 +175,7 @@ TEST(Framing, EndsWithAGoodbyeAndNothingElse) {
   EXPECT_THROW(parser.feed(Bytes(1), finished), Error);
 }
 
-TEST(Framing, RefusesWhatIsNoFrameAtItsPrefix) {
+TEST(Framing, RejectsInvalidFramesAtTheirPrefix) {
   Bytes wire = wire_of({Bytes(1), {}});
   for (const std::size_t place : {0, 1, 2, 3}) {
     Bytes broken = wire;
@@ -187,7 +187,7 @@ TEST(Framing, RefusesWhatIsNoFrameAtItsPrefix) {
   EXPECT_EQ(failure_of(goodbye).kind(), ErrorKind::kInvalid);
 }
 
-TEST(Framing, BelievesNoLengthBeyondTheLimitsAndNamesTheOption) {
+TEST(Framing, RejectsLengthsBeyondTheLimitsAndNamesTheOption) {
   const auto never = [](std::size_t size) -> Buffer {
     ADD_FAILURE() << "allocated " << size;
     return {};
@@ -204,13 +204,13 @@ TEST(Framing, BelievesNoLengthBeyondTheLimitsAndNamesTheOption) {
               HasSubstr("max_segments"));
 }
 
-TEST(Framing, IsNotFooledByLengthsWhoseSumOverflows) {
+TEST(Framing, RejectsLengthsWhoseSumOverflows) {
   const std::uint64_t half = std::uint64_t{1} << 63;
   const FrameLimits wide{1 << 20, half + 5, 10};
   EXPECT_THAT(failure_of(raw_frame(3, 0, {half, half, 1}), wide).message(), HasSubstr("max_message"));
 }
 
-TEST(Framing, AllocatesNothingForSizesThatAreOnlyClaimed) {
+TEST(Framing, AllocatesNothingForAnnouncedSizes) {
   std::size_t allocated = 0;
   FrameParser parser(kLimits, [&](std::size_t size) {
     allocated += size;
@@ -225,7 +225,7 @@ TEST(Framing, AllocatesNothingForSizesThatAreOnlyClaimed) {
   EXPECT_EQ(allocated, std::size_t{1} << 20);
 }
 
-TEST(Framing, ReportsAnAllocatorThatGivesNothing) {
+TEST(Framing, ReportsAnAllocatorThatFails) {
   Bytes wire = raw_frame(1, 0, {8});
   wire.resize(wire.size() + 8);
   EXPECT_EQ(failure_of(wire, kLimits, [](std::size_t) { return Buffer{}; }).kind(), ErrorKind::kOverloaded);
@@ -241,7 +241,7 @@ TEST(Framing, DeliversTheMessagesBeforeABrokenFrame) {
   EXPECT_EQ(finished.size(), 1u);
 }
 
-TEST(Framing, KnowsStripedMessagesAndHeartbeatsOnlyAmongLanes) {
+TEST(Framing, AcceptsStripedMessagesAndHeartbeatsOnlyWithLanes) {
   const Bytes striped = striped_frame(7);
   EXPECT_THAT(failure_of(striped).message(), HasSubstr("type 3"));
   EXPECT_THAT(failure_of(heartbeat_frame()).message(), HasSubstr("type 4"));

@@ -34,7 +34,7 @@ const unsigned char* raw(const std::byte* bytes) { return reinterpret_cast<const
 
 void draw_nonce(std::array<std::byte, kNonceBytes>& nonce) {
   if (RAND_bytes(reinterpret_cast<unsigned char*>(nonce.data()), static_cast<int>(nonce.size())) != 1) {
-    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a handshake");
+    throw Error(ErrorKind::kUnsupported, "the system's random source returned no bytes for a handshake");
   }
 }
 

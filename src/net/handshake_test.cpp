@@ -84,7 +84,7 @@ TEST(Handshake, IsDeniedOnBothSidesWhenTheSecretsDiffer) {
   EXPECT_FALSE(pair.listener.done());
 }
 
-TEST(Handshake, TellsAStrangerWhoDialsNothingMadeWithTheSecret) {
+TEST(Handshake, RevealsNothingDerivedFromTheSecretToAnUnauthenticatedDialer) {
   Pair pair(options_of('a'), options_of('b'));
   pair.run();
   EXPECT_EQ(pair.from_listener.size(), kHello + 1) << "a greeting and a refusal";
@@ -156,7 +156,7 @@ TEST(Handshake, DeniesWhenAnyOneBitOfEitherSideIsFlipped) {
   }
 }
 
-TEST(Handshake, SeesThroughAMirror) {
+TEST(Handshake, DeniesReflectedMessages) {
   for (const Role role : {Role::kDialer, Role::kListener}) {
     Handshake side(role, options_of());
     const Bytes mirrored = side.take_output();
@@ -165,7 +165,7 @@ TEST(Handshake, SeesThroughAMirror) {
   }
 }
 
-TEST(Handshake, SeesThroughAMirrorThatChangesTheRole) {
+TEST(Handshake, DeniesReflectedMessagesWithTheRoleChanged) {
   Handshake dialer(Role::kDialer, options_of());
   Bytes mirrored = dialer.take_output();
   mirrored[8] = static_cast<std::byte>(Role::kListener);
@@ -219,17 +219,17 @@ TEST(Handshake, NamesBothVersionsOnBothSidesWhenNoneIsCommon) {
 }
 
 TEST(Handshake, RefusesAnEmptySecret) {
-  EXPECT_THROW(Handshake(Role::kDialer, HandshakeOptions{.secret = {}, .peer = "nobody"}), Error);
+  EXPECT_THROW(Handshake(Role::kDialer, HandshakeOptions{.secret = {}, .peer = "peer"}), Error);
 }
 
-TEST(Handshake, ToldAtTheFirstWrongByteWhenAStrangerSpeaksSomethingElse) {
+TEST(Handshake, FailsAtTheFirstWrongByteOfAnotherProtocol) {
   const std::string request = "GET / HTTP/1.1\r\n";
   Handshake listener(Role::kListener, options_of());
   EXPECT_EQ(error_of([&] { listener.receive(std::as_bytes(std::span(request)).first(1)); }).kind(),
             ErrorKind::kInvalid);
 }
 
-TEST(Handshake, SurvivesGarbageAfterAGoodBeginning) {
+TEST(Handshake, RejectsGarbageAfterAValidBeginning) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);

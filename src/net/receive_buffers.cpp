@@ -16,7 +16,7 @@ struct ReceiveBuffers::Store {
     Buffer memory;
     std::uint64_t turn = 0;  ///< when it was released
   };
-  using Shelf = std::multimap<std::size_t, Kept>;
+  using FreeBuffers = std::multimap<std::size_t, Kept>;
 
   explicit Store(Limits given) : limits(given) {}
 
@@ -25,11 +25,11 @@ struct ReceiveBuffers::Store {
   Buffer take(std::size_t size) {
     MutexLock lock(mutex);
     ++out;
-    const auto found = shelf.lower_bound(size);
-    if (found == shelf.end() || found->first - size > found->first / 4) return {};
+    const auto found = free_buffers.lower_bound(size);
+    if (found == free_buffers.end() || found->first - size > found->first / 4) return {};
     Buffer memory = std::move(found->second.memory);
     kept_bytes -= found->first;
-    shelf.erase(found);
+    free_buffers.erase(found);
     return memory;
   }
   /// Returns the memory that is not kept; the caller frees it without the lock.
@@ -39,36 +39,36 @@ struct ReceiveBuffers::Store {
     if (closed || memory.data == nullptr || kept_bytes + memory.size > limits.keep) return;
     const std::size_t size = memory.size;
     kept_bytes += size;
-    shelf.emplace(size, Kept{std::move(memory), turn});
+    free_buffers.emplace(size, Kept{std::move(memory), turn});
   }
   Deadline tidy(TimePoint now) {
     std::vector<Buffer> freed;
     MutexLock lock(mutex);
-    if (out == 0 && shelf.empty()) return Deadline::never();
+    if (out == 0 && free_buffers.empty()) return Deadline::never();
     if (now >= next_turn) {
-      for (auto it = shelf.begin(); it != shelf.end();) {
+      for (auto it = free_buffers.begin(); it != free_buffers.end();) {
         const auto entry = it++;
         if (entry->second.turn == turn) continue;
         kept_bytes -= entry->first;
         freed.push_back(std::move(entry->second.memory));
-        shelf.erase(entry);
+        free_buffers.erase(entry);
       }
       ++turn;
       next_turn = now + limits.idle;
     }
-    return out == 0 && shelf.empty() ? Deadline::never() : Deadline(next_turn);
+    return out == 0 && free_buffers.empty() ? Deadline::never() : Deadline(next_turn);
   }
   void close() {
-    Shelf freed;
+    FreeBuffers freed;
     MutexLock lock(mutex);
     closed = true;
     kept_bytes = 0;
-    freed.swap(shelf);
+    freed.swap(free_buffers);
   }
 
   const Limits limits;
   mutable Mutex mutex;
-  Shelf shelf TORCHSPAN_GUARDED_BY(mutex);
+  FreeBuffers free_buffers TORCHSPAN_GUARDED_BY(mutex);
   std::uint64_t kept_bytes TORCHSPAN_GUARDED_BY(mutex) = 0;
   std::size_t out TORCHSPAN_GUARDED_BY(mutex) = 0;
   std::uint64_t turn TORCHSPAN_GUARDED_BY(mutex) = 0;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
-TEST(ReceiveBuffers, GivesTheSameMemoryAgainOnceItIsFree) {
+TEST(ReceiveBuffers, ReusesMemoryOnceItIsFree) {
   const ReceiveBuffers buffers;
   Buffer first = buffers(4 * kMiB);
   std::byte* const memory = first.data;
@@ -53,23 +53,24 @@ TEST(ReceiveBuffers, KeepsNoMoreThanTheLimit) {
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
 }
 
-TEST(ReceiveBuffers, FreesWhatNobodyTookForAWhile) {
+TEST(ReceiveBuffers, FreesMemoryThatStaysUnused) {
   const ReceiveBuffers buffers({.idle = std::chrono::seconds(1)});
   const TimePoint start{};
   Buffer busy = buffers(2 * kMiB);
   buffers(4 * kMiB);
-  EXPECT_EQ(buffers.tidy(start).at(), start + std::chrono::seconds(1)) << "what came back before is left";
+  EXPECT_EQ(buffers.tidy(start).at(), start + std::chrono::seconds(1))
+      << "memory that was returned earlier stays";
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
   buffers.tidy(start + std::chrono::milliseconds(999));
   EXPECT_EQ(buffers.kept_bytes(), 4 * kMiB);
   busy = {};
   buffers.tidy(start + std::chrono::seconds(1));
-  EXPECT_EQ(buffers.kept_bytes(), 2 * kMiB) << "what came back meanwhile stays for another turn";
+  EXPECT_EQ(buffers.kept_bytes(), 2 * kMiB) << "memory that was returned meanwhile stays for another round";
   EXPECT_TRUE(buffers.tidy(start + std::chrono::seconds(2)).is_never());
   EXPECT_EQ(buffers.kept_bytes(), 0u);
 }
 
-TEST(ReceiveBuffers, LetsItsMemoryOutliveIt) {
+TEST(ReceiveBuffers, KeepsItsMemoryValidAfterDestruction) {
   Buffer left;
   {
     const ReceiveBuffers buffers;
@@ -79,7 +80,7 @@ TEST(ReceiveBuffers, LetsItsMemoryOutliveIt) {
   EXPECT_EQ(left.data[left.size - 1], std::byte{7});
 }
 
-TEST(ReceiveBuffers, TakesThePlaceOfTheDefaultOnly) {
+TEST(ReceiveBuffers, ReplacesOnlyTheDefaultAllocator) {
   TransportOptions own;
   own.allocator = [](std::size_t size) { return allocate_buffer(size); };
   EXPECT_EQ(ReceiveBuffers::of(with_receive_buffers(own)), nullptr);
@@ -92,7 +93,7 @@ TEST(ReceiveBuffers, TakesThePlaceOfTheDefaultOnly) {
   EXPECT_EQ(ReceiveBuffers::of(twice)->kept_bytes(), kMiB) << "copies share what is kept";
 }
 
-TEST(ReceiveBuffers, NeverGivesOneMemoryToTwo) {
+TEST(ReceiveBuffers, NeverHandsOutTheSameMemoryTwice) {
   constexpr std::size_t kStep = 4096;
   const auto executor = make_executor();
   const ReceiveBuffers buffers({.keep = 64 * kMiB});

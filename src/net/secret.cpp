@@ -107,7 +107,7 @@ Secret Secret::from_bytes(Bytes bytes) {
 Secret Secret::random() {
   Bytes bytes(kRandomBytes);
   if (RAND_bytes(reinterpret_cast<unsigned char*>(bytes.data()), static_cast<int>(bytes.size())) != 1) {
-    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a cluster secret");
+    throw Error(ErrorKind::kUnsupported, "the system's random source returned no bytes for a cluster secret");
   }
   return from_bytes(std::move(bytes));
 }
@@ -173,7 +173,7 @@ void Secret::write_file(const std::string& path) const {
   if (!file) {
     throw Error(
         ErrorKind::kInvalid,
-        fmt::format("secret file '{}' cannot be made: {}; does its directory exist, and is it writable?",
+        fmt::format("secret file '{}' cannot be created: {}; does its directory exist, and is it writable?",
                     path, std::strerror(errno)));
   }
   const Removal removal{aside};
@@ -181,7 +181,7 @@ void Secret::write_file(const std::string& path) const {
   if (::fsync(file.get()) != 0 || ::link(aside.c_str(), path.c_str()) != 0) {
     const int reason = errno;
     throw Error(ErrorKind::kInvalid,
-                fmt::format("secret file '{}' cannot be made: {}{}", path, std::strerror(reason),
+                fmt::format("secret file '{}' cannot be created: {}{}", path, std::strerror(reason),
                             reason == EEXIST ? "; read it, or remove it first" : ""));
   }
 }

@@ -55,7 +55,7 @@ TEST(Secret, RandomGivesThirtyTwoNewBytesEachTime) {
   EXPECT_FALSE(std::ranges::equal(one.bytes(), other.bytes()));
 }
 
-TEST(Secret, GivesOneOfItsOwnForEachUse) {
+TEST(Secret, DerivesADifferentSecretForEachUse) {
   const Secret secret = Secret::from_bytes(Bytes(16, std::byte{1})), other = Secret::from_bytes(Bytes(16));
   const auto bytes = [](const Secret& one) { return Bytes(one.bytes().begin(), one.bytes().end()); };
   const Bytes store = bytes(secret.derived("store"));
@@ -66,13 +66,13 @@ TEST(Secret, GivesOneOfItsOwnForEachUse) {
   EXPECT_THROW(Secret().derived("store"), Error);
 }
 
-TEST_F(SecretFile, GivesBackWhatWasWritten) {
+TEST_F(SecretFile, ReadsTheSecretThatWasWritten) {
   const Secret secret = Secret::random();
   secret.write_file(path());
   EXPECT_EQ(bytes_of(Secret::from_file(path())), bytes_of(secret));
 }
 
-TEST_F(SecretFile, IsMadeForItsOwnerAlone) {
+TEST_F(SecretFile, IsReadableByItsOwnerOnly) {
   Secret::random().write_file(path());
   struct stat about {};
   ASSERT_EQ(stat(path().c_str(), &about), 0);

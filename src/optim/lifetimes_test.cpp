@@ -178,7 +178,7 @@ TEST(StepsInBackward, DoNotBeginOnceTheirPassHasFailed) {
 }
 
 /// A step is running when its pass fails: backward() throws after the step is over.
-TEST(StepsInBackward, AreOverWhenTheirFailedPassThrows) {
+TEST(StepsInBackward, HaveEndedWhenTheirFailedPassThrows) {
   on_first(3, [](Worker& worker) {
     Executor& executor = worker.runtime().executor;
     const auto layer = worker.remote(1, kLayer, 5.0);
@@ -194,7 +194,7 @@ TEST(StepsInBackward, AreOverWhenTheirFailedPassThrows) {
   });
 }
 
-TEST(OptimExtension, SayWhenThereWasNoBackwardBeforeThem) {
+TEST(OptimExtension, ReportAMissingBackward) {
   on_first(3, [](Worker& worker) {
     const auto layer = worker.remote(1, kLayer, 5.0), unused = worker.remote(2, kLayer, 5.0);
     DistributedOptimizer optimizer(worker, SGD{.lr = 0.5}, {layer}), other(worker, SGD{.lr = 0.5}, {unused});

@@ -242,7 +242,7 @@ TEST(InBackward, StepsEachParameterWithTheBitsOfAStepAfterwardsAndHoldsOneGradie
   EXPECT_EQ(count_gradients(parameters), parameters.size());
 }
 
-TEST(InBackward, IsRefusedWhereSomebodyElseWaitsForTheGradient) {
+TEST(InBackward, IsRejectedWhereAnotherHookWaitsForTheGradient) {
   const at::Tensor weight = torch::ones({2}).set_requires_grad(true);
   Optimizer one({weight}, SGD{.lr = 1}), other({weight}, SGD{.lr = 1});
   const BackwardSteps steps = one.step_in_backward();

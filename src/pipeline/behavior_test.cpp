@@ -25,7 +25,7 @@ struct ThreeTwins {
 
 // peer: pipe input_pair, input_singleton, non_tensor, non_tensor_tuple: better: numbers, optionals and a
 //   struct of the user's own travel
-TEST(PipelineData, TuplesNumbersAndNothingPassBetweenStages) {
+TEST(PipelineData, TuplesNumbersAndEmptyValuesPassBetweenStages) {
   in_every_way([](PipelineOptions options) {
     on_workers(4, 1, [&](Worker& worker) {
       Layers layers;
@@ -110,7 +110,7 @@ TEST(PipelineData, ShapesMayChangeFromStepToStep) {
 }
 
 // peer: pipelining `stage_backward`, `stage_backward_ignores_*`, view outputs: same
-TEST(PipelineData, AnOutputThatNobodyUsesGetsNoGradient) {
+TEST(PipelineData, AnUnusedOutputGetsNoGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;
@@ -128,7 +128,7 @@ TEST(PipelineData, AnOutputThatNobodyUsesGetsNoGradient) {
 }
 
 // peer: pipelining stage_backward
-TEST(PipelineData, AWholeStageThatTheLossDoesNotDependOnGetsNone) {
+TEST(PipelineData, AWholeStageThatTheLossDoesNotDependOnGetsNoGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;
@@ -163,7 +163,7 @@ TEST(PipelineData, AFirstStageWithoutParametersIsTrainedThrough) {
   });
 }
 
-TEST(PipelineData, NothingThatLearnsIsNoError) {
+TEST(PipelineData, AModelWithoutTrainableParametersIsNoError) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
       Layers layers;

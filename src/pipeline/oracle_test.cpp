@@ -345,7 +345,7 @@ void collect(Objects& objects, Outcome& outcome) {
 
 }  // namespace
 
-Outcome run_plainly(const RandomCase& random) {
+Outcome run_plain_model(const RandomCase& random) {
   Outcome outcome;
   Objects objects(random.model.weights);
   for (std::size_t step = 0; step < random.rows.size(); ++step) {
@@ -428,7 +428,7 @@ TEST(Oracle, RandomModelsTrainLikeOneProcess) {
   for (long seed = first; seed < first + cases; ++seed) {
     const RandomCase random = make_case(static_cast<std::uint64_t>(seed));
     SCOPED_TRACE(fmt::format("TORCHSPAN_SEED={} TORCHSPAN_CASES=1: {}", seed, random.text));
-    const Outcome expected = run_plainly(random);
+    const Outcome expected = run_plain_model(random);
     const Outcome ours = run_in_pipeline(random, static_cast<std::uint64_t>(seed));
     ASSERT_EQ(ours.losses.size(), expected.losses.size());
     for (std::size_t step = 0; step < expected.losses.size(); ++step) {

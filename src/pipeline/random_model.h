@@ -100,7 +100,7 @@ struct Outcome {
   std::map<std::string, at::Tensor> buffers;
 };
 /// Runs the model without a pipeline: micro-batch by micro-batch, in one process.
-Outcome run_plainly(const RandomCase& random);
+Outcome run_plain_model(const RandomCase& random);
 at::Tensor input_of(const RandomCase& random, std::size_t step);
 at::Tensor target_of(const RandomCase& random, std::size_t step);
 at::Tensor loss_between(const at::Tensor& output, const at::Tensor& target);

@@ -31,7 +31,7 @@ class Hosts : public SimulatedWorld {
 class HostsOfSeed : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, HostsOfSeed, ::testing::Range<std::uint64_t>(1, 9));
 
-TEST_P(HostsOfSeed, AVanishedHostIsNamedDeadInTimeAndTheOthersGoOn) {
+TEST_P(HostsOfSeed, AVanishedHostIsDeclaredDeadInTimeAndTheOthersContinue) {
   Hosts world(GetParam(), 4, {.jitter = milliseconds(1)});
   std::map<int, Duration> heard;
   Duration cut{};
@@ -88,7 +88,7 @@ TEST_P(HostsOfSeed, AVanishedHostIsNamedDeadInTimeAndTheOthersGoOn) {
   }
 }
 
-TEST_P(HostsOfSeed, AShortCutHarmsNothing) {
+TEST_P(HostsOfSeed, AShortOutageHasNoEffect) {
   Hosts world(GetParam(), 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -109,7 +109,7 @@ TEST_P(HostsOfSeed, AShortCutHarmsNothing) {
   });
 }
 
-TEST(HostsOfAWorld, AVanishedRankZeroIsNamedDeadInTime) {
+TEST(HostsOfAWorld, AVanishedRankZeroIsDeclaredDeadInTime) {
   Hosts world(1, 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -128,7 +128,7 @@ TEST(HostsOfAWorld, AVanishedRankZeroIsNamedDeadInTime) {
   });
 }
 
-TEST(HostsOfAWorld, WhoIsDeclaredDeadIsToldSo) {
+TEST(HostsOfAWorld, AWorkerThatIsDeclaredDeadIsNotified) {
   Hosts world(2, 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -157,7 +157,7 @@ TEST(HostsOfAWorld, WhoIsDeclaredDeadIsToldSo) {
   });
 }
 
-TEST(HostsOfAWorld, ALostWorkerComesBackAsAnotherIncarnation) {
+TEST(HostsOfAWorld, ALostWorkerRejoinsAsANewIncarnation) {
   Hosts world(3, 2);
   world.run([&](int rank) {
     auto membership = world.join(rank);
@@ -202,7 +202,7 @@ TEST(HostsOfAWorld, NothingIsSentBetweenIdleWorkersOfOneHost) {
   });
 }
 
-TEST(HostsOfAWorld, HeartbeatsThatMakeNoSenseAreRefused) {
+TEST(HostsOfAWorld, InvalidHeartbeatsAreRejected) {
   Hosts world(5, 1);
   world.run([&](int rank) {
     MembershipOptions options = world.options(rank);

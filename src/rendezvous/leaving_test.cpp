@@ -18,7 +18,7 @@ void expect_no_death(Membership& membership) {
       [](const Member& member, const Error&) { ADD_FAILURE() << describe(member) << " died"; });
 }
 
-TEST(Leaving, GoodByeIsADepartureAndRankZeroServesUntilTheLast) {
+TEST(Leaving, AGoodbyeIsADepartureAndRankZeroServesUntilTheLast) {
   SimulatedWorld world(13, 4);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -46,7 +46,7 @@ TEST(Leaving, GoodByeIsADepartureAndRankZeroServesUntilTheLast) {
 }
 
 /// Before and after rank 0 has left, while others are there still.
-TEST(Leaving, WhoComesWhileTheWorldEndsJoinsTheNextOne) {
+TEST(Leaving, AWorkerThatConnectsDuringShutdownJoinsTheNextJob) {
   for (const auto& stays : {std::array{1, 0, 2}, std::array{0, 1, 2}, std::array{2, 1, 0}}) {
     SimulatedWorld world(15, 3);
     world.run([&](int rank) {
@@ -97,7 +97,7 @@ TEST(Leaving, LeavingDoesNotWaitForADeadStore) {
 }
 
 /// Whoever watches may hold on to the membership until its callbacks go.
-TEST(Leaving, DestroysTheCallbacksHoweverThisWorkersPartEnds) {
+TEST(Leaving, DestroysTheCallbacksHoweverTheMembershipEnds) {
   for (const int size : {1, 2}) {
     for (const std::string how : {"leave", "give_up", "destruction"}) {
       SCOPED_TRACE(how + " of " + std::to_string(size));

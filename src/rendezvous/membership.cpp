@@ -19,9 +19,9 @@ namespace torchspan::rendezvous {
 namespace {
 
 /// How long rank 0 keeps reporting to the others why the world failed.
-constexpr Duration kBadNewsTime = std::chrono::seconds(2);
+constexpr Duration kFailureNoticeTime = std::chrono::seconds(2);
 /// How long a worker that gives up waits for the store to acknowledge it.
-constexpr Duration kLastWordsTime = std::chrono::milliseconds(500);
+constexpr Duration kLastOutputTime = std::chrono::milliseconds(500);
 constexpr std::uint64_t kMostMessageBytes = std::uint64_t{256} << 20;
 
 std::string host_name() {
@@ -132,7 +132,7 @@ class Membership::Impl {
       self_ = client_->join();
     } catch (...) {
       client_.reset();
-      if (server_) server_->finish(runtime.executor.deadline_in(kBadNewsTime));
+      if (server_) server_->finish(runtime.executor.deadline_in(kFailureNoticeTime));
       throw;
     }
   }
@@ -191,7 +191,7 @@ class Membership::Impl {
     if (left_.exchange(true)) return;
     forget_callbacks();
     if (!client_) return;
-    client_->give_up(why, runtime_.executor.deadline_in(kLastWordsTime));
+    client_->give_up(why, runtime_.executor.deadline_in(kLastOutputTime));
   }
 
   bool is_present(int rank) const {

@@ -29,7 +29,7 @@ std::vector<Error> refusals(SimulatedWorld& world,
 class Seeded : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, Seeded, ::testing::Range<std::uint64_t>(1, 9));
 
-TEST_P(Seeded, EverybodyMeetsEverybodyAndLeavesInPeace) {
+TEST_P(Seeded, AllWorkersJoinAndLeave) {
   SimulatedWorld world(GetParam(), 16, {.jitter = milliseconds(3)});
   world.run([&](int rank) {
     auto& executor = world.executor();
@@ -55,7 +55,7 @@ TEST_P(Seeded, EverybodyMeetsEverybodyAndLeavesInPeace) {
 }
 
 // peer: c10d testBarrier
-TEST_P(Seeded, NobodyPassesABarrierBeforeAllHaveCome) {
+TEST_P(Seeded, NoWorkerPassesABarrierBeforeAllArrive) {
   SimulatedWorld world(GetParam(), 5, {.jitter = milliseconds(1)});
   std::vector<int> arrived(20, 0);
   world.run([&](int rank) {
@@ -70,7 +70,7 @@ TEST_P(Seeded, NobodyPassesABarrierBeforeAllHaveCome) {
   });
 }
 
-TEST_P(Seeded, GathersEverybodysBytesWithinSubsetsToo) {
+TEST_P(Seeded, GathersTheBytesOfAllRanksAndOfSubsets) {
   SimulatedWorld world(GetParam(), 6, {.jitter = milliseconds(1)});
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -88,7 +88,7 @@ TEST_P(Seeded, GathersEverybodysBytesWithinSubsetsToo) {
   });
 }
 
-TEST_P(Seeded, AllOthersHearOfAKilledWorkerAtOnce) {
+TEST_P(Seeded, AllOthersAreNotifiedOfAKilledWorker) {
   SimulatedWorld world(GetParam(), 8);
   const int victim = 1 + static_cast<int>(GetParam() % 7);
   TimePoint killed;
@@ -126,7 +126,7 @@ TEST_P(Seeded, AllOthersHearOfAKilledWorkerAtOnce) {
   for (const auto& [rank, at] : heard) EXPECT_LT(at - killed, milliseconds(1)) << "rank " << rank;
 }
 
-TEST_P(Seeded, AllOthersHearOfTheStoresDeath) {
+TEST_P(Seeded, AllOthersAreNotifiedOfTheStoresDeath) {
   SimulatedWorld world(GetParam(), 5);
   TimePoint killed;
   std::map<int, TimePoint> heard;
@@ -154,7 +154,7 @@ TEST_P(Seeded, AllOthersHearOfTheStoresDeath) {
   for (const auto& [rank, at] : heard) EXPECT_LT(at - killed, milliseconds(1)) << "rank " << rank;
 }
 
-TEST(Membership, WaitsForARankZeroThatComesLater) {
+TEST(Membership, WaitsForARankZeroThatStartsLater) {
   SimulatedWorld world(1, 3);
   world.run([&](int rank) {
     if (rank == 0) world.executor().sleep(seconds(8));
@@ -165,7 +165,7 @@ TEST(Membership, WaitsForARankZeroThatComesLater) {
   });
 }
 
-TEST(Membership, NamesTheMissingWhenTheDeadlineEnds) {
+TEST(Membership, NamesTheMissingRanksAtTheDeadline) {
   SimulatedWorld world(2, 4);
   world.run([&](int rank) {
     if (rank == 2) return;
@@ -180,7 +180,7 @@ TEST(Membership, NamesTheMissingWhenTheDeadlineEnds) {
   });
 }
 
-TEST(Membership, SaysSoWhenRankZeroNeverComes) {
+TEST(Membership, ReportsThatRankZeroNeverStarted) {
   SimulatedWorld world(3, 2);
   world.run([&](int rank) {
     if (rank == 0) return;
@@ -215,7 +215,7 @@ TEST(Membership, NamesBothWorkersOfOneRankOnEveryRank) {
   }
 }
 
-TEST(Membership, SaysWhoClaimsWhichWorldSizeOnEveryRank) {
+TEST(Membership, NamesTheWorldSizeOfEachWorkerOnEveryRank) {
   SimulatedWorld world(6, 3);
   const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
     if (rank == 2) options.world_size = 4;
@@ -250,7 +250,7 @@ TEST(Membership, AllowsDifferingFunctionsWhenAsked) {
   });
 }
 
-TEST(Membership, FailsEverybodyWhenAWorkerDiesBeforeTheWorldIsComplete) {
+TEST(Membership, FailsAllWorkersWhenOneDiesBeforeTheWorldIsComplete) {
   SimulatedWorld world(9, 3);
   world.run([&](int rank) {
     if (rank == 2) {
@@ -265,7 +265,7 @@ TEST(Membership, FailsEverybodyWhenAWorkerDiesBeforeTheWorldIsComplete) {
   });
 }
 
-TEST(Membership, TurnsAwayAnotherJobsWorker) {
+TEST(Membership, RejectsAWorkerOfAnotherJob) {
   SimulatedWorld world(10, 3);
   world.run([&](int rank) {
     MembershipOptions options = world.options(rank == 2 ? 1 : rank);
@@ -280,7 +280,7 @@ TEST(Membership, TurnsAwayAnotherJobsWorker) {
   });
 }
 
-TEST(Membership, TurnsAwayWhoComesWhenTheWorldIsComplete) {
+TEST(Membership, RejectsWorkersAfterTheWorldIsComplete) {
   SimulatedWorld world(11, 3);
   world.run([&](int rank) {
     MembershipOptions options = world.options(rank == 2 ? 1 : rank);
@@ -297,7 +297,7 @@ TEST(Membership, TurnsAwayWhoComesWhenTheWorldIsComplete) {
   });
 }
 
-TEST(Membership, EndingWithoutGoodByeIsDeath) {
+TEST(Membership, EndingWithoutGoodbyeIsADeath) {
   SimulatedWorld world(12, 2);
   world.run([&](int rank) {
     auto membership = world.join(rank);
@@ -318,7 +318,7 @@ TEST(Membership, EndingWithoutGoodByeIsDeath) {
   });
 }
 
-TEST(Membership, LateListenersHearOfEarlierDeaths) {
+TEST(Membership, LateListenersAreNotifiedOfEarlierDeaths) {
   SimulatedWorld world(15, 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -334,7 +334,7 @@ TEST(Membership, LateListenersHearOfEarlierDeaths) {
   });
 }
 
-TEST(Membership, CallbacksMayThrowButNotWait) {
+TEST(Membership, CallbacksMayThrowButMustNotWait) {
   SimulatedWorld world(16, 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -354,7 +354,7 @@ TEST(Membership, CallbacksMayThrowButNotWait) {
   });
 }
 
-TEST(Membership, NamesTheMissingOfABarrier) {
+TEST(Membership, NamesTheRanksThatABarrierMisses) {
   SimulatedWorld world(18, 3);
   world.run([&](int rank) {
     const auto membership = world.join(rank);
@@ -368,7 +368,7 @@ TEST(Membership, NamesTheMissingOfABarrier) {
   });
 }
 
-TEST(Membership, RefusesWhatMakesNoSenseBeforeItAsks) {
+TEST(Membership, RejectsInvalidOptionsBeforeItConnects) {
   SimulatedWorld world(19, 2);
   world.run([&](int rank) {
     for (const char* name : {"", "two words", "späte"}) {
@@ -397,7 +397,7 @@ TEST(Membership, RefusesWhatMakesNoSenseBeforeItAsks) {
   });
 }
 
-TEST(Membership, OfOneNeedsNoNetwork) {
+TEST(Membership, OfOneWorkerNeedsNoNetwork) {
   SimulatedWorld world(20, 1);
   world.run([&](int rank) {
     const auto membership = world.join(rank);

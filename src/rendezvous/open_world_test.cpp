@@ -43,13 +43,13 @@ class Diary {
 class OpenWorld : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 9));
 
-TEST_P(OpenWorld, WorkersComeAndGoAndComeAgain) {
+TEST_P(OpenWorld, WorkersJoinLeaveAndRejoin) {
   SimulatedWorld world(GetParam(), 3, {.jitter = milliseconds(3)});
   world.run([&](int number) {
     auto& executor = world.executor();
     if (number == 0) {
       const auto membership = world.join(0, visitor(world, 0));
-      EXPECT_EQ(executor.now().time_since_epoch() / seconds(1), 0) << "rank 0 waits for nobody";
+      EXPECT_EQ(executor.now().time_since_epoch() / seconds(1), 0) << "rank 0 does not wait";
       EXPECT_TRUE(membership->open());
       EXPECT_EQ(membership->world_size(), 1);
       EXPECT_FALSE(membership->is_present(1));
@@ -85,7 +85,7 @@ TEST_P(OpenWorld, WorkersComeAndGoAndComeAgain) {
 
 /// Whatever comes and goes: all observers that were there throughout hear the same, in the same order, each
 /// rank's incarnations alternate between coming and ending, and in the end the tables agree.
-TEST_P(OpenWorld, ObserversOfAStormAgree) {
+TEST_P(OpenWorld, ObserversOfManyChangesAgree) {
   constexpr int kObservers = 3;
   SimulatedWorld world(GetParam(), 8, {.jitter = milliseconds(2)});
   std::map<int, std::vector<std::string>> heard;
@@ -134,7 +134,7 @@ TEST_P(OpenWorld, ObserversOfAStormAgree) {
   }
 }
 
-TEST_P(OpenWorld, RoundsGoOnWithAReplacementAfterOneCallAgain) {
+TEST_P(OpenWorld, RoundsContinueWithAReplacementAfterOneRetry) {
   SimulatedWorld world(GetParam(), 4, {.jitter = milliseconds(2)});
   std::vector<int> met(4, 0);
   world.run([&](int number) {
@@ -194,7 +194,7 @@ TEST(OpenWorlds, WaitForRankZeroUntilTheirTimeout) {
   });
 }
 
-TEST(OpenWorlds, RefuseWhatIsTakenAndLiveOn) {
+TEST(OpenWorlds, RejectTakenRanksAndNamesAndContinue) {
   SimulatedWorld world(2, 3);
   world.run([&](int number) {
     if (number > 0) world.executor().sleep(seconds(number));
@@ -218,7 +218,7 @@ TEST(OpenWorlds, RefuseWhatIsTakenAndLiveOn) {
   });
 }
 
-TEST(OpenWorlds, AskForTheNamesOfThoseWhoTakePart) {
+TEST(OpenWorlds, RequireTheNamesOfTheParticipants) {
   SimulatedWorld world(3, 1);
   world.run([&](int) {
     const auto membership = world.join(0, visitor(world, 0));
@@ -236,7 +236,7 @@ TEST(OpenWorlds, AskForTheNamesOfThoseWhoTakePart) {
   });
 }
 
-TEST(OpenWorlds, TellLateListenersEverythingInOrder) {
+TEST(OpenWorlds, NotifyLateListenersOfEverythingInOrder) {
   SimulatedWorld world(4, 2);
   world.run([&](int number) {
     if (number == 1) {
@@ -281,7 +281,7 @@ TEST(OpenWorlds, KeepTheOrderAcrossSeparateCallbacks) {
   });
 }
 
-TEST(FixedWorld, IsGatheredInPeaceWhileAVisitorIsRefused) {
+TEST(FixedWorld, IsGatheredWhileAnotherJoinIsRejected) {
   SimulatedWorld world(6, 3);
   world.run([&](int number) {
     if (number == 2) {

@@ -18,7 +18,7 @@ TEST(ProcessStat, ReadsStateAndStartBehindAnyCommandName) {
   }
 }
 
-TEST(ProcessStat, IsNothingForTextThatIsNone) {
+TEST(ProcessStat, IsEmptyForInvalidText) {
   for (const char* text : {"", "4711", "4711 (x)", "4711 (x) R 1 2 3",
                            "4711 (x) R 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 soon 3"}) {
     EXPECT_FALSE(parse_process_stat(text)) << text;
@@ -33,7 +33,7 @@ TEST(ProcessStat, OfThisProcessRunsAndKeepsItsStart) {
   EXPECT_EQ(read_process_stat(getpid())->start_ticks, stat->start_ticks);
 }
 
-TEST(ProcessStat, IsNothingForAProcessThatIsNot) { EXPECT_FALSE(read_process_stat(-5)); }
+TEST(ProcessStat, IsEmptyForAMissingProcess) { EXPECT_FALSE(read_process_stat(-5)); }
 
 }  // namespace
 }  // namespace torchspan::rendezvous::process_stat_test

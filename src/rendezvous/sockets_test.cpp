@@ -112,21 +112,21 @@ class Sockets : public ::testing::Test {
   net::Secret secret_ = net::Secret::random();
 };
 
-TEST_F(Sockets, WorkersMeetOverUnixSockets) {
+TEST_F(Sockets, WorkersConnectOverUnixSockets) {
   meet(6, [](MembershipOptions&) {});
 }
 
-TEST_F(Sockets, WorkersMeetOverLoopback) {
+TEST_F(Sockets, WorkersConnectOverLoopback) {
   const std::string store = "tcp:127.0.0.1:" + std::to_string(free_port());
   meet(6, [&](MembershipOptions& options) { options.store_address = store; });
 }
 
-TEST_F(Sockets, WorkersMeetOverTls) {
+TEST_F(Sockets, WorkersConnectOverTls) {
   const std::string store = "tls:127.0.0.1:" + std::to_string(free_port());
   meet(6, [&](MembershipOptions& options) { options.store_address = store; });
 }
 
-TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanItIsFoundAt) {
+TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanAdvertised) {
   const std::string port = std::to_string(free_port());
   meet(3, [&](MembershipOptions& options) {
     options.store_address = "tls:localhost:" + port;
@@ -134,7 +134,7 @@ TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanItIsFoundAt) {
   });
 }
 
-TEST_F(Sockets, AnAddressOfAnotherMachineIsNoPlaceForTheStore) {
+TEST_F(Sockets, TheStoreRejectsAnAddressOfAnotherMachine) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   MembershipOptions mine = options(0, 2);
   mine.store_address = "tls:192.0.2.1:29500";
@@ -197,7 +197,7 @@ TEST_P(Ports, ForeignProgramAtTheAddressIsRecognized) {
 
 INSTANTIATE_TEST_SUITE_P(Sockets, Ports, ::testing::Values("tcp", "tls"));
 
-TEST_F(Sockets, WhatIsProvenBetweenWorkersIsNoProofToTheStore) {
+TEST_F(Sockets, AProofBetweenWorkersIsNotValidForTheStore) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   const auto membership = join(runtime, options(0, kOpenWorld));
   const TransportFactory as_worker = [&](const std::string&, net::Handler& handler) {
@@ -221,7 +221,7 @@ TEST_F(Sockets, PlainTcpToAnotherHostIsUnsupported) {
   }
 }
 
-TEST_F(Sockets, KilledProcessIsHeardOf) {
+TEST_F(Sockets, AKilledProcessIsReported) {
   const pid_t child = fork();
   if (child == 0) {
     const auto executor = make_executor();
@@ -266,7 +266,7 @@ TEST_F(Sockets, KilledProcessIsHeardOf) {
   _exit(0);
 }
 
-TEST_F(Sockets, DeathIsHeardOfThoughAForkedChildLivesOn) {
+TEST_F(Sockets, ADeathIsReportedThoughAForkedChildLives) {
   for (const std::string scheme : {"unix", "tcp", "tls"}) {
     SCOPED_TRACE(scheme);
     MembershipOptions mine = options(0, 2), its = options(1, 2);
@@ -316,15 +316,15 @@ TEST_F(Sockets, AStoppedWorkerOfAnotherHostIsSilentAndNotEnded) {
   Runtime runtime(*executor_, "worker0", LogLevel::kOff);
   const auto membership = Membership::join(runtime, tls_transports(*executor_, secret_, tls), mine);
   const auto died = executor_->make_parker();
-  std::string story;
+  std::string cause;
   membership->on_death([&](const Member&, const Error& reason) {
-    story = reason.message();
+    cause = reason.message();
     died->unpark();
   });
   membership->barrier("in", {}, in(seconds(30)));
   EXPECT_EQ(kill(child, SIGSTOP), 0);
   EXPECT_TRUE(died->park(in(seconds(10))));
-  EXPECT_THAT(story, AllOf(HasSubstr("silent for 1.0 s (no heartbeat); its process is stopped, or"),
+  EXPECT_THAT(cause, AllOf(HasSubstr("silent for 1.0 s (no heartbeat); its process is stopped, or"),
                            ::testing::Not(HasSubstr("its process ended"))));
   EXPECT_EQ(kill(child, SIGKILL), 0);
   waitpid(child, nullptr, 0);
@@ -368,7 +368,7 @@ TEST_F(Sockets, StoppedProcessIsNeitherDeadNorPresent) {
   membership->leave(in(seconds(10)));
 }
 
-TEST_F(Sockets, WorkersOfAnOpenWorldComeAndGoUnderHeartbeats) {
+TEST_F(Sockets, WorkersOfAnOpenWorldJoinAndLeaveUnderHeartbeats) {
   constexpr int kWorkers = 4;
   constexpr std::uint32_t kLives = 5;
   run(kWorkers, [&](int number) {

@@ -204,9 +204,9 @@ void replay(const Table& table, const Positions& positions, const std::function<
       const Action& action = actions[next[rank]++];
       run(action);
       // Only the neighbor in the model can have waited for it.
-      const int neighbour = action.kind == ActionKind::kForward ? action.stage + 1 : action.stage - 1;
-      if (neighbour >= 0 && neighbour < table.stages()) {
-        to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbour)]);
+      const int neighbor = action.kind == ActionKind::kForward ? action.stage + 1 : action.stage - 1;
+      if (neighbor >= 0 && neighbor < table.stages()) {
+        to_try.push_back(table.rank_of_stage[static_cast<std::size_t>(neighbor)]);
       }
     }
   }

@@ -165,7 +165,7 @@ TEST(Simulate, AnActivationIsKeptUntilItsWeightGradient) {
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{1, 1, 2, 2, 1, 0}));
 }
 
-TEST(Simulate, MicroBatchesThatNeverGoBackwardsAreNotKept) {
+TEST(Simulate, MicroBatchesWithoutBackwardAreNotKept) {
   const Table table{
       .name = "mixed", .rank_of_stage = {0}, .micro_batches = 2, .actions = {actions_of("0F0 0F1 0B1")}};
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{0, 1, 0}));
@@ -179,7 +179,7 @@ TEST(Simulate, ARankWithoutStagesIsIdleAllTheTime) {
 
 TEST(Simulate, RefusesCostsThatDoNotFit) {
   const Table table = gpipe({.rank_of_stage = {0, 1, 1}, .micro_batches = 1});
-  const auto complaint = [&](const std::vector<Costs>& costs) {
+  const auto error_text = [&](const std::vector<Costs>& costs) {
     try {
       simulate(table, costs);
     } catch (const Error& error) {
@@ -187,13 +187,13 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
     }
     return std::string("accepted");
   };
-  EXPECT_THAT(complaint({}), HasSubstr("costs has 0 entries"));
-  EXPECT_THAT(complaint(std::vector<Costs>(2)),
+  EXPECT_THAT(error_text({}), HasSubstr("costs has 0 entries"));
+  EXPECT_THAT(error_text(std::vector<Costs>(2)),
               HasSubstr("costs has 2 entries; expected one for all stages, or "
                         "one for each of the 3"));
-  EXPECT_THAT(complaint({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}),
+  EXPECT_THAT(error_text({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}),
               HasSubstr("costs[2] has a negative"));
-  EXPECT_THAT(complaint({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
+  EXPECT_THAT(error_text({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
 }
 
 /// Computes the start of each task as the smallest that satisfies every order, repeating until nothing

@@ -25,13 +25,13 @@ int most_alive(const Table& table, int stage) {
 }
 
 template <class Call>
-void expect_refused(Call call, const std::string& complaint) {
+void expect_refused(Call call, const std::string& error_text) {
   try {
     call();
-    ADD_FAILURE() << "accepted, but expected is: " << complaint;
+    ADD_FAILURE() << "accepted, but expected is: " << error_text;
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    EXPECT_THAT(error.message(), HasSubstr(complaint));
+    EXPECT_THAT(error.message(), HasSubstr(error_text));
   }
 }
 
@@ -173,7 +173,7 @@ TEST_P(TablesOfSeed, NoForwardGoesBeforeABackwardThatIsReady) {
   }
 }
 
-TEST(Tables, ShapesThatCannotBeAreRefusedByName) {
+TEST(Tables, InvalidShapesAreRejectedByName) {
   expect_refused([] { one_forward_one_backward(Shape{.ranks = 0}); }, "ranks is 0; at least 1");
   expect_refused([] { looped({.ranks = 2, .micro_batches = -1}); }, "micro_batches is -1; at least 1");
   expect_refused([] { looped_breadth_first({.stages_per_rank = 0}); }, "stages_per_rank is 0; at least 1");

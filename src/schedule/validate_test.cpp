@@ -14,7 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// The error text of validate() for a table; empty if the table is valid.
-std::string complaint(const Table& table) {
+std::string error_text(const Table& table) {
   try {
     validate(table);
   } catch (const Error& error) {
@@ -35,16 +35,16 @@ Table table_of(std::vector<int> rank_of_stage, int micro_batches, const std::vec
 
 // peer suite: pipelining pipeline_order
 TEST(Validate, AcceptsWholeAndSplitBackwardsSideBySide) {
-  EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0 1W0"})), "");
-  EXPECT_EQ(complaint(table_of({0, 1}, 1, {"0F0 0I0 0W0", "1F0 1B0"})), "");
-  EXPECT_EQ(complaint(table_of({0, 1}, 2, {"0F0 0F1 0B1", "1F0 1F1 1B1"})), "");
-  EXPECT_EQ(complaint(zero_bubble_h1({.ranks = 4, .micro_batches = 8})), "");
+  EXPECT_EQ(error_text(table_of({0, 1}, 1, {"0F0 0B0", "1F0 1I0 1W0"})), "");
+  EXPECT_EQ(error_text(table_of({0, 1}, 1, {"0F0 0I0 0W0", "1F0 1B0"})), "");
+  EXPECT_EQ(error_text(table_of({0, 1}, 2, {"0F0 0F1 0B1", "1F0 1F1 1B1"})), "");
+  EXPECT_EQ(error_text(zero_bubble_h1({.ranks = 4, .micro_batches = 8})), "");
 }
 
-TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
+TEST(Validate, NamesRankAndActionOfMissingRepeatedOrMisplacedActions) {
   struct Row {
     Table table;
-    std::string complaint;
+    std::string error_text;
   };
   const std::vector<Row> rows = {
       {table_of({0, 1}, 2, {"0F0 0F1", "1F0"}), "rank 1 never runs 1F1"},
@@ -66,17 +66,17 @@ TEST(Validate, NamesRankAndActionOfWhatIsMissingTwiceOrMisplaced) {
       {table_of({0, 0, 0}, 2147483647, {"0F0"}), "are more than"},
   };
   for (const Row& row : rows) {
-    EXPECT_THAT(complaint(row.table), AllOf(HasSubstr("schedule 'mine'"), HasSubstr(row.complaint)));
+    EXPECT_THAT(error_text(row.table), AllOf(HasSubstr("schedule 'mine'"), HasSubstr(row.error_text)));
   }
   Table unknown = table_of({0}, 1, {"0F0"});
   unknown.actions[0][0].kind = static_cast<ActionKind>(9);
-  EXPECT_THAT(complaint(unknown), HasSubstr("0?0 has an unknown kind"));
+  EXPECT_THAT(error_text(unknown), HasSubstr("0?0 has an unknown kind"));
 }
 
-TEST(Validate, ShowsTheRingOfADeadlock) {
+TEST(Validate, ShowsTheCycleOfADeadlock) {
   // Rank 0 waits for its backward before it sends what rank 1 needs to get there.
   EXPECT_EQ(
-      complaint(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
+      error_text(table_of({0, 1}, 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"})),
       "schedule 'mine': ranks wait for each other in a cycle; rank 0 at 0B0 (action 1 of its list) waits "
       "for 1B0 of "
       "rank 1, which comes after 1F1; rank 1 at 1F1 (action 1 of its list) waits for 0F1 of rank 0, "
@@ -84,9 +84,9 @@ TEST(Validate, ShowsTheRingOfADeadlock) {
       "after 0B0");
 }
 
-TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
+TEST(Validate, OmitsRanksThatOnlyWaitForTheCycle) {
   const std::string text =
-      complaint(table_of({0, 1, 2}, 2, {"0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B1 2B0"}));
+      error_text(table_of({0, 1, 2}, 2, {"0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B1 2B0"}));
   EXPECT_THAT(
       text,
       AllOf(
@@ -95,12 +95,12 @@ TEST(Validate, LeavesOutOfTheRingWhoOnlyWaitsForIt) {
   EXPECT_THAT(text, ::testing::Not(HasSubstr("rank 0 at")));
 }
 
-TEST(Validate, SaysWhenARankWaitsForItself) {
-  EXPECT_EQ(complaint(table_of({0}, 1, {"0B0 0F0"})),
+TEST(Validate, ReportsARankThatWaitsForItself) {
+  EXPECT_EQ(error_text(table_of({0}, 1, {"0B0 0F0"})),
             "schedule 'mine': a rank waits for itself; rank 0 at 0B0 (action 0 of its list) waits for 0F0 of "
             "its own, which "
             "comes after 0B0");
-  EXPECT_THAT(complaint(table_of({0}, 1, {"0F0 0W0 0I0"})),
+  EXPECT_THAT(error_text(table_of({0}, 1, {"0F0 0W0 0I0"})),
               HasSubstr("rank 0 at 0W0 (action 1 of its list) waits for 0I0"));
 }
 
@@ -144,7 +144,7 @@ TEST(Validate, FindsExactlyTheOrdersThatCannotFinish) {
     }
     const bool fine = can_finish(table);
     ++(fine ? good : bad);
-    ASSERT_EQ(complaint(table).empty(), fine) << "seed " << seed << ": " << complaint(table);
+    ASSERT_EQ(error_text(table).empty(), fine) << "seed " << seed << ": " << error_text(table);
   }
   EXPECT_GT(good, 200);
   EXPECT_GT(bad, 200);

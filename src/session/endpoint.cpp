@@ -46,7 +46,7 @@ void Endpoint::choose_hosts(const rendezvous::WorkerEnvironment& environment) {
   const std::string& named = environment.listen_host;
   const std::string route = net::route_to(environment.master_host);
   const std::string host = named.empty() ? route : named;
-  if (net::is_any_host(host)) told_host_ = route;
+  if (net::is_any_host(host)) advertised_host_ = route;
   listen_ += "," + at(network_.ucx ? "ucx" : "tls", host, 0);
   if (environment.rank != 0) return;
   if (!named.empty() && store_over_tls_) store_listen_ = at("tls", named, environment.master_port);
@@ -58,8 +58,8 @@ void Endpoint::choose_hosts(const rendezvous::WorkerEnvironment& environment) {
   }
 }
 
-std::string Endpoint::told(const std::string& bound) const {
-  return told_host_.empty() ? bound : net::with_far_host(bound, told_host_);
+std::string Endpoint::advertised_address(const std::string& bound) const {
+  return advertised_host_.empty() ? bound : net::with_far_host(bound, advertised_host_);
 }
 
 std::unique_ptr<net::Transport> Endpoint::make_transport(net::Handler& handler) const {

@@ -21,7 +21,7 @@ class Endpoint {
   /// The address at which the worker's transport listens.
   const std::string& listen() const { return listen_; }
   /// The address that peers get when the transport listens at `bound`.
-  std::string told(const std::string& bound) const;
+  std::string advertised_address(const std::string& bound) const;
   /// The address at which rank 0 serves the store; empty: where workers look for it.
   const std::string& store_listen() const { return store_listen_; }
   std::unique_ptr<net::Transport> make_transport(net::Handler& handler) const;
@@ -39,7 +39,7 @@ class Endpoint {
   bool store_over_tls_;
   std::string listen_;
   std::string store_listen_;
-  std::string told_host_;  ///< sent to peers in place of "every interface"
+  std::string advertised_host_;  ///< sent to peers in place of "every interface"
 };
 
 }  // namespace torchspan

@@ -153,7 +153,7 @@ class Session::Impl {
     }
     service_ = std::make_unique<rpc::WorkerService>(runtime_owner_, std::move(functions), service,
                                                     make_transport, std::move(extensions));
-    if (endpoint) join.address = endpoint->told(service_->address());
+    if (endpoint) join.address = endpoint->advertised_address(service_->address());
     service_->start(rendezvous::Membership::join(
         runtime_, endpoint ? endpoint->store_transports() : rendezvous::TransportFactory(), std::move(join)));
     if (runtime_.log.enabled(LogLevel::kDebug)) {
@@ -221,8 +221,8 @@ collective::Group Session::group(collective::GroupOptions options) {
 void Session::shutdown() { impl_->shutdown(); }
 void Session::shutdown(Duration timeout) { impl_->shutdown(timeout); }
 void Session::abort(const std::exception_ptr& cause) {
-  const ExceptionStory story = describe(cause);
-  impl_->abort(fmt::format("{}: {}", story.type, story.text));
+  const ExceptionDescription description = describe(cause);
+  impl_->abort(fmt::format("{}: {}", description.type, description.text));
 }
 
 }  // namespace torchspan

@@ -92,8 +92,8 @@ void expect_handles_outlive_it(bool shut_down) {
   worker.runtime().log.debug("the log of a worker lives as long as the worker's handles");
 }
 
-TEST(Session, MayEndBeforeWhatItsWorkerWasUsedFor) { expect_handles_outlive_it(false); }
-TEST(Session, MayBeShutDownBeforeWhatItsWorkerWasUsedForEnds) { expect_handles_outlive_it(true); }
+TEST(Session, MayEndBeforeObjectsThatUseItsWorker) { expect_handles_outlive_it(false); }
+TEST(Session, MayBeShutDownBeforeObjectsThatUseItsWorkerEnd) { expect_handles_outlive_it(true); }
 
 TEST(Session, TakesAnOptimizerTableInPlaceOfItsOwn) {
   using TorchSGD = optim::FromTorch<torch::optim::SGD, torch::optim::SGDOptions, "torch.SGD">;
@@ -109,7 +109,7 @@ TEST(Session, TakesAnOptimizerTableInPlaceOfItsOwn) {
 }
 
 /// A thread cannot wait for itself: that used to end the process through an exception from a destructor.
-TEST(Session, SurvivesItsEndOnAThreadOfItsOwn) {
+TEST(Session, MayEndOnItsOwnThread) {
   std::atomic<bool> ended{false};
   auto session = std::make_unique<Session>(WorkerOptions{}, functions());
   const Worker worker = session->worker();

@@ -12,7 +12,7 @@
 namespace torchspan::wire::devices_test {
 namespace {
 
-TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
+TEST(Devices, ATensorOfAnotherDeviceArrivesWhereThePlacementSays) {
   // The metadata that a worker with a GPU sends: one float, flagged as sent from cuda:1.
   ByteWriter metadata;
   metadata.put(std::uint32_t{1});
@@ -34,7 +34,7 @@ TEST(Devices, ATensorFromElsewhereArrivesWhereThePlacementSays) {
   EXPECT_EQ(asked, "cuda:1");
 }
 
-TEST(Devices, WhereTheSenderSaysATensorLivesItIsPutOrRefused) {
+TEST(Devices, ATensorIsPlacedOnTheRequestedDeviceOrRejected) {
   const std::vector<at::Tensor> tensors{torch::ones({2}), torch::zeros({3})};
   const auto sent = [&](const char* device) {
     const auto place = [device](c10::Device here) {

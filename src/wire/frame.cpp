@@ -111,10 +111,11 @@ void check_header(const RawHeader& raw) {
                     raw.version, kProtocolVersion));
   }
   if ((raw.features & ~kKnownFeatures) != 0) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("the frame uses features {:#x}, this worker knows {:#x}; run the same TorchSpan "
-                            "release on every worker",
-                            raw.features, kKnownFeatures));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("the frame uses features {:#x}, this worker supports {:#x}; run the same TorchSpan "
+                    "release on every worker",
+                    raw.features, kKnownFeatures));
   }
 }
 

@@ -109,7 +109,7 @@ TEST(IValues, ReceivedListsServeAsArgumentsOfOperators) {
   EXPECT_EQ(stack[0].toTensor().sizes(), at::IntArrayRef({2, 3}));
 }
 
-TEST(IValues, WhatCannotTravelIsUnsupported) {
+TEST(IValues, ValuesThatCannotBeSentAreUnsupported) {
   EXPECT_EQ(refusal_of(c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get())),
             ErrorKind::kUnsupported);
   EXPECT_EQ(refusal_of(at::detail::createCPUGenerator()), ErrorKind::kUnsupported);

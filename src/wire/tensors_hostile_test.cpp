@@ -118,7 +118,7 @@ TEST_F(HostileSegments, OfAnotherSizeAreRefused) {
   }
 }
 
-TEST_F(HostileSegments, ThatAreMisalignedOrOwnedByNobodyAreRefused) {
+TEST_F(HostileSegments, ThatAreMisalignedOrHaveNoOwnerAreRejected) {
   const Buffer wide = allocate_buffer(64);
   buffers_[1] = {wide.data + 8, 32, wide.owner};
   EXPECT_EQ(unpack_kind(), ErrorKind::kInvalid);
@@ -188,7 +188,7 @@ void expect_refused(const Bytes& metadata, std::size_t segment_size, ErrorKind k
   EXPECT_EQ(kind_of([&] { unpack(metadata, buffers); }), kind);
 }
 
-TEST(HostileTensors, TheHandWrittenTableIsRightToBeginWith) {
+TEST(HostileTensors, TheHandWrittenTableIsValid) {
   std::vector<Buffer> buffers{allocate_buffer(24)};
   EXPECT_EQ(unpack(metadata_of(6, {2, 3}, {1, 2}), buffers)[0].strides(), at::IntArrayRef({1, 2}));
 }

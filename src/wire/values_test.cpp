@@ -197,7 +197,7 @@ TEST(Values, AnInterceptorsReplacementIsWhatArrives) {
   payload.tensors[0] = replacement;
   const auto batch = from_payload<Batch>(payload);
   EXPECT_TRUE(batch.data.is_same(replacement));
-  EXPECT_EQ(replacement.use_count(), 2u) << "the payload let go of it";
+  EXPECT_EQ(replacement.use_count(), 2u) << "the payload released it";
   EXPECT_EQ(batch.instance, 4);
   EXPECT_EQ(batch.tags, std::vector<Text>{"a"});
 }
@@ -210,7 +210,7 @@ TEST(Values, AnIndexBeyondItsTableIsRefused) {
   EXPECT_EQ(kind_of([&] { Decoder(payload).reference(); }), ErrorKind::kInvalid);
 }
 
-TEST(Values, EncodingUsesTheCapacityThatThePayloadBrings) {
+TEST(Values, EncodingUsesTheCapacityOfThePayload) {
   Payload payload;
   payload.value.reserve(4096);
   const std::byte* memory = payload.value.data();
@@ -220,7 +220,7 @@ TEST(Values, EncodingUsesTheCapacityThatThePayloadBrings) {
   EXPECT_EQ(payload.value.data(), memory);
 }
 
-TEST(Names, SayTheEncodingAndNotTheCompilersName) {
+TEST(Names, DescribeTheEncodingAndNotTheCompilersName) {
   EXPECT_EQ(type_name<std::int64_t>(), "int64");
   EXPECT_EQ(type_name<long long>(), "int64");
   EXPECT_EQ(type_name<unsigned char>(), "uint8");
@@ -253,7 +253,7 @@ TEST(Names, DigestsAreTheSameInEveryProcessAndDifferByType) {
   EXPECT_NE(type_tag<std::int64_t>(), type_tag<std::uint64_t>());
 }
 
-TEST(Names, WhatCannotTravelIsKnownAtCompileTime) {
+TEST(Names, TypesThatCannotBeSentAreKnownAtCompileTime) {
   static_assert(Transferable<Batch> && Transferable<std::vector<Tree>> && Transferable<Error>);
   static_assert(!Transferable<Unknown> && !Transferable<std::vector<Unknown>>);
   static_assert(!Transferable<std::map<Text, std::optional<Unknown>>>);
@@ -271,7 +271,7 @@ TEST(HostileValues, ACountBeyondTheBytesIsRefusedBeforeMemoryIsTaken) {
   expect_invalid<std::vector<bool>>(payload_of({0xFF, 0xFF, 0xFF, 0xFF, 1}));
 }
 
-TEST(HostileValues, SequencesOfNothingAreRefusedWhereTheyAreSent) {
+TEST(HostileValues, SequencesOfEmptyElementsAreRejectedByTheSender) {
   EXPECT_EQ(kind_of([] { to_payload(std::vector<Unit>(3)); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([] { to_payload(std::vector<Nothing>(3)); }), ErrorKind::kInvalid);
   EXPECT_EQ(copy_by_wire(std::vector<Unit>()).size(), 0u);
@@ -385,7 +385,7 @@ TEST(Errors, OfAForeignKindKeepTheirNumber) {
   EXPECT_EQ(static_cast<int>(copy.kind()), 99);
 }
 
-TEST(Errors, DamagedOnesGiveAnErrorOrAnError) {
+TEST(Errors, DamagedOnesDecodeToAnErrorOrFail) {
   Error error(ErrorKind::kTimedOut, "late");
   error.with_frame({"worker2", "f", "E", "text"});
   EXPECT_GT(damage(to_payload(error).value, 1, 2000,
@@ -396,7 +396,7 @@ TEST(Errors, DamagedOnesGiveAnErrorOrAnError) {
             100);
 }
 
-TEST(Errors, WithVeryManyFramesAreCutWhereTheyAreSentAndRefusedWhereTheyArrive) {
+TEST(Errors, WithTooManyFramesAreTruncatedByTheSenderAndRejectedByTheReceiver) {
   Error error(ErrorKind::kInvalid, "deep");
   for (int i = 0; i < 300; ++i) error.with_frame({"w" + std::to_string(i), "", "", ""});
   const Error copy = copy_by_wire(error);

@@ -59,7 +59,7 @@ at::Tensor loss_over_all(Worker& worker, const at::Tensor& a) {
   for (int hop = 1; hop < worker.world_size(); ++hop) {
     stops.push_back((worker.rank() + hop) % worker.world_size());
   }
-  return worker.rpc_sync(worker.rank(), kTour, stops, a).sum();
+  return worker.rpc_sync(worker.rank(), kCallChain, stops, a).sum();
 }
 
 void programs() {
@@ -211,10 +211,10 @@ void another_is_killed() {
     std::printf("%s\n", text.c_str());
     require(executor.now() - *killed < seconds(1), "within a second");
     // The death interrupted a pass, or the forward pass's longest call.
-    const bool in_forward = text.find("'tour' threw") != std::string::npos;
+    const bool in_forward = text.find("'call_chain' threw") != std::string::npos;
     require(error.kind() == (in_forward ? ErrorKind::kRemoteFailure : ErrorKind::kDisconnected), text);
     require(text.find(fmt::format("worker{}", victim)) != std::string::npos, text);
-    require(text.find("tour") != std::string::npos, text);
+    require(text.find("call_chain") != std::string::npos, text);
   }
   std::vector<int> survivors;
   for (int rank = 0; rank < kProcesses; ++rank) {
@@ -242,7 +242,7 @@ void short_stalls() {
   session.shutdown();
 }
 
-TEST(ClusterAutograd, APassThatEndsWhileItIsAskedAboutEndsWell) {
+TEST(ClusterAutograd, APassThatEndsDuringASurveySucceeds) {
   ProcessWorld world(3);
   world.start_all("short_stalls");
   expect_all_end_well(world, seconds(60));

@@ -45,7 +45,7 @@ std::uint64_t adopted(Session& session) {
   return session.runtime().metrics.counter("net.local.adopted").value();
 }
 
-void call_everybody(Session& session) {
+void call_every_rank(Session& session) {
   Worker& worker = session.worker();
   for (int peer = 0; peer < session.world_size(); ++peer) {
     if (peer == session.rank()) continue;
@@ -76,10 +76,10 @@ void sums_and_calls() {
       require(text.find("a common TORCHSPAN_RUNTIME_DIR") != std::string::npos, text);
     }
   }
-  call_everybody(
+  call_every_rank(
       session);  // the first tensors of a connection may be sent through its socket, before memory was passed
   const auto before = adopted(session);
-  call_everybody(session);
+  call_every_rank(session);
   const auto shared = adopted(session) - before;
   require(shared == (together ? 6U : 2U), "tensors in shared memory: " + std::to_string(shared));
   session.shutdown(seconds(30));
@@ -110,7 +110,7 @@ class Containers : public testing::Hosts {
   }
 };
 
-TEST_F(Containers, OfOneMachineAreHostsOfTheirOwnWhereTheySeeNoSocketsOfEachOther) {
+TEST_F(Containers, OfOneMachineAreSeparateHostsWithoutCommonSockets) {
   ProcessWorld world(4);
   start_all(world, "near", "far", {});
   expect_all_end_well(world);

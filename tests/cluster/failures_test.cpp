@@ -149,7 +149,7 @@ TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
   EXPECT_THAT(output, HasSubstr("worker1, worker2: failed because of it (exited with code 1)"));
 }
 
-TEST(Cluster, LauncherSaysThatAWorkerEndedWithoutShutdown) {
+TEST(Cluster, LauncherReportsAWorkerThatEndedWithoutShutdown) {
   const auto [code, output] = launch_ends_early("0");
   EXPECT_EQ(code, 1) << output;
   EXPECT_THAT(output,
@@ -247,7 +247,7 @@ TEST(Cluster, FailsACallWithinASecondThoughAForkedChildOfTheKilledWorkerLives) {
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
 }
 
-TEST(Cluster, NamesTheWorkerThatNeverCame) {
+TEST(Cluster, NamesTheWorkerThatNeverConnected) {
   ProcessWorld world(3);
   Process& first = world.start(0, "join_only");
   Process& second = world.start(1, "join_only");
@@ -289,7 +289,7 @@ TEST(Cluster, RefusesARankOutsideItsWorld) {
   EXPECT_THAT(process.output(), HasSubstr("RANK"));
 }
 
-TEST(Cluster, SaysThatThePortIsInUse) {
+TEST(Cluster, ReportsThatThePortIsInUse) {
   ProcessWorld world(2);
   const int taken = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

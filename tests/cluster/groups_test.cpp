@@ -49,7 +49,7 @@ void sums_and_calls() {
   session.shutdown();
 }
 
-TEST(Groups, GoTogetherWithCalls) {
+TEST(Groups, WorkTogetherWithCalls) {
   ProcessWorld world(3);
   world.start_all("sums_and_calls");
   expect_all_end_well(world);
@@ -67,7 +67,7 @@ void group_of_some() {
   } else {
     try {
       session.group({.ranks = {2, 0}});
-      throw std::runtime_error("a stranger was let in");
+      throw std::runtime_error("a worker with another secret was admitted");
     } catch (const Error& error) {
       require(error.kind() == ErrorKind::kInvalid, error.what());
     }
@@ -75,7 +75,7 @@ void group_of_some() {
   session.shutdown();
 }
 
-TEST(Groups, MayBeSomeOfTheWorkers) {
+TEST(Groups, MayContainASubsetOfTheWorkers) {
   ProcessWorld world(3);
   world.start_all("group_of_some");
   expect_all_end_well(world);
@@ -175,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(Endings, GroupsThatOutliveTheirSession,
                            return std::get<1>(info.param) + "_" + std::to_string(std::get<0>(info.param));
                          });
 
-TEST_P(GroupsThatOutliveTheirSession, AnswerThatTheyWereCancelled) {
+TEST_P(GroupsThatOutliveTheirSession, FailWithCancelled) {
   const auto& [ranks, ending] = GetParam();
   ProcessWorld world(ranks);
   for (int rank = 0; rank < ranks; ++rank) {

@@ -49,7 +49,7 @@ void meet() {
     }
   }
   worker.barrier();
-  require(adopted(worker) == 2, "memory is shared with one neighbour: " + std::to_string(adopted(worker)));
+  require(adopted(worker) == 2, "memory is shared with one neighbor: " + std::to_string(adopted(worker)));
   session.shutdown(seconds(30));
 }
 
@@ -85,19 +85,19 @@ void watch_far_host() {
   worker.rpc_sync("worker2", kTwice, at::ones({4}));
   std::printf("ready\n");
   std::fflush(stdout);
-  bool told = false;
+  bool is_named = false;
   try {
     lost.wait();
   } catch (const Error& error) {
-    told = error.kind() == ErrorKind::kDisconnected && error.worker() == "worker2";
+    is_named = error.kind() == ErrorKind::kDisconnected && error.worker() == "worker2";
     std::printf("lost: %s\n", error.what());
     std::fflush(stdout);
   }
-  require(told, "worker2 is named as lost");
+  require(is_named, "worker2 is named as lost");
   for (int i = 0; i < 100; ++i) {
     const at::Tensor x = at::ones({1 << 18});
     require(at::equal(worker.rpc_sync(1 - session.rank(), kTwice, x), x * 2),
-            "the neighbour is not concerned");
+            "the neighbor is not concerned");
   }
   worker.barrier({"worker0", "worker1"});
 }
@@ -114,7 +114,7 @@ void serve_far_host() {
   require(false, "the world broke");
 }
 
-TEST_F(Hosts, WorkersOfTwoHostsMeetAndCallEachOther) {
+TEST_F(Hosts, WorkersOfTwoHostsConnectAndCallEachOther) {
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) start(world, rank, rank < 2 ? network_.near : network_.far, "meet");
   expect_all_end_well(world);
@@ -128,7 +128,7 @@ TEST_F(Hosts, GroupsSumOverTwoHosts) {
   expect_all_end_well(world);
 }
 
-TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
+TEST_F(Hosts, WorkersConnectByCertificatesWithoutACommonSecret) {
   ProcessWorld world(4);
   testing::TestAuthority authority(world.folder(), "ours");
   authority.issue("worker", "IP:10.77.0.1,IP:10.77.0.2");
@@ -146,7 +146,7 @@ TEST_F(Hosts, WorkersMeetByCertificatesWithoutACommonSecret) {
   expect_all_end_well(world);
 }
 
-TEST_F(Hosts, WorkersMeetOverUcxWhenTheNetworkIsSaidToBeIsolated) {
+TEST_F(Hosts, WorkersConnectOverUcxWhenTheNetworkIsDeclaredIsolated) {
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) {
     start(world, rank, rank < 2 ? network_.near : network_.far, "meet",
@@ -165,7 +165,7 @@ TEST_F(Hosts, AnUnknownNetworkIsRefusedByName) {
   EXPECT_THAT(worker.output(), ::testing::HasSubstr("TORCHSPAN_NETWORK is 'infiniband'"));
 }
 
-TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
+TEST_F(Hosts, AWorkerWithAnotherSecretIsRejected) {
   ProcessWorld world(2);
   std::map<std::string, std::string> alone{{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}};
   alone["TORCHSPAN_JOIN_TIMEOUT"] = "10";
@@ -173,18 +173,18 @@ TEST_F(Hosts, AWorkerWithAnotherSecretIsKeptOut) {
   const std::string secret = world.folder() + "/other";
   net::Secret::random().write_file(secret);
   alone["TORCHSPAN_SECRET_FILE"] = secret;
-  Process& stranger = start(world, 1, network_.far, "meet", alone);
-  ASSERT_TRUE(stranger.wait(world.executor(), seconds(60))) << stranger.output();
-  EXPECT_EQ(stranger.exit_code(), 1);
-  EXPECT_THAT(stranger.output(), ::testing::AllOf(::testing::HasSubstr("denied"),
-                                                  ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
+  Process& denied = start(world, 1, network_.far, "meet", alone);
+  ASSERT_TRUE(denied.wait(world.executor(), seconds(60))) << denied.output();
+  EXPECT_EQ(denied.exit_code(), 1);
+  EXPECT_THAT(denied.output(), ::testing::AllOf(::testing::HasSubstr("denied"),
+                                                ::testing::HasSubstr("TORCHSPAN_SECRET_FILE")));
   ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
   EXPECT_THAT(first.output(),
               ::testing::AllOf(::testing::HasSubstr("rank 1"),
                                ::testing::HasSubstr("the store rejected a connection from '")));
 }
 
-TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersGoOn) {
+TEST_F(Hosts, AHostThatDisappearsIsReportedInTimeAndTheOthersContinue) {
   ProcessWorld world(3);
   Process& first = start(world, 0, network_.near, "watch_far_host");
   Process& second = start(world, 1, network_.near, "watch_far_host");

@@ -82,8 +82,8 @@ void train() {
     const auto ours = mine->named_parameters(), theirs = whole->named_parameters();
     for (const auto& item : theirs) {
       require(at::allclose(ours[item.key()], item.value(), 1e-10, 1e-10), item.key() + " as in one process");
-      const auto everybodys = group.all_gather(ours[item.key()].detach().contiguous()).wait();
-      for (const at::Tensor& one : everybodys) require(at::equal(one, everybodys[0]), item.key() + " alike");
+      const auto gathered = group.all_gather(ours[item.key()].detach().contiguous()).wait();
+      for (const at::Tensor& one : gathered) require(at::equal(one, gathered[0]), item.key() + " alike");
     }
     require(model.stats().rebuilt && model.stats().bucket_bytes.size() > 2, "there are several buckets");
   }
@@ -116,7 +116,7 @@ void lose_a_rank() {
     require(text.find("in reduction 3") != std::string::npos, "in reduction 3 in: " + text);
     return;
   }
-  require(false, "somebody missed " + name);
+  require(false, "a worker missed " + name);
 }
 
 /// Trains until the network is cut, prints "lost", and waits until it is restored: by then the group has
@@ -184,7 +184,7 @@ TEST_F(TrainingOverHosts, ThatLosesARankInAStepEndsOnAllOthersWithItsName) {
 
 /// The network is cut for eight seconds: longer than the world waits, shorter than TCP does. From the fifth
 /// second on the ranks count each other as dead, and stay so.
-TEST_F(TrainingOverHosts, EndsAsTheWorldDoesWhenHostsLoseSightOfEachOther) {
+TEST_F(TrainingOverHosts, EndsWithTheWorldWhenHostsLoseTheirConnection) {
   ProcessWorld world(2);
   const std::string mended = world.folder() + "/mended";
   for (int rank = 0; rank < 2; ++rank) {

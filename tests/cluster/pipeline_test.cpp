@@ -141,7 +141,7 @@ void do_something() {
   session.shutdown();
 }
 
-TEST(PipelineProcesses, TellTheLogsDebugLevelWhatTheyDo) {
+TEST(PipelineProcesses, LogTheirActionsAtDebugLevel) {
   using ::testing::ContainsRegex;
   using ::testing::HasSubstr;
   using ::testing::Not;
@@ -167,23 +167,23 @@ TEST(PipelineProcesses, TellTheLogsDebugLevelWhatTheyDo) {
 }
 
 /// Ends or stops its process in the second micro-batch of the second step.
-struct TreacherousImpl : torch::nn::Module {
-  TreacherousImpl(bool given, int with) : treacherous(given), signal(with) {
+struct DyingLayerImpl : torch::nn::Module {
+  DyingLayerImpl(bool given, int with) : is_victim(given), signal(with) {
     weight = register_parameter("weight", at::ones({1}, at::kDouble));
   }
   at::Tensor forward(const at::Tensor& x) {
-    if (treacherous && ++calls == 6) {
+    if (is_victim && ++calls == 6) {
       std::ofstream(std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/struck") << "now";
       raise(signal);
     }
     return x * weight;
   }
-  bool treacherous;
+  bool is_victim;
   int signal;
   int calls = 0;
   at::Tensor weight;
 };
-TORCH_MODULE(Treacherous);
+TORCH_MODULE(DyingLayer);
 
 /// Trains until a worker dies or stops; the exit code says whether the error named it.
 void be_struck(int signal) {
@@ -191,7 +191,7 @@ void be_struck(int signal) {
   session.runtime().log.set_level(LogLevel::kOff);
   const int victim = std::atoi(std::getenv("TEST_VICTIM"));
   Layers layers;
-  for (int stage = 0; stage < 3; ++stage) layers.add<Treacherous>(stage == victim, signal);
+  for (int stage = 0; stage < 3; ++stage) layers.add<DyingLayer>(stage == victim, signal);
   PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
   options.checkpoint = ActivationCheckpoint::kNever;
   Pipeline pipe(session.worker(), layers, options);
@@ -259,7 +259,7 @@ void be_paused() {
   Session session(WorkerOptions::from_env());
   {
     Layers layers;
-    for (int stage = 0; stage < 3; ++stage) layers.add<Treacherous>(stage == 1, SIGSTOP);
+    for (int stage = 0; stage < 3; ++stage) layers.add<DyingLayer>(stage == 1, SIGSTOP);
     PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
     options.checkpoint = ActivationCheckpoint::kNever;
     Pipeline pipe(session.worker(), layers, options);
@@ -283,7 +283,7 @@ void pause_world(ProcessWorld& world, const std::string& limit) {
   }
 }
 
-TEST(PipelineProcesses, AWorkerMayBeStoppedForAsLongAsTheLimitSays) {
+TEST(PipelineProcesses, AWorkerMayBeStoppedUpToTheLimit) {
   for (const std::string limit : {"0", "60"}) {
     SCOPED_TRACE(limit);
     ProcessWorld world(3);

@@ -116,7 +116,7 @@ std::unique_ptr<Session> make_session() {
 
 /// Whether a failed call failed because a worker died: the callee, one further along its chain, or one during
 /// the creation of a value that it uses.
-bool somebody_died(const Error& error) {
+bool is_worker_loss(const Error& error) {
   if (error.kind() == ErrorKind::kDisconnected) return true;
   if (error.kind() != ErrorKind::kRemoteFailure && error.kind() != ErrorKind::kCancelled) return false;
   const std::string text = error.what();
@@ -203,7 +203,7 @@ void survive() {
         try {
           act(worker, random);
         } catch (const Error& error) {
-          if (somebody_died(error)) continue;
+          if (is_worker_loss(error)) continue;
           std::fprintf(stderr, "unexpected: %s\n", error.what());
           ++unexpected;
         }
@@ -211,7 +211,7 @@ void survive() {
     }));
   }
   threads.clear();
-  require(unexpected == 0, "calls fail only because somebody died");
+  require(unexpected == 0, "calls fail only because a worker died");
   worker.barrier(survivors, seconds(30));
   books_of(worker).clear();
   worker.barrier(survivors, seconds(30));
@@ -263,7 +263,7 @@ void share_and_drop(Worker& worker, std::size_t values) {
 
 constexpr std::int64_t kMiB = 1 << 20;
 
-void come_back() {
+void churn() {
   auto session = make_session();
   Worker& worker = session->worker();
   std::vector<std::int64_t> heap, pages;
@@ -292,7 +292,7 @@ void come_back() {
 /// A leak of 11 bytes per reference would exceed the margin.
 TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
   ProcessWorld world(3);
-  world.start_all("come_back");
+  world.start_all("churn");
   expect_all_end_well(world, seconds(120));
   for (std::size_t rank = 0; rank < world.size(); ++rank)
     std::printf("%s", world.process(rank).output().c_str());
@@ -302,6 +302,6 @@ TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"survive", torchspan::survive}, {"come_back", torchspan::come_back}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"survive", torchspan::survive}, {"churn", torchspan::churn}});
 }

@@ -108,7 +108,7 @@ void open_member() {
 }
 
 /// Gets its rank from the store.
-void open_anybody() {
+void open_any_rank() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
   require(worker.rank() >= 1, "a rank of its own");
@@ -126,13 +126,13 @@ void open_host() {
 }
 
 // peer: rpc/more calls to a stopped process fail, and name the signal that continues it: better
-TEST(Worlds, TellAStoppedWorkerFromADeadOne) {
+TEST(Worlds, DistinguishAStoppedWorkerFromADeadOne) {
   ProcessWorld world(3);
   world.start_all("stopped_worker");
   expect_all_end_well(world);
 }
 
-TEST(Worlds, LetAHandlerTakeItsTime) {
+TEST(Worlds, WaitForASlowHandler) {
   ProcessWorld world(2);
   world.start_all("slow_handler");
   expect_all_end_well(world);
@@ -146,7 +146,7 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
 
 // peer: rpc_test.py dynamic_rpc_init_rpc
 // peer: rpc/more a worker that was killed comes back under its name
-TEST(Worlds, TakeAKilledWorkerBack) {
+TEST(Worlds, ReadmitAKilledWorker) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
   auto& first = world.start(0, "open_first", open);
@@ -162,11 +162,11 @@ TEST(Worlds, TakeAKilledWorkerBack) {
 
 // peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a
 //   named worker; without rank and name it is refused
-TEST(Worlds, GiveRanksToWhoeverNamesNone) {
+TEST(Worlds, AssignRanksToWorkersThatNameNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});
   for (const char* name : {"anna", "bert"})
-    world.start(1, "open_anybody", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
+    world.start(1, "open_any_rank", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
   expect_all_end_well(world);
 }
 
@@ -180,6 +180,6 @@ int main(int argc, char** argv) {
                                            {"init_twice", torchspan::init_twice},
                                            {"open_first", torchspan::open_first},
                                            {"open_member", torchspan::open_member},
-                                           {"open_anybody", torchspan::open_anybody},
+                                           {"open_any_rank", torchspan::open_any_rank},
                                            {"open_host", torchspan::open_host}});
 }

@@ -95,7 +95,7 @@ void expect_survivors_at_any_time(const std::string& scene, int times) {
 }
 
 // peer: c10d testSIGKILLException
-TEST(CollectiveDeaths, ARankMayDieWhileItWritesToEverybody) {
+TEST(CollectiveDeaths, ARankMayDieWhileItWritesToAllRanks) {
   expect_survivors_at_any_time("dies_at_any_time", 3);
 }
 
@@ -104,7 +104,7 @@ TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
   expect_survivors("dies_between_calls_of_gloo");
 }
 
-TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToEverybody) {
+TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToAllRanks) {
   expect_survivors_at_any_time("dies_at_any_time_of_gloo", 3);
 }
 

@@ -49,7 +49,7 @@ TEST_P(CollectiveDense, AllReducesEveryDtypeByEveryReductionLikeOneProcessInRank
 }
 
 // peer: c10d MLX's odd sizes: same
-TEST_P(CollectiveDense, AllReducesSizesFromNothingToMany) {
+TEST_P(CollectiveDense, AllReducesSizesFromZeroUp) {
   run([&](Group& group) {
     for (const std::int64_t length : {0L, 1L, 2L, 3L, 15L, 16L, 17L, 8191L, 8192L, 8193L, 65535L, 65536L,
                                       65537L, (1L << 18) + 3, (1L << 20) - 1, (1L << 20) + 5}) {
@@ -114,8 +114,7 @@ TEST_P(CollectiveDense, WorksOnTensorsOfAnyStridesInPlace) {
       mine.copy_(inputs[group.rank()]);
       group.all_reduce(mine).wait();
       EXPECT_TRUE(is_right(mine.contiguous(), reduce_alone(inputs, kSum)));
-      EXPECT_EQ(whole.t().slice(0, 1, 2 * side, 2).abs().sum().item<double>(), 0)
-          << "neighbours were touched";
+      EXPECT_EQ(whole.t().slice(0, 1, 2 * side, 2).abs().sum().item<double>(), 0) << "neighbors were touched";
       mine.fill_(group.rank());
       group.broadcast(mine, ranks() - 1).wait();
       EXPECT_TRUE((mine == ranks() - 1).all().item<bool>());
@@ -186,7 +185,7 @@ TEST_P(CollectiveDense, BroadcastsFromEveryRoot) {
 }
 
 // peer: c10d testBroadcastCPU
-TEST_P(CollectiveDense, SendsPartsOfAllShapesToEverybody) {
+TEST_P(CollectiveDense, SendsPartsOfAllShapesToEveryRank) {
   run([&](Group& group) {
     for (const std::int64_t unit : {0L, 3L, 50000L}) {
       const auto part = [&](int from, int to) {

@@ -47,7 +47,7 @@ std::string error_text(const std::function<void()>& body) {
 }
 
 /// Only the shared-memory backend can notify the other ranks. With foreign engines they time out.
-class CollectiveNews : public CollectiveFailures {};
+class CollectiveFailureReports : public CollectiveFailures {};
 
 /// A group of one rank depends on no other rank.
 std::vector<CollectiveRow> rows_of_several(bool ours_only) {
@@ -58,7 +58,8 @@ std::vector<CollectiveRow> rows_of_several(bool ours_only) {
   return rows;
 }
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
-INSTANTIATE_TEST_SUITE_P(Backends, CollectiveNews, ::testing::ValuesIn(rows_of_several(true)), row_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailureReports, ::testing::ValuesIn(rows_of_several(true)),
+                         row_name);
 
 // peer: c10d allreduce_error
 TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
@@ -118,7 +119,7 @@ TEST_P(CollectiveFailures, NamesRanksWhoseSparseTensorsDifferInTheirSparseDimens
 }
 
 // peer: c10d testWaitDelay
-TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
+TEST_P(CollectiveFailureReports, StaysBrokenWithTheFirstCause) {
   for (const Error& error : errors_of([&](Group& group) {
          const Error cause(ErrorKind::kCancelled, "the trainer gave up");
          if (group.rank() == 0) group.abort(cause);
@@ -132,7 +133,7 @@ TEST_P(CollectiveNews, StaysBrokenWithTheFirstCause) {
 }
 
 // peer: c10d `testWaitDelay`, abort: same; foreign engines notify no rank
-TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
+TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {
            group.abort(Error(ErrorKind::kCancelled, "enough"));
@@ -148,7 +149,7 @@ TEST_P(CollectiveNews, AbortEndsWhatOthersWaitFor) {
 
 /// A group ends with its world: a worker that leaves stops waiting for others, and others stop waiting for
 /// it.
-TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToTheOthers) {
+TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToTheOthers) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          const Group group = Group::make(self.runtime, self.membership, options());
@@ -173,7 +174,7 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledHereAndToldToThe
 // peer: c10d testMonitoredBarrier
 // peer: c10d `collective_hang`, `testSequenceNumInit`, sequence numbers: same, always on: the error counts
 //   the calls of the late rank
-TEST_P(CollectiveNews, TellsALateRankThatItWasGivenUp) {
+TEST_P(CollectiveFailureReports, ReportsToALateRankThatItWasGivenUp) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          const Group group = Group::make(self.runtime, self.membership, options());
@@ -229,7 +230,7 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   }
 }
 
-TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
+TEST_P(CollectiveFailures, ARankThatDestroysItsGroupFailsTheOthers) {
   int failed = 0;
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          std::exception_ptr failure;
@@ -253,7 +254,7 @@ TEST_P(CollectiveFailures, ARankThatLetsGoOfTheGroupFailsTheOthers) {
   EXPECT_EQ(failed, ranks() - 1);
 }
 
-TEST_P(CollectiveFailures, RanksThatWantDifferentGroupsAreTold) {
+TEST_P(CollectiveFailures, RanksThatCreateDifferentGroupsGetAnError) {
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          GroupOptions options = this->options();
          if (self.rank == 1) options.network = Network::kThisHostOnly;

@@ -35,7 +35,7 @@ TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
 }
 
 // peer: c10d Horovod's allreduce_async_fused
-TEST_P(CollectiveGroups, CompletesWhatNobodyWaitsFor) {
+TEST_P(CollectiveGroups, CompletesOperationsThatAreNotAwaited) {
   run([&](Group& group) {
     std::vector<Future<int>> done;
     std::atomic<int> sum{0};
@@ -182,7 +182,7 @@ TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
 }
 
 // peer: c10d subgroups
-TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
+TEST_P(CollectiveGroups, WorksBesideGroupsWithOtherRankOrders) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     GroupOptions backwards = options();
     for (int rank = ranks() - 1; rank >= 0; --rank) backwards.ranks.push_back(rank);
@@ -203,7 +203,7 @@ TEST_P(CollectiveGroups, LivesBesideOtherGroupsOfAnyOrderOfRanks) {
 }
 
 // peer: c10d allreduce_error
-TEST_P(CollectiveGroups, RefusesArgumentsThatMakeNoSenseAndGoesOn) {
+TEST_P(CollectiveGroups, RejectsInvalidArgumentsAndContinues) {
   run([&](Group& group) {
     EXPECT_THROW(group.all_reduce(at::Tensor()), Error);
     EXPECT_THROW(group.broadcast(at::ones({1}), ranks()), Error);

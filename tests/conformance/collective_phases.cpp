@@ -80,7 +80,7 @@ void take_from_victim(const Group& group, const at::Tensor& mine) {
   require_all(mine, 1 + kVictim);
 }
 /// The victim announces its call, with a small tensor, and dies.
-void call_and_go(const Group& group, const at::Tensor& mine) {
+void call_and_exit(const Group& group, const at::Tensor& mine) {
   const auto done = group.all_reduce(mine.narrow(0, 0, 100), kMax);
   if (group.rank() == kVictim) _exit(kDiedAsPlanned);
   done.wait();
@@ -97,7 +97,7 @@ std::vector<Phase> phases() {
   constexpr std::size_t kEnd = kManyChunks;
   return {
       {.name = "BeforeItEnters", .call = go},
-      {.name = "AfterItsCallIsTold", .call = call_and_go},
+      {.name = "AfterItsCallIsSent", .call = call_and_exit},
       {.name = "WhileItStages", .trap = {kAfterMiddle, kChunk, PROT_NONE}, .call = reduce},
       {.name = "AfterItHasStaged", .trap = {kMiddle, kMiddleEnd, PROT_NONE}, .call = reduce},
       {.name = "WhileItReduces", .trap = {kMiddle, kMiddleEnd, PROT_READ}, .call = reduce},

@@ -15,14 +15,14 @@ Secret common_secret();
 TransportOptions honest_options();
 
 /// A peer that connects to a worker without knowing the protocol.
-class Stranger {
+class UnauthenticatedPeer {
  public:
-  virtual ~Stranger() = default;
+  virtual ~UnauthenticatedPeer() = default;
   /// Connects and sends `bytes`, which may be empty. Connections are made in the order of these calls.
   virtual void dial(const std::string& address, BytesView bytes) = 0;
   virtual void send(BytesView bytes) = 0;
   /// Waits until the worker closes the connection; returns false if it did not within half a minute.
-  virtual bool hears_hang_up() = 0;
+  virtual bool sees_hang_up() = 0;
 };
 
 /// A peer that sends every message back, possibly in a separate process.
@@ -49,10 +49,10 @@ class World {
   /// An address at which the transport made under `name` can listen.
   virtual std::string listen_address(const std::string& name) = 0;
   /// A valid address at which no worker listens.
-  virtual std::string deserted_address() = 0;
+  virtual std::string unused_address() = 0;
   /// The name that errors use for the peer that was dialed at `address`.
   virtual std::string named(const std::string& address) { return address; }
-  virtual std::unique_ptr<Stranger> make_unauthenticated_peer() = 0;
+  virtual std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() = 0;
   /// The first bytes of an authenticated dialer: too few to distinguish it from other peers.
   virtual std::string greeting_start() { return "\x89TSPAN"; }
   /// Whether EchoPeer::kill() takes effect at once, like the end of a process, and must be reported at once.

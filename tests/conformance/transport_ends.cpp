@@ -11,12 +11,12 @@ namespace {
 using ::testing::HasSubstr;
 
 /// The system resources of this process, and files that it left behind.
-struct Belongings {
+struct Resources {
   std::size_t files = 0;     ///< open
   std::size_t memory = 0;    ///< mappings that others may share
   std::size_t segments = 0;  ///< in the system's folder of shared memory
-  friend bool operator==(const Belongings&, const Belongings&) = default;
-  friend std::ostream& operator<<(std::ostream& out, const Belongings& one) {
+  friend bool operator==(const Resources&, const Resources&) = default;
+  friend std::ostream& operator<<(std::ostream& out, const Resources& one) {
     return out << one.files << " files, " << one.memory << " mappings, " << one.segments << " segments";
   }
 };
@@ -27,8 +27,8 @@ std::size_t count_in(const std::string& folder) {
   return static_cast<std::size_t>(std::distance(begin(all), end(all)));
 }
 
-Belongings belongings() {
-  Belongings now{count_in("/proc/self/fd"), 0, count_in("/dev/shm")};
+Resources resources() {
+  Resources now{count_in("/proc/self/fd"), 0, count_in("/dev/shm")};
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) now.memory += line.find("memfd:") != std::string::npos;
   return now;
@@ -49,37 +49,37 @@ void talk(Node& node, const std::shared_ptr<Channel>& channel, std::uint64_t rou
   }
 }
 
-TEST_P(TransportPeerConformance, LeavesNothingBehindWhateverBecomesOfItsPeers) {
+TEST_P(TransportPeerConformance, LeavesNothingBehindHoweverItsPeersEnd) {
   in_world([](World& world) {
     const auto live = [&] {
-      auto mortal = world.start_echo("mortal");
-      const std::string file = socket_file(mortal->address());
+      auto victim = world.start_echo("victim");
+      const std::string file = socket_file(victim->address());
       {
         Node node(world, "node");
-        const auto first = node.connect(mortal->address());
+        const auto first = node.connect(victim->address());
         talk(node, first, 20);
         send(*first, {{}, {Bytes(8 << 20)}});
-        mortal->kill();
+        victim->kill();
         node.wait_for_end(first);
         // It comes back and its channel is closed; another channel is still in use when this side ends.
-        mortal = world.start_echo("mortal");
-        const auto second = node.connect(mortal->address()), third = node.connect(mortal->address());
+        victim = world.start_echo("victim");
+        const auto second = node.connect(victim->address()), third = node.connect(victim->address());
         talk(node, second, 20);
         second->close();
         node.wait_for_end(second);
         talk(node, third, 1);
       }
-      mortal.reset();
+      victim.reset();
       EXPECT_TRUE(file.empty() || !std::filesystem::exists(file)) << file;
     };
     live();  // loads what the first use loads permanently
-    const Belongings before = belongings();
+    const Resources before = resources();
     live();
-    EXPECT_EQ(belongings(), before);
+    EXPECT_EQ(resources(), before);
   });
 }
 
-TEST_P(TransportPeerConformance, TellsAStoppedPeerFromADeadOneAsItsKindCan) {
+TEST_P(TransportPeerConformance, DistinguishesAStoppedPeerFromADeadOneIfItsKindCan) {
   in_world([](World& world) {
     const auto sleeper = world.start_echo("sleeper"), other = world.start_echo("other");
     Node node(world, "node"), friends(world, "friends");

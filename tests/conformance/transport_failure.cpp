@@ -20,7 +20,7 @@ void send_if_open(Channel& channel, const Parcel& parcel) {
   }
 }
 
-Node::Options deaf() {
+Node::Options not_reading() {
   Node::Options options;
   options.drive = false;
   return options;
@@ -34,7 +34,7 @@ Node::Options with(const std::function<void(TransportOptions&)>& change) {
 
 TEST_P(TransportConformance, CloseDeliversWhatWasSentBefore) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer");
     const auto channel = dialer.connect(listener.listen());
     for (std::uint64_t i = 0; i < 100; ++i) {
@@ -100,7 +100,7 @@ TEST_P(TransportConformance, SendsNothingMoreAfterClose) {
 
 TEST_P(TransportConformance, ClosesBeforeTheHandshakeOnlyAfterDelivering) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer");
     const auto channel = dialer.connect(listener.listen());
     send(*channel, numbered(1));
@@ -111,9 +111,9 @@ TEST_P(TransportConformance, ClosesBeforeTheHandshakeOnlyAfterDelivering) {
   });
 }
 
-TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForADeafPeer) {
+TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForAPeerThatDoesNotRead) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer", with([](TransportOptions& options) {
                   options.linger = std::chrono::milliseconds(20);
                   options.handshake_timeout = std::chrono::milliseconds(20);
@@ -138,7 +138,7 @@ TEST_P(TransportConformance, AClosedChannelDoesNotWaitForeverForADeafPeer) {
 TEST_P(TransportConformance, QueuesUpToItsLimitAndRecovers) {
   in_world([](World& world) {
     constexpr std::uint64_t kLimit = 4 << 20;
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer", with([](TransportOptions& options) { options.max_unsent = kLimit; }));
     const auto channel = dialer.connect(listener.listen());
     std::uint64_t sent = 0;
@@ -161,7 +161,7 @@ TEST_P(TransportConformance, QueuesUpToItsLimitAndRecovers) {
 
 TEST_P(TransportConformance, TakesAMessageLargerThanTheQueueWhenNothingIsQueued) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer", with([](TransportOptions& options) { options.max_unsent = 1000; }));
     const auto channel = dialer.connect(listener.listen());
     send(*channel, {{}, {Bytes(3 << 20)}});
@@ -227,10 +227,10 @@ TEST_P(TransportConformance, CutsOffAPeerWhoseSegmentFindsNoMemory) {
   });
 }
 
-TEST_P(TransportConformance, TellsThatNobodyListensAndReachesHimOnceHeDoes) {
+TEST_P(TransportConformance, ReportsNoListenerAndConnectsOnceOneExists) {
   in_world([](World& world) {
     Node dialer(world, "dialer");
-    const std::string deserted = world.deserted_address();
+    const std::string deserted = world.unused_address();
     const auto channel = dialer.connect(deserted);
     send_if_open(*channel, numbered(1));
     const Error error = dialer.wait_for_end(channel);
@@ -246,7 +246,7 @@ TEST_P(TransportConformance, TellsThatNobodyListensAndReachesHimOnceHeDoes) {
 
 TEST_P(TransportConformance, GivesUpOnAListenerThatNeverAnswers) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     Node dialer(world, "dialer");
     const std::string address = listener.listen();
     const auto channel = dialer.connect(address, world.executor().deadline_in(std::chrono::milliseconds(20)));
@@ -265,11 +265,11 @@ TEST_P(TransportConformance, RefusesAddressesItCannotRead) {
       EXPECT_EQ(error_of([&] { node.connect(address); }).kind(), ErrorKind::kInvalid);
       EXPECT_EQ(error_of([&] { node.transport().listen(address); }).kind(), ErrorKind::kInvalid);
     }
-    EXPECT_TRUE(node.transport().can_reach(world.deserted_address()));
+    EXPECT_TRUE(node.transport().can_reach(world.unused_address()));
   });
 }
 
-TEST_P(TransportConformance, RefusesToListenWhereSomebodyDoes) {
+TEST_P(TransportConformance, RejectsListeningAtAnAddressInUse) {
   in_world([](World& world) {
     Node node(world, "node");
     const std::string address = node.listen();
@@ -283,7 +283,7 @@ TEST_P(TransportConformance, DeniesAWrongSecretOnBothSides) {
   in_world([](World& world) {
     Node listener(world, "listener");
     Node dialer(world, "dialer", with([](TransportOptions& options) {
-                  options.secret = Secret::from_bytes(bytes_of("a secret of somebody else's"));
+                  options.secret = Secret::from_bytes(bytes_of("the secret of another job"));
                 }));
     const auto channel = dialer.connect(listener.listen());
     send_if_open(*channel, numbered(1));
@@ -297,16 +297,16 @@ TEST_P(TransportConformance, DeniesAWrongSecretOnBothSides) {
   });
 }
 
-TEST_P(TransportConformance, HangsUpOnAStrangerThatSpeaksGarbage) {
+TEST_P(TransportConformance, ClosesAnUnauthenticatedPeerThatSendsGarbage) {
   in_world([](World& world) {
     Node listener(world, "listener");
     const std::string address = listener.listen();
     for (const std::string& garbage :
          {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(1 << 20, '\0'), std::string(1 << 16, '\xff'),
           std::string("\x89TSPAN\r\n") + std::string(500, 'x')}) {
-      const auto stranger = world.make_unauthenticated_peer();
-      stranger->dial(address, bytes_of(garbage));
-      EXPECT_TRUE(stranger->hears_hang_up());
+      const auto unauthenticated = world.make_unauthenticated_peer();
+      unauthenticated->dial(address, bytes_of(garbage));
+      EXPECT_TRUE(unauthenticated->sees_hang_up());
     }
     Node honest(world, "honest");
     send(*honest.connect(address), numbered(1));
@@ -317,7 +317,7 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSpeaksGarbage) {
   });
 }
 
-TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
+TEST_P(TransportConformance, ClosesAnUnauthenticatedPeerThatSendsTooLittle) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.handshake_timeout = std::chrono::milliseconds(30);
@@ -327,14 +327,14 @@ TEST_P(TransportConformance, HangsUpOnAStrangerThatSaysNothingOrTooLittle) {
     silent->dial(address, {});
     slow->dial(address, bytes_of(world.greeting_start()));
     slow->send(bytes_of("\r"));
-    EXPECT_TRUE(silent->hears_hang_up());
-    EXPECT_TRUE(slow->hears_hang_up());
+    EXPECT_TRUE(silent->sees_hang_up());
+    EXPECT_TRUE(slow->sees_hang_up());
     listener.wait_until([](const Journal& journal) { return journal.refused.size() == 2; });
     for (const Error& error : listener.journal().refused) EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
   });
 }
 
-TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor) {
+TEST_P(TransportConformance, ClosesTheOldestUnauthenticatedPeerAtTheLimit) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.max_unauthenticated = 2;
@@ -347,7 +347,7 @@ TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor
     Node honest(world, "honest");
     send(*honest.connect(address), numbered(1));
     listener.wait_for_messages(1);
-    EXPECT_TRUE(first->hears_hang_up());
+    EXPECT_TRUE(first->sees_hang_up());
     const Journal journal = listener.journal();
     ASSERT_GE(journal.refused.size(), 1u);
     EXPECT_EQ(journal.refused.at(0).kind(), ErrorKind::kTimedOut);
@@ -355,42 +355,42 @@ TEST_P(TransportConformance, TurnsTheOldestStrangerAwayWhenOthersWaitAtAFullDoor
   });
 }
 
-TEST_P(TransportConformance, LetsHonestCallersInWhenStrangersBlockTheDoor) {
+TEST_P(TransportConformance, AdmitsAuthenticatedPeersDuringAFloodOfUnauthenticatedOnes) {
   in_world([](World& world) {
     Node listener(world, "listener", with([](TransportOptions& options) {
                     options.max_unauthenticated = 2;
                     options.handshake_timeout = std::chrono::milliseconds(100);
                   }));
     const std::string address = listener.listen();
-    std::vector<std::unique_ptr<Stranger>> strangers;
-    for (int i = 0; i < 5; ++i) strangers.push_back(world.make_unauthenticated_peer());
-    for (const auto& stranger : strangers) stranger->dial(address, {});
+    std::vector<std::unique_ptr<UnauthenticatedPeer>> unauthenticated_peers;
+    for (int i = 0; i < 5; ++i) unauthenticated_peers.push_back(world.make_unauthenticated_peer());
+    for (const auto& unauthenticated : unauthenticated_peers) unauthenticated->dial(address, {});
     Node honest(world, "honest");
     send(*honest.connect(address), numbered(1));
     listener.wait_for_messages(1);
   });
 }
 
-TEST_P(TransportConformance, TellsEveryChannelsEndExactlyOnce) {
+TEST_P(TransportConformance, ReportsEveryChannelsEndExactlyOnce) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   in_world([&](World& world) {
     std::mt19937 random(seed);
     Node listener(world, "listener"), dialer(world, "dialer");
     const std::string address = listener.listen();
-    auto mortal = std::make_unique<Node>(world, "mortal");
-    const std::string mortal_address = mortal->listen();
+    auto victim = std::make_unique<Node>(world, "victim");
+    const std::string victim_address = victim->listen();
     std::vector<std::shared_ptr<Channel>> channels;
     for (int i = 0; i < 60; ++i) {
       const std::uint32_t fate = random() % 4;
-      const auto channel = dialer.connect(fate == 0   ? world.deserted_address()
-                                          : fate == 1 ? mortal_address
+      const auto channel = dialer.connect(fate == 0   ? world.unused_address()
+                                          : fate == 1 ? victim_address
                                                       : address);
       channels.push_back(channel);
       if (random() % 2 == 0) send_if_open(*channel, random_parcel(random));
       if (fate >= 2) channel->close();
     }
-    mortal.reset();
+    victim.reset();
     for (const auto& channel : channels) dialer.wait_for_end(channel);
     listener.wait_until(
         [](const Journal& journal) { return journal.closed.size() == journal.accepted.size(); });
@@ -406,7 +406,7 @@ TEST_P(TransportConformance, TellsEveryChannelsEndExactlyOnce) {
 
 TEST_P(TransportConformance, NoticesAPeerThatDiesInTheMiddleOfAMessage) {
   in_world([](World& world) {
-    Node listener(world, "listener", deaf());
+    Node listener(world, "listener", not_reading());
     auto dialer = std::make_unique<Node>(world, "dialer");
     const auto channel = dialer->connect(listener.listen());
     send(*channel, numbered(1));

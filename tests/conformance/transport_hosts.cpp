@@ -41,11 +41,11 @@ class Listening : public Handler {
 class Wire {
  public:
   Wire(int in, int out) : in_(in), out_(out) {}
-  void say(const std::string& line) const {
+  void write_line(const std::string& line) const {
     const std::string text = line + "\n";
     if (::write(out_.get(), text.data(), text.size()) != static_cast<ssize_t>(text.size())) std::abort();
   }
-  std::string hear() const {
+  std::string read_line() const {
     std::string line;
     for (char c; ::read(in_.get(), &c, 1) == 1 && c != '\n';) line += c;
     return line;
@@ -76,21 +76,21 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
 /// The far host: echoes, reports when and why its channel ended, and serves one more.
 [[noreturn]] void be_far_host(const Wire& wire) {
   if (::unshare(CLONE_NEWNET) != 0) {
-    wire.say(std::string("no namespace: ") + std::strerror(errno));
+    wire.write_line(std::string("no namespace: ") + std::strerror(errno));
     ::_exit(0);
   }
-  wire.say("here");
-  wire.hear();
+  wire.write_line("here");
+  wire.read_line();
   const bool up =
       run("ip link set lo up") && run("ip addr add 10.77.0.2/24 dev far") && run("ip link set far up");
   const auto executor = make_executor();
   Listening far;
   far.echo = true;
   const auto transport = make_transport(*executor, far);
-  wire.say(up ? transport->listen(std::string("tls:") + kFar + ":0") : "no link");
+  wire.write_line(up ? transport->listen(std::string("tls:") + kFar + ":0") : "no link");
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
-  wire.say(std::to_string(executor->now().time_since_epoch().count()));
-  wire.say(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
+  wire.write_line(std::to_string(executor->now().time_since_epoch().count()));
+  wire.write_line(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
   // A test may plug the cable in again.
   drive_until(*executor, *transport, [&] { return far.closed.size() == 2; });
   ::_exit(0);
@@ -121,7 +121,7 @@ class TwoHosts : public ::testing::Test {
     ::close(there[0]);
     ::close(back[1]);
     wire_.emplace(back[0], there[1]);
-    if (const std::string word = wire_->hear(); word != "here") return word;
+    if (const std::string word = wire_->read_line(); word != "here") return word;
     home_.reset(::open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC));
     if (::unshare(CLONE_NEWNET) != 0) return std::string("no namespace: ") + std::strerror(errno);
     if (!run("ip link set lo up") ||
@@ -129,8 +129,8 @@ class TwoHosts : public ::testing::Test {
         !run(std::string("ip addr add ") + kNear + "/24 dev near") || !run("ip link set near up")) {
       return "this system makes no pair of virtual Ethernet ends (veth)";
     }
-    wire_->say("linked");
-    address_ = wire_->hear();
+    wire_->write_line("linked");
+    address_ = wire_->read_line();
     return address_.starts_with("tls:") ? "" : "the far host has no network: " + address_;
   }
 
@@ -156,8 +156,8 @@ class TwoHosts : public ::testing::Test {
     const TimePoint pulled = executor->now();
     ASSERT_TRUE(drive_until(*executor, *transport, [&] { return !near.closed.empty(); }));
     const Duration here = executor->now() - pulled;
-    const TimePoint heard{Duration(std::stoll(wire_->hear()))};
-    const std::string there = wire_->hear();
+    const TimePoint heard{Duration(std::stoll(wire_->read_line()))};
+    const std::string there = wire_->read_line();
     EXPECT_EQ(near.closed.at(0).kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(near.closed.at(0).message(), ::testing::HasSubstr("silent for 5.0 s"));
     EXPECT_THAT(there, ::testing::HasSubstr("disconnected"));
@@ -183,12 +183,12 @@ class TwoHosts : public ::testing::Test {
   Descriptor home_;
 };
 
-TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledWhileIdle) {
+TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsWhileIdle) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(false);
 }
 
-TEST_F(TwoHosts, BothHearWithinSixSecondsThatTheCableWasPulledInTheMiddleOfBulk) {
+TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsDuringBulk) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(true);
 }

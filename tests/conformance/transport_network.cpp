@@ -32,15 +32,15 @@ class NetworkWorld final : public World {
     return known == echoes_.end() ? "unix:" + folder_.path() + "/" + name + ",tls:127.0.0.1:0"
                                   : known->second;
   }
-  std::string deserted_address() override {
-    return "unix:" + folder_.path() + "/nobody@" + mark_of("nobody") + "," + reserve_port(reserved_, "tls");
+  std::string unused_address() override {
+    return "unix:" + folder_.path() + "/unused@" + mark_of("unused") + "," + reserve_port(reserved_, "tls");
   }
   std::string named(const std::string& address) override {
     const NetworkPlace place = parse_network_place(address);
     return hosts_ == Hosts::kOne && is_file(place.near) ? place.near : place.far;
   }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>([this](const std::string& text) {
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>([this](const std::string& text) {
       const NetworkPlace place = parse_network_place(text);
       return hosts_ == Hosts::kOne ? parse_address(place.near)
                                    : *numeric_address(parse_tls_address(place.far));

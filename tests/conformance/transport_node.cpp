@@ -9,7 +9,7 @@ namespace {
 constexpr Duration kNodePatience = std::chrono::seconds(30);
 }  // namespace
 
-Secret common_secret() { return Secret::from_bytes(bytes_of("everybody in the suite knows this")); }
+Secret common_secret() { return Secret::from_bytes(bytes_of("the secret of this test suite")); }
 
 TransportOptions honest_options() {
   TransportOptions options;

@@ -37,8 +37,8 @@ class PeerWorld final : public World {
     return make_stream_transport(*executor_, handler, std::move(options));
   }
   std::string listen_address(const std::string&) override { return address_; }
-  std::string deserted_address() override { return {}; }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override { return nullptr; }
+  std::string unused_address() override { return {}; }
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override { return nullptr; }
   std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
 
  private:

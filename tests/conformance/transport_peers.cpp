@@ -37,7 +37,7 @@ TEST_P(TransportPeerConformance, EchoesBulk) {
   });
 }
 
-TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
+TEST_P(TransportPeerConformance, ReportsAtOnceThatAnIdlePeerWasKilled) {
   in_world([](World& world) {
     const auto echo = world.start_echo("echo");
     Node node(world, "node");
@@ -55,7 +55,7 @@ TEST_P(TransportPeerConformance, TellsAtOnceThatAnIdlePeerWasKilled) {
   });
 }
 
-TEST_P(TransportPeerConformance, TellsAtOnceThatAPeerWasKilledThoughItsForkedChildLives) {
+TEST_P(TransportPeerConformance, ReportsAtOnceThatAPeerWasKilledThoughItsForkedChildLives) {
   in_world([](World& world) {
     auto echo = world.start_echo("echo");
     const std::string address = echo->address();
@@ -110,7 +110,7 @@ Duration kill_amid_bulk(World& world) {
   return took;
 }
 
-TEST_P(TransportPeerConformance, TellsWithinASecondThatAPeerWasKilledInTheMiddleOfATransfer) {
+TEST_P(TransportPeerConformance, ReportsWithinASecondThatAPeerWasKilledDuringATransfer) {
   in_world([](World& world) {
     // A busy machine may be late once; a transport that waits for a silence always is.
     Duration quickest = kill_amid_bulk(world);
@@ -122,7 +122,7 @@ TEST_P(TransportPeerConformance, TellsWithinASecondThatAPeerWasKilledInTheMiddle
   });
 }
 
-TEST_P(TransportPeerConformance, ReachesAPeerThatCameBackAtItsOldAddress) {
+TEST_P(TransportPeerConformance, ReconnectsToAPeerThatRestartedAtItsAddress) {
   in_world([](World& world) {
     auto echo = world.start_echo("echo");
     const std::string address = echo->address();
@@ -141,13 +141,13 @@ TEST_P(TransportPeerConformance, ReachesAPeerThatCameBackAtItsOldAddress) {
 
 TEST_P(TransportPeerConformance, KeepsOtherPeersWhenOneIsKilled) {
   in_world([](World& world) {
-    const auto mortal = world.start_echo("mortal"), survivor = world.start_echo("survivor");
+    const auto victim = world.start_echo("victim"), survivor = world.start_echo("survivor");
     Node node(world, "node");
-    const auto lost = node.connect(mortal->address()), kept = node.connect(survivor->address());
+    const auto lost = node.connect(victim->address()), kept = node.connect(survivor->address());
     send(*lost, numbered(1));
     send(*kept, numbered(2));
     node.wait_for_messages(2);
-    mortal->kill();
+    victim->kill();
     node.wait_for_end(lost);
     send(*kept, numbered(3));
     node.wait_for_messages(3);

@@ -12,27 +12,27 @@ namespace {
 
 constexpr Duration kLongestWay = std::chrono::milliseconds(5);
 
-class SimulatedStranger final : public Stranger {
+class UnauthenticatedSimPeer final : public UnauthenticatedPeer {
  public:
-  SimulatedStranger(SimExecutor& executor, const SimNetwork& network, const std::string& name)
-      : executor_(executor), stranger_(network, name) {}
+  UnauthenticatedSimPeer(SimExecutor& executor, const SimNetwork& network, const std::string& name)
+      : executor_(executor), peer_(network, name) {}
 
   void dial(const std::string& address, BytesView bytes) override {
-    stranger_.dial(address, bytes);
+    peer_.dial(address, bytes);
     executor_.sleep(kLongestWay);
   }
-  void send(BytesView bytes) override { stranger_.send(bytes); }
-  bool hears_hang_up() override {
+  void send(BytesView bytes) override { peer_.send(bytes); }
+  bool sees_hang_up() override {
     const Deadline deadline = executor_.deadline_in(std::chrono::seconds(30));
-    while (!stranger_.hung_up() && !deadline.passed(executor_.now())) {
+    while (!peer_.hung_up() && !deadline.passed(executor_.now())) {
       executor_.sleep(std::chrono::microseconds(100));
     }
-    return stranger_.hung_up();
+    return peer_.hung_up();
   }
 
  private:
   SimExecutor& executor_;
-  SimUnauthenticatedPeer stranger_;
+  SimUnauthenticatedPeer peer_;
 };
 
 class SimWorld final : public World {
@@ -46,10 +46,10 @@ class SimWorld final : public World {
     return network_.make_transport(name, handler, std::move(options));
   }
   std::string listen_address(const std::string& name) override { return "sim:" + name; }
-  std::string deserted_address() override { return "sim:nobody"; }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SimulatedStranger>(executor_, network_,
-                                               "stranger" + std::to_string(strangers_++));
+  std::string unused_address() override { return "sim:unused"; }
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSimPeer>(
+        executor_, network_, "unauthenticated" + std::to_string(unauthenticated_count_++));
   }
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     return std::make_unique<LocalEcho>(*this, name, [this, name] { network_.kill(name); });
@@ -58,7 +58,7 @@ class SimWorld final : public World {
  private:
   SimExecutor& executor_;
   SimNetwork network_;
-  int strangers_ = 0;
+  int unauthenticated_count_ = 0;
 };
 
 /// A new seed for every run, or that of TORCHSPAN_SIM_SEED, to see a failure again.

@@ -20,10 +20,10 @@ namespace torchspan::net::conformance {
 enum class Peers { kThreads, kProcesses };
 
 /// An unauthenticated peer with a plain socket.
-class SocketStranger final : public Stranger {
+class UnauthenticatedSocketPeer final : public UnauthenticatedPeer {
  public:
   using Reader = std::function<Address(const std::string&)>;
-  explicit SocketStranger(Reader read = parse_address) : read_(std::move(read)) {}
+  explicit UnauthenticatedSocketPeer(Reader read = parse_address) : read_(std::move(read)) {}
 
   void dial(const std::string& text, BytesView bytes) override {
     const Address address = read_(text);
@@ -38,7 +38,7 @@ class SocketStranger final : public Stranger {
       bytes = bytes.subspan(static_cast<std::size_t>(sent));
     }
   }
-  bool hears_hang_up() override {
+  bool sees_hang_up() override {
     for (;;) {
       pollfd event{socket_.get(), POLLIN, 0};
       if (::poll(&event, 1, 30'000) != 1) return false;
@@ -77,7 +77,7 @@ class ProcessEcho final : public EchoPeer {
     posix_spawn_file_actions_destroy(&actions);
     EXPECT_EQ(failed, 0) << program;
     its_output.reset();
-    address_ = hear_line();
+    address_ = read_line();
     EXPECT_FALSE(address_.empty()) << "the peer did not start";
   }
   ~ProcessEcho() override {
@@ -95,10 +95,10 @@ class ProcessEcho final : public EchoPeer {
     return ::kill(process_, SIGSTOP) == 0 && ::waitpid(process_, &status, WUNTRACED) == process_;
   }
   void go_on() override { ::kill(process_, SIGCONT); }
-  bool fork_child() override { return ::write(input_.get(), "f", 1) == 1 && hear_line() == "forked"; }
+  bool fork_child() override { return ::write(input_.get(), "f", 1) == 1 && read_line() == "forked"; }
 
  private:
-  std::string hear_line() const {
+  std::string read_line() const {
     std::string line;
     char c;
     while (::read(answer_.get(), &c, 1) == 1 && c != '\n') line += c;

@@ -38,12 +38,12 @@ class StreamWorld final : public World {
     const auto known = echoes_.find(name);
     return known == echoes_.end() ? "tcp:127.0.0.1:0" : known->second;
   }
-  std::string deserted_address() override {
-    if (kind_ == Address::Kind::kUnix) return listen_address("nobody");
+  std::string unused_address() override {
+    if (kind_ == Address::Kind::kUnix) return listen_address("unused");
     return reserve_port(reserved_, "tcp");
   }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>();
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>();
   }
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;

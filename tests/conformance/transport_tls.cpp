@@ -35,9 +35,9 @@ class TlsWorld final : public World {
     const auto known = echoes_.find(name);
     return known == echoes_.end() ? "tls:127.0.0.1:0" : known->second;
   }
-  std::string deserted_address() override { return reserve_port(reserved_, "tls"); }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>(
+  std::string unused_address() override { return reserve_port(reserved_, "tls"); }
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text)); });
   }
   bool silence_is_death() const override { return true; }

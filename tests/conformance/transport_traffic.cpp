@@ -167,9 +167,9 @@ TEST_P(TransportConformance, KeepsEverySendersOrderWhenSeveralThreadsSend) {
 
 TEST_P(TransportConformance, LetsTheCallerOverwriteBorrowedBytesAtOnce) {
   in_world([](World& world) {
-    Node::Options deaf;
-    deaf.drive = false;
-    Pair pair(world, {}, deaf);
+    Node::Options not_reading;
+    not_reading.drive = false;
+    Pair pair(world, {}, not_reading);
     std::vector<Parcel> sent;
     for (std::uint64_t i = 0; i < 40; ++i) {
       Bytes header = pattern(100, i), small = pattern(900, i + 1000), large = pattern(300'000, i + 2000);
@@ -185,11 +185,11 @@ TEST_P(TransportConformance, LetsTheCallerOverwriteBorrowedBytesAtOnce) {
   });
 }
 
-TEST_P(TransportConformance, LetsGoOfKeptBytesOnceTheyAreSent) {
+TEST_P(TransportConformance, ReleasesKeptBytesOnceTheyAreSent) {
   in_world([](World& world) {
-    Node::Options deaf;
-    deaf.drive = false;
-    Pair pair(world, {}, deaf);
+    Node::Options not_reading;
+    not_reading.drive = false;
+    Pair pair(world, {}, not_reading);
     std::vector<std::weak_ptr<const Bytes>> watched;
     std::vector<Parcel> sent;
     for (std::uint64_t i = 0; i < 20; ++i) {
@@ -224,7 +224,7 @@ TEST_P(TransportConformance, ReceivesEverySegmentThroughTheAllocator) {
   });
 }
 
-TEST_P(TransportConformance, LetsTheAcceptedSideSpeakFirst) {
+TEST_P(TransportConformance, LetsTheAcceptingSideSendFirst) {
   in_world([](World& world) {
     Node::Options greets;
     greets.on_accepted = [](const std::shared_ptr<Channel>& channel) { send(*channel, numbered(7)); };
@@ -302,11 +302,11 @@ TEST_P(TransportConformance, ServesManyPeersAtOnce) {
   });
 }
 
-TEST_P(TransportConformance, WakeEndsTheNextWaitEvenWhenAPollCameBetween) {
+TEST_P(TransportConformance, WakeEndsTheNextWaitEvenAfterAPoll) {
   in_world([](World& world) {
-    Node::Options deaf;
-    deaf.drive = false;
-    Node node(world, "node", deaf);
+    Node::Options not_reading;
+    not_reading.drive = false;
+    Node node(world, "node", not_reading);
     node.transport().wake();
     node.transport().poll();
     node.transport().wait(Deadline::never());
@@ -317,9 +317,9 @@ TEST_P(TransportConformance, WakeEndsTheNextWaitEvenWhenAPollCameBetween) {
 
 TEST_P(TransportConformance, WaitsNoLongerThanItsDeadline) {
   in_world([](World& world) {
-    Node::Options deaf;
-    deaf.drive = false;
-    Node node(world, "node", deaf);
+    Node::Options not_reading;
+    not_reading.drive = false;
+    Node node(world, "node", not_reading);
     const TimePoint start = world.executor().now();
     node.transport().wait(world.executor().deadline_in(std::chrono::milliseconds(20)));
     EXPECT_GE(world.executor().now() - start, std::chrono::milliseconds(20));

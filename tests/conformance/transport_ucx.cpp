@@ -24,12 +24,12 @@ class UcxWorld final : public World {
     const auto known = echoes_.find(name);
     return known == echoes_.end() ? "ucx:127.0.0.1:0" : known->second;
   }
-  std::string deserted_address() override { return reserve_port(reserved_, "ucx"); }
+  std::string unused_address() override { return reserve_port(reserved_, "ucx"); }
   bool silence_is_death() const override { return true; }
   /// UCX takes a while to end the endpoints of a transport in a thread.
   bool dies_at_once() const override { return peers_ == Peers::kProcesses; }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override {
-    return std::make_unique<SocketStranger>(
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
+    return std::make_unique<UnauthenticatedSocketPeer>(
         [](const std::string& text) { return *numeric_address(parse_tls_address(text, "ucx")); });
   }
   std::string greeting_start() override { return {"\x16\x03\x01\x02\x00\x01", 6}; }

@@ -459,7 +459,7 @@ TEST(AutogradBackward, BackwardInvalidArgs) {
 // peer: dist_autograd_test.py backward_without_context: same
 TEST(AutogradBackward, BackwardWithoutContext) {
   on_first(world(), [](Worker& worker) {
-    expect_error(ErrorKind::kInvalid, "knows no autograd context",
+    expect_error(ErrorKind::kInvalid, "has no autograd context",
                  [&] { worker.extension<AutogradExtension>().find(100); });
     expect_error(ErrorKind::kInvalid, "no autograd context", [&] { autograd::current(worker); });
   });

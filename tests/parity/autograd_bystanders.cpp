@@ -39,7 +39,7 @@ ClusterOptions world(int workers) {
                                      .add(kBackOver1, kPasses));
 }
 
-TEST(AutogradBystanders, AGradientThatIsLongOnItsWayIsNoStall) {
+TEST(AutogradBystanders, ASlowGradientIsNoStall) {
   ClusterOptions options = world(2);
   options.network.reorder = true;  // all other messages overtake it
   SimCluster cluster(options);

@@ -49,7 +49,7 @@ TEST(AutogradClearing, NothingComesFromAThreadThatIsStillInAFailedPass) {
   });
 }
 
-TEST(AutogradClearing, AndTheGradientsOfTheNextPassAreItsOwn) {
+TEST(AutogradClearing, TheNextPassHasOnlyItsOwnGradients) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = slow_once(worker);
     Context context(worker);
@@ -60,7 +60,7 @@ TEST(AutogradClearing, AndTheGradientsOfTheNextPassAreItsOwn) {
   });
 }
 
-TEST(AutogradClearing, WhoLeftAnOpenWorldIsNotAsked) {
+TEST(AutogradClearing, AWorkerThatLeftAnOpenWorldIsNotAsked) {
   ClusterOptions options = world(3);
   options.open = true;
   options.graceful = false;
@@ -88,7 +88,7 @@ void fill_queue(Worker& worker) {
   while (!worker.rpc_async(1, kContextsOf).done()) continue;
 }
 
-TEST(AutogradClearing, AReleaseThatFindsNoRoomIsSaidUntilItIsHeard) {
+TEST(AutogradClearing, AReleaseThatFindsNoRoomIsResentUntilItArrives) {
   ClusterOptions options = world(3);
   options.max_unsent = 1 << 20;
   SimCluster cluster(std::move(options));

@@ -40,7 +40,7 @@ at::Tensor push(Worker& worker, const at::Tensor& x) {
   ++pushes.all;
   if (!autograd::has_current()) {
     ++pushes.without_context;
-    EXPECT_FALSE(x.requires_grad()) << "it is nobody's leaf";
+    EXPECT_FALSE(x.requires_grad()) << "it is not a leaf";
     pushes.refusal = error_of([&] { autograd::current(worker); }).message();
   }
   return x * 2;
@@ -221,7 +221,7 @@ TEST_P(AutogradContexts, MixedRequiresGrad) {
 
 // peer: dist_autograd_test.py (their callee treats it as a new leaf) a tensor sent without grad mode:
 //   better (D, S): as in one process, it gets no gradient anywhere
-TEST_P(AutogradContexts, WhatIsSentWithoutGradModeIsNobodysLeaf) {
+TEST_P(AutogradContexts, ATensorSentWithoutGradModeIsNoLeaf) {
   for (const Way way : kWays) {
     on_first_and_clean(2, [&](Worker& worker) {
       const at::Tensor a = kind_.make(1), b = kind_.make(2);
@@ -363,7 +363,7 @@ TEST(AutogradContexts, AutogradContext) {
         EXPECT_EQ(worker.extension<AutogradExtension>().find(id).id(), id);
       }
       EXPECT_TRUE(ids.insert(id).second) << "this id was used before";
-      expect_error(ErrorKind::kInvalid, "knows no autograd context",
+      expect_error(ErrorKind::kInvalid, "has no autograd context",
                    [&] { worker.extension<AutogradExtension>().find(id); });
     }
   });

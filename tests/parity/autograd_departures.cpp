@@ -58,7 +58,7 @@ Thread keep_3_busy(Worker& worker) {
   return caller;
 }
 
-TEST(AutogradDepartures, AContextThatADeadWorkersCallTellsOfIsForgotten) {
+TEST(AutogradDepartures, AContextNamedByADeadWorkersCallIsReleased) {
   on_second([](Worker& worker, SimCluster& cluster) {
     {
       Context context(worker);
@@ -74,7 +74,7 @@ TEST(AutogradDepartures, AContextThatADeadWorkersCallTellsOfIsForgotten) {
   });
 }
 
-TEST(AutogradDepartures, APassThatADeadWorkersGradientsTellOfEnds) {
+TEST(AutogradDepartures, APassNamedByADeadWorkersGradientsEnds) {
   on_second([](Worker& worker, SimCluster& cluster) {
     Context context(worker);
     const at::Tensor loss = worker.rpc_sync("worker2", kTwiceTo3, parameter()).sum();
@@ -93,7 +93,7 @@ TEST(AutogradDepartures, APassThatADeadWorkersGradientsTellOfEnds) {
   });
 }
 
-TEST(AutogradDepartures, AWorkerThatTookAnothersPlaceMakesContexts) {
+TEST(AutogradDepartures, AReplacementWorkerCreatesContexts) {
   ClusterOptions options = world();
   options.workers = 1;
   options.open = true;

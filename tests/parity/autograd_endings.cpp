@@ -87,7 +87,7 @@ TEST(AutogradEndings, BackwardReturnsAfterTheCallbacksOfItsEnd) {
 }
 
 /// The thread that receives the last reply serves other calls too.
-TEST(AutogradEndings, CallbacksOfItsEndHoldUpNobody) {
+TEST(AutogradEndings, CallbacksOfItsEndBlockNoOtherWorker) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter(), b = parameter();
     const auto node = torch::autograd::impl::grad_accumulator(b);
@@ -111,7 +111,7 @@ TEST(AutogradEndings, CallbacksOfItsEndHoldUpNobody) {
   });
 }
 
-TEST(AutogradEndings, AFailureBesideASlowBranchIsToldAtOnce) {
+TEST(AutogradEndings, AFailureBesideASlowBranchIsReportedAtOnce) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = parameter();
     Context context(worker);

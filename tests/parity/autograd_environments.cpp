@@ -11,7 +11,7 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 using std::chrono::microseconds;
 
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) { return a * b; }
-void doze(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
+void sleep_ms(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
 std::int64_t context_id(Worker& worker) {
   return autograd::has_current() ? static_cast<std::int64_t>(autograd::current(worker).id()) : 0;
 }
@@ -20,7 +20,7 @@ Task<std::int64_t> keep_a_context(Worker& worker, std::int64_t ms);
 Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t ms);
 
 constexpr Function<multiply> kMultiply{"multiply"};
-constexpr Function<doze> kDoze{"doze"};
+constexpr Function<sleep_ms> kSleepMs{"sleep_ms"};
 constexpr Function<context_id> kContextId{"context_id"};
 constexpr Function<train_by_then> kTrainByThen{"train_by_then"};
 constexpr Function<keep_a_context> kKeepAContext{"keep_a_context"};
@@ -40,14 +40,14 @@ at::Tensor train_by_then(Worker& worker, at::Tensor x, at::Tensor start) {
 
 Task<std::int64_t> keep_a_context(Worker& worker, std::int64_t ms) {
   Context context(worker);
-  co_await worker.rpc_async(2, kDoze, ms);
+  co_await worker.rpc_async(2, kSleepMs, ms);
   co_return static_cast<std::int64_t>(context.id());
 }
 
 /// The contexts in which three continuations of one future ran, and that of the coroutine; they were added
 /// before, inside and after its own context.
 Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t ms) {
-  const Future<void> slow = worker.rpc_async(2, kDoze, ms);
+  const Future<void> slow = worker.rpc_async(2, kSleepMs, ms);
   const auto ask = [worker](const Future<void>&) mutable { return context_id(worker); };
   const Future<std::int64_t> before = slow.then(ask);
   Future<std::int64_t> in;
@@ -56,7 +56,7 @@ Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t m
     Context context(worker);
     own = static_cast<std::int64_t>(context.id());
     in = slow.then(ask);
-    co_await worker.rpc_async(2, kDoze, ms + 5);  // both have run by then
+    co_await worker.rpc_async(2, kSleepMs, ms + 5);  // both have run by then
   }
   const Future<std::int64_t> after = slow.then(ask);
   std::vector<std::int64_t> contexts;
@@ -68,7 +68,8 @@ Task<std::vector<std::int64_t>> add_continuations(Worker& worker, std::int64_t m
 
 ClusterOptions world(std::uint64_t seed = 1) {
   ClusterOptions options = autograd_world(
-      3, FunctionTable().add(kMultiply, kDoze, kContextId, kTrainByThen, kKeepAContext, kAddContinuations));
+      3,
+      FunctionTable().add(kMultiply, kSleepMs, kContextId, kTrainByThen, kKeepAContext, kAddContinuations));
   options.seed = seed;
   return options;
 }
@@ -104,7 +105,7 @@ TEST(AutogradEnvironments, ACoroutineTakesItsContextWithIt) {
     const auto training = worker.rpc_async(0, kKeepAContext, 50);  // on this worker's only thread
     nap(worker, milliseconds(10));
     const auto seen =
-        worker.rpc_async(1, kDoze, 1).then([&](const Future<void>&) { return context_id(worker); });
+        worker.rpc_async(1, kSleepMs, 1).then([&](const Future<void>&) { return context_id(worker); });
     EXPECT_EQ(seen.wait(), 0);
     EXPECT_NE(training.wait(), 0);
   });
@@ -130,7 +131,7 @@ TEST(AutogradEnvironments, ReplyThatAnotherThreadReadsKeepsItsGradients) {
   on_seeds(options, [](Worker& worker) {
     auto waiter = worker.runtime().executor.spawn("waiter", [&] {
       const c10::InferenceMode inference;
-      for (int i = 0; i < 20; ++i) worker.rpc_sync(1, kDoze, 1);
+      for (int i = 0; i < 20; ++i) worker.rpc_sync(1, kSleepMs, 1);
     });
     const at::Tensor w = Kind(false).make(3);
     for (int i = 0; i < 20; ++i) {

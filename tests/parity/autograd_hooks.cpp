@@ -174,7 +174,7 @@ TEST(AutogradHooks, OfATensorThatCameInRunAsEarlyAsTheGraphAllows) {
 }
 
 /// The error says that the gradient cannot be sent, and does not report a lost worker.
-TEST(AutogradHooks, AGradientThatCannotTravelIsNamed) {
+TEST(AutogradHooks, AGradientThatCannotBeSentIsNamed) {
   struct ToCsr : torch::autograd::FunctionPreHook {
     variable_list operator()(const variable_list& gradients) override {
       return {gradients.at(0).to_sparse_csr()};
@@ -291,10 +291,10 @@ TEST(AutogradHooks, NoGradCopySparse) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     Seen seen, passed_on;
-    Keeper nobody;
+    Keeper unused_keeper;
     {
       Context context(worker);  // no other reference to its indices or values: taken without a copy
-      const at::Tensor loss = SparseMaker::apply(a, nobody, seen) * 1.0;
+      const at::Tensor loss = SparseMaker::apply(a, unused_keeper, seen) * 1.0;
       context.backward(loss, {.retain_graph = true});
       const at::Tensor gradient = context.gradient(a);
       ASSERT_TRUE(gradient.is_sparse());
@@ -306,7 +306,7 @@ TEST(AutogradHooks, NoGradCopySparse) {
     }
     {
       Context context(worker);  // two leaves, one gradient: they must not share it
-      context.backward(SparseMaker::apply(TwoOfOne::apply(a, b, passed_on), nobody, seen) * 1.0);
+      context.backward(SparseMaker::apply(TwoOfOne::apply(a, b, passed_on), unused_keeper, seen) * 1.0);
       EXPECT_EQ(passed_on.memory, seen.memory) << "it is handed on as it is";
       EXPECT_NE(memory_of(context.gradient(a)), memory_of(context.gradient(b)));
       expect_equal(context.gradient(a), context.gradient(b));
@@ -344,7 +344,7 @@ TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
     context.backward(SparseMaker::apply(a, keeper, seen) * 1.0);
     const at::Tensor gradient = context.gradient(a);
     ASSERT_TRUE(gradient.is_sparse());
-    EXPECT_EQ(memory_of(gradient), seen.memory) << "nobody holds its values";
+    EXPECT_EQ(memory_of(gradient), seen.memory) << "its values are not shared";
     EXPECT_NE(gradient._indices().data_ptr(), keeper.indices.data_ptr());
     const at::Tensor before = gradient.to_dense();
     keeper.indices.zero_();

@@ -83,7 +83,7 @@ TEST(NoGrad, EvaluatesARemoteModuleWithoutAGraphAndWithoutAWarning) {
   });
 }
 
-TEST(NoGrad, WarnsNobodyOfCutGradients) {
+TEST(NoGrad, DoesNotWarnAboutCutGradients) {
   on_all(world(), [](Worker& worker) {
     const RemoteModule layer(worker, (worker.rank() + 1) % 3, kLayer);
     for (int i = 0; i < 3; ++i) layer.with({.no_grad = true}).forward(input() * weight());

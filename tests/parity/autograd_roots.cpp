@@ -130,7 +130,7 @@ TEST_P(AutogradRoots, UserRrefBackward) {
 }
 
 // peer: rpc_test.py/rref owner_rref_backward
-TEST(AutogradRoots, AnRrefIsFetchedInTheContextWhoeverAsks) {
+TEST(AutogradRoots, AnRrefIsFetchedInTheContextOfAnyCaller) {
   on_first(world(), [](Worker& worker) {
     const auto kept = worker.remote("worker1", kHeld, false);
     const at::Tensor a = Kind(false).make(2);
@@ -295,7 +295,7 @@ TEST(AutogradRoots, GradientsAreNotClearedWhileAPassRuns) {
 }
 
 // peer: dist_autograd_test.py (none) running a failed pass again in its context
-TEST(AutogradRoots, ClearingThatIsNotHeardIsNamedAndMayBeRepeated) {
+TEST(AutogradRoots, ClearingThatIsNotAcknowledgedIsReportedAndMayBeRepeated) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
@@ -358,7 +358,7 @@ TEST(AutogradRoots, AStopIsHeededBeforeThePassAndWhileItsRootIsMade) {
   });
 }
 
-TEST(AutogradRoots, ALatePassNamesWhoIsAtWork) {
+TEST(AutogradRoots, ALatePassNamesTheBusyWorker) {
   on_first(world(2), [](Worker& worker) {
     Context context(worker);
     const at::Tensor loss = worker.rpc_sync("worker1", kOwnSlow).sum();

@@ -107,7 +107,7 @@ TEST(AutogradStalls, NamesNoSendThatGotItsGradients) {
 }
 
 /// One thread of worker 2 works for the pass, the other for another call: no thread is left to answer.
-TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
+TEST(AutogradStalls, WorkIsNoStallWhenNoThreadIsLeftToAnswer) {
   ClusterOptions options = world(3);
   options.threads = 2;
   on_first(options, [](Worker& worker) {
@@ -125,7 +125,7 @@ TEST(AutogradStalls, WorkIsNoneWhereNoThreadIsLeftToAnswer) {
 }
 
 /// Waits until all messages of the pass that the others know of have arrived.
-TEST(AutogradStalls, SilenceIsNone) {
+TEST(AutogradStalls, SilenceIsNoStall) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;

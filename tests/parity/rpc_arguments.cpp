@@ -354,7 +354,7 @@ TEST(RpcConformance, KwargsChooseTheOverload) {
 }
 
 // peer: jit/rpc_test.py (documented) overloads that lack a keyword are passed over: same
-TEST(RpcConformance, KwargsPassOverloadsThatDoNotKnowThem) {
+TEST(RpcConformance, KwargsSkipOverloadsWithoutThem) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;
     const at::Tensor& x = matrix(memory);

@@ -11,7 +11,7 @@ using std::chrono::milliseconds;
 
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 at::Tensor add_tensors(const at::Tensor& a, const at::Tensor& b) { return a + b; }
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 WorkerInfo same_info(const WorkerInfo& info) { return info; }
 std::int64_t largest(const std::vector<std::int64_t>& values) {
   return *std::max_element(values.begin(), values.end());
@@ -35,7 +35,7 @@ struct Adder {
 
 constexpr Function<add> kAdd{"add"};
 constexpr Function<add_tensors> kAddTensors{"add_tensors"};
-constexpr Function<who> kWho{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<same_info> kSameInfo{"same_info"};
 constexpr Function<largest> kLargest{"largest"};
 constexpr Function<my_function> kMyFunction{"my_function"};
@@ -54,17 +54,17 @@ constexpr Function<twice_of> kTwiceOf{"twice_of"};
 constexpr Function<greet> kGreet{"greet"};
 
 std::string ask_back(Worker& worker, const WorkerInfo& caller) {
-  return worker.rpc_sync(caller, kWho) + " called " + worker.name();
+  return worker.rpc_sync(caller, kWorkerName) + " called " + worker.name();
 }
 
 ClusterOptions world(int workers) {
-  return world_of(workers, FunctionTable().add(kAdd, kAddTensors, kWho, kSameInfo, kLargest, kMyFunction,
-                                               kCountUp, kHeavy, kAskBack, kAdder, kPlus, kGrow, kDifference,
-                                               kTwice, kTwiceOf, kGreet));
+  return world_of(workers, FunctionTable().add(kAdd, kAddTensors, kWorkerName, kSameInfo, kLargest,
+                                               kMyFunction, kCountUp, kHeavy, kAskBack, kAdder, kPlus, kGrow,
+                                               kDifference, kTwice, kTwiceOf, kGreet));
 }
 
 /// Asks which rank the callee sees as the caller.
-struct WhoAmI {
+struct CallerQuery {
   static constexpr auto kType = wire::MessageType{0x8001};
   static constexpr std::string_view kName = "who_am_i";
   using Reply = std::uint32_t;
@@ -78,17 +78,19 @@ struct WhoAmI {
 namespace torchspan {
 
 template <>
-struct Wire<rpc_calls::WhoAmI> : WireStruct<rpc_calls::WhoAmI, "WhoAmI", &rpc_calls::WhoAmI::unused> {};
+struct Wire<rpc_calls::CallerQuery>
+    : WireStruct<rpc_calls::CallerQuery, "CallerQuery", &rpc_calls::CallerQuery::unused> {};
 
 }  // namespace torchspan
 
 namespace torchspan::rpc_calls {
 namespace {
 
-class CallerTeller final : public rpc::Extension {
+class CallerExtension final : public rpc::Extension {
  public:
   void attach(rpc::Registrar& registrar) override {
-    registrar.handle<WhoAmI>(rpc::RunOn::kPool, [](const rpc::CallInfo& call, WhoAmI) { return call.peer; });
+    registrar.handle<CallerQuery>(rpc::RunOn::kPool,
+                                  [](const rpc::CallInfo& call, CallerQuery) { return call.peer; });
   }
 };
 
@@ -127,12 +129,12 @@ TEST(RpcConformance, ExpectedSrc) {
   ClusterOptions options = world(3);
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<CallerTeller>());
+    extensions.push_back(std::make_unique<CallerExtension>());
     return extensions;
   };
   on_all(options, [](Worker& worker) {
     for (std::uint32_t to = 0; to < 3; ++to) {
-      EXPECT_EQ(worker.request(to, WhoAmI{}).wait(), worker.rank());
+      EXPECT_EQ(worker.request(to, CallerQuery{}).wait(), worker.rank());
     }
   });
 }
@@ -142,14 +144,14 @@ TEST(RpcConformance, SendToRank) {
   static_assert(!std::is_constructible_v<Destination, double>, "a fraction is no rank");
   on_all(world(3), [](Worker& worker) {
     const std::uint32_t next = (worker.rank() + 1) % 3;
-    EXPECT_EQ(worker.rpc_sync(next, kWho), SimCluster::name(next));
-    EXPECT_EQ(worker.rpc_async(next, kWho).wait(), SimCluster::name(next));
-    EXPECT_EQ(worker.remote(next, kWho).to_here(), SimCluster::name(next));
+    EXPECT_EQ(worker.rpc_sync(next, kWorkerName), SimCluster::name(next));
+    EXPECT_EQ(worker.rpc_async(next, kWorkerName).wait(), SimCluster::name(next));
+    EXPECT_EQ(worker.remote(next, kWorkerName).to_here(), SimCluster::name(next));
     for (const int none : {-1, 3}) {
       const std::string text = "there is no rank " + std::to_string(none);
-      expect_error(ErrorKind::kInvalid, text, [&] { worker.rpc_sync(none, kWho); });
-      expect_error(ErrorKind::kInvalid, text, [&] { worker.rpc_async(none, kWho).wait(); });
-      expect_error(ErrorKind::kInvalid, text, [&] { worker.remote(none, kWho).to_here(); });
+      expect_error(ErrorKind::kInvalid, text, [&] { worker.rpc_sync(none, kWorkerName); });
+      expect_error(ErrorKind::kInvalid, text, [&] { worker.rpc_async(none, kWorkerName).wait(); });
+      expect_error(ErrorKind::kInvalid, text, [&] { worker.remote(none, kWorkerName).to_here(); });
     }
   });
 }
@@ -242,7 +244,7 @@ TEST(RpcConformance, IntCallee) {
     const std::int64_t wide = 1 - worker.rank();
     const std::uint8_t narrow = static_cast<std::uint8_t>(wide);
     EXPECT_EQ(worker.rpc_sync(wide, kAdd, 1, 2), 3);
-    EXPECT_EQ(worker.rpc_sync(narrow, kWho), SimCluster::name(static_cast<int>(wide)));
+    EXPECT_EQ(worker.rpc_sync(narrow, kWorkerName), SimCluster::name(static_cast<int>(wide)));
   });
 }
 

@@ -238,7 +238,7 @@ TEST(RpcDevices, MapsAreOneToOneAndNumbered) {
 // peer: rpc_test.py device_maps_wrong_worker_name, _invalid_max_local_device, _invalid_max_remote_device,
 //   _many_to_one, _one_to_many, _in_options: same; a device that the peer lacks is reported at the first
 //   call
-TEST(RpcDevices, AWorkerWithAMapThatCannotBeDoesNotStart) {
+TEST(RpcDevices, AWorkerWithAnInvalidMapDoesNotStart) {
   const auto start_error = [](const Maps& maps) {
     SimCluster cluster(world({maps}));
     const auto failures = cluster.try_services([](rpc::WorkerService&) {});

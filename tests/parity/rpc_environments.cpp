@@ -22,7 +22,7 @@ struct Shared {
 };
 
 at::Tensor twice(const at::Tensor& x) { return x * 2; }
-void doze(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
+void sleep_ms(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
 void leave_grad_mode_off(std::int64_t) { at::GradMode::set_enabled(false); }
 bool grad_mode(std::int64_t) { return at::GradMode::is_enabled(); }
 Future<void> keep_nothing(Worker& worker, const at::Tensor& x);
@@ -32,7 +32,7 @@ void count(Worker& worker) { ++state_of<Shared>(worker).served; }
 void scope_inline(Worker& worker) { const WaitScope calls(worker); }
 
 constexpr Function<twice> kTwice{"twice"};
-constexpr Function<doze> kDoze{"doze"};
+constexpr Function<sleep_ms> kSleepMs{"sleep_ms"};
 constexpr Function<leave_grad_mode_off> kLeaveGradModeOff{"leave_grad_mode_off"};
 constexpr Function<grad_mode> kGradMode{"grad_mode"};
 constexpr Function<keep_nothing> kKeepNothing{"keep_nothing"};
@@ -67,9 +67,10 @@ std::int64_t call_back(Worker& worker) {
 }
 
 ClusterOptions world(Shared& shared) {
-  return with_state(world_of(2, FunctionTable().add(kTwice, kDoze, kLeaveGradModeOff, kGradMode, kKeepNothing,
-                                                    kEndItsOwn, kCallBack, kCount, kScopeInline)),
-                    shared);
+  return with_state(
+      world_of(2, FunctionTable().add(kTwice, kSleepMs, kLeaveGradModeOff, kGradMode, kKeepNothing,
+                                      kEndItsOwn, kCallBack, kCount, kScopeInline)),
+      shared);
 }
 
 struct Setup {
@@ -101,7 +102,7 @@ TEST(RpcEnvironments, RepliesThatAnotherThreadReadsAreOrdinaryTensors) {
     Executor& executor = worker.runtime().executor;
     auto waiter = executor.spawn("waiter", [&] {
       const c10::InferenceMode inference;
-      for (int i = 0; i < 20; ++i) worker.rpc_sync(1, kDoze, 1);
+      for (int i = 0; i < 20; ++i) worker.rpc_sync(1, kSleepMs, 1);
     });
     for (int i = 0; i < 40; ++i) {
       const Future<at::Tensor> reply = worker.rpc_async(1, kTwice, at::ones({2}));
@@ -183,7 +184,7 @@ TEST(RpcEnvironments, APromiseIsMadeFromAWorker) {
     EXPECT_EQ(next.wait(seconds(1)), 42);
     const auto count = [](const Worker& on) -> Task<std::int64_t> {
       const at::NoGradGuard no_grad;
-      co_await on.rpc_async(1, kDoze, 1);
+      co_await on.rpc_async(1, kSleepMs, 1);
       co_return at::GradMode::is_enabled() ? 1 : 7;
     };
     EXPECT_EQ(worker.start(count(worker)).wait(), 7) << "a coroutine keeps its own grad mode";

@@ -113,7 +113,7 @@ TEST(RpcConformance, PyRaiseNestedUserFuncNamesEveryHop) {
 }
 
 // peer: rpc_test.py (C++ only) a thrown number: better
-TEST(RpcConformance, RaiseWhatIsNoException) {
+TEST(RpcConformance, RaiseANonException) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     expect_error(ErrorKind::kRemoteFailure, "throw_number",
                  [&] { worker.rpc_sync("worker1", kThrowNumber); });
@@ -178,7 +178,7 @@ TEST(RpcConformance, OpWithInvalidArgs) {
 
 // peer: rpc_test.py (documented) a result that cannot be sent: better: rpc_sync() does not compile,
 //   remote() keeps it where it is
-TEST(RpcConformance, ResultThatCannotTravelStaysThere) {
+TEST(RpcConformance, ResultThatCannotBeSentStaysThere) {
   static_assert(!wire::Transferable<Opaque>);  // so rpc_sync(…, kMakeOpaque) does not compile
   on_first(world_of(2, functions()), [](Worker& worker) {
     auto opaque = worker.remote("worker1", kMakeOpaque);

@@ -332,7 +332,7 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
 
 // peer: rpc_test.py/rref (C++ only) a value that cannot travel: better: to_here() does not compile; members
 //   are called where it is
-TEST(RpcConformance, ToHereOfWhatCannotTravel) {
+TEST(RpcConformance, ToHereOfAValueThatCannotBeSent) {
   Lives lives;
   on_first(with_state(world(), lives), [](Worker& worker) {
     auto tracked = worker.remote("worker1", kMakeTracked, 35);

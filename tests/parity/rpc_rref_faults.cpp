@@ -288,7 +288,7 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
 }
 
 /// Values are destroyed on threads that may wait, so the worker's own data must not hold the last reference.
-TEST(RpcConformance, ValueEndsWithItsReferencesWhoeverStillHoldsACallOnIt) {
+TEST(RpcConformance, ValueEndsWithItsReferencesDespiteACallOnIt) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.remote(0, kMakeTracked);
     auto& core = static_cast<rpc::RpcAgent&>(*worker.endpoint());

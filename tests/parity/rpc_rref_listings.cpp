@@ -65,7 +65,7 @@ TEST(RpcConformance, ListsValuesWithTypeSizeAgePlaceAndHolders) {
   on_first(world(), [](Worker& worker) {
     RRef<at::Tensor> mine(worker, at::zeros({8, 8}, at::kFloat));
     const int line = __LINE__ - 1;
-    EXPECT_TRUE(worker.debug().rrefs().empty()) << "nobody else refers to it";
+    EXPECT_TRUE(worker.debug().rrefs().empty()) << "no other worker refers to it";
     auto first = worker.remote("worker1", kKeeper, mine), second = worker.remote("worker2", kKeeper, mine),
          third = worker.remote("worker2", kKeeper, mine);
     for (const auto& keeper : {first, second, third}) keeper.creation().wait();
@@ -138,7 +138,7 @@ TEST(RpcConformance, ListsReferencesToValuesElsewhere) {
   });
 }
 
-TEST(RpcConformance, ListsWhatIsOnItsWay) {
+TEST(RpcConformance, ListsReferencesInFlight) {
   SimCluster cluster(world());
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
@@ -150,7 +150,7 @@ TEST(RpcConformance, ListsWhatIsOnItsWay) {
     const auto children = list(worker, Role::kPendingChild);
     ASSERT_EQ(children.size(), 1u);
     EXPECT_EQ(children[0].holders, (Holders{{"worker2", 1}}));
-    EXPECT_THAT(children[0].str(), AllOf(HasSubstr("on its way to 'worker2'"), HasSubstr("'worker1'")));
+    EXPECT_THAT(children[0].str(), AllOf(HasSubstr("in flight to 'worker2'"), HasSubstr("'worker1'")));
     const auto there = worker.rpc_sync("worker2", kListed);
     ASSERT_EQ(there.size(), 1u);
     EXPECT_THAT(there[0], AllOf(HasSubstr("unconfirmed reference " + children[0].fork),
@@ -292,7 +292,7 @@ TEST(RpcConformance, IgnoreRrefLeak) {
       strict(false), [&](Worker& worker) { held.push_back(worker.remote("worker1", kBoard, 1)); });
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
-  expect_error(ErrorKind::kCancelled, "given back", [&] { held[0].rpc_sync(kCells); });
+  expect_error(ErrorKind::kCancelled, "was released when", [&] { held[0].rpc_sync(kCells); });
 }
 
 std::string warnings_of_a_lost_delete(bool report_leaks) {
@@ -314,7 +314,7 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
 
 // peer: rpc_test.py/rref (documented) references that were not released: same: a warning with type, place
 //   and holders; `report_leaks = false` says nothing
-TEST(RpcConformance, WarnsAtShutdownOfReferencesThatNobodyGaveBack) {
+TEST(RpcConformance, WarnsAtShutdownAboutUnreturnedReferences) {
   const std::string warnings = warnings_of_a_lost_delete(true);
   EXPECT_THAT(warnings, AllOf(HasSubstr("torchspan[worker1] warning: 1 values end"),
                               HasSubstr("torchspan[worker1] warning: leak: value 0:1, Tensor, 800 bytes"),

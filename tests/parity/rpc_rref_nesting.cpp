@@ -122,7 +122,7 @@ Load make_load(Worker& worker) {
 
 // peer: rpc_test.py/rref (documented) RRefs inside other values: same: in any struct and container that
 //   travels
-TEST(RpcConformance, RrefsInStructsAndContainersTravelRoundTheWorldAndHome) {
+TEST(RpcConformance, RrefsInStructsAndContainersPassThroughAllWorkersAndReturn) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {
     {

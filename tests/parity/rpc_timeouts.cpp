@@ -25,15 +25,15 @@ std::int64_t slow_get(Worker& worker, const RRef<Sleeper>& sleeper, Duration tim
   nap(worker, time);
   return sleeper.local_value().get();
 }
-struct Crowd {
+struct ConcurrentCalls {
   int inside = 0;
   int most = 0;
 };
-void join_crowd(Worker& worker) {
-  Crowd& crowd = state_of<Crowd>(worker);
-  crowd.most = std::max(crowd.most, ++crowd.inside);
+void count_concurrent(Worker& worker) {
+  ConcurrentCalls& concurrency = state_of<ConcurrentCalls>(worker);
+  concurrency.most = std::max(concurrency.most, ++concurrency.inside);
   nap(worker, seconds(1));
-  --crowd.inside;
+  --concurrency.inside;
 }
 
 constexpr Function<add> kAdd{"add"};
@@ -41,10 +41,10 @@ constexpr Function<sleep_for> kSleep{"sleep_for"};
 constexpr Class<Sleeper, std::int64_t> kSleeper{"Sleeper"};
 constexpr Function<&Sleeper::get> kGet{"Sleeper.get"};
 constexpr Function<slow_get> kSlowGet{"slow_get"};
-constexpr Function<join_crowd> kJoinCrowd{"join_crowd"};
+constexpr Function<count_concurrent> kCountConcurrent{"count_concurrent"};
 
 ClusterOptions world(int workers = 2) {
-  return world_of(workers, FunctionTable().add(kAdd, kSleep, kSleeper, kGet, kSlowGet, kJoinCrowd));
+  return world_of(workers, FunctionTable().add(kAdd, kSleep, kSleeper, kGet, kSlowGet, kCountConcurrent));
 }
 
 /// Expects that `call` times out on worker1 `limit` after now.
@@ -207,15 +207,15 @@ TEST(RpcConformance, RrefProxyTimeout) {
 //   options given are those in force is a row of calls
 TEST(RpcConformance, SetAndGetNumWorkerThreads) {
   for (const int threads : {1, 2, 5}) {
-    Crowd crowd;
-    ClusterOptions options = with_state(world(), crowd);
+    ConcurrentCalls concurrency;
+    ClusterOptions options = with_state(world(), concurrency);
     options.threads = static_cast<std::size_t>(threads);
     on_first(options, [&](Worker& worker) {
-      crowd = {};
+      concurrency = {};
       std::vector<Future<void>> calls;
-      for (int i = 0; i < 10; ++i) calls.push_back(worker.rpc_async("worker1", kJoinCrowd));
+      for (int i = 0; i < 10; ++i) calls.push_back(worker.rpc_async("worker1", kCountConcurrent));
       for (const auto& call : calls) call.wait();
-      EXPECT_EQ(crowd.most, threads);
+      EXPECT_EQ(concurrency.most, threads);
     });
   }
 }

@@ -183,7 +183,7 @@ TEST(RpcConformance, RrefContextDebugInfo) {
     const auto references = [&] { return worker.debug().references; };
     {
       RRef<Cell> mine(worker, Cell(5));
-      EXPECT_EQ(references().owners, 0u) << "nobody else refers to it";
+      EXPECT_EQ(references().owners, 0u) << "no other worker refers to it";
       auto keeper = worker.remote("worker1", kKeeper, mine);
       EXPECT_EQ(keeper.rpc_sync(kGetKept), 5);
       EXPECT_EQ(references().owners, 1u);

@@ -124,7 +124,7 @@ struct Graphs {
 
 // 4. Theirs retained every graph of a rank until its loop ended: the memory of GPipe though gradients came
 // early.
-TEST(PipelineDefects, GraphsGoWithTheirMicroBatch) {
+TEST(PipelineDefects, GraphsAreFreedWithTheirMicroBatch) {
   std::vector<Graphs> graphs(2);
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -220,7 +220,7 @@ TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
 }
 
 // 9. Theirs deadlocked when two ranks sent to each other at once, and its header had room for 1024 bytes.
-TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceGoOn) {
+TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceDoNotDeadlock) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(2, 1, [&](Worker& worker) {
       const auto more = [](std::vector<at::Tensor> all) {
@@ -358,7 +358,7 @@ TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
 }
 
 // 15. Theirs sent full-size zeros for integers and for unused outputs.
-TEST(PipelineDefects, OutputsThatNobodyUsesGetNoZeros) {
+TEST(PipelineDefects, UnusedOutputsGetNoZeros) {
   std::map<std::string, int> gradients;
   on_workers(2, 1, [&](Worker& worker) {
     const auto note = [&gradients](at::Tensor x, const std::string& name) {

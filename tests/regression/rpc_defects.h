@@ -17,7 +17,7 @@ struct Wire<Unreadable> {
   static void encode(wire::Encoder& encoder, const Unreadable& value) { wire::encode(encoder, value.value); }
   static Unreadable decode(wire::Decoder& decoder) {
     wire::decode<std::int64_t>(decoder);
-    throw Error(ErrorKind::kInvalid, "nobody can read this");
+    throw Error(ErrorKind::kInvalid, "this cannot be read");
   }
 };
 
@@ -42,10 +42,10 @@ struct Cell {
   std::int64_t value = 7;
   std::int64_t get() const { return value; }
 };
-inline void doze(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
+inline void sleep_ms(Worker& worker, std::int64_t ms) { nap(worker, milliseconds(ms)); }
 inline void mark(Worker& worker) { ++state_of<Marks>(worker).begun; }
 inline RRef<Cell> give_back(Worker& worker, const RRef<Cell>& cell, std::int64_t ms) {
-  doze(worker, ms);
+  sleep_ms(worker, ms);
   return cell;
 }
 struct Keeper {
@@ -53,11 +53,11 @@ struct Keeper {
   RRef<Cell> kept;
 };
 inline RRef<Cell> kept_late(Worker& worker, const RRef<Keeper>& keeper, std::int64_t ms) {
-  doze(worker, ms);
+  sleep_ms(worker, ms);
   return keeper.local_value().kept;
 }
 inline RRef<Cell> make_late(Worker& worker, std::int64_t ms) {
-  doze(worker, ms);
+  sleep_ms(worker, ms);
   return RRef<Cell>(worker, Cell{});
 }
 inline void take(const RRef<Cell>&, const at::Tensor&) {}
@@ -68,7 +68,7 @@ inline void work(Worker& worker) {
   for (int i = 0; i < 20000; ++i) {
     if (stop.stop_requested()) {
       ++marks.stopped;
-      throw std::runtime_error("told to stop");
+      throw std::runtime_error("stop requested");
     }
     nap(worker, milliseconds(10));
   }
@@ -76,7 +76,7 @@ inline void work(Worker& worker) {
 void delegate_with_own_token(Worker& worker);
 inline Unreadable unreadable() { return {}; }
 
-inline constexpr Function<doze> kDoze{"doze"};
+inline constexpr Function<sleep_ms> kSleepMs{"sleep_ms"};
 inline constexpr Function<mark> kMark{"mark"};
 inline constexpr Function<give_back> kGiveBack{"give_back"};
 inline constexpr Function<make_late> kMakeLate{"make_late"};
@@ -96,7 +96,7 @@ inline void delegate_with_own_token(Worker& worker) {
 
 inline ClusterOptions world(Marks& marks, int workers) {
   ClusterOptions options = with_state(
-      world_of(workers, FunctionTable().add(kDoze, kMark, kGiveBack, kMakeLate, kTake, kWork, kDelegate,
+      world_of(workers, FunctionTable().add(kSleepMs, kMark, kGiveBack, kMakeLate, kTake, kWork, kDelegate,
                                             kUnreadable, kCell, kGet, kKeeper, kKeptLate)),
       marks);
   options.shutdown_limit = std::chrono::minutes(2);

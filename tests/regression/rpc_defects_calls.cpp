@@ -11,7 +11,7 @@ TEST(RpcDefects, CancelledCallToItselfDoesNotBegin) {
   ClusterOptions options = world(marks, 1);
   options.threads = 1;
   first(options, [&](Worker& worker, SimCluster&) {
-    auto busy = worker.rpc_async(0, kDoze, 500);
+    auto busy = worker.rpc_async(0, kSleepMs, 500);
     nap(worker, milliseconds(10));
     std::stop_source source;
     auto call = worker.with({.stop = source.get_token()}).rpc_async(0, kMark);
@@ -29,7 +29,7 @@ TEST(RpcDefects, ExpiredCallToItselfDoesNotBegin) {
   ClusterOptions options = world(marks, 1);
   options.threads = 1;
   first(options, [&](Worker& worker, SimCluster&) {
-    auto busy = worker.rpc_async(0, kDoze, 500);
+    auto busy = worker.rpc_async(0, kSleepMs, 500);
     nap(worker, milliseconds(10));
     auto call = worker.with({.timeout = milliseconds(100)}).rpc_async(0, kMark);
     EXPECT_THROW(call.wait(), Error);
@@ -53,7 +53,7 @@ TEST(RpcDefects, NestedCallWithATokenOfItsOwnEndsWithTheCallItServes) {
   });
 }
 
-TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
+TEST(RpcDefects, HandlersOfASilentCallerAreStopped) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -88,7 +88,7 @@ TEST(RpcDefects, HandlersOfACallerThatFellSilentAreStopped) {
 }
 
 /// A member that the world has declared dead continues after a cut: its old connections still work.
-TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
+TEST(RpcDefects, CallsOfAWorkerDeclaredDeadAreRefused) {
   Marks marks;
   ClusterOptions options = world(marks, 3);
   options.graceful = false;
@@ -96,7 +96,7 @@ TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   SimCluster cluster(options);
   cluster.run([&](Worker& worker) {
     if (worker.rank() == 2) {
-      worker.rpc_sync(1, kDoze, 1);
+      worker.rpc_sync(1, kSleepMs, 1);
       nap(worker, seconds(1));
       try {
         static_cast<void>(worker.with({.timeout = seconds(30)}).rpc_async(1, kMark));  // during the cut
@@ -124,7 +124,7 @@ TEST(RpcDefects, CallsOfAWorkerThatWasTakenForDeadAreRefused) {
   });
 }
 
-TEST(RpcDefects, WaitScopeHearsOfAResultThatCannotBeRead) {
+TEST(RpcDefects, WaitScopeFailsForAResultThatCannotBeDecoded) {
   Marks marks;
   first(world(marks, 2), [](Worker& worker, SimCluster&) {
     WaitScope calls(worker);
@@ -137,7 +137,7 @@ TEST(RpcDefects, WaitScopeHearsOfAResultThatCannotBeRead) {
 TEST(RpcDefects, WhenAllTakesAFutureThatIsReadyFirst) {
   Marks marks;
   first(world(marks, 2), [](Worker& worker, SimCluster&) {
-    std::vector<Future<void>> futures{make_ready_future<void>(), worker.rpc_async(1, kDoze, 100)};
+    std::vector<Future<void>> futures{make_ready_future<void>(), worker.rpc_async(1, kSleepMs, 100)};
     wait_all(futures);
     EXPECT_TRUE(futures[1].done());
   });
@@ -148,7 +148,7 @@ TEST(RpcDefects, ShutdownWaitsForContinuations) {
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
-    worker.rpc_async(1, kDoze, 10).add_done_callback([worker](Future<void> done) mutable {
+    worker.rpc_async(1, kSleepMs, 10).add_done_callback([worker](Future<void> done) mutable {
       done.wait();
       nap(worker, milliseconds(500));
       worker.rpc_sync(1, kMark);
@@ -193,7 +193,7 @@ TEST(RpcDefects, CallThatIsBeingMadeWhileTheWorkerStopsEnds) {
     }
     auto thread = worker.runtime().executor.spawn("caller", [&] {
       try {
-        worker.rpc_async(1, kDoze, 10).wait(seconds(10));
+        worker.rpc_async(1, kSleepMs, 10).wait(seconds(10));
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
       }
@@ -217,7 +217,7 @@ class CountingDepartures final : public rpc::Extension {
  private:
   std::vector<std::uint32_t>& heard_;
 };
-TEST(RpcDefects, DepartureIsToldOnce) {
+TEST(RpcDefects, DepartureIsReportedOnce) {
   Marks marks;
   std::vector<std::uint32_t> heard;
   ClusterOptions options = world(marks, 3);
@@ -326,7 +326,7 @@ TEST(RpcDefects, BusyWorkerMayLeaveAnOpenWorld) {
       threads.push_back(worker.runtime().executor.spawn("caller", [&, i] {
         nap(worker, milliseconds(3 * i));
         try {
-          for (int k = 0; k < 4000 && !gone; ++k) worker.rpc_sync(1, kDoze, 10);
+          for (int k = 0; k < 4000 && !gone; ++k) worker.rpc_sync(1, kSleepMs, 10);
         } catch (const Error&) {
         }
       }));

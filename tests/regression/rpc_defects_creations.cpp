@@ -30,7 +30,7 @@ void on_first(int workers, const std::function<void(Worker&, SimCluster&)>& body
   ClusterOptions options = world(marks, workers);
   options.functions.add(kRaise, kNext, kRead, kValues, kRemembered);
   first(options, [&](Worker& worker, SimCluster& cluster) {
-    for (int other = 1; other < workers; ++other) worker.rpc_sync(other, kDoze, 1);
+    for (int other = 1; other < workers; ++other) worker.rpc_sync(other, kSleepMs, 1);
     body(worker, cluster);
   });
 }

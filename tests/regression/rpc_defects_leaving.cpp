@@ -112,12 +112,12 @@ TEST(RpcDefects, LeavingAnOpenWorldGivesUpAPeerWhoseConnectionsBreak) {
 TEST(RpcDefects, LeavingAnOpenWorldWaitsForAConnectionThatComesBack) {
   RRef<Cell> cell;
   const auto is_delete = testing::requests_of(rpc::UserDelete::kType);
-  TimePoint healed = TimePoint::max(), last_said;
+  TimePoint healed = TimePoint::max(), last_sent;
   const auto begin = [&](Worker& worker, SimCluster& cluster) {
     cell = cell_on_1(worker);
     cluster.network().drop_if(is_delete);
     cluster.network().observe([&](const net::SimMessage& message) {
-      if (is_delete(message)) last_said = cluster.executor().now();
+      if (is_delete(message)) last_sent = cluster.executor().now();
     });
   };
   const auto trouble = [&](Worker& worker, SimCluster& cluster) {
@@ -131,10 +131,10 @@ TEST(RpcDefects, LeavingAnOpenWorldWaitsForAConnectionThatComesBack) {
   };
   const Leaving leaving = leave(minutes(5), begin, trouble);
   EXPECT_FALSE(leaving.failure) << describe(leaving.failure).text;
-  EXPECT_GT(last_said, healed);
+  EXPECT_GT(last_sent, healed);
 }
 
-TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesTheLettersWithoutAnswer) {
+TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesUnansweredMessages) {
   for (const bool keeps : {true, false}) {
     std::vector<RRef<Cell>> cells;
     RRef<Keeper> keeper;
@@ -147,8 +147,8 @@ TEST(RpcDefects, LeavingAnOpenWorldTooLateNamesTheLettersWithoutAnswer) {
     ASSERT_TRUE(leaving.failure);
     const Error error = to_error(leaving.failure);
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
-    const std::string letters = keeps ? "1 of 'rref.fork_audit'" : "3 of 'rref.user_delete'";
-    EXPECT_THAT(error.message(), ::testing::HasSubstr("no answer to " + letters + " to worker 'worker1'"));
+    const std::string unanswered = keeps ? "1 of 'rref.fork_audit'" : "3 of 'rref.user_delete'";
+    EXPECT_THAT(error.message(), ::testing::HasSubstr("no answer to " + unanswered + " to worker 'worker1'"));
   }
 }
 

@@ -37,7 +37,7 @@ ClusterOptions lossy_world(Marks& marks, int workers) {
   return options;
 }
 
-TEST(RpcDefects, MessageOfWhichOneReferenceWasTakenForLostGivesTheOthersBack) {
+TEST(RpcDefects, MessageWithOneLostReferenceReturnsTheOthers) {
   for (const int lost : {1, 2, 3}) {
     Marks marks;
     first(lossy_world(marks, 3), [&](Worker& worker, SimCluster&) {
@@ -46,7 +46,7 @@ TEST(RpcDefects, MessageOfWhichOneReferenceWasTakenForLostGivesTheOthersBack) {
         number = worker.remote(2, kSeven);
         number.creation().wait();
       }
-      worker.rpc_sync(1, kDoze, 1);
+      worker.rpc_sync(1, kSleepMs, 1);
       const std::int64_t number = last_number(worker) + lost;
       EXPECT_TRUE(worker.rpc_sync(1, kMisses, number));
       try {
@@ -68,7 +68,7 @@ TEST(RpcDefects, LateReplyWithALostReferenceKeepsTheConnection) {
   Marks marks;
   first(lossy_world(marks, 2), [](Worker& worker, SimCluster&) {
     const std::int64_t number = worker.rpc_sync(1, kLastNumber) + 1;
-    auto bystander = worker.rpc_async(1, kDoze, 2000);
+    auto bystander = worker.rpc_async(1, kSleepMs, 2000);
     EXPECT_THROW(worker.with({.timeout = milliseconds(100)}).rpc_sync(1, kMakeLate, 300), Error);
     EXPECT_EQ(references_of(worker).driver().on_fork_audit({fork_of(1, number)}, {1, 0}).size(), 1u);
     EXPECT_NO_THROW(bystander.wait());

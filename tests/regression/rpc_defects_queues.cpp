@@ -9,7 +9,7 @@ using namespace defects;  // NOLINT(google-build-using-namespace)
 
 std::int64_t size_of(const at::Tensor& tensor) { return tensor.numel(); }
 at::Tensor late_zeros(Worker& worker, std::int64_t bytes, std::int64_t ms) {
-  doze(worker, ms);
+  sleep_ms(worker, ms);
   return at::zeros({bytes}, at::kByte);
 }
 /// Values on this worker that others refer to, and references kept for copies in transit.
@@ -30,7 +30,7 @@ void on_first(const std::function<void(Worker&, SimCluster&)>& body) {
   options.functions.add(kSizeOf, kLateZeros, kValues, kParents);
   options.max_unsent = 1 << 20;
   first(options, [&](Worker& worker, SimCluster& cluster) {
-    for (int other = 1; other < 3; ++other) worker.rpc_sync(other, kDoze, 1);
+    for (int other = 1; other < 3; ++other) worker.rpc_sync(other, kSleepMs, 1);
     body(worker, cluster);
   });
 }

@@ -15,7 +15,7 @@ using Number = RRef<std::int64_t>;
 std::int64_t seven() { return 7; }
 std::int64_t raise() { throw std::domain_error("Expected error"); }
 std::int64_t late_seven(Worker& worker) {
-  doze(worker, 20);
+  sleep_ms(worker, 20);
   return 7;
 }
 std::int64_t next(const Number& number) { return number.to_here() + 1; }

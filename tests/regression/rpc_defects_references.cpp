@@ -6,7 +6,7 @@ namespace {
 
 using namespace defects;  // NOLINT(google-build-using-namespace)
 
-TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
+TEST(RpcDefects, LateReplyReturnsItsReferencesToAUser) {
   Marks marks;
   SimCluster cluster(world(marks, 3));
   cluster.run([&](Worker& worker) {
@@ -24,7 +24,7 @@ TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToAUser) {
   });
 }
 
-TEST(RpcDefects, ReplyThatComesTooLateGivesItsReferencesBackToTheirOwner) {
+TEST(RpcDefects, LateReplyReturnsItsReferencesToTheirOwner) {
   Marks marks;
   SimCluster cluster(world(marks, 2));
   cluster.run([&](Worker& worker) {
@@ -46,7 +46,7 @@ TEST(RpcDefects, RefusedRequestGivesItsReferencesBack) {
   first(options, [](Worker& worker, SimCluster&) {
     auto cell = worker.remote(2, kCell);
     EXPECT_EQ(cell.rpc_sync(kGet), 7);
-    auto busy = worker.rpc_async(1, kDoze, 500);
+    auto busy = worker.rpc_async(1, kSleepMs, 500);
     nap(worker, milliseconds(10));
     std::vector<Future<void>> calls;
     for (int i = 0; i < 10; ++i)
@@ -76,7 +76,7 @@ TEST(RpcDefects, RequestLostWithItsConnectionGivesItsReferencesBack) {
     first(options, [&](Worker& worker, SimCluster& cluster) {
       auto cell = worker.remote(2, kCell);
       EXPECT_EQ(cell.rpc_sync(kGet), 7);
-      worker.rpc_sync(1, kDoze, 1);
+      worker.rpc_sync(1, kSleepMs, 1);
       auto call = worker.rpc_async(1, kTake, cell, at::Tensor());
       nap(worker, milliseconds(5));
       cluster.network().sever("worker0", "worker1");
@@ -93,7 +93,7 @@ TEST(RpcDefects, RequestLostWithItsConnectionGivesTheOwnersForkBack) {
   ClusterOptions options = world(marks, 2);
   options.network.latency = milliseconds(10);
   first(options, [&](Worker& worker, SimCluster& cluster) {
-    worker.rpc_sync(1, kDoze, 1);
+    worker.rpc_sync(1, kSleepMs, 1);
     {
       RRef<Cell> cell(worker, Cell{});
       auto call = worker.rpc_async(1, kTake, cell, at::Tensor());
@@ -116,7 +116,7 @@ TEST(RpcDefects, ChildOfAReceiverThatDiedIsForgotten) {
     if (worker.rank() != 0) return nap(worker, seconds(90));
     auto cell = worker.remote(1, kCell);
     EXPECT_EQ(cell.rpc_sync(kGet), 7);
-    worker.rpc_sync(2, kDoze, 1);
+    worker.rpc_sync(2, kSleepMs, 1);
     auto call = worker.rpc_async(2, kTake, cell, at::Tensor());
     nap(worker, milliseconds(5));
     cluster.kill(2);

@@ -9,7 +9,7 @@
 #include <sys/socket.h>
 #include <utility>
 
-#include "tests/security/unauthenticated_door.h"
+#include "tests/security/attacked_listener.h"
 
 /// Unauthenticated peers attack a listener while authenticated peers are served there; limits on what that
 /// may cost.
@@ -18,15 +18,16 @@ namespace torchspan::net::conformance {
 /// What 128 unauthenticated peers may cost at the same time: a TLS connection in the middle of its handshake
 /// is the most expensive.
 inline constexpr std::size_t kMostMemory = std::size_t{48} << 20;
-inline constexpr std::size_t kMostStrangers = 128;
+inline constexpr std::size_t kMaxUnauthenticated = 128;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 /// Sleeps between two steps of an attack: the test does not measure whether there is enough processor time
 /// for all.
 inline constexpr Duration kPace = std::chrono::milliseconds(3);
-inline constexpr bool kMemoryTells = false;  ///< the sanitizer's own memory grows with every allocation
+inline constexpr bool kMemoryIsMeasurable =
+    false;  ///< the sanitizer's own memory grows with every allocation
 #else
 inline constexpr Duration kPace = std::chrono::microseconds(300);
-inline constexpr bool kMemoryTells = true;
+inline constexpr bool kMemoryIsMeasurable = true;
 #endif
 
 inline bool hung_up(const Descriptor& socket) {
@@ -38,19 +39,20 @@ inline bool hung_up(const Descriptor& socket) {
   }
 }
 
-inline void say(const Descriptor& socket, BytesView bytes) {
+inline void send_now(const Descriptor& socket, BytesView bytes) {
   static_cast<void>(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
 /// The most resources of the victim, sampled while this object exists.
 class Watch {
  public:
-  explicit Watch(Door& door) : files_(door.open_files()), memory_(door.resident_bytes()) {
-    thread_ = door.executor().spawn("watch", [this, &door] {
+  explicit Watch(AttackedListener& listener)
+      : files_(listener.open_files()), memory_(listener.resident_bytes()) {
+    thread_ = listener.executor().spawn("watch", [this, &listener] {
       while (!stopping_) {
-        files_ = std::max(files_.load(), door.open_files());
-        memory_ = std::max(memory_.load(), door.resident_bytes());
-        door.executor().sleep(std::chrono::milliseconds(5));
+        files_ = std::max(files_.load(), listener.open_files());
+        memory_ = std::max(memory_.load(), listener.resident_bytes());
+        listener.executor().sleep(std::chrono::milliseconds(5));
       }
     });
   }
@@ -68,9 +70,9 @@ class Watch {
 /// affect it.
 class Traffic {
  public:
-  explicit Traffic(Door& door) : honest_(door.make_honest()) {
+  explicit Traffic(AttackedListener& listener) : honest_(listener.make_honest()) {
     if (!honest_) return;
-    thread_ = door.executor().spawn("traffic", [this] {
+    thread_ = listener.executor().spawn("traffic", [this] {
       while (!stopping_) {
         const bool served = honest_->exchange();
         EXPECT_TRUE(served) << "an honest peer lost its connection after " << rounds_
@@ -95,64 +97,64 @@ struct Attack {
   std::function<void()> step;
   int least = 1;
   Duration pace = kPace;
-  std::function<std::uint64_t()> let_in = [] {
+  std::function<std::uint64_t()> admitted = [] {
     return std::uint64_t{0};
   };  ///< counts those that knew the secret
 };
 
-class UnauthenticatedPeers : public ::testing::TestWithParam<DoorKind> {
+class UnauthenticatedPeers : public ::testing::TestWithParam<ListenerKind> {
  protected:
-  void under(Door& door, const Attack& attack) {
-    const Counts counts_before = door.counts();
+  void under(AttackedListener& listener, const Attack& attack) {
+    const Counts counts_before = listener.counts();
     std::uint64_t honest = 1;
-    const auto warm = door.make_honest();
+    const auto warm = listener.make_honest();
     ASSERT_TRUE(warm);
     for (int i = 0; i < 20; ++i) EXPECT_TRUE(warm->exchange());
-    const std::size_t files = door.open_files(), memory = door.resident_bytes();
+    const std::size_t files = listener.open_files(), memory = listener.resident_bytes();
     {
-      const Traffic traffic(door);
+      const Traffic traffic(listener);
       ++honest;
-      const Watch watch(door);
+      const Watch watch(listener);
       std::atomic<bool> stopping{false};
       std::atomic<int> steps{0};
-      Thread strangers = door.executor().spawn("strangers", [&] {
+      Thread attackers = listener.executor().spawn("attackers", [&] {
         while (!stopping || steps < attack.least) {
           attack.step();
           ++steps;
-          if (attack.pace != Duration::zero()) door.executor().sleep(attack.pace);
+          if (attack.pace != Duration::zero()) listener.executor().sleep(attack.pace);
         }
       });
       const std::uint64_t before = traffic.rounds();
       for (int i = 0; i < 3; ++i) {
-        const auto newcomer = door.make_honest();
+        const auto new_peer = listener.make_honest();
         ++honest;
-        for (int k = 0; k < 5 && newcomer; ++k) EXPECT_TRUE(newcomer->exchange());
+        for (int k = 0; k < 5 && new_peer; ++k) EXPECT_TRUE(new_peer->exchange());
       }
       stopping = true;
-      strangers.join();
+      attackers.join();
       EXPECT_GT(traffic.rounds(), before + 10) << "honest traffic stood still";
-      EXPECT_LE(watch.files(), files + kMostStrangers + 16);
-      EXPECT_TRUE(!kMemoryTells || watch.memory() <= memory + kMostMemory)
+      EXPECT_LE(watch.files(), files + kMaxUnauthenticated + 16);
+      EXPECT_TRUE(!kMemoryIsMeasurable || watch.memory() <= memory + kMostMemory)
           << watch.memory() << " bytes, before " << memory;
     }
     held_.clear();
-    EXPECT_TRUE(happens([&] { return door.open_files() <= files; }, door))
-        << door.open_files() << " files are open, " << files << " were";
-    EXPECT_TRUE(door.alive());
-    EXPECT_TRUE(!kMemoryTells || door.resident_bytes() <= memory + kMostMemory);
+    EXPECT_TRUE(happens([&] { return listener.open_files() <= files; }, listener))
+        << listener.open_files() << " files are open, " << files << " were";
+    EXPECT_TRUE(listener.alive());
+    EXPECT_TRUE(!kMemoryIsMeasurable || listener.resident_bytes() <= memory + kMostMemory);
     EXPECT_TRUE(warm->exchange());
-    const Counts counts = door.counts();
-    EXPECT_EQ(counts.accepted - counts_before.accepted, honest + attack.let_in())
-        << "not just those who belong here were let in";
+    const Counts counts = listener.counts();
+    EXPECT_EQ(counts.accepted - counts_before.accepted, honest + attack.admitted())
+        << "a peer without the secret was admitted";
     refused_ = counts.refused - counts_before.refused;
     denied_ = counts.denied - counts_before.denied;
   }
 
-  static ::testing::AssertionResult happens(const std::function<bool()>& what, Door& door) {
-    const Deadline deadline = door.executor().deadline_in(std::chrono::seconds(20));
+  static ::testing::AssertionResult happens(const std::function<bool()>& what, AttackedListener& listener) {
+    const Deadline deadline = listener.executor().deadline_in(std::chrono::seconds(20));
     while (!what()) {
-      if (deadline.passed(door.executor().now())) return ::testing::AssertionFailure();
-      door.executor().sleep(std::chrono::milliseconds(5));
+      if (deadline.passed(listener.executor().now())) return ::testing::AssertionFailure();
+      listener.executor().sleep(std::chrono::milliseconds(5));
     }
     return ::testing::AssertionSuccess();
   }

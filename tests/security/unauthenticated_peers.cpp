@@ -19,46 +19,47 @@
 namespace torchspan::net::conformance::unauthenticated_peers {
 namespace {
 
-TEST_P(UnauthenticatedPeers, WhoSayNothingAreHungUpOn) {
-  Door door(GetParam());
-  under(door, {.step =
-                   [&] {
-                     hold(door.dial(), 300);
-                     door.executor().sleep(std::chrono::milliseconds(1));
-                   },
-               .least = 600});
+TEST_P(UnauthenticatedPeers, ThatSendNothingAreDisconnected) {
+  AttackedListener listener(GetParam());
+  under(listener, {.step =
+                       [&] {
+                         hold(listener.dial(), 300);
+                         listener.executor().sleep(std::chrono::milliseconds(1));
+                       },
+                   .least = 600});
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoSpeakGarbageAreHungUpOn) {
+TEST_P(UnauthenticatedPeers, ThatSendGarbageAreDisconnected) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
-  Door door(GetParam());
-  const Bytes opening = door.opening();
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     Bytes bytes(random() % 5 == 0 ? 200'000 : random() % 2000);
-                     for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-                     // Some start with valid bytes.
-                     if (random() % 2 == 0)
-                       std::copy_n(opening.begin(), std::min(opening.size(), random() % (bytes.size() + 1)),
-                                   bytes.begin());
-                     if (random() % 8 == 0) std::ranges::fill(bytes, std::byte{0});
-                     if (socket) say(socket, bytes);
-                     hold(std::move(socket), 60);
-                   },
-               .least = 2000});
+  AttackedListener listener(GetParam());
+  const Bytes opening = listener.opening();
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         Bytes bytes(random() % 5 == 0 ? 200'000 : random() % 2000);
+                         for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+                         // Some start with valid bytes.
+                         if (random() % 2 == 0)
+                           std::copy_n(opening.begin(),
+                                       std::min(opening.size(), random() % (bytes.size() + 1)),
+                                       bytes.begin());
+                         if (random() % 8 == 0) std::ranges::fill(bytes, std::byte{0});
+                         if (socket) send_now(socket, bytes);
+                         hold(std::move(socket), 60);
+                       },
+                   .least = 2000});
   EXPECT_GE(refused_, 500u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoKnowAnotherSecretAreDenied) {
-  Door door(GetParam());
+TEST_P(UnauthenticatedPeers, WithAnotherSecretAreDenied) {
+  AttackedListener listener(GetParam());
   struct Wrong : Handler {
     void on_accepted(const std::shared_ptr<Channel>&) override {}
     void on_message(const std::shared_ptr<Channel>&, Message) override {
-      ADD_FAILURE() << "a stranger was answered";
+      ADD_FAILURE() << "an unauthenticated peer got an answer";
     }
     void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override {
       denied += reason.kind() == ErrorKind::kDenied;
@@ -68,39 +69,39 @@ TEST_P(UnauthenticatedPeers, WhoKnowAnotherSecretAreDenied) {
   };
   Wrong wrong;
   TransportOptions options;
-  options.secret = Secret::from_bytes(bytes_of("a secret of somebody else's"));
-  const auto transport = door.make_transport(wrong, options);
+  options.secret = Secret::from_bytes(bytes_of("the secret of another job"));
+  const auto transport = listener.make_transport(wrong, options);
   int dialled = 0;
   const auto drive = [&](int most) {
     while (dialled - wrong.closed > most) {
-      if (!transport->poll()) transport->wait(door.executor().deadline_in(std::chrono::milliseconds(10)));
+      if (!transport->poll()) transport->wait(listener.executor().deadline_in(std::chrono::milliseconds(10)));
     }
   };
-  under(door, {.step =
-                   [&] {
-                     const auto channel = transport->connect(
-                         door.address(), door.executor().deadline_in(std::chrono::seconds(20)));
-                     ++dialled;
-                     try {
-                       channel->send(Bytes(100), {});
-                     } catch (const Error&) {
-                     }
-                     drive(5);
-                   },
-               .least = 300});
+  under(listener, {.step =
+                       [&] {
+                         const auto channel = transport->connect(
+                             listener.address(), listener.executor().deadline_in(std::chrono::seconds(20)));
+                         ++dialled;
+                         try {
+                           channel->send(Bytes(100), {});
+                         } catch (const Error&) {
+                         }
+                         drive(5);
+                       },
+                   .least = 300});
   drive(0);
   EXPECT_GE(denied_, 250u);
   EXPECT_GE(wrong.denied, 250);
 }
 
 /// Relays between an honest dialer and the victim, and copies what the dialer sends.
-Bytes record_honest_call(Door& door) {
-  const std::string place = door.other_address("relay");
-  const ListeningSocket listener(door.parsed(place));
+Bytes record_honest_call(AttackedListener& listener) {
+  const std::string place = listener.other_address("relay");
+  const ListeningSocket fake_listener(listener.parsed(place));
   std::atomic<bool> done{false};
   Bytes recorded;
-  Thread relay = door.executor().spawn("relay", [&] {
-    Descriptor near, far = door.dial();
+  Thread relay = listener.executor().spawn("relay", [&] {
+    Descriptor near, far = listener.dial();
     const auto pass = [](const Descriptor& from, const Descriptor& to, Bytes* record) {
       std::byte bytes[16384];
       const ssize_t got = ::recv(from.get(), bytes, sizeof bytes, MSG_DONTWAIT);
@@ -113,16 +114,16 @@ Bytes record_honest_call(Door& door) {
       }
     };
     while (!done) {
-      if (!near) near.reset(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!near) near.reset(::accept4(fake_listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (near) {
         pass(near, far, &recorded);
         pass(far, near, nullptr);
       }
-      door.executor().sleep(std::chrono::microseconds(100));
+      listener.executor().sleep(std::chrono::microseconds(100));
     }
   });
   {
-    const auto dialer = door.make_honest(place);
+    const auto dialer = listener.make_honest(place);
     EXPECT_TRUE(dialer && dialer->exchange());
   }
   done = true;
@@ -130,92 +131,93 @@ Bytes record_honest_call(Door& door) {
   return recorded;
 }
 
-TEST_P(UnauthenticatedPeers, WhoReplayAnHonestCallAreRefused) {
-  Door door(GetParam());
-  const Bytes recorded = record_honest_call(door);
+TEST_P(UnauthenticatedPeers, ThatReplayAConnectionAreRejected) {
+  AttackedListener listener(GetParam());
+  const Bytes recorded = record_honest_call(listener);
   ASSERT_GT(recorded.size(), 80u);
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     if (socket) say(socket, recorded);
-                     hold(std::move(socket), 40);
-                     // More than the listener can answer would test the processor, not the proofs.
-                     door.executor().sleep(std::chrono::milliseconds(3));
-                   },
-               .least = 500});
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         if (socket) send_now(socket, recorded);
+                         hold(std::move(socket), 40);
+                         // More than the listener can answer would test the processor, not the proofs.
+                         listener.executor().sleep(std::chrono::milliseconds(3));
+                       },
+                   .least = 500});
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, OfWhomTenThousandComeAreKeptOut) {
+TEST_P(UnauthenticatedPeers, AreRejectedInAFloodOfTenThousand) {
   constexpr int kMany = 10'000;
   rlimit limit{}, raised{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
   raised = {limit.rlim_max, limit.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &raised), 0);
   const std::size_t most = std::min<rlim_t>(limit.rlim_max, kMany + 500) - 400;
-  Door door(GetParam());
+  AttackedListener listener(GetParam());
   int dialled = 0;
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     // The system accepts no more connections for now.
-                     if (!socket) return door.executor().sleep(std::chrono::milliseconds(1));
-                     ++dialled;
-                     hold(std::move(socket), most);
-                     if (dialled >= kMany) door.executor().sleep(std::chrono::milliseconds(1));
-                   },
-               .least = kMany,
-               .pace = Duration::zero()});
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         // The system accepts no more connections for now.
+                         if (!socket) return listener.executor().sleep(std::chrono::milliseconds(1));
+                         ++dialled;
+                         hold(std::move(socket), most);
+                         if (dialled >= kMany) listener.executor().sleep(std::chrono::milliseconds(1));
+                       },
+                   .least = kMany,
+                   .pace = Duration::zero()});
   EXPECT_GE(dialled, kMany / 2);
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
 }
 
-TEST_P(UnauthenticatedPeers, WhoDripTheirGreetingAreHungUpOn) {
-  Door door(GetParam());
-  const Bytes opening = door.opening();
-  struct Drip {
+TEST_P(UnauthenticatedPeers, ThatSendTheirHandshakeSlowlyAreDisconnected) {
+  AttackedListener listener(GetParam());
+  const Bytes opening = listener.opening();
+  struct SlowSender {
     Descriptor socket;
     std::size_t said = 0;
   };
-  std::vector<Drip> drips(40);
+  std::vector<SlowSender> senders(40);
   int hung_up_on = 0;
-  under(door, {.step =
-                   [&] {
-                     for (Drip& drip : drips) {
-                       if (drip.socket && hung_up(drip.socket)) {
-                         ++hung_up_on;
-                         drip.socket.reset();
-                       }
-                       if (!drip.socket) drip = {door.dial()};
-                       // The last byte is never sent.
-                       if (drip.socket && drip.said + 1 < opening.size())
-                         say(drip.socket, BytesView(opening).subspan(drip.said++, 1));
-                     }
-                     door.executor().sleep(std::chrono::milliseconds(2));
-                     if (hung_up_on >= 80) drips.clear();
-                   },
-               .least = 600});
+  under(listener, {.step =
+                       [&] {
+                         for (SlowSender& sender : senders) {
+                           if (sender.socket && hung_up(sender.socket)) {
+                             ++hung_up_on;
+                             sender.socket.reset();
+                           }
+                           if (!sender.socket) sender = {listener.dial()};
+                           // The last byte is never sent.
+                           if (sender.socket && sender.said + 1 < opening.size())
+                             send_now(sender.socket, BytesView(opening).subspan(sender.said++, 1));
+                         }
+                         listener.executor().sleep(std::chrono::milliseconds(2));
+                         if (hung_up_on >= 80) senders.clear();
+                       },
+                   .least = 600});
   EXPECT_GE(hung_up_on, 80);
 }
 
-TEST_P(UnauthenticatedPeers, WhoLeaveHalfWayAreForgotten) {
+TEST_P(UnauthenticatedPeers, ThatLeaveDuringTheHandshakeAreForgotten) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
-  Door door(GetParam());
-  const Bytes opening = door.opening();
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     if (!socket) return;
-                     say(socket, BytesView(opening).first(random() % (opening.size() + 1)));
-                     const linger at_once{1, 0};
-                     if (random() % 2 == 0)
-                       ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-                     if (random() % 2 == 0) ::shutdown(socket.get(), random() % 2 == 0 ? SHUT_WR : SHUT_RD);
-                     hold(std::move(socket), random() % 100);
-                   },
-               .least = 3000});
+  AttackedListener listener(GetParam());
+  const Bytes opening = listener.opening();
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         if (!socket) return;
+                         send_now(socket, BytesView(opening).first(random() % (opening.size() + 1)));
+                         const linger at_once{1, 0};
+                         if (random() % 2 == 0)
+                           ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+                         if (random() % 2 == 0)
+                           ::shutdown(socket.get(), random() % 2 == 0 ? SHUT_WR : SHUT_RD);
+                         hold(std::move(socket), random() % 100);
+                       },
+                   .least = 3000});
   EXPECT_GE(refused_, 500u);
 }
 
@@ -235,26 +237,26 @@ std::vector<Bytes> endless_claims() {
   return claims;
 }
 
-TEST_P(UnauthenticatedPeers, WhoClaimEndlessLengthsGetNoMemory) {
-  Door door(GetParam());
-  const Bytes opening = door.opening();
+TEST_P(UnauthenticatedPeers, ThatClaimHugeLengthsGetNoMemory) {
+  AttackedListener listener(GetParam());
+  const Bytes opening = listener.opening();
   const std::vector<Bytes> claims = endless_claims();
   std::size_t next = 0;
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     if (!socket) return;
-                     const Bytes& claim = claims[next++ % claims.size()];
-                     if (next % 2 == 0) say(socket, opening);
-                     say(socket, claim);
-                     say(socket, Bytes(100'000));
-                     hold(std::move(socket), 50);
-                   },
-               .least = 1000});
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         if (!socket) return;
+                         const Bytes& claim = claims[next++ % claims.size()];
+                         if (next % 2 == 0) send_now(socket, opening);
+                         send_now(socket, claim);
+                         send_now(socket, Bytes(100'000));
+                         hold(std::move(socket), 50);
+                       },
+                   .least = 1000});
   EXPECT_GE(refused_, 300u);
 }
 
-enum class Lied : std::uint8_t { kTurnedAway, kCutOff, kKept };
+enum class ClaimOutcome : std::uint8_t { kRejected, kCutOff, kKept };
 
 /// The store says goodbye to a member and waits for its answer before it closes the connection.
 // clang 14 cannot read libstdc++'s std::ranges::search.
@@ -264,20 +266,20 @@ bool says_goodbye(const Bytes& heard) {
 }
 
 /// Waits until `ended` returns true.
-Lied wait_for_cut(Door& door, const std::function<bool()>& ended) {
-  const Deadline deadline = door.executor().deadline_in(std::chrono::seconds(20));
+ClaimOutcome wait_for_cut(AttackedListener& listener, const std::function<bool()>& ended) {
+  const Deadline deadline = listener.executor().deadline_in(std::chrono::seconds(20));
   while (!ended()) {
-    if (deadline.passed(door.executor().now())) return Lied::kKept;
-    door.executor().sleep(std::chrono::microseconds(100));
+    if (deadline.passed(listener.executor().now())) return ClaimOutcome::kKept;
+    listener.executor().sleep(std::chrono::microseconds(100));
   }
-  return Lied::kCutOff;
+  return ClaimOutcome::kCutOff;
 }
 
-Lied lie_by_tls(Door& door, Descriptor socket, BytesView bytes) {
-  TlsSession session(std::make_shared<const TlsContext>(common_secret(), door.tls_options(true)),
+ClaimOutcome send_claim_over_tls(AttackedListener& listener, Descriptor socket, BytesView bytes) {
+  TlsSession session(std::make_shared<const TlsContext>(common_secret(), listener.tls_options(true)),
                      std::move(socket),
                      TlsSession::Start{.role = Role::kDialer, .peer = "victim", .host = "127.0.0.1"});
-  while (!session.shake_hands()) door.executor().sleep(std::chrono::microseconds(100));
+  while (!session.shake_hands()) listener.executor().sleep(std::chrono::microseconds(100));
   session.trust();
   const auto write = [&](BytesView what) {
     const iovec place{const_cast<std::byte*>(what.data()), what.size()};
@@ -293,35 +295,35 @@ Lied lie_by_tls(Door& door, Descriptor socket, BytesView bytes) {
   };
   write(encode(LaneHello{}));
   // The answer shows that it is accepted.
-  wait_for_cut(door, [&] { return ended() || heard.size() >= kLaneHelloBytes; });
-  if (heard.size() < kLaneHelloBytes) return Lied::kTurnedAway;
+  wait_for_cut(listener, [&] { return ended() || heard.size() >= kLaneHelloBytes; });
+  if (heard.size() < kLaneHelloBytes) return ClaimOutcome::kRejected;
   write(bytes);
-  return wait_for_cut(door, ended);
+  return wait_for_cut(listener, ended);
 }
 
 /// A peer that proves the secret by hand and then sends `bytes`.
-Lied lie(Door& door, BytesView bytes) {
-  Descriptor socket = door.dial();
-  if (!socket) return Lied::kTurnedAway;
+ClaimOutcome send_claim(AttackedListener& listener, BytesView bytes) {
+  Descriptor socket = listener.dial();
+  if (!socket) return ClaimOutcome::kRejected;
   try {
-    if (door.is_tls()) return lie_by_tls(door, std::move(socket), bytes);
+    if (listener.is_tls()) return send_claim_over_tls(listener, std::move(socket), bytes);
     HandshakeOptions options{.secret = common_secret(), .peer = "victim"};
     draw_nonce(options.nonce);
     Handshake handshake(Role::kDialer, options);
     while (!handshake.done()) {
-      say(socket, handshake.take_output());
+      send_now(socket, handshake.take_output());
       Bytes heard(4096);
       const ssize_t got = ::recv(socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
-      if (got == 0 || (got < 0 && errno != EAGAIN)) return Lied::kTurnedAway;
+      if (got == 0 || (got < 0 && errno != EAGAIN)) return ClaimOutcome::kRejected;
       if (got > 0) handshake.receive(BytesView(heard).first(static_cast<std::size_t>(got)));
-      if (got < 0) door.executor().sleep(std::chrono::microseconds(100));
+      if (got < 0) listener.executor().sleep(std::chrono::microseconds(100));
     }
   } catch (const Error&) {
-    return Lied::kTurnedAway;
+    return ClaimOutcome::kRejected;
   }
-  say(socket, bytes);
+  send_now(socket, bytes);
   Bytes heard;
-  return wait_for_cut(door, [&] {
+  return wait_for_cut(listener, [&] {
     Bytes room(4096);
     const ssize_t got = ::recv(socket.get(), room.data(), room.size(), MSG_DONTWAIT);
     if (got > 0) heard.insert(heard.end(), room.begin(), room.begin() + got);
@@ -346,90 +348,90 @@ std::vector<Bytes> endless_messages() {
   return frames;
 }
 
-TEST_P(UnauthenticatedPeers, WhoKnowTheSecretAndClaimEndlessLengthsAreCutOff) {
-  Door door(GetParam());
+TEST_P(UnauthenticatedPeers, WithTheSecretThatClaimHugeLengthsAreCutOff) {
+  AttackedListener listener(GetParam());
   std::vector<Bytes> claims = endless_claims();
   if (GetParam().store) {
     for (Bytes& one : endless_messages()) claims.push_back(std::move(one));
   }
   std::size_t next = 0;
-  std::uint64_t let_in = 0;
-  under(door, {.step =
-                   [&] {
-                     const Lied lied = lie(door, claims[next % claims.size()]);
-                     EXPECT_NE(lied, Lied::kKept) << "claim " << next % claims.size();
-                     if (lied == Lied::kTurnedAway) return;
-                     ++let_in;
-                     ++next;
-                   },
-               .least = 150,
-               .let_in = [&] { return let_in; }});
+  std::uint64_t admitted = 0;
+  under(listener, {.step =
+                       [&] {
+                         const ClaimOutcome outcome = send_claim(listener, claims[next % claims.size()]);
+                         EXPECT_NE(outcome, ClaimOutcome::kKept) << "claim " << next % claims.size();
+                         if (outcome == ClaimOutcome::kRejected) return;
+                         ++admitted;
+                         ++next;
+                       },
+                   .least = 150,
+                   .admitted = [&] { return admitted; }});
   EXPECT_GT(next, claims.size()) << "not every claim was made";
 }
 
-TEST_P(UnauthenticatedPeers, WhoPassDescriptorsLeaveNone) {
+TEST_P(UnauthenticatedPeers, ThatPassDescriptorsLeaveNone) {
   if (!GetParam().unix_socket) GTEST_SKIP() << "only Unix sockets pass descriptors";
-  Door door(GetParam());
-  const Bytes opening = door.opening();
-  under(door, {.step =
-                   [&] {
-                     Descriptor socket = door.dial();
-                     if (!socket) return;
-                     for (std::size_t at = 0; at + 8 <= opening.size(); at += 8) {
-                       send_note(socket.get(), BytesView(opening).subspan(at, 8), 0);
-                     }
-                     hold(std::move(socket), 50);
-                   },
-               .least = 1000});
+  AttackedListener listener(GetParam());
+  const Bytes opening = listener.opening();
+  under(listener, {.step =
+                       [&] {
+                         Descriptor socket = listener.dial();
+                         if (!socket) return;
+                         for (std::size_t at = 0; at + 8 <= opening.size(); at += 8) {
+                           send_note(socket.get(), BytesView(opening).subspan(at, 8), 0);
+                         }
+                         hold(std::move(socket), 50);
+                       },
+                   .least = 1000});
   EXPECT_GE(refused_, 300u);
 }
 
-TEST_P(UnauthenticatedPeers, WhoTakeAllDescriptorsDoNotMakeItSpin) {
+TEST_P(UnauthenticatedPeers, ThatExhaustDescriptorsDoNotMakeItSpin) {
   constexpr int kDescriptors = 64;
-  Door door(GetParam(), kDescriptors);
-  const auto early = door.make_honest();
+  AttackedListener listener(GetParam(), kDescriptors);
+  const auto early = listener.make_honest();
   ASSERT_TRUE(early);
-  const Counts before = door.counts();
-  const Duration used_before = door.cpu_time();
-  const TimePoint began = door.executor().now();
+  const Counts before = listener.counts();
+  const Duration used_before = listener.cpu_time();
+  const TimePoint began = listener.executor().now();
   std::uint64_t rounds = 0;
   // Faster than the listener closes silent connections.
-  for (int i = 0; i < 4 * kDescriptors && door.counts().overloaded == before.overloaded; ++i)
-    hold(door.dial(), 200);
-  while (door.executor().now() - began < std::chrono::seconds(2) || rounds < 25) {
-    hold(door.dial(), 200);
+  for (int i = 0; i < 4 * kDescriptors && listener.counts().overloaded == before.overloaded; ++i)
+    hold(listener.dial(), 200);
+  while (listener.executor().now() - began < std::chrono::seconds(2) || rounds < 25) {
+    hold(listener.dial(), 200);
     EXPECT_TRUE(early->exchange());
     ++rounds;
-    door.executor().sleep(std::chrono::milliseconds(5));
+    listener.executor().sleep(std::chrono::milliseconds(5));
   }
-  const auto elapsed = door.executor().now() - began;
-  const Counts after = door.counts();
+  const auto elapsed = listener.executor().now() - began;
+  const Counts after = listener.counts();
   EXPECT_GT(rounds, 20u);
   EXPECT_GT(after.overloaded, before.overloaded) << "descriptors never ran out";
   EXPECT_LE(after.overloaded - before.overloaded,
             static_cast<std::uint64_t>(elapsed / std::chrono::milliseconds(100)) + 2)
-      << "each pause is told once, and lasts";
-  EXPECT_TRUE(!kMemoryTells || door.cpu_time() - used_before < elapsed / 2) << "it spins";
+      << "each pause is reported once, and lasts";
+  EXPECT_TRUE(!kMemoryIsMeasurable || listener.cpu_time() - used_before < elapsed / 2) << "it spins";
   held_.clear();
-  const auto late = door.make_honest();
+  const auto late = listener.make_honest();
   EXPECT_TRUE(late && late->exchange());
   EXPECT_TRUE(early->exchange());
 }
 
-const DoorKind kUnixDoor{"Unix", "stream", false, true};
-const DoorKind kLocalDoor{"Local", "local", false, true};
-const DoorKind kTcpDoor{"Tcp", "stream"};
-const DoorKind kTlsDoor{"TlsSecret", "tls"};
-const DoorKind kTlsCertificateDoor{"TlsCertificate", "tls", false, false, true};
-const DoorKind kStoreUnixDoor{"StoreUnix", "stream", true, true};
-const DoorKind kStoreTcpDoor{"StoreTcp", "stream", true};
-const DoorKind kStoreTlsDoor{"StoreTlsSecret", "tls", true};
-const DoorKind kStoreTlsCertificateDoor{"StoreTlsCertificate", "tls", true, false, true};
+const ListenerKind kUnixListener{"Unix", "stream", false, true};
+const ListenerKind kLocalListener{"Local", "local", false, true};
+const ListenerKind kTcpListener{"Tcp", "stream"};
+const ListenerKind kTlsListener{"TlsSecret", "tls"};
+const ListenerKind kTlsCertificateListener{"TlsCertificate", "tls", false, false, true};
+const ListenerKind kStoreUnixListener{"StoreUnix", "stream", true, true};
+const ListenerKind kStoreTcpListener{"StoreTcp", "stream", true};
+const ListenerKind kStoreTlsListener{"StoreTlsSecret", "tls", true};
+const ListenerKind kStoreTlsCertificateListener{"StoreTlsCertificate", "tls", true, false, true};
 
 INSTANTIATE_TEST_SUITE_P(Doors, UnauthenticatedPeers,
-                         ::testing::Values(kUnixDoor, kLocalDoor, kTcpDoor, kTlsDoor, kTlsCertificateDoor,
-                                           kStoreUnixDoor, kStoreTcpDoor, kStoreTlsDoor,
-                                           kStoreTlsCertificateDoor),
+                         ::testing::Values(kUnixListener, kLocalListener, kTcpListener, kTlsListener,
+                                           kTlsCertificateListener, kStoreUnixListener, kStoreTcpListener,
+                                           kStoreTlsListener, kStoreTlsCertificateListener),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

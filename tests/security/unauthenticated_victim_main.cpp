@@ -79,7 +79,7 @@ class VictimWorld final : public World {
   }
   std::string listen_address(const std::string&) override { return address_; }
   std::string deserted_address() override { return {}; }
-  std::unique_ptr<Stranger> make_unauthenticated_peer() override { return nullptr; }
+  std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override { return nullptr; }
   std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
 
   VictimCounts counts;

@@ -15,7 +15,7 @@ using std::chrono::seconds;
 /// What futures may need beyond their deadline on a machine that is busy restarting workers.
 constexpr Duration kGrace = seconds(30);
 
-std::uint32_t somebody(Worker& worker, std::uint64_t draw) {
+std::uint32_t random_rank(Worker& worker, std::uint64_t draw) {
   const auto workers = worker.workers();
   return workers[draw % workers.size()].rank;
 }
@@ -54,12 +54,13 @@ std::uint64_t next_draw(std::uint64_t draw) { return draw * 6364136223846793005u
 
 std::int64_t hop(Worker& worker, std::int64_t depth, std::uint64_t draw) {
   if (depth == 0) return 0;
-  return 1 + worker.rpc_sync(somebody(worker, draw >> 33), kHop, depth - 1, next_draw(draw));
+  return 1 + worker.rpc_sync(random_rank(worker, draw >> 33), kHop, depth - 1, next_draw(draw));
 }
 
 Task<std::int64_t> glide(Worker& worker, std::int64_t depth, std::uint64_t draw) {
   if (depth == 0) co_return 0;
-  co_return 1 + co_await worker.rpc_async(somebody(worker, draw >> 33), kGlide, depth - 1, next_draw(draw));
+  co_return 1 +
+      co_await worker.rpc_async(random_rank(worker, draw >> 33), kGlide, depth - 1, next_draw(draw));
 }
 
 std::int64_t add_through(Worker&, const RRef<Tally>& tally, std::int64_t by) {
@@ -101,18 +102,19 @@ class Traffic {
 
  private:
   std::uint64_t draw() { return random_(); }
-  std::uint32_t peer() { return somebody(worker_, draw()); }
+  std::uint32_t peer() { return random_rank(worker_, draw()); }
   Caller calls() { return worker_.with({.timeout = milliseconds(20 + draw() % 2000)}); }
 
   void count(const std::exception_ptr& error) {
-    const Error told = to_error(error);
-    outcomes_.failed[static_cast<std::size_t>(told.kind()) % outcomes_.failed.size()].fetch_add(1);
-    const bool possible = told.kind() == ErrorKind::kDisconnected || told.kind() == ErrorKind::kTimedOut ||
-                          told.kind() == ErrorKind::kCancelled || told.kind() == ErrorKind::kRemoteFailure ||
-                          told.message().find("in this world") != std::string::npos;
+    const Error outcome = to_error(error);
+    outcomes_.failed[static_cast<std::size_t>(outcome.kind()) % outcomes_.failed.size()].fetch_add(1);
+    const bool possible = outcome.kind() == ErrorKind::kDisconnected ||
+                          outcome.kind() == ErrorKind::kTimedOut || outcome.kind() == ErrorKind::kCancelled ||
+                          outcome.kind() == ErrorKind::kRemoteFailure ||
+                          outcome.message().find("in this world") != std::string::npos;
     if (possible) return;
     outcomes_.wrong.fetch_add(1);
-    worker_.runtime().log.error(fmt::format("an error that cannot be: {}", told.what()));
+    worker_.runtime().log.error(fmt::format("an error that cannot be: {}", outcome.what()));
   }
 
   /// Whether the future has completed, as every future must.

@@ -94,7 +94,7 @@ inline at::Tensor forgetful(const at::Tensor& a, const at::Tensor& b) { return F
 // Functions that call other workers: further ones, or the caller.
 
 at::Tensor onwards(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b);
-at::Tensor tour(Worker& worker, const std::vector<std::int64_t>& stops, const at::Tensor& a);
+at::Tensor call_chain(Worker& worker, const std::vector<std::int64_t>& stops, const at::Tensor& a);
 at::Tensor by_reference(Worker& worker, const RRef<Store>& store, const at::Tensor& a);
 at::Tensor fetch(Worker& worker, const RRef<at::Tensor>& there, const at::Tensor& a);
 at::Tensor wasteful(Worker& worker, std::int64_t to, const at::Tensor& a);
@@ -124,7 +124,7 @@ constexpr Function<mixed> kMixed{"mixed"};
 constexpr Function<unite> kUnite{"unite"};
 constexpr Function<forgetful> kForgetful{"forgetful"};
 constexpr Function<onwards> kOnwards{"onwards"};
-constexpr Function<tour> kTour{"tour"};
+constexpr Function<call_chain> kCallChain{"call_chain"};
 constexpr Function<by_reference> kByReference{"by_reference"};
 constexpr Function<fetch> kFetch{"fetch"};
 constexpr Function<wasteful> kWasteful{"wasteful"};
@@ -134,17 +134,17 @@ constexpr Function<keys_of> kKeysOf{"keys_of"};
 inline FunctionTable program_functions() {
   return FunctionTable().add(kStore, kScale, kLookUp, kSingle, kMultiply, kSine, kMatrices, kLarger, kSplit,
                              kHalves, kDetached, kWithoutGrad, kInPlace, kInPlaceViews, kMeanOf, kMixed,
-                             kUnite, kForgetful, kOnwards, kTour, kByReference, kFetch, kWasteful,
+                             kUnite, kForgetful, kOnwards, kCallChain, kByReference, kFetch, kWasteful,
                              kGradientsOf, kKeysOf, kPair);
 }
 
 inline at::Tensor onwards(Worker& worker, std::int64_t to, const at::Tensor& a, const at::Tensor& b) {
   return worker.rpc_sync(to, kMultiply, a.tanh(), b) + a;
 }
-inline at::Tensor tour(Worker& worker, const std::vector<std::int64_t>& stops, const at::Tensor& a) {
+inline at::Tensor call_chain(Worker& worker, const std::vector<std::int64_t>& stops, const at::Tensor& a) {
   if (stops.empty()) return a.cos();
   const std::vector<std::int64_t> rest(stops.begin() + 1, stops.end());
-  return worker.rpc_sync(stops[0], kTour, rest, a.sin()) * a;
+  return worker.rpc_sync(stops[0], kCallChain, rest, a.sin()) * a;
 }
 inline at::Tensor by_reference(Worker&, const RRef<Store>& store, const at::Tensor& a) {
   return store.rpc_sync(kScale, a).tanh();

@@ -35,7 +35,7 @@ struct Instruction {
     kMean,
     kMixed,
     kOnwards,
-    kTour,
+    kCallChain,
     kScale,
     kLookUp,
     kSingle,
@@ -52,7 +52,7 @@ struct Instruction {
   int worker = 0;
   int other = 0;
   int a = 0, b = 0;                   ///< values
-  std::vector<std::int64_t> stops{};  ///< of a tour
+  std::vector<std::int64_t> stops{};  ///< of a call chain
 };
 
 struct Program {
@@ -72,10 +72,10 @@ struct Program {
 
 inline std::string Program::text() const {
   static constexpr const char* kNames[] = {
-      "add",          "slice",   "multiply", "sine",         "matrices",          "larger",
-      "split",        "halves",  "pair",     "in_place",     "in_place_views",    "mean",
-      "mixed",        "onwards", "tour",     "scale",        "look_up",           "single",
-      "by_reference", "fetch",   "detached", "without_grad", "sent_without_grad", "forgetful",
+      "add",          "slice",   "multiply",   "sine",         "matrices",          "larger",
+      "split",        "halves",  "pair",       "in_place",     "in_place_views",    "mean",
+      "mixed",        "onwards", "call_chain", "scale",        "look_up",           "single",
+      "by_reference", "fetch",   "detached",   "without_grad", "sent_without_grad", "forgetful",
       "wasteful"};
   static_assert(std::size(kNames) == Instruction::kKinds);
   std::string text = fmt::format("{} workers, {} inputs, {} threads, {} bare roots{}{}{}", workers, inputs,
@@ -151,7 +151,7 @@ inline Program make_program(std::uint64_t seed, int most_workers = 6) {
     in.other = pick(program.workers);
     in.a = pick(values);
     in.b = pick(values);
-    if (in.kind == Instruction::kTour) {
+    if (in.kind == Instruction::kCallChain) {
       for (int stop = 0; stop <= pick(4); ++stop) in.stops.push_back(pick(program.workers));
     }
     program.instructions.push_back(in);
@@ -261,7 +261,7 @@ struct LocalCalls {
     switch (in.kind) {
       case Instruction::kOnwards:
         return testing::multiply(a.tanh(), b) + a;
-      case Instruction::kTour:
+      case Instruction::kCallChain:
         return toured(in.stops.size(), a);
       case Instruction::kScale:
         return store.scale(a);
@@ -305,8 +305,8 @@ struct RemoteCalls {
     switch (in.kind) {
       case Instruction::kOnwards:
         return worker.rpc_sync(in.worker, kOnwards, in.other, a, b);
-      case Instruction::kTour:
-        return worker.rpc_sync(in.worker, kTour, in.stops, a);
+      case Instruction::kCallChain:
+        return worker.rpc_sync(in.worker, kCallChain, in.stops, a);
       case Instruction::kScale:
         return store.rpc_sync(kScale, a);
       case Instruction::kLookUp:

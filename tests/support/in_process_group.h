@@ -139,7 +139,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   /// How two ranks' calls differ; empty if they do not.
   std::string difference(const Arrivals& all) const {
-    const auto told = [&](std::size_t rank) {
+    const auto call_text = [&](std::size_t rank) {
       const auto& sparse_dim = all[rank]->sparse_dim;
       return "rank " + std::to_string(ranks_[rank]) + " called " + all[rank]->call +
              (sparse_dim ? " with " + std::to_string(*sparse_dim) + " sparse dimensions" : "");
@@ -147,10 +147,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     std::size_t with_entries = 0;
     for (std::size_t rank = 1; rank < all.size(); ++rank) {
       if (!all[with_entries]->sparse_dim) with_entries = rank;
-      if (all[rank]->call != all[0]->call) return told(0) + ", " + told(rank);
+      if (all[rank]->call != all[0]->call) return call_text(0) + ", " + call_text(rank);
       const auto& sparse_dim = all[rank]->sparse_dim;
       if (sparse_dim && sparse_dim != all[with_entries]->sparse_dim)
-        return told(with_entries) + ", " + told(rank);
+        return call_text(with_entries) + ", " + call_text(rank);
     }
     return "";
   }

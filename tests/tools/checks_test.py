@@ -90,7 +90,7 @@ class Arrows(Tree):
                             ("include/torchspan/net/leak.h:2", "public header includes the private header"),
                             ("examples/peek.cpp:1", "private to room 'net'"))
 
-    def test_headers_for_other_rooms_lie_in_detail_and_api(self):
+    def test_headers_for_other_rooms_are_in_detail_and_api(self):
         self.write("include/torchspan/detail/net/channel.h", "#pragma once\n")
         self.write("include/torchspan/net.h", "#pragma once\n#include <torchspan/detail/net/channel.h>\n")
         self.write("src/net/api/sim.h", "#pragma once\n")
@@ -105,7 +105,7 @@ class Arrows(Tree):
                             ("include/torchspan/net/leak.h:2", "public header includes the private header"),
                             ("examples/peek.cpp:1", "private to room 'net'"))
 
-    def test_a_path_round_the_back_is_seen(self):
+    def test_a_relative_include_path_is_checked(self):
         self.write("src/net/ring.h", "#pragma once\n")
         self.write("src/wire/sly.cpp", '#include "../net/ring.h"\n')
         self.assert_reports("check-arrows", ("src/wire/sly.cpp:1", "private to room 'net'"))
@@ -116,7 +116,7 @@ class Arrows(Tree):
         self.write("src/rpc/lazy.cpp", "#include <torchspan/torchspan.h>\n")
         self.assert_reports("check-arrows", ("src/rpc/lazy.cpp:1", "room 'rpc' has no arrow to 'session'"))
 
-    def test_a_commented_include_counts_for_nothing(self):
+    def test_a_commented_include_is_ignored(self):
         self.write("src/net/note.cpp", "// #include <torchspan/rpc/worker.h>\n/*\n#include <ATen/ATen.h>\n*/\n")
         self.assert_clean("check-arrows")
 
@@ -128,7 +128,7 @@ class Arrows(Tree):
                             ("src/rpc/new.cpp:1", "there is no room 'attic'"),
                             ("src/net/README.md:1", "has no guide"))
 
-    def test_a_table_whose_arrows_cannot_be_is_refused(self):
+    def test_an_invalid_table_is_rejected(self):
         self.write("CMakeLists.txt", "torchspan_room(net ROOMS rpc)\ntorchspan_room(rpc)\n")
         code, output = self.run_tool("check-arrows")
         self.assertEqual((code, "CMakeLists.txt:1: room 'net' has an arrow to 'rpc'" in output), (2, True), output)
@@ -159,15 +159,15 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
 """)
         self.assert_clean("check-rules")
 
-    def test_threads_waits_and_clocks_have_one_door(self):
+    def test_threads_waits_and_clocks_come_from_the_executor(self):
         lines = ["std::thread t;", "std::jthread t;", "auto f = std::async(g);", "std::condition_variable_any c;",
                  "auto now = std::chrono::steady_clock::now();", "std::chrono::system_clock::time_point t;",
                  "high_resolution_clock::now();", "std::this_thread::sleep_for(1s);", "usleep(3);", "::sleep(1);",
                  "std::promise<int> p;", "std::mutex m;", "epoll_wait(fd, e, 1, 0);"]
-        self.write("src/net/door_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
+        self.write("src/net/executor_test.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
         self.write("src/core/async/executor.cpp", "void f() {\n" + "\n".join(lines) + "\n}\n")
         self.assert_reports("check-rules",
-                            *((f"src/net/door_test.cpp:{row}", "[door]") for row in range(2, len(lines) + 2)))
+                            *((f"src/net/executor_test.cpp:{row}", "[executor]") for row in range(2, len(lines) + 2)))
 
     def test_state_that_can_change_is_named(self):
         lines = ["int counter = 0;", "std::atomic<int> total{0};", "inline std::map<std::string, int> registry;",
@@ -185,7 +185,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
         self.write("src/rpc/current.cpp", "\n")
         self.assert_reports("check-rules", ("check-rules.allow:2", "allows nothing any more"))
 
-    def test_public_headers_carry_neither_weight_nor_private_libraries(self):
+    def test_public_headers_include_neither_heavy_nor_private_libraries(self):
         self.write("include/torchspan/rpc/heavy.h",
                    "#pragma once\n#include <torch/torch.h>\n#include <fmt/format.h>\n")
         self.write("include/torchspan/session.h", "#pragma once\n#include <torch/torch.h>\n")
@@ -204,9 +204,9 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
                             ("src/net/long.cpp:501", "[long-file]"), ("docs/where.md:1", "[machine-path]"),
                             ("src/net/README.md:41", "[long-guide]"), ("src/net/off_test.cpp:1", "[disabled-test]"))
 
-    def test_links_that_lead_nowhere_are_named(self):
+    def test_dead_links_are_named(self):
         self.write("docs/threads.md", "# Threads\n")
-        self.write("docs/map.md", "[a](threads.md) [b](threads.md#door) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")
+        self.write("docs/map.md", "[a](threads.md) [b](threads.md#core) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")
         self.assert_reports("check-rules", ("docs/map.md:3", "[dead-link] 'gone.md'"))
 
     def test_long_functions_are_named(self):
@@ -219,7 +219,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
 
 @unittest.skipUnless(shutil.which("g++"), "needs g++")
 class Headers(Tree):
-    def test_a_header_that_leans_on_another_is_named_and_clean_ones_are_not_compiled_again(self):
+    def test_a_header_that_is_not_self_contained_is_named_and_clean_ones_are_not_recompiled(self):
         self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
         self.assertIn("0 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
         self.write("include/torchspan/core/error.h", "#pragma once\nstruct Error { int kind; };\n")
@@ -254,7 +254,7 @@ class Tidy(Tree):
 
 
 class InstallDeps(unittest.TestCase):
-    def test_it_says_what_is_wrong_with_an_argument(self):
+    def test_it_reports_invalid_arguments(self):
         done = subprocess.run([TOOLS / "install-deps", "everything"], capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 1)
         self.assertIn("unknown argument 'everything'", done.stderr)
@@ -381,7 +381,7 @@ class RunBench(unittest.TestCase):
         self.assertEqual(self.run_bench("alone")[:2], ("", ""))
         self.assertEqual(self.run_bench("peered", "--no-peer")[:2], ("", "--no-peer"))
 
-    def test_a_peer_that_cannot_be_installed_is_left_out_and_said_so(self):
+    def test_a_peer_that_cannot_be_installed_is_left_out_and_reported(self):
         asked, arguments, errors = self.run_bench("peered", install="exit 1")
         self.assertEqual((asked, arguments), ("bench\n", "--no-peer"))
         self.assertIn("the peer of 'peered' is not installed", errors)

@@ -37,7 +37,7 @@ MISTAKES = {
 
 @unittest.skipUnless(LIBTORCH_FRONT_END.is_dir(), "needs LibTorch where Debian has it")
 class CompileErrors(unittest.TestCase):
-    def test_each_mistake_has_its_sentence(self):
+    def test_each_mistake_has_its_message(self):
         command = ["g++", "-fsyntax-only", "-x", "c++", *Flags(ROOT).of("none.cpp", True), "-"]
         done = subprocess.run(command, cwd=ROOT, input=COMMON + "\n".join(MISTAKES) + "\n", capture_output=True, text=True,
                               check=False)

@@ -84,7 +84,7 @@ class RData(unittest.TestCase):
         self.assertIn("there is no 'tables'", errors)
         self.assertIn("there are: table", errors)
 
-    def test_says_what_it_cannot_read(self):
+    def test_reports_what_it_cannot_read(self):
         self.write(table=frame(a=ints(3) + ints(0)))  # a function
         code, _, errors = self.run_tool("table")
         self.assertNotEqual(code, 0)

@@ -78,10 +78,10 @@ class Error : public std::exception {
 Error to_error(const std::exception_ptr& exception);
 
 /// Demangled dynamic type and text of an exception.
-struct ExceptionStory {
+struct ExceptionDescription {
   std::string type;
   std::string text;
 };
-ExceptionStory describe(const std::exception_ptr& exception);
+ExceptionDescription describe(const std::exception_ptr& exception);
 
 }  // namespace torchspan

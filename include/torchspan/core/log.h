@@ -18,7 +18,7 @@ class Log {
  public:
   /// Receives lines that passed the level. Called concurrently from any thread; must not throw.
   using Sink = std::function<void(LogLevel, const std::string& line)>;
-  explicit Log(std::string who, LogLevel least = LogLevel::kWarning, Sink sink = {});
+  explicit Log(std::string owner, LogLevel least = LogLevel::kWarning, Sink sink = {});
 
   bool enabled(LogLevel level) const { return level >= least_.load(std::memory_order_relaxed); }
   void set_level(LogLevel least) { least_.store(least, std::memory_order_relaxed); }
@@ -29,7 +29,7 @@ class Log {
   void error(std::string_view text) { write(LogLevel::kError, text); }
 
  private:
-  const std::string who_;
+  const std::string owner_;
   std::atomic<LogLevel> least_;
   const Sink sink_;
 };

@@ -36,7 +36,7 @@ class Skips {
   at::Tensor pop(const std::string& name);
 
   /// Error text that lists declared names which the forward did not use; empty: none.
-  std::string neglected() const;
+  std::string unused_keys() const;
   std::map<std::string, at::Tensor>& stashed() { return stashed_; }
 
  private:

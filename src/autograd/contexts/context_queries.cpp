@@ -32,7 +32,7 @@ PartReport ContextQueries::report_of(ContextState& context, std::uint64_t id) co
   auto pass = context.pass();
   if (pass && pass->id() == id) {
     const PartReport report = pass->report();
-    PassOwner::let_go(std::move(pass));
+    PassOwner::release_on_pool(std::move(pass));
     return report;
   }
   PartReport part;

@@ -94,9 +94,9 @@ Error node_failure(const engine::GraphPass& graph, const std::string& worker,
   Error failure(cause.kind(), fmt::format("{} [{}]{}", cause.message(), place, advice(cause.message())));
   failure.with_worker(cause.worker()).with_call(cause.call());
   for (const RemoteFrame& frame : cause.frames()) failure.with_frame(frame);
-  const ExceptionStory story =
-      graph.cause() ? describe(graph.cause()) : ExceptionStory{"torchspan::Error", cause.message()};
-  return failure.with_frame({worker, graph.failed_node(), story.type, story.text});
+  const ExceptionDescription description =
+      graph.cause() ? describe(graph.cause()) : ExceptionDescription{"torchspan::Error", cause.message()};
+  return failure.with_frame({worker, graph.failed_node(), description.type, description.text});
 }
 
 Error lost_worker_failure(const LostWorker& lost, const Error& cause, const std::string& worker) {

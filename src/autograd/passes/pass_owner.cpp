@@ -8,7 +8,7 @@ void PassOwner::post(UniqueFunction<void()> act) {
   host->post([self = shared_from_this(), act = std::move(act)]() mutable { act(); });
 }
 
-void PassOwner::let_go(std::shared_ptr<PassOwner> pass) {
+void PassOwner::release_on_pool(std::shared_ptr<PassOwner> pass) {
   if (!pass->has_ended()) return;  // its context holds it
   const auto host = pass->host_.lock();
   if (host) host->post([last = std::move(pass)] {});

@@ -28,7 +28,7 @@ class PassOwner : public std::enable_shared_from_this<PassOwner> {
   /// Runs `act` on the worker's pool, or on this thread after the pool has stopped. Keeps the pass alive.
   void post(UniqueFunction<void()> act);
   /// Drops a reference on a thread that must not destroy graphs: the pool destroys the last one.
-  static void let_go(std::shared_ptr<PassOwner> pass);
+  static void release_on_pool(std::shared_ptr<PassOwner> pass);
 
  private:
   const std::weak_ptr<FutureHost> host_;

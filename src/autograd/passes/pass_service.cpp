@@ -101,7 +101,7 @@ void PassService::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> 
   auto pass = context ? context->pass() : nullptr;
   if (pass && pass->id() == message.pass && pass->is_small()) {
     const bool marked = pass->marking().try_mark(message.sends, peer, answer);
-    PassOwner::let_go(std::move(pass));
+    PassOwner::release_on_pool(std::move(pass));
     if (marked) return;
   }
   const auto pool = worker_.host().lock();
@@ -130,7 +130,7 @@ void PassService::marks_are_final(std::uint32_t peer, const MarksFinal& message)
   auto pass = context ? context->pass() : nullptr;
   if (!pass) return;
   if (pass->id() == message.pass && pass->root() == peer) pass->marking().marks_are_final();
-  PassOwner::let_go(std::move(pass));
+  PassOwner::release_on_pool(std::move(pass));
 }
 
 Future<Unit> PassService::abort(const AbortPass& message) {
@@ -162,7 +162,7 @@ void PassService::worker_gone(const std::vector<std::shared_ptr<ContextState>>& 
     if (!pass) continue;
     if (participates || made || pass->root() == rank)
       pass->ending().fail_without(rank, reason, "", PassEnding::Close::kOnPool);
-    PassOwner::let_go(std::move(pass));
+    PassOwner::release_on_pool(std::move(pass));
   }
 }
 

@@ -73,7 +73,7 @@ void PassState::deliver_to_marks(const std::shared_ptr<SendNode>& send,
   if (!delivered.disagrees) ending_.leave();
   if (delivered.twice) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the gradients of {} came twice in one pass", send->message().text()));
+                fmt::format("the gradients of {} arrived twice in one pass", send->message().text()));
   }
 }
 
@@ -102,7 +102,7 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
         } else {
           ending_.leave();
         }
-        let_go(std::move(alive));
+        release_on_pool(std::move(alive));
       });
 }
 

@@ -134,7 +134,7 @@ TEST(Autograd, GivesTheGradientsOfOneProcessThroughLayersOnOtherWorkers) {
   }
 }
 
-TEST(Autograd, FollowsCallsThatComeBackToTheirCaller) {
+TEST(Autograd, FollowsCallsBackToTheirCaller) {
   on_first(2, 7, [](Worker& worker) {
     at::Tensor a = parameter(1), b = parameter(2);
     Context context(worker);
@@ -211,7 +211,7 @@ TEST(Autograd, RefusesRootsThatCannotBeDifferentiated) {
   });
 }
 
-TEST(Autograd, TellsHandlersTheirContextAndLeaksItToNobody) {
+TEST(Autograd, SetsTheContextOfHandlersAndOfNothingElse) {
   on_first(2, 1, [](Worker& worker) {
     EXPECT_FALSE(worker.rpc_sync("worker1", kInContext, 0));
     {

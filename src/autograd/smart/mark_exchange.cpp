@@ -76,7 +76,7 @@ void MarkExchange::send_marks() {
                         auto alive = weak.lock();
                         if (!alive) return;
                         take_answer(std::move(marked), error, to);
-                        PassOwner::let_go(std::move(alive));
+                        PassOwner::release_on_pool(std::move(alive));
                       });
   }
 }

@@ -26,9 +26,9 @@ constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 
 /// The store through which Gloo's ranks find each other. A thread exchanges what the ranks set, by repeated
 /// gathers, until all ranks are connected.
-class MeetingStore final : public c10d::Store {
+class GlooStore final : public c10d::Store {
  public:
-  MeetingStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
+  GlooStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
       : world_(std::move(world)),
         executor_(world_->runtime()->executor),
         ranks_(std::move(ranks)),
@@ -247,8 +247,8 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
   auto gloo_options =
       c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(options.timeout));
   gloo_options->threads = 2;
-  auto store = c10::make_intrusive<MeetingStore>(world, ranks,
-                                                 world->runtime()->executor.deadline_in(options.timeout));
+  auto store =
+      c10::make_intrusive<GlooStore>(world, ranks, world->runtime()->executor.deadline_in(options.timeout));
   const auto rank = std::find(ranks.begin(), ranks.end(), world->self().rank) - ranks.begin();
   C10dGroup group;
   std::string trouble;

@@ -38,7 +38,7 @@ TEST(Arena, GivesZeroedMemoryAgain) {
   }
 }
 
-TEST(Arena, JoinsNeighboursThatWereGivenBackInAnyOrder) {
+TEST(Arena, MergesAdjacentFreeBlocksInAnyOrder) {
   const auto arena = Arena::make(6 << 12);
   for (const auto& order : std::vector<std::vector<int>>{{0, 1, 2}, {2, 1, 0}, {0, 2, 1}, {1, 0, 2}}) {
     std::vector<std::shared_ptr<std::byte>> blocks;
@@ -49,7 +49,7 @@ TEST(Arena, JoinsNeighboursThatWereGivenBackInAnyOrder) {
   }
 }
 
-TEST(Arena, IsSeenByWhoMapsItsFile) {
+TEST(Arena, IsVisibleThroughEveryMappingOfItsFile) {
   const auto arena = Arena::make(1 << 20);
   const auto block = arena->allocate(100);
   const SharedMemory other = map_arena(Descriptor(::dup(arena->descriptor().get())), 1 << 20);

@@ -42,11 +42,11 @@ struct Hello {
 /// Exchanges memory between the ranks of one host.
 class Bootstrap {
  public:
-  Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, Neighbors& neighbors)
-      : runtime_(*world->runtime()), neighbors_(neighbors) {
-    const auto& leaders = neighbors.leaders;
+  Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, LocalRanks& local_ranks)
+      : runtime_(*world->runtime()), local_ranks_(local_ranks) {
+    const auto& leaders = local_ranks.leaders;
     leader_ = leaders[static_cast<std::size_t>(plan.self)];
-    token_ = neighbors.tokens[static_cast<std::size_t>(leader_)];
+    token_ = local_ranks.tokens[static_cast<std::size_t>(leader_)];
     for (std::size_t rank = 0; rank < leaders.size(); ++rank) {
       if (leaders[rank] != leader_) continue;
       if (static_cast<int>(rank) == plan.self) self_ = size();
@@ -95,7 +95,7 @@ class Bootstrap {
   void host() {
     std::vector<std::optional<AcceptedPeer>> peers(peers_.size());
     for (int missing = size() - 1; missing > 0;) {
-      auto peer = receive_hello(neighbors_.listener->accept(deadline_));
+      auto peer = receive_hello(local_ranks_.listener->accept(deadline_));
       if (!peer || peers[peer->first]) continue;
       peers[peer->first].emplace(std::move(peer->second));
       --missing;
@@ -117,7 +117,7 @@ class Bootstrap {
   }
 
   void join() {
-    UnixConnection connection = std::move(*neighbors_.connection);
+    UnixConnection connection = std::move(*local_ranks_.connection);
     const Hello hello{token_, static_cast<std::uint32_t>(self_), peer_memory_->own()->mapping().size()};
     connection.send(hello.encode(), peer_memory_->own()->descriptor().get(), deadline_);
     std::vector<bool> known(peers_.size());
@@ -136,7 +136,7 @@ class Bootstrap {
   }
 
   Runtime& runtime_;
-  Neighbors& neighbors_;
+  LocalRanks& local_ranks_;
   int leader_ = 0;
   int self_ = 0;  ///< among peers_
   std::vector<PeerIdentity> peers_;
@@ -148,17 +148,17 @@ class Bootstrap {
 }  // namespace
 
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
-                          Neighbors neighbors, const Gather& gather) {
-  BootstrapResult met{neighbors.leaders, neighbors.reasons};
+                          LocalRanks local_ranks, const Gather& gather) {
+  BootstrapResult met{local_ranks.leaders, local_ranks.reasons};
   std::string trouble;
   try {
-    Bootstrap meeting(world, plan, neighbors);
-    meeting.hold();
-    met.peer_memory = meeting.take_hub();
+    Bootstrap exchange(world, plan, local_ranks);
+    exchange.hold();
+    met.peer_memory = exchange.take_hub();
   } catch (const Error& error) {
     trouble = error.message();
   }
-  neighbors.connection.reset();  // a leader that waits for this rank sees the end of the connection
+  local_ranks.connection.reset();  // a leader that waits for this rank sees the end of the connection
   ByteWriter writer;
   writer.put_string(trouble);
   const std::vector<Bytes> answers = gather(writer.bytes());
@@ -166,11 +166,11 @@ BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const Bootstr
   for (std::size_t rank = 0; rank < answers.size(); ++rank) {
     const std::string text = ByteReader(answers[rank]).get_string();
     if (text.empty()) continue;
-    failed[static_cast<std::size_t>(neighbors.leaders[rank])] = true;
+    failed[static_cast<std::size_t>(local_ranks.leaders[rank])] = true;
     met.reasons[rank] = fmt::format("{}: {}", plan.peers[rank].text, text);
   }
   for (std::size_t rank = 0; rank < answers.size(); ++rank) {
-    if (!failed[static_cast<std::size_t>(neighbors.leaders[rank])]) continue;
+    if (!failed[static_cast<std::size_t>(local_ranks.leaders[rank])]) continue;
     met.leaders[rank] = static_cast<int>(rank);
     if (static_cast<int>(rank) == plan.self) met.peer_memory.reset();
   }

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/shm/neighbors.h"
+#include "collective/shm/local_ranks.h"
 #include "collective/shm/peer_memory.h"
 
 namespace torchspan::collective::shm {
@@ -22,11 +22,11 @@ struct BootstrapResult {
   std::shared_ptr<PeerMemory> peer_memory = {};  ///< of this rank's host; null if it is alone there
 };
 
-/// Collective: neighbors pass each other their memory. All connect to their leader, which distributes the
+/// Collective: the ranks of a host pass each other their memory. All connect to their leader, which distributes the
 /// memory of all, and authenticate with a random token that only `gather` has distributed. The connection to
 /// the leader stays open, so that its end reveals the end of a process. If a rank cannot pass or map memory,
 /// the ranks of its host share none, as if each were alone on a host.
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
-                          Neighbors neighbors, const Gather& gather);
+                          LocalRanks local_ranks, const Gather& gather);
 
 }  // namespace torchspan::collective::shm

@@ -33,7 +33,7 @@ struct alignas(kLine) RankCounts {
 
 /// The futex on which a rank sleeps, and the count that it waits for.
 struct alignas(kLine) WaitWord {
-  std::atomic<std::uint32_t> bell{0};  ///< the futex
+  std::atomic<std::uint32_t> futex_word{0};  ///< the futex
   std::atomic<std::uint32_t> asleep{0};
   std::atomic<std::uint64_t> target{0};
   std::atomic<Count> count{Count::kPosted};

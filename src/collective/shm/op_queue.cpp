@@ -12,10 +12,10 @@ namespace {
 
 /// How long an operation is left for a caller that may wait for it.
 constexpr Duration kLeftToCaller = std::chrono::microseconds(100);
-/// The thread polls at this interval while calls arrive, and for kLively after the last one, so that calls
+/// The thread polls at this interval while calls arrive, and for kPollingTime after the last one, so that calls
 /// need not wake it.
-constexpr Duration kNap = std::chrono::microseconds(200);
-constexpr Duration kLively = std::chrono::milliseconds(5);
+constexpr Duration kPollInterval = std::chrono::microseconds(200);
+constexpr Duration kPollingTime = std::chrono::milliseconds(5);
 /// Interval at which a waiting thread checks the other ranks' connections.
 constexpr Duration kWatch = std::chrono::milliseconds(200);
 
@@ -190,7 +190,7 @@ std::optional<Deadline> OpQueue::rest() {
     if (first.begun || now >= due || signals_.broken() || ended_.load()) return std::nullopt;
     return Deadline(due);
   }
-  if (now < last_call_ + kLively) return Deadline(now + kNap);
+  if (now < last_call_ + kPollingTime) return Deadline(now + kPollInterval);
   asleep_ = true;
   return Deadline::never();
 }

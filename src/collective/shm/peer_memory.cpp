@@ -6,15 +6,15 @@
 namespace torchspan::collective::shm {
 
 void PeerMemory::note_gone(std::uint64_t instance, const std::string& how) {
-  bool news = false;
+  bool is_first = false;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == self_ || peer(rank).instance != instance) continue;
     MutexLock lock(mutex_);
     auto& gone = gone_[static_cast<std::size_t>(rank)];
-    news = !gone;
-    if (news) gone = how;
+    is_first = !gone;
+    if (is_first) gone = how;
   }
-  if (!news) return;
+  if (!is_first) return;
   for (const auto& listener : listeners()) listener->rank_gone();
 }
 
@@ -73,9 +73,9 @@ void PeerMemory::add(const std::weak_ptr<PeerMemoryListener>& listener) {
     MutexLock lock(mutex_);
     listeners_.push_back(listener);
   }
-  const auto told = listener.lock();
+  const auto listening = listener.lock();
   const auto ended = world_->ended();
-  if (told && ended) told->world_ended(*ended);
+  if (listening && ended) listening->world_ended(*ended);
 }
 
 }  // namespace torchspan::collective::shm

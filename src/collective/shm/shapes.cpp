@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
 
-[[noreturn]] void throw_nonsense() {
+[[noreturn]] void throw_malformed() {
   throw Error(ErrorKind::kInvalid, "a member of the group described an impossible tensor");
 }
 
@@ -20,9 +20,9 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
 std::uint64_t bytes_of(at::IntArrayRef sizes, std::size_t item) {
   std::uint64_t bytes = item;
   for (const std::int64_t size : sizes) {
-    if (size < 0 || static_cast<std::uint64_t>(size) > kMostBytes) throw_nonsense();
+    if (size < 0 || static_cast<std::uint64_t>(size) > kMostBytes) throw_malformed();
     if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes) || bytes > kMostBytes) {
-      throw_nonsense();
+      throw_malformed();
     }
   }
   return bytes;
@@ -41,14 +41,14 @@ void put_sizes(Call& call, at::IntArrayRef sizes) {
 }
 
 std::vector<std::int64_t> get_sizes(const Call& call, std::size_t item) {
-  if (call.dimensions > kMostDimensions) throw_nonsense();
+  if (call.dimensions > kMostDimensions) throw_malformed();
   std::vector<std::int64_t> sizes(call.sizes.begin(), call.sizes.begin() + call.dimensions);
-  if (bytes_of(sizes, item) != call.bytes) throw_nonsense();
+  if (bytes_of(sizes, item) != call.bytes) throw_malformed();
   return sizes;
 }
 
 std::size_t checked_size(std::uint64_t bytes) {
-  if (bytes > kMostBytes) throw_nonsense();
+  if (bytes > kMostBytes) throw_malformed();
   return static_cast<std::size_t>(bytes);
 }
 
@@ -80,13 +80,13 @@ std::uint32_t SparseParts::sparse_dimensions(const std::vector<Call>& calls) {
 }
 
 void SparseParts::add(const Call& call, std::uint32_t sparse_dimensions, at::ScalarType dtype) {
-  if (call.dimensions > kMostDimensions || sparse_dimensions > call.dimensions) throw_nonsense();
+  if (call.dimensions > kMostDimensions || sparse_dimensions > call.dimensions) throw_malformed();
   const auto entries = static_cast<std::int64_t>(checked_size(call.entries));
   std::vector<std::int64_t> shape{entries};
   shape.insert(shape.end(), call.sizes.begin() + sparse_dimensions, call.sizes.begin() + call.dimensions);
   const std::vector<std::int64_t> places{sparse_dimensions, entries};
   if (bytes_of(shape, c10::elementSize(dtype)) + bytes_of(places, sizeof(std::int64_t)) != call.bytes) {
-    throw_nonsense();
+    throw_malformed();
   }
   indices.push_back(at::empty(places, at::TensorOptions().dtype(at::kLong)));
   values.push_back(at::empty(shape, at::TensorOptions().dtype(dtype)));

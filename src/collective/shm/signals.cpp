@@ -11,11 +11,11 @@
 namespace torchspan::collective::shm {
 namespace {
 
-constexpr Duration kLongestDoze = std::chrono::milliseconds(100);
+constexpr Duration kMaxFutexWait = std::chrono::milliseconds(100);
 /// How long ranks wait for the reason if a rank dies while it writes why the group broke.
 constexpr Duration kBreakageLimit = std::chrono::seconds(1);
 /// How often the counts are read before anything else is checked.
-constexpr int kLooks = 64;
+constexpr int kPolls = 64;
 
 void relax() {
 #if defined(__x86_64__)
@@ -43,7 +43,7 @@ void Signals::publish(Count count, std::uint64_t value) {
 }
 
 void Signals::wake_for(Count count) {
-  // With doze(): either it reads the new count, or this reads its wait word. With another rank that publishes
+  // With wait_on_futex(): either it reads the new count, or this reads its wait word. With another rank that publishes
   // at the same time: the later of the two reads both counts.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < size(); ++rank) {
@@ -57,9 +57,9 @@ void Signals::wake_for(Count count) {
 
 void Signals::ring(int rank) {
   WaitWord& wait_word = of(rank).wait_word;
-  wait_word.bell.fetch_add(1, std::memory_order_seq_cst);
+  wait_word.futex_word.fetch_add(1, std::memory_order_seq_cst);
   if (wait_word.asleep.load(std::memory_order_seq_cst) == 0) return;
-  syscall(SYS_futex, &wait_word.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  syscall(SYS_futex, &wait_word.futex_word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 void Signals::ring_all() {
@@ -88,9 +88,9 @@ void Signals::finish_unit() {
 Signals::Outcome Signals::spin(CountTarget target, Deadline deadline,
                                const std::function<bool()>& interrupted) {
   const Deadline limit = earlier(deadline, executor_.deadline_in(executor_.spin_limit()));
-  const int looks = control_.oversubscribed != 0 ? 1 : kLooks;
+  const int polls = control_.oversubscribed != 0 ? 1 : kPolls;
   do {
-    for (int look = 0; look < looks; ++look) {
+    for (int look = 0; look < polls; ++look) {
       if (reached(target)) return Outcome::kReached;
       relax();
     }
@@ -101,18 +101,18 @@ Signals::Outcome Signals::spin(CountTarget target, Deadline deadline,
   return Outcome::kExpired;
 }
 
-void Signals::doze(CountTarget target, Deadline deadline) {
+void Signals::wait_on_futex(CountTarget target, Deadline deadline) {
   WaitWord& wait_word = of(rank_).wait_word;
-  const std::uint32_t heard = wait_word.bell.load(std::memory_order_seq_cst);
+  const std::uint32_t heard = wait_word.futex_word.load(std::memory_order_seq_cst);
   wait_word.target.store(target.target, std::memory_order_relaxed);
   wait_word.count.store(target.count, std::memory_order_relaxed);
   wait_word.asleep.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (!reached(target) && !broken()) {
-    const Duration left = std::min(deadline.left(executor_.now()), kLongestDoze);
+    const Duration left = std::min(deadline.left(executor_.now()), kMaxFutexWait);
     const timespec time{static_cast<time_t>(left.count() / 1'000'000'000),
                         static_cast<long>(left.count() % 1'000'000'000)};
-    syscall(SYS_futex, &wait_word.bell, FUTEX_WAIT, heard, &time, nullptr, 0);
+    syscall(SYS_futex, &wait_word.futex_word, FUTEX_WAIT, heard, &time, nullptr, 0);
   }
   wait_word.asleep.store(0, std::memory_order_seq_cst);
 }
@@ -126,7 +126,7 @@ Signals::Outcome Signals::wait(CountTarget target, Deadline deadline,
     if (broken()) return Outcome::kBroken;
     if (interrupted()) return Outcome::kInterrupted;
     if (deadline.passed(executor_.now())) return Outcome::kExpired;
-    doze(target, deadline);
+    wait_on_futex(target, deadline);
   }
 }
 

@@ -63,7 +63,7 @@ class Signals {
   void ring_all();
   Outcome spin(CountTarget target, Deadline deadline, const std::function<bool()>& interrupted);
   /// Sleeps once, for at most 100 ms.
-  void doze(CountTarget target, Deadline deadline);
+  void wait_on_futex(CountTarget target, Deadline deadline);
 
   Executor& executor_;
   Control& control_;

@@ -119,7 +119,7 @@ TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
 
 // What was written before an unpark must be visible after the park that its token ends, also if a second
 // unpark arrives while the first token is being taken.
-TEST_F(RealParker, ShowsWhatWasWrittenBeforeEachOfTwoUnparksInARow) {
+TEST_F(RealParker, MakesWritesBeforeEachOfTwoUnparksVisible) {
   constexpr int kTurns = 50000;
   const auto parker = executor_->make_parker();
   std::atomic<int> turn{0}, first{0}, second{0};
@@ -155,7 +155,7 @@ TEST_F(RealExecutor, SleepsAtLeastAsLongAsAsked) {
   executor_->sleep(-1h);
 }
 
-TEST_F(RealExecutor, MakesADeadlineThatNeverComesOfATimeoutWithoutEnd) {
+TEST_F(RealExecutor, TurnsAnInfiniteTimeoutIntoADeadlineThatNeverPasses) {
   EXPECT_TRUE(executor_->deadline_in(Duration::max()).is_never());
   EXPECT_FALSE(executor_->deadline_in(24h * 365).is_never());
   EXPECT_TRUE(executor_->deadline_in(Duration::min()).passed(executor_->now()));
@@ -163,13 +163,13 @@ TEST_F(RealExecutor, MakesADeadlineThatNeverComesOfATimeoutWithoutEnd) {
 
 TEST_F(RealExecutor, JoinsAThreadAfterItsBodyAndWhatTheBodyCaptured) {
   const auto ended = std::make_shared<std::atomic<int>>(0);
-  struct Tells {
+  struct CountsEnd {
     std::shared_ptr<std::atomic<int>> ended;
-    explicit Tells(std::shared_ptr<std::atomic<int>> ended) : ended(std::move(ended)) {}
-    ~Tells() { ++*ended; }
+    explicit CountsEnd(std::shared_ptr<std::atomic<int>> ended) : ended(std::move(ended)) {}
+    ~CountsEnd() { ++*ended; }
   };
   Thread thread = executor_->spawn("a name longer than the fifteen characters of Linux",
-                                   [tells = std::make_shared<Tells>(ended), ended] { ++*ended; });
+                                   [counter = std::make_shared<CountsEnd>(ended), ended] { ++*ended; });
   EXPECT_TRUE(thread.joinable());
   EXPECT_FALSE(thread.is_current());
   thread.join();
@@ -219,7 +219,7 @@ class RealPoller : public RealExecutor {
   std::array<Poller::Event, 8> events_{};
 };
 
-TEST_F(RealPoller, ReportsAReadablePipeByItsTokenForAsLongAsItIs) {
+TEST_F(RealPoller, ReportsAPipeByItsTokenWhileItIsReadable) {
   Pipe pipe;
   poller_->add(pipe.out.fd, 77, false);
   EXPECT_EQ(wait_now(), 0u);
@@ -252,7 +252,7 @@ TEST_F(RealPoller, WatchesForWritingOnlyWhenAsked) {
   EXPECT_EQ(wait_now(), 0u);
 }
 
-TEST_F(RealPoller, SaysThatTheOtherEndHungUp) {
+TEST_F(RealPoller, ReportsThatTheOtherEndClosed) {
   std::array<int, 2> ends{};
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()), 0);
   Descriptor mine(ends[0]), other(ends[1]);
@@ -305,7 +305,7 @@ TEST_F(RealPoller, WaitsUntilItsDeadlineAndNotLess) {
   EXPECT_TRUE(deadline.passed(executor_->now()));
 }
 
-TEST_F(RealPoller, GivesNoMoreEventsThanThereIsRoomForAndTheRestLater) {
+TEST_F(RealPoller, ReturnsAsManyEventsAsFitAndTheRestLater) {
   std::array<Pipe, 5> pipes;
   for (std::size_t i = 0; i < pipes.size(); ++i) {
     poller_->add(pipes[i].out.fd, i, false);
@@ -322,7 +322,7 @@ TEST_F(RealPoller, GivesNoMoreEventsThanThereIsRoomForAndTheRestLater) {
   EXPECT_EQ(wait_now(), 0u);
 }
 
-TEST_F(RealPoller, RefusesWhatCannotBeWatched) {
+TEST_F(RealPoller, RejectsDescriptorsThatCannotBePolled) {
   Pipe pipe;
   EXPECT_EQ(kind_of([&] { poller_->add(-1, 1, false); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { poller_->change(pipe.out.fd, 1, false); }), ErrorKind::kInvalid);

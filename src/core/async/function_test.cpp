@@ -9,7 +9,7 @@ namespace {
 
 int triple(int value) { return 3 * value; }
 
-TEST(UniqueFunction, IsEmptyUntilGivenSomething) {
+TEST(UniqueFunction, IsEmptyUntilAssigned) {
   UniqueFunction<void()> nothing, null = nullptr;
   EXPECT_FALSE(nothing);
   EXPECT_FALSE(null);
@@ -48,7 +48,7 @@ TEST(UniqueFunction, KeepsStateBetweenCalls) {
   EXPECT_EQ(count(), 2);
 }
 
-TEST(UniqueFunction, TakesPlainFunctionsAndDropsResultsNobodyWants) {
+TEST(UniqueFunction, AcceptsPlainFunctionsAndDiscardsUnwantedResults) {
   UniqueFunction<int(int)> function = triple;
   EXPECT_EQ(function(5), 15);
   UniqueFunction<void(int)> ignores = triple;
@@ -63,7 +63,7 @@ TEST(UniqueFunction, DestroysWhatItHoldsWhenReplaced) {
   EXPECT_EQ(token.use_count(), 1);
 }
 
-TEST(UniqueFunction, LetsExceptionsOut) {
+TEST(UniqueFunction, PropagatesExceptions) {
   UniqueFunction<void()> throws = [] { throw std::string("out"); };
   EXPECT_THROW(throws(), std::string);
 }

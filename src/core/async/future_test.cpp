@@ -103,7 +103,7 @@ TEST(Promise, CancelsItsFutureWhenDropped) {
   });
 }
 
-TEST(Promise, CancelsWhatItHeldWhenAnotherIsMovedIn) {
+TEST(Promise, CancelsItsFutureWhenAnotherPromiseIsMovedIn) {
   Promise<int> promise{std::weak_ptr<FutureHost>()}, other{std::weak_ptr<FutureHost>()};
   const Future<int> old = promise.future(), fresh = other.future();
   promise = std::move(other);
@@ -128,7 +128,7 @@ TEST(Promise, FailsItsFutureWhenTheValueCannotBeStored) {
   EXPECT_THROW(promise.future().wait(), std::out_of_range);
 }
 
-TEST(Promise, TakesWhatABodyReturnsOrThrows) {
+TEST(Promise, TakesTheResultOrExceptionOfABody) {
   Promise<int> value{std::weak_ptr<FutureHost>()}, failure{std::weak_ptr<FutureHost>()};
   value.set_from([] { return 5; });
   failure.set_from([]() -> int { throw std::length_error("too long"); });
@@ -137,7 +137,7 @@ TEST(Promise, TakesWhatABodyReturnsOrThrows) {
 }
 
 // The waiter may own the promise and destroy it at once; the setter must not touch it after that.
-TEST(Promise, MayBeDestroyedByTheWaiterAsSoonAsTheValueIsThere) {
+TEST(Promise, CanBeDestroyedByTheWaiterOnceTheValueIsSet) {
   const auto executor = make_executor();
   OwnedPool pool(*executor);
   std::atomic<Promise<int>*> offered{nullptr};
@@ -160,7 +160,7 @@ TEST(Promise, MayBeDestroyedByTheWaiterAsSoonAsTheValueIsThere) {
   stop = true;
 }
 
-TEST(FutureWait, TimesOutAtItsDeadlineAndSaysHowLongItWaited) {
+TEST(FutureWait, TimesOutAtItsDeadlineAndReportsTheElapsedTime) {
   for_seeds(20, [](SimExecutor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
@@ -225,7 +225,7 @@ TEST(FutureThen, PassesValuesAlongAChain) {
   });
 }
 
-TEST(FutureThen, PassesErrorsAlongAChainUntilSomebodyHandlesThem) {
+TEST(FutureThen, PassesErrorsAlongAChainUntilACallbackHandlesThem) {
   everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
@@ -245,7 +245,7 @@ TEST(FutureThen, PassesErrorsAlongAChainUntilSomebodyHandlesThem) {
   });
 }
 
-TEST(FutureThen, FailsWithWhatTheCallbackThrows) {
+TEST(FutureThen, FailsWithTheExceptionOfTheCallback) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<void> promise(pool.host());
@@ -333,7 +333,7 @@ TEST(FutureThen, RunsOnTheCompletingThreadWhenTheHostIsGone) {
   EXPECT_EQ(after.then([](const Future<int>& f) { return f.wait() + 1; }).wait(), 4);
 }
 
-TEST(Future, IsReadyOrFailedFromTheStartWhenMadeSo) {
+TEST(Future, CanBeCreatedReadyOrFailed) {
   EXPECT_EQ(make_ready_future<int>(3).wait(), 3);
   make_ready_future<void>().wait();
   const auto failed =
@@ -344,7 +344,7 @@ TEST(Future, IsReadyOrFailedFromTheStartWhenMadeSo) {
 }
 
 // Random trees of futures: every value must be the sum that a plain computation gives.
-TEST(Future, ComputesWhatAPlainProgramComputes) {
+TEST(Future, ComputesTheSameAsASequentialProgram) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1 + executor.random() % 3});
     std::vector<Future<std::int64_t>> futures;

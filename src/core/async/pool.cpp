@@ -22,7 +22,7 @@ void Pool::post(UniqueFunction<void()> job) {
     MutexLock lock(mutex_);
     if (!stopping_) {
       queue_.push_back(std::move(job));
-      staff();
+      wake_or_add_worker();
       if (live_ > 0) {
         if (starved() && !waiters_.empty()) {
           waiters_.back()->overloaded.store(true, std::memory_order_release);
@@ -37,13 +37,13 @@ void Pool::post(UniqueFunction<void()> job) {
   job();
 }
 
-void Pool::staff() {
+void Pool::wake_or_add_worker() {
   if (queue_.empty() || active() >= options_.threads) return;
   if (!idle_.empty()) {
-    auto chosen = std::find(idle_.begin(), idle_.end(), lookout_.load());
+    auto chosen = std::find(idle_.begin(), idle_.end(), spinning_.load());
     if (chosen == idle_.end()) --chosen;
     (*chosen)->idle.store(false, std::memory_order_release);
-    if (lookout_.load() != *chosen) (*chosen)->parker->unpark();
+    if (spinning_.load() != *chosen) (*chosen)->parker->unpark();
     idle_.erase(chosen);
   } else if (live_ < max_threads_) {
     add_worker();
@@ -53,7 +53,7 @@ void Pool::staff() {
 void Pool::allow_threads(std::ptrdiff_t more) {
   MutexLock lock(mutex_);
   max_threads_ += static_cast<std::size_t>(more);
-  if (more > 0) staff();
+  if (more > 0) wake_or_add_worker();
 }
 
 void Pool::add_worker() {
@@ -110,20 +110,20 @@ UniqueFunction<void()> Pool::next_job() {
   return job;
 }
 
-void Pool::look_out(const Worker& self) {
+void Pool::spin(const Worker& self) {
   const Duration limit = executor_.spin_limit();
-  const Worker* nobody = nullptr;
-  if (limit == Duration::zero() || !lookout_.compare_exchange_strong(nobody, &self)) return;
+  const Worker* none = nullptr;
+  if (limit == Duration::zero() || !spinning_.compare_exchange_strong(none, &self)) return;
   const TimePoint end = executor_.now() + limit;
   while (self.idle.load(std::memory_order_acquire) && executor_.now() < end &&
          executor_.spin_limit() != Duration::zero()) {
     executor_.yield();
   }
-  lookout_.store(nullptr);
+  spinning_.store(nullptr);
 }
 
 bool Pool::rest(Worker& self, Deadline deadline) {
-  look_out(self);
+  spin(self);
   for (;;) {
     {
       MutexLock lock(mutex_);
@@ -135,7 +135,7 @@ bool Pool::rest(Worker& self, Deadline deadline) {
     if (unparked) continue;  // by a wake-up that a time-out had already seen
     self.idle = false;
     std::erase(idle_, &self);
-    retire(self);  // it is not needed: staff() wakes an idle thread before a job has to wait
+    retire(self);  // it is not needed: wake_or_add_worker() wakes an idle thread before a job has to wait
     return false;
   }
 }
@@ -226,7 +226,7 @@ Pool::Worker* Pool::begin_blocking(Waiter* waiter) {
   if (self == nullptr) return nullptr;
   if (++self->scopes == 1) ++blocked_;
   if (waiter != nullptr) waiters_.push_back(waiter);
-  staff();
+  wake_or_add_worker();
   if (starved()) {
     leave(*self, waiter);
     throw overloaded();

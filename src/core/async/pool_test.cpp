@@ -46,7 +46,7 @@ int nest(const std::shared_ptr<Pool>& pool, int depth) {
   return 1 + async(pool, [pool, depth] { return nest(pool, depth - 1); }).wait();
 }
 
-TEST(Pool, RefusesNumbersOfThreadsThatMakeNoSense) {
+TEST(Pool, RejectsInvalidThreadCounts) {
   const auto executor = make_executor();
   EXPECT_EQ(kind_of([&] { Pool(*executor, {.threads = 0}); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { Pool(*executor, {.threads = 3, .max_threads = 2}); }), ErrorKind::kInvalid);
@@ -101,7 +101,7 @@ TEST(Pool, RunsNoMoreJobsAtOnceThanItHasThreads) {
   });
 }
 
-TEST(Pool, StartsNoJobWhileThreadsThatCameBackFromAWaitKeepItBusy) {
+TEST(Pool, StartsNoJobWhileThreadsThatReturnFromAWaitKeepItBusy) {
   for_seeds(100, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads});
@@ -194,7 +194,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
 }
 
 // peer: rpc/more nested calls never starve
-TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
+TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
   everywhere(100, [](Executor& executor) {
     std::atomic<bool> overloaded{false};
     std::function<void()> nest_for_ever;
@@ -216,7 +216,7 @@ TEST(PoolCap, OverloadsTheDeepestWaitOfANestInsteadOfHanging) {
   });
 }
 
-TEST(PoolCap, OverloadsAWaitThatBeganBeforeTheJobsCame) {
+TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
   everywhere(100, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> never(pool.host());
@@ -238,7 +238,7 @@ TEST(PoolCap, OverloadsAWaitThatBeganBeforeTheJobsCame) {
 }
 
 // The last thread may wait although jobs are queued, if another thread has been woken and has not run yet.
-TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToComeFree) {
+TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> promise(pool.host());
@@ -297,7 +297,7 @@ TEST(PoolStop, StillReplacesThreadsThatBlock) {
   });
 }
 
-TEST(PoolStop, LeavesLaterPostsToTheirPosters) {
+TEST(PoolStop, RunsLaterPostsOnTheirPosters) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
@@ -334,7 +334,7 @@ TEST(PoolIdle, EndsThreadsBeyondItsSizeAfterAWhileAndGrowsAgain) {
   });
 }
 
-TEST(PoolIdle, LosesNoJobThatComesAsAThreadEnds) {
+TEST(PoolIdle, LosesNoJobPostedWhileAThreadEnds) {
   for_seeds(200, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .linger = 1ms});
     int runs = 0;
@@ -381,7 +381,7 @@ TEST(PoolWithoutThreads, RunsJobsOnTheirPosters) {
   });
 }
 
-TEST(PoolWithoutThreads, DoesWithTheOnesItHasAndOverloadsWhenTheyAllWait) {
+TEST(PoolWithoutThreads, UsesItsExistingThreadsAndReportsOverloadWhenTheyAllWait) {
   everywhere(50, [](Executor& executor) {
     FewThreads few(executor, 3);
     OwnedPool pool(few, {.threads = 4});
@@ -396,9 +396,9 @@ TEST(PoolWithoutThreads, DoesWithTheOnesItHasAndOverloadsWhenTheyAllWait) {
 }
 
 /// A job that does random things which a pool must survive: nested waits, scopes, posts, continuations.
-int frolic(SimExecutor& executor, const std::shared_ptr<Pool>& pool, int depth) {
+int run_random_nest(SimExecutor& executor, const std::shared_ptr<Pool>& pool, int depth) {
   if (depth == 0) return 1;
-  const auto below = [&executor, pool, depth] { return frolic(executor, pool, depth - 1); };
+  const auto below = [&executor, pool, depth] { return run_random_nest(executor, pool, depth - 1); };
   switch (executor.random() % 5) {
     case 0:
       return async(pool, below).wait();
@@ -425,7 +425,7 @@ TEST(Pool, SurvivesRandomNestsOfWaitsScopesAndContinuations) {
     OwnedPool pool(executor, {.threads = threads, .max_threads = 4096, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return frolic(executor, pool.host(), 4); }));
+      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 4); }));
     }
     for (auto& result : results) EXPECT_GE(result.wait(), 1);
   });
@@ -439,7 +439,7 @@ TEST(Pool, EndsEveryRandomNestWithAValueOrOverloadUnderASmallCap) {
                    {.threads = threads, .max_threads = threads + executor.random() % 3, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return frolic(executor, pool.host(), 3); }));
+      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 3); }));
     }
     for (auto& result : results) {
       overloaded += is_overload([&] { result.wait(); }) ? 1 : 0;

@@ -109,9 +109,9 @@ class SimExecutor::Impl {
     std::lock_guard lock(mutex_);
     running_ = false;
   }
-  void main_failed(std::string story) {
+  void main_failed(std::string description) {
     std::lock_guard lock(mutex_);
-    main_failure_ = std::move(story);
+    main_failure_ = std::move(description);
   }
 
   TimePoint now() const {
@@ -370,8 +370,8 @@ void SimExecutor::run(std::function<void()> main) {
         std::exchange(main, nullptr)();
       } catch (...) {
         failure = std::current_exception();
-        const ExceptionStory story = describe(failure);
-        impl_->main_failed(fmt::format("{}: {}", story.type, story.text));
+        const ExceptionDescription description = describe(failure);
+        impl_->main_failed(fmt::format("{}: {}", description.type, description.text));
       }
     });
   });

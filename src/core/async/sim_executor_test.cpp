@@ -23,9 +23,9 @@ std::int64_t us(TimePoint time) {
 
 /// Threads that sleep, yield, poll, wake each other, fire events and start further threads, all chosen by the
 /// executor's seed; records every step. Only one thread runs at a time, so nothing is locked.
-class Commotion {
+class RandomRun {
  public:
-  explicit Commotion(SimExecutor& executor) : executor_(executor) {
+  explicit RandomRun(SimExecutor& executor) : executor_(executor) {
     for (int i = 0; i < 4; ++i) parkers_.push_back(executor.make_parker());
   }
 
@@ -96,10 +96,10 @@ struct Outcome {
   std::uint64_t steps = 0;
   TimePoint end;
 };
-Outcome commotion(std::uint64_t seed) {
+Outcome random_run(std::uint64_t seed) {
   SimExecutor executor(seed);
   Outcome outcome;
-  executor.run([&] { outcome.trace = Commotion(executor).run(); });
+  executor.run([&] { outcome.trace = RandomRun(executor).run(); });
   outcome.steps = executor.steps();
   outcome.end = executor.now();
   return outcome;
@@ -108,8 +108,8 @@ Outcome commotion(std::uint64_t seed) {
 TEST(SimExecutor, RepeatsEveryStepOfASeed) {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    const Outcome first = commotion(seed);
-    const Outcome second = commotion(seed);
+    const Outcome first = random_run(seed);
+    const Outcome second = random_run(seed);
     ASSERT_EQ(first.trace, second.trace);
     EXPECT_EQ(first.steps, second.steps);
     EXPECT_EQ(first.end, second.end);
@@ -155,7 +155,7 @@ TEST(SimExecutor, LetsOneThreadRunAtATime) {
   });
 }
 
-TEST(SimExecutor, SleepsAnHourInNoTime) {
+TEST(SimExecutor, SleepsAnHourOfVirtualTimeInstantly) {
   const auto real = make_executor();
   const TimePoint began = real->now();
   SimExecutor executor(1);
@@ -186,7 +186,7 @@ TEST(SimExecutor, WakesEachSleeperAtItsDeadlineInOrder) {
   });
 }
 
-TEST(SimExecutor, FiresEventsAtTheirTimeInTheOrderOfPlanning) {
+TEST(SimExecutor, FiresEventsAtTheirTimeInTheOrderOfScheduling) {
   for_seeds(20, [](SimExecutor& executor) {
     std::vector<std::pair<int, std::int64_t>> fired;
     const auto plan = [&](int name, Duration when) {
@@ -438,7 +438,7 @@ class SimExecutorDeath : public ::testing::Test {
   void SetUp() override { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
 };
 
-TEST_F(SimExecutorDeath, NamesEveryThreadWhenNothingCanEverWake) {
+TEST_F(SimExecutorDeath, NamesEveryThreadInADeadlock) {
   const auto deadlock = [] {
     SimExecutor executor(42);
     executor.run([&] {
@@ -454,7 +454,7 @@ TEST_F(SimExecutorDeath, NamesEveryThreadWhenNothingCanEverWake) {
                      HasSubstr("'main'"), HasSubstr("'waits for right'"), HasSubstr("'waits for left'")));
 }
 
-TEST_F(SimExecutorDeath, TellsWhatMainThrewWhenThatLeftOthersWaiting) {
+TEST_F(SimExecutorDeath, ReportsTheExceptionOfMainWhenItLeavesThreadsWaiting) {
   const auto deadlock = [] {
     SimExecutor executor(1);
     Thread thread;

@@ -141,7 +141,7 @@ TEST(Task, ReturnsThroughADeepNestWithoutUsingTheStack) {
   EXPECT_EQ(start(Deep::sum(20'000), {}).wait(), 20'000);
 }
 
-TEST(Task, GoesOnOnThePoolOfTheFutureItAwaits) {
+TEST(Task, ResumesOnThePoolOfTheAwaitedFuture) {
   everywhere(30, [](Executor& executor) {
     OwnedPool home(executor, {.name = "home"}), other(executor, {.name = "other"});
     Promise<int> promise(other.host());
@@ -229,9 +229,9 @@ struct Witness {
   }
 };
 /// Checks the state on destruction: a coroutine frame is destroyed within its last step.
-struct LooksAtItsEnd {
+struct ChecksWhenDestroyed {
   Witness& witness;
-  ~LooksAtItsEnd() { witness.look(); }
+  ~ChecksWhenDestroyed() { witness.look(); }
 };
 
 Task<int> inner_steps(Witness& witness, Future<int> future) {
@@ -242,7 +242,7 @@ Task<int> inner_steps(Witness& witness, Future<int> future) {
 }
 
 Task<int> outer_steps(Witness& witness, std::vector<Future<int>> futures) {
-  LooksAtItsEnd end{witness};
+  ChecksWhenDestroyed end{witness};
   int sum = 0;
   for (auto& future : futures) {
     witness.look();

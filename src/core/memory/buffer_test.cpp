@@ -11,7 +11,7 @@
 namespace torchspan::buffer_test {
 namespace {
 
-TEST(AllocateBuffer, GivesNothingForNoBytes) {
+TEST(AllocateBuffer, ReturnsAnEmptyBufferForZeroBytes) {
   const Buffer buffer = allocate_buffer(0);
   EXPECT_EQ(buffer.data, nullptr);
   EXPECT_EQ(buffer.size, 0u);
@@ -40,7 +40,7 @@ TEST(AllocateBuffer, KeepsTheMemoryAsLongAsTheOwnerIsHeld) {
   EXPECT_EQ(data[999], std::byte{7});
 }
 
-TEST(AllocateBuffer, SaysSoWhenThereIsNoMemory) {
+TEST(AllocateBuffer, ReportsThatMemoryIsExhausted) {
   constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max();
   std::vector<std::size_t> sizes{kMost, kMost - 63, kMost - (std::size_t{2} << 20), kMost / 2 - 4096};
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

@@ -123,7 +123,7 @@ TEST(Bytes, RoundTripRandomSequencesAndRefuseEveryTruncation) {
   }
 }
 
-TEST(ByteReader, StaysWhereItWasAfterARefusal) {
+TEST(ByteReader, KeepsItsPositionAfterAnError) {
   ByteWriter writer;
   writer.put(std::uint16_t{7});
   ByteReader reader(writer.bytes());
@@ -131,7 +131,7 @@ TEST(ByteReader, StaysWhereItWasAfterARefusal) {
   EXPECT_EQ(reader.get<std::uint16_t>(), 7);
 }
 
-TEST(ByteReader, RefusesAStringLongerThanWhatIsThere) {
+TEST(ByteReader, RejectsAStringLongerThanTheRemainingBytes) {
   ByteWriter writer;
   writer.put(std::numeric_limits<std::uint32_t>::max());
   writer.put_bytes(std::as_bytes(std::span("xyz")));
@@ -139,7 +139,7 @@ TEST(ByteReader, RefusesAStringLongerThanWhatIsThere) {
   expect_invalid([&] { reader.get_string(); });
 }
 
-TEST(ByteReader, BelievesACountOnlyAsFarAsItsElementsFit) {
+TEST(ByteReader, RejectsACountBeyondTheRemainingBytes) {
   const auto count_of = [](std::uint32_t count, std::size_t payload, std::size_t least) {
     ByteWriter writer;
     writer.put(count);
@@ -158,7 +158,7 @@ TEST(ByteReader, BelievesACountOnlyAsFarAsItsElementsFit) {
   expect_invalid([&] { count_of(std::numeric_limits<std::uint32_t>::max(), 1000, 0); });
 }
 
-TEST(ByteReader, SaysHowMuchIsLeftOver) {
+TEST(ByteReader, ReportsUnreadBytes) {
   const Bytes bytes(5);
   ByteReader reader(bytes);
   reader.get<std::uint16_t>();

@@ -31,7 +31,7 @@ Descriptor make_socket() {
   return Descriptor::not_inherited([] { return ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); });
 }
 
-TEST(DescriptorTest, AForkedChildHoldsANumberInPlaceOfWhatIsNotInherited) {
+TEST(DescriptorTest, AForkedChildReplacesDescriptorsThatItMustNotInherit) {
   Descriptor socket = make_socket();
   const Descriptor other(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   Descriptor moved = std::move(socket);
@@ -43,7 +43,7 @@ TEST(DescriptorTest, AForkedChildHoldsANumberInPlaceOfWhatIsNotInherited) {
   EXPECT_TRUE(is_socket(moved.get())) << "the parent lost it";
 }
 
-TEST(DescriptorTest, ANumberThatIsUsedAgainIsInherited) {
+TEST(DescriptorTest, AReusedDescriptorNumberIsInherited) {
   Descriptor socket = make_socket();
   const int number = socket.get();
   socket.reset();
@@ -61,7 +61,7 @@ TEST(DescriptorTest, AChildsOwnFilesAreInheritedByItsChildren) {
   }));
 }
 
-TEST(DescriptorTest, WhatCannotBeMadeLeavesItsReason) {
+TEST(DescriptorTest, AFailedCreationKeepsErrno) {
   const Descriptor none = Descriptor::not_inherited([] { return ::socket(-1, SOCK_STREAM, 0); });
   EXPECT_EQ(errno, EAFNOSUPPORT);
   EXPECT_FALSE(none);

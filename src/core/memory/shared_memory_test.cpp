@@ -21,7 +21,7 @@ TEST(SharedMemory, OfOneFileIsTheSameInEveryMapping) {
   EXPECT_EQ(other.data()[kSize - 1], std::byte{42});
 }
 
-TEST(SharedMemory, KnowsWhatLiesInside) {
+TEST(SharedMemory, ChecksWhetherARangeLiesInside) {
   const Descriptor file = create_memory_file("test");
   ASSERT_TRUE(seal_memory_file(file, kSize, FilePages::kOnDemand));
   const SharedMemory memory = SharedMemory::map(file, kSize);
@@ -32,7 +32,7 @@ TEST(SharedMemory, KnowsWhatLiesInside) {
   EXPECT_FALSE(memory.holds(5, ~std::uint64_t{0}));
 }
 
-TEST(SharedMemory, HasPagesFromTheBeginningOnlyWhenReserved) {
+TEST(SharedMemory, HasPagesFromTheStartOnlyIfReserved) {
   for (const FilePages pages : {FilePages::kReserved, FilePages::kOnDemand}) {
     const Descriptor file = create_memory_file("test");
     ASSERT_TRUE(seal_memory_file(file, kSize, pages));
@@ -71,7 +71,7 @@ class Passing : public ::testing::Test {
   std::array<std::byte, 16> place_{};
 };
 
-TEST_F(Passing, TakesDescriptorsAlongWithBytes) {
+TEST_F(Passing, PassesDescriptorsWithBytes) {
   const Descriptor file = create_memory_file("test");
   ASSERT_TRUE(seal_memory_file(file, kSize, FilePages::kOnDemand));
   ASSERT_EQ(send_with_descriptor(here_.get(), bytes_, file.get(), 0), 3);
@@ -83,7 +83,7 @@ TEST_F(Passing, TakesDescriptorsAlongWithBytes) {
   EXPECT_TRUE(is_sealed_memory_file(received.descriptors[0], kSize));
 }
 
-TEST_F(Passing, TellsAnEmptySocketFromOneThatEnded) {
+TEST_F(Passing, DistinguishesAnEmptySocketFromAClosedOne) {
   EXPECT_EQ(receive_with_descriptors(there_.get(), place_, 0).size, -1);
   EXPECT_EQ(errno, EAGAIN);
   ASSERT_EQ(send_with_descriptor(here_.get(), bytes_, -1, 0), 3);

@@ -29,12 +29,13 @@ LogLevel parse_log_level(std::string_view text) {
               fmt::format("'{}' is not a log level; use debug, info, warning, error or off", text));
 }
 
-Log::Log(std::string who, LogLevel least, Sink sink)
-    : who_(std::move(who)), least_(least), sink_(std::move(sink)) {}
+Log::Log(std::string owner, LogLevel least, Sink sink)
+    : owner_(std::move(owner)), least_(least), sink_(std::move(sink)) {}
 
 void Log::write(LogLevel level, std::string_view text) {
   if (!enabled(level) || level == LogLevel::kOff) return;
-  const std::string line = fmt::format("torchspan[{}] {}: {}\n", who_, kNames[static_cast<int>(level)], text);
+  const std::string line =
+      fmt::format("torchspan[{}] {}: {}\n", owner_, kNames[static_cast<int>(level)], text);
   if (sink_) {
     sink_(level, line);
   } else {

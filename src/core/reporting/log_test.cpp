@@ -82,7 +82,7 @@ TEST(Log, KeepsLinesWholeWhenSeveralThreadsWrite) {
   EXPECT_EQ(lines, 200u);
 }
 
-TEST(LogLevel, IsReadByItsNameAndOtherNamesGetTheList) {
+TEST(LogLevel, IsParsedByNameAndAnUnknownNameListsTheNames) {
   EXPECT_EQ(parse_log_level("debug"), LogLevel::kDebug);
   EXPECT_EQ(parse_log_level("info"), LogLevel::kInfo);
   EXPECT_EQ(parse_log_level("warning"), LogLevel::kWarning);

@@ -32,7 +32,7 @@ TEST(Metrics, ListsEveryCounterByName) {
   EXPECT_THAT(metrics.snapshot(), ElementsAre(Pair("a", 0u), Pair("b", 2u)));
 }
 
-TEST(Metrics, KeepsItsCountersWhereTheyAreWhileOthersAreMade) {
+TEST(Metrics, KeepsCounterAddressesWhileOthersAreAdded) {
   Metrics metrics;
   Counter& first = metrics.counter("first");
   for (int i = 0; i < 1000; ++i) metrics.counter(std::to_string(i));

@@ -60,7 +60,7 @@ TEST(Progress, FormatsEveryFieldInOneLine) {
             "epoch 2/5  step 17/469  loss 0.5125  5,120 images/s  1m03s left  warm up 100% done second");
 }
 
-TEST(Progress, LeavesOutWhatWasNotReported) {
+TEST(Progress, OmitsFieldsThatWereNotReported) {
   EXPECT_EQ(format_progress({}), "");
   ProgressReport report;
   report.step = 3;
@@ -102,7 +102,7 @@ TEST(Progress, DecodesWhatItEncoded) {
   EXPECT_EQ(back->seconds_left, report.seconds_left);
 }
 
-TEST(Progress, DecodesLinesWithKeysOfTheFutureAndRefusesOthers) {
+TEST(Progress, DecodesLinesWithUnknownKeysAndRejectsInvalidOnes) {
   ASSERT_TRUE(decode_progress("torchspan-progress 1 step=3 colour=blue"));
   EXPECT_EQ(decode_progress("torchspan-progress 1 step=3 colour=blue")->step, 3);
   EXPECT_FALSE(decode_progress("torchspan-progress 12 step=3"));
@@ -124,7 +124,7 @@ TEST(Progress, DecodesEveryByteStringToAReportOrNothing) {
   }
 }
 
-TEST(Progress, KnowsTheShareOfTheWholeWork) {
+TEST(Progress, ComputesTheCompletedFraction) {
   ProgressReport report;
   EXPECT_FALSE(fraction_done(report));
   report.epoch = 2;
@@ -137,7 +137,7 @@ TEST(Progress, KnowsTheShareOfTheWholeWork) {
   EXPECT_DOUBLE_EQ(*fraction_done(report), 0.5);
 }
 
-TEST(Progress, TellsTheLauncherTheTimeLeft) {
+TEST(Progress, ReportsTheRemainingTimeToTheLauncher) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.launcher_descriptor = pipe.write_end()});
@@ -148,15 +148,15 @@ TEST(Progress, TellsTheLauncherTheTimeLeft) {
     executor.sleep(std::chrono::seconds(2));
     report.step = 4;
     progress.report(report);
-    const auto told = decode_progress(pipe.take());
-    ASSERT_TRUE(told);
-    EXPECT_EQ(told->step, 4);
-    ASSERT_TRUE(told->seconds_left);
-    EXPECT_NEAR(*told->seconds_left, 3.0, 1e-9);
+    const auto decoded = decode_progress(pipe.take());
+    ASSERT_TRUE(decoded);
+    EXPECT_EQ(decoded->step, 4);
+    ASSERT_TRUE(decoded->seconds_left);
+    EXPECT_NEAR(*decoded->seconds_left, 3.0, 1e-9);
   });
 }
 
-TEST(Progress, ShowsTenReportsASecondAndAlwaysTheLast) {
+TEST(Progress, ShowsTenReportsPerSecondAndAlwaysTheLast) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.launcher_descriptor = pipe.write_end()});
@@ -200,7 +200,7 @@ TEST(Progress, RedrawsOneLineOnATerminal) {
   });
 }
 
-TEST(Progress, PrintsAPlainLineEveryTenSecondsElsewhere) {
+TEST(Progress, PrintsAPlainLineEveryTenSecondsWithoutATerminal) {
   simulate([](SimExecutor& executor) {
     const Pipe pipe;
     Progress progress(executor, {.descriptor = pipe.write_end(), .terminal = false});

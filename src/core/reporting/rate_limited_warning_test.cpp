@@ -12,23 +12,23 @@ namespace {
 
 using ::testing::EndsWith;
 
-TEST(SeldomWarningTest, WritesTheFirstAtOnceAndThenOneInAWhileThatCountsTheRest) {
+TEST(RateLimitedWarningTest, WritesTheFirstAtOnceAndThenPeriodicSummaries) {
   SimExecutor executor(1);
   std::vector<std::string> lines;
   Log log("worker0", LogLevel::kWarning, [&](LogLevel, const std::string& line) { lines.push_back(line); });
   executor.run([&] {
     RateLimitedWarning warning(log, executor, std::chrono::seconds(10));
-    for (int i = 0; i < 5; ++i) warning.write("somebody knocked");
+    for (int i = 0; i < 5; ++i) warning.write("connection refused");
     ASSERT_EQ(lines.size(), 1u);
-    EXPECT_THAT(lines[0], EndsWith("somebody knocked\n"));
+    EXPECT_THAT(lines[0], EndsWith("connection refused\n"));
     executor.sleep(std::chrono::seconds(10));
-    warning.write("somebody knocked");
+    warning.write("connection refused");
     ASSERT_EQ(lines.size(), 2u);
-    EXPECT_THAT(lines[1], EndsWith("somebody knocked (4 more of this kind since the last)\n"));
+    EXPECT_THAT(lines[1], EndsWith("connection refused (4 more of this kind since the last)\n"));
     executor.sleep(std::chrono::seconds(10));
-    warning.write("somebody knocked");
+    warning.write("connection refused");
     ASSERT_EQ(lines.size(), 3u);
-    EXPECT_THAT(lines[2], EndsWith("somebody knocked\n"));
+    EXPECT_THAT(lines[2], EndsWith("connection refused\n"));
   });
 }
 

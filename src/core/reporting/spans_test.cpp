@@ -49,7 +49,7 @@ TEST(SpanRing, KeepsTheLastSpansOldestFirstHoweverManyWereRecorded) {
   });
 }
 
-TEST(SpanRing, CutsLongNamesAndEndsThemByAZero) {
+TEST(SpanRing, TruncatesLongNamesWithATerminatingZero) {
   const auto executor = make_executor();
   SpanRing ring(*executor, 2);
   const std::string longest(46, 'n');

@@ -80,7 +80,7 @@ TEST(Agreement, NamesTheOptionThatDiffers) {
 }
 
 // peer: ddp DistributedDataParallel_requires_grad: same
-TEST(Agreement, TellsAllRanksThatOneCannotBegin) {
+TEST(Agreement, ReportsToAllRanksThatOneCannotBegin) {
   const std::string nothing =
       disagreement([](int rank) { return rank == 1 ? std::vector<Parameter>{} : two(leaf({3})); });
   EXPECT_NE(nothing.find("rank 1 cannot begin: there are no parameters"), std::string::npos) << nothing;

@@ -49,7 +49,7 @@ TEST(Assignment, OfSeveralLimitsAndSeveralDtypesIsThePeers) {
   EXPECT_EQ(result.limits, (Sizes{200, 200, 400, 400}));
 }
 
-TEST(Assignment, GivesSparseGradientsBucketsOfTheirOwnWithoutALimit) {
+TEST(Assignment, PutsSparseGradientsIntoSeparateBucketsWithoutALimit) {
   const auto result = compute_bucket_assignment_by_size({floats(10), floats(1000), floats(10)}, {400},
                                                         {.sparse = {false, true, false}});
   EXPECT_EQ(result.buckets, (Lists{{0, 2}, {1}}));
@@ -64,7 +64,7 @@ TEST(Assignment, InAGivenOrderListsBucketsAsTheyAreFilled) {
 }
 
 // peer: ddp compute_bucket_assignment_by_size_sparse_error_*: same
-TEST(Assignment, RefusesWhatMakesNoSense) {
+TEST(Assignment, RejectsInvalidArguments) {
   const auto sparse = at::empty({3, 3}, at::TensorOptions().layout(at::kSparse));
   EXPECT_THROW(compute_bucket_assignment_by_size({}, {400}), Error);
   EXPECT_THROW(compute_bucket_assignment_by_size({floats(1)}, {}), Error);

@@ -77,7 +77,7 @@ TEST(Hook, WrapperShowsTheInnerHookNarrowGradientsOfTheSameShapes) {
 }
 
 // peer: ddp ddp_comm_hook_future_passing_cpu
-TEST(Hook, MayAnswerWithATensorOfItsOwnLater) {
+TEST(Hook, MayReturnAnotherTensorLater) {
   for (const bool view : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({2, 2})};
@@ -150,7 +150,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
 
 /// On all ranks at once; a rank that throws ends the group, possibly before another rank begins.
 // peer: ddp ddp_invalid_comm_hook_return_type: better: a failed answer fails the step on all ranks
-TEST(Hook, ThatThrowsOrAnswersNonsenseFailsTheBackward) {
+TEST(Hook, ThatThrowsOrReturnsAnInvalidTensorFailsTheBackward) {
   for (const int kind : {0, 1, 2, 3}) {
     on_ranks(2, [&](const Rank& self) {
       const auto hook = [&](const GradientBucket& bucket,
@@ -211,7 +211,7 @@ TEST(Hook, ThatFailsOnOneRankFailsTheStepOnAllAndTheNextOneWorks) {
 }
 
 // peer: ddp ddp_comm_hook_future_passing_cpu
-TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
+TEST(Hook, GivesTheAverageUnderEveryOptionAndOverASeparateGroup) {
   for (unsigned bits = 0; bits < 16; ++bits) {
     SCOPED_TRACE(bits);
     DataParallelOptions options = kSmall;
@@ -241,7 +241,7 @@ TEST(Hook, GivesTheAverageUnderEveryOptionAndOverAGroupOfItsOwn) {
 }
 
 // peer: ddp noop hook: same
-TEST(Hook, MayAnswerAtOnce) {
+TEST(Hook, MayReturnACompletedFuture) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
     Reducer reducer(named(parameters), self.group, kSmall);

@@ -74,7 +74,7 @@ TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
 }
 
 // peer: ddp ddp_broadcast_buffer_via_hook
-TEST(BufferHook, BeforeForwardIsWhatTheForwardSees) {
+TEST(BufferHook, BeforeForwardRunsBeforeTheForwardReadsBuffers) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
     DistributedDataParallel model(net, self.group);
@@ -205,7 +205,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
 }
 
 // peer: ddp (documented) a buffer hook under no_sync
-TEST(BufferHook, IsSetOnceTheSameEverywhereAndNotBesideItsContraries) {
+TEST(BufferHook, IsSetOnceEquallyOnAllRanksAndWithoutConflictingOptions) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
     DistributedDataParallel model(net, self.group);

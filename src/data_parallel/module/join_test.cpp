@@ -92,7 +92,7 @@ TEST(Join, WorksWithHooksUnusedParametersBuffersAndStaticGraphs) {
 }
 
 // peer: ddp ddp_uneven_input_join_disable: same: not to call join() is to disable it
-TEST(Join, OfEvenInputsAndOfNoneAreFine) {
+TEST(Join, AcceptsEvenInputsAndNoInputs) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(net, self.group);
@@ -126,7 +126,7 @@ TEST(Join, ThrowsOnAllWhenAskedToEndEarly) {
 }
 
 // peer: ddp ddp_uneven_input_exception
-TEST(Join, TellsTheOthersOfALoopThatThrew) {
+TEST(Join, ReportsALoopThatThrewToTheOtherRanks) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(net, self.group);
@@ -152,7 +152,7 @@ TEST(Join, TellsTheOthersOfALoopThatThrew) {
 }
 
 // peer: ddp ddp_uneven_input_exception
-TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
+TEST(Join, ReportsALoopThatThrewBetweenForwardAndBackwardToRanksInAReduction) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(net, self.group);
@@ -179,7 +179,7 @@ TEST(Join, TellsRanksInAReductionOfALoopThatThrewBetweenForwardAndBackward) {
 }
 
 /// As in adversarial training, with one backward over both forwards or one for each.
-TEST(Join, LetsTwoForwardsComeBeforeTheirBackwards) {
+TEST(Join, AllowsTwoForwardsBeforeTheirBackwards) {
   for (const bool together : {true, false}) {
     for (const bool buffered : {true, false}) {
       on_ranks(3, [&](const Rank& self) {
@@ -219,7 +219,7 @@ TEST(Join, LetsTwoForwardsComeBeforeTheirBackwards) {
   }
 }
 
-TEST(Join, LetsAForwardHaveNoBackward) {
+TEST(Join, AllowsAForwardWithoutABackward) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(net, self.group);
@@ -251,19 +251,19 @@ TEST(Join, LeavesTheGradientsOfARankWithoutBatchesAsTheyAre) {
 }
 
 /// Linear, whose forward throws for the input 13.
-struct SuperstitiousImpl : nn::Module {
-  SuperstitiousImpl() : linear(register_module("linear", join_test::linear())) {}
+struct SkipsThirteenImpl : nn::Module {
+  SkipsThirteenImpl() : linear(register_module("linear", join_test::linear())) {}
   at::Tensor forward(const at::Tensor& x) {
     if (x.item<double>() == 13) throw std::runtime_error("not that number");
     return linear(x);
   }
   nn::Linear linear;
 };
-TORCH_MODULE(Superstitious);
+TORCH_MODULE(SkipsThirteen);
 
 TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
   on_ranks(3, [](const Rank& self) {
-    Superstitious net;
+    SkipsThirteen net;
     DistributedDataParallel model(net, self.group);
     int failed = 0;
     model.join([&] {
@@ -284,7 +284,7 @@ TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
   });
 }
 
-TEST(Join, EndsOnAllWhenRanksDisagreeAboutWhatComesNext) {
+TEST(Join, EndsOnAllRanksWhenTheyDisagreeAboutTheNextOperation) {
   on_ranks(3, [](const Rank& self) {
     nn::Linear net = linear();
     DistributedDataParallel model(net, self.group);

@@ -150,7 +150,7 @@ void expect_reduced(const Rank& self, Forward forward, Loss loss) {
 // peer: ddp `arbitrary_forward_return_value`, `ddp_namedtuple`, `dataclass_output` (+unused_param),
 //   `ddp_static_graph_nested_types`: same, plain, with unused parameters and with a static graph:
 //   `OutputTensors<T>` for types of one's own; an unknown type does not compile
-TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
+TEST(DistributedDataParallel, FindsTensorsInEveryOutputType) {
   on_ranks(2, [](const Rank& self) {
     using Map = std::map<std::string, at::Tensor>;
     using Either = std::variant<int, at::Tensor>;

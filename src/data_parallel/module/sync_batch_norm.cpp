@@ -48,7 +48,7 @@ std::vector<std::int64_t> other_dimensions(const at::Tensor& tensor) {
 }
 
 /// Reshapes one value per feature so that it broadcasts over a tensor like `like`.
-at::Tensor beside(const at::Tensor& by_feature, const at::Tensor& like) {
+at::Tensor reshape_for(const at::Tensor& by_feature, const at::Tensor& like) {
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(like.dim()), 1);
   sizes[1] = like.size(1);
   return by_feature.to(like.scalar_type()).reshape(sizes);
@@ -101,7 +101,7 @@ struct SyncBatchNormBackward final : torch::autograd::Node {
     const at::Tensor saved = input.unpack(), factors = weight.unpack();
     const at::Tensor x = widened(saved);
     const at::Tensor g = gradients[0].defined() ? widened(gradients[0]) : at::zeros_like(x);
-    const at::Tensor distance = x - beside(mean, x);
+    const at::Tensor distance = x - reshape_for(mean, x);
     const auto dimensions = other_dimensions(x);
     const at::Tensor sums =
         at::stack({g.sum(dimensions).to(at::kDouble), (g * distance).sum(dimensions).to(at::kDouble)});
@@ -111,10 +111,10 @@ struct SyncBatchNormBackward final : torch::autograd::Node {
     const at::Tensor whole = group.all_reduce(sums.clone()).wait() / count;
     if (!task_should_compute_output(0)) return results;
     const at::Tensor outer = factors.defined() ? scale * factors.to(at::kDouble) : scale;
-    results[0] = distance.mul_(beside(-scale.pow(2) * whole[1], x))
-                     .sub_(beside(whole[0], x))
+    results[0] = distance.mul_(reshape_for(-scale.pow(2) * whole[1], x))
+                     .sub_(reshape_for(whole[0], x))
                      .add_(g)
-                     .mul_(beside(outer, x))
+                     .mul_(reshape_for(outer, x))
                      .to(saved.scalar_type());
     return results;
   }
@@ -279,7 +279,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     const at::Tensor factor = weight.defined() ? scale * weight : scale;
     const at::Tensor shift = bias.defined() ? bias - batch.mean * factor : -batch.mean * factor;
     output = at::empty_like(x);
-    at::addcmul_out(output, beside(shift, x), x, beside(factor, x));
+    at::addcmul_out(output, reshape_for(shift, x), x, reshape_for(factor, x));
     output = output.to(input.scalar_type());
     node = std::make_shared<SyncBatchNormBackward>(*group_);
     node->mean = batch.mean;

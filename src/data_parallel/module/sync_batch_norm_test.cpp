@@ -206,7 +206,7 @@ TEST(SyncBatchNorm, OfEmptyBatchesEverywhereGivesNothingAndZeros) {
 }
 
 // peer: ddp DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process: same
-TEST(SyncBatchNorm, TakesOneRowARankButNotOneInAll) {
+TEST(SyncBatchNorm, AcceptsOneRowPerRankButNotOneInTotal) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
     norm->set_group(self.group);
@@ -238,7 +238,7 @@ TEST(SyncBatchNorm, InEvaluationIsPlainAndSendsNothing) {
 }
 
 // peer: ddp SyncBatchNorm_process_group: same
-TEST(SyncBatchNorm, LooksAtTheRanksOfItsGroupOnly) {
+TEST(SyncBatchNorm, UsesTheRanksOfItsGroupOnly) {
   on_ranks(4, [](const Rank& self) {
     const collective::Group pair = self.group.split(self.rank / 2, self.rank);
     SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -252,7 +252,7 @@ TEST(SyncBatchNorm, LooksAtTheRanksOfItsGroupOnly) {
 }
 
 // peer: ddp half and bfloat16 inputs: same
-TEST(SyncBatchNorm, TakesHalvesAndAnswersInHalves) {
+TEST(SyncBatchNorm, TakesAndReturnsHalfTensors) {
   for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
     on_ranks(2, [&](const Rank& self) {
       SyncBatchNorm norm(nn::BatchNormOptions(2));
@@ -288,7 +288,7 @@ TEST(SyncBatchNorm, TakesPartWhereARanksInputNeedsNoGradient) {
 }
 
 // peer: ddp (documented) second derivatives, two backwards: differs: second derivatives are refused
-TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
+TEST(SyncBatchNorm, MayRunBackwardTwiceAndReportsUnsupportedDerivatives) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2));
     norm->set_group(self.group);
@@ -310,7 +310,7 @@ TEST(SyncBatchNorm, MayBeWalkedBackTwiceAndTellsWhatItCannot) {
 }
 
 // peer: ddp (documented) ranks whose SyncBatchNorms differ
-TEST(SyncBatchNorm, RefusesInputsThatMakeNoSense) {
+TEST(SyncBatchNorm, RejectsInvalidInputs) {
   SyncBatchNorm norm(nn::BatchNormOptions(2));
   const auto refused = [&](const at::Tensor& input) { return error_text([&] { norm(input); }); };
   EXPECT_NE(refused(at::ones({4})).find("[4]; it takes [batch, 2, ...]"), std::string::npos);
@@ -377,7 +377,7 @@ TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
 }
 
 // peer: ddp convert_sync_batchnorm
-TEST(ConvertSyncBatchNorm, NamesWhatItCannotReplaceAndLeavesEverythingAsItWas) {
+TEST(ConvertSyncBatchNorm, NamesModulesItCannotReplaceAndChangesNothing) {
   struct Block : nn::Module {
     Block() : norm(register_module("norm", nn::BatchNorm2d(3))) {}
     nn::BatchNorm2d norm;

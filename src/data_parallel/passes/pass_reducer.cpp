@@ -170,7 +170,7 @@ void PassReducer::gradient_ready(engine::GradientSink& sink, std::size_t slot) {
       round = round_;
     }
   }
-  if (stray) listen_to_stray(sink, slot);
+  if (stray) watch_stray(sink, slot);
   if (!round) return;
   round->gradients().accept(slot);
   round->gradients().fill(sink, slot, gradient);
@@ -204,7 +204,7 @@ bool PassReducer::is_reducing() const {
   return round_ && accepting_;
 }
 
-void PassReducer::listen_to_stray(engine::GradientSink& sink, std::size_t slot) {
+void PassReducer::watch_stray(engine::GradientSink& sink, std::size_t slot) {
   sink.after_work([weak = weak_from_this(), slot, end = sink.end().get()](const engine::PassStatus& status) {
     const auto self = weak.lock();
     if (!self || !status.ok()) return;

@@ -58,7 +58,7 @@ class PassReducer final : public MarkListener,
   void begin_local_pass(engine::GradientSink& sink);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void forget_after(engine::GradientSink& sink);
-  void listen_to_stray(engine::GradientSink& sink, std::size_t slot);
+  void watch_stray(engine::GradientSink& sink, std::size_t slot);
   void report_stray(std::size_t slot);
   /// Whether the slot gets no further gradient in this pass and is reduced now.
   bool is_complete(std::size_t slot) TORCHSPAN_REQUIRES(mutex_);

@@ -65,7 +65,7 @@ void Conclusion::finish() {
   try {
     const at::NoGradGuard no_grad;
     status_.wait();
-    if (parts_.status.rank_that_gave_up() >= 0 || parts_.status.counts_differ()) return fail_together();
+    if (parts_.status.failed_rank() >= 0 || parts_.status.counts_differ()) return fail_together();
     launcher_->take_results();
     count_reduction();
     if (parts_.plan.needs_rebuild()) return rebuild();
@@ -82,7 +82,7 @@ void Conclusion::fail_together() {
   const auto fail = [self = shared_from_this()](std::exception_ptr error) {
     self->promise_.set_error(self->hook_failure_ ? self->hook_failure_ : std::move(error));
   };
-  const int rank = parts_.status.rank_that_gave_up();
+  const int rank = parts_.status.failed_rank();
   if (rank < 0) return parts_.status.compare_counts(fail);
   parts_.status.broadcast_reason(rank, terms_.reason, fail);
 }

@@ -64,7 +64,7 @@ Future<at::Tensor> StatusExchange::send(const RoundReport& report) {
   }
 }
 
-int StatusExchange::rank_that_gave_up() const { return value(kGaveUp) - 1; }
+int StatusExchange::failed_rank() const { return value(kGaveUp) - 1; }
 
 bool StatusExchange::counts_differ() const {
   const std::int32_t most = value(kForwards);

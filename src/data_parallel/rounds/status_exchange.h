@@ -43,7 +43,7 @@ class StatusExchange {
 
   // Results, once the future has succeeded:
   /// The highest rank that gave up; -1 if none did.
-  int rank_that_gave_up() const;
+  int failed_rank() const;
   /// Whether ranks have run different numbers of forwards.
   bool counts_differ() const;
   /// Whether any rank used the parameter. True if its use is not tracked.

@@ -61,7 +61,7 @@ void describe_schedule(CommandLine& line) {
   CLI::App& command = *line.schedule;
   ScheduleOptions& shown = line.shown;
   command.add_option("name", shown.name, "One of " + schedule_names());
-  command.add_option("--stages", shown.stages, "Stages of the pipeline, each on a rank of its own")
+  command.add_option("--stages", shown.stages, "Stages of the pipeline, each on a separate rank")
       ->required()
       ->check(CLI::Range(1, 256));
   command.add_option("--micro-batches", shown.micro_batches, "Micro-batches of a step")

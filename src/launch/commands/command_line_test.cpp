@@ -57,10 +57,10 @@ TEST_F(CommandLineTest, GivesTheJobsExitCode) {
   EXPECT_EQ(run({"run", "-n", "1", "sh", "-c", "exit 17"}), 17);
 }
 
-TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
+TEST_F(CommandLineTest, RejectsUnknownArguments) {
   struct Row {
     std::vector<std::string> arguments;
-    std::string complaint;
+    std::string error_text;
   };
   const std::vector<Row> rows = {
       {{}, "subcommand is required"},
@@ -99,8 +99,8 @@ TEST_F(CommandLineTest, RefusesWhatItDoesNotUnderstand) {
     Captured output, errors;
     const int code = run_command_line(*executor_, row.arguments, {{"PATH", "/usr/bin:/bin"}},
                                       {.output = output.descriptor(), .errors = errors.descriptor()});
-    EXPECT_EQ(code, 2) << row.complaint;
-    EXPECT_THAT(errors.text(), HasSubstr(row.complaint));
+    EXPECT_EQ(code, 2) << row.error_text;
+    EXPECT_THAT(errors.text(), HasSubstr(row.error_text));
     EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
   }
 }
@@ -150,7 +150,7 @@ TEST_F(CommandLineTest, HelpsOnRequest) {
                                     HasSubstr("The program and its arguments")));
 }
 
-TEST_F(CommandLineTest, FailsWhenItsAnswerIsLost) {
+TEST_F(CommandLineTest, FailsWhenItsOutputCannotBeWritten) {
   const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
   ASSERT_GE(full, 0);
   const std::vector<std::vector<std::string>> commands = {

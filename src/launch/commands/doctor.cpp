@@ -44,7 +44,7 @@ Finding judge_blas(const Machine& machine) {
   if (file.find("openblas-openmp") != std::string::npos) return {Verdict::kGood, "BLAS", file, ""};
   if (file.empty()) {
     return {Verdict::kNote, "BLAS", "libblas.so.3 is not among Debian's alternatives",
-            "see what 'ldd' of your program says; OpenBLAS in its OpenMP flavor is what TorchSpan is "
+            "check the output of 'ldd' on your program; OpenBLAS in its OpenMP flavor is what TorchSpan is "
             "measured with"};
   }
   if (file.find("openblas") != std::string::npos) {

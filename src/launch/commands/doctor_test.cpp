@@ -29,9 +29,9 @@ TEST(Doctor, FindsNothingOnAHealthyMachine) {
   EXPECT_THAT(text, Not(HasSubstr("what now")));
 }
 
-TEST(Doctor, SaysWhatToDoAboutEachAilment) {
+TEST(Doctor, AdvisesAboutEachProblem) {
   struct Row {
-    std::function<void(Machine&)> ailment;
+    std::function<void(Machine&)> break_machine;
     Verdict verdict;
     const char* subject;
     const char* advice;
@@ -57,7 +57,7 @@ TEST(Doctor, SaysWhatToDoAboutEachAilment) {
   };
   for (const Row& row : rows) {
     Machine machine = healthy();
-    row.ailment(machine);
+    row.break_machine(machine);
     int found = 0;
     for (const Finding& finding : judge(machine)) {
       if (finding.verdict == Verdict::kGood) continue;

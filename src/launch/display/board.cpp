@@ -42,7 +42,7 @@ std::string Board::states() const {
   return text;
 }
 
-std::string Board::stragglers() const {
+std::string Board::slowest_ranks() const {
   const ProgressReport& leader = reports_.begin()->second;
   std::pair<std::int64_t, std::int64_t> least(leader.epoch, leader.step);
   std::string text;
@@ -57,7 +57,7 @@ std::string Board::stragglers() const {
 
 std::string Board::line(std::size_t width) const {
   ProgressReport main = reports_.empty() ? ProgressReport{} : reports_.begin()->second;
-  std::string tail = (reports_.empty() ? "" : stragglers() + " | ") + states();
+  std::string tail = (reports_.empty() ? "" : slowest_ranks() + " | ") + states();
   const std::size_t head_width = width > tail.size() ? width - tail.size() : 0;
   std::string line = format_progress(main, head_width) + tail;
   return line.size() > width && head_width == 0 ? line.substr(0, width) : line;

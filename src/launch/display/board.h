@@ -28,7 +28,7 @@ class Board {
 
  private:
   std::string states() const;
-  std::string stragglers() const;
+  std::string slowest_ranks() const;
 
   std::vector<WorkerState> states_;
   std::map<int, ProgressReport> reports_;

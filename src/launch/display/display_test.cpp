@@ -43,7 +43,7 @@ TEST(Display, ColoursPrefixesOnlyWhenAsked) {
   EXPECT_NE(prefix_of("a", 0, true).substr(0, 5), prefix_of("a", 1, true).substr(0, 5));
 }
 
-TEST(Display, NoticesWhenNobodyReadsItsOutput) {
+TEST(Display, NoticesThatItsOutputIsClosed) {
   const auto executor = make_executor();
   const auto before = signal(SIGPIPE, SIG_IGN);
   int ends[2];

@@ -34,7 +34,7 @@ void LineSplitter::finish(const Take& take) {
   if (!line_.empty()) hand_out(take);
 }
 
-void LastWords::add(std::string_view line) {
+void LastLines::add(std::string_view line) {
   constexpr std::size_t kLongest = 500;
   if (line.empty()) return;
   lines_.emplace_back(line.substr(0, kLongest));

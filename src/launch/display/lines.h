@@ -29,9 +29,9 @@ class LineSplitter {
 };
 
 /// Keeps the last lines of a stream: what a process wrote before it ended.
-class LastWords {
+class LastLines {
  public:
-  explicit LastWords(std::size_t most = 5) : most_(most) {}
+  explicit LastLines(std::size_t most = 5) : most_(most) {}
   void add(std::string_view line);
   std::vector<std::string> lines() const { return {lines_.begin(), lines_.end()}; }
 

@@ -44,7 +44,7 @@ TEST(LineSplitter, HandsOutTheRestAtTheEnd) {
   EXPECT_EQ(split("", random), Lines{});
 }
 
-TEST(LineSplitter, StartsTheLineAnewAtACarriageReturn) {
+TEST(LineSplitter, RestartsTheLineAtACarriageReturn) {
   std::mt19937_64 random(2);
   for (int round = 0; round < 20; ++round) {
     EXPECT_EQ(split("10%\r50%\r100%\nnext\r\n", random), (Lines{"100%", "next"}));
@@ -57,8 +57,8 @@ TEST(LineSplitter, HandsOutEndlessLinesInPieces) {
   EXPECT_EQ(split("abcdefgh\nij\n", random, 4), (Lines{"abcd", "efgh", "", "ij"}));
 }
 
-TEST(LastWords, KeepTheLastLinesThatSaySomething) {
-  LastWords words(3);
+TEST(LastLines, KeepTheLastNonEmptyLines) {
+  LastLines words(3);
   EXPECT_EQ(words.lines(), Lines{});
   for (const char* line : {"a", "b", "", "c", "d"}) words.add(line);
   EXPECT_EQ(words.lines(), (Lines{"b", "c", "d"}));

@@ -26,7 +26,7 @@ std::string hint(const Ending& ending) {
   return "";
 }
 
-std::string who(const Ending& ending) {
+std::string name_of(const Ending& ending) {
   return fmt::format("{} (rank {}, pid {})", ending.name, ending.rank, ending.pid);
 }
 
@@ -35,7 +35,7 @@ std::string seconds(Duration time) { return fmt::format("{:.1f} s", to_seconds(t
 /// Returns "worker0: failed because of it (exited with code 1); worker2, worker3: stopped (was killed by
 /// SIGTERM)", by rank. A worker failed because of the first failure if its `endings[i].blames` is that
 /// process.
-std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
+std::string describe_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
   std::vector<Ending> others;
   for (std::size_t i = 0; i < endings.size(); ++i) {
     if (i != first) others.push_back(endings[i]);
@@ -46,15 +46,17 @@ std::string tell_of_others(const std::vector<Ending>& endings, std::optional<std
   for (const Ending& ending : others) {
     const bool followed =
         first && ending.failed() && !ending.stopped() && ending.blames == endings[*first].pid;
-    const std::string fate = followed ? fmt::format("failed because of it ({})", describe(ending))
-                             : ending.asked && ending.failed() ? fmt::format("stopped ({})", describe(ending))
-                                                               : describe(ending);
-    auto& list = names[fate];
-    if (list.empty()) order.push_back(fate);
+    const std::string outcome = followed ? fmt::format("failed because of it ({})", describe(ending))
+                                : ending.asked && ending.failed()
+                                    ? fmt::format("stopped ({})", describe(ending))
+                                    : describe(ending);
+    auto& list = names[outcome];
+    if (list.empty()) order.push_back(outcome);
     list += (list.empty() ? "" : ", ") + ending.name;
   }
   std::string text;
-  for (const auto& fate : order) text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", names[fate], fate);
+  for (const auto& outcome : order)
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", names[outcome], outcome);
   return text;
 }
 
@@ -79,12 +81,12 @@ std::string describe_failure(const Ending& ending) {
   return describe(ending) + (ending.failed() ? "" : " without shutdown()");
 }
 
-long blamed_process(const std::vector<std::string>& last_words) {
+long blamed_process(const std::vector<std::string>& last_lines) {
   // A worker that "left because" another one died is not the cause; its reason follows and is matched
   // instead.
   const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) (died|left without|left because its ))");
   std::smatch match;
-  for (const std::string& line : last_words) {
+  for (const std::string& line : last_lines) {
     if (std::regex_search(line, match, death)) return std::stol(match[1]);
   }
   return 0;
@@ -133,7 +135,7 @@ int exit_code(const std::vector<Ending>& endings, int interrupted_by) {
   return 0;
 }
 
-std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_words,
+std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_lines,
                       int interrupted_by) {
   const auto first = first_failure(endings);
   std::string text;
@@ -145,16 +147,16 @@ std::string summarize(const std::vector<Ending>& endings, const std::vector<std:
     text = "torchspan: the job failed\n";
   }
   if (first) {
-    text += fmt::format("  first failure: {} {}, {} after the start\n", who(endings[*first]),
+    text += fmt::format("  first failure: {} {}, {} after the start\n", name_of(endings[*first]),
                         describe_failure(endings[*first]), seconds(endings[*first].after));
-    if (last_words.empty()) {
+    if (last_lines.empty()) {
       text += "  it wrote nothing to its standard error\n";
     } else {
       text += "  its last lines:\n";
-      for (const auto& line : last_words) text += "    " + line + "\n";
+      for (const auto& line : last_lines) text += "    " + line + "\n";
     }
   }
-  if (const std::string others = tell_of_others(endings, first); !others.empty()) {
+  if (const std::string others = describe_others(endings, first); !others.empty()) {
     text += fmt::format("  {}: {}\n", first ? "the others" : "the workers", others);
   }
   return text + fmt::format("  exit code: {}\n", exit_code(endings, interrupted_by));

@@ -44,7 +44,7 @@ inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
 
 /// Returns the process whose death, or end without shutdown(), a worker's last lines report, or 0.
-long blamed_process(const std::vector<std::string>& last_words);
+long blamed_process(const std::vector<std::string>& last_lines);
 
 /// Returns the launcher's own exit code: 128 + the signal that interrupted it, else the code of the first
 /// failure (its exit code, or 128 + its signal), else 0.
@@ -52,7 +52,7 @@ int exit_code(const std::vector<Ending>& endings, int interrupted_by);
 
 /// Returns the summary of a failed job: the first failure with its last lines, how the others ended, and the
 /// exit code.
-std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_words,
+std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_lines,
                       int interrupted_by);
 
 }  // namespace torchspan::launch

@@ -36,13 +36,13 @@ TEST(Endings, InterruptionGivesTheExitCodeBeforeAnyFailure) {
   EXPECT_EQ(exit_code({ending(0, 0, 0, milliseconds(2))}, SIGTERM), 143);
 }
 
-TEST(Endings, WhatWeStoppedIsNoFailure) {
+TEST(Endings, WorkersThatTheLauncherStoppedAreNoFailures) {
   const std::vector<Ending> endings = {ending(0, 0, SIGTERM, milliseconds(1), true),
                                        ending(1, 3, 0, milliseconds(2))};
   EXPECT_EQ(first_failure(endings), 1u);
 }
 
-TEST(Endings, CrashGoesBeforeTheExitCodesItBroughtAbout) {
+TEST(Endings, ACrashPrecedesTheExitCodesItCaused) {
   EXPECT_EQ(first_failure({ending(0, 1, 0, milliseconds(100)), ending(1, 0, SIGABRT, milliseconds(110)),
                            ending(2, 0, SIGKILL, milliseconds(120))}),
             2u);
@@ -55,7 +55,7 @@ TEST(Endings, CrashGoesBeforeTheExitCodesItBroughtAbout) {
       0u);
 }
 
-TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
+TEST(Endings, AFailedWorkerPrecedesThoseThatBlameIt) {
   std::vector<Ending> endings = {ending(2, 1, 0, milliseconds(100)), ending(1, 1, 0, milliseconds(110)),
                                  ending(0, 9, 0, milliseconds(400), true)};
   endings[0].blames = endings[1].blames = endings[2].pid;
@@ -74,7 +74,7 @@ TEST(Endings, AFailedWorkerGoesBeforeThoseThatBlameIt) {
   EXPECT_TRUE(first_failure(endings));
 }
 
-TEST(Endings, BlameIsReadFromWhatWorkersWrite) {
+TEST(Endings, BlameIsReadFromTheOutputOfWorkers) {
   EXPECT_EQ(blamed_process({"hello",
                             "torchspan[worker2] warning: worker0 (rank 0, pid 5783 on vm) died: its "
                             "process ended without a good-bye; see its own output for why"}),
@@ -88,7 +88,7 @@ TEST(Endings, BlameIsReadFromWhatWorkersWrite) {
   EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left the world"}), 0);
 }
 
-TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
+TEST(Endings, AWorkerWithoutShutdownPrecedesThoseThatBlameIt) {
   std::vector<Ending> endings = {ending(1, 0, 0, milliseconds(100)), ending(0, 5, 0, milliseconds(110))};
   endings[1].blames = endings[0].pid;
   EXPECT_EQ(first_failure(endings), 0u);
@@ -102,7 +102,7 @@ TEST(Endings, AWorkerThatForgotShutdownGoesBeforeThoseThatBlameIt) {
   EXPECT_EQ(first_failure(endings), 1u);
 }
 
-TEST(Endings, SummaryTellsTheWholeStory) {
+TEST(Endings, SummaryContainsEveryPart) {
   const std::vector<Ending> endings = {
       ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),
       ending(2, 0, SIGTERM, milliseconds(1600), true), ending(3, 0, SIGTERM, milliseconds(1600), true)};
@@ -116,7 +116,7 @@ TEST(Endings, SummaryTellsTheWholeStory) {
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
 }
 
-TEST(Endings, SummaryTellsAFailureFromThoseThatItBroughtAbout) {
+TEST(Endings, SummarySeparatesAFailureFromItsConsequences) {
   std::vector<Ending> endings = {ending(0, 0, SIGABRT, milliseconds(100)),
                                  ending(1, 0, SIGABRT, milliseconds(101)),
                                  ending(2, 4, 0, milliseconds(102))};
@@ -128,13 +128,13 @@ TEST(Endings, SummaryTellsAFailureFromThoseThatItBroughtAbout) {
                       "failed check)); worker2: exited with code 4\n")));
 }
 
-TEST(Endings, SummaryOfAnInterruptionBlamesNobody) {
+TEST(Endings, SummaryOfAnInterruptionBlamesNoWorker) {
   const std::string text = summarize({ending(0, 0, SIGINT, milliseconds(5), true)}, {}, SIGINT);
   EXPECT_THAT(text, AllOf(HasSubstr("interrupted by SIGINT"), HasSubstr("exit code: 130"),
                           Not(HasSubstr("first failure"))));
 }
 
-TEST(Endings, KilledOutrightPointsToTheSystem) {
+TEST(Endings, AKillByTheSystemIsPointedOut) {
   EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1))),
               AllOf(HasSubstr("SIGKILL"), HasSubstr("dmesg")));
   EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1), true)), Not(HasSubstr("dmesg")));

@@ -47,8 +47,8 @@ struct Worker {
   std::string name, prefix;
   Child child;
   LineSplitter output, errors, progress;
-  LastWords words;
-  LastWords recent{kBlameLines};
+  LastLines words;
+  LastLines recent{kBlameLines};
   Descriptor output_log, errors_log;
   bool ended = false;
 
@@ -131,7 +131,7 @@ int Job::run() {
     std::error_code failure;
     std::filesystem::create_directories(options_.log_folder, failure);
     if (failure) {
-      throw Error(ErrorKind::kInvalid, fmt::format("the folder for logs '{}' cannot be made: {}",
+      throw Error(ErrorKind::kInvalid, fmt::format("the folder for logs '{}' cannot be created: {}",
                                                    options_.log_folder, failure.message()));
     }
   }
@@ -273,7 +273,7 @@ void Job::on_signal() {
     return;
   }
   interrupted_by_ = signal;
-  display_.say(fmt::format("torchspan: {}; stopping the workers (once more to kill them at once)\n",
+  display_.say(fmt::format("torchspan: {}; stopping the workers (repeat to kill them at once)\n",
                            signal_name(signal)));
   stop_all(signal == SIGINT ? SIGINT : SIGTERM);
 }

@@ -87,7 +87,7 @@ class Jobs : public ::testing::Test {
   std::array<int, 2> alive_ = {-1, -1};
 };
 
-TEST_F(Jobs, SucceedQuietlyWhenAllWorkersDo) {
+TEST_F(Jobs, SucceedWithoutOutputWhenAllWorkersSucceed) {
   EXPECT_EQ(run(3, "echo hello from $RANK of $WORLD_SIZE; echo oops >&2"), 0);
   const std::string all = output();
   for (int rank = 0; rank < 3; ++rank) {
@@ -99,7 +99,7 @@ TEST_F(Jobs, SucceedQuietlyWhenAllWorkersDo) {
   EXPECT_EQ(lines_of(errors()).size(), 3u);
 }
 
-TEST_F(Jobs, GiveTheExitCodeAndLastWordsOfTheFirstFailure) {
+TEST_F(Jobs, GiveTheExitCodeAndLastLinesOfTheFirstFailure) {
   EXPECT_EQ(run(3,
                 "if [ $RANK = 1 ]; then for i in 1 2 3 4 5 6 7; do echo line $i >&2; done; exit 42; fi; "
                 "exec sleep 1000"),
@@ -154,7 +154,7 @@ TEST_F(Jobs, KeepEveryLineOfManyWorkersWhole) {
   }
 }
 
-TEST_F(Jobs, TellWorkersWhoTheyAreAndHideTheSecret) {
+TEST_F(Jobs, SetTheVariablesOfWorkersAndHideTheSecret) {
   EXPECT_EQ(
       run(2,
           "mode() { stat -c %a $1; }; echo $TORCHSPAN_NAME $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR "
@@ -181,7 +181,7 @@ TEST_F(Jobs, PassArgumentsAndVariablesAsTheyAre) {
             "[trainer0] hello  world=1\n");
 }
 
-TEST_F(Jobs, SayOnceHowManyThreadsEachWorkerGets) {
+TEST_F(Jobs, ReportTheThreadsPerWorkerOnce) {
   JobOptions mine = options(2, "echo threads $OMP_NUM_THREADS");
   mine.environment.erase("OMP_NUM_THREADS");
   EXPECT_EQ(run(mine), 0);
@@ -189,8 +189,8 @@ TEST_F(Jobs, SayOnceHowManyThreadsEachWorkerGets) {
   EXPECT_THAT(output(), HasSubstr("[worker0] threads "));
 }
 
-TEST_F(Jobs, StartNothingThatCannotBe) {
-  const auto complaint = [&](const JobOptions& options) -> std::string {
+TEST_F(Jobs, RejectImpossibleJobs) {
+  const auto error_text = [&](const JobOptions& options) -> std::string {
     try {
       run_job(*executor_, options);
     } catch (const Error& error) {
@@ -201,20 +201,20 @@ TEST_F(Jobs, StartNothingThatCannotBe) {
   };
   JobOptions missing = options(2, "");
   missing.command = {"./no-such-program"};
-  EXPECT_THAT(complaint(missing), HasSubstr("./no-such-program"));
+  EXPECT_THAT(error_text(missing), HasSubstr("./no-such-program"));
   std::ofstream(folder_ + "/noise") << "\x7f"
                                        "ELF but not really";
   std::filesystem::permissions(folder_ + "/noise", std::filesystem::perms::owner_all);
   JobOptions noise = options(2, "");
   noise.command = {folder_ + "/noise"};
-  EXPECT_THAT(complaint(noise), HasSubstr("cannot be started"));
-  EXPECT_THAT(complaint(options(0, "")), HasSubstr("number of workers is 0"));
+  EXPECT_THAT(error_text(noise), HasSubstr("cannot be started"));
+  EXPECT_THAT(error_text(options(0, "")), HasSubstr("number of workers is 0"));
   JobOptions nothing = options(1, "");
   nothing.command.clear();
-  EXPECT_THAT(complaint(nothing), HasSubstr("no program"));
+  EXPECT_THAT(error_text(nothing), HasSubstr("no program"));
   JobOptions log = options(1, "");
   log.log_folder = folder_ + "/noise/logs";
-  EXPECT_THAT(complaint(log), HasSubstr("folder for logs"));
+  EXPECT_THAT(error_text(log), HasSubstr("folder for logs"));
   EXPECT_EQ(output() + errors(), "");
 }
 
@@ -236,7 +236,7 @@ TEST_F(Jobs, ShowTheProgressOfTheirWorkers) {
   EXPECT_THAT(errors(), HasSubstr("torchspan: epoch 1/2  step 3/4  100 images/s | done 0,1\n"));
 }
 
-TEST_F(Jobs, ShowAsStoppedWhatTheyStopped) {
+TEST_F(Jobs, ShowWorkersTheyStoppedAsStopped) {
   JobOptions mine = options(3,
                             "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; echo torchspan-progress 1 step=3/4 "
                             ">&9; if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; exec sleep 1000");
@@ -315,7 +315,7 @@ constexpr const char* kBlameWorker0 =
     "ended without a good-bye\" >&2; i=0; while [ $i -lt 20 ]; do echo \"  frame $i\" >&2; i=$((i+1)); done; "
     "exit 5; fi; if [ $RANK = 0 ]; then echo $$ > $FOLDER/new; mv $FOLDER/new $FOLDER/pid; fi; ";
 
-TEST_F(Jobs, WaitForTheExitCodeOfAWorkerThatIsOnItsWayOut) {
+TEST_F(Jobs, WaitForTheExitCodeOfAnEndingWorker) {
   EXPECT_EQ(
       run(3, std::string(kBlameWorker0) + "if [ $RANK = 2 ]; then exec sleep 1000; fi; sleep 0.5; exit 7"),
       7);
@@ -400,12 +400,12 @@ TEST_F(Interruptions, ByCtrlCReachTheWorkersAndGive130) {
 
 TEST_F(Interruptions, BySigtermGive143) { EXPECT_EQ(code_after({SIGTERM}, "ready; exec sleep 1000"), 143); }
 
-TEST_F(Interruptions, KillTheStubbornAfterTheGrace) {
+TEST_F(Interruptions, KillWorkersThatIgnoreThemAfterTheGracePeriod) {
   EXPECT_EQ(code_after({SIGINT}, "trap '' INT TERM; ready; while :; do sleep 0.02; done", milliseconds(200)),
             130);
 }
 
-TEST_F(Interruptions, TwiceKillTheStubbornAtOnce) {
+TEST_F(Interruptions, TwiceKillSuchWorkersAtOnce) {
   EXPECT_EQ(code_after({SIGINT, SIGINT},
                        "trap 'ready' INT; trap '' TERM; ready; while :; do sleep 0.02; done", seconds(1000)),
             130);

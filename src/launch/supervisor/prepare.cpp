@@ -103,7 +103,7 @@ std::string find_program(const std::string& name, const Environment& environment
   }
   if (access(name.c_str(), X_OK) == 0) {
     throw_invalid(
-        fmt::format("there is no program '{0}' in PATH; for the one in this folder say ./{0}", name));
+        fmt::format("there is no program '{0}' in PATH; to run the one in this folder, use ./{0}", name));
   }
   throw_invalid(fmt::format("there is no program '{}' in PATH ({})", name, searched));
 }
@@ -179,8 +179,9 @@ void JobFolder::make_locked(const std::string& parent) {
     lock_ = lock_folder(path_);  // fails if another launcher just removed it as abandoned
   }
   if (lock_) return;
-  throw_invalid(fmt::format("the job's folder cannot be made in '{}': {}; set TMPDIR to a folder with room",
-                            parent, std::strerror(errno)));
+  throw_invalid(
+      fmt::format("the job's folder cannot be created in '{}': {}; set TMPDIR to a folder with room", parent,
+                  std::strerror(errno)));
 }
 
 JobFolder::JobFolder(const Environment& environment) {
@@ -198,7 +199,7 @@ JobFolder::JobFolder(const Environment& environment) {
   try {
     net::Secret::random().write_file(secret_file());
     if (mkdir(runtime_folder().c_str(), 0700) != 0) {
-      throw_invalid(fmt::format("folder '{}' cannot be made: {}", runtime_folder(), std::strerror(errno)));
+      throw_invalid(fmt::format("folder '{}' cannot be created: {}", runtime_folder(), std::strerror(errno)));
     }
   } catch (...) {
     std::error_code ignored;

@@ -20,7 +20,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string complaint_of(const std::function<void()>& body) {
+std::string error_text_of(const std::function<void()>& body) {
   try {
     body();
   } catch (const Error& error) {
@@ -57,7 +57,7 @@ TEST(WorkerEnvironment, IsReadBackByTheRendezvous) {
   }
 }
 
-TEST(WorkerEnvironment, KeepsWhatItInheritsAndLetsTheUserWin) {
+TEST(WorkerEnvironment, KeepsInheritedVariablesAndPrefersTheUsers) {
   JobSetting mine = setting();
   mine.extra = {{"TORCHSPAN_NAME", "me"}, {"A", "b c"}};
   const Environment environment = worker_environment({{"PATH", "/bin"}, {"A", "old"}}, mine, 1);
@@ -90,23 +90,23 @@ class Programs : public ::testing::Test {
   std::string folder_;
 };
 
-TEST_F(Programs, AreFoundInThePathOrByTheirOwn) {
+TEST_F(Programs, AreFoundThroughPathOrByTheirFullName) {
   EXPECT_EQ(find_program("program", {{"PATH", "/nowhere:" + folder_}}), folder_ + "/program");
   EXPECT_EQ(find_program(folder_ + "/program", {}), folder_ + "/program");
   EXPECT_EQ(find_program("sh", {}).substr(0, 1), "/");
 }
 
 TEST_F(Programs, ThatCannotRunAreNamed) {
-  EXPECT_THAT(complaint_of([&] {
+  EXPECT_THAT(error_text_of([&] {
                 find_program("no-such-program", {{"PATH", folder_}});
               }),
               AllOf(HasSubstr("'no-such-program'"), HasSubstr(folder_)));
-  EXPECT_THAT(complaint_of([&] { find_program("plain", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
-  EXPECT_THAT(complaint_of([&] { find_program("folder", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/missing", {}); }), HasSubstr("/missing"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/plain", {}); }), HasSubstr("chmod +x"));
-  EXPECT_THAT(complaint_of([&] { find_program(folder_ + "/folder", {}); }), HasSubstr("is a folder"));
-  EXPECT_THAT(complaint_of([&] { find_program("", {}); }), HasSubstr("empty"));
+  EXPECT_THAT(error_text_of([&] { find_program("plain", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
+  EXPECT_THAT(error_text_of([&] { find_program("folder", {{"PATH", folder_}}); }), HasSubstr("in PATH"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/missing", {}); }), HasSubstr("/missing"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/plain", {}); }), HasSubstr("chmod +x"));
+  EXPECT_THAT(error_text_of([&] { find_program(folder_ + "/folder", {}); }), HasSubstr("is a folder"));
+  EXPECT_THAT(error_text_of([&] { find_program("", {}); }), HasSubstr("empty"));
 }
 
 TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
@@ -119,14 +119,14 @@ TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
   ASSERT_EQ(listen(socket_descriptor, 1), 0);
   ASSERT_EQ(getsockname(socket_descriptor, reinterpret_cast<sockaddr*>(&address), &size), 0);
   const std::uint16_t taken = ntohs(address.sin_port);
-  EXPECT_THAT(complaint_of([&] { choose_port(taken); }), HasSubstr("port " + std::to_string(taken)));
+  EXPECT_THAT(error_text_of([&] { choose_port(taken); }), HasSubstr("port " + std::to_string(taken)));
   close(socket_descriptor);
   EXPECT_EQ(choose_port(taken), taken);
   EXPECT_GE(choose_port(0), 20000);
   EXPECT_LT(choose_port(0), 32768);
 }
 
-TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
+TEST_F(Programs, OfAJobHaveAPrivateFolderThatIsRemovedWithIt) {
   std::string path;
   {
     const JobFolder job({{"TMPDIR", folder_}});
@@ -149,7 +149,7 @@ TEST_F(Programs, OfAJobHaveAPrivateFolderThatGoesWithIt) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
-TEST_F(Programs, OfAJobRemoveOnlyWhatAnotherJobAbandoned) {
+TEST_F(Programs, OfAJobRemoveOnlyAbandonedFoldersOfOtherJobs) {
   // A folder with the right name and other contents, and one whose contents match only partly.
   for (const std::string name : {"torchspan.abcdef", "torchspan.abandon", "torchspan-501"}) {
     ASSERT_EQ(mkdir((folder_ + "/" + name).c_str(), 0700), 0);

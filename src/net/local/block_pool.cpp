@@ -21,8 +21,8 @@ BlockPool::BlockPool(std::shared_ptr<LocalShare> share, BlockNotes& notes)
     : share_(std::move(share)), notes_(&notes) {}
 
 BlockPool::~BlockPool() {
-  for (const auto& [room, shelf] : shelves_)
-    share_->release(shelf.blocks.size() * (room + kBlockHeaderBytes));
+  for (const auto& [room, size_class] : size_classes_)
+    share_->release(size_class.blocks.size() * (room + kBlockHeaderBytes));
 }
 
 std::size_t BlockPool::room_for(std::size_t size) {
@@ -65,28 +65,28 @@ BlockPool::Block* BlockPool::take(std::size_t room) {
   {
     MutexLock lock(mutex_);
     if (notes_ == nullptr) return nullptr;
-    if (Block* block = find_free(shelves_[room], kProbes)) return block;
+    if (Block* block = find_free(size_classes_[room], kProbes)) return block;
     reserved = blocks_.size() < kMostBlocks && share_->reserve(size);
     if (!reserved) {
-      if (Block* block = find_free(shelves_[room], kMostBlocks)) return block;
+      if (Block* block = find_free(size_classes_[room], kMostBlocks)) return block;
     }
   }
   Retired retired;
   return reserved || make_room(size, retired) ? make(room) : nullptr;
 }
 
-BlockPool::Block* BlockPool::find_free(Shelf& shelf, std::size_t probes) {
-  const std::size_t count = shelf.blocks.size();
+BlockPool::Block* BlockPool::find_free(SizeClass& size_class, std::size_t probes) {
+  const std::size_t count = size_class.blocks.size();
   for (std::size_t i = 0; i < std::min(count, probes); ++i) {
-    Block& block = *shelf.blocks[(shelf.next + i) % count];
+    Block& block = *size_class.blocks[(size_class.next + i) % count];
     if (!block.free()) continue;
-    shelf.next = (shelf.next + i) % count;
+    size_class.next = (size_class.next + i) % count;
     block.lent().store(1, std::memory_order_relaxed);
     block.used = block.taken = true;
     block.filling.store(true, std::memory_order_relaxed);
     return &block;
   }
-  shelf.next = count == 0 ? 0 : (shelf.next + probes) % count;
+  size_class.next = count == 0 ? 0 : (size_class.next + probes) % count;
   return nullptr;
 }
 
@@ -103,7 +103,7 @@ BlockPool::Block* BlockPool::make(std::size_t room) {
   auto owned = std::make_unique<Block>(number, std::move(made->memory));
   Block* block = owned.get();
   block->lent().store(1, std::memory_order_relaxed);
-  shelves_[room].blocks.push_back(std::move(owned));
+  size_classes_[room].blocks.push_back(std::move(owned));
   blocks_.emplace(number, block);
   return block;
 }
@@ -126,9 +126,9 @@ bool BlockPool::shed(std::uint64_t size, Retired& retired) {
 void BlockPool::retire_if(const std::function<bool(Block&)>& unwanted, const std::function<bool()>& enough,
                           Retired& retired) {
   if (notes_ == nullptr) return;
-  for (auto& [room, shelf] : shelves_) {
-    for (std::size_t i = 0; i < shelf.blocks.size();) {
-      Block& block = *shelf.blocks[i];
+  for (auto& [room, size_class] : size_classes_) {
+    for (std::size_t i = 0; i < size_class.blocks.size();) {
+      Block& block = *size_class.blocks[i];
       if (!unwanted(block) || !block.free() || !notes_->retire(block.number)) {
         ++i;
         continue;
@@ -136,8 +136,8 @@ void BlockPool::retire_if(const std::function<bool(Block&)>& unwanted, const std
       share_->release(block.memory.size());
       retired.push_back(std::move(block.memory));
       blocks_.erase(block.number);
-      std::swap(shelf.blocks[i], shelf.blocks.back());
-      shelf.blocks.pop_back();
+      std::swap(size_class.blocks[i], size_class.blocks.back());
+      size_class.blocks.pop_back();
       if (enough()) return;
     }
   }

@@ -60,14 +60,14 @@ class BlockPool final : public Lender {
       return !taken || lent().load(std::memory_order_acquire) == 0;
     }
   };
-  struct Shelf {
+  struct SizeClass {
     std::vector<std::unique_ptr<Block>> blocks;
     std::size_t next = 0;
   };
   using Retired = std::vector<SharedMemory>;
 
   Block* take(std::size_t room);
-  Block* find_free(Shelf& shelf, std::size_t probes) TORCHSPAN_REQUIRES(mutex_);
+  Block* find_free(SizeClass& size_class, std::size_t probes) TORCHSPAN_REQUIRES(mutex_);
   /// The room must be reserved.
   Block* make(std::size_t room);
   /// Reserves room for a block of `size` bytes; retires free blocks for it if needed, those of this pool
@@ -82,7 +82,7 @@ class BlockPool final : public Lender {
   const std::shared_ptr<LocalShare> share_;
   Mutex mutex_;
   BlockNotes* notes_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::map<std::size_t, Shelf> shelves_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by room
+  std::map<std::size_t, SizeClass> size_classes_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by room
   std::unordered_map<std::uint64_t, Block*> blocks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_number_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
   Deadline next_tidy_ TORCHSPAN_GUARDED_BY(mutex_) = Deadline::never();

@@ -11,8 +11,8 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "net/local/block_pool.h"
-#include "net/local/block_shelf.h"
 #include "net/local/memory.h"
+#include "net/local/peer_blocks.h"
 #include "tests/support/errors.h"
 
 namespace torchspan::net::blocks_test {
@@ -22,7 +22,7 @@ using torchspan::testing::kind_of;
 
 constexpr std::size_t kSize = 100'000;
 
-/// A sender's pool and its receiver's shelf, with nothing in between.
+/// A sender's pool and its receiver's PeerBlocks, with nothing in between.
 struct Lane : BlockNotes {
   explicit Lane(const LocalOptions& options, const TransportOptions& transport = {})
       : Lane(std::make_shared<LocalShare>(options), std::make_shared<LocalShare>(options), transport) {}
@@ -31,20 +31,20 @@ struct Lane : BlockNotes {
       : sender(std::move(mine)),
         receiver(std::move(theirs)),
         pool(std::make_shared<BlockPool>(sender, *this)),
-        shelf(std::make_unique<BlockShelf>(receiver, transport)) {
-    sender->enrol(pool);
+        peer_blocks(std::make_unique<PeerBlocks>(receiver, transport)) {
+    sender->add_pool(pool);
   }
   ~Lane() override { pool->close(); }
 
   bool pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) override {
     if (!listens) return false;
-    shelf->add(block, size, descriptor);
+    peer_blocks->add(block, size, descriptor);
     if (on_pass) on_pass(size, descriptor);
     ++passed;
     return true;
   }
   bool retire(std::uint64_t block) override {
-    shelf->retire(block);
+    peer_blocks->retire(block);
     ++retired;
     return true;
   }
@@ -58,7 +58,7 @@ struct Lane : BlockNotes {
   std::function<void(std::size_t, const Descriptor&)> on_pass;
   std::atomic<int> passed = 0, retired = 0;
   std::shared_ptr<BlockPool> pool;
-  std::unique_ptr<BlockShelf> shelf;
+  std::unique_ptr<PeerBlocks> peer_blocks;
 };
 
 bool is_filled(const Buffer& buffer, std::uint8_t fill) {
@@ -66,22 +66,22 @@ bool is_filled(const Buffer& buffer, std::uint8_t fill) {
                      [&](std::byte byte) { return byte == std::byte{fill}; });
 }
 
-TEST(Blocks, GiveTheReceiverMemoryOfItsOwnAndComeBackWhenItIsDone) {
+TEST(Blocks, AreOwnedByTheReceiverAndReturnWhenItReleasesThem) {
   Lane lane({});
   const std::uint64_t first = lane.lend(kSize, 1);
-  Buffer buffer = lane.shelf->adopt(first, kSize);
+  Buffer buffer = lane.peer_blocks->adopt(first, kSize);
   EXPECT_EQ(buffer.size, kSize);
   EXPECT_TRUE(is_filled(buffer, 1));
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.data) % 64, 0u);
   const std::uint64_t second = lane.lend(kSize, 2);
   EXPECT_NE(second, first) << "that one is still the receiver's";
   std::memset(buffer.data, 9, buffer.size);
-  EXPECT_TRUE(is_filled(lane.shelf->adopt(second, kSize), 2));
+  EXPECT_TRUE(is_filled(lane.peer_blocks->adopt(second, kSize), 2));
   buffer = {};
   for (std::uint8_t i = 3; i < 10; ++i) {
     const std::uint64_t again = lane.lend(kSize, i);
     EXPECT_TRUE(again == first || again == second);
-    EXPECT_TRUE(is_filled(lane.shelf->adopt(again, kSize), i));
+    EXPECT_TRUE(is_filled(lane.peer_blocks->adopt(again, kSize), i));
   }
   EXPECT_EQ(lane.passed, 2);
   EXPECT_EQ(lane.sender->lent.value(), 9u);
@@ -99,9 +99,9 @@ TEST(Blocks, AreNeverWrittenToWhileTheyAreHeld) {
     const auto fill = static_cast<std::uint8_t>(random());
     if (const std::uint64_t block = lane.lend(size, fill)) {
       if (random() % 5 == 0) {
-        lane.shelf->adopt(block, size);
+        lane.peer_blocks->adopt(block, size);
       } else {
-        held.emplace_back(lane.shelf->adopt(block, size), fill);
+        held.emplace_back(lane.peer_blocks->adopt(block, size), fill);
       }
     }
     while (!held.empty() && (held.size() > 200 || random() % 2 == 0)) {
@@ -113,21 +113,21 @@ TEST(Blocks, AreNeverWrittenToWhileTheyAreHeld) {
   for (const auto& [buffer, fill] : held) EXPECT_TRUE(is_filled(buffer, fill));
 }
 
-TEST(Blocks, AreTakenBackWhenTheyWereNotSent) {
+TEST(Blocks, AreReturnedIfTheyWereNotSent) {
   Lane lane({});
   const std::uint64_t block = lane.lend(kSize);
   lane.pool->take_back(block);
   EXPECT_EQ(lane.lend(kSize), block);
 }
 
-TEST(Blocks, EndAtTheCapAndComeAgainOnceGivenBack) {
+TEST(Blocks, RunOutAtTheCapAndAreAvailableAgainOnceReturned) {
   Lane lane(std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20}),
             std::make_shared<LocalShare>(LocalOptions{}));
   std::vector<Buffer> held;
   for (;;) {
     const std::uint64_t block = lane.lend(1 << 20);
     if (block == 0) break;
-    held.push_back(lane.shelf->adopt(block, 1 << 20));
+    held.push_back(lane.peer_blocks->adopt(block, 1 << 20));
     ASSERT_LE(held.size(), 4u);
   }
   EXPECT_LE(lane.sender->reserved, 4u << 20);
@@ -137,38 +137,38 @@ TEST(Blocks, EndAtTheCapAndComeAgainOnceGivenBack) {
   EXPECT_NE(lane.lend(1 << 20), 0u);
 }
 
-TEST(Blocks, OfOtherSizesAndOtherPeersMakeRoomWhenTheyAreFree) {
+TEST(Blocks, OfOtherSizesAndOtherPeersAreFreedToMakeRoom) {
   const auto sender = std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20});
   const auto receiver = std::make_shared<LocalShare>(LocalOptions{});
   Lane one(sender, receiver), other(sender, receiver);
-  one.shelf->adopt(one.lend(3 << 20), 3 << 20);
-  one.shelf->adopt(one.lend(2 << 20), 2 << 20);
+  one.peer_blocks->adopt(one.lend(3 << 20), 3 << 20);
+  one.peer_blocks->adopt(one.lend(2 << 20), 2 << 20);
   EXPECT_EQ(one.retired, 1);
-  const Buffer kept = one.shelf->adopt(one.lend(1 << 20), 1 << 20);
+  const Buffer kept = one.peer_blocks->adopt(one.lend(1 << 20), 1 << 20);
   EXPECT_NE(other.lend(2 << 20), 0u);
   EXPECT_EQ(one.retired, 2) << "the block that is kept was not";
   EXPECT_TRUE(is_filled(kept, 1));
-  EXPECT_EQ(other.lend(2 << 20), 0u) << "nobody has anything to spare";
+  EXPECT_EQ(other.lend(2 << 20), 0u) << "no peer has spare room";
 }
 
-TEST(Blocks, AreCopiedOutAboveHalfOfTheCapAndGivenBackAtOnce) {
+TEST(Blocks, AreCopiedAndReturnedAtOnceAboveHalfOfTheCap) {
   Lane lane(std::make_shared<LocalShare>(LocalOptions{}),
             std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 4 << 20}));
   std::vector<Buffer> held;
   for (std::uint8_t i = 0; i < 6; ++i) {
-    held.push_back(lane.shelf->adopt(lane.lend(900'000, i), 900'000));
+    held.push_back(lane.peer_blocks->adopt(lane.lend(900'000, i), 900'000));
   }
   EXPECT_EQ(lane.receiver->adopted.value(), 2u);
   EXPECT_EQ(lane.receiver->copied.value(), 4u);
-  EXPECT_EQ(lane.passed, 3) << "the copied ones came back";
+  EXPECT_EQ(lane.passed, 3) << "the copied blocks were returned";
   for (std::uint8_t i = 0; i < 6; ++i) EXPECT_TRUE(is_filled(held[i], i));
   held.clear();
   EXPECT_EQ(lane.receiver->adopted_bytes, 0u);
-  lane.shelf->adopt(lane.lend(900'000), 900'000);
+  lane.peer_blocks->adopt(lane.lend(900'000), 900'000);
   EXPECT_EQ(lane.receiver->adopted.value(), 3u);
 }
 
-TEST(Blocks, AreCopiedIntoMemoryOfTheCallersOwnAllocator) {
+TEST(Blocks, AreCopiedIntoMemoryOfTheCallersAllocator) {
   TransportOptions transport;
   std::vector<std::size_t> asked;
   transport.allocator = [&](std::size_t size) {
@@ -176,16 +176,17 @@ TEST(Blocks, AreCopiedIntoMemoryOfTheCallersOwnAllocator) {
     return size > kSize ? Buffer() : allocate_buffer(size);
   };
   Lane lane({}, transport);
-  EXPECT_TRUE(is_filled(lane.shelf->adopt(lane.lend(kSize, 5), kSize), 5));
+  EXPECT_TRUE(is_filled(lane.peer_blocks->adopt(lane.lend(kSize, 5), kSize), 5));
   EXPECT_EQ(asked, std::vector<std::size_t>{kSize});
-  EXPECT_EQ(kind_of([&] { lane.shelf->adopt(lane.lend(kSize + 1), kSize + 1); }), ErrorKind::kOverloaded);
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(lane.lend(kSize + 1), kSize + 1); }),
+            ErrorKind::kOverloaded);
 }
 
-TEST(Blocks, OutliveTheirPoolAndTheirShelf) {
+TEST(Blocks, OutliveTheirPoolAndTheReceiversMappings) {
   Buffer buffer;
   {
     Lane lane({});
-    buffer = lane.shelf->adopt(lane.lend(kSize, 7), kSize);
+    buffer = lane.peer_blocks->adopt(lane.lend(kSize, 7), kSize);
   }
   EXPECT_TRUE(is_filled(buffer, 7));
   std::memset(buffer.data, 1, buffer.size);
@@ -194,13 +195,13 @@ TEST(Blocks, OutliveTheirPoolAndTheirShelf) {
 TEST(Blocks, AreNotLentOnceTheConnectionEnded) {
   Lane lane({});
   const std::uint64_t block = lane.lend(kSize);
-  lane.shelf->adopt(block, kSize);
+  lane.peer_blocks->adopt(block, kSize);
   lane.pool->close();
   EXPECT_EQ(lane.lend(kSize), 0u);
   lane.pool->take_back(block);
 }
 
-TEST(Blocks, GiveWayToBytesWhenTheSystemRefuses) {
+TEST(Blocks, FallBackToBytesWhenTheSystemRefuses) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory}) {
     bool refuses = true;
     const LocalFaults faults = [&](LocalStep now) { return refuses && now == step; };
@@ -228,22 +229,23 @@ TEST(Blocks, WasteLittleRoom) {
 
 TEST(Blocks, OfAHostileSenderAreRefused) {
   Lane lane({});
-  EXPECT_EQ(kind_of([&] { lane.shelf->adopt(1, kSize); }), ErrorKind::kInvalid) << "never passed";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(1, kSize); }), ErrorKind::kInvalid) << "never passed";
   const std::uint64_t block = lane.lend(kSize);
   const std::size_t room = BlockPool::room_for(kSize);
-  EXPECT_EQ(kind_of([&] { lane.shelf->adopt(block, room + 1); }), ErrorKind::kInvalid) << "beyond its end";
-  EXPECT_EQ(kind_of([&] { lane.shelf->adopt(block, SIZE_MAX); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(block, room + 1); }), ErrorKind::kInvalid)
+      << "beyond its end";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(block, SIZE_MAX); }), ErrorKind::kInvalid);
   {
-    const Buffer held = lane.shelf->adopt(block, room);
-    EXPECT_EQ(kind_of([&] { lane.shelf->adopt(block, kSize); }), ErrorKind::kInvalid) << "lent twice";
-    EXPECT_EQ(kind_of([&] { lane.shelf->retire(block); }), ErrorKind::kInvalid) << "held";
+    const Buffer held = lane.peer_blocks->adopt(block, room);
+    EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(block, kSize); }), ErrorKind::kInvalid) << "lent twice";
+    EXPECT_EQ(kind_of([&] { lane.peer_blocks->retire(block); }), ErrorKind::kInvalid) << "held";
   }
-  lane.shelf->retire(block);
-  EXPECT_EQ(kind_of([&] { lane.shelf->retire(block); }), ErrorKind::kInvalid) << "gone";
-  EXPECT_EQ(kind_of([&] { lane.shelf->adopt(block, kSize); }), ErrorKind::kInvalid);
+  lane.peer_blocks->retire(block);
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->retire(block); }), ErrorKind::kInvalid) << "gone";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->adopt(block, kSize); }), ErrorKind::kInvalid);
 }
 
-TEST(Blocks, StayWithTheThreadThatFillsThemWhateverTheReceiverSays) {
+TEST(Blocks, StayWithTheThreadThatFillsThemWhateverTheReceiverSends) {
   const auto executor = make_executor();
   const Deadline deadline = executor->deadline_in(std::chrono::seconds(20));
   Lane lane({.pool_bytes = 1 << 20});
@@ -279,31 +281,34 @@ TEST(Blocks, OfMemoryThatCouldShrinkOrIsAnotherSizeAreRefused) {
   const std::size_t size = 1 << 20;
   const Descriptor open(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(open.get(), size), 0);
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(1, size, open); }), ErrorKind::kInvalid) << "no seals";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(1, size, open); }), ErrorKind::kInvalid) << "no seals";
   ASSERT_EQ(::fcntl(open.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL), 0);
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(1, size, open); }), ErrorKind::kInvalid) << "can shrink";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(1, size, open); }), ErrorKind::kInvalid) << "can shrink";
   int ends[2];
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   const Descriptor pipe(ends[0]), other(ends[1]);
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(1, size, pipe); }), ErrorKind::kInvalid) << "no memory";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(1, size, pipe); }), ErrorKind::kInvalid) << "no memory";
 
   const auto made = make_memory({}, size);
-  for (const std::uint64_t lie : {std::uint64_t{0}, std::uint64_t{4095}, std::uint64_t{size - 1},
-                                  std::uint64_t{size + 4096}, UINT64_MAX}) {
-    EXPECT_EQ(kind_of([&] { lane.shelf->add(1, lie, made->descriptor); }), ErrorKind::kInvalid) << lie;
+  for (const std::uint64_t invalid : {std::uint64_t{0}, std::uint64_t{4095}, std::uint64_t{size - 1},
+                                      std::uint64_t{size + 4096}, UINT64_MAX}) {
+    EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(1, invalid, made->descriptor); }), ErrorKind::kInvalid)
+        << invalid;
   }
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(0, size, made->descriptor); }), ErrorKind::kInvalid);
-  lane.shelf->add(1, size, made->descriptor);
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(1, size, made->descriptor); }), ErrorKind::kInvalid) << "twice";
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(0, size, made->descriptor); }), ErrorKind::kInvalid);
+  lane.peer_blocks->add(1, size, made->descriptor);
+  EXPECT_EQ(kind_of([&] { lane.peer_blocks->add(1, size, made->descriptor); }), ErrorKind::kInvalid)
+      << "twice";
 }
 
 TEST(Blocks, OfASenderThatPassesTooManyAreRefused) {
   Lane lane({});
   const auto made = make_memory({}, kBlockHeaderBytes + 16);
   for (std::uint64_t i = 1; i <= kMostBlocks; ++i)
-    lane.shelf->add(i, kBlockHeaderBytes + 16, made->descriptor);
-  EXPECT_EQ(kind_of([&] { lane.shelf->add(kMostBlocks + 1, kBlockHeaderBytes + 16, made->descriptor); }),
-            ErrorKind::kInvalid);
+    lane.peer_blocks->add(i, kBlockHeaderBytes + 16, made->descriptor);
+  EXPECT_EQ(
+      kind_of([&] { lane.peer_blocks->add(kMostBlocks + 1, kBlockHeaderBytes + 16, made->descriptor); }),
+      ErrorKind::kInvalid);
 }
 
 }  // namespace

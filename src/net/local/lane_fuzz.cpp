@@ -6,9 +6,9 @@
 
 #include "net/framing.h"
 #include "net/local/block_pool.h"
-#include "net/local/block_shelf.h"
 #include "net/local/memory.h"
 #include "net/local/notes.h"
+#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
 #include "tests/support/fuzz_seeds.h"
 
@@ -27,20 +27,20 @@ SharedMemory plain_memory(std::size_t size) {
   return {static_cast<std::byte*>(memory), size};
 }
 
-void take_notes(BytesView bytes, BlockShelf& shelf) {
+void take_notes(BytesView bytes, PeerBlocks& peer_blocks) {
   NoteParser parser;
   std::deque<Note> notes;
   try {
     parser.feed(bytes, false, notes);
     for (const Note& note : notes) {
-      if (note.kind == Note::Kind::kRetired) shelf.retire(note.number);
+      if (note.kind == Note::Kind::kRetired) peer_blocks.retire(note.number);
     }
   } catch (const Error&) {
   }
 }
 
 /// What the ring says, in lumps as the producer's counter grows, with blocks that it may lend.
-void take_ring(BytesView bytes, std::size_t lump, BlockShelf& shelf) {
+void take_ring(BytesView bytes, std::size_t lump, PeerBlocks& peer_blocks) {
   RingConsumer ring([] {
     SharedMemory memory = plain_memory(kRingHeaderBytes + kRing);
     new (memory.data()) RingHeader{};
@@ -48,7 +48,7 @@ void take_ring(BytesView bytes, std::size_t lump, BlockShelf& shelf) {
   }());
   std::byte* data = reinterpret_cast<std::byte*>(&ring.header()) + kRingHeaderBytes;
   FrameParser parser({1 << 16, 1 << 20, 1 << 10}, allocate_buffer);
-  parser.adopt_with([&](std::uint64_t block, std::size_t size) { return shelf.adopt(block, size); });
+  parser.adopt_with([&](std::uint64_t block, std::size_t size) { return peer_blocks.adopt(block, size); });
   std::vector<Message> finished;
   std::uint64_t sum = 0;
   while (!bytes.empty()) {
@@ -81,15 +81,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (size < 2) return 0;
   const BytesView bytes = std::as_bytes(std::span(data + 2, size - 2));
   const auto share = std::make_shared<LocalShare>(LocalOptions{.pool_bytes = 64 << 10});
-  BlockShelf shelf(share, {});
+  PeerBlocks peer_blocks(share, {});
   for (std::uint64_t i = 1; i <= kBlocks; ++i) {
     const auto made = make_memory({}, kBlock);
-    if (made) shelf.add(i, kBlock, made->descriptor);
+    if (made) peer_blocks.add(i, kBlock, made->descriptor);
   }
   const std::size_t cut = std::min<std::size_t>(data[0] % 64, bytes.size());
-  take_notes(bytes.first(cut), shelf);
+  take_notes(bytes.first(cut), peer_blocks);
   try {
-    take_ring(bytes.subspan(cut), 1 + 20 * data[1], shelf);
+    take_ring(bytes.subspan(cut), 1 + 20 * data[1], peer_blocks);
   } catch (const Error&) {
   }
   return 0;

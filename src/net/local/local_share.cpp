@@ -32,7 +32,7 @@ void LocalShare::release(std::uint64_t size) {
   pooled.subtract(size);
 }
 
-void LocalShare::enrol(std::weak_ptr<BlockPool> pool) {
+void LocalShare::add_pool(std::weak_ptr<BlockPool> pool) {
   MutexLock lock(mutex_);
   std::erase_if(pools_, [](const auto& known) { return known.expired(); });
   pools_.push_back(std::move(pool));

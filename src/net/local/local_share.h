@@ -21,7 +21,7 @@ struct LocalShare {
   /// Reserves room for `size` bytes in the pool; returns false if there is none.
   bool reserve(std::uint64_t size);
   void release(std::uint64_t size);
-  void enrol(std::weak_ptr<BlockPool> pool);
+  void add_pool(std::weak_ptr<BlockPool> pool);
   std::vector<std::shared_ptr<BlockPool>> pools();
 
   const LocalOptions options;

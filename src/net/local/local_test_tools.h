@@ -13,9 +13,9 @@
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/local/block_pool.h"
-#include "net/local/block_shelf.h"
 #include "net/local/local_transport.h"
 #include "net/local/notes.h"
+#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
 #include "net/stream/address.h"
 
@@ -146,8 +146,8 @@ class LocalTransportTest : public ::testing::Test {
   }
 
   /// A peer that has proved the secret and not settled yet.
-  RawPeer dial_proven();
-  enum class Verdict : std::uint8_t { kYes, kNo, kLie };
+  RawPeer dial_authenticated();
+  enum class Verdict : std::uint8_t { kYes, kNo, kYesWithoutNonce };
   /// One that has settled to share, or not to; a lie is a yes without the nonce in the ring.
   RawPeer dial_raw(Verdict verdict = Verdict::kYes);
   Error end_of_raw() {
@@ -163,7 +163,7 @@ class LocalTransportTest : public ::testing::Test {
   std::shared_ptr<Channel> channel_, back_;
 };
 
-inline RawPeer LocalTransportTest::dial_proven() {
+inline RawPeer LocalTransportTest::dial_authenticated() {
   start();
   dialer_.reset();
   const Address address = parse_address(address_);
@@ -196,7 +196,7 @@ inline Bytes record(bool offers, bool accepts, BytesView nonce) {
 }
 
 inline RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
-  RawPeer peer = dial_proven();
+  RawPeer peer = dial_authenticated();
   std::array<std::byte, 128> bytes;
   auto made = make_memory({}, kRingHeaderBytes + kRing);
   new (made->memory.data()) RingHeader{};
@@ -206,7 +206,8 @@ inline RawPeer LocalTransportTest::dial_raw(Verdict verdict) {
   drive_until([&] { return receive_notes(peer.socket.get(), bytes, descriptors, {}).size == 48; });
   peer.in = std::make_unique<RingConsumer>(map_memory({}, descriptors.at(0), kRingHeaderBytes + kRing));
   const Bytes nonce(begin(peer.in->header().nonce), end(peer.in->header().nonce));
-  peer.say(record(false, verdict != Verdict::kNo, verdict == Verdict::kLie ? Bytes(kNonceBytes) : nonce));
+  peer.say(record(false, verdict != Verdict::kNo,
+                  verdict == Verdict::kYesWithoutNonce ? Bytes(kNonceBytes) : nonce));
   drive_until([&] { return !listener_->journal.accepted.empty() || !listener_->journal.refused.empty(); });
   if (!listener_->journal.accepted.empty()) channel_ = listener_->journal.accepted.at(0);
   return peer;

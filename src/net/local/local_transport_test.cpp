@@ -9,7 +9,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-TEST_F(LocalTransportTest, NeedsARingOfAPossibleSize) {
+TEST_F(LocalTransportTest, RejectsInvalidRingSizes) {
   for (const std::size_t size : {std::size_t{0}, std::size_t{100'000}, std::size_t{1} << 40}) {
     try {
       start({.ring_bytes = size});
@@ -34,7 +34,7 @@ TEST_F(LocalTransportTest, LendsLargeSegmentsAndCarriesSmallOnesInTheRing) {
   EXPECT_EQ(dialer_->count("inlined"), 0u);
 }
 
-TEST_F(LocalTransportTest, RecyclesBlocksThatTheReceiverIsDoneWith) {
+TEST_F(LocalTransportTest, ReusesBlocksThatTheReceiverReleased) {
   start();
   join();
   for (int i = 0; i < 50; ++i) {
@@ -47,7 +47,7 @@ TEST_F(LocalTransportTest, RecyclesBlocksThatTheReceiverIsDoneWith) {
   EXPECT_LE(dialer_->count("pool_bytes"), 3u << 20);
 }
 
-TEST_F(LocalTransportTest, GivesIdleBlocksBackButNoneThatIsInUse) {
+TEST_F(LocalTransportTest, FreesIdleBlocksButNoneInUse) {
   start({.idle_after = std::chrono::milliseconds(20)});
   join();
   for (std::uint8_t i = 0; i < 3; ++i) send(*channel_, 1 << 20, i);
@@ -69,7 +69,7 @@ TEST_F(LocalTransportTest, GivesIdleBlocksBackButNoneThatIsInUse) {
   EXPECT_TRUE(is_filled(listener_->journal.received.at(0).segments.at(0), 1 << 20, 4));
 }
 
-TEST_F(LocalTransportTest, KeepsAdoptedMemoryWhenBothSidesAreGone) {
+TEST_F(LocalTransportTest, KeepsAdoptedMemoryAfterBothSidesEnd) {
   start();
   join();
   send(*channel_, 300'000, 7);
@@ -100,7 +100,7 @@ TEST_F(LocalTransportTest, SendsBytesWhenThePoolIsFullAndLendsAgainLater) {
   EXPECT_EQ(dialer_->count("lent"), 4u);
 }
 
-TEST_F(LocalTransportTest, TalksThroughTheSocketWhenEitherSideCannotShare) {
+TEST_F(LocalTransportTest, UsesTheSocketWhenEitherSideCannotShareMemory) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory,
                                LocalStep::kPassDescriptor, LocalStep::kTakeDescriptor}) {
     for (const bool dials : {false, true}) {
@@ -122,7 +122,7 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketWhenEitherSideCannotShare) {
   }
 }
 
-TEST_F(LocalTransportTest, SendsBytesWhenTheSystemStopsGivingMemory) {
+TEST_F(LocalTransportTest, SendsBytesWhenTheSystemHasNoMemory) {
   for (const LocalStep step : {LocalStep::kMakeMemory, LocalStep::kReserveMemory, LocalStep::kMapMemory,
                                LocalStep::kPassDescriptor}) {
     SCOPED_TRACE(::testing::Message() << "step " << static_cast<int>(step));
@@ -143,7 +143,7 @@ TEST_F(LocalTransportTest, SendsBytesWhenTheSystemStopsGivingMemory) {
   }
 }
 
-TEST_F(LocalTransportTest, SaysWhatToDoWhenItHasNoDescriptorForABlock) {
+TEST_F(LocalTransportTest, AdvisesWhenNoDescriptorIsLeftForABlock) {
   bool refuses = false;
   listener_faults_ = [&](LocalStep now) { return refuses && now == LocalStep::kTakeDescriptor; };
   start();
@@ -156,7 +156,7 @@ TEST_F(LocalTransportTest, SaysWhatToDoWhenItHasNoDescriptorForABlock) {
   EXPECT_EQ(dialer_->journal.closed.at(0).kind(), ErrorKind::kDisconnected);
 }
 
-TEST_F(LocalTransportTest, LivesOnWhenThisProcessRunsOutOfDescriptors) {
+TEST_F(LocalTransportTest, KeepsWorkingWhenTheProcessRunsOutOfDescriptors) {
   start();
   join();
   rlimit before{};

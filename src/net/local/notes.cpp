@@ -17,20 +17,21 @@ bool send_note(int socket, BytesView bytes, int descriptor) {
   return send_with_descriptor(socket, bytes, descriptor, MSG_DONTWAIT) == static_cast<ssize_t>(bytes.size());
 }
 
-Reception receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
-                        const LocalFaults& faults) {
+ReceivedNotes receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
+                            const LocalFaults& faults) {
   ReceivedBytes received = receive_with_descriptors(socket, bytes, MSG_DONTWAIT);
   if (received.size < 0) return {.ended = errno != EAGAIN && errno != EWOULDBLOCK};
   if (received.size == 0) return {.ended = true};
-  Reception reception{.size = static_cast<std::size_t>(received.size), .truncated = received.truncated};
+  ReceivedNotes received_notes{.size = static_cast<std::size_t>(received.size),
+                               .truncated = received.truncated};
   for (Descriptor& descriptor : received.descriptors) {
     if (fails(faults, LocalStep::kTakeDescriptor)) {
-      reception.truncated = true;
+      received_notes.truncated = true;
     } else {
       descriptors.push_back(std::move(descriptor));
     }
   }
-  return reception;
+  return received_notes;
 }
 
 void NoteParser::feed(BytesView bytes, bool truncated, std::deque<Note>& notes) {

@@ -29,14 +29,14 @@ inline constexpr std::size_t kNoteBytes = 24;
 bool send_note(int socket, BytesView bytes, int descriptor);
 
 /// Bytes and descriptors from a socket.
-struct Reception {
+struct ReceivedNotes {
   std::size_t size = 0;
   bool ended = false;      ///< end of stream, or the connection broke
   bool truncated = false;  ///< a descriptor was lost: this process may have no more
 };
 /// Receives into `bytes` without waiting and appends the descriptors to `descriptors`.
-Reception receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
-                        const LocalFaults& faults);
+ReceivedNotes receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
+                            const LocalFaults& faults);
 
 /// Turns bytes and descriptors into notes; pure. After a throw it must not be used again.
 class NoteParser {

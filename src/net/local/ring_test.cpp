@@ -71,7 +71,7 @@ std::size_t write_text(RingProducer& producer, std::uint64_t sent, std::mt19937&
   return producer.write(places);
 }
 
-TEST(Ring, GivesWhatWasPutInAcrossItsEdge) {
+TEST(Ring, ReadsWhatWasWrittenAcrossTheWrap) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -95,12 +95,12 @@ TEST(Ring, TakesNoMoreThanItHolds) {
   EXPECT_EQ(ring.write(text(0, 1)), 0u);
   EXPECT_TRUE(ring.producer.ask_for_room());
   EXPECT_TRUE(ring.consumer.consume(10)) << "the producer waits for room";
-  EXPECT_FALSE(ring.consumer.consume(10)) << "it was told";
+  EXPECT_FALSE(ring.consumer.consume(10)) << "it was already notified";
   EXPECT_FALSE(ring.producer.ask_for_room()) << "there is room";
   EXPECT_EQ(ring.write(text(kCapacity, 100)), 20u);
 }
 
-TEST(Ring, TellsOnlyAConsumerThatSleeps) {
+TEST(Ring, WakesOnlyASleepingConsumer) {
   Ring ring;
   ring.write(text(0, 1));
   EXPECT_FALSE(ring.producer.consumer_wants_wake());
@@ -108,7 +108,7 @@ TEST(Ring, TellsOnlyAConsumerThatSleeps) {
   ring.consumer.consume(1);
   EXPECT_TRUE(ring.consumer.ask_for_bytes());
   EXPECT_TRUE(ring.producer.consumer_wants_wake());
-  EXPECT_FALSE(ring.producer.consumer_wants_wake()) << "it was told";
+  EXPECT_FALSE(ring.producer.consumer_wants_wake()) << "it was already notified";
 }
 
 TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
@@ -145,22 +145,23 @@ TEST(Ring, LosesNoByteAndNoWakeBetweenTwoThreadsThatSleep) {
   other.join();
 }
 
-TEST(Ring, BelievesNoCounterBeyondItsSize) {
-  for (const std::uint64_t lie : {std::uint64_t{kCapacity + 11}, std::uint64_t{9}, std::uint64_t{1} << 63,
-                                  std::numeric_limits<std::uint64_t>::max()}) {
+TEST(Ring, RejectsCountersBeyondItsSize) {
+  for (const std::uint64_t invalid : {std::uint64_t{kCapacity + 11}, std::uint64_t{9}, std::uint64_t{1} << 63,
+                                      std::numeric_limits<std::uint64_t>::max()}) {
     Ring ring;
     ring.write(text(0, 10));
     ring.consumer.consume(10);
-    ring.consumer.header().tail = lie;
-    EXPECT_EQ(kind_of([&] { ring.consumer.readable(); }), ErrorKind::kInvalid) << lie;
-    EXPECT_FALSE(ring.consumer.ask_for_bytes()) << "who sleeps now will not see it";
+    ring.consumer.header().tail = invalid;
+    EXPECT_EQ(kind_of([&] { ring.consumer.readable(); }), ErrorKind::kInvalid) << invalid;
+    EXPECT_FALSE(ring.consumer.ask_for_bytes()) << "a thread that sleeps now will not see it";
   }
-  for (const std::uint64_t lie : {std::uint64_t{11}, std::uint64_t{1} << 63, std::uint64_t{0} - kCapacity}) {
+  for (const std::uint64_t invalid :
+       {std::uint64_t{11}, std::uint64_t{1} << 63, std::uint64_t{0} - kCapacity}) {
     Ring ring;
     ring.write(text(0, 10));
-    ring.producer.header().head = lie;
-    EXPECT_EQ(kind_of([&] { ring.write(text(0, kCapacity)); }), ErrorKind::kInvalid) << lie;
-    EXPECT_FALSE(ring.producer.ask_for_room()) << "who sleeps now will not see it";
+    ring.producer.header().head = invalid;
+    EXPECT_EQ(kind_of([&] { ring.write(text(0, kCapacity)); }), ErrorKind::kInvalid) << invalid;
+    EXPECT_FALSE(ring.producer.ask_for_room()) << "a thread that sleeps now will not see it";
   }
 }
 

@@ -104,7 +104,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     block.put(std::uint64_t{1});
     block.put(std::uint64_t{kRingHeaderBytes + kRing});
     std::vector<Bytes> seeds;
-    // Who dials us: its offer, then its verdict. Who listens: its offer and verdict in one.
+    // A dialing peer sends its offer, then its verdict; a listening peer sends both in one.
     seeds.push_back(::testing::joined({::testing::bytes_of({0}), part(64, record(true, false)),
                                        part(128, record(false, true)), part(0, ::testing::bytes_of({1, 1})),
                                        part(64, block.bytes())}));

@@ -16,9 +16,9 @@ constexpr int kReadsAtOnce = 16;
 SharedLane::SharedLane(std::shared_ptr<LocalShare> share, const TransportOptions& options, Role role)
     : share_(std::move(share)),
       role_(role),
-      shelf_(share_, options),
+      peer_blocks_(share_, options),
       pool_(std::make_shared<BlockPool>(share_, static_cast<BlockNotes&>(*this))) {
-  share_->enrol(pool_);
+  share_->add_pool(pool_);
 }
 
 SharedLane::~SharedLane() { pool_->close(); }
@@ -76,7 +76,7 @@ void SharedLane::send_record() {
     record.offers = record.accepts = false;
     sent = send();
   }
-  if (!sent) throw Error(ErrorKind::kDisconnected, "went away during the handshake");
+  if (!sent) throw Error(ErrorKind::kDisconnected, "disconnected during the handshake");
   passed_ |= record.offers;
   offered_.reset();
   ++records_sent_;
@@ -85,12 +85,13 @@ void SharedLane::send_record() {
 
 std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::array<std::byte, kRecordBytes> bytes;
-  const Reception reception = receive_notes(socket_, std::span(bytes).first(kRecordBytes - record_.size()),
-                                            parser_.descriptors(), share_->faults);
-  if (reception.ended) {
-    throw Error(ErrorKind::kDisconnected, "went away during the handshake: see its log for the reason");
+  const ReceivedNotes received_notes = receive_notes(
+      socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->faults);
+  if (received_notes.ended) {
+    throw Error(ErrorKind::kDisconnected, "disconnected during the handshake: see its log for the reason");
   }
-  record_.insert(record_.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(reception.size));
+  record_.insert(record_.end(), bytes.begin(),
+                 bytes.begin() + static_cast<std::ptrdiff_t>(received_notes.size));
   if (record_.size() < kRecordBytes) return std::nullopt;
   ByteReader reader(record_);
   Record record;
@@ -140,13 +141,13 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
 
 bool SharedLane::read_some_notes() {
   std::array<std::byte, kNotesAtOnce> bytes;
-  const Reception reception = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
-  ended_ |= reception.ended;
-  if (reception.size == 0) return false;
-  parser_.feed(std::span(bytes).first(reception.size), reception.truncated, notes_);
+  const ReceivedNotes received_notes = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
+  ended_ |= received_notes.ended;
+  if (received_notes.size == 0) return false;
+  parser_.feed(std::span(bytes).first(received_notes.size), received_notes.truncated, notes_);
   for (Note& note : notes_) {
-    if (note.kind == Note::Kind::kBlock) shelf_.add(note.number, note.size, note.descriptor);
-    if (note.kind == Note::Kind::kRetired) shelf_.retire(note.number);
+    if (note.kind == Note::Kind::kBlock) peer_blocks_.add(note.number, note.size, note.descriptor);
+    if (note.kind == Note::Kind::kRetired) peer_blocks_.retire(note.number);
   }
   notes_.clear();
   return true;
@@ -171,15 +172,15 @@ void SharedLane::consume(std::size_t size) {
 
 Buffer SharedLane::adopt(std::uint64_t block, std::size_t size) {
   // The peer sent the note of a block before the frame that lends it.
-  while (!shelf_.has(block) && read_some_notes()) {
+  while (!peer_blocks_.has(block) && read_some_notes()) {
   }
-  return shelf_.adopt(block, size);
+  return peer_blocks_.adopt(block, size);
 }
 
 bool SharedLane::prepare_sleep(bool unsent) {
-  const bool nothing_came = incoming_->ask_for_bytes();
+  const bool nothing_arrived = incoming_->ask_for_bytes();
   const bool no_room = !unsent || outgoing_->ask_for_room();
-  return nothing_came && no_room;
+  return nothing_arrived && no_room;
 }
 
 void SharedLane::end_sleep() {

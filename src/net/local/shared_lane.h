@@ -6,8 +6,8 @@
 #include <string>
 
 #include "net/local/block_pool.h"
-#include "net/local/block_shelf.h"
 #include "net/local/notes.h"
+#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
 #include "net/stream/lane.h"
 
@@ -78,7 +78,7 @@ class SharedLane final : public Lane, private BlockNotes {
   std::size_t records_sent_ = 0;
   bool ended_ = false;
   std::atomic<bool> broken_{false};  ///< the peer's counters are impossible
-  BlockShelf shelf_;
+  PeerBlocks peer_blocks_;
   std::shared_ptr<BlockPool> pool_;
 };
 

@@ -107,14 +107,14 @@ TEST(NetworkPlaceTest, RefusesOtherKindsOfAddresses) {
   }
 }
 
-TEST_F(NetworkTransportTest, TellsPeersBothWaysAndTheMark) {
+TEST_F(NetworkTransportTest, AdvertisesBothAddressesAndTheMark) {
   Side side(*executor_, "here");
   EXPECT_THAT(side.transport->listen(both("a")), MatchesRegex("unix:/.*/a@here,tls:127\\.0\\.0\\.1:[1-9].*"));
   EXPECT_THAT(side.transport->listen("tls:127.0.0.1:0"), MatchesRegex("tls:127\\.0\\.0\\.1:[1-9].*"));
   EXPECT_THROW(side.transport->listen("tcp:127.0.0.1:0"), Error);
 }
 
-TEST_F(NetworkTransportTest, GoesThroughMemoryOnOneHostAndThroughTlsBetweenTwo) {
+TEST_F(NetworkTransportTest, UsesSharedMemoryOnOneHostAndTlsBetweenTwo) {
   const Echo near(*executor_, "here", both("near")), far(*executor_, "there", both("far"));
   Side side(*executor_, "here");
   const auto to_near = side.transport->connect(near.address, Deadline::never());
@@ -126,7 +126,7 @@ TEST_F(NetworkTransportTest, GoesThroughMemoryOnOneHostAndThroughTlsBetweenTwo) 
   EXPECT_TRUE(side.drive_until([&] { return side.heard.size() == 2; }));
 }
 
-TEST_F(NetworkTransportTest, GoesThroughTlsToAPeerWhoseSocketIsNotToBeSeenHere) {
+TEST_F(NetworkTransportTest, UsesTlsForAPeerWhoseSocketIsNotVisibleHere) {
   const Echo echo(*executor_, "here", both("hidden"));
   std::filesystem::rename(folder_.path() + "/hidden", folder_.path() + "/elsewhere");
   Side side(*executor_, "here");
@@ -136,7 +136,7 @@ TEST_F(NetworkTransportTest, GoesThroughTlsToAPeerWhoseSocketIsNotToBeSeenHere) 
   EXPECT_TRUE(side.drive_until([&] { return side.heard.size() == 1; }));
 }
 
-TEST_F(NetworkTransportTest, EitherKindOfPeerWakesTheOneSleep) {
+TEST_F(NetworkTransportTest, RepliesOverBothTransportsEndTheWait) {
   const Echo near(*executor_, "here", both("near")), far(*executor_, "there", both("far"));
   Side side(*executor_, "here");
   const auto to_near = side.transport->connect(near.address, Deadline::never());
@@ -149,7 +149,7 @@ TEST_F(NetworkTransportTest, EitherKindOfPeerWakesTheOneSleep) {
   }
 }
 
-TEST_F(NetworkTransportTest, EitherKindOfCallerWakesTheOneSleep) {
+TEST_F(NetworkTransportTest, ConnectionsOverBothTransportsEndTheWait) {
   Side side(*executor_, "here");
   const std::string address = side.transport->listen(both("listener"));
   for (const std::string mark : {"here", "there"}) {
@@ -189,25 +189,25 @@ TEST_F(NetworkTransportTest, ADialFromAnotherThreadEndsTheSleep) {
   Side side(*executor_, "here");
   while (side.transport->poll()) {
   }
-  for (const std::string& nobody :
-       {std::string("tls:127.0.0.1:1"), "unix:" + folder_.path() + "/nobody@here"}) {
+  for (const std::string& unreachable :
+       {std::string("tls:127.0.0.1:1"), "unix:" + folder_.path() + "/unreachable@here"}) {
     const std::size_t before = side.ends.size();
     std::shared_ptr<Channel> channel;
     Thread other = executor_->spawn(
-        "dialer", [&] { channel = side.transport->connect(nobody, executor_->deadline_in(kPatience)); });
-    EXPECT_TRUE(side.drive_until([&] { return side.ends.size() == before + 1; })) << nobody;
+        "dialer", [&] { channel = side.transport->connect(unreachable, executor_->deadline_in(kPatience)); });
+    EXPECT_TRUE(side.drive_until([&] { return side.ends.size() == before + 1; })) << unreachable;
     other.join();
     EXPECT_EQ(side.ends.back().kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(side.ends.back().message(), HasSubstr(channel->peer()));
   }
 }
 
-TEST(RouteTest, LeadsToThisHostThroughLoopback) {
+TEST(RouteTest, IsLoopbackForThisHost) {
   EXPECT_EQ(route_to("127.0.0.1"), "127.0.0.1");
   EXPECT_TRUE(is_loopback_host(route_to("localhost"))) << route_to("localhost");
 }
 
-TEST(RouteTest, SaysThatANameIsNotKnown) {
+TEST(RouteTest, ReportsAnUnknownHostName) {
   try {
     route_to("no-such-host.invalid");
     FAIL() << "found a way to nowhere";
@@ -218,7 +218,7 @@ TEST(RouteTest, SaysThatANameIsNotKnown) {
   }
 }
 
-TEST(RouteTest, TellsPeersAnotherHostThanItListensAt) {
+TEST(RouteTest, AdvertisesAnotherHostThanItListensAt) {
   EXPECT_EQ(with_far_host("unix:/a@m,tls:0.0.0.0:77", "10.0.0.1"), "unix:/a@m,tls:10.0.0.1:77");
   EXPECT_EQ(with_far_host("tls:[::]:77", "2001:db8::1"), "tls:[2001:db8::1]:77");
   EXPECT_EQ(with_far_host("unix:/a@m", "10.0.0.1"), "unix:/a@m");

@@ -57,22 +57,23 @@ bool FaultInjection::use_up(std::uint64_t id) {
   return removed != 0;
 }
 
-Fate FaultInjection::decide(const SimMessage& message) {
+Delivery FaultInjection::decide(const SimMessage& message) {
   std::shared_ptr<const Rules> rules;
   {
     MutexLock lock(mutex_);
     rules = rules_;
   }
   if (rules->observer) rules->observer(message);
-  Fate fate;
-  fate.dropped = rules->drop && rules->drop(message);
-  if (fate.dropped) return fate;
-  fate.held = std::ranges::any_of(rules->blocks, [&](const SimPredicate& match) { return match(message); });
+  Delivery delivery;
+  delivery.dropped = rules->drop && rules->drop(message);
+  if (delivery.dropped) return delivery;
+  delivery.held =
+      std::ranges::any_of(rules->blocks, [&](const SimPredicate& match) { return match(message); });
   for (const auto& [id, match] : rules->blocks_after) {
-    if (match(message) && use_up(id)) fate.hold_rest = true;
+    if (match(message) && use_up(id)) delivery.hold_rest = true;
   }
-  if (rules->delay && rules->delay(message)) fate.extra = rules->extra;
-  return fate;
+  if (rules->delay && rules->delay(message)) delivery.extra = rules->extra;
+  return delivery;
 }
 
 }  // namespace torchspan::net

@@ -14,7 +14,7 @@
 namespace torchspan::net {
 
 /// What the injected faults do to one message.
-struct Fate {
+struct Delivery {
   bool dropped = false;
   bool held = false;       ///< until unblock()
   bool hold_rest = false;  ///< everything after it is held, too
@@ -32,7 +32,7 @@ class FaultInjection {
   void observe(std::function<void(const SimMessage&)> observer);
 
   /// Passes the message to the observer and the predicates.
-  Fate decide(const SimMessage& message);
+  Delivery decide(const SimMessage& message);
 
  private:
   struct Rules {

@@ -46,12 +46,12 @@ void SimChannel::send(BytesView header, std::span<const Segment> segments) {
     check_room(packet.size());
     message.number = network_.next_number();
   }
-  const Fate fate = network_.levers.decide(message);
+  const Delivery delivery = network_.levers.decide(message);
   MutexLock lock(network_.mutex);
-  if (fate.dropped) return network_.count_dropped();
-  packet.held = fate.held || start_.outward->hold_rest;
-  packet.extra = fate.extra;
-  if (fate.hold_rest) start_.outward->hold_rest = true;
+  if (delivery.dropped) return network_.count_dropped();
+  packet.held = delivery.held || start_.outward->hold_rest;
+  packet.extra = delivery.extra;
+  if (delivery.hold_rest) start_.outward->hold_rest = true;
   under_way_.fetch_add(packet.size(), std::memory_order_relaxed);
   if (open_) {
     network_.transmit_message(start_.outward, std::move(packet));

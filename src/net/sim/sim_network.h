@@ -31,8 +31,8 @@ struct SimNode {
   bool alive = true;  ///< false once killed or destroyed
   bool listening = false;
   std::deque<Arrival> inbox;
-  std::vector<std::shared_ptr<SimChannel>> newborn;  ///< dialed, not yet taken by the driver
-  std::vector<std::shared_ptr<SimChannel>> reviews;  ///< closed since the last poll()
+  std::vector<std::shared_ptr<SimChannel>> new_channels;  ///< dialed, not yet taken by the driver
+  std::vector<std::shared_ptr<SimChannel>> reviews;       ///< closed since the last poll()
 
   void wake() {
     if (poller != nullptr) poller->wake();

@@ -133,7 +133,7 @@ TEST(SimNetwork, KeepsAChannelsOrderUnderJitter) {
   });
 }
 
-TEST(SimNetwork, LetsJitterOvertakeWhenAsked) {
+TEST(SimNetwork, ReordersUnderJitterWhenAllowed) {
   simulate({.jitter = milliseconds(5), .reorder = true}, [](World& world) {
     world.pass(milliseconds(50));
     std::vector<std::string> sent;
@@ -263,7 +263,7 @@ TEST(SimNetwork, ReportsNothingOverACutLinkAndDeliversAfterItIsHealed) {
   });
 }
 
-TEST(SimNetwork, GivesUpDiallingOverACutLink) {
+TEST(SimNetwork, StopsDialingOverACutLink) {
   simulate({}, [](World& world) {
     world.network.cut("a", "b");
     world.a.connect("b");
@@ -273,7 +273,7 @@ TEST(SimNetwork, GivesUpDiallingOverACutLink) {
   });
 }
 
-TEST(SimNetwork, KillClosesChannelsOnBothEndsAndLosesWhatWasUnderWay) {
+TEST(SimNetwork, KillClosesChannelsOnBothEndsAndDropsMessagesInFlight) {
   simulate({}, [](World& world) {
     say(*world.b.accepted.at(0), {"before"});
     world.pass(milliseconds(1));
@@ -300,7 +300,7 @@ TEST(SimNetwork, KillClosesChannelsOnBothEndsAndLosesWhatWasUnderWay) {
   });
 }
 
-TEST(SimNetwork, SeversConnectionsThatMayBeDialledAgain) {
+TEST(SimNetwork, BreaksConnectionsThatCanBeDialedAgain) {
   simulate({}, [](World& world) {
     say(*world.channel, {"under way"});
     world.network.sever("b", "a");
@@ -317,7 +317,7 @@ TEST(SimNetwork, SeversConnectionsThatMayBeDialledAgain) {
   });
 }
 
-TEST(SimNetwork, LetsANameComeBackAfterItWasKilled) {
+TEST(SimNetwork, AllowsAKilledNameToReturn) {
   simulate({}, [](World& world) {
     EXPECT_THROW(Peer(world.executor, world.network, "b"), Error) << "b is alive";
     world.network.kill("b");
@@ -340,7 +340,7 @@ TEST(SimNetwork, ReportsADeathOverACutLinkOnlyAfterItIsHealed) {
   });
 }
 
-TEST(SimNetwork, RunsTheSameFromTheSameSeedAndOtherwiseFromAnother) {
+TEST(SimNetwork, RepeatsTheRunOfASeedAndDiffersForAnother) {
   const auto history = [](std::uint64_t seed) {
     std::vector<std::string> events;
     simulate(

@@ -31,19 +31,19 @@ SimTransport::SimTransport(std::shared_ptr<SimNetwork::Impl> network, const std:
 
 SimTransport::~SimTransport() {
   const Error reason(ErrorKind::kDisconnected, "this side's transport has ended");
-  std::vector<std::shared_ptr<SimChannel>> newborn, reviews;
+  std::vector<std::shared_ptr<SimChannel>> new_channels, reviews;
   std::deque<Arrival> inbox;
   {
     MutexLock lock(network_->mutex);
     node_->alive = false;
     node_->poller = nullptr;
-    newborn.swap(node_->newborn);
+    new_channels.swap(node_->new_channels);
     reviews.swap(node_->reviews);
     inbox.swap(node_->inbox);
     network_->leave(*node_);
   }
   for (const auto& [id, channel] : channels_) channel->end(reason);
-  for (const auto& channel : newborn) channel->end(reason);
+  for (const auto& channel : new_channels) channel->end(reason);
 }
 
 std::string SimTransport::listen(const std::string& address) {
@@ -82,7 +82,7 @@ std::shared_ptr<Channel> SimTransport::connect(const std::string& address, Deadl
         channel->outward(),
         {.kind = Packet::Kind::kDial, .header = channel->handshake.take_output(), .segments = {}});
   }
-  node_->newborn.push_back(channel);
+  node_->new_channels.push_back(channel);
   node_->wake();
   return channel;
 }
@@ -90,7 +90,7 @@ std::shared_ptr<Channel> SimTransport::connect(const std::string& address, Deadl
 void SimTransport::wait(Deadline deadline) {
   {
     MutexLock lock(network_->mutex);
-    if (!node_->inbox.empty() || !node_->newborn.empty() || !node_->reviews.empty()) return;
+    if (!node_->inbox.empty() || !node_->new_channels.empty() || !node_->reviews.empty()) return;
   }
   if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
   poller_->wait({}, deadline);
@@ -108,17 +108,17 @@ bool SimTransport::poll() {
 }
 
 bool SimTransport::take_requests() {
-  std::vector<std::shared_ptr<SimChannel>> newborn, reviews;
+  std::vector<std::shared_ptr<SimChannel>> new_channels, reviews;
   {
     MutexLock lock(network_->mutex);
-    newborn.swap(node_->newborn);
+    new_channels.swap(node_->new_channels);
     reviews.swap(node_->reviews);
   }
-  for (const auto& channel : newborn) start_handshake(channel);
+  for (const auto& channel : new_channels) start_handshake(channel);
   for (const auto& channel : reviews) {
     if (channels_.contains(channel->id())) review(channel);
   }
-  return !newborn.empty() || !reviews.empty();
+  return !new_channels.empty() || !reviews.empty();
 }
 
 std::optional<Arrival> SimTransport::next_arrival() {
@@ -291,7 +291,7 @@ Error SimTransport::gone(const SimChannel& channel) const {
   const std::string peer = channel.peer();
   if (channel.handshake_pending) {
     return Error(ErrorKind::kDisconnected,
-                 fmt::format("'{}' went away during the handshake: see its log for the reason", peer));
+                 fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer));
   }
   if (channel.state().said_goodbye) {
     return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));

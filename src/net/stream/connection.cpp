@@ -33,7 +33,7 @@ Connection::Connection(Start start, const TransportOptions& options)
       channel_(std::move(start.channel)),
       token_(start.token),
       dial_(std::move(start.dial)),
-      stillborn_(std::move(start.stillborn)),
+      dial_error_(std::move(start.dial_error)),
       stage_(start.connected ? Stage::kHandshake : Stage::kConnecting),
       handshake_(dial_ ? Role::kDialer : Role::kListener,
                  handshake_options(options, channel_->peer(), start.lane != nullptr)),
@@ -49,7 +49,7 @@ void Connection::send_handshake() {
   const ssize_t sent = ::send(socket(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent != static_cast<ssize_t>(bytes.size())) {
     throw Error(ErrorKind::kDisconnected,
-                fmt::format("'{}' went away during the handshake", channel_->peer()));
+                fmt::format("'{}' disconnected during the handshake", channel_->peer()));
   }
 }
 
@@ -233,7 +233,7 @@ void Connection::throw_end_of_stream() const {
   const std::string& peer = channel_->peer();
   if (stage_ == Stage::kHandshake) {
     throw Error(ErrorKind::kDisconnected,
-                fmt::format("'{}' went away during the handshake: see its log for the reason", peer));
+                fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer));
   }
   if (channel_->state().said_goodbye) {
     throw Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));

@@ -33,8 +33,8 @@ class Connection {
     Descriptor socket;
     std::shared_ptr<StreamChannel> channel;
     std::uint64_t token;
-    std::optional<Dial> dial;        ///< set for the side that dials
-    std::optional<Error> stillborn;  ///< dialing failed at once
+    std::optional<Dial> dial;         ///< set for the side that dials
+    std::optional<Error> dial_error;  ///< dialing failed at once
     bool connected = false;
     std::unique_ptr<Lane> lane = {};  ///< used if the peer supports lanes
   };
@@ -46,7 +46,7 @@ class Connection {
   Stage stage() const { return stage_; }
   bool dialed() const { return dial_.has_value(); }
   const std::optional<Dial>& dial() const { return dial_; }
-  const std::optional<Error>& stillborn() const { return stillborn_; }
+  const std::optional<Error>& dial_error() const { return dial_error_; }
   bool heard_goodbye() const { return parser_.goodbye(); }
 
   /// Sends this side's greeting; only in stage kHandshake.
@@ -87,7 +87,7 @@ class Connection {
   const std::shared_ptr<StreamChannel> channel_;
   const std::uint64_t token_;
   const std::optional<Dial> dial_;
-  const std::optional<Error> stillborn_;
+  const std::optional<Error> dial_error_;
   Stage stage_;
   Handshake handshake_;
   std::unique_ptr<Lane> lane_;

@@ -161,26 +161,26 @@ void finish_dial(int socket, const Address& address) {
 }
 
 void check_peer_user(int socket, const std::string& peer, uid_t expected) {
-  ucred who{};
-  socklen_t size = sizeof who;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) {
+  ucred peer_user{};
+  socklen_t size = sizeof peer_user;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer_user, &size) != 0) {
     throw Error(ErrorKind::kDenied,
                 fmt::format("the user behind '{}' is unknown: {}", peer, std::strerror(errno)));
   }
-  if (who.uid != expected) {
+  if (peer_user.uid != expected) {
     throw Error(
         ErrorKind::kDenied,
         fmt::format("'{}' is run by user {}, this worker by user {}: workers of one job run as one user",
-                    peer, who.uid, expected));
+                    peer, peer_user.uid, expected));
   }
 }
 
 std::string name_accepted(int socket, const Address& listener) {
   if (listener.kind == Address::Kind::kUnix) {
-    ucred who{};
-    socklen_t size = sizeof who;
-    ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size);
-    return fmt::format("{} (process {})", listener.text, who.pid);
+    ucred peer_user{};
+    socklen_t size = sizeof peer_user;
+    ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer_user, &size);
+    return fmt::format("{} (process {})", listener.text, peer_user.pid);
   }
   send_small_messages_at_once(socket);
   sockaddr_storage peer{};

@@ -75,7 +75,7 @@ std::shared_ptr<Channel> StreamTransport::connect(const std::string& text, Deadl
     start.socket = std::move(dialed.socket);
     start.connected = dialed.connected;
   } catch (const Error& error) {
-    start.stillborn = error;
+    start.dial_error = error;
   }
   request_queue_->post(std::make_unique<Connection>(std::move(start), options_));
   return channel;
@@ -167,7 +167,7 @@ bool StreamTransport::take_requests() {
 void StreamTransport::adopt(std::unique_ptr<Connection> owned) {
   Connection& connection = *owned;
   connections_.emplace(connection.token(), std::move(owned));
-  if (connection.stillborn()) return end(connection, *connection.stillborn());
+  if (connection.dial_error()) return end(connection, *connection.dial_error());
   try {
     connection.watches_writing = connection.stage() == Connection::Stage::kConnecting;
     poller_->add(connection.socket(), connection.token(), connection.watches_writing);

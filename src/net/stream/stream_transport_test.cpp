@@ -79,7 +79,7 @@ class StreamTransportTest : public ::testing::Test {
     return socket;
   }
   /// A raw connection whose owner knows the secret and has proved it.
-  Descriptor dial_proven(const std::string& text) {
+  Descriptor dial_authenticated(const std::string& text) {
     Descriptor socket = dial_raw(text);
     HandshakeOptions options{.secret = test_secret(), .peer = text};
     draw_nonce(options.nonce);
@@ -125,13 +125,13 @@ TEST_F(StreamTransportTest, ListensOnlyInADirectoryClosedToOthers) {
   EXPECT_EQ(transport_->listen(address()), address());
 }
 
-TEST_F(StreamTransportTest, SaysHowToMakeADirectoryThatIsMissing) {
+TEST_F(StreamTransportTest, AdvisesHowToCreateAMissingDirectory) {
   const Error error = error_of([&] { transport_->listen(address("missing/socket")); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
   EXPECT_THAT(error.message(), HasSubstr("mkdir -m 700 '" + path("missing") + "'"));
 }
 
-TEST_F(StreamTransportTest, SaysThatAPathIsTooLong) {
+TEST_F(StreamTransportTest, ReportsAPathThatIsTooLong) {
   const std::string longest = path(std::string(107 - directory_.size() - 1, 'x'));
   ASSERT_EQ(longest.size(), 107u);
   EXPECT_NO_THROW(transport_->listen("unix:" + longest));
@@ -149,7 +149,7 @@ TEST_F(StreamTransportTest, RemovesItsSocketFileWhenItEnds) {
   EXPECT_FALSE(std::filesystem::exists(path()));
 }
 
-TEST_F(StreamTransportTest, LeavesASocketFileThatReplacedItsOwn) {
+TEST_F(StreamTransportTest, KeepsASocketFileThatReplacedItsOwn) {
   transport_->listen(address());
   std::filesystem::remove(path());
   Journal other_journal;
@@ -170,10 +170,10 @@ TEST_F(StreamTransportTest, TakesOverTheSocketFileOfADeadProcess) {
   }
   ASSERT_TRUE(std::filesystem::exists(path()));
   EXPECT_EQ(transport_->listen(address()), address());
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
-TEST_F(StreamTransportTest, FindsThatAnAddressIsInUseWithoutTheListenerHearing) {
+TEST_F(StreamTransportTest, DetectsAnAddressInUseWithoutConnectingToTheListener) {
   transport_->listen(address());
   const Error error = error_of([&] { transport_->listen(address()); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -184,10 +184,10 @@ TEST_F(StreamTransportTest, FindsThatAnAddressIsInUseWithoutTheListenerHearing) 
     }
   }
   EXPECT_TRUE(journal_.refused.empty());
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
-TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNoSocket) {
+TEST_F(StreamTransportTest, NeverRemovesAFileThatIsNotASocket) {
   std::ofstream(path()) << "precious";
   const Error error = error_of([&] { transport_->listen(address()); });
   EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -203,7 +203,7 @@ TEST_F(StreamTransportTest, NamesAPortThatIsInUseAndWhatToDo) {
   EXPECT_THAT(error.message(), HasSubstr("sport = :" + port));
 }
 
-TEST_F(StreamTransportTest, RefusesTcpThatLeavesTheHostAndSaysWhatToUse) {
+TEST_F(StreamTransportTest, RejectsTcpThatLeavesTheHostAndNamesTheAlternative) {
   for (const char* away :
        {"tcp:10.0.0.1:1234", "tcp:0.0.0.0:1234", "tcp:[::]:1234", "tcp:example.org:1234"}) {
     SCOPED_TRACE(away);
@@ -225,7 +225,7 @@ TEST_F(StreamTransportTest, RefusesTcpThatLeavesTheHostAndSaysWhatToUse) {
 
 TEST_F(StreamTransportTest, NamesThePeersItAccepts) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   EXPECT_EQ(journal_.accepted.at(0)->peer(), address() + " (process " + std::to_string(getpid()) + ")");
 }
 
@@ -239,16 +239,16 @@ TEST_F(StreamTransportTest, DeniesAPeerOfAnotherUser) {
   EXPECT_THAT(error.message(), HasSubstr("unix:/peer"));
 }
 
-TEST_F(StreamTransportTest, CutsOffAProvenPeerThatBreaksTheFraming) {
+TEST_F(StreamTransportTest, CutsOffAnAuthenticatedPeerThatBreaksTheFraming) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   say(peer, Bytes(kPrefixBytes, std::byte{0x7f}));
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kInvalid);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("process " + std::to_string(getpid())));
 }
 
-TEST_F(StreamTransportTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims) {
+TEST_F(StreamTransportTest, AllocatesNothingForLengthsThatAnAuthenticatedPeerClaims) {
   TransportOptions options;
   options.allocator = [](std::size_t size) -> Buffer {
     ADD_FAILURE() << "allocated " << size;
@@ -256,17 +256,17 @@ TEST_F(StreamTransportTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims)
   };
   start(options);
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   const FramePrefix claim({}, std::vector<Segment>{{nullptr, std::size_t{1} << 50, nullptr}});
   say(peer, claim.bytes());
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(StreamTransportTest, SaysWhetherAPeerDiedInsideAMessage) {
+TEST_F(StreamTransportTest, ReportsWhetherAPeerDiedInsideAMessage) {
   transport_->listen(address());
   {
-    const Descriptor peer = dial_proven(address());
+    const Descriptor peer = dial_authenticated(address());
     const Bytes header(100);
     say(peer, FramePrefix(header, {}).bytes());
   }
@@ -275,9 +275,9 @@ TEST_F(StreamTransportTest, SaysWhetherAPeerDiedInsideAMessage) {
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("in the middle of a message"));
 }
 
-TEST_F(StreamTransportTest, TellsAGoodbyeFromADeath) {
+TEST_F(StreamTransportTest, DistinguishesAGoodbyeFromADeath) {
   transport_->listen(address());
-  const Descriptor peer = dial_proven(address());
+  const Descriptor peer = dial_authenticated(address());
   say(peer, goodbye_frame());
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("closed the channel"));
@@ -322,10 +322,10 @@ TEST_F(StreamTransportTest, WaitsWithoutSpinningWhenDescriptorsRunOutAndServesLa
   ASSERT_FALSE(during.refused.empty());
   EXPECT_EQ(during.refused.at(0).second.kind(), ErrorKind::kOverloaded);
   EXPECT_THAT(during.refused.at(0).second.message(), HasSubstr("ulimit -n"));
-  dial_proven(address());
+  dial_authenticated(address());
 }
 
-TEST_F(StreamTransportTest, TellsThatADialFoundNoDescriptor) {
+TEST_F(StreamTransportTest, ReportsThatADialFoundNoDescriptor) {
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   const int next_free = ::dup(0);
@@ -339,13 +339,13 @@ TEST_F(StreamTransportTest, TellsThatADialFoundNoDescriptor) {
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kOverloaded);
 }
 
-TEST_F(StreamTransportTest, ListensAtSeveralPlacesAtOnce) {
+TEST_F(StreamTransportTest, ListensAtSeveralAddresses) {
   transport_->listen(address("one"));
   transport_->listen(address("two"));
   const std::string tcp = transport_->listen("tcp:[::1]:0");
   for (const std::string& place : {address("one"), address("two"), tcp}) {
     const std::size_t before = journal_.accepted.size();
-    const Descriptor peer = dial_proven(place);
+    const Descriptor peer = dial_authenticated(place);
     drive_until([&] { return journal_.accepted.size() == before + 1; });
   }
 }

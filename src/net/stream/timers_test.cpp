@@ -34,7 +34,7 @@ TEST(Timers, AreReplacedAndStopped) {
   EXPECT_EQ(timers.take_due(TimePoint::max()), std::nullopt);
 }
 
-TEST(Timers, AtTheEndOfTimeRunWithoutFiring) {
+TEST(Timers, AtTheEndOfTimeNeverFire) {
   Timers timers;
   timers.set(1, TimePoint::max());
   EXPECT_EQ(timers.of(1), TimePoint::max());

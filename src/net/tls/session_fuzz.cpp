@@ -32,7 +32,7 @@ std::unique_ptr<TlsSession> make_session(std::shared_ptr<const TlsContext> conte
       TlsSession::Start{.role = role, .peer = "an unauthenticated peer", .host = {}});
 }
 
-Bytes said(const Descriptor& socket) {
+Bytes read_all(const Descriptor& socket) {
   Bytes bytes(64 << 10);
   const ssize_t got = ::recv(socket.get(), bytes.data(), bytes.size(), 0);
   bytes.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
@@ -80,7 +80,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       if (session->shake_hands()) std::abort();
       bytes = bytes.subspan(part.size());
     }
-    said(pair.theirs);
+    read_all(pair.theirs);
     pair.theirs.reset();
     if (session->shake_hands()) std::abort();
   } catch (const Error&) {

@@ -10,7 +10,8 @@ namespace {
 ChannelToken draw_channel_token() {
   ChannelToken token;
   if (RAND_bytes(reinterpret_cast<unsigned char*>(token.data()), static_cast<int>(token.size())) != 1) {
-    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a channel's token");
+    throw Error(ErrorKind::kUnsupported,
+                "the system's random source returned no bytes for a channel's token");
   }
   return token;
 }

@@ -31,7 +31,7 @@ std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
     hello_filled_ += got.size;
     if (got.ended || got.broken != 0) {
       throw Error(ErrorKind::kDisconnected,
-                  fmt::format("'{}' went away during the handshake: see its log for the reason", peer_));
+                  fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer_));
     }
     if (!got.more) return std::nullopt;
   }
@@ -43,7 +43,7 @@ void TlsLane::say(const LaneHello& hello) {
   const iovec place{bytes.data(), bytes.size()};
   // A new socket has room for a greeting. One without room does not belong to a valid peer.
   if (session_->write(std::span(&place, 1)) != static_cast<ssize_t>(bytes.size())) {
-    throw Error(ErrorKind::kDisconnected, fmt::format("'{}' went away during the handshake", peer_));
+    throw Error(ErrorKind::kDisconnected, fmt::format("'{}' disconnected during the handshake", peer_));
   }
 }
 
@@ -86,7 +86,7 @@ Error TlsLane::timed_out() const {
                fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
 }
 
-bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->choked()); }
+bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }
 
 bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
   heard = false;

@@ -64,7 +64,7 @@ void TlsLink::deliver(Handler& handler) {
   if (several) channel_->uncork();
 }
 
-bool TlsLink::choked() const { return assembly_.held_bytes() > kMaxHeldBytes; }
+bool TlsLink::is_full() const { return assembly_.held_bytes() > kMaxHeldBytes; }
 
 Error TlsLink::end_of_stream() const {
   const std::string peer = channel_->peer();

@@ -36,7 +36,7 @@ class TlsLink {
   void deliver_assembled(Handler& handler);
 
   /// Whether so many bytes wait behind a striped message that the first lane must wait, too.
-  bool choked() const;
+  bool is_full() const;
   /// The peer said goodbye, and all messages before it are delivered.
   bool heard_goodbye() const { return parser_.goodbye() && assembly_.empty(); }
   /// The peer said goodbye; pieces may still be missing.

@@ -134,8 +134,9 @@ void TlsSession::fail() {
                                                  start_.peer, kUnauthenticatedBytes));
   }
   if (ERR_peek_error() == 0 || ended_ || read_error_ != 0) {
-    throw Error(ErrorKind::kDisconnected,
-                fmt::format("'{}' went away during the handshake: see its log for the reason", start_.peer));
+    throw Error(
+        ErrorKind::kDisconnected,
+        fmt::format("'{}' disconnected during the handshake: see its log for the reason", start_.peer));
   }
   if (!trusted_) throw handshake_failure(start_.peer, context_->by_certificate());
   throw Error(ErrorKind::kInvalid,

@@ -90,7 +90,7 @@ class BarePeer {
     ASSERT_EQ(session_->write(std::span(&place, 1)), static_cast<ssize_t>(bytes.size()));
   }
   /// Receives what is there; true once it has `size` bytes that take() did not take.
-  bool hears(std::size_t size) {
+  bool receives(std::size_t size) {
     Bytes bytes(64 << 10);
     const iovec place{bytes.data(), bytes.size()};
     const TlsSession::Got got = session_->read(std::span(&place, 1));
@@ -98,7 +98,7 @@ class BarePeer {
     ended_ = got.ended || got.broken != 0;
     return heard_.size() >= size;
   }
-  bool hears_hang_up() { return hears(~std::size_t{0}) || ended_; }
+  bool sees_hang_up() { return receives(~std::size_t{0}) || ended_; }
   Bytes take(std::size_t size) {
     const auto end = heard_.begin() + static_cast<std::ptrdiff_t>(size);
     const Bytes taken(heard_.begin(), end);

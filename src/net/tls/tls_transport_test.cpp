@@ -29,13 +29,14 @@ class TlsTransportTest : public TlsTest {
   }
   /// A bare listener that a transport of ours dialled and that has proved the secret.
   std::unique_ptr<BarePeer> be_dialed(std::shared_ptr<Channel>& channel) {
-    ListeningSocket door(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
-    channel = transport_->connect(with_port(parse_tls_address(address_), door.address().port), {});
+    ListeningSocket listening_socket(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
+    channel =
+        transport_->connect(with_port(parse_tls_address(address_), listening_socket.address().port), {});
     transport_->poll();
-    Descriptor socket(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Descriptor socket(::accept4(listening_socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     auto peer = std::make_unique<BarePeer>(std::move(socket), Role::kListener);
     drive_until([&] { return peer->shake_hands(); });
-    drive_until([&] { return peer->hears(kLaneHelloBytes); });
+    drive_until([&] { return peer->receives(kLaneHelloBytes); });
     peer->take(kLaneHelloBytes);
     peer->say(encode(LaneHello{}));
     return peer;
@@ -93,8 +94,8 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
   EXPECT_THAT(error.message(), HasSubstr("'" + address_ + "'"));
 }
 
-TEST_F(TlsTransportTest, TellsThatANameIsUnknown) {
-  // No name has a label of 70 letters: the resolver knows without asking anybody.
+TEST_F(TlsTransportTest, ReportsAnUnknownName) {
+  // No name has a label of 70 letters: the resolver knows without a query.
   const std::string name(70, 'x');
   const Error error = end_of_dial("tls:" + name + ":80");
   EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.message();
@@ -105,14 +106,14 @@ TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
   BarePeer first(dial_raw(address_));
   drive_until([&] { return first.shake_hands(); });
   first.say(encode(LaneHello{.lanes = 1}));
-  drive_until([&] { return first.hears(kLaneHelloBytes); });
+  drive_until([&] { return first.receives(kLaneHelloBytes); });
   LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
   EXPECT_EQ(hello.lanes, 1);
   BarePeer lane(dial_raw(address_));
   drive_until([&] { return lane.shake_hands(); });
   hello.lane = 1;
   lane.say(encode(hello));
-  drive_until([&] { return lane.hears(kLaneHelloBytes); });
+  drive_until([&] { return lane.receives(kLaneHelloBytes); });
   lane.take(kLaneHelloBytes);
 
   const Bytes header(20, std::byte{'h'}), small(kWorthStriping - 1, std::byte{'s'});
@@ -125,11 +126,11 @@ TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
   journal_.accepted.at(0)->send({}, whole);
 
   const std::size_t announced = kPrefixBytes + 16 + header.size();
-  drive_until([&] { return first.hears(announced + kPrefixBytes + 8 + small.size()); });
+  drive_until([&] { return first.receives(announced + kPrefixBytes + 8 + small.size()); });
   const FramePrefix prefix(header, striped, FrameType::kStriped);
   EXPECT_THAT(first.take(kPrefixBytes + 16), ::testing::ElementsAreArray(prefix.bytes()));
   EXPECT_EQ(first.take(header.size()), header);
-  drive_until([&] { return lane.hears(large.size() + 5 * kPiecePrefixBytes); });
+  drive_until([&] { return lane.receives(large.size() + 5 * kPiecePrefixBytes); });
   for (std::uint32_t index = 0; index < 5; ++index) {
     const std::size_t at = index * kPieceBytes, size = std::min(kPieceBytes, large.size() - at);
     EXPECT_THAT(lane.take(kPiecePrefixBytes), ::testing::ElementsAreArray(piece_prefix(0, index)));
@@ -167,29 +168,29 @@ TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
   BarePeer first(dial_raw(address_));
   drive_until([&] { return first.shake_hands(); });
   first.say(encode(LaneHello{.lanes = 1}));
-  drive_until([&] { return first.hears(kLaneHelloBytes); });
+  drive_until([&] { return first.receives(kLaneHelloBytes); });
   LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
   hello.lane = 1;
   {
     BarePeer lane(dial_raw(address_));
     drive_until([&] { return lane.shake_hands(); });
     lane.say(encode(hello));
-    drive_until([&] { return lane.hears(kLaneHelloBytes); });
+    drive_until([&] { return lane.receives(kLaneHelloBytes); });
   }
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("one of its connections"));
 }
 
-TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
+TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
   start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(300)});
   std::shared_ptr<Channel> channel;
   const auto peer = be_dialed(channel);
   channel->send(Bytes(8), {});
-  drive_until([&] { return peer->hears(kPrefixBytes + 8); });
+  drive_until([&] { return peer->receives(kPrefixBytes + 8); });
   const TimePoint start = executor_->now();
   drive_until([&] {
-    peer->hears(0);
+    peer->receives(0);
     return !journal_.closed.empty();
   });
   EXPECT_GE(executor_->now() - start, std::chrono::milliseconds(250));
@@ -198,7 +199,7 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerFellSilent) {
   EXPECT_EQ(journal_.closed.at(0).elapsed(), std::chrono::milliseconds(300));
   // It showed that it lives all that time.
   peer->take(kPrefixBytes + 8);
-  ASSERT_TRUE(peer->hears(3 * kPrefixBytes));
+  ASSERT_TRUE(peer->receives(3 * kPrefixBytes));
   EXPECT_THAT(peer->take(kPrefixBytes), ::testing::ElementsAreArray(heartbeat_frame()));
   EXPECT_EQ(error_of([&] { channel->send({}, {}); }).kind(), ErrorKind::kDisconnected);
 }
@@ -215,11 +216,11 @@ TEST_F(TlsTransportTest, KeepsAnIdleChannelAndOneWithoutMessagesInOneDirection) 
   EXPECT_TRUE(journal_.closed.empty());
 }
 
-TEST_F(TlsTransportTest, DoesNotTakeAPeerForDeadBecauseNobodyLookedAtIt) {
+TEST_F(TlsTransportTest, DoesNotDeclareAPeerDeadBecauseTheTransportWasNotPolled) {
   start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(200)});
   std::shared_ptr<Channel> channel;
   const auto peer = be_dialed(channel);
-  drive_until([&] { return peer->hears(kPrefixBytes); });
+  drive_until([&] { return peer->receives(kPrefixBytes); });
   executor_->sleep(std::chrono::milliseconds(400));
   peer->say(heartbeat_frame());
   transport_->poll();
@@ -254,7 +255,7 @@ TEST_F(TlsTransportTest, ChecksNamesInCertificatesWhenAsked) {
   }
 }
 
-TEST(TlsSessionTest, RenewsItsKeysOnTheWay) {
+TEST(TlsSessionTest, RenewsItsKeysDuringTraffic) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
   const auto context = std::make_shared<const TlsContext>(test_secret(), TlsOptions());

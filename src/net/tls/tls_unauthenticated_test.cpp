@@ -5,15 +5,15 @@
 #include "net/tls/pieces.h"
 #include "net/tls/tls_test_tools.h"
 
-/// Those who dial a TLS transport without being let in, and those who are in and break the rules.
+/// Peers that a TLS transport does not admit, and authenticated peers that break the protocol.
 namespace torchspan::net::tls_strangers_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-class TlsStrangersTest : public TlsTest {
+class TlsUnauthenticatedTest : public TlsTest {
  protected:
-  TlsStrangersTest() { start({}); }
+  TlsUnauthenticatedTest() { start({}); }
 
   void expect_refused(ErrorKind kind) {
     drive_until([&] { return !journal_.refused.empty(); });
@@ -33,7 +33,7 @@ class TlsStrangersTest : public TlsTest {
     auto peer = std::make_unique<BarePeer>(dial_raw(address_));
     drive_until([&] { return peer->shake_hands(); });
     peer->say(encode(hello));
-    drive_until([&] { return peer->hears(kLaneHelloBytes); });
+    drive_until([&] { return peer->receives(kLaneHelloBytes); });
     const LaneHello got = decode_lane_hello(peer->take(kLaneHelloBytes), "listener");
     if (answer != nullptr) *answer = got;
     return peer;
@@ -59,20 +59,20 @@ class TlsStrangersTest : public TlsTest {
 
 using ContextPtr = std::unique_ptr<SSL_CTX, Release<SSL_CTX_free>>;
 
-TEST_F(TlsStrangersTest, RefusesTls12) {
+TEST_F(TlsUnauthenticatedTest, RefusesTls12) {
   const ContextPtr context(SSL_CTX_new(TLS_client_method()));
   SSL_CTX_set_max_proto_version(context.get(), TLS1_2_VERSION);
   dial_with(context.get());
   expect_refused(ErrorKind::kUnsupported);
 }
 
-TEST_F(TlsStrangersTest, RefusesTls13WithoutTheKey) {
+TEST_F(TlsUnauthenticatedTest, RefusesTls13WithoutTheKey) {
   const ContextPtr context(SSL_CTX_new(TLS_client_method()));
   dial_with(context.get());
   expect_refused(ErrorKind::kDenied);
 }
 
-TEST_F(TlsStrangersTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) {
+TEST_F(TlsUnauthenticatedTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) {
   const TlsContext context(test_secret(), TlsOptions());
   const SslPtr ssl = context.make_connection(Role::kDialer, "127.0.0.1");
   SSL_CTX* dialing = SSL_get_SSL_CTX(ssl.get());
@@ -97,7 +97,7 @@ TEST_F(TlsStrangersTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) {
   EXPECT_EQ(journal_.accepted.size(), 1u);
 }
 
-TEST_F(TlsStrangersTest, RefusesOneThatDripsItsGreeting) {
+TEST_F(TlsUnauthenticatedTest, RejectsAPeerThatSendsItsHandshakeTooSlowly) {
   TransportOptions options;
   options.handshake_timeout = std::chrono::milliseconds(200);
   start(options);
@@ -117,9 +117,9 @@ TEST_F(TlsStrangersTest, RefusesOneThatDripsItsGreeting) {
   expect_refused(ErrorKind::kTimedOut);
 }
 
-TEST_F(TlsStrangersTest, TakesLittleFromOneThatTalksMuch) {
+TEST_F(TlsUnauthenticatedTest, ReadsLittleFromAPeerThatSendsMuch) {
   // A greeting of 128 KiB, as large as TLS lets it be, in records of 16 KiB.
-  const Descriptor talker = dial_raw(address_);
+  const Descriptor peer_socket = dial_raw(address_);
   Bytes record(5 + 16384);
   record[0] = std::byte{0x16};
   record[1] = std::byte{3};
@@ -131,7 +131,7 @@ TEST_F(TlsStrangersTest, TakesLittleFromOneThatTalksMuch) {
   bytes[6] = std::byte{1};
   std::size_t said = 0;
   drive_until([&] {
-    const ssize_t sent = ::send(talker.get(), bytes.data() + said, bytes.size() - said, MSG_NOSIGNAL);
+    const ssize_t sent = ::send(peer_socket.get(), bytes.data() + said, bytes.size() - said, MSG_NOSIGNAL);
     if (sent > 0) said += static_cast<std::size_t>(sent);
     return !journal_.refused.empty();
   });
@@ -139,18 +139,18 @@ TEST_F(TlsStrangersTest, TakesLittleFromOneThatTalksMuch) {
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsStrangersTest, RefusesAReplayOfAnHonestCall) {
+TEST_F(TlsUnauthenticatedTest, RejectsAReplayedConnection) {
   // Between an honest dialer and the listener sits one that copies what the dialer says.
   const auto listening = numeric_address(parse_tls_address("tls:127.0.0.1:0"));
-  ListeningSocket door(*listening);
+  ListeningSocket listening_socket(*listening);
   TlsJournal dialer_journal;
   TransportOptions options;
   options.secret = test_secret();
   const auto dialer = make_tls_transport(*executor_, dialer_journal, options, {.lanes = 0});
-  dialer->connect(with_port(parse_tls_address(address_), door.address().port), Deadline::never())
+  dialer->connect(with_port(parse_tls_address(address_), listening_socket.address().port), Deadline::never())
       ->send(Bytes(10), {});
   dialer->poll();
-  Descriptor near(::accept(door.get(), nullptr, nullptr));
+  Descriptor near(::accept(listening_socket.get(), nullptr, nullptr));
   ASSERT_EQ(::fcntl(near.get(), F_SETFL, O_NONBLOCK), 0);
   Descriptor far = dial_raw(address_);
   Bytes recorded;
@@ -174,34 +174,34 @@ TEST_F(TlsStrangersTest, RefusesAReplayOfAnHonestCall) {
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsStrangersTest, RefusesAProvenPeerThatSpeaksAnotherProtocol) {
+TEST_F(TlsUnauthenticatedTest, RejectsAnAuthenticatedPeerOfAnotherProtocol) {
   BarePeer peer(dial_raw(address_));
   drive_until([&] { return peer.shake_hands(); });
   peer.say(Bytes(kLaneHelloBytes, std::byte{'G'}));
   expect_refused(ErrorKind::kInvalid);
 }
 
-TEST_F(TlsStrangersTest, TellsAPeerOfAnotherVersionBeforeItHangsUp) {
+TEST_F(TlsUnauthenticatedTest, NotifiesAPeerOfAnotherVersionBeforeItCloses) {
   LaneHello answer;
   const auto peer = join({.lowest = 7, .highest = 9}, &answer);
   EXPECT_EQ(answer.highest, kProtocolHighest);
   expect_refused(ErrorKind::kUnsupported);
 }
 
-TEST_F(TlsStrangersTest, HangsUpOnALaneOfAChannelThatIsNotThere) {
+TEST_F(TlsUnauthenticatedTest, ClosesALaneOfAnUnknownChannel) {
   BarePeer peer(dial_raw(address_));
   drive_until([&] { return peer.shake_hands(); });
   LaneHello hello;
   hello.lane = 1;
   hello.token.fill(std::byte{0x5a});
   peer.say(encode(hello));
-  drive_until([&] { return peer.hears_hang_up(); });
+  drive_until([&] { return peer.sees_hang_up(); });
   EXPECT_TRUE(journal_.accepted.empty());
   EXPECT_TRUE(journal_.refused.empty()) << "it knows the secret: most likely it came late";
   expect_honest_peer_served();
 }
 
-TEST_F(TlsStrangersTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims) {
+TEST_F(TlsUnauthenticatedTest, AllocatesNothingForLengthsThatAnAuthenticatedPeerClaims) {
   for (const std::uint64_t claim : {std::uint64_t{1} << 63, ~std::uint64_t{0}, std::uint64_t{1} << 50}) {
     for (const FrameType type : {FrameType::kMessage, FrameType::kStriped}) {
       TransportOptions options;
@@ -219,7 +219,7 @@ TEST_F(TlsStrangersTest, AllocatesNothingForLengthsThatAProvenPeerOnlyClaims) {
   }
 }
 
-TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhosePiecesMakeNoSense) {
+TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWithInvalidPieces) {
   const Bytes whole(kPieceBytes);
   const auto piece = [&](std::uint64_t message, std::uint32_t index, BytesView bytes) {
     Bytes all(kPiecePrefixBytes);
@@ -250,7 +250,7 @@ TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhosePiecesMakeNoSense) {
   }
 }
 
-TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
+TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWhoseBytesWereChanged) {
   // A bare TLS session whose next record is damaged on the way.
   const Descriptor raw = dial_raw(address_);
   BarePeer peer{Descriptor(::dup(raw.get()))};
@@ -266,8 +266,8 @@ TEST_F(TlsStrangersTest, CutsOffAProvenPeerWhoseBytesWereChanged) {
   expect_cut_off(ErrorKind::kInvalid, "not valid TLS of this connection");
 }
 
-TEST_F(TlsStrangersTest, TellsACutConnectionFromAGoodbye) {
-  // Without a goodbye inside TLS an end is a death, whoever closed the TCP connection.
+TEST_F(TlsUnauthenticatedTest, DistinguishesABrokenConnectionFromAGoodbye) {
+  // Without a goodbye inside TLS an end is a death, regardless of which side closed the TCP connection.
   { const auto peer = join({}); }
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("died or was killed"));

@@ -54,7 +54,7 @@ struct Sender {
 
 Bytes contents_of(const Buffer& buffer) { return {buffer.data, buffer.data + buffer.size}; }
 
-TEST(UcxInboxTest, PutsChunksAndSegmentsBackInOrderHoweverTheyCome) {
+TEST(UcxInboxTest, ReassemblesChunksAndSegmentsInAnyArrivalOrder) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
@@ -117,9 +117,9 @@ TransportOptions limited(const std::function<void(TransportOptions&)>& change) {
   return options;
 }
 
-class LyingPeer : public ::testing::Test {
+class MalformedUcxPeer : public ::testing::Test {
  protected:
-  LyingPeer() {
+  MalformedUcxPeer() {
     sender_.send({}, {pattern(2000, 1)}, 1000);
     sender_.send({}, {pattern(10, 2)}, 1000);
   }
@@ -132,7 +132,7 @@ class LyingPeer : public ::testing::Test {
   UcxOffer offer(std::uint64_t size) { return {.size = size, .descriptor = &offered_}; }
 };
 
-TEST_F(LyingPeer, GetsNoMemoryForChunksThatAreNotDue) {
+TEST_F(MalformedUcxPeer, GetsNoMemoryForChunksThatAreNotDue) {
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, {}); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, Bytes(kUcxChunkBytes + 1)); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(100'000, Bytes(1)); }), ErrorKind::kInvalid);
@@ -142,11 +142,11 @@ TEST_F(LyingPeer, GetsNoMemoryForChunksThatAreNotDue) {
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(2, frame(10, 5)); }), ErrorKind::kInvalid);
 }
 
-TEST_F(LyingPeer, IsCutOffForBytesThatAreNoFrame) {
+TEST_F(MalformedUcxPeer, IsCutOffForBytesThatAreNotAFrame) {
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, pattern(1000, 7)); }), ErrorKind::kInvalid);
 }
 
-TEST_F(LyingPeer, GetsNoMemoryForSegmentsThatAreNotDue) {
+TEST_F(MalformedUcxPeer, GetsNoMemoryForSegmentsThatAreNotDue) {
   EXPECT_EQ(kind_of([&] { inbox_.add_offer(0, offer(2000)); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { inbox_.add_offer(100'000, offer(2000)); }), ErrorKind::kInvalid);
   inbox_.add_chunk(0, sender_.stream);
@@ -160,13 +160,13 @@ TEST_F(LyingPeer, GetsNoMemoryForSegmentsThatAreNotDue) {
   EXPECT_EQ(kind_of([&] { inbox_.add_offer(1, offer(2000)); }), ErrorKind::kInvalid);
 }
 
-TEST_F(LyingPeer, IsCutOffForAnOfferThatDoesNotFitItsFrameWhicheverComesFirst) {
+TEST_F(MalformedUcxPeer, IsCutOffForAnOfferThatDoesNotFitItsFrameWhicheverComesFirst) {
   inbox_.add_offer(1, offer(1999));
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, sender_.stream); }), ErrorKind::kInvalid);
   EXPECT_EQ(inbox_.abandon(), std::vector<void*>{&offered_});
 }
 
-TEST_F(LyingPeer, IsCutOffForSegmentsAnnouncedOutOfOrderOrTwice) {
+TEST_F(MalformedUcxPeer, IsCutOffForSegmentsAnnouncedOutOfOrderOrTwice) {
   Sender twice;
   twice.send({}, {pattern(2000, 1)}, 1000);
   const Bytes first = twice.stream;
@@ -174,7 +174,7 @@ TEST_F(LyingPeer, IsCutOffForSegmentsAnnouncedOutOfOrderOrTwice) {
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(1, first); }), ErrorKind::kInvalid);
 }
 
-TEST_F(LyingPeer, CannotMakeUsHoldEverythingBehindASegmentThatNeverComes) {
+TEST_F(MalformedUcxPeer, CannotFillMemoryBehindASegmentThatNeverArrives) {
   inbox_.add_chunk(0, sender_.stream);
   Sender bulk;
   bulk.send(Bytes(kUcxChunkBytes - kPrefixBytes), {}, 1000);
@@ -193,7 +193,7 @@ TEST_F(LyingPeer, CannotMakeUsHoldEverythingBehindASegmentThatNeverComes) {
   EXPECT_TRUE(came.empty());
 }
 
-TEST_F(LyingPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
+TEST_F(MalformedUcxPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
   Sender large;
   large.send({}, {Bytes(2 << 20)}, 1000);
   EXPECT_EQ(kind_of([&] { inbox_.add_chunk(0, large.stream); }), ErrorKind::kInvalid);
@@ -223,7 +223,7 @@ TEST(UcxGreetingTest, ReadsWhatItWroteAndNothingElse) {
   }
 }
 
-TEST(UcxGreetingTest, TakesOtherVersionsOnlyFromTheFirstThatUnderstandsOthersOn) {
+TEST(UcxGreetingTest, AcceptsOtherVersionsFromTheFirstCompatibleVersionOn) {
   const auto meet = [](unsigned theirs, unsigned ours) {
     check_ucx_versions({1, theirs, 0, {}}, {1, ours, 0, {}}, "peer");
   };

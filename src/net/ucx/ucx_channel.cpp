@@ -65,7 +65,7 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
 void UcxChannel::queue(BytesView header, std::span<const Segment> segments) {
   std::vector<std::uint64_t> numbers(segments.size());
   std::uint64_t next = first_apart_ + apart_.size();
-  for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = goes_apart(segments[i]) ? next++ : 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = uses_rendezvous(segments[i]) ? next++ : 0;
   const std::size_t before = outbox_.size();
   outbox_.copy(FramePrefix(header, segments, numbers).bytes());
   outbox_.copy(header);

@@ -63,7 +63,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t position;  ///< in the stream, after the segment's announcement
     bool done = false;
   };
-  bool goes_apart(const Segment& segment) const { return segment.size >= options_.rendezvous_from; }
+  bool uses_rendezvous(const Segment& segment) const { return segment.size >= options_.rendezvous_from; }
   void queue(BytesView header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
   /// `patient`: waits for other threads that use UCX; only the driver does, and it sends what other threads
   /// left.

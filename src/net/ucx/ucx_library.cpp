@@ -60,7 +60,7 @@ void find(void* library, const char* name, Function& function) {
 }
 
 /// UCX writes warnings about unrelated devices to standard output; UCX_LOG_LEVEL turns them on.
-void be_quiet(void* library) {
+void silence_ucx_log(void* library) {
   if (std::getenv("UCX_LOG_LEVEL") != nullptr) return;
   decltype(&::ucs_global_opts_set_value) set = nullptr;
   find(library, "ucs_global_opts_set_value", set);
@@ -75,7 +75,7 @@ UcxLibrary::UcxLibrary() {
   find(library, "ucp_get_version", get_version);
   unsigned release = 0;
   get_version(&major, &minor, &release);
-  be_quiet(library);
+  silence_ucx_log(library);
   find(library, "ucp_config_read", config_read);
   find(library, "ucp_config_modify", config_modify);
   find(library, "ucp_config_release", config_release);

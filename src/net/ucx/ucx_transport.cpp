@@ -85,10 +85,10 @@ void UcxTransport::wait(Deadline deadline) {
 bool UcxTransport::prepare_sleep(Deadline& until) { return may_sleep(until) && tls_.prepare_sleep(until); }
 
 bool UcxTransport::may_sleep(Deadline& until) {
-  if (request_queue_->pending() || worker_.has_news()) return false;
+  if (request_queue_->pending() || worker_.has_events()) return false;
   while (!worker_.arm()) {
     worker_.progress();
-    if (worker_.has_news()) return false;
+    if (worker_.has_events()) return false;
   }
   until = earlier(until, timers_.next());
   return true;
@@ -126,10 +126,10 @@ void UcxTransport::attempt(const LinkPtr& link, const std::function<void()>& ste
 
 bool UcxTransport::serve_worker() {
   worker_.progress();
-  UcxWorker::News news = worker_.take_news();
-  if (news.empty()) return false;
-  take_arrivals(std::move(news.arrivals));
-  for (UcxTaskPtr& task : news.finished) {
+  UcxWorker::Events events = worker_.take_events();
+  if (events.empty()) return false;
+  take_arrivals(std::move(events.arrivals));
+  for (UcxTaskPtr& task : events.finished) {
     if (task->kind != UcxTask::Kind::kFetch) {
       if (task->channel) task->channel->finished(*task);
       continue;
@@ -146,8 +146,8 @@ bool UcxTransport::serve_worker() {
       review(*link);
     }
   }
-  for (const UcxWorker::FailedRoute& failed : news.failed) lose(failed);
-  for (const UcxTaskPtr& task : news.finished) {
+  for (const UcxWorker::FailedRoute& failed : events.failed) lose(failed);
+  for (const UcxTaskPtr& task : events.finished) {
     if (!task->channel) continue;
     const auto found = links_.find(task->link);
     if (found != links_.end()) review(*LinkPtr(found->second));

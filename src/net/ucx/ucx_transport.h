@@ -69,7 +69,7 @@ class UcxTransport final : public PolledTransport {
     explicit Front(UcxTransport& transport) : transport_(transport) {}
     void on_accepted(const std::shared_ptr<Channel>& wire) override { transport_.wire_accepted(wire); }
     void on_message(const std::shared_ptr<Channel>& wire, Message message) override {
-      transport_.note_came(wire, message);
+      transport_.note_arrived(wire, message);
     }
     void on_closed(const std::shared_ptr<Channel>& wire, const Error& reason) override {
       transport_.wire_closed(wire, reason);
@@ -86,7 +86,7 @@ class UcxTransport final : public PolledTransport {
   void dial(UcxRequest& request);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
-  void note_came(const std::shared_ptr<Channel>& wire, const Message& message);
+  void note_arrived(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
   /// Makes the route through UCX. The side with the smaller worker address begins: UCX 1.13 sometimes aborts
   /// if both connect at once.

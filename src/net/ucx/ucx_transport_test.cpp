@@ -49,7 +49,7 @@ class OddPeer {
   void step() {
     tls_.poll();
     worker_.progress();
-    for (const UcxWorker::Arrival& arrival : worker_.take_news().arrivals) {
+    for (const UcxWorker::Arrival& arrival : worker_.take_events().arrivals) {
       heard_hello_ |= arrival.kind == UcxTask::Kind::kHello && arrival.label.channel == kLabel;
     }
     if (theirs_ || journal_.received.empty()) return;
@@ -86,7 +86,7 @@ class OddPeer {
   std::shared_ptr<UcxRoute> route_;
 };
 
-TEST_F(UcxTransportTest, RefusesANetworkThatOthersReachUnlessItIsDeclaredIsolated) {
+TEST_F(UcxTransportTest, RejectsANetworkThatIsNotDeclaredIsolated) {
   if (std::filesystem::exists("/sys/class/infiniband")) GTEST_SKIP() << "there is RDMA here";
   try {
     start({}, {});
@@ -98,7 +98,7 @@ TEST_F(UcxTransportTest, RefusesANetworkThatOthersReachUnlessItIsDeclaredIsolate
   }
 }
 
-TEST_F(UcxTransportTest, SaysWhatToDoAboutADeviceThatIsNotThere) {
+TEST_F(UcxTransportTest, AdvisesAboutAMissingDevice) {
   try {
     start({}, {.network = UcxNetwork::kIsolated, .devices = "nosuch0"});
     FAIL() << "nothing was thrown";
@@ -180,7 +180,7 @@ TEST_F(UcxTransportTest, ReceivesLargeSegmentsByRendezvousInMemoryOfTheAllocator
   EXPECT_EQ(channel->unsent_bytes(), 0u);
 }
 
-TEST_F(UcxTransportTest, ReportsAPeerThatFallsSilentAsAStoppedOneDoes) {
+TEST_F(UcxTransportTest, ReportsAPeerThatStopsResponding) {
   UcxOptions ucx = on_loopback();
   ucx.tls.heartbeat = std::chrono::milliseconds(50);
   ucx.tls.dead_after = std::chrono::milliseconds(300);
@@ -196,13 +196,13 @@ TEST_F(UcxTransportTest, ReportsAPeerThatFallsSilentAsAStoppedOneDoes) {
     peer.step();
     return peer.heard_hello() && journal_.accepted.size() == 1;
   });
-  // From here on nobody drives it.
+  // From here on no thread drives it.
   drive_until([&] { return journal_.closed.size() == 1; });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));
 }
 
-TEST_F(UcxTransportTest, CutsOffAPeerThatSendsGarbageThroughUcxAndDropsWhatIsForNobody) {
+TEST_F(UcxTransportTest, CutsOffAPeerThatSendsGarbageThroughUcxAndDropsUnaddressedMessages) {
   start({});
   OddPeer peer(*executor_, address_);
   peer.say(encode(peer.greeting()));
@@ -232,7 +232,7 @@ TEST_F(UcxTransportTest, CutsOffAPeerThatSendsGarbageThroughUcxAndDropsWhatIsFor
   EXPECT_TRUE(journal_.received.empty());
 }
 
-TEST_F(UcxTransportTest, RefusesAPeerThatProvesItselfAndGreetsLikeNoUcxTransport) {
+TEST_F(UcxTransportTest, RejectsAnAuthenticatedPeerWithAnInvalidUcxGreeting) {
   start({});
   OddPeer peer(*executor_, address_);
   peer.say(Bytes(50, std::byte{9}));
@@ -254,7 +254,7 @@ TEST_F(UcxTransportTest, RefusesAPeerThatProvesItselfAndGreetsLikeNoUcxTransport
   EXPECT_TRUE(journal_.accepted.empty());
 }
 
-TEST_F(UcxTransportTest, RefusesAPeerThatProvesItselfAndThenSaysNothing) {
+TEST_F(UcxTransportTest, RejectsAnAuthenticatedPeerThatSendsNothing) {
   TransportOptions options;
   options.handshake_timeout = std::chrono::milliseconds(200);
   start(options);

@@ -11,7 +11,8 @@ namespace {
 std::uint64_t draw_label() {
   std::uint64_t label = 0;
   if (RAND_bytes(reinterpret_cast<unsigned char*>(&label), sizeof label) != 1) {
-    throw Error(ErrorKind::kUnsupported, "the system's random source gave no bytes for a channel's label");
+    throw Error(ErrorKind::kUnsupported,
+                "the system's random source returned no bytes for a channel's label");
   }
   return label;
 }
@@ -60,7 +61,7 @@ UcxTransport::LinkPtr UcxTransport::find(const std::shared_ptr<Channel>& wire) c
   return found == by_wire_.end() ? nullptr : found->second;
 }
 
-void UcxTransport::note_came(const std::shared_ptr<Channel>& wire, const Message& message) {
+void UcxTransport::note_arrived(const std::shared_ptr<Channel>& wire, const Message& message) {
   if (const LinkPtr link = find(wire)) attempt(link, [&] { take_note(*link, message); });
 }
 

@@ -101,9 +101,9 @@ void UcxWorker::make_worker() {
   address_.assign(reinterpret_cast<const std::byte*>(address),
                   reinterpret_cast<const std::byte*>(address) + size);
   library_.worker_release_address(worker_, address);
-  listen_for(UcxTask::Kind::kHello, hello_came);
-  listen_for(UcxTask::Kind::kChunk, chunk_came);
-  listen_for(UcxTask::Kind::kSegment, segment_came);
+  listen_for(UcxTask::Kind::kHello, hello_arrived);
+  listen_for(UcxTask::Kind::kChunk, chunk_arrived);
+  listen_for(UcxTask::Kind::kSegment, segment_arrived);
 }
 
 void UcxWorker::listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback) {
@@ -149,7 +149,7 @@ void UcxWorker::settle(Duration patience, const std::function<bool()>& done) {
   Deadline calm = executor_.deadline_in(kCalm);
   for (;; executor_.yield()) {
     if (progress()) calm = executor_.deadline_in(kCalm);
-    const News dropped = take_news();
+    const Events dropped = take_events();
     for (const Arrival& arrival : dropped.arrivals) {
       if (arrival.offer.descriptor != nullptr) release(arrival.offer.descriptor);
     }
@@ -244,12 +244,12 @@ bool UcxWorker::progress() {
   return any;
 }
 
-bool UcxWorker::has_news() const {
+bool UcxWorker::has_events() const {
   MutexLock lock(mutex_);
   return !news_.empty();
 }
 
-UcxWorker::News UcxWorker::take_news() {
+UcxWorker::Events UcxWorker::take_events() {
   MutexLock lock(mutex_);
   arrived_bytes_ = 0;
   return std::exchange(news_, {});
@@ -295,16 +295,17 @@ void UcxWorker::failed(void* route, ucp_ep_h endpoint, ucs_status_t status) {
   self.news_.failed.push_back({&its, self.library_.status_string(status)});
 }
 
-ucs_status_t UcxWorker::hello_came(void* worker, const void* header, std::size_t header_size, void* /*data*/,
-                                   std::size_t size, const ucp_am_recv_param_t* /*param*/) {
+ucs_status_t UcxWorker::hello_arrived(void* worker, const void* header, std::size_t header_size,
+                                      void* /*data*/, std::size_t size,
+                                      const ucp_am_recv_param_t* /*param*/) {
   auto& self = *static_cast<UcxWorker*>(worker);
   const auto label = label_of(header, header_size);
   if (label) self.news_.arrivals.push_back({UcxTask::Kind::kHello, *label, UcxOffer{.size = size}});
   return UCS_OK;
 }
 
-ucs_status_t UcxWorker::chunk_came(void* worker, const void* header, std::size_t header_size, void* data,
-                                   std::size_t size, const ucp_am_recv_param_t* param) {
+ucs_status_t UcxWorker::chunk_arrived(void* worker, const void* header, std::size_t header_size, void* data,
+                                      std::size_t size, const ucp_am_recv_param_t* param) {
   auto& self = *static_cast<UcxWorker*>(worker);
   const auto label = label_of(header, header_size);
   const bool is_here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
@@ -320,8 +321,8 @@ ucs_status_t UcxWorker::chunk_came(void* worker, const void* header, std::size_t
   return UCS_OK;
 }
 
-ucs_status_t UcxWorker::segment_came(void* worker, const void* header, std::size_t header_size, void* data,
-                                     std::size_t size, const ucp_am_recv_param_t* param) {
+ucs_status_t UcxWorker::segment_arrived(void* worker, const void* header, std::size_t header_size, void* data,
+                                        std::size_t size, const ucp_am_recv_param_t* param) {
   auto& self = *static_cast<UcxWorker*>(worker);
   const auto label = label_of(header, header_size);
   if (!label) return UCS_OK;

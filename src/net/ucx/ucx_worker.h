@@ -47,7 +47,7 @@ struct UcxTask {
 using UcxTaskPtr = std::unique_ptr<UcxTask>;
 
 /// UCX's context and worker. Every call holds the lock for one step of UCX; callbacks of UCX only append to
-/// lists, which take_news() empties. Thread-safe.
+/// lists, which take_events() empties. Thread-safe.
 class UcxWorker {
  public:
   /// Throws kUnsupported if UCX has no device that `options` allow.
@@ -69,7 +69,7 @@ class UcxWorker {
   enum class Outcome : std::uint8_t {
     kBusy,      ///< another thread uses UCX; `task` is unchanged
     kDone,      ///< `task` is finished
-    kUnderWay,  ///< `task` is taken over; take_news() returns it
+    kUnderWay,  ///< `task` is taken over; take_events() returns it
     kFailed,    ///< the route has ended; `task` is unchanged
   };
   /// Unless `patient`, never waits for another thread.
@@ -88,7 +88,7 @@ class UcxWorker {
     const UcxRoute* route;
     std::string reason;
   };
-  struct News {
+  struct Events {
     std::vector<Arrival> arrivals;
     std::vector<UcxTaskPtr> finished;
     std::vector<FailedRoute> failed;
@@ -96,8 +96,8 @@ class UcxWorker {
   };
   /// Lets UCX work for a few steps; returns whether it did anything.
   bool progress();
-  bool has_news() const;
-  News take_news();
+  bool has_events() const;
+  Events take_events();
   /// Makes the descriptor readable at the next event; returns false if there is something to progress
   /// already.
   bool arm();
@@ -107,12 +107,12 @@ class UcxWorker {
   static void fetched(void* request, ucs_status_t status, std::size_t size, void* task) TORCHSPAN_UNCHECKED;
   static void closed(void* request, ucs_status_t status, void* worker) TORCHSPAN_UNCHECKED;
   static void failed(void* route, ucp_ep_h endpoint, ucs_status_t status) TORCHSPAN_UNCHECKED;
-  static ucs_status_t hello_came(void* worker, const void* header, std::size_t header_size, void* data,
-                                 std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
-  static ucs_status_t chunk_came(void* worker, const void* header, std::size_t header_size, void* data,
-                                 std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
-  static ucs_status_t segment_came(void* worker, const void* header, std::size_t header_size, void* data,
-                                   std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
+  static ucs_status_t hello_arrived(void* worker, const void* header, std::size_t header_size, void* data,
+                                    std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
+  static ucs_status_t chunk_arrived(void* worker, const void* header, std::size_t header_size, void* data,
+                                    std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
+  static ucs_status_t segment_arrived(void* worker, const void* header, std::size_t header_size, void* data,
+                                      std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
   void make_context(const UcxOptions& options);
   void make_worker();
   void tear_down();
@@ -141,7 +141,7 @@ class UcxWorker {
   std::vector<ucp_ep_h> to_close_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< endpoints that are being flushed or closed
   std::size_t arrived_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  News news_ TORCHSPAN_GUARDED_BY(mutex_);
+  Events news_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::net

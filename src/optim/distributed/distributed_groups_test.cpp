@@ -380,7 +380,7 @@ TEST(DistributedGroups, PassesWhoseParametersWereSteppedMeanwhileFailUnlessTheyA
   }
 }
 
-TEST(DistributedGroups, AreHogwildOnlyWithRulesThatCanBe) {
+TEST(DistributedGroups, AreHogwildOnlyWithSupportedRules) {
   on_first(2, [](Worker& worker) {
     auto layer = worker.remote("worker1", kLayer, 1);
     const TorchAdam wrapped{torch::optim::AdamOptions(0.1)};

@@ -143,7 +143,7 @@ TEST(DistributedOptimizer, StepsModulesAndTensorsOfAllOwnersAsOneProcessWould) {
 }
 
 // peer: dist_optimizer_test.py dist_optim_none_grads
-TEST(DistributedOptimizer, LeavesOwnersAloneThatTookNoPart) {
+TEST(DistributedOptimizer, DoesNotContactOwnersThatTookNoPart) {
   on_first(3, [](Worker& worker) {
     auto used = worker.remote("worker1", kHalf, 1), unused = worker.remote("worker2", kHalf, 2);
     const auto before_used = used.rpc_sync(kValues), before_unused = unused.rpc_sync(kValues);

@@ -30,7 +30,7 @@ void simulate(std::uint64_t seed, std::size_t threads,
 }
 
 /// Records which job holds which key, and in which order.
-class Ledger {
+class RunLog {
  public:
   void take(const std::vector<std::size_t>& keys, int job) {
     MutexLock lock(mutex_);
@@ -57,32 +57,32 @@ class Ledger {
   std::array<std::vector<int>, kKeys> order_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-TEST(StepQueue, RunsJobsThatShareAKeyOneByOneInTheOrderTheyCame) {
+TEST(StepQueue, RunsJobsWithACommonKeyInOrder) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     simulate(seed, 4, [seed](Executor& executor, const std::shared_ptr<Pool>&, StepQueue& queue) {
       std::mt19937_64 random(seed);
-      Ledger ledger;
-      const std::array<char, Ledger::kKeys> parameters{};
-      std::array<std::vector<int>, Ledger::kKeys> expected;
+      RunLog log;
+      const std::array<char, RunLog::kKeys> parameters{};
+      std::array<std::vector<int>, RunLog::kKeys> expected;
       std::vector<Future<Unit>> done;
       for (int job = 0; job < 40; ++job) {
         std::vector<std::size_t> keys;
         StepQueue::Keys addresses;
-        for (std::size_t key = 0; key < Ledger::kKeys; ++key) {
+        for (std::size_t key = 0; key < RunLog::kKeys; ++key) {
           if (random() % 3 != 0) continue;
           keys.push_back(key);
           addresses.insert(&parameters[key]);
           expected[key].push_back(job);
         }
         done.push_back(queue.run(addresses, [&, keys, job, time = milliseconds(random() % 5)] {
-          ledger.take(keys, job);
+          log.take(keys, job);
           executor.sleep(time);
-          ledger.give_back(keys);
+          log.give_back(keys);
         }));
       }
       for (const auto& future : done) future.wait();
-      for (std::size_t key = 0; key < Ledger::kKeys; ++key) EXPECT_EQ(ledger.order(key), expected[key]);
+      for (std::size_t key = 0; key < RunLog::kKeys; ++key) EXPECT_EQ(log.order(key), expected[key]);
     });
   }
 }
@@ -142,7 +142,7 @@ TEST(StepQueue, HoldsNoThreadForJobsThatWait) {
   });
 }
 
-TEST(StepQueue, FreesTheKeysOfAJobThatFailsAndTellsItsCaller) {
+TEST(StepQueue, FreesTheKeysOfAFailedJobAndReportsToItsCaller) {
   simulate(3, 2, [](Executor&, const std::shared_ptr<Pool>&, StepQueue& queue) {
     const char key = 0;
     const auto failed = queue.run({&key}, [] { throw std::runtime_error("no step today"); });

@@ -268,7 +268,7 @@ TYPED_TEST(OptimizerConformance, CountsNoStepAndKeepsNoStateForASkippedParameter
   }
 }
 
-TYPED_TEST(OptimizerConformance, MaximizesByGoingTheOtherWay) {
+TYPED_TEST(OptimizerConformance, MaximizesByNegatingTheGradient) {
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);

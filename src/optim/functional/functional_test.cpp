@@ -96,7 +96,7 @@ TEST(OptimizerSpec, NamesTheWrongOptionAndItsValueWhereItIsWritten) {
   EXPECT_THAT(text(Adagrad{.eps = INFINITY}), HasSubstr("eps = inf"));
 }
 
-TEST(OptimizerSpec, BuildsTheSameOptimizerAfterItTravelled) {
+TEST(OptimizerSpec, BuildsTheSameOptimizerAfterATransfer) {
   wire::Payload payload = wire::to_payload(OptimizerSpec(SGD{.lr = 0.5, .maximize = true}));
   const OptimizerSpec arrived = wire::from_payload<OptimizerSpec>(payload);
   const at::Tensor leaf = parameter({2});
@@ -106,8 +106,8 @@ TEST(OptimizerSpec, BuildsTheSameOptimizerAfterItTravelled) {
   EXPECT_TRUE(leaf.equal(torch::full({2}, 1.5, torch::kFloat64)));
 }
 
-struct Gentle {
-  static constexpr std::string_view kName = "Gentle";
+struct HalfStep {
+  static constexpr std::string_view kName = "HalfStep";
   double lr = 1;
   void validate() const {}
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const {
@@ -119,9 +119,9 @@ struct Gentle {
 }  // namespace torchspan::optim::functional_test
 
 template <>
-struct torchspan::Wire<torchspan::optim::functional_test::Gentle>
-    : torchspan::WireStruct<torchspan::optim::functional_test::Gentle, "Gentle",
-                            &torchspan::optim::functional_test::Gentle::lr> {};
+struct torchspan::Wire<torchspan::optim::functional_test::HalfStep>
+    : torchspan::WireStruct<torchspan::optim::functional_test::HalfStep, "HalfStep",
+                            &torchspan::optim::functional_test::HalfStep::lr> {};
 
 namespace torchspan::optim::functional_test {
 namespace {
@@ -129,17 +129,17 @@ namespace {
 TEST(OptimizerTable, BuildsAKindThatAProgramAdds) {
   const at::Tensor leaf = parameter({1});
   OptimizerTable table;
-  table.add<Gentle>();
-  EXPECT_THAT(table.kinds(), ::testing::IsSupersetOf({"Gentle", "SGD", "Adagrad"}));
-  table.build(Gentle{.lr = 0.5}, {leaf})->step(std::vector<at::Tensor>{torch::ones({1}, torch::kFloat64)});
+  table.add<HalfStep>();
+  EXPECT_THAT(table.kinds(), ::testing::IsSupersetOf({"HalfStep", "SGD", "Adagrad"}));
+  table.build(HalfStep{.lr = 0.5}, {leaf})->step(std::vector<at::Tensor>{torch::ones({1}, torch::kFloat64)});
   EXPECT_DOUBLE_EQ(leaf.item<double>(), 0.75);
-  EXPECT_THAT(error_of([&] { table.add<Gentle>(); }).what(), HasSubstr("'Gentle' already"));
+  EXPECT_THAT(error_of([&] { table.add<HalfStep>(); }).what(), HasSubstr("'HalfStep' already"));
 }
 
-TEST(OptimizerTable, SaysWhatItHasWhenAKindIsUnknownOrOfAnotherVersion) {
-  const Error unknown = error_of([] { OptimizerTable().build(Gentle{}, {parameter({1})}); });
+TEST(OptimizerTable, ListsItsKindsWhenAKindIsUnknownOrOfAnotherVersion) {
+  const Error unknown = error_of([] { OptimizerTable().build(HalfStep{}, {parameter({1})}); });
   EXPECT_EQ(unknown.kind(), ErrorKind::kInvalid);
-  EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'Gentle' here, only Adadelta, Adagrad, Adam"));
+  EXPECT_THAT(unknown.what(), HasSubstr("no optimizer 'HalfStep' here, only Adadelta, Adagrad, Adam"));
   OptimizerSpec other(Adagrad{});
   other.type += 1;
   EXPECT_THAT(error_of([&] { OptimizerTable().build(other, {parameter({1})}); }).what(),

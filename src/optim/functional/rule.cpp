@@ -72,7 +72,7 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
   finish(parameter, seen.parameter);
 }
 
-bool RuleOptimizer::goes_with_others(std::size_t index, const at::Tensor& gradient) const {
+bool RuleOptimizer::can_update_together(std::size_t index, const at::Tensor& gradient) const {
   const bool wanted = settings_.foreach.value_or(gradient.is_cuda());
   return wanted && !gradient.is_sparse() && !states_[index].sparse();
 }
@@ -82,7 +82,7 @@ void RuleOptimizer::update_all(std::span<const at::Tensor> gradients) {
   std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::vector<std::size_t>> groups;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
-    if (goes_with_others(i, gradients[i])) {
+    if (can_update_together(i, gradients[i])) {
       groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps}].push_back(i);
     } else {
       update(i, parameters()[i], gradients[i]);

@@ -63,7 +63,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   void update_all(std::span<const at::Tensor> gradients) override;
   void update_many(const std::vector<std::size_t>& indices, std::span<const at::Tensor> gradients);
   bool in_float32(const at::Tensor& parameter) const;
-  bool goes_with_others(std::size_t index, const at::Tensor& gradient) const;
+  bool can_update_together(std::size_t index, const at::Tensor& gradient) const;
   Views views(const at::Tensor& parameter, const at::Tensor& gradient) const;
   void begin(State& state, const at::Tensor& like) const;
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;

@@ -65,7 +65,7 @@ TEST(Batch, IsATensorOrATuple) {
   EXPECT_TRUE(one_tuple.tensor().equal(number(1)));
 }
 
-TEST(Batch, ThatIsNoTensorSaysHowManyMembersItHas) {
+TEST(Batch, ThatIsNotATensorReportsItsMemberCount) {
   EXPECT_THAT(invalid_text([] { Batch({number(1), number(2)}).tensor(); }), HasSubstr("2 members"));
   EXPECT_THAT(invalid_text([] { Batch({c10::IValue(3)}).tensor(); }), HasSubstr("single tensor"));
   EXPECT_THAT(invalid_text([] { Batch().tensor(); }), HasSubstr("0 members"));
@@ -129,7 +129,7 @@ TEST(BatchOf, NumbersKeepTheirSignAndPrecision) {
   EXPECT_FALSE(BatchOf<bool>::to(BatchOf<bool>::from(false)));
 }
 
-TEST(BatchOf, AStructOfTheUsersOwnTravelsThroughItsSpecialization) {
+TEST(BatchOf, AUserStructIsSentThroughItsSpecialization) {
   const Batch out = run(
       [](const Attended& in) {
         return Attended{in.hidden * 2, in.mask, in.heads + 1};
@@ -179,7 +179,7 @@ TEST(LayerCalls, PassSkipsWhereverTheParameterStands) {
   EXPECT_TRUE(skips.stashed().at("s").equal(number(1)));
 }
 
-TEST(LayerCalls, CountWhatReachesThem) {
+TEST(LayerCalls, CountTheirInputs) {
   const auto sum = [](const at::Tensor& a, const at::Tensor& b) { return a + b; };
   EXPECT_THAT(invalid_text([&] { run(sum, number(1)); }),
               HasSubstr("the layer takes 2 values, but its input has 1"));
@@ -223,7 +223,7 @@ struct Plain {
   double by;
 };
 
-TEST(Layers, BuildNothingUntilTheyAreAsked) {
+TEST(Layers, BuildNothingUntilRequested) {
   int made = 0;
   Layers layers;
   const auto use = layers.add<Counting>(&made);

@@ -273,7 +273,7 @@ TEST(ConvertDeferredBatchNorm, SharesParametersAndStatistics) {
   EXPECT_EQ(plain->num_batches_tracked.item<std::int64_t>(), 1);
 }
 
-TEST(ConvertDeferredBatchNorm, LeavesWhatIsFrozenFrozen) {
+TEST(ConvertDeferredBatchNorm, KeepsFrozenParametersFrozen) {
   nn::BatchNorm2d plain(3);
   plain->weight.set_requires_grad(false);
   const DeferredBatchNorm converted = convert_deferred_batch_norm(plain);
@@ -418,7 +418,7 @@ TEST(DeferredBatchNorm, OfAFailedStepOfAPipelineCommitsNothing) {
     layers.add_existing(convert_deferred_batch_norm(modules.norm));
     int calls = 0;
     layers.add_function("fails", [&](const at::Tensor& x) {
-      if (fail && ++calls == 3) throw std::runtime_error("as it was told to");
+      if (fail && ++calls == 3) throw std::runtime_error("fails as configured");
       return x * 1;
     });
     Pipeline pipe(worker, layers, {.micro_batches = 4, .checkpoint = ActivationCheckpoint::kNever});

@@ -62,7 +62,7 @@ TEST(MicroBatches, NameTensorsOfDifferentFirstDimensions) {
               HasSubstr("the input has no tensor with rows"));
 }
 
-TEST(MicroBatches, LeaveWhatIsMarkedWhole) {
+TEST(MicroBatches, DoNotSplitInputsMarkedWhole) {
   const Batch batch = Batch({rows(4), rows(4)}).mark_unsplit(1);
   const Batch piece = slice(batch, 1, 2);
   EXPECT_EQ(piece.members[0].toTensor().size(0), 2);

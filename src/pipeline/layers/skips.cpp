@@ -32,7 +32,7 @@ at::Tensor Skips::pop(const std::string& name) {
   return value;
 }
 
-std::string Skips::neglected() const {
+std::string Skips::unused_keys() const {
   std::vector<std::string> texts;
   for (const std::string& name : may_stash_)
     texts.push_back(fmt::format("'{}' was declared by stashes() but not stashed", name));

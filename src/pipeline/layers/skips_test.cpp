@@ -16,20 +16,20 @@ using torchspan::testing::invalid_text;
 
 // peer suite: pipe test_stash_pop `stash`, `pop`, `declare_but_not_use`, `stash_not_declared`,
 //   `pop_not_declared`, `pop_not_stashed`, `stash_none`: same
-TEST(Skips, KeepWhatIsStashedAndGiveWhatIsPopped) {
+TEST(Skips, ReturnStashedTensorsWhenPopped) {
   const at::Tensor in = at::ones({2});
   Skips skips({{"in", in}}, {"out"});
   EXPECT_TRUE(skips.pop("in").is_same(in));
   skips.stash("out", in * 2);
-  EXPECT_EQ(skips.neglected(), "");
+  EXPECT_EQ(skips.unused_keys(), "");
   EXPECT_TRUE(skips.stashed().at("out").equal(in * 2));
 }
 
-TEST(Skips, MayBeNothing) {
+TEST(Skips, MayBeUndefined) {
   Skips skips({{"in", at::Tensor()}}, {"out"});
   EXPECT_FALSE(skips.pop("in").defined());
   skips.stash("out", at::Tensor());
-  EXPECT_EQ(skips.neglected(), "") << "nothing is something too, if it was stashed";
+  EXPECT_EQ(skips.unused_keys(), "") << "nothing is something too, if it was stashed";
   EXPECT_FALSE(skips.stashed().at("out").defined());
 }
 
@@ -42,7 +42,7 @@ TEST(Skips, ThatWereNotDeclaredAreRefused) {
   EXPECT_THAT(invalid_text([&] { skips.pop("out"); }), HasSubstr("pops(\"out\")"));
 }
 
-TEST(Skips, GoOnce) {
+TEST(Skips, CanBePoppedOnce) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
   skips.pop("in");
   skips.stash("out", at::ones({1}));
@@ -54,7 +54,7 @@ TEST(Skips, GoOnce) {
 
 TEST(Skips, ThatWereDeclaredMustBeUsed) {
   Skips skips({{"in", at::ones({1})}}, {"out"});
-  EXPECT_EQ(skips.neglected(),
+  EXPECT_EQ(skips.unused_keys(),
             "'out' was declared by stashes() but not stashed; 'in' was declared by pops() but not popped");
 }
 

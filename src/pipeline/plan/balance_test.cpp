@@ -190,7 +190,7 @@ TEST(Profile, MeasuresOnOneWorkerForAll) {
   EXPECT_EQ(balances[2], balances[1]);
 }
 
-TEST(Profile, TellsAllWorkersWhichLayerTheSampleDoesNotFit) {
+TEST(Profile, NamesTheLayerThatTheSampleDoesNotFitOnAllWorkers) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
     layers.add<torch::nn::Linear>(4, 2).named("first");
@@ -239,7 +239,7 @@ TEST(Profile, BalancesByParametersAsMuchAsTheyAreScaled) {
 }
 
 // peer: pipe balance_by_time
-TEST(Profile, DrivesTuplesNumbersNothingAndSkips) {
+TEST(Profile, HandlesTuplesNumbersEmptyValuesAndSkips) {
   simulated([](Executor& executor) {
     Layers layers;
     layers

@@ -175,7 +175,7 @@ Plan make_plan(const PlanRequest& request) {
   const auto stashes = match_skips(request, violations);
   if (!violations.empty()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("the pipeline cannot be made:\n- {}", fmt::join(violations, "\n- ")));
+                fmt::format("the pipeline cannot be created:\n- {}", fmt::join(violations, "\n- ")));
   }
   Plan plan;
   plan.layers = request.layers;

@@ -12,10 +12,10 @@ namespace {
 
 constexpr double kMargin = 16;
 constexpr double kBoxHeight = 42;
-constexpr double kLetter = 6.7;    ///< width of a letter of 12 points
-constexpr double kLane = 18;       ///< between two adjacent skips
-constexpr double kRowGap = 22;     ///< between two rows, without lanes
-constexpr double kColumnGap = 40;  ///< between two boxes, without lanes
+constexpr double kCharWidth = 6.7;  ///< width of a letter of 12 points
+constexpr double kLane = 18;        ///< between two adjacent skips
+constexpr double kRowGap = 22;      ///< between two rows, without lanes
+constexpr double kColumnGap = 40;   ///< between two boxes, without lanes
 constexpr double kCorner = 7;
 constexpr std::size_t kLongestName = 22;
 
@@ -147,10 +147,10 @@ class PlanPicture {
     std::size_t longest = 8;
     for (std::size_t order = 0; order < plan_.invocations.size(); ++order)
       longest = std::max(longest, shortened(use_name(order)).size());
-    box_width_ = kLetter * static_cast<double>(longest) + 18;
+    box_width_ = kCharWidth * static_cast<double>(longest) + 18;
     std::size_t label = 0;
     for (const std::string& worker : plan_.workers) label = std::max(label, worker.size());
-    labels_ = kLetter * static_cast<double>(std::max<std::size_t>(label, 8)) + 16;
+    labels_ = kCharWidth * static_cast<double>(std::max<std::size_t>(label, 8)) + 16;
     double x = kMargin + labels_ + 56;
     for (int order = 0; order < static_cast<int>(plan_.invocations.size()); ++order) {
       if (order > 0) x += box_width_ + kColumnGap + 10 * column_lanes_[order];
@@ -297,7 +297,7 @@ class PlanPicture {
       const double past = x_of(skip_path.from) + box_width_ + kColumnGap - 12;
       const double end = points[2].x;
       const std::string name = shortened(skip_path.name);
-      const bool fits = past + kLetter * static_cast<double>(name.size()) < end;
+      const bool fits = past + kCharWidth * static_cast<double>(name.size()) < end;
       add_label({fits ? past : leave + 8, first - 3}, color, name);
     }
   }

@@ -87,7 +87,7 @@ TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
 }
 
 // peer: async_pipe instantiate_partition
-TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
+TEST(Plan, ReturnsToALayerOfAnEarlierStage) {
   const Plan plan = plan_of("ABCA", {2, 1});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}));
   EXPECT_THAT(ranges(plan), ElementsAre("0:0-1", "1:2-2", "0:3-3"));
@@ -96,7 +96,7 @@ TEST(Plan, ComesBackToALayerOfAnEarlierStage) {
 }
 
 // peer: async_pipe instantiate_partition
-TEST(Plan, GoesToAndFroBetweenReusedLayersOfManyStages) {
+TEST(Plan, AlternatesBetweenReusedLayersOfManyStages) {
   const Plan plan = plan_of("ABCABCD", {1, 1, 2});
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 2, 0, 1, 2, 2));
   EXPECT_THAT(ranges(plan), ElementsAre("0:0-0", "1:1-1", "2:2-2", "0:3-3", "1:4-4", "2:5-6"));
@@ -107,7 +107,7 @@ TEST(Plan, GoesToAndFroBetweenReusedLayersOfManyStages) {
 
 // The three plans that the peer's planner gets wrong without an error.
 
-TEST(Plan, RunsWhatIsBetweenTwoUsesOnceOnly) {
+TEST(Plan, RunsLayersBetweenTwoUsesOnce) {
   const Plan plan = plan_of("ABAC", {1, 2});
   EXPECT_EQ(way(plan), "ABAC");
   EXPECT_THAT(stages(plan), ElementsAre(0, 1, 0, 1));
@@ -222,7 +222,7 @@ TEST(PlanSkips, AreALinkBetweenTwoLayerRangesOfOneStage) {
   EXPECT_EQ(plan.links[2].to, 2);
 }
 
-TEST(PlanSkips, MeetTheirNameInTheirSpaceOnly) {
+TEST(PlanSkips, MatchNamesWithinTheirSpaceOnly) {
   PlanRequest request = request_of("ABCD", {2, 2});
   request.uses[0].stashes = {"s"};
   request.uses[0].space = "left";
@@ -240,13 +240,13 @@ TEST(PlanSkips, MeetTheirNameInTheirSpaceOnly) {
   EXPECT_EQ(popped_by, (std::map<int, int>{{0, 3}, {1, 2}}));
 }
 
-TEST(PlanSkips, ThatNobodyPopsAreRefused) {
+TEST(PlanSkips, ThatAreNeverPoppedAreRejected) {
   PlanRequest request = request_of("AB", {1, 1});
   request.uses[0].stashes = {"s"};
   EXPECT_THAT(error_of(request), HasSubstr("layer 'A' (order 0) stashes 's', which no later layer pops"));
 }
 
-TEST(PlanSkips, ThatNobodyStashesAreRefused) {
+TEST(PlanSkips, ThatAreNeverStashedAreRejected) {
   PlanRequest request = request_of("AB", {1, 1});
   request.uses[1].pops = {"s"};
   EXPECT_THAT(error_of(request), HasSubstr("layer 'B' (order 1) pops 's', which no earlier layer stashes"));
@@ -402,7 +402,7 @@ void expect_skips_once(const Plan& plan, const PlanRequest& request) {
   EXPECT_EQ(plan.links.size() - outputs + plan.local_skips.size(), declared);
 }
 
-TEST(Plan, KeepsItsPromisesForRandomModels) {
+TEST(Plan, KeepsItsInvariantsForRandomModels) {
   for (std::uint64_t seed = 1; seed <= 500; ++seed) {
     const RandomRequest random = random_request(seed);
     SCOPED_TRACE(random.text);
@@ -442,7 +442,7 @@ void keep(const std::string& name, const std::string& svg) {
     std::ofstream(std::string(folder) + "/" + name + ".svg") << svg;
 }
 
-TEST(PlanDrawing, HasABoxAUseARowAStageAndADashedLineASkip) {
+TEST(PlanDrawing, HasABoxPerUseARowPerStageAndADashedLinePerSkip) {
   PlanRequest request = request_of("ABAC", {1, 2});
   request.layers = {"Linear<float> & co", "Convolution", "torch::nn::MultiheadAttention"};
   request.uses[2].method = "back";

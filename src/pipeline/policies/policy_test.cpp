@@ -39,7 +39,7 @@ TEST(TablePolicy, WaitsForItsNextActionThoughOthersAreReady) {
   EXPECT_EQ(policy->next(), forward(0, 1));
 }
 
-TEST(TablePolicy, KnowsTheBackwardThatComesNext) {
+TEST(TablePolicy, PredictsTheNextBackward) {
   const auto policy = make_table_policy({forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)});
   EXPECT_EQ(policy->next_backward(), backward(0, 0));
   for (const Action& action : {forward(0, 0), forward(0, 1), backward(0, 0)}) {
@@ -58,7 +58,7 @@ TEST(TablePolicy, OfAnEmptyRowHasNothing) {
   EXPECT_EQ(policy->next_backward(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, TakesActionsAsTheyCome) {
+TEST(ArrivalPolicy, RunsActionsInOrderOfArrival) {
   const auto policy = make_arrival_policy({});
   const std::vector<Action> arriving{forward(2, 1), backward(1, 0), forward(2, 0), backward(1, 1)};
   for (const Action& action : arriving) policy->became_ready(action);
@@ -66,7 +66,7 @@ TEST(ArrivalPolicy, TakesActionsAsTheyCome) {
   EXPECT_EQ(policy->next(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, LetsNoMoreInThanItsLimitUntilABackwardLeaves) {
+TEST(ArrivalPolicy, AdmitsNoMoreThanItsLimitUntilABackwardFinishes) {
   const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 2});
   for (int i = 0; i < 4; ++i) policy->became_ready(forward(0, i));
   EXPECT_EQ(policy->next(), forward(0, 0));
@@ -78,7 +78,7 @@ TEST(ArrivalPolicy, LetsNoMoreInThanItsLimitUntilABackwardLeaves) {
   EXPECT_EQ(policy->next(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, IsOnlyLetOnByTheBackwardOfItsOwnLayerRange) {
+TEST(ArrivalPolicy, ContinuesOnlyAfterTheBackwardOfItsLayerRange) {
   const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 1});
   policy->became_ready(forward(0, 0));
   policy->became_ready(forward(0, 1));
@@ -93,7 +93,7 @@ TEST(ArrivalPolicy, IsOnlyLetOnByTheBackwardOfItsOwnLayerRange) {
   EXPECT_EQ(policy->next(), forward(0, 1));
 }
 
-TEST(ArrivalPolicy, FinishesWhatIsInsideBeforeItLetsMoreIn) {
+TEST(ArrivalPolicy, FinishesAdmittedMicroBatchesBeforeItAdmitsMore) {
   const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 4});
   policy->became_ready(forward(0, 0));
   EXPECT_EQ(policy->next(), forward(0, 0));
@@ -103,7 +103,7 @@ TEST(ArrivalPolicy, FinishesWhatIsInsideBeforeItLetsMoreIn) {
   EXPECT_EQ(policy->next(), forward(0, 1));
 }
 
-TEST(ArrivalPolicy, WithoutBackwardsIsLetOnByCredit) {
+TEST(ArrivalPolicy, WithoutBackwardsContinuesByCredit) {
   const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 1, .backwards = false});
   for (int i = 0; i < 3; ++i) policy->became_ready(forward(0, i));
   EXPECT_EQ(policy->next(), forward(0, 0));
@@ -113,7 +113,7 @@ TEST(ArrivalPolicy, WithoutBackwardsIsLetOnByCredit) {
   EXPECT_EQ(policy->next(), std::nullopt);
 }
 
-TEST(ArrivalPolicy, WithoutALimitLetsEverythingIn) {
+TEST(ArrivalPolicy, WithoutALimitAdmitsEverything) {
   const auto policy = make_arrival_policy({.layer_range = 0, .max_in_flight = 0});
   for (int i = 0; i < 100; ++i) policy->became_ready(forward(0, i));
   for (int i = 0; i < 100; ++i) EXPECT_EQ(policy->next(), forward(0, i));

@@ -78,7 +78,7 @@ TEST(Tables, OfForwardsWhoseBackwardsComeLaterHaveAllForwardsFirst) {
   });
 }
 
-TEST(Tables, AreNoneWhereTheOrderOfArrivalDecides) {
+TEST(Tables, DoNotExistForArrivalOrder) {
   with_local(Schedule::kArrival, kStraight, 0, [](const LocalPipeline& local) {
     Tables tables(local);
     tables.check();
@@ -108,7 +108,7 @@ TEST(Tables, FallBackWhereMicroBatchesDoNotFillARoundOfInterleaving) {
   });
 }
 
-TEST(Tables, RefuseToInterleaveWhatIsNotLooped) {
+TEST(Tables, RejectInterleavingOfUnloopedStages) {
   for (const auto& owners :
        std::vector<std::vector<std::string>>{{"a", "b", "a"}, {"a", "a", "b", "b"}, {"a", "b", "b", "a"}}) {
     with_local(Schedule::kInterleaved, owners, 0, [](const LocalPipeline& local) {

@@ -53,7 +53,7 @@ std::vector<std::map<int, int>> count_forwards(PipelineOptions options, bool tra
 }
 
 // peer: pipe checkpoint_mode, checkpoint_mode_when_chunks_1: same
-TEST(PipelineCheckpoint, ComputesAgainThoseMicroBatchesThatItsModeSays) {
+TEST(PipelineCheckpoint, RecomputesTheMicroBatchesOfItsMode) {
   using Counts = std::map<int, int>;
   for (const auto& each : count_forwards(with(ActivationCheckpoint::kNever)))
     EXPECT_EQ(each, (Counts{{0, 1}, {1, 1}, {2, 1}, {3, 1}}));
@@ -72,7 +72,7 @@ TEST(PipelineCheckpoint, OfASingleMicroBatch) {
 }
 
 // peer: pipe checkpoint_mode
-TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
+TEST(PipelineCheckpoint, UsesTheActualNumberOfMicroBatches) {
   // 2 rows in 4: the second is the last.
   std::map<int, int> forwards;
   on_workers(1, 1, [&](Worker& worker) {
@@ -85,7 +85,7 @@ TEST(PipelineCheckpoint, GoesByTheMicroBatchesThatThereAre) {
 }
 
 // peer: pipe test_checkpoint serial_checkpoints
-TEST(PipelineCheckpoint, ComputesNothingAgainThatHasNothingToLearn) {
+TEST(PipelineCheckpoint, DoesNotRecomputeLayersWithoutGradients) {
   int calls = 0;
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -102,7 +102,7 @@ TEST(PipelineCheckpoint, ComputesNothingAgainThatHasNothingToLearn) {
 
 // peer: pipe test_checkpoint `serial_checkpoints`, `not_requires_grad`, `not_requires_grad_with_parameter`,
 //   `detect_checkpointing_recomputing`: same; there is no `is_recomputing()`, but gradient mode tells
-TEST(PipelineCheckpoint, TellsALayerThatItIsRecordedOnlyTheSecondTime) {
+TEST(PipelineCheckpoint, EnablesGradModeOnlyInTheRecomputation) {
   std::vector<bool> recorded;
   on_workers(1, 1, [&](Worker& worker) {
     Layers layers;
@@ -383,7 +383,7 @@ TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
 
 // peer: pipe `forward_lockstep`, `inplace_on_requires_grad` (expected to fail): better: works without
 //   checkpointing, an error that says what to do with it
-TEST(PipelineCheckpoint, LetsThemWithout) {
+TEST(PipelineCheckpoint, AllowsInPlaceChangesIfItIsOff) {
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
     layers.add<Dense>(1u);
@@ -449,7 +449,7 @@ TEST(PipelineCheckpoint, DoesNotCountTwiceInAPlainBatchNorm) {
 
 // A function may use a parameter that no module of the pipeline has.
 // peer: pipe test_checkpoint serial_checkpoints
-TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
+TEST(PipelineCheckpoint, GivesUserTensorsTheirGradients) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
       const at::Tensor mine = seeded({kWidth}, 7).set_requires_grad(true);
@@ -470,7 +470,7 @@ TEST(PipelineCheckpoint, GivesTensorsOfTheUsersOwnTheirGradients) {
 
 // The input of a layer with parameters may be an integer.
 // peer: pipe non_grad_output
-TEST(PipelineCheckpoint, TakesInputsThatAreNoFloats) {
+TEST(PipelineCheckpoint, AcceptsNonFloatInputs) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
       nn::Embedding embedding(9, kWidth), plain(9, kWidth);

@@ -136,7 +136,7 @@ TEST(Failure, AnExceptionInAnyActionEndsTheStepEverywhereAndTheNextWorks) {
   }
 }
 
-TEST(Failure, ALayerThatLibTorchRefusesIsToldWithoutStackFrames) {
+TEST(Failure, ALibTorchErrorIsReportedWithoutStackFrames) {
   const auto texts = outcomes(2, [](Worker& worker) {
     Fault fault{1, ActionKind::kForward, 0, [] { at::ones({2, 3}).mm(at::ones({2, 3})); }};
     Pipeline pipe(worker, faulty_layers(fault, 2), options(2));
@@ -206,7 +206,7 @@ TEST(Failure, OutputsThatCannotBeJoinedEndTheStepOnAll) {
   }
 }
 
-TEST(Failure, ALossThatIsNoScalarSaysSo) {
+TEST(Failure, ALossThatIsNotAScalarIsReported) {
   const auto texts = outcomes(2, [](Worker& worker) {
     Fault fault;
     Pipeline pipe(worker, faulty_layers(fault, 2), options(2));
@@ -284,7 +284,7 @@ TEST(Failure, AStalledActionIsNamedWithWorkerLayerAndMicroBatch) {
   }
 }
 
-TEST(Failure, AWorkerThatDoesNotComeToTheStepIsNamed) {
+TEST(Failure, AWorkerThatDoesNotJoinTheStepIsNamed) {
   for (int late = 0; late < 2; ++late) {
     std::vector<std::string> texts(2);
     on_workers(2, 1, [&](Worker& worker) {
@@ -316,7 +316,7 @@ TEST(Failure, AForwardWithoutBackwardIsGivenUpAndTheNextStepWorks) {
   });
 }
 
-TEST(Failure, WhoWaitsInABackwardThatOneWorkerSkipsIsTold) {
+TEST(Failure, WorkersThatWaitInABackwardAreNotifiedIfOneSkipsIt) {
   std::vector<std::string> texts(3);
   on_workers(3, 1, [&](Worker& worker) {
     Fault fault;
@@ -329,7 +329,7 @@ TEST(Failure, WhoWaitsInABackwardThatOneWorkerSkipsIsTold) {
   EXPECT_EQ(texts[1], texts[0]);
 }
 
-TEST(Failure, ABackwardWithoutForwardSaysSo) {
+TEST(Failure, ABackwardWithoutForwardIsReported) {
   const auto texts = outcomes(2, [](Worker& worker) {
     Fault fault;
     Pipeline pipe(worker, faulty_layers(fault, 2), options(2));

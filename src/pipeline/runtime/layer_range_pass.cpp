@@ -134,7 +134,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
 void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) {
   if (!gradients_.emplace(link, std::move(gradients)).second) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of micro-batch {} came twice to layer range {} by link {}",
+                fmt::format("gradients of micro-batch {} arrived twice at layer range {} by link {}",
                             runner_.micro_batch(), runner_.range_index(), link));
   }
   --missing_gradients_;

@@ -9,12 +9,12 @@
 namespace torchspan::pipeline {
 
 void LayerRunner::fail(const std::string& where, const char* phase) const {
-  const ExceptionStory story = describe(std::current_exception());
+  const ExceptionDescription description = describe(std::current_exception());
   throw Error(ErrorKind::kRemoteFailure,
               fmt::format("step {} of pipeline '{}' failed in the {} of micro-batch {} through {}: {}", step_,
-                          local_.options.name, phase, micro_batch_, where, story.text))
+                          local_.options.name, phase, micro_batch_, where, description.text))
       .with_worker(local_.worker.name())
-      .with_frame({local_.worker.name(), where, story.type, story.text});
+      .with_frame({local_.worker.name(), where, description.type, description.text});
 }
 
 void LayerRunner::fail_range(const char* phase) const {
@@ -46,8 +46,8 @@ Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, 
       const SeededScope random = seeded_scope(order);
       output = use.call(layer.object.get(), input, skips);
     }
-    if (const std::string neglected = skips.neglected(); !neglected.empty()) {
-      throw Error(ErrorKind::kInvalid, "skips: " + neglected);
+    if (const std::string unused_keys = skips.unused_keys(); !unused_keys.empty()) {
+      throw Error(ErrorKind::kInvalid, "skips: " + unused_keys);
     }
     stashed = std::move(skips.stashed());
     return output;

@@ -8,21 +8,21 @@ namespace torchspan::pipeline::testing::memory_test {
 namespace {
 
 /// Number of tensors of a kind that are alive, and its maximum.
-struct Census {
+struct ActivationCount {
   int alive = 0;
   int most = 0;
   int made = 0;
 };
 
-/// A copy of `x` that a census counts until its memory is freed.
-at::Tensor counted(const at::Tensor& x, Census& census) {
+/// Copies `x`; `count` counts the copy until its memory is freed.
+at::Tensor counted(const at::Tensor& x, ActivationCount& count) {
   auto* memory = new std::vector<double>(static_cast<std::size_t>(x.numel()));
-  ++census.made;
-  census.most = std::max(census.most, ++census.alive);
+  ++count.made;
+  count.most = std::max(count.most, ++count.alive);
   const at::Tensor copy = at::from_blob(
       memory->data(), x.sizes(),
-      [memory, &census](void*) {
-        --census.alive;
+      [memory, &count](void*) {
+        --count.alive;
         delete memory;
       },
       at::kDouble);
@@ -33,21 +33,21 @@ at::Tensor counted(const at::Tensor& x, Census& census) {
 /// A layer whose output is counted and not saved by its graph; reports the start of its backward.
 struct CountedOutput : torch::autograd::Function<CountedOutput> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                            std::int64_t census, std::int64_t alive_at_backward) {
-    context->saved_data["census"] = census;
+                            std::int64_t count, std::int64_t alive_at_backward) {
+    context->saved_data["count"] = count;
     context->saved_data["seen"] = alive_at_backward;
-    return counted(x, *reinterpret_cast<Census*>(census));
+    return counted(x, *reinterpret_cast<ActivationCount*>(count));
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    const auto* census = reinterpret_cast<const Census*>(context->saved_data["census"].toInt());
-    reinterpret_cast<std::vector<int>*>(context->saved_data["seen"].toInt())->push_back(census->alive);
+    const auto* count = reinterpret_cast<const ActivationCount*>(context->saved_data["count"].toInt());
+    reinterpret_cast<std::vector<int>*>(context->saved_data["seen"].toInt())->push_back(count->alive);
     return {gradients[0], at::Tensor(), at::Tensor()};
   }
 };
 
-at::Tensor count_output(const at::Tensor& x, Census& census, std::vector<int>& alive_at_backward) {
-  return CountedOutput::apply(x, reinterpret_cast<std::int64_t>(&census),
+at::Tensor count_output(const at::Tensor& x, ActivationCount& count, std::vector<int>& alive_at_backward) {
+  return CountedOutput::apply(x, reinterpret_cast<std::int64_t>(&count),
                               reinterpret_cast<std::int64_t>(&alive_at_backward));
 }
 
@@ -70,12 +70,12 @@ const at::Tensor& rows() {
 TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
   for (const ActivationCheckpoint checkpoint :
        {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
-    Census census;
+    ActivationCount count;
     std::vector<int> alive;
     on_workers(2, 1, [&](Worker& worker) {
       Layers layers;
       layers.add<Dense>(1u);
-      layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, census, alive); });
+      layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, count, alive); });
       layers.add<Dense>(2u);
       PipelineOptions options = with(Schedule::kGPipe, checkpoint);
       options.balance = {2, 1};
@@ -84,18 +84,18 @@ TEST(PipelineMemory, OutputsAreFreedOnceTheyAreSent) {
     });
     // All were sent, and all forwards behind them done, before the first backward.
     EXPECT_EQ(alive, std::vector<int>(6, 0)) << "outputs alive at the beginning of each backward";
-    EXPECT_EQ(census.made, checkpoint == ActivationCheckpoint::kNever ? 6 : 12);
-    EXPECT_EQ(census.alive, 0);
+    EXPECT_EQ(count.made, checkpoint == ActivationCheckpoint::kNever ? 6 : 12);
+    EXPECT_EQ(count.alive, 0);
   }
 }
 
 TEST(PipelineMemory, OutputsHandedOnInsideAWorkerAreFreedWithTheirUse) {
-  Census census;
+  ActivationCount count;
   std::vector<int> alive;
   on_workers(1, 1, [&](Worker& worker) {
     Layers layers;
     layers.add<Dense>(1u);
-    layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, census, alive); });
+    layers.add_function("counted", [&](const at::Tensor& x) { return count_output(x, count, alive); });
     layers.add_function("plus", [](const at::Tensor& x) { return x + 1; });  // saves nothing
     layers.add<Dense>(2u);
     PipelineOptions options = with(Schedule::kGPipe, ActivationCheckpoint::kNever);
@@ -108,15 +108,15 @@ TEST(PipelineMemory, OutputsHandedOnInsideAWorkerAreFreedWithTheirUse) {
 }
 
 /// A layer whose graph holds one counted tensor.
-std::function<at::Tensor(const at::Tensor&)> keeps_one(Census& census) {
-  return [&census](const at::Tensor& x) {
-    return torch::GradMode::is_enabled() ? x * counted(at::ones_like(x), census) : x * 1;
+std::function<at::Tensor(const at::Tensor&)> keeps_one(ActivationCount& count) {
+  return [&count](const at::Tensor& x) {
+    return torch::GradMode::is_enabled() ? x * counted(at::ones_like(x), count) : x * 1;
   };
 }
 
-/// Census of the graphs of each of three stages.
-std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr) {
-  std::vector<Census> all(3);
+/// Counts the graphs of each of three stages.
+std::vector<ActivationCount> graphs(PipelineOptions options, StepReport* report = nullptr) {
+  std::vector<ActivationCount> all(3);
   on_workers(3, 1, [&](Worker& worker) {
     Layers layers;
     for (std::uint64_t stage = 0; stage < 3; ++stage) {
@@ -137,7 +137,7 @@ std::vector<Census> graphs(PipelineOptions options, StepReport* report = nullptr
 // peer: pipelining multi_iter
 TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
   // GPipe holds all m, 1F1B at most as many as there are stages from here on.
-  for (const Census& stage : graphs(with(Schedule::kGPipe, ActivationCheckpoint::kNever)))
+  for (const ActivationCount& stage : graphs(with(Schedule::kGPipe, ActivationCheckpoint::kNever)))
     EXPECT_EQ(stage.most, 6);
   const auto stages = graphs(with(Schedule::k1F1B, ActivationCheckpoint::kNever));
   for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(stages[static_cast<std::size_t>(stage)].most, 3 - stage);
@@ -145,7 +145,7 @@ TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
 
 TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
-    for (const Census& stage : graphs(with(schedule, ActivationCheckpoint::kAlways))) {
+    for (const ActivationCount& stage : graphs(with(schedule, ActivationCheckpoint::kAlways))) {
       EXPECT_EQ(stage.most, 1);
       EXPECT_EQ(stage.made, 3 * 6) << "each forward was repeated once";
     }
@@ -155,30 +155,30 @@ TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
 TEST(PipelineMemory, ArrivalHoldsNoMoreThanItsLimit) {
   PipelineOptions options = with(Schedule::kArrival, ActivationCheckpoint::kNever, 12);
   options.max_in_flight = 2;
-  for (const Census& stage : graphs(options)) EXPECT_LE(stage.most, 2);
+  for (const ActivationCount& stage : graphs(options)) EXPECT_LE(stage.most, 2);
 }
 
 // peer: pipe no_grad
 TEST(PipelineMemory, InferenceKeepsNothing) {
-  Census census;
+  ActivationCount count;
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
     layers.add<Dense>(1u);
-    layers.add_function("keeps", [&](const at::Tensor& x) { return x * counted(at::ones_like(x), census); });
+    layers.add_function("keeps", [&](const at::Tensor& x) { return x * counted(at::ones_like(x), count); });
     layers.add<Dense>(2u);
     Pipeline pipe(worker, layers, with(Schedule::k1F1B, ActivationCheckpoint::kNever));
     pipe.infer(rows());
   });
-  EXPECT_EQ(census.made, 6);
-  EXPECT_EQ(census.most, 1);
+  EXPECT_EQ(count.made, 6);
+  EXPECT_EQ(count.most, 1);
 }
 
 TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
-  Census census;
+  ActivationCount count;
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
     layers.add<Dense>(1u);
-    layers.add_function("keeps", [keep = keeps_one(census)](const at::Tensor& x) { return keep(x); });
+    layers.add_function("keeps", [keep = keeps_one(count)](const at::Tensor& x) { return keep(x); });
     layers.add<Dense>(2u);
     PipelineOptions options = with(Schedule::k1F1B, ActivationCheckpoint::kNever);
     options.balance = {2, 1};
@@ -186,7 +186,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
     try {
       pipe.forward(rows());
       if (worker.rank() == 0) {
-        EXPECT_EQ(census.alive, 6);
+        EXPECT_EQ(count.alive, 6);
       }
     } catch (const Error& error) {
       // Worker 0 may abandon the step before this worker ends its forward.
@@ -195,7 +195,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
     }
     pipe.train_step(rows(), rows(), mean_square);
     if (worker.rank() == 0) {
-      EXPECT_EQ(census.alive, 0);
+      EXPECT_EQ(count.alive, 0);
     }
   });
 }

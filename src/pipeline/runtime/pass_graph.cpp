@@ -8,7 +8,7 @@
 
 namespace torchspan::pipeline {
 /// The node that all inputs lead to: keeps their gradients.
-class PassGraph::Entrance final : public torch::autograd::Node {
+class PassGraph::InputNode final : public torch::autograd::Node {
  public:
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     gradients_ = std::move(gradients);
@@ -25,14 +25,14 @@ class PassGraph::Entrance final : public torch::autograd::Node {
 
 std::map<int, Activation> PassGraph::attach_inputs(const std::map<int, Activation>& inputs, bool records) {
   std::map<int, Activation> attached;
-  entrance_ = std::make_shared<Entrance>();
+  input_node_ = std::make_shared<InputNode>();
   for (const auto& [link, activation] : inputs) {
     Activation& here = attached[link];
     here = activation;
     for (std::size_t i = 0; i < here.batch.members.size(); ++i) {
       if (!is_defined_tensor(here.batch.members[i])) continue;
       at::Tensor tensor = here.batch.members[i].toTensor().detach();
-      if (records && here.wants_gradient[i] != 0) torch::autograd::create_gradient_edge(tensor, entrance_);
+      if (records && here.wants_gradient[i] != 0) torch::autograd::create_gradient_edge(tensor, input_node_);
       here.batch.members[i] = std::move(tensor);
     }
   }
@@ -83,7 +83,7 @@ std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(
     if (!activation.wants_any()) continue;
     std::vector<at::Tensor>& gradients = all[link];
     for (const std::uint8_t wants : activation.wants_gradient) {
-      gradients.push_back(wants != 0 ? entrance_->gradient(input++) : at::Tensor());
+      gradients.push_back(wants != 0 ? input_node_->gradient(input++) : at::Tensor());
     }
   }
   return all;

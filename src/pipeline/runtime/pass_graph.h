@@ -35,9 +35,9 @@ class PassGraph {
     std::size_t member = 0;
     torch::autograd::Edge edge;
   };
-  class Entrance;
+  class InputNode;
 
-  std::shared_ptr<Entrance> entrance_;
+  std::shared_ptr<InputNode> input_node_;
   std::vector<Exit> exits_;
   torch::autograd::Edge loss_edge_;
   at::Tensor loss_gradient_;

@@ -293,7 +293,7 @@ TEST(PipelineTies, OfParametersOnTwoWorkersAreRefusedByName) {
   }
 }
 
-TEST(PipelineTies, OfWhatDoesNotChangeAreNone) {
+TEST(PipelineTies, DoNotIncludeFrozenTensors) {
   const auto frozen = [](Layers& layers) {
     const at::Tensor matrix = seeded({kWidth, kWidth}, 1), counter = at::zeros({1});
     layers.add<Projection>(matrix);
@@ -347,7 +347,7 @@ void expect_all(const std::vector<std::string>& texts, const std::string& part) 
 }
 
 // peer: pipe chunks_less_than_1, checkpoint_mode_invalid: same; an invalid mode does not compile
-TEST(PipelineConstruction, NamesTheOptionThatCannotBe) {
+TEST(PipelineConstruction, NamesTheInvalidOption) {
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.micro_batches = 0; }),
              "micro_batches is 0; it must be 1 or more");
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.max_in_flight = -1; }),
@@ -384,7 +384,7 @@ TEST(PipelineConstruction, RefusesAWorkerThatOwnsNoStage) {
               HasSubstr("worker 'worker2' owns no stage of pipeline 'pipeline' and must not create it"));
 }
 
-TEST(PipelineConstruction, NamesWhatTheWorkersHaveDifferently) {
+TEST(PipelineConstruction, NamesTheDifferencesBetweenWorkers) {
   const auto differ = [](const std::function<void(Layers&, PipelineOptions&)>& set) {
     return refused(2, [&](Worker& worker, Layers& layers, PipelineOptions& options) {
       if (worker.rank() == 1) set(layers, options);
@@ -397,7 +397,7 @@ TEST(PipelineConstruction, NamesWhatTheWorkersHaveDifferently) {
   expect_all(differ([](Layers& layers, PipelineOptions&) { layers.add<Dense>(9u).named("third"); }), "third");
 }
 
-TEST(PipelineConstruction, TellsAllWorkersWhichLayerCouldNotBeBuilt) {
+TEST(PipelineConstruction, NamesTheLayerThatCouldNotBeBuiltOnAllWorkers) {
   struct Broken {
     Broken() { throw std::runtime_error("no memory for it"); }
     at::Tensor forward(const at::Tensor& x) { return x; }
@@ -410,7 +410,7 @@ TEST(PipelineConstruction, TellsAllWorkersWhichLayerCouldNotBeBuilt) {
              "layer 'broken' (stage 1) could not be built on worker 'worker1': no memory for it");
 }
 
-TEST(PipelineConstruction, ManyPipelinesOfOneWorldAreToldApart) {
+TEST(PipelineConstruction, ManyPipelinesOfOneWorldAreDistinguished) {
   on_workers(2, 1, [](Worker& worker) {
     Layers plus, times;
     for (int i = 0; i < 2; ++i) {

@@ -60,7 +60,7 @@ TEST(PipelineSkips, FromTheFirstToTheThirdInEveryBalanceAndMode) {
 }
 
 // peer: pipe test_skip_gpipe 1to3
-TEST(PipelineSkips, MayCarryNothing) {
+TEST(PipelineSkips, MayCarryNoTensor) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;
@@ -89,7 +89,7 @@ TEST(PipelineSkips, MayCarryNothing) {
 }
 
 // peer: pipe inner_1_to_inner_2
-TEST(PipelineSkips, OfOneNameInTwoSpacesDoNotMeet) {
+TEST(PipelineSkips, OfOneNameInTwoSpacesAreSeparate) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;
@@ -115,7 +115,7 @@ TEST(PipelineSkips, OfOneNameInTwoSpacesDoNotMeet) {
 
 // peer: pipe portal (`blue_orange*`, `use_grad`, `tensor_life_*`), tracker, `delete_portal_tensor`:
 //   differs: a skip is a link of the plan like any other, so there are no lives to count
-TEST(PipelineSkips, MayBeTheOnlyWayOfAGradient) {
+TEST(PipelineSkips, MayBeTheOnlyPathOfAGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
       Layers layers;

@@ -63,15 +63,15 @@ void StepInput::backward() {
   try {
     torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
   } catch (...) {
-    const ExceptionStory story = describe(std::current_exception());
+    const ExceptionDescription description = describe(std::current_exception());
     const std::string where = fmt::format("the graph before the input of pipeline '{}'", local_.options.name);
     throw Error(
         ErrorKind::kRemoteFailure,
         fmt::format("step {} of pipeline '{}' failed in the backward of the graph before its input, on "
                     "worker '{}': {}",
-                    id_.step, local_.options.name, local_.worker.name(), story.text))
+                    id_.step, local_.options.name, local_.worker.name(), description.text))
         .with_worker(local_.worker.name())
-        .with_frame({local_.worker.name(), where, story.type, story.text});
+        .with_frame({local_.worker.name(), where, description.type, description.text});
   }
 }
 

@@ -13,7 +13,7 @@ constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
 
 std::string silence_of_the_store(Duration silence) {
-  return silence_story(silence) + "; the other workers consider this one dead";
+  return silence_text(silence) + "; the other workers consider this one dead";
 }
 
 }  // namespace
@@ -117,7 +117,7 @@ void Client::run() {
     while (!stopping_ && transport_->poll()) {
     }
     if (silent_at_.passed(runtime_.executor.now())) on_silence();
-    tell_listeners();
+    notify_listeners();
     if (retry_at_.passed(runtime_.executor.now())) connect();
     transport_->wait(earlier(retry_at_, silent_at_));
   }
@@ -288,7 +288,7 @@ void Client::on_closed_before_welcome(const Error& reason) {
 }
 
 void Client::on_store_gone(const Error& reason, bool held_for_dead) {
-  const std::string story =
+  const std::string cause =
       declared_dead_ ? fmt::format(
                            "its store declared this worker dead, which was {}; restart this worker to join "
                            "again",
@@ -305,10 +305,10 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
     gone = found->second.death.value_or(Error(
-        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, story)
+        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
                                   : rank0_left
                                       ? fmt::format("the store closed, since {} left the world", server)
-                                      : fmt::format("{} died, and the store with it: {}", server, story)));
+                                      : fmt::format("{} died, and the store with it: {}", server, cause)));
     store_gone_ = gone;
     cancel_slots(*gone);
   }
@@ -336,7 +336,7 @@ int Client::world_size() const {
   return static_cast<int>(known_.size());
 }
 
-void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline) {
+void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline) {
   std::shared_ptr<net::Channel> channel;
   {
     MutexLock lock(mutex_);
@@ -348,7 +348,7 @@ void Client::end_with(const Bytes& last_words, const Error& for_waiters, Deadlin
   }
   forget_listeners();
   try {
-    if (channel) channel->send(last_words, {});
+    if (channel) channel->send(last_lines, {});
   } catch (const Error&) {
     // The store has ended, so it gets no good-bye; on_closed() ends the wait below.
   }
@@ -374,19 +374,19 @@ void Client::give_up(const std::string& why, Deadline deadline) {
 }
 
 void Client::note_end(int rank, std::optional<Error> death) {
-  std::string story;
+  std::string cause;
   {
     MutexLock lock(mutex_);
     const auto found = known_.find(rank);
     if (found == known_.end() || found->second.presence != Presence::kPresent) return;
     Known& known = found->second;
     known.presence = death ? Presence::kDied : Presence::kLeft;
-    if (death) story = death->message();
+    if (death) cause = death->message();
     known.death = death;
     events_.push_back({known.member, known.presence, std::move(death)});
   }
-  if (!story.empty()) runtime_.log.warning(story);
-  tell_listeners();
+  if (!cause.empty()) runtime_.log.warning(cause);
+  notify_listeners();
 }
 
 void Client::note_own_death(const Error& reason) {
@@ -398,7 +398,7 @@ void Client::note_own_death(const Error& reason) {
     if (self == known_.end()) return;
     events_.push_back({self->second.member, Presence::kDied, reason});
   }
-  tell_listeners();
+  notify_listeners();
 }
 
 void Client::note_arrival(Member member) {
@@ -408,7 +408,7 @@ void Client::note_arrival(Member member) {
     const int rank = member.rank;
     known_[rank] = {std::move(member)};
   }
-  tell_listeners();
+  notify_listeners();
 }
 
 void Client::watch(Membership::Callbacks callbacks) {
@@ -421,7 +421,7 @@ void Client::watch(Membership::Callbacks callbacks) {
   transport_->wake();
 }
 
-void Client::tell(const Membership::Callbacks& callbacks, const Event& event) {
+void Client::notify(const Membership::Callbacks& callbacks, const Event& event) {
   if (event.now == Presence::kPresent) {
     if (callbacks.joined) callbacks.joined(event.member);
   } else if (event.now == Presence::kDied) {
@@ -431,7 +431,7 @@ void Client::tell(const Membership::Callbacks& callbacks, const Event& event) {
   }
 }
 
-void Client::tell_listeners() {
+void Client::notify_listeners() {
   while (true) {
     std::shared_ptr<Listener> listener;
     std::optional<Event> event;
@@ -445,7 +445,7 @@ void Client::tell_listeners() {
       event = events_[listener->next++];
     }
     try {
-      tell(listener->callbacks, *event);
+      notify(listener->callbacks, *event);
     } catch (...) {
       runtime_.log.error(
           fmt::format("a membership callback threw: {}", torchspan::describe(std::current_exception()).text));

@@ -103,11 +103,11 @@ class Client final : private net::Handler {
   void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
   /// Sends the last message to the store, unless one was sent before, waits for its answer, and ends the
   /// thread.
-  void end_with(const Bytes& last_words, const Error& for_waiters, Deadline deadline);
+  void end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
-  void tell_listeners();
+  void notify_listeners();
   void forget_listeners();
-  static void tell(const Membership::Callbacks& callbacks, const Event& event);
+  static void notify(const Membership::Callbacks& callbacks, const Event& event);
   Error unreachable() const;
   void stop();
 

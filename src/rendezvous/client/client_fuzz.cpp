@@ -11,7 +11,7 @@ namespace {
 using namespace torchspan;
 using namespace torchspan::rendezvous;
 
-class DeafChannel final : public net::Channel {
+class DiscardingChannel final : public net::Channel {
  public:
   void send(BytesView, std::span<const Segment>) override {}
   std::size_t unsent_bytes() const override { return 0; }
@@ -21,15 +21,15 @@ class DeafChannel final : public net::Channel {
 };
 
 /// A store that says what it was given to say, whatever it hears, and then is gone.
-class Liar final : public net::Transport {
+class ScriptedTransport final : public net::Transport {
  public:
-  Liar(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
+  ScriptedTransport(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
       : handler_(handler), words_(std::move(words)), done_(done), sleeper_(executor.make_parker()) {}
 
   std::string listen(const std::string& address) override { return address; }
   bool can_reach(const std::string&) const override { return true; }
   std::shared_ptr<net::Channel> connect(const std::string&, Deadline) override {
-    return channel_ = std::make_shared<DeafChannel>();
+    return channel_ = std::make_shared<DiscardingChannel>();
   }
   bool poll() override {
     if (!channel_ || gone_) return false;
@@ -53,7 +53,7 @@ class Liar final : public net::Transport {
   std::deque<Bytes> words_;
   Parker& done_;
   const std::unique_ptr<Parker> sleeper_;
-  std::shared_ptr<DeafChannel> channel_;
+  std::shared_ptr<DiscardingChannel> channel_;
   bool gone_ = false;
 };
 
@@ -98,7 +98,7 @@ Member self() {
 }  // namespace
 
 /// The input is a run of messages, each after a u16 that says how long it is. A worker that hears them from
-/// its store goes on, and knows itself in whatever world it was told of.
+/// its store goes on, and knows itself in the world that it received.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const std::unique_ptr<Executor> executor = make_executor();
   std::deque<Bytes> words;
@@ -112,14 +112,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   Runtime runtime(*executor, "worker1", LogLevel::kOff);
   const auto done = executor->make_parker();
-  const TransportFactory liar = [&](const std::string&, net::Handler& handler) {
-    return std::make_unique<Liar>(*executor, handler, words, *done);
+  const TransportFactory silent_transport = [&](const std::string&, net::Handler& handler) {
+    return std::make_unique<ScriptedTransport>(*executor, handler, words, *done);
   };
   MembershipOptions options;
   options.name = "worker1";
   options.rank = 1;
   options.world_size = 3;
-  Client client(runtime, liar, options, self());
+  Client client(runtime, silent_transport, options, self());
   client.watch({.joined = [](const Member& member) { describe(member); },
                 .died = [](const Member& member, const Error&) { describe(member); },
                 .left = [](const Member& member) { describe(member); }});

@@ -71,8 +71,8 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
 std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
   const Executor& executor = runtime_.executor;
   const Deadline until = with_grace(wait.until);
-  const bool tells = wait.tell && wait.every > Duration::zero();
-  Deadline ask_at = tells ? executor.deadline_in(wait.every) : Deadline::never();
+  const bool reports = wait.report && wait.every > Duration::zero();
+  Deadline ask_at = reports ? executor.deadline_in(wait.every) : Deadline::never();
   while (true) {
     slot.parker->park(earlier(until, ask_at));
     std::vector<Member> missing;
@@ -87,7 +87,7 @@ std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Member
           missing.push_back(known->second.member);
       }
     }
-    if (!missing.empty()) wait.tell(missing);
+    if (!missing.empty()) wait.report(missing);
     if (until.passed(executor.now())) break;
     if (!ask_at.passed(executor.now())) continue;
     ask_at = executor.deadline_in(wait.every);

@@ -193,8 +193,7 @@ void read_open_world(const Variables& variables, WorkerEnvironment& worker) {
   if (worker.rank == kAnyRank && !variables.text("TORCHSPAN_NAME")) {
     throw_invalid(
         "WORLD_SIZE is 0, an open world, and neither RANK nor TORCHSPAN_NAME is set; give this worker a "
-        "rank, or a "
-        "name of its own and it gets the next free rank");
+        "rank, or a unique name to get the next free rank");
   }
 }
 

@@ -14,7 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// What reading `environment` says is wrong, or nothing.
-std::string complaint(const Environment& environment) {
+std::string error_text(const Environment& environment) {
   try {
     read_environment(environment);
   } catch (const Error& error) {
@@ -65,7 +65,7 @@ TEST(Environment, ReadsAnOpenWorld) {
   EXPECT_EQ(any.rank, kAnyRank);
   EXPECT_EQ(any.name, "actor-a");
   EXPECT_FALSE(read_environment(with(base, {{"RANK", "2"}, {"MASTER_ADDR", "node7"}})).one_host());
-  EXPECT_THAT(complaint(base), AllOf(HasSubstr("RANK"), HasSubstr("TORCHSPAN_NAME")));
+  EXPECT_THAT(error_text(base), AllOf(HasSubstr("RANK"), HasSubstr("TORCHSPAN_NAME")));
 }
 
 TEST(Environment, ReadsTorchrunsVariables) {
@@ -88,11 +88,11 @@ TEST(Environment, TakesTheNextPortWhenTorchrunsAgentOwnsTheFirst) {
   EXPECT_EQ(read_environment(with(torchrun(), {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).master_port,
             29400);
   EXPECT_THAT(
-      complaint(with(torchrun(), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"MASTER_PORT", "65535"}})),
+      error_text(with(torchrun(), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"MASTER_PORT", "65535"}})),
       HasSubstr("MASTER_PORT is 65535"));
 }
 
-TEST(Environment, MeetsOnLoopbackWhenAllWorkersAreOnOneHost) {
+TEST(Environment, UsesLoopbackWhenAllWorkersAreOnOneHost) {
   const auto worker = read_environment(with(torchrun(), {{"LOCAL_WORLD_SIZE", "4"}, {"LOCAL_RANK", "3"}}));
   EXPECT_EQ(worker.store_address(), "tcp:127.0.0.1:29400");
   const auto by_hand = read_environment(
@@ -102,7 +102,7 @@ TEST(Environment, MeetsOnLoopbackWhenAllWorkersAreOnOneHost) {
   EXPECT_EQ(by_hand.local_rank, 1);
 }
 
-TEST(Environment, MeetsOverTlsBetweenHosts) {
+TEST(Environment, UsesTlsBetweenHosts) {
   const auto at = [](const std::string& host) {
     return read_environment(with(torchrun(), {{"MASTER_ADDR", host}})).store_address();
   };
@@ -111,7 +111,7 @@ TEST(Environment, MeetsOverTlsBetweenHosts) {
   EXPECT_EQ(at("[2001:db8::7]"), "tls:[2001:db8::7]:29400");
 }
 
-TEST(Environment, ReadsWhereToListenAndWhichCertificatesToShow) {
+TEST(Environment, ReadsTheListenAddressAndTheCertificates) {
   const Environment all = {{"TORCHSPAN_LISTEN_HOST", "10.0.0.7"},
                            {"TORCHSPAN_CERTIFICATE_FILE", "c.pem"},
                            {"TORCHSPAN_KEY_FILE", "k.pem"},
@@ -121,7 +121,7 @@ TEST(Environment, ReadsWhereToListenAndWhichCertificatesToShow) {
   EXPECT_EQ(worker.certificate_file + worker.key_file + worker.authority_file, "c.pemk.pema.pem");
   for (const auto& [name, value] : all) {
     if (name == "TORCHSPAN_LISTEN_HOST") continue;
-    EXPECT_THAT(complaint(with(torchrun(), {{name, value}})), HasSubstr(name + " is set but"));
+    EXPECT_THAT(error_text(with(torchrun(), {{name, value}})), HasSubstr(name + " is set but"));
   }
 }
 
@@ -149,7 +149,7 @@ TEST(Environment, ReadsOpenMpisVariables) {
   EXPECT_GE(spaced.master_port, 20000);
   EXPECT_LT(spaced.master_port, 30000);
   EXPECT_THAT(
-      complaint(with(mpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})),
+      error_text(with(mpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})),
       AllOf(HasSubstr("MASTER_ADDR is not set"), HasSubstr("mpirun -x")));
 }
 
@@ -191,18 +191,18 @@ TEST(Environment, IgnoresSlurmInAnInteractiveShell) {
   EXPECT_EQ(worker.launcher, Launcher::kNone);
 }
 
-TEST(Environment, SaysThatABatchScriptNeedsSrun) {
+TEST(Environment, ReportsThatABatchScriptNeedsSrun) {
   const Environment script = {{"SLURM_PROCID", "0"},
                               {"SLURM_NTASKS", "6"},
                               {"SLURM_JOB_ID", "77"},
                               {"SLURM_JOB_NAME", "train.sh"},
                               {"SLURM_JOB_NODELIST", "gpu[03-05]"}};
-  EXPECT_THAT(complaint(script), AllOf(HasSubstr("batch script of Slurm job 77"), HasSubstr("6 tasks"),
-                                       HasSubstr("srun ./program")));
-  EXPECT_THAT(complaint(with(script, {{"SLURM_STEP_ID", "4294967291"}})), HasSubstr("srun"));
-  EXPECT_EQ(complaint(with(script, {{"SLURM_STEP_ID", "0"}})), "");
-  EXPECT_EQ(complaint(with(script, {{"SLURM_STEP_NUM_TASKS", "2"}})), "");
-  EXPECT_EQ(complaint(with(script, {{"SLURM_NTASKS", "1"}})), "");
+  EXPECT_THAT(error_text(script), AllOf(HasSubstr("batch script of Slurm job 77"), HasSubstr("6 tasks"),
+                                        HasSubstr("srun ./program")));
+  EXPECT_THAT(error_text(with(script, {{"SLURM_STEP_ID", "4294967291"}})), HasSubstr("srun"));
+  EXPECT_EQ(error_text(with(script, {{"SLURM_STEP_ID", "0"}})), "");
+  EXPECT_EQ(error_text(with(script, {{"SLURM_STEP_NUM_TASKS", "2"}})), "");
+  EXPECT_EQ(error_text(with(script, {{"SLURM_NTASKS", "1"}})), "");
 }
 
 TEST(Environment, PrefersExplicitRanksThenOpenMpiThenPmiThenSlurm) {
@@ -265,30 +265,30 @@ TEST(Environment, NamesTheVariableItsValueAndWhatIsExpected) {
       {{{"TORCHSPAN_JOIN_TIMEOUT", "soon"}}, {"TORCHSPAN_JOIN_TIMEOUT is 'soon'"}},
   };
   for (const Row& row : rows) {
-    const std::string text = complaint(with(torchrun(), row.change));
+    const std::string text = error_text(with(torchrun(), row.change));
     SCOPED_TRACE(row.change.begin()->first + "=" + row.change.begin()->second);
     for (const auto& word : row.words) EXPECT_THAT(text, HasSubstr(word));
   }
-  EXPECT_EQ(complaint(torchrun()), "");
+  EXPECT_EQ(error_text(torchrun()), "");
 }
 
 TEST(Environment, RefusesAWorldSizeThatContradictsTheLauncher) {
-  EXPECT_THAT(complaint({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"WORLD_SIZE", "3"}}),
+  EXPECT_THAT(error_text({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"WORLD_SIZE", "3"}}),
               AllOf(HasSubstr("WORLD_SIZE is 3"), HasSubstr("OMPI_COMM_WORLD_SIZE is 2")));
-  EXPECT_THAT(complaint({{"SLURM_PROCID", "0"},
-                         {"SLURM_STEP_ID", "0"},
-                         {"SLURM_NTASKS", "2"},
-                         {"SLURM_TASKS_PER_NODE", "2(y3)"}}),
+  EXPECT_THAT(error_text({{"SLURM_PROCID", "0"},
+                          {"SLURM_STEP_ID", "0"},
+                          {"SLURM_NTASKS", "2"},
+                          {"SLURM_TASKS_PER_NODE", "2(y3)"}}),
               HasSubstr("SLURM_TASKS_PER_NODE is '2(y3)'"));
-  EXPECT_THAT(complaint({{"SLURM_PROCID", "0"},
-                         {"SLURM_STEP_ID", "0"},
-                         {"SLURM_NTASKS", "2"},
-                         {"SLURM_NODEID", "2"},
-                         {"SLURM_TASKS_PER_NODE", "1(x2)"}}),
+  EXPECT_THAT(error_text({{"SLURM_PROCID", "0"},
+                          {"SLURM_STEP_ID", "0"},
+                          {"SLURM_NTASKS", "2"},
+                          {"SLURM_NODEID", "2"},
+                          {"SLURM_TASKS_PER_NODE", "1(x2)"}}),
               HasSubstr("SLURM_NODEID is 2"));
 }
 
-TEST(Environment, KnowsWhereSecretsAndSocketsGo) {
+TEST(Environment, DerivesThePathsOfSecretsAndSockets) {
   const auto plain = read_environment(torchrun());
   EXPECT_EQ(plain.secret_file, "/home/.torchspan/secret");
   EXPECT_FALSE(plain.secret_named);

@@ -31,7 +31,7 @@ std::string how_to_make(const std::string& path) {
 void make_folder(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("folder '{}' cannot be made: {}", path, std::strerror(errno)));
+                fmt::format("folder '{}' cannot be created: {}", path, std::strerror(errno)));
   }
 }
 
@@ -113,7 +113,7 @@ std::string make_runtime_folder(const WorkerEnvironment& worker) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0 || !S_ISDIR(about.st_mode)) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is not a folder, so sockets cannot be made there; remove it, "
+                fmt::format("'{}' is not a folder, so sockets cannot be created there; remove it, "
                             "or set TORCHSPAN_RUNTIME_DIR to another one",
                             path));
   }

@@ -132,7 +132,7 @@ int make_socket(const std::string& path, bool old) {
   return fd;
 }
 
-TEST_F(Files, RuntimeFolderLosesTheSocketsOfTheKilled) {
+TEST_F(Files, RuntimeFolderDropsTheSocketsOfKilledProcesses) {
   worker_.runtime_folder = folder_ + "/run";
   const std::string run = make_runtime_folder(worker_);
   const int dead = make_socket(run + "/dead.sock", true);
@@ -170,7 +170,7 @@ TEST_F(Files, RuntimeFolderIsNeverAFileALinkOrTooLong) {
   worker_.runtime_folder = folder_ + "/" + std::string(60, 'x');
   EXPECT_THAT(folder_error().message(), HasSubstr("TORCHSPAN_RUNTIME_DIR"));
   worker_.runtime_folder = folder_ + "/missing/deep";
-  EXPECT_THAT(folder_error().message(), HasSubstr("cannot be made"));
+  EXPECT_THAT(folder_error().message(), HasSubstr("cannot be created"));
 }
 
 }  // namespace

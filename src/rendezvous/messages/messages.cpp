@@ -50,7 +50,7 @@ int get_rank(ByteReader& reader) {
 }
 
 /// A rank, or kAnyRank.
-int get_wish(ByteReader& reader) {
+int get_optional_rank(ByteReader& reader) {
   ByteReader ahead = reader;
   if (ahead.get<std::int32_t>() != kAnyRank) return get_rank(reader);
   reader = ahead;
@@ -97,13 +97,13 @@ Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) 
   return member;
 }
 
-void put_gone(ByteWriter& writer, const Gone& gone) {
+void put_departed(ByteWriter& writer, const Gone& gone) {
   writer.put(std::int32_t{gone.rank});
   writer.put(gone.died);
   writer.put_string(gone.reason);
 }
 
-Gone get_gone(ByteReader& reader) {
+Gone get_departed(ByteReader& reader) {
   Gone gone;
   gone.rank = get_rank(reader);
   gone.died = reader.get<bool>();
@@ -135,7 +135,7 @@ Register Register::decode(ByteReader& reader) {
     return message;
   }
   message.job = reader.get_string();
-  message.member = get_member(reader, get_wish);
+  message.member = get_member(reader, get_optional_rank);
   message.world_size = reader.get<std::int32_t>();
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
@@ -145,13 +145,13 @@ Register Register::decode(ByteReader& reader) {
 
 void Welcome::encode(ByteWriter& writer) const {
   put_list(writer, members, [&](const Member& member) { put_member(writer, member); });
-  put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
+  put_list(writer, gone, [&](const Gone& one) { put_departed(writer, one); });
 }
 
 Welcome Welcome::decode(ByteReader& reader) {
   Welcome message;
   message.members = get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); });
-  message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_gone(reader); });
+  message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_departed(reader); });
   return message;
 }
 

@@ -124,7 +124,7 @@ TEST(StoreMessages, KeepRoundsAndTheirBytes) {
   EXPECT_EQ(round_trip(Died{2, "killed"}).reason, "killed");
 }
 
-TEST(StoreMessages, KeepWhoIsGoneAndWhoCame) {
+TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
   const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}});
   ASSERT_EQ(welcome.gone.size(), 1u);
   EXPECT_EQ(welcome.gone[0].rank, 1);
@@ -135,12 +135,12 @@ TEST(StoreMessages, KeepWhoIsGoneAndWhoCame) {
   EXPECT_EQ(round_trip(DeclaredDead{"silent"}).reason, "silent");
 }
 
-TEST(StoreMessages, AllowNoRankInAWishAndNowhereElse) {
-  Register wish{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
-  EXPECT_EQ(round_trip(wish).member.rank, kAnyRank);
+TEST(StoreMessages, AllowAMissingRankOnlyInARegistration) {
+  Register request{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
+  EXPECT_EQ(round_trip(request).member.rank, kAnyRank);
   EXPECT_THROW(full_table().dispatch(encode_message(Joined{make_member(kAnyRank)})), Error);
-  wish.member.rank = kAnyRank - 1;
-  EXPECT_THROW(full_table().dispatch(encode_message(wish)), Error);
+  request.member.rank = kAnyRank - 1;
+  EXPECT_THROW(full_table().dispatch(encode_message(request)), Error);
 }
 
 TEST(StoreMessages, ReadOnlyTheVersionOfAnotherVersion) {

@@ -4,7 +4,7 @@
 
 namespace torchspan::rendezvous {
 
-std::string silence_story(Duration silence) {
+std::string silence_text(Duration silence) {
   return fmt::format(
       "silent for {:.1f} s (no heartbeat); its process is stopped, or its host or the network is down",
       to_seconds(silence));

@@ -10,7 +10,7 @@
 namespace torchspan::rendezvous {
 
 /// "silent for 5.0 s (no heartbeat); its host or the network may be down"
-std::string silence_story(Duration silence);
+std::string silence_text(Duration silence);
 
 /// Which workers to ask for a heartbeat, and which have been silent for too long: a table without I/O or
 /// clock. Time counts from the first request without an answer, so a store that was stopped itself declares

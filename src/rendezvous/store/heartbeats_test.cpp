@@ -11,7 +11,7 @@ using Ids = std::vector<std::uint64_t>;
 
 constexpr TimePoint kStart{};
 
-TEST(Heartbeats, AskEveryIntervalAndBuryAfterSilence) {
+TEST(Heartbeats, AskEveryIntervalAndDeclareDeathAfterSilence) {
   Heartbeats beats({.interval = milliseconds(500), .dead_after = seconds(2)});
   EXPECT_TRUE(beats.next_deadline().is_never());
   beats.watch(7, kStart);
@@ -43,7 +43,7 @@ TEST(Heartbeats, CountSilenceFromTheFirstUnansweredQuestion) {
   EXPECT_EQ(beats.tick(late + seconds(2)).dead, Ids{2});
 }
 
-TEST(Heartbeats, ForgetTheDepartedAndIgnoreStrangers) {
+TEST(Heartbeats, ForgetDepartedWorkersAndIgnoreUnknownConnections) {
   Heartbeats beats({});
   beats.watch(1, kStart);
   beats.heard(9);
@@ -52,8 +52,8 @@ TEST(Heartbeats, ForgetTheDepartedAndIgnoreStrangers) {
   EXPECT_TRUE(beats.tick(kStart + seconds(100)).ask.empty());
 }
 
-TEST(Heartbeats, TellTheSilenceInSeconds) {
-  EXPECT_EQ(silence_story(seconds(5)),
+TEST(Heartbeats, ReportTheSilenceInSeconds) {
+  EXPECT_EQ(silence_text(seconds(5)),
             "silent for 5.0 s (no heartbeat); its process is stopped, or its host or the network is down");
 }
 

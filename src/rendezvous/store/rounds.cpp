@@ -24,7 +24,7 @@ std::string Rounds::names_of(const std::vector<int>& ranks) const {
   return list_members(members);
 }
 
-std::string Rounds::complaint_about(int rank, const Contribute& message) const {
+std::string Rounds::validate(int rank, const Contribute& message) const {
   const auto& ranks = message.ranks;
   if (!is_name(message.tag)) return "its tag is not a name: 1 to 127 of the characters A-Z a-z 0-9 _ . : -";
   if (message.bytes.size() > kMostGatherBytes) {
@@ -76,8 +76,8 @@ void Rounds::on_join(Member member) {
 }
 
 void Rounds::contribute(int rank, Contribute message, TimePoint now) {
-  if (const std::string complaint = complaint_about(rank, message); !complaint.empty()) {
-    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, complaint}));
+  if (const std::string problem = validate(rank, message); !problem.empty()) {
+    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, problem}));
     return;
   }
   if (const std::string news = news_for(message); !news.empty()) {
@@ -98,7 +98,7 @@ void Rounds::contribute(int rank, Contribute message, TimePoint now) {
     round.arrived[rank] = {message.call, std::move(message.bytes)};
     round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
     if (const End* gone = first_gone(message.ranks)) {
-      fail(round, ErrorKind::kDisconnected, gone->story);
+      fail(round, ErrorKind::kDisconnected, gone->cause);
     } else if (round.expected.empty()) {
       complete(round);
     }
@@ -116,7 +116,7 @@ const Rounds::End* Rounds::first_gone(const std::vector<int>& ranks) const {
   return first;
 }
 
-void Rounds::tell_missing(int rank, std::uint64_t call) const {
+void Rounds::report_missing(int rank, std::uint64_t call) const {
   for (const auto& [key, round] : rounds_) {
     const auto found = round.arrived.find(rank);
     if (round.ended || found == round.arrived.end() || found->second.call != call) continue;
@@ -154,13 +154,13 @@ void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
   round.arrived.clear();
 }
 
-void Rounds::on_gone(int rank, std::string story) {
-  gone_.emplace(rank, End{ends_++, story});
+void Rounds::on_gone(int rank, std::string cause) {
+  gone_.emplace(rank, End{ends_++, cause});
   for (auto& [key, round] : rounds_) {
     if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
     round.expected.erase(rank);
     round.arrived.erase(rank);
-    if (!round.ended) fail(round, ErrorKind::kDisconnected, story);
+    if (!round.ended) fail(round, ErrorKind::kDisconnected, cause);
   }
   erase_ended();
 }

@@ -27,10 +27,10 @@ class Rounds {
   void on_join(Member member);
   void contribute(int rank, Contribute message, TimePoint now);
   /// Answers which ranks are missing in the round for which `rank` waits under its number `call`.
-  void tell_missing(int rank, std::uint64_t call) const;
-  /// `rank` has left or died; `story` is the reason ("worker1 (…) died: …"). Its rounds fail with the story
+  void report_missing(int rank, std::uint64_t call) const;
+  /// `rank` has left or died; `cause` is the reason ("worker1 (…) died: …"). Its rounds fail with the cause
   /// of the first of their ranks that left or died.
-  void on_gone(int rank, std::string story);
+  void on_gone(int rank, std::string cause);
   /// Ends the rounds whose first deadline has passed.
   void tick(TimePoint now);
   Deadline next_deadline() const;
@@ -60,10 +60,10 @@ class Rounds {
   };
   struct End {
     std::uint64_t number = 0;  ///< counts the ends
-    std::string story;
+    std::string cause;
   };
 
-  std::string complaint_about(int rank, const Contribute& message) const;
+  std::string validate(int rank, const Contribute& message) const;
   std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;

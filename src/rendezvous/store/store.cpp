@@ -25,9 +25,9 @@ std::string only_in(const Register& left, const Register& right) {
 }
 
 /// Why a connection ended, in terms of the worker and not of its socket.
-std::string story_of(const Error& reason) {
+std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
-  if (reason.elapsed() > Duration::zero()) return silence_story(reason.elapsed());
+  if (reason.elapsed() > Duration::zero()) return silence_text(reason.elapsed());
   return "its process ended without a good-bye; see its own output for why";
 }
 
@@ -50,7 +50,7 @@ Store::Store(StoreOptions options, Connections connections)
     rounds_.contribute(rank_of(connection), std::move(message), now);
   });
   messages_.on<AskMissing>([this](ConnectionId connection, TimePoint, AskMissing message) {
-    rounds_.tell_missing(rank_of(connection), message.call);
+    rounds_.report_missing(rank_of(connection), message.call);
   });
   messages_.on<Leave>([this](ConnectionId connection, TimePoint, Leave) { on_leave(connection); });
   messages_.on<GiveUp>(
@@ -76,7 +76,7 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
   const bool waits =
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
   if (ranks_.contains(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
-  if (const auto reason = reason_to_turn_away(message)) {
+  if (const auto reason = rejection_reason(message)) {
     refuse(connection, *reason);
     return;
   }
@@ -95,12 +95,12 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
 void Store::gather(ConnectionId connection, Register message, TimePoint now) {
   const int rank = message.member.rank;
   if (phase_ == Phase::kFailed) {
-    told_.insert(rank);
+    informed_.insert(rank);
     refuse(connection, *failure_);
     return;
   }
   if (const auto reason = reason_to_fail(message)) {
-    told_.insert(rank);
+    informed_.insert(rank);
     refuse(connection, *reason);
     fail(*reason);
     return;
@@ -113,11 +113,11 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
 }
 
 void Store::admit(ConnectionId connection, Register message) {
-  if (const auto reason = reason_to_come_later(message)) {
+  if (const auto reason = retry_reason(message)) {
     refuse(connection, *reason, /*passing=*/true);
     return;
   }
-  if (const auto reason = reason_to_keep_out(message)) {
+  if (const auto reason = admission_error(message)) {
     refuse(connection, *reason);
     return;
   }
@@ -129,7 +129,7 @@ void Store::admit(ConnectionId connection, Register message) {
   ranks_[connection] = copy.rank;
   workers_[copy.rank] = {std::move(message), connection};
   rounds_.on_join(copy);
-  tell_others(copy.rank, Joined{copy});
+  notify_others(copy.rank, Joined{copy});
   connections_.send(connection, encode_message(make_welcome()));
 }
 
@@ -147,7 +147,7 @@ int Store::rank_for(const Member& member) const {
   return rank;
 }
 
-std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
+std::optional<Error> Store::rejection_reason(const Register& message) const {
   if (message.version != kStoreVersion) {
     return Error(
         ErrorKind::kUnsupported,
@@ -184,7 +184,7 @@ std::optional<Error> Store::reason_to_turn_away(const Register& message) const {
   return std::nullopt;
 }
 
-std::optional<Error> Store::reason_to_come_later(const Register& message) const {
+std::optional<Error> Store::retry_reason(const Register& message) const {
   const auto left = [&](int rank) {
     const auto found = workers_.find(rank);
     return found != workers_.end() && !found->second.connection && !found->second.died;
@@ -199,11 +199,11 @@ std::optional<Error> Store::reason_to_come_later(const Register& message) const 
   // The members of a fixed world leave it together, so such a worker belongs to the next world.
   if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
-               fmt::format("{} has left, and with it this world ends: {} can join the next one only",
+               fmt::format("{} has left, and this world is ending: {} can join the next one only",
                            describe(workers_.at(rank).member()), message.member.name));
 }
 
-std::optional<Error> Store::reason_to_keep_out(const Register& message) const {
+std::optional<Error> Store::admission_error(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
   return reason ? reason : difference_of_functions(message);
 }
@@ -302,7 +302,7 @@ void Store::fail(const Error& reason) {
   failure_ = reason;
   for (auto& [rank, worker] : workers_) {
     if (!worker.connection) continue;
-    told_.insert(rank);
+    informed_.insert(rank);
     refuse(*worker.connection, reason);
   }
   ranks_.clear();
@@ -312,7 +312,7 @@ Welcome Store::make_welcome() const {
   Welcome welcome;
   for (const auto& [rank, worker] : workers_) {
     welcome.members.push_back(worker.member());
-    if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.story});
+    if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.cause});
   }
   return welcome;
 }
@@ -327,7 +327,7 @@ void Store::welcome_all() {
 }
 
 template <class Message>
-void Store::tell_others(int rank, const Message& message) {
+void Store::notify_others(int rank, const Message& message) {
   const Bytes bytes = encode_message(message);
   for (const auto& [other, worker] : workers_) {
     if (other != rank && worker.connection) connections_.send(*worker.connection, bytes);
@@ -341,7 +341,7 @@ void Store::on_leave(ConnectionId connection) {
   worker.connection.reset();
   ranks_.erase(connection);
   heartbeats_.forget(connection);
-  tell_others(rank, Left{rank});
+  notify_others(rank, Left{rank});
   rounds_.on_gone(rank, describe(worker.member()) + " left the world");
 }
 
@@ -355,32 +355,32 @@ void Store::on_closed(ConnectionId connection, const Error& reason) {
   refused_.erase(connection);
   silent_.erase(connection);
   heartbeats_.forget(connection);
-  bury(connection, story_of(reason));
+  report_end(connection, text_of(reason));
 }
 
-void Store::bury(ConnectionId connection, const std::string& story) {
+void Store::report_end(ConnectionId connection, const std::string& cause) {
   std::erase_if(waiting_, [&](const auto& one) { return one.first == connection; });
   const auto found = ranks_.find(connection);
   if (found == ranks_.end()) return;
   const int rank = found->second;
   const std::string name = describe(workers_.at(rank).member());
-  if (phase_ == Phase::kRunning) return end_of(rank, fmt::format("{} died: {}", name, story));
+  if (phase_ == Phase::kRunning) return end_of(rank, fmt::format("{} died: {}", name, cause));
   ranks_.erase(found);
   workers_.at(rank).connection.reset();
-  told_.insert(rank);
+  informed_.insert(rank);
   fail(
-      Error(ErrorKind::kDisconnected, fmt::format("{} died while the world was gathering: {}", name, story)));
+      Error(ErrorKind::kDisconnected, fmt::format("{} died while the world was gathering: {}", name, cause)));
 }
 
-void Store::end_of(int rank, const std::string& story) {
+void Store::end_of(int rank, const std::string& cause) {
   Worker& worker = workers_.at(rank);
   ranks_.erase(*worker.connection);
   heartbeats_.forget(*worker.connection);
   worker.connection.reset();
   worker.died = true;
-  worker.story = story;
-  tell_others(rank, Died{rank, story});
-  rounds_.on_gone(rank, story);
+  worker.cause = cause;
+  notify_others(rank, Died{rank, cause});
+  rounds_.on_gone(rank, cause);
 }
 
 Error Store::missing_workers() const {
@@ -407,7 +407,7 @@ Error Store::missing_workers() const {
 void Store::tick(TimePoint now) {
   if (phase_ == Phase::kGathering && gather_until_.passed(now)) {
     // Missing ranks cannot get the reason, so the store does not wait for them.
-    for (int rank = 0; rank < options_.world_size; ++rank) told_.insert(rank);
+    for (int rank = 0; rank < options_.world_size; ++rank) informed_.insert(rank);
     fail(missing_workers());
   }
   rounds_.tick(now);
@@ -416,11 +416,11 @@ void Store::tick(TimePoint now) {
   for (const ConnectionId connection : due.ask)
     connections_.send(connection, encode_message(Ping{dead_after}));
   for (const ConnectionId connection : due.dead) {
-    const std::string story = silence_story(dead_after);
+    const std::string cause = silence_text(dead_after);
     silent_.insert(connection);
-    connections_.send(connection, encode_message(DeclaredDead{story}));
+    connections_.send(connection, encode_message(DeclaredDead{cause}));
     connections_.close(connection);
-    bury(connection, story);
+    report_end(connection, cause);
   }
 }
 
@@ -429,9 +429,9 @@ Deadline Store::next_deadline() const {
   return earlier(next, heartbeats_.next_deadline());
 }
 
-bool Store::deserted() const {
+bool Store::is_finished() const {
   if (phase_ == Phase::kFailed) {
-    return refused_.empty() && static_cast<int>(told_.size()) >= options_.world_size;
+    return refused_.empty() && static_cast<int>(informed_.size()) >= options_.world_size;
   }
   return ranks_.empty();
 }

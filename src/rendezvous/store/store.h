@@ -42,7 +42,7 @@ class Store {
   Deadline next_deadline() const;
   /// Whether no worker needs the store: all left or died; or, if the world failed, no rank still waits for
   /// the reason and all refused connections are closed.
-  bool deserted() const;
+  bool is_finished() const;
   /// The workers that joined and have neither left nor died.
   std::vector<const Member*> present() const;
 
@@ -52,7 +52,7 @@ class Store {
     Register registration;
     std::optional<ConnectionId> connection = {};  ///< none once it left or died
     bool died = false;                            ///< else it left
-    std::string story = {};                       ///< of its death: a sentence
+    std::string cause = {};                       ///< of its death: a sentence
     const Member& member() const { return registration.member; }
   };
 
@@ -60,11 +60,11 @@ class Store {
   void on_leave(ConnectionId connection);
   void on_give_up(ConnectionId connection, const std::string& why);
   bool is_open() const { return options_.world_size == kOpenWorld; }
-  std::optional<Error> reason_to_turn_away(const Register& message) const;
+  std::optional<Error> rejection_reason(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
   /// Why the world, which ends soon, admits no more workers.
-  std::optional<Error> reason_to_come_later(const Register& message) const;
-  std::optional<Error> reason_to_keep_out(const Register& message) const;
+  std::optional<Error> retry_reason(const Register& message) const;
+  std::optional<Error> admission_error(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
   std::optional<Error> difference_of_functions(const Register& message) const;
@@ -73,14 +73,14 @@ class Store {
   int rank_for(const Member& member) const;
   const Worker* holder_of(const std::string& name) const;
   Welcome make_welcome() const;
-  void bury(ConnectionId connection, const std::string& story);
-  /// Of a running world; the story begins with the worker.
-  void end_of(int rank, const std::string& story);
+  void report_end(ConnectionId connection, const std::string& cause);
+  /// Of a running world; the cause begins with the worker.
+  void end_of(int rank, const std::string& cause);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason, bool passing = false);
   void welcome_all();
   template <class Message>
-  void tell_others(int rank, const Message& message);
+  void notify_others(int rank, const Message& message);
   Error missing_workers() const;
   int rank_of(ConnectionId connection) const;
 
@@ -95,7 +95,7 @@ class Store {
   std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0
   std::set<ConnectionId> refused_;                          ///< got the reason, not closed yet
   std::set<ConnectionId> silent_;                           ///< declared dead, not closed yet
-  std::set<int> told_;  ///< ranks that got the reason why the world failed
+  std::set<int> informed_;  ///< ranks that got the reason why the world failed
   Deadline gather_until_;
   std::optional<Error> failure_;
 };

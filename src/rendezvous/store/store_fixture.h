@@ -26,7 +26,7 @@ inline Register registration(int rank, int world_size) {
   return message;
 }
 
-/// A store, and what each of its connections was told.
+/// A store, and the messages that it sent to each connection.
 class StoreFixture : public ::testing::Test {
  protected:
   void open(int world_size) { open(StoreOptions{world_size, "job"}); }
@@ -35,7 +35,7 @@ class StoreFixture : public ::testing::Test {
         std::move(options),
         Store::Connections{
             .send = [this](ConnectionId connection,
-                           Bytes bytes) { told_[connection].push_back(std::move(bytes)); },
+                           Bytes bytes) { sent_[connection].push_back(std::move(bytes)); },
             .close = [this](ConnectionId connection) { closed_.push_back(connection); },
         });
   }
@@ -54,14 +54,14 @@ class StoreFixture : public ::testing::Test {
     for (int rank = 0; rank < world_size; ++rank) {
       say(static_cast<ConnectionId>(rank), registration(rank, world_size));
     }
-    told_.clear();
+    sent_.clear();
   }
   /// The messages of one kind that `connection` heard.
   template <class Message>
   std::vector<Message> heard(ConnectionId connection) const {
     std::vector<Message> messages;
-    const auto found = told_.find(connection);
-    if (found == told_.end()) return messages;
+    const auto found = sent_.find(connection);
+    if (found == sent_.end()) return messages;
     for (const Bytes& bytes : found->second) {
       ByteReader reader(bytes);
       if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
@@ -79,7 +79,7 @@ class StoreFixture : public ::testing::Test {
   static Error closed() { return Error(ErrorKind::kDisconnected, "end of file"); }
 
   std::unique_ptr<Store> store_;
-  std::map<ConnectionId, std::vector<Bytes>> told_;
+  std::map<ConnectionId, std::vector<Bytes>> sent_;
   std::vector<ConnectionId> closed_;
 };
 

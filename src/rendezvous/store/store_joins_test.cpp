@@ -32,7 +32,7 @@ class OpenStore : public StoreFixture {
   using Place = std::pair<int, std::uint32_t>;
 };
 
-TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
+TEST_F(OpenStore, AdmitsRankZeroAtOnceAndOthersAsTheyConnect) {
   ASSERT_EQ(heard<Welcome>(0).size(), 1u);
   EXPECT_EQ(heard<Welcome>(0).at(0).members.size(), 1u);
   say(1, visitor("a"));
@@ -49,22 +49,22 @@ TEST_F(OpenStore, LetsRankZeroInAtOnceAndOthersAsTheyCome) {
   EXPECT_TRUE(heard<Joined>(3).empty());
 }
 
-TEST_F(OpenStore, HoldsThoseWhoComeBeforeRankZero) {
+TEST_F(OpenStore, HoldsWorkersThatConnectBeforeRankZero) {
   open(kOpenWorld);
-  told_.clear();
+  sent_.clear();
   say(1, visitor("a"));
   say(2, visitor("b"));
   EXPECT_THROW(say(1, visitor("a")), Error);
   EXPECT_THROW(say(1, Leave{}), Error);
   store_->on_closed(2, closed());
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(0, registration(0, kOpenWorld));
   EXPECT_EQ(place_of(1, "a"), Place(1, 0));
   EXPECT_EQ(heard<Joined>(0).size(), 1u);
   EXPECT_TRUE(heard<Welcome>(2).empty());
 }
 
-TEST_F(OpenStore, RefusesNamesAndRanksOfThePresentWithoutHarm) {
+TEST_F(OpenStore, RejectsNamesAndRanksThatAreInUse) {
   say(1, visitor("a", 3));
   say(2, visitor("a"));
   say(3, visitor("b", 3));
@@ -82,7 +82,7 @@ TEST_F(OpenStore, RefusesNamesAndRanksOfThePresentWithoutHarm) {
   EXPECT_EQ(place_of(6, "b"), Place(1, 0));
 }
 
-TEST_F(OpenStore, GivesTheReturningTheirRankAndANewIncarnation) {
+TEST_F(OpenStore, GivesReturningWorkersTheirRankAndANewIncarnation) {
   say(1, visitor("a"));
   store_->on_closed(1, closed());
   say(2, visitor("a"));
@@ -95,7 +95,7 @@ TEST_F(OpenStore, GivesTheReturningTheirRankAndANewIncarnation) {
   EXPECT_EQ(place_of(4, "a"), Place(1, 2));
 }
 
-TEST_F(OpenStore, LetsANewNameTakeTheRankOfTheGoneButNeverGivesItAway) {
+TEST_F(OpenStore, LetsANewNameRequestTheRankOfADepartedWorkerButNeverAssignsIt) {
   say(1, visitor("a"));
   store_->on_closed(1, closed());
   say(2, visitor("b"));
@@ -103,10 +103,10 @@ TEST_F(OpenStore, LetsANewNameTakeTheRankOfTheGoneButNeverGivesItAway) {
   say(3, visitor("c", 1));
   EXPECT_EQ(place_of(3, "c"), Place(1, 1));
   say(4, visitor("a"));
-  EXPECT_EQ(place_of(4, "a"), Place(3, 0)) << "nobody is called a any more";
+  EXPECT_EQ(place_of(4, "a"), Place(3, 0)) << "no worker has the name a any more";
 }
 
-TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
+TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   store_->on_closed(1, closed());
@@ -121,9 +121,9 @@ TEST_F(OpenStore, TellsNewcomersWhoIsGoneAndWhy) {
   EXPECT_FALSE(welcome.gone[1].died);
 }
 
-TEST_F(OpenStore, ComparesFunctionsWithThePresentOnly) {
+TEST_F(OpenStore, ComparesFunctionsWithPresentWorkersOnly) {
   open(kOpenWorld);
-  told_.clear();
+  sent_.clear();
   Register lenient = registration(0, kOpenWorld), other = visitor("a");
   lenient.require_same_functions = other.require_same_functions = false;
   other.member.functions_digest = 1;
@@ -141,15 +141,15 @@ TEST_F(OpenStore, EndsWithRankZero) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   say(0, Leave{});
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   say(3, visitor("c"));
   EXPECT_THAT(refusal(3), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("ends with it")));
   EXPECT_EQ(heard<Refused>(3).at(0).kind, ErrorKind::kDisconnected);
   EXPECT_TRUE(heard<Refused>(3).at(0).passing);
   say(1, Leave{});
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   store_->on_closed(2, closed());
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
 TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
@@ -157,11 +157,11 @@ TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
   EXPECT_THAT(refusal(1), AllOf(HasSubstr("rank 0 serves an open world"), HasSubstr("worker1 (rank 1"),
                                 HasSubstr("fixed world of 3")));
   open(2);
-  told_.clear();
+  sent_.clear();
   say(0, registration(0, 2));
-  say(1, visitor("guest"));
-  EXPECT_THAT(refusal(1),
-              AllOf(HasSubstr("fixed world of 2"), HasSubstr("guest (no rank yet"), HasSubstr("open world")));
+  say(1, visitor("visitor"));
+  EXPECT_THAT(refusal(1), AllOf(HasSubstr("fixed world of 2"), HasSubstr("visitor (no rank yet"),
+                                HasSubstr("open world")));
   Register rankless = registration(kAnyRank, 2);
   say(2, rankless);
   EXPECT_THAT(refusal(2), HasSubstr("names no rank"));
@@ -169,12 +169,12 @@ TEST_F(OpenStore, DoesNotMixWithFixedWorlds) {
   EXPECT_EQ(heard<Welcome>(0).size(), 1u) << "the gathering went on";
 }
 
-TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
+TEST_F(OpenStore, RestartsRoundNumbersWhenARankIsReplaced) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   const auto come = [&](ConnectionId connection, std::uint64_t round, std::vector<std::uint32_t> incarnations,
                         std::vector<int> ranks = {0, 1, 2}) {
-    told_[connection].clear();
+    sent_[connection].clear();
     say(connection, Contribute{round, "t", std::move(ranks), round, Duration::max(), {}, incarnations});
   };
   for (ConnectionId connection : {0, 1, 2}) come(connection, 0, {0, 0, 0});
@@ -198,12 +198,12 @@ TEST_F(OpenStore, CountsRoundsAnewWhenAPlaceWasTaken) {
   EXPECT_THAT(round_failure(3), HasSubstr("incarnation 0 of rank 2"));
 }
 
-TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
+TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   gather_world(3);
   store_->on_closed(1, closed());
-  told_.clear();
+  sent_.clear();
   Register other_name = registration(1, 3), other_size = registration(1, 4);
-  other_name.member.name = "somebody";
+  other_name.member.name = "other";
   say(10, other_name);
   say(11, other_size);
   say(12, registration(2, 3));
@@ -223,15 +223,15 @@ TEST_F(StoreFixture, LetsTheGoneOfACompleteWorldComeBack) {
 }
 
 /// A fixed world is left by all together: who comes again soon is meant for the next one.
-TEST_F(StoreFixture, LetsNobodyBackIntoAWorldThatItHasLeft) {
+TEST_F(StoreFixture, RejectsAWorkerThatReturnsAfterLeaving) {
   gather_world(3);
-  told_.clear();
+  sent_.clear();
   say(1, Leave{});
   say(10, registration(1, 3));
-  EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world ends")));
+  EXPECT_THAT(refusal(10), AllOf(HasSubstr("worker1 (rank 1"), HasSubstr("this world is ending")));
   EXPECT_TRUE(heard<Refused>(10).at(0).passing);
   Register other = registration(1, 3);
-  other.member.name = "somebody";
+  other.member.name = "other";
   say(11, other);
   EXPECT_THAT(refusal(11), HasSubstr("is complete"));
   EXPECT_FALSE(heard<Refused>(11).at(0).passing);
@@ -265,7 +265,7 @@ TEST_F(StoreOfHosts, AsksOtherHostsOnly) {
   EXPECT_TRUE(store_->next_deadline().is_never());
 }
 
-TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
+TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {
   store_->tick(kStart);
   say(1, Pong{}, kStart + seconds(4));
   store_->tick(kStart + seconds(4));
@@ -288,7 +288,7 @@ TEST_F(StoreOfHosts, DeclaresTheSilentDeadOnceAndHearsThemNoMore) {
   EXPECT_EQ(heard<Joined>(0).at(0).member.incarnation, 1u);
 }
 
-TEST_F(StoreOfHosts, TellsASilenceThatTheTransportNoticedFirst) {
+TEST_F(StoreOfHosts, ReportsASilenceThatTheTransportNoticedFirst) {
   store_->on_closed(1, closed().with_elapsed(seconds(5)));
   EXPECT_EQ(heard<Died>(0).at(0).reason,
             "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
@@ -303,14 +303,14 @@ TEST_F(StoreOfHosts, AnyMessageIsASignOfLife) {
   EXPECT_TRUE(heard<Died>(0).empty());
 }
 
-TEST_F(StoreOfHosts, FailsAGatheringWhoseWorkerFellSilent) {
+TEST_F(StoreOfHosts, FailsAGatheringWithASilentWorker) {
   open(StoreOptions{3, "job", "here", {milliseconds(500), seconds(5)}});
   Register near = registration(0, 3), far = registration(1, 3);
   near.member.host_id = "here";
   far.member.host_id = "there";
   say(0, near);
   say(1, far);
-  told_.clear();
+  sent_.clear();
   store_->tick(kStart);
   store_->tick(kStart + seconds(5));
   EXPECT_THAT(refusal(0), AllOf(HasSubstr("worker1"), HasSubstr("silent for 5.0 s")));

@@ -14,12 +14,13 @@ std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::
     transport->listen(address);
   } catch (const Error& error) {
     const bool tls = address.starts_with("tls:"), port = tls || address.starts_with("tcp:");
-    throw Error(error.kind(),
-                fmt::format("rank 0 cannot serve the store at {}: {}{}{}", address, error.message(),
-                            port ? "; the port is MASTER_PORT, the same for all workers" : "",
-                            tls ? ", and the host is MASTER_ADDR: if that is no address of this machine, set "
-                                  "TORCHSPAN_LISTEN_HOST on rank 0 to one that is"
-                                : ""));
+    throw Error(
+        error.kind(),
+        fmt::format("rank 0 cannot serve the store at {}: {}{}{}", address, error.message(),
+                    port ? "; the port is MASTER_PORT, the same for all workers" : "",
+                    tls ? ", and the host is MASTER_ADDR: if that is not an address of this machine, set "
+                          "TORCHSPAN_LISTEN_HOST on rank 0 to one that is"
+                        : ""));
   }
   return transport;
 }
@@ -66,7 +67,7 @@ void StoreServer::serve() {
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
     }
     store_.tick(runtime_.executor.now());
-    if (finishing_ && store_.deserted()) {
+    if (finishing_ && store_.is_finished()) {
       finishing_ = false;
       finished_->unpark();
     }

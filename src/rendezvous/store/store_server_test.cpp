@@ -9,15 +9,15 @@ namespace torchspan::rendezvous::store_server_test {
 namespace {
 
 /// Remembers the last thing it was to send.
-class Ear final : public net::Channel {
+class MemberChannel final : public net::Channel {
  public:
-  explicit Ear(Parker& told) : told_(told) {}
+  explicit MemberChannel(Parker& notified) : notified_(notified) {}
   void send(BytesView header, std::span<const Segment>) override {
     {
       MutexLock lock(mutex_);
       last_.assign(header.begin(), header.end());
     }
-    told_.unpark();
+    notified_.unpark();
   }
   std::size_t unsent_bytes() const override { return 0; }
   void close() override {}
@@ -28,15 +28,16 @@ class Ear final : public net::Channel {
   }
 
  private:
-  Parker& told_;
+  Parker& notified_;
   mutable Mutex mutex_;
   Bytes last_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 /// One member registers; after that unauthenticated keep poll() busy for ever.
-class Besieged final : public net::Transport {
+class FloodedTransport final : public net::Transport {
  public:
-  Besieged(Executor& executor, net::Handler& handler, std::shared_ptr<Ear> member, Bytes registration)
+  FloodedTransport(Executor& executor, net::Handler& handler, std::shared_ptr<MemberChannel> member,
+                   Bytes registration)
       : executor_(executor),
         handler_(handler),
         member_(std::move(member)),
@@ -60,15 +61,15 @@ class Besieged final : public net::Transport {
  private:
   Executor& executor_;
   net::Handler& handler_;
-  const std::shared_ptr<Ear> member_;
+  const std::shared_ptr<MemberChannel> member_;
   Bytes registration_;
 };
 
-TEST(StoreServer, KeepsItsDeadlinesHoweverManyStrangersKeepItBusy) {
+TEST(StoreServer, KeepsItsDeadlinesUnderManyUnauthenticatedPeers) {
   const auto executor = make_executor();
   Runtime runtime(*executor, "worker0", LogLevel::kOff);
-  const auto told = executor->make_parker();
-  const auto member = std::make_shared<Ear>(*told);
+  const auto notified = executor->make_parker();
+  const auto member = std::make_shared<MemberChannel>(*notified);
   Register registration;
   registration.member.name = "worker1";
   registration.member.rank = 1;
@@ -77,10 +78,10 @@ TEST(StoreServer, KeepsItsDeadlinesHoweverManyStrangersKeepItBusy) {
   const StoreServer server(
       runtime,
       [&](const std::string&, net::Handler& handler) {
-        return std::make_unique<Besieged>(*executor, handler, member, encode_message(registration));
+        return std::make_unique<FloodedTransport>(*executor, handler, member, encode_message(registration));
       },
       "sim:store", StoreOptions{.world_size = 2, .job = "", .host_id = "", .heartbeats = {}});
-  ASSERT_TRUE(told->park(executor->deadline_in(std::chrono::seconds(30))));
+  ASSERT_TRUE(notified->park(executor->deadline_in(std::chrono::seconds(30))));
   std::optional<ErrorKind> kind;
   MessageTable<> table;
   table.on<Refused>([&](Refused refused) { kind = refused.kind; });

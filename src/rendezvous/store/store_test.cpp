@@ -10,11 +10,11 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST_F(StoreFixture, WelcomesEverybodyByRankOnceAllAreIn) {
+TEST_F(StoreFixture, WelcomesAllWorkersByRankOnceTheWorldIsComplete) {
   open(3);
   say(10, registration(2, 3));
   say(11, registration(0, 3));
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(12, registration(1, 3));
   for (ConnectionId connection : {10, 11, 12}) {
     const auto welcomes = heard<Welcome>(connection);
@@ -25,7 +25,7 @@ TEST_F(StoreFixture, WelcomesEverybodyByRankOnceAllAreIn) {
   }
 }
 
-TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
+TEST_F(StoreFixture, NamesTheMissingWorkersToAllAtTheFirstDeadline) {
   open(4);
   Register impatient = registration(1, 4);
   impatient.timeout = std::chrono::seconds(5);
@@ -33,7 +33,7 @@ TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
   say(0, registration(0, 4));
   EXPECT_EQ(store_->next_deadline(), Deadline(kStart + std::chrono::seconds(5)));
   store_->tick(kStart + std::chrono::seconds(4));
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   store_->tick(kStart + std::chrono::seconds(5));
   for (ConnectionId connection : {0, 1}) {
     EXPECT_THAT(refusal(connection),
@@ -41,10 +41,10 @@ TEST_F(StoreFixture, TellsAllWhoCameWhoIsMissingWhenTheFirstDeadlineEnds) {
                       HasSubstr("worker0 (rank 0, pid 100 on node)"), HasSubstr("worker1")));
     EXPECT_EQ(heard<Refused>(connection).at(0).kind, ErrorKind::kTimedOut);
   }
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   store_->on_closed(0, closed());
   store_->on_closed(1, closed());
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
 TEST_F(StoreFixture, NamesBothWorkersOfOneName) {
@@ -75,7 +75,7 @@ TEST_F(StoreFixture, NamesBothWorkersOfOneRank) {
   }
 }
 
-TEST_F(StoreFixture, SaysWhoClaimsWhichWorldSize) {
+TEST_F(StoreFixture, NamesTheWorldSizeOfEachWorker) {
   open(3);
   say(0, registration(0, 3));
   say(1, registration(3, 5));
@@ -109,7 +109,7 @@ TEST_F(StoreFixture, AllowsDifferentFunctionsWhenBothDo) {
   EXPECT_EQ(heard<Welcome>(0).size(), 1u);
 }
 
-TEST_F(StoreFixture, TurnsAwayStrangersWithoutHarmToTheWorld) {
+TEST_F(StoreFixture, RejectsUnknownPeersWithoutHarmToTheWorld) {
   open(2);
   say(0, registration(0, 2));
   Register unauthenticated_peer = registration(1, 2);
@@ -152,12 +152,12 @@ TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
   EXPECT_EQ(heard<Left>(0).size(), 1u);
   store_->on_closed(2, closed());
   EXPECT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_FALSE(store_->deserted());
+  EXPECT_FALSE(store_->is_finished());
   say(0, Leave{});
-  EXPECT_TRUE(store_->deserted());
+  EXPECT_TRUE(store_->is_finished());
 }
 
-TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
+TEST_F(StoreFixture, RejectsMessagesBeforeTheWelcome) {
   open(2);
   EXPECT_THROW(say(0, Leave{}), Error);
   EXPECT_THROW(say(0, Contribute{0, "t", {0}, 0, Duration::max(), {}}), Error);
@@ -170,7 +170,7 @@ TEST_F(StoreFixture, HoldsEarlyTalkersForIntruders) {
 TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
   gather_world(3);
   say(2, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{2}}});
-  EXPECT_TRUE(told_.empty());
+  EXPECT_TRUE(sent_.empty());
   say(0, Contribute{0, "t", {0, 2}, 0, Duration::max(), {std::byte{7}}});
   for (ConnectionId connection : {0, 2}) {
     const auto gathered = heard<Gathered>(connection);
@@ -180,7 +180,7 @@ TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
   EXPECT_TRUE(heard<Gathered>(1).empty());
 }
 
-TEST_F(StoreFixture, NamesWhoIsMissingFromARound) {
+TEST_F(StoreFixture, NamesTheRankThatARoundMisses) {
   gather_world(3);
   say(0, Contribute{0, "t", {0, 1, 2}, 0, std::chrono::seconds(3), {}});
   say(1, Contribute{0, "t", {0, 1, 2}, 0, std::chrono::seconds(2), {}});
@@ -196,7 +196,7 @@ TEST_F(StoreFixture, NamesWhoIsMissingFromARound) {
   EXPECT_TRUE(store_->next_deadline().is_never());
 }
 
-TEST_F(StoreFixture, SaysWhoHasNotComeToARound) {
+TEST_F(StoreFixture, ListsTheRanksThatHaveNotJoinedARound) {
   gather_world(4);
   say(0, Contribute{7, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
   say(2, Contribute{5, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
@@ -211,7 +211,7 @@ TEST_F(StoreFixture, SaysWhoHasNotComeToARound) {
   EXPECT_EQ(heard<Missing>(0).size(), 1u) << "the round has ended";
 }
 
-TEST_F(StoreFixture, TellsAtOnceWhyAWorkerGaveUp) {
+TEST_F(StoreFixture, ReportsAtOnceWhyAWorkerGaveUp) {
   gather_world(3);
   say(1, GiveUp{"left because of a cold"});
   EXPECT_EQ(heard<Farewell>(1).size(), 1u);
@@ -233,7 +233,7 @@ TEST_F(StoreFixture, BlamesTheFirstDeathAndNotTheLowestRank) {
   EXPECT_THAT(round_failure(0), HasSubstr("worker3 (rank 3, pid 103 on node) died"));
 }
 
-TEST_F(StoreFixture, FailsRoundsOfTheDeadAndTheDeparted) {
+TEST_F(StoreFixture, FailsRoundsOfDeadAndDepartedWorkers) {
   gather_world(4);
   say(0, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
   say(2, Contribute{0, "u", {1, 2}, 0, Duration::max(), {}});
@@ -261,7 +261,7 @@ TEST_F(StoreFixture, KeepsTheRoundsOfDifferentRanksApart) {
   EXPECT_TRUE(heard<Gathered>(2).empty());
 }
 
-TEST_F(StoreFixture, SaysSoWhenTheMissingNamedOtherRanks) {
+TEST_F(StoreFixture, ReportsThatTheMissingWorkerNamedOtherRanks) {
   gather_world(3);
   say(0, Contribute{0, "t", {0, 1}, 0, std::chrono::seconds(1), {}});
   say(1, Contribute{0, "t", {0, 1, 2}, 0, Duration::max(), {}});
@@ -271,7 +271,7 @@ TEST_F(StoreFixture, SaysSoWhenTheMissingNamedOtherRanks) {
   EXPECT_TRUE(heard<RoundFailed>(1).empty());
 }
 
-TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
+TEST_F(StoreFixture, RejectsInvalidContributions) {
   gather_world(2);
   const std::vector<Contribute> bad = {{0, "t", {1}, 0, Duration::max(), {}},
                                        {0, "t", {}, 0, Duration::max(), {}},
@@ -281,7 +281,7 @@ TEST_F(StoreFixture, RefusesContributionsThatMakeNoSense) {
                                        {0, "a b", {0}, 0, Duration::max(), {}},
                                        {0, "t", {0}, 0, Duration::max(), Bytes(kMostGatherBytes + 1)}};
   for (const Contribute& message : bad) {
-    told_.clear();
+    sent_.clear();
     say(0, message);
     ASSERT_EQ(heard<RoundFailed>(0).size(), 1u);
     EXPECT_EQ(heard<RoundFailed>(0).at(0).kind, ErrorKind::kInvalid);

@@ -150,7 +150,7 @@ void RpcAgent::shutdown(Deadline deadline) {
   if (shut_down_.exchange(true) || state_.stopping.load()) return;
   const GracefulShutdown::Outcome outcome =
       GracefulShutdown(state_, membership_, shutdown_hooks_).run(deadline);
-  stop(outcome.last_words);
+  stop(outcome.last_lines);
   if (outcome.failure) throw Error(*outcome.failure);
   throw_leaks(outcome.leaks);
 }
@@ -158,7 +158,7 @@ void RpcAgent::shutdown(Deadline deadline) {
 void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
   if (leaks.empty()) return;
   std::string text = fmt::format(
-      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); let go of these "
+      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); release these "
       "RRefs before shutdown():",
       state_.self.name, leaks.size());
   for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;
@@ -188,16 +188,16 @@ void RpcAgent::stop(const std::string& why) {
 void RpcAgent::stop_pool() {
   Executor& executor = state_.runtime.executor;
   const std::unique_ptr<Parker> done = executor.make_parker();
-  Thread teller;
+  Thread reporter;
   const auto end = [&](Parker* parker) {
     parker->unpark();
-    teller.join();
+    reporter.join();
   };
   const std::unique_ptr<Parker, decltype(end)> until_the_end(done.get(), end);
   if (const auto calls = state_.serving.describe(executor.now(), state_.peers);
       std::any_of(calls.begin(), calls.end(), [](const auto& call) { return call.begun; })) {
     try {
-      teller = executor.spawn(state_.self.name + "/stop", [&] {
+      reporter = executor.spawn(state_.self.name + "/stop", [&] {
         ShutdownWait wait(state_.runtime, "stop()");
         while (!done->park(executor.deadline_in(ShutdownWait::kEvery))) wait.warn(unfinished_work(state_));
       });

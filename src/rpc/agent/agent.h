@@ -38,7 +38,7 @@ class RpcAgent final : public Endpoint {
   /// may keep this object alive; every operation on them then fails with kCancelled.
   void release();
   /// Keeps this object alive until the process exits: it could not be stopped, so its threads still use it.
-  void stay_in_memory() { itself_ = shared_from_this(); }
+  void keep_alive() { itself_ = shared_from_this(); }
 
   // Endpoint
   Runtime& runtime() override { return state_.runtime; }
@@ -101,7 +101,7 @@ class RpcAgent final : public Endpoint {
   std::unique_ptr<Worker> worker_;
   std::atomic<Duration> default_timeout_;
   std::atomic<bool> shut_down_{false};
-  std::shared_ptr<Endpoint> itself_;  ///< set by stay_in_memory()
+  std::shared_ptr<Endpoint> itself_;  ///< set by keep_alive()
 };
 
 }  // namespace torchspan::rpc

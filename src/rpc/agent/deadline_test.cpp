@@ -50,7 +50,7 @@ void work(Worker& worker, const RRef<Board>& board) {
   for (int i = 0; i < 1000; ++i) {
     if (stop.stop_requested()) {
       ++seen.stopped;
-      throw std::runtime_error("told to stop");
+      throw std::runtime_error("stop requested");
     }
     worker.runtime().executor.sleep(milliseconds(10));
   }
@@ -227,7 +227,7 @@ TEST(Cancellation, DropsWorkThatHasNotBegun) {
 }
 
 // peer: rpc/more the handlers of a caller that dies are stopped: better
-TEST(Cancellation, ComesToTheHandlersOfACallerThatDies) {
+TEST(Cancellation, ReachesTheHandlersOfACallerThatDies) {
   ClusterOptions options{.workers = 3, .graceful = false};
   on_first(options, [](Worker& worker, SimCluster& world) {
     auto board = worker.remote(1, kBoard);

@@ -40,7 +40,7 @@ Report from_bytes(BytesView bytes) {
 }
 
 /// Returns why a worker leaves after a failed shutdown. If another worker left first, that is its reason.
-std::string last_words(const Error& failure) {
+std::string last_lines(const Error& failure) {
   constexpr std::string_view kBecause = " left because ";
   std::string text = failure.message();
   if (const auto self = text.find(kThisWorker); self != std::string::npos)
@@ -120,7 +120,7 @@ GracefulShutdown::Outcome GracefulShutdown::run(Deadline deadline) {
     outcome.failure =
         Error(failure.kind(), fmt::format("worker '{}' stopped without waiting for all others: {}",
                                           state_.self.name, describe_failure(failure)));
-    outcome.last_words = last_words(failure);
+    outcome.last_lines = last_lines(failure);
   }
   return outcome;
 }
@@ -153,7 +153,7 @@ bool GracefulShutdown::wait_until_quiet(Deadline deadline) {
 std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
   const std::string work = totals().busy ? unfinished() : "";
   wait_.warn(work);
-  const auto tell = [&](const std::vector<rendezvous::Member>& missing) {
+  const auto warn = [&](const std::vector<rendezvous::Member>& missing) {
     std::string names;
     for (const rendezvous::Member& member : missing)
       names += (names.empty() ? "" : ", ") + rendezvous::describe(member);
@@ -162,7 +162,7 @@ std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
   };
   return membership_->all_gather_bytes(
       kTag, to_bytes({totals(), wait_.news(work)}), {},
-      rendezvous::Membership::Wait{.until = deadline, .every = ShutdownWait::kEvery, .tell = tell});
+      rendezvous::Membership::Wait{.until = deadline, .every = ShutdownWait::kEvery, .report = warn});
 }
 
 /// Returns when no worker was busy in two consecutive rounds and nothing was sent or handled between them.

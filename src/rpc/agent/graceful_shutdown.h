@@ -32,7 +32,7 @@ class GracefulShutdown {
   using Hooks = std::vector<std::function<Future<void>()>>;  ///< of extensions; run first
   struct Outcome {
     std::optional<Error> failure;     ///< the error to throw
-    std::string last_words = "left";  ///< the reason that the other workers read
+    std::string last_lines = "left";  ///< the reason that the other workers read
     std::vector<RRefInfo> leaks;      ///< strict_leaks: values that other workers still refer to
   };
 

@@ -41,7 +41,7 @@ void on_first(ClusterOptions options, const std::function<void(Worker&, SimClust
 }
 
 // peer: rpc/more bounded queues, at the caller and at the callee: better
-TEST(Limits, RefuseTheCallThatOneTooManyWaitBefore) {
+TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
   ClusterOptions options;
   options.service.max_pending_calls = 3;
   on_first(options, [](Worker& worker, SimCluster&) {
@@ -93,7 +93,7 @@ TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
   });
 }
 
-TEST(Limits, AreLiftedForHandlersThatSayThatTheyBlock) {
+TEST(Limits, AreLiftedForHandlersMarkedAsBlocking) {
   ClusterOptions options;
   options.threads = 2;
   on_first(options, [](Worker& worker, SimCluster&) {
@@ -124,7 +124,7 @@ TEST(Limits, NeverRefuseTheReferenceProtocol) {
 }
 
 // peer: rpc/more a broken connection is dialled again, and references outlive it: better
-TEST(Reconnect, FailsWhatWasUnderWayAndDialsAgain) {
+TEST(Reconnect, FailsPendingCallsAndReconnects) {
   on_first({}, [](Worker& worker, SimCluster& world) {
     auto cell = worker.remote(1, kCell);
     EXPECT_EQ(cell.rpc_sync(kGet), 7);
@@ -161,7 +161,7 @@ TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
 }
 
 // peer: rpc/more a broken connection is dialled again
-TEST(Reconnect, LosesNoReferenceWhoseDeletionWasUnderWay) {
+TEST(Reconnect, LosesNoReferenceWhoseDeletionWasInFlight) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::size_t owners = 99;
     on_first({.workers = 3, .seed = seed}, [&](Worker& worker, SimCluster& world) {

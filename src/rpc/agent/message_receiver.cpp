@@ -67,7 +67,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
   if (!call) {
     late_replies_.fetch_add(1);
     try {
-      state_.references->driver().let_go(state_.references->from_handles(frame.handles, peer));
+      state_.references->driver().release_references(state_.references->from_handles(frame.handles, peer));
     } catch (const Error& error) {  // a reference in it was reported lost; no caller waits for it
       state_.runtime.log.info(fmt::format("reference in a late reply: {}", error.what()));
     }
@@ -88,7 +88,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
     call->completion->fail(calls_.annotate(*call, std::current_exception()));
   }
   call.reset();  // destroys its result, too, if no caller waits for it
-  state_.references->driver().let_go(std::move(payload.references));
+  state_.references->driver().release_references(std::move(payload.references));
 }
 
 void MessageReceiver::complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,

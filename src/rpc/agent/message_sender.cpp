@@ -86,10 +86,11 @@ void MessageSender::warn_of_detached(const CallInfo& info) {
   if (warned_of_detached_.exchange(true)) return;
   const std::string site = info.reply ? "" : site_text(info.site);
   state_.runtime.log.warning(fmt::format(
-      "tensors of '{}' {} worker '{}'{} are part of an autograd graph and travel detached, since the call "
-      "was made in no autograd::Context, or in one that had ended: gradients do not cross workers then. "
-      "Threads of the program's own need an autograd::ContextScope; calls that evaluate are made "
-      "with({{.no_grad = true}}) (said once)",
+      "tensors of '{}' {} worker '{}'{} are part of an autograd graph and were sent detached, because the "
+      "call was made outside an autograd::Context, or in one that had ended: gradients do not cross workers "
+      "then. "
+      "Threads that the program starts need an autograd::ContextScope; for evaluation, make calls "
+      "with({{.no_grad = true}}) (logged once)",
       info.name, info.reply ? "back to" : "to", state_.peers.name(info.peer),
       site.empty() ? "" : fmt::format(", called at {},", site)));
 }

@@ -19,9 +19,9 @@ struct Tally {
   std::int64_t count = 0;
   std::int64_t add(std::int64_t by) { return count += by; }
 };
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
-constexpr Function<who> kWho{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<nap> kNap{"nap"};
 constexpr Class<Tally> kTally{"Tally"};
 constexpr Function<&Tally::add> kAdd{"Tally.add"};
@@ -31,7 +31,7 @@ ClusterOptions open_world(std::uint64_t seed, int workers = 1) {
   options.workers = workers;
   options.seed = seed;
   options.open = true;
-  options.functions.add(kWho, kNap, kTally, kAdd);
+  options.functions.add(kWorkerName, kNap, kTally, kAdd);
   return options;
 }
 
@@ -52,30 +52,30 @@ INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 11
 // peer: rpc_test.py dynamic_rpc_init_rpc: better: a killed worker comes back under its name
 // peer: rpc_test.py dynamic_rpc_new_rank_can_communicated_with_existing_rank,
 //   dynamic_rpc_existing_rank_can_communicate_with_new_rank: same
-TEST_P(OpenWorld, LetsWorkersComeAndGo) {
+TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
     EXPECT_EQ(worker.world_size(), 1u);
-    EXPECT_THROW(worker.rpc_sync("worker1", kWho), Error);
+    EXPECT_THROW(worker.rpc_sync("worker1", kWorkerName), Error);
     std::vector<Thread> others;
     for (int rank = 1; rank <= 3; ++rank) {
       others.push_back(world.start(rank, 0, [&, rank](rpc::WorkerService& service) {
         // The worker that joined can call at once, in both directions, before the others learn that it
         // joined.
-        EXPECT_EQ(service.worker().rpc_sync(0, kWho), "worker0");
+        EXPECT_EQ(service.worker().rpc_sync(0, kWorkerName), "worker0");
         service.worker().rpc_sync(0, kNap, 50 * rank);
         service.shutdown(world.executor().deadline_in(seconds(60)));
       }));
     }
     for (int rank = 1; rank <= 3; ++rank) {
       await(worker, SimCluster::name(rank));
-      EXPECT_EQ(worker.rpc_sync(SimCluster::name(rank), kWho), SimCluster::name(rank));
+      EXPECT_EQ(worker.rpc_sync(SimCluster::name(rank), kWorkerName), SimCluster::name(rank));
     }
     for (Thread& other : others) other.join();
     for (int i = 0; i < 100 && worker.world_size() > 1; ++i) worker.runtime().executor.sleep(milliseconds(1));
     EXPECT_EQ(worker.world_size(), 1u);
     try {
-      worker.rpc_sync("worker2", kWho);
+      worker.rpc_sync("worker2", kWorkerName);
       FAIL() << "nothing was thrown";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -118,7 +118,7 @@ TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
   });
 }
 
-TEST_P(OpenWorld, FreesWhatTheDeadReferredTo) {
+TEST_P(OpenWorld, FreesValuesReferencedByDeadWorkers) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
     Thread life = world.start(1, 0, [&](rpc::WorkerService& service) {
@@ -162,7 +162,7 @@ TEST(FixedWorld, TakesAReplacementForADeadWorker) {
     world.executor().sleep(seconds(1));
     EXPECT_EQ(worker.world_size(), 3u) << "a fixed world keeps its places";
     Thread life = world.start(1, 1, [&](rpc::WorkerService& service) {
-      EXPECT_EQ(service.worker().rpc_sync(2, kWho), "worker2");
+      EXPECT_EQ(service.worker().rpc_sync(2, kWorkerName), "worker2");
       world.executor().sleep(seconds(50));
     });
     world.executor().sleep(seconds(1));
@@ -202,9 +202,9 @@ TEST(Hosts, ThatVanishFailTheirCallsWithinTheLivenessInterval) {
       }
       EXPECT_LT(world.executor().now() - before, milliseconds(6000));
       EXPECT_GT(world.executor().now() - before, milliseconds(4000));
-      EXPECT_THROW(worker.rpc_sync(1, kWho), Error) << "at once from now on";
+      EXPECT_THROW(worker.rpc_sync(1, kWorkerName), Error) << "at once from now on";
       kept.wait();
-      EXPECT_EQ(worker.rpc_sync(2, kWho), "worker2");
+      EXPECT_EQ(worker.rpc_sync(2, kWorkerName), "worker2");
     });
   }
 }

@@ -103,7 +103,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
     const std::exception_ptr error = annotate(call, std::current_exception());
-    if (creation == nullptr && await_news(id, call, error)) return;
+    if (creation == nullptr && await_death_report(id, call, error)) return;
     if (creation != nullptr) state_.references->creation_not_sent(creation->fork, error);
     call.completion->fail(error);
   }
@@ -151,15 +151,15 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
 }
 
 /// Keeps a call that found no connection to a peer which is present, as far as this worker knows. If the
-/// peer's death is reported within kDeathNews, the call fails by it. Returns false if the caller must fail
+/// peer's death is reported within kDeathReportTime, the call fails by it. Returns false if the caller must fail
 /// the call.
-bool RequestSender::await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
+bool RequestSender::await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error) {
   const std::uint32_t to = call.peer;
   if (to_error(error).kind() != ErrorKind::kDisconnected || state_.stopping.load() ||
       !state_.peers.is_present(to))
     return false;
   call.channel = nullptr;
-  const Deadline when = earlier(state_.runtime.executor.deadline_in(kDeathNews), call.deadline);
+  const Deadline when = earlier(state_.runtime.executor.deadline_in(kDeathReportTime), call.deadline);
   try {
     state_.calls.add(id, call);
   } catch (const Error&) {  // too many calls wait for that peer
@@ -217,7 +217,7 @@ void RequestSender::fail(CallTable::Calls calls, const Error& reason) {
 }
 
 void RequestSender::fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
-  loop_.at(state_.runtime.executor.deadline_in(kDeathNews),
+  loop_.at(state_.runtime.executor.deadline_in(kDeathReportTime),
            [this, channel, reason] { fail(state_.calls.take_channel(channel.get()), reason); });
 }
 
@@ -225,12 +225,12 @@ std::exception_ptr RequestSender::annotate(const PendingCall& call, const std::e
   const Error plain = to_error(cause);
   std::string text = plain.message();
   // A failure of the creation that this call uses already names its own worker and call, and keeps them.
-  const bool told = !plain.call().empty();
+  const bool has_call = !plain.call().empty();
   const std::string site = call.user_values ? site_text(call.site) : "";
-  if (!site.empty()) text += fmt::format(" [{} at {}]", told ? "used" : "called", site);
+  if (!site.empty()) text += fmt::format(" [{} at {}]", has_call ? "used" : "called", site);
   Error error(plain.kind(), std::move(text));
-  error.with_worker(told ? plain.worker() : state_.peers.name(call.peer))
-      .with_call(told ? plain.call() : call.name);
+  error.with_worker(has_call ? plain.worker() : state_.peers.name(call.peer))
+      .with_call(has_call ? plain.call() : call.name);
   error.with_elapsed(state_.runtime.executor.now() - call.started);
   for (const RemoteFrame& frame : plain.frames()) error.with_frame(frame);
   return std::make_exception_ptr(error);

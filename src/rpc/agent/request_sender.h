@@ -15,7 +15,7 @@ namespace torchspan::rpc {
 class StoppedPeers;
 
 /// How long the calls of a broken connection wait for the report that the peer died, which gives the reason.
-inline constexpr Duration kDeathNews = std::chrono::milliseconds(500);
+inline constexpr Duration kDeathReportTime = std::chrono::milliseconds(500);
 
 /// Sends requests and completes each call once: by its reply, or by what ends it earlier. Thread-safe.
 class RequestSender {
@@ -28,7 +28,7 @@ class RequestSender {
   ReferencePtr create(std::uint32_t to, Request request, const std::string& type_name);
   void fail_expired();
   void fail(CallTable::Calls calls, const Error& reason);
-  /// Waits for kDeathNews, then fails the calls that still wait on the channel.
+  /// Waits for kDeathReportTime, then fails the calls that still wait on the channel.
   void fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason);
   /// Returns `error` with the call's name, call site, peer and elapsed time.
   std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
@@ -45,7 +45,7 @@ class RequestSender {
   /// Cancels the call when one of the tokens is stopped.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
-  bool await_news(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
+  bool await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
 
   AgentState& state_;
   TransportLoop& loop_;

@@ -52,7 +52,7 @@ std::shared_ptr<Completion> RequestServer::make_completion(const IncomingPtr& ca
 
 void RequestServer::refuse(const IncomingPtr& call, std::exception_ptr error) {
   make_completion(call)->fail(std::move(error));
-  state_.references->driver().let_go(std::move(call->payload.references));
+  state_.references->driver().release_references(std::move(call->payload.references));
 }
 
 void RequestServer::receive(IncomingPtr call) {
@@ -91,7 +91,7 @@ void RequestServer::take_handles(IncomingCall& call) {
   std::vector<wire::Handle> handles = call.frame.handles;
   const wire::MessageType type = call.frame.header.type;
   if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
-    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation came without its reference");
+    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation arrived without its reference");
     call.creation = handles.front();
     handles.erase(handles.begin());
   }
@@ -194,12 +194,13 @@ void RequestServer::leave_call(IncomingCall& call, const RequestHandler& handler
   if (!call.end_one_of_both()) return;
   auto references = std::move(call.payload.references);
   if (handler.where != RunOn::kPool)
-    state_.references->driver().let_go(std::move(references));  // else released here and now
+    state_.references->driver().release_references(std::move(references));  // else released here and now
 }
 
 void RequestServer::answered(IncomingCall& call) {
   if (auto timer = state_.serving.remove(call)) loop_.cancel(*timer);
-  if (call.end_one_of_both()) state_.references->driver().let_go(std::move(call.payload.references));
+  if (call.end_one_of_both())
+    state_.references->driver().release_references(std::move(call.payload.references));
   state_.handled.fetch_add(1);
   state_.running.fetch_sub(1);
 }

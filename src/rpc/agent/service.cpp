@@ -34,7 +34,7 @@ WorkerService::~WorkerService() {
         fmt::format("this worker could not be stopped as its Session or WorkerService ended, and stays in "
                     "memory; end that on a thread of the program's own: {}",
                     describe(std::current_exception()).text));
-    impl_->agent->stay_in_memory();  // its threads still use it
+    impl_->agent->keep_alive();  // its threads still use it
   }
 }
 

@@ -15,7 +15,7 @@ void work(Worker& worker, Duration time) { nap(worker, time); }
 constexpr Function<work> kWork{"work"};
 
 /// What the workers of a world log while `body` runs on each.
-struct Story {
+struct Outcome {
   std::vector<std::exception_ptr> failures;
   std::string log;
   Error error(int rank) const { return to_error(failures.at(static_cast<std::size_t>(rank))); }
@@ -27,17 +27,17 @@ struct Story {
   }
 };
 
-Story tell(int workers, const std::function<void(SimCluster&, WorkerService&)>& body) {
+Outcome run_world(int workers, const std::function<void(SimCluster&, WorkerService&)>& body) {
   SimCluster cluster(world_of(workers, FunctionTable().add(kWork)));
-  Story story;
+  Outcome outcome;
   ::testing::internal::CaptureStderr();
-  story.failures = cluster.try_services([&](WorkerService& service) { body(cluster, service); });
-  story.log = ::testing::internal::GetCapturedStderr();
-  return story;
+  outcome.failures = cluster.try_services([&](WorkerService& service) { body(cluster, service); });
+  outcome.log = ::testing::internal::GetCapturedStderr();
+  return outcome;
 }
 
-TEST(Shutdown, SaysWhoseHandlerItWaitsForThoughTheCallerHasGivenUp) {
-  const Story story = tell(2, [](SimCluster&, WorkerService& service) {
+TEST(Shutdown, NamesTheHandlerItWaitsForAfterTheCallerTimedOut) {
+  const Outcome outcome = run_world(2, [](SimCluster&, WorkerService& service) {
     Worker& worker = service.worker();
     if (worker.rank() == 0) {
       expect_error(ErrorKind::kTimedOut, "work",
@@ -45,32 +45,34 @@ TEST(Shutdown, SaysWhoseHandlerItWaitsForThoughTheCallerHasGivenUp) {
     }
     service.shutdown();
   });
-  for (const auto& failure : story.failures) EXPECT_FALSE(failure) << describe(failure).text;
-  EXPECT_THAT(story.log, HasSubstr("torchspan[worker1] warning: shutdown() has waited 10 s: this worker runs "
-                                   "'work' of worker 'worker0' for 10."));
-  EXPECT_THAT(story.log, HasSubstr(" s, whose deadline passed 9."));
-  EXPECT_THAT(story.log, HasSubstr("torchspan[worker0] warning: shutdown() has waited 10 s: worker 'worker1' "
-                                   "runs 'work' of worker 'worker0' for 1"));
-  EXPECT_EQ(story.says("worker1] warning: shutdown() has waited"), 4) << story.log;
-  EXPECT_EQ(story.says("worker0] warning: shutdown() has waited"), 4) << story.log;
+  for (const auto& failure : outcome.failures) EXPECT_FALSE(failure) << describe(failure).text;
+  EXPECT_THAT(outcome.log,
+              HasSubstr("torchspan[worker1] warning: shutdown() has waited 10 s: this worker runs "
+                        "'work' of worker 'worker0' for 10."));
+  EXPECT_THAT(outcome.log, HasSubstr(" s, whose deadline passed 9."));
+  EXPECT_THAT(outcome.log,
+              HasSubstr("torchspan[worker0] warning: shutdown() has waited 10 s: worker 'worker1' "
+                        "runs 'work' of worker 'worker0' for 1"));
+  EXPECT_EQ(outcome.says("worker1] warning: shutdown() has waited"), 4) << outcome.log;
+  EXPECT_EQ(outcome.says("worker0] warning: shutdown() has waited"), 4) << outcome.log;
 }
 
-TEST(Shutdown, SaysWhoHasNotComeMoreAndMoreSeldom) {
-  const Story story = tell(3, [](SimCluster&, WorkerService& service) {
+TEST(Shutdown, WarnsAboutMissingWorkersAtGrowingIntervals) {
+  const Outcome outcome = run_world(3, [](SimCluster&, WorkerService& service) {
     if (service.worker().rank() == 2) nap(service.worker(), seconds(100));
     service.shutdown();
   });
-  for (const auto& failure : story.failures) EXPECT_FALSE(failure) << describe(failure).text;
-  EXPECT_THAT(story.log,
+  for (const auto& failure : outcome.failures) EXPECT_FALSE(failure) << describe(failure).text;
+  EXPECT_THAT(outcome.log,
               HasSubstr("worker0] warning: shutdown() has waited 10 s: these have not called "
                         "shutdown() yet, or wait in it for their own work: worker2 (rank 2, pid "));
-  EXPECT_EQ(story.says("worker0] warning: shutdown() has waited"), 4)
-      << "at 10, 20, 40 and 80 s" << story.log;
-  EXPECT_EQ(story.says("worker2] warning"), 0) << story.log;
+  EXPECT_EQ(outcome.says("worker0] warning: shutdown() has waited"), 4)
+      << "at 10, 20, 40 and 80 s" << outcome.log;
+  EXPECT_EQ(outcome.says("worker2] warning"), 0) << outcome.log;
 }
 
-TEST(Shutdown, SaysNothingWhileItServesThoseWhoHaveNotCome) {
-  const Story story = tell(2, [](SimCluster&, WorkerService& service) {
+TEST(Shutdown, LogsNothingWhileItServesLateWorkers) {
+  const Outcome outcome = run_world(2, [](SimCluster&, WorkerService& service) {
     Worker& worker = service.worker();
     if (worker.rank() == 0) {
       for (int i = 0; i < 5; ++i) {
@@ -80,29 +82,30 @@ TEST(Shutdown, SaysNothingWhileItServesThoseWhoHaveNotCome) {
     }
     service.shutdown();
   });
-  EXPECT_EQ(story.log, "");
+  EXPECT_EQ(outcome.log, "");
 }
 
-TEST(Shutdown, TheDeadlineErrorTellsWhatWasNotFinishedAndWhoThisWorkerIs) {
-  const Story story = tell(2, [](SimCluster& cluster, WorkerService& service) {
+TEST(Shutdown, TheDeadlineErrorNamesUnfinishedWorkAndThisWorker) {
+  const Outcome outcome = run_world(2, [](SimCluster& cluster, WorkerService& service) {
     Worker& worker = service.worker();
     const bool first = worker.rank() == 0;
     if (first)
       static_cast<void>(worker.with({.timeout = seconds(1)}).rpc_async(1, kWork, Duration(seconds(45))));
     service.shutdown(first ? cluster.executor().deadline_in(seconds(3)) : Deadline::never());
   });
-  EXPECT_EQ(story.error(0).kind(), ErrorKind::kTimedOut);
-  EXPECT_THAT(story.error(0).what(),
+  EXPECT_EQ(outcome.error(0).kind(), ErrorKind::kTimedOut);
+  EXPECT_THAT(outcome.error(0).what(),
               AllOf(HasSubstr("the deadline passed without worker1 (rank 1"),
                     HasSubstr("; worker 'worker1' runs 'work' of worker 'worker0' for ")));
-  EXPECT_THAT(story.error(1).what(),
+  EXPECT_THAT(outcome.error(1).what(),
               AllOf(HasSubstr("the deadline passed without this worker, worker1 (rank 1"),
                     HasSubstr("; this worker runs 'work' of worker 'worker0' for "),
                     HasSubstr("s, whose deadline passed ")));
-  EXPECT_THAT(story.log, HasSubstr("worker1] warning: stop() has waited 10 s: this worker runs 'work' of "));
+  EXPECT_THAT(outcome.log,
+              HasSubstr("worker1] warning: stop() has waited 10 s: this worker runs 'work' of "));
 }
 
-TEST(Shutdown, TheSurvivorsNameTheFirstDeathAndNotWhoLeftBecauseOfIt) {
+TEST(Shutdown, SurvivorsNameTheFirstDeathAndNotItsConsequences) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = world_of(4, FunctionTable().add(kWork));
     options.seed = seed;
@@ -135,18 +138,19 @@ TEST(Shutdown, TheSurvivorsNameTheFirstDeathAndNotWhoLeftBecauseOfIt) {
   }
 }
 
-TEST(Shutdown, TellsTheOthersWhyItFailedAndThatItWasForgotten) {
-  const Story story = tell(3, [](SimCluster& cluster, WorkerService& service) {
+TEST(Shutdown, NamesAWorkerThatLeftWithoutShutdown) {
+  const Outcome outcome = run_world(3, [](SimCluster& cluster, WorkerService& service) {
     if (service.worker().rank() == 2) return nap(service.worker(), seconds(1));  // and leaves without it
     service.shutdown(cluster.executor().deadline_in(seconds(30)));
   });
   for (const int rank : {0, 1}) {
-    EXPECT_THAT(story.error(rank).what(), HasSubstr(" left without shutdown(); see its own output for why"));
-    EXPECT_THAT(story.error(rank).what(), HasSubstr("worker2 (rank 2, pid "));
+    EXPECT_THAT(outcome.error(rank).what(),
+                HasSubstr(" left without shutdown(); see its own output for why"));
+    EXPECT_THAT(outcome.error(rank).what(), HasSubstr("worker2 (rank 2, pid "));
   }
 }
 
-TEST(Deaths, AreToldToCallersBeforeTheEndsOfConnections) {
+TEST(Deaths, AreReportedToCallersBeforeConnectionEnds) {
   for (std::uint64_t seed = 1; seed <= 10 && !::testing::Test::HasFailure(); ++seed) {
     for (const bool connected : {true, false}) {
       ClusterOptions options = world_of(2, FunctionTable().add(kWork));
@@ -170,7 +174,7 @@ TEST(Deaths, AreToldToCallersBeforeTheEndsOfConnections) {
   }
 }
 
-TEST(Deaths, WhatTheDeadStillSayIsNoComplaint) {
+TEST(Deaths, LateMessagesOfDeadWorkersAreNotErrors) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = world_of(2, FunctionTable().add(kWork));
     options.seed = seed;

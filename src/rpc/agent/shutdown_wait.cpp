@@ -6,8 +6,8 @@ namespace torchspan::rpc {
 
 std::string ShutdownWait::news(const std::string& unfinished) {
   const TimePoint now = runtime_.executor.now();
-  if (unfinished.empty() || now - told_ < kNewsEvery) return "";
-  told_ = now;
+  if (unfinished.empty() || now - logged_ < kReportInterval) return "";
+  logged_ = now;
   return unfinished;
 }
 
@@ -52,7 +52,8 @@ void ShutdownWait::warn_of_missing(const std::string& names, bool serving, std::
 
 void ShutdownWait::say(const std::string& what) {
   warned_ = runtime_.executor.now();
-  runtime_.log.warning(fmt::format("{} has waited {:.0f} s: {}", who_, to_seconds(warned_ - began_), what));
+  runtime_.log.warning(
+      fmt::format("{} has waited {:.0f} s: {}", operation_, to_seconds(warned_ - began_), what));
 }
 
 }  // namespace torchspan::rpc

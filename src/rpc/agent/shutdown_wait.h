@@ -15,14 +15,14 @@ namespace torchspan::rpc {
 class ShutdownWait {
  public:
   static constexpr Duration kEvery = std::chrono::seconds(10);
-  static constexpr Duration kNewsEvery = std::chrono::seconds(1);
+  static constexpr Duration kReportInterval = std::chrono::seconds(1);
 
-  explicit ShutdownWait(Runtime& runtime, std::string who = "shutdown()")
+  explicit ShutdownWait(Runtime& runtime, std::string operation = "shutdown()")
       : runtime_(runtime),
-        who_(std::move(who)),
+        operation_(std::move(operation)),
         began_(runtime.executor.now()),
         warned_(began_),
-        told_(began_),
+        logged_(began_),
         served_at_(began_),
         patience_(kEvery) {}
 
@@ -50,9 +50,9 @@ class ShutdownWait {
   void say(const std::string& what);
 
   Runtime& runtime_;
-  const std::string who_;
+  const std::string operation_;
   const TimePoint began_;
-  TimePoint warned_, told_, served_at_;
+  TimePoint warned_, logged_, served_at_;
   Duration patience_;
   std::uint64_t handled_ = 0;
   std::map<std::string, std::string> others_;  ///< unfinished work by worker

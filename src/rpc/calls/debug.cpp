@@ -24,7 +24,7 @@ std::string names(const std::map<std::string, std::size_t>& holders) {
     text += fmt::format("{}'{}'", text.empty() ? "" : ", ", name);
     if (references > 1) text += fmt::format(" ({} times)", references);
   }
-  return text.empty() ? "nobody" : text;
+  return text.empty() ? "no worker" : text;
 }
 
 }  // namespace
@@ -42,13 +42,13 @@ std::string RRefInfo::str() const {
       text = fmt::format("unconfirmed reference {} to value {} on '{}'", fork, value, owner);
       break;
     case Role::kPendingChild:
-      text = fmt::format("copy {} of a reference to value {} on '{}', on its way to {}", fork, value, owner,
+      text = fmt::format("copy {} of a reference to value {} on '{}', in flight to {}", fork, value, owner,
                          names(holders));
       break;
   }
   text += type.empty() ? "" : fmt::format(", {}", type);
   if (bytes) text += fmt::format(", {}", size_text(*bytes));
-  if (!there) text += ", its creation has not come";
+  if (!there) text += ", its creation has not arrived";
   text += site.empty() ? fmt::format(", made by '{}'", creator)
                        : fmt::format(", made by '{}' at {}", creator, site);
   if (!from.empty()) text += fmt::format(", sent by '{}'", from);
@@ -63,7 +63,7 @@ std::string DebugInfo::str() const {
       "replies; pool: "
       "{} threads, {} jobs queued; references: {} values with {} forks elsewhere, {} unconfirmed, {} kept "
       "for "
-      "copies on their way\n",
+      "copies in flight\n",
       worker, pending.size(), serving.size(), calls_sent, calls_handled, late_replies, pool_threads,
       pool_queued, references.owners, references.forks, references.pending_users,
       references.pending_children);

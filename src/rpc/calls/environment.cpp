@@ -22,7 +22,7 @@ const c10::impl::LocalDispatchKeySet& new_thread_keys() {
 
 /// Whether LibTorch's state of this thread is that of a new thread. One of these shows everything that
 /// changes how operators run: functorch and autocast are in the keys, profilers in the debug info.
-bool is_as_new() {
+bool is_default_state() {
   const c10::AutogradState& modes = c10::AutogradState::get_tls_state();
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   return modes.get_grad_mode() && !modes.get_inference_mode() && modes.get_fw_grad_mode() &&
@@ -30,7 +30,7 @@ bool is_as_new() {
          c10::ThreadLocalDebugInfo::current() == nullptr;
 }
 
-void make_as_new() {
+void reset_to_defaults() {
   c10::AutogradState modes = c10::AutogradState::get_tls_state();
   modes.set_grad_mode(true);
   modes.set_inference_mode(false);
@@ -55,7 +55,7 @@ Environment::ValuesPtr& Environment::of_thread() {
 Environment Environment::of_call(IncomingPtr call) {
   Environment environment;
   if (call->info.no_grad) {
-    const EnvironmentScope as_new{Environment()};
+    const EnvironmentScope default_scope{Environment()};
     const at::NoGradGuard no_grad;
     environment.torch_ = std::make_shared<const at::ThreadLocalState>();
   }
@@ -73,7 +73,7 @@ Environment Environment::capture() {
     std::erase_if(captured->values, stays);
     environment.values_ = std::move(captured);
   }
-  if (!is_as_new()) environment.torch_ = std::make_shared<const at::ThreadLocalState>();
+  if (!is_default_state()) environment.torch_ = std::make_shared<const at::ThreadLocalState>();
   return environment;
 }
 
@@ -115,14 +115,14 @@ EnvironmentValuePtr Environment::exchange(const std::type_info& type, Environmen
 }
 
 EnvironmentScope::EnvironmentScope(const Environment& inside) {
-  const bool as_new = is_as_new();
-  // A captured state contains more than is_as_new() checks: save all of the current state.
-  if (!as_new || inside.torch_) outside_torch_ = std::make_unique<const at::ThreadLocalState>();
+  const bool was_default = is_default_state();
+  // A captured state contains more than is_default_state() checks: save all of the current state.
+  if (!was_default || inside.torch_) outside_torch_ = std::make_unique<const at::ThreadLocalState>();
   outside_ = std::exchange(Environment::of_thread(), inside.values_);
   if (inside.torch_) {
     at::ThreadLocalState::setThreadLocalState(*inside.torch_);
-  } else if (!as_new) {
-    make_as_new();
+  } else if (!was_default) {
+    reset_to_defaults();
   }
 }
 
@@ -130,8 +130,8 @@ EnvironmentScope::~EnvironmentScope() {
   Environment::of_thread().swap(outside_);
   if (outside_torch_) {
     at::ThreadLocalState::setThreadLocalState(*outside_torch_);
-  } else if (!is_as_new()) {
-    make_as_new();
+  } else if (!is_default_state()) {
+    reset_to_defaults();
   }
 }
 

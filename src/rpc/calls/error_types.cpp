@@ -26,18 +26,18 @@ std::optional<Bytes> ErrorTypes::encode(const std::exception_ptr& cause) const {
   return std::nullopt;
 }
 
-std::exception_ptr ErrorTypes::rebuild(BytesView encoded, const std::exception_ptr& story) const {
+std::exception_ptr ErrorTypes::rebuild(BytesView encoded, const std::exception_ptr& remote_error) const {
   try {
     for (const ErrorType& type : types_) {
       const Bytes prefix = wire::to_payload(type.name).value;
       if (encoded.size() < prefix.size() || !std::equal(prefix.begin(), prefix.end(), encoded.begin()))
         continue;
       return type.rebuild(Bytes(encoded.begin() + static_cast<std::ptrdiff_t>(prefix.size()), encoded.end()),
-                          story);
+                          remote_error);
     }
   } catch (const Error&) {
   }
-  return story;
+  return remote_error;
 }
 
 }  // namespace torchspan::rpc

@@ -80,12 +80,12 @@ void expect_out_of_stock(const std::function<void()>& body, std::size_t hops) {
     EXPECT_STREQ(error.what(), "only 3 of ink");
     try {
       std::rethrow_if_nested(error);
-      FAIL() << "no story is nested";
-    } catch (const Error& story) {
-      EXPECT_EQ(story.kind(), ErrorKind::kRemoteFailure);
-      EXPECT_EQ(story.worker(), "worker1");
-      EXPECT_EQ(story.frames().size(), hops);
-      EXPECT_THAT(story.what(), ::testing::HasSubstr("only 3 of ink"));
+      FAIL() << "no remote Error is nested";
+    } catch (const Error& remote_error) {
+      EXPECT_EQ(remote_error.kind(), ErrorKind::kRemoteFailure);
+      EXPECT_EQ(remote_error.worker(), "worker1");
+      EXPECT_EQ(remote_error.frames().size(), hops);
+      EXPECT_THAT(remote_error.what(), ::testing::HasSubstr("only 3 of ink"));
     }
   }
 }
@@ -105,7 +105,7 @@ TEST(ErrorTypes, CrossSeveralWorkers) {
   on_first(3, [](Worker& worker) { expect_out_of_stock([&] { worker.rpc_sync(1, kTakeElsewhere, 4); }, 2); });
 }
 
-TEST(ErrorTypes, LeaveOthersAsTheyAre) {
+TEST(ErrorTypes, LeaveUnregisteredTypesUnchanged) {
   on_first(2, [](Worker& worker) {
     try {
       worker.rpc_sync(1, kTake, -1);
@@ -118,17 +118,17 @@ TEST(ErrorTypes, LeaveOthersAsTheyAre) {
   });
 }
 
-TEST(ErrorTypes, FallBackToTheStory) {
+TEST(ErrorTypes, FallBackToTheRemoteError) {
   rpc::ErrorTypes types, none;
   types.add<OutOfStock>("OutOfStock");
-  const auto story = std::make_exception_ptr(Error(ErrorKind::kRemoteFailure, "the story"));
+  const auto remote_error = std::make_exception_ptr(Error(ErrorKind::kRemoteFailure, "the remote error"));
   const auto encoded = types.encode(std::make_exception_ptr(OutOfStock("paper", 1)));
   ASSERT_TRUE(encoded);
   EXPECT_EQ(types.encode(std::make_exception_ptr(Unregistered("x"))), std::nullopt);
-  EXPECT_THROW(std::rethrow_exception(types.rebuild(*encoded, story)), OutOfStock);
-  EXPECT_EQ(none.rebuild(*encoded, story), story);
+  EXPECT_THROW(std::rethrow_exception(types.rebuild(*encoded, remote_error)), OutOfStock);
+  EXPECT_EQ(none.rebuild(*encoded, remote_error), remote_error);
   for (std::size_t size = 0; size < encoded->size(); ++size) {
-    EXPECT_EQ(types.rebuild(BytesView(*encoded).first(size), story), story) << size << " bytes";
+    EXPECT_EQ(types.rebuild(BytesView(*encoded).first(size), remote_error), remote_error) << size << " bytes";
   }
   EXPECT_THROW(types.add<OutOfStock>("OutOfStock"), Error);
 }

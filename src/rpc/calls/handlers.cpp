@@ -12,16 +12,16 @@ namespace {
 
 /// Makes the error that the caller of a user function gets: the chain so far, and this hop.
 std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, const std::exception_ptr& cause) {
-  const ExceptionStory story = describe(cause);
-  std::string text = story.text;
-  std::string message = fmt::format("'{}' threw {}: {}", call, story.type, text);
+  const ExceptionDescription description = describe(cause);
+  std::string text = description.text;
+  std::string message = fmt::format("'{}' threw {}: {}", call, description.type, text);
   std::vector<RemoteFrame> frames;
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
     frames = error.frames();
     text = error.headline();
-    message = fmt::format("'{}' threw {}: {}", call, story.type, text);
+    message = fmt::format("'{}' threw {}: {}", call, description.type, text);
     // The text of the exception appears once, where it was thrown.
     if (error.kind() == ErrorKind::kRemoteFailure && !frames.empty()) {
       const RemoteFrame& first = frames.front();
@@ -36,7 +36,7 @@ std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, cons
   }
   Error error(ErrorKind::kRemoteFailure, message);
   for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
-  error.with_frame({agent.self().name, call, story.type, text});
+  error.with_frame({agent.self().name, call, description.type, text});
   agent.runtime().log.info(error.what());
   if (auto encoded = agent.functions().errors().encode(cause))
     return std::make_exception_ptr(UserFailure(std::move(error), std::move(*encoded)));
@@ -195,7 +195,7 @@ void create_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& c
 void serve_fetch(const std::shared_ptr<RpcAgent>&, const IncomingPtr& call,
                  const std::shared_ptr<Completion>& reply) {
   if (call->payload.references.size() != 1 || !call->payload.references[0]) {
-    throw Error(ErrorKind::kInvalid, "a fetch came without its reference");
+    throw Error(ErrorKind::kInvalid, "a fetch arrived without its reference");
   }
   auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
   reply_with(reference->value(Deadline::never()), reply);

@@ -66,7 +66,7 @@ c10::IValue call_method(Value& object, const std::string& method, std::vector<c1
   if (object.type() == typeid(c10::IValue)) {
     const auto& value = *static_cast<c10::IValue*>(object.address());
     if (value.isObject()) return run_method(value, method, std::move(args), kwargs);
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' was called on a {}, which is no TorchScript object",
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' was called on a {}, which is not a TorchScript object",
                                                  method, value.tagKind()));
   }
   throw Error(ErrorKind::kInvalid, fmt::format("'{}' was called on a {}, which has no TorchScript methods",

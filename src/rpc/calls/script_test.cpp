@@ -158,16 +158,16 @@ TEST(Script, CallsMethodsOfRemoteModulesAndObjects) {
   });
 }
 
-TEST(Script, RefusesMethodsOfWhatIsNoObject) {
+TEST(Script, RejectsMethodsOfNonObjects) {
   on_first([](Worker& worker) {
     auto tensor = worker.remote(1, "aten::ones", {std::vector<std::int64_t>{2}});
     const Error error = error_of([&] { tensor.rpc_sync("forward", {}); });
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    EXPECT_THAT(error.message(), HasSubstr("no TorchScript object"));
+    EXPECT_THAT(error.message(), HasSubstr("not a TorchScript object"));
   });
 }
 
-TEST(Script, IsPartOfWhatWorkersCompareWhenTheyMeet) {
+TEST(Script, IsComparedWhenWorkersJoin) {
   FunctionTable with, without;
   with.add_script(make_unit());
   EXPECT_NE(with.digest(), without.digest());

@@ -128,7 +128,7 @@ std::vector<std::string> ServingTable::unfinished(TimePoint now, const PeerTable
     if (call->deadline.passed(now)) {
       line += fmt::format(", whose deadline passed {:.1f} s ago", to_seconds(now - call->deadline.at()));
     } else if (call->stop_requested()) {
-      line += ", which its caller gave up";
+      line += ", which its caller abandoned";
     }
     lines.push_back(std::move(line));
   }

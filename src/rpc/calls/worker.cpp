@@ -137,7 +137,7 @@ void check_reference_type(const Reference& reference, const std::string& type_na
   if (reference.type_tag() == wire::digest(type_name)) return reference.name_type(type_name);
   throw Error(
       ErrorKind::kInvalid,
-      fmt::format("an RRef<{}> was expected, but the reference that came is of another type", type_name));
+      fmt::format("an RRef<{}> was expected, but the received reference is of another type", type_name));
 }
 
 void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion) {

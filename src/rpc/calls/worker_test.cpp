@@ -17,7 +17,7 @@ std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 at::Tensor scale(const at::Tensor& x, double by) { return x * by; }
 void nothing() {}
 void fail(const std::string& text) { throw std::runtime_error(text); }
-std::string who(Worker& worker) { return worker.name(); }
+std::string get_name(Worker& worker) { return worker.name(); }
 std::int64_t hop(Worker& worker, std::int64_t left);
 Task<std::int64_t> coroutine_hop(Worker& worker, std::int64_t left);
 Future<std::int64_t> async_add(Worker& worker, std::int64_t a, std::int64_t b);
@@ -35,7 +35,7 @@ constexpr Function<add> kAdd{"add"};
 constexpr Function<scale> kScale{"scale"};
 constexpr Function<nothing> kNothing{"nothing"};
 constexpr Function<fail> kFail{"fail"};
-constexpr Function<who> kWho{"who"};
+constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<hop> kHop{"hop"};
 constexpr Function<coroutine_hop> kCoroutineHop{"coroutine_hop"};
 constexpr Function<async_add> kAsyncAdd{"async_add"};
@@ -67,7 +67,7 @@ ClusterOptions cluster(int workers, std::uint64_t seed = 1) {
   ClusterOptions options;
   options.workers = workers;
   options.seed = seed;
-  options.functions.add(kAdd, kScale, kNothing, kFail, kWho, kHop, kCoroutineHop, kAsyncAdd, kCounter,
+  options.functions.add(kAdd, kScale, kNothing, kFail, kWorkerName, kHop, kCoroutineHop, kAsyncAdd, kCounter,
                         kCounterAdd, kCounterGet, kReadCounter, kReadThrough, kSleep);
   return options;
 }
@@ -84,7 +84,7 @@ TEST(Worker, CallsAFunctionOnAnotherWorkerAndOnItself) {
   on_first(2, 1, [](Worker& worker) {
     EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 2, 3), 5);
     EXPECT_EQ(worker.rpc_sync(0, kAdd, 20, 3), 23);
-    EXPECT_EQ(worker.rpc_sync(WorkerInfo{"worker1", 1}, kWho), "worker1");
+    EXPECT_EQ(worker.rpc_sync(WorkerInfo{"worker1", 1}, kWorkerName), "worker1");
     worker.rpc_sync(1, kNothing);
   });
 }
@@ -142,7 +142,7 @@ TEST(Worker, ReportsTypeTextWorkerAndPlaceOfARemoteException) {
   });
 }
 
-TEST(Worker, NamesWhoIsThereWhenADestinationDoesNotExist) {
+TEST(Worker, ListsTheWorkersWhenADestinationDoesNotExist) {
   on_first(3, 1, [](Worker& worker) {
     for (const Destination& to : {Destination("worker9"), Destination(3), Destination(-1)}) {
       try {
@@ -272,7 +272,7 @@ TEST(RRef, RefusesToBeUsedWhenItIsEmpty) {
   });
 }
 
-TEST(Worker, GathersAndMeetsOverSubsets) {
+TEST(Worker, GathersAndSynchronizesOverSubsets) {
   SimCluster world(cluster(4, 2));
   world.run([](Worker& worker) {
     const Bytes mine{std::byte(worker.rank())};

@@ -33,7 +33,7 @@ void OwnedValues::own_creation_ended(GlobalId value, Effects& effects) {
   erase_if_unused(it, {}, effects);
 }
 
-OwnedValues::Keep OwnedValues::creation_came(GlobalId value, GlobalId fork, const Keep& fresh) {
+OwnedValues::Keep OwnedValues::creation_arrived(GlobalId value, GlobalId fork, const Keep& fresh) {
   const PeerId creator = creator_of(value);
   if (!presence_.present(creator) || !created_[creator].insert(number_of(value))) return nullptr;
   Owned& owned = owned_[value];
@@ -63,18 +63,18 @@ std::optional<Refusal> OwnedValues::request_fork(GlobalId value, GlobalId fork, 
     return why_gone(value);  // if counted and deleted since, nothing reads this answer
   }
   if (it == owned_.end()) {
-    if (!may_come(value)) return why_gone(value);
+    if (!may_arrive(value)) return why_gone(value);
     it = owned_.emplace(value, Owned{nullptr, {}, false}).first;
   }
   count(it->second, fork, holder);
   return std::nullopt;
 }
 
-OwnedValues::Found OwnedValues::come_home(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh,
-                                          Effects& effects) {
+OwnedValues::Found OwnedValues::receive_at_owner(GlobalId value, GlobalId fork, PeerId from,
+                                                 const Keep& fresh, Effects& effects) {
   auto it = owned_.find(value);
   if (it == owned_.end()) {
-    if (!may_come(value)) return {nullptr, why_gone(value)};
+    if (!may_arrive(value)) return {nullptr, why_gone(value)};
     it = owned_.emplace(value, Owned{nullptr, {}, false}).first;
   }
   if (!it->second.owner) it->second.owner = fresh;
@@ -132,7 +132,7 @@ std::size_t OwnedValues::remembered() const {
   return remembered;
 }
 
-bool OwnedValues::may_come(GlobalId value) const {
+bool OwnedValues::may_arrive(GlobalId value) const {
   const PeerId creator = creator_of(value);
   if (creator == self_) return false;  // values that this worker itself creates are in the table
   switch (presence_.of(creator)) {
@@ -168,7 +168,7 @@ void OwnedValues::count(Owned& owned, GlobalId fork, PeerId holder) {
 
 void OwnedValues::erase_if_unused(Entry it, const Refusal& why, Effects& effects) {
   if (!it->second.came || !it->second.forks.empty()) return;
-  if (why.why != Refusal::Why::kLetGo) remember(it->first, why);
+  if (why.why != Refusal::Why::kReleased) remember(it->first, why);
   effects.released.push_back(std::move(it->second.owner));
   owned_.erase(it);
 }

@@ -37,7 +37,7 @@ class OwnedValues {
   /// Counts another worker's creation that arrived, with `fork` for its creator. Returns the reference to
   /// fill: `fresh`, or the one that earlier uses found. Returns null if the creation does not count: it was
   /// given up, or its creator is gone.
-  Keep creation_came(GlobalId value, GlobalId fork, const Keep& fresh);
+  Keep creation_arrived(GlobalId value, GlobalId fork, const Keep& fresh);
   /// Handles a creation that its creator gave up: if it has not arrived, it no longer counts, and the calls
   /// that wait for it fail.
   void creation_given_up(const RRefMessage& message, PeerId creator, Effects& effects);
@@ -47,7 +47,7 @@ class OwnedValues {
   std::optional<Refusal> request_fork(GlobalId value, GlobalId fork, std::uint64_t number, PeerId holder);
   /// Finds the value of a handle that returned to its owner. `fresh` becomes the reference of a value that is
   /// only heard of.
-  Found come_home(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh, Effects& effects);
+  Found receive_at_owner(GlobalId value, GlobalId fork, PeerId from, const Keep& fresh, Effects& effects);
   void remove_fork(GlobalId value, GlobalId fork, const Refusal& why, Effects& effects);
   /// Returns the holder of a fork, if the fork is counted.
   std::optional<PeerId> holder_of(GlobalId value, GlobalId fork) const;
@@ -73,7 +73,7 @@ class OwnedValues {
  private:
   using Entry = std::map<GlobalId, Owned>::iterator;
   /// Whether a value that is not in the table may still be created.
-  bool may_come(GlobalId value) const;
+  bool may_arrive(GlobalId value) const;
   Refusal why_gone(GlobalId value) const;
   void remember(GlobalId value, Refusal why);
   void count(Owned& owned, GlobalId fork, PeerId holder);

@@ -83,7 +83,7 @@ void UserReference::name_type(const std::string& name) const {
 std::shared_ptr<Endpoint> UserReference::endpoint() const {
   if (detached_.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::kCancelled,
-                "this RRef was given back when its worker shut down; it cannot be used any more");
+                "this RRef was released when its worker shut down; it cannot be used any more");
   }
   return require(endpoint_);
 }

@@ -120,16 +120,16 @@ void References::created(const std::shared_ptr<UserReference>& user) {
 
 void References::creation_failed(const std::shared_ptr<UserReference>& user,
                                  const std::exception_ptr& error) {
-  const Error story = to_error(error);
+  const Error as_error = to_error(error);
   user->fail(error);
   RRefTable::Effects effects;
   {
     MutexLock lock(shared_->mutex);
-    if (story.kind() == ErrorKind::kRemoteFailure) {
+    if (as_error.kind() == ErrorKind::kRemoteFailure) {
       shared_->table.held().created(user->fork_id(),
                                     effects);  // its owner answered: the value is a failure
     } else {
-      shared_->table.held().give_up(user->fork_id(), story.message(), effects);
+      shared_->table.held().give_up(user->fork_id(), as_error.message(), effects);
     }
   }
   driver_->apply(std::move(effects));
@@ -156,14 +156,15 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
     const PeerId self = shared_->table.self();
     if (handle.owner != self.rank || handle.incarnation != self.incarnation ||
         creator_of(handle.value) != from)
-      throw Error(ErrorKind::kDisconnected,
-                  "this creation was meant for another worker, or one that had this rank before; call again");
+      throw Error(
+          ErrorKind::kDisconnected,
+          "this creation is addressed to another worker, or to an earlier process of this rank; call again");
     fresh = std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
       kept = shared_->table.owned().find(handle.value);
       shared_->table.owned().own_creation_ended(handle.value, effects);
     } else {
-      kept = shared_->table.owned().creation_came(handle.value, handle.fork, fresh);
+      kept = shared_->table.owned().creation_arrived(handle.value, handle.fork, fresh);
       if (kept && kept != fresh) std::static_pointer_cast<OwnerReference>(kept)->set_origin(origin);
     }
   }
@@ -236,10 +237,10 @@ std::optional<std::shared_ptr<void>> References::from_handle(const wire::Handle&
     if (shared_->table.held().is_missing(handle.fork, from)) return std::nullopt;
     home = handle.owner == shared_->table.self().rank;
   }
-  return home ? come_home(handle, from) : adopt(handle, from);
+  return home ? receive_at_owner(handle, from) : adopt(handle, from);
 }
 
-std::shared_ptr<void> References::come_home(const wire::Handle& handle, PeerId from) {
+std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, PeerId from) {
   RRefTable::Effects effects;
   OwnedValues::Found found;
   const Origin origin = origin_from(from);
@@ -248,7 +249,7 @@ std::shared_ptr<void> References::come_home(const wire::Handle& handle, PeerId f
     MutexLock lock(shared_->mutex);
     fresh = std::make_shared<OwnerReference>(endpoint_, shared_->table.self(), handle.value, handle.type_tag,
                                              origin);
-    found = shared_->table.come_home(handle, from, fresh, effects);
+    found = shared_->table.receive_at_owner(handle, from, fresh, effects);
   }
   if (found.refusal) {
     fresh->set_error(std::make_exception_ptr(driver_->refused(handle.value, *found.refusal)));
@@ -291,7 +292,7 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
     }
   }
   if (!lost) return references;
-  driver_->let_go(std::move(references));  // gives the others back, which arrived
+  driver_->release_references(std::move(references));  // gives the others back, which arrived
   throw Error(ErrorKind::kDisconnected,
               "a reference in this message was given up as lost when a connection broke; send it again");
 }
@@ -341,7 +342,7 @@ void References::clear() {
   for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
   // Calls that wait for a reference also hold it; they release it when it completes.
   const auto reason = std::make_exception_ptr(
-      Error(ErrorKind::kCancelled, "this worker was shut down before the value came"));
+      Error(ErrorKind::kCancelled, "this worker was shut down before the value arrived"));
   for (const auto& kept : effects.released) {
     if (kept) std::static_pointer_cast<Reference>(kept)->abandon(reason);
   }

@@ -73,7 +73,7 @@ class References : public std::enable_shared_from_this<References> {
                       std::optional<Refusal>& dead) TORCHSPAN_REQUIRES(shared_->mutex);
   /// Returns nullopt for a reference that this worker reported to its sender as lost.
   std::optional<std::shared_ptr<void>> from_handle(const wire::Handle& handle, PeerId from);
-  std::shared_ptr<void> come_home(const wire::Handle& handle, PeerId from);
+  std::shared_ptr<void> receive_at_owner(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> adopt(const wire::Handle& handle, PeerId from);
   Origin origin(SourceLocation site) const;
   Origin origin_from(PeerId from) const;

@@ -216,10 +216,10 @@ void RRefDriver::apply(RRefTable::Effects effects) {
     auto& owner = static_cast<OwnerReference&>(*std::static_pointer_cast<Reference>(reference));
     owner.set_error(std::make_exception_ptr(refused(owner.value_id(), why)));
   }
-  let_go(std::move(effects.released));
+  release_references(std::move(effects.released));
 }
 
-void RRefDriver::let_go(std::vector<std::shared_ptr<void>> references) const {
+void RRefDriver::release_references(std::vector<std::shared_ptr<void>> references) const {
   // The use count does not matter: another holder may release the value at the same moment.
   std::erase_if(references, [](const std::shared_ptr<void>& kept) {
     return !kept || !std::static_pointer_cast<Reference>(kept)->is_owner();
@@ -299,11 +299,12 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
       return gone(who + ", its owner, died or left, and the value with it");
     case Refusal::Why::kSenderGone:
       return gone(who + ", which sent this reference, died or left before its owner knew of it");
-    case Refusal::Why::kLetGo:
+    case Refusal::Why::kReleased:
       break;
   }
   return gone(
-      "its owner destroyed the value before it heard of this reference: all references that it knew of were "
+      "its owner destroyed the value before it learned of this reference: every reference that it knew of "
+      "was "
       "released");
 }
 

@@ -27,7 +27,7 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
 
   void apply(RRefTable::Effects effects);
   /// Releases references on a thread where the destructors of values may wait.
-  void let_go(std::vector<std::shared_ptr<void>> references) const;
+  void release_references(std::vector<std::shared_ptr<void>> references) const;
   /// Makes the error for a value that is not available.
   Error refused(GlobalId value, const Refusal& refusal) const;
 

@@ -32,7 +32,7 @@ struct RRefMessage {
 /// Why a reference cannot be counted or a value is not available.
 struct Refusal {
   enum class Why : std::uint8_t {
-    kLetGo,        ///< no worker that the owner knew of held it any more
+    kReleased,     ///< no worker that the owner knew of held it any more
     kHolderGone,   ///< the same; the last holder, `who`, died or left
     kCreatorGone,  ///< the value's creator is gone; the value never arrived, or ended with its holders
     kGivenUp,      ///< its creator gave up the creation before it arrived: `text`
@@ -40,7 +40,7 @@ struct Refusal {
     kOwnerGone,    ///< the owner died or left
     kSenderGone,   ///< the sender has died or left, and the reference was not counted
   };
-  Why why = Why::kLetGo;
+  Why why = Why::kReleased;
   PeerId who;
   std::string text;
   friend bool operator==(const Refusal&, const Refusal&) = default;

@@ -17,7 +17,7 @@ namespace torchspan::rpc::rref_network_test {
 namespace {
 
 /// How many workers each worker deals with: the next ones in a ring.
-constexpr std::uint32_t kNeighbours = 8;
+constexpr std::uint32_t kNeighbors = 8;
 
 /// Queues the jobs of all workers for the one thread that drives them.
 class JobQueue final : public FutureHost {
@@ -232,7 +232,7 @@ class NetworkWorld {
   Cost share_and_drop(std::size_t references) {
     const std::size_t before = shared_.control;
     for (std::size_t made = 0; made < references; made += 4 * nodes_.size()) {
-      for (const auto& node : nodes_) node->make((node->self().rank + 1 + wave_ % kNeighbours) % size());
+      for (const auto& node : nodes_) node->make((node->self().rank + 1 + wave_ % kNeighbors) % size());
       ++wave_;
       settle();
       for (const auto& node : nodes_) share_last(*node);
@@ -299,7 +299,7 @@ TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
   NetworkWorld world(1000);
   Cost few, many;
   world.executor().run([&] {
-    world.share_and_drop(4 * 1000 * kNeighbours);  // every worker has met its neighbors
+    world.share_and_drop(4 * 1000 * kNeighbors);  // every worker has met its neighbors
     few = world.share_and_drop(20'000);
     many = world.share_and_drop(100'000);
   });
@@ -311,28 +311,28 @@ TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
   // A value shared with three: four deletions, three fork requests, three acceptances.
   EXPECT_DOUBLE_EQ(few.messages, 10.0 / 4.0);
   EXPECT_DOUBLE_EQ(many.messages, 10.0 / 4.0);
-  EXPECT_LE(many.remembered, 4u * kNeighbours) << "an interval for each creator and each holder";
+  EXPECT_LE(many.remembered, 4u * kNeighbors) << "an interval for each creator and each holder";
   EXPECT_LT((many.bytes - few.bytes) / 100'000, 1.0) << "what is gone costs nothing";
 }
 
-struct Guest {
+struct CountedValue {
   int* alive;
-  explicit Guest(int& alive) : alive(&alive) { ++alive; }
-  Guest(Guest&& other) noexcept : alive(std::exchange(other.alive, nullptr)) {}
-  ~Guest() {
+  explicit CountedValue(int& alive) : alive(&alive) { ++alive; }
+  CountedValue(CountedValue&& other) noexcept : alive(std::exchange(other.alive, nullptr)) {}
+  ~CountedValue() {
     if (alive != nullptr) --*alive;
   }
 };
 
 // The driver releases the value on the pool even if the program also holds it. Otherwise the program might
 // release it a moment earlier, and the value's destructor would run on the thread that reads messages.
-TEST(References, LetGoOfAValueOnAThreadThatMayWaitWhoeverElseHoldsIt) {
+TEST(References, AreReleasedOnAThreadThatMayWait) {
   Shared shared;
   shared.executor.run([&] {
     const auto owner = std::make_shared<Node>(shared, 0);
     owner->begin(2);
     int alive = 0;
-    ReferencePtr held = owner->references().own(make_value<Guest>(alive), "Guest", {});
+    ReferencePtr held = owner->references().own(make_value<CountedValue>(alive), "CountedValue", {});
     const GlobalId value = held->value_id();
     const auto handles = owner->references().to_handles({held}, {1, 0});
     owner->references().driver().receive(

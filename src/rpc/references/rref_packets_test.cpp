@@ -70,8 +70,8 @@ void RRefWorld::arrive_creation(Worker& here, const Packet& packet) {
     kept = here.table->owned().find(value.id);
     here.table->owned().own_creation_ended(value.id, effects);
   } else {
-    kept = here.table->owned().creation_came(value.id, packet.handle.fork, fresh);
-    if (!kept && !value.failed) fail("a creation was refused that nobody gave up");
+    kept = here.table->owned().creation_arrived(value.id, packet.handle.fork, fresh);
+    if (!kept && !value.failed) fail("a creation was refused that its creator did not give up");
   }
   if (kept && !value.failed) {
     value.came = true;
@@ -115,7 +115,7 @@ void RRefWorld::arrive_carry(Worker& here, const Packet& packet) {
   Effects effects;
   bool refused = false;
   if (packet.handle.owner == here.id.rank) {
-    auto found = here.table->come_home(packet.handle, packet.from, object, effects);
+    auto found = here.table->receive_at_owner(packet.handle, packet.from, object, effects);
     book.living = false;
     refused = found.refusal.has_value();
     if (found.owner) object = std::static_pointer_cast<Object>(found.owner);

@@ -30,7 +30,7 @@ class LargeWorld {
     const GlobalId value = tables_[creator]->next_value(owner), fork = tables_[creator]->next_id();
     const auto user = std::make_shared<int>(1);
     tables_[creator]->held().add_creating({owner, 0}, value, fork, user);
-    tables_[owner]->owned().creation_came(value, fork, std::make_shared<int>(2));
+    tables_[owner]->owned().creation_arrived(value, fork, std::make_shared<int>(2));
     RRefTable::Effects effects;
     tables_[creator]->held().created(fork, effects);
     deliver(creator, std::move(effects));

@@ -42,7 +42,7 @@ RRefSchedule schedule_of(std::uint64_t seed) {
   if (random() % 2 == 0) {
     add(Kind::kCrash, 1);
     add(Kind::kRestart, 1 + random() % 2);
-    add(Kind::kNews, 2 + random() % 6);
+    add(Kind::kMembershipEvent, 2 + random() % 6);
   }
   RRefSchedule schedule(20 + random() % 100);
   for (RRefStep& step : schedule) {
@@ -78,7 +78,7 @@ RRefSchedule minimized(RRefSchedule schedule, std::uint64_t seed) {
   return schedule;
 }
 
-TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
+TEST(RRefProtocol, KeepsItsInvariantsUnderEverySchedule) {
   const auto schedules = torchspan::testing::number_from("TORCHSPAN_CASES", std::uint64_t{20'000});
   std::array<std::size_t, RRefStep::kKinds> done{};
   std::size_t messages = 0, references = 0;
@@ -91,12 +91,12 @@ TEST(RRefProtocol, KeepsItsPromisesUnderEverySchedule) {
     for (std::size_t kind = 0; kind < done.size(); ++kind) done.at(kind) += world.done().at(kind);
     if (failure.empty()) continue;
     const RRefSchedule shortest = minimized(schedule, seed);
-    RRefWorld told(workers_of(seed), seed);
-    told.trace();
-    const std::string last = told.run(shortest);
+    RRefWorld replayed(workers_of(seed), seed);
+    replayed.trace();
+    const std::string last = replayed.run(shortest);
     FAIL() << "seed " << seed << ", " << workers_of(seed) << " workers: " << failure << "\n"
            << shortest.size() << " of its " << schedule.size() << " steps are enough for: " << last << "\n"
-           << told.story();
+           << replayed.trace_text();
   }
   for (std::size_t kind = 0; kind < done.size(); ++kind)
     EXPECT_GT(done.at(kind), schedules / 100) << "step " << kind << " was hardly ever possible";

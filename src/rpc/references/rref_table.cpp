@@ -48,11 +48,11 @@ void RRefTable::unsend(const wire::Handle& handle, Effects& effects) {
   lost(handle.value, handle.fork, effects);
 }
 
-OwnedValues::Found RRefTable::come_home(const wire::Handle& handle, PeerId from, const Keep& fresh,
-                                        Effects& effects) {
+OwnedValues::Found RRefTable::receive_at_owner(const wire::Handle& handle, PeerId from, const Keep& fresh,
+                                               Effects& effects) {
   OwnedValues::Found found;
   if (handle.incarnation == self_.incarnation) {
-    found = owned_.come_home(handle.value, handle.fork, from, fresh, effects);
+    found = owned_.receive_at_owner(handle.value, handle.fork, from, fresh, effects);
   } else {
     found.refusal = Refusal{Refusal::Why::kOtherOwner, {handle.owner, handle.incarnation}, {}};
   }

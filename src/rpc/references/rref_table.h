@@ -55,7 +55,8 @@ class RRefTable {
   /// Takes back a handle whose message could not be sent.
   void unsend(const wire::Handle& handle, Effects& effects);
   /// Finds a value of this worker by a handle that came from `from`.
-  OwnedValues::Found come_home(const wire::Handle& handle, PeerId from, const Keep& fresh, Effects& effects);
+  OwnedValues::Found receive_at_owner(const wire::Handle& handle, PeerId from, const Keep& fresh,
+                                      Effects& effects);
 
   /// Handles a control message; the refusal is the answer to a fork request, whose `to` names the owner's
   /// incarnation that it means.

@@ -33,7 +33,7 @@ struct Table : RRefTable {
 /// Returns the id of the nth value that worker 1 makes on worker 0.
 GlobalId made_by_other(std::uint64_t n) { return {kOther.rank, n}; }
 
-TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
+TEST(NumberSet, StoresOnlyItsGaps) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::mt19937_64 random(seed);
     NumberSet numbers;
@@ -50,12 +50,12 @@ TEST(NumberSet, IsASetWhoseMemoryIsItsGaps) {
   }
 }
 
-TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsStillOnItsWay) {
+TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsInFlight) {
   Table table;
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
   EXPECT_EQ(table.counts().forks, 1u);
   const Keep owner = thing();
-  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, owner), owner);
+  EXPECT_EQ(table.owned().creation_arrived(made_by_other(1), {1, 8}, owner), owner);
   table.forget(made_by_other(1), {1, 8}, kOther);
   EXPECT_TRUE(table.effects.released.empty()) << "the third worker holds it";
   table.forget(made_by_other(1), {1, 9}, kThird);
@@ -65,19 +65,20 @@ TEST(RRefTable, CountsAForkOfAValueWhoseCreationIsStillOnItsWay) {
 
 TEST(RRefTable, RefusesAUseOfAValueThatIsGone) {
   Table table;
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   table.forget(made_by_other(1), {1, 8}, kOther);
-  const auto found = table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, thing(), table.effects);
+  const auto found =
+      table.receive_at_owner({0, made_by_other(1), {1, 9}, 0, 0}, kThird, thing(), table.effects);
   ASSERT_TRUE(found.refusal);
-  EXPECT_EQ(found.refusal->why, Why::kLetGo);
+  EXPECT_EQ(found.refusal->why, Why::kReleased);
   EXPECT_EQ(table.counts().owners, 0u);
-  ASSERT_FALSE(table.effects.messages.empty()) << "its parent is told to let go";
+  ASSERT_FALSE(table.effects.messages.empty()) << "its parent is released";
   EXPECT_EQ(table.effects.messages.back().kind, RRefMessage::Kind::kChildAccept);
 }
 
-TEST(RRefTable, SaysOfAValueThatItsHolderDied) {
+TEST(RRefTable, ReportsThatTheHolderOfAValueDied) {
   Table table;
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
   table.forget(made_by_other(1), {1, 8}, kOther);
   table.depart(kThird, table.effects);
@@ -87,16 +88,16 @@ TEST(RRefTable, SaysOfAValueThatItsHolderDied) {
   EXPECT_EQ(*refusal, (Refusal{Why::kHolderGone, kThird, {}}));
 }
 
-TEST(RRefTable, FailsWhatIsOnlyHeardOfWhenItsCreatorDies) {
+TEST(RRefTable, FailsAnExpectedValueWhenItsCreatorDies) {
   Table table;
   const Keep waiting = thing();
-  table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
+  table.receive_at_owner({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
   EXPECT_EQ(table.counts().owners, 1u);
   table.depart(kOther, table.effects);
   ASSERT_EQ(table.effects.failed.size(), 1u);
   EXPECT_EQ(table.effects.failed[0].reference, waiting);
   EXPECT_EQ(table.effects.failed[0].why.why, Why::kCreatorGone);
-  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, thing()), nullptr)
+  EXPECT_EQ(table.owned().creation_arrived(made_by_other(1), {1, 8}, thing()), nullptr)
       << "what still waited in the pool does not count";
   EXPECT_EQ(table.counts().owners, 0u);
 }
@@ -104,11 +105,11 @@ TEST(RRefTable, FailsWhatIsOnlyHeardOfWhenItsCreatorDies) {
 TEST(RRefTable, ForgetsACreationThatItsCreatorGaveUp) {
   Table table;
   const Keep waiting = thing();
-  table.come_home({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
+  table.receive_at_owner({0, made_by_other(1), {1, 9}, 0, 0}, kThird, waiting, table.effects);
   table.give_up(made_by_other(1), {1, 8}, kOther);
   ASSERT_EQ(table.effects.failed.size(), 1u);
   EXPECT_EQ(table.effects.failed[0].why, (Refusal{Why::kGivenUp, kOther, "late"}));
-  EXPECT_EQ(table.owned().creation_came(made_by_other(1), {1, 8}, thing()), nullptr);
+  EXPECT_EQ(table.owned().creation_arrived(made_by_other(1), {1, 8}, thing()), nullptr);
   EXPECT_EQ(table.ask(made_by_other(1), {1, 10}, 1, kThird)->text, "late");
   EXPECT_EQ(table.counts().owners, 0u);
 }
@@ -119,7 +120,7 @@ TEST(RRefTable, CountsNothingForAWorkerThatIsGone) {
   table.depart(kThird, table.effects);
   EXPECT_FALSE(table.send_owner({0, 1}, owner, kThird));
   EXPECT_FALSE(table.send_user(owner, kThird));
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone);
   table.join({kThird.rank, 1}, table.effects);
   EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone) << "it is another one now";
@@ -127,16 +128,16 @@ TEST(RRefTable, CountsNothingForAWorkerThatIsGone) {
   EXPECT_EQ(table.counts().forks, 2u);
 }
 
-TEST(RRefTable, TakesForGoneWhoseSuccessorJoins) {
+TEST(RRefTable, TreatsAWorkerAsGoneWhenItsSuccessorJoins) {
   Table table;
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   table.join({kOther.rank, 1}, table.effects);
   EXPECT_EQ(table.counts().owners, 0u);
 }
 
 TEST(RRefTable, AnswersACopyOfAForkRequestWithoutCountingItAgain) {
   Table table;
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
   EXPECT_FALSE(table.ask(made_by_other(1), {1, 9}, 1, kThird));
   table.forget(made_by_other(1), {1, 9}, kThird);
@@ -144,12 +145,12 @@ TEST(RRefTable, AnswersACopyOfAForkRequestWithoutCountingItAgain) {
   EXPECT_EQ(table.counts().forks, 1u);
 }
 
-TEST(RRefTable, RefusesWhatAnEarlierProcessOfItsRankOwned) {
+TEST(RRefTable, RejectsValuesOfAnEarlierIncarnation) {
   RRefTable table(0);
   RRefTable::Effects effects;
   table.begin({0, 3});
   table.join(kOther, effects);
-  const auto found = table.come_home({0, made_by_other(1), {1, 9}, 0, 2}, kOther, thing(), effects);
+  const auto found = table.receive_at_owner({0, made_by_other(1), {1, 9}, 0, 2}, kOther, thing(), effects);
   EXPECT_EQ(found.refusal->why, Why::kOtherOwner);
   const auto refusal = table.receive(
       {RRefMessage::Kind::kForkRequest, {0, 2}, made_by_other(1), {1, 9}, 1, {}}, kOther, effects);
@@ -165,19 +166,19 @@ TEST(RRefTable, WaitsForACreatorWhoseJoiningIsNotKnownYet) {
   EXPECT_FALSE(
       table.receive({RRefMessage::Kind::kForkRequest, kSelf, value, {1, 9}, 1, {}}, kThird, effects));
   table.join(kOther, effects);
-  EXPECT_NE(table.owned().creation_came(value, {1, 8}, thing()), nullptr);
+  EXPECT_NE(table.owned().creation_arrived(value, {1, 8}, thing()), nullptr);
   EXPECT_EQ(table.counts().forks, 2u);
 }
 
 // remote() to the worker itself and the first use of its RRef are two messages to the worker itself, which
 // may be served in either order. The use must find the reference that the creation will fill.
-TEST(RRefTable, FindsAnExpectedValueAfterItsReferenceTravelledAheadOfItsCreation) {
+TEST(RRefTable, FindsAValueWhoseReferenceArrivedBeforeItsCreation) {
   Table table;
   const Keep owner = thing();
   const GlobalId value = table.next_value(0);
   table.owned().expect_own(value, owner);
   const auto fork = table.send_owner(value, owner, kSelf);
-  EXPECT_EQ(table.come_home({0, value, *fork, 0, 0}, kSelf, thing(), table.effects).owner, owner);
+  EXPECT_EQ(table.receive_at_owner({0, value, *fork, 0, 0}, kSelf, thing(), table.effects).owner, owner);
   EXPECT_EQ(table.owned().find(value), owner);
   table.owned().own_creation_ended(value, table.effects);
   EXPECT_EQ(table.owned().find(value), nullptr);
@@ -196,31 +197,30 @@ TEST(RRefTable, TakesBackAChildWhoseMessageCouldNotBeSent) {
 
 TEST(RRefTable, TakesAForkBackFromItsHolderOnly) {
   Table table;
-  table.owned().creation_came(made_by_other(1), {1, 8}, thing());
-  for (const PeerId stranger : {kSelf, kThird, PeerId{1, 1}})
-    table.forget(made_by_other(1), {1, 8}, stranger);
+  table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
+  for (const PeerId other : {kSelf, kThird, PeerId{1, 1}}) table.forget(made_by_other(1), {1, 8}, other);
   EXPECT_EQ(table.counts().forks, 1u);
   table.forget(made_by_other(1), {1, 8}, kOther);
   EXPECT_EQ(table.counts().forks, 0u);
 }
 
-TEST(RRefTable, LetsGoOfAParentForItsChildsReceiverOnly) {
+TEST(RRefTable, ReleasesAParentForItsChildsReceiverOnly) {
   Table table;
   const auto child = table.send_user(thing(), kOther);
   const auto accept = [&](PeerId from) {
     table.receive({RRefMessage::Kind::kChildAccept, kSelf, {}, *child, 0, {}}, from, table.effects);
   };
-  for (const PeerId stranger : {kSelf, kThird, PeerId{1, 1}}) accept(stranger);
+  for (const PeerId other : {kSelf, kThird, PeerId{1, 1}}) accept(other);
   EXPECT_EQ(table.counts().pending_children, 1u);
   accept(kOther);
   EXPECT_EQ(table.counts().pending_children, 0u);
 }
 
-TEST(RRefTable, RemembersLittleOfWhatIsGone) {
+TEST(RRefTable, KeepsLittleStateOfReleasedValues) {
   Table table;
   for (std::uint64_t n = 1; n <= 100'000; ++n) {
     const GlobalId value = made_by_other(n), mine{1, 3 * n}, theirs{1, 3 * n + 1};
-    table.owned().creation_came(value, mine, thing());
+    table.owned().creation_arrived(value, mine, thing());
     table.ask(value, theirs, n, kThird);
     table.forget(value, mine, kOther);
     table.forget(value, theirs, kThird);

@@ -18,20 +18,20 @@ namespace torchspan::rpc::testing {
 /// when steps are left out.
 struct RRefStep {
   enum class Kind : std::uint8_t {
-    kDeliver,      ///< any message in flight, in any order
-    kNews,         ///< a worker learns of the next join or death
-    kCreate,       ///< remote(): a value on another worker, or on its own
-    kOwnValue,     ///< a value of the worker itself
-    kShare,        ///< a worker sends a reference to another one, to the owner or to itself
-    kShareFails,   ///< the same, and its message cannot be sent
-    kDrop,         ///< the program releases a reference
-    kCreateFails,  ///< remote() whose message cannot be sent
-    kRefuse,       ///< a creation arrives and fails there, begun or not
-    kGiveUp,       ///< a creator's deadline passes
-    kRepeat,       ///< an unanswered control message is sent once more
-    kLose,         ///< a control message or its answer is lost
-    kBreak,        ///< a connection breaks: some of what was on it is lost
-    kAudit,        ///< a worker asks its peer which forks were lost
+    kDeliver,          ///< any message in flight, in any order
+    kMembershipEvent,  ///< a worker learns of the next join or death
+    kCreate,           ///< remote(): a value on another worker, or on its own
+    kOwnValue,         ///< a value of the worker itself
+    kShare,            ///< a worker sends a reference to another one, to the owner or to itself
+    kShareFails,       ///< the same, and its message cannot be sent
+    kDrop,             ///< the program releases a reference
+    kCreateFails,      ///< remote() whose message cannot be sent
+    kRefuse,           ///< a creation arrives and fails there, begun or not
+    kGiveUp,           ///< a creator's deadline passes
+    kRepeat,           ///< an unanswered control message is sent once more
+    kLose,             ///< a control message or its answer is lost
+    kBreak,            ///< a connection breaks: some of what was on it is lost
+    kAudit,            ///< a worker asks its peer which forks were lost
     kCrash,
     kRestart,
   };
@@ -54,9 +54,9 @@ class RRefWorld {
 
   /// Runs the schedule, then ends everything. Returns the first failure, or an empty string.
   std::string run(const RRefSchedule& schedule);
-  /// Records what happens in story(), one line per event; call it before run().
+  /// Records what happens in trace_text(), one line per event; call it before run().
   void trace() { tracing_ = true; }
-  const std::string& story() const { return story_; }
+  const std::string& trace_text() const { return trace_text_; }
   /// Returns how often each kind of step found something to do: a search that never does a thing proves
   /// nothing about it.
   const std::array<std::size_t, RRefStep::kKinds>& done() const { return done_; }
@@ -112,7 +112,7 @@ class RRefWorld {
   void step(const RRefStep& step);
   bool act(const RRefStep& step);
   bool deliver(std::size_t index);
-  bool hear_news(Worker& worker);
+  bool receive_membership_event(Worker& worker);
   bool create(Worker& worker, Worker& owner, bool fails);
   bool own(Worker& worker);
   bool share(Worker& worker, std::size_t index, Worker& to, bool fails);
@@ -143,7 +143,7 @@ class RRefWorld {
   void check();
   void check_empty();
   void fail(std::string what);
-  void tell(const std::string& line);
+  void record(const std::string& line);
   std::string describe(const RRefStep& step) const;
 
   Worker& at(std::uint32_t rank) { return workers_[rank % workers_.size()]; }
@@ -164,7 +164,7 @@ class RRefWorld {
   std::size_t messages_ = 0;
   std::array<std::size_t, RRefStep::kKinds> done_{};
   std::string failure_;
-  std::string story_;
+  std::string trace_text_;
   bool tracing_ = false;
 };
 

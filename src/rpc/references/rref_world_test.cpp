@@ -37,8 +37,8 @@ RRefWorld::~RRefWorld() {
 void RRefWorld::fail(std::string what) {
   if (failure_.empty()) failure_ = std::move(what);
 }
-void RRefWorld::tell(const std::string& line) {
-  if (tracing_) story_ += line + "\n";
+void RRefWorld::record(const std::string& line) {
+  if (tracing_) trace_text_ += line + "\n";
 }
 RRefWorld::Worker* RRefWorld::alive(PeerId id) {
   Worker& worker = at(id.rank);
@@ -312,7 +312,7 @@ bool RRefWorld::restart(Worker& worker) {
   return true;
 }
 
-bool RRefWorld::hear_news(Worker& worker) {
+bool RRefWorld::receive_membership_event(Worker& worker) {
   if (!worker.alive || worker.news.empty()) return false;
   const auto [peer, joined] = worker.news.front();
   worker.news.pop_front();
@@ -349,8 +349,8 @@ bool RRefWorld::act(const RRefStep& step) {
   switch (step.kind) {
     case Kind::kDeliver:
       return deliver(step.a);
-    case Kind::kNews:
-      return hear_news(worker);
+    case Kind::kMembershipEvent:
+      return receive_membership_event(worker);
     case Kind::kCreate:
     case Kind::kCreateFails:
       return worker.alive && create(worker, other, step.kind == Kind::kCreateFails);
@@ -382,9 +382,9 @@ bool RRefWorld::act(const RRefStep& step) {
 }
 
 void RRefWorld::step(const RRefStep& step) {
-  if (tracing_) story_ += describe(step) + "\n";
+  if (tracing_) trace_text_ += describe(step) + "\n";
   if (!act(step)) {
-    if (tracing_) story_ += "    (nothing to do)\n";
+    if (tracing_) trace_text_ += "    (nothing to do)\n";
     return;
   }
   ++done_.at(static_cast<std::size_t>(step.kind));
@@ -399,7 +399,7 @@ void RRefWorld::check() {
     kept_by[book.value] = &book;
     if (book.known || !book.parent) continue;
     if (books_.at(*book.parent).held.expired())
-      fail(fmt::format("the parent of {} was let go of before its owner knew it", str(fork)));
+      fail(fmt::format("the parent of {} was released before its owner knew it", str(fork)));
   }
   for (std::size_t i = 0; i < values_.size(); ++i) {
     const Value& value = values_[i];
@@ -426,7 +426,7 @@ std::string RRefWorld::run(const RRefSchedule& schedule) {
 
 /// Runs without more work by programs and without crashes until everything has ended.
 void RRefWorld::settle() {
-  tell("the end begins");
+  record("the end begins");
   for (int i = 0; i < 100'000; ++i) {
     if (!settle_step()) return;
     check();
@@ -440,7 +440,7 @@ bool RRefWorld::settle_step() {
   bool any = false;
   for (Worker& worker : workers_) {
     if (!worker.alive) continue;
-    any = hear_news(worker) || any;
+    any = receive_membership_event(worker) || any;
     any = drop(worker, random_()) || any;
   }
   any = audit(static_cast<std::uint32_t>(random_())) || any;
@@ -484,9 +484,10 @@ std::string RRefWorld::describe(const RRefStep& step) const {
                                  step.a % workers_.size(), step.b % workers_.size(), step.c % 100);
   if (step.kind != RRefStep::Kind::kDeliver || bag_.empty()) return text;
   const Packet& packet = bag_[step.a % bag_.size()];
-  constexpr std::array kLetters = {"", "answer to ", "creation", "created", "reference", "audit", "audited"};
+  constexpr std::array kMessageKinds = {"",          "answer to ", "creation", "created",
+                                        "reference", "audit",      "audited"};
   text = fmt::format("deliver {} -> {}: {}", str(packet.from), str(packet.to),
-                     kLetters.at(static_cast<std::size_t>(packet.kind)));
+                     kMessageKinds.at(static_cast<std::size_t>(packet.kind)));
   if (packet.kind <= Packet::Kind::kAnswer)
     return text + fmt::format("{} of {} ({})", name(packet.message.kind), str(packet.message.fork),
                               str(packet.message.value));

@@ -68,7 +68,7 @@ Timeline simulated(const Table& table, std::string name = "", Costs costs = {}) 
   return timeline;
 }
 
-TEST(DrawText, HasALineARankAndAColumnASlot) {
+TEST(DrawText, HasALinePerRankAndAColumnPerSlot) {
   EXPECT_EQ(draw_text(simulated(one_forward_one_backward(Shape{.ranks = 2, .micro_batches = 3}))),
             "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---\n"
             "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .\n");
@@ -119,7 +119,7 @@ TEST(DrawSvg, ColoursAndNumbersEachAction) {
   for (const char* number : {"0", "1", "2"}) EXPECT_GE(count(svg, ">" + std::string(number) + "</text>"), 6);
 }
 
-TEST(DrawSvg, ExplainsTheKindsThatAreThere) {
+TEST(DrawSvg, ExplainsTheKindsInUse) {
   const std::string halves = draw_svg({simulated(zero_bubble_h1({.ranks = 2, .micro_batches = 3}))});
   EXPECT_THAT(halves, HasSubstr(">weight gradient</text>"));
   EXPECT_THAT(halves, Not(HasSubstr(">backward</text>")));
@@ -212,7 +212,7 @@ TEST(DrawSvg, DrawsAStepInWhichNothingHappens) {
 }
 
 TEST(Draw, RefusesTimelinesThatContradictThemselves) {
-  const auto complaint = [](const std::function<void(Timeline&)>& damage) {
+  const auto error_text = [](const std::function<void(Timeline&)>& damage) {
     Timeline timeline = simulated(gpipe({.rank_of_stage = {0}, .micro_batches = 2}), "mine");
     damage(timeline);
     try {
@@ -227,17 +227,18 @@ TEST(Draw, RefusesTimelinesThatContradictThemselves) {
     }
     return std::string("accepted by draw_svg");
   };
-  EXPECT_THAT(complaint([](Timeline& t) { t.idle.clear(); }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.idle.clear(); }),
               HasSubstr("timeline 'mine' idle has 0 entries and spans 1"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.peak_live.push_back(0); }), HasSubstr("peak_live has 2 entries"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.live.clear(); }), HasSubstr("live has 0 entries"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.live[0].pop_back(); }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.peak_live.push_back(0); }),
+              HasSubstr("peak_live has 2 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.live.clear(); }), HasSubstr("live has 0 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.live[0].pop_back(); }),
               HasSubstr("live[0] has 3 entries and spans 4"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.makespan = Duration{5}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.makespan = Duration{5}; }),
               HasSubstr("rank 0 runs 0B0 from 4 to 6 ns"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.spans[0][1].start = Duration{0}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.spans[0][1].start = Duration{0}; }),
               HasSubstr("runs 0F1 from 0 to 2"));
-  EXPECT_THAT(complaint([](Timeline& t) { t.spans[0][0].start = Duration{-1}; }),
+  EXPECT_THAT(error_text([](Timeline& t) { t.spans[0][0].start = Duration{-1}; }),
               HasSubstr("runs 0F0 from -1 to 1"));
   EXPECT_THROW(draw_svg({}), Error);
 }

@@ -71,7 +71,7 @@ class Pool final : public FutureHost {
 
   void run(Worker& self);
   /// Spins briefly for the next job before an idle thread sleeps; one thread at a time.
-  void look_out(const Worker& self);
+  void spin(const Worker& self);
   UniqueFunction<void()> next_job() TORCHSPAN_REQUIRES(mutex_);
   /// Sleeps until there is work; false if this thread has been idle for too long and must end.
   bool rest(Worker& self, Deadline deadline);
@@ -83,7 +83,7 @@ class Pool final : public FutureHost {
   void leave(Worker& self, Waiter* waiter) TORCHSPAN_REQUIRES(mutex_);
 
   /// Wakes an idle thread or starts one if a queued job could run.
-  void staff() TORCHSPAN_REQUIRES(mutex_);
+  void wake_or_add_worker() TORCHSPAN_REQUIRES(mutex_);
   void add_worker() TORCHSPAN_REQUIRES(mutex_);
   /// Jobs are queued, and no thread will become free unless a wait fails.
   bool starved() const TORCHSPAN_REQUIRES(mutex_);
@@ -98,7 +98,7 @@ class Pool final : public FutureHost {
   Workers workers_ TORCHSPAN_GUARDED_BY(mutex_);
   Workers retired_ TORCHSPAN_GUARDED_BY(mutex_);  ///< returning from run(), to be joined
   std::unordered_map<std::thread::id, Worker*> by_thread_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::atomic<const Worker*> lookout_{nullptr};
+  std::atomic<const Worker*> spinning_{nullptr};
   std::vector<Worker*> idle_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Waiter*> waiters_ TORCHSPAN_GUARDED_BY(mutex_);  ///< oldest first
   std::size_t live_ TORCHSPAN_GUARDED_BY(mutex_) = 0;

@@ -29,8 +29,8 @@ class DeferredDestroy {
 /// Services of one worker that all components share: executor, log, counters and spans. Owned by the
 /// session or a test, passed by reference.
 struct Runtime {
-  Runtime(Executor& executor, std::string who, LogLevel level = LogLevel::kWarning)
-      : executor(executor), log(std::move(who), level), spans(executor) {}
+  Runtime(Executor& executor, std::string owner, LogLevel level = LogLevel::kWarning)
+      : executor(executor), log(std::move(owner), level), spans(executor) {}
   Executor& executor;
   Log log;
   Metrics metrics;

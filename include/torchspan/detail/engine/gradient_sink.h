@@ -56,7 +56,7 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   /// called end(), without holding a lock.
   void wait(Deadline deadline = Deadline::never());
   /// Whether the callbacks have been started.
-  bool has_come() const;
+  bool has_arrived() const;
 
  private:
   void release(std::exception_ptr error);

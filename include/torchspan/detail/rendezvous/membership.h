@@ -97,7 +97,7 @@ class Membership {
     Duration every = Duration::zero();  ///< zero: no reports
     /// Called on the waiting thread about every `every` with the missing members, by rank. A throw ends the
     /// wait.
-    std::function<void(const std::vector<Member>& missing)> tell = {};
+    std::function<void(const std::vector<Member>& missing)> report = {};
   };
 
   /// Joins the world.

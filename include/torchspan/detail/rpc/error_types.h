@@ -14,8 +14,8 @@ struct ErrorType {
   std::string name;
   /// Encodes the exception; nullopt if it has another type.
   std::optional<Bytes> (*encode)(const std::exception_ptr& cause) = nullptr;
-  /// Rebuilds the exception with `story`, an Error, nested in it.
-  std::exception_ptr (*rebuild)(Bytes value, const std::exception_ptr& story) = nullptr;
+  /// Rebuilds the exception with `remote_error`, an Error, nested in it.
+  std::exception_ptr (*rebuild)(Bytes value, const std::exception_ptr& remote_error) = nullptr;
 };
 
 template <class E>
@@ -31,20 +31,20 @@ std::optional<Bytes> encode_error(const std::exception_ptr& cause) {
 }
 
 template <class E>
-std::exception_ptr rebuild_error(Bytes value, const std::exception_ptr& story) {
+std::exception_ptr rebuild_error(Bytes value, const std::exception_ptr& remote_error) {
   try {
     wire::Payload payload;
     payload.value = std::move(value);
     E error = wire::from_payload<E>(payload);
     try {
-      std::rethrow_exception(story);
+      std::rethrow_exception(remote_error);
     } catch (...) {
       std::throw_with_nested(std::move(error));
     }
   } catch (const E&) {
     return std::current_exception();
   } catch (...) {
-    return story;  // not an E here: keep the Error
+    return remote_error;  // not an E here: keep the Error
   }
 }
 
@@ -53,14 +53,16 @@ class ErrorTypes {
  public:
   template <class E>
   void add(std::string name) {
-    static_assert(wire::Transferable<E>, "an exception that travels needs a torchspan::Wire of its own");
-    static_assert(std::is_class_v<E> && !std::is_final_v<E>, "it is thrown with its story nested in it");
+    static_assert(wire::Transferable<E>,
+                  "an exception type that is sent to the caller needs a torchspan::Wire of its own");
+    static_assert(std::is_class_v<E> && !std::is_final_v<E>,
+                  "it is thrown with the remote Error nested in it");
     insert({std::move(name), &encode_error<E>, &rebuild_error<E>});
   }
   /// Encodes the type name and the value; nullopt if no type matches.
   std::optional<Bytes> encode(const std::exception_ptr& cause) const;
-  /// Rebuilds what encode() returned; returns `story` itself for a type unknown here.
-  std::exception_ptr rebuild(BytesView encoded, const std::exception_ptr& story) const;
+  /// Rebuilds what encode() returned; returns `remote_error` itself for a type unknown here.
+  std::exception_ptr rebuild(BytesView encoded, const std::exception_ptr& remote_error) const;
 
  private:
   void insert(ErrorType type);

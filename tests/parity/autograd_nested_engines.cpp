@@ -2,7 +2,7 @@
 #include "engine/test_nodes.h"
 #include "tests/parity/autograd_world.h"
 
-namespace torchspan::autograd_inside {
+namespace torchspan::autograd_nested_engines {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -80,11 +80,11 @@ void expect_refused(Worker& worker, const Context& context, const at::Tensor& lo
   EXPECT_LT(now(worker) - begin, milliseconds(500)) << error.what();
 }
 
-class AutogradInside : public ::testing::TestWithParam<PassMode> {};
-INSTANTIATE_TEST_SUITE_P(Modes, AutogradInside, ::testing::Values(PassMode::kSmart, PassMode::kFast),
+class AutogradNestedEngines : public ::testing::TestWithParam<PassMode> {};
+INSTANTIATE_TEST_SUITE_P(Modes, AutogradNestedEngines, ::testing::Values(PassMode::kSmart, PassMode::kFast),
                          [](const auto& run) { return run.param == PassMode::kSmart ? "Smart" : "Fast"; });
 
-TEST_P(AutogradInside, ACheckpointThatCallsAgainIsRefusedByName) {
+TEST_P(AutogradNestedEngines, ACheckpointThatCallsAgainIsRefusedByName) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
     for (const std::int64_t to : {0, 1}) {
@@ -101,7 +101,7 @@ TEST_P(AutogradInside, ACheckpointThatCallsAgainIsRefusedByName) {
   });
 }
 
-TEST_P(AutogradInside, SoIsOneOnAnotherWorker) {
+TEST_P(AutogradNestedEngines, ARemoteCheckpointThatCallsAgainIsRefusedByName) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
     for (const std::int64_t to : {0, 2}) {
@@ -114,7 +114,7 @@ TEST_P(AutogradInside, SoIsOneOnAnotherWorker) {
   });
 }
 
-TEST_P(AutogradInside, AHookThatGoesBackThroughAMessageIsRefusedByName) {
+TEST_P(AutogradNestedEngines, AHookThatGoesBackThroughAMessageIsRefusedByName) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
     Context context(worker);
@@ -127,7 +127,7 @@ TEST_P(AutogradInside, AHookThatGoesBackThroughAMessageIsRefusedByName) {
   });
 }
 
-TEST(AutogradInside, GradientsThatGoToTheGradFieldAreReported) {
+TEST(AutogradNestedEngines, GradientsThatGoToTheGradFieldAreReported) {
   ::testing::internal::CaptureStderr();
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -143,7 +143,7 @@ TEST(AutogradInside, GradientsThatGoToTheGradFieldAreReported) {
               HasSubstr("put the gradients of 1 parameters into .grad; the context does not have them"));
 }
 
-TEST(AutogradInside, CheckpointsThatGiveTheirGradientsBackWorkAndAreNotReported) {
+TEST(AutogradNestedEngines, CheckpointsThatGiveTheirGradientsBackWorkAndAreNotReported) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     const Tensors wanted = expected(Kind(false), {a, b}, [](const Tensors& x) {
@@ -160,7 +160,7 @@ TEST(AutogradInside, CheckpointsThatGiveTheirGradientsBackWorkAndAreNotReported)
 }
 
 /// A pass of LibTorch's engine that contains the distributed one does not affect it.
-TEST(AutogradInside, AnEngineThatIsOutsideIsNotReported) {
+TEST(AutogradNestedEngines, AnEngineThatIsOutsideIsNotReported) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
     Context context(worker);
@@ -174,4 +174,4 @@ TEST(AutogradInside, AnEngineThatIsOutsideIsNotReported) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd_inside
+}  // namespace torchspan::autograd_nested_engines

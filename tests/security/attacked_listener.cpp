@@ -1,4 +1,4 @@
-#include "tests/security/unauthenticated_door.h"
+#include "tests/security/attacked_listener.h"
 
 #include <algorithm>
 #include <csignal>
@@ -21,16 +21,16 @@ namespace {
 
 constexpr Duration kPatience = std::chrono::seconds(30);
 
-Secret another_secret() { return Secret::from_bytes(bytes_of("a secret of somebody else's")); }
+Secret another_secret() { return Secret::from_bytes(bytes_of("the secret of another job")); }
 
 /// A transport with a thread and one channel.
 class HonestPeer final : public Honest, private Handler {
  public:
-  HonestPeer(Door& door, const std::string& address)
-      : executor_(door.executor()),
+  HonestPeer(AttackedListener& listener, const std::string& address)
+      : executor_(listener.executor()),
         random_(std::random_device()()),
         news_(executor_.make_parker()),
-        transport_(door.make_transport(*this, honest_options())),
+        transport_(listener.make_transport(*this, honest_options())),
         channel_(transport_->connect(address, executor_.deadline_in(kPatience))),
         thread_(executor_.spawn("honest", [this] {
           while (!stopping_) {
@@ -107,8 +107,8 @@ class HonestPeer final : public Honest, private Handler {
 /// A worker of the victim's open world.
 class HonestMember final : public Honest {
  public:
-  HonestMember(Door& door, const std::string& address, const std::string& name)
-      : door_(door), runtime_(door.executor(), name, LogLevel::kOff) {
+  HonestMember(AttackedListener& listener, const std::string& address, const std::string& name)
+      : listener_(listener), runtime_(listener.executor(), name, LogLevel::kOff) {
     rendezvous::MembershipOptions join;
     join.name = name;
     join.rank = rendezvous::kAnyRank;
@@ -117,18 +117,18 @@ class HonestMember final : public Honest {
     join.timeout = kPatience;
     membership_ = rendezvous::Membership::join(
         runtime_,
-        [&door](const std::string&, Handler& handler) {
-          return door.make_transport(handler, honest_options());
+        [&listener](const std::string&, Handler& handler) {
+          return listener.make_transport(handler, honest_options());
         },
         join);
   }
-  ~HonestMember() override { membership_->leave(door_.executor().deadline_in(kPatience)); }
+  ~HonestMember() override { membership_->leave(listener_.executor().deadline_in(kPatience)); }
   bool exchange() override {
     Bytes mine(1 + (number_ * 37) % 3000, static_cast<std::byte>(number_));
     ++number_;
     try {
       const auto all = membership_->all_gather_bytes("alone", mine, {membership_->self().rank},
-                                                     door_.executor().deadline_in(kPatience));
+                                                     listener_.executor().deadline_in(kPatience));
       EXPECT_TRUE(all == std::vector<Bytes>{mine});
       return true;
     } catch (const Error& error) {
@@ -139,7 +139,7 @@ class HonestMember final : public Honest {
   std::string why() const override { return why_; }
 
  private:
-  Door& door_;
+  AttackedListener& listener_;
   std::string why_;
   Runtime runtime_;
   std::uint64_t number_ = 0;
@@ -154,9 +154,9 @@ std::string read_line(const Descriptor& from) {
 
 }  // namespace
 
-Door::Door(DoorKind kind, int descriptors) : kind_(std::move(kind)) {
+AttackedListener::AttackedListener(ListenerKind kind, int descriptors) : kind_(std::move(kind)) {
   std::vector<std::string> arguments = {
-      "unauthenticated_victim", (kind_.store ? "store-" : "") + kind_.transport, other_address("door")};
+      "unauthenticated_victim", (kind_.store ? "store-" : "") + kind_.transport, other_address("listener")};
   if (kind_.certificates) {
     ours_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "ours");
     foreign_ = std::make_unique<torchspan::testing::TestAuthority>(folder_.path(), "foreign");
@@ -195,7 +195,7 @@ Door::Door(DoorKind kind, int descriptors) : kind_(std::move(kind)) {
   EXPECT_FALSE(address_.empty()) << "the victim did not start";
 }
 
-Door::~Door() {
+AttackedListener::~AttackedListener() {
   to_victim_.reset();
   if (victim_ <= 0) return;
   ::kill(victim_, SIGCONT);
@@ -211,22 +211,22 @@ Door::~Door() {
   EXPECT_EQ(status, 0) << "the victim was hurt";
 }
 
-bool Door::alive() const { return ::waitpid(victim_, nullptr, WNOHANG) == 0; }
-void Door::send_signal(int signal) const { ::kill(victim_, signal); }
+bool AttackedListener::alive() const { return ::waitpid(victim_, nullptr, WNOHANG) == 0; }
+void AttackedListener::send_signal(int signal) const { ::kill(victim_, signal); }
 
-std::size_t Door::open_files() const {
+std::size_t AttackedListener::open_files() const {
   const std::filesystem::directory_iterator all("/proc/" + std::to_string(victim_) + "/fd");
   return static_cast<std::size_t>(std::distance(begin(all), end(all)));
 }
 
-std::size_t Door::resident_bytes() const {
+std::size_t AttackedListener::resident_bytes() const {
   std::ifstream file("/proc/" + std::to_string(victim_) + "/statm");
   std::size_t all = 0, resident = 0;
   file >> all >> resident;
   return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-Duration Door::cpu_time() const {
+Duration AttackedListener::cpu_time() const {
   std::ifstream file("/proc/" + std::to_string(victim_) + "/stat");
   std::string text;
   std::getline(file, text);
@@ -238,7 +238,7 @@ Duration Door::cpu_time() const {
   return std::chrono::milliseconds((user + system) * 1000 / ::sysconf(_SC_CLK_TCK));
 }
 
-Counts Door::counts() {
+Counts AttackedListener::counts() {
   Counts counts{};
   if (::write(to_victim_.get(), "?", 1) != 1) return counts;
   std::istringstream line(read_line(from_victim_));
@@ -246,11 +246,11 @@ Counts Door::counts() {
   return counts;
 }
 
-Address Door::parsed(const std::string& address) const {
+Address AttackedListener::parsed(const std::string& address) const {
   return is_tls() ? *numeric_address(parse_tls_address(address)) : parse_address(address);
 }
 
-Descriptor Door::dial() const {
+Descriptor AttackedListener::dial() const {
   const Address address = parsed(address_);
   Descriptor socket(::socket(address.socket.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return {};
@@ -258,7 +258,7 @@ Descriptor Door::dial() const {
   return socket;
 }
 
-Bytes Door::opening() const {
+Bytes AttackedListener::opening() const {
   if (!is_tls()) {
     HandshakeOptions options{.secret = another_secret(), .peer = "victim"};
     draw_nonce(options.nonce);
@@ -277,7 +277,7 @@ Bytes Door::opening() const {
   return bytes;
 }
 
-TlsOptions Door::tls_options(bool ours) const {
+TlsOptions AttackedListener::tls_options(bool ours) const {
   TlsOptions tls;
   if (!kind_.certificates) return tls;
   const auto& authority = ours ? *ours_ : *foreign_;
@@ -287,19 +287,20 @@ TlsOptions Door::tls_options(bool ours) const {
   return tls;
 }
 
-std::unique_ptr<Transport> Door::make_transport(Handler& handler, TransportOptions options) const {
+std::unique_ptr<Transport> AttackedListener::make_transport(Handler& handler,
+                                                            TransportOptions options) const {
   const bool ours = std::ranges::equal(options.secret.bytes(), common_secret().bytes());
   if (kind_.transport == "local") return make_local_transport(*executor_, handler, std::move(options));
   if (is_tls()) return make_tls_transport(*executor_, handler, std::move(options), tls_options(ours));
   return make_stream_transport(*executor_, handler, std::move(options));
 }
 
-std::string Door::other_address(const std::string& name) const {
+std::string AttackedListener::other_address(const std::string& name) const {
   if (kind_.unix_socket) return "unix:" + folder_.path() + "/" + name;
   return (is_tls() ? "tls:127.0.0.1:" : "tcp:127.0.0.1:") + std::to_string(torchspan::testing::free_port());
 }
 
-std::unique_ptr<Honest> Door::make_honest(const std::string& address) {
+std::unique_ptr<Honest> AttackedListener::make_honest(const std::string& address) {
   const std::string& to = address.empty() ? address_ : address;
   if (kind_.store) {
     try {

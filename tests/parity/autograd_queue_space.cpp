@@ -2,7 +2,7 @@
 // again when the queue has room.
 #include "tests/parity/autograd_slow.h"
 
-namespace torchspan::autograd_room {
+namespace torchspan::autograd_queue_space {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -52,21 +52,21 @@ void differentiate_many_at_once(const ClusterOptions& options) {
   });
 }
 
-TEST(AutogradRoom, IsWaitedForInTheQueueOfTheReceiver) {
+TEST(AutogradQueueSpace, IsAwaitedInTheQueueOfTheReceiver) {
   ClusterOptions options = world();
   options.threads = 1;
   options.service.max_waiting_bytes = 50'000;
   differentiate_many_at_once(options);
 }
 
-TEST(AutogradRoom, IsWaitedForOnTheConnection) {
+TEST(AutogradQueueSpace, IsAwaitedOnTheConnection) {
   ClusterOptions options = world();
   options.max_unsent = 40'000;
   differentiate_many_at_once(options);
 }
 
 /// Worker 1 has no free thread for longer than the pass may last.
-TEST(AutogradRoom, ThatDoesNotComeIsNamedWhenThePassIsLate) {
+TEST(AutogradQueueSpace, ThatNeverBecomesFreeIsNamedWhenThePassIsLate) {
   ClusterOptions options = world();
   options.threads = 1;
   options.service.max_waiting_bytes = 50'000;
@@ -87,7 +87,7 @@ TEST(AutogradRoom, ThatDoesNotComeIsNamedWhenThePassIsLate) {
   });
 }
 
-TEST(AutogradRoom, AGradientThatCannotTravelIsNoLostWorker) {
+TEST(AutogradQueueSpace, AGradientThatCannotBeSentIsNotALostWorker) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = at::ones({3, 3}, at::kDouble).set_requires_grad(true);
     Context context(worker);
@@ -95,10 +95,11 @@ TEST(AutogradRoom, AGradientThatCannotTravelIsNoLostWorker) {
     const Error error = error_of([&] { context.backward(loss); });
     EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure) << error.what();
     EXPECT_EQ(error.worker(), "worker1");
-    EXPECT_THAT(error.message(), AllOf(HasSubstr("its layout is SparseCsr"), HasSubstr("'compressed'"),
-                                       HasSubstr("autograd_room.cpp:"), Not(HasSubstr("lost worker"))));
+    EXPECT_THAT(error.message(),
+                AllOf(HasSubstr("its layout is SparseCsr"), HasSubstr("'compressed'"),
+                      HasSubstr("autograd_queue_space.cpp:"), Not(HasSubstr("lost worker"))));
   });
 }
 
 }  // namespace
-}  // namespace torchspan::autograd_room
+}  // namespace torchspan::autograd_queue_space

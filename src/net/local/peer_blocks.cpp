@@ -1,4 +1,4 @@
-#include "net/local/block_shelf.h"
+#include "net/local/peer_blocks.h"
 
 #include <cstring>
 #include <fmt/format.h>
@@ -10,7 +10,7 @@
 
 namespace torchspan::net {
 
-struct BlockShelf::Block {
+struct PeerBlocks::Block {
   Block(std::shared_ptr<LocalShare> owner, SharedMemory mapped)
       : share(std::move(owner)), memory(std::move(mapped)) {}
 
@@ -26,10 +26,10 @@ struct BlockShelf::Block {
   std::atomic<bool> held{false};
 };
 
-BlockShelf::BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options)
+PeerBlocks::PeerBlocks(std::shared_ptr<LocalShare> share, const TransportOptions& options)
     : share_(std::move(share)), allocator_(options.allocator), always_copies_(has_own_allocator(options)) {}
 
-void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
+void PeerBlocks::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
   if (blocks_.size() >= kMostBlocks) {
     throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
   }
@@ -39,7 +39,7 @@ void BlockShelf::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
   blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->faults, descriptor, size)));
 }
 
-void BlockShelf::retire(std::uint64_t block) {
+void PeerBlocks::retire(std::uint64_t block) {
   const auto found = blocks_.find(block);
   if (found == blocks_.end() || found->second->held.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::kInvalid,
@@ -48,7 +48,7 @@ void BlockShelf::retire(std::uint64_t block) {
   blocks_.erase(found);
 }
 
-Buffer BlockShelf::adopt(std::uint64_t number, std::size_t size) {
+Buffer PeerBlocks::adopt(std::uint64_t number, std::size_t size) {
   const auto found = blocks_.find(number);
   if (found == blocks_.end() || size > found->second->room()) {
     throw Error(ErrorKind::kInvalid,

@@ -2,7 +2,7 @@
 // it, in whatever way a pass or a context ends by that death.
 #include "tests/parity/autograd_slow.h"
 
-namespace torchspan::autograd_news {
+namespace torchspan::autograd_death_threads {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -31,7 +31,7 @@ ClusterOptions world(int workers) {
   return options;
 }
 
-TEST(AutogradNews, ACallbackOfAPassThatADeathEndsHoldsNothingUp) {
+TEST(AutogradDeathThreads, ACallbackOfAPassEndedByADeathBlocksNothing) {
   SimCluster cluster(world(5));
   bool called = false;
   cluster.run([&](Worker& worker) {
@@ -65,7 +65,7 @@ TEST(AutogradNews, ACallbackOfAPassThatADeathEndsHoldsNothingUp) {
   });
 }
 
-TEST(AutogradNews, AContextThatADeathEndsIsForgottenByAThreadThatMayWait) {
+TEST(AutogradDeathThreads, AContextEndedByADeathIsReleasedOnAThreadThatMayWait) {
   SimCluster cluster(world(3));
   cluster.run([&](Worker& worker) {
     if (worker.rank() == 0) {
@@ -83,4 +83,4 @@ TEST(AutogradNews, AContextThatADeathEndsIsForgottenByAThreadThatMayWait) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd_news
+}  // namespace torchspan::autograd_death_threads

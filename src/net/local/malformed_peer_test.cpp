@@ -1,12 +1,12 @@
 #include "net/local/local_test_tools.h"
 
 /// A peer that knows the secret and lies in every place where it can.
-namespace torchspan::net::local_test::liars_test {
+namespace torchspan::net::local_test::malformed_peer_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-TEST_F(LocalTransportTest, TalksThroughTheSocketToAPeerThatDeclinesAtLast) {
+TEST_F(LocalTransportTest, UsesTheSocketWithAPeerThatDeclinesSharedMemory) {
   const RawPeer peer = dial_raw(Verdict::kNo);
   const Bytes header(10, std::byte{3});
   peer.say(FramePrefix(header, {}).bytes());
@@ -15,14 +15,14 @@ TEST_F(LocalTransportTest, TalksThroughTheSocketToAPeerThatDeclinesAtLast) {
   EXPECT_EQ(listener_->journal.received.at(0).header, header);
 }
 
-TEST_F(LocalTransportTest, RefusesAPeerThatCannotReadWhatStandsInTheRing) {
-  const RawPeer peer = dial_raw(Verdict::kLie);
+TEST_F(LocalTransportTest, RejectsAPeerThatCannotReadTheRing) {
+  const RawPeer peer = dial_raw(Verdict::kYesWithoutNonce);
   ASSERT_FALSE(listener_->journal.refused.empty());
   EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(LocalTransportTest, RefusesAPeerThatSettlesInAnotherTongue) {
-  const RawPeer peer = dial_proven();
+TEST_F(LocalTransportTest, RejectsAPeerThatSettlesInAnotherProtocol) {
+  const RawPeer peer = dial_authenticated();
   peer.say(Bytes(48, std::byte{0x7f}));
   drive_until([&] { return !listener_->journal.refused.empty(); });
   EXPECT_EQ(listener_->journal.refused.at(0).kind(), ErrorKind::kInvalid);
@@ -49,13 +49,13 @@ TEST_F(LocalTransportTest, CutsOffAPeerThatBreaksTheFramingInTheRing) {
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(LocalTransportTest, CutsOffAPeerThatTalksNonsenseOnTheSocket) {
+TEST_F(LocalTransportTest, CutsOffAPeerThatSendsInvalidNotesOnTheSocket) {
   const RawPeer peer = dial_raw();
   peer.say(Bytes(10, std::byte{0x7f}));
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(LocalTransportTest, CutsOffAPeerThatLendsWhatItNeverPassed) {
+TEST_F(LocalTransportTest, CutsOffAPeerThatLendsABlockThatItNeverPassed) {
   RawPeer peer = dial_raw();
   peer.write(RawPeer::lending(5, 100'000));
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
@@ -78,7 +78,7 @@ TEST_F(LocalTransportTest, CutsOffAPeerThatAnnouncesMemoryWithoutPassingIt) {
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(LocalTransportTest, CutsOffAPeerThatRetiresWhatIsNotThere) {
+TEST_F(LocalTransportTest, CutsOffAPeerThatRetiresAnUnknownBlock) {
   const RawPeer peer = dial_raw();
   peer.say(RawPeer::note(Note::Kind::kRetired, 5, 0));
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
@@ -91,7 +91,7 @@ TEST_F(LocalTransportTest, CutsOffAPeerThatFloodsItWithDescriptors) {
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 
-TEST_F(LocalTransportTest, DeliversWhatADeadPeerHadFinishedAndSaysWhatItHadNot) {
+TEST_F(LocalTransportTest, DeliversCompleteMessagesOfADeadPeerAndReportsTheIncompleteOne) {
   {
     RawPeer peer = dial_raw();
     const Bytes header(100);
@@ -112,4 +112,4 @@ TEST_F(LocalTransportTest, TakesAGoodbyeThroughTheRing) {
 }
 
 }  // namespace
-}  // namespace torchspan::net::local_test::liars_test
+}  // namespace torchspan::net::local_test::malformed_peer_test

@@ -17,7 +17,7 @@ using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
 
 inline constexpr std::size_t kTokenBytes = 32;
 
-struct NeighborsPlan {
+struct LocalRanksPlan {
   std::vector<PeerIdentity> peers;  ///< by rank of the new group
   std::vector<std::string> hosts;   ///< the host that each rank reports
   int self = 0;
@@ -27,7 +27,7 @@ struct NeighborsPlan {
 
 /// Which ranks reach each other through Unix sockets. One host is not enough for this: containers and pods have
 /// separate network namespaces.
-struct Neighbors {
+struct LocalRanks {
   std::vector<int> leaders;          ///< by rank: the first rank of its host
   std::vector<std::string> reasons;  ///< by rank: why it cannot reach an earlier rank of its machine
   bool one_network = false;          ///< all ranks are in the network namespace of the first
@@ -40,6 +40,6 @@ struct Neighbors {
 
 /// Collective: every rank listens, and connects to the earlier ranks of its machine until one that runs as the
 /// same user answers.
-Neighbors find_neighbors(Executor& executor, const NeighborsPlan& plan, const Gather& gather);
+LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const Gather& gather);
 
 }  // namespace torchspan::collective::shm

@@ -1,4 +1,4 @@
-#include "collective/shm/neighbors.h"
+#include "collective/shm/local_ranks.h"
 
 #include <algorithm>
 #include <fmt/format.h>
@@ -13,7 +13,7 @@ std::string hex(BytesView bytes) {
 }
 
 /// Where a rank listens, and the token that peers need; no names if it is alone on its machine.
-struct Invitation {
+struct ListenerInfo {
   std::vector<std::string> names = {};
   Bytes token = {};
   std::string refusal = {};  ///< why there are no names although there should be
@@ -26,15 +26,15 @@ struct Invitation {
     writer.put_bytes(token);
     return writer.take();
   }
-  static Invitation decode(BytesView bytes) {
+  static ListenerInfo decode(BytesView bytes) {
     ByteReader reader(bytes);
-    Invitation invitation;
-    invitation.refusal = reader.get_string();
-    invitation.names.resize(reader.get_count(4));
-    for (std::string& name : invitation.names) name = reader.get_string();
+    ListenerInfo info;
+    info.refusal = reader.get_string();
+    info.names.resize(reader.get_count(4));
+    for (std::string& name : info.names) name = reader.get_string();
     const BytesView token = reader.get_bytes(reader.left());
-    invitation.token.assign(token.begin(), token.end());
-    return invitation;
+    info.token.assign(token.begin(), token.end());
+    return info;
   }
 };
 
@@ -61,7 +61,8 @@ struct Answer {
   }
 };
 
-Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<UnixListener>& listener) {
+ListenerInfo start_listening(Executor& executor, const LocalRanksPlan& plan,
+                             std::optional<UnixListener>& listener) {
   const std::string& mine = plan.hosts[static_cast<std::size_t>(plan.self)];
   if (std::count(plan.hosts.begin(), plan.hosts.end(), mine) < 2) return {};
   if (!plan.refusal.empty()) return {.refusal = plan.refusal};
@@ -76,15 +77,15 @@ Invitation invite(Executor& executor, const NeighborsPlan& plan, std::optional<U
   }
 }
 
-Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
-                          const std::vector<Invitation>& invitations,
+Answer dial_earlier_ranks(Executor& executor, const LocalRanksPlan& plan,
+                          const std::vector<ListenerInfo>& listeners,
                           std::optional<UnixConnection>& connection) {
   const auto self = static_cast<std::size_t>(plan.self);
   Answer answer{.leader = plan.self, .same_network = true};
-  for (std::size_t rank = 0; rank < self && invitations[self].refusal.empty(); ++rank) {
+  for (std::size_t rank = 0; rank < self && listeners[self].refusal.empty(); ++rank) {
     if (plan.hosts[rank] != plan.hosts[self]) continue;
-    std::string why = invitations[rank].refusal;
-    for (const std::string& name : invitations[rank].names) {
+    std::string why = listeners[rank].refusal;
+    for (const std::string& name : listeners[rank].names) {
       try {
         connection.emplace(dial(executor, name));
         answer.leader = static_cast<std::int32_t>(rank);
@@ -99,28 +100,28 @@ Answer dial_earlier_ranks(Executor& executor, const NeighborsPlan& plan,
           fmt::format("{} cannot reach {}: {}", plan.peers[self].text, plan.peers[rank].text, why);
     }
   }
-  if (!invitations[self].refusal.empty()) {
-    answer.reason = fmt::format("{}: {}", plan.peers[self].text, invitations[self].refusal);
+  if (!listeners[self].refusal.empty()) {
+    answer.reason = fmt::format("{}: {}", plan.peers[self].text, listeners[self].refusal);
   }
   return answer;
 }
 
 }  // namespace
 
-bool Neighbors::all_together() const {
+bool LocalRanks::all_together() const {
   return std::all_of(leaders.begin(), leaders.end(), [&](int leader) { return leader == leaders[0]; });
 }
 
-Neighbors find_neighbors(Executor& executor, const NeighborsPlan& plan, const Gather& gather) {
-  Neighbors found;
-  std::vector<Invitation> invitations;
-  for (const Bytes& bytes : gather(invite(executor, plan, found.listener).encode())) {
-    invitations.push_back(Invitation::decode(bytes));
-    found.tokens.push_back(invitations.back().token);
+LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const Gather& gather) {
+  LocalRanks found;
+  std::vector<ListenerInfo> listeners;
+  for (const Bytes& bytes : gather(start_listening(executor, plan, found.listener).encode())) {
+    listeners.push_back(ListenerInfo::decode(bytes));
+    found.tokens.push_back(listeners.back().token);
   }
   std::vector<Answer> answers;
   for (const Bytes& bytes :
-       gather(dial_earlier_ranks(executor, plan, invitations, found.connection).encode())) {
+       gather(dial_earlier_ranks(executor, plan, listeners, found.connection).encode())) {
     answers.push_back(Answer::decode(bytes));
   }
   found.one_network = true;

@@ -3,7 +3,7 @@
 #include "autograd/messages/messages.h"
 #include "tests/parity/autograd_slow.h"
 
-namespace torchspan::autograd_lies {
+namespace torchspan::autograd_invalid_messages {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -36,12 +36,12 @@ void listen(SimCluster& cluster, Seen& seen) {
   });
 }
 
-using Lie = std::function<void(Worker& liar, const Seen& seen)>;
+using SendInvalid = std::function<void(Worker& sender, const Seen& seen)>;
 using Then = std::function<void(Worker& worker, Context& context, const at::Tensor& leaf)>;
 
 /// Worker 0 differentiates through worker 2, which takes two seconds, with marks that take one; meanwhile
 /// worker 1, which is also in the context, sends wrong messages. Returns the error of backward(), if any.
-std::optional<Error> with_liar(PassMode mode, const Lie& lie, const Then& then = {}) {
+std::optional<Error> with_invalid_sender(PassMode mode, const SendInvalid& lie, const Then& then = {}) {
   Seen seen;
   std::optional<Error> failure;
   SimCluster cluster(autograd_world(3, FunctionTable().add(kMultiply, kSlowly)));
@@ -75,28 +75,28 @@ std::optional<Error> with_liar(PassMode mode, const Lie& lie, const Then& then =
 }
 
 template <class M>
-auto say(Worker& liar, std::uint32_t to, const M& message) {
-  return liar.request(Destination(to), message, liar.runtime().executor.deadline_in(seconds(20))).wait();
+auto send_to(Worker& sender, std::uint32_t to, const M& message) {
+  return sender.request(Destination(to), message, sender.runtime().executor.deadline_in(seconds(20))).wait();
 }
 
-TEST(AutogradLies, OnlyTheRootSaysThatMarksAreFinal) {
+TEST(AutogradInvalidMessages, OnlyTheRootMayFinalizeMarks) {
   for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
     for (const std::uint32_t to : {0U, 2U}) {
-      const auto failure = with_liar(mode, [&](Worker& liar, const Seen& seen) {
-        say(liar, to, autograd::MarksFinal{seen.context, seen.pass});
+      const auto failure = with_invalid_sender(mode, [&](Worker& sender, const Seen& seen) {
+        send_to(sender, to, autograd::MarksFinal{seen.context, seen.pass});
       });
       EXPECT_FALSE(failure) << failure->what();
     }
   }
 }
 
-TEST(AutogradLies, GradientsComeFromWhomTheTensorsWentTo) {
+TEST(AutogradInvalidMessages, GradientsMustComeFromTheReceiverOfTheTensors) {
   for (const PassMode mode : {PassMode::kFast, PassMode::kSmart}) {
-    const auto failure = with_liar(mode, [&](Worker& liar, const Seen& seen) {
+    const auto failure = with_invalid_sender(mode, [&](Worker& sender, const Seen& seen) {
       autograd::PropagateGradients stolen{seen.context,    seen.pass, seen.message, true, 1,
                                           {at::ones({2})}, {}};
       if (mode == PassMode::kSmart) stolen.reached = {1};
-      const autograd::PartOver answer = say(liar, 2, stolen);
+      const autograd::PartOver answer = send_to(sender, 2, stolen);
       ASSERT_TRUE(answer.failure);
       EXPECT_THAT(answer.failure->what(), HasSubstr("came from a worker that it was not sent to"));
     });
@@ -105,12 +105,12 @@ TEST(AutogradLies, GradientsComeFromWhomTheTensorsWentTo) {
   }
 }
 
-TEST(AutogradLies, AnAbortIsForThePassThatItNames) {
-  const auto failure = with_liar(
+TEST(AutogradInvalidMessages, AnAbortAffectsOnlyThePassThatItNames) {
+  const auto failure = with_invalid_sender(
       PassMode::kSmart,
-      [](Worker& liar, const Seen& seen) {
-        say(liar, 2,
-            autograd::AbortPass{seen.context, seen.pass + 1000, Error(ErrorKind::kCancelled, "a lie")});
+      [](Worker& sender, const Seen& seen) {
+        send_to(sender, 2,
+                autograd::AbortPass{seen.context, seen.pass + 1000, Error(ErrorKind::kCancelled, "a lie")});
       },
       [](Worker& worker, Context& context, const at::Tensor& a) {
         context.clear_gradients();
@@ -121,7 +121,7 @@ TEST(AutogradLies, AnAbortIsForThePassThatItNames) {
 }
 
 /// Worker 2 gets the gradients of its reply from worker 0, and sends any claim about its own message.
-TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
+TEST(AutogradInvalidMessages, GradientsArriveOnceAndNameWhatTheyReach) {
   for (const bool twice : {true, false}) {
     std::optional<Error> failure;
     Seen seen;
@@ -132,15 +132,15 @@ TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
       const at::Tensor a = parameter();
       Context context(worker);
       const at::Tensor loss = worker.rpc_sync("worker1", kSlowly, a).sum();
-      Thread liar = worker.runtime().executor.spawn("liar", [&] {
+      Thread sender = worker.runtime().executor.spawn("sender", [&] {
         while (seen.message == 0) nap(worker, milliseconds(1));
         nap(worker, milliseconds(100));
         autograd::PropagateGradients again{
             seen.context, seen.pass, seen.message, true, 1, {at::ones({2}, at::kDouble)}, {}};
         again.reached.assign(twice ? 1 : 2, 1);
-        const autograd::PartOver answer = say(worker, 1, again);
+        const autograd::PartOver answer = send_to(worker, 1, again);
         ASSERT_TRUE(answer.failure);
-        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "came twice" : "does not say for each"));
+        EXPECT_THAT(answer.failure->what(), HasSubstr(twice ? "arrived twice" : "does not say for each"));
       });
       try {
         context.backward(loss, {.retain_graph = true, .timeout = seconds(30)});
@@ -154,4 +154,4 @@ TEST(AutogradLies, GradientsComeOnceAndSayWhatTheyReach) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd_lies
+}  // namespace torchspan::autograd_invalid_messages

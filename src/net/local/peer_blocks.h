@@ -9,9 +9,9 @@
 namespace torchspan::net {
 
 /// The peer's blocks, mapped by the receiver. For the driver; the Buffers are for any thread.
-class BlockShelf {
+class PeerBlocks {
  public:
-  BlockShelf(std::shared_ptr<LocalShare> share, const TransportOptions& options);
+  PeerBlocks(std::shared_ptr<LocalShare> share, const TransportOptions& options);
 
   /// Throws kInvalid for a number that is in use, for too many blocks, and as map_memory().
   void add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor);

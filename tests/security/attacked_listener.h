@@ -22,13 +22,13 @@
 /// outside.
 namespace torchspan::net::conformance {
 
-struct DoorKind {
+struct ListenerKind {
   std::string name;
   std::string transport;  ///< of unauthenticated_victim
   bool store = false;     ///< rank 0's store, instead of an echo
   bool unix_socket = false;
   bool certificates = false;
-  friend std::ostream& operator<<(std::ostream& out, const DoorKind& kind) { return out << kind.name; }
+  friend std::ostream& operator<<(std::ostream& out, const ListenerKind& kind) { return out << kind.name; }
 };
 
 /// An authenticated peer. Fails the test if the answer differs from what was sent.
@@ -48,12 +48,12 @@ struct Counts {
 };
 
 /// The victim, and all ways to connect to it.
-class Door {
+class AttackedListener {
  public:
   /// `descriptors`: how many files the victim may open; 0 for the default.
-  explicit Door(DoorKind kind, int descriptors = 0);
-  ~Door();
-  const DoorKind& kind() const { return kind_; }
+  explicit AttackedListener(ListenerKind kind, int descriptors = 0);
+  ~AttackedListener();
+  const ListenerKind& kind() const { return kind_; }
   Executor& executor() { return *executor_; }
   const std::string& address() const { return address_; }
   bool is_tls() const { return kind_.transport == "tls"; }
@@ -82,7 +82,7 @@ class Door {
   std::string other_address(const std::string& name) const;
 
  private:
-  const DoorKind kind_;
+  const ListenerKind kind_;
   const torchspan::testing::TemporaryFolder folder_;
   const std::unique_ptr<Executor> executor_ = make_executor();
   std::unique_ptr<torchspan::testing::TestAuthority> ours_, foreign_;
