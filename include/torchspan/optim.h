@@ -4,5 +4,6 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/optim/from_torch.h>
+#include <torchspan/optim/grad_scaler.h>
 #include <torchspan/optim/lr_scheduler.h>
 #include <torchspan/optim/optimizer.h>

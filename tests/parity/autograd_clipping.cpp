@@ -3,6 +3,7 @@
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
+#include <torchspan/optim/grad_scaler.h>
 
 #include "tests/parity/autograd_world.h"
 #include "tests/support/in_process_group.h"
@@ -149,7 +150,7 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
     }
     options.norm_type = 2;
     options.replicas = {1 - rank};
-    expect_error(ErrorKind::kInvalid, "is not among ClipOptions::replicas",
+    expect_error(ErrorKind::kInvalid, "is not among the replicas",
                  [&] { optimizer.clip_grad_norm(context, options); });
     options.replicas = {rank};
     EXPECT_GT(optimizer.clip_grad_norm(context, options), 0) << "one replica agrees with itself";
@@ -159,6 +160,32 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
       expect_error(ErrorKind::kTimedOut, "worker1", [&] { optimizer.clip_grad_norm(context, options); });
     } else {
       trainer.worker.runtime().executor.sleep(seconds(10));
+    }
+  });
+}
+
+TEST(AutogradClipping, StepsAllReplicasOrNoneWhenOneOfThemHasAnInfiniteGradient) {
+  on_trainers([](Trainer& trainer) {
+    const int rank = static_cast<int>(trainer.worker.rank());
+    // Rows that one trainer looks up have gradients of its own: infinite on rank 1 in the second step.
+    DistributedOptimizer optimizer(trainer.worker, SGD{.lr = 0.1}, {trainer.table, Target(trainer.head)});
+    optim::GradScaler alone({.init_scale = 4});
+    optim::GradScaler together({.init_scale = 4, .growth_interval = 100, .replicas = {0, 1}});
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      trainer.group.barrier();
+      const at::Tensor before = trainer.head->weight.detach().clone();
+      Context context(trainer.worker);
+      const at::Tensor row = trainer.table.rpc_sync(kLookUp, at::full({1}, rank, at::kLong));
+      const at::Tensor own = step == 1 && rank == 1 ? row.sum() / 0.0 : row.sum();
+      context.backward(together.scale(trainer.model(row.detach()).sum() + own));
+      expect_error(ErrorKind::kInvalid, "GradScalerOptions::replicas",
+                   [&] { alone.step(optimizer, context); });
+      EXPECT_EQ(together.step(optimizer, context), step != 1);
+      together.update();
+      EXPECT_EQ(together.get_scale(), step == 0 ? 4 : 2);
+      EXPECT_EQ(trainer.head->weight.equal(before), step == 1);
+      expect_one_head(trainer);
     }
   });
 }

@@ -116,6 +116,11 @@ class DistributedOptimizer : public LRTarget {
   double clip_grad_norm(const autograd::ContextView& context, double max_norm, double norm_type = 2);
   /// Returns the norm that all replicas scale by. A replica that fails makes the call fail on all of them.
   double clip_grad_norm(const autograd::ContextView& context, const ClipOptions& options);
+  /// Sets the factor of the gradients that the next step() with this context uses; those in the context are
+  /// unchanged. A later clip_grad_norm() measures the scaled gradients. Returns whether the gradients are
+  /// finite, on all owners and on all replicas (see ClipOptions::replicas). Used by GradScaler.
+  bool scale_gradients(const autograd::ContextView& context, double factor,
+                       const std::vector<int>& replicas = {});
 
   std::size_t group_count() const { return rates_.size(); }
   double lr(std::size_t group = 0) const { return rates_.at(group); }
@@ -144,7 +149,11 @@ class DistributedOptimizer : public LRTarget {
   };
   /// Destroys the optimizers on the owners without waiting.
   void drop() noexcept;
-  double norm_here(const autograd::ContextView& context, const ClipOptions& options) const;
+  /// Norm of the gradients in the context, over all owners and replicas; `verb` is named in errors.
+  double norm_of(const autograd::ContextView& context, const ClipOptions& options, const char* verb) const;
+  double norm_here(const autograd::ContextView& context, const ClipOptions& options, const char* verb) const;
+  /// What the next step() with the context multiplies gradients by.
+  double next_scale(const autograd::ContextView& context) const;
   GlobalId id_on(std::uint32_t owner) const {
     return {static_cast<std::uint32_t>(worker_.rank()), shares_.at(owner).id};
   }
@@ -156,7 +165,7 @@ class DistributedOptimizer : public LRTarget {
   std::vector<std::vector<std::uint32_t>> owners_;  ///< owners of each group's targets
   std::vector<std::string> kinds_;
   std::vector<double> rates_;
-  std::optional<std::pair<std::uint64_t, double>> clip_;  ///< context id and scale of its next step
+  std::optional<std::pair<std::uint64_t, double>> next_scale_;  ///< context id and scale of its next step
 };
 
 }  // namespace torchspan::optim

@@ -2,6 +2,7 @@
 #include <charconv>
 #include <cmath>
 #include <fmt/format.h>
+#include <limits>
 
 #include <torch/nn/module.h>
 
@@ -194,8 +195,8 @@ std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
 
 void DistributedOptimizer::step(const autograd::ContextView& context) {
   check_alive(worker_, context, "step()");
-  const double scale = clip_ && clip_->first == context.id() ? clip_->second : 1;
-  clip_.reset();
+  const double scale = next_scale(context);
+  next_scale_.reset();
   std::map<Owner, Future<bool>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(owner,
@@ -234,18 +235,39 @@ double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context
                                             const ClipOptions& options) {
   clip_factor(0, options.max_norm);  // checks the option before any message
   check_alive(worker_, context, "clip_grad_norm()");
-  double norm = 0;
-  if (options.replicas.empty()) {
-    norm = norm_here(context, options);
-  } else {
-    norm = largest_norm(worker_, options, [&] { return norm_here(context, options); });
-  }
-  clip_ = {context.id(), clip_factor(norm, options.max_norm)};
+  const double scale = next_scale(context);
+  const double norm = norm_of(context, options, "clip_grad_norm") * scale;
+  next_scale_ = {context.id(), scale * clip_factor(norm, options.max_norm)};
   return norm;
 }
 
-double DistributedOptimizer::norm_here(const autograd::ContextView& context,
-                                       const ClipOptions& options) const {
+bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context, double factor,
+                                           const std::vector<int>& replicas) {
+  check_alive(worker_, context, "scale_gradients()");
+  if (!(factor > 0) || !std::isfinite(factor)) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("scale_gradients(): factor = {}, but it must be a number above 0", factor));
+  }
+  const ClipOptions options{.max_norm = factor,  // compared between replicas
+                            .norm_type = std::numeric_limits<double>::infinity(),
+                            .replicas = replicas};
+  const bool finite = std::isfinite(norm_of(context, options, "scale_gradients"));
+  next_scale_ = {context.id(), factor};
+  return finite;
+}
+
+double DistributedOptimizer::next_scale(const autograd::ContextView& context) const {
+  return next_scale_ && next_scale_->first == context.id() ? next_scale_->second : 1;
+}
+
+double DistributedOptimizer::norm_of(const autograd::ContextView& context, const ClipOptions& options,
+                                     const char* verb) const {
+  if (options.replicas.empty()) return norm_here(context, options, verb);
+  return largest_norm(worker_, options, verb, [&] { return norm_here(context, options, verb); });
+}
+
+double DistributedOptimizer::norm_here(const autograd::ContextView& context, const ClipOptions& options,
+                                       const char* verb) const {
   std::map<Owner, Future<GradientNorm>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(owner,
@@ -259,7 +281,7 @@ double DistributedOptimizer::norm_here(const autograd::ContextView& context,
     if (averaged.empty() && !part.averaged.empty()) averaged = part.averaged + place;
     if (own.empty() && !part.own.empty()) own = part.own + place;
   }
-  if (options.replicas.empty() && !averaged.empty() && !own.empty()) refuse_local_norm(averaged, own);
+  if (options.replicas.empty() && !averaged.empty() && !own.empty()) refuse_local_norm(averaged, own, verb);
   return gradient_norm({at::tensor(norms, at::kDouble)}, options.norm_type);
 }
 
