@@ -78,7 +78,7 @@ class VictimWorld final : public World {
     return std::make_unique<Counted>(std::move(counting), std::move(transport));
   }
   std::string listen_address(const std::string&) override { return address_; }
-  std::string deserted_address() override { return {}; }
+  std::string unused_address() override { return {}; }
   std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override { return nullptr; }
   std::unique_ptr<EchoPeer> start_echo(const std::string&) override { return nullptr; }
 
