@@ -18,7 +18,7 @@ namespace {
 using ::testing::HasSubstr;
 using torchspan::testing::invalid_text;
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 at::Tensor parameter(std::vector<double> values = {1, -2, 3}) {
@@ -63,13 +63,13 @@ TEST(GradScaler, StepsOptimizersOfLibTorch) {
   EXPECT_TRUE(scaler.step(optimizer));
   EXPECT_TRUE(at::allclose(value.detach(), torch::tensor({0.0, -3.0, 2.0}, torch::kDouble)));
   scaler.update();
-  set_gradient(value, kInf);
+  set_gradient(value, kInfinity);
   EXPECT_FALSE(scaler.step(optimizer));
   EXPECT_TRUE(at::allclose(value.detach(), torch::tensor({0.0, -3.0, 2.0}, torch::kDouble)));
 }
 
 TEST(GradScaler, SkipsStepsWithInfiniteGradientsAndLowersTheScale) {
-  for (const double bad : {kInf, -kInf, kNan}) {
+  for (const double bad : {kInfinity, -kInfinity, kNan}) {
     at::Tensor first = parameter(), second = parameter();
     Optimizer optimizer({first, second}, SGD{.lr = 0.1});
     const at::Tensor before = first.detach().clone();
@@ -95,7 +95,7 @@ TEST(GradScaler, CountsStepsInARowBeforeItRaisesTheScale) {
   EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
   EXPECT_EQ(scaler.get_scale(), 12);
   EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
-  EXPECT_FALSE(iterate(scaler, optimizer, value, kInf));
+  EXPECT_FALSE(iterate(scaler, optimizer, value, kInfinity));
   EXPECT_EQ(scaler.get_scale(), 6);
   EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
   EXPECT_EQ(scaler.get_scale(), 6) << "the skipped step restarted the count";
@@ -170,7 +170,7 @@ TEST(GradScaler, DoesNothingWhenItIsDisabled) {
   GradScaler scaler({.enabled = false});
   const at::Tensor loss = value.sum();
   EXPECT_TRUE(scaler.scale(loss).is_same(loss));
-  set_gradient(value, kInf);
+  set_gradient(value, kInfinity);
   EXPECT_TRUE(scaler.step(optimizer));
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 1);

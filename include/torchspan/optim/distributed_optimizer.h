@@ -142,6 +142,12 @@ class DistributedOptimizer : public LRTarget {
   void load_state_shards(const std::vector<RRef<StateDict>>& shards);
 
  private:
+  /// What the next step() with a context multiplies its gradients by.
+  struct GradientScale {
+    std::uint64_t context = 0;
+    double factor = 1;
+    double of(const autograd::ContextView& view) const { return view.id() == context ? factor : 1; }
+  };
   /// One owner's optimizer id and the groups it has.
   struct Share {
     std::uint64_t id = 0;
@@ -151,9 +157,6 @@ class DistributedOptimizer : public LRTarget {
   void drop() noexcept;
   /// Norm of the gradients in the context, over all owners and replicas; `verb` is named in errors.
   double norm_of(const autograd::ContextView& context, const ClipOptions& options, const char* verb) const;
-  double norm_here(const autograd::ContextView& context, const ClipOptions& options, const char* verb) const;
-  /// What the next step() with the context multiplies gradients by.
-  double next_scale(const autograd::ContextView& context) const;
   GlobalId id_on(std::uint32_t owner) const {
     return {static_cast<std::uint32_t>(worker_.rank()), shares_.at(owner).id};
   }
@@ -165,7 +168,7 @@ class DistributedOptimizer : public LRTarget {
   std::vector<std::vector<std::uint32_t>> owners_;  ///< owners of each group's targets
   std::vector<std::string> kinds_;
   std::vector<double> rates_;
-  std::optional<std::pair<std::uint64_t, double>> next_scale_;  ///< context id and scale of its next step
+  GradientScale scale_;
 };
 
 }  // namespace torchspan::optim

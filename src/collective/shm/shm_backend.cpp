@@ -25,7 +25,8 @@ at::Tensor empty(const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
-  for (int rank = 0; rank < memory().size(); ++rank) ranks_.push_back(memory().peer(rank).world_rank);
+  for (int rank = 0; rank < op_queue_->memory().size(); ++rank)
+    ranks_.push_back(op_queue_->memory().peer(rank).world_rank);
 }
 
 std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_memory,
@@ -43,9 +44,9 @@ std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
   const std::vector<int> answering = ranks_of_split(gather, color, key);
   std::vector<int> members;
   for (const int parent_rank : answering) {
-    members.push_back(memory().members()[static_cast<std::size_t>(parent_rank)]);
+    members.push_back(op_queue_->memory().members()[static_cast<std::size_t>(parent_rank)]);
   }
-  auto part = GroupMemory::make(memory().peer_memory(), std::move(members), gather, answering);
+  auto part = GroupMemory::make(op_queue_->memory().peer_memory(), std::move(members), gather, answering);
   return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(part), op_queue_->timeout())));
 }
 
@@ -69,7 +70,7 @@ void ShmBackend::place(Operation& operation) const {
   }
   call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
   if (call.in_slot != 0 || operation.pieces.size() != 1) return;
-  const auto place = memory().place_of(operation.pieces[0].data, operation.pieces[0].size);
+  const auto place = op_queue_->memory().place_of(operation.pieces[0].data, operation.pieces[0].size);
   call.shared = place ? 1 : 0;
   call.place = place.value_or(0);
 }
@@ -221,7 +222,7 @@ void ShmBackend::barrier(Duration timeout) {
 
 at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  std::shared_ptr<std::byte> block = memory().peer_memory()->own()->allocate(bytes);
+  std::shared_ptr<std::byte> block = op_queue_->memory().peer_memory()->own()->allocate(bytes);
   std::byte* const data = block.get();
   return at::from_blob(
       data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));

@@ -19,7 +19,7 @@ class ShmBackend final : public Backend {
                                           Duration timeout, const Gather& gather);
 
   std::string name() const override { return "shm"; }
-  int rank() const override { return memory().rank(); }
+  int rank() const override { return op_queue_->memory().rank(); }
   const std::vector<int>& ranks() const override { return ranks_; }
   Runtime& runtime() const override { return op_queue_->runtime(); }
   std::shared_ptr<Backend> split(int color, int key) override;
@@ -39,7 +39,6 @@ class ShmBackend final : public Backend {
   /// Never for zero: the group's timeout applies.
   Deadline deadline_of(Duration timeout) const;
   std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
-  GroupMemory& memory() const { return op_queue_->memory(); }
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   /// An operation whose contribution is `tensor`, which is dense and contiguous.
   std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) const;

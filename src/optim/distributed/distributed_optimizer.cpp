@@ -195,8 +195,8 @@ std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
 
 void DistributedOptimizer::step(const autograd::ContextView& context) {
   check_alive(worker_, context, "step()");
-  const double scale = next_scale(context);
-  next_scale_.reset();
+  const double scale = scale_.of(context);
+  scale_ = {};
   std::map<Owner, Future<bool>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(owner,
@@ -235,9 +235,9 @@ double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context
                                             const ClipOptions& options) {
   clip_factor(0, options.max_norm);  // checks the option before any message
   check_alive(worker_, context, "clip_grad_norm()");
-  const double scale = next_scale(context);
+  const double scale = scale_.of(context);
   const double norm = norm_of(context, options, "clip_grad_norm") * scale;
-  next_scale_ = {context.id(), scale * clip_factor(norm, options.max_norm)};
+  scale_ = {context.id(), scale * clip_factor(norm, options.max_norm)};
   return norm;
 }
 
@@ -252,37 +252,30 @@ bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context,
                             .norm_type = std::numeric_limits<double>::infinity(),
                             .replicas = replicas};
   const bool finite = std::isfinite(norm_of(context, options, "scale_gradients"));
-  next_scale_ = {context.id(), factor};
+  scale_ = {context.id(), factor};
   return finite;
-}
-
-double DistributedOptimizer::next_scale(const autograd::ContextView& context) const {
-  return next_scale_ && next_scale_->first == context.id() ? next_scale_->second : 1;
 }
 
 double DistributedOptimizer::norm_of(const autograd::ContextView& context, const ClipOptions& options,
                                      const char* verb) const {
-  if (options.replicas.empty()) return norm_here(context, options, verb);
-  return largest_norm(worker_, options, verb, [&] { return norm_here(context, options, verb); });
-}
-
-double DistributedOptimizer::norm_here(const autograd::ContextView& context, const ClipOptions& options,
-                                       const char* verb) const {
-  std::map<Owner, Future<GradientNorm>> answers;
-  for (const auto& [owner, share] : shares_) {
-    answers.emplace(owner,
-                    ask(worker_, owner, NormOfGradients{id_on(owner), context.id(), options.norm_type}));
-  }
-  std::vector<double> norms;
-  std::string averaged, own;
-  for (const auto& [owner, part] : collect(worker_, "the norm of gradients", answers)) {
-    const std::string place = fmt::format(" on worker '{}'", name_of(worker_, owner));
-    norms.push_back(part.norm);
-    if (averaged.empty() && !part.averaged.empty()) averaged = part.averaged + place;
-    if (own.empty() && !part.own.empty()) own = part.own + place;
-  }
-  if (options.replicas.empty() && !averaged.empty() && !own.empty()) refuse_local_norm(averaged, own, verb);
-  return gradient_norm({at::tensor(norms, at::kDouble)}, options.norm_type);
+  const auto norm_here = [&] {
+    std::map<Owner, Future<GradientNorm>> answers;
+    for (const auto& [owner, share] : shares_) {
+      answers.emplace(owner,
+                      ask(worker_, owner, NormOfGradients{id_on(owner), context.id(), options.norm_type}));
+    }
+    std::vector<double> norms;
+    std::string averaged, own;
+    for (const auto& [owner, part] : collect(worker_, "the norm of gradients", answers)) {
+      const std::string place = fmt::format(" on worker '{}'", name_of(worker_, owner));
+      norms.push_back(part.norm);
+      if (averaged.empty() && !part.averaged.empty()) averaged = part.averaged + place;
+      if (own.empty() && !part.own.empty()) own = part.own + place;
+    }
+    if (options.replicas.empty() && !averaged.empty() && !own.empty()) refuse_local_norm(averaged, own, verb);
+    return gradient_norm({at::tensor(norms, at::kDouble)}, options.norm_type);
+  };
+  return options.replicas.empty() ? norm_here() : largest_norm(worker_, options, verb, norm_here);
 }
 
 void DistributedOptimizer::set_lr(double lr) {

@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 using testing::SimCluster;
 using torchspan::testing::invalid_text;
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 at::Tensor times(const RRef<at::Tensor>& factor, const at::Tensor& x) { return x * factor.local_value(); }
 at::Tensor make_factor(double value) { return at::full({1}, value, at::kDouble).set_requires_grad(true); }
@@ -87,7 +87,7 @@ TEST(ScaleGradients, StepsNoOwnerIfOneHasAnInfiniteGradient) {
     GradScaler scaler({.init_scale = 8});
     {
       Context context(worker);
-      context.backward(scaler.scale(chain.loss(kInf)));
+      context.backward(scaler.scale(chain.loss(kInfinity)));
       EXPECT_FALSE(scaler.step(optimizer, context));
       EXPECT_THAT(invalid_text([&] { scaler.step(optimizer, context); }), HasSubstr("already called"));
       scaler.update();
@@ -122,7 +122,7 @@ TEST(ScaleGradients, RejectsFactorsThatMakeNoSense) {
     const Chain chain(worker);
     DistributedOptimizer optimizer(worker, SGD{.lr = 1}, {chain.here});
     Context context(worker);
-    for (const double factor : {0.0, -1.0, kInf, std::nan("")}) {
+    for (const double factor : {0.0, -1.0, kInfinity, std::nan("")}) {
       EXPECT_THAT(invalid_text([&] { optimizer.scale_gradients(context, factor); }), HasSubstr("factor = "));
     }
   });
