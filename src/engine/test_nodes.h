@@ -39,7 +39,7 @@ struct Incoming : PassNode {
 };
 
 /// The same values as `sent`, with `node` as their history.
-inline at::Tensor received(const at::Tensor& sent, const std::shared_ptr<Incoming>& node) {
+inline at::Tensor received(const at::Tensor& sent, const NodePtrTo<Incoming>& node) {
   at::Tensor tensor = sent.detach().clone();
   torch::autograd::create_gradient_edge(tensor, node);
   return tensor;
