@@ -25,7 +25,7 @@ class PassGraph::Entrance final : public torch::autograd::Node {
 
 std::map<int, Activation> PassGraph::attach_inputs(const std::map<int, Activation>& inputs, bool records) {
   std::map<int, Activation> attached;
-  entrance_ = std::make_shared<Entrance>();
+  entrance_ = engine::make_node<Entrance>();
   for (const auto& [link, activation] : inputs) {
     Activation& here = attached[link];
     here = activation;
@@ -77,13 +77,14 @@ void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
 
 std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(
     const std::map<int, Activation>& inputs) const {
+  const auto* entrance = static_cast<const Entrance*>(entrance_.get());
   std::map<int, std::vector<at::Tensor>> all;
   std::uint32_t input = 0;
   for (const auto& [link, activation] : inputs) {
     if (!activation.wants_any()) continue;
     std::vector<at::Tensor>& gradients = all[link];
     for (const std::uint8_t wants : activation.wants_gradient) {
-      gradients.push_back(wants != 0 ? entrance_->gradient(input++) : at::Tensor());
+      gradients.push_back(wants != 0 ? entrance->gradient(input++) : at::Tensor());
     }
   }
   return all;

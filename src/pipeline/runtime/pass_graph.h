@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include "engine/api/node_ptr.h"
 #include "pipeline/runtime/layer_runner.h"
 
 namespace torchspan::pipeline {
@@ -37,7 +38,7 @@ class PassGraph {
   };
   class Entrance;
 
-  std::shared_ptr<Entrance> entrance_;
+  engine::NodePtr entrance_;  ///< an Entrance
   std::vector<Exit> exits_;
   torch::autograd::Edge loss_edge_;
   at::Tensor loss_gradient_;
