@@ -1,8 +1,8 @@
 # Finds LibTorch: TORCHSPAN_LIBTORCH (targets and libraries to link), TORCHSPAN_LIBTORCH_INCLUDE, _VERSION, _PREFIX.
 # The include folders of a wheel or zip are in the targets below.
 #
-# pip's wheels and the zips get the targets below, because their CMake package demands a CUDA toolkit of the wheel's
-# version, with nvcc, cuDNN and more, of which TorchSpan needs nothing. Distributions' packages use their own CMake package.
+# pip's wheels and the zips get the targets below, because their CMake package demands a CUDA toolkit with nvcc, cuDNN
+# and more, of which TorchSpan needs nothing. Distributions' packages use their own CMake package.
 set(torchspan_find_hint "pass -DCMAKE_PREFIX_PATH=\"$(python3 -c 'import torch; print(torch.utils.cmake_prefix_path)')\" \
 for pip's torch or the folder of an unpacked libtorch zip, or install Debian's libtorch-dev (tools/install-deps)")
 
