@@ -67,9 +67,9 @@ class PassGraph {
   ContextSink sink_;
   StrayGradients stray_gradients_;
   engine::GraphPass graph_;
-  const std::vector<SendNodePtr> fast_sends_;                // FAST: all that the pass waits for
-  const PassSends sends_;                                    // SMART: those that may get marks
-  std::atomic<std::size_t> nodes_{~std::size_t{0}};          // unknown before prepare()
+  const std::vector<SendNodePtr> fast_sends_;        // FAST: all that the pass waits for
+  const PassSends sends_;                            // SMART: those that may get marks
+  std::atomic<std::size_t> nodes_{~std::size_t{0}};  // unknown before prepare()
   std::atomic<bool> sealed_{false};
 };
 
