@@ -278,8 +278,9 @@ std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLin
 
 namespace torchspan::collective {
 
-std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
-                                                  const GlooOptions&) {
+std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&,
+                                                  const std::vector<int>& ranks, const GlooOptions&) {
+  if (ranks.size() == 1) return nullptr;
   throw Error(
       ErrorKind::kUnsupported,
       "this build has no Gloo: use another backend, or configure again with the headers of LibTorch's Gloo "
