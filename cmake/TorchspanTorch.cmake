@@ -1,10 +1,10 @@
 # LibTorch and the two precompiled headers that torch-side targets share.
-find_package(Torch ${TORCHSPAN_LIBTORCH_AT_LEAST} REQUIRED)
+include(TorchspanLibtorch)
 
 # LibTorch's own headers are not ours to warn about.
 add_library(torchspan_torch INTERFACE)
-target_include_directories(torchspan_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
-target_link_libraries(torchspan_torch INTERFACE ${TORCH_LIBRARIES})
+target_include_directories(torchspan_torch SYSTEM INTERFACE ${TORCHSPAN_LIBTORCH_INCLUDE})
+target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
 # Loading a large precompiled header costs more than parsing the narrow headers that most sources need (measured on
 # 2 cores: 6.0 s a source with all of torch/torch.h, 4.4 s with none), so only targets that use it get the large one.

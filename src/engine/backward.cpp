@@ -36,7 +36,7 @@ std::vector<at::Tensor> leaf_tensors(const std::vector<at::Tensor>& roots) {
   std::vector<at::Tensor> leaves;
   std::vector<Node*> order;
   std::unordered_set<Node*> seen;
-  std::vector<std::shared_ptr<Node>> kept;  // the node of a leaf that is a root may have no other owner
+  std::vector<NodePtr> kept;  // the node of a leaf that is a root may have no other owner
   for (const at::Tensor& root : roots) {
     if (!root.defined() || !root.requires_grad()) continue;
     kept.push_back(torch::autograd::impl::gradient_edge(root).function);

@@ -57,7 +57,7 @@ void CountedGraph::add_local_root(Edge edge, at::Tensor gradient) {
   local_roots_.push_back({std::move(edge), std::move(gradients[0])});
 }
 
-void CountedGraph::add_pending(std::shared_ptr<Node> root) { pending_.push_back(std::move(root)); }
+void CountedGraph::add_pending(NodePtr root) { pending_.push_back(std::move(root)); }
 
 std::uint32_t CountedGraph::index_of(Node* node) {
   const auto next = static_cast<std::uint32_t>(states_.size());

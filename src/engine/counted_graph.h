@@ -50,7 +50,7 @@ class CountedGraph {
         caller_streams_(cuda) {}
 
   void add_local_root(torch::autograd::Edge edge, at::Tensor gradient);
-  void add_pending(std::shared_ptr<torch::autograd::Node> root);
+  void add_pending(NodePtr root);
   /// Finds the nodes that the roots reach and counts their dependencies. The gradient of a root counts as one.
   void count();
 
@@ -177,7 +177,7 @@ class CountedGraph {
   std::size_t aside_bytes_ = 0;
   ska::flat_hash_map<torch::autograd::Node*, std::uint32_t> index_;
   std::vector<LocalRoot> local_roots_;
-  std::vector<std::shared_ptr<torch::autograd::Node>> pending_;
+  std::vector<NodePtr> pending_;
   std::unordered_map<std::uint32_t, std::vector<bool>> masks_;  // of roots with outputs that are not reached
   std::unordered_map<std::uint32_t, std::vector<bool>> reached_inputs_;  // of exits with several inputs
   std::vector<Ready> ready_, ready_leaves_;

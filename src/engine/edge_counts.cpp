@@ -11,7 +11,7 @@ namespace torchspan::engine {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-std::size_t EdgeCounts::add(const std::shared_ptr<Node>& root) {
+std::size_t EdgeCounts::add(const NodePtr& root) {
   MutexLock lock(mutex_);
   erase_destroyed();
   visit(root);
@@ -34,10 +34,10 @@ std::size_t EdgeCounts::add(const std::shared_ptr<Node>& root) {
   return std::exchange(fresh_, {}).size();
 }
 
-void EdgeCounts::visit(const std::shared_ptr<Node>& node) {
+void EdgeCounts::visit(const NodePtr& node) {
   Entry& entry = nodes_[node.get()];
   if (!entry.node.expired()) return;
-  entry = {node, {0, walked_++}};
+  entry = Entry{WeakNodePtr(node), {0, walked_++}};
   fresh_.push_back(node.get());
 }
 

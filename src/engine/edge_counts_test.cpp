@@ -15,8 +15,8 @@ namespace {
 using namespace testing;
 
 Tensor leaf() { return at::ones({2}).requires_grad_(); }
-std::shared_ptr<Outgoing> outgoing(const Tensor& tensor) {
-  return std::make_shared<Outgoing>(std::vector<Tensor>{tensor});
+NodePtrTo<Outgoing> outgoing(const Tensor& tensor) {
+  return make_node<Outgoing>(std::vector<Tensor>{tensor});
 }
 
 TEST(EdgeCounts, WalksEachNodeOnceAndCountsAllEdges) {
@@ -45,6 +45,32 @@ TEST(EdgeCounts, KeepsNoNodeAliveAndForgetsThoseThatEnded) {
   EXPECT_LT(counts.size(), 2100U);
 }
 
+struct Holder : TensorNode {
+  explicit Holder(Tensor tensor) : held(std::move(tensor)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
+  void release_variables() override { held.reset(); }
+  Tensor held;
+};
+
+TEST(EdgeCounts, KeepsNoTensorOfANodeThatEnded) {
+  const Tensor x = leaf(), factor = at::full({2}, 3.0);
+  const std::size_t before = factor.storage().use_count();
+  EdgeCounts counts;
+  {
+    Tensor held = at::zeros({2});
+    const auto holder = make_node<Holder>(factor.detach());
+    holder->add_next_edge(torch::autograd::impl::gradient_edge(x));
+    torch::autograd::create_gradient_edge(held, holder);
+    const auto send = outgoing(Pair::apply(x * factor)[0] + held);
+    EXPECT_EQ(counts.add(send), 6U) << "the send, the sum, the sine, the product, the holder, the leaf";
+    EXPECT_GT(factor.storage().use_count(), before);
+  }
+  EXPECT_EQ(factor.storage().use_count(), before);
+  EXPECT_EQ(counts.size(), 6U);
+}
+
 /// Two sends that share a product and a leaf, and a third one that shares the leaf.
 class PartialPass : public ::testing::TestWithParam<unsigned> {
  protected:
@@ -60,7 +86,7 @@ class PartialPass : public ::testing::TestWithParam<unsigned> {
     sink = std::make_unique<MapSink>(gradients);
     return std::make_unique<GraphPass>(*sink, options);
   }
-  static void deliver(GraphPass& pass, const std::shared_ptr<Outgoing>& send) {
+  static void deliver(GraphPass& pass, const NodePtrTo<Outgoing>& send) {
     pass.add_pending(send);
     EXPECT_TRUE(pass.deliver(*send, {at::ones({2})}));
     pass.run();
@@ -70,8 +96,8 @@ class PartialPass : public ::testing::TestWithParam<unsigned> {
   }
 
   const Tensor x = leaf(), shared = x * 2;
-  const std::shared_ptr<Outgoing> first = outgoing(shared * 3), second = outgoing(shared * 5),
-                                  third = outgoing(x * 7);
+  const NodePtrTo<Outgoing> first = outgoing(shared * 3), second = outgoing(shared * 5),
+                            third = outgoing(x * 7);
   const std::shared_ptr<EdgeCounts> counts = std::make_shared<EdgeCounts>();
   GradientMap gradients;
   std::unique_ptr<MapSink> sink;

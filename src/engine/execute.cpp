@@ -40,13 +40,13 @@ bool layouts_fit(at::Layout gradient, at::Layout expected) {
 }
 
 void fit_dtype(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
-  const at::ScalarType expected = c10::typeMetaToScalarType(metadata.dtype());
+  const at::ScalarType input = c10::typeMetaToScalarType(metadata.dtype());
   const at::ScalarType got = gradient.scalar_type();
-  if (got == expected) return;
-  if (!c10::isFloatingType(got) && c10::isComplexType(expected) != c10::isComplexType(got)) {
-    refuse(index, fmt::format("its type is {}, expected {}", c10::toString(got), c10::toString(expected)));
+  if (!c10::isFloatingType(got) && c10::isComplexType(input) != c10::isComplexType(got)) {
+    refuse(index, fmt::format("its type is {}, expected {}", c10::toString(got), c10::toString(input)));
   }
-  gradient = gradient.to(expected);
+  const std::optional<at::ScalarType> expected = compat::gradient_dtype(metadata);
+  if (expected && got != *expected) gradient = gradient.to(*expected);
 }
 
 void fit_device(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {

@@ -39,7 +39,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   Impl(GradientSink& sink, PassOptions options);
 
   void add_local_root(Edge edge, at::Tensor gradient);
-  void add_pending(std::shared_ptr<Node> root);
+  void add_pending(NodePtr root);
   void prepare();
   bool post(Queued queued);
   bool seal();
@@ -53,7 +53,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   std::exception_ptr error() const;
   std::exception_ptr cause() const;
   std::string failed_node() const;
-  std::shared_ptr<Node> failed_at() const;
+  NodePtr failed_at() const;
   PassReport report(bool names) const;
 
  private:
@@ -99,13 +99,13 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   bool sealed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::vector<Node*> pending_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<Node>> later_ TORCHSPAN_GUARDED_BY(mutex_);  // of pending_: not in graph_ yet
+  std::vector<NodePtr> later_ TORCHSPAN_GUARDED_BY(mutex_);  // of pending_: not in graph_ yet
   std::unordered_map<Node*, bool> arrived_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Queued> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr error_ TORCHSPAN_GUARDED_BY(mutex_);
   std::exception_ptr cause_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string failed_node_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::shared_ptr<Node> failed_at_ TORCHSPAN_GUARDED_BY(mutex_);
+  NodePtr failed_at_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
@@ -143,7 +143,7 @@ void GraphPass::Impl::add_local_root(Edge edge, at::Tensor gradient) {
   graph_->add_local_root(std::move(edge), std::move(gradient));
 }
 
-void GraphPass::Impl::add_pending(std::shared_ptr<Node> root) {
+void GraphPass::Impl::add_pending(NodePtr root) {
   if (!grows_) expect_unprepared();
   if (!root) throw Error(ErrorKind::kInvalid, "a pending root of a pass must be a node, not null");
   {
@@ -233,7 +233,7 @@ std::string GraphPass::Impl::failed_node() const {
   return failed_node_;
 }
 
-std::shared_ptr<Node> GraphPass::Impl::failed_at() const {
+NodePtr GraphPass::Impl::failed_at() const {
   MutexLock lock(mutex_);
   return failed_at_;
 }
@@ -388,7 +388,7 @@ void GraphPass::Impl::fail(Node& node) {
     error_ = std::make_exception_ptr(name_failure(name, cause));
     cause_ = cause;
     failed_node_ = name;
-    failed_at_ = node.shared_from_this();
+    failed_at_ = owner_of(node);
   }
   if (others && failed_) failed_();
 }
@@ -397,7 +397,7 @@ void GraphPass::Impl::fail(Node& node) {
 void GraphPass::Impl::close() {
   const std::shared_ptr<PassEnd> end = sink_.end();
   std::vector<Queued> queue;
-  std::vector<std::shared_ptr<Node>> later;
+  std::vector<NodePtr> later;
   std::unique_ptr<CountedGraph> graph;
   std::exception_ptr error;
   {
@@ -444,7 +444,7 @@ void GraphPass::add_root(Edge root, at::Tensor gradient) {
   impl_->add_local_root(std::move(root), std::move(gradient));
 }
 
-void GraphPass::add_pending(std::shared_ptr<Node> root) { impl_->add_pending(std::move(root)); }
+void GraphPass::add_pending(NodePtr root) { impl_->add_pending(std::move(root)); }
 
 void GraphPass::prepare() { impl_->prepare(); }
 
@@ -479,7 +479,7 @@ bool GraphPass::failed() const { return impl_->failed(); }
 std::exception_ptr GraphPass::error() const { return impl_->error(); }
 std::exception_ptr GraphPass::cause() const { return impl_->cause(); }
 std::string GraphPass::failed_node() const { return impl_->failed_node(); }
-std::shared_ptr<Node> GraphPass::failed_at() const { return impl_->failed_at(); }
+NodePtr GraphPass::failed_at() const { return impl_->failed_at(); }
 PassReport GraphPass::report(bool names) const { return impl_->report(names); }
 
 }  // namespace torchspan::engine

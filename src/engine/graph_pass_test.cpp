@@ -17,8 +17,8 @@ Tensor leaf() { return at::ones({2}).requires_grad_(); }
 
 TEST(GraphPass, WaitsForPendingRootsAndFinishesWithTheLast) {
   const Tensor x = leaf();
-  auto first = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
-  auto second = std::make_shared<Outgoing>(std::vector<Tensor>{x * 3});
+  auto first = make_node<Outgoing>(std::vector<Tensor>{x * 2});
+  auto second = make_node<Outgoing>(std::vector<Tensor>{x * 3});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -42,7 +42,7 @@ TEST(GraphPass, WaitsForPendingRootsAndFinishesWithTheLast) {
 
 TEST(GraphPass, TakesDeliveriesBeforeItIsPrepared) {
   const Tensor x = leaf();
-  auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
+  auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -58,8 +58,8 @@ TEST(GraphPass, TakesDeliveriesBeforeItIsPrepared) {
 
 TEST(GraphPass, RefusesUnknownRootsAndIgnoresRepeatedOnes) {
   const Tensor x = leaf();
-  auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
-  auto unrelated = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
+  auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2});
+  auto unrelated = make_node<Outgoing>(std::vector<Tensor>{x * 2});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -78,7 +78,7 @@ TEST(GraphPass, RefusesUnknownRootsAndIgnoresRepeatedOnes) {
 
 TEST(GraphPass, FailsWhenTheNumberOfGradientsIsWrong) {
   const Tensor x = leaf();
-  auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
+  auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -93,8 +93,8 @@ TEST(GraphPass, FailsWhenTheNumberOfGradientsIsWrong) {
 TEST(GraphPass, SkipsWhatOnlyDiscardedRootsReach) {
   const Tensor x = leaf(), y = leaf(), z = leaf();
   const Tensor shared = x * 2;
-  auto kept = std::make_shared<Outgoing>(std::vector<Tensor>{shared * y});
-  auto dropped = std::make_shared<Outgoing>(std::vector<Tensor>{shared.exp() * z});
+  auto kept = make_node<Outgoing>(std::vector<Tensor>{shared * y});
+  auto dropped = make_node<Outgoing>(std::vector<Tensor>{shared.exp() * z});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -116,8 +116,7 @@ TEST(GraphPass, SkipsWhatOnlyDiscardedRootsReach) {
 
 TEST(GraphPass, SkipsWhatLiesBehindOutputsThatAreNotReached) {
   const Tensor x = leaf(), y = leaf();
-  auto send =
-      std::make_shared<Outgoing>(std::vector<Tensor>{x * 2, Recomputed::apply(y.view({1, 2}), at::eye(2))});
+  auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2, Recomputed::apply(y.view({1, 2}), at::eye(2))});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -132,8 +131,8 @@ TEST(GraphPass, SkipsWhatLiesBehindOutputsThatAreNotReached) {
 
 TEST(GraphPass, ReportsPendingRootsAndTheNodesBehindThem) {
   const Tensor x = leaf(), y = leaf();
-  auto arrived = std::make_shared<Outgoing>(std::vector<Tensor>{x.sin()});
-  auto missing = std::make_shared<Outgoing>(std::vector<Tensor>{y.exp()});
+  auto arrived = make_node<Outgoing>(std::vector<Tensor>{x.sin()});
+  auto missing = make_node<Outgoing>(std::vector<Tensor>{y.exp()});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
@@ -153,8 +152,8 @@ TEST(GraphPass, ReportsPendingRootsAndTheNodesBehindThem) {
 
 TEST(GraphPass, ThatIsAbortedEndsItsSinkAndFreesItsGraph) {
   Tensor x = leaf();
-  auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
-  const std::weak_ptr<Outgoing> watched = send;
+  auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2});
+  const WeakNodePtr watched(send);
   GradientMap gradients;
   MapSink sink(gradients, 42);
   PassStatus status;
@@ -207,7 +206,7 @@ TEST(GraphPass, AbortedBeforeItIsPreparedFailsThere) {
 TEST(GraphPass, ThatIsDroppedEndsItsSinkAsCancelled) {
   const Tensor x = leaf();
   for (bool prepared : {true, false}) {
-    auto send = std::make_shared<Outgoing>(std::vector<Tensor>{x * 2});
+    auto send = make_node<Outgoing>(std::vector<Tensor>{x * 2});
     GradientMap gradients;
     MapSink sink(gradients);
     {
@@ -248,12 +247,12 @@ TEST(GraphPass, MayBeDestroyedByTheCallbackOfItsEnd) {
 TEST(GraphPass, DeliveredAndRunFromInsideItsOwnNodesGoesOnInTheDriver) {
   const Tensor x = leaf();
   const Tensor sent = x.exp();
-  auto send = std::make_shared<Outgoing>(std::vector<Tensor>{sent});
+  auto send = make_node<Outgoing>(std::vector<Tensor>{sent});
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);
   int depth = 0, deepest = 0;
-  auto receive = std::make_shared<Incoming>([&](torch::autograd::variable_list arrived) {
+  auto receive = make_node<Incoming>([&](torch::autograd::variable_list arrived) {
     deepest = std::max(deepest, ++depth);
     pass.deliver(*send, std::move(arrived));
     pass.run();
@@ -273,9 +272,8 @@ TEST(GraphPass, TakesRootsFromManyThreads) {
   for (std::uint64_t round = 0; round < 50; ++round) {
     const Tensor x = at::ones({4}).requires_grad_();
     const Tensor shared = x * 2;
-    std::vector<std::shared_ptr<Outgoing>> sends;
-    for (int i = 0; i < 8; ++i)
-      sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{shared * (i + 1)}));
+    std::vector<NodePtrTo<Outgoing>> sends;
+    for (int i = 0; i < 8; ++i) sends.push_back(make_node<Outgoing>(std::vector<Tensor>{shared * (i + 1)}));
     GradientMap gradients;
     MapSink sink(gradients, round);
     std::atomic<int> ends{0};
@@ -309,8 +307,8 @@ int race(int rounds, bool abort) {
       pass.prepare();
     }
     const Tensor x = leaf();
-    std::vector<std::shared_ptr<Outgoing>> sends{std::make_shared<Outgoing>(std::vector<Tensor>{x}),
-                                                 std::make_shared<Outgoing>(std::vector<Tensor>{x})};
+    std::vector<NodePtrTo<Outgoing>> sends{make_node<Outgoing>(std::vector<Tensor>{x}),
+                                           make_node<Outgoing>(std::vector<Tensor>{x})};
     GradientMap gradients;
     MapSink sink;
     GraphPass pass;
@@ -353,8 +351,8 @@ TEST(GraphPass, AbortedWhileManyThreadsDeliverEndsOnce) {
   const auto executor = make_executor();
   for (std::uint64_t round = 0; round < 50; ++round) {
     const Tensor x = leaf();
-    std::vector<std::shared_ptr<Outgoing>> sends;
-    for (int i = 0; i < 8; ++i) sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{x * i}));
+    std::vector<NodePtrTo<Outgoing>> sends;
+    for (int i = 0; i < 8; ++i) sends.push_back(make_node<Outgoing>(std::vector<Tensor>{x * i}));
     GradientMap gradients;
     MapSink sink(gradients, round);
     std::atomic<int> ends{0};

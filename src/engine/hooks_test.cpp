@@ -141,8 +141,8 @@ TEST(Hooks, RunInTheOrderOfTheStockEngine) {
 TEST(Hooks, OfATensorThatThePassDoesNotReachAreNotCalled) {
   for (const unsigned used : {0U, 1U, 2U}) {
     std::vector<Tensor> values{leaf(), leaf(), leaf()}, given;
-    const auto node = std::make_shared<Incoming>(
-        [&](torch::autograd::variable_list gradients) { given = std::move(gradients); });
+    const auto node =
+        make_node<Incoming>([&](torch::autograd::variable_list gradients) { given = std::move(gradients); });
     std::vector<int> calls(3);
     int passed = 0;
     for (std::size_t i = 0; i < 3; ++i) {
@@ -175,8 +175,8 @@ TEST(Hooks, OfWhatLeavesTheProcessRunFirst) {
   const auto noting = [&order](const char* name) {
     return [&order, name](torch::autograd::variable_list) { order.emplace_back(name); };
   };
-  const Tensor first = received(x, std::make_shared<Incoming>(noting("first"), 1));
-  const Tensor second = received(x, std::make_shared<Incoming>(noting("second"), 2));
+  const Tensor first = received(x, make_node<Incoming>(noting("first"), 1));
+  const Tensor second = received(x, make_node<Incoming>(noting("second"), 2));
   const Tensor local = x * 2;
   local.register_hook([&order](const Tensor&) { order.emplace_back("local"); });
   x.register_hook([&order](const Tensor&) { order.emplace_back("leaf"); });

@@ -26,12 +26,12 @@ struct Graph {
       const Tensor rows = at::randint(0, 64, {64}, at::kLong);
       Tensor value = shared * factor + shared.exp() * leaf;
       if (sparse) value = value + at::embedding(leaf, rows, -1, false, true) * factor;
-      sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{value, shared * i}));
+      sends.push_back(make_node<Outgoing>(std::vector<Tensor>{value, shared * i}));
     }
     loss = (leaf * at::randn({64, 3})).sum() + shared.cos().sum();
   }
   Tensor leaf, loss;
-  std::vector<std::shared_ptr<Outgoing>> sends;
+  std::vector<NodePtrTo<Outgoing>> sends;
 };
 
 struct Way {
@@ -109,8 +109,8 @@ TEST(SumsOfAPass, HaveTheSameBitsInAnyArrivalOrder) {
 TEST(SumsOfAPass, DoNotKeepAllGradientsThatArriveEarly) {
   const auto huge = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);  // has no memory
   const Tensor leaf = at::empty({std::int64_t{1} << 25}, huge).requires_grad_();
-  std::vector<std::shared_ptr<Outgoing>> sends;
-  for (int i = 0; i < 10; ++i) sends.push_back(std::make_shared<Outgoing>(std::vector<Tensor>{leaf}));
+  std::vector<NodePtrTo<Outgoing>> sends;
+  for (int i = 0; i < 10; ++i) sends.push_back(make_node<Outgoing>(std::vector<Tensor>{leaf}));
   GradientMap gradients;
   MapSink sink(gradients);
   GraphPass pass(sink);

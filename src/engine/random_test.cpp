@@ -28,17 +28,17 @@ TEST(RandomPrograms, GiveTheSameGradientsToTheSameLeavesAsTheStockEngine) {
 /// The hops of one program: each is a send node whose gradients a receive node delivers.
 struct Hops {
   struct Pair {
-    std::shared_ptr<Outgoing> send;
-    std::shared_ptr<Incoming> receive;
+    NodePtrTo<Outgoing> send;
+    NodePtrTo<Incoming> receive;
   };
   std::vector<Pair> pairs;
   std::function<void(Outgoing&, torch::autograd::variable_list)> deliver;
 
   Tensor take(const Tensor& sent) {
     Pair pair;
-    pair.send = std::make_shared<Outgoing>(std::vector<Tensor>{sent});
+    pair.send = make_node<Outgoing>(std::vector<Tensor>{sent});
     pair.receive =
-        std::make_shared<Incoming>([this, send = pair.send.get()](torch::autograd::variable_list gradients) {
+        make_node<Incoming>([this, send = pair.send.get()](torch::autograd::variable_list gradients) {
           deliver(*send, gradients);
         });
     pairs.push_back(pair);

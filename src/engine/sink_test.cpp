@@ -314,7 +314,7 @@ struct Hooked {
   std::vector<Tensor> parameters = as_leaves({at::ones({2}), at::ones({2})});
   std::shared_ptr<NativeEnginePasses> passes = std::make_shared<NativeEnginePasses>();
   Halver::Log log;
-  std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
+  std::vector<NodePtr> nodes;
 };
 
 TEST(GradientHook, WorksOnGradUnderTheStockEngine) {

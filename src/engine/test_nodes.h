@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include "engine/api/node_ptr.h"
 #include "engine/api/pass_node.h"
 
 namespace torchspan::engine::testing {
@@ -39,7 +40,7 @@ struct Incoming : PassNode {
 };
 
 /// The same values as `sent`, with `node` as their history.
-inline at::Tensor received(const at::Tensor& sent, const std::shared_ptr<Incoming>& node) {
+inline at::Tensor received(const at::Tensor& sent, const NodePtrTo<Incoming>& node) {
   at::Tensor tensor = sent.detach().clone();
   torch::autograd::create_gradient_edge(tensor, node);
   return tensor;

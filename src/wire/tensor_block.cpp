@@ -11,9 +11,10 @@
 #include <ATen/quantized/QTensorImpl.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/version.h>
 
 #include <torchspan/wire.h>
+
+#include "wire/compat.h"
 
 namespace torchspan::wire {
 namespace {
@@ -50,14 +51,6 @@ at::DimVector dimensions_by_stride(at::IntArrayRef sizes, at::IntArrayRef stride
   std::stable_sort(order.begin(), order.end(),
                    [&](std::int64_t a, std::int64_t b) { return strides[a] < strides[b]; });
   return order;
-}
-
-const void* const_data(const at::Tensor& tensor) {
-#if TORCH_VERSION_MAJOR >= 2
-  return tensor.const_data_ptr();
-#else
-  return tensor.data_ptr();
-#endif
 }
 
 /// An unsigned type of that size: copies bytes of any dtype, also where LibTorch has no copy kernel.
@@ -185,7 +178,7 @@ void put_block(ByteWriter& metadata, std::vector<Segment>& segments, const at::T
   if (!row_major) metadata.put_bytes(std::as_bytes(std::span(shape.strides.data(), shape.strides.size())));
   const std::size_t bytes = shape.bytes();
   if (bytes == 0) return;
-  Segment segment{static_cast<const std::byte*>(const_data(source)), bytes, nullptr};
+  Segment segment{static_cast<const std::byte*>(compat::const_data(source)), bytes, nullptr};
   if (keep) segment.keep = std::make_shared<const at::Tensor>(std::move(source));
   segments.push_back(std::move(segment));
 }

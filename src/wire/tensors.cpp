@@ -15,6 +15,7 @@
 
 #include <torchspan/wire.h>
 
+#include "wire/compat.h"
 #include "wire/tensor_block.h"
 
 namespace torchspan::wire {
@@ -35,7 +36,7 @@ void check_sendable(const at::Tensor& tensor) {
     throw_unsupported(fmt::format(
         "layout {} is not supported; convert the tensor to a strided or sparse COO one", c10::str(layout)));
   }
-  if (tensor.has_names()) {
+  if (compat::has_names(tensor)) {
     throw_unsupported("named dimensions are not supported; send tensor.rename(at::nullopt)");
   }
   if (tensor.is_meta()) throw_unsupported("a meta tensor has no data to send");

@@ -5,12 +5,11 @@
 
 #include <torchspan/wire.h>
 
+#include "wire/compat.h"
+
 namespace torchspan {
 namespace wire {
 namespace {
-
-#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 struct Dtype {
   std::uint8_t code;

@@ -9,6 +9,7 @@
 #include <torchspan/session.h>
 
 #include "tests/cluster/hosts_suite.h"
+#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -65,8 +66,10 @@ void sums_and_calls() {
     const std::string name = group.backend()->name();
     require(name == (together ? "shm" : "hierarchical"), name);
     sum(group);
-    sum(session.group(
-        {.backend = collective::BackendKind::kC10d, .network = isolated, .timeout = seconds(60)}));
+    if (testing::kHasGloo) {
+      sum(session.group(
+          {.backend = collective::BackendKind::kC10d, .network = isolated, .timeout = seconds(60)}));
+    }
   }
   if (together) {
     sum(session.group());
@@ -111,6 +114,7 @@ class Containers : public testing::Hosts {
 };
 
 TEST_F(Containers, OfOneMachineAreSeparateHostsWithoutCommonSockets) {
+  if (!testing::kHasGloo) GTEST_SKIP() << "no Gloo";
   ProcessWorld world(4);
   start_all(world, "near", "far", {});
   expect_all_end_well(world);

@@ -11,6 +11,7 @@
 #include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
+#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -135,9 +136,10 @@ struct Kept {
 
 std::vector<collective::GroupOptions> all_kinds() {
   const auto isolated = collective::Network::kIsolated;
-  return {{},
-          {.backend = collective::BackendKind::kC10d, .network = isolated},
-          {.backend = collective::BackendKind::kHierarchical, .network = isolated}};
+  std::vector<collective::GroupOptions> kinds{
+      {}, {.backend = collective::BackendKind::kHierarchical, .network = isolated}};
+  if (testing::kHasGloo) kinds.push_back({.backend = collective::BackendKind::kC10d, .network = isolated});
+  return kinds;
 }
 
 /// TEST_ENDING: how the session ends before the objects made from it.

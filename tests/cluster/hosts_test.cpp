@@ -9,6 +9,7 @@
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/certificates.h"
+#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -121,6 +122,7 @@ TEST_F(Hosts, WorkersOfTwoHostsConnectAndCallEachOther) {
 }
 
 TEST_F(Hosts, GroupsSumOverTwoHosts) {
+  if (!testing::kHasGloo) GTEST_SKIP() << "no Gloo";
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) {
     start(world, rank, rank < 2 ? network_.near : network_.far, "sum_over_hosts");

@@ -10,6 +10,7 @@
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/errors.h"
+#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -151,7 +152,13 @@ void lose_the_network() {
   }
 }
 
-class TrainingOverHosts : public testing::Hosts {};
+class TrainingOverHosts : public testing::Hosts {
+ protected:
+  void SetUp() override {
+    if (!testing::kHasGloo) GTEST_SKIP() << "no Gloo";
+    Hosts::SetUp();
+  }
+};
 
 // peer: ddp (documented) training between hosts; a rank that dies there in a step: better: the rank, the
 //   reduction and the bucket are named

@@ -6,6 +6,7 @@
 
 #include "tests/conformance/collective_backends.h"
 #include "tests/conformance/collective_oracle.h"
+#include "tests/conformance/collective_process.h"
 
 namespace torchspan::testing::collective_groups {
 namespace {
@@ -227,6 +228,14 @@ TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
     }
   });
 }
+
+#if !defined(TORCHSPAN_GLOO)
+TEST(GroupsWithoutGloo, SayWhatToDo) {
+  CollectiveWorld world(2);
+  expect_error(ErrorKind::kUnsupported, {"no Gloo", "use another backend"},
+               [&] { world.run([](Group&) {}, {.backend = BackendKind::kC10d}); });
+}
+#endif
 
 }  // namespace
 }  // namespace torchspan::testing::collective_groups

@@ -8,7 +8,7 @@
 
 namespace torchspan::autograd {
 
-void ContextSends::add(const std::shared_ptr<SendNode>& send, std::optional<std::uint64_t> call) {
+void ContextSends::add(const SendNodePtr& send, std::optional<std::uint64_t> call) {
   MutexLock lock(mutex_);
   if (closed_ || !sends_.emplace(send->message().id, Listed{send, added_, call}).second) return;
   ++added_;
@@ -28,7 +28,7 @@ bool ContextSends::is_unanswered(std::uint64_t message) const {
 }
 
 PassSends ContextSends::count() {
-  std::vector<std::shared_ptr<SendNode>> fresh;  // destroyed, with their graphs, after the lock is released
+  std::vector<SendNodePtr> fresh;  // destroyed, with their graphs, after the lock is released
   PassSends sends;
   {
     MutexLock lock(mutex_);
@@ -61,7 +61,7 @@ std::set<std::string> ContextSends::calls_to(std::uint32_t rank) const {
 }
 
 /// The caller destroys the result after the lock is released, because its graph may be destroyed with it.
-std::shared_ptr<SendNode> ContextSends::take_out(std::uint64_t message) {
+SendNodePtr ContextSends::take_out(std::uint64_t message) {
   auto it = sends_.find(message);
   if (it == sends_.end()) return nullptr;
   auto send = std::move(it->second.send);
@@ -72,13 +72,13 @@ std::shared_ptr<SendNode> ContextSends::take_out(std::uint64_t message) {
 }
 
 void ContextSends::remove(std::uint64_t message) {
-  std::shared_ptr<SendNode> gone;
+  SendNodePtr gone;
   MutexLock lock(mutex_);
   gone = take_out(message);
 }
 
 void ContextSends::use(const SendNode& send) {
-  std::shared_ptr<SendNode> gone;
+  SendNodePtr gone;
   MutexLock lock(mutex_);
   if (std::find(used_.begin(), used_.end(), send.message().id) != used_.end()) return;
   used_.push_back(send.message().id);
@@ -89,7 +89,7 @@ void ContextSends::use(const SendNode& send) {
 }
 
 void ContextSends::use_up(const SendNode& send) {
-  std::shared_ptr<SendNode> gone;
+  SendNodePtr gone;
   MutexLock lock(mutex_);
   gone = take_out(send.message().id);
   if (gone) remember_used_up(gone->message());
@@ -100,7 +100,7 @@ void ContextSends::remember_used_up(const MessageInfo& message) {
   if (used_up_.size() > kUsedUp) used_up_.pop_front();
 }
 
-std::shared_ptr<SendNode> ContextSends::find(std::uint64_t message, std::uint64_t end) const {
+SendNodePtr ContextSends::find(std::uint64_t message, std::uint64_t end) const {
   MutexLock lock(mutex_);
   if (auto it = sends_.find(message); it != sends_.end() && it->second.number < end) return it->second.send;
   const auto used = std::find_if(used_up_.begin(), used_up_.end(),
@@ -117,24 +117,24 @@ std::shared_ptr<SendNode> ContextSends::find(std::uint64_t message, std::uint64_
                   message));
 }
 
-std::vector<std::shared_ptr<SendNode>> ContextSends::all() const {
+std::vector<SendNodePtr> ContextSends::all() const {
   MutexLock lock(mutex_);
-  std::vector<std::shared_ptr<SendNode>> all;
+  std::vector<SendNodePtr> all;
   for (const auto& [message, listed] : sends_) all.push_back(listed.send);
   return all;
 }
 
-std::vector<std::shared_ptr<SendNode>> ContextSends::unused() const {
+std::vector<SendNodePtr> ContextSends::unused() const {
   MutexLock lock(mutex_);
-  std::vector<std::shared_ptr<SendNode>> unused;
+  std::vector<SendNodePtr> unused;
   for (const auto& [message, listed] : sends_) {
     if (std::find(used_.begin(), used_.end(), message) == used_.end()) unused.push_back(listed.send);
   }
   return unused;
 }
 
-std::vector<std::shared_ptr<SendNode>> ContextSends::use_up_used() {
-  std::vector<std::shared_ptr<SendNode>> gone;
+std::vector<SendNodePtr> ContextSends::use_up_used() {
+  std::vector<SendNodePtr> gone;
   MutexLock lock(mutex_);
   for (const std::uint64_t message : std::exchange(used_, {})) {
     gone.push_back(take_out(message));

@@ -27,7 +27,7 @@ struct PassSends {
 class ContextSends {
  public:
   /// `call` is the number of the call whose arguments were sent; nullopt for a result.
-  void add(const std::shared_ptr<SendNode>& send, std::optional<std::uint64_t> call = std::nullopt);
+  void add(const SendNodePtr& send, std::optional<std::uint64_t> call = std::nullopt);
   void remove(std::uint64_t message);
   /// Drops all sends; later ones are not added.
   void close();
@@ -37,8 +37,8 @@ class ContextSends {
   bool is_unanswered(std::uint64_t message) const;
 
   /// Throws Error{kInvalid} if there is none before `end`, or if an earlier pass used it up.
-  std::shared_ptr<SendNode> find(std::uint64_t message, std::uint64_t end = ~std::uint64_t{0}) const;
-  std::vector<std::shared_ptr<SendNode>> all() const;
+  SendNodePtr find(std::uint64_t message, std::uint64_t end = ~std::uint64_t{0}) const;
+  std::vector<SendNodePtr> all() const;
   /// The messages of the sends before `end`.
   std::vector<MessageInfo> messages(std::uint64_t end) const;
   /// The messages sent to that worker, as MessageInfo::text().
@@ -49,10 +49,10 @@ class ContextSends {
   /// How many edges lead to each node behind the sends that count() has counted.
   const std::shared_ptr<engine::EdgeCounts>& edges() const { return edges_; }
   /// The sends that no pass without `retain_graph` has traversed.
-  std::vector<std::shared_ptr<SendNode>> unused() const;
+  std::vector<SendNodePtr> unused() const;
   /// Removes the sends that passes without `retain_graph` have traversed, when a FAST pass begins, which waits
   /// for all others. The caller destroys them, without holding a lock.
-  std::vector<std::shared_ptr<SendNode>> use_up_used();
+  std::vector<SendNodePtr> use_up_used();
   /// A pass without `retain_graph` has traversed this send. The last kUsed of them stay: the nodes behind them
   /// may have saved nothing, or another tensor of the message may lead elsewhere.
   void use(const SendNode& send);
@@ -62,11 +62,11 @@ class ContextSends {
  private:
   static constexpr std::size_t kUsed = 64, kUsedUp = 1024;
   struct Listed {
-    std::shared_ptr<SendNode> send;
+    SendNodePtr send;
     std::uint64_t number = 0;
     std::optional<std::uint64_t> call = std::nullopt;
   };
-  std::shared_ptr<SendNode> take_out(std::uint64_t message) TORCHSPAN_REQUIRES(mutex_);
+  SendNodePtr take_out(std::uint64_t message) TORCHSPAN_REQUIRES(mutex_);
   void remember_used_up(const MessageInfo& message) TORCHSPAN_REQUIRES(mutex_);
 
   const std::shared_ptr<engine::EdgeCounts> edges_ = std::make_shared<engine::EdgeCounts>();

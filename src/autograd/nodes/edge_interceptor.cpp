@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -61,7 +62,7 @@ Bytes EdgeInterceptor::outgoing(const rpc::CallInfo& call, std::span<at::Tensor>
     header.message = registry_->next_id();
     if (!call.reply) header.call = call.name;
     const std::string site = call.reply && current->site ? *current->site : header.site;
-    auto send = std::make_shared<SendNode>(
+    auto send = engine::make_node<SendNode>(
         MessageInfo{header.message, call.peer, std::string(call.name), site, call.reply, header.context},
         runtime_.spans);
     for (std::uint32_t i : header.tensors) {
@@ -93,7 +94,7 @@ rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, st
   if (added == ContextState::Added::kNow && peer_added_) peer_added_(context, call.peer);
   const std::string site = call.reply ? site_text(call.site) : header.site;
   if (header.message != 0) {
-    auto receive = std::make_shared<RecvNode>(
+    auto receive = engine::make_node<RecvNode>(
         MessageInfo{header.message, call.peer, call.reply ? std::string(call.name) : header.call, site,
                     call.reply, header.context},
         runtime_.spans, ++arrivals_);

@@ -8,6 +8,7 @@
 
 #include <torchspan/detail/core/spans.h>
 
+#include "engine/api/node_ptr.h"
 #include "engine/api/pass_node.h"
 
 namespace torchspan::autograd {
@@ -43,6 +44,8 @@ class SendNode final : public torch::autograd::Node {
   const MessageInfo message_;
   SpanRing& spans_;
 };
+
+using SendNodePtr = engine::NodePtrTo<SendNode>;
 
 /// Stands for a message on its receiver: sends the gradients of its tensors back to the worker that sent
 /// them, and records a span. Only a distributed pass runs it, as soon as its gradients are complete, so that

@@ -11,6 +11,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "engine/api/node_ptr.h"
+
 namespace torchspan::autograd {
 namespace {
 
@@ -77,7 +79,7 @@ at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at:
     edges.push_back(torch::autograd::impl::gradient_edge(roots[i]));
   }
   at::Tensor scalar = at::zeros({});
-  torch::autograd::set_history(scalar, std::make_shared<GivenGradients>(std::move(edges), std::move(given)));
+  torch::autograd::set_history(scalar, engine::make_node<GivenGradients>(std::move(edges), std::move(given)));
   return scalar;
 }
 

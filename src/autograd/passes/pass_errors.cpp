@@ -48,7 +48,7 @@ const char* advice(const std::string& text) {
 }
 
 std::vector<std::string> calls_over(const torch::autograd::Node* node,
-                                    const std::vector<std::shared_ptr<SendNode>>& sends) {
+                                    const std::vector<SendNodePtr>& sends) {
   std::vector<std::string> calls;
   if (const auto* receive = dynamic_cast<const RecvNode*>(node)) calls.push_back(receive->message().text());
   PathSearch search(node);
@@ -82,7 +82,7 @@ Error located(const Error& cause, const std::string& worker) {
 }
 
 Error node_failure(const engine::GraphPass& graph, const std::string& worker,
-                   const std::vector<std::shared_ptr<SendNode>>& sends) {
+                   const std::vector<SendNodePtr>& sends) {
   const Error cause = to_error(graph.error());
   const auto node = graph.failed_at();
   if (!node) return cause;

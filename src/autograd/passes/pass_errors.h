@@ -19,7 +19,7 @@ Error located(const Error& cause, const std::string& worker);
 /// The failure of a node of `graph` on `worker`: names the node, and the calls among those of `sends` whose
 /// results or arguments were computed from it.
 Error node_failure(const engine::GraphPass& graph, const std::string& worker,
-                   const std::vector<std::shared_ptr<SendNode>>& sends);
+                   const std::vector<SendNodePtr>& sends);
 
 /// A worker that cannot be reached in a pass.
 struct LostWorker {

@@ -26,8 +26,7 @@ PassGraph::PassGraph(std::shared_ptr<ContextState> context, const PassKey& key, 
       mode_(key.mode),
       sink_(*context_, key.id),
       graph_(sink_, engine_options(*context_, key, std::move(hooks))),
-      fast_sends_(mode_ == PassMode::kFast ? context_->sends().unused()
-                                           : std::vector<std::shared_ptr<SendNode>>()),
+      fast_sends_(mode_ == PassMode::kFast ? context_->sends().unused() : std::vector<SendNodePtr>()),
       sends_(mode_ == PassMode::kFast ? PassSends() : context_->sends().count()) {}
 
 void PassGraph::add_roots(const std::vector<at::Tensor>& roots) {
@@ -46,7 +45,7 @@ bool PassGraph::seal() {
   return graph_.seal();
 }
 
-std::shared_ptr<SendNode> PassGraph::find_send(std::uint64_t message, std::uint32_t peer) const {
+SendNodePtr PassGraph::find_send(std::uint64_t message, std::uint32_t peer) const {
   const ContextSends& sends = context_->sends();
   auto send = mode_ == PassMode::kFast ? sends.find(message) : sends.find(message, sends_.end);
   if (send->message().peer == peer) return send;
@@ -60,13 +59,13 @@ void PassGraph::run() {
   graph_.run();
 }
 
-void PassGraph::use_up(const std::vector<std::shared_ptr<SendNode>>& marked) {
+void PassGraph::use_up(const std::vector<SendNodePtr>& marked) {
   for (const auto& send : fast_sends_) context_->sends().use_up(*send);  // every FAST pass needs all sends
   for (const auto& send : marked) context_->sends().use(*send);
 }
 
-Error PassGraph::failure(const std::string& worker, std::vector<std::shared_ptr<SendNode>> reached) const {
-  std::vector<std::shared_ptr<SendNode>> sends = fast_sends_;
+Error PassGraph::failure(const std::string& worker, std::vector<SendNodePtr> reached) const {
+  std::vector<SendNodePtr> sends = fast_sends_;
   sends.insert(sends.end(), std::make_move_iterator(reached.begin()), std::make_move_iterator(reached.end()));
   return node_failure(graph_, worker, sends);
 }

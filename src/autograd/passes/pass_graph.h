@@ -34,9 +34,9 @@ class PassGraph {
   /// Counts the dependencies of what was added. Once.
   void prepare();
   /// The send of a message that went to `peer`. Throws Error{kInvalid} if there is none in this pass.
-  std::shared_ptr<SendNode> find_send(std::uint64_t message, std::uint32_t peer) const;
+  SendNodePtr find_send(std::uint64_t message, std::uint32_t peer) const;
   /// SMART: the pass reaches this send and waits for its gradients.
-  void add_send(const std::shared_ptr<SendNode>& send) { graph_.add_pending(send); }
+  void add_send(const SendNodePtr& send) { graph_.add_pending(send); }
   /// SMART: the pass reaches no other sends. False if sealed before or ended.
   bool seal();
   bool is_sealed() const { return sealed_; }
@@ -45,7 +45,7 @@ class PassGraph {
   void run();
   void abort(const Error& failure) { graph_.abort(failure); }
   /// Marks what a pass without retain_graph went through as used. SMART: the `marked` sends.
-  void use_up(const std::vector<std::shared_ptr<SendNode>>& marked);
+  void use_up(const std::vector<SendNodePtr>& marked);
 
   /// SMART: how many sends the context had when the pass began here.
   std::size_t send_count() const { return sends_.count; }
@@ -57,7 +57,7 @@ class PassGraph {
   bool is_small() const { return nodes_ <= kSmall; }
   engine::PassReport report() const { return graph_.report(false); }
   /// The error of a node that failed; see node_failure().
-  Error failure(const std::string& worker, std::vector<std::shared_ptr<SendNode>> reached) const;
+  Error failure(const std::string& worker, std::vector<SendNodePtr> reached) const;
 
  private:
   static constexpr std::size_t kSmall = 1000;
@@ -67,9 +67,9 @@ class PassGraph {
   ContextSink sink_;
   StrayGradients stray_gradients_;
   engine::GraphPass graph_;
-  const std::vector<std::shared_ptr<SendNode>> fast_sends_;  // FAST: all that the pass waits for
-  const PassSends sends_;                                    // SMART: those that may get marks
-  std::atomic<std::size_t> nodes_{~std::size_t{0}};          // unknown before prepare()
+  const std::vector<SendNodePtr> fast_sends_;        // FAST: all that the pass waits for
+  const PassSends sends_;                            // SMART: those that may get marks
+  std::atomic<std::size_t> nodes_{~std::size_t{0}};  // unknown before prepare()
   std::atomic<bool> sealed_{false};
 };
 

@@ -48,7 +48,7 @@ std::shared_ptr<PassState> PassService::join(std::uint64_t context_id, const Pas
 std::shared_ptr<PassState> PassService::try_join(const std::shared_ptr<ContextState>& context,
                                                  const PassKey& key, std::shared_ptr<PassState>& superseded) {
   const Worker me = worker_.require();
-  std::vector<std::shared_ptr<SendNode>> gone;
+  std::vector<SendNodePtr> gone;
   std::shared_ptr<PassState> running, pass;  // their graphs may be destroyed after the lock is released
   MutexLock beginning(context->beginning());
   running = context->pass();

@@ -66,8 +66,7 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
 
 /// Gradients may arrive before their marks. The pass then stays open on this worker until the marks arrive,
 /// because only marks are passed on to other workers.
-void PassState::deliver_to_marks(const std::shared_ptr<SendNode>& send,
-                                 const std::vector<std::uint8_t>& reached) {
+void PassState::deliver_to_marks(const SendNodePtr& send, const std::vector<std::uint8_t>& reached) {
   ending_.enter();
   const SmartMarks::Delivered delivered = marks_.deliver(send, reached);
   if (!delivered.disagrees) ending_.leave();

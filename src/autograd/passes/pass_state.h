@@ -56,7 +56,7 @@ class PassState final : public PassOwner {
  private:
   PassGraph::Hooks hooks();
   PassParts parts();
-  void deliver_to_marks(const std::shared_ptr<SendNode>& send, const std::vector<std::uint8_t>& reached);
+  void deliver_to_marks(const SendNodePtr& send, const std::vector<std::uint8_t>& reached);
   std::vector<MessageInfo> waits_for(const engine::PassReport& graph) const;
 
   const WeakWorker worker_;

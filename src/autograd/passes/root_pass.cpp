@@ -25,7 +25,7 @@ void check_roots(const std::vector<at::Tensor>& roots) {
 
 /// Ids grow in the order in which passes begin, so that late messages of earlier passes are recognized.
 std::shared_ptr<PassState> RootPass::begin(const BackwardOptions& options) {
-  std::vector<std::shared_ptr<SendNode>> gone;
+  std::vector<SendNodePtr> gone;
   std::shared_ptr<PassState> running, pass;  // their graphs may be destroyed after the lock is released
   MutexLock beginning(context_->beginning());
   running = context_->pass();

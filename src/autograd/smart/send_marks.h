@@ -14,8 +14,8 @@ namespace torchspan::autograd {
 /// thread-safe.
 class SendMarks {
  public:
-  explicit SendMarks(std::shared_ptr<SendNode> send) : send_(std::move(send)) {}
-  const std::shared_ptr<SendNode>& send() const { return send_; }
+  explicit SendMarks(SendNodePtr send) : send_(std::move(send)) {}
+  const SendNodePtr& send() const { return send_; }
   void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
   /// Records gradients for the outputs that are reached. False if the gradients came before.
   bool deliver(const std::vector<std::uint8_t>& reached);
@@ -24,7 +24,7 @@ class SendMarks {
   bool agree() const;
 
  private:
-  std::shared_ptr<SendNode> send_;
+  SendNodePtr send_;
   std::set<std::uint32_t> marked_;
   std::set<std::uint32_t> delivered_;
   bool has_gradients_ = false;

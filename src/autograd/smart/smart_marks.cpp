@@ -31,8 +31,7 @@ std::size_t SmartMarks::mark(const Marks& marks, Answer<MarkSends>& answer) {
   return settled;
 }
 
-SmartMarks::Delivered SmartMarks::deliver(const std::shared_ptr<SendNode>& send,
-                                          const std::vector<std::uint8_t>& reached) {
+SmartMarks::Delivered SmartMarks::deliver(const SendNodePtr& send, const std::vector<std::uint8_t>& reached) {
   Delivered result;
   MutexLock lock(mutex_);
   SendMarks& marks = join(send);
@@ -48,7 +47,7 @@ SmartMarks::Delivered SmartMarks::deliver(const std::shared_ptr<SendNode>& send,
 }
 
 /// The pass reaches this send. Its graph waits for no other sends once all are known.
-SendMarks& SmartMarks::join(const std::shared_ptr<SendNode>& send) {
+SendMarks& SmartMarks::join(const SendNodePtr& send) {
   const auto [place, is_new] = reached_.try_emplace(send->message().id, send);
   if (is_new) {
     graph_.add_send(send);
@@ -93,15 +92,15 @@ std::vector<std::uint8_t> SmartMarks::reached(const RecvNode& node, std::size_t 
   return walk_.reached(node, outputs);
 }
 
-std::vector<std::shared_ptr<SendNode>> SmartMarks::reached_sends() const {
-  std::vector<std::shared_ptr<SendNode>> sends;
+std::vector<SendNodePtr> SmartMarks::reached_sends() const {
+  std::vector<SendNodePtr> sends;
   MutexLock lock(mutex_);
   for (const auto& [message, marks] : reached_) sends.push_back(marks.send());
   return sends;
 }
 
-std::vector<std::shared_ptr<SendNode>> SmartMarks::marked_sends() const {
-  std::vector<std::shared_ptr<SendNode>> sends;
+std::vector<SendNodePtr> SmartMarks::marked_sends() const {
+  std::vector<SendNodePtr> sends;
   MutexLock lock(mutex_);
   for (const auto& [message, marks] : reached_) {
     if (marks.is_marked()) sends.push_back(marks.send());

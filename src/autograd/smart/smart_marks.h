@@ -25,7 +25,7 @@ namespace torchspan::autograd {
 class SmartMarks {
  public:
   /// The entries of a MarkSends with their nodes.
-  using Marks = std::vector<std::pair<std::shared_ptr<SendNode>, MarkedSend>>;
+  using Marks = std::vector<std::pair<SendNodePtr, MarkedSend>>;
   struct Delivered {
     bool twice = false;      ///< the gradients of this send came before
     bool disagrees = false;  ///< an output without a mark: the pass must stay open until mark() settles it
@@ -50,7 +50,7 @@ class SmartMarks {
   std::size_t mark(const Marks& marks, Answer<MarkSends>& answer);
   /// Records gradients and walks from the outputs they reach, so that the gradients that this worker sends
   /// name the right outputs. Sends no marks for that.
-  Delivered deliver(const std::shared_ptr<SendNode>& send, const std::vector<std::uint8_t>& reached);
+  Delivered deliver(const SendNodePtr& send, const std::vector<std::uint8_t>& reached);
   /// The new marks by rank. Counts one request for each rank.
   std::map<std::uint32_t, std::vector<MarkedSend>> take_unsent();
   /// Records workers that had sends without a mark.
@@ -64,13 +64,13 @@ class SmartMarks {
   bool has_unmarked() const;
   /// Which of the first `outputs` outputs of a receive node are reached.
   std::vector<std::uint8_t> reached(const RecvNode& node, std::size_t outputs) const;
-  std::vector<std::shared_ptr<SendNode>> reached_sends() const;
-  std::vector<std::shared_ptr<SendNode>> marked_sends() const;
+  std::vector<SendNodePtr> reached_sends() const;
+  std::vector<SendNodePtr> marked_sends() const;
   /// Those of `messages` that the pass is not known to reach.
   std::vector<MessageInfo> unreached(std::vector<MessageInfo> messages) const;
 
  private:
-  SendMarks& join(const std::shared_ptr<SendNode>& send) TORCHSPAN_REQUIRES(mutex_);
+  SendMarks& join(const SendNodePtr& send) TORCHSPAN_REQUIRES(mutex_);
 
   const std::uint32_t rank_;
   PassGraph& graph_;

@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 
+#include "collective/c10d/compat.h"
 #include "collective/serial/serial_backend.h"
 
 namespace torchspan::collective {
@@ -62,7 +63,7 @@ void C10dCollectives::all_gather(at::Tensor mine, at::Tensor all) {
 void C10dCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
                                  at::Tensor all, const std::vector<std::int64_t>& all_counts) {
   std::vector<std::int64_t> in = mine_counts, out = all_counts;
-  group_->alltoall_base(all, mine, out, in)->wait();
+  compat::all_to_all(*group_, mine, in, all, out);
 }
 
 std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members) {

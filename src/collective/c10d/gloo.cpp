@@ -1,6 +1,7 @@
 #include "collective/c10d/gloo.h"
 
 #include "collective/c10d/c10d_collectives.h"
+#include "collective/c10d/compat.h"
 #include "collective/c10d/connections.h"
 
 #if defined(TORCHSPAN_GLOO)
@@ -13,7 +14,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/version.h>
 
 #include <torchspan/detail/core/mutex.h>
 
@@ -93,6 +93,10 @@ class GlooStore final : public c10d::Store {
       if (!values_.contains(key)) return false;
     }
     return true;
+  }
+  /// Virtual since LibTorch 2.8. Not needed here: Gloo's ranks share one store.
+  c10::intrusive_ptr<c10d::Store> clone() {
+    throw Error(ErrorKind::kUnsupported, "this version of Gloo calls Store::clone(), which is not supported");
   }
   std::int64_t getNumKeys() override {
     MutexLock lock(mutex_);
@@ -209,17 +213,6 @@ class WithoutPipeSignal {
   sigset_t pipe_, before_;
 };
 
-/// In LibTorch 2 a process group contains Gloo as a backend; in 1.13 Gloo is a process group.
-c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo) {
-#if TORCH_VERSION_MAJOR >= 2
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
-  return group;
-#else
-  return gloo;
-#endif
-}
-
 /// Returns the host in a worker's address, such as "…,tls:10.0.0.2:4711" or "…,tls:[fd00::2]:4711"; empty if
 /// other hosts cannot reach the worker.
 std::string host_of_route(const std::string& address) {
@@ -255,7 +248,7 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
   try {
     const WithoutPipeSignal without_pipe_signal;
     gloo_options->devices.push_back(make_device(*world, options));
-    group.group = as_process_group(c10::make_intrusive<c10d::ProcessGroupGloo>(
+    group.group = compat::gloo_group(c10::make_intrusive<c10d::ProcessGroupGloo>(
         store, static_cast<int>(rank), static_cast<int>(ranks.size()), gloo_options));
     group.engine = "gloo";
   } catch (...) {
@@ -285,10 +278,13 @@ std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLin
 
 namespace torchspan::collective {
 
-std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&, const std::vector<int>&,
-                                                  const GlooOptions&) {
-  throw Error(ErrorKind::kUnsupported,
-              "this build has no Gloo: install libgloo-dev and configure again, or use another backend");
+std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&,
+                                                  const std::vector<int>& ranks, const GlooOptions&) {
+  if (ranks.size() == 1) return nullptr;
+  throw Error(
+      ErrorKind::kUnsupported,
+      "this build has no Gloo: use another backend, or configure again with the headers of LibTorch's Gloo "
+      "(libgloo-dev for Debian's LibTorch; pip's torch has none)");
 }
 
 }  // namespace torchspan::collective

@@ -20,6 +20,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
 #include "data_parallel/agreement/agreement.h"
+#include "engine/api/node_ptr.h"
 
 namespace torchspan {
 namespace {
@@ -90,7 +91,7 @@ Statistics gather_statistics(const at::Tensor& input, const Group& group) {
 
 /// Backward of a batch norm. The gradient of the input uses sums over the batches of all ranks; those of
 /// weight and bias are this rank's, as for any other parameter.
-struct SyncBatchNormBackward final : torch::autograd::Node {
+struct SyncBatchNormBackward final : engine::TensorNode {
   explicit SyncBatchNormBackward(Group of) : group(std::move(of)) {}
 
   variable_list apply(variable_list&& gradients) override {
@@ -259,7 +260,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
                                                      options.eps());
   }
   at::Tensor output;
-  std::shared_ptr<SyncBatchNormBackward> node;
+  engine::NodePtrTo<SyncBatchNormBackward> node;
   {
     const at::NoGradGuard no_grad;
     const Statistics batch = gather_statistics(input, *group_);
@@ -281,7 +282,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     output = at::empty_like(x);
     at::addcmul_out(output, reshape_for(shift, x), x, reshape_for(factor, x));
     output = output.to(input.scalar_type());
-    node = std::make_shared<SyncBatchNormBackward>(*group_);
+    node = engine::make_node<SyncBatchNormBackward>(*group_);
     node->mean = batch.mean;
     node->scale = scale;
     node->count = count;

@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "engine/api/node_ptr.h"
+
 namespace torchspan::data_parallel {
 namespace {
 
@@ -38,9 +40,9 @@ class MarkHook final : public engine::PassHook {
   const std::size_t mark_;
 };
 
-std::shared_ptr<ForwardMark> new_mark(const MarkOptions& options,
-                                      const std::shared_ptr<ForwardRecord>& record) {
-  auto node = std::make_shared<ForwardMark>();
+engine::NodePtrTo<ForwardMark> new_mark(const MarkOptions& options,
+                                        const std::shared_ptr<ForwardRecord>& record) {
+  auto node = engine::make_node<ForwardMark>();
   node->add_pre_hook(std::make_unique<MarkHook>(options, record, record->passed.size()));
   record->passed.push_back(false);
   return node;
@@ -51,7 +53,7 @@ std::shared_ptr<ForwardMark> new_mark(const MarkOptions& options,
 std::vector<at::Tensor> mark_outputs(std::vector<at::Tensor> outputs,
                                      const std::shared_ptr<ForwardRecord>& record,
                                      const MarkOptions& options) {
-  std::shared_ptr<ForwardMark> node;
+  engine::NodePtrTo<ForwardMark> node;
   for (at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
     if (!node || !options.together) node = new_mark(options, record);

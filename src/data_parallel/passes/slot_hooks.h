@@ -12,6 +12,7 @@
 #include "data_parallel/buckets/buckets.h"
 #include "data_parallel/passes/parameter_slots.h"
 #include "engine/api/grad_field_sink.h"
+#include "engine/api/node_ptr.h"
 
 namespace torchspan::data_parallel {
 
@@ -65,7 +66,7 @@ class SlotHooks {
   const ParameterSlots& slots_;
   const std::shared_ptr<engine::NativeEnginePasses> passes_ = std::make_shared<engine::NativeEnginePasses>();
   std::weak_ptr<SlotListener> listener_;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;  // by slot
+  std::vector<std::pair<engine::NodePtr, std::uintptr_t>> hooked_;  // by slot
 };
 
 }  // namespace torchspan::data_parallel

@@ -11,14 +11,13 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/version.h>
 
-#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+#include "engine/api/torch_version.h"
 
 namespace torchspan::engine::compat {
 
 using torch::autograd::AccumulateGrad;
+using torch::autograd::InputMetadata;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -26,6 +25,15 @@ using torch::autograd::variable_list;
 /// LibTorch's accessor.
 inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
   return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+/// The dtype that a node expects for the gradient of one of its inputs; nullopt: any.
+inline std::optional<at::ScalarType> gradient_dtype(const InputMetadata& metadata) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 10)
+  return metadata.grad_dtype();
+#else
+  return c10::typeMetaToScalarType(metadata.dtype());
+#endif
 }
 
 /// The input whose tensor a hook was registered for; nullopt for a hook of the whole node. LibTorch does not

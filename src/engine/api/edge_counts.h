@@ -10,9 +10,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-namespace torch::autograd {
-struct Node;
-}
+#include "engine/api/node_ptr.h"
 
 namespace torchspan::engine {
 
@@ -31,7 +29,7 @@ class EdgeCounts {
   using Places = c10::SmallVector<std::uint32_t, 2>;
 
   /// Walks `root` and the nodes behind it that were not walked before. Returns the number of nodes walked.
-  std::size_t add(const std::shared_ptr<torch::autograd::Node>& root);
+  std::size_t add(const NodePtr& root);
   /// Nullopt for a node that was not walked.
   std::optional<Known> find(torch::autograd::Node& node) const;
   /// `node` must have been walked.
@@ -42,11 +40,11 @@ class EdgeCounts {
  private:
   static constexpr std::size_t kSweepAt = 1024;
   struct Entry {
-    std::weak_ptr<torch::autograd::Node> node;  // detects a new node at the address of a destroyed one
+    WeakNodePtr node{NodePtr()};  // detects a new node at the address of a destroyed one
     Known known;
     Places places = {};
   };
-  void visit(const std::shared_ptr<torch::autograd::Node>& node) TORCHSPAN_REQUIRES(mutex_);
+  void visit(const NodePtr& node) TORCHSPAN_REQUIRES(mutex_);
   void erase_destroyed() TORCHSPAN_REQUIRES(mutex_);
 
   mutable Mutex mutex_;

@@ -19,10 +19,7 @@
 #include <torchspan/detail/engine/gradient_sink.h>
 
 #include "engine/api/edge_counts.h"
-
-namespace torch::autograd {
-struct Node;
-}
+#include "engine/api/node_ptr.h"
 
 namespace torchspan::engine {
 
@@ -86,7 +83,7 @@ class GraphPass {
   void add_root(torch::autograd::Edge root, at::Tensor gradient);
   /// Adds a node whose input gradients will be delivered; it waits for these only. No effect if it was added
   /// before. Thread-safe with PassOptions::counts.
-  void add_pending(std::shared_ptr<torch::autograd::Node> root);
+  void add_pending(NodePtr root);
   /// Counts the dependencies of every node that the roots reach. Call it once, after the last root.
   void prepare();
 
@@ -121,7 +118,7 @@ class GraphPass {
   /// The name of the node that failed; empty if none, and after abort().
   std::string failed_node() const;
   /// That node itself.
-  std::shared_ptr<torch::autograd::Node> failed_at() const;
+  NodePtr failed_at() const;
   /// Fills `unreached` only with `names`, because that walks the whole graph.
   PassReport report(bool names = true) const;
 

@@ -9,6 +9,7 @@
 #include <torchspan/optim/optimizer.h>
 
 #include "engine/api/grad_field_sink.h"
+#include "engine/api/node_ptr.h"
 #include "optim/distributed/shared_gradient.h"
 
 namespace torchspan::optim {
@@ -82,7 +83,7 @@ class BackwardSteps::Impl {
   };
 
   const std::shared_ptr<Shared> shared_;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooked_;
+  std::vector<std::pair<engine::NodePtr, std::uintptr_t>> hooked_;
 };
 
 BackwardSteps::BackwardSteps(Optimizer& optimizer) : impl_(std::make_unique<Impl>(optimizer)) {}

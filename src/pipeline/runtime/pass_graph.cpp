@@ -25,7 +25,7 @@ class PassGraph::InputNode final : public torch::autograd::Node {
 
 std::map<int, Activation> PassGraph::attach_inputs(const std::map<int, Activation>& inputs, bool records) {
   std::map<int, Activation> attached;
-  input_node_ = std::make_shared<InputNode>();
+  input_node_ = engine::make_node<InputNode>();
   for (const auto& [link, activation] : inputs) {
     Activation& here = attached[link];
     here = activation;
@@ -77,13 +77,14 @@ void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
 
 std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(
     const std::map<int, Activation>& inputs) const {
+  const auto* input_node = static_cast<const InputNode*>(input_node_.get());
   std::map<int, std::vector<at::Tensor>> all;
   std::uint32_t input = 0;
   for (const auto& [link, activation] : inputs) {
     if (!activation.wants_any()) continue;
     std::vector<at::Tensor>& gradients = all[link];
     for (const std::uint8_t wants : activation.wants_gradient) {
-      gradients.push_back(wants != 0 ? input_node_->gradient(input++) : at::Tensor());
+      gradients.push_back(wants != 0 ? input_node->gradient(input++) : at::Tensor());
     }
   }
   return all;

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include "engine/api/node_ptr.h"
 #include "pipeline/runtime/layer_runner.h"
 
 namespace torchspan::pipeline {
@@ -37,7 +38,7 @@ class PassGraph {
   };
   class InputNode;
 
-  std::shared_ptr<InputNode> input_node_;
+  engine::NodePtr input_node_;  ///< an InputNode
   std::vector<Exit> exits_;
   torch::autograd::Edge loss_edge_;
   at::Tensor loss_gradient_;

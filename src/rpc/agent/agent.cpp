@@ -5,6 +5,8 @@
 #include <set>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+
 #include "rpc/agent/shutdown_wait.h"
 #include "rpc/calls/handlers.h"
 

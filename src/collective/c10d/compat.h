@@ -1,0 +1,36 @@
+#pragma once
+// All differences between the supported LibTorch versions that concern process groups.
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/version.h>
+
+#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace torchspan::collective::compat {
+
+inline void all_to_all(c10d::ProcessGroup& group, at::Tensor& mine, std::vector<std::int64_t>& mine_counts,
+                       at::Tensor& all, std::vector<std::int64_t>& all_counts) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 13)
+  group.all_to_all_single(all, mine, all_counts, mine_counts)->wait();
+#else
+  group.alltoall_base(all, mine, all_counts, mine_counts)->wait();
+#endif
+}
+
+/// The process group of an engine. Since LibTorch 2 it contains engines; before, an engine was one.
+template <class Engine>
+c10::intrusive_ptr<c10d::ProcessGroup> gloo_group(c10::intrusive_ptr<Engine> gloo) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 0)
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, std::move(gloo));
+  return group;
+#else
+  return gloo;
+#endif
+}
+
+}  // namespace torchspan::collective::compat
