@@ -11,13 +11,13 @@
 namespace torchspan::optim {
 namespace {
 
-[[noreturn]] void refuse(const std::string& trouble) {
+[[noreturn]] void reject(const std::string& trouble) {
   throw Error(ErrorKind::kInvalid, "GradScaler: " + trouble);
 }
 
 GradScalerOptions checked(GradScalerOptions options) {
   const auto check = [](bool good, const char* name, double value, const char* range) {
-    if (!good) refuse(fmt::format("{} = {}, but it must be {}", name, value, range));
+    if (!good) reject(fmt::format("{} = {}, but it must be {}", name, value, range));
   };
   check(options.init_scale > 0 && std::isfinite(options.init_scale), "init_scale", options.init_scale,
         "a number above 0");
@@ -29,9 +29,9 @@ GradScalerOptions checked(GradScalerOptions options) {
   return options;
 }
 
-const at::Tensor& entry(const StateDict& state, const char* name) {
+const at::Tensor& number_of(const StateDict& state, const char* name) {
   const at::Tensor* found = state.find(name);
-  if (found == nullptr || found->numel() != 1) refuse(fmt::format("the state has no number '{}'", name));
+  if (found == nullptr || found->numel() != 1) reject(fmt::format("the state has no number '{}'", name));
   return *found;
 }
 
@@ -49,7 +49,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) const {
 void GradScaler::check_first_unscale(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
   if (found == iteration_.end()) return;
-  refuse(found->second.stepped ? "unscale_() was called after step(); call update() first"
+  reject(found->second.stepped ? "unscale_() was called after step(); call update() first"
                                : "unscale_() was already called for this optimizer since the last update()");
 }
 
@@ -78,7 +78,7 @@ void GradScaler::unscale_(DistributedOptimizer& optimizer, const autograd::Conte
 bool GradScaler::begin_step(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
   if (found != iteration_.end() && found->second.stepped) {
-    refuse("step() was already called for this optimizer since the last update()");
+    reject("step() was already called for this optimizer since the last update()");
   }
   return found != iteration_.end();
 }
@@ -105,7 +105,7 @@ void GradScaler::end_iteration(double scale, int tracker) {
 
 void GradScaler::update() {
   if (!options_.enabled) return;
-  if (iteration_.empty()) refuse("update() was called, but no step() or unscale_() since the last update()");
+  if (iteration_.empty()) reject("update() was called, but no step() or unscale_() since the last update()");
   bool found_inf = false;
   for (const auto& [optimizer, progress] : iteration_) found_inf = found_inf || progress.found_inf;
   if (found_inf) return end_iteration(scale_ * options_.backoff_factor, 0);
@@ -118,7 +118,7 @@ void GradScaler::update() {
 void GradScaler::update(double new_scale) {
   if (!options_.enabled) return;
   if (!(new_scale > 0) || !std::isfinite(new_scale)) {
-    refuse(fmt::format("the new scale is {}, but it must be a number above 0", new_scale));
+    reject(fmt::format("the new scale is {}, but it must be a number above 0", new_scale));
   }
   end_iteration(new_scale, growth_tracker_);
 }
@@ -131,12 +131,12 @@ StateDict GradScaler::state_dict() const {
 }
 
 void GradScaler::load_state_dict(const StateDict& state) {
-  const double scale = entry(state, "scale").item<double>();
-  const auto tracker = entry(state, "growth_tracker").item<std::int64_t>();
-  if (state.size() != 2) refuse(fmt::format("the state has {} entries instead of 2", state.size()));
-  if (!(scale > 0) || !std::isfinite(scale)) refuse(fmt::format("the state has scale {}", scale));
+  const double scale = number_of(state, "scale").item<double>();
+  const auto tracker = number_of(state, "growth_tracker").item<std::int64_t>();
+  if (state.size() != 2) reject(fmt::format("the state has {} entries instead of 2", state.size()));
+  if (!(scale > 0) || !std::isfinite(scale)) reject(fmt::format("the state has scale {}", scale));
   if (tracker < 0 || tracker > std::numeric_limits<int>::max()) {
-    refuse(fmt::format("the state has growth_tracker {}", tracker));
+    reject(fmt::format("the state has growth_tracker {}", tracker));
   }
   end_iteration(scale, static_cast<int>(tracker));
 }
