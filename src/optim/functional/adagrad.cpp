@@ -20,6 +20,12 @@ class AdagradRule final : public Rule<Adagrad, AdagradRule> {
     math::add_(scale, options_.eps);
     math::addcdiv_(on.parameter, direction, scale, -rate(on.steps));
   }
+  AdagradStep fused(const Operands<at::Tensor>& on) const {
+    return {.rate = rate(on.steps),
+            .eps = options_.eps,
+            .weight_decay = options_.weight_decay,
+            .maximize = options_.maximize};
+  }
 
  private:
   double rate(double steps) const { return options_.lr / (1 + (steps - 1) * options_.lr_decay); }

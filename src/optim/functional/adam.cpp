@@ -16,6 +16,9 @@ class AdamRule final : public Rule<Adam, AdamRule> {
   void run(const Operands<T>& on) const {
     step_by_moments(on, descent(on, options_.maximize, options_.weight_decay), options_);
   }
+  AdamStep fused(const Operands<at::Tensor>& on) const {
+    return fused_step_by_moments(options_, on.steps, options_.weight_decay, 1);
+  }
 
  private:
   std::string refuse_sparse_rule() const override { return refusal_of_sparse("SparseAdam"); }

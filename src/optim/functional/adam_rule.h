@@ -22,6 +22,22 @@ void step_by_moments(const Operands<T>& on, const T& direction, const Options& o
   math::addcdiv_(on.parameter, mean, scale, -options.lr / (1 - std::pow(options.beta1, on.steps)));
 }
 
+/// step_by_moments() as a fused step. Adam adds `weight_decay` to the gradient; AdamW decays the parameter by
+/// `parameter_factor`.
+template <class Options>
+AdamStep fused_step_by_moments(const Options& options, double steps, double weight_decay,
+                               double parameter_factor) {
+  return {.rate = options.lr / (1 - std::pow(options.beta1, steps)),
+          .correction = std::sqrt(1 - std::pow(options.beta2, steps)),
+          .beta1 = options.beta1,
+          .beta2 = options.beta2,
+          .eps = options.eps,
+          .weight_decay = weight_decay,
+          .parameter_factor = parameter_factor,
+          .amsgrad = options.amsgrad,
+          .maximize = options.maximize};
+}
+
 template <class Options>
 std::vector<std::string> slots_of_moments(const Options& options) {
   std::vector<std::string> slots = {"exp_avg", "exp_avg_sq"};

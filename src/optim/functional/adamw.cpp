@@ -17,6 +17,9 @@ class AdamWRule final : public Rule<AdamW, AdamWRule> {
     if (options_.weight_decay != 0) math::mul_(on.parameter, 1 - options_.lr * options_.weight_decay);
     step_by_moments(on, descent(on, options_.maximize, 0), options_);
   }
+  AdamStep fused(const Operands<at::Tensor>& on) const {
+    return fused_step_by_moments(options_, on.steps, 0, 1 - options_.lr * options_.weight_decay);
+  }
 
  private:
   std::string refuse_sparse_rule() const override { return refusal_of_sparse("SparseAdam"); }

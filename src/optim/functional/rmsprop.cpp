@@ -29,6 +29,15 @@ class RmspropRule final : public Rule<RMSprop, RmspropRule> {
     math::addcdiv_(buffer, direction, scale, 1);
     math::add_(on.parameter, buffer, -options_.lr);
   }
+  RmspropStep fused(const Operands<at::Tensor>&) const {
+    return {.lr = options_.lr,
+            .alpha = options_.alpha,
+            .eps = options_.eps,
+            .weight_decay = options_.weight_decay,
+            .momentum = options_.momentum,
+            .centered = options_.centered,
+            .maximize = options_.maximize};
+  }
 
  private:
   static std::vector<std::string> slots(const RMSprop& options) {

@@ -73,6 +73,7 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
 }
 
 bool RuleOptimizer::can_update_together(std::size_t index, const at::Tensor& gradient) const {
+  if (settings_.fused && gradient.is_cpu()) return false;
   const bool wanted = settings_.foreach.value_or(gradient.is_cuda());
   return wanted && !gradient.is_sparse() && !states_[index].sparse();
 }

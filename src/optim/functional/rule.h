@@ -8,25 +8,17 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
 
-#include "optim/functional/tensors.h"
+#include "optim/functional/fused_step.h"
+#include "optim/functional/operands.h"
 
 namespace torchspan::optim {
-
-/// Operands of an update rule: one parameter, or (T = Tensors) several on one device with the same number of
-/// steps. Complex numbers are given as pairs of real ones.
-template <class T>
-struct Operands {
-  T& parameter;       ///< is updated in place
-  const T& gradient;  ///< is only read
-  T* state;           ///< the slots, in the order of their names
-  double steps;       ///< of the parameter, including this one
-};
 
 /// Settings that RuleOptimizer needs besides the rule.
 struct RuleSettings {
   std::vector<std::string> slots;  ///< names of the state tensors that a parameter has
   std::optional<bool> foreach = std::nullopt;
   bool float32_state = false;
+  bool fused = false;  ///< the rule updates a parameter on the CPU in one pass, which no foreach can beat
 };
 
 /// Base of an optimizer with an update rule: keeps the state, converts operands to real numbers of the right
@@ -73,13 +65,20 @@ class RuleOptimizer : public FunctionalOptimizer {
   std::vector<State> states_;
 };
 
+/// A rule that also exists as a kernel: fused(operands) returns a step of fused_kernels.h.
+template <class R>
+concept FusedRule = requires(const R& rule, const Operands<at::Tensor>& on) {
+  rule.fused(on);
+};
+
 /// RuleOptimizer for the options struct `Options`: `Derived` has a template run(const Operands<T>&) const and
-/// refuse_sparse_rule().
+/// refuse_sparse_rule(), and may be a FusedRule.
 template <class Options, class Derived>
 class Rule : public RuleOptimizer {
  public:
   Rule(const Options& options, std::vector<std::string> slots, std::vector<at::Tensor> parameters)
-      : RuleOptimizer(Options::kName, {std::move(slots), options.foreach, options.float32_state},
+      : RuleOptimizer(Options::kName,
+                      {std::move(slots), options.foreach, options.float32_state, FusedRule<Derived>},
                       std::move(parameters)),
         options_(options) {}
   double lr() const override { return options_.lr; }
@@ -89,8 +88,14 @@ class Rule : public RuleOptimizer {
   }
 
  protected:
-  void apply(const Operands<at::Tensor>& on) const override { static_cast<const Derived*>(this)->run(on); }
-  void apply(const Operands<Tensors>& on) const override { static_cast<const Derived*>(this)->run(on); }
+  void apply(const Operands<at::Tensor>& on) const override {
+    const auto& rule = static_cast<const Derived&>(*this);
+    if constexpr (FusedRule<Derived>) {
+      if (fused_step(rule.fused(on), on)) return;
+    }
+    rule.run(on);
+  }
+  void apply(const Operands<Tensors>& on) const override { static_cast<const Derived&>(*this).run(on); }
 
   Options options_;
 };

@@ -31,6 +31,15 @@ class SgdRule final : public Rule<SGD, SgdRule> {
     }
     math::add_(on.parameter, direction, -options_.lr);
   }
+  SgdStep fused(const Operands<at::Tensor>& on) const {
+    const bool first = options_.momentum != 0 && math::missing(on.state[0]);
+    return {.lr = options_.lr,
+            .momentum = options_.momentum,
+            .gradient_share = first ? 1 : 1 - options_.dampening,
+            .weight_decay = options_.weight_decay,
+            .nesterov = options_.nesterov,
+            .maximize = options_.maximize};
+  }
 
  private:
   at::Tensor make_slot(std::size_t, const at::Tensor&) const override { return {}; }
