@@ -44,28 +44,26 @@ struct Size {
 constexpr Size kSizes[] = {{"tensors_100", 100, 1000, 20}, {"tensor_64mib", 1, 16 << 20, 1}};
 
 template <class Theirs, class Ours, class TheirOptions>
-void compare(Bench& bench, Ours options, TheirOptions their_options) {
+void compare(Bench& bench, const std::string& variant, Ours options, TheirOptions their_options) {
   for (const Size& size : kSizes) {
-    const std::string name = "optim/local/" + std::string(Ours::kName) + "/" + size.name;
+    const std::string name = "optim/local/" + std::string(Ours::kName) + variant + "/" + size.name;
     auto theirs = std::make_shared<Theirs>(parameters(size.count, size.elements), their_options);
+    auto ours = std::make_shared<Optimizer>(parameters(size.count, size.elements), options);
     bench.add(name + "/libtorch", size.repeats, [theirs] { theirs->step(); });
-    for (const bool foreach : {false, true}) {
-      options.foreach = foreach;
-      auto ours = std::make_shared<Optimizer>(parameters(size.count, size.elements), options);
-      bench.add(name + (foreach ? "/foreach" : ""), size.repeats, [ours] { ours->step(); },
-                {.peer = name + "/libtorch"});
-    }
+    bench.add(name, size.repeats, [ours] { ours->step(); }, {.peer = name + "/libtorch"});
   }
 }
 
 nlohmann::json local_metrics() {
   const auto executor = make_executor();
   Bench bench(*executor);
-  compare<torch::optim::SGD>(bench, SGD{.lr = 1e-3}, torch::optim::SGDOptions(1e-3));
-  compare<torch::optim::Adam>(bench, Adam{}, torch::optim::AdamOptions());
-  compare<torch::optim::AdamW>(bench, AdamW{}, torch::optim::AdamWOptions());
-  compare<torch::optim::Adagrad>(bench, Adagrad{}, torch::optim::AdagradOptions());
-  compare<torch::optim::RMSprop>(bench, RMSprop{}, torch::optim::RMSpropOptions());
+  compare<torch::optim::SGD>(bench, "", SGD{.lr = 1e-3}, torch::optim::SGDOptions(1e-3));
+  compare<torch::optim::SGD>(bench, "_momentum", SGD{.lr = 1e-3, .momentum = 0.9, .weight_decay = 0.01},
+                             torch::optim::SGDOptions(1e-3).momentum(0.9).weight_decay(0.01));
+  compare<torch::optim::Adam>(bench, "", Adam{}, torch::optim::AdamOptions());
+  compare<torch::optim::AdamW>(bench, "", AdamW{}, torch::optim::AdamWOptions());
+  compare<torch::optim::Adagrad>(bench, "", Adagrad{}, torch::optim::AdagradOptions());
+  compare<torch::optim::RMSprop>(bench, "", RMSprop{}, torch::optim::RMSpropOptions());
   bench.run(kRounds);
   return bench.metrics();
 }

@@ -23,6 +23,7 @@ struct Adadelta {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -35,5 +36,5 @@ struct torchspan::Wire<torchspan::optim::Adadelta>
     : torchspan::WireStruct<torchspan::optim::Adadelta, "optim.Adadelta", &torchspan::optim::Adadelta::lr,
                             &torchspan::optim::Adadelta::rho, &torchspan::optim::Adadelta::eps,
                             &torchspan::optim::Adadelta::weight_decay, &torchspan::optim::Adadelta::maximize,
-                            &torchspan::optim::Adadelta::foreach,
-                            &torchspan::optim::Adadelta::float32_state> {};
+                            &torchspan::optim::Adadelta::foreach, &torchspan::optim::Adadelta::float32_state,
+                            &torchspan::optim::Adadelta::master_weights> {};

@@ -25,6 +25,7 @@ struct Adagrad {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -38,5 +39,5 @@ struct torchspan::Wire<torchspan::optim::Adagrad>
                             &torchspan::optim::Adagrad::lr_decay, &torchspan::optim::Adagrad::weight_decay,
                             &torchspan::optim::Adagrad::initial_accumulator_value,
                             &torchspan::optim::Adagrad::eps, &torchspan::optim::Adagrad::maximize,
-                            &torchspan::optim::Adagrad::foreach, &torchspan::optim::Adagrad::float32_state> {
-};
+                            &torchspan::optim::Adagrad::foreach, &torchspan::optim::Adagrad::float32_state,
+                            &torchspan::optim::Adagrad::master_weights> {};

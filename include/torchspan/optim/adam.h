@@ -27,6 +27,7 @@ struct Adam {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -40,4 +41,5 @@ struct torchspan::Wire<torchspan::optim::Adam>
                             &torchspan::optim::Adam::beta1, &torchspan::optim::Adam::beta2,
                             &torchspan::optim::Adam::eps, &torchspan::optim::Adam::weight_decay,
                             &torchspan::optim::Adam::amsgrad, &torchspan::optim::Adam::maximize,
-                            &torchspan::optim::Adam::foreach, &torchspan::optim::Adam::float32_state> {};
+                            &torchspan::optim::Adam::foreach, &torchspan::optim::Adam::float32_state,
+                            &torchspan::optim::Adam::master_weights> {};

@@ -25,6 +25,7 @@ struct Adamax {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -38,4 +39,5 @@ struct torchspan::Wire<torchspan::optim::Adamax>
                             &torchspan::optim::Adamax::beta1, &torchspan::optim::Adamax::beta2,
                             &torchspan::optim::Adamax::eps, &torchspan::optim::Adamax::weight_decay,
                             &torchspan::optim::Adamax::maximize, &torchspan::optim::Adamax::foreach,
-                            &torchspan::optim::Adamax::float32_state> {};
+                            &torchspan::optim::Adamax::float32_state,
+                            &torchspan::optim::Adamax::master_weights> {};

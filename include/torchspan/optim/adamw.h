@@ -23,6 +23,7 @@ struct AdamW {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -36,4 +37,5 @@ struct torchspan::Wire<torchspan::optim::AdamW>
                             &torchspan::optim::AdamW::beta1, &torchspan::optim::AdamW::beta2,
                             &torchspan::optim::AdamW::eps, &torchspan::optim::AdamW::weight_decay,
                             &torchspan::optim::AdamW::amsgrad, &torchspan::optim::AdamW::maximize,
-                            &torchspan::optim::AdamW::foreach, &torchspan::optim::AdamW::float32_state> {};
+                            &torchspan::optim::AdamW::foreach, &torchspan::optim::AdamW::float32_state,
+                            &torchspan::optim::AdamW::master_weights> {};

@@ -27,6 +27,7 @@ struct RMSprop {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -40,5 +41,5 @@ struct torchspan::Wire<torchspan::optim::RMSprop>
                             &torchspan::optim::RMSprop::alpha, &torchspan::optim::RMSprop::eps,
                             &torchspan::optim::RMSprop::weight_decay, &torchspan::optim::RMSprop::momentum,
                             &torchspan::optim::RMSprop::centered, &torchspan::optim::RMSprop::maximize,
-                            &torchspan::optim::RMSprop::foreach, &torchspan::optim::RMSprop::float32_state> {
-};
+                            &torchspan::optim::RMSprop::foreach, &torchspan::optim::RMSprop::float32_state,
+                            &torchspan::optim::RMSprop::master_weights> {};

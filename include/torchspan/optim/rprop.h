@@ -25,6 +25,7 @@ struct Rprop {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -38,4 +39,5 @@ struct torchspan::Wire<torchspan::optim::Rprop>
                             &torchspan::optim::Rprop::eta_minus, &torchspan::optim::Rprop::eta_plus,
                             &torchspan::optim::Rprop::step_min, &torchspan::optim::Rprop::step_max,
                             &torchspan::optim::Rprop::maximize, &torchspan::optim::Rprop::foreach,
-                            &torchspan::optim::Rprop::float32_state> {};
+                            &torchspan::optim::Rprop::float32_state,
+                            &torchspan::optim::Rprop::master_weights> {};

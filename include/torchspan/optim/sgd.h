@@ -26,6 +26,7 @@ struct SGD {
   bool maximize = false;
   std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -39,4 +40,4 @@ struct torchspan::Wire<torchspan::optim::SGD>
                             &torchspan::optim::SGD::momentum, &torchspan::optim::SGD::dampening,
                             &torchspan::optim::SGD::weight_decay, &torchspan::optim::SGD::nesterov,
                             &torchspan::optim::SGD::maximize, &torchspan::optim::SGD::foreach,
-                            &torchspan::optim::SGD::float32_state> {};
+                            &torchspan::optim::SGD::float32_state, &torchspan::optim::SGD::master_weights> {};

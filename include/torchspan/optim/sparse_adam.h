@@ -22,7 +22,8 @@ struct SparseAdam {
   double beta2 = 0.999;
   double eps = 1e-8;  ///< > 0
   bool maximize = false;
-  bool float32_state = false;  ///< float32 state and arithmetic for half and bfloat16
+  bool float32_state = false;   ///< float32 state and arithmetic for half and bfloat16
+  bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 
   void validate() const;
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
@@ -32,8 +33,8 @@ struct SparseAdam {
 
 template <>
 struct torchspan::Wire<torchspan::optim::SparseAdam>
-    : torchspan::WireStruct<torchspan::optim::SparseAdam, "optim.SparseAdam",
-                            &torchspan::optim::SparseAdam::lr, &torchspan::optim::SparseAdam::beta1,
-                            &torchspan::optim::SparseAdam::beta2, &torchspan::optim::SparseAdam::eps,
-                            &torchspan::optim::SparseAdam::maximize,
-                            &torchspan::optim::SparseAdam::float32_state> {};
+    : torchspan::WireStruct<
+          torchspan::optim::SparseAdam, "optim.SparseAdam", &torchspan::optim::SparseAdam::lr,
+          &torchspan::optim::SparseAdam::beta1, &torchspan::optim::SparseAdam::beta2,
+          &torchspan::optim::SparseAdam::eps, &torchspan::optim::SparseAdam::maximize,
+          &torchspan::optim::SparseAdam::float32_state, &torchspan::optim::SparseAdam::master_weights> {};

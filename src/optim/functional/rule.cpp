@@ -9,6 +9,23 @@
 #include <c10/util/StringUtil.h>
 
 namespace torchspan::optim {
+namespace {
+
+constexpr const char* kMasterWeight = "master_weight";
+
+/// Makes `master` the float32 copy of `parameter`. Elements that differ only by rounding keep their precise
+/// value; others were changed by something else since the last step, and are read anew.
+void refresh_master(at::Tensor& master, const at::Tensor& parameter) {
+  if (!master.defined()) {
+    master = parameter.to(at::kFloat);
+    return;
+  }
+  const at::Tensor changed = master.to(parameter.scalar_type()).ne(parameter);
+  if (parameter.is_cpu() && !changed.any().item<bool>()) return;
+  master.copy_(at::where(changed, parameter.to(at::kFloat), master));
+}
+
+}  // namespace
 
 RuleOptimizer::RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters)
     : FunctionalOptimizer(std::string(name), std::move(parameters)),
@@ -34,11 +51,20 @@ std::string RuleOptimizer::refuse_sparse(const at::Tensor& parameter) const {
 }
 
 bool RuleOptimizer::in_float32(const at::Tensor& parameter) const {
-  return settings_.float32_state &&
+  return (settings_.float32_state || settings_.master_weights) &&
          (parameter.scalar_type() == at::kHalf || parameter.scalar_type() == at::kBFloat16);
 }
 
-RuleOptimizer::Views RuleOptimizer::views(const at::Tensor& parameter, const at::Tensor& gradient) const {
+bool RuleOptimizer::has_master(const at::Tensor& parameter) const {
+  return settings_.master_weights && in_float32(parameter);
+}
+
+RuleOptimizer::Views RuleOptimizer::views(const at::Tensor& parameter, const at::Tensor& gradient,
+                                          State& state) const {
+  if (has_master(parameter)) {
+    refresh_master(state.master, parameter);
+    return {state.master, gradient.to(at::kFloat)};
+  }
   if (in_float32(parameter)) return {parameter.to(at::kFloat), gradient.to(at::kFloat)};
   if (!parameter.is_complex()) return {parameter, gradient};
   return {at::view_as_real(parameter), at::view_as_real(gradient.resolve_conj())};
@@ -60,7 +86,7 @@ void RuleOptimizer::finish(at::Tensor& parameter, const at::Tensor& seen) const 
 
 void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::Tensor& gradient) {
   State& state = states_[index];
-  Views seen = views(parameter, gradient);
+  Views seen = views(parameter, gradient, state);
   begin(state, seen.parameter);
   const Operands<at::Tensor> on{seen.parameter, seen.gradient, state.slots.data(),
                                 static_cast<double>(state.steps)};
@@ -97,7 +123,7 @@ void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
   Tensors seen, directions;
   std::vector<Tensors> slots(settings_.slots.size());
   for (const std::size_t i : indices) {
-    Views of_one = views(parameters()[i], gradients[i]);
+    Views of_one = views(parameters()[i], gradients[i], states_[i]);
     begin(states_[i], of_one.parameter);
     seen.push_back(std::move(of_one.parameter));
     directions.push_back(std::move(of_one.gradient));
@@ -116,6 +142,7 @@ ParameterState RuleOptimizer::state(std::size_t index) const {
   ParameterState result;
   if (state.slots.empty() && state.steps == 0) return result;
   result.emplace("step", at::scalar_tensor(state.steps, at::kLong));
+  if (state.master.defined()) result.emplace(kMasterWeight, state.master);
   for (std::size_t slot = 0; slot < state.slots.size(); ++slot) {
     if (state.slots[slot].defined()) result.emplace(settings_.slots[slot], state.slots[slot]);
   }
@@ -133,29 +160,31 @@ void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
   }
   const at::Tensor& parameter = parameters()[index];
   at::NoGradGuard no_grad;
-  const at::Tensor like = views(parameter, parameter).parameter;
-  State loaded;
+  State fresh, loaded;
+  const at::Tensor like = views(parameter, parameter, fresh).parameter;
   const auto steps = state.find("step");
   if (steps == state.end()) fail("step", "is missing");
   if (steps->second.numel() != 1) fail("step", "is not one number");
   loaded.steps = steps->second.item<std::int64_t>();
   if (loaded.steps < 0) fail("step", fmt::format("is {}, but it must be >= 0", loaded.steps));
-  for (const std::string& slot : settings_.slots) {
-    const auto found = state.find(slot);
+  const auto copy_of = [&](const std::string& entry) {
+    const auto found = state.find(entry);
     if (found == state.end())
-      fail(slot, "is missing, because the state comes from an optimizer with other options");
+      fail(entry, "is missing, because the state comes from an optimizer with other options");
     const at::Tensor& value = found->second;
     if (value.sizes() != like.sizes() || value.scalar_type() != like.scalar_type()) {
-      fail(slot, fmt::format("has shape {}, {}, but it must have shape {}, {}", c10::str(value.sizes()),
-                             c10::toString(value.scalar_type()), c10::str(like.sizes()),
-                             c10::toString(like.scalar_type())));
+      fail(entry, fmt::format("has shape {}, {}, but it must have shape {}, {}", c10::str(value.sizes()),
+                              c10::toString(value.scalar_type()), c10::str(like.sizes()),
+                              c10::toString(like.scalar_type())));
     }
-    loaded.slots.push_back(
-        value.to(like.device(), like.scalar_type(), /*non_blocking=*/false, /*copy=*/true));
-  }
+    return value.to(like.device(), like.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  for (const std::string& slot : settings_.slots) loaded.slots.push_back(copy_of(slot));
+  if (has_master(parameter)) loaded.master = copy_of(kMasterWeight);
   for (const auto& [entry, value] : state) {
-    const bool known = entry == "step" || std::find(settings_.slots.begin(), settings_.slots.end(), entry) !=
-                                              settings_.slots.end();
+    const bool known =
+        entry == "step" || (entry == kMasterWeight && loaded.master.defined()) ||
+        std::find(settings_.slots.begin(), settings_.slots.end(), entry) != settings_.slots.end();
     if (!known) fail(entry, "does not belong to this optimizer with its options");
   }
   states_.at(index) = std::move(loaded);

@@ -18,6 +18,7 @@ struct RuleSettings {
   std::vector<std::string> slots;  ///< names of the state tensors that a parameter has
   std::optional<bool> foreach = std::nullopt;
   bool float32_state = false;
+  bool master_weights = false;
   bool fused = false;  ///< the rule updates a parameter on the CPU in one pass, which no foreach can beat
 };
 
@@ -45,6 +46,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   struct State {
     std::int64_t steps = 0;
     Tensors slots;
+    at::Tensor master;  ///< float32 copy of the parameter, if the optimizer keeps one
     bool sparse() const;
   };
   /// A parameter and its gradient as the rule gets them.
@@ -55,8 +57,9 @@ class RuleOptimizer : public FunctionalOptimizer {
   void update_all(std::span<const at::Tensor> gradients) override;
   void update_many(const std::vector<std::size_t>& indices, std::span<const at::Tensor> gradients);
   bool in_float32(const at::Tensor& parameter) const;
+  bool has_master(const at::Tensor& parameter) const;
   bool can_update_together(std::size_t index, const at::Tensor& gradient) const;
-  Views views(const at::Tensor& parameter, const at::Tensor& gradient) const;
+  Views views(const at::Tensor& parameter, const at::Tensor& gradient, State& state) const;
   void begin(State& state, const at::Tensor& like) const;
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;
 
@@ -64,6 +67,16 @@ class RuleOptimizer : public FunctionalOptimizer {
   bool hogwild_ = false;
   std::vector<State> states_;
 };
+
+/// The settings that all options structs share.
+template <class Options>
+RuleSettings settings_of(const Options& options, std::vector<std::string> slots) {
+  RuleSettings settings{.slots = std::move(slots),
+                        .float32_state = options.float32_state,
+                        .master_weights = options.master_weights};
+  if constexpr (requires { options.foreach; }) settings.foreach = options.foreach;
+  return settings;
+}
 
 /// A rule that also exists as a kernel: fused(operands) returns a step of fused_kernels.h.
 template <class R>
@@ -77,9 +90,7 @@ template <class Options, class Derived>
 class Rule : public RuleOptimizer {
  public:
   Rule(const Options& options, std::vector<std::string> slots, std::vector<at::Tensor> parameters)
-      : RuleOptimizer(Options::kName,
-                      {std::move(slots), options.foreach, options.float32_state, FusedRule<Derived>},
-                      std::move(parameters)),
+      : RuleOptimizer(Options::kName, settings(options, std::move(slots)), std::move(parameters)),
         options_(options) {}
   double lr() const override { return options_.lr; }
   void set_lr(double lr) override {
@@ -98,6 +109,13 @@ class Rule : public RuleOptimizer {
   void apply(const Operands<Tensors>& on) const override { static_cast<const Derived&>(*this).run(on); }
 
   Options options_;
+
+ private:
+  static RuleSettings settings(const Options& options, std::vector<std::string> slots) {
+    RuleSettings settings = settings_of(options, std::move(slots));
+    settings.fused = FusedRule<Derived>;
+    return settings;
+  }
 };
 
 /// The gradient with sign and weight decay applied, as most rules need it. Copies only if something changes.

@@ -11,7 +11,7 @@ namespace {
 class SparseAdamRule final : public RuleOptimizer {
  public:
   SparseAdamRule(const SparseAdam& options, std::vector<at::Tensor> parameters)
-      : RuleOptimizer(SparseAdam::kName, {{"exp_avg", "exp_avg_sq"}, false, options.float32_state},
+      : RuleOptimizer(SparseAdam::kName, settings_of(options, {"exp_avg", "exp_avg_sq"}),
                       std::move(parameters)),
         options_(options) {}
   double lr() const override { return options_.lr; }
