@@ -67,7 +67,7 @@ void expect_survivors(const std::string& scene) {
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
 /// A line of /proc/self/task/<thread>/status.
-std::string field_of_thread(const std::string& thread, const std::string& field) {
+[[maybe_unused]] std::string field_of_thread(const std::string& thread, const std::string& field) {
   std::ifstream status("/proc/self/task/" + thread + "/status");
   for (std::string word; status >> word;) {
     if (word == field && status >> word) return word;
