@@ -82,6 +82,7 @@ void sums_and_calls() {
   call_every_rank(
       session);  // the first tensors of a connection may be sent through its socket, before memory was passed
   const auto before = adopted(session);
+  session.worker().barrier();  // no worker calls again before all have counted
   call_every_rank(session);
   const auto shared = adopted(session) - before;
   require(shared == (together ? 6U : 2U), "tensors in shared memory: " + std::to_string(shared));

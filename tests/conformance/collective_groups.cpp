@@ -230,7 +230,7 @@ TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
 }
 
 #if !defined(TORCHSPAN_GLOO)
-TEST(GroupsWithoutGloo, SayWhatToDo) {
+TEST(CollectivesWithoutGloo, SayWhatToDo) {
   CollectiveWorld world(2);
   expect_error(ErrorKind::kUnsupported, {"no Gloo", "use another backend"},
                [&] { world.run([](Group&) {}, {.backend = BackendKind::kC10d}); });
