@@ -30,7 +30,7 @@ using namespace fashion_mnist;
 namespace {
 
 struct Options : TrainingOptions {
-  Options() { epochs = 3; }
+  Options() { epochs = 2; }
 
   std::string optimizer = "sgd";
   std::optional<double> lr;
