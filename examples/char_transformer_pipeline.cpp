@@ -27,6 +27,7 @@
 
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
+#include "devices/devices.h"
 
 namespace ts = torchspan;
 using namespace char_transformer;
@@ -44,6 +45,7 @@ struct Options {
   std::string prompt = "Call me ";
   std::string drawing;
   std::string schedule = "1f1b";
+  std::string device = "cpu";
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -67,6 +69,7 @@ void add_options(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
   app.add_option("--prompt", options.prompt, "how the sample begins")->capture_default_str();
+  devices::add_option(app, options.device);
   app.add_option("--draw", options.drawing, "an SVG of the last step, beside its plan");
 }
 
@@ -213,8 +216,10 @@ void check(const Options& options, int world_size) {
 
 void run(Options options) {
   // Reports wrong options, such as a missing text, before it waits for the other workers.
-  const auto worker_options = ts::WorkerOptions::from_env();
+  auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
+  options.model.device = devices::of_rank(options.device, worker_options.environment.local_rank);
+  worker_options.device_maps = devices::maps(options.device, worker_options.environment);
   if (!options.drawing.empty() && worker_options.environment.rank <= 0)
     check_written(std::ofstream(options.drawing, std::ios::app), options.drawing);
   const Text text = Text::load(options.text, options.model.context);

@@ -23,6 +23,7 @@
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/torchspan.h>
 
+#include "devices/devices.h"
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
@@ -75,6 +76,7 @@ struct Team {
   const ts::collective::Group* group = nullptr;
   int rank = 0;
   int size = 1;
+  c10::Device device = c10::kCPU;
 
   std::string name() const {
     return group == nullptr ? "one process" : fmt::format("{} rank{}", size, size == 1 ? "" : "s");
@@ -86,7 +88,9 @@ struct Team {
   }
   double sum(double mine) const {
     if (group == nullptr) return mine;
-    return group->all_reduce(torch::full({1}, mine, torch::kDouble)).wait().item<double>();
+    return group->all_reduce(torch::full({1}, mine, at::device(device).dtype(torch::kDouble)))
+        .wait()
+        .item<double>();
   }
   void wait_for_each_other() const {
     if (group != nullptr) group->barrier();
@@ -176,8 +180,8 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   return result;
 }
 
-ConvNet new_network(const Options& options) {
-  ConvNet network(options.seed);
+ConvNet new_network(const Options& options, c10::Device device) {
+  ConvNet network(options.seed, device);
   if (options.use_double) network->to(torch::kDouble);
   return network;
 }
@@ -199,8 +203,8 @@ void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& ne
 }
 
 void compare(const Job& job, const Team& team, const Result& together, const ConvNet& trained) {
-  ConvNet network = new_network(job.options);
-  const Result alone = train(job, Team{}, *network, network);
+  ConvNet network = new_network(job.options, team.device);
+  const Result alone = train(job, Team{.device = team.device}, *network, network);
   const torch::Tensor reference = flat_parameters(network);
   const double difference = (flat_parameters(trained) - reference).abs().max().item<double>();
   double loss_difference = 0;
@@ -217,8 +221,9 @@ void compare(const Job& job, const Team& team, const Result& together, const Con
 
 void train_together(ts::Session& session, const Job& job) {
   const ts::collective::Group group = session.group();
-  const Team team{.group = &group, .rank = group.rank(), .size = group.size()};
-  ConvNet network = new_network(job.options);
+  const Team team{
+      .group = &group, .rank = group.rank(), .size = group.size(), .device = job.train_data.images.device()};
+  ConvNet network = new_network(job.options, team.device);
   ts::DistributedDataParallel model(network, group);
   const Result result = train(job, team, model, network);
   expect_equal_replicas(group, network);
@@ -229,7 +234,9 @@ void run(const Options& options) {
   // Reports wrong options and wrong data before it waits for the other workers.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
-  const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);
+  const c10::Device device = devices::of_rank(options.device, worker_options.environment.local_rank);
+  const Dataset train_data = load(options, Split::kTrain).to(device),
+                test_data = load(options, Split::kTest).to(device);
   ts::Session session(worker_options);
   train_together(session, {options, train_data, test_data, session});
   session.shutdown();

@@ -20,6 +20,7 @@
 
 #include <torchspan/torchspan.h>
 
+#include "devices/devices.h"
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
@@ -54,9 +55,8 @@ ts::optim::OptimizerSpec optimizer_spec(const Options& options) {
 
 /// The model, in two halves that live where there is room: on workers 1 and 2 of three.
 struct Model {
-  Model(ts::Worker& worker, std::uint64_t seed)
-      : features(worker, std::min(1, worker.world_size() - 1), kFeatures, seed),
-        classifier(worker, std::min(2, worker.world_size() - 1), kClassifier, seed + 1) {}
+  Model(ts::Worker& worker, const Options& options)
+      : Model(worker, options, std::min(1, last(worker)), std::min(2, last(worker))) {}
 
   torch::Tensor forward(const torch::Tensor& images) { return classifier.forward(features.forward(images)); }
   void train(bool on) {
@@ -64,8 +64,15 @@ struct Model {
     classifier.train(on);
   }
 
-  ts::RemoteModule<Features, std::uint64_t> features;
-  ts::RemoteModule<Classifier, std::uint64_t> classifier;
+  ts::RemoteModule<Features, std::uint64_t, std::string> features;
+  ts::RemoteModule<Classifier, std::uint64_t, std::string> classifier;
+
+ private:
+  Model(ts::Worker& worker, const Options& options, int first, int second)
+      : features(worker, first, kFeatures, options.seed, devices::of_rank(options.device, first).str()),
+        classifier(worker, second, kClassifier, options.seed + 1,
+                   devices::of_rank(options.device, second).str()) {}
+  static int last(const ts::Worker& worker) { return worker.world_size() - 1; }
 };
 
 void write_graph(const std::string& path, const std::string& dot) {
@@ -125,17 +132,20 @@ void print_what_ran_where(const std::string& trainer, Model& model) {
 
 void run(const Options& options) {
   optimizer_spec(options);  // reports wrong options before it waits for others
-  const auto worker_options = ts::WorkerOptions::from_env();
+  auto worker_options = ts::WorkerOptions::from_env();
+  const auto& environment = worker_options.environment;
+  worker_options.device_maps = devices::maps(options.device, environment);
   std::optional<Dataset> train_data, test_data;
-  if (worker_options.environment.rank == 0) {
-    train_data = load(options, Split::kTrain);
-    test_data = load(options, Split::kTest);
+  if (environment.rank == 0) {
+    const auto device = devices::of_rank(options.device, environment.local_rank);
+    train_data = load(options, Split::kTrain).to(device);
+    test_data = load(options, Split::kTest).to(device);
   }
   ts::FunctionTable functions;
   functions.add(kFeatures, kClassifier, kReport);
   ts::Session session(worker_options, functions);
   if (session.rank() == 0) {
-    Model model(session.worker(), options.seed);
+    Model model(session.worker(), options);
     train(session, model, *train_data, options);
     fmt::print("test accuracy {:.2f} % on {} images\n", 100 * accuracy(model, *test_data), test_data->size());
     print_what_ran_where(session.worker().name(), model);

@@ -20,10 +20,12 @@ void seed_layer(const ModelOptions& options, std::int64_t number) {
   torch::manual_seed(options.seed * 1000 + static_cast<std::uint64_t>(number));
 }
 
-void make_weights_small(torch::nn::Module& module) {
+/// Makes the weights small and moves the layer to its device.
+void finish_layer(torch::nn::Module& module, c10::Device device) {
   for (const auto& parameter : module.named_parameters()) {
     if (parameter.value().dim() > 1) torch::nn::init::normal_(parameter.value(), 0, 0.05);
   }
+  module.to(device);
 }
 
 }  // namespace
@@ -32,15 +34,17 @@ EmbeddingImpl::EmbeddingImpl(const ModelOptions& options) {
   seed_layer(options, 0);
   characters = register_module("characters", torch::nn::Embedding(options.vocabulary, options.width));
   places = register_module("places", torch::nn::Embedding(options.context, options.width));
-  make_weights_small(*this);
+  finish_layer(*this, options.device);
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& rows) {
-  return characters(rows) + places(torch::arange(rows.size(1), torch::kLong));
+  const auto device = characters->weight.device();
+  return characters(rows.to(device)) +
+         places(torch::arange(rows.size(1), at::device(device).dtype(torch::kLong)));
 }
 
 at::Tensor EmbeddingImpl::project(const at::Tensor& vectors) {
-  return torch::matmul(vectors, characters->weight.t());
+  return torch::matmul(vectors.to(characters->weight.device()), characters->weight.t());
 }
 
 BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
@@ -55,7 +59,7 @@ BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
   merged = register_module("merged", torch::nn::Linear(width, width));
   up = register_module("up", torch::nn::Linear(width, 4 * width));
   down = register_module("down", torch::nn::Linear(4 * width, width));
-  make_weights_small(*this);
+  finish_layer(*this, options.device);
 }
 
 at::Tensor BlockImpl::attend(const at::Tensor& x) {
@@ -64,13 +68,14 @@ at::Tensor BlockImpl::attend(const at::Tensor& x) {
   const auto parts = attention(x).view({rows, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
   at::Tensor scores = torch::matmul(parts[0], parts[1].transpose(-2, -1)) /
                       std::sqrt(static_cast<double>(width) / static_cast<double>(heads));
-  const auto later = torch::ones({length, length}, torch::kBool).triu(1);
+  const auto later = torch::ones({length, length}, at::device(x.device()).dtype(torch::kBool)).triu(1);
   scores = scores.masked_fill(later, -std::numeric_limits<float>::infinity());
   const at::Tensor seen = torch::matmul(scores.softmax(-1), parts[2]);
   return merged(seen.transpose(1, 2).reshape({rows, length, width}));
 }
 
 at::Tensor BlockImpl::forward(at::Tensor x) {
+  x = x.to(up->weight.device());
   const auto thin = [&](const at::Tensor& y) { return torch::dropout(y, dropout, is_training()); };
   x = x + thin(attend(before_attention(x)));
   return x + thin(down(torch::gelu(up(before_network(x)))));
@@ -80,10 +85,13 @@ HeadImpl::HeadImpl(const ModelOptions& options) {
   seed_layer(options, 999);
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
   if (!options.tied) scores = register_module("scores", torch::nn::Linear(options.width, options.vocabulary));
-  make_weights_small(*this);
+  finish_layer(*this, options.device);
 }
 
-at::Tensor HeadImpl::forward(const at::Tensor& x) { return scores ? scores(norm(x)) : norm(x); }
+at::Tensor HeadImpl::forward(const at::Tensor& x) {
+  const at::Tensor y = norm(x.to(norm->weight.device()));
+  return scores ? scores(y) : y;
+}
 
 torchspan::pipeline::Layers layers(const ModelOptions& options) {
   torchspan::pipeline::Layers layers;
@@ -106,7 +114,7 @@ std::vector<int> balance(const ModelOptions& options, int stages) {
 }
 
 at::Tensor loss(const at::Tensor& scores, const at::Tensor& next) {
-  return F::cross_entropy(scores.reshape({-1, scores.size(-1)}), next.reshape({-1}));
+  return F::cross_entropy(scores.reshape({-1, scores.size(-1)}), next.to(scores.device()).reshape({-1}));
 }
 
 }  // namespace char_transformer

@@ -21,9 +21,10 @@ struct ModelOptions {
   double dropout = 0.1;
   bool tied = false;  ///< the output uses the embedding's matrix
   std::uint64_t seed = 1;
+  c10::Device device = c10::kCPU;  ///< of this worker's layers
 };
 
-/// Characters [rows, context] -> vectors [rows, context, width]; and back to a score for each character.
+/// The layers take tensors on any device. Characters [rows, context] -> vectors [rows, context, width]; and back to a score for each character.
 struct EmbeddingImpl : torch::nn::Module {
   explicit EmbeddingImpl(const ModelOptions& options);
   at::Tensor forward(const at::Tensor& characters);

@@ -64,8 +64,9 @@ Dataset load(const std::string& folder, Split split) {
 }
 
 Batch Dataset::batch(const at::Tensor& positions) const {
-  const at::Tensor pixels = images.index_select(0, positions).unsqueeze(1).to(at::kFloat);
-  return {pixels.div_(255).sub_(kMean).div_(kDeviation), labels.index_select(0, positions)};
+  const at::Tensor chosen = positions.to(images.device());
+  const at::Tensor pixels = images.index_select(0, chosen).unsqueeze(1).to(at::kFloat);
+  return {pixels.div_(255).sub_(kMean).div_(kDeviation), labels.index_select(0, chosen)};
 }
 
 Dataset Dataset::first(std::int64_t count) const {

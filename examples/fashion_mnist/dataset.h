@@ -19,7 +19,7 @@ struct Batch {
   std::int64_t size() const { return labels.size(0); }
 };
 
-/// Labelled images in memory, as bytes; batches are made on demand.
+/// Labelled images in the memory of one device, as bytes; batches are made on demand, on that device.
 struct Dataset {
   at::Tensor images;  ///< [n, 28, 28], uint8
   at::Tensor labels;  ///< [n], int64, 0 to 9
@@ -29,6 +29,7 @@ struct Dataset {
   Batch batch(const at::Tensor& positions) const;
   /// The first `count` images, or all if there are fewer.
   Dataset first(std::int64_t count) const;
+  Dataset to(c10::Device device) const { return {images.to(device), labels.to(device)}; }
 };
 
 enum class Split { kTrain, kTest };

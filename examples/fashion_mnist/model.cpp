@@ -31,7 +31,13 @@ double seconds(const timeval& time) {
 torch::Tensor HalfImpl::forward(const torch::Tensor& input) {
   ++forward_calls_;
   const torch::AutoGradMode mode(is_training() && torch::GradMode::is_enabled());
-  return compute(input);
+  return compute(input.to(device_));
+}
+
+void HalfImpl::place(std::uint64_t seed, const std::string& device) {
+  draw_parameters(*this, seed);
+  device_ = c10::Device(device);
+  to(device_);
 }
 
 WorkReport report_process() {
@@ -61,12 +67,12 @@ void draw_parameters(const torch::nn::Module& module, std::uint64_t seed) {
 }
 
 // Each batch norm has a bias of its own, so the convolution before it needs none.
-FeaturesImpl::FeaturesImpl(std::uint64_t seed)
+FeaturesImpl::FeaturesImpl(std::uint64_t seed, const std::string& device)
     : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, false))),
       second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, false))),
       first_norm_(register_module("first_norm", torch::nn::BatchNorm2d(kFirstChannels))),
       second_norm_(register_module("second_norm", torch::nn::BatchNorm2d(kSecondChannels))) {
-  draw_parameters(*this, seed);
+  place(seed, device);
 }
 
 torch::Tensor FeaturesImpl::compute(torch::Tensor images) {
@@ -75,22 +81,23 @@ torch::Tensor FeaturesImpl::compute(torch::Tensor images) {
   return images.flatten(1);
 }
 
-ClassifierImpl::ClassifierImpl(std::uint64_t seed)
+ClassifierImpl::ClassifierImpl(std::uint64_t seed, const std::string& device)
     : hidden_(register_module("hidden", torch::nn::Linear(kFeatureCount, kHidden))),
       output_(register_module("output", torch::nn::Linear(kHidden, kClasses))) {
-  draw_parameters(*this, seed);
+  place(seed, device);
 }
 
 torch::Tensor ClassifierImpl::compute(torch::Tensor features) {
   return torch::log_softmax(output_(torch::relu(hidden_(features))), 1);
 }
 
-ConvNetImpl::ConvNetImpl(std::uint64_t seed)
+ConvNetImpl::ConvNetImpl(std::uint64_t seed, c10::Device device)
     : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, true))),
       second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, true))),
       hidden_(register_module("hidden", torch::nn::Linear(kFeatureCount, kHidden))),
       output_(register_module("output", torch::nn::Linear(kHidden, kClasses))) {
   draw_parameters(*this, seed);
+  to(device);
 }
 
 torch::Tensor ConvNetImpl::forward(const torch::Tensor& images) {

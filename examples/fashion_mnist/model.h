@@ -30,25 +30,29 @@ WorkReport report_process();
 /// draws.
 void draw_parameters(const torch::nn::Module& module, std::uint64_t seed);
 
-/// What the halves of the model share. Their parameters are those of draw_parameters().
+/// What the halves of the model share. Their parameters are those of draw_parameters(), on
+/// `device`, such as cpu or cuda:1.
 class HalfImpl : public torch::nn::Module {
  public:
-  /// In evaluation mode no gradients are recorded.
+  /// Takes tensors on any device. In evaluation mode no gradients are recorded.
   torch::Tensor forward(const torch::Tensor& input);
   WorkReport report() const;
 
  protected:
+  /// Draws the parameters of the registered layers and moves them to the device.
+  void place(std::uint64_t seed, const std::string& device);
   virtual torch::Tensor compute(torch::Tensor input) = 0;
 
  private:
   std::atomic<std::int64_t> forward_calls_{0};
+  c10::Device device_{c10::kCPU};
 };
 
 /// The first half: images [n, 1, 28, 28] to features [n, 1568], by two blocks of convolution, batch
 /// normalization, ReLU and pooling.
 class FeaturesImpl : public HalfImpl {
  public:
-  explicit FeaturesImpl(std::uint64_t seed);
+  FeaturesImpl(std::uint64_t seed, const std::string& device);
 
  protected:
   torch::Tensor compute(torch::Tensor images) override;
@@ -62,7 +66,7 @@ TORCH_MODULE(Features);
 /// The second half: features [n, 1568] to the logarithms of ten probabilities [n, 10], by two linear layers.
 class ClassifierImpl : public HalfImpl {
  public:
-  explicit ClassifierImpl(std::uint64_t seed);
+  ClassifierImpl(std::uint64_t seed, const std::string& device);
 
  protected:
   torch::Tensor compute(torch::Tensor features) override;
@@ -77,7 +81,7 @@ TORCH_MODULE(Classifier);
 /// so it makes no difference to a gradient where a batch is cut.
 class ConvNetImpl : public torch::nn::Module {
  public:
-  explicit ConvNetImpl(std::uint64_t seed);
+  explicit ConvNetImpl(std::uint64_t seed, c10::Device device = c10::kCPU);
   torch::Tensor forward(const torch::Tensor& images);
 
  private:
@@ -87,8 +91,8 @@ class ConvNetImpl : public torch::nn::Module {
 TORCH_MODULE(ConvNet);
 
 // What other workers may call.
-inline constexpr torchspan::ModuleClass<Features, std::uint64_t> kFeatures{"Features"};
-inline constexpr torchspan::ModuleClass<Classifier, std::uint64_t> kClassifier{"Classifier"};
+inline constexpr torchspan::ModuleClass<Features, std::uint64_t, std::string> kFeatures{"Features"};
+inline constexpr torchspan::ModuleClass<Classifier, std::uint64_t, std::string> kClassifier{"Classifier"};
 inline constexpr torchspan::Function<&HalfImpl::report> kReport{"Half.report"};
 
 }  // namespace fashion_mnist

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <regex>
 
+#include <torch/cuda.h>
+
 #include "fashion_mnist/synthetic.h"
 #include "tests/support/processes.h"
 
@@ -106,6 +108,18 @@ TEST_F(Program, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
   const Outcome outcome = run({kModelParallel}, {"--data", folder_.path(), "--lr", "-1"});
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
+}
+
+TEST_F(Program, RejectsADeviceThatIsNotThere) {
+  for (const char* program : {kModelParallel, kDataParallel}) {
+    const Outcome outcome = run({program}, {"--data", folder_.path(), "--device", "gpu"});
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_THAT(outcome.output, HasSubstr("--device gpu: give cpu, cuda or cuda:N"));
+    if (torch::cuda::is_available()) continue;
+    const Outcome without = run({program}, {"--data", folder_.path(), "--device", "cuda"});
+    EXPECT_EQ(without.exit_code, 1);
+    EXPECT_THAT(without.output, HasSubstr("--device cuda: LibTorch finds no GPU"));
+  }
 }
 
 TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {

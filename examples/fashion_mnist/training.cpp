@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "devices/devices.h"
+
 namespace fashion_mnist {
 
 void add_training_options(CLI::App& app, TrainingOptions& options) {
@@ -20,6 +22,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
       ->check(CLI::Range(std::int64_t{0}, kMost))
       ->capture_default_str();
+  devices::add_option(app, options.device);
 }
 
 Dataset load(const TrainingOptions& options, Split split) {

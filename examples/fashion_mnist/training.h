@@ -20,9 +20,10 @@ struct TrainingOptions {
   std::int64_t batch = 128;
   std::uint64_t seed = 1;
   std::int64_t limit = 0;  ///< images of each split; 0: all
+  std::string device = "cpu";
 };
 
-/// --data, --epochs, --batch, --seed and --limit.
+/// --data, --epochs, --batch, --seed, --limit and --device.
 void add_training_options(CLI::App& app, TrainingOptions& options);
 
 /// The split's images, as many of them as the options say. Throws what load() throws.
