@@ -3,7 +3,7 @@
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
 #   make check                      arrows, house rules, classes, format, spelling, headers, code in documents, clang-tidy
-#   make bench SECTION=rpc          measure, and write build/bench/rpc.json
+#   make bench SECTION=rpc          measure, and write build/bench/rpc.json; LIBTORCH=torch2 does so with pip's torch
 #   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
 #   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted
 #   make long [CASES=5000]          random models, programs (four times CASES) and schedules, many more than in make test
@@ -20,6 +20,8 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
 CASES ?= 5000
 ARGS ?=
+# Empty: Debian's LibTorch; torch2: pip's.
+LIBTORCH ?=
 # Worker processes share the cores; a pool of threads in each would fight for them.
 export OMP_NUM_THREADS ?= 1
 export NINJA_STATUS ?= [%f/%t] 
@@ -52,9 +54,9 @@ check:
 	@tools/check $(ARGS)
 
 bench:
-	@tools/install-deps build
-	@$(call configure,release)
-	@tools/run-bench "$(SECTION)" $(ARGS)
+	@tools/install-deps build $(if $(LIBTORCH),$(LIBTORCH)-bench)
+	@$(call configure,release$(if $(LIBTORCH),-$(LIBTORCH)))
+	@LIBTORCH=$(LIBTORCH) tools/run-bench "$(SECTION)" $(ARGS)
 
 fuzz:
 	@tools/install-deps build fuzz

@@ -1,5 +1,5 @@
-// Section optim: steps of this process against torch::optim, and a step of another process's parameters
-// against the same step here and a small call.
+// Section optim: steps of this process against torch::optim and LibTorch's fused CPU kernels, and a step of another
+// process's parameters against the same step here and a small call.
 #include <cstdio>
 #include <fstream>
 
@@ -16,6 +16,7 @@
 #include <torchspan/session.h>
 
 #include "bench/harness.h"
+#include "bench/optim/fused.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::bench {
@@ -46,11 +47,17 @@ constexpr Size kSizes[] = {{"tensors_100", 100, 1000, 20}, {"tensor_64mib", 1, 1
 template <class Theirs, class Ours, class TheirOptions>
 void compare(Bench& bench, const std::string& variant, Ours options, TheirOptions their_options) {
   for (const Size& size : kSizes) {
-    const std::string name = "optim/local/" + std::string(Ours::kName) + variant + "/" + size.name;
+    const std::string optimizer = std::string(Ours::kName) + variant;
+    const std::string name = "optim/local/" + optimizer + "/" + size.name;
     auto theirs = std::make_shared<Theirs>(parameters(size.count, size.elements), their_options);
     auto ours = std::make_shared<Optimizer>(parameters(size.count, size.elements), options);
     bench.add(name + "/libtorch", size.repeats, [theirs] { theirs->step(); });
     bench.add(name, size.repeats, [ours] { ours->step(); }, {.peer = name + "/libtorch"});
+    const auto fused = fused_step(optimizer, parameters(size.count, size.elements));
+    if (!fused) continue;
+    auto same = std::make_shared<Optimizer>(parameters(size.count, size.elements), options);
+    bench.add(name + "/libtorch_fused", size.repeats, fused);
+    bench.add(name + "/fused", size.repeats, [same] { same->step(); }, {.peer = name + "/libtorch_fused"});
   }
 }
 

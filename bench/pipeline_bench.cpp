@@ -1,6 +1,6 @@
-// Section pipeline: steps of two processes of this host against what their schedule says, against one
-// process, and against PyTorch's sync.Pipe (python3-torch) in the same run. Prints the section's JSON, and a
-// table on stderr.
+// Section pipeline: steps of two processes of this host against what their schedule says, against one process, and
+// against PyTorch's sync.Pipe or torch.distributed.pipelining in the same run. Prints the section's JSON, and a table on
+// stderr.
 //   --rounds N   how often everything is measured (5)
 //   --no-peer    leave PyTorch out
 // In every round each measurement starts its processes anew.
@@ -35,9 +35,19 @@ using Samples = std::map<std::string, std::vector<double>>;
 
 constexpr int kWarmUp = 2;
 constexpr int kMicroBatches = 8;
-constexpr const char* kPeer = "bench/peers/torch_pipe.py";
 constexpr const char* kPython = "/usr/bin/python3";
-/// The same stand in the peer.
+/// A peer that this PyTorch does not have exits with this code.
+constexpr int kNotInThisRelease = 77;
+
+/// A script of PyTorch for Python; PyTorch has one or the other, depending on the release.
+struct Peer {
+  const char* name;
+  const char* script;
+  int workers;
+};
+constexpr Peer kPeers[] = {{"torch_sync_pipe", "bench/peers/torch_pipe.py", 1},
+                           {"torch_pipelining", "bench/peers/torch_pipelining.py", 2}};
+/// The peers have the same layers.
 constexpr std::int64_t kWidth = 256, kRows = 512;
 constexpr int kLayers = 8, kSteps = 6;
 
@@ -193,20 +203,24 @@ void run_rank(const std::string& name) {
   session.shutdown();
 }
 
-/// The middle one of each kind of sample; nothing when the processes failed.
-std::map<std::string, double> measure(const std::string& name, int workers, bool peer) {
+/// The median of each kind of sample; empty if the processes failed or the peer is not in this PyTorch. `script`
+/// is a peer's; empty for TorchSpan.
+std::map<std::string, double> measure(const std::string& name, int workers, const std::string& script) {
   ProcessWorld world(workers);
   for (int rank = 0; rank < workers; ++rank) {
     std::vector<std::string> through;
-    if (peer) through = {kPython, kPeer, std::to_string(kMicroBatches), std::to_string(kSteps)};
+    if (!script.empty()) through = {kPython, script, std::to_string(kMicroBatches), std::to_string(kSteps)};
     world.start(rank, name, {}, through);
   }
   std::map<std::string, double> middles;
   for (int rank = 0; rank < workers; ++rank) {
     Process& process = world.process(static_cast<std::size_t>(rank));
-    if (process.wait(world.executor(), std::chrono::minutes(3)) && process.exit_code() == 0) continue;
-    std::fprintf(stderr, "pipeline: rank %d of %s failed:\n%s\n", rank, name.c_str(),
-                 process.output().c_str());
+    const bool ended = process.wait(world.executor(), std::chrono::minutes(3));
+    if (ended && process.exit_code() == 0) continue;
+    if (!(ended && process.exit_code() == kNotInThisRelease)) {
+      std::fprintf(stderr, "pipeline: rank %d of %s failed:\n%s\n", rank, name.c_str(),
+                   process.output().c_str());
+    }
     return middles;
   }
   std::ifstream file(world.folder() + "/samples.json");
@@ -255,24 +269,28 @@ nlohmann::json metrics(const Rounds& rounds) {
   add("throughput/mlp_one_worker/plain", "throughput/one/step", "throughput/one/plain");
   add("throughput/mlp/torch_sync_pipe", "throughput/two/step", "torch_sync_pipe/step");
   add("throughput/torch_sync_pipe/torch_plain", "torch_sync_pipe/step", "torch_sync_pipe/plain");
+  add("throughput/mlp/torch_pipelining", "throughput/two/step", "torch_pipelining/1f1b");
+  add("throughput/mlp_gpipe/torch_pipelining", "throughput/two_gpipe/step", "torch_pipelining/gpipe");
   return list;
 }
 
 void conduct(int count, bool peer) {
-  if (peer && !(std::filesystem::exists(kPython) && std::filesystem::exists(kPeer))) {
-    std::fprintf(stderr, "pipeline: without the peer: no %s or no %s\n", kPython, kPeer);
+  if (peer && !(std::filesystem::exists(kPython) && std::filesystem::exists(kPeers[0].script))) {
+    std::fprintf(stderr, "pipeline: without the peer: no %s or no %s\n", kPython, kPeers[0].script);
     peer = false;
   }
   Rounds rounds;
   for (int round = 0; round < count; ++round) {
     std::fprintf(stderr, "round %d of %d\n", round + 1, count);
     for (const Case& one : cases()) {
-      for (const auto& [side, value] : measure(one.name, one.workers, false))
+      for (const auto& [side, value] : measure(one.name, one.workers, ""))
         rounds[one.name + "/" + side].push_back(value);
     }
     if (!peer) continue;
-    for (const auto& [side, value] : measure("torch_sync_pipe", 1, true)) {
-      rounds["torch_sync_pipe/" + side].push_back(value);
+    for (const Peer& other : kPeers) {
+      for (const auto& [side, value] : measure(other.name, other.workers, other.script)) {
+        rounds[std::string(other.name) + "/" + side].push_back(value);
+      }
     }
   }
   print_section(metrics(rounds));
