@@ -180,6 +180,27 @@ void expect_same_tensor(const at::Tensor& got, const at::Tensor& sent) {
   EXPECT_EQ(elements_of(got), elements_of(sent));
 }
 
+TEST(NewerDtypes, ArriveWithTheirBytesWhereThisLibTorchHasThem) {
+  for (const int code : {23, 24, 25, 26, 27, 28, 29, 44, 45}) {
+    SCOPED_TRACE("dtype " + std::to_string(code));
+    at::ScalarType dtype = at::ScalarType::Undefined;
+    try {
+      dtype = dtype_from_code(static_cast<std::uint8_t>(code));
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
+      continue;
+    }
+    EXPECT_EQ(dtype_code(dtype), code);
+    const at::Tensor bytes = at::arange(128, at::kByte).view({4, 32});
+    for (const at::Tensor& sent : {bytes.view(dtype), bytes.view(dtype).slice(0, 1, 4, 2)}) {
+      const at::Tensor got = round_trip(sent);
+      EXPECT_EQ(got.scalar_type(), dtype);
+      EXPECT_EQ(got.sizes(), sent.sizes());
+      EXPECT_EQ(elements_of(got), elements_of(sent));
+    }
+  }
+}
+
 class Tensors : public ::testing::TestWithParam<std::tuple<int, int>> {
  protected:
   at::Tensor make() const {

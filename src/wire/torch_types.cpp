@@ -38,6 +38,11 @@ constexpr auto kUInt64 = at::ScalarType::UInt64;
 #else
 constexpr auto kUInt16 = kAbsent, kUInt32 = kAbsent, kUInt64 = kAbsent;
 #endif
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 8)
+constexpr auto kFloat8e8m0 = at::ScalarType::Float8_e8m0fnu, kFloat4e2m1x2 = at::ScalarType::Float4_e2m1fn_x2;
+#else
+constexpr auto kFloat8e8m0 = kAbsent, kFloat4e2m1x2 = kAbsent;
+#endif
 
 /// The numbers of docs/wire.md; they never change, even if LibTorch changes its own.
 constexpr std::array kDtypes{
@@ -66,6 +71,8 @@ constexpr std::array kDtypes{
     Dtype{27, "uint16", kUInt16},
     Dtype{28, "uint32", kUInt32},
     Dtype{29, "uint64", kUInt64},
+    Dtype{44, "float8_e8m0fnu", kFloat8e8m0},
+    Dtype{45, "float4_e2m1fn_x2", kFloat4e2m1x2},
 };
 
 }  // namespace
