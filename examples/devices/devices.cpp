@@ -44,8 +44,8 @@ c10::Device of_rank(const std::string& option, int local_rank) {
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-std::map<std::string, torchspan::DeviceMap> maps(const std::string& option,
-                                                 const torchspan::rendezvous::Environment& environment) {
+std::map<std::string, torchspan::DeviceMap> maps(
+    const std::string& option, const torchspan::rendezvous::WorkerEnvironment& environment) {
   std::map<std::string, torchspan::DeviceMap> maps;
   const c10::Device here = of_rank(option, environment.local_rank);
   if (here.is_cpu()) return maps;

@@ -23,6 +23,6 @@ c10::Device of_rank(const std::string& option, int local_rank);
 /// Returns maps by which tensors on the device of this rank arrive on the devices of its peers, for a world on one
 /// host whose workers have their default names. Empty for cpu.
 std::map<std::string, torchspan::DeviceMap> maps(const std::string& option,
-                                                 const torchspan::rendezvous::Environment& environment);
+                                                 const torchspan::rendezvous::WorkerEnvironment& environment);
 
 }  // namespace devices

@@ -52,7 +52,7 @@ class HalfImpl : public torch::nn::Module {
 /// normalization, ReLU and pooling.
 class FeaturesImpl : public HalfImpl {
  public:
-  FeaturesImpl(std::uint64_t seed, const std::string& device);
+  explicit FeaturesImpl(std::uint64_t seed, const std::string& device = "cpu");
 
  protected:
   torch::Tensor compute(torch::Tensor images) override;
@@ -66,7 +66,7 @@ TORCH_MODULE(Features);
 /// The second half: features [n, 1568] to the logarithms of ten probabilities [n, 10], by two linear layers.
 class ClassifierImpl : public HalfImpl {
  public:
-  ClassifierImpl(std::uint64_t seed, const std::string& device);
+  explicit ClassifierImpl(std::uint64_t seed, const std::string& device = "cpu");
 
  protected:
   torch::Tensor compute(torch::Tensor features) override;
