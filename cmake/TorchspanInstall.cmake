@@ -23,5 +23,5 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/torchspan-config.cmake
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/torchspan-config-version.cmake
                                  COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/torchspan-config.cmake ${PROJECT_BINARY_DIR}/torchspan-config-version.cmake
-              ${PROJECT_SOURCE_DIR}/cmake/TorchspanLibtorch.cmake
+              ${PROJECT_SOURCE_DIR}/cmake/TorchspanLibtorch.cmake ${PROJECT_SOURCE_DIR}/cmake/FindxxHash.cmake
         DESTINATION ${package_folder})
