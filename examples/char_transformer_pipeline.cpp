@@ -128,7 +128,7 @@ class Training {
       fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", options_.steps,
                  options_.batch, options_.model.context, seconds,
                  static_cast<double>(options_.steps * options_.batch * options_.model.context) / seconds);
-      fmt::print("loss on text not trained on: {:.3f} (guessing evenly: {:.3f})\n", held_out,
+      fmt::print("loss on text not trained on: {:.3f} (uniform guess: {:.3f})\n", held_out,
                  std::log(static_cast<double>(text_.vocabulary())));
     }
     write_sample();

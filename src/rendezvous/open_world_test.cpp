@@ -1,4 +1,4 @@
-// peer: rpc_test.py dynamic_and_static_init_rpc_together: same: refused, naming both sorts
+// peer: rpc_test.py dynamic_and_static_init_rpc_together: same: rejected, naming both types of world
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>

@@ -145,7 +145,7 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
 }
 
 // peer: rpc_test.py dynamic_rpc_init_rpc
-// peer: rpc/more a worker that was killed comes back under its name
+// peer: rpc/more a killed worker can be restarted under its name
 TEST(Worlds, ReadmitAKilledWorker) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
@@ -160,8 +160,8 @@ TEST(Worlds, ReadmitAKilledWorker) {
   EXPECT_EQ(first.exit_code(), 0) << first.output();
 }
 
-// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a
-//   named worker; without rank and name it is refused
+// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a named
+//   worker; a worker without rank and name is rejected
 TEST(Worlds, AssignRanksToWorkersThatNameNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});

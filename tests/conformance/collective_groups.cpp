@@ -16,8 +16,8 @@ using namespace collective;
 class CollectiveGroups : public CollectiveSuite {};
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
 
-// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; fusing is
-//   buckets' affair
+// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; buckets fuse
+//   them
 TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   run([&](Group& group) {
     std::vector<at::Tensor> mine;

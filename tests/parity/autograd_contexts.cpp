@@ -438,7 +438,7 @@ TEST(AutogradContexts, ThreadLocalContextId) {
 }
 
 /// The peer's fork of TorchScript, whose threads inherit the context; here the program starts the threads.
-// peer: dist_autograd_test.py jit_fork_within_context: same, with threads of the program and a
+// peer: dist_autograd_test.py jit_fork_within_context: same, with the program's own threads and a
 //   `ContextScope`
 TEST(AutogradContexts, JitForkWithinContext) {
   on_first_and_clean(2, [](Worker& worker) {

@@ -132,8 +132,8 @@ void expect_no_creation(const RRef<Witness>& tracked) {
   EXPECT_EQ(error.worker(), "worker1");
 }
 
-// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: refused at once, with the failure of
-//   the creation
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: rejected immediately, with the failure
+//   of the creation
 TEST(RpcConformance, RemoteMessageDroppedPickle) {
   with_network(3, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -238,8 +238,9 @@ TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
 }
 
 // peer: faulty_agent_rpc_test.py remote_message_dropped_pickle_to_self,
-//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same:
-//   nothing is lost on the way to oneself, but a creation that no thread takes up in time ends alike
+//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same: a
+//   worker's messages to itself are never lost, but a creation that no thread starts in time ends the same
+//   way
 TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   Lives lives;
   ClusterOptions options = world(lives, 2);
@@ -274,7 +275,7 @@ TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   });
 }
 
-// peer: faulty_agent_rpc_test.py (documented) a slow creation, given up by its creator: same
+// peer: faulty_agent_rpc_test.py (documented) a slow creation that its creator gives up: same
 TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   with_network(2, [](Worker& worker, SimCluster&, Lives& lives) {
     {

@@ -90,7 +90,7 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
 
 // Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. Theirs saw b
 // unused in the reduced step and skipped it: 1 on rank 0, 2 on rank 1, different from then on.
-// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: wrong without a word)
+// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: silently wrong)
 TEST(SilentWrongResult, GradientsOfAnotherBranchUnderNoSyncAreReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -123,7 +123,7 @@ TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
 }
 
 // A program keeps the module that it wrapped and calls that. Theirs then trains each rank separately.
-// peer: ddp accumulate_gradients_module: better: warns, or throws if asked to
+// peer: ddp accumulate_gradients_module: better: warns, or throws on request
 TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsReportedOrRejected) {
   on_ranks(2, [](const Rank& self) {
     Two two;

@@ -45,8 +45,8 @@ std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& b
   return futures;
 }
 
-// peer: ddp ddp_buffer_hook_allreduce, _return_future: same; before a forward it waits for the hook's
-//   futures, theirs does not
+// peer: ddp ddp_buffer_hook_allreduce, _return_future: same; a hook before the forward is waited for, which
+//   the peer's is not
 TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
   on_ranks(3, [](const Rank& self) {
     Counter net;
@@ -133,7 +133,7 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
 
 /// Under no_sync and without gradients, the other ranks do not take part.
 // peer: ddp (documented) a buffer hook under `no_sync`, without gradients, twice, beside `join`: better:
-//   refused where ranks differ, or where it would never be called
+//   rejected if ranks differ, or if it would never be called
 TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Counter net;

@@ -155,8 +155,8 @@ void fill(nn::Module& module) {
 at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum(); }
 
 // peer: ddp DistributedDataParallel_SyncBatchNorm
-// peer: ddp (documented) another collective in the model's forward and backward: better: buckets have a
-//   group of their own, so their order mixes with nothing
+// peer: ddp (documented) another collective in the model's forward and backward: better: the buckets have a
+//   separate group, so other collectives do not affect their order
 TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatch) {
   for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
     const std::vector<std::int64_t> parts{4, 1, 0, 2};
@@ -319,7 +319,7 @@ TEST(SyncBatchNorm, RejectsInvalidInputs) {
   EXPECT_NE(refused(at::ones({4, 2}, at::kLong)).find("real floats"), std::string::npos);
 }
 
-// peer: ddp (documented) ranks whose SyncBatchNorms differ: better: by rank, no hang
+// peer: ddp (documented) ranks whose SyncBatchNorms differ: better: the error names the ranks; no hang
 TEST(SyncBatchNorm, NamesRanksWhoseFeaturesDiffer) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2 + self.rank));
@@ -347,7 +347,7 @@ TEST(SyncBatchNorm, HasTheNamesOfABatchNormInCheckpointsAndClones) {
 }
 
 // peer: ddp `convert_sync_batchnorm`: names, tensors, nesting: differs: replaces in a Sequential only; a
-//   member of a class is declared as SyncBatchNorm
+//   class must declare its member as SyncBatchNorm
 TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
   on_ranks(2, [](const Rank& self) {
     nn::BatchNorm1d norm(nn::BatchNormOptions(3).eps(0.25).momentum(0.5));
@@ -413,7 +413,8 @@ TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
   });
 }
 
-// peer: ddp ddp_uneven_inputs_stop_iteration_sync_bn: same; without the early end it is refused by name
+// peer: ddp ddp_uneven_inputs_stop_iteration_sync_bn: same; without `throw_on_early_termination`, it is
+//   rejected with the module's name
 TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 2), nn::BatchNorm1d(2));

@@ -40,7 +40,7 @@ void on_first(ClusterOptions options, const std::function<void(Worker&, SimClust
   });
 }
 
-// peer: rpc/more bounded queues, at the caller and at the callee: better
+// peer: rpc/more queues of the caller and the callee are bounded: better
 TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
   ClusterOptions options;
   options.service.max_pending_calls = 3;
@@ -61,7 +61,7 @@ TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
   });
 }
 
-// peer: rpc/more bounded queues
+// peer: rpc/more queues of the caller and the callee are bounded
 TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
   ClusterOptions options;
   options.threads = 1;
@@ -123,7 +123,7 @@ TEST(Limits, NeverRefuseTheReferenceProtocol) {
   });
 }
 
-// peer: rpc/more a broken connection is dialled again, and references outlive it: better
+// peer: rpc/more a broken connection is redialed, and references outlive it: better
 TEST(Reconnect, FailsPendingCallsAndReconnects) {
   on_first({}, [](Worker& worker, SimCluster& world) {
     auto cell = worker.remote(1, kCell);
@@ -160,7 +160,7 @@ TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
   }
 }
 
-// peer: rpc/more a broken connection is dialled again
+// peer: rpc/more a broken connection is redialed
 TEST(Reconnect, LosesNoReferenceWhoseDeletionWasInFlight) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::size_t owners = 99;
