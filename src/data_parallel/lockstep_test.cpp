@@ -92,7 +92,7 @@ TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) 
   });
 }
 
-/// The outcome of a step: nothing, or the text of an exception that the program caught.
+/// Returns the text of the exception that the program caught in a step, or an empty text.
 std::string caught(const std::function<void()>& step) {
   try {
     step();
