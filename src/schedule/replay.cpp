@@ -48,7 +48,7 @@ void check_action(const Table& table, int rank, std::size_t place, const Action&
   }
 }
 
-/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next task.
+/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next action.
 class Deadlock {
  public:
   Deadlock(const Table& table, const Positions& positions, const std::vector<std::size_t>& next)

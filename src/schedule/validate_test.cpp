@@ -104,7 +104,7 @@ TEST(Validate, ReportsARankThatWaitsForItself) {
               HasSubstr("rank 0 at 0W0 (action 1 of its list) waits for 0I0"));
 }
 
-/// Whether the tasks can run to the end, by trying every rank repeatedly.
+/// Whether the actions can run to the end, by trying every rank repeatedly.
 bool can_finish(const Table& table) {
   std::set<Action> done;
   std::vector<std::size_t> next(table.actions.size(), 0);

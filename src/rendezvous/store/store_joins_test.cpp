@@ -117,7 +117,7 @@ TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   EXPECT_EQ(welcome.members.size(), 4u);
   ASSERT_EQ(welcome.gone.size(), 2u);
   EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_THAT(welcome.gone[0].reason, HasSubstr("without a good-bye"));
+  EXPECT_THAT(welcome.gone[0].reason, HasSubstr("without a goodbye"));
   EXPECT_FALSE(welcome.gone[1].died);
 }
 

@@ -136,7 +136,7 @@ TEST_F(StoreFixture, FailsTheWorldWhenAWorkerDiesWhileItGathers) {
   say(1, registration(1, 3));
   store_->on_closed(1, closed());
   EXPECT_THAT(refusal(0),
-              AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("without a good-bye")));
+              AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("without a goodbye")));
 }
 
 TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
