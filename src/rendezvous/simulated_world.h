@@ -54,7 +54,7 @@ class SimulatedWorld {
   }
   std::unique_ptr<Membership> join(int rank) { return join(rank, options(rank)); }
 
-  /// Kills what belongs to a worker, as if its process had been.
+  /// Kills a worker's transports, as the end of its process would.
   void kill(int rank) {
     network_.kill("member" + std::to_string(rank));
     if (rank == 0) network_.kill("store");
