@@ -68,7 +68,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--batch", options.batch, "ratings per step")
       ->check(CLI::Range(kOne, kMost))
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "seed of the held-out ratings and of the order")->capture_default_str();
+  app.add_option("--seed", options.seed, "seed of the held-out ratings and of the order")
+      ->capture_default_str();
   app.add_option("--lr", options.lr, "initial learning rate")
       ->check(CLI::Range(1e-9, 1e3))
       ->capture_default_str();

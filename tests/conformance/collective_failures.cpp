@@ -46,7 +46,7 @@ std::string error_text(const std::function<void()>& body) {
   return "nothing was thrown";
 }
 
-/// Only the shared-memory backend can notify the other ranks. With foreign engines they time out.
+/// Only the shared-memory backend can notify the other ranks. With Gloo and Open MPI they time out.
 class CollectiveFailureReports : public CollectiveFailures {};
 
 /// A group of one rank depends on no other rank.

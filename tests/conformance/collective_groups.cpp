@@ -147,7 +147,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
   });
 }
 
-/// Their memory has no address here: reading or writing it ended the process.
+/// Such memory has no address here: reading or writing it would end the process.
 TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
   run([&](Group& group) {
     const at::Tensor meta = at::empty({ranks(), 2}, at::TensorOptions().device(at::kMeta));

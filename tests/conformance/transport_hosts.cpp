@@ -91,7 +91,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
   wire.write_line(std::to_string(executor->now().time_since_epoch().count()));
   wire.write_line(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
-  // A test may plug the cable in again.
+  // Another test may connect the cable again.
   drive_until(*executor, *transport, [&] { return far.closed.size() == 2; });
   ::_exit(0);
 }
