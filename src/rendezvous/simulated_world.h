@@ -16,7 +16,7 @@ namespace torchspan::rendezvous {
 
 using torchspan::testing::error_of;
 
-/// For tests: workers of one world as simulated threads, each with a runtime and endpoints of its own.
+/// For tests: workers of one world as simulated threads, each with its own runtime and endpoints.
 class SimulatedWorld {
  public:
   SimulatedWorld(std::uint64_t seed, int size, net::SimNetwork::Options options = {})

@@ -105,7 +105,7 @@ void make_weights() {
     const auto all = session.worker().all_gather_bytes(Bytes(bytes, bytes + mine.nbytes()));
     torch::manual_seed(3);
     require(all.at(0) != all.at(1) && all.at(1) != all.at(2) && all.at(0) != all.at(2),
-            "stages have initial weights of their own");
+            "stages have different initial weights");
     // The same model on one worker.
     Pipeline alone(session.worker(), layers, {.balance = {3}, .workers = {session.worker().name()}});
     for (std::size_t layer = 0; layer < 3; ++layer) {

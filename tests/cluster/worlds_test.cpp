@@ -111,7 +111,7 @@ void open_member() {
 void open_any_rank() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
-  require(worker.rank() >= 1, "a rank of its own");
+  require(worker.rank() >= 1, "a rank other than 0");
   require(worker.rpc_sync(0, kAdd, 1, 2) == 3, "calls");
   require(worker.rpc_sync(worker.rank(), kPid) == getpid(), "calls to itself");
   session.runtime().executor.sleep(seconds(2));

@@ -127,7 +127,7 @@ class TwoHosts : public ::testing::Test {
     if (!run("ip link set lo up") ||
         !run("ip link add near type veth peer name far netns " + std::to_string(far_)) ||
         !run(std::string("ip addr add ") + kNear + "/24 dev near") || !run("ip link set near up")) {
-      return "this system makes no pair of virtual Ethernet ends (veth)";
+      return "this system cannot create a pair of virtual Ethernet devices (veth)";
     }
     wire_->write_line("linked");
     address_ = wire_->read_line();

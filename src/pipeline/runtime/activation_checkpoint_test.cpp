@@ -152,7 +152,7 @@ TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
       ASSERT_EQ(each.size(), 2u);
       EXPECT_TRUE(each[0].equal(each[1])) << "micro-batch " << micro_batch;
     }
-    EXPECT_FALSE(seen[0][0].equal(seen[1][0])) << "micro-batches have masks of their own";
+    EXPECT_FALSE(seen[0][0].equal(seen[1][0])) << "micro-batches have different masks";
   }
 }
 

@@ -96,7 +96,7 @@ TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
       }));
       await(worker, "worker1");
       auto tally = worker.remote("worker1", kTally);
-      EXPECT_EQ(tally.rpc_sync(kAdd, 5), 5) << "a value of its own, not one of its predecessor's";
+      EXPECT_EQ(tally.rpc_sync(kAdd, 5), 5) << "its own value, not its predecessor's";
       if (incarnation == 2) break;
       auto lost = worker.rpc_async("worker1", kNap, 1000);
       world.executor().sleep(milliseconds(10));
