@@ -312,7 +312,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              step(reducer, loss_of(parameters, self.rank, 0));
              if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
              const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
-             EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
+             EXPECT_NE(text.find("rank 1 did not reach"), std::string::npos) << text;
              EXPECT_NE(text.find("in reduction 2, bucket 0 of 1 (with 'p0')"), std::string::npos) << text;
              EXPECT_NE(text.find("fewer batches than the others"), std::string::npos) << text;
              EXPECT_NE(text.find("join()"), std::string::npos) << text;

@@ -46,11 +46,11 @@ void stopped_worker() {
     require(error_of([&] { quick.wait(); }).kind() == ErrorKind::kTimedOut, "the deadline holds");
     const Error error = error_of([&] { patient.wait(); });
     require(error.kind() == ErrorKind::kDisconnected, error.what());
-    require(error.message().find("is stopped") != std::string::npos, error.what());
+    require(error.message().find("has been stopped") != std::string::npos, error.what());
     require(error.worker() == "worker1", error.what());
     require(seconds_since(worker, start) > 4 && seconds_since(worker, start) < 9, "after about five seconds");
     ::kill(victim, SIGCONT);
-    require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "it goes on where it was");
+    require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "it continues where it stopped");
   }
   session.shutdown(seconds(30));
 }

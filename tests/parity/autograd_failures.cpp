@@ -127,7 +127,7 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
       const Error error = error_of([&] { context.backward(loss); });
       EXPECT_THAT(error.message(), AllOf(HasSubstr("Simulate error on backward pass"),
                                          HasSubstr("on worker '" + there + "'"), HasSubstr("'chain'")));
-      EXPECT_EQ(error.frames().size(), 1U) << "one story, not one a hop";
+      EXPECT_EQ(error.frames().size(), 1U) << "one frame, not one per hop";
       expect_all_free(worker);
     }
   });

@@ -307,7 +307,7 @@ TEST(AutogradHooks, NoGradCopySparse) {
     {
       Context context(worker);  // two leaves, one gradient: they must not share it
       context.backward(SparseMaker::apply(TwoOfOne::apply(a, b, passed_on), unused_keeper, seen) * 1.0);
-      EXPECT_EQ(passed_on.memory, seen.memory) << "it is handed on as it is";
+      EXPECT_EQ(passed_on.memory, seen.memory) << "it is passed on without a copy";
       EXPECT_NE(memory_of(context.gradient(a)), memory_of(context.gradient(b)));
       expect_equal(context.gradient(a), context.gradient(b));
     }

@@ -188,7 +188,7 @@ TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
     for (int time = 0; time < 3; ++time) {
       const Error error = error_of([&] { worker.rpc_sync("worker1", kMadeOn, stand_in(0)); });
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-      EXPECT_THAT(error.what(), AllOf(HasSubstr("a result lives on privateuseone:0 of worker 'worker1'"),
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("a result is on privateuseone:0 of worker 'worker1'"),
                                       HasSubstr("made_on")));
       const RRef<at::Tensor> kept = worker.remote("worker1", kMadeOn, stand_in(0));
       expect_error(ErrorKind::kInvalid, "privateuseone:0", [&] { kept.to_here(); });

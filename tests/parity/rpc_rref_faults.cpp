@@ -155,7 +155,7 @@ TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
     expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
     const TimePoint begin = now(worker);
     for (int i = 0; i < 2; ++i) expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
-    EXPECT_EQ(now(worker), begin) << "what is known to have failed is not asked for";
+    EXPECT_EQ(now(worker), begin) << "a creation known to have failed is not fetched";
     EXPECT_FALSE(sum.confirmed_by_owner());
     EXPECT_EQ(lives.made, 0);
   });
@@ -204,7 +204,8 @@ void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name 
       EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0);
     }
     nap(worker, seconds(1));
-    EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0) << "nor does the end of the reference count for it";
+    EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0)
+        << "the release of the reference does not create an entry";
     cluster.network().set_options({});
     cluster.network().delay_if({}, {});
   });

@@ -1,4 +1,4 @@
-// Regressions: what was refused because too much waited for a peer, and then never said again.
+// Regressions: messages that were refused because a peer's queue was full, and then never resent.
 #include "rpc/references/control.h"
 #include "tests/regression/rpc_defects.h"
 

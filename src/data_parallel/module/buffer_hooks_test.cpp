@@ -171,7 +171,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
           [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
             auto futures = average_floats(buffers, group);
             futures.push_back(futures[0].then([fails](const Future<at::Tensor>& done) {
-              if (fails) throw Error(ErrorKind::kInvalid, "the buffers have moths");
+              if (fails) throw Error(ErrorKind::kInvalid, "the hook failed");
               return done.wait();
             }));
             return futures;
@@ -195,7 +195,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
     model.set_buffer_hook(
         [](const std::vector<NamedBuffer>&, const collective::Group&) {
           return std::vector{make_failed_future<at::Tensor>(
-              std::make_exception_ptr(Error(ErrorKind::kInvalid, "the buffers have moths")))};
+              std::make_exception_ptr(Error(ErrorKind::kInvalid, "the hook failed")))};
         },
         "moths");
     model(fed(1));

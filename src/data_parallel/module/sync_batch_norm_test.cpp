@@ -298,7 +298,7 @@ TEST(SyncBatchNorm, MayRunBackwardTwiceAndReportsUnsupportedDerivatives) {
     const at::Tensor once = norm->weight.grad().clone();
     loss.backward();
     expect_close(norm->weight.grad(), once * 2, 1e-6);
-    EXPECT_THROW(loss.backward(), c10::Error) << "nothing is left to walk";
+    EXPECT_THROW(loss.backward(), c10::Error) << "the graph was freed";
     const std::string text =
         error_text([&] { other.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
     EXPECT_NE(text.find("second derivatives"), std::string::npos) << text;
@@ -372,7 +372,7 @@ TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
     made->train();
     inner->forward(values({1 + self.rank, 3}, self.rank, at::kFloat));
     EXPECT_EQ(made->num_batches_tracked.item<int>(), 1);
-    EXPECT_EQ(inner->modules(false)[1].get(), made.get()) << "the registry has it too";
+    EXPECT_EQ(inner->modules(false)[1].get(), made.get()) << "the module's registry has it, too";
   });
 }
 

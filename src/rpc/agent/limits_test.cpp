@@ -84,7 +84,7 @@ TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
           ++refused;
         }
       }
-      EXPECT_EQ(served, 5) << "five of 11 KiB and something fit into 64 KiB";
+      EXPECT_EQ(served, 5) << "five requests of a bit more than 11 KiB fit into 64 KiB";
       EXPECT_EQ(refused, 15);
       busy.wait();
       EXPECT_EQ(worker.rpc_sync(to, kSizeOf, at::zeros({1 << 20}, at::kByte)), 1 << 20)
@@ -107,7 +107,7 @@ TEST(Limits, AreLiftedForHandlersMarkedAsBlocking) {
     auto napping = worker.rpc_async(1, kNap, 1000), too = worker.rpc_async(1, kNap, 1000);
     worker.runtime().executor.sleep(milliseconds(10));
     EXPECT_THROW(worker.with({.timeout = milliseconds(500)}).rpc_sync(1, kSizeOf, at::zeros({3})), Error)
-        << "without a word both threads are taken";
+        << "handlers that are not marked occupy both threads";
     wait_all(std::vector<Future<void>>{napping, too});
   });
 }
@@ -139,7 +139,7 @@ TEST(Reconnect, FailsPendingCallsAndReconnects) {
         EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
         EXPECT_EQ(error.worker(), "worker1");
       }
-      EXPECT_EQ(cell.rpc_sync(kGet), 7) << "the reference lives on";
+      EXPECT_EQ(cell.rpc_sync(kGet), 7) << "the reference is still valid";
     }
   });
 }
