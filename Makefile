@@ -1,12 +1,12 @@
-# TorchSpan's front door. Each command installs what is missing, builds what it needs and nothing more, and may be
-# repeated: what is there already is left alone.
+# TorchSpan's commands. Each one installs missing packages, builds only what it needs, and may be repeated: nothing is
+# installed or built twice.
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
 #   make check                      arrows, house rules, classes, format, spelling, headers, code in documents, clang-tidy
-#   make bench SECTION=rpc          measure, and write build/bench/rpc.json; LIBTORCH=torch2 does so with pip's torch
-#   make fuzz [FUZZ_SECONDS=60]     feed the decoders hostile bytes
-#   make soak [SOAK_SECONDS=600]     random calls while workers are killed and restarted
-#   make long [CASES=5000]          random models, programs (four times CASES) and schedules, many more than in make test
+#   make bench SECTION=rpc          run a benchmark, write build/bench/rpc.json; LIBTORCH=torch2 uses pip's torch
+#   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
+#   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
+#   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
 #   make docs | format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,11 +22,11 @@ CASES ?= 5000
 ARGS ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
-# Worker processes share the cores; a pool of threads in each would fight for them.
+# Worker processes share the cores, so a thread pool in each would oversubscribe them.
 export OMP_NUM_THREADS ?= 1
 export NINJA_STATUS ?= [%f/%t] 
 
-# Configures a preset once; afterwards ninja reruns CMake by itself when a CMake file changed.
+# Configures a preset once; afterwards ninja reruns CMake when a CMake file changes.
 define configure
 if [ ! -f build/$(1)/build.ninja ]; then \
   mkdir -p build; \

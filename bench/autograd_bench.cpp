@@ -1,12 +1,12 @@
 // Section autograd: backward passes of one process against LibTorch's engine, and passes over several
 // processes of this host, SMART and FAST, against PyTorch's distributed autograd (python3-torch). Prints the
-// section's JSON, and a table for people on stderr.
-//   --rounds N      how often everything is measured (5)
+// section's JSON to stdout and a table to stderr.
+//   --rounds N      number of rounds (5)
 //   --only WORLD    engine, pair, chain or trainers
-//   --seconds S     how long each figure is measured in a round (0.3)
-//   --no-peer       leave PyTorch out
-// In every round each measurement starts its processes anew and ends them before the next, for the peer's
-// idle processes would burn the cores of the others. A missed goal is said; it is no error.
+//   --seconds S     time per figure and round (0.3)
+//   --no-peer       do not run PyTorch
+// In every round, each measurement starts its processes and ends them before the next one starts, because the
+// peer's idle processes keep cores busy. A missed goal is reported but is not an error.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -47,7 +47,7 @@ struct Arguments {
 
 std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
 
-/// The part of a process that the conductor started.
+/// Runs the part of a process that conduct() started.
 void play(const std::string& world) {
   const std::string folder = std::getenv("TORCHSPAN_RUNTIME_DIR");
   const Duration limit = std::chrono::duration_cast<Duration>(
@@ -59,7 +59,8 @@ void play(const std::string& world) {
     std::ofstream(samples_file(folder)) << nlohmann::json(samples);
 }
 
-/// Runs one world to its end, of ours or of a peer; throws with what its processes said when it failed.
+/// Runs one world, of TorchSpan or of a peer. Throws an exception with the output of its processes if it
+/// fails.
 Samples run(const World& world, const std::string& peer, const Arguments& arguments) {
   ProcessWorld processes(world.size);
   const std::map<std::string, std::string> variables{{"TORCHSPAN_BENCH_PARENT", std::to_string(getpid())},
@@ -69,7 +70,7 @@ Samples run(const World& world, const std::string& peer, const Arguments& argume
   if (!peer.empty())
     through = {kPython, kScript, world.name, arguments.seconds, peer == kPeers[0] ? "default" : "tcp"};
   for (int rank = 0; rank < world.size; ++rank) processes.start(rank, world.name, variables, through);
-  // The peer's rank 0 leaves its world as it stands: the others are killed.
+  // The peer's rank 0 exits without a shutdown, so the others are killed.
   bool good = true;
   for (int rank = 0; rank < (peer.empty() ? world.size : 1) && good; ++rank) {
     Process& process = processes.process(static_cast<std::size_t>(rank));
@@ -88,12 +89,12 @@ Samples run(const World& world, const std::string& peer, const Arguments& argume
   return named;
 }
 
-/// False when the peer gave no figures though it was asked for.
+/// Returns false if a requested peer gave no figures.
 bool conduct(const Arguments& arguments) {
   Report report;
   const bool peers = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kScript);
   if (arguments.peer && !peers)
-    std::fprintf(stderr, "autograd: without the peer: no %s or no %s\n", kPython, kScript);
+    std::fprintf(stderr, "autograd: skipping the peer: %s or %s is missing\n", kPython, kScript);
   bool complete = true;
   for (int round = 0; round < arguments.rounds; ++round) {
     for (const World& world : kWorlds) {
@@ -106,7 +107,7 @@ bool conduct(const Arguments& arguments) {
           report.add(round, run(world, peer, arguments));
         } catch (const std::exception& error) {
           complete = false;
-          std::fprintf(stderr, "\n%s gave no figures of '%s' in this round: %s\n", peer, world.name,
+          std::fprintf(stderr, "\n%s has no figures of '%s' in this round: %s\n", peer, world.name,
                        error.what());
         }
       }

@@ -1,6 +1,6 @@
-// Section collective: two processes on this host, ours against LibTorch's Gloo and Open MPI in turns, and
-// against what the memory can do. Starts itself twice, through mpirun where Open MPI is built in.
-// TORCHSPAN_BENCH_ROUNDS=1 is for a quick look.
+// Section collective: two processes on this host, TorchSpan in turns with LibTorch's Gloo and Open MPI, and
+// compared with the speed of the memory. Starts itself twice, through mpirun if Open MPI is built in.
+// TORCHSPAN_BENCH_ROUNDS=1 gives quick, rough figures.
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -38,7 +38,7 @@ const std::vector<Size> kSizes = {{"64B", 64, 300},        {"1KiB", 1 << 10, 300
                                   {"1MiB", 1 << 20, 40},   {"25MiB", 25 << 20, 5}, {"100MiB", 100 << 20, 2},
                                   {"256MiB", 256 << 20, 1}};
 
-/// One of two ranks. Both run the same figures in the same order, so that each call meets its peer's.
+/// One of two ranks. Both run the same figures in the same order, so that their calls match.
 class Rank {
  public:
   Rank()

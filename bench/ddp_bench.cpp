@@ -1,10 +1,10 @@
-// Section ddp: a training step with gradients averaged over two processes of this host, held against the same
-// step without communication, and against PyTorch's DistributedDataParallel over Gloo (python3-torch) in the
-// same run. Prints the section's JSON, and a table for people on stderr.
-//   --rounds N      how often everything is measured (5)
-//   --model NAME    only this one
-//   --no-peer       leave PyTorch out
-// In every round each measurement starts its processes anew.
+// Section ddp: a training step with gradients averaged over two processes of this host, compared with the same
+// step without communication, and with PyTorch's DistributedDataParallel over Gloo (python3-torch) in the same
+// run. Prints the section's JSON to stdout and a table to stderr.
+//   --rounds N      number of rounds (5)
+//   --model NAME    only this model
+//   --no-peer       do not run PyTorch
+// In every round, each measurement starts its processes.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -28,9 +28,9 @@ using testing::Process;
 using testing::ProcessWorld;
 using Samples = std::map<std::string, std::vector<double>>;
 
-/// Steps that are not counted: allocators warm up, buckets are rebuilt.
+/// Warm-up steps that are not counted: allocators fill their caches, and buckets are rebuilt.
 constexpr int kWarmUp = 3;
-/// More of them where a small difference is wanted.
+/// A factor for more steps where a small difference is measured.
 constexpr int kStepsAlone = 4;
 /// From the repository's root, where `make bench` runs.
 constexpr const char* kPeer = "bench/peers/torch_ddp.py";
@@ -52,8 +52,8 @@ std::shared_ptr<torch::optim::SGD> make_optimizer(const Workload& workload) {
   return std::make_shared<torch::optim::SGD>(workload.net->parameters(), torch::optim::SGDOptions(0.01));
 }
 
-/// One rank: steps with communication and without, in turns. "together" is over when the slower rank is done,
-/// as every step with communication is.
+/// One rank: steps with communication and without, in turns. A "together" step ends when the slower rank is
+/// done, like every step with communication.
 void run_rank(const std::string& name) {
   at::set_num_threads(1);
   Session session(WorkerOptions::from_env());
@@ -84,7 +84,7 @@ void run_rank(const std::string& name) {
   session.shutdown();
 }
 
-/// The middle one of each round's samples; nothing when the processes failed.
+/// Returns the median of each kind of sample; empty if the processes failed.
 std::map<std::string, double> measure(const std::string& model, int ranks, bool peer) {
   ProcessWorld world(ranks);
   const int steps = workload_steps(model) * (ranks == 1 ? kStepsAlone : 1);
@@ -175,7 +175,7 @@ void conduct(const Arguments& arguments) {
   Report report;
   const bool peer = arguments.peer && std::filesystem::exists(kPython) && std::filesystem::exists(kPeer);
   if (arguments.peer && !peer)
-    std::fprintf(stderr, "ddp: without the peer: no %s or no %s\n", kPython, kPeer);
+    std::fprintf(stderr, "ddp: skipping the peer: %s or %s is missing\n", kPython, kPeer);
   for (int round = 0; round < arguments.rounds; ++round) {
     for (const std::string& model : workload_names()) {
       if (!arguments.model.empty() && model != arguments.model) continue;
@@ -183,7 +183,8 @@ void conduct(const Arguments& arguments) {
       report.add("ddp/" + model, measure(model, 2, false));
       if (peer) report.add("torch_ddp/" + model, measure(model, 2, true));
       if (model != "many") continue;
-      // Alone: what is left is the reducer's own work, for parameters whose gradients lie in the buckets.
+      // In a world of one, the difference is the reducer's own work, for parameters whose gradients are in
+      // the buckets.
       const auto alone = measure(model, 1, false);
       if (alone.contains("plain")) {
         report.rounds["ddp/hook_per_parameter"].push_back((alone.at("step") - alone.at("plain")) / 2000);

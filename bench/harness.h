@@ -16,21 +16,22 @@
 
 namespace torchspan::bench {
 
-/// The value that `share` of the values do not exceed; there must be some.
+/// Returns the quantile `share` of the values, rounded down to one of them. `values` must not be empty.
 inline double percentile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
   return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
 }
 
-/// What a figure is held against, by the names of figures of the same run.
+/// What a figure is compared with: names of figures of the same run.
 struct Against {
   std::string limit = {};  ///< the physical limit of the machine
   std::string peer =
-      {};  ///< the same work done by another library; a ratio of times is reported, lower is better
+      {};  ///< the same work by another library; the ratio of times is reported, lower is better
 };
 
-/// Times pieces of work in turns, round after round, so that figures of one run share the machine's moods;
-/// reports medians and 99th percentiles in microseconds, in the form of the section files.
+/// Measures pieces of work in turns, round after round, so that changes of the machine's speed affect all
+/// figures of a run alike. Reports medians and 99th percentiles in microseconds, in the format of the section
+/// files.
 class Bench {
  public:
   explicit Bench(Executor& executor) : executor_(executor) {}
@@ -90,7 +91,7 @@ class Bench {
   std::vector<Figure> figures_;
 };
 
-/// A process that a bench started ends with the one that started it, however that ends.
+/// Makes a started process end with its parent, however the parent ends.
 inline void end_with_parent() {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const char* parent = std::getenv("TORCHSPAN_BENCH_PARENT");  // none: a tracer started it, say

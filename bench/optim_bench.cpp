@@ -1,5 +1,5 @@
-// Section optim: steps of this process against torch::optim and LibTorch's fused CPU kernels, and a step of another
-// process's parameters against the same step here and a small call.
+// Section optim: steps in this process, compared with torch::optim and LibTorch's fused CPU kernels, and a step of
+// another process's parameters, compared with the same step here plus a small call.
 #include <cstdio>
 #include <fstream>
 
@@ -91,7 +91,7 @@ constexpr Class<Tower> kTower{"Tower"};
 constexpr Function<&TowerImpl::forward> kForward{"Tower.forward"};
 constexpr Function<nothing> kNothing{"nothing"};
 
-/// One of two processes: the first steps a tower of its own and one of the second's.
+/// One of two processes: rank 0 steps a local tower and one on rank 1.
 void run_rank() {
   at::set_num_threads(1);
   FunctionTable functions;
@@ -116,7 +116,8 @@ void run_rank() {
   session.shutdown();
 }
 
-/// The figures of two processes, and what the distributed step costs beyond the local one and one call.
+/// Returns the metrics of the two processes, and the distributed step's time compared with the local step
+/// plus one call.
 nlohmann::json distributed_metrics() {
   testing::ProcessWorld world(2);
   for (int rank = 0; rank < 2; ++rank) world.start(rank, "step");

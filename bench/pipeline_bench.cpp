@@ -1,9 +1,9 @@
-// Section pipeline: steps of two processes of this host against what their schedule says, against one process, and
-// against PyTorch's sync.Pipe or torch.distributed.pipelining in the same run. Prints the section's JSON, and a table on
-// stderr.
-//   --rounds N   how often everything is measured (5)
-//   --no-peer    leave PyTorch out
-// In every round each measurement starts its processes anew.
+// Section pipeline: steps of two processes of this host, compared with the time that their schedule predicts, with one
+// process, and with PyTorch's sync.Pipe or torch.distributed.pipelining in the same run. Prints the section's JSON to
+// stdout and a table to stderr.
+//   --rounds N   number of rounds (5)
+//   --no-peer    do not run PyTorch
+// In every round, each measurement starts its processes.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -51,8 +51,8 @@ constexpr Peer kPeers[] = {{"torch_sync_pipe", "bench/peers/torch_pipe.py", 1},
 constexpr std::int64_t kWidth = 256, kRows = 512;
 constexpr int kLayers = 8, kSteps = 6;
 
-/// Sleeps forwards, and as long backwards: the cores are free, so that what remains is the pipeline's own
-/// time.
+/// Keeps its core busy for a set time, forward and backward, so that the excess of a step over its plan is
+/// the pipeline's own time.
 struct Busy : torch::autograd::Function<Busy> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             std::int64_t executor, std::int64_t microseconds) {
@@ -103,7 +103,7 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-/// Steps whose actions take `time`, beside what the schedule says they should take.
+/// Measures steps whose actions take `time`, and computes the time that their schedule predicts.
 void timed_steps(Session& session, Schedule schedule, std::int64_t time, int steps, Samples& samples) {
   Executor& executor = session.runtime().executor;
   const int workers = static_cast<int>(session.world_size());
@@ -126,7 +126,7 @@ void timed_steps(Session& session, Schedule schedule, std::int64_t time, int ste
                                 .input_gradient = std::chrono::microseconds(time),
                                 .weight_gradient = Duration::zero()};
     const auto& table = pipe.last_step().table;
-    // In order of arrival there is no plan: the bound is that of 1F1B.
+    // Order of arrival has no plan; the step is compared with that of 1F1B.
     const auto plan =
         table.actions.empty() ? schedule::one_forward_one_backward({workers, kMicroBatches, 1}) : table;
     samples["plan"].push_back(microseconds(schedule::simulate(plan, {costs}).makespan));
@@ -134,7 +134,7 @@ void timed_steps(Session& session, Schedule schedule, std::int64_t time, int ste
   }
 }
 
-/// Steps of real layers; with one worker also the plain loop without a pipeline.
+/// Measures steps of real layers; with one worker, also a plain loop without a pipeline.
 void real_steps(Session& session, Schedule schedule, Samples& samples) {
   Executor& executor = session.runtime().executor;
   torch::manual_seed(7);
@@ -276,7 +276,7 @@ nlohmann::json metrics(const Rounds& rounds) {
 
 void conduct(int count, bool peer) {
   if (peer && !(std::filesystem::exists(kPython) && std::filesystem::exists(kPeers[0].script))) {
-    std::fprintf(stderr, "pipeline: without the peer: no %s or no %s\n", kPython, kPeers[0].script);
+    std::fprintf(stderr, "pipeline: skipping the peer: %s or %s is missing\n", kPython, kPeers[0].script);
     peer = false;
   }
   Rounds rounds;

@@ -1,11 +1,11 @@
-// Section rpc: calls between processes of this host, against LibTorch's own RPC driven from C++ and against
-// what the machine allows. Prints the section's JSON, and a table for people on stderr.
+// Section rpc: calls between processes of this host, compared with LibTorch's own RPC driven from C++ and with
+// the machine's limits. Prints the section's JSON to stdout and a table to stderr.
 //   --filter TEXT   only rows whose names contain TEXT
-//   --rounds N      how often everything is measured (5)
-//   --no-peer       leave LibTorch's RPC out
+//   --rounds N      number of rounds (5)
+//   --no-peer       do not run LibTorch's RPC
 //   --longer N      N times as many calls in a round, for a profiler
-// In every round each measurement starts its processes anew and ends them before the next, for the peer's
-// idle processes would burn the cores of the others.
+// In every round, each measurement starts its processes and ends them before the next one starts, because the
+// peer's idle processes keep cores busy.
 #include <cstdio>
 #include <fstream>
 #include <set>
@@ -32,7 +32,7 @@ struct Arguments {
   int longer = 1;
 };
 
-/// One measurement: the processes of one side, on one way, in a world of one size.
+/// One measurement: the processes of one side, with one transport, in a world of one size.
 struct Trial {
   std::string side;
   Way way = Way::kLocal;
@@ -50,7 +50,7 @@ bool wanted(const std::string& name, const std::string& filter) {
 
 std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
 
-/// The part of a process that the conductor started: what its variables say.
+/// The part of a started process, from its environment variables.
 struct Part {
   Trial trial;
   int rank = std::stoi(variable("RANK"));
@@ -115,7 +115,7 @@ std::vector<Trial> trials(const Arguments& arguments) {
   return list;
 }
 
-/// Runs one trial to its end; throws with what its caller said when there are no samples.
+/// Runs one trial. Throws an exception with the output of its processes if there are no samples.
 Samples run(const Trial& trial, const Arguments& arguments) {
   ProcessWorld world(trial.size);
   std::map<std::string, std::string> variables{

@@ -1,5 +1,5 @@
-# Engines that the collective room can use besides its own: those whose headers are there, unless told otherwise.
-# A wheel or zip of LibTorch contains its own Gloo, mostly without headers. Those of another Gloo do not fit.
+# Engines that the collective room can use besides its own: by default, those whose headers are installed.
+# A wheel or zip of LibTorch contains its own Gloo, mostly without headers. Another Gloo's headers do not match it.
 if(TORCHSPAN_LIBTORCH_PREFIX)
   find_path(TORCHSPAN_GLOO_INCLUDE gloo/config.h PATHS ${TORCHSPAN_LIBTORCH_PREFIX}/include NO_DEFAULT_PATH)
 else()

@@ -1,6 +1,6 @@
-# False alarms of gcc 12 with -O3, all inside libstdc++'s inlined headers: in branches that are never taken, it thinks that a
+# False warnings of gcc 12 with -O3, all inside libstdc++'s inlined headers: in branches that are never taken, it assumes that a
 # string or a vector has 2^63 bytes, or none (appending to a string, inserting into a vector, comparing two). Each is
-# silenced in the file where it appears and nowhere else; where one is, gcc may come to the next for the same line.
+# disabled only in the file where it appears; with one disabled, gcc may report another for the same line.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   function(torchspan_false_alarm warning)
     set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:Release>:-Wno-${warning}>)

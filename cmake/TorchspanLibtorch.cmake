@@ -44,7 +44,7 @@ if(NOT EXISTS ${TORCHSPAN_LIBTORCH_PREFIX}/include/torch/csrc/api/include/torch/
                       "again (pip install --force-reinstall torch).")
 endif()
 
-# Libraries that one of LibTorch's loads and that are not there, for a message.
+# The missing libraries that one of LibTorch's libraries needs, for a message.
 function(torchspan_missing_libraries library result)
   execute_process(COMMAND ldd ${library} OUTPUT_VARIABLE needed ERROR_QUIET)
   string(REGEX MATCHALL "[^ \t\n]+ => not found" missing "${needed}")
@@ -78,7 +78,7 @@ if(NOT TORCHSPAN_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# The headers, by links: beside them lie those of another fmt, which would hide the fmt that TorchSpan links.
+# Links to the headers: their folder also contains those of another fmt, which would hide the fmt that TorchSpan links.
 set(torchspan_headers ${CMAKE_BINARY_DIR}/torchspan-libtorch)
 file(REMOVE_RECURSE ${torchspan_headers})
 file(MAKE_DIRECTORY ${torchspan_headers})
@@ -101,7 +101,7 @@ if(NOT TARGET libtorch::torch)
   target_compile_definitions(libtorch::torch_cpu INTERFACE USE_DISTRIBUTED USE_RPC USE_TENSORPIPE)
   target_link_libraries(libtorch::torch_cpu INTERFACE libtorch::c10)
   if(TORCHSPAN_LIBTORCH_VERSION VERSION_GREATER_EQUAL 2.10)
-    # Its headers include nlohmann/json.hpp and do not bring it.
+    # Its headers include nlohmann/json.hpp, which the package does not contain.
     find_package(nlohmann_json REQUIRED)
     target_link_libraries(libtorch::torch_cpu INTERFACE nlohmann_json::nlohmann_json)
   endif()

@@ -8,8 +8,8 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 
 find_program(TORCHSPAN_CCACHE ccache)
 if(TORCHSPAN_CCACHE)
-  # ccache caches users of a precompiled header only with these concessions; with a base directory, a clone in another
-  # place finds what the first one compiled.
+  # ccache caches users of a precompiled header only with these settings; with a base directory, a clone in another
+  # folder uses what the first one compiled.
   set(CMAKE_CXX_COMPILER_LAUNCHER
       ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
       CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
@@ -25,7 +25,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # gcc 12 reports these inside its own and LibTorch's inlined headers.
   add_compile_options(-Wno-maybe-uninitialized -Wno-dangling-pointer -fpch-preprocess)
   if(TORCHSPAN_UNITY)
-    # In a unity build no source is the main one, and gcc suspects its unnamed namespaces of being in a header.
+    # In a unity build no source is the main file, so gcc warns about its unnamed namespaces as if it were a header.
     add_compile_options(-Wno-subobject-linkage)
   endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")

@@ -7,14 +7,14 @@ target_include_directories(torchspan_torch SYSTEM INTERFACE ${TORCHSPAN_LIBTORCH
 target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
 # Loading a large precompiled header costs more than parsing the narrow headers that most sources need (measured on
-# 2 cores: 6.0 s a source with all of torch/torch.h, 4.4 s with none), so only targets that use it get the large one.
+# 2 cores: 6.0 s per source with all of torch/torch.h, 4.4 s without), so only targets that use it get the large one.
 foreach(size narrow whole)
   add_library(torchspan_torch_${size} STATIC ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
   target_link_libraries(torchspan_torch_${size} PUBLIC torchspan_torch)
   target_precompile_headers(torchspan_torch_${size} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/torch_${size}.h)
 endforeach()
 
-# Links a target with LibTorch and gives it the precompiled header that fits its sources.
+# Links a target with LibTorch and gives it the precompiled header that suits its sources.
 # The headers are compiled with -fPIC, so executables are too (CMake would give them -fPIE).
 function(torchspan_use_torch target)
   get_target_property(type ${target} TYPE)

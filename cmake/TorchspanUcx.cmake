@@ -1,5 +1,5 @@
-# TORCHSPAN_UCX: the transport over UCX (src/net/ucx), which needs its headers here and libucp.so.0 at run time, where it
-# is loaded when asked for. Files there named ucx_* are built with it only, absent.cpp without it only.
+# TORCHSPAN_UCX: the transport over UCX (src/net/ucx). It needs UCX's headers to build and loads libucp.so.0 on demand at
+# run time. Files in src/net/ucx named ucx_* are built only with it, absent.cpp only without it.
 set(TORCHSPAN_UCX AUTO CACHE STRING "build the UCX transport: AUTO (if UCX is installed), ON or OFF")
 set_property(CACHE TORCHSPAN_UCX PROPERTY STRINGS AUTO ON OFF)
 

@@ -1,8 +1,8 @@
-// A small GPT that learns to write like the fortune program, its blocks spread over worker processes:
+// Trains a small GPT on the quotations of the fortune program, with its blocks distributed over worker processes:
 //   tools/fetch-data fortunes.txt
 //   torchspan run -n 2 char_transformer_pipeline
-// Micro-batches flow through the stages, a backward as soon as one is ready (1F1B). With --tied the scores
-// are computed with the embedding's matrix: the last use of a layer that lives on the first worker.
+// Micro-batches flow through the stages, and a backward runs as soon as one is ready (1F1B). With --tied, the
+// embedding's matrix, which lives on the first worker, also computes the scores.
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdint>
@@ -52,9 +52,9 @@ void add_options(CLI::App& app, Options& options) {
   const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
   app.add_option("--text", options.text, "a UTF-8 file")->capture_default_str();
   app.add_option("--steps", options.steps)->check(positive)->capture_default_str();
-  app.add_option("--batch", options.batch, "rows of a step")->check(positive)->capture_default_str();
+  app.add_option("--batch", options.batch, "rows per step")->check(positive)->capture_default_str();
   app.add_option("--micro-batches", options.micro_batches)->check(CLI::Range(1, 4096))->capture_default_str();
-  app.add_option("--context", options.model.context, "characters of a row")
+  app.add_option("--context", options.model.context, "characters per row")
       ->check(positive)
       ->capture_default_str();
   app.add_option("--width", options.model.width)->check(positive)->capture_default_str();
@@ -63,14 +63,14 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--dropout", options.model.dropout)->check(CLI::Range(0.0, 0.9))->capture_default_str();
   app.add_option("--lr", options.lr, "learning rate")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--seed", options.model.seed)->capture_default_str();
-  app.add_flag("--tied", options.model.tied, "share the embedding's matrix between first and last layer");
+  app.add_flag("--tied", options.model.tied, "use the embedding's matrix as the output layer, too");
   app.add_option("--schedule", options.schedule)
       ->check(CLI::IsMember({"1f1b", "gpipe", "arrival"}))
       ->capture_default_str();
   app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
-  app.add_option("--prompt", options.prompt, "how the sample begins")->capture_default_str();
+  app.add_option("--prompt", options.prompt, "beginning of the sample")->capture_default_str();
   devices::add_option(app, options.device);
-  app.add_option("--draw", options.drawing, "an SVG of the last step, beside its plan");
+  app.add_option("--draw", options.drawing, "SVG file for the last step and its plan");
 }
 
 void check_written(const std::ofstream& file, const std::string& path) {
@@ -90,7 +90,7 @@ ts::pipeline::PipelineOptions pipeline_options(const Options& options, int worke
   return made;
 }
 
-/// One program, the same on every worker.
+/// The program that every worker runs.
 class Training {
  public:
   Training(ts::Session& session, const Options& options, const Text& text)
@@ -128,7 +128,7 @@ class Training {
       fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", options_.steps,
                  options_.batch, options_.model.context, seconds,
                  static_cast<double>(options_.steps * options_.batch * options_.model.context) / seconds);
-      fmt::print("loss on text not trained on: {:.3f} (guessing evenly: {:.3f})\n", held_out,
+      fmt::print("loss on text not trained on: {:.3f} (uniform guess: {:.3f})\n", held_out,
                  std::log(static_cast<double>(text_.vocabulary())));
     }
     write_sample();
@@ -171,7 +171,7 @@ class Training {
     check_written(file, options_.drawing);
     fmt::print("drew {}\n", options_.drawing);
   }
-  /// The worker that has the scores draws the next character and sends it to the others.
+  /// The worker with the scores draws the next character and sends it to the others.
   void write_sample() {
     pipe_.eval();
     std::vector<std::int64_t> written = text_.encode(options_.prompt);
@@ -215,7 +215,7 @@ void check(const Options& options, int world_size) {
 }
 
 void run(Options options) {
-  // Reports wrong options, such as a missing text, before it waits for the other workers.
+  // Detects wrong options, such as a missing text, before it waits for the other workers.
   auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
   options.model.device = devices::of_rank(options.device, worker_options.environment.local_rank);

@@ -1,7 +1,7 @@
-// A small convolutional network trained on Fashion-MNIST by several ranks, each with a replica of the model:
+// Trains a small convolutional network on Fashion-MNIST on several ranks, each with a replica of the model:
 //   torchspan run -n 2 fashion_mnist_ddp
-// Every rank takes its part of every batch; gradients are averaged while backward runs. Then rank 0 trains
-// the same model on the same batches alone, and says how far the two came out alike, and how fast each was.
+// Every rank processes its part of every batch; gradients are averaged while backward runs. Then rank 0 trains
+// the same model on the same batches alone, and compares the results and the speed.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -45,13 +45,13 @@ void add_options(CLI::App& app, Options& options) {
   add_training_options(app, options);
   app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
   app.add_option("--momentum", options.momentum)->capture_default_str();
-  app.add_option("--threads", options.threads, "of LibTorch, in each process")
+  app.add_option("--threads", options.threads, "LibTorch threads in each process")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
   app.add_flag("--double", options.use_double,
-               "compute in double, whose rounding is too small to be seen in the comparison");
+               "compute in double, so that rounding does not affect the comparison");
   app.add_flag("--compare,!--no-compare", options.compare,
-               "afterwards, train the same in one process and compare [on]");
+               "afterwards, train the same model in one process and compare [on]");
 }
 
 void refuse(const std::string& text) { throw ts::Error(ts::ErrorKind::kInvalid, text); }
@@ -81,8 +81,8 @@ struct Team {
   std::string name() const {
     return group == nullptr ? "one process" : fmt::format("{} rank{}", size, size == 1 ? "" : "s");
   }
-  /// This rank's part of what all work on. Parts differ by one at most; of a last batch that is smaller than
-  /// the team, some are empty.
+  /// This rank's part of the positions. Parts differ in size by at most one; if the last batch is smaller
+  /// than the team, some are empty.
   torch::Tensor part(const torch::Tensor& positions) const {
     return positions.tensor_split(size)[static_cast<std::size_t>(rank)];
   }
@@ -97,7 +97,7 @@ struct Team {
   }
 };
 
-/// What every training here is given.
+/// The input of every training.
 struct Job {
   const Options& options;
   const Dataset train_data, test_data;
@@ -110,16 +110,16 @@ struct Job {
   }
 };
 
-/// What a training came to; the speed is known on rank 0.
+/// The result of a training; only rank 0 knows the speed.
 struct Result {
   std::vector<double> losses;  ///< by epoch: the mean over all images
   double accuracy = 0;
   double images_per_second = 0;
 };
 
-/// The sum of the losses of this rank's images, after one step on them. `weight` is ranks / images of the
-/// whole batch: then the average of the weighted sums over ranks is the mean over the whole batch, however
-/// uneven the ranks' parts are.
+/// Runs one step and returns the sum of the losses of this rank's images. `weight` is ranks / images of the
+/// whole batch, so the average of the weighted sums over ranks is the mean over the whole batch, however
+/// uneven the parts are.
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch& mine, double weight) {
   optimizer.zero_grad();
@@ -132,7 +132,7 @@ double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch&
 template <class Model>
 double accuracy(const Job& job, const Team& team, Model& model) {
   constexpr std::int64_t kTestBatch = 500;
-  const torch::NoGradGuard no_grad;  // ranks test without waiting for each other
+  const torch::NoGradGuard no_grad;  // sends nothing, so ranks test independently
   std::int64_t correct = 0;
   for (const torch::Tensor& positions : batches_in_order(job.test_data.size(), kTestBatch)) {
     const Batch batch = job.batch(job.test_data, team.part(positions));
@@ -141,14 +141,14 @@ double accuracy(const Job& job, const Team& team, Model& model) {
   return team.sum(static_cast<double>(correct)) / static_cast<double>(job.test_data.size());
 }
 
-/// Trains and tests `model`, whose parameters are those of `network`; rank 0 shows how it goes.
+/// Trains and tests `model`, whose parameters are those of `network`; rank 0 shows the progress.
 template <class Model>
 Result train(const Job& job, const Team& team, Model& model, const ConvNet& network) {
   const Options& options = job.options;
   const auto sgd = torch::optim::SGDOptions(options.lr).momentum(options.momentum);
   torch::optim::SGD optimizer(network->parameters(), sgd);
   Result result;
-  team.wait_for_each_other();  // reading the data is not part of what is measured
+  team.wait_for_each_other();  // so that reading the data is not measured
   std::optional<Meter> meter;
   if (team.rank == 0) meter.emplace(job.session, options, job.train_data.size(), team.name());
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
@@ -192,7 +192,7 @@ torch::Tensor flat_parameters(const ConvNet& network) {
   return torch::cat(flat);
 }
 
-/// Throws on all ranks if a single bit of a parameter differs.
+/// Throws on all ranks if any bit of a parameter differs.
 void expect_equal_replicas(const ts::collective::Group& group, const ConvNet& network) {
   const torch::Tensor most = group.all_reduce(flat_parameters(network), ts::collective::kMax).wait();
   const torch::Tensor least = group.all_reduce(flat_parameters(network), ts::collective::kMin).wait();
@@ -231,7 +231,7 @@ void train_together(ts::Session& session, const Job& job) {
 }
 
 void run(const Options& options) {
-  // Reports wrong options and wrong data before it waits for the other workers.
+  // Detects wrong options and wrong data before it waits for the other workers.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
   const c10::Device device = devices::of_rank(options.device, worker_options.environment.local_rank);

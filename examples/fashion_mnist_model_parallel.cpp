@@ -1,7 +1,7 @@
-// A small convolutional network trained on Fashion-MNIST with its two halves in two worker processes:
+// Trains a small convolutional network on Fashion-MNIST, with its two halves in two worker processes:
 //   torchspan run -n 3 fashion_mnist_model_parallel
-// Worker 0 reads the data and trains; worker 1 holds the first half of the model, worker 2 the second. Alone,
-// without the launcher, the same program does all of it in one process.
+// Worker 0 reads the data and trains; worker 1 holds the first half of the model, worker 2 the second. Without
+// the launcher, the same program does everything in one process.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -53,7 +53,7 @@ ts::optim::OptimizerSpec optimizer_spec(const Options& options) {
   return ts::optim::SGD{.lr = options.lr.value_or(0.05), .momentum = 0.9};
 }
 
-/// The model, in two halves that live where there is room: on workers 1 and 2 of three.
+/// The model in two halves: on workers 1 and 2 of three, or on the last workers of a smaller world.
 struct Model {
   Model(ts::Worker& worker, const Options& options)
       : Model(worker, options, std::min(1, last(worker)), std::min(2, last(worker))) {}
@@ -131,7 +131,7 @@ void print_what_ran_where(const std::string& trainer, Model& model) {
 }
 
 void run(const Options& options) {
-  optimizer_spec(options);  // reports wrong options before it waits for others
+  optimizer_spec(options);  // detects wrong options before it waits for the other workers
   auto worker_options = ts::WorkerOptions::from_env();
   const auto& environment = worker_options.environment;
   worker_options.device_maps = devices::maps(options.device, environment);

@@ -1,8 +1,9 @@
-// Students' ratings of lecturers, predicted from embeddings that live on two parameter servers, by trainers
-// that step them at the same time, each in its own time:
+// Predicts students' ratings of lecturers from embeddings on two parameter servers, which several trainers update
+// asynchronously:
 //   tools/fetch-data insteval.csv
 //   torchspan run -n 4 recommender
-// The last two workers hold the tables, all others train; fewer workers share the roles, down to one process.
+// The last two workers hold the tables, and all others train. With fewer than three workers, a worker has several
+// roles.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -37,7 +38,7 @@ struct Options {
   double lr = 0.02;
 };
 
-/// One trainer's part of the work: every so-manieth batch, beginning with its own.
+/// One trainer's part of the work: every `count`-th batch, beginning with batch `index`.
 struct Part {
   Options options;
   std::int64_t index = 0, count = 1;
@@ -64,11 +65,12 @@ void add_options(CLI::App& app, Options& options) {
   constexpr std::int64_t kOne = 1, kMost = 1'000'000'000;
   app.add_option("--data", options.data, "CSV file of ratings")->capture_default_str();
   app.add_option("--epochs", options.epochs)->check(CLI::Range(kOne, kMost))->capture_default_str();
-  app.add_option("--batch", options.batch, "ratings a step")
+  app.add_option("--batch", options.batch, "ratings per step")
       ->check(CLI::Range(kOne, kMost))
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "of what is held out and of the order")->capture_default_str();
-  app.add_option("--lr", options.lr, "first learning rate")
+  app.add_option("--seed", options.seed, "seed of the held-out ratings and of the order")
+      ->capture_default_str();
+  app.add_option("--lr", options.lr, "initial learning rate")
       ->check(CLI::Range(1e-9, 1e3))
       ->capture_default_str();
 }
@@ -79,7 +81,7 @@ std::vector<at::Tensor> batches_of(const Ratings& ratings, const Options& option
       .split(options.batch);
 }
 
-/// Shows on one of the trainers how all are doing.
+/// Shows the progress on one of the trainers.
 class Display {
  public:
   Display(ts::Worker& worker, const Part& part, std::int64_t steps)
@@ -116,7 +118,7 @@ void check_finite(double value, const std::string& what) {
                     what + " is not a finite number: lower --lr, or look for ratings out of range");
 }
 
-/// What a trainer does, at the same time as all others: no step of theirs is lost, and none is waited for.
+/// Runs one trainer, concurrently with all others: no update is lost, and no trainer waits for another.
 Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const Options& options = part.options;
   const Ratings ratings = split(load(options.data), static_cast<std::uint64_t>(options.seed)).train;
@@ -154,7 +156,7 @@ double held_out_error(const Model& model, const Ratings& ratings) {
   return root_mean_square(model.predict(ratings).values - ratings.values);
 }
 
-/// Placement: with three workers or more, the last two hold the tables.
+/// Assigns roles: with three workers or more, the last two hold the tables.
 struct Roles {
   explicit Roles(std::uint32_t world)
       : students(world < 3 ? world - 1 : world - 2),
@@ -204,7 +206,7 @@ void lead(ts::Session& session, const Options& options, const Split& data) {
 
 void run(const Options& options) {
   const auto worker_options = ts::WorkerOptions::from_env();
-  // Reports wrong data before it waits for the other workers.
+  // Detects wrong data before it waits for the other workers.
   const Split data = split(load(options.data), static_cast<std::uint64_t>(options.seed));
   ts::FunctionTable functions;
   functions.add(kTable, kLookUp, kSetTraining, kTrain);

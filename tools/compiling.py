@@ -54,7 +54,7 @@ class Flags:
         return text.replace(f"{self.root}/", "").replace(str(self.root), ".")
 
     def _of_neighbour(self, path):
-        """For a header of the examples, which have a folder of includes of their own: what compiles beside it."""
+        """For a header of the examples, which have their own include folder: a source in the same folder."""
         folder = str(Path(path).parent) + "/"
         if not folder.startswith("examples/"):
             return None

@@ -14,7 +14,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// Leaves, and what computes a scalar from them.
+/// Leaves, and a function that computes a scalar from them.
 struct Program {
   std::string name;
   Tensors leaves;
@@ -29,7 +29,7 @@ at::Tensor chain(const Tensors& leaves) {
   return y.sum();
 }
 
-/// Each parameter is used by a small branch of its own.
+/// Each parameter is used by a separate small branch.
 at::Tensor fan(const Tensors& leaves) {
   Tensors branches;
   for (const at::Tensor& parameter : leaves) branches.push_back(parameter * 2);
@@ -40,13 +40,13 @@ at::Tensor normed(const at::Tensor& x, const at::Tensor& scale, const at::Tensor
   return at::batch_norm(x, scale, shift, {}, {}, true, 0.1, 1e-5, false);
 }
 
-/// Two convolutions of three by three with batch norm, and the way round them.
+/// Two 3x3 convolutions with batch norm, and a residual connection around them.
 at::Tensor resnet_block(const Tensors& p) {
   const at::Tensor y = at::relu(normed(at::conv2d(p[0], p[1], {}, 1, 1), p[2], p[3]));
   return at::relu(normed(at::conv2d(y, p[4], {}, 1, 1), p[5], p[6]) + p[0]).mean();
 }
 
-/// Attention of four heads and an MLP, each behind a layer norm and with a way round it.
+/// Attention with four heads and an MLP, each after a layer norm and with a residual connection.
 at::Tensor transformer_block(const Tensors& p) {
   const auto batch = p[0].size(0), length = p[0].size(1), width = p[0].size(2);
   const auto heads = [&](const at::Tensor& x) {
@@ -99,7 +99,7 @@ double ours(Executor& executor, const Program& program) {
   return micros(began, executor.now());
 }
 
-/// Both engines give every leaf the same gradient.
+/// Throws unless both engines give every leaf the same gradient.
 void compare(const Program& program) {
   forget_gradients(program);
   program.forward(program.leaves).backward();

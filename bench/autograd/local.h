@@ -3,8 +3,8 @@
 
 namespace torchspan::bench {
 
-/// Backward passes in this process, ours and LibTorch's in turns: "engine/<graph>" and
-/// "engine/<graph>/libtorch". The forward pass, made anew each time, does not count.
+/// Measures backward passes in this process, with TorchSpan and LibTorch in turns: "engine/<graph>" and
+/// "engine/<graph>/libtorch". The forward pass, which precedes each backward, is not measured.
 Samples measure_engine(Executor& executor, Duration limit);
 
 }  // namespace torchspan::bench

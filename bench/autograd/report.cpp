@@ -8,7 +8,7 @@
 namespace torchspan::bench {
 namespace {
 
-/// A goal of 0 is none.
+/// A goal of 0 means no goal.
 struct Goal {
   const char* name;
   double ratio;
@@ -27,7 +27,7 @@ constexpr Size kSizes[] = {{"64B", 64}, {"64KiB", 64 << 10}, {"16MiB", 16 << 20}
 constexpr const char* kPython[] = {"context",         "call", "local_1", "local_8", "hop_1_caller_cpu",
                                    "hop_8_caller_cpu"};
 
-/// Of an even number of values, the mean of the two in the middle.
+/// The median; for an even number of values, the mean of the two in the middle.
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return (values[values.size() / 2] + values[(values.size() - 1) / 2]) / 2;
@@ -84,7 +84,7 @@ nlohmann::json Report::row(const std::string& name, const std::string& figure,
           {"p99", percentile(all(figure), 0.99)}};
 }
 
-/// A round in which one of the two gave no figures has no ratio.
+/// A round in which one of the two has no samples has no ratio.
 void Report::hold_against(nlohmann::json& metric, const std::string& figure, const std::string& peer,
                           double goal) const {
   const auto mine = medians(figure), theirs = medians(peer);
@@ -123,7 +123,7 @@ void Report::add_engine(nlohmann::json& list) const {
   }
 }
 
-/// SMART, the default, has the plain names.
+/// Metrics of SMART, the default mode, have no suffix.
 void Report::add_passes(nlohmann::json& list) const {
   for (const Goal& goal : kPasses) {
     for (const bool fast : {false, true}) {
@@ -217,10 +217,10 @@ std::string table_of(const nlohmann::json& metrics) {
                         note);
   }
   return text +
-         "ratio: ours to the peer's, of times, taken within each round; at p10: of the quickest tenth of all "
-         "runs;\n"
-         "SMART unless it says fast; "
-         "ps_4x3: the time that passes for each step of any of the three trainers\n";
+         "ratio: TorchSpan's time divided by the peer's, computed in each round; at p10: the same for the "
+         "10th "
+         "percentiles of all samples;\n"
+         "SMART unless the name says fast; ps_4x3: elapsed time divided by the steps of all three trainers\n";
 }
 
 }  // namespace torchspan::bench

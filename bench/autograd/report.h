@@ -8,20 +8,21 @@
 
 namespace torchspan::bench {
 
-/// PyTorch's distributed autograd over shared memory, which it takes by itself on one host and polls, and
-/// over TCP, where it sleeps: better on a busy machine. Each figure is held against the quicker of the two.
+/// PyTorch's distributed autograd over shared memory, its default on one host, whose threads poll; and over
+/// TCP, whose threads sleep, which is faster on a busy machine. Each figure is compared with the faster of
+/// the two.
 inline constexpr const char* kPeers[] = {"torch-dist-autograd", "torch-dist-autograd-tcp"};
 
-/// The samples of all rounds. A value is the median over the rounds of each round's median; a ratio is taken
-/// within each round, and then the median over the rounds; the 10th and 99th percentiles are
+/// The samples of all rounds. A value is the median over the rounds of each round's median; a ratio is
+/// computed in each round, and its median over the rounds is reported; the 10th and 99th percentiles are
 /// those of all samples.
 class Report {
  public:
-  /// Figures of that round; those of a peer begin with its name.
+  /// Adds the figures of one round; names of a peer's figures begin with its name.
   void add(int round, const Samples& figures);
   bool has(const std::string& figure) const { return rounds_.contains(figure); }
-  /// The metrics of the section's file, those with a goal saying whether it is met; rows that were not
-  /// measured are left out.
+  /// Returns the metrics of the section's file; those with a goal say whether it is met. Omits rows that were
+  /// not measured.
   nlohmann::json metrics() const;
 
  private:
@@ -31,7 +32,7 @@ class Report {
   nlohmann::json row(const std::string& name, const std::string& figure, const std::string& unit) const;
   void hold_against(nlohmann::json& metric, const std::string& figure, const std::string& peer,
                     double goal) const;
-  /// The peer that is quicker at `figure`; empty without any.
+  /// Returns the peer that is faster at `figure`, or an empty string if there is none.
   std::string quickest_peer(const std::string& figure) const;
   void add_engine(nlohmann::json& list) const;
   void add_passes(nlohmann::json& list) const;
@@ -42,7 +43,7 @@ class Report {
   std::map<std::string, Rounds> rounds_;
 };
 
-/// The metrics as a table for people.
+/// Formats the metrics as a table.
 std::string table_of(const nlohmann::json& metrics);
 
 }  // namespace torchspan::bench

@@ -9,14 +9,15 @@
 
 namespace torchspan::bench {
 
-/// Samples of one round by figure: microseconds, or bytes where the name says so.
+/// Samples of one round by figure, in microseconds; in bytes where the name says so.
 using Samples = std::map<std::string, std::vector<double>>;
 
-/// One run of a side; returns the microseconds of it that count.
+/// Runs one side once; returns the measured microseconds.
 using Timed = std::function<double()>;
 
-/// Runs the sides in turns, `most` times each or for as long as `limit`: first some runs that do not count.
-/// The side that begins changes from turn to turn, so that none always runs in the other's warm cache.
+/// Runs the sides in turns, `most` times each or until `limit` has passed, after some warm-up runs that are
+/// not counted. The side that begins changes from turn to turn, so that none always finds the other's warm
+/// cache.
 inline void take_turns(Executor& executor, Samples& samples,
                        const std::vector<std::pair<std::string, Timed>>& sides, int most, Duration limit) {
   for (int i = 0; i < std::max(5, most / 10); ++i) {
@@ -31,7 +32,7 @@ inline void take_turns(Executor& executor, Samples& samples,
   }
 }
 
-/// Microseconds from one point in time to another.
+/// Microseconds between two points in time.
 inline double micros(TimePoint from, TimePoint to) {
   return std::chrono::duration<double, std::micro>(to - from).count();
 }

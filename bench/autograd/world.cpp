@@ -15,7 +15,7 @@ using autograd::BackwardOptions;
 using autograd::Context;
 using autograd::PassMode;
 
-/// How long the others of a world may take for all of their calls.
+/// Limit of the other workers' calls in a world.
 constexpr Duration kLongest = std::chrono::minutes(3);
 
 struct Shard {
@@ -61,25 +61,25 @@ void expect_gradient(const Context& context, const at::Tensor& leaf, float value
     throw std::runtime_error("a pass gave a wrong gradient");
 }
 
-/// A program with one leaf: what it computes, and each entry of the leaf's gradient.
+/// A program with one leaf: its forward, and the value of each entry of the leaf's gradient.
 struct Program {
   std::function<at::Tensor(const at::Tensor& leaf)> forward;
   float gradient = 1;
 };
 
-/// The worker that begins and differentiates.
+/// The worker that makes the context and runs backward.
 class Root {
  public:
   Root(Worker& worker, Duration limit)
       : worker_(worker), executor_(worker.runtime().executor), limit_(limit) {}
 
-  /// Forward and backward, the context's beginning and end included.
+  /// Measures forward and backward, including the context's construction and destruction.
   void steps(const std::string& figure, const Program& program, int most) {
     in_both_modes(figure, most, [this, program, leaf = small().requires_grad_()](PassMode mode) {
       return step(program, leaf, mode);
     });
   }
-  /// Backward alone.
+  /// Measures backward alone.
   void passes(const std::string& figure, const Program& program, int most) {
     in_both_modes(figure, most, [this, program, leaf = small().requires_grad_()](PassMode mode) {
       Context context(worker_);
@@ -99,7 +99,8 @@ class Root {
     context.reset();
     return took + micros(ending, executor_.now());
   }
-  /// What both workers of a pair send in a pass over one call, with gradients of `bytes` each way.
+  /// Measures the bytes that both workers of a pair send in a pass over one call, with gradients of `bytes`
+  /// in each direction.
   void wire(const std::string& figure, std::int64_t bytes) {
     for (const Mode& mode : kModes) {
       const at::Tensor leaf = at::ones({bytes / 4}).requires_grad_();
@@ -157,7 +158,7 @@ void call_chain(Root& root) {
              1000);
 }
 
-/// Steps for so long, after some that do not count; the microseconds of each.
+/// Runs steps for `seconds` after a warm-up; returns the microseconds of each.
 std::vector<double> train(Worker& worker, const std::vector<RRef<Shard>>& shards, bool fast, double seconds) {
   Executor& executor = worker.runtime().executor;
   const Root root(worker, {});
@@ -184,7 +185,7 @@ std::vector<double> train(Worker& worker, const std::vector<RRef<Shard>>& shards
   return steps;
 }
 
-/// How long a step takes when all trainers are at it, and how much time passes per step of any trainer.
+/// Measures the duration of a step while all trainers run, and the elapsed time per step of any trainer.
 void call_trainers(Root& root) {
   Worker& worker = root.worker();
   std::vector<RRef<Shard>> shards;

@@ -9,12 +9,12 @@
 
 namespace torchspan::bench {
 
-/// A module from one tensor to one tensor; the same ones stand in peers/torch_ddp.py.
+/// A module from one tensor to one tensor. peers/torch_ddp.py has the same modules.
 struct Net : torch::nn::Module {
   virtual at::Tensor forward(at::Tensor input) = 0;
 };
 
-/// A model and the batch that it is measured with.
+/// A model and its batch.
 struct Workload {
   std::shared_ptr<Net> net;
   at::Tensor input;
@@ -23,9 +23,10 @@ struct Workload {
 
 /// "mlp": 24 MiB in six parameters; "resnet18": 43 MiB in 62; "many": 2,000 parameters of a few KiB.
 std::vector<std::string> workload_names();
-/// How many steps of it are measured in a round.
+/// Returns how many steps a round measures.
 int workload_steps(const std::string& name);
-/// The weights follow from the name: all ranks make the same. Throws std::out_of_range for other names.
+/// Weights depend only on the name, so all ranks build the same model. Throws std::out_of_range for other
+/// names.
 Workload make_workload(const std::string& name);
 
 }  // namespace torchspan::bench

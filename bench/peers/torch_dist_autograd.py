@@ -1,10 +1,10 @@
 """One process of PyTorch's distributed autograd over its RPC, with the programs of bench/autograd/world.cpp.
 
 usage: torch_dist_autograd.py pair|chain|trainers SECONDS default|tcp     (RANK and WORLD_SIZE in the environment)
-"default" is what it takes by itself on one host, shared memory which its threads poll; "tcp" sleeps while it waits.
-Rank 0 writes microseconds by figure to samples.json in TORCHSPAN_RUNTIME_DIR. What crosses processes is as little
-Python as the peer allows: operators and TorchScript functions, which its callee runs without Python. Figures that
-begin with "python/" tell what Python costs on the caller.
+"default" is its default on one host, shared memory that its threads poll; with "tcp", they sleep while they wait.
+Rank 0 writes microseconds by figure to samples.json in TORCHSPAN_RUNTIME_DIR. Remote calls use as little Python as
+the peer allows: operators and TorchScript functions, which its callee runs without Python. Figures that begin with
+"python/" measure the time of Python on the caller.
 """
 import ctypes
 import json
@@ -22,7 +22,7 @@ TRAINERS, SERVERS = 3, 4
 
 
 def take_turns(samples, sides, most, seconds):
-    """Runs (name, function) in turns; a function returns the microseconds that count of its run."""
+    """Runs the (name, function) pairs in turns; a function returns the measured microseconds of its run."""
     for _ in range(max(5, most // 10)):
         for _, once in sides:
             once()
@@ -48,8 +48,8 @@ def small(requires_grad=False):
 
 
 def round_trips(count, cpu=False):
-    """Forward over `count` calls and backward, the context's beginning and end included; or the processor time that
-    this thread spends on it."""
+    """Times forward over `count` calls and backward, including entering and leaving the context; with `cpu`, measures
+    this thread's processor time instead."""
     now = (lambda: time.thread_time() * 1e6) if cpu else clock
     leaf, other = small(True), small()
 
@@ -168,7 +168,7 @@ def make_shard() -> torch.Tensor:
 
 
 def train(shards, seconds):
-    """Steps for so long, after some that do not count; the microseconds of each."""
+    """Runs steps for `seconds` after a warm-up; returns the microseconds of each."""
     x = small(True)
 
     def step():
@@ -191,7 +191,7 @@ def train(shards, seconds):
 
 
 def trainers(samples, seconds):
-    """How long a step takes when all trainers are at it, and how much time passes per step of any trainer."""
+    """Measures the duration of a step while all trainers run, and the elapsed time per step of any trainer."""
     shards = [rpc.remote(f"worker{TRAINERS + i}", make_shard) for i in range(SERVERS)]
     for shard in shards:
         shard.to_here()

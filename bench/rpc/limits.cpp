@@ -1,4 +1,4 @@
-// What the machine allows: between two processes, and for one core that copies.
+// Limits of the machine: a round trip between two processes, and copying on one core.
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -17,7 +17,7 @@
 namespace torchspan::bench {
 namespace {
 
-/// A forked copy of this process that serves and ends with its object, or with this process.
+/// A forked copy of this process that runs `serve`; killed with this object or with this process.
 class Fork {
  public:
   explicit Fork(const std::function<void()>& serve) {
@@ -39,7 +39,7 @@ class Fork {
   pid_t pid_;
 };
 
-/// Two slots of 64 bytes, one for each direction, each with the number of what is in it.
+/// Two slots of 64 bytes, one for each direction, each with the number of its content.
 struct Slots {
   struct alignas(64) Number {
     std::atomic<std::uint64_t> value{0};

@@ -9,7 +9,7 @@
 
 namespace torchspan::bench {
 
-/// Samples of one round by figure: microseconds, or per cent for the use of processors.
+/// Samples of one round by figure, in microseconds; in percent for processor use.
 using Samples = std::map<std::string, std::vector<double>>;
 
 /// Takes samples of work in one process.
@@ -18,11 +18,10 @@ class Meter {
   explicit Meter(Executor& executor, pid_t worker = 0, int longer = 1)
       : executor_(executor), worker_(worker), longer_(longer) {}
 
-  /// Microseconds of each run of `once`: first some that do not count, then `most`, or as many as half a
-  /// second has room for, but 4 at least; all that `longer` times. A run that stands for `calls` calls gives
-  /// the time of one.
+  /// Runs `once` a few times uncounted, then `most` times, or as many times as fit into half a second but at
+  /// least 4; all multiplied by `longer`. Returns the microseconds of each run, divided by `calls`.
   std::vector<double> times(int most, const std::function<void()>& once, int calls = 1) const;
-  /// How much of one processor the worker's process used while no calls arrived, in per cent.
+  /// Returns the share of one processor, in percent, that the worker's process used while no calls arrived.
   double idle_cpu() const;
 
  private:

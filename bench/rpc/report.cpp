@@ -93,7 +93,7 @@ std::string table_of(const nlohmann::json& metrics) {
                         metric.at("name").get<std::string>(), amount(metric, "value"), amount(metric, "p99"),
                         amount(metric, "peer_value"), ratio, amount(metric, "limit_value"), share, limit);
   }
-  return text + "ratio: ours to the peer's, of times; share: how much of the limit's speed is reached\n";
+  return text + "ratio: TorchSpan's time divided by the peer's; share: fraction of the limit's speed\n";
 }
 
 }  // namespace torchspan::bench

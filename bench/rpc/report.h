@@ -8,12 +8,12 @@
 
 namespace torchspan::bench {
 
-/// The samples of all rounds: side, figure, round. Medians are taken of each round and then over the rounds,
-/// so that a round in a bad mood does not count more; the 99th percentile is that of all samples together.
+/// The samples of all rounds, by side, figure and round. A value is the median over the rounds of each
+/// round's median, so that a slow round does not count more; the 99th percentile is that of all samples.
 class Report {
  public:
   void add(const std::string& side, const Samples& round);
-  /// The metrics of the section's file; rows that were not measured are left out.
+  /// Returns the metrics of the section's file; omits rows that were not measured.
   nlohmann::json metrics() const;
 
  private:
@@ -28,7 +28,7 @@ inline constexpr const char* kOurs = "torchspan";
 inline constexpr const char* kPeer = "torch-rpc-cpp";
 inline constexpr const char* kLimits = "limits";
 
-/// The metrics as a table for people, in the units that suit each.
+/// Formats the metrics as a table, in suitable units.
 std::string table_of(const nlohmann::json& metrics);
 
 }  // namespace torchspan::bench

@@ -13,7 +13,7 @@ struct Size {
 constexpr Size kSizes[] = {{"4KiB", 1 << 12, 1000}, {"64KiB", 1 << 16, 500}, {"1MiB", 1 << 20, 200},
                            {"16MiB", 16 << 20, 30}, {"64MiB", 64 << 20, 12}, {"256MiB", 256 << 20, 6}};
 
-/// Its ends change with every call, so that an old result is not taken for a new one.
+/// Changes the first and the last element with every call, so that an old result is detected.
 at::Tensor& touched(at::Tensor& x, float& mark) {
   mark += 1;
   x.data_ptr<float>()[0] = mark;

@@ -8,21 +8,22 @@
 
 namespace torchspan::bench {
 
-/// One figure of the section: what both sides do, in a world of how many, and which limit it is held against.
+/// One figure of the section: the work of both sides, the size of the world, and the limit that the figure is
+/// compared with.
 struct Row {
   std::string name;  ///< e.g. "rpc/echo/64MiB/local"
   Way way = Way::kLocal;
   int size = 2;
   std::function<std::vector<double>(Side&, const Meter&)> measure;
   std::string limit = {};
-  double limit_times = 1;  ///< how often the limit's work is in the row's
+  double limit_times = 1;  ///< how many times the limit's work is in the row's
   std::string unit = "us";
 };
 
-/// All rows, in the order in which they are measured and reported.
+/// Returns all rows in the order of measuring and reporting.
 std::vector<Row> rpc_rows();
 
-/// What the machine itself allows: name and measurement.
+/// A limit of the machine: its name and measurement.
 struct Limit {
   std::string name;
   std::function<std::vector<double>(const Meter&)> measure;

@@ -1,4 +1,4 @@
-// The library of this repository as a side of the comparison.
+// TorchSpan as a side of the comparison.
 #include <deque>
 
 #include <ATen/ATen.h>
@@ -17,7 +17,7 @@ namespace {
 
 std::int64_t next(std::int64_t n) { return n + 1; }
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return a + b; }
-/// Looks at what came, so that it must have come.
+/// Reads the tensor, so that it must have arrived.
 std::int64_t count(const at::Tensor& x) { return alike(x, x) ? x.numel() : -1; }
 at::Tensor echo(const at::Tensor& x) { return x; }
 
@@ -26,12 +26,12 @@ constexpr Function<add> kAdd{"add", kInline};
 constexpr Function<count> kCount{"count"};
 constexpr Function<echo> kEcho{"echo"};
 
-/// How long the others of a world may take for all of their calls.
+/// Limit of the other workers' calls in a world.
 constexpr Duration kLongest = std::chrono::minutes(3);
 
 FunctionTable functions() { return FunctionTable().add(kNext, kAdd, kCount, kEcho); }
 
-/// A worker on the way that the place asks for.
+/// A worker that uses the transport of its place.
 class Joined {
  public:
   virtual ~Joined() = default;
@@ -49,7 +49,7 @@ class LocalSession final : public Joined {
   Session session_;
 };
 
-/// What a session does, with TLS as its transport though both workers are on one host.
+/// Does what a session does, but with TLS although both workers are on one host.
 class TlsService final : public Joined {
  public:
   TlsService()

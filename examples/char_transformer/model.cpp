@@ -15,7 +15,7 @@ namespace {
 
 namespace F = torch::nn::functional;
 
-/// A layer's weights follow from the seed and its number, on whichever worker it is built.
+/// Seeds a layer's weights by the seed and the layer's number, so that they do not depend on the worker.
 void seed_layer(const ModelOptions& options, std::int64_t number) {
   torch::manual_seed(options.seed * 1000 + static_cast<std::uint64_t>(number));
 }

@@ -24,7 +24,8 @@ struct ModelOptions {
   c10::Device device = c10::kCPU;  ///< of this worker's layers
 };
 
-/// The layers take tensors on any device. Characters [rows, context] -> vectors [rows, context, width]; and back to a score for each character.
+/// Maps characters [rows, context] to vectors [rows, context, width]; project() maps vectors back to a score
+/// for each character. The layers take tensors on any device.
 struct EmbeddingImpl : torch::nn::Module {
   explicit EmbeddingImpl(const ModelOptions& options);
   at::Tensor forward(const at::Tensor& characters);
@@ -35,8 +36,8 @@ struct EmbeddingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Embedding);
 
-/// Causal self-attention and a two-layer network, each behind a layer norm and beside a residual (Radford et
-/// al., 2019).
+/// Causal self-attention and a two-layer network, each after a layer norm and with a residual connection
+/// (Radford et al., 2019).
 struct BlockImpl : torch::nn::Module {
   BlockImpl(const ModelOptions& options, std::int64_t number);
   at::Tensor forward(at::Tensor x);
@@ -51,22 +52,22 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-/// The last layer norm, and the scores unless the embedding gives them.
+/// The last layer norm, and the output layer unless the embedding's matrix replaces it.
 struct HeadImpl : torch::nn::Module {
   explicit HeadImpl(const ModelOptions& options);
   at::Tensor forward(const at::Tensor& x);
 
   torch::nn::LayerNorm norm{nullptr};
-  torch::nn::Linear scores{nullptr};  ///< none when tied
+  torch::nn::Linear scores{nullptr};  ///< empty if tied
 };
 TORCH_MODULE(Head);
 
-/// Embedding, blocks, head; and the embedding's matrix again when tied.
+/// Embedding, blocks, head, and, if tied, the embedding again as the output layer.
 torchspan::pipeline::Layers layers(const ModelOptions& options);
-/// How many of the layers each of two stages has: the blocks are shared evenly.
+/// Returns the number of layers of each stage; the blocks are distributed evenly.
 std::vector<int> balance(const ModelOptions& options, int stages);
 
-/// Mean over all characters of the scores' cross entropy.
+/// Cross entropy of the scores, averaged over all characters.
 at::Tensor loss(const at::Tensor& scores, const at::Tensor& next);
 
 }  // namespace char_transformer

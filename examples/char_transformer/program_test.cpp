@@ -1,4 +1,4 @@
-// The example as its users start it, on a text that repeats itself.
+// Runs the example as users do, on a text that repeats.
 #include <cstdlib>
 #include <fstream>
 #include <gmock/gmock.h>
@@ -95,7 +95,7 @@ TEST_F(Program, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
 }
 
 TEST_F(Program, EndsWithAnErrorWhenALossIsNotFinite) {
-  // After the last step nothing but the loss on held-out text shows it.
+  // After the last step, only the loss on held-out text shows the failure.
   const Outcome last = run(2, {"--steps", "1", "--lr", "1e30"});
   EXPECT_EQ(last.exit_code, 1) << last.output;
   EXPECT_THAT(last.output, HasSubstr("is not a finite number after step 0: lower --lr"));

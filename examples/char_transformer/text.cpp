@@ -21,7 +21,7 @@ namespace {
   throw torchspan::Error(torchspan::ErrorKind::kInvalid, text);
 }
 
-/// The characters of UTF-8; nothing when it is none.
+/// Returns the characters of UTF-8; nullopt if `utf8` is malformed.
 std::optional<std::u32string> characters_of(const std::string& utf8) {
   std::u32string characters;
   for (std::size_t i = 0; i < utf8.size();) {

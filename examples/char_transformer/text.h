@@ -8,23 +8,23 @@
 
 namespace char_transformer {
 
-/// A text as numbers, one a character, and the characters they stand for.
+/// A text as numbers, one per character, with its alphabet.
 class Text {
  public:
-  /// Reads a UTF-8 file. Throws torchspan::Error{kInvalid} that says what to do when it is missing, not
-  /// UTF-8, or too short to train on windows of `context` characters.
+  /// Reads a UTF-8 file. Throws torchspan::Error{kInvalid}, with a remedy, if it is missing, not UTF-8, or
+  /// too short for windows of `context` characters.
   static Text load(const std::string& file, std::int64_t context);
-  /// From characters themselves, for tests.
+  /// Makes a text from characters, for tests.
   static Text from(const std::u32string& characters);
 
   std::int64_t vocabulary() const { return static_cast<std::int64_t>(alphabet_.size()); }
   std::int64_t size() const { return numbers_.numel(); }
-  /// The numbers of characters that all occur in the text.
+  /// Returns the numbers of the characters, all of which must occur in the text.
   std::vector<std::int64_t> encode(const std::string& utf8) const;
   std::string decode(const std::vector<std::int64_t>& numbers) const;
 
-  /// `rows` windows [rows, context] at places drawn from the seed, and what follows each of their characters.
-  /// The last tenth of the text is for `held_out` windows only.
+  /// `rows` windows [rows, context] at positions drawn from the seed, and the next character of each of their
+  /// characters. Only `held_out` windows use the last tenth of the text.
   struct Windows {
     at::Tensor characters;
     at::Tensor next;

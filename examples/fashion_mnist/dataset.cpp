@@ -18,10 +18,10 @@ namespace {
 using torchspan::Error;
 using torchspan::ErrorKind;
 
-// Of the 60,000 training images, with pixels from 0 to 1.
+// Mean and standard deviation of the 60,000 training images, with pixels from 0 to 1.
 constexpr double kMean = 0.2860, kDeviation = 0.3530;
 
-/// The zipped file, or the unzipped one if only that is there.
+/// Returns the path of the gzipped file, or of the unzipped one if only that exists.
 std::string path_of(const std::string& folder, const std::string& name) {
   const std::string plain = folder + "/" + name, zipped = plain + ".gz";
   std::error_code ignored;
@@ -44,7 +44,7 @@ Dataset load(const std::string& folder, Split split) {
   const Dataset dataset{to_tensor(read_idx(images_path, 3)),
                         to_tensor(read_idx(labels_path, 1)).to(at::kLong)};
   if (dataset.images.size(0) == 0) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} holds no images", images_path));
+    throw Error(ErrorKind::kInvalid, fmt::format("{} contains no images", images_path));
   }
   if (dataset.images.size(1) != kSide || dataset.images.size(2) != kSide) {
     throw Error(ErrorKind::kInvalid,

@@ -23,7 +23,7 @@ constexpr std::string_view kAdvice =
     "another "
     "copy with --data DIR";
 constexpr std::uint8_t kUnsignedByte = 0x08;
-/// The largest file that is read: Fashion-MNIST's own is 47 MB.
+/// Maximum size of an unzipped file: Fashion-MNIST's largest has 47 MB.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 
 [[noreturn]] void fail(const std::string& path, const std::string& reason) {
@@ -34,7 +34,7 @@ struct GzipCloser {
   void operator()(gzFile file) const { gzclose(file); }
 };
 
-/// The whole file, unzipped.
+/// Reads and unzips the whole file.
 std::vector<std::uint8_t> read_all(const std::string& path) {
   errno = 0;
   const std::unique_ptr<gzFile_s, GzipCloser> file(gzopen(path.c_str(), "rb"));
@@ -73,7 +73,7 @@ IdxArray read_idx(const std::string& path, std::size_t dimensions) {
   const std::span<const std::uint8_t> bytes(array.bytes);
   if (bytes.size() >= magic.size() && !std::equal(magic.begin(), magic.end(), bytes.begin())) {
     fail(path,
-         fmt::format("is no IDX file of unsigned bytes with {} dimension{}: it begins with {:02x}, which "
+         fmt::format("is not an IDX file of unsigned bytes with {} dimension{}: it begins with {:02x}, which "
                      "should be {:02x}",
                      dimensions, dimensions == 1 ? "" : "s", fmt::join(bytes.first(4), " "),
                      fmt::join(magic, " ")));

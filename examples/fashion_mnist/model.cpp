@@ -66,7 +66,7 @@ void draw_parameters(const torch::nn::Module& module, std::uint64_t seed) {
   }
 }
 
-// Each batch norm has a bias of its own, so the convolution before it needs none.
+// Each batch norm has a bias, so the convolution before it needs none.
 FeaturesImpl::FeaturesImpl(std::uint64_t seed, const std::string& device)
     : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, false))),
       second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, false))),

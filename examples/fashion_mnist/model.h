@@ -14,24 +14,24 @@
 
 namespace fashion_mnist {
 
-/// What a part of the program has done, and where.
+/// What a part of the model has computed, and in which process.
 struct WorkReport {
-  std::int64_t process = 0;  ///< its id in the operating system
+  std::int64_t process = 0;  ///< process id
   std::int64_t parameters = 0;
   std::int64_t forward_calls = 0;
-  double cpu_seconds = 0;  ///< of its whole process, backward passes included
+  double cpu_seconds = 0;  ///< of its whole process, including backward passes
 };
 
 /// Process id and CPU time of this process.
 WorkReport report_process();
 
-/// Draws the weights and biases of a module's layers (normalizations aside) as LibTorch does, uniformly up to
-/// 1 / sqrt(inputs of a unit), but from a generator of that seed: the same in any process, whatever else
-/// draws.
+/// Draws the weights and biases of a module's layers (except normalizations) as LibTorch does, uniformly up
+/// to 1 / sqrt(inputs of a unit), but from a generator with that seed: the same in any process, whatever
+/// other random numbers it draws.
 void draw_parameters(const torch::nn::Module& module, std::uint64_t seed);
 
-/// What the halves of the model share. Their parameters are those of draw_parameters(), on
-/// `device`, such as cpu or cuda:1.
+/// Base of the halves of the model. Their parameters are those of draw_parameters(), on `device`, such as cpu
+/// or cuda:1.
 class HalfImpl : public torch::nn::Module {
  public:
   /// Takes tensors on any device. In evaluation mode no gradients are recorded.
@@ -76,9 +76,9 @@ class ClassifierImpl : public HalfImpl {
 };
 TORCH_MODULE(Classifier);
 
-/// A model in one piece: images [n, 1, 28, 28] to the logarithms of ten probabilities [n, 10], by two blocks
-/// of convolution, ReLU and pooling and two linear layers. Nothing in it looks across the images of a batch,
-/// so it makes no difference to a gradient where a batch is cut.
+/// The whole model: images [n, 1, 28, 28] to the logarithms of ten probabilities [n, 10], by two blocks of
+/// convolution, ReLU and pooling and two linear layers. It treats the images of a batch independently, so
+/// gradients do not depend on how a batch is split.
 class ConvNetImpl : public torch::nn::Module {
  public:
   explicit ConvNetImpl(std::uint64_t seed, c10::Device device = c10::kCPU);
@@ -90,7 +90,7 @@ class ConvNetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(ConvNet);
 
-// What other workers may call.
+// Tokens of what other workers may call.
 inline constexpr torchspan::ModuleClass<Features, std::uint64_t, std::string> kFeatures{"Features"};
 inline constexpr torchspan::ModuleClass<Classifier, std::uint64_t, std::string> kClassifier{"Classifier"};
 inline constexpr torchspan::Function<&HalfImpl::report> kReport{"Half.report"};

@@ -1,4 +1,4 @@
-// The examples as their users start them, on images whose classes are easy to see.
+// Runs the examples as users do, on images whose classes are easy to distinguish.
 #include <chrono>
 #include <cstdlib>
 #include <gmock/gmock.h>
@@ -50,7 +50,7 @@ class Program : public ::testing::Test {
                                                                                      : -1;
   }
 
-  /// What the pattern's group stands for, at each place where it is found.
+  /// Returns the number in the pattern's group, for each match.
   static std::vector<double> numbers_in(const std::string& output, const std::string& pattern) {
     const std::regex regex(pattern);
     std::vector<double> numbers;
@@ -130,8 +130,8 @@ TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
                                     Not(HasSubstr("test accuracy"))));
 }
 
-// Batches of 32 from 161 images: parts of 11, 11 and 10 images, and a last batch of one, of which the other
-// ranks have no part.
+// 161 images in batches of 32: each rank gets 11, 11 or 10 images, and the last batch of one image leaves the
+// other ranks empty parts.
 TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
   const std::vector<std::string> arguments = {"--data", folder_.path(), "--batch", "32", "--limit",  "161",
                                               "--lr",   "0.02",         "--seed",  "5",  "--epochs", "4"};

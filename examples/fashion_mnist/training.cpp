@@ -14,12 +14,12 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("--data", options.data, "folder of the four IDX files, gzipped or not")
       ->capture_default_str();
   app.add_option("--epochs", options.epochs)->check(CLI::Range(kOne, kMost))->capture_default_str();
-  app.add_option("--batch", options.batch, "images a step")
+  app.add_option("--batch", options.batch, "images per step")
       ->check(CLI::Range(kOne, kMost))
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
+  app.add_option("--seed", options.seed, "seed of the initial parameters and of the order of images")
       ->capture_default_str();
-  app.add_option("--limit", options.limit, "use only so many images of each split; 0: all")
+  app.add_option("--limit", options.limit, "maximum number of images of each split; 0: all")
       ->check(CLI::Range(std::int64_t{0}, kMost))
       ->capture_default_str();
   devices::add_option(app, options.device);

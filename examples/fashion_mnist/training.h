@@ -13,7 +13,7 @@ class App;
 
 namespace fashion_mnist {
 
-/// The options that all training programs here share.
+/// Options that all training programs share.
 struct TrainingOptions {
   std::string data = kDefaultFolder;
   std::int64_t epochs = 5;
@@ -26,16 +26,16 @@ struct TrainingOptions {
 /// --data, --epochs, --batch, --seed, --limit and --device.
 void add_training_options(CLI::App& app, TrainingOptions& options);
 
-/// The split's images, as many of them as the options say. Throws what load() throws.
+/// Loads the split's images, at most TrainingOptions::limit of them. Throws what load() throws.
 Dataset load(const TrainingOptions& options, Split split);
 
-/// Shows the live progress line and counts images per second, from its construction to finish().
+/// Shows the progress line and counts images per second, from its construction to finish().
 class Meter {
  public:
-  /// `images` is the size of the data set; `text` stands at the end of the line.
+  /// `images` is the size of the data set; `text` is shown at the end of the line.
   Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
         std::string text = {});
-  /// One more step of that epoch, counted from 1, with its loss and how many images it took.
+  /// Reports one step of an epoch (counted from 1), with its loss and its number of images.
   void step(std::int64_t epoch, double loss, std::int64_t images);
   void finish();
 

@@ -14,12 +14,12 @@
 
 namespace recommender {
 
-/// A row of numbers for each of `count` things, all zero at first. Its gradients are sparse: a step touches
-/// the rows that were looked up.
+/// A table with a row of numbers for each of `count` items, initially zero. Its gradients are sparse: a step
+/// changes only the rows that were looked up.
 class TableImpl : public torch::nn::Module {
  public:
   TableImpl(std::int64_t count, std::int64_t width);
-  /// int64 [n] to float [n, width]. In evaluation mode no gradients are recorded.
+  /// Looks up int64 [n]; returns float [n, width]. In evaluation mode no gradients are recorded.
   at::Tensor forward(const at::Tensor& things);
 
  private:
@@ -31,9 +31,9 @@ inline constexpr torchspan::Class<Table, std::int64_t, std::int64_t> kTable{"Tab
 inline constexpr torchspan::Function<&TableImpl::forward> kLookUp{"Table.forward"};
 inline constexpr torchspan::Function<&torch::nn::Module::train> kSetTraining{"Module.train"};
 
-/// A rating is predicted as the mean, plus what its student, its lecturer and its circumstances add, plus how
-/// this lecturer does under these circumstances: a row of numbers, one a circumstance. The tables live on
-/// other workers.
+/// Predicts a rating as the mean, plus terms of its student, its lecturer and its circumstances, plus an
+/// interaction of the lecturer with the circumstances (a row of numbers, one per circumstance). The tables
+/// live on other workers.
 struct Model {
   torchspan::RRef<Table> students;   ///< [students, 1]
   torchspan::RRef<Table> lecturers;  ///< [lecturers, 1 + circumstances]
@@ -44,23 +44,23 @@ struct Model {
     at::Tensor values;                         ///< float [n]
     at::Tensor students, lecturers, profiles;  ///< the rows that were looked up
   };
-  /// Asks the three tables at once.
+  /// Queries the three tables concurrently.
   Prediction predict(const Ratings& ratings) const;
   void set_training(bool on) const;
 };
 
-/// How strongly parameters are drawn to zero: as if each thing had so many ratings more that say so.
+/// How strongly parameters are shrunk to zero: as if there were that many more observations of zero for each.
 struct Priors {
   double student = 13, lecturer = 5, interaction = 15, profile = 20;
 };
 
-/// How often each student, lecturer and circumstance occurs in the training ratings.
+/// The number of training ratings of each student, lecturer and circumstance.
 struct Occurrences {
   explicit Occurrences(const Ratings& ratings);
   at::Tensor students, lecturers, profiles;
 };
 
-/// The mean square error of the batch plus its part of the priors' penalty.
+/// The mean square error of the batch, plus its share of the priors' penalty.
 at::Tensor loss_of(const Model::Prediction& prediction, const Ratings& batch, const Occurrences& all,
                    const Priors& priors = Priors());
 

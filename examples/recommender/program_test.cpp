@@ -1,5 +1,4 @@
-// The example as its users start it, on ratings whose interactions are strong enough to be learned in
-// seconds.
+// Runs the example as users do, on ratings whose interactions are strong enough to be learned in seconds.
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -23,7 +22,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Half of the lecturers are better in the one kind of course, half in the other.
+/// Half of the lecturers are better in one kind of course, half in the other.
 void write_ratings(const std::string& file, int count) {
   constexpr unsigned kStudents = 150, kLecturers = 30;
   std::mt19937 random(7);
@@ -117,7 +116,7 @@ TEST_F(Recommender, HoldsOutATenthWithoutRepetition) {
   EXPECT_TRUE(both.equal(std::get<0>(all.values.sort())));
 }
 
-/// With no priors and every pair rated, biases are differences of means.
+/// Without priors and with a rating of every pair, biases are differences of means.
 TEST_F(Recommender, BiasesAreThoseOfATwoWayTable) {
   Ratings table;
   table.students = at::tensor({0, 0, 1, 1}, at::kLong);

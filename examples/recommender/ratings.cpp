@@ -19,7 +19,7 @@ namespace {
   throw torchspan::Error(torchspan::ErrorKind::kInvalid, text);
 }
 
-/// Names and their numbers, in the order in which they first came.
+/// Numbers names in the order of their first occurrence.
 class Numbers {
  public:
   std::int64_t of(const std::string& name) {

@@ -13,7 +13,7 @@ inline constexpr char kDefaultFile[] = "build/data/insteval.csv";
 struct Ratings {
   at::Tensor students, lecturers;  ///< int64 [n], counted from 0
   at::Tensor profiles;             ///< int64 [n]: equal where all circumstances are
-  at::Tensor circumstances;        ///< float [n, c]: a one in each column's place for its category
+  at::Tensor circumstances;        ///< float [n, c]: one-hot columns, one per category of each circumstance
   at::Tensor values;               ///< float [n]
   std::int64_t student_count = 0, lecturer_count = 0, profile_count = 0;
 
@@ -23,22 +23,22 @@ struct Ratings {
 };
 
 /// Reads a CSV file with a header: s (student), d (lecturer), y (rating), and any other columns, which are
-/// circumstances. Throws torchspan::Error{kInvalid} naming file, line and what to do.
+/// circumstances. Throws torchspan::Error{kInvalid} with the file, the line and a remedy.
 Ratings load(const std::string& file);
 
 struct Split {
   Ratings train, held_out;
 };
-/// Every tenth rating of an order drawn from `seed` is held out. The same on all workers.
+/// Holds out every tenth rating of an order drawn from `seed`. The same on all workers.
 Split split(const Ratings& ratings, std::uint64_t seed);
 
-/// How often each of `count` things occurs, as float.
+/// Returns how often each of `count` items occurs, as float.
 at::Tensor occurrences(const at::Tensor& things, std::int64_t count);
 
 double root_mean_square(const at::Tensor& errors);
 
-/// What a model without interactions comes to on the held-out ratings: the mean plus what a student and a
-/// lecturer add to it, shrunk as if each had `prior` ratings more at the mean.
+/// Returns the error on held-out ratings of a model without interactions: the mean plus biases of student and
+/// lecturer, shrunk as if each had `prior` more ratings at the mean.
 double bias_only_error(const Split& data, double student_prior, double lecturer_prior);
 
 }  // namespace recommender

@@ -202,9 +202,9 @@ Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction) {
   if (Kernel kernel = kernel_of(dtype, reduction)) return kernel;
   throw Error(
       ErrorKind::kUnsupported,
-      fmt::format("no {} of {} values: averages need a floating or complex dtype, minima and maxima one "
-                  "with an order, and ComplexHalf and quantized tensors cannot be reduced; convert the "
-                  "tensor first",
+      fmt::format("the {} of {} values is not supported: averages need a floating-point or complex dtype, "
+                  "minima and maxima one with an order, and ComplexHalf and quantized tensors cannot be "
+                  "reduced; convert the tensor first",
                   to_string(reduction), c10::toString(dtype)));
 }
 

@@ -101,10 +101,10 @@ TEST(Checkpointed, SegmentsThatUseAParameterOnceAreReduced) {
   }
 }
 
-// peer: ddp `find_unused_parameters_kwarg_*`: marked twice, by name: same: names always, not in a debug
-//   mode
+// peer: ddp `find_unused_parameters_kwarg_*`: marked twice, by name: same: always names the parameters, not
+//   only in a debug mode
 // peer: ddp ddp_checkpointing_twice*, _weight_sharing, _unused_params, _dynamic_*: same for static graphs
-//   (reentrant); dynamic ones fail by name
+//   (reentrant); dynamic ones fail with an error that names the parameter
 TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   const auto twice = [](const Tensors& p, int rank) {
     return (checkpoint(checkpoint(input(rank) * p[0], {p[1], p[2]}), {p[2]}) * p[3]).sum();
@@ -119,7 +119,8 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   });
 }
 
-// peer: ddp the same, not reentrant: same by hand: LibTorch has no such checkpoint for C++
+// peer: ddp the same, not reentrant: same, written by hand in the test: LibTorch has no such checkpoint for
+//   C++
 TEST(Checkpointed, SegmentsThatGiveGradientsBackShareParametersFreely) {
   for (const bool find_unused : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -149,7 +150,8 @@ TEST(StaticGraph, LearnsUnusedParametersAndOverlapsLater) {
   });
 }
 
-// peer: ddp different_graph_across_ranks, invalid_static_graph, static_graph_api_cpu: same, by name
+// peer: ddp different_graph_across_ranks, invalid_static_graph, static_graph_api_cpu: same, and names the
+//   parameters
 TEST(StaticGraph, ThatChangesFailsByName) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({4}), leaf({4})};
@@ -252,7 +254,8 @@ TEST(Autograd, RecordsInPlaceChangesOfOutputs) {
   });
 }
 
-// peer: ddp (documented) `autograd::grad` never fires the hooks: same; backward with inputs fails by name
+// peer: ddp (documented) `autograd::grad` never fires the hooks: same; backward with inputs fails with an
+//   error that names the parameters
 TEST(Autograd, GradNeverReachesTheReducer) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};

@@ -92,7 +92,7 @@ TEST(Lockstep, AParameterOfTwoWrappersOverDifferentRanksIsRefusedInOneBackward) 
   });
 }
 
-/// The outcome of a step: nothing, or the text of an exception that the program caught.
+/// Returns the text of the exception that the program caught in a step, or an empty text.
 std::string caught(const std::function<void()>& step) {
   try {
     step();
@@ -296,7 +296,7 @@ TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
           Future<at::Tensor> sent = group.all_reduce(buffers[0].tensor, collective::kAvg);
           const bool breaks = step == 1 && self.rank == 1;
           return std::vector{sent.then([breaks](const Future<at::Tensor>& done) {
-            if (breaks) throw Error(ErrorKind::kInvalid, "the buffers have moths");
+            if (breaks) throw Error(ErrorKind::kInvalid, "the hook failed");
             return done.wait();
           })};
         },
@@ -306,7 +306,7 @@ TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
         net->zero_grad();
         model(fed(1 + self.rank)).sum().backward();
       });
-      EXPECT_EQ(text.find("the buffers have moths") != std::string::npos, step == 1) << text;
+      EXPECT_EQ(text.find("the hook failed") != std::string::npos, step == 1) << text;
       EXPECT_TRUE(step == 1 || averaged(net->two->a) == 2) << "step " << step << text;
     }
   });

@@ -250,7 +250,7 @@ TEST(Programs, WithoutAnInitialSyncKeepWhatEachRankHas) {
 }
 
 // peer: ddp process group swapped after a backward that failed, `ddp_has_finalized`: same: the module is
-//   wrapped again; the others hear why
+//   wrapped again; the other ranks get the reason
 TEST(Programs, MayWrapTheModuleAgainAfterItsGroupBroke) {
   on_ranks(2, [](const Rank& self) {
     nn::Linear mine(2, 2), alone(2, 2);

@@ -184,8 +184,8 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   });
 }
 
-// peer: ddp bucket_cap_mb_list_initialization, _default_behavior: same: the last holds for further buckets;
-//   compared between ranks
+// peer: ddp bucket_cap_mb_list_initialization, _default_behavior: same: the last value applies to all further
+//   buckets; the ranks' lists are compared
 TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {
   on_ranks(2, [](const Rank& self) {
     Tensors parameters;
@@ -288,8 +288,8 @@ TEST(Reducer, SurvivesABackwardThatThrowsOnOneRank) {
   }
 }
 
-// peer: ddp (documented) a rank that dies, is late, or throws: better: rank, operation and reason are
-//   named, also for uneven inputs without `join`
+// peer: ddp (documented) a rank that dies, is late, or throws: better: the error names rank, operation and
+//   reason, also for uneven inputs without `join`
 TEST(Reducer, FailsEverywhereWhenARankDies) {
   if (over_shared_memory()) GTEST_SKIP() << "needs a rank that can die alone";
   on_ranks(3, [](const Rank& self) {
@@ -312,7 +312,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
              step(reducer, loss_of(parameters, self.rank, 0));
              if (self.rank == 1) return self.runtime.executor.sleep(std::chrono::seconds(60));
              const std::string text = error_text([&] { step(reducer, loss_of(parameters, self.rank, 1)); });
-             EXPECT_NE(text.find("rank 1 did not come"), std::string::npos) << text;
+             EXPECT_NE(text.find("rank 1 did not reach"), std::string::npos) << text;
              EXPECT_NE(text.find("in reduction 2, bucket 0 of 1 (with 'p0')"), std::string::npos) << text;
              EXPECT_NE(text.find("fewer batches than the others"), std::string::npos) << text;
              EXPECT_NE(text.find("join()"), std::string::npos) << text;
@@ -320,7 +320,7 @@ TEST(Reducer, NamesTheRankThatIsLate) {
            1, {.timeout = std::chrono::seconds(5)});
 }
 
-// peer: ddp failure_recovery: better: the same reducer goes on after a failed backward
+// peer: ddp failure_recovery: better: the same reducer continues after a failed backward
 TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};
@@ -339,7 +339,7 @@ TEST(Reducer, ThatIsDestroyedLeavesTheParametersToTheNext) {
   });
 }
 
-// peer: ddp (1.x) several replicas in one process: same as the seed; newer ones have one
+// peer: ddp (1.x) several replicas in one process: same as PyTorch 1.x; later releases have one replica
 TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
   on_ranks(2, [](const Rank& self) {
     const Tensors first{leaf({3}), leaf({2})}, second{leaf({3}), leaf({2})};
@@ -354,8 +354,8 @@ TEST(Reducer, SumsReplicasOfOneProcessAndAveragesOverRanks) {
 }
 
 // peer: ddp ddp_logging_data_cpu, ddp_comm_hook_logging, ddp_python_error_logged, ddp_profiling_*,
-//   ddp_build_debug_param_to_name_mapping: same in kind: a struct, spans, and errors that name parameters
-//   always
+//   ddp_build_debug_param_to_name_mapping: same in kind: a struct, spans, and errors that always name
+//   parameters
 TEST(Reducer, KeepsStatisticsAndSpans) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3}), leaf({4})};

@@ -187,8 +187,8 @@ TEST(NoSync, AndAReducedForwardInOnePassAreReducedTogether) {
   });
 }
 
-// peer: ddp (documented) two forwards, then two backwards: better: theirs leaves the second local without a
-//   word
+// peer: ddp (documented) two forwards, then two backwards: better: the peer silently leaves the second one
+//   local
 TEST(TwoForwards, ThenTwoBackwardsAreBothAveraged) {
   for (const DataParallelOptions& options : variants()) {
     on_ranks(2, [&](const Rank& self) {
@@ -252,8 +252,8 @@ TEST(OneForward, WithoutABackwardIsLegal) {
   });
 }
 
-// peer: ddp `multiple_outputs_multiple_backward` (+grad_is_view): differs: to be said (`partial_backward`),
-//   so that a forgotten parameter fails at once otherwise
+// peer: ddp `multiple_outputs_multiple_backward` (+grad_is_view): differs: must be enabled
+//   (`partial_backward`); otherwise a forgotten parameter fails immediately
 TEST(PartialBackward, OverSeveralOutputsMakesOneReduction) {
   for (const bool find_unused : {false, true}) {
     on_ranks(2, [&](const Rank& self) {
@@ -334,7 +334,7 @@ TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   }
 }
 
-// peer: ddp (documented) parameters that change after construction: better: by name
+// peer: ddp (documented) parameters that change after construction: better: the error names the parameter
 // peer: ddp (Horovod) `dynamic_requires_grad`: differs: the module is wrapped again
 TEST(FrozenParameters, ThatThawAreRefusedByName) {
   on_ranks(2, [](const Rank& self) {

@@ -298,8 +298,8 @@ TEST(GraphPass, TakesRootsFromManyThreads) {
   }
 }
 
-/// Two threads meet at `rounds` small passes at the very same moment: one delivers its root; so does the
-/// other, or it aborts. Returns how many passes were left open.
+/// Two threads act on each of `rounds` small passes at the same moment: one delivers its root, the other
+/// delivers too or aborts. Returns how many passes did not end.
 int race(int rounds, bool abort) {
   struct Round {
     Round() : sink(gradients), pass(sink) {

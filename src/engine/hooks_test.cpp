@@ -137,7 +137,7 @@ TEST(Hooks, RunInTheOrderOfTheStockEngine) {
   EXPECT_EQ(order(true), order(false));
 }
 
-/// Tensors that came in with one message: their node stands for all of them.
+/// One node represents all tensors that arrived in one message.
 TEST(Hooks, OfATensorThatThePassDoesNotReachAreNotCalled) {
   for (const unsigned used : {0U, 1U, 2U}) {
     std::vector<Tensor> values{leaf(), leaf(), leaf()}, given;

@@ -51,8 +51,8 @@ inline void expect_identical(const Tensor& ours, const Tensor& stock) {
   }
 }
 
-/// Checks that GraphPasses over `program` give every leaf the gradient of LibTorch's engine, and nothing to
-/// the leaves to which that gives nothing.
+/// Checks that GraphPasses over `program` give each leaf the gradient that LibTorch's engine gives it, and no
+/// gradient to the leaves that get none there.
 inline void expect_as_stock(const std::vector<Tensor>& values, const Program& program, int passes = 1) {
   const auto theirs = as_leaves(values), mine = as_leaves(values);
   const auto their_roots = program(theirs), my_roots = program(mine);

@@ -1,4 +1,4 @@
-// Sums do not depend on the order in which gradients come.
+// Sums do not depend on the order in which gradients arrive.
 #include <algorithm>
 #include <gtest/gtest.h>
 #include <numeric>
@@ -42,7 +42,7 @@ struct Way {
   int seal_after = 0;  ///< deliveries
 };
 
-/// The leaf's gradient when the sends' gradients come in that order; the last two sends get none.
+/// The leaf's gradient when the sends' gradients arrive in that order; the last two sends get none.
 Tensor gradient_by(const std::vector<std::size_t>& order, const Way& way) {
   const Graph graph(way.sparse);
   GradientMap gradients;
@@ -105,7 +105,7 @@ TEST(SumsOfAPass, HaveTheSameBitsInAnyArrivalOrder) {
   }
 }
 
-/// What is put aside up to its turn is bounded: beyond, gradients are added as they come.
+/// The memory for early gradients is bounded: beyond the limit, gradients are added as they arrive.
 TEST(SumsOfAPass, DoNotKeepAllGradientsThatArriveEarly) {
   const auto huge = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);  // has no memory
   const Tensor leaf = at::empty({std::int64_t{1} << 25}, huge).requires_grad_();

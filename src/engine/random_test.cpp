@@ -45,7 +45,7 @@ struct Hops {
     return received(sent, pair.receive);
   }
 
-  /// The send nodes that a pass from `roots` takes part in: what marking finds out between workers.
+  /// The send nodes that a pass from `roots` reaches; between workers, marks determine them.
   std::unordered_set<const void*> marked(const std::vector<Tensor>& roots) const {
     std::vector<torch::autograd::Node*> walk;
     std::unordered_set<const void*> seen, sends;
@@ -65,14 +65,14 @@ struct Hops {
   }
 };
 
-/// Runs the program of `seed` with its hops as one pass, delivering through `pool` if there is one, driven by
-/// up to `threads` of it.
+/// Runs the program of `seed` with its hops as one pass. If `pool` is set, it delivers the gradients, and up
+/// to `threads` of its threads drive the pass.
 void run_with_hops(std::uint32_t seed, const std::shared_ptr<Pool>& pool, unsigned threads,
                    GradientMap& gradients, const std::vector<Tensor>& leaves) {
   Hops hops;
   const auto roots = RandomProgram(seed, [&](const Tensor& sent) { return hops.take(sent); })(leaves);
   MapSink sink(gradients, seed);
-  // Shared: a thread whose delivery another one drove to the end still calls run().
+  // Shared, because a thread may still call run() after another thread has completed the pass.
   PassOptions options;
   options.threads = threads;
   if (pool) options.enlist = [&pool](UniqueFunction<void()> job) { pool->post(std::move(job)); };
@@ -157,7 +157,8 @@ TEST(RandomPrograms, CutAndDrivenByManyThreadsGiveTheSameGradients) {
   pool->stop();
 }
 
-/// Bitwise equal to one thread that takes gradients at once, for any delivering and any number of driving threads.
+/// The results have the same bits as those of one thread, in whatever order gradients are delivered and
+/// however many threads drive the pass.
 TEST(RandomPrograms, CutGiveTheSameBitsHoweverTheyAreDelivered) {
   const auto executor = make_executor();
   const auto pool = std::make_shared<Pool>(*executor, PoolOptions{.threads = 4});

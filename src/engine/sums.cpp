@@ -21,7 +21,7 @@ bool part_is_unshared(const at::Tensor& part) {
   return part.use_count() == 2 && part.storage().use_count() == 1 && part.is_contiguous();
 }
 
-/// isTensorSubclassLike() says yes to every sparse tensor.
+/// isTensorSubclassLike() returns true for every sparse tensor.
 bool is_plain_sparse(const at::Tensor& tensor) {
   const auto others = at::kTensorSubclassLike - c10::DispatchKeySet(c10::DispatchKey::Sparse);
   return tensor.layout() == at::kSparse && (tensor.key_set() & others).empty();

@@ -54,7 +54,7 @@ class EngineThreads : public ::testing::Test {
     const Future<void> future = ended.future();
     future.wait();
   }
-  /// True when the other comes within ten seconds as well.
+  /// Returns whether the other thread also arrives within ten seconds.
   bool meet(std::atomic<int>& arrived, int expected) {
     ++arrived;
     const Deadline deadline = executor_->deadline_in(std::chrono::seconds(10));
@@ -102,7 +102,7 @@ TEST_F(EngineThreads, AreNoMoreThanAllowed) {
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({2}, 210.0)));
 }
 
-/// Is given gradients by one thread at a time.
+/// Checks that only one thread at a time accumulates gradients.
 class CarefulSink final : public GradientSink {
  public:
   CarefulSink(GradientMap& gradients, Executor& executor)

@@ -57,7 +57,8 @@ Outcome parse(BytesView bytes, std::size_t piece, bool in_place) {
 
 }  // namespace
 
-/// Any bytes, cut in any way and received in place or not, give the same messages or the same refusal.
+/// Any bytes give the same messages or the same rejection, however they are split and whether or not they are
+/// received in place.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   const BytesView bytes = std::as_bytes(std::span(data + 1, size - 1));

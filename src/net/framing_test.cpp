@@ -55,7 +55,7 @@ std::vector<Plain> plain(const std::vector<Message>& messages) {
   return all;
 }
 
-/// A frame's first bytes with numbers of choice.
+/// The first bytes of a frame with the given numbers.
 Bytes raw_frame(std::uint32_t segments, std::uint64_t header, const std::vector<std::uint64_t>& sizes = {}) {
   ByteWriter writer;
   writer.put(std::uint16_t{0x5354});

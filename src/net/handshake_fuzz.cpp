@@ -4,8 +4,8 @@
 #include "net/handshake.h"
 #include "tests/support/fuzz_seeds.h"
 
-/// The first byte chooses the role and how the rest is cut; no bytes may finish a handshake without the
-/// secret, and cutting may not change its outcome.
+/// The first byte selects the role and the size of the pieces. No input may complete a handshake without the
+/// secret, and the pieces must not change the outcome.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace torchspan;
   using namespace torchspan::net;
@@ -31,7 +31,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   return 0;
 }
 
-/// What the other side says, with another secret and with a refusal, and what it must not say.
+/// Seeds: the other side's bytes with another secret, a refusal, and invalid messages.
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
   return torchspan::testing::offer_seeds(count, arguments, [] {
     using namespace torchspan;

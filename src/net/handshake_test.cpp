@@ -25,7 +25,7 @@ HandshakeOptions options_of(char secret = 's') {
   return options;
 }
 
-/// Two sides whose bytes are carried by hand; keeps what each said and how it failed.
+/// Two sides; the test carries their bytes. Records what each side sent and why it failed.
 struct Pair {
   Pair(HandshakeOptions dial, HandshakeOptions listen)
       : dialer(Role::kDialer, std::move(dial)), listener(Role::kListener, std::move(listen)) {}
@@ -147,7 +147,7 @@ TEST(Handshake, DeniesWhenAnyOneBitOfEitherSideIsFlipped) {
           carry(pair.dialer, pair.listener, of_dialer);
           carry(pair.listener, pair.dialer, !of_dialer);
         }
-        // A tampered length of a record leaves one side waiting: its time-out is the transport's.
+        // A tampered length of a record leaves one side waiting; the transport's time-out would end that.
         if (!pair.dialer.done() || !pair.listener.done()) throw Error(ErrorKind::kDenied, "still waiting");
       });
       EXPECT_TRUE(error.kind() == ErrorKind::kDenied || error.kind() == ErrorKind::kInvalid ||

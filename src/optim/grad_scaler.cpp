@@ -110,7 +110,7 @@ void GradScaler::update() {
   for (const auto& [optimizer, progress] : iteration_) found_inf = found_inf || progress.found_inf;
   if (found_inf) return end_iteration(scale_ * options_.backoff_factor, 0);
   if (growth_tracker_ + 1 < options_.growth_interval) return end_iteration(scale_, growth_tracker_ + 1);
-  // The scale multiplies float losses: it stays where a float can hold it.
+  // The scale multiplies float losses, so it must stay representable as a float.
   const double grown = scale_ * options_.growth_factor;
   end_iteration(grown <= std::numeric_limits<float>::max() ? grown : scale_, 0);
 }

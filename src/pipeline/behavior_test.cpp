@@ -23,8 +23,8 @@ struct ThreeTwins {
   std::vector<std::shared_ptr<torch::nn::Module>> all() const { return {a.ptr(), b.ptr(), c.ptr()}; }
 };
 
-// peer: pipe input_pair, input_singleton, non_tensor, non_tensor_tuple: better: numbers, optionals and a
-//   struct of the user's own travel
+// peer: pipe input_pair, input_singleton, non_tensor, non_tensor_tuple: better: numbers, optionals and user
+//   structs can be passed too
 TEST(PipelineData, TuplesNumbersAndEmptyValuesPassBetweenStages) {
   in_every_way([](PipelineOptions options) {
     on_workers(4, 1, [&](Worker& worker) {
@@ -68,8 +68,8 @@ TEST(PipelineData, ATupleOfOneStaysATuple) {
   });
 }
 
-// peer: pipe batch_size_indivisible, batch_size_small: better: 6 rows in 4 are 4 micro-batches, and values
-//   are compared
+// peer: pipe batch_size_indivisible, batch_size_small: better: 6 rows in 4 parts give 4 micro-batches, and
+//   values are compared
 TEST(PipelineData, BatchesThatCannotBeSplitEvenlyAreTrainedWhole) {
   for (const std::int64_t rows : {1, 2, 3, 6, 7, 9}) {
     in_every_way([&](PipelineOptions options) {
@@ -89,9 +89,9 @@ TEST(PipelineData, BatchesThatCannotBeSplitEvenlyAreTrainedWhole) {
   }
 }
 
-// peer: pipelining `grad_with_manual` (with and without shape inference): better: shapes travel with every
-//   message
-// peer: other_pipelines DS `TestPipeDynamicShape`, MG `variable_seq_lengths`: same: nothing to switch on
+// peer: pipelining `grad_with_manual` (with and without shape inference): better: every message carries its
+//   shapes
+// peer: other_pipelines DS `TestPipeDynamicShape`, MG `variable_seq_lengths`: same: always enabled
 TEST(PipelineData, ShapesMayChangeFromStepToStep) {
   on_workers(3, 1, [](Worker& worker) {
     Pipeline pipe(worker, three(), {.micro_batches = 3});
@@ -209,7 +209,7 @@ TEST(PipelineInput, ThatIsComputedPassesItsGradientOn) {
   });
 }
 
-// peer: async_pipe tuple_wait: same: nothing travels asynchronously to a stream
+// peer: async_pipe tuple_wait: same: no transfer is asynchronous to a stream
 TEST(PipelineInput, MayHaveGradientsForSomeOfItsMembers) {
   in_every_way([](PipelineOptions options) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -380,8 +380,8 @@ TEST(PipelineSteps, BackwardTakesGradientsOfSomeOutputs) {
   });
 }
 
-// peer: pipelining `multi_iter`, `schedule_with_native_zero_bubble` (accumulation, leak check): better: the
-//   scale is the step's own
+// peer: pipelining `multi_iter`, `schedule_with_native_zero_bubble` (accumulation, leak check): better: each
+//   step has its own scale
 // peer: other_pipelines DS `gradients_are_scaled_once`: same
 TEST(PipelineSteps, GradientsAccumulateToTheMeanOfSeveralBatches) {
   in_every_way([](PipelineOptions options) {

@@ -12,7 +12,7 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// A world whose every worker is on a host of its own.
+/// A world in which every worker is on a different host.
 class Hosts : public SimulatedWorld {
  public:
   using SimulatedWorld::SimulatedWorld;
@@ -40,7 +40,7 @@ TEST_P(HostsOfSeed, AVanishedHostIsDeclaredDeadInTimeAndTheOthersContinue) {
     const auto membership = world.join(rank);
     membership->on_death([&, rank](const Member& member, const Error& reason) {
       if (rank == 3 && heard.contains(3)) {
-        EXPECT_EQ(member.rank, 3) << "its own death, as the others see it, comes last";
+        EXPECT_EQ(member.rank, 3) << "its own death, as the others see it, is the last event";
         return;
       }
       if (rank == 3) {
@@ -137,7 +137,7 @@ TEST(HostsOfAWorld, AWorkerThatIsDeclaredDeadIsNotified) {
       membership->leave(world.in(seconds(5)));
       return;
     }
-    // What this worker says is lost on the way; what it hears is not.
+    // The network drops what this worker sends, but delivers what it receives.
     world.network().block([](const net::SimMessage& message) { return message.from == "sim:member2"; });
     std::vector<std::pair<int, std::string>> deaths;
     membership->on_death([&](const Member& member, const Error& reason) {
@@ -146,7 +146,7 @@ TEST(HostsOfAWorld, AWorkerThatIsDeclaredDeadIsNotified) {
     const Error error = error_of([&] { membership->barrier("b", {}, Deadline::never()); });
     world.executor().sleep(milliseconds(1));
     EXPECT_EQ(deaths, (std::vector<std::pair<int, std::string>>{{0, error.message()}, {2, error.message()}}));
-    EXPECT_TRUE(membership->is_present(2)) << "it lives, after all";
+    EXPECT_TRUE(membership->is_present(2)) << "it is alive";
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("declared this worker dead"),
                                     HasSubstr("silent for 5.0 s"), HasSubstr("restart this worker")));

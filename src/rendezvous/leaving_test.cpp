@@ -1,4 +1,4 @@
-// How members leave a world in peace, and what becomes of those who wait or come meanwhile.
+// How members leave a world without dying, and what happens to workers that wait or connect meanwhile.
 #include <array>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ TEST(Leaving, AGoodbyeIsADepartureAndRankZeroServesUntilTheLast) {
   });
 }
 
-/// Before and after rank 0 has left, while others are there still.
+/// The worker connects before or after rank 0 has left, while other workers are still present.
 TEST(Leaving, AWorkerThatConnectsDuringShutdownJoinsTheNextJob) {
   for (const auto& stays : {std::array{1, 0, 2}, std::array{0, 1, 2}, std::array{2, 1, 0}}) {
     SimulatedWorld world(15, 3);
@@ -96,7 +96,7 @@ TEST(Leaving, LeavingDoesNotWaitForADeadStore) {
   });
 }
 
-/// Whoever watches may hold on to the membership until its callbacks go.
+/// A callback may refer to the membership until it is destroyed.
 TEST(Leaving, DestroysTheCallbacksHoweverTheMembershipEnds) {
   for (const int size : {1, 2}) {
     for (const std::string how : {"leave", "give_up", "destruction"}) {
@@ -108,7 +108,7 @@ TEST(Leaving, DestroysTheCallbacksHoweverTheMembershipEnds) {
         int gone = 0;
         const auto watch = [&] {
           const std::shared_ptr<int> held(&gone, [&mine, rank](int* count) {
-            EXPECT_EQ(mine.self().rank, rank) << "it can still be asked";
+            EXPECT_EQ(mine.self().rank, rank) << "the membership still answers";
             ++*count;
           });
           mine.watch({.left = [held](const Member&) {}});
@@ -120,7 +120,7 @@ TEST(Leaving, DestroysTheCallbacksHoweverTheMembershipEnds) {
         if (how != "destruction") {
           EXPECT_EQ(gone, 1);
           watch();
-          EXPECT_EQ(gone, 2) << "of those that come late at once";
+          EXPECT_EQ(gone, 2) << "callbacks that are added late are destroyed immediately";
         }
         membership.reset();
         EXPECT_EQ(gone, how == "destruction" ? 1 : 2);

@@ -14,7 +14,7 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Every rank joins with what `change` makes of its options, and all are refused; returns why, by rank.
+/// Every rank joins with the options that `change` has modified, and is rejected. Returns the errors by rank.
 std::vector<Error> refusals(SimulatedWorld& world,
                             const std::function<void(int, MembershipOptions&)>& change) {
   std::vector<Error> errors(static_cast<std::size_t>(world.size()), Error(ErrorKind::kInvalid, ""));
@@ -194,7 +194,7 @@ TEST(Membership, ReportsThatRankZeroNeverStarted) {
 TEST(Membership, NamesBothWorkersOfOneNameOnEveryRank) {
   SimulatedWorld world(4, 4);
   const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {
-    if (rank == 3) world.executor().sleep(seconds(1));  // hears of it as well
+    if (rank == 3) world.executor().sleep(seconds(1));  // is rejected, too
     if (rank == 2) options.name = "worker1";
   });
   for (const Error& error : errors) {

@@ -1,4 +1,4 @@
-// peer: rpc_test.py dynamic_and_static_init_rpc_together: same: refused, naming both sorts
+// peer: rpc_test.py dynamic_and_static_init_rpc_together: same: rejected, naming both types of world
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
@@ -24,7 +24,7 @@ MembershipOptions visitor(const SimulatedWorld& world, int number, int rank = kA
   return options;
 }
 
-/// What one worker heard, as "+worker1.0" (came), "!worker1.0" (died), "-worker1.0" (left).
+/// The events that one worker received: "+worker1.0" (joined), "!worker1.0" (died), "-worker1.0" (left).
 class Diary {
  public:
   explicit Diary(Membership& membership) {
@@ -83,8 +83,8 @@ TEST_P(OpenWorld, WorkersJoinLeaveAndRejoin) {
   });
 }
 
-/// Whatever comes and goes: all observers that were there throughout hear the same, in the same order, each
-/// rank's incarnations alternate between coming and ending, and in the end the tables agree.
+/// Whatever happens, all observers that were present throughout receive the same events in the same order.
+/// Each rank's incarnations alternate between joining and ending, and in the end the tables agree.
 TEST_P(OpenWorld, ObserversOfManyChangesAgree) {
   constexpr int kObservers = 3;
   SimulatedWorld world(GetParam(), 8, {.jitter = milliseconds(2)});
@@ -143,7 +143,7 @@ TEST_P(OpenWorld, RoundsContinueWithAReplacementAfterOneRetry) {
     MembershipOptions options = world.options(number);  // a fixed world of 4
     options.instance = 0;
     auto membership = world.join(number, options);
-    const int before = 3 + number;  // not all have come equally often
+    const int before = 3 + number;  // the workers have called different numbers of barriers
     for (int round = 0; round < before; ++round) membership->barrier("own", {number}, world.in(seconds(5)));
     membership->barrier("all", {}, world.in(seconds(5)));
     if (number == 3) {

@@ -16,7 +16,7 @@ namespace torchspan::rendezvous {
 
 using torchspan::testing::error_of;
 
-/// For tests: workers of one world as simulated threads, each with a runtime and endpoints of its own.
+/// For tests: workers of one world as simulated threads, each with its own runtime and endpoints.
 class SimulatedWorld {
  public:
   SimulatedWorld(std::uint64_t seed, int size, net::SimNetwork::Options options = {})
@@ -54,7 +54,7 @@ class SimulatedWorld {
   }
   std::unique_ptr<Membership> join(int rank) { return join(rank, options(rank)); }
 
-  /// Kills what belongs to a worker, as if its process had been.
+  /// Kills a worker's transports, as the end of its process would.
   void kill(int rank) {
     network_.kill("member" + std::to_string(rank));
     if (rank == 0) network_.kill("store");

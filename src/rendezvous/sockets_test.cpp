@@ -22,7 +22,7 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// A socket that listens on a free loopback port, as some other program would.
+/// A socket that listens on a free loopback port, as another program would.
 class ForeignListener {
  public:
   ForeignListener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -37,7 +37,7 @@ class ForeignListener {
   }
   ~ForeignListener() { close(socket_); }
   int port() const { return port_; }
-  /// Takes one connection, answers `text` and closes.
+  /// Accepts one connection, sends `text` and closes.
   void answer_once(const std::string& text) const {
     const int peer = accept(socket_, nullptr, nullptr);
     EXPECT_GE(peer, 0);
@@ -144,7 +144,7 @@ TEST_F(Sockets, TheStoreRejectsAnAddressOfAnotherMachine) {
               AllOf(HasSubstr("192.0.2.1"), HasSubstr("MASTER_ADDR"), HasSubstr("TORCHSPAN_LISTEN_HOST")));
 }
 
-/// Workers that meet at a port of the loopback interface, plainly and over TLS.
+/// Workers that meet at a port of the loopback interface, over plain TCP and over TLS.
 class Ports : public Sockets, public ::testing::WithParamInterface<std::string> {
  protected:
   std::string at(int port) const { return GetParam() + ":127.0.0.1:" + std::to_string(port); }
@@ -249,7 +249,8 @@ TEST_F(Sockets, AKilledProcessIsReported) {
   membership->leave(in(seconds(10)));
 }
 
-/// A worker in a process of its own, which forks a child that outlives it. The child ends with `alive`.
+/// A worker in a separate process, which forks a child that outlives it. The child ends when `alive` is
+/// closed.
 [[noreturn]] void join_and_fork(const TransportFactory& transports, MembershipOptions options, int alive) {
   const auto executor = make_executor();
   Runtime runtime(*executor, options.name, LogLevel::kOff);

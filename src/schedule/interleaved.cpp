@@ -8,7 +8,7 @@
 namespace torchspan::schedule {
 namespace {
 
-/// Numbers a rank's tasks of one direction: `group` micro-batches pass its first stage, then its second, and
+/// Numbers a rank's actions of one direction: `group` micro-batches pass its first stage, then its second, and
 /// so on through all stages; then the next `group` micro-batches follow. Backwards take the stages in
 /// reverse.
 Action numbered(ActionKind kind, int rank, const Shape& shape, int number) {

@@ -6,7 +6,7 @@
 namespace torchspan::schedule {
 namespace {
 
-/// Zero for tasks that never ran.
+/// Zero for actions that never ran.
 struct Mean {
   Duration sum{0};
   int count = 0;

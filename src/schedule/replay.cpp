@@ -48,7 +48,7 @@ void check_action(const Table& table, int rank, std::size_t place, const Action&
   }
 }
 
-/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next task.
+/// Describes which ranks wait for each other when no rank can continue. `next` holds each rank's next action.
 class Deadlock {
  public:
   Deadlock(const Table& table, const Positions& positions, const std::vector<std::size_t>& next)
@@ -63,9 +63,9 @@ class Deadlock {
       const int owner = positions_.rank_of(other);
       text += fmt::format("; rank {} at {} (action {} of its list) waits for {} ", rank, to_string(mine),
                           positions_.place(mine), to_string(other));
-      text += owner == rank ? std::string("of its own") : fmt::format("of rank {}", owner);
+      text += owner == rank ? std::string("of the same rank") : fmt::format("of rank {}", owner);
       const Action theirs = head(owner);
-      text += other == theirs ? ", which is that one's next"
+      text += other == theirs ? ", which is that rank's next action"
                               : fmt::format(", which comes after {}", to_string(theirs));
     }
     return text;

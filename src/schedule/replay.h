@@ -8,14 +8,14 @@
 
 namespace torchspan::schedule {
 
-/// Maps each task of a table to its position. The constructor checks that the table is complete: every task
+/// Maps each action of a table to its position. The constructor checks that the table is complete: every action
 /// once, on its rank.
 class Positions {
  public:
   /// Throws Error{kInvalid} as validate() does, except for deadlocks. The table must outlive this object.
   explicit Positions(const Table& table);
 
-  /// Whether the table has the task.
+  /// Whether the table has the action.
   bool has(const Action& action) const { return place_[number(action)] >= 0; }
   /// The action's position among its rank's actions.
   std::size_t place(const Action& action) const { return static_cast<std::size_t>(place_[number(action)]); }
@@ -39,7 +39,7 @@ class Positions {
   std::vector<std::ptrdiff_t> place_;
 };
 
-/// Calls `run` for each task, after everything it needs and in the order of its rank. Throws Error{kInvalid}
+/// Calls `run` for each action, after everything it needs and in the order of its rank. Throws Error{kInvalid}
 /// with the cycle of ranks that wait for each other if no such order exists.
 void replay(const Table& table, const Positions& positions, const std::function<void(const Action&)>& run);
 

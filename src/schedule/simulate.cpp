@@ -102,7 +102,7 @@ class Simulation {
   const Table& table_;
   const std::vector<Costs>& costs_;
   const Positions positions_;
-  std::vector<Duration> ends_;  ///< by number of the task
+  std::vector<Duration> ends_;  ///< by number of the action
   std::vector<bool> goes_back_;
   Timeline timeline_;
 };

@@ -196,7 +196,7 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
   EXPECT_THAT(error_text({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
 }
 
-/// Computes the start of each task as the smallest that satisfies every order, repeating until nothing
+/// Computes the start of each action as the smallest that satisfies every order, repeating until nothing
 /// changes.
 std::map<Action, Duration> relaxed(const Table& table, const std::vector<Costs>& costs) {
   const auto cost = [&](const Action& action) {

@@ -16,12 +16,12 @@ void check(const Shape& shape, const std::string& schedule);
 /// The same for a placement; also names a stage whose rank is out of range. Returns the number of ranks.
 int check(const Placement& placement, const std::string& schedule);
 
-/// A table without tasks for a checked placement.
+/// A table without actions for a checked placement.
 Table empty_table(std::string name, const Placement& placement, int ranks);
 
 /// Appends each rank's forwards in the order of s + i, the step at which stage s would run micro-batch i if
 /// every stage had a separate rank. If two stages of a rank are due in the same step, the later stage comes
-/// first, which sends results on. Such an order cannot deadlock: a task waits only for tasks with a smaller s
+/// first, which sends results on. Such an order cannot deadlock: an action waits only for actions with a smaller s
 /// + i.
 void append_forwards(Table& table);
 

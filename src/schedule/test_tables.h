@@ -26,7 +26,7 @@ inline std::vector<Costs> unit_costs(int chunks = 1, int forward = 1, int input 
 
 inline double in_units(Duration time) { return static_cast<double>(time.count()) / kUnit; }
 
-/// "0F0 0F1 0B0": a rank's tasks in one line.
+/// "0F0 0F1 0B0": a rank's actions in one line.
 inline std::string line_of(const std::vector<Action>& actions) {
   std::string line;
   for (const Action& action : actions) line += (line.empty() ? "" : " ") + to_string(action);

@@ -98,13 +98,13 @@ TEST(Validate, OmitsRanksThatOnlyWaitForTheCycle) {
 TEST(Validate, ReportsARankThatWaitsForItself) {
   EXPECT_EQ(error_text(table_of({0}, 1, {"0B0 0F0"})),
             "schedule 'mine': a rank waits for itself; rank 0 at 0B0 (action 0 of its list) waits for 0F0 of "
-            "its own, which "
+            "the same rank, which "
             "comes after 0B0");
   EXPECT_THAT(error_text(table_of({0}, 1, {"0F0 0W0 0I0"})),
               HasSubstr("rank 0 at 0W0 (action 1 of its list) waits for 0I0"));
 }
 
-/// Whether the tasks can run to the end, by trying every rank repeatedly.
+/// Whether the actions can run to the end, by trying every rank repeatedly.
 bool can_finish(const Table& table) {
   std::set<Action> done;
   std::vector<std::size_t> next(table.actions.size(), 0);

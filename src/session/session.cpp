@@ -130,7 +130,7 @@ void add_default(std::vector<std::unique_ptr<rpc::Extension>>& extensions) {
 
 class Session::Impl {
  public:
-  /// `host_mark`: of the host that the worker believes to be on; empty: this boot of this machine.
+  /// `host_mark` overrides the host that the worker reports; empty: this boot of this machine.
   Impl(const WorkerOptions& options, FunctionTable functions,
        std::vector<std::unique_ptr<rpc::Extension>> extensions, const std::string& host_mark)
       : runtime_owner_(make_runtime(options)),

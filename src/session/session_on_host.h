@@ -5,8 +5,8 @@
 
 namespace torchspan {
 
-/// Makes a session whose worker believes to be on the host `host_mark`, instead of on the host that this boot
-/// of this machine is: tests simulate several hosts on one machine. Otherwise as the constructor of Session.
+/// Makes a session whose worker reports the host `host_mark` instead of this boot of this machine, so that
+/// tests can simulate several hosts on one machine. Otherwise as the constructor of Session.
 Session make_session_on_host(const std::string& host_mark, WorkerOptions options,
                              FunctionTable functions = {});
 

@@ -28,7 +28,7 @@ struct RawHeader {
 };
 static_assert(sizeof(RawHeader) == kFrameHeaderSize && std::has_unique_object_representations_v<RawHeader>);
 
-/// Sizes travel in 32 bits.
+/// Sizes are sent as 32 bits.
 std::uint32_t narrow(std::size_t size, const char* part) {
   if (size > std::numeric_limits<std::uint32_t>::max()) {
     throw_invalid(fmt::format("{} of {} is beyond the frame's limit of 2^32 - 1; send bulk data as tensors",

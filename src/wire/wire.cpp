@@ -63,10 +63,11 @@ void throw_bad_alternative(std::size_t index, const std::string& variant_name) {
 long double check_duration(long double value, long double least, long double most) {
   // The comparison is also false for a NaN.
   if (value >= least && value <= most) return value;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("a duration of {} units is outside its type's range [{}, {}]; durations travel as "
-                          "64-bit nanoseconds (292 years)",
-                          value, least, most));
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("a duration of {} units is outside its type's range [{}, {}]; durations are sent as "
+                  "64-bit nanoseconds (292 years)",
+                  value, least, most));
 }
 
 }  // namespace torchspan::wire

@@ -119,7 +119,7 @@ void join_only() {
 void ends_early() {
   try {
     Session session(WorkerOptions::from_env(), functions());
-    if (session.rank() == 0) throw std::out_of_range("rank 0 has had enough");
+    if (session.rank() == 0) throw std::out_of_range("rank 0 ends early");
     session.shutdown();
     return;
   } catch (const std::out_of_range&) {

@@ -89,7 +89,7 @@ void require_cancelled(const std::string& what, const std::function<void()>& bod
   } catch (const Error& error) {
     return require(error.kind() == ErrorKind::kCancelled, what + ": " + error.what());
   }
-  require(false, what + " went well without a session");
+  require(false, what + " succeeded without a session");
 }
 
 using Model = DistributedDataParallel<torch::nn::Linear>;

@@ -60,7 +60,7 @@ void sum_over_hosts() {
   const auto rank = static_cast<double>(session.rank());
   try {
     session.group();
-    require(false, "engines without proof run only where the user says that the network is closed");
+    require(false, "backends without authentication run only on a network that is declared isolated");
   } catch (const Error& error) {
     require(error.kind() == ErrorKind::kUnsupported, error.what());
   }

@@ -160,8 +160,8 @@ class TrainingOverHosts : public testing::Hosts {
   }
 };
 
-// peer: ddp (documented) training between hosts; a rank that dies there in a step: better: the rank, the
-//   reduction and the bucket are named
+// peer: ddp (documented) training between hosts; a rank that dies in a step: better: the error names the
+//   rank, the reduction and the bucket
 TEST_F(TrainingOverHosts, IsThatOfOneProcessOnTheWholeBatch) {
   ProcessWorld world(kRanks);
   for (int rank = 0; rank < kRanks; ++rank)

@@ -105,7 +105,7 @@ void make_weights() {
     const auto all = session.worker().all_gather_bytes(Bytes(bytes, bytes + mine.nbytes()));
     torch::manual_seed(3);
     require(all.at(0) != all.at(1) && all.at(1) != all.at(2) && all.at(0) != all.at(2),
-            "stages have initial weights of their own");
+            "stages have different initial weights");
     // The same model on one worker.
     Pipeline alone(session.worker(), layers, {.balance = {3}, .workers = {session.worker().name()}});
     for (std::size_t layer = 0; layer < 3; ++layer) {
@@ -208,7 +208,7 @@ void be_struck(int signal) {
     std::fflush(nullptr);
     _exit(named ? 0 : 3);  // the session cannot end gracefully
   }
-  throw std::runtime_error("the step went through");
+  throw std::runtime_error("the step succeeded");
 }
 void be_killed() { be_struck(SIGKILL); }
 void be_stopped() { be_struck(SIGSTOP); }
@@ -223,7 +223,7 @@ class Struck : public ::testing::TestWithParam<int> {
     }
     const Deadline deadline = world.executor().deadline_in(seconds(60));
     while (!std::filesystem::exists(world.folder() + "/struck")) {
-      ASSERT_FALSE(deadline.passed(world.executor().now())) << "the victim did not come to its end";
+      ASSERT_FALSE(deadline.passed(world.executor().now())) << "the victim did not end";
       world.executor().sleep(std::chrono::milliseconds(1));
     }
   }
@@ -251,7 +251,7 @@ TEST_P(Struck, AStoppedWorkerEndsTheStepForTheOthers) {
   expect_survivors_named_it(world, seconds(10));
   testing::Process& victim = world.process(static_cast<std::size_t>(GetParam()));
   victim.kill(SIGCONT);
-  EXPECT_TRUE(victim.wait(world.executor(), seconds(10))) << "the one that was stopped hangs";
+  EXPECT_TRUE(victim.wait(world.executor(), seconds(10))) << "the stopped worker hangs";
 }
 
 /// A worker that a debugger stops in a step, for longer than any worker waits by default.

@@ -46,11 +46,11 @@ void stopped_worker() {
     require(error_of([&] { quick.wait(); }).kind() == ErrorKind::kTimedOut, "the deadline holds");
     const Error error = error_of([&] { patient.wait(); });
     require(error.kind() == ErrorKind::kDisconnected, error.what());
-    require(error.message().find("is stopped") != std::string::npos, error.what());
+    require(error.message().find("has been stopped") != std::string::npos, error.what());
     require(error.worker() == "worker1", error.what());
     require(seconds_since(worker, start) > 4 && seconds_since(worker, start) < 9, "after about five seconds");
     ::kill(victim, SIGCONT);
-    require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "it goes on where it was");
+    require(worker.rpc_sync("worker1", kAdd, 40, 2) == 42, "it continues where it stopped");
   }
   session.shutdown(seconds(30));
 }
@@ -111,7 +111,7 @@ void open_member() {
 void open_any_rank() {
   Session session(WorkerOptions::from_env(), functions());
   Worker& worker = session.worker();
-  require(worker.rank() >= 1, "a rank of its own");
+  require(worker.rank() >= 1, "a rank other than 0");
   require(worker.rpc_sync(0, kAdd, 1, 2) == 3, "calls");
   require(worker.rpc_sync(worker.rank(), kPid) == getpid(), "calls to itself");
   session.runtime().executor.sleep(seconds(2));
@@ -145,7 +145,7 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
 }
 
 // peer: rpc_test.py dynamic_rpc_init_rpc
-// peer: rpc/more a worker that was killed comes back under its name
+// peer: rpc/more a killed worker can be restarted under its name
 TEST(Worlds, ReadmitAKilledWorker) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
@@ -160,8 +160,8 @@ TEST(Worlds, ReadmitAKilledWorker) {
   EXPECT_EQ(first.exit_code(), 0) << first.output();
 }
 
-// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a
-//   named worker; without rank and name it is refused
+// peer: rpc_test.py dynamic_rpc_init_rpc_without_rank: differs: the store gives the next free rank to a named
+//   worker; a worker without rank and name is rejected
 TEST(Worlds, AssignRanksToWorkersThatNameNone) {
   ProcessWorld world(3);
   world.start(0, "open_host", {{"WORLD_SIZE", "0"}});

@@ -63,7 +63,7 @@ void expect_survivors(const std::string& scene) {
   }
 }
 
-// peer: c10d testSIGKILLException: better: in every phase of an operation, and by name
+// peer: c10d testSIGKILLException: better: in every phase of an operation, and the rank is named
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
 /// A line of /proc/self/task/<thread>/status.

@@ -46,7 +46,7 @@ std::string error_text(const std::function<void()>& body) {
   return "nothing was thrown";
 }
 
-/// Only the shared-memory backend can notify the other ranks. With foreign engines they time out.
+/// Only the shared-memory backend can notify the other ranks. With Gloo and Open MPI they time out.
 class CollectiveFailureReports : public CollectiveFailures {};
 
 /// A group of one rank depends on no other rank.
@@ -77,8 +77,8 @@ TEST_P(CollectiveFailures, NamesTwoRanksThatCalledDifferentOperations) {
   }
 }
 
-// peer: c10d allreduce_error, type_error, duplicate_name_error: better: theirs abort or hang; operations
-//   have an order, not names
+// peer: c10d allreduce_error, type_error, duplicate_name_error: better: the peers abort or hang; operations
+//   are matched by order, not by name
 TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
   const std::vector<std::function<void(Group&, bool)>> calls = {
       [](Group& group, bool odd) { group.all_reduce(at::ones({3}, odd ? at::kFloat : at::kInt)).wait(); },
@@ -132,7 +132,7 @@ TEST_P(CollectiveFailureReports, StaysBrokenWithTheFirstCause) {
   }
 }
 
-// peer: c10d `testWaitDelay`, abort: same; foreign engines notify no rank
+// peer: c10d `testWaitDelay`, abort: same; Gloo and Open MPI notify no rank
 TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
   for (const Error& error : errors_of([&](Group& group) {
          if (group.rank() == 1) {

@@ -16,8 +16,8 @@ using namespace collective;
 class CollectiveGroups : public CollectiveSuite {};
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveGroups, ::testing::ValuesIn(collective_rows()), row_name);
 
-// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; fusing is
-//   buckets' affair
+// peer: c10d Horovod's `allreduce_async_fused`, `grouped_*`: same: operations are asynchronous; buckets fuse
+//   them
 TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
   run([&](Group& group) {
     std::vector<at::Tensor> mine;
@@ -147,7 +147,7 @@ TEST_P(CollectiveGroups, SumsSparseTensorsOfWhichSomeAreEmptyInOtherDimensions) 
   });
 }
 
-/// Their memory has no address here: reading or writing it ended the process.
+/// Such memory has no address here: reading or writing it would end the process.
 TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
   run([&](Group& group) {
     const at::Tensor meta = at::empty({ranks(), 2}, at::TensorOptions().device(at::kMeta));

@@ -91,7 +91,7 @@ class CollectiveWorld {
     membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
   }
 
-  /// Equal in all processes: they run the same tests.
+  /// The same in all processes, because all run the same tests.
   std::string name_of_store() {
     if (!mpi_) return folder_.path() + "/store";
     std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();

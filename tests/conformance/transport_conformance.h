@@ -59,7 +59,7 @@ class World {
   virtual bool dies_at_once() const { return true; }
   /// Whether a peer that is silent for five seconds counts as dead.
   virtual bool silence_is_death() const { return false; }
-  /// An echo at listen_address(name). The same name again after kill(): it came back.
+  /// Starts an echo at listen_address(name). The same name again after kill() starts its replacement.
   virtual std::unique_ptr<EchoPeer> start_echo(const std::string& name) = 0;
 };
 

@@ -61,7 +61,8 @@ TEST_P(TransportPeerConformance, LeavesNothingBehindHoweverItsPeersEnd) {
         send(*first, {{}, {Bytes(8 << 20)}});
         victim->kill();
         node.wait_for_end(first);
-        // It comes back and its channel is closed; another channel is still in use when this side ends.
+        // The victim is replaced and its channel is closed; another channel is still in use when this side
+        // ends.
         victim = world.start_echo("victim");
         const auto second = node.connect(victim->address()), third = node.connect(victim->address());
         talk(node, second, 20);
@@ -72,7 +73,7 @@ TEST_P(TransportPeerConformance, LeavesNothingBehindHoweverItsPeersEnd) {
       victim.reset();
       EXPECT_TRUE(file.empty() || !std::filesystem::exists(file)) << file;
     };
-    live();  // loads what the first use loads permanently
+    live();  // loads libraries and data that the first use loads permanently
     const Resources before = resources();
     live();
     EXPECT_EQ(resources(), before);

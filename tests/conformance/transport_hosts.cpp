@@ -91,7 +91,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
   wire.write_line(std::to_string(executor->now().time_since_epoch().count()));
   wire.write_line(far.closed.empty() ? "it did not end" : far.closed.at(0).what());
-  // A test may plug the cable in again.
+  // Another test may connect the cable again.
   drive_until(*executor, *transport, [&] { return far.closed.size() == 2; });
   ::_exit(0);
 }
@@ -127,7 +127,7 @@ class TwoHosts : public ::testing::Test {
     if (!run("ip link set lo up") ||
         !run("ip link add near type veth peer name far netns " + std::to_string(far_)) ||
         !run(std::string("ip addr add ") + kNear + "/24 dev near") || !run("ip link set near up")) {
-      return "this system makes no pair of virtual Ethernet ends (veth)";
+      return "this system cannot create a pair of virtual Ethernet devices (veth)";
     }
     wire_->write_line("linked");
     address_ = wire_->read_line();

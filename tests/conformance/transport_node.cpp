@@ -159,7 +159,7 @@ void Node::wait_until(const std::function<bool(const Journal&)>& happened) {
     }
     if (!reader_->park(deadline)) {
       MutexLock lock(mutex_);
-      ADD_FAILURE() << "'" << name_ << "' waited in vain: " << journal_.accepted.size() << " accepted, "
+      ADD_FAILURE() << "'" << name_ << "' timed out: " << journal_.accepted.size() << " accepted, "
                     << journal_.received.size() << " received, " << journal_.closed.size() << " closed, "
                     << journal_.refused.size() << " refused";
       return;

@@ -13,7 +13,7 @@
 
 namespace torchspan::net::conformance {
 
-/// A message by value.
+/// A header and segments that own their bytes.
 struct Parcel {
   Bytes header;
   std::vector<Bytes> segments;

@@ -70,7 +70,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAPeerWasKilledThoughItsForkedC
     echo->kill();
     EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
     EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
-    // The child does not keep the address in use either.
+    // The child must not keep the address in use either.
     const auto again = world.start_echo("echo");
     ASSERT_EQ(again->address(), address);
     send(*node.connect(address), numbered(3));
@@ -78,7 +78,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAPeerWasKilledThoughItsForkedC
   });
 }
 
-/// Kills an echo during a bulk transfer; returns how long it took until this was reported.
+/// Kills an echo during a bulk transfer; returns how long the report of its death took.
 Duration kill_amid_bulk(World& world) {
   const auto echo = world.start_echo("echo");
   Node node(world, "node");
@@ -112,7 +112,7 @@ Duration kill_amid_bulk(World& world) {
 
 TEST_P(TransportPeerConformance, ReportsWithinASecondThatAPeerWasKilledDuringATransfer) {
   in_world([](World& world) {
-    // A busy machine may be late once; a transport that waits for a silence always is.
+    // A busy machine may be slow once; a transport that waits for silence is slow every time.
     Duration quickest = kill_amid_bulk(world);
     if (!world.dies_at_once()) return;
     for (int more = 0; more < 2 && quickest >= std::chrono::seconds(1); ++more) {

@@ -61,7 +61,7 @@ class SimWorld final : public World {
   int unauthenticated_count_ = 0;
 };
 
-/// A new seed for every run, or that of TORCHSPAN_SIM_SEED, to see a failure again.
+/// A new seed for every run, or TORCHSPAN_SIM_SEED, to reproduce a failure.
 std::uint64_t choose_seed() {
   const char* chosen = std::getenv("TORCHSPAN_SIM_SEED");
   return chosen != nullptr ? std::strtoull(chosen, nullptr, 10) : std::random_device()();

@@ -12,7 +12,7 @@
 namespace torchspan::net::conformance::transport_stream {
 namespace {
 
-/// The transport of this side, and that of an echo in a separate process.
+/// The names of this side's transport and of the transport of an echo in a separate process.
 struct Kinds {
   std::string own;
   std::string echo;

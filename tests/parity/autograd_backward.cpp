@@ -376,8 +376,8 @@ TEST(AutogradBackward, BackwardDifferentTensorDims) {
   });
 }
 
-// peer: dist_autograd_test.py backward_unused_tensors: better: what only unused outputs feed gets no
-//   gradient, as in one process
+// peer: dist_autograd_test.py backward_unused_tensors: better: a parameter that feeds only unused outputs
+//   gets no gradient, as in one process
 TEST(AutogradBackward, BackwardUnusedTensors) {
   on_first(world(), [](Worker& worker) {
     const Kind kind(false);

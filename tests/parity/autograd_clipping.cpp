@@ -167,7 +167,7 @@ TEST(AutogradClipping, FailsOnAllReplicasWhenTheyDisagreeOrOneHasNoNorm) {
 TEST(AutogradClipping, StepsAllReplicasOrNoneWhenOneOfThemHasAnInfiniteGradient) {
   on_trainers([](Trainer& trainer) {
     const int rank = static_cast<int>(trainer.worker.rank());
-    // Rows that one trainer looks up have gradients of its own: infinite on rank 1 in the second step.
+    // The rows that a trainer looks up get gradients only from it: infinite on rank 1 in the second step.
     DistributedOptimizer optimizer(trainer.worker, SGD{.lr = 0.1}, {trainer.table, Target(trainer.head)});
     optim::GradScaler alone({.init_scale = 4});
     optim::GradScaler together({.init_scale = 4, .growth_interval = 100, .replicas = {0, 1}});

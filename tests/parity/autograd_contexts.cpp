@@ -148,7 +148,7 @@ void expect_graph_of_nested_call(const Kind& kind, Way way, std::uint32_t last) 
     EXPECT_EQ(between[0].to, last);
     EXPECT_FALSE(between[0].reply);
     EXPECT_EQ(between[0].tensors, 2U);
-    EXPECT_EQ(between[0].nodes, 0U) << "what came is handed on";
+    EXPECT_EQ(between[0].nodes, 0U) << "received tensors are sent on without a computation";
     EXPECT_THAT(between[0].sources, ElementsAre(first[0].message));
     EXPECT_THAT(end.back().sources, ElementsAre(between[0].message));
     EXPECT_EQ(between[1].to, 0U);
@@ -312,9 +312,9 @@ TEST_P(AutogradContexts, ACallThatTheEndOfItsContextOvertakesIsServed) {
       worker.barrier();
     });
     EXPECT_EQ(pushes.all, 20);
-    EXPECT_GE(pushes.without_context, 10) << "so many were overtaken";
+    EXPECT_GE(pushes.without_context, 10) << "all late calls arrived after the end of the context";
     EXPECT_LT(pushes.without_context, 20);
-    EXPECT_THAT(pushes.refusal, HasSubstr("has ended meanwhile"));
+    EXPECT_THAT(pushes.refusal, HasSubstr("in which it was called has ended"));
   }
 }
 
@@ -438,7 +438,7 @@ TEST(AutogradContexts, ThreadLocalContextId) {
 }
 
 /// The peer's fork of TorchScript, whose threads inherit the context; here the program starts the threads.
-// peer: dist_autograd_test.py jit_fork_within_context: same, with threads of the program and a
+// peer: dist_autograd_test.py jit_fork_within_context: same, with the program's own threads and a
 //   `ContextScope`
 TEST(AutogradContexts, JitForkWithinContext) {
   on_first_and_clean(2, [](Worker& worker) {

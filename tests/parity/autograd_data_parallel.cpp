@@ -34,7 +34,7 @@ at::Tensor table_gradient(Worker& worker, const RRef<Embedding>& embedding, std:
 at::Tensor broken_forward(const RRef<Embedding>& embedding, const at::Tensor& rows) {
   at::Tensor looked_up = embedding.local_value().forward(rows);
   looked_up.register_hook(
-      [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the server is ill"); });
+      [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the server failed"); });
   return looked_up;
 }
 
@@ -325,7 +325,7 @@ TEST(AutogradDataParallel, APassThatFailsOnAServerFailsOnAllTrainers) {
         continue;
       }
       const Error error = error_of([&] { context.backward(loss); });
-      EXPECT_THAT(error.message(), HasSubstr("the server is ill"));
+      EXPECT_THAT(error.message(), HasSubstr("the server failed"));
       EXPECT_EQ(error.message().find("rank 0 gave up") != std::string::npos, trainer.rank == 1)
           << error.message();
     }

@@ -1,5 +1,5 @@
-// The thread that reports a death has other deaths to report, and answers heartbeats: no user code runs on
-// it, in whatever way a pass or a context ends by that death.
+// The thread that reports a death also reports other deaths and answers heartbeats. No user code runs on it,
+// however a pass or a context ends because of that death.
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_death_threads {

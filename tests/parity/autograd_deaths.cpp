@@ -178,8 +178,8 @@ std::map<std::string, Tally> kill_at_moments(PassMode mode, std::size_t stride) 
   return tallies;
 }
 
-// peer: dist_autograd_test.py (others wait for ever) a worker dies before, while or after any message of a
-//   pass: better: ends within a second and leaves nothing on any worker
+// peer: dist_autograd_test.py (hangs) a worker dies before, during or after any message of a pass: better:
+//   the pass ends within a second and leaves no state on any worker
 TEST(AutogradDeaths, EndASmartPassAtEveryMoment) {
   auto tallies = kill_at_moments(PassMode::kSmart, 1);
   print(tallies);
@@ -193,7 +193,7 @@ TEST(AutogradDeaths, EndASmartPassAtEveryMoment) {
   EXPECT_GT(tallies["after release"].had_gradients, 0) << "the pass was over by then";
 }
 
-// peer: dist_autograd_test.py (others wait for ever) a worker dies before
+// peer: dist_autograd_test.py (hangs) a worker dies before
 TEST(AutogradDeaths, EndAFastPassAtAnyMoment) {
   auto tallies = kill_at_moments(PassMode::kFast, 3);
   print(tallies);
@@ -204,7 +204,7 @@ TEST(AutogradDeaths, EndAFastPassAtAnyMoment) {
 }
 
 /// The root dies, in a context that lives on; a worker that waits for its gradients gets an error.
-// peer: dist_autograd_test.py (others wait for ever) a worker dies before
+// peer: dist_autograd_test.py (hangs) a worker dies before
 TEST(AutogradDeaths, OfTheRootInAnothersContext) {
   int met = 0;
   for (Duration moment = microseconds(100); moment < milliseconds(3); moment += microseconds(200)) {

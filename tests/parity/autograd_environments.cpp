@@ -172,7 +172,7 @@ TEST(AutogradEnvironments, CallsThroughAWorkerWithoutAContextAreRefused) {
     expect_error(ErrorKind::kInvalid, "an autograd context of worker 'worker0'",
                  [&] { autograd::current(second); });
     expect_equal(second.rpc_sync(2, kMultiply, w.detach(), w.detach()), (w * w).detach());
-    EXPECT_EQ(second.rpc_sync(2, kContextId), 0) << "the other worker's context is none of its business";
+    EXPECT_EQ(second.rpc_sync(2, kContextId), 0) << "the other worker's context has no effect on it";
     context.backward(first.rpc_sync(2, kMultiply, w, w).sum());
     expect_equal(context.gradient(w), w.detach() * 2);
   });

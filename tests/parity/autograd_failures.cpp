@@ -94,8 +94,8 @@ void expect_all_free(const Worker& worker) {
   }
 }
 
-// peer: dist_autograd_test.py backward_autograd_engine_error: better: names worker, node and the place of
-//   the call, and no worker is left waiting
+// peer: dist_autograd_test.py backward_autograd_engine_error: better: names worker, node and call site, and
+//   no worker is left waiting
 TEST(AutogradFailures, BackwardAutogradEngineError) {
   on_first(world(4), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -116,7 +116,7 @@ TEST(AutogradFailures, BackwardAutogradEngineError) {
   });
 }
 
-// peer: dist_autograd_test.py backward_python_udf_error: better: one error, not a prefix for every hop
+// peer: dist_autograd_test.py backward_python_udf_error: better: one error, without a prefix for every hop
 TEST(AutogradFailures, BackwardPythonUdfError) {
   on_first(world(3), [](Worker& worker) {
     for (const std::int64_t hops : {0, 1, 4}) {
@@ -127,7 +127,7 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
       const Error error = error_of([&] { context.backward(loss); });
       EXPECT_THAT(error.message(), AllOf(HasSubstr("Simulate error on backward pass"),
                                          HasSubstr("on worker '" + there + "'"), HasSubstr("'chain'")));
-      EXPECT_EQ(error.frames().size(), 1U) << "one story, not one a hop";
+      EXPECT_EQ(error.frames().size(), 1U) << "one frame, not one per hop";
       expect_all_free(worker);
     }
   });
@@ -135,7 +135,7 @@ TEST(AutogradFailures, BackwardPythonUdfError) {
 
 /// If a hook, or a call made in backward, throws anywhere: one error with the worker, the node and the call
 /// of the forward pass.
-// peer: dist_autograd_test.py (undocumented) a hook, or a call made by a backward, throws: better: names
+// peer: dist_autograd_test.py (undocumented) a hook, or a call made in backward, throws: better: names
 //   worker, node and the forward call
 TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   on_first(world(4), [](Worker& worker) {
@@ -163,7 +163,7 @@ TEST(AutogradFailures, HooksAndNestedCallsThatThrow) {
   });
 }
 
-// peer: dist_autograd_test.py (none) cancelling a pass: more
+// peer: dist_autograd_test.py (none) cancellation of a pass: more
 TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -188,7 +188,7 @@ TEST(AutogradFailures, ACancelledPassEndsEverywhere) {
   });
 }
 
-// peer: dist_autograd_test.py multiple_backward_with_errors: same: 50 that fail, then 50 that do not
+// peer: dist_autograd_test.py multiple_backward_with_errors: same: 50 passes that fail, then 50 that succeed
 TEST(AutogradFailures, MultipleBackwardWithErrors) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -206,8 +206,8 @@ TEST(AutogradFailures, MultipleBackwardWithErrors) {
 }
 
 /// FAST: PyTorch's own test asserts that this hangs.
-// peer: dist_autograd_test.py backward_unused_send_function: better: theirs asserts that it hangs; FAST
-//   names the sends of all workers, SMART is right
+// peer: dist_autograd_test.py backward_unused_send_function: better: the peer's test asserts a hang; FAST
+//   names the unused sends of all workers, SMART gives the right gradients
 TEST(AutogradFailures, BackwardUnusedSendFunction) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -276,7 +276,7 @@ TEST(AutogradFailures, APassThatIsLateEndsEverywhere) {
   });
 }
 
-// peer: dist_autograd_test.py (asserts) two passes at once in one context: better: the second is refused
+// peer: dist_autograd_test.py (asserts) two passes at once in one context: better: the second is rejected
 TEST(AutogradFailures, TwoPassesAtOnceInOneContext) {
   on_first(world(3), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);

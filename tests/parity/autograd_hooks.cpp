@@ -286,7 +286,7 @@ struct SparseMaker : torch::autograd::Function<SparseMaker> {
 };
 
 // peer: dist_autograd_test.py no_grad_copy_sparse: better: not copied if nothing else refers to its memory;
-//   indices that are an embedding's input are copied: theirs change with that
+//   indices that are an embedding's input are copied; the peer's gradient changes when the input does
 TEST(AutogradHooks, NoGradCopySparse) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1), b = Kind(false).make(2);
@@ -307,7 +307,7 @@ TEST(AutogradHooks, NoGradCopySparse) {
     {
       Context context(worker);  // two leaves, one gradient: they must not share it
       context.backward(SparseMaker::apply(TwoOfOne::apply(a, b, passed_on), unused_keeper, seen) * 1.0);
-      EXPECT_EQ(passed_on.memory, seen.memory) << "it is handed on as it is";
+      EXPECT_EQ(passed_on.memory, seen.memory) << "it is passed on without a copy";
       EXPECT_NE(memory_of(context.gradient(a)), memory_of(context.gradient(b)));
       expect_equal(context.gradient(a), context.gradient(b));
     }
@@ -333,8 +333,8 @@ TEST(AutogradHooks, GradCopySparseWhoseIndicesAreAnInput) {
   });
 }
 
-// peer: dist_autograd_test.py grad_copy_sparse_indices_extra_ref: better: indices that another holds are
-//   copied; theirs are taken over, and change with it
+// peer: dist_autograd_test.py grad_copy_sparse_indices_extra_ref: better: indices with another reference are
+//   copied; the peer's are shared and change with it
 TEST(AutogradHooks, GradCopySparseIndicesExtraRef) {
   on_first(world(1), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);
@@ -369,9 +369,9 @@ TEST(AutogradHooks, EmbeddingBagWithNoGradTensors) {
 }
 
 /// Instead of the peer's profiler: spans show what ran on which worker, and for which pass.
-// peer: dist_autograd_test.py dist_autograd_profiling: differs: spans of our own, not LibTorch's profiler:
-//   the call, the pass, and by the pass's id, on both workers, the gradients sent and received for each
-//   message
+// peer: dist_autograd_test.py dist_autograd_profiling: differs: TorchSpan's spans instead of LibTorch's
+//   profiler: the call, the pass, and, with the pass's id, the gradients sent and received for each message
+//   on both workers
 TEST(AutogradHooks, DistAutogradProfiling) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor a = Kind(false).make(1);

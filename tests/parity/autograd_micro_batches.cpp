@@ -63,7 +63,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> costs(Worker& worker, int bat
     ((x * copy * weight).tanh() * copy).sum().backward();
     expect_equal(context.gradient(mine), copy.grad());
     expect_equal(layer.rpc_sync(kGradientOf), weight.grad());
-    EXPECT_EQ(calls.to_here(), batch + 1) << "the hook hears of the whole gradient of a pass, once";
+    EXPECT_EQ(calls.to_here(), batch + 1) << "the hook is called once per pass, with the whole gradient";
   }
   return costs;
 }
@@ -76,7 +76,7 @@ TEST(AutogradMicroBatches, APassCountsItsOwnPart) {
         EXPECT_EQ(many[pass], few[1]) << "pass " << pass;
       }
       EXPECT_LE(many[0].first, few[0].first * 10)
-          << "the first one counts what all forward passes made, once";
+          << "the first pass counts the nodes of all forward passes, once";
       EXPECT_LE(many[0].second, few[0].second * 10);
       EXPECT_GT(few[1].first, 3);
       EXPECT_LT(few[1].first, 12) << "a handful of nodes and two messages";

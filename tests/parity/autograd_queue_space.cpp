@@ -80,7 +80,7 @@ TEST(AutogradQueueSpace, ThatNeverBecomesFreeIsNamedWhenThePassIsLate) {
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(error.message(),
                 AllOf(HasSubstr("worker 'worker0'"), HasSubstr("messages to worker 'worker1'"),
-                      HasSubstr("wait for room"), HasSubstr("max_waiting_bytes")));
+                      HasSubstr("are queued"), HasSubstr("max_waiting_bytes")));
     EXPECT_THAT(error.message(), Not(HasSubstr("lost worker")));
     busy.wait();
     context.backward(worker.rpc_sync("worker1", kMultiply, a, a).sum());

@@ -96,8 +96,8 @@ TEST(RemoteModuleConformance, ForwardAsync) {
   });
 }
 
-// peer: remote_module_test.py bad_module: differs: what is no module does not compile; a constructor that
-//   throws is reported at the first use
+// peer: remote_module_test.py bad_module: differs: a class that is not a module does not compile; a
+//   constructor that throws is reported at the first use
 TEST(RemoteModuleConformance, BadModule) {
   on_first(world(), [](Worker& worker) {
     const RemoteModule layer(worker, "worker1", kLayer, 7, -1);
@@ -251,7 +251,7 @@ void expect_training_as_in_one_process(Worker& worker, bool by_parameters) {
   expect_close(far.rpc_sync(kValues), second->values());
 }
 
-// peer: remote_module_test.py (documented) trained by a distributed optimizer: same: the numbers of one
+// peer: remote_module_test.py (documented) trained by a distributed optimizer: same: the results of one
 //   process
 TEST(RemoteModuleConformance, TrainsLikeTheSameModulesInOneProcess) {
   for (const bool by_parameters : {false, true}) {

@@ -167,8 +167,8 @@ TEST(AutogradRoots, RrefsThatAreNoLossAreRefused) {
   });
 }
 
-// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape, with their gradients: more (D, S):
-//   their roots are scalars
+// peer: dist_autograd_test.py (LibTorch's engine) roots of any shape, with their gradients: more (D, S): the
+//   peer's roots are scalars
 TEST_P(AutogradRoots, RootsOfAnyShapeTakeTheirGradients) {
   for (const PassMode mode : {PassMode::kSmart, PassMode::kFast}) {
     on_first(world(), [&](Worker& worker) {
@@ -253,7 +253,7 @@ TEST(AutogradRoots, AReferenceToALeafIsARoot) {
 
 /// The remains of the failed pass are on a worker that the caller did not call.
 // peer: dist_autograd_test.py (none) running a failed pass again in its context: more:
-//   `context.clear_gradients()`; theirs keeps what the failed pass had added
+//   `context.clear_gradients()`; the peer keeps what the failed pass had added
 TEST(AutogradRoots, APassThatFailedIsRunAgainFromNothing) {
   on_first(world(3), [](Worker& worker) {
     const Kind kind(false);

@@ -178,7 +178,7 @@ TEST(RpcConformance, WireSerializeCloneSparseTensors) {
   for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(back.at(i), tensors[i])) << i;
 }
 
-// peer: test_cpp_rpc WireSerialize.Errors: better: every shortened form is refused
+// peer: test_cpp_rpc WireSerialize.Errors: better: every truncated encoding is rejected
 TEST(RpcConformance, WireSerializeErrors) {
   const std::vector<at::Tensor> tensors{at::arange(4), at::ones({3})};
   const wire::PackedTensors packed = wire::pack(tensors);
@@ -248,7 +248,7 @@ TEST(RpcConformance, TensorpipeSerializeNoDeleterTensors) {
 }
 
 // peer: rpc_test.py (`*_sparse`, 18 repeats) sparse arguments and results: same: the tensor table carries
-//   sparse COO for every call alike
+//   sparse COO tensors in every call
 TEST(RpcConformance, SparseTensors) {
   on_first(world(), [](Worker& worker) {
     const at::Tensor x = at::sparse_coo_tensor(at::tensor({0, 1, 1, 2, 0, 2}, at::kLong).reshape({2, 3}),
@@ -353,7 +353,7 @@ TEST(RpcConformance, KwargsChooseTheOverload) {
   });
 }
 
-// peer: jit/rpc_test.py (documented) overloads that lack a keyword are passed over: same
+// peer: jit/rpc_test.py (documented) overloads that lack a keyword are skipped: same
 TEST(RpcConformance, KwargsSkipOverloadsWithoutThem) {
   on_first(world(), [](Worker& worker) {
     at::Tensor memory;

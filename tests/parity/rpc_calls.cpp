@@ -324,7 +324,8 @@ TEST(RpcConformance, PyMultiAsyncCall) {
   });
 }
 
-// peer: rpc_test.py nested_rpc: better: works with one handler thread a worker, where theirs gets no reply
+// peer: rpc_test.py nested_rpc: better: works with one handler thread per worker, where the peer's gets no
+//   reply
 TEST(RpcConformance, NestedRpc) {
   ClusterOptions options = world(3);
   options.threads = 1;

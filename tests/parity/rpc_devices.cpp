@@ -76,7 +76,7 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePlacement, ::testing::ValuesIn(placements())
 
 /// device_map_cpu, device_map_gpu_default, device_map_gpu_mixed_… of the peer: all 27.
 // peer: rpc_test.py `device_maps_{cpu,gpu}_*` (the placements), `device_maps_multi_gpu`(`_self`),
-//   `device_map_gpu_mixed_*`: same, over a stand-in for GPUs; calls to oneself need no map
+//   `device_map_gpu_mixed_*`: same, on a stand-in device; a worker's calls to itself need no map
 TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
   const Placement& place = GetParam();
   std::vector<DeviceMap::Pair> pairs{{place.here, place.there}};
@@ -162,8 +162,8 @@ TEST(RpcDevices, ResultsGoByTheCallersMapNotByTheCallees) {
 
 /// device_maps_missing_config, …_remote, …_loop: an error at once, not a timeout, and the worker continues.
 // peer: rpc_test.py `device_maps_missing_config`(`_loop`, `_remote`, `_response`, `_response_loop`,
-//   `_remote_response`): better: the error names tensor, device, worker, call and its place; without any
-//   map tensors arrive on the CPU
+//   `_remote_response`): better: the error names tensor, device, worker, call and call site; without any map,
+//   tensors arrive on the CPU
 TEST(RpcDevices, DeviceMapsMissingConfig) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     const at::Tensor lost = at::ones({2}).to(stand_in(1)), mapped = at::ones({2}).to(stand_in(0));
@@ -188,7 +188,7 @@ TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
     for (int time = 0; time < 3; ++time) {
       const Error error = error_of([&] { worker.rpc_sync("worker1", kMadeOn, stand_in(0)); });
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-      EXPECT_THAT(error.what(), AllOf(HasSubstr("a result lives on privateuseone:0 of worker 'worker1'"),
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("a result is on privateuseone:0 of worker 'worker1'"),
                                       HasSubstr("made_on")));
       const RRef<at::Tensor> kept = worker.remote("worker1", kMadeOn, stand_in(0));
       expect_error(ErrorKind::kInvalid, "privateuseone:0", [&] { kept.to_here(); });

@@ -61,7 +61,7 @@ void expect_expected_error(const Error& error, const std::string& thrower) {
 }
 
 // peer: rpc_test.py py_raise_in_user_func: differs: type, text, worker and call are sent in frames; the
-//   callee does not log what it reports to its caller
+//   callee does not log an error that it reports to its caller
 TEST(RpcConformance, PyRaiseInUserFunc) {
   on_first(world_of(2, functions()), [](Worker& worker) {
     for (const std::string to : {"worker1", "worker0"}) {
@@ -176,8 +176,8 @@ TEST(RpcConformance, OpWithInvalidArgs) {
   });
 }
 
-// peer: rpc_test.py (documented) a result that cannot be sent: better: rpc_sync() does not compile,
-//   remote() keeps it where it is
+// peer: rpc_test.py (documented) a result that cannot be sent: better: rpc_sync() does not compile, remote()
+//   leaves the result on its owner
 TEST(RpcConformance, ResultThatCannotBeSentStaysThere) {
   static_assert(!wire::Transferable<Opaque>);  // so rpc_sync(…, kMakeOpaque) does not compile
   on_first(world_of(2, functions()), [](Worker& worker) {
@@ -188,7 +188,7 @@ TEST(RpcConformance, ResultThatCannotBeSentStaysThere) {
   });
 }
 
-// peer: rpc_test.py handle_send_exceptions: better: names the worker, and within a second
+// peer: rpc_test.py handle_send_exceptions: better: fails within a second and names the worker
 TEST(RpcConformance, HandleSendExceptions) {
   ClusterOptions options = world_of(3, functions());
   options.graceful = false;
@@ -250,7 +250,7 @@ TEST(RpcConformance, RemoteThrow) {
   });
 }
 
-// peer: rpc_test.py deadlock: same: with one handler thread a worker
+// peer: rpc_test.py deadlock: same: with one handler thread per worker
 TEST(RpcConformance, Deadlock) {
   ClusterOptions options = world_of(3, functions());
   options.threads = 1;

@@ -83,7 +83,7 @@ TEST(RpcConformance, CallbackChain) {
   });
 }
 
-// peer: rpc_test.py callback_none: differs: the failure lands in the derived future
+// peer: rpc_test.py callback_none: differs: the failure completes the derived future
 TEST(RpcConformance, CallbackNone) {
   on_first(world(), [](Worker& worker) {
     const std::function<std::int64_t(Number)> none;

@@ -139,7 +139,7 @@ TEST(RpcConformance, PyRpcRrefArgs) {
   });
 }
 
-// peer: rpc_test.py/rref (documented) another worker's RRef in a call to oneself: same
+// peer: rpc_test.py/rref (documented) another worker's RRef in a worker's call to itself: same
 TEST(RpcConformance, UserRrefAsSelfRpcArg) {
   on_all(world(), [](Worker& worker) {
     auto there = worker.remote(next(worker), kAdd, 1, 2);
@@ -330,8 +330,8 @@ TEST(RpcConformance, ValuesEndWithTheirLastReference) {
   }
 }
 
-// peer: rpc_test.py/rref (C++ only) a value that cannot travel: better: to_here() does not compile; members
-//   are called where it is
+// peer: rpc_test.py/rref (C++ only) a value that cannot be sent: better: to_here() does not compile; its
+//   member functions are called on the owner
 TEST(RpcConformance, ToHereOfAValueThatCannotBeSent) {
   Lives lives;
   on_first(with_state(world(), lives), [](Worker& worker) {

@@ -132,8 +132,8 @@ void expect_no_creation(const RRef<Witness>& tracked) {
   EXPECT_EQ(error.worker(), "worker1");
 }
 
-// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: refused at once, with the failure of
-//   the creation
+// peer: faulty_agent_rpc_test.py remote_message_dropped_pickle: same: rejected immediately, with the failure
+//   of the creation
 TEST(RpcConformance, RemoteMessageDroppedPickle) {
   with_network(3, [](Worker& worker, SimCluster& cluster, Lives& lives) {
     cluster.network().drop_if(requests_of(rpc::kCreateRemote));
@@ -155,7 +155,7 @@ TEST(RpcConformance, UdfRemoteMessageDroppedTimeout) {
     expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.creation().wait(); });
     const TimePoint begin = now(worker);
     for (int i = 0; i < 2; ++i) expect_error(ErrorKind::kTimedOut, "worker1", [&] { sum.to_here(); });
-    EXPECT_EQ(now(worker), begin) << "what is known to have failed is not asked for";
+    EXPECT_EQ(now(worker), begin) << "a creation known to have failed is not fetched";
     EXPECT_FALSE(sum.confirmed_by_owner());
     EXPECT_EQ(lives.made, 0);
   });
@@ -204,7 +204,8 @@ void expect_late_creation_is_cleaned_up(bool reorder, std::string operator_name 
       EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0);
     }
     nap(worker, seconds(1));
-    EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0) << "nor does the end of the reference count for it";
+    EXPECT_EQ(worker.rpc_sync("worker1", kCounted), 0)
+        << "the release of the reference does not create an entry";
     cluster.network().set_options({});
     cluster.network().delay_if({}, {});
   });
@@ -238,8 +239,9 @@ TEST(RpcConformance, UdfRemoteMessageDelayTimeoutToSelf) {
 }
 
 // peer: faulty_agent_rpc_test.py remote_message_dropped_pickle_to_self,
-//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same:
-//   nothing is lost on the way to oneself, but a creation that no thread takes up in time ends alike
+//   builtin_remote_message_dropped_timeout_to_self, udf_remote_message_dropped_timeout_to_self: same: a
+//   worker's messages to itself are never lost, but a creation that no thread starts in time ends the same
+//   way
 TEST(RpcConformance, CreationOnOneselfThatNeverBegins) {
   Lives lives;
   ClusterOptions options = world(lives, 2);
@@ -274,7 +276,7 @@ TEST(RpcConformance, CallOnAFailedCreationKeepsItsKind) {
   });
 }
 
-// peer: faulty_agent_rpc_test.py (documented) a slow creation, given up by its creator: same
+// peer: faulty_agent_rpc_test.py (documented) a slow creation that its creator gives up: same
 TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
   with_network(2, [](Worker& worker, SimCluster&, Lives& lives) {
     {

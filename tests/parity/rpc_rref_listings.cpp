@@ -200,8 +200,8 @@ ClusterOptions strict(bool strict_leaks) {
   return options;
 }
 
-// peer: rpc_test.py/rref rref_leak: same, if asked for by `strict_leaks`: the owner's shutdown throws; it
-//   lists type, place and holders
+// peer: rpc_test.py/rref rref_leak: same with `strict_leaks`: the owner's shutdown throws an error that lists
+//   type, place of creation and holders
 TEST(RpcConformance, RrefLeak) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
     ClusterOptions options = strict(true);
@@ -283,8 +283,8 @@ TEST(RpcConformance, WarnsOfValuesInUseByOthersInAnOpenWorld) {
                     HasSubstr("held by 'worker0'")));
 }
 
-// peer: rpc_test.py/rref ignore_rref_leak: same: what programs hold is given back without a word, unless
-//   `strict_leaks`
+// peer: rpc_test.py/rref ignore_rref_leak: same: references that programs hold are released silently, unless
+//   `strict_leaks` is set
 TEST(RpcConformance, IgnoreRrefLeak) {
   std::vector<RRef<Board>> held;
   ::testing::internal::CaptureStderr();
@@ -312,8 +312,8 @@ std::string warnings_of_a_lost_delete(bool report_leaks) {
   return ::testing::internal::GetCapturedStderr();
 }
 
-// peer: rpc_test.py/rref (documented) references that were not released: same: a warning with type, place
-//   and holders; `report_leaks = false` says nothing
+// peer: rpc_test.py/rref (documented) references that were not released: same: a warning with type, place of
+//   creation and holders; `report_leaks = false` disables it
 TEST(RpcConformance, WarnsAtShutdownAboutUnreturnedReferences) {
   const std::string warnings = warnings_of_a_lost_delete(true);
   EXPECT_THAT(warnings, AllOf(HasSubstr("torchspan[worker1] warning: 1 values end"),

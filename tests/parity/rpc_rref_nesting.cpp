@@ -120,8 +120,8 @@ Load make_load(Worker& worker) {
   return load;
 }
 
-// peer: rpc_test.py/rref (documented) RRefs inside other values: same: in any struct and container that
-//   travels
+// peer: rpc_test.py/rref (documented) RRefs inside other values: same: in any struct and container that can
+//   be sent
 TEST(RpcConformance, RrefsInStructsAndContainersPassThroughAllWorkersAndReturn) {
   int alive = 0;
   on_first(world(alive), [&](Worker& worker) {

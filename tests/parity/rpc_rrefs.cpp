@@ -324,8 +324,8 @@ TEST(RpcConformance, CreationOfACopyIsThatOfTheValue) {
   });
 }
 
-// peer: rpc_test.py pg_init_no_rpc_init: better: an RRef cannot be created without a worker; an empty one says
-//   so
+// peer: rpc_test.py pg_init_no_rpc_init: better: an RRef cannot be created without a worker; using an empty
+//   one throws an error that says so
 TEST(RpcConformance, PgInitNoRpcInit) {
   static_assert(!std::is_constructible_v<RRef<std::int64_t>, std::int64_t>, "an RRef needs its worker");
   const RRef<std::int64_t> none;

@@ -189,7 +189,7 @@ TEST(RpcConformance, WaitAllExitEarlyScriptFunction) {
   });
 }
 
-// peer: jit/rpc_test.py async_function_*: same: with one handler thread a worker
+// peer: jit/rpc_test.py async_function_*: same: with one handler thread per worker
 TEST(RpcConformance, AsyncFunctionsWaitForScripts) {
   ClusterOptions options = world(3);
   options.threads = 1;
@@ -297,7 +297,7 @@ TEST(RpcConformance, RemoteMessageScriptDelayTimeout) {
   });
 }
 
-// peer: faulty_agent_rpc_test.py rref_timeout_pickle_in_jit, rref_timeout_pickle_script_func: same: refused
+// peer: faulty_agent_rpc_test.py rref_timeout_pickle_in_jit, rref_timeout_pickle_script_func: same: rejected
 //   with the failure of the creation
 TEST(RpcConformance, RrefTimeoutPickleScriptFunc) {
   with_late_requests(rpc::kCreateRemote, [](Worker& worker) {

@@ -73,7 +73,7 @@ TEST(RpcConformance, LocalShutdownWithRpc) {
       [](const auto& failures, const Tally&) { expect_no_failure(failures); });
 }
 
-// peer: rpc_test.py (documented) local shutdown fails what is pending: same
+// peer: rpc_test.py (documented) local shutdown fails pending calls: same
 TEST(RpcConformance, LocalShutdownFailsPendingCalls) {
   on_services(
       2,
@@ -210,7 +210,7 @@ class FailsToShutDown final : public rpc::Extension {
   }
 };
 
-// peer: rpc_test.py shutdown_errors: better: the others learn at once that the failing worker left
+// peer: rpc_test.py shutdown_errors: better: the others are notified immediately that the failing worker left
 TEST(RpcConformance, ShutdownErrors) {
   on_services(
       3,

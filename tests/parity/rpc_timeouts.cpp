@@ -203,8 +203,8 @@ TEST(RpcConformance, RrefProxyTimeout) {
 }
 
 // peer: rpc_test.py set_and_get_num_worker_threads: same
-// peer: dist_autograd_test.py verify_backend_options: differs: there is no back end to name; that the
-//   options given are those in force is a row of calls
+// peer: dist_autograd_test.py verify_backend_options: differs: there is no backend to name; a row of remote
+//   calls checks that the given options take effect
 TEST(RpcConformance, SetAndGetNumWorkerThreads) {
   for (const int threads : {1, 2, 5}) {
     ConcurrentCalls concurrency;

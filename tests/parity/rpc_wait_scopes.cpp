@@ -99,8 +99,8 @@ TEST(RpcConformance, WaitAllTimeout) {
   });
 }
 
-// peer: rpc_test.py wait_all_raise_in_user_func: differs: `wait()` throws it; a destructor throws nothing,
-//   so a scope without `wait()` says nothing
+// peer: rpc_test.py wait_all_raise_in_user_func: differs: `wait()` throws the failure; the destructor does
+//   not, so a scope without `wait()` reports none
 TEST(RpcConformance, WaitAllRaiseInUserFunc) {
   on_first(world(), [](Worker& worker) {
     expect_error(ErrorKind::kRemoteFailure, "Expected error", [&] {
@@ -142,8 +142,8 @@ TEST(RpcConformance, WaitAllScopeExitsEarly) {
   });
 }
 
-// peer: rpc_test.py debug_info: better: typed, with every call that waits or runs, its age and its place in
-//   the program
+// peer: rpc_test.py debug_info: better: a struct that lists every pending and running call with its age and
+//   call site
 TEST(RpcConformance, DebugInfo) {
   on_first(world(), [](Worker& worker) {
     auto idle = [](const DebugInfo& info) {
@@ -176,8 +176,8 @@ TEST(RpcConformance, DebugInfo) {
   });
 }
 
-// peer: rpc_test.py/rref rref_context_debug_info: better: beside the counts a list with type, size, age,
-//   place and holders
+// peer: rpc_test.py/rref rref_context_debug_info: better: counts, and a list with type, size, age, place of
+//   creation and holders
 TEST(RpcConformance, RrefContextDebugInfo) {
   on_first(world(), [](Worker& worker) {
     const auto references = [&] { return worker.debug().references; };

@@ -61,8 +61,8 @@ TEST(RpcConformance, DuplicateName2) {
   }
 }
 
-// peer: rpc_test.py reinit: differs: nothing is global, so several workers may live in one process; a
-//   second worker of the same name and rank is refused by its world
+// peer: rpc_test.py reinit: differs: nothing is global, so several workers may live in one process; a second
+//   worker with the same name and rank is rejected by its world
 TEST(RpcConformance, Reinit) {
   SimCluster cluster(world(2));
   cluster.run([&](Worker& worker) {
@@ -126,7 +126,7 @@ TEST(RpcConformance, AllGather) {
   });
 }
 
-// peer: rpc_test.py all_gather_timeout: same: all late ones are named
+// peer: rpc_test.py all_gather_timeout: same: the error names all late workers
 TEST(RpcConformance, AllGatherTimeout) {
   on_all(world(4), [](Worker& worker) {
     if (worker.rank() >= 2) return nap(worker, seconds(3));

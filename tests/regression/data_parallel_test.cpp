@@ -1,6 +1,5 @@
-// What LibTorch's data parallelism computes wrongly without an error, tried with release 1.13 over Gloo and
-// two ranks, and what TorchSpan does instead. Each test covers one case; "theirs" are the numbers of
-// LibTorch.
+// Cases that LibTorch's data parallelism computes wrongly without an error, tried with release 1.13 over Gloo
+// and two ranks, and what TorchSpan does instead. Each test covers one case.
 #include <gtest/gtest.h>
 #include <optional>
 #include <string>
@@ -48,8 +47,8 @@ double averaged(const at::Tensor& parameter) {
   return parameter.grad().defined() ? parameter.grad().item<double>() : -1;
 }
 
-// Rank 0 trains layer a and freezes b, rank 1 the other way round; the shapes are the same. Theirs compares
-// shapes only, so rank 0's gradient of a was averaged with rank 1's of b, on both.
+// Rank 0 trains layer a and freezes b, rank 1 the other way round; the shapes are the same. LibTorch compares
+// only shapes, so it averaged rank 0's gradient of a with rank 1's of b, on both.
 // peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   on_ranks(2, [](const Rank& self) {
@@ -61,8 +60,8 @@ TEST(SilentWrongResult, RanksThatTrainDifferentLayersAreRefused) {
   });
 }
 
-// The same layers, registered in another order on rank 1. Theirs matches parameters by position: averages
-// came out as 1.5 and 1.5 where 1 and 2 were right.
+// The same layers, registered in another order on rank 1. LibTorch matches parameters by position: the
+// averages were 1.5 and 1.5; correct are 1 and 2.
 // peer: ddp ddp_model_diff_shape_across_ranks
 TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   on_ranks(2, [](const Rank& self) {
@@ -72,9 +71,9 @@ TEST(SilentWrongResult, RanksThatRegisterLayersInAnotherOrderAreRefused) {
   });
 }
 
-// The loss does not depend on b, which the program did not declare. Theirs: in the first step backward()
-// returned, nothing was reduced (1 on rank 0, 2 on rank 1; correct is 1.5), the optimizers diverged, and the
-// error appeared in the next forward, by index.
+// The loss does not depend on b, which the program did not declare. In LibTorch's first step backward()
+// returned and nothing was reduced (1 on rank 0, 2 on rank 1; correct is 1.5), the optimizers diverged, and
+// the error appeared in the next forward, by index.
 // peer: ddp ddp_unused_params_rebuild_buckets_exception
 TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   on_ranks(2, [](const Rank& self) {
@@ -88,9 +87,9 @@ TEST(SilentWrongResult, AParameterWithoutAGradientFailsTheFirstBackwardByName) {
   });
 }
 
-// Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. Theirs saw b
+// Gradients are accumulated over branch b under no_sync, then a reduced step takes branch a. LibTorch found b
 // unused in the reduced step and skipped it: 1 on rank 0, 2 on rank 1, different from then on.
-// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: wrong without a word)
+// peer: ddp grads_same_across_ranks_with_no_sync: same (1.13: silently wrong)
 TEST(SilentWrongResult, GradientsOfAnotherBranchUnderNoSyncAreReduced) {
   on_ranks(2, [](const Rank& self) {
     Two two;
@@ -105,7 +104,7 @@ TEST(SilentWrongResult, GradientsOfAnotherBranchUnderNoSyncAreReduced) {
   });
 }
 
-// Two forwards, then two backwards, as in adversarial training. Theirs prepared the reduction in the last
+// Two forwards, then two backwards, as in adversarial training. LibTorch prepared the reduction in the last
 // forward, reduced the first backward and left the second local: 2.5 on rank 0 and 3.5 on rank 1; correct is
 // 3.
 // peer: ddp (documented) two forwards
@@ -122,8 +121,8 @@ TEST(SilentWrongResult, BothOfTwoBackwardsAfterTwoForwardsAreReduced) {
   });
 }
 
-// A program keeps the module that it wrapped and calls that. Theirs then trains each rank separately.
-// peer: ddp accumulate_gradients_module: better: warns, or throws if asked to
+// A program keeps the module that it wrapped and calls that. With LibTorch, each rank then trains separately.
+// peer: ddp accumulate_gradients_module: better: warns, or throws on request
 TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsReportedOrRejected) {
   on_ranks(2, [](const Rank& self) {
     Two two;

@@ -1,5 +1,5 @@
-// Defects in the event loop of an earlier multi-process pipeline, found by running it in threads or by
-// reading it, and what TorchSpan does instead. Each test covers one defect; "theirs" is that pipeline.
+// Defects in the event loop of an earlier multi-process pipeline ("the old loop"), found by running it in
+// threads or by reading it, and what TorchSpan does instead. Each test covers one defect.
 #include <algorithm>
 #include <atomic>
 #include <gtest/gtest.h>
@@ -93,16 +93,16 @@ void expect_like_one_process(const std::string& events, std::vector<int> balance
   });
 }
 
-// 1. Theirs merged B and C, the single-use layers of a stage, over the re-use between them: A(BC)A(BC).
+// 1. The old loop merged B and C, the single-use layers of a stage, over the reuse between them: A(BC)A(BC).
 // peer suite: async_pipe the eighteen defects of its loop: better
 TEST(PipelineDefects, LayersOfAStageThatAReuseSeparatesRunOnceEach) {
   expect_like_one_process("ABAC", {1, 2});
 }
 
-// 2. Theirs ran A once.
+// 2. The old loop ran A once.
 TEST(PipelineDefects, ALayerTwiceInARowRunsTwice) { expect_like_one_process("AAB", {1, 1}); }
 
-// 3. Theirs dropped all layers after the last new one: A B.
+// 3. The old loop dropped all layers after the last new one: A B.
 TEST(PipelineDefects, ARepeatAfterTheLastNewLayerIsRun) { expect_like_one_process("ABA", {1, 1}); }
 
 /// Counts the live graphs: each keeps one tensor that is freed with it.
@@ -122,8 +122,8 @@ struct Graphs {
   }
 };
 
-// 4. Theirs retained every graph of a rank until its loop ended: the memory of GPipe though gradients came
-// early.
+// 4. The old loop retained every graph of a rank until it ended: it used as much memory as GPipe, although
+// gradients arrived early.
 TEST(PipelineDefects, GraphsAreFreedWithTheirMicroBatch) {
   std::vector<Graphs> graphs(2);
   on_workers(2, 1, [&](Worker& worker) {
@@ -141,7 +141,7 @@ TEST(PipelineDefects, GraphsAreFreedWithTheirMicroBatch) {
   EXPECT_EQ(graphs[1].most, 1);
 }
 
-// 5. Theirs had a cycle on a tail with a re-used layer: 4, 8, 12 graphs after steps 1, 2, 3.
+// 5. The old loop had a reference cycle on a tail with a reused layer: 4, 8, 12 graphs after steps 1, 2, 3.
 TEST(PipelineDefects, ATailWithAReusedLayerLeaksNothing) {
   Graphs graphs;
   on_workers(2, 1, [&](Worker& worker) {
@@ -160,7 +160,8 @@ TEST(PipelineDefects, ATailWithAReusedLayerLeaksNothing) {
   });
 }
 
-// 6. Theirs crashed on the first gradient: the first stage has no parameters to train and no checkpoint.
+// 6. The old loop crashed on the first gradient: the first stage has no parameters to train and no
+// checkpoint.
 TEST(PipelineDefects, AFirstStageWithoutParametersIsNoError) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
@@ -174,8 +175,8 @@ TEST(PipelineDefects, AFirstStageWithoutParametersIsNoError) {
   });
 }
 
-// 7. Theirs: after a training step under no_grad, or a tail that never calls backward(), all other ranks
-// waited forever.
+// 7. In the old loop, after a training step under no_grad, or with a tail that never calls backward(), all
+// other ranks waited forever.
 TEST(PipelineDefects, ABackwardThatNeverComesEndsTheStepOfTheOthers) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -202,7 +203,7 @@ TEST(PipelineDefects, ABackwardThatNeverComesEndsTheStepOfTheOthers) {
   });
 }
 
-// 8. Theirs looked for the result in the last partition, wherever the model ended.
+// 8. The old loop looked for the result in the last partition, wherever the model ended.
 TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -219,7 +220,8 @@ TEST(PipelineDefects, TheResultIsThatOfTheLastUse) {
   });
 }
 
-// 9. Theirs deadlocked when two ranks sent to each other at once, and its header had room for 1024 bytes.
+// 9. The old loop deadlocked when two ranks sent to each other at once, and its header had room for 1024
+// bytes.
 TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceDoNotDeadlock) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     on_workers(2, 1, [&](Worker& worker) {
@@ -243,7 +245,7 @@ TEST(PipelineDefects, WorkersThatSendToEachOtherAtOnceDoNotDeadlock) {
   }
 }
 
-// 10. Theirs had no step's number in its messages: in evaluation the head ran ahead, and a stage with two
+// 10. The old loop's messages had no step number: in evaluation the head ran ahead, and a stage with two
 // sources mixed two steps.
 TEST(PipelineDefects, StepsOfEvaluationAreNotMixed) {
   for (std::uint64_t seed = 1; seed <= 10; ++seed) {
@@ -263,8 +265,8 @@ TEST(PipelineDefects, StepsOfEvaluationAreNotMixed) {
   }
 }
 
-// 11. Theirs summed gradients in the order of arrival. With a schedule table the network does not affect the
-// result: every bit is equal.
+// 11. The old loop summed gradients in the order of arrival. With a schedule table the network does not
+// affect the result: every bit is equal.
 TEST(PipelineDefects, GradientsDoNotDependOnTheOrderOfArrival) {
   std::vector<at::Tensor> gradients;
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
@@ -282,7 +284,7 @@ TEST(PipelineDefects, GradientsDoNotDependOnTheOrderOfArrival) {
   }
 }
 
-// 12. Theirs nested the backwards of a tail with a reused layer: one round trip per micro-batch.
+// 12. The old loop nested the backwards of a tail with a reused layer: one round trip per micro-batch.
 TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
   auto cluster = testing::pipeline_cluster(2);
   cluster.network.latency = std::chrono::milliseconds(10);
@@ -305,7 +307,7 @@ TEST(PipelineDefects, BackwardsOfATailWithAReusedLayerOverlap) {
   EXPECT_LT(makespan, std::chrono::milliseconds(16 * 10)) << "and not as many as there are micro-batches";
 }
 
-// 13. Theirs gave skip trackers to the stages and sent nothing for them.
+// 13. The old loop gave skip trackers to the stages and sent nothing for them.
 TEST(PipelineDefects, SkipConnectionsCrossStages) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -327,7 +329,7 @@ TEST(PipelineDefects, SkipConnectionsCrossStages) {
   });
 }
 
-// 14. Theirs began to compute a forward again when its gradient had arrived.
+// 14. The old loop began to recompute a forward only when its gradient had arrived.
 TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
   std::vector<std::string> events;
   on_workers(2, 1, [&](Worker& worker) {
@@ -357,7 +359,7 @@ TEST(PipelineDefects, ForwardsAreRepeatedWhileTheGradientIsAwaited) {
   EXPECT_EQ(events, (std::vector<std::string>{"repeated", "the tail's backward"}));
 }
 
-// 15. Theirs sent full-size zeros for integers and for unused outputs.
+// 15. The old loop sent full-size zeros for integers and for unused outputs.
 TEST(PipelineDefects, UnusedOutputsGetNoZeros) {
   std::map<std::string, int> gradients;
   on_workers(2, 1, [&](Worker& worker) {
@@ -380,7 +382,7 @@ TEST(PipelineDefects, UnusedOutputsGetNoZeros) {
   EXPECT_EQ(gradients, (std::map<std::string, int>{{"used", 4}}));
 }
 
-// 16. Theirs needed an input of the right size on every rank to know the number of micro-batches.
+// 16. The old loop needed an input of the right size on every rank to determine the number of micro-batches.
 TEST(PipelineDefects, OnlyTheFirstAndLastWorkerNeedTheBatch) {
   on_workers(3, 1, [](Worker& worker) {
     Layers layers;
@@ -403,7 +405,7 @@ struct MixedImpl : nn::Module {
 };
 TORCH_MODULE(Mixed);
 
-// 17. Theirs treated a tuple of one as a tensor, and failed if no tensor, or not the first one, takes a
+// 17. The old loop treated a tuple of one as a tensor, and failed if no tensor, or not the first one, takes a
 // gradient.
 TEST(PipelineDefects, NothingDependsOnTheFirstTensorOfABatch) {
   on_workers(3, 1, [](Worker& worker) {
@@ -422,8 +424,8 @@ TEST(PipelineDefects, NothingDependsOnTheFirstTensorOfABatch) {
   });
 }
 
-// 18. Theirs split 6 rows in 4 into 3: except_last then checkpointed all, and deferred batch norm did not
-// commit.
+// 18. The old loop split 6 rows in 4 into 3: except_last then checkpointed all, and deferred batch norm did
+// not commit.
 TEST(PipelineDefects, SixRowsInFourAreFourMicroBatches) {
   int forwards = 0;
   on_workers(1, 1, [&](Worker& worker) {

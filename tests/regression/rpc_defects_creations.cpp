@@ -1,4 +1,4 @@
-// Regressions: creations that fail before they begin, and whose owners once waited for them for ever.
+// Regressions: creations that fail before they begin; owners once waited for them forever.
 #include "rpc/agent/agent.h"
 #include "tests/regression/rpc_defects.h"
 

@@ -1,4 +1,4 @@
-// Regressions: what was refused because too much waited for a peer, and then never said again.
+// Regressions: messages that were refused because a peer's queue was full, and then never resent.
 #include "rpc/references/control.h"
 #include "tests/regression/rpc_defects.h"
 
@@ -91,7 +91,7 @@ TEST(RpcDefects, ReplyThatFindsNoRoomFailsItsCallInTheEnd) {
     nap(worker, seconds(10));
     std::size_t refused = 0;
     for (const auto& call : calls) {
-      ASSERT_TRUE(call.done()) << "its caller would wait for ever";
+      ASSERT_TRUE(call.done()) << "its caller would wait forever";
       if (!call.error()) continue;
       EXPECT_EQ(to_error(call.error()).kind(), ErrorKind::kOverloaded) << describe(call.error()).text;
       ++refused;

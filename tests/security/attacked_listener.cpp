@@ -203,12 +203,12 @@ AttackedListener::~AttackedListener() {
   const Deadline deadline = executor_->deadline_in(kPatience);
   while (::waitpid(victim_, &status, WNOHANG) == 0) {
     if (deadline.passed(executor_->now())) {
-      ADD_FAILURE() << "the victim does not end";
+      ADD_FAILURE() << "the victim did not end";
       ::kill(victim_, SIGKILL);
     }
     executor_->sleep(std::chrono::milliseconds(5));
   }
-  EXPECT_EQ(status, 0) << "the victim was hurt";
+  EXPECT_EQ(status, 0) << "the victim failed";
 }
 
 bool AttackedListener::alive() const { return ::waitpid(victim_, nullptr, WNOHANG) == 0; }

@@ -114,7 +114,7 @@ class Traffic {
                           outcome.message().find("in this world") != std::string::npos;
     if (possible) return;
     outcomes_.wrong.fetch_add(1);
-    worker_.runtime().log.error(fmt::format("an error that cannot be: {}", outcome.what()));
+    worker_.runtime().log.error(fmt::format("an impossible error: {}", outcome.what()));
   }
 
   /// Whether the future has completed, as every future must.

@@ -99,7 +99,7 @@ at::Tensor by_reference(Worker& worker, const RRef<Store>& store, const at::Tens
 at::Tensor fetch(Worker& worker, const RRef<at::Tensor>& there, const at::Tensor& a);
 at::Tensor wasteful(Worker& worker, std::int64_t to, const at::Tensor& a);
 std::vector<at::Tensor> gradients_of(Worker& worker, const RRef<Store>& store);
-/// How many parameters have a gradient here, in the context of the call.
+/// Returns how many parameters have a gradient here, in the context of the call.
 inline std::int64_t keys_of(Worker& worker) {
   return static_cast<std::int64_t>(autograd::current(worker).gradients().size());
 }

@@ -59,7 +59,7 @@ class TestAuthority {
     X509_add_ext(certificate, extension.get(), -1);
   }
 
-  /// Without an issuer: the authority's own certificate.
+  /// Signs a certificate; without an issuer, the authority's own.
   Certificate make(const std::string& who, EVP_PKEY* key, X509* issuer, const std::string& names) const {
     Certificate certificate(X509_new());
     X509* raw = certificate.get();

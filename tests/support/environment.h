@@ -4,7 +4,7 @@
 
 namespace torchspan::testing {
 
-/// The number that an environment variable holds; `otherwise` when it is not set.
+/// Returns the number in an environment variable; `otherwise` if it is not set.
 template <std::integral Number>
 Number number_from(const char* variable, Number otherwise) {
   const char* text = std::getenv(variable);

@@ -60,7 +60,8 @@ class TestHost {
   bool good_ = false;
 };
 
-/// Two hosts, 10.77.0.1 and 10.77.0.2, connected by a virtual cable. The destructor removes everything.
+/// Two hosts, 10.77.0.1 and 10.77.0.2, connected by a virtual Ethernet pair. The destructor removes
+/// everything.
 class TestNetwork {
  public:
   static constexpr const char* kNear = "10.77.0.1";

@@ -116,7 +116,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
           if (!slot.arrivals[rank]) late += " rank " + std::to_string(ranks_[rank]);
         }
-        late += " did not come to operation " + std::to_string(number) + " (" + call + ") in time";
+        late += " did not reach operation " + std::to_string(number) + " (" + call + ") in time";
         break;
       }
     }

@@ -12,7 +12,7 @@
 
 namespace torchspan::testing {
 
-/// A simulated cluster whose workers can make pipelines.
+/// Options of a simulated cluster whose workers can create pipelines.
 inline ClusterOptions pipeline_cluster(int workers, std::uint64_t seed = 1) {
   ClusterOptions options;
   options.workers = workers;

@@ -89,7 +89,7 @@ class Process {
 
   pid_t pid() const { return pid_; }
   void kill(int signal) const { ::kill(pid_, signal); }
-  /// Waits for the end; returns false if the process did not end in time.
+  /// Waits for the process to end; returns false if it did not end in time.
   bool wait(Executor& executor, Duration limit) {
     const Deadline deadline = executor.deadline_in(limit);
     while (!ended_) {

@@ -15,7 +15,7 @@
 
 namespace torchspan::testing {
 
-/// What the thread of one rank gets.
+/// The arguments of one rank's thread.
 struct Rank {
   int rank;
   int size;

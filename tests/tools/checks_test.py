@@ -124,7 +124,7 @@ class Arrows(Tree):
         self.write("src/attic/old.cpp", "int f() { return 0; }\n")
         self.write("src/rpc/new.cpp", "#include <torchspan/attic/old.h>\n")
         (self.root / "src/net/README.md").unlink()
-        self.assert_reports("check-arrows", ("src/attic/old.cpp:1", "folder 'attic' is no room"),
+        self.assert_reports("check-arrows", ("src/attic/old.cpp:1", "folder 'attic' is not a room"),
                             ("src/rpc/new.cpp:1", "there is no room 'attic'"),
                             ("src/net/README.md:1", "has no guide"))
 
@@ -183,7 +183,7 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
         self.write("tools/check-rules.allow", "# why\nstate src/rpc/current.cpp Context* current\n")
         self.assert_reports("check-rules", ("src/rpc/current.cpp:2", "thread_local"))
         self.write("src/rpc/current.cpp", "\n")
-        self.assert_reports("check-rules", ("check-rules.allow:2", "allows nothing any more"))
+        self.assert_reports("check-rules", ("check-rules.allow:2", "matches no finding any more"))
 
     def test_public_headers_include_neither_heavy_nor_private_libraries(self):
         self.write("include/torchspan/rpc/heavy.h",

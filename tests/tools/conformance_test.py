@@ -4,7 +4,7 @@ import unittest
 from checks_test import Tree
 
 DOCUMENT = "docs/conformance.md"
-HEAD = "| theirs | ours | status |\n|---|---|---|\n"
+HEAD = "| peer | TorchSpan | status |\n|---|---|---|\n"
 
 
 class ConformanceTable(Tree):

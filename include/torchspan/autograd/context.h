@@ -103,9 +103,9 @@ class ContextView {
 };
 
 /// A distributed autograd context. While it lives, calls from this thread record the tensors they send, so
-/// that backward() can follow them back. Its end releases the state on all participating workers. One per
-/// thread and worker: a second one throws Error{kInvalid}. Destroy it on the thread, or in the coroutine,
-/// that created it.
+/// that backward() can follow them back. Its destructor releases the state on all participating workers. One
+/// per thread and worker: a second one throws Error{kInvalid}. Destroy it on the thread, or in the
+/// coroutine, that created it.
 class Context : public ContextView {
  public:
   explicit Context(const Worker& worker);

@@ -30,7 +30,8 @@ class ByteWriter {
 
   template <FixedWidth T>
   void put(T value) {
-    static_assert(std::endian::native == std::endian::little, "TorchSpan speaks little-endian");
+    static_assert(std::endian::native == std::endian::little,
+                  "TorchSpan supports little-endian machines only");
     const auto* raw = reinterpret_cast<const std::byte*>(&value);
     bytes_.insert(bytes_.end(), raw, raw + sizeof(T));
   }

@@ -31,8 +31,8 @@ class RRef;
 /// Where a function runs. A function that takes microseconds and never waits may be declared kInline: it
 /// then runs on the thread that read its request, without a hand-off to the pool:
 ///   inline constexpr torchspan::Function<next> kNext{"next", torchspan::kInline};
-/// A wait inside it throws kInvalid. After one call that takes longer than 10 ms the function is served on
-/// the pool, and a warning is logged.
+/// A wait inside it throws kInvalid. If it takes longer than 10 ms three times in a row, it is served on the
+/// pool from then on, and a warning is logged.
 enum class Serve : std::uint8_t { kOnPool, kInline };
 inline constexpr Serve kInline = Serve::kInline;
 

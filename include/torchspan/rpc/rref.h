@@ -60,7 +60,7 @@ class RRef : public RRefBase {
   RRef(const Worker& worker, T value, SourceLocation site = SourceLocation::current());
 
   /// Fetches a copy of the value from its owner. Throws what the creation threw, and Error{kUnsupported}
-  /// for a type that cannot travel.
+  /// for a type that cannot be sent.
   T to_here() const;
   T to_here(Duration timeout) const;
   Future<T> to_here_async() const;

@@ -335,7 +335,7 @@ Caller RRef<T>::caller() const {
 template <class T>
 Future<T> RRef<T>::fetch(CallOptions options) const {
   static_assert(wire::Transferable<T>,
-                "a T cannot travel: call functions on its RRef, or specialize torchspan::Wire");
+                "a T cannot be sent: call functions on its RRef, or specialize torchspan::Wire");
   auto completion = std::make_shared<rpc::PromiseCompletion<T>>(held().endpoint()->host());
   Future<T> future = completion->future();
   rpc::fetch(state(), options, std::move(completion));

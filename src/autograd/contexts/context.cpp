@@ -134,12 +134,12 @@ ContextView current(const Worker& worker) {
   throw Error(
       ErrorKind::kInvalid,
       others == nullptr
-          ? "this thread works in no autograd context; create an autograd::Context around the call. A call "
-            "is "
-            "also served without one if the context it was made in has ended meanwhile"
-          : fmt::format("this thread works in an autograd context of worker '{}' and in none of worker "
-                        "'{}'; create an autograd::Context of that worker, too",
-                        others->entries().front().context->worker_name(), worker.name()));
+          ? "this thread has no autograd context; create an autograd::Context around the call. A handler has "
+            "none either if the context in which it was called has ended"
+          : fmt::format(
+                "this thread has an autograd context of worker '{}' but none of worker '{}'; create an "
+                "autograd::Context of that worker, too",
+                others->entries().front().context->worker_name(), worker.name()));
 }
 
 }  // namespace torchspan::autograd

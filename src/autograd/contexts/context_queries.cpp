@@ -22,7 +22,7 @@ WorkerGraph silent_graph(std::uint32_t rank, const std::string& name) { return {
 }  // namespace
 
 void ContextQueries::serve(rpc::Registrar& registrar) {
-  // Not on the pool, whose threads may all run nodes.
+  // Not on the pool: all of its threads may be running nodes.
   serve_answered(registrar, weak_from_this(), rpc::RunOn::kReceiver, &ContextQueries::ask_pass);
   serve_answered(registrar, weak_from_this(), rpc::RunOn::kPool, &ContextQueries::ask_graph);
 }

@@ -82,7 +82,7 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
   std::optional<PassWork> ended_pass(std::uint64_t pass) const;
   /// Whether a pass has begun here or was refused.
   bool saw_pass() const;
-  /// True the first time.
+  /// Returns true on the first call.
   bool release();
 
  private:

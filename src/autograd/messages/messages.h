@@ -138,7 +138,7 @@ struct PartReport {
   std::uint64_t executed = 0;
   std::uint64_t sent = 0, received = 0;  ///< messages with gradients
   std::vector<WaitingSend> waiting = {};
-  std::vector<std::string> crowded = {};  ///< one line for each worker to which messages wait for room
+  std::vector<std::string> crowded = {};  ///< one line for each worker with queued messages
 };
 
 /// Asks all workers of the context for the progress of a pass. Each worker answers once for each `wave`, and

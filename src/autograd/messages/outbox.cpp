@@ -20,7 +20,7 @@ std::vector<std::string> Outbox::waiting() const {
   MutexLock lock(mutex_);
   for (const auto& [to, queue] : queues_) {
     if (queue.queue.empty()) continue;
-    lines.push_back(fmt::format("{} messages to worker '{}' wait for room: {}", queue.queue.size(),
+    lines.push_back(fmt::format("{} messages to worker '{}' are queued: {}", queue.queue.size(),
                                 endpoint->name_of(to), queue.why));
   }
   return lines;
@@ -57,7 +57,7 @@ bool Outbox::takes_back(const QueuedMessagePtr& queued, const std::exception_ptr
     found->second.pause = kFirstPause;
     if (found->second.queue.empty()) return false;
   }
-  // Two messages for each answer, so that the number in flight grows until there is no room again.
+  // Sends two messages for each answer, so that the number in flight grows until a limit is reached again.
   const auto endpoint = endpoint_.lock();
   const auto host = endpoint ? endpoint->host().lock() : nullptr;
   if (host) host->post([self = shared_from_this(), to] { self->send_some(to, 2); });

@@ -82,7 +82,8 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
 
   /// Adds a message to the receiver's queue unless that is empty. False if it must be sent now.
   bool join_queue(const QueuedMessagePtr& queued);
-  /// A message was answered or refused. True if it was refused for lack of room: it is queued again.
+  /// A message was answered or refused. Returns true if it was refused because a queue was full: it is queued
+  /// again.
   bool takes_back(const QueuedMessagePtr& queued, const std::exception_ptr& error);
   void send_some(std::uint32_t to, std::size_t most);
   void pause_over(std::uint32_t to);

@@ -23,7 +23,7 @@ struct StallSurvey {
   bool quiet = false;       ///< no worker runs nodes, no message is in flight, and some send waits
   std::uint64_t executed = 0, sent = 0;
   std::string waiting;  ///< one line for each send without a gradient
-  std::string at_work;  ///< one line for each worker that runs nodes or has messages waiting for room
+  std::string at_work;  ///< one line for each worker that runs nodes or has queued messages
 };
 
 }  // namespace torchspan::autograd

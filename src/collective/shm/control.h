@@ -46,7 +46,7 @@ struct RankControl {
 
 /// Why the group is broken; written once, by the first rank that detects it.
 struct Breakage {
-  std::atomic<std::uint32_t> state{0};  ///< 0: whole, 1: being written, 2: written
+  std::atomic<std::uint32_t> state{0};  ///< 0: intact, 1: being written, 2: written
   std::uint32_t kind = 0;
   std::uint32_t text_size = 0;
   std::array<char, kMostBreakageText> text{};

@@ -230,9 +230,10 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
   if (reduction != kSum && reduction != kAvg) {
-    throw Error(ErrorKind::kUnsupported, fmt::format("no {} of sparse tensors: an entry that a rank does not "
-                                                     "have has no value; convert them with to_dense() first",
-                                                     to_string(reduction)));
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the {} of sparse tensors is not supported, because missing entries have no "
+                            "value; convert them with to_dense() first",
+                            to_string(reduction)));
   }
   find_kernel(tensor.scalar_type(), reduction);
   const at::NoGradGuard no_grad;

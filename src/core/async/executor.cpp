@@ -62,7 +62,6 @@ class ThreadParker final : public Parker {
 
   /// Uses an exchange: a plain store could overwrite a second token without seeing what its unparker wrote
   /// before, and that wake-up would be lost.
-  /// wrote before: that wake-up would be lost.
   bool take_token() { return word_.exchange(kEmpty, std::memory_order_acquire) == kToken; }
 
   bool sleep_until(Deadline deadline) {

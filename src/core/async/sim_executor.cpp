@@ -227,7 +227,7 @@ class SimExecutor::Impl {
     std::fputs(text.c_str(), stderr);
     const auto threads = threads_;
     for (const auto& thread : threads) {
-      text = fmt::format("  thread '{}' is parked without a deadline since {} us at\n", thread->name,
+      text = fmt::format("  thread '{}' has been parked without a deadline since {} us at\n", thread->name,
                          to_us(thread->parked_at));
       std::fputs(text.c_str(), stderr);
       if (thread->id == std::this_thread::get_id()) {

@@ -27,7 +27,7 @@ std::string disagreement(
 
 std::vector<Parameter> two(const at::Tensor& second) { return {{"first", leaf({2})}, {"second", second}}; }
 
-// peer: ddp param_layout_mismatch_error: better: by name, on every rank
+// peer: ddp param_layout_mismatch_error: better: names the parameter, on every rank
 // peer: ddp ddp_model_diff_shape_across_ranks, ddp_model_diff_num_params_across_ranks,
 //   verify_model_across_rank_*: better: names, dtypes, flags, options too; the same text on every rank
 TEST(Agreement, NamesTheParameterWhoseShapeStridesDtypeOrFlagsDiffer) {

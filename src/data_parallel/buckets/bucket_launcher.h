@@ -27,9 +27,9 @@ class BucketLauncher {
   BucketLauncher(const BucketLauncher&) = delete;
   BucketLauncher& operator=(const BucketLauncher&) = delete;
 
-  /// By what the gradients of a bucket are multiplied.
+  /// Returns the factor of the gradients of a bucket.
   double factor(std::size_t bucket) const;
-  /// One more slot of the bucket has its gradient.
+  /// Records that one more slot of the bucket has its gradient.
   void filled(std::size_t bucket);
   /// Launches the buckets that are full and whose predecessors are launched.
   void launch_full(RoundTimer& timer);
@@ -37,7 +37,8 @@ class BucketLauncher {
   void stop();
   /// Launches the buckets that are left, with zeros.
   void launch_zeros(RoundTimer& timer);
-  /// A launch failed, or a bucket must not be written to: this rank cannot stay in step with the others.
+  /// Whether a launch failed, or a bucket must not be written to: this rank then cannot stay in step with the
+  /// others.
   bool is_broken() const;
   void set_broken();
 

@@ -22,7 +22,7 @@ class BucketReducer {
   void set_hook(CommHook hook) { hook_ = std::move(hook); }
   bool has_hook() const { return hook_ != nullptr; }
 
-  /// By what a gradient is multiplied on its way into a bucket of `dtype`.
+  /// Returns the factor that is applied to a gradient when it is copied into a bucket of `dtype`.
   double factor(at::ScalarType dtype, double divisor) const;
   /// Starts the reduction of a bucket. Runs user code if there is a hook, which may throw.
   Future<at::Tensor> reduce(Buckets& buckets, std::size_t bucket, double divisor) const;

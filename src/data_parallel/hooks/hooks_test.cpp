@@ -121,8 +121,7 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
   });
 }
 
-// peer: ddp ddp_comm_hook_register_just_once, ddp_invalid_comm_hook_init: better: refused where ranks
-//   differ
+// peer: ddp ddp_comm_hook_register_just_once, ddp_invalid_comm_hook_init: better: rejected if ranks differ
 TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
@@ -149,7 +148,7 @@ TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
 }
 
 /// On all ranks at once; a rank that throws ends the group, possibly before another rank begins.
-// peer: ddp ddp_invalid_comm_hook_return_type: better: a failed answer fails the step on all ranks
+// peer: ddp ddp_invalid_comm_hook_return_type: better: a failed hook fails the step on all ranks
 TEST(Hook, ThatThrowsOrReturnsAnInvalidTensorFailsTheBackward) {
   for (const int kind : {0, 1, 2, 3}) {
     on_ranks(2, [&](const Rank& self) {

@@ -45,8 +45,8 @@ std::vector<Future<at::Tensor>> average_floats(const std::vector<NamedBuffer>& b
   return futures;
 }
 
-// peer: ddp ddp_buffer_hook_allreduce, _return_future: same; before a forward it waits for the hook's
-//   futures, theirs does not
+// peer: ddp ddp_buffer_hook_allreduce, _return_future: same; a hook before the forward is waited for, which
+//   the peer's is not
 TEST(BufferHook, AfterForwardAveragesBuffersByTheEndOfBackward) {
   on_ranks(3, [](const Rank& self) {
     Counter net;
@@ -133,7 +133,7 @@ TEST(BufferHook, DoesNotDisturbTheGraphsOfEarlierForwards) {
 
 /// Under no_sync and without gradients, the other ranks do not take part.
 // peer: ddp (documented) a buffer hook under `no_sync`, without gradients, twice, beside `join`: better:
-//   refused where ranks differ, or where it would never be called
+//   rejected if ranks differ, or if it would never be called
 TEST(BufferHook, IsNotCalledUnderNoSyncOrWithoutGradMode) {
   on_ranks(2, [](const Rank& self) {
     Counter net;
@@ -171,7 +171,7 @@ TEST(BufferHook, ThatFailsFailsThePassItBelongsTo) {
           [&](const std::vector<NamedBuffer>& buffers, const collective::Group& group) {
             auto futures = average_floats(buffers, group);
             futures.push_back(futures[0].then([fails](const Future<at::Tensor>& done) {
-              if (fails) throw Error(ErrorKind::kInvalid, "the buffers have moths");
+              if (fails) throw Error(ErrorKind::kInvalid, "the hook failed");
               return done.wait();
             }));
             return futures;
@@ -195,7 +195,7 @@ TEST(BufferHook, ThatFailsWithoutABackwardFailsTheNextForward) {
     model.set_buffer_hook(
         [](const std::vector<NamedBuffer>&, const collective::Group&) {
           return std::vector{make_failed_future<at::Tensor>(
-              std::make_exception_ptr(Error(ErrorKind::kInvalid, "the buffers have moths")))};
+              std::make_exception_ptr(Error(ErrorKind::kInvalid, "the hook failed")))};
         },
         "moths");
     model(fed(1));

@@ -70,7 +70,7 @@ TORCH_MODULE(Mlp);
 
 // peer: ddp `DistributedDataParallelCPU`, `gloo_backend_cpu_module`, `DistributedDataParallel`
 //   (+grad_is_view); a group of one: same: 1 to 4 ranks, 1e-6 in float, 1e-12 in double
-// peer: ddp pass_default_pg: same: a group is always given
+// peer: ddp pass_default_pg: same: the group is always passed explicitly
 TEST(DistributedDataParallel, TrainsAsOneProcessOnTheWholeBatch) {
   for (unsigned seed = 0; seed < 12; ++seed) {
     SCOPED_TRACE(seed);
@@ -149,7 +149,7 @@ void expect_reduced(const Rank& self, Forward forward, Loss loss) {
 
 // peer: ddp `arbitrary_forward_return_value`, `ddp_namedtuple`, `dataclass_output` (+unused_param),
 //   `ddp_static_graph_nested_types`: same, plain, with unused parameters and with a static graph:
-//   `OutputTensors<T>` for types of one's own; an unknown type does not compile
+//   `OutputTensors<T>` for user types; an unknown type does not compile
 TEST(DistributedDataParallel, FindsTensorsInEveryOutputType) {
   on_ranks(2, [](const Rank& self) {
     using Map = std::map<std::string, at::Tensor>;
@@ -294,7 +294,7 @@ TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModul
   }
 }
 
-// peer: ddp ddp_ignore_params_arg: better: differing lists are refused, they do not hang
+// peer: ddp ddp_ignore_params_arg: better: different lists are an error, not a hang
 TEST(DistributedDataParallel, LeavesIgnoredParametersAndBuffersAlone) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2, 2});

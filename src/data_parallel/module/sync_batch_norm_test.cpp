@@ -155,8 +155,8 @@ void fill(nn::Module& module) {
 at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum(); }
 
 // peer: ddp DistributedDataParallel_SyncBatchNorm
-// peer: ddp (documented) another collective in the model's forward and backward: better: buckets have a
-//   group of their own, so their order mixes with nothing
+// peer: ddp (documented) another collective in the model's forward and backward: better: the buckets have a
+//   separate group, so other collectives do not affect their order
 TEST(SyncBatchNorm, UnderDistributedDataParallelTrainsAsOneProcessOnTheWholeBatch) {
   for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
     const std::vector<std::int64_t> parts{4, 1, 0, 2};
@@ -298,7 +298,7 @@ TEST(SyncBatchNorm, MayRunBackwardTwiceAndReportsUnsupportedDerivatives) {
     const at::Tensor once = norm->weight.grad().clone();
     loss.backward();
     expect_close(norm->weight.grad(), once * 2, 1e-6);
-    EXPECT_THROW(loss.backward(), c10::Error) << "nothing is left to walk";
+    EXPECT_THROW(loss.backward(), c10::Error) << "the graph was freed";
     const std::string text =
         error_text([&] { other.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
     EXPECT_NE(text.find("second derivatives"), std::string::npos) << text;
@@ -319,7 +319,7 @@ TEST(SyncBatchNorm, RejectsInvalidInputs) {
   EXPECT_NE(refused(at::ones({4, 2}, at::kLong)).find("real floats"), std::string::npos);
 }
 
-// peer: ddp (documented) ranks whose SyncBatchNorms differ: better: by rank, no hang
+// peer: ddp (documented) ranks whose SyncBatchNorms differ: better: the error names the ranks; no hang
 TEST(SyncBatchNorm, NamesRanksWhoseFeaturesDiffer) {
   on_ranks(2, [](const Rank& self) {
     SyncBatchNorm norm(nn::BatchNormOptions(2 + self.rank));
@@ -347,7 +347,7 @@ TEST(SyncBatchNorm, HasTheNamesOfABatchNormInCheckpointsAndClones) {
 }
 
 // peer: ddp `convert_sync_batchnorm`: names, tensors, nesting: differs: replaces in a Sequential only; a
-//   member of a class is declared as SyncBatchNorm
+//   class must declare its member as SyncBatchNorm
 TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
   on_ranks(2, [](const Rank& self) {
     nn::BatchNorm1d norm(nn::BatchNormOptions(3).eps(0.25).momentum(0.5));
@@ -372,7 +372,7 @@ TEST(ConvertSyncBatchNorm, KeepsTensorsNamesModesAndOptions) {
     made->train();
     inner->forward(values({1 + self.rank, 3}, self.rank, at::kFloat));
     EXPECT_EQ(made->num_batches_tracked.item<int>(), 1);
-    EXPECT_EQ(inner->modules(false)[1].get(), made.get()) << "the registry has it too";
+    EXPECT_EQ(inner->modules(false)[1].get(), made.get()) << "the module's registry has it, too";
   });
 }
 
@@ -413,7 +413,8 @@ TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
   });
 }
 
-// peer: ddp ddp_uneven_inputs_stop_iteration_sync_bn: same; without the early end it is refused by name
+// peer: ddp ddp_uneven_inputs_stop_iteration_sync_bn: same; without `throw_on_early_termination`, it is
+//   rejected with the module's name
 TEST(SyncBatchNorm, InAJoinNeedsAnEarlyEnd) {
   on_ranks(2, [](const Rank& self) {
     nn::Sequential net(nn::Linear(2, 2), nn::BatchNorm1d(2));

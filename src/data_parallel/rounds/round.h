@@ -51,7 +51,7 @@ class Round {
   /// Of the running pass; null between passes, without one, or after give_up().
   engine::GradientSink* sink() const;
 
-  /// Keeps `reason`, unless there is one, in case that this rank gives up.
+  /// Records `reason`, unless one is recorded, in case this rank gives up.
   void note_reason(const std::string& reason);
   std::string reason() const;
   /// This rank gives the round up. False if it is concluding or given up already. conclude_with_zeros()

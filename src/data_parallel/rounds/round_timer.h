@@ -28,7 +28,7 @@ class RoundTimer {
   void launches_begin();
   void launched(std::size_t bucket, const Future<at::Tensor>& work);
   void backward_ended();
-  /// All buckets are reduced. Returns nothing for a round that is not measured.
+  /// Call it when all buckets are reduced. Returns nullopt if the round is not measured.
   std::optional<RoundTimes> reduced();
 
  private:

@@ -33,7 +33,7 @@ class StatusExchange {
   /// `tracked`: the number of parameters whose use is exchanged.
   StatusExchange(const collective::Group& group, std::size_t tracked);
 
-  /// The parameter got a gradient since the last round.
+  /// Records that the parameter has got a gradient since the last round.
   void note_used(std::size_t parameter);
   void count_forward();
   void restart_count();

@@ -38,7 +38,7 @@ void describe_run(CommandLine& line) {
       ->check(CLI::Range(1, 4096));
   run.add_option("--master-port", line.job.master_port, "Port of the workers' store; 0 is a free one");
   run.add_option("--log-dir", line.job.log_folder,
-                 "Folder for WORKER.out.log and WORKER.err.log, besides the output here");
+                 "Folder for WORKER.out.log and WORKER.err.log, in addition to the output here");
   run.add_option("--name-prefix", line.job.name_prefix, "Workers are named PREFIX0, PREFIX1, …");
   run.add_option("--env", line.settings, "NAME=VALUE for all workers; may be repeated")
       ->expected(1)
@@ -69,7 +69,7 @@ void describe_schedule(CommandLine& line) {
       ->check(CLI::Range(1, 1024));
   command
       .add_option("--chunks", shown.chunks,
-                  "Parts of each stage: the model then goes that many times around the ranks")
+                  "Parts of each stage: the model then passes the ranks that many times")
       ->check(CLI::Range(1, 16));
   command.add_option("--forward", shown.forward,
                      "Milliseconds of a micro-batch's forward through all of a stage");

@@ -138,14 +138,15 @@ std::vector<Finding> judge(const Machine& machine) {
                                    judge_open_files(machine),
                                    judge_processes(machine)};
   if (machine.core_size == 0) {
-    findings.push_back({Verdict::kNote, "core dumps", "off", "to keep one of a crash: ulimit -c unlimited"});
+    findings.push_back(
+        {Verdict::kNote, "core dumps", "off", "to keep the core dump of a crash: ulimit -c unlimited"});
   } else {
     findings.push_back({Verdict::kGood, "core dumps", format_limit(machine.core_size), ""});
   }
   if (machine.huge_pages.find("[never]") != std::string::npos) {
     findings.push_back(
         {Verdict::kNote, "huge pages", machine.huge_pages,
-         "large receive buffers are four to five times slower without: as root, echo madvise > "
+         "without them, large receive buffers are four to five times slower: as root, echo madvise > "
          "/sys/kernel/mm/transparent_hugepage/enabled"});
   } else if (!machine.huge_pages.empty()) {
     findings.push_back({Verdict::kGood, "huge pages", machine.huge_pages, ""});
@@ -162,7 +163,7 @@ std::string format_findings(const std::vector<Finding>& findings) {
                                                            : "WARNING";
     warnings += finding.verdict == Verdict::kWarning ? 1 : 0;
     text += fmt::format("{}  {:<11} {}\n", mark, finding.subject, finding.text);
-    if (!finding.advice.empty()) text += fmt::format("         what now: {}\n", finding.advice);
+    if (!finding.advice.empty()) text += fmt::format("         advice: {}\n", finding.advice);
   }
   return text + (warnings == 0 ? "no warnings\n"
                                : fmt::format("{} warning{}\n", warnings, warnings == 1 ? "" : "s"));

@@ -77,7 +77,7 @@ TEST(Endings, AFailedWorkerPrecedesThoseThatBlameIt) {
 TEST(Endings, BlameIsReadFromTheOutputOfWorkers) {
   EXPECT_EQ(blamed_process({"hello",
                             "torchspan[worker2] warning: worker0 (rank 0, pid 5783 on vm) died: its "
-                            "process ended without a good-bye; see its own output for why"}),
+                            "process ended without a goodbye; see its own output for why"}),
             5783);
   EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), 0);
   EXPECT_EQ(

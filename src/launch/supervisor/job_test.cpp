@@ -312,7 +312,7 @@ TEST_F(Jobs, RemoveTheSecretOfALauncherThatWasKilled) {
 constexpr const char* kBlameWorker0 =
     "if [ $RANK = 1 ]; then while [ ! -s $FOLDER/pid ]; do sleep 0.02; done; "
     "echo \"torchspan[worker1] warning: worker0 (rank 0, pid $(cat $FOLDER/pid) on host) died: its process "
-    "ended without a good-bye\" >&2; i=0; while [ $i -lt 20 ]; do echo \"  frame $i\" >&2; i=$((i+1)); done; "
+    "ended without a goodbye\" >&2; i=0; while [ $i -lt 20 ]; do echo \"  frame $i\" >&2; i=$((i+1)); done; "
     "exit 5; fi; if [ $RANK = 0 ]; then echo $$ > $FOLDER/new; mv $FOLDER/new $FOLDER/pid; fi; ";
 
 TEST_F(Jobs, WaitForTheExitCodeOfAnEndingWorker) {

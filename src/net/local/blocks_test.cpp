@@ -22,7 +22,7 @@ using torchspan::testing::kind_of;
 
 constexpr std::size_t kSize = 100'000;
 
-/// A sender's pool and its receiver's PeerBlocks, with nothing in between.
+/// A sender's pool and its receiver's PeerBlocks, connected directly.
 struct Lane : BlockNotes {
   explicit Lane(const LocalOptions& options, const TransportOptions& transport = {})
       : Lane(std::make_shared<LocalShare>(options), std::make_shared<LocalShare>(options), transport) {}

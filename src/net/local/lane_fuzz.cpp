@@ -39,7 +39,7 @@ void take_notes(BytesView bytes, PeerBlocks& peer_blocks) {
   }
 }
 
-/// What the ring says, in lumps as the producer's counter grows, with blocks that it may lend.
+/// Receives `bytes` through a ring, in parts of `lump` bytes, and adopts the blocks that the frames lend.
 void take_ring(BytesView bytes, std::size_t lump, PeerBlocks& peer_blocks) {
   RingConsumer ring([] {
     SharedMemory memory = plain_memory(kRingHeaderBytes + kRing);
@@ -76,7 +76,7 @@ void take_ring(BytesView bytes, std::size_t lump, PeerBlocks& peer_blocks) {
 
 }  // namespace
 
-/// Whatever a peer writes into ring, counters and socket, nothing outside their memory is touched.
+/// Whatever a peer writes to the ring, the counters and the socket, nothing outside their memory is accessed.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size < 2) return 0;
   const BytesView bytes = std::as_bytes(std::span(data + 2, size - 2));

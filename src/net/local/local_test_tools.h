@@ -41,7 +41,7 @@ struct Journal : Handler {
   std::vector<Error> refused;
 };
 
-/// A transport with what it heard and counted.
+/// A transport with its events and counters.
 struct Side {
   Side(Executor& executor, LocalSetup setup, TransportOptions options) {
     LocalOptions& local = setup.options;
@@ -57,7 +57,8 @@ struct Side {
   std::unique_ptr<Transport> transport;
 };
 
-/// A peer by hand, which has dialled, proved the secret and settled to share.
+/// A peer without a transport: a socket and two rings, after it proved the secret and negotiated shared
+/// memory.
 struct RawPeer {
   Descriptor socket;
   std::unique_ptr<RingProducer> out;
@@ -78,7 +79,7 @@ struct RawPeer {
     writer.put(size);
     return writer.take();
   }
-  /// A message of one segment that is said to lie in `block`.
+  /// A message of one segment, announced to be in `block`.
   static Bytes lending(std::uint64_t block, std::size_t size) {
     const Segment segment{nullptr, size, nullptr};
     ByteWriter writer;
@@ -105,7 +106,7 @@ class LocalTransportTest : public ::testing::Test {
     dialer_ = std::make_unique<Side>(*executor_, LocalSetup{std::move(dials), dialer_faults_}, options);
     address_ = listener_->transport->listen("unix:" + directory_ + "/socket");
   }
-  /// A channel that has settled; `back` is the listener's end of it.
+  /// Opens a channel that uses shared memory; `back_` is the listener's end.
   void join() {
     channel_ = dialer_->transport->connect(address_, Deadline::never());
     channel_->send(Bytes(1), {});
@@ -116,7 +117,7 @@ class LocalTransportTest : public ::testing::Test {
   void drive_until(const std::function<bool()>& happened) {
     const Deadline deadline = executor_->deadline_in(kPatience);
     while (!happened()) {
-      ASSERT_FALSE(deadline.passed(executor_->now())) << "waited in vain";
+      ASSERT_FALSE(deadline.passed(executor_->now())) << "not reached within the time limit";
       bool any = listener_->transport->poll();
       if (dialer_) any |= dialer_->transport->poll();
       if (!any) executor_->yield();
@@ -131,7 +132,7 @@ class LocalTransportTest : public ::testing::Test {
     return buffer.size == size && std::all_of(buffer.data, buffer.data + size,
                                               [&](std::byte byte) { return byte == std::byte{fill}; });
   }
-  /// Sends both ways and checks what comes.
+  /// Sends in both directions and checks the received messages.
   void expect_traffic() {
     for (std::uint8_t i = 0; i < 5; ++i) {
       const std::size_t there = listener_->journal.received.size(), home = dialer_->journal.received.size();
@@ -145,10 +146,10 @@ class LocalTransportTest : public ::testing::Test {
     }
   }
 
-  /// A peer that has proved the secret and not settled yet.
+  /// A peer that has proved the secret and not yet negotiated shared memory.
   RawPeer dial_authenticated();
   enum class Verdict : std::uint8_t { kYes, kNo, kYesWithoutNonce };
-  /// One that has settled to share, or not to; a lie is a yes without the nonce in the ring.
+  /// A peer that has also negotiated; kYesWithoutNonce accepts without the nonce of the listener's ring.
   RawPeer dial_raw(Verdict verdict = Verdict::kYes);
   Error end_of_raw() {
     drive_until([&] { return !listener_->journal.closed.empty(); });
@@ -183,7 +184,7 @@ inline RawPeer LocalTransportTest::dial_authenticated() {
   return peer;
 }
 
-/// What two sides say to settle.
+/// A record of the negotiation.
 inline Bytes record(bool offers, bool accepts, BytesView nonce) {
   ByteWriter writer;
   writer.put(std::uint32_t{0x4c505354});

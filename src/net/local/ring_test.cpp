@@ -20,7 +20,7 @@ using torchspan::testing::kind_of;
 constexpr std::size_t kCapacity = 4096;
 constexpr Duration kPatience = std::chrono::seconds(30);
 
-/// Both ends of a ring, each with a mapping of its own, as in two processes.
+/// Both ends of a ring, each with a separate mapping, as in two processes.
 struct Ring {
   Ring() : Ring(*make_memory({}, kRingHeaderBytes + kCapacity)) {}
   explicit Ring(NewMemory made)
@@ -40,7 +40,7 @@ struct Ring {
   RingConsumer consumer;
 };
 
-/// The bytes of an endless known text.
+/// Byte `index` of an endless known text.
 std::byte text_at(std::uint64_t index) {
   return std::byte(static_cast<std::uint8_t>(index * 7 + (index >> 8)));
 }
@@ -58,7 +58,7 @@ bool is_text(BytesView bytes, std::uint64_t from) {
   return true;
 }
 
-/// Writes the text on from `sent` in up to three pieces of random sizes.
+/// Continues the text at `sent` with up to three pieces of random sizes.
 std::size_t write_text(RingProducer& producer, std::uint64_t sent, std::mt19937& random) {
   std::array<Bytes, 3> pieces;
   std::array<iovec, 3> places;

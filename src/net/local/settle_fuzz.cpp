@@ -22,7 +22,7 @@ struct Pair {
   Descriptor ours, theirs;
 };
 
-/// Says `bytes`, with the descriptor of a ring beside them if so asked.
+/// Sends `bytes`, with the descriptor of a new ring if `with_ring` is set.
 void say(const Pair& pair, BytesView bytes, bool with_ring) {
   const auto made = with_ring ? make_memory({}, kRingHeaderBytes + kRing) : std::nullopt;
   if (!bytes.empty()) send_note(pair.theirs.get(), bytes, made ? made->descriptor.get() : -1);
@@ -39,7 +39,7 @@ void use(SharedLane& lane) {
   lane.end_sleep();
 }
 
-/// The nonce that stands in the ring which the lane passed, or zeros.
+/// Returns the nonce in the ring that the lane passed, or zeros.
 std::array<std::byte, kNonceBytes> nonce_passed(const Pair& pair) {
   std::array<std::byte, 4096> bytes;
   std::deque<Descriptor> descriptors;
@@ -50,8 +50,8 @@ std::array<std::byte, kNonceBytes> nonce_passed(const Pair& pair) {
 
 }  // namespace
 
-/// A peer that proved the secret settles about shared memory as the bytes say: in pieces, each after a byte
-/// that tells its length, whether a ring comes with it, and whether the nonce of our ring is put in.
+/// An authenticated peer negotiates shared memory with the bytes of the input. Each part follows a byte that
+/// gives its length, whether a ring comes with it, and whether it contains the nonce of this side's ring.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   LocalOptions options{.ring_bytes = kRing, .pool_bytes = 64 << 10};
@@ -104,7 +104,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     block.put(std::uint64_t{1});
     block.put(std::uint64_t{kRingHeaderBytes + kRing});
     std::vector<Bytes> seeds;
-    // A dialing peer sends its offer, then its verdict; a listening peer sends both in one.
+    // A dialing peer sends its offer, then its acceptance; a listening peer sends both in one record.
     seeds.push_back(::testing::joined({::testing::bytes_of({0}), part(64, record(true, false)),
                                        part(128, record(false, true)), part(0, ::testing::bytes_of({1, 1})),
                                        part(64, block.bytes())}));

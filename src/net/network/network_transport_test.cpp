@@ -19,7 +19,7 @@ using ::testing::StartsWith;
 
 constexpr Duration kPatience = std::chrono::seconds(30);
 
-/// A transport that the test drives, which may send back what it hears.
+/// A transport that the test drives; with `echo`, it sends received headers back.
 class Side final : public Handler {
  public:
   Side(Executor& executor, const std::string& mark) : executor_(executor) {
@@ -34,7 +34,7 @@ class Side final : public Handler {
   }
   void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override { ends.push_back(reason); }
 
-  /// Waits without a time limit of its own between two looks: a wake-up that is missed is seen as a failure.
+  /// Sleeps without a time limit between two polls, so that a missed wake-up makes the test fail.
   bool drive_until(const std::function<bool()>& happened) {
     const Deadline deadline = executor_.deadline_in(kPatience);
     while (!happened()) {
@@ -54,7 +54,7 @@ class Side final : public Handler {
   Executor& executor_;
 };
 
-/// A side that is driven by a thread of its own and sends everything back.
+/// A side with a thread that drives it; it sends everything back.
 class Echo {
  public:
   Echo(Executor& executor, const std::string& mark, const std::string& listen) : side_(executor, mark) {

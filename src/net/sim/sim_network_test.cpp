@@ -30,7 +30,7 @@ SimPredicate says(const std::string& word) {
   return [word](const SimMessage& message) { return text(message.header) == word; };
 }
 
-/// A transport with a thread; keeps what it heard and when.
+/// A transport with a thread; records received messages and their times.
 class Peer final : public Handler {
  public:
   Peer(SimExecutor& executor, SimNetwork& network, const std::string& name)

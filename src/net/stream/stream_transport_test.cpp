@@ -45,7 +45,7 @@ struct Journal : Handler {
   std::vector<std::pair<std::string, Error>> refused;
 };
 
-/// A transport that the test itself drives, and a private directory.
+/// A transport that the test drives, and a private directory.
 class StreamTransportTest : public ::testing::Test {
  protected:
   StreamTransportTest() {
@@ -67,7 +67,7 @@ class StreamTransportTest : public ::testing::Test {
   void drive_until(const std::function<bool()>& happened) {
     const Deadline deadline = executor_->deadline_in(kPatience);
     while (!happened()) {
-      ASSERT_FALSE(deadline.passed(executor_->now())) << "waited in vain";
+      ASSERT_FALSE(deadline.passed(executor_->now())) << "not reached within the time limit";
       if (!transport_->poll()) transport_->wait(deadline);
     }
   }
@@ -78,7 +78,7 @@ class StreamTransportTest : public ::testing::Test {
     EXPECT_EQ(::fcntl(socket.get(), F_SETFL, O_NONBLOCK), 0);
     return socket;
   }
-  /// A raw connection whose owner knows the secret and has proved it.
+  /// A raw connection that has proved the secret.
   Descriptor dial_authenticated(const std::string& text) {
     Descriptor socket = dial_raw(text);
     HandshakeOptions options{.secret = test_secret(), .peer = text};
@@ -293,7 +293,7 @@ TEST_F(StreamTransportTest, DeniesAListenerThatDoesNotKnowTheSecret) {
   HandshakeOptions options{.secret = Secret::random(), .peer = "caller"};
   draw_nonce(options.nonce);
   Handshake handshake(Role::kListener, options);
-  // It greets well, and then claims a proof.
+  // The listener sends a valid hello, then a wrong proof.
   say(caller, handshake.take_output());
   Bytes proof(33, std::byte{2});
   say(caller, proof);

@@ -14,7 +14,7 @@ using namespace torchspan::net;
 
 constexpr FrameLimits kLimits{1 << 12, 3 << 20, 1 << 6};
 
-/// What a channel does with the bytes of its first lane and of one more; true when it goes on.
+/// A channel's receiving half with its first lane and one more. Returns false when the channel must end.
 class Lanes {
  public:
   bool feed_frames(BytesView bytes) {
@@ -74,7 +74,8 @@ class Lanes {
 
 }  // namespace
 
-/// Any bytes on two lanes, in turns as the bytes say, are messages or a refusal; any greeting is one or none.
+/// Any bytes on two lanes, alternating as the input says, give messages or a rejection; any greeting is
+/// decoded or rejected.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   BytesView bytes = std::as_bytes(std::span(data, size));
   try {

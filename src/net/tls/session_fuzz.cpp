@@ -39,7 +39,7 @@ Bytes read_all(const Descriptor& socket) {
   return bytes;
 }
 
-/// What one that dials or listens with a secret of its own says to one that has ours, up to its proof.
+/// Records what a side with the secret `secret` sends to one with the secret 'k', up to its proof.
 Bytes recorded(Role role, char secret) {
   Pair pair;
   const auto theirs = make_session(make_context(secret), std::move(pair.theirs), role);
@@ -49,7 +49,7 @@ Bytes recorded(Role role, char secret) {
   try {
     for (int i = 0; i < 4; ++i) {
       theirs->shake_hands();
-      // Looked at before the other end takes it.
+      // Peeks at the bytes before the other end reads them.
       Bytes peeked(64 << 10);
       const ssize_t got = ::recv(pair.ours.get(), peeked.data(), peeked.size(), MSG_PEEK);
       if (got > 0) all.insert(all.end(), peeked.begin(), peeked.begin() + got);
@@ -62,8 +62,8 @@ Bytes recorded(Role role, char secret) {
 
 }  // namespace
 
-/// An unauthenticated peer's first bytes to a connection that listens or, by the first byte, dials: whatever
-/// they are, nothing is proven, and at the end the handshake has failed or waits for more.
+/// The first bytes of an unauthenticated peer, to a connection that listens or (by the first byte) dials.
+/// Whatever they are, nothing is proven, and the handshake fails when the peer disconnects.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const std::shared_ptr<const TlsContext> context = make_context('k');
   if (size == 0) return 0;

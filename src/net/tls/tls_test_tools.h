@@ -34,7 +34,7 @@ struct TlsJournal : Handler {
   std::vector<Error> refused;
 };
 
-/// A transport that the test itself drives.
+/// A transport that the test drives.
 class TlsTest : public ::testing::Test {
  protected:
   void start(TransportOptions options, TlsOptions tls = {}) {
@@ -42,11 +42,11 @@ class TlsTest : public ::testing::Test {
     transport_ = make_tls_transport(*executor_, journal_, std::move(options), std::move(tls));
     address_ = transport_->listen("tls:127.0.0.1:0");
   }
-  /// Drives the transport, calling `happened` in between, until that is true.
+  /// Drives the transport until `happened` returns true; calls it between polls.
   void drive_until(const std::function<bool()>& happened) {
     const Deadline deadline = executor_->deadline_in(std::chrono::seconds(30));
     while (!happened()) {
-      ASSERT_FALSE(deadline.passed(executor_->now())) << "waited in vain";
+      ASSERT_FALSE(deadline.passed(executor_->now())) << "not reached within the time limit";
       if (!transport_->poll()) transport_->wait(executor_->deadline_in(std::chrono::milliseconds(1)));
     }
   }
@@ -68,7 +68,7 @@ class TlsTest : public ::testing::Test {
   std::string address_;
 };
 
-/// TLS to the transport of a test, with nothing of ours above it.
+/// A TLS connection to the transport under test, without a transport on this side.
 class BarePeer {
  public:
   explicit BarePeer(Descriptor socket, Role role = Role::kDialer)
@@ -77,7 +77,7 @@ class BarePeer {
                                               TlsSession::Start{.role = role, .peer = "bare", .host = {}})) {}
 
   TlsSession& session() { return *session_; }
-  /// One step of the handshake; true once it is done.
+  /// Runs one step of the handshake; returns true once it is done.
   bool shake_hands() {
     if (!done_ && session_->shake_hands()) {
       done_ = true;
@@ -89,7 +89,7 @@ class BarePeer {
     const iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
     ASSERT_EQ(session_->write(std::span(&place, 1)), static_cast<ssize_t>(bytes.size()));
   }
-  /// Receives what is there; true once it has `size` bytes that take() did not take.
+  /// Receives the available bytes; returns true once `size` bytes are received and not yet taken.
   bool receives(std::size_t size) {
     Bytes bytes(64 << 10);
     const iovec place{bytes.data(), bytes.size()};

@@ -27,7 +27,7 @@ class TlsTransportTest : public TlsTest {
     drive_until([&] { return !journal_.closed.empty(); });
     return journal_.closed.at(0);
   }
-  /// A bare listener that a transport of ours dialled and that has proved the secret.
+  /// Lets the transport dial a bare listener, which proves the secret and answers the greeting.
   std::unique_ptr<BarePeer> be_dialed(std::shared_ptr<Channel>& channel) {
     ListeningSocket listening_socket(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
     channel =
@@ -95,7 +95,7 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
 }
 
 TEST_F(TlsTransportTest, ReportsAnUnknownName) {
-  // No name has a label of 70 letters: the resolver knows without a query.
+  // A label of 70 letters is invalid, so the resolver rejects the name without a query.
   const std::string name(70, 'x');
   const Error error = end_of_dial("tls:" + name + ":80");
   EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.message();
@@ -137,7 +137,8 @@ TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
     EXPECT_TRUE(std::ranges::equal(lane.take(size), BytesView(large).subspan(at, size)));
   }
 
-  // And back, with the pieces before the frame they belong to, and a small message in between.
+  // The reverse direction: the pieces arrive before the frame that they belong to, with a small message in
+  // between.
   lane.say(piece_prefix(0, 4));
   for (std::size_t at = 4 * kPieceBytes; at < large.size(); at += 50)
     lane.say(BytesView(large).subspan(at, 50));
@@ -197,7 +198,7 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));
   EXPECT_EQ(journal_.closed.at(0).elapsed(), std::chrono::milliseconds(300));
-  // It showed that it lives all that time.
+  // This side sent heartbeats all the time.
   peer->take(kPrefixBytes + 8);
   ASSERT_TRUE(peer->receives(3 * kPrefixBytes));
   EXPECT_THAT(peer->take(kPrefixBytes), ::testing::ElementsAreArray(heartbeat_frame()));

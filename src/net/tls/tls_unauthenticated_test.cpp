@@ -28,7 +28,7 @@ class TlsUnauthenticatedTest : public TlsTest {
     transport_->connect(address_, Deadline::never())->send(Bytes(1), {});
     drive_until([&] { return journal_.received.size() == before + 1; });
   }
-  /// A peer that has proved the secret and made a channel with `lanes` further lanes.
+  /// A peer that has proved the secret and opened a channel with `hello`.
   std::unique_ptr<BarePeer> join(LaneHello hello, LaneHello* answer = nullptr) {
     auto peer = std::make_unique<BarePeer>(dial_raw(address_));
     drive_until([&] { return peer->shake_hands(); });
@@ -44,7 +44,7 @@ class TlsUnauthenticatedTest : public TlsTest {
     EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr(why));
     expect_honest_peer_served();
   }
-  /// Dials with OpenSSL as others do, until it is done or refused.
+  /// Dials with plain OpenSSL until the transport rejects the connection.
   void dial_with(SSL_CTX* context) {
     const Descriptor socket = dial_raw(address_);
     const SslPtr ssl(SSL_new(context));
@@ -78,16 +78,16 @@ TEST_F(TlsUnauthenticatedTest, GivesNoTicketsTakesNoEarlyDataAndDrawsFreshKeys) 
   SSL_CTX* dialing = SSL_get_SSL_CTX(ssl.get());
   SSL_CTX_set_session_cache_mode(dialing, SSL_SESS_CACHE_CLIENT);
   SSL_CTX_sess_set_new_cb(dialing, [](SSL*, SSL_SESSION*) {
-    ADD_FAILURE() << "the listener gave a ticket";
+    ADD_FAILURE() << "the listener sent a session ticket";
     return 0;
   });
-  // It would do with the pre-shared key alone.
+  // The dialer would also accept a key exchange that uses the pre-shared key alone.
   SSL_set_options(ssl.get(), SSL_OP_ALLOW_NO_DHE_KEX);
   const Descriptor socket = dial_raw(address_);
   SSL_set_fd(ssl.get(), socket.get());
   drive_until([&] { return SSL_do_handshake(ssl.get()) == 1; });
   EXPECT_EQ(SSL_SESSION_get_max_early_data(SSL_get0_session(ssl.get())), 0u);
-  EXPECT_NE(SSL_get_negotiated_group(ssl.get()), 0) << "a leaked secret would open what was said";
+  EXPECT_NE(SSL_get_negotiated_group(ssl.get()), 0) << "a leaked secret would decrypt recorded traffic";
   EXPECT_EQ(SSL_get_cipher_name(ssl.get()), std::string("TLS_AES_128_GCM_SHA256"));
   const Bytes hello = encode(LaneHello{});
   ASSERT_EQ(SSL_write(ssl.get(), hello.data(), static_cast<int>(hello.size())),
@@ -102,7 +102,7 @@ TEST_F(TlsUnauthenticatedTest, RejectsAPeerThatSendsItsHandshakeTooSlowly) {
   options.handshake_timeout = std::chrono::milliseconds(200);
   start(options);
   const Descriptor loris = dial_raw(address_);
-  // A greeting of 16 KiB, a byte a millisecond.
+  // A TLS greeting of 16 KiB, one byte per millisecond.
   const std::uint8_t start[] = {0x16, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc};
   std::size_t said = 0;
   TimePoint next{};
@@ -118,7 +118,7 @@ TEST_F(TlsUnauthenticatedTest, RejectsAPeerThatSendsItsHandshakeTooSlowly) {
 }
 
 TEST_F(TlsUnauthenticatedTest, ReadsLittleFromAPeerThatSendsMuch) {
-  // A greeting of 128 KiB, as large as TLS lets it be, in records of 16 KiB.
+  // A TLS greeting of 128 KiB, the largest that TLS allows, in records of 16 KiB.
   const Descriptor peer_socket = dial_raw(address_);
   Bytes record(5 + 16384);
   record[0] = std::byte{0x16};
@@ -140,7 +140,7 @@ TEST_F(TlsUnauthenticatedTest, ReadsLittleFromAPeerThatSendsMuch) {
 }
 
 TEST_F(TlsUnauthenticatedTest, RejectsAReplayedConnection) {
-  // Between an honest dialer and the listener sits one that copies what the dialer says.
+  // A peer between an honest dialer and the listener copies what the dialer sends.
   const auto listening = numeric_address(parse_tls_address("tls:127.0.0.1:0"));
   ListeningSocket listening_socket(*listening);
   TlsJournal dialer_journal;
@@ -251,7 +251,7 @@ TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWithInvalidPieces) {
 }
 
 TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWhoseBytesWereChanged) {
-  // A bare TLS session whose next record is damaged on the way.
+  // A bare TLS session whose next record is damaged in transit.
   const Descriptor raw = dial_raw(address_);
   BarePeer peer{Descriptor(::dup(raw.get()))};
   drive_until([&] { return peer.shake_hands(); });
@@ -267,7 +267,7 @@ TEST_F(TlsUnauthenticatedTest, CutsOffAnAuthenticatedPeerWhoseBytesWereChanged) 
 }
 
 TEST_F(TlsUnauthenticatedTest, DistinguishesABrokenConnectionFromAGoodbye) {
-  // Without a goodbye inside TLS an end is a death, regardless of which side closed the TCP connection.
+  // An end without a goodbye inside TLS is a death, whichever side closed the TCP connection.
   { const auto peer = join({}); }
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("died or was killed"));

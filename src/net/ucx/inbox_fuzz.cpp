@@ -18,7 +18,7 @@ TransportOptions limited() {
   return options;
 }
 
-/// Reads events from the bytes and does to the inbox what a peer's active messages would.
+/// Reads events from the input and applies them to the inbox, as a peer's active messages would.
 void drive(ByteReader& reader) {
   std::size_t released = 0, offered = 0, fetched = 0;
   UcxInbox inbox(limited());
@@ -57,7 +57,7 @@ void drive(ByteReader& reader) {
 
 }  // namespace
 
-/// Anything as a note of a peer, and as what it sends through UCX.
+/// The input is decoded as a note of a peer, and then delivered as a peer's active messages.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const BytesView bytes = std::as_bytes(std::span(data, size));
   try {

@@ -24,7 +24,7 @@ Bytes pattern(std::size_t size, unsigned salt) {
   return bytes;
 }
 
-/// What a sender would put on the wire: a stream, and segments beside it.
+/// The sender's output: a stream, and segments beside it.
 struct Sender {
   void send(BytesView header, const std::vector<Bytes>& contents, std::size_t apart_from) {
     std::vector<Segment> parts;
@@ -67,7 +67,7 @@ TEST(UcxInboxTest, ReassemblesChunksAndSegmentsInAnyArrivalOrder) {
       sender.send(pattern(random() % 100, i), contents, 1000);
       sent.push_back(std::move(contents));
     }
-    // Every event keeps near its place, as where one active message overtakes another.
+    // Events are shuffled over short distances, as when one active message overtakes another.
     std::vector<std::pair<unsigned, std::function<void(UcxInbox&)>>> events;
     std::uint64_t number = 0;
     for (std::size_t at = 0; at < sender.stream.size(); ++number) {

@@ -34,7 +34,7 @@ class UcxTransportTest : public TlsTest {
   Metrics metrics_;
 };
 
-/// A peer that knows the secret and speaks TLS and UCX as the test tells it to.
+/// An authenticated peer that uses TLS and UCX as the test directs.
 class OddPeer {
  public:
   OddPeer(Executor& executor, const std::string& address)
@@ -160,7 +160,7 @@ TEST_F(UcxTransportTest, ReceivesLargeSegmentsByRendezvousInMemoryOfTheAllocator
     return allocate_buffer(size);
   };
   start(options, ucx);
-  // Both ends are here, so both directions are.
+  // Both ends are in this process, so the counters cover both.
   const auto channel = transport_->connect(address_, Deadline::never());
   std::vector<Bytes> sent;
   for (std::size_t size : {999u, 1000u, 300'000u, 5'000'000u}) {
@@ -196,7 +196,7 @@ TEST_F(UcxTransportTest, ReportsAPeerThatStopsResponding) {
     peer.step();
     return peer.heard_hello() && journal_.accepted.size() == 1;
   });
-  // From here on no thread drives it.
+  // No thread drives the peer from here on.
   drive_until([&] { return journal_.closed.size() == 1; });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 0.3 s"));
@@ -244,7 +244,7 @@ TEST_F(UcxTransportTest, RejectsAnAuthenticatedPeerWithAnInvalidUcxGreeting) {
 
   OddPeer old(*executor_, address_);
   UcxGreeting greeting = old.greeting();
-  greeting.minor = 1;  // from before UCX promised to understand later versions
+  greeting.minor = 1;  // a UCX version that does not promise compatibility with later ones
   old.say(encode(greeting));
   drive_until([&] {
     old.step();

@@ -188,7 +188,8 @@ TEST(DistributedOptimizer, StepsASharedWeightOnce) {
   });
 }
 
-// peer: dist_optimizer_test.py dist_optim_exception_on_constructor: better: all failures, not the last
+// peer: dist_optimizer_test.py dist_optim_exception_on_constructor: better: reports all failures, not only
+//   the last
 TEST(DistributedOptimizer, ListsTheFailuresOfAllOwnersAndLeavesNothingBehind) {
   on_first(3, [](Worker& worker) {
     Half here(1);
@@ -224,7 +225,7 @@ TEST(DistributedOptimizer, ReportsTheCreationThatItsTargetFailed) {
   });
 }
 
-// peer: dist_optimizer_test.py dist_optim_exception: better: all failures, not the last
+// peer: dist_optimizer_test.py dist_optim_exception: better: reports all failures, not only the last
 TEST(DistributedOptimizer, CollectsTheFailuresOfAStepAndStepsTheOthers) {
   on_first(3, [](Worker& worker) {
     const at::Tensor own = make_factor(1);

@@ -238,7 +238,7 @@ TYPED_TEST(SparseConformance, TakesDenseAndSparseGradientsEvenEmptyOnesInTurns) 
   }
 }
 
-// peer: dist_optimizer_test.py dist_optim_none_grads: same, Adagrad too (theirs updates the wrong
+// peer: dist_optimizer_test.py dist_optim_none_grads: same, Adagrad too (the peer's updates the wrong
 //   parameter)
 TYPED_TEST(OptimizerConformance, UpdatesOnlyTheParameterThatHasAGradient) {
   Pair pair(1, {torch::ones({3}, torch::kFloat64), torch::ones({3}, torch::kFloat64)});

@@ -100,8 +100,8 @@ void expect_rates(const std::string& name, const LRLambda& schedule) {
   }
 }
 
-// peer: dist_optimizer_test.py `lr_scheduler` (StepLR, CosineAnnealingLR, OneCycleLR): same; on all owners,
-//   which theirs has not
+// peer: dist_optimizer_test.py `lr_scheduler` (StepLR, CosineAnnealingLR, OneCycleLR): same; also on all
+//   owners, which the peer lacks
 TEST(Golden, SchedulesEqualPyTorchs) {
   expect_rates("step", StepLR{.step_size = 7, .gamma = 0.3});
   expect_rates("cosine", CosineAnnealingLR{.t_max = 40, .eta_min_factor = 0.1});

@@ -1,6 +1,7 @@
 // peer: pipe test_deferred_batch_norm `transparency`, `running_stats`, `convert`, `eval`, `optimize`,
 //   `conv_bn`, `input_requiring_grad`, `deferred_batch_norm`, `deferred_batch_norm_params`: better: the
-//   variance is unbiased, merged without cancellation, right under re-use and for fewer micro-batches
+//   variance is unbiased, merged without cancellation, correct when layers are reused and when there are
+//   fewer micro-batches
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

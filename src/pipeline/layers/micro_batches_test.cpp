@@ -18,7 +18,7 @@ using torchspan::testing::invalid_text;
 at::Tensor rows(std::int64_t count) { return at::arange(count * 2).reshape({count, 2}); }
 
 // peer suite: pipe check, gather_tensors, gather_tuples, scatter_tensor, scatter_tuple: better: numbers and
-//   None go to all micro-batches; a batch without rows is named
+//   None go to all micro-batches; a batch without rows is reported
 TEST(MicroBatches, AreAsEvenAsTheyCanBeLargerOnesFirst) {
   EXPECT_THAT(split_rows(7, 4), ElementsAre(2, 2, 2, 1));
   EXPECT_THAT(split_rows(6, 4), ElementsAre(2, 2, 1, 1)) << "four were asked for, and four there are";
@@ -85,8 +85,8 @@ TEST(MicroBatches, AreViewsAndShareWhatCannotBeSplit) {
   EXPECT_FALSE(slice(Batch(tensor), 0, 1).tuple);
 }
 
-// peer: pipelining test_microbatch `split_and_merge`, `chunk_spec`; test_chunkspec: differs: along the
-//   first dimension; what has none goes to all
+// peer: pipelining test_microbatch `split_and_merge`, `chunk_spec`; test_chunkspec: differs: along the first
+//   dimension; values without one go to all micro-batches
 TEST(MicroBatches, AreJoinedToWhatWasSplit) {
   for (const std::int64_t count : {1, 2, 5, 7, 12}) {
     const Batch whole({rows(count), rows(count).to(at::kDouble) * 0.5, c10::IValue(9), c10::IValue()});

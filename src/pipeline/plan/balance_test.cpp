@@ -45,7 +45,7 @@ double best_by_trying(const std::vector<double>& costs, std::size_t first, int p
   return best;
 }
 
-// peer suite: pipe test_balance `blockpartition*`: better: the exact minimum, compared with trying all cuts
+// peer suite: pipe test_balance `blockpartition*`: better: the exact minimum, compared with exhaustive search
 TEST(BalanceCosts, FindTheLeastBottleneckOfRandomCosts) {
   for (std::uint64_t seed = 1; seed <= 400; ++seed) {
     std::mt19937_64 random(seed);
@@ -306,8 +306,8 @@ struct MarkedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Marked);
 
-// peer: pipe layerwise_sandbox, sandbox_during_profiling, not_training, already_has_grad: better: gradients
-//   that are there are kept, theirs refuses; random numbers too
+// peer: pipe layerwise_sandbox, sandbox_during_profiling, not_training, already_has_grad: better: existing
+//   gradients (which the peer rejects) and random states are preserved
 TEST(Profile, LeavesModulesAsTheyWere) {
   simulated([](Executor& executor) {
     Marked marked;

@@ -74,8 +74,8 @@ std::string error_of(const PlanRequest& request) {
 
 // The three layouts of the peer's test_instantiate_partition.
 
-// peer: async_pipe `instantiate_partition` (3 layouts): better: ABAC, AAB and ABA too, which theirs plans
-//   wrongly without a word
+// peer: async_pipe `instantiate_partition` (3 layouts): better: also ABAC, AAB and ABA, which the peer
+//   silently plans wrongly
 TEST(Plan, PutsLayersWithoutReuseOneAfterTheOther) {
   const Plan plan = plan_of("ABCD", {2, 2});
   EXPECT_THAT(plan.locations, ElementsAre(Location{0, 0}, Location{0, 1}, Location{1, 0}, Location{1, 1}));
@@ -287,8 +287,8 @@ TEST(PlanSkips, StashedAndPoppedTwiceNeedSpacesOfTheirOwn) {
 
 // Invalid plans.
 
-// peer suite: pipe balance_wrong_length, balance_less_than_1, too_few_devices, verify_module_*: better: all
-//   that is wrong in one error
+// peer suite: pipe balance_wrong_length, balance_less_than_1, too_few_devices, verify_module_*: better: one
+//   error lists everything that is wrong
 TEST(PlanErrors, NameABalanceThatDoesNotAddUp) {
   EXPECT_THAT(error_of(request_of("ABC", {1, 1})), HasSubstr("balance [1, 1] has 2 layers, the model has 3"));
   EXPECT_THAT(error_of(request_of("ABC", {3, 1})), HasSubstr("has 4 layers, the model has 3"));

@@ -138,7 +138,7 @@ TEST(ArrivalPolicy, KeepsItsLimitUnderRandomArrivals) {
         ASSERT_LE(static_cast<int>(inside.size()), limit) << "seed " << seed;
         continue;
       }
-      ASSERT_FALSE(inside.empty()) << "seed " << seed << ": stuck with nothing inside";
+      ASSERT_FALSE(inside.empty()) << "seed " << seed << ": no action, although no micro-batch is in flight";
       policy->became_ready(backward(0, inside[random() % inside.size()]));
     }
   }

@@ -101,7 +101,7 @@ TEST(PipelineCheckpoint, DoesNotRecomputeLayersWithoutGradients) {
 }
 
 // peer: pipe test_checkpoint `serial_checkpoints`, `not_requires_grad`, `not_requires_grad_with_parameter`,
-//   `detect_checkpointing_recomputing`: same; there is no `is_recomputing()`, but gradient mode tells
+//   `detect_checkpointing_recomputing`: same; there is no `is_recomputing()`; use gradient mode
 TEST(PipelineCheckpoint, EnablesGradModeOnlyInTheRecomputation) {
   std::vector<bool> recorded;
   on_workers(1, 1, [&](Worker& worker) {
@@ -140,7 +140,7 @@ std::map<int, std::vector<at::Tensor>> masks(PipelineOptions options) {
   return seen;
 }
 
-// peer suite: pipe random_in_checkpoint, parallel_randoms: better: a seed makes the same masks in every
+// peer suite: pipe random_in_checkpoint, parallel_randoms: better: a seed gives the same masks in every
 //   schedule and mode
 TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
   for (const bool seeded : {false, true}) {
@@ -152,7 +152,7 @@ TEST(PipelineRandom, ARepeatedForwardDrawsTheSameNumbers) {
       ASSERT_EQ(each.size(), 2u);
       EXPECT_TRUE(each[0].equal(each[1])) << "micro-batch " << micro_batch;
     }
-    EXPECT_FALSE(seen[0][0].equal(seen[1][0])) << "micro-batches have masks of their own";
+    EXPECT_FALSE(seen[0][0].equal(seen[1][0])) << "micro-batches have different masks";
   }
 }
 
@@ -382,7 +382,7 @@ TEST(PipelineCheckpoint, RefusesLayersThatChangeTheirInputInPlace) {
 }
 
 // peer: pipe `forward_lockstep`, `inplace_on_requires_grad` (expected to fail): better: works without
-//   checkpointing, an error that says what to do with it
+//   checkpointing; with it, an error says what to do
 TEST(PipelineCheckpoint, AllowsInPlaceChangesIfItIsOff) {
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -401,8 +401,8 @@ TEST(PipelineCheckpoint, AllowsInPlaceChangesIfItIsOff) {
 }
 
 // The peer crashed where the first output takes no gradient and only another is used.
-// peer: pipe non_grad_output, checkpoint_non_float_input: better: theirs fails when the first output takes
-//   no gradient
+// peer: pipe non_grad_output, checkpoint_non_float_input: better: the peer's fails when the first output
+//   takes no gradient
 TEST(PipelineCheckpoint, WorksWhenTheFirstOutputTakesNoGradient) {
   for (const bool integer : {false, true}) {
     in_every_way([&](PipelineOptions options) {

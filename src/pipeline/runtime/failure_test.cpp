@@ -104,8 +104,8 @@ void expect_good_step(Pipeline& pipe, int stages) {
 
 // peer suite: pipe exception, exception_no_hang, exception_early_stop_asap: better: one error on all
 //   workers, which names worker, layer and micro-batch
-// peer suite: pipelining `recv_info_rejects_*`, shape and dtype mismatches: differs: nothing is posted
-//   ahead, so no receive is left half done
+// peer suite: pipelining `recv_info_rejects_*`, shape and dtype mismatches: differs: receives are not posted
+//   in advance, so none is left incomplete
 TEST(Failure, AnExceptionInAnyActionEndsTheStepEverywhereAndTheNextWorks) {
   constexpr int kStages = 3;
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {

@@ -200,7 +200,7 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
   });
 }
 
-// peer: pipelining activation_liveness_*: same in kind: the running step is compared with its simulation
+// peer: pipelining activation_liveness_*: same in kind: the real step is compared with its simulation
 TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
   for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
     for (const int micro_batches : {1, 2, 6, 12}) {

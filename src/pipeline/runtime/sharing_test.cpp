@@ -15,10 +15,11 @@ using ::testing::HasSubstr;
 
 // peer suite: pipe verify_module_duplicate_parameters_on_distinct_devices: better: a layer has one owner
 //   and any number of uses
-// peer suite: async_pipe reuse_lazy, rpc_optimizer: better: every small model of re-used layers in every
-//   cut
+// peer suite: async_pipe reuse_lazy, rpc_optimizer: better: every small model of reused layers with every
+//   split
 // peer: async_pipe rpc_reuse_in_final_stage: better: values are compared
-// peer: other_pipelines DS tied layers, MG embedding replicas: better: one owner, no replicas to keep equal
+// peer: other_pipelines DS tied layers, MG embedding replicas: better: one owner, so no replicas have to be
+//   kept equal
 TEST(PipelineSharing, FirstAndLastStageShareWeightsThroughASecondMethod) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {
@@ -160,7 +161,7 @@ TEST(PipelineConstruction, OnlyTheOwnerBuildsALayerAndOnce) {
 }
 
 // peer: pipe parameters, public_attrs, sequential_like, devices, partitions, named_children: differs: a
-//   pipeline is no module: `parameters()` and `module(layer)` are those of this worker's layers
+//   pipeline is not a module; `parameters()` and `module(layer)` return those of this worker's layers
 TEST(PipelineConstruction, ParametersComeOnceInTheOrderOfTheLayers) {
   on_workers(1, 1, [](Worker& worker) {
     Dense shared(1u);
@@ -362,7 +363,7 @@ TEST(PipelineConstruction, NamesTheInvalidOption) {
   expect_all(refused(2, [](Worker&, Layers&, PipelineOptions& o) { o.balance = {2, 0}; }), "balance[1] is 0");
 }
 
-// peer: pipe empty_module: differs: refused
+// peer: pipe empty_module: differs: rejected
 TEST(PipelineConstruction, AsksForLayersIfThereAreNone) {
   expect_all(refused(2, [](Worker&, Layers& layers, PipelineOptions&) { layers = Layers(); }),
              "there is no layer: add layers to Layers");

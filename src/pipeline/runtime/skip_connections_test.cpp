@@ -113,8 +113,8 @@ TEST(PipelineSkips, OfOneNameInTwoSpacesAreSeparate) {
   });
 }
 
-// peer: pipe portal (`blue_orange*`, `use_grad`, `tensor_life_*`), tracker, `delete_portal_tensor`:
-//   differs: a skip is a link of the plan like any other, so there are no lives to count
+// peer: pipe portal (`blue_orange*`, `use_grad`, `tensor_life_*`), tracker, `delete_portal_tensor`: differs:
+//   a skip is an ordinary link of the plan, so there are no tensor lifetimes to count
 TEST(PipelineSkips, MayBeTheOnlyPathOfAGradient) {
   in_every_way([](PipelineOptions options) {
     on_workers(3, 1, [&](Worker& worker) {

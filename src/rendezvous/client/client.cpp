@@ -350,7 +350,7 @@ void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadlin
   try {
     if (channel) channel->send(last_lines, {});
   } catch (const Error&) {
-    // The store has ended, so it gets no good-bye; on_closed() ends the wait below.
+    // The store has ended, so it gets no goodbye; on_closed() ends the wait below.
   }
   if (is_callback_thread()) return;
   while (true) {

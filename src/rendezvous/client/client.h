@@ -26,7 +26,7 @@ Deadline with_grace(Deadline deadline);
 class Client final : private net::Handler {
  public:
   Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self);
-  /// Closes the connection without a good-bye unless leave() ended it.
+  /// Closes the connection without a goodbye unless leave() ended it.
   ~Client() override;
 
   enum class Presence : std::uint8_t { kPresent, kLeft, kDied };

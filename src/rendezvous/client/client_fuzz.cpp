@@ -20,7 +20,7 @@ class DiscardingChannel final : public net::Channel {
   std::atomic<bool> closed{false};
 };
 
-/// A store that says what it was given to say, whatever it hears, and then is gone.
+/// A transport whose store sends the given messages, ignores what it receives, and then disconnects.
 class ScriptedTransport final : public net::Transport {
  public:
   ScriptedTransport(Executor& executor, net::Handler& handler, std::deque<Bytes> words, Parker& done)
@@ -57,7 +57,7 @@ class ScriptedTransport final : public net::Transport {
   bool gone_ = false;
 };
 
-/// What was decoded is encoded as something that decodes to the same.
+/// Decodes a message and checks that its encoding decodes to the same message.
 template <class Message>
 void check_codec(MessageTable<>& table) {
   table.on<Message>([](Message message) {
@@ -97,8 +97,8 @@ Member self() {
 
 }  // namespace
 
-/// The input is a run of messages, each after a u16 that says how long it is. A worker that hears them from
-/// its store goes on, and knows itself in the world that it received.
+/// The input is a sequence of messages from the store, each after a u16 with its length. Whatever they are,
+/// the worker must not crash, and must know itself in the world that it received.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const std::unique_ptr<Executor> executor = make_executor();
   std::deque<Bytes> words;

@@ -148,8 +148,8 @@ bool is_loopback(const std::string& host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.");
 }
 
-/// Where among the workers of its host; without a word of the launcher a loopback master means one host, and
-/// any other means one worker per host.
+/// Reads the local rank and the local world size. If the launcher sets neither, a loopback master means that
+/// all workers are on one host; any other master means one worker per host.
 void read_local_ranks(const Variables& variables, const Convention& convention, WorkerEnvironment& worker) {
   std::optional<int> size;
   std::string size_name = convention.local_size;

@@ -13,7 +13,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// What reading `environment` says is wrong, or nothing.
+/// The error text of read_environment(), or an empty text.
 std::string error_text(const Environment& environment) {
   try {
     read_environment(environment);

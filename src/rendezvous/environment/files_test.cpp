@@ -118,7 +118,7 @@ TEST_F(Files, RuntimeFolderIsPrivateAndReused) {
   EXPECT_EQ(make_runtime_folder(worker_), folder_ + "/named");
 }
 
-/// A socket file as a worker leaves it that was killed a while ago, or as one has it that lives.
+/// Makes a socket file; `old` gives it the time of a worker that started a while ago.
 int make_socket(const std::string& path, bool old) {
   const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
   sockaddr_un address{};

@@ -102,21 +102,21 @@ struct RoundFailed {
   static RoundFailed decode(ByteReader& reader);
 };
 
-/// Client to store: good-bye.
+/// Client to store: goodbye.
 struct Leave {
   static constexpr std::uint16_t kType = 7;
   void encode(ByteWriter&) const {}
   static Leave decode(ByteReader&) { return {}; }
 };
 
-/// Store to a client: acknowledges its good-bye.
+/// Store to a client: acknowledges its goodbye.
 struct Farewell {
   static constexpr std::uint16_t kType = 8;
   void encode(ByteWriter&) const {}
   static Farewell decode(ByteReader&) { return {}; }
 };
 
-/// Store to the others: `rank` said good-bye.
+/// Store to the others: `rank` said goodbye.
 struct Left {
   static constexpr std::uint16_t kType = 9;
   int rank = 0;
@@ -125,7 +125,7 @@ struct Left {
   static Left decode(ByteReader& reader);
 };
 
-/// Store to the others: the connection of `rank` ended without a good-bye, or it was silent, or it gave up.
+/// Store to the others: the connection of `rank` ended without a goodbye, or it was silent, or it gave up.
 struct Died {
   static constexpr std::uint16_t kType = 10;
   int rank = 0;
@@ -189,7 +189,7 @@ struct Missing {
   static Missing decode(ByteReader& reader);
 };
 
-/// Client to store: it ends without a good-bye, with the reason; the answer is a Farewell.
+/// Client to store: it ends without a goodbye, with the reason; the answer is a Farewell.
 struct GiveUp {
   static constexpr std::uint16_t kType = 17;
   std::string why;  ///< follows the worker's name: "left because …"

@@ -38,7 +38,7 @@ Message round_trip(const Message& message) {
   return back;
 }
 
-/// One of each, with every field set.
+/// One message of each type, with every field set.
 std::vector<Bytes> examples() {
   return {
       encode_message(Register{
@@ -63,7 +63,7 @@ std::vector<Bytes> examples() {
   };
 }
 
-/// A table that knows every message and does nothing.
+/// A table that ignores every message.
 MessageTable<> full_table() {
   MessageTable<> table;
   table.on<Register>([](Register) {});

@@ -34,7 +34,7 @@ TEST(Heartbeats, CountSilenceFromTheFirstUnansweredQuestion) {
   beats.tick(kStart);
   beats.heard(1);
   beats.heard(2);
-  // The store slept for a minute: nobody is dead for that, but both are asked.
+  // The store was suspended for a minute: no worker is declared dead because of that, but both are asked.
   const TimePoint late = kStart + seconds(60);
   auto due = beats.tick(late);
   EXPECT_TRUE(due.dead.empty());

@@ -28,7 +28,7 @@ std::string only_in(const Register& left, const Register& right) {
 std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
   if (reason.elapsed() > Duration::zero()) return silence_text(reason.elapsed());
-  return "its process ended without a good-bye; see its own output for why";
+  return "its process ended without a goodbye; see its own output for why";
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ struct StoreOptions {
 
 /// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
 /// A fixed world gathers first; an invalid registration, or the first deadline, fails it for all workers.
-/// Then it runs: the store announces deaths and good-byes, serves rounds, and admits a worker in place of one
+/// Then it runs: the store announces deaths and goodbyes, serves rounds, and admits a worker in place of one
 /// that died. An open world runs as soon as rank 0 has joined. For one thread at a time.
 class Store {
  public:

@@ -12,7 +12,7 @@ namespace torchspan::rendezvous {
 
 inline constexpr TimePoint kStart{};
 
-/// What the worker of `rank` says first: worker<rank>, pid 100 + rank.
+/// The first message of the worker of `rank`: worker<rank>, pid 100 + rank.
 inline Register registration(int rank, int world_size) {
   Register message;
   message.job = "job";
@@ -43,12 +43,12 @@ class StoreFixture : public ::testing::Test {
   void say(ConnectionId connection, const Message& message, TimePoint now = kStart) {
     store_->on_message(connection, encode_message(message), now);
   }
-  /// Without incarnations, the first of every rank are meant.
+  /// Without incarnations, names the first incarnation of every rank.
   void say(ConnectionId connection, Contribute message, TimePoint now = kStart) {
     if (message.incarnations.empty()) message.incarnations.resize(message.ranks.size());
     store_->on_message(connection, encode_message(message), now);
   }
-  /// A complete world whose worker of rank r speaks over connection r.
+  /// A complete world in which rank r uses connection r.
   void gather_world(int world_size) {
     open(world_size);
     for (int rank = 0; rank < world_size; ++rank) {
@@ -56,7 +56,7 @@ class StoreFixture : public ::testing::Test {
     }
     sent_.clear();
   }
-  /// The messages of one kind that `connection` heard.
+  /// The messages of one type that `connection` received.
   template <class Message>
   std::vector<Message> heard(ConnectionId connection) const {
     std::vector<Message> messages;

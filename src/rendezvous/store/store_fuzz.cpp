@@ -4,8 +4,8 @@
 #include "rendezvous/store/store.h"
 #include "tests/support/fuzz_seeds.h"
 
-/// The input is a run of messages, each after a byte that says from which connection and how long; whatever
-/// they are, the store answers with messages that a client can read, or throws Error{kInvalid}.
+/// The input is a sequence of messages, each after one byte for connection and time and one for the length.
+/// Whatever they are, the store answers with messages that a client can decode, or throws Error{kInvalid}.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace torchspan;
   using namespace torchspan::rendezvous;

@@ -20,7 +20,7 @@ class OpenStore : public StoreFixture {
     open(kOpenWorld);
     say(0, registration(0, kOpenWorld));
   }
-  /// The rank and incarnation that the store gave the worker which registered over `connection`.
+  /// The rank and incarnation that the store assigned to the worker which registered over `connection`.
   std::pair<int, std::uint32_t> place_of(ConnectionId connection, const std::string& name) const {
     for (const Welcome& welcome : heard<Welcome>(connection)) {
       for (const Member& member : welcome.members) {
@@ -117,7 +117,7 @@ TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   EXPECT_EQ(welcome.members.size(), 4u);
   ASSERT_EQ(welcome.gone.size(), 2u);
   EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_THAT(welcome.gone[0].reason, HasSubstr("without a good-bye"));
+  EXPECT_THAT(welcome.gone[0].reason, HasSubstr("without a goodbye"));
   EXPECT_FALSE(welcome.gone[1].died);
 }
 
@@ -222,7 +222,7 @@ TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 2u);
 }
 
-/// A fixed world is left by all together: who comes again soon is meant for the next one.
+/// All workers leave a fixed world together, so a worker that registers again soon belongs to the next job.
 TEST_F(StoreFixture, RejectsAWorkerThatReturnsAfterLeaving) {
   gather_world(3);
   sent_.clear();

@@ -8,7 +8,7 @@
 namespace torchspan::rendezvous::store_server_test {
 namespace {
 
-/// Remembers the last thing it was to send.
+/// Records the last message sent.
 class MemberChannel final : public net::Channel {
  public:
   explicit MemberChannel(Parker& notified) : notified_(notified) {}
@@ -33,7 +33,7 @@ class MemberChannel final : public net::Channel {
   Bytes last_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// One member registers; after that unauthenticated keep poll() busy for ever.
+/// One member registers; after that, unauthenticated peers keep poll() busy forever.
 class FloodedTransport final : public net::Transport {
  public:
   FloodedTransport(Executor& executor, net::Handler& handler, std::shared_ptr<MemberChannel> member,

@@ -136,7 +136,7 @@ TEST_F(StoreFixture, FailsTheWorldWhenAWorkerDiesWhileItGathers) {
   say(1, registration(1, 3));
   store_->on_closed(1, closed());
   EXPECT_THAT(refusal(0),
-              AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("without a good-bye")));
+              AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("without a goodbye")));
 }
 
 TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
@@ -201,7 +201,7 @@ TEST_F(StoreFixture, ListsTheRanksThatHaveNotJoinedARound) {
   say(0, Contribute{7, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
   say(2, Contribute{5, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
   say(0, AskMissing{7});
-  say(0, AskMissing{5});  // of nobody's round, or another's
+  say(0, AskMissing{5});  // another member's round, or none
   ASSERT_EQ(heard<Missing>(0).size(), 1u);
   EXPECT_EQ(heard<Missing>(0)[0].call, 7u);
   EXPECT_EQ(heard<Missing>(0)[0].ranks, (std::vector<int>{1, 3}));
@@ -288,8 +288,8 @@ TEST_F(StoreFixture, RejectsInvalidContributions) {
   }
 }
 
-/// Any order of contributions, deaths, returns, news of them and deadlines: whoever came to a round hears of
-/// its end exactly once, and nothing is remembered once all are gone.
+/// In any order of contributions, deaths, replacements, news of them, and deadlines, every participant of a
+/// round gets its result exactly once, and nothing is kept once all have ended.
 TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -298,7 +298,7 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
     std::map<int, std::map<std::uint64_t, int>> asked, answered;  // by rank, then call
     std::set<int> alive;
     Rounds rounds([&](int rank, Bytes bytes) {
-      EXPECT_TRUE(alive.contains(rank)) << "an answer to the dead";
+      EXPECT_TRUE(alive.contains(rank)) << "an answer to a dead worker";
       ByteReader reader(bytes);
       const auto type = reader.get<std::uint16_t>();
       EXPECT_TRUE(type == Gathered::kType || type == RoundFailed::kType);
@@ -306,7 +306,8 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
     });
     const auto count = static_cast<std::size_t>(size);
     std::vector<std::uint32_t> latest(count, 0);
-    std::vector<std::vector<std::uint32_t>> believed(count, latest);  // what each worker has heard so far
+    std::vector<std::vector<std::uint32_t>> believed(count,
+                                                     latest);  // the incarnations that each worker knows
     std::vector<std::map<std::pair<std::string, std::vector<std::uint32_t>>, std::uint64_t>> next(count);
     for (int rank = 0; rank < size; ++rank) {
       rounds.on_join(registration(rank, size).member);

@@ -248,7 +248,7 @@ void RpcAgent::apply(const CallOptions& options, Request& request) {
   const Duration timeout = options.timeout.value_or(default_timeout_.load());
   if (timeout < Duration::zero()) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("a timeout of {} ns is negative; zero means without limit", timeout.count()));
+                fmt::format("a timeout of {} ns is negative; zero means no limit", timeout.count()));
   }
   if (timeout != Duration::zero()) request.deadline = state_.runtime.executor.deadline_in(timeout);
   request.stop = options.stop;

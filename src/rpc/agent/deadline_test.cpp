@@ -115,7 +115,7 @@ void expect_soon(Worker& worker, const RRef<Board>& board, Read read, std::int64
   EXPECT_EQ(board.rpc_sync(read), value);
 }
 
-// peer: rpc/more the callee hears how much time is left, and nested calls inherit it: better
+// peer: rpc/more the callee knows the remaining time, and nested calls inherit it: better
 TEST(Deadlines, ArriveAtTheHandler) {
   on_first({}, [](Worker& worker, SimCluster&) {
     EXPECT_EQ(worker.current_call(), std::nullopt);
@@ -128,7 +128,7 @@ TEST(Deadlines, ArriveAtTheHandler) {
   });
 }
 
-// peer: rpc/more the callee hears how much time is left
+// peer: rpc/more the callee knows the remaining time
 TEST(Deadlines, AreInheritedByNestedCallsOfEveryKindOfHandler) {
   on_first({.workers = 3}, [](Worker& worker, SimCluster&) {
     const auto caller = worker.with({.timeout = seconds(2)});
@@ -141,7 +141,7 @@ TEST(Deadlines, AreInheritedByNestedCallsOfEveryKindOfHandler) {
   });
 }
 
-// peer: rpc/more a handler that outlives its deadline is told to stop: better
+// peer: rpc/more the stop token of a handler that outlives its deadline is stopped: better
 TEST(Deadlines, StopTheHandlerThatOutlivesThem) {
   on_first({}, [](Worker& worker, SimCluster&) {
     auto board = worker.remote(1, kBoard);
@@ -159,7 +159,7 @@ TEST(Deadlines, RefuseNegativeTimeouts) {
   });
 }
 
-// peer: rpc/more calls can be cancelled, with what they asked for: better
+// peer: rpc/more calls can be cancelled, together with the calls their handlers made: better
 TEST(Cancellation, FailsTheCallAtOnceAndStopsItsHandler) {
   on_first({}, [](Worker& worker, SimCluster&) {
     for (const std::uint32_t owner : {1u, 0u}) {

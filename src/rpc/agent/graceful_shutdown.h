@@ -12,10 +12,10 @@
 
 namespace torchspan::rpc {
 
-/// Describes this worker's unfinished work in one line for people; empty if there is none.
+/// Describes this worker's unfinished work in one line for logs; empty if there is none.
 std::string unfinished_work(const AgentState& state);
 
-/// Returns one line for each of the first values, for people.
+/// Returns one line for each of the first values, for logs and errors.
 std::vector<std::string> leak_lines(const std::vector<RRefInfo>& leaks);
 
 /// Message totals that the workers compare to detect that no message is in flight.

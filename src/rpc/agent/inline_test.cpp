@@ -102,7 +102,7 @@ TEST(Inline, MovesToThePoolWhenItIsNotShort) {
     auto nap = worker.rpc_async(1, kNap, 1000);
     worker.runtime().executor.sleep(milliseconds(10));
     const TimePoint before = worker.runtime().executor.now();
-    EXPECT_EQ(worker.rpc_sync(1, kNext, 41), 42) << "the nap does not stand in the way any more";
+    EXPECT_EQ(worker.rpc_sync(1, kNext, 41), 42) << "the nap runs on the pool and does not block other calls";
     EXPECT_LT(worker.runtime().executor.now() - before, milliseconds(5));
     nap.wait();
   });

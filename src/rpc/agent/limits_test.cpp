@@ -40,7 +40,7 @@ void on_first(ClusterOptions options, const std::function<void(Worker&, SimClust
   });
 }
 
-// peer: rpc/more bounded queues, at the caller and at the callee: better
+// peer: rpc/more queues of the caller and the callee are bounded: better
 TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
   ClusterOptions options;
   options.service.max_pending_calls = 3;
@@ -61,7 +61,7 @@ TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
   });
 }
 
-// peer: rpc/more bounded queues
+// peer: rpc/more queues of the caller and the callee are bounded
 TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
   ClusterOptions options;
   options.threads = 1;
@@ -84,7 +84,7 @@ TEST(Limits, RefuseRequestsThatWouldPileUpAtTheCallee) {
           ++refused;
         }
       }
-      EXPECT_EQ(served, 5) << "five of 11 KiB and something fit into 64 KiB";
+      EXPECT_EQ(served, 5) << "five requests of a bit more than 11 KiB fit into 64 KiB";
       EXPECT_EQ(refused, 15);
       busy.wait();
       EXPECT_EQ(worker.rpc_sync(to, kSizeOf, at::zeros({1 << 20}, at::kByte)), 1 << 20)
@@ -107,7 +107,7 @@ TEST(Limits, AreLiftedForHandlersMarkedAsBlocking) {
     auto napping = worker.rpc_async(1, kNap, 1000), too = worker.rpc_async(1, kNap, 1000);
     worker.runtime().executor.sleep(milliseconds(10));
     EXPECT_THROW(worker.with({.timeout = milliseconds(500)}).rpc_sync(1, kSizeOf, at::zeros({3})), Error)
-        << "without a word both threads are taken";
+        << "handlers that are not marked occupy both threads";
     wait_all(std::vector<Future<void>>{napping, too});
   });
 }
@@ -123,7 +123,7 @@ TEST(Limits, NeverRefuseTheReferenceProtocol) {
   });
 }
 
-// peer: rpc/more a broken connection is dialled again, and references outlive it: better
+// peer: rpc/more a broken connection is redialed, and references outlive it: better
 TEST(Reconnect, FailsPendingCallsAndReconnects) {
   on_first({}, [](Worker& worker, SimCluster& world) {
     auto cell = worker.remote(1, kCell);
@@ -139,7 +139,7 @@ TEST(Reconnect, FailsPendingCallsAndReconnects) {
         EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
         EXPECT_EQ(error.worker(), "worker1");
       }
-      EXPECT_EQ(cell.rpc_sync(kGet), 7) << "the reference lives on";
+      EXPECT_EQ(cell.rpc_sync(kGet), 7) << "the reference is still valid";
     }
   });
 }
@@ -160,7 +160,7 @@ TEST(Reconnect, MakesTheCallOnAFreshConnectionWhenTheOldOneBrokeUnnoticed) {
   }
 }
 
-// peer: rpc/more a broken connection is dialled again
+// peer: rpc/more a broken connection is redialed
 TEST(Reconnect, LosesNoReferenceWhoseDeletionWasInFlight) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     std::size_t owners = 99;

@@ -25,7 +25,7 @@ struct OutgoingMessage {
 struct SmallReply {
   std::shared_ptr<net::Channel> channel;
   wire::Frame frame;
-  std::string call;   ///< for people
+  std::string call;   ///< for errors
   Deadline deadline;  ///< the caller's; after it, no caller waits
 };
 

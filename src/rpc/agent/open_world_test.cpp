@@ -49,7 +49,7 @@ void await(Worker& worker, const std::string& name) {
 class OpenWorld : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, OpenWorld, ::testing::Range<std::uint64_t>(1, 11));
 
-// peer: rpc_test.py dynamic_rpc_init_rpc: better: a killed worker comes back under its name
+// peer: rpc_test.py dynamic_rpc_init_rpc: better: a killed worker can be restarted under its name
 // peer: rpc_test.py dynamic_rpc_new_rank_can_communicated_with_existing_rank,
 //   dynamic_rpc_existing_rank_can_communicate_with_new_rank: same
 TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
@@ -84,7 +84,7 @@ TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
   });
 }
 
-// peer: rpc/more a worker that was killed comes back under its name: better
+// peer: rpc/more a killed worker can be restarted under its name: better
 TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
   SimCluster world(open_world(GetParam()));
   world.run([&](Worker& worker) {
@@ -96,7 +96,7 @@ TEST_P(OpenWorld, TakesARestartedWorkerBackUnderItsName) {
       }));
       await(worker, "worker1");
       auto tally = worker.remote("worker1", kTally);
-      EXPECT_EQ(tally.rpc_sync(kAdd, 5), 5) << "a value of its own, not one of its predecessor's";
+      EXPECT_EQ(tally.rpc_sync(kAdd, 5), 5) << "its own value, not its predecessor's";
       if (incarnation == 2) break;
       auto lost = worker.rpc_async("worker1", kNap, 1000);
       world.executor().sleep(milliseconds(10));
@@ -146,7 +146,7 @@ TEST(OpenWorldRounds, NameTheirParticipants) {
   });
 }
 
-// peer: rpc/more a worker that was killed comes back under its name
+// peer: rpc/more a killed worker can be restarted under its name
 TEST(FixedWorld, TakesAReplacementForADeadWorker) {
   ClusterOptions options = open_world(3, 3);
   options.open = false;

@@ -112,7 +112,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
 void RequestSender::check_may_start(const Request& request, TimePoint now) const {
   if (const auto agent = state_.endpoint.lock()) agent->check_running();
   if (request.stop.stop_requested() || request.inherited_stop.stop_requested())
-    throw Error(ErrorKind::kCancelled, "its stop token was stopped before the call was made");
+    throw Error(ErrorKind::kCancelled, "cancelled by its stop token before the call was made");
   if (request.deadline.passed(now))
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
 }
@@ -199,10 +199,10 @@ void RequestSender::cancel(std::uint64_t id) {
     } catch (const Error&) {  // the broken connection then stops the handler
     }
   }
-  call->completion->fail(
-      annotate(*call, std::make_exception_ptr(Error(
-                          ErrorKind::kCancelled,
-                          "its stop token was stopped; its handler on the other worker is asked to stop"))));
+  call->completion->fail(annotate(
+      *call, std::make_exception_ptr(
+                 Error(ErrorKind::kCancelled,
+                       "cancelled by its stop token; the handler on the other worker was asked to stop"))));
 }
 
 void RequestSender::fail_expired() {

@@ -31,8 +31,8 @@ WorkerService::~WorkerService() {
     impl_->agent->release();
   } catch (...) {
     impl_->agent->runtime().log.error(
-        fmt::format("this worker could not be stopped as its Session or WorkerService ended, and stays in "
-                    "memory; end that on a thread of the program's own: {}",
+        fmt::format("this worker could not be stopped when its Session or WorkerService was destroyed, and "
+                    "stays in memory; destroy that on a thread that the program started: {}",
                     describe(std::current_exception()).text));
     impl_->agent->keep_alive();  // its threads still use it
   }

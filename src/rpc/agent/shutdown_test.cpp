@@ -64,8 +64,8 @@ TEST(Shutdown, WarnsAboutMissingWorkersAtGrowingIntervals) {
   });
   for (const auto& failure : outcome.failures) EXPECT_FALSE(failure) << describe(failure).text;
   EXPECT_THAT(outcome.log,
-              HasSubstr("worker0] warning: shutdown() has waited 10 s: these have not called "
-                        "shutdown() yet, or wait in it for their own work: worker2 (rank 2, pid "));
+              HasSubstr("worker0] warning: shutdown() has waited 10 s: these workers have not called "
+                        "shutdown() or have unfinished work: worker2 (rank 2, pid "));
   EXPECT_EQ(outcome.says("worker0] warning: shutdown() has waited"), 4)
       << "at 10, 20, 40 and 80 s" << outcome.log;
   EXPECT_EQ(outcome.says("worker2] warning"), 0) << outcome.log;
@@ -165,7 +165,7 @@ TEST(Deaths, AreReportedToCallersBeforeConnectionEnds) {
         cluster.kill(1);
         const TimePoint killed = cluster.executor().now();
         const auto after = worker.rpc_async(1, kWork, Duration(seconds(5)));
-        const std::string text = ") died: its process ended without a good-bye";
+        const std::string text = ") died: its process ended without a goodbye";
         if (connected) expect_error(ErrorKind::kDisconnected, text, [&] { before.wait(); });
         expect_error(ErrorKind::kDisconnected, text, [&] { after.wait(); });
         EXPECT_LT(cluster.executor().now() - killed, milliseconds(100)) << "as soon as it is known";

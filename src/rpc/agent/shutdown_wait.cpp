@@ -47,7 +47,7 @@ void ShutdownWait::warn_of_missing(const std::string& names, bool serving, std::
   }
   if (now - served_at_ < patience_) return;
   patience_ *= 2;
-  say(fmt::format("these have not called shutdown() yet, or wait in it for their own work: {}", names));
+  say(fmt::format("these workers have not called shutdown() or have unfinished work: {}", names));
 }
 
 void ShutdownWait::say(const std::string& what) {

@@ -34,9 +34,9 @@ void StoppedPeers::check() {
         Error(
             ErrorKind::kDisconnected,
             fmt::format(
-                "worker '{}' (rank {}) is stopped, by a signal or a debugger, for {:.0f} s so far; continue "
+                "worker '{}' (rank {}) has been stopped, by a signal or a debugger, for {:.0f} s; continue "
                 "it (kill -CONT) and call again, or allow more than {:g} s with TORCHSPAN_STOPPED_LIMIT (0: "
-                "any time)",
+                "no limit)",
                 state_.peers.name(peer), peer, to_seconds(now - stopped[peer]), to_seconds(limit))));
   }
   since_ = std::move(stopped);

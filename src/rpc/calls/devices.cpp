@@ -90,15 +90,15 @@ Devices::Place Devices::place(std::uint32_t peer, const PeerTable& peers, Lookup
 
 Error Devices::no_place_there(const std::string& device, const std::string& peer) const {
   return Error(ErrorKind::kInvalid,
-               fmt::format("it lives on {}, which the device map of worker '{}' for worker '{}' does not "
-                           "name; add where it lives there, or send tensor.cpu()",
+               fmt::format("it is on {}, which the device map of worker '{}' for worker '{}' does not "
+                           "contain; add an entry for it, or send tensor.cpu()",
                            device, self_.name, peer));
 }
 
 Error Devices::no_place_here(const std::string& device, const std::string& peer) const {
   return Error(ErrorKind::kInvalid,
-               fmt::format("a result lives on {} of worker '{}', where the device map of worker '{}' has "
-                           "nothing; add where it lives here, or return tensor.cpu()",
+               fmt::format("a result is on {} of worker '{}', to which the device map of worker '{}' maps "
+                           "no device; add an entry for it, or return tensor.cpu()",
                            device, peer, self_.name));
 }
 

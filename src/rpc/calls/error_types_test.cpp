@@ -90,7 +90,7 @@ void expect_out_of_stock(const std::function<void()>& body, std::size_t hops) {
   }
 }
 
-// peer: rpc/more user exceptions arrive as their own type: better
+// peer: rpc/more user exceptions arrive with their original type: better
 TEST(ErrorTypes, AreRebuiltOnTheCaller) {
   on_first(2, [](Worker& worker) {
     expect_out_of_stock([&] { worker.rpc_sync(1, kTake, 4); }, 1);
@@ -100,7 +100,7 @@ TEST(ErrorTypes, AreRebuiltOnTheCaller) {
   });
 }
 
-// peer: rpc/more user exceptions arrive as their own type
+// peer: rpc/more user exceptions arrive with their original type
 TEST(ErrorTypes, CrossSeveralWorkers) {
   on_first(3, [](Worker& worker) { expect_out_of_stock([&] { worker.rpc_sync(1, kTakeElsewhere, 4); }, 2); });
 }

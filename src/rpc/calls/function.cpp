@@ -76,8 +76,9 @@ void FunctionTable::insert(rpc::FunctionEntry entry) {
   }
   entry.id = rpc::function_id(entry.name, entry.signature);
   if (by_id_.contains(entry.id)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the digest of '{}' is taken by chance; choose another name", entry.name));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the digest of '{}' equals that of another function; choose another name", entry.name));
   }
   by_name_.emplace(entry.name, entry.id);
   by_id_.emplace(entry.id, std::move(entry));

@@ -80,8 +80,8 @@ class ServingTable {
   std::vector<IncomingPtr> of_channel(const net::Channel* channel) const;
   std::vector<IncomingPtr> all() const;
   std::vector<DebugInfo::Serving> describe(TimePoint now, const PeerTable& peers) const;
-  /// Describes each request, oldest first, as in "runs 'f' of worker 'worker0' for 12.0 s, whose caller gave
-  /// it up".
+  /// Describes each request, oldest first, as in "runs 'f' of worker 'worker0' for 12.0 s, which its caller
+  /// abandoned".
   std::vector<std::string> unfinished(TimePoint now, const PeerTable& peers) const;
   /// Whether a caller still waits for one of the requests.
   bool awaited(TimePoint now) const;

@@ -169,7 +169,7 @@ TEST(Worker, RefusesATokenThatIsNotInTheTable) {
   });
 }
 
-// peer: rpc/more nested calls never starve: the pool grows while handlers wait, to a limit: better
+// peer: rpc/more nested calls never starve: the pool grows while handlers wait, up to a limit: better
 TEST(Worker, NestsCallsDeeperThanItsPoolHasThreads) {
   ClusterOptions options = cluster(2, 3);
   options.threads = 1;

@@ -11,7 +11,7 @@ namespace torchspan::rpc {
 
 class References;
 
-/// Where an entry of the table came from, for people.
+/// Where an entry of the table came from, for lists of references.
 struct Origin {
   const char* file = "";   ///< belongs to the program, or to References
   std::uint32_t line = 0;  ///< 0: the line is not known here

@@ -42,7 +42,7 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
   void leave(bool alone);
   /// Whether no message is in flight.
   bool idle() const;
-  /// Describes the messages without an answer so far, in one line per kind and receiver, for people.
+  /// Describes the messages without an answer so far, in one line per kind and receiver, for logs.
   std::vector<std::string> outstanding() const;
 
  private:

@@ -304,15 +304,14 @@ TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
     many = world.share_and_drop(100'000);
   });
   fmt::print(
-      "control messages a reference: {:.2f} of 20,000, {:.2f} of 100,000; numbers remembered a worker: {} "
-      "and {}; "
-      "memory grew by {:.1f} bytes a reference\n",
+      "control messages per reference: {:.2f} of 20,000, {:.2f} of 100,000; numbers remembered per worker: "
+      "{} and {}; memory grew by {:.1f} bytes per reference\n",
       few.messages, many.messages, few.remembered, many.remembered, (many.bytes - few.bytes) / 100'000);
   // A value shared with three: four deletions, three fork requests, three acceptances.
   EXPECT_DOUBLE_EQ(few.messages, 10.0 / 4.0);
   EXPECT_DOUBLE_EQ(many.messages, 10.0 / 4.0);
   EXPECT_LE(many.remembered, 4u * kNeighbors) << "an interval for each creator and each holder";
-  EXPECT_LT((many.bytes - few.bytes) / 100'000, 1.0) << "what is gone costs nothing";
+  EXPECT_LT((many.bytes - few.bytes) / 100'000, 1.0) << "released references take no memory";
 }
 
 struct CountedValue {

@@ -45,7 +45,7 @@ bool RRefWorld::deliver(std::size_t index) {
       for (const GlobalId& fork : reply.lost) {
         Book& book = books_.at(fork);
         if (is_protected(book) && !book.held.expired() && book.holder == here->id)
-          fail("a reference that is here was said to be lost: " + str(fork));
+          fail("a reference was reported lost although it is here: " + str(fork));
         book.living = false;  // if it arrives later, it is refused
       }
       if (alive(packet.from) != nullptr) bag_.push_back(std::move(reply));

@@ -129,9 +129,8 @@ Cost cost_of(std::uint32_t workers, std::size_t references) {
 TEST(RRefScale, CostsTheSameForEveryReferenceInAWorldOfAThousandWorkers) {
   const Cost small = cost_of(10, 10'000), few = cost_of(1000, 10'000), many = cost_of(1000, 100'000);
   fmt::print(
-      "control messages a reference: {:.2f} (10 workers), {:.2f} and {:.2f} (1,000 workers; 10,000 and "
-      "100,000 "
-      "references); numbers remembered a worker: {}, {}, {}\n",
+      "control messages per reference: {:.2f} (10 workers), {:.2f} and {:.2f} (1,000 workers; 10,000 and "
+      "100,000 references); numbers remembered per worker: {}, {}, {}\n",
       small.messages, few.messages, many.messages, small.remembered, few.remembered, many.remembered);
   // A value shared with three: four deletions, three fork requests, three acceptances.
   for (const Cost& cost : {small, few, many}) EXPECT_DOUBLE_EQ(cost.messages, 10.0 / 4.0);

@@ -432,7 +432,7 @@ void RRefWorld::settle() {
     check();
     if (!failure_.empty()) return;
   }
-  fail("the end never comes: messages go on and on");
+  fail("the tables still send messages");
 }
 
 bool RRefWorld::settle_step() {
@@ -467,7 +467,7 @@ void RRefWorld::check_empty() {
     if (!worker.creating.empty()) fail("a creation never ended");
   }
   for (const Value& value : values_) {
-    if (!value.payload.expired()) fail(fmt::format("value {} lives on without a reference", str(value.id)));
+    if (!value.payload.expired()) fail(fmt::format("value {} is alive without a reference", str(value.id)));
   }
 }
 

@@ -117,7 +117,7 @@ class Picture {
     return longest;
   }
 
-  /// Wide enough for the shortest task to hold its number, up to a limit.
+  /// Wide enough for the shortest action to hold its number, up to a limit.
   double grid_width() const {
     Duration shortest = longest_;
     int most = 0;
@@ -287,7 +287,7 @@ class Picture {
         micro_batch);
   }
 
-  /// Held memory rises when a task starts and falls when one ends; if both happen at the same time, the line
+  /// Held memory rises when an action starts and falls when one ends; if both happen at the same time, the line
   /// stays.
   void add_curve(const Timeline& timeline, std::size_t rank) {
     std::vector<std::pair<Duration, double>> steps = {{Duration::zero(), 0}};

@@ -38,7 +38,7 @@ std::string xml_complaint(const std::string& xml) {
   return open.empty() ? "" : "never closed: " + open.back();
 }
 
-/// A task's rectangle in a drawing.
+/// An action's rectangle in a drawing.
 struct Cell {
   std::string colour, action;
   double x = 0, y = 0, width = 0;

@@ -7,10 +7,10 @@
 namespace torchspan::schedule {
 namespace {
 
-/// With more columns than this the drawing is coarser: tasks shorter than a column then move to the right.
+/// With more columns than this the drawing is coarser: actions shorter than a column then move to the right.
 constexpr int kMostColumns = 512;
 
-/// Writes one rank's line; `width` characters a column, `slot` nanoseconds a column.
+/// Writes one rank's line; `width` characters and `slot` nanoseconds per column.
 class Row {
  public:
   Row(double slot, std::size_t width, int columns) : slot_(slot), width_(width) { idle_until(columns); }

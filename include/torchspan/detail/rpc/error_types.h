@@ -54,7 +54,7 @@ class ErrorTypes {
   template <class E>
   void add(std::string name) {
     static_assert(wire::Transferable<E>,
-                  "an exception type that is sent to the caller needs a torchspan::Wire of its own");
+                  "an exception type that is sent to the caller needs a torchspan::Wire specialization");
     static_assert(std::is_class_v<E> && !std::is_final_v<E>,
                   "it is thrown with the remote Error nested in it");
     insert({std::move(name), &encode_error<E>, &rebuild_error<E>});

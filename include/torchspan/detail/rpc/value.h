@@ -83,7 +83,7 @@ class ValueOf final : public Value {
     } else {
       throw Error(ErrorKind::kUnsupported,
                   "a value of type '" + type_name() +
-                      "' cannot travel: keep it behind its RRef and call functions on it "
+                      "' cannot be sent: keep it behind its RRef and call functions on it "
                       "there, or specialize torchspan::Wire for it");
     }
   }

@@ -43,7 +43,8 @@ std::string type_name() {
 /// elements).
 template <class T>
 void encode(Encoder& encoder, const T& value) {
-  static_assert(Transferable<T>, "this type cannot travel: specialize torchspan::Wire for it (docs/wire.md)");
+  static_assert(Transferable<T>,
+                "this type cannot be sent: specialize torchspan::Wire for it (docs/wire.md)");
   if constexpr (std::is_arithmetic_v<T>) {
     Wire<T>::encode(encoder, value);
   } else {
@@ -55,7 +56,8 @@ void encode(Encoder& encoder, const T& value) {
 /// Reads the next value, or throws Error{kInvalid}.
 template <class T>
 T decode(Decoder& decoder) {
-  static_assert(Transferable<T>, "this type cannot travel: specialize torchspan::Wire for it (docs/wire.md)");
+  static_assert(Transferable<T>,
+                "this type cannot be sent: specialize torchspan::Wire for it (docs/wire.md)");
   if constexpr (std::is_arithmetic_v<T>) {
     return Wire<T>::decode(decoder);
   } else {
