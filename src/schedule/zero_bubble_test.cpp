@@ -75,7 +75,8 @@ TEST(ZeroBubble, DualPipeVPairsForwardsWithBackwardsOfTheOtherHalf) {
             "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3");
 }
 
-// peer: pipelining pipeline_order_flex_and_zero_bubble, pipeline_order_for_v_schedules: same
+// peer: pipelining pipeline_order_flex_and_zero_bubble, pipeline_order_for_v_schedules: same; the orders are
+//   equal (`tools/compare-schedules`)
 TEST(ZeroBubble, EveryScheduleOfEveryShapeIsValid) {
   for (int p = 1; p <= 8; ++p) {
     for (int m = 1; m <= 32; ++m) {
@@ -101,6 +102,7 @@ TEST(ZeroBubble, EveryScheduleOfEveryShapeIsValid) {
   }
 }
 
+// peer: other_pipelines ZB test_pass (1f1b, vpp, zb, zbv): same
 TEST(ZeroBubble, AgreesWithThePapersFormulasForEveryShapeAndCost) {
   for (const auto& [f, i, w] : {std::tuple(1, 1, 1), {2, 2, 1}, {1, 2, 1}, {2, 3, 2}, {1, 1, 2}, {3, 3, 1}}) {
     const auto whole = unit_costs(1, f, i, w), half = unit_costs(2, f, i, w);
@@ -134,6 +136,10 @@ TEST(ZeroBubble, WithEqualCostsNoRankWaitsBetweenItsFirstAndItsLastAction) {
       const Timeline line = simulate(zero_bubble_h2({.ranks = p, .micro_batches = m}), unit_costs(1));
       const Timeline v =
           simulate(zero_bubble_v({.ranks = p, .micro_batches = m, .stages_per_rank = 2}), unit_costs(2));
+      if (m >= 2 * p) {
+        const Shape two{.ranks = p, .micro_batches = m, .stages_per_rank = 2};
+        ASSERT_EQ(beyond_work(simulate(dual_pipe_v(two), unit_costs(2)).makespan, m, 3), (p - 1) / 2.0);
+      }
       ASSERT_EQ(bubble_share(line), 0);
       ASSERT_EQ(bubble_share(v), 0);
       ASSERT_THAT(line.peak_live, Each(2 * p - 1));

@@ -9,7 +9,7 @@
 namespace torchspan::schedule {
 
 /// The pipeline to find a schedule for.
-struct Pipeline {
+struct CompareOptions {
   int ranks = 1;
   int micro_batches = 1;
   /// Costs of one micro-batch through all layers of a rank: one entry for all ranks, or one for each. A
@@ -37,7 +37,7 @@ struct Comparison {
 /// zero_bubble() for its memory limit. Those that fit come first; then the shortest step, the shortest
 /// step_period(), the least memory. Throws Error{kInvalid} that names the field, or if the limit has no room
 /// for one micro-batch.
-Comparison compare(const Pipeline& pipeline);
+Comparison compare(const CompareOptions& options);
 
 /// Divides the costs of each rank (one entry for all, or one for each) evenly among its stages; returns one
 /// entry per stage.

@@ -20,7 +20,7 @@ double peak(const Candidate& candidate) {
 /// Makes and simulates the candidates.
 class Comparer {
  public:
-  explicit Comparer(const Pipeline& pipeline) : pipeline_(pipeline) {}
+  explicit Comparer(const CompareOptions& options) : options_(options) {}
 
   Comparison run() {
     add_schedules();
@@ -38,7 +38,7 @@ class Comparer {
  private:
   using Make = std::function<Table(const Shape&)>;
 
-  Shape shape(int chunks) const { return {pipeline_.ranks, pipeline_.micro_batches, chunks}; }
+  Shape shape(int chunks) const { return {options_.ranks, options_.micro_batches, chunks}; }
 
   void add_schedules() {
     add(1, [](const Shape& shape) { return gpipe(looped(shape)); });
@@ -46,7 +46,7 @@ class Comparer {
     add(1, zero_bubble_h1);
     add(1, zero_bubble_h2);
     // With one rank, its stages follow each other, and nothing is gained by a second one.
-    if (pipeline_.ranks == 1) return;
+    if (options_.ranks == 1) return;
     add(2, interleaved);
     add(2, looped_breadth_first);
     add(2, interleaved_zero_bubble);
@@ -57,11 +57,11 @@ class Comparer {
   /// Searches for an order within the limit: on a line, around the ranks, and in a V.
   void add_searched() {
     const auto search = [this](const Placement& placement, int chunks) {
-      const auto costs = divide_costs(pipeline_.costs, placement.rank_of_stage);
-      add_table(zero_bubble(placement, costs, pipeline_.memory_limit), chunks);
+      const auto costs = divide_costs(options_.costs, placement.rank_of_stage);
+      add_table(zero_bubble(placement, costs, options_.memory_limit), chunks);
     };
     search(looped(shape(1)), 1);
-    if (pipeline_.ranks == 1) return;
+    if (options_.ranks == 1) return;
     search(looped(shape(2)), 2);
     search(v_shaped(shape(2)), 2);
     Candidate& last = result_.candidates.back();
@@ -86,12 +86,12 @@ class Comparer {
     candidate.table = std::move(table);
     candidate.stages_per_rank = chunks;
     candidate.timeline =
-        simulate(candidate.table, divide_costs(pipeline_.costs, candidate.table.rank_of_stage));
-    candidate.fits = peak(candidate) <= pipeline_.memory_limit * (1 + 1e-9);
+        simulate(candidate.table, divide_costs(options_.costs, candidate.table.rank_of_stage));
+    candidate.fits = peak(candidate) <= options_.memory_limit * (1 + 1e-9);
     result_.candidates.push_back(std::move(candidate));
   }
 
-  const Pipeline& pipeline_;
+  const CompareOptions& options_;
   Comparison result_;
 };
 
@@ -122,10 +122,10 @@ std::vector<Costs> divide_costs(const std::vector<Costs>& by_rank, const std::ve
   return costs;
 }
 
-Comparison compare(const Pipeline& pipeline) {
-  check(Shape{pipeline.ranks, pipeline.micro_batches, 1}, "compare");
-  check(pipeline.costs, static_cast<std::size_t>(pipeline.ranks), "compare");
-  return Comparer(pipeline).run();
+Comparison compare(const CompareOptions& options) {
+  check(Shape{options.ranks, options.micro_batches, 1}, "compare");
+  check(options.costs, static_cast<std::size_t>(options.ranks), "compare");
+  return Comparer(options).run();
 }
 
 }  // namespace torchspan::schedule

@@ -60,9 +60,9 @@ TEST(Compare, OneRankHasNothingToWaitFor) {
 }
 
 TEST(Compare, RefusesWhatItCannotCompare) {
-  const auto error_of = [](const Pipeline& pipeline) {
+  const auto error_of = [](const CompareOptions& options) {
     try {
-      compare(pipeline);
+      compare(options);
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
       return error.message();
@@ -105,20 +105,20 @@ INSTANTIATE_TEST_SUITE_P(Seeds, CompareSeed, ::testing::Range<std::uint64_t>(1, 
 TEST_P(CompareSeed, TheFirstFitsAndNoOtherThatFitsIsShorter) {
   std::mt19937_64 random(GetParam());
   const auto up_to = [&](unsigned most) { return static_cast<int>(random() % most); };
-  Pipeline pipeline{.ranks = 1 + up_to(6), .micro_batches = 1 + up_to(12), .costs = {}};
-  for (int rank = 0; rank < pipeline.ranks; ++rank) {
-    pipeline.costs.push_back({.forward = Duration{2 * up_to(9)},
-                              .input_gradient = Duration{2 * up_to(9)},
-                              .weight_gradient = Duration{2 * up_to(9)},
-                              .transfer = Duration{up_to(4)}});
+  CompareOptions options{.ranks = 1 + up_to(6), .micro_batches = 1 + up_to(12), .costs = {}};
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    options.costs.push_back({.forward = Duration{2 * up_to(9)},
+                             .input_gradient = Duration{2 * up_to(9)},
+                             .weight_gradient = Duration{2 * up_to(9)},
+                             .transfer = Duration{up_to(4)}});
   }
-  pipeline.memory_limit = 1 + up_to(12) / 2.0;
-  const Comparison comparison = compare(pipeline);
+  options.memory_limit = 1 + up_to(12) / 2.0;
+  const Comparison comparison = compare(options);
   const Candidate& best = comparison.candidates.front();
   EXPECT_TRUE(best.fits);
   for (const Candidate& candidate : comparison.candidates) {
     ASSERT_NO_THROW(validate(candidate.table));
-    EXPECT_EQ(candidate.fits, peak_of(candidate) <= pipeline.memory_limit) << candidate.table.name;
+    EXPECT_EQ(candidate.fits, peak_of(candidate) <= options.memory_limit) << candidate.table.name;
     if (candidate.fits) {
       EXPECT_LE(best.timeline.makespan, candidate.timeline.makespan) << candidate.table.name;
     }

@@ -133,6 +133,7 @@ TEST(Csv, RefusesPartsThatAProgramMadeWrong) {
               HasSubstr("row 1, column 1: stage and micro-batch"));
 }
 
+// peer: pipelining csv, csv_compare: same; `tools/compare-schedules` reads and writes the peer's files
 TEST(Csv, EveryScheduleSurvivesARoundTrip) {
   const Shape one{.ranks = 4, .micro_batches = 8}, two{.ranks = 4, .micro_batches = 8, .stages_per_rank = 2};
   for (const Table& table :
