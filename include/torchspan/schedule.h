@@ -1,6 +1,8 @@
 #pragma once
 #include <compare>
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,10 @@ struct Placement {
 /// Places stage s on rank s modulo ranks.
 Placement looped(Shape shape);
 
+/// Places 2 · ranks stages in a V: stage s on rank s, and from the last rank back to rank 0, so that the first
+/// and the last stage share rank 0. stages_per_rank must be 2.
+Placement v_shaped(Shape shape);
+
 /// The schedule of one step: the rank of each stage, and each rank's actions in execution order.
 struct Table {
   std::string name;
@@ -73,17 +79,43 @@ Table interleaved(Shape shape);
 /// (Lamy-Poirier, 2022).
 Table looped_breadth_first(Shape shape);
 
-/// Costs of one stage: time of its actions, and memory per micro-batch (any unit) from the start of its
-/// forward to the end of its kBackward or kWeightGradient; a micro-batch without backward holds none.
-/// kBackward takes input_gradient + weight_gradient. Data sent to another rank arrives `transfer` later;
-/// the sending rank continues meanwhile.
+/// Costs of one stage: time of its actions, and memory per micro-batch (any unit): `activation` from the
+/// start of its forward to the end of its kBackward or kInputGradient, `weight_input` from then to the end of
+/// its kWeightGradient; a micro-batch without backward holds none. kBackward takes input_gradient +
+/// weight_gradient. Data sent to another rank arrives `transfer` later; the sending rank continues meanwhile.
 struct Costs {
   Duration forward{1};
   Duration input_gradient{1};
   Duration weight_gradient{1};
   Duration transfer{0};
   double activation = 1;
+  std::optional<double> weight_input =
+      std::nullopt;  ///< unset: `activation`, nothing is freed between I and W
 };
+
+/// 1F1B with split backwards: rank r keeps up to r weight gradients and runs them where 1F1B is idle. All
+/// ranks keep `ranks` micro-batches (Qi et al., Zero Bubble Pipeline Parallelism, 2023: ZB-H1).
+Table zero_bubble_h1(Shape shape);
+/// The same with 2 · (ranks − r) − 1 forwards before the first backward. With equal costs and at least
+/// 2 · ranks − 1 micro-batches, no rank is idle between its first and its last action; all ranks keep up to
+/// 2 · ranks − 1 micro-batches (Qi et al., 2023: ZB-H2).
+Table zero_bubble_h2(Shape shape);
+/// ZB-H1 with several stages per rank (Qi et al., 2023: ZB1P; ScheduleInterleavedZeroBubble in PyTorch).
+/// micro_batches must be a multiple of max(1, micro_batches / ranks), its number of rounds.
+Table interleaved_zero_bubble(Shape shape);
+/// Two stages per rank in v_shaped(). With equal costs and at least 2 · ranks − 1 micro-batches, no rank is
+/// idle between its first and its last action, and all ranks keep at most `ranks` micro-batches (Qi et al.,
+/// Pipeline Parallelism with Controllable Memory, 2024: V-ZB; ScheduleZBVZeroBubble in PyTorch).
+Table zero_bubble_v(Shape shape);
+/// Two stages per rank in v_shaped(), and pairs of a forward and a whole backward that a runtime may overlap;
+/// the table lists both in turn. At least 2 · ranks micro-batches (DeepSeek-AI, DeepSeek-V3 Technical Report,
+/// 2024, and DualPipeV, 2025; ScheduleDualPipeV in PyTorch).
+Table dual_pipe_v(Shape shape);
+/// Searches for a short step with split backwards for any placement, costs (one for each stage, or one for
+/// all) and most memory of a rank (in the unit of Costs::activation): the heuristic of Qi et al. (2023,
+/// section 4.1) with several settings, of which the best is kept. Needs room for one micro-batch.
+Table zero_bubble(const Placement& placement, const std::vector<Costs>& costs,
+                  double memory_limit = std::numeric_limits<double>::infinity());
 
 /// Start and end of an action in a simulated or measured step, from the step's start.
 struct ActionSpan {
@@ -101,7 +133,22 @@ struct Timeline {
   std::vector<double> peak_live;  ///< maximum activation held at once
   /// Activation that a rank holds after each of its spans; same shape as `spans`.
   std::vector<std::vector<double>> live;
+  /// The part of `live` that weight gradients wait with (Costs::weight_input), and its maximum by rank; empty
+  /// if not known.
+  std::vector<std::vector<double>> weight_inputs;
+  std::vector<double> peak_weight_inputs;
 };
+
+/// Idle share of all ranks' time from 0 to the makespan.
+double idle_share(const Timeline& timeline);
+
+/// Time per step if steps follow each other without a barrier: the longest time from a rank's first to its
+/// last action.
+Duration step_period(const Timeline& timeline);
+
+/// Share of step_period() in which a rank is idle, averaged over all ranks: the bubble rate of Qi et al.
+/// (2023), who let each rank start its next step when its own actions have ended.
+double bubble_share(const Timeline& timeline);
 
 /// Throws Error{kInvalid} unless each micro-batch runs forward exactly once on every stage and, if it has
 /// any backward, backward exactly once (kBackward, or kInputGradient and kWeightGradient), each action is

@@ -110,13 +110,8 @@ class ListScheduler {
 
 Table one_forward_one_backward(Shape shape) {
   check(shape, "one_forward_one_backward");
-  if (shape.stages_per_rank != 1) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("one_forward_one_backward: stages_per_rank is {}; this schedule has one stage per rank. "
-                    "Use interleaved() or a Placement for several",
-                    shape.stages_per_rank));
-  }
+  check_stages_per_rank(shape, "one_forward_one_backward", 1,
+                        ". Use interleaved() or a Placement for several");
   Table table = empty_table("1f1b", looped(shape), shape.ranks);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     const int warm_up = std::min(shape.micro_batches, shape.ranks - 1 - rank);

@@ -1,28 +1,10 @@
 #include <algorithm>
-#include <fmt/format.h>
-
-#include <torchspan/core/error.h>
 
 #include "schedule/replay.h"
+#include "schedule/tables.h"
 
 namespace torchspan::schedule {
 namespace {
-
-void check_costs(const Table& table, const std::vector<Costs>& costs) {
-  if (costs.size() != 1 && costs.size() != table.rank_of_stage.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("simulate: costs has {} entries; expected one for all stages, or "
-                            "one for each of the {}",
-                            costs.size(), table.rank_of_stage.size()));
-  }
-  for (std::size_t stage = 0; stage < costs.size(); ++stage) {
-    const Costs& cost = costs[stage];
-    const Duration least = std::min({cost.forward, cost.input_gradient, cost.weight_gradient, cost.transfer});
-    if (least < Duration::zero() || !(cost.activation >= 0)) {
-      throw Error(ErrorKind::kInvalid, fmt::format("simulate: costs[{}] has a negative entry", stage));
-    }
-  }
-}
 
 /// The virtual clock of each rank, and its held memory.
 class Simulation {
@@ -33,6 +15,8 @@ class Simulation {
     timeline_.spans.resize(table.actions.size());
     timeline_.live.resize(table.actions.size());
     timeline_.peak_live.resize(table.actions.size(), 0);
+    timeline_.weight_inputs.resize(table.actions.size());
+    timeline_.peak_weight_inputs.resize(table.actions.size(), 0);
     for (int i = 0; i < table.micro_batches; ++i) goes_back_.push_back(positions_.goes_back(i));
   }
 
@@ -85,18 +69,35 @@ class Simulation {
     keep(action, static_cast<std::size_t>(rank));
   }
 
-  /// An activation is held from the start of its forward until the last action that reads it has ended.
+  /// An activation is held from the start of its forward to the end of its input gradient, and what its
+  /// weight gradient reads until that has ended.
   void keep(const Action& action, std::size_t rank) {
     auto& live = timeline_.live[rank];
+    auto& weight_inputs = timeline_.weight_inputs[rank];
     double held = live.empty() ? 0 : live.back();
-    const double activation = costs_of(action.stage).activation;
-    if (action.kind == ActionKind::kForward && goes_back_[static_cast<std::size_t>(action.micro_batch)]) {
-      held += activation;
-    } else if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kWeightGradient) {
-      held -= activation;
+    double waiting = weight_inputs.empty() ? 0 : weight_inputs.back();
+    const Costs& costs = costs_of(action.stage);
+    const double weight_input = costs.weight_input.value_or(costs.activation);
+    switch (action.kind) {
+      case ActionKind::kForward:
+        if (goes_back_[static_cast<std::size_t>(action.micro_batch)]) held += costs.activation;
+        break;
+      case ActionKind::kBackward:
+        held -= costs.activation;
+        break;
+      case ActionKind::kInputGradient:
+        held += weight_input - costs.activation;
+        waiting += weight_input;
+        break;
+      case ActionKind::kWeightGradient:
+        held -= weight_input;
+        waiting -= weight_input;
+        break;
     }
     live.push_back(held);
+    weight_inputs.push_back(waiting);
     timeline_.peak_live[rank] = std::max(timeline_.peak_live[rank], held);
+    timeline_.peak_weight_inputs[rank] = std::max(timeline_.peak_weight_inputs[rank], waiting);
   }
 
   const Table& table_;
@@ -110,8 +111,34 @@ class Simulation {
 }  // namespace
 
 Timeline simulate(const Table& table, const std::vector<Costs>& costs) {
-  check_costs(table, costs);
+  check(costs, table.rank_of_stage.size(), "simulate");
   return Simulation(table, costs).run();
+}
+
+double idle_share(const Timeline& timeline) {
+  double idle = 0;
+  for (const Duration each : timeline.idle) idle += static_cast<double>(each.count());
+  const double all =
+      static_cast<double>(timeline.makespan.count()) * static_cast<double>(timeline.idle.size());
+  return all > 0 ? idle / all : 0;
+}
+
+Duration step_period(const Timeline& timeline) {
+  Duration longest{0};
+  for (const auto& spans : timeline.spans) {
+    if (!spans.empty()) longest = std::max(longest, spans.back().end - spans.front().start);
+  }
+  return longest;
+}
+
+double bubble_share(const Timeline& timeline) {
+  Duration busy{0};
+  for (const auto& spans : timeline.spans) {
+    for (const ActionSpan& span : spans) busy += span.end - span.start;
+  }
+  const double all =
+      static_cast<double>(step_period(timeline).count()) * static_cast<double>(timeline.spans.size());
+  return all > 0 ? 1 - static_cast<double>(busy.count()) / all : 0;
 }
 
 }  // namespace torchspan::schedule

@@ -165,6 +165,32 @@ TEST(Simulate, AnActivationIsKeptUntilItsWeightGradient) {
   EXPECT_EQ(simulate(table, {Costs{}}).live[0], (std::vector<double>{1, 1, 2, 2, 1, 0}));
 }
 
+TEST(Simulate, WeightInputsAreKeptFromTheInputGradientToTheWeightGradient) {
+  const Table table{.name = "halves",
+                    .rank_of_stage = {0},
+                    .micro_batches = 3,
+                    .actions = {actions_of("0F0 0I0 0F1 0I1 0F2 0W0 0B2 0W1")}};
+  const Timeline timeline = simulate(table, {Costs{.activation = 4, .weight_input = 1}});
+  EXPECT_EQ(timeline.live[0], (std::vector<double>{4, 1, 5, 2, 6, 5, 1, 0}));
+  EXPECT_EQ(timeline.weight_inputs[0], (std::vector<double>{0, 1, 1, 2, 2, 1, 1, 0}));
+  EXPECT_EQ(timeline.peak_live[0], 6);
+  EXPECT_EQ(timeline.peak_weight_inputs[0], 2);
+}
+
+TEST(Simulate, ThePeriodOfAStepIsItsLongestSpan) {
+  // Rank 0 runs from 0 to 6 and rank 1 from 1 to 4.
+  const Timeline timeline = simulate(gpipe(looped({.ranks = 2, .micro_batches = 1})), {Costs{}});
+  EXPECT_EQ(step_period(timeline), Duration{6});
+  EXPECT_DOUBLE_EQ(bubble_share(timeline), 0.5);
+  EXPECT_DOUBLE_EQ(idle_share(timeline), 0.5);
+  const Timeline forwards = simulate(forward_only(looped({.ranks = 3, .micro_batches = 6})), {Costs{}});
+  EXPECT_EQ(step_period(forwards), Duration{6});
+  EXPECT_EQ(bubble_share(forwards), 0);
+  EXPECT_DOUBLE_EQ(idle_share(forwards), 0.25);
+  EXPECT_EQ(bubble_share(Timeline{}), 0);
+  EXPECT_EQ(idle_share(Timeline{}), 0);
+}
+
 TEST(Simulate, MicroBatchesWithoutBackwardAreNotKept) {
   const Table table{
       .name = "mixed", .rank_of_stage = {0}, .micro_batches = 2, .actions = {actions_of("0F0 0F1 0B1")}};
@@ -194,6 +220,7 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
   EXPECT_THAT(error_text({Costs{}, Costs{}, Costs{.transfer = Duration{-1}}}),
               HasSubstr("costs[2] has a negative"));
   EXPECT_THAT(error_text({Costs{.activation = -1}}), HasSubstr("costs[0] has a negative"));
+  EXPECT_THAT(error_text({Costs{.weight_input = -1}}), HasSubstr("costs[0] has a negative"));
 }
 
 /// Computes the start of each action as the smallest that satisfies every order, repeating until nothing

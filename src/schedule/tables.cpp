@@ -40,11 +40,28 @@ Placement looped(Shape shape) {
   return placement;
 }
 
+Placement v_shaped(Shape shape) {
+  check(shape, "v_shaped");
+  check_stages_per_rank(shape, "v_shaped", 2);
+  Placement placement{.rank_of_stage = {}, .micro_batches = shape.micro_batches, .ranks = shape.ranks};
+  for (int rank = 0; rank < shape.ranks; ++rank) placement.rank_of_stage.push_back(rank);
+  for (int rank = shape.ranks; rank > 0; --rank) placement.rank_of_stage.push_back(rank - 1);
+  return placement;
+}
+
 void check(const Shape& shape, const std::string& schedule) {
   at_least_one(schedule, "ranks", shape.ranks);
   at_least_one(schedule, "micro_batches", shape.micro_batches);
   at_least_one(schedule, "stages_per_rank", shape.stages_per_rank);
   check_size(schedule, static_cast<std::int64_t>(shape.ranks) * shape.stages_per_rank, shape.micro_batches);
+}
+
+void check_stages_per_rank(const Shape& shape, const std::string& schedule, int expected,
+                           const std::string& instead) {
+  if (shape.stages_per_rank == expected) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("{}: stages_per_rank is {}; this schedule has {} per rank{}", schedule,
+                          shape.stages_per_rank, expected == 1 ? "one stage" : "two stages", instead));
 }
 
 int check(const Placement& placement, const std::string& schedule) {
@@ -70,6 +87,21 @@ int check(const Placement& placement, const std::string& schedule) {
                 fmt::format("{}: ranks is {}; expected at most {}", schedule, ranks, kMostCells));
   }
   return static_cast<int>(ranks);
+}
+
+void check(const std::vector<Costs>& costs, std::size_t stages, const std::string& function) {
+  if (costs.size() != 1 && costs.size() != stages) {
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: costs has {} entries; expected one for all stages, or "
+                                                 "one for each of the {}",
+                                                 function, costs.size(), stages));
+  }
+  for (std::size_t stage = 0; stage < costs.size(); ++stage) {
+    const Costs& cost = costs[stage];
+    const Duration least = std::min({cost.forward, cost.input_gradient, cost.weight_gradient, cost.transfer});
+    if (least < Duration::zero() || !(cost.activation >= 0) || !(cost.weight_input.value_or(0) >= 0)) {
+      throw Error(ErrorKind::kInvalid, fmt::format("{}: costs[{}] has a negative entry", function, stage));
+    }
+  }
 }
 
 Table empty_table(std::string name, const Placement& placement, int ranks) {

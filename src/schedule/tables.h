@@ -15,6 +15,11 @@ inline constexpr std::int64_t kMostCells = std::int64_t{1} << 22;
 void check(const Shape& shape, const std::string& schedule);
 /// The same for a placement; also names a stage whose rank is out of range. Returns the number of ranks.
 int check(const Placement& placement, const std::string& schedule);
+/// Refuses any other number of stages per rank than `expected`; `instead` ends the message.
+void check_stages_per_rank(const Shape& shape, const std::string& schedule, int expected,
+                           const std::string& instead = "");
+/// Throws Error{kInvalid} unless there is one entry for all stages or one for each, none negative.
+void check(const std::vector<Costs>& costs, std::size_t stages, const std::string& function);
 
 /// A table without actions for a checked placement.
 Table empty_table(std::string name, const Placement& placement, int ranks);

@@ -64,27 +64,4 @@ inline std::string describe(const Placement& placement) {
   return text;
 }
 
-/// Zero bubble with 1F1B's memory (Qi et al., 2024, "ZB-H1"): rank r runs its weight gradients r
-/// micro-batches late, so that they fill the idle time at the end.
-inline Table zero_bubble_h1(Shape shape) {
-  Table table{.name = "zb-h1",
-              .rank_of_stage = looped(shape).rank_of_stage,
-              .micro_batches = shape.micro_batches,
-              .actions = std::vector<std::vector<Action>>(static_cast<std::size_t>(shape.ranks))};
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    auto& actions = table.actions[static_cast<std::size_t>(rank)];
-    const auto add = [&](ActionKind kind, int i) {
-      if (i >= 0 && i < shape.micro_batches) actions.push_back({kind, rank, i});
-    };
-    const int warm_up = shape.ranks - 1 - rank;
-    for (int i = 0; i < warm_up; ++i) add(ActionKind::kForward, i);
-    for (int i = 0; i < shape.micro_batches + rank; ++i) {
-      add(ActionKind::kForward, i + warm_up);
-      add(ActionKind::kInputGradient, i);
-      add(ActionKind::kWeightGradient, i - rank);
-    }
-  }
-  return table;
-}
-
 }  // namespace torchspan::schedule

@@ -60,21 +60,33 @@ void describe_schedule(CommandLine& line) {
       "Draw a pipeline schedule: torchspan schedule 1f1b --stages 4 --micro-batches 8 --out plan.svg");
   CLI::App& command = *line.schedule;
   ScheduleOptions& shown = line.shown;
-  command.add_option("name", shown.name, "One of " + schedule_names());
+  command.add_option("name", shown.name,
+                     "One of " + schedule_names() + "; best ranks all of them and shows the first");
   command.add_option("--stages", shown.stages, "Stages of the pipeline, each on a separate rank")
-      ->required()
       ->check(CLI::Range(1, 256));
   command.add_option("--micro-batches", shown.micro_batches, "Micro-batches of a step")
-      ->required()
       ->check(CLI::Range(1, 1024));
   command
       .add_option("--chunks", shown.chunks,
                   "Parts of each stage: the model then passes the ranks that many times")
       ->check(CLI::Range(1, 16));
+  command.add_option("--memory", shown.memory,
+                     "Most activations of a micro-batch on a rank, for best and zero-bubble");
   command.add_option("--forward", shown.forward,
                      "Milliseconds of a micro-batch's forward through all of a stage");
   command.add_option("--backward", shown.backward, "The same for its backward");
+  command
+      .add_option("--costs", shown.costs,
+                  "FORWARD,INPUT_GRADIENT,WEIGHT_GRADIENT in milliseconds, instead of the two options above")
+      ->delimiter(',')
+      ->expected(1, 16);
+  command.add_option("--costs-file", shown.costs_file,
+                     "Measured costs by stage as JSON, instead of the options above and below");
   command.add_option("--transfer", shown.transfer, "Milliseconds from one rank to the next");
+  command.add_option("--weight-input", shown.weight_input,
+                     "Share of an activation that is kept between input and weight gradient");
+  command.add_option("--csv", shown.csv_in, "Read the schedule from a file in PyTorch's CSV format");
+  command.add_option("--csv-out", shown.csv_out, "File for the schedule, in PyTorch's CSV format");
   command.add_option("--out", shown.file, "File for the drawing, as SVG");
 }
 

@@ -13,13 +13,41 @@ namespace torchspan::launch::command_line_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+
+std::string contents(const std::string& file) {
+  std::ifstream in(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+/// A file that exists as long as this object.
+class ScratchFile {
+ public:
+  explicit ScratchFile(const std::string& text)
+      : path_(::testing::TempDir() + "command-line-" + std::to_string(getpid())) {
+    std::ofstream(path_) << text;
+  }
+  ~ScratchFile() { unlink(path_.c_str()); }
+  ScratchFile(const ScratchFile&) = delete;
+  ScratchFile& operator=(const ScratchFile&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+};
 
 class CommandLineTest : public ::testing::Test {
  protected:
   int run(const std::vector<std::string>& arguments) {
     return run_command_line(*executor_, arguments, {{"PATH", "/usr/bin:/bin"}, {"OMP_NUM_THREADS", "1"}},
                             {.output = output_.descriptor(), .errors = errors_.descriptor()});
+  }
+  /// What a command that succeeds prints.
+  std::string output_of(const std::vector<std::string>& arguments) {
+    const std::size_t before = output_.text().size();
+    EXPECT_EQ(run(arguments), 0) << errors_.text();
+    return output_.text().substr(before);
   }
   std::unique_ptr<Executor> executor_ = make_executor();
   Captured output_, errors_;
@@ -92,6 +120,27 @@ TEST_F(CommandLineTest, RejectsUnknownArguments) {
       {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--forward", "-1"},
        "--forward -1: from 0"},
       {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--transfer", "nan"}, "--transfer nan"},
+      {{"schedule", "zbv", "--stages", "2", "--micro-batches", "2", "--chunks", "3"},
+       "zero_bubble_v: stages_per_rank is 3; this schedule has two stages per rank"},
+      {{"schedule", "zb-h1", "--stages", "2", "--micro-batches", "2", "--chunks", "2"},
+       "zb-h1 has one chunk per stage; the schedules for --chunks 2 are: gpipe"},
+      {{"schedule", "dualpipev", "--stages", "2", "--micro-batches", "3"}, "2 ranks need at least 4"},
+      {{"schedule", "zero-bubble", "--stages", "2", "--micro-batches", "3", "--memory", "0.5"},
+       "memory_limit is 0.5; one micro-batch needs 1"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--memory", "-1"}, "--memory -1"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--chunks", "2"}, "remove --chunks"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--costs", "1,2"},
+       "--costs has 2 numbers; expected FORWARD,INPUT_GRADIENT,WEIGHT_GRADIENT"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--costs", "1,2,-3"},
+       "--costs -3: from 0"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--weight-input", "2"},
+       "--weight-input 2: expected from 0 to 1"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--costs-file", "/no/such.json"},
+       "--costs-file /no/such.json: No such file"},
+      {{"schedule", "--csv", "/no/such.csv"}, "--csv /no/such.csv: No such file"},
+      {{"schedule", "zbv", "--csv", "/no/such.csv"}, "remove the name 'zbv', or use --csv-out to write"},
+      {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--csv-out", "/no/such/plan.csv"},
+       "--csv-out /no/such/plan.csv: No such file"},
       {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--out", "/no/such/folder/plan.svg"},
        "--out /no/such/folder/plan.svg: No such file"},
   };
@@ -132,7 +181,8 @@ TEST_F(CommandLineTest, SimulatesASchedulesChunksAndCosts) {
 
 TEST_F(CommandLineTest, DrawsEveryScheduleIntoAFile) {
   const std::string file = ::testing::TempDir() + "schedule-" + std::to_string(getpid()) + ".svg";
-  for (const std::string name : {"gpipe", "1f1b", "interleaved", "bfs", "forward-only"}) {
+  for (const std::string name : {"gpipe", "1f1b", "interleaved", "bfs", "forward-only", "zb-h1", "zb-h2",
+                                 "interleaved-zb", "zbv", "dualpipev", "zero-bubble"}) {
     EXPECT_EQ(run({"schedule", name, "--stages", "4", "--micro-batches", "8", "--out", file}), 0);
     EXPECT_THAT(output_.text(), HasSubstr("drawn in " + file));
     std::ifstream written(file);
@@ -141,6 +191,49 @@ TEST_F(CommandLineTest, DrawsEveryScheduleIntoAFile) {
                            ::testing::EndsWith("</svg>\n")));
     unlink(file.c_str());
   }
+}
+
+TEST_F(CommandLineTest, ShowsSplitBackwardsAndWhatTheyKeep) {
+  EXPECT_EQ(run({"schedule", "zb-h2", "--stages", "2", "--micro-batches", "3", "--costs", "1,1,1"}), 0);
+  EXPECT_EQ(output_.text(),
+            "rank 0  F0 F1 F2 I0 W0 I1 W1 I2 W2 .\n"
+            "rank 1  .  F0 I0 F1 I1 F2 I2 W0 W1 W2\n"
+            "\n"
+            "zb-h2: a step of 3 micro-batches takes 10 ms; the ranks are idle for 10.0 % of it\n"
+            "repeated without a barrier: 9 ms per step; the ranks are idle for 0.0 % of it\n"
+            "rank  idle          peak (activations of a micro-batch on a rank; in brackets: kept for weight "
+            "gradients)\n"
+            "0     1 ms          3 (1)\n"
+            "1     1 ms          3 (3)\n");
+}
+
+TEST_F(CommandLineTest, RanksSchedulesByCostsAndMemory) {
+  const ScratchFile costs(R"({"stages": [{"forward": 2, "input_gradient": 2, "weight_gradient": 2}]})");
+  for (const std::vector<std::string>& given :
+       {std::vector<std::string>{"--costs", "2,2,2"}, {"--costs-file", costs.path()}}) {
+    std::vector<std::string> arguments = {"schedule",        "best", "--stages", "4",
+                                          "--micro-batches", "8",    "--memory", "4"};
+    arguments.insert(arguments.end(), given.begin(), given.end());
+    EXPECT_THAT(output_of(arguments), AllOf(ContainsRegex("zbv +2 +51 ms +5.9 % +48 ms +0.0 % +4 4 4 4\n"),
+                                            ContainsRegex("1f1b +1 +66 ms +27.3 % +66 ms +27.3 % +4 3 2 1\n"),
+                                            ContainsRegex("zb-h2 .* 7 7 7 7  more than --memory\n"),
+                                            HasSubstr("\nzbv: a step of 8 micro-batches takes 51 ms")));
+  }
+}
+
+TEST_F(CommandLineTest, WritesAndReadsThePeersFiles) {
+  const std::string file = ::testing::TempDir() + "schedule-" + std::to_string(getpid()) + ".csv";
+  const std::string copy = file + ".copy";
+  const std::string shown =
+      output_of({"schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--csv-out", file});
+  EXPECT_THAT(shown, HasSubstr("written to " + file));
+  // The same grid; the name is the file's.
+  const std::string again = output_of({"schedule", "--csv", file, "--csv-out", copy});
+  EXPECT_THAT(again, ::testing::StartsWith(shown.substr(0, shown.find("\n\n"))));
+  EXPECT_THAT(again, HasSubstr(file + ": a step of 4 micro-batches"));
+  EXPECT_EQ(contents(copy), contents(file));
+  unlink(file.c_str());
+  unlink(copy.c_str());
 }
 
 TEST_F(CommandLineTest, HelpsOnRequest) {

@@ -1,5 +1,6 @@
 #include "launch/commands/schedule_command.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -7,28 +8,55 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <fstream>
+#include <limits>
 
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
+#include <torchspan/schedule/compare.h>
+#include <torchspan/schedule/csv.h>
+
+#include "launch/commands/schedule_costs.h"
 
 namespace torchspan::launch {
 namespace {
 
+using schedule::Costs;
 using schedule::Shape;
 using schedule::Table;
 
-struct NamedSchedule {
-  const char* name;
-  bool takes_chunks;
-  Table (*make)(Shape shape);
+/// What a schedule is made from.
+struct Request {
+  Shape shape;
+  std::vector<Costs> costs;  ///< by rank, or one for all
+  double memory = 0;
 };
 
-constexpr std::array<NamedSchedule, 5> kSchedules = {{
-    {"gpipe", true, [](Shape shape) { return schedule::gpipe(schedule::looped(shape)); }},
-    {"1f1b", false, [](Shape shape) { return schedule::one_forward_one_backward(shape); }},
-    {"interleaved", true, [](Shape shape) { return schedule::interleaved(shape); }},
-    {"bfs", true, [](Shape shape) { return schedule::looped_breadth_first(shape); }},
-    {"forward-only", true, [](Shape shape) { return schedule::forward_only(schedule::looped(shape)); }},
+struct NamedSchedule {
+  const char* name;
+  int chunks;  ///< by default
+  bool takes_chunks;
+  Table (*make)(const Request& request);
+};
+
+Table search(const Request& request, const schedule::Placement& placement) {
+  return schedule::zero_bubble(placement, schedule::divide_costs(request.costs, placement.rank_of_stage),
+                               request.memory);
+}
+
+constexpr std::array<NamedSchedule, 12> kSchedules = {{
+    {"gpipe", 1, true, [](const Request& r) { return schedule::gpipe(schedule::looped(r.shape)); }},
+    {"1f1b", 1, false, [](const Request& r) { return schedule::one_forward_one_backward(r.shape); }},
+    {"interleaved", 1, true, [](const Request& r) { return schedule::interleaved(r.shape); }},
+    {"bfs", 1, true, [](const Request& r) { return schedule::looped_breadth_first(r.shape); }},
+    {"forward-only", 1, true,
+     [](const Request& r) { return schedule::forward_only(schedule::looped(r.shape)); }},
+    {"zb-h1", 1, false, [](const Request& r) { return schedule::zero_bubble_h1(r.shape); }},
+    {"zb-h2", 1, false, [](const Request& r) { return schedule::zero_bubble_h2(r.shape); }},
+    {"interleaved-zb", 2, true, [](const Request& r) { return schedule::interleaved_zero_bubble(r.shape); }},
+    {"zbv", 2, true, [](const Request& r) { return schedule::zero_bubble_v(r.shape); }},
+    {"dualpipev", 2, true, [](const Request& r) { return schedule::dual_pipe_v(r.shape); }},
+    {"zero-bubble", 1, true, [](const Request& r) { return search(r, schedule::looped(r.shape)); }},
+    {"zero-bubble-v", 2, true, [](const Request& r) { return search(r, schedule::v_shaped(r.shape)); }},
 }};
 
 std::string names(bool with_chunks_only) {
@@ -41,8 +69,6 @@ std::string names(bool with_chunks_only) {
 }
 
 const NamedSchedule& find_schedule(const ScheduleOptions& options) {
-  if (options.name.empty())
-    throw_invalid("torchspan schedule NAME: the name is missing; the schedules are: " + names(false));
   for (const NamedSchedule& known : kSchedules) {
     if (options.name != known.name) continue;
     if (options.chunks > 1 && !known.takes_chunks) {
@@ -51,24 +77,32 @@ const NamedSchedule& find_schedule(const ScheduleOptions& options) {
     }
     return known;
   }
-  throw_invalid(fmt::format("unknown schedule '{}'; the schedules are: {}", options.name, names(false)));
+  throw_invalid(fmt::format("unknown schedule '{}'; the schedules are: {}", options.name, schedule_names()));
 }
 
-Duration from_milliseconds(const char* option, double milliseconds, int parts) {
-  constexpr double kMost = 1e6;
-  if (!(milliseconds >= 0 && milliseconds <= kMost)) {
-    throw_invalid(fmt::format("{} {}: from 0 to {} milliseconds are possible", option, milliseconds, kMost));
+void check_counts(const ScheduleOptions& options) {
+  if (options.name.empty()) {
+    throw_invalid("torchspan schedule NAME: the name is missing; the schedules are: " + schedule_names());
   }
-  return Duration(std::llround(milliseconds * 1e6 / parts));
+  if (options.stages == 0) throw_invalid("--stages is required");
+  if (options.micro_batches == 0) throw_invalid("--micro-batches is required");
 }
 
-schedule::Costs costs_of(const ScheduleOptions& options) {
-  const Duration backward = from_milliseconds("--backward", options.backward, options.chunks);
-  return {.forward = from_milliseconds("--forward", options.forward, options.chunks),
-          .input_gradient = backward / 2,
-          .weight_gradient = backward - backward / 2,
-          .transfer = from_milliseconds("--transfer", options.transfer, 1),
-          .activation = 1.0 / options.chunks};
+std::vector<Costs> checked_costs(const ScheduleOptions& options, int ranks) {
+  auto costs = costs_by_rank(options);
+  if (costs.size() != 1 && costs.size() != static_cast<std::size_t>(ranks)) {
+    throw_invalid(
+        fmt::format("--costs-file has {} stages; expected {}, or one for all", costs.size(), ranks));
+  }
+  return costs;
+}
+
+double memory_limit(const ScheduleOptions& options) {
+  if (!(options.memory >= 0)) {
+    throw_invalid(
+        fmt::format("--memory {}: expected activations of a micro-batch, or 0 for no limit", options.memory));
+  }
+  return options.memory == 0 ? std::numeric_limits<double>::infinity() : options.memory;
 }
 
 std::string in_milliseconds(Duration time) {
@@ -77,43 +111,117 @@ std::string in_milliseconds(Duration time) {
 }
 
 /// The lines below the grid: the length of a step, and each rank's idle time and memory.
-std::string figures(const ScheduleOptions& options, const schedule::Timeline& timeline) {
-  Duration idle{0};
+std::string figures(const Table& table, const schedule::Timeline& timeline) {
+  const auto& waiting = timeline.peak_weight_inputs;
+  const bool is_split = std::any_of(waiting.begin(), waiting.end(), [](double peak) { return peak > 0; });
   std::string rows;
   for (std::size_t rank = 0; rank < timeline.idle.size(); ++rank) {
-    idle += timeline.idle[rank];
-    rows += fmt::format("{:<6}{:<14}{:.4g}\n", rank, in_milliseconds(timeline.idle[rank]),
+    rows += fmt::format("{:<6}{:<14}{:.4g}", rank, in_milliseconds(timeline.idle[rank]),
                         timeline.peak_live[rank]);
+    if (is_split) rows += fmt::format(" ({:.4g})", waiting[rank]);
+    rows += '\n';
   }
-  const auto all = static_cast<double>(timeline.makespan.count()) * options.stages;
-  const double share = all > 0 ? static_cast<double>(idle.count()) / all : 0;
-  return fmt::format("\n{}: a step of {} micro-batches takes {}; the ranks are idle for {:.1f} % of it\n",
-                     timeline.name, options.micro_batches, in_milliseconds(timeline.makespan), 100 * share) +
-         "rank  idle          peak (activations of a micro-batch on a rank)\n" + rows;
+  std::string text = fmt::format(
+      "\n{}: a step of {} micro-batches takes {}; the ranks are idle for {:.1f} % of it\n", timeline.name,
+      table.micro_batches, in_milliseconds(timeline.makespan), 100 * schedule::idle_share(timeline));
+  if (schedule::step_period(timeline) != timeline.makespan) {
+    text +=
+        fmt::format("repeated without a barrier: {} per step; the ranks are idle for {:.1f} % of it\n",
+                    in_milliseconds(schedule::step_period(timeline)), 100 * schedule::bubble_share(timeline));
+  }
+  text += "rank  idle          peak (activations of a micro-batch on a rank";
+  return text + (is_split ? "; in brackets: kept for weight gradients)\n" : ")\n") + rows;
 }
 
-void write_file(const std::string& file, const std::string& text) {
+void write_file(const char* option, const std::string& file, const std::string& text) {
   std::ofstream out(file, std::ios::binary);
   out << text;
   out.close();
-  if (!out) throw_invalid(fmt::format("--out {}: {}", file, std::strerror(errno)));
+  if (!out) throw_invalid(fmt::format("{} {}: {}", option, file, std::strerror(errno)));
+}
+
+/// The grid and figures of a schedule; writes the files that the options ask for.
+std::string show(const ScheduleOptions& options, const Table& table, const schedule::Timeline& timeline,
+                 const schedule::Sheet& sheet) {
+  std::string text = schedule::draw_text(timeline) + figures(table, timeline);
+  if (!options.file.empty()) {
+    write_file("--out", options.file, schedule::draw_svg({timeline}));
+    text += "drawn in " + options.file + "\n";
+  }
+  if (!options.csv_out.empty()) {
+    write_file("--csv-out", options.csv_out, schedule::to_csv(sheet));
+    text += "written to " + options.csv_out + "\n";
+  }
+  return text;
+}
+
+std::string show_csv(const ScheduleOptions& options) {
+  if (!options.name.empty()) {
+    throw_invalid(fmt::format("--csv {} reads a schedule; remove the name '{}', or use --csv-out to write",
+                              options.csv_in, options.name));
+  }
+  const schedule::Sheet sheet = schedule::parse_csv(read_file("--csv", options.csv_in));
+  const Table table = schedule::to_table(sheet, options.csv_in);
+  const auto costs = schedule::divide_costs(checked_costs(options, table.ranks()), table.rank_of_stage);
+  return show(options, table, schedule::simulate(table, costs), sheet);
+}
+
+/// Peaks by rank; their range if there are many.
+std::string peaks(const std::vector<double>& peaks) {
+  constexpr std::size_t kMost = 16;
+  if (peaks.size() > kMost) {
+    const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
+    return fmt::format("{:.4g} to {:.4g}", *least, *most);
+  }
+  std::string text;
+  for (const double peak : peaks) text += fmt::format("{}{:.4g}", text.empty() ? "" : " ", peak);
+  return text;
+}
+
+std::string ranking(const std::vector<schedule::Candidate>& candidates) {
+  std::string text = fmt::format("{:<16}{:<8}{:<14}{:<9}{:<14}{:<9}{}\n", "schedule", "chunks", "step",
+                                 "idle", "repeated", "idle", "peak by rank");
+  for (const auto& candidate : candidates) {
+    const schedule::Timeline& timeline = candidate.timeline;
+    text += fmt::format("{:<16}{:<8}{:<14}{:<9}{:<14}{:<9}{}{}\n", timeline.name, candidate.stages_per_rank,
+                        in_milliseconds(timeline.makespan),
+                        fmt::format("{:.1f} %", 100 * schedule::idle_share(timeline)),
+                        in_milliseconds(schedule::step_period(timeline)),
+                        fmt::format("{:.1f} %", 100 * schedule::bubble_share(timeline)),
+                        peaks(timeline.peak_live), candidate.fits ? "" : "  more than --memory");
+  }
+  return text;
+}
+
+std::string show_best(const ScheduleOptions& options) {
+  if (options.chunks != 0) throw_invalid("best compares one and two chunks per stage; remove --chunks");
+  const schedule::Comparison comparison = schedule::compare({.ranks = options.stages,
+                                                             .micro_batches = options.micro_batches,
+                                                             .costs = checked_costs(options, options.stages),
+                                                             .memory_limit = memory_limit(options)});
+  std::string text = ranking(comparison.candidates);
+  for (const std::string& why : comparison.undefined) text += "left out: " + why + "\n";
+  const auto& best = comparison.candidates.front();
+  return text + "\n" + show(options, best.table, best.timeline, schedule::to_sheet(best.table));
 }
 
 }  // namespace
 
-std::string schedule_names() { return names(false); }
+std::string schedule_names() { return names(false) + ", best"; }
 
 std::string show_schedule(const ScheduleOptions& options) {
+  if (!options.csv_in.empty()) return show_csv(options);
+  check_counts(options);
+  if (options.name == "best") return show_best(options);
   const NamedSchedule& known = find_schedule(options);
-  const Table table = known.make(
-      {.ranks = options.stages, .micro_batches = options.micro_batches, .stages_per_rank = options.chunks});
-  const schedule::Timeline timeline = schedule::simulate(table, {costs_of(options)});
-  std::string text = schedule::draw_text(timeline) + figures(options, timeline);
-  if (!options.file.empty()) {
-    write_file(options.file, schedule::draw_svg({timeline}));
-    text += "drawn in " + options.file + "\n";
-  }
-  return text;
+  const Request request{{.ranks = options.stages,
+                         .micro_batches = options.micro_batches,
+                         .stages_per_rank = options.chunks == 0 ? known.chunks : options.chunks},
+                        checked_costs(options, options.stages),
+                        memory_limit(options)};
+  const Table table = known.make(request);
+  const auto costs = schedule::divide_costs(request.costs, table.rank_of_stage);
+  return show(options, table, schedule::simulate(table, costs), schedule::to_sheet(table));
 }
 
 }  // namespace torchspan::launch

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <iterator>
+#include <string_view>
 #include <utility>
 
 #include <torchspan/core/error.h>
@@ -75,15 +76,6 @@ struct Unit {
   std::string of(Duration time) const { return value(static_cast<double>(time.count())) + " " + name; }
   std::string value(double count) const { return number(count / nanoseconds, 2); }
 };
-
-/// The share of all ranks' time that is idle.
-double idle_share(const Timeline& timeline) {
-  double idle = 0;
-  for (const Duration each : timeline.idle) idle += static_cast<double>(each.count());
-  const double all =
-      static_cast<double>(timeline.makespan.count()) * static_cast<double>(timeline.idle.size());
-  return all > 0 ? idle / all : 0;
-}
 
 /// Draws timelines below each other, on one time scale and one memory scale.
 class Picture {
@@ -166,6 +158,7 @@ class Picture {
     return "<style>.t{stroke:#fff}.u{stroke:#fff;stroke-width:.3}text{fill:#222}.n{font-size:11px;text-"
            "anchor:middle}"
            ".h{font-size:15px;font-weight:bold}.s{fill:#666;font-size:11px}.m{fill:#d5d5d5;stroke:#555}"
+           ".w{fill:#7fcbb5;stroke:#00694f}"
            ".a{stroke:#888}.e{stroke:#c00;stroke-dasharray:4 3}\n" +
            rules +
            "</style>\n<defs><pattern id=\"idle\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\" "
@@ -206,6 +199,11 @@ class Picture {
     add("<path class=\"m\" d=\"M{} {}h8v-7h7v-6h7v13z\"/>", number(at), number(top + 15));
     at += 28;
     say("activations held");
+    if (is_used('W')) {
+      add("<path class=\"w\" d=\"M{} {}h8v-7h7v-6h7v13z\"/>", number(at), number(top + 15));
+      at += 28;
+      say("of them, for weight gradients");
+    }
     if (timelines_.size() > 1) {
       add("<line class=\"e\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/>", number(at + 11), number(top - 2),
           number(top + 18));
@@ -267,7 +265,7 @@ class Picture {
       const auto chunk = std::lower_bound(stages.begin(), stages.end(), span.action.stage) - stages.begin();
       add_cell(span, static_cast<std::size_t>(chunk));
     }
-    add_curve(timeline, rank);
+    add_curves(timeline, rank);
     const double figures = kMargin + kLabels + width_ + 10;
     add("<text class=\"s\" x=\"{}\" y=\"{}\">idle {}</text>", number(figures), number(y_ + 17),
         unit_.of(timeline.idle[rank]));
@@ -288,13 +286,23 @@ class Picture {
   }
 
   /// Held memory rises when an action starts and falls when one ends; if both happen at the same time, the line
-  /// stays.
-  void add_curve(const Timeline& timeline, std::size_t rank) {
+  /// stays. What weight gradients wait with, drawn over it, changes at the end of actions.
+  void add_curves(const Timeline& timeline, std::size_t rank) {
+    add_curve(timeline, rank, timeline.live[rank], "m");
+    if (timeline.weight_inputs.empty()) return;
+    const auto& waiting = timeline.weight_inputs[rank];
+    if (std::any_of(waiting.begin(), waiting.end(), [](double held) { return held > 0; })) {
+      add_curve(timeline, rank, waiting, "w");
+    }
+  }
+
+  void add_curve(const Timeline& timeline, std::size_t rank, const std::vector<double>& live,
+                 std::string_view style) {
     std::vector<std::pair<Duration, double>> steps = {{Duration::zero(), 0}};
     for (std::size_t at = 0; at < timeline.spans[rank].size(); ++at) {
-      const double after = timeline.live[rank][at];
+      const double after = live[at];
       const ActionSpan& span = timeline.spans[rank][at];
-      const Duration when = after > steps.back().second ? span.start : span.end;
+      const Duration when = style == "m" && after > steps.back().second ? span.start : span.end;
       if (when == steps.back().first) steps.pop_back();
       if (steps.empty() || after != steps.back().second) steps.emplace_back(when, after);
     }
@@ -305,7 +313,7 @@ class Picture {
       path += fmt::format("H{}V{}", number(x(when)), number(base - height));
     }
     path += fmt::format("H{}V{}z", number(x(timeline.makespan)), number(base));
-    add("<path class=\"m\" d=\"{}\"/>", path);
+    add("<path class=\"{}\" d=\"{}\"/>", style, path);
   }
 
   void add_axis(Duration makespan) {

@@ -201,6 +201,21 @@ TEST(DrawSvg, TheMemoryCurveRisesWithForwardsAndFallsWithBackwards) {
   EXPECT_NEAR(value(10), base, 0.11);
 }
 
+TEST(DrawSvg, ASecondCurveShowsWhatWeightGradientsWaitWith) {
+  const std::string split = draw_svg({simulated(zero_bubble_h1({.ranks = 3, .micro_batches = 4}))});
+  EXPECT_EQ(xml_complaint(split), "");
+  EXPECT_EQ(count(split, "<path class=\"w\""), 1 + 3);  // in the legend and for each rank
+  EXPECT_THAT(split, HasSubstr(">of them, for weight gradients</text>"));
+  EXPECT_EQ(count(draw_svg({simulated(gpipe({.rank_of_stage = {0}, .micro_batches = 1}))}), "class=\"w\""),
+            0);
+}
+
+TEST(DrawText, DistinguishesInputAndWeightGradients) {
+  EXPECT_EQ(draw_text(simulated(zero_bubble_h1({.ranks = 2, .micro_batches = 2}))),
+            "rank 0  F0 F1 .  I0 W0 I1 W1\n"
+            "rank 1  .  F0 I0 F1 I1 W0 W1\n");
+}
+
 TEST(DrawSvg, DrawsAStepInWhichNothingHappens) {
   Timeline timeline;
   timeline.spans.resize(2);
@@ -232,6 +247,10 @@ TEST(Draw, RefusesTimelinesThatContradictThemselves) {
   EXPECT_THAT(error_text([](Timeline& t) { t.peak_live.push_back(0); }),
               HasSubstr("peak_live has 2 entries"));
   EXPECT_THAT(error_text([](Timeline& t) { t.live.clear(); }), HasSubstr("live has 0 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.weight_inputs.emplace_back(); }),
+              HasSubstr("weight_inputs has 2 entries"));
+  EXPECT_THAT(error_text([](Timeline& t) { t.weight_inputs[0].pop_back(); }),
+              HasSubstr("weight_inputs[0] has 3 entries and spans 4"));
   EXPECT_THAT(error_text([](Timeline& t) { t.live[0].pop_back(); }),
               HasSubstr("live[0] has 3 entries and spans 4"));
   EXPECT_THAT(error_text([](Timeline& t) { t.makespan = Duration{5}; }),

@@ -22,9 +22,17 @@ void check(const Timeline& timeline, std::string_view function) {
   check_length(timeline, function, "idle", timeline.idle.size(), ranks);
   check_length(timeline, function, "peak_live", timeline.peak_live.size(), ranks);
   check_length(timeline, function, "live", timeline.live.size(), ranks);
+  const bool has_weight_inputs = !timeline.weight_inputs.empty();
+  if (has_weight_inputs) {
+    check_length(timeline, function, "weight_inputs", timeline.weight_inputs.size(), ranks);
+  }
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     check_length(timeline, function, fmt::format("live[{}]", rank), timeline.live[rank].size(),
                  timeline.spans[rank].size());
+    if (has_weight_inputs) {
+      check_length(timeline, function, fmt::format("weight_inputs[{}]", rank),
+                   timeline.weight_inputs[rank].size(), timeline.spans[rank].size());
+    }
     Duration now{0};
     for (const ActionSpan& span : timeline.spans[rank]) {
       if (span.start < now || span.end < span.start || span.end > timeline.makespan) {

@@ -6,8 +6,8 @@
 /// Functions that both drawings use.
 namespace torchspan::schedule {
 
-/// Throws Error{kInvalid} that names the field unless idle, peak_live and live are as long as spans, and
-/// spans and makespan are consistent.
+/// Throws Error{kInvalid} that names the field unless idle, peak_live, live and weight_inputs (if any) are as
+/// long as spans, and spans and makespan are consistent.
 void check(const Timeline& timeline, std::string_view function);
 
 /// The shortest span longer than zero; zero if there is none.

@@ -1,0 +1,27 @@
+#include <chrono>
+#include <fmt/format.h>
+
+#include <torchspan/schedule/compare.h>
+
+namespace torchspan::schedule {
+namespace {
+
+double in_milliseconds(Duration time) { return std::chrono::duration<double, std::milli>(time).count(); }
+
+}  // namespace
+
+std::string costs_json(const std::vector<Costs>& costs) {
+  std::string stages;
+  for (const Costs& cost : costs) {
+    stages += fmt::format(
+        "{}\n  {{\"forward\": {}, \"input_gradient\": {}, \"weight_gradient\": {}, \"transfer\": {}, "
+        "\"activation\": {}",
+        stages.empty() ? "" : ",", in_milliseconds(cost.forward), in_milliseconds(cost.input_gradient),
+        in_milliseconds(cost.weight_gradient), in_milliseconds(cost.transfer), cost.activation);
+    if (cost.weight_input) stages += fmt::format(", \"weight_input\": {}", *cost.weight_input);
+    stages += "}";
+  }
+  return "{\"stages\": [" + stages + "\n]}\n";
+}
+
+}  // namespace torchspan::schedule
