@@ -23,7 +23,8 @@ struct PreemptionOptions {
 class Preemption {
  public:
   explicit Preemption(PreemptionOptions options = PreemptionOptions::from_process());
-  /// Restores the previous handling of the signals.
+  /// Restores the previous handling of the signals. If one has arrived, further ones are ignored from now on,
+  /// so that they do not end the process while it exits.
   ~Preemption();
   Preemption(const Preemption&) = delete;
 

@@ -126,7 +126,12 @@ class Preemption::Handlers {
     pthread_sigmask(SIG_UNBLOCK, &all, nullptr);
   }
   ~Handlers() {
-    for (const int signal : signals_) sigaction(signal, &before_[static_cast<std::size_t>(signal)], nullptr);
+    struct sigaction ignore {};
+    ignore.sa_handler = SIG_IGN;
+    const bool requested = target_.first_signal.load() != 0;
+    for (const int signal : signals_) {
+      sigaction(signal, requested ? &ignore : &before_[static_cast<std::size_t>(signal)], nullptr);
+    }
     published().target.store(nullptr);
     while (published().running.load() != 0) sched_yield();  // handlers of other threads, for microseconds
   }

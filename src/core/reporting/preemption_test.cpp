@@ -14,12 +14,20 @@
 namespace torchspan::preemption_test {
 namespace {
 
+/// Gives the signals their default handling again.
+class PreemptionTest : public ::testing::Test {
+ protected:
+  ~PreemptionTest() override {
+    for (const int signal : {SIGUSR1, SIGUSR2, SIGTERM}) std::signal(signal, SIG_DFL);
+  }
+};
+
 bool readable(int descriptor) {
   pollfd wanted{descriptor, POLLIN, 0};
   return poll(&wanted, 1, 0) == 1;
 }
 
-TEST(Preemption, IsRequestedByASignalToTheProcess) {
+TEST_F(PreemptionTest, IsRequestedByASignalToTheProcess) {
   for (const int signal : {SIGUSR1, SIGTERM}) {
     const Preemption preemption{PreemptionOptions{}};
     EXPECT_FALSE(preemption.requested());
@@ -33,7 +41,7 @@ TEST(Preemption, IsRequestedByASignalToTheProcess) {
   }
 }
 
-TEST(Preemption, IsSeenByEveryThread) {
+TEST_F(PreemptionTest, IsSeenByEveryThread) {
   const auto executor = make_executor();
   const Preemption preemption{PreemptionOptions{}};
   std::atomic<bool> seen{false};
@@ -46,14 +54,14 @@ TEST(Preemption, IsSeenByEveryThread) {
   EXPECT_TRUE(seen);
 }
 
-TEST(Preemption, HandlesOnlyTheSignalsOfItsOptions) {
+TEST_F(PreemptionTest, HandlesOnlyTheSignalsOfItsOptions) {
   const Preemption preemption{{.signals = {SIGUSR2}}};
   EXPECT_EXIT(raise(SIGUSR1), ::testing::KilledBySignal(SIGUSR1), "");
   raise(SIGUSR2);
   EXPECT_EQ(preemption.signal(), SIGUSR2);
 }
 
-TEST(Preemption, RestoresThePreviousHandlers) {
+TEST_F(PreemptionTest, RestoresThePreviousHandlers) {
   { const Preemption preemption{PreemptionOptions{}}; }
   struct sigaction now {};
   sigaction(SIGUSR1, nullptr, &now);
@@ -61,21 +69,35 @@ TEST(Preemption, RestoresThePreviousHandlers) {
   EXPECT_EXIT(raise(SIGTERM), ::testing::KilledBySignal(SIGTERM), "");
 }
 
-TEST(Preemption, IsOneAtATime) {
+TEST_F(PreemptionTest, IgnoresSignalsAfterItsEndIfOneHadArrived) {
+  EXPECT_EXIT(
+      {
+        {
+          const Preemption preemption{PreemptionOptions{}};
+          raise(SIGUSR1);
+        }
+        raise(SIGTERM);
+        raise(SIGUSR1);
+        _exit(7);
+      },
+      ::testing::ExitedWithCode(7), "");
+}
+
+TEST_F(PreemptionTest, IsOneAtATime) {
   const Preemption preemption{PreemptionOptions{}};
   EXPECT_THROW(Preemption{PreemptionOptions{}}, Error);
   raise(SIGUSR1);
   EXPECT_TRUE(preemption.requested()) << "the rejected object took the handlers away";
 }
 
-TEST(Preemption, RejectsSignalsThatCannotBeHandled) {
+TEST_F(PreemptionTest, RejectsSignalsThatCannotBeHandled) {
   for (const int signal : {0, -1, SIGKILL, SIGSTOP, 1000}) {
     EXPECT_THROW(Preemption({.signals = {signal}}), Error) << signal;
   }
   EXPECT_NO_THROW(Preemption{PreemptionOptions{}}) << "a rejected object kept the process's place";
 }
 
-TEST(Preemption, ReportsTheFirstSignalToTheLauncher) {
+TEST_F(PreemptionTest, ReportsTheFirstSignalToTheLauncher) {
   std::array<int, 2> pipe_ends{};
   ASSERT_EQ(pipe2(pipe_ends.data(), O_CLOEXEC | O_NONBLOCK), 0);
   {
@@ -93,7 +115,7 @@ TEST(Preemption, ReportsTheFirstSignalToTheLauncher) {
   close(pipe_ends[1]);
 }
 
-TEST(Preemption, NoticeIsDecodedOrIgnored) {
+TEST_F(PreemptionTest, NoticeIsDecodedOrIgnored) {
   EXPECT_EQ(decode_preemption("torchspan-preempted 1 signal=10"), 10);
   for (const char* line : {"", "torchspan-preempted 1", "torchspan-preempted 1 signal=", "torchspan-preempted 1 signal=0",
                            "torchspan-preempted 1 signal=-1", "torchspan-preempted 1 signal=65536",
@@ -102,7 +124,7 @@ TEST(Preemption, NoticeIsDecodedOrIgnored) {
   }
 }
 
-TEST(Preemption, ReadsTheVariablesOfTheLauncher) {
+TEST_F(PreemptionTest, ReadsTheVariablesOfTheLauncher) {
   std::array<int, 2> pipe_ends{};
   ASSERT_EQ(pipe(pipe_ends.data()), 0);
   setenv("TORCHSPAN_PREEMPT_SIGNAL", std::to_string(SIGUSR2).c_str(), 1);

@@ -119,11 +119,12 @@ void Attempt::preempt(int signal) {
   if (first) until_.kill = context_.executor.deadline_in(context_.options.preemption.grace);
   for (const auto& worker : workers_) {
     if (worker->ended()) continue;
-    const bool reported = reporters_.at(static_cast<std::size_t>(worker->rank()));
-    if (signal == SIGTERM) {
-      worker->child().signal_group(signal);
-    } else if (!reported) {
-      worker->child().signal_process(signal);
+    if (!reporters_.at(static_cast<std::size_t>(worker->rank()))) {
+      if (signal == SIGTERM) {
+        worker->child().signal_group(signal);
+      } else {
+        worker->child().signal_process(signal);
+      }
     }
     worker->child().signal_group(SIGCONT);
     view_.set_state(worker->rank(), WorkerState::kStopping);
@@ -190,6 +191,10 @@ Deadline Attempt::next_deadline() const {
 }
 
 void Attempt::finish() {
+  // Processes that outlive a worker may still hold its progress pipe, so its end was not waited for.
+  for (const auto& worker : workers_) {
+    worker->read_progress([&](std::string_view line) { on_progress(*worker, line); });
+  }
   view_.finish();
   note_blames();
 }

@@ -184,7 +184,8 @@ bool is_job_folder(const std::string& path) {
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator(path, failure)) {
     const std::string name = entry.path().filename().string();
-    if (name != "secret" && name != "run" && name != "errors") return false;
+    // A launcher that was killed while it wrote the secret has left "secret." and a suffix.
+    if (name != "secret" && !name.starts_with("secret.") && name != "run" && name != "errors") return false;
   }
   return !failure;
 }

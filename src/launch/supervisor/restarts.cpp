@@ -46,10 +46,10 @@ int restarts_used(const std::vector<AttemptResult>& attempts) {
   return used;
 }
 
+/// `backoff`, doubled for each failure before the last one, back to the last attempt that ran long.
 Duration delay_after(const RestartPolicy& policy, const std::vector<AttemptResult>& attempts) {
   Duration delay = std::min(policy.backoff, policy.longest_backoff);
-  for (auto it = attempts.rbegin(); it != attempts.rend() && it->ran < policy.healthy_after; ++it) {
-    if (it == attempts.rbegin()) continue;  // the first failure waits for `backoff`
+  for (std::size_t i = attempts.size() - 1; i > 0 && attempts[i].ran < policy.healthy_after; --i) {
     if (delay >= policy.longest_backoff / 2) return policy.longest_backoff;
     delay *= 2;
   }

@@ -41,9 +41,7 @@ void Worker::set_ended() {
   poller_.remove(child_.process_descriptor());
 }
 
-bool Worker::silent() const {
-  return !child_.output() && !child_.errors() && !child_.progress();
-}
+bool Worker::silent() const { return !child_.output() && !child_.errors(); }
 
 void Worker::write_log(Descriptor& log, std::string_view text) {
   while (log && !text.empty()) {

@@ -47,7 +47,7 @@ class Worker {
   void read_errors();
   /// Reads lines of the progress pipe and passes them on.
   void read_progress(const LineSplitter::Take& take);
-  /// Whether all streams have ended.
+  /// Whether its output and errors have ended.
   bool silent() const;
   /// Stops reading, for streams that other processes hold open.
   void close_streams();
