@@ -16,11 +16,11 @@ Environment process_environment();
 
 /// The launcher convention from which a worker's identity was read.
 enum class Launcher : std::uint8_t {
-  kNone,      ///< nothing set: world size 1
-  kExplicit,  ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, manual
-  kOpenMpi,   ///< OMPI_COMM_WORLD_RANK, …
-  kPmi,       ///< PMI_RANK, …: MPICH, Intel MPI
-  kSlurm,     ///< SLURM_PROCID, …: srun
+  kNone,        ///< nothing set: world size 1
+  kExplicit,    ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, manual
+  kOpenMpi,     ///< OMPI_COMM_WORLD_RANK, …
+  kPmi,         ///< PMI_RANK, …: MPICH, Intel MPI
+  kSlurm,       ///< SLURM_PROCID, …: srun
   kKubernetes,  ///< PET_NODE_RANK, …: a pod of the Kubernetes Trainer with one process
 };
 
@@ -40,7 +40,7 @@ struct WorkerEnvironment {
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: the file must exist
   std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty
   std::string temporary_folder = "/tmp";  ///< TMPDIR
-  std::string error_file;      ///< TORCHELASTIC_ERROR_FILE: where the launcher looks for this worker's error
+  std::string error_file;  ///< TORCHELASTIC_ERROR_FILE: where the launcher looks for this worker's error
   /// TORCHSPAN_JOIN_TIMEOUT in seconds: how long the worker waits until all workers have joined.
   Duration join_timeout = std::chrono::seconds(60);
 

@@ -34,8 +34,8 @@ TEST_F(ErrorFile, HasTheFormOfTorchrun) {
 TEST_F(ErrorFile, ListsTheRemoteCalls) {
   Error error(ErrorKind::kRemoteFailure, "the call failed");
   error.with_frame({"worker1", "train_step", "std::out_of_range", "index 9"});
-  EXPECT_NE(encode_error_file(std::make_exception_ptr(error), 1).find(
-                R"(\n  on worker1, in train_step: std::out_of_range: index 9)"),
+  EXPECT_NE(encode_error_file(std::make_exception_ptr(error), 1)
+                .find(R"(\n  on worker1, in train_step: std::out_of_range: index 9)"),
             std::string::npos);
 }
 

@@ -88,9 +88,9 @@ PreemptionOptions PreemptionOptions::from_process() {
     options.signals = {number};
     if (number != SIGTERM) options.signals.push_back(SIGTERM);
   }
-  if (const char* text = std::getenv("TORCHSPAN_PROGRESS_FD");
-      text != nullptr && read_number(std::string_view(text), number) && number > 2 &&
-      fcntl(number, F_GETFD) >= 0) {
+  if (const char* text = std::getenv("TORCHSPAN_PROGRESS_FD"); text != nullptr &&
+                                                               read_number(std::string_view(text), number) &&
+                                                               number > 2 && fcntl(number, F_GETFD) >= 0) {
     options.launcher_descriptor = number;
     fcntl(number, F_SETFL, fcntl(number, F_GETFL) | O_NONBLOCK);
     fcntl(number, F_SETFD, FD_CLOEXEC);
@@ -105,16 +105,19 @@ class Preemption::Handlers {
     if (signals_.empty()) signals_ = {SIGUSR1, SIGTERM};
     target_.launcher = options.launcher_descriptor;
     target_.event = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!target_.event) throw Error(ErrorKind::kOverloaded, "no descriptor is left for Preemption; see ulimit -n");
+    if (!target_.event)
+      throw Error(ErrorKind::kOverloaded, "no descriptor is left for Preemption; see ulimit -n");
     for (const int signal : signals_) {
       if (signal < 1 || signal >= NSIG || signal == SIGKILL || signal == SIGSTOP) {
-        throw_invalid(fmt::format("signal {} cannot be handled: remove it from PreemptionOptions::signals", signal));
+        throw_invalid(
+            fmt::format("signal {} cannot be handled: remove it from PreemptionOptions::signals", signal));
       }
       target_.notices[static_cast<std::size_t>(signal)] = encode_preemption(signal);
     }
     Target* none = nullptr;
     if (!published().target.compare_exchange_strong(none, &target_)) {
-      throw_invalid("this process already has a Preemption: construct one in main() and pass it by reference");
+      throw_invalid(
+          "this process already has a Preemption: construct one in main() and pass it by reference");
     }
     struct sigaction action {};
     action.sa_handler = on_signal;
@@ -145,7 +148,8 @@ class Preemption::Handlers {
   Target target_;
 };
 
-Preemption::Preemption(PreemptionOptions options) : handlers_(std::make_unique<Handlers>(std::move(options))) {}
+Preemption::Preemption(PreemptionOptions options)
+    : handlers_(std::make_unique<Handlers>(std::move(options))) {}
 Preemption::~Preemption() = default;
 
 int Preemption::signal() const { return handlers_->target().first_signal.load(std::memory_order_acquire); }

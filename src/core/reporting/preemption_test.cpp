@@ -117,9 +117,10 @@ TEST_F(PreemptionTest, ReportsTheFirstSignalToTheLauncher) {
 
 TEST_F(PreemptionTest, NoticeIsDecodedOrIgnored) {
   EXPECT_EQ(decode_preemption("torchspan-preempted 1 signal=10"), 10);
-  for (const char* line : {"", "torchspan-preempted 1", "torchspan-preempted 1 signal=", "torchspan-preempted 1 signal=0",
-                           "torchspan-preempted 1 signal=-1", "torchspan-preempted 1 signal=65536",
-                           "torchspan-preempted 1 signal=10x", "torchspan-progress 1 step=3"}) {
+  for (const char* line :
+       {"", "torchspan-preempted 1", "torchspan-preempted 1 signal=", "torchspan-preempted 1 signal=0",
+        "torchspan-preempted 1 signal=-1", "torchspan-preempted 1 signal=65536",
+        "torchspan-preempted 1 signal=10x", "torchspan-progress 1 step=3"}) {
     EXPECT_FALSE(decode_preemption(line)) << line;
   }
 }

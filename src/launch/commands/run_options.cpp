@@ -13,16 +13,19 @@ namespace torchspan::launch {
 namespace {
 
 void describe_restarts(CLI::App& run, RunOptions& options) {
-  run.add_option("--max-restarts", options.job.restarts.most,
-                 "Restart all workers up to this many times after a failure; exit codes 126 and 127 (the program "
-                 "cannot be run) and interruptions are not restarted")
+  run.add_option(
+         "--max-restarts", options.job.restarts.most,
+         "Restart all workers up to this many times after a failure; exit codes 126 and 127 (the program "
+         "cannot be run) and interruptions are not restarted")
       ->check(CLI::Range(0, 1000));
-  run.add_option("--restart-backoff", options.backoff,
-                 "Time before the first restart; doubles with each failure until an attempt runs for 5 minutes");
+  run.add_option(
+      "--restart-backoff", options.backoff,
+      "Time before the first restart; doubles with each failure until an attempt runs for 5 minutes");
   run.add_option("--max-backoff", options.longest_backoff, "Limit of that doubling");
-  run.add_option("--give-up-after", options.job.restarts.give_up_after,
-                 "End early after this many attempts in a row that fail within 10 seconds of their start with the "
-                 "same exit code or signal; 0: never")
+  run.add_option(
+         "--give-up-after", options.job.restarts.give_up_after,
+         "End early after this many attempts in a row that fail within 10 seconds of their start with the "
+         "same exit code or signal; 0: never")
       ->check(CLI::Range(0, 1000));
   run.add_option("--error-file", options.job.error_file,
                  "File for the first failure of a failed job, as JSON like torchrun's; default "
@@ -30,9 +33,10 @@ void describe_restarts(CLI::App& run, RunOptions& options) {
 }
 
 void describe_preemption(CLI::App& run, RunOptions& options) {
-  run.add_option("--preempt-signal", options.preempt_signal,
-                 "Signal that, besides SIGTERM, asks the workers to write a checkpoint and end: USR1, USR2, HUP or "
-                 "TERM");
+  run.add_option(
+      "--preempt-signal", options.preempt_signal,
+      "Signal that, besides SIGTERM, asks the workers to write a checkpoint and end: USR1, USR2, HUP or "
+      "TERM");
   run.add_option("--grace", options.grace, "Time that the workers then have before they are killed");
   run.add_option("--requeue-exit-code", options.job.preemption.clean_code,
                  "Exit code if all workers exit with 0 after such a signal, for scripts that requeue the job")
@@ -65,7 +69,8 @@ void check_error_file(const std::string& path) {
   const auto folder = std::filesystem::path(path).parent_path();
   std::error_code ignored;
   if (path.empty() || folder.empty() || std::filesystem::is_directory(folder, ignored)) return;
-  throw_invalid(fmt::format("--error-file {}: there is no folder '{}'; create it first", path, folder.string()));
+  throw_invalid(
+      fmt::format("--error-file {}: there is no folder '{}'; create it first", path, folder.string()));
 }
 
 }  // namespace
@@ -82,17 +87,20 @@ Duration parse_duration(const std::string& text, const std::string& option) {
     if (!(number >= 0) || number * seconds > kMost) break;
     return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(number * seconds));
   }
-  throw_invalid(fmt::format("{} {}: expected a time such as 500ms, 30s, 2m or 1h, at most a week", option, text));
+  throw_invalid(
+      fmt::format("{} {}: expected a time such as 500ms, 30s, 2m or 1h, at most a week", option, text));
 }
 
 void describe_run_options(CLI::App& run, RunOptions& options) {
-  run.add_option("-n,--workers,--nproc", options.workers,
-                 "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, goes on with one worker "
-                 "less after each failure, down to MIN")
+  run.add_option(
+         "-n,--workers,--nproc", options.workers,
+         "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, goes on with one worker "
+         "less after each failure, down to MIN")
       ->required();
   run.add_option("--master-port", options.job.master_port, "Port of the workers' store; 0 is a free one");
-  run.add_option("--log-dir", options.job.log_folder,
-                 "Folder for WORKER.out.log and WORKER.err.log, besides the output here; restarts append to them");
+  run.add_option(
+      "--log-dir", options.job.log_folder,
+      "Folder for WORKER.out.log and WORKER.err.log, besides the output here; restarts append to them");
   run.add_option("--name-prefix", options.job.name_prefix, "Workers are named PREFIX0, PREFIX1, …");
   run.add_option("--env", options.settings, "NAME=VALUE for all workers; may be repeated")
       ->expected(1)
@@ -102,8 +110,10 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
   describe_preemption(run, options);
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), in the last attempt; 130 after "
-      "Ctrl-C; 128 + the signal after a preemption, or the requeue exit code if all workers then exited with 0; 2 "
-      "when nothing was started; 1 when the job succeeded but its output could not be written. docs/launch.md "
+      "Ctrl-C; 128 + the signal after a preemption, or the requeue exit code if all workers then exited with "
+      "0; 2 "
+      "when nothing was started; 1 when the job succeeded but its output could not be written. "
+      "docs/launch.md "
       "explains restarts, signals and batch systems.");
 }
 

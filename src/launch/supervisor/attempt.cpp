@@ -74,13 +74,14 @@ void Attempt::on_end(Worker& worker) {
   worker.set_ended();
   const TimePoint now = context_.executor.now();
   // A worker that is preempted without handling the signal ends by it; with SIGTERM, any end is an answer.
-  const bool preempted = preempted_by_ == SIGTERM ||
-                         (preempted_by_ != 0 && status->signal == preempted_by_);
+  const bool preempted = preempted_by_ == SIGTERM || (preempted_by_ != 0 && status->signal == preempted_by_);
   const bool asked = stopping_ || preempted;
   endings_.push_back({worker.rank(), worker.name(), worker.child().pid(), status->code, status->signal, asked,
                       now - began_});
   const bool failed = endings_.back().failed();
-  view_.set_state(worker.rank(), !failed ? WorkerState::kDone : asked ? WorkerState::kStopped : WorkerState::kFailed);
+  view_.set_state(worker.rank(), !failed ? WorkerState::kDone
+                                 : asked ? WorkerState::kStopped
+                                         : WorkerState::kFailed);
   if (!asked && (failed || !until_.leave.is_never())) {
     until_.settle = earlier(until_.settle, Deadline(now + kSettleTime));
   }

@@ -61,7 +61,7 @@ void reset_signals() {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != plan.launcher) _exit(1);  // the launcher died before prctl()
-  register_group(plan.guard, getpid());  // here, so that no process of the group is older than this
+  register_group(plan.guard, getpid());      // here, so that no process of the group is older than this
   reset_signals();
   const int nothing = open("/dev/null", O_RDONLY);
   dup2(nothing, STDIN_FILENO);

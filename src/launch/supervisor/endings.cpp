@@ -139,8 +139,8 @@ namespace {
 
 /// Whether the job was preempted and every worker then exited with 0.
 bool ended_cleanly(const std::vector<Ending>& endings, const Interruption& interruption) {
-  return interruption.preemption && std::none_of(endings.begin(), endings.end(),
-                                                 [](const Ending& ending) { return ending.failed(); });
+  return interruption.preemption &&
+         std::none_of(endings.begin(), endings.end(), [](const Ending& ending) { return ending.failed(); });
 }
 
 }  // namespace
@@ -168,14 +168,15 @@ std::string summarize(const std::vector<Ending>& endings, const FailureDetails& 
   const int code = exit_code(endings, interruption);
   std::string text;
   if (ended_cleanly(endings, interruption)) {
-    return fmt::format("torchspan: the job was preempted by {}, and all workers ended with code 0\n"
-                       "  exit code: {}\n",
-                       signal_name(interruption.signal), code);
+    return fmt::format(
+        "torchspan: the job was preempted by {}, and all workers ended with code 0\n"
+        "  exit code: {}\n",
+        signal_name(interruption.signal), code);
   }
   if (interruption.signal != 0) {
-    text = fmt::format("torchspan: the job was {} by {}\n",
-                       interruption.preemption ? "preempted" : "interrupted",
-                       signal_name(interruption.signal));
+    text =
+        fmt::format("torchspan: the job was {} by {}\n",
+                    interruption.preemption ? "preempted" : "interrupted", signal_name(interruption.signal));
   } else if (!first) {
     return "";
   } else {

@@ -138,8 +138,9 @@ TEST(Endings, CleanEndAfterAPreemptionGivesTheRequeueCode) {
   const std::vector<Ending> clean = {ending(0, 0, 0, milliseconds(5)), ending(1, 0, 0, milliseconds(6))};
   const Interruption preemption{.signal = SIGUSR1, .preemption = true, .clean_code = 85};
   EXPECT_EQ(exit_code(clean, preemption), 85);
-  EXPECT_THAT(summarize(clean, {}, preemption),
-              AllOf(HasSubstr("preempted by SIGUSR1, and all workers ended with code 0"), HasSubstr(": 85\n")));
+  EXPECT_THAT(
+      summarize(clean, {}, preemption),
+      AllOf(HasSubstr("preempted by SIGUSR1, and all workers ended with code 0"), HasSubstr(": 85\n")));
   EXPECT_EQ(exit_code(clean, {.signal = SIGTERM, .preemption = true}), 0);
   EXPECT_EQ(exit_code(clean, {.signal = SIGINT, .clean_code = 85}), 130);
   const std::vector<Ending> unclean = {ending(0, 0, 0, milliseconds(5)),

@@ -17,7 +17,8 @@ namespace {
 
 /// Closes all descriptors except these two, and gives the standard ones to /dev/null.
 void close_all_except(int one, int other) {
-  const auto low = static_cast<unsigned>(std::min(one, other)), high = static_cast<unsigned>(std::max(one, other));
+  const auto low = static_cast<unsigned>(std::min(one, other)),
+             high = static_cast<unsigned>(std::max(one, other));
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (standard != one && standard != other) dup2(nothing, standard);

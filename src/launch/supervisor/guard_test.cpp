@@ -17,8 +17,9 @@ using namespace std::string_literals;
 TEST(Marks, AreFoundInAnEnvironment) {
   EXPECT_TRUE(is_marked("A=1\0TORCHSPAN_JOBS=j1\0B=2\0"s, "j1"));
   EXPECT_TRUE(is_marked("TORCHSPAN_JOBS=outer:j1:inner"s, "j1"));
-  for (const std::string& block : {""s, "\0\0"s, "TORCHSPAN_JOBS=j11\0"s, "TORCHSPAN_JOBS=\0"s, "TORCHSPAN_JOBS=:\0"s,
-                                   "XTORCHSPAN_JOBS=j1\0"s, "A=TORCHSPAN_JOBS=j1\0"s, "TORCHSPAN_JOBS"s}) {
+  for (const std::string& block :
+       {""s, "\0\0"s, "TORCHSPAN_JOBS=j11\0"s, "TORCHSPAN_JOBS=\0"s, "TORCHSPAN_JOBS=:\0"s,
+        "XTORCHSPAN_JOBS=j1\0"s, "A=TORCHSPAN_JOBS=j1\0"s, "TORCHSPAN_JOBS"s}) {
     EXPECT_FALSE(is_marked(block, "j1")) << block;
   }
 }
@@ -33,16 +34,14 @@ class Orphans : public Jobs {
     EXPECT_EQ(pipe(alive_.data()), 0);
     fcntl(alive_[0], F_SETFD, FD_CLOEXEC);
   }
-  ~Orphans() override {
-    close(alive_[0]);
-  }
+  ~Orphans() override { close(alive_[0]); }
 
   JobOptions options(int workers, const std::string& end = "exec sleep 1000") const {
     const std::string say = "echo started >&" + std::to_string(alive_[1]);
-    return Jobs::options(workers, "exec > /dev/null 2>&1; " + say + "; sh -c '" + say + "; exec sleep 1000' & setsid sh -c '" + say +
-                                      "; exec sleep 1000' & (setsid sh -c '" + say +
-                                      "; sleep 1000; :' &) ; env -i sh -c '" + say + "; sleep 1000; :' & " + say + "; " +
-                                      end);
+    return Jobs::options(
+        workers, "exec > /dev/null 2>&1; " + say + "; sh -c '" + say + "; exec sleep 1000' & setsid sh -c '" +
+                     say + "; exec sleep 1000' & (setsid sh -c '" + say +
+                     "; sleep 1000; :' &) ; env -i sh -c '" + say + "; sleep 1000; :' & " + say + "; " + end);
   }
 };
 

@@ -42,7 +42,8 @@ std::string brief(const AttemptReport& report) {
   const auto first = first_failure(report.endings);
   if (!first) return "";
   const Ending& ending = report.endings[*first];
-  return fmt::format("{} (rank {}, pid {}) {}", ending.name, ending.rank, ending.pid, describe_failure(ending));
+  return fmt::format("{} (rank {}, pid {}) {}", ending.name, ending.rank, ending.pid,
+                     describe_failure(ending));
 }
 
 std::string count_of(int workers) { return fmt::format("{} worker{}", workers, workers == 1 ? "" : "s"); }
@@ -130,16 +131,16 @@ void Job::prepare_logs() const {
   std::error_code failure;
   std::filesystem::create_directories(options_.log_folder, failure);
   if (!failure) return;
-  throw_invalid(fmt::format("the folder for logs '{}' cannot be created: {}", options_.log_folder,
-                            failure.message()));
+  throw_invalid(
+      fmt::format("the folder for logs '{}' cannot be created: {}", options_.log_folder, failure.message()));
 }
 
 void Job::say_threads(const JobSetting& setting) {
   const int threads = chosen_threads(options_.environment, setting);
   if (threads == 0) return;
   display_.say(fmt::format(
-      "torchspan: OMP_NUM_THREADS={} for each of {} workers on {} cores; set it to choose otherwise\n", threads,
-      setting.workers, setting.cores));
+      "torchspan: OMP_NUM_THREADS={} for each of {} workers on {} cores; set it to choose otherwise\n",
+      threads, setting.workers, setting.cores));
 }
 
 int Job::run() {
@@ -265,10 +266,11 @@ std::string Job::describe_attempt(const AttemptReport& report) const {
 void Job::write_error_file(const AttemptReport& report) {
   const auto first = first_failure(report.endings);
   if (options_.error_file.empty() || !first) return;
-  const std::string problem = write_text(
-      options_.error_file, encode_job_error(report.error, report.endings[*first], report.details));
+  const std::string problem =
+      write_text(options_.error_file, encode_job_error(report.error, report.endings[*first], report.details));
   if (problem.empty()) return;
-  display_.say(fmt::format("torchspan: the error file '{}' cannot be written: {}\n", options_.error_file, problem));
+  display_.say(
+      fmt::format("torchspan: the error file '{}' cannot be written: {}\n", options_.error_file, problem));
 }
 
 /// Returns the paragraphs of the earlier attempts; of many, the first and the last ones.
@@ -292,7 +294,8 @@ int Job::finish(const AttemptReport& last) {
   }
   if (last.start_failure) {
     code = 1;
-    display_.say(fmt::format("torchspan: the job failed\n  {}\n  exit code: 1\n", last.start_failure->message()));
+    display_.say(
+        fmt::format("torchspan: the job failed\n  {}\n  exit code: 1\n", last.start_failure->message()));
   } else {
     display_.say(summarize(last.endings, last.details, interruption_));
   }
@@ -307,7 +310,7 @@ int Job::finish(const AttemptReport& last) {
 /// Prints the summary of a job that a signal ended between two attempts, and returns the exit code.
 int Job::finish_between() {
   const int code = interruption_.preemption && interruption_.clean_code != 0 ? interruption_.clean_code
-                                                                            : 128 + interruption_.signal;
+                                                                             : 128 + interruption_.signal;
   display_.say(describe_history());
   display_.say(fmt::format("torchspan: the job was {} by {} before attempt {}\n  exit code: {}\n",
                            interruption_.preemption ? "preempted" : "interrupted",

@@ -14,9 +14,9 @@ namespace torchspan::launch {
 
 /// How a job ends when its machine is needed for something else, or its time is over.
 struct PreemptionPolicy {
-  int signal = SIGUSR1;                      ///< besides SIGTERM
+  int signal = SIGUSR1;                       ///< besides SIGTERM
   Duration grace = std::chrono::seconds(30);  ///< from the signal to SIGKILL
-  int clean_code = 0;  ///< the launcher's exit code if every worker then exits with 0
+  int clean_code = 0;                         ///< the launcher's exit code if every worker then exits with 0
 };
 
 struct JobOptions {

@@ -55,7 +55,8 @@ class Jobs : public ::testing::Test {
   }
   std::string contents() const {
     std::string all;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_)) all += " " + entry.path().string();
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_))
+      all += " " + entry.path().string();
     return all;
   }
   std::ptrdiff_t leftovers() const {

@@ -25,8 +25,9 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-/// The program of a worker in the tests below, which run it through this executable.
-TEST(PreemptedWorker, DISABLED_WritesACheckpointWhenItIsPreempted) {
+/// The program of a worker in the tests below, which run it through this executable; otherwise it does nothing.
+TEST(PreemptedWorker, WritesACheckpointWhenItIsPreempted) {
+  if (variable("READY").empty()) return;
   const auto executor = make_executor();
   const Preemption preemption;
   Progress progress(*executor);  // uses the same pipe to the launcher
@@ -63,7 +64,7 @@ class PreemptedJobs : public Jobs {
     JobOptions options = Jobs::options(workers, script);
     if (script.empty()) {
       options.command = {std::filesystem::read_symlink("/proc/self/exe").string(),
-                         "--gtest_also_run_disabled_tests", "--gtest_filter=PreemptedWorker.*"};
+                         "--gtest_filter=PreemptedWorker.*"};
     }
     options.extra["READY"] = std::to_string(alive_[1]);
     options.preemption.clean_code = 85;
@@ -122,7 +123,8 @@ TEST_F(PreemptedJobs, ForwardASignalThatOneWorkerGot) {
 }
 
 TEST_F(PreemptedJobs, NameAWorkerThatDoesNotHandleTheSignal) {
-  EXPECT_EQ(code_after(options(2, "echo ready >&$READY; while :; do sleep 0.02; done"), {SIGUSR1}), 128 + SIGUSR1);
+  EXPECT_EQ(code_after(options(2, "echo ready >&$READY; while :; do sleep 0.02; done"), {SIGUSR1}),
+            128 + SIGUSR1);
   EXPECT_THAT(errors(), AllOf(HasSubstr("the job was preempted by SIGUSR1\n"),
                               HasSubstr("was killed by SIGUSR1 (the program does not handle it")));
 }
@@ -136,8 +138,10 @@ TEST_F(PreemptedJobs, KillWorkersAfterTheGracePeriod) {
 }
 
 TEST_F(PreemptedJobs, AcceptSigtermAfterTheSignal) {
-  JobOptions mine = options(2, "trap 'echo saved; echo again >&$READY' USR1; trap 'exit 0' TERM; echo ready >&$READY; "
-                               "while :; do sleep 0.02; done");
+  JobOptions mine =
+      options(2,
+              "trap 'echo saved; echo again >&$READY' USR1; trap 'exit 0' TERM; echo ready >&$READY; "
+              "while :; do sleep 0.02; done");
   mine.preemption.grace = seconds(1000);
   const pid_t launcher = launch(mine);
   wait_for_lines(2);
@@ -149,12 +153,14 @@ TEST_F(PreemptedJobs, AcceptSigtermAfterTheSignal) {
 }
 
 TEST_F(PreemptedJobs, ReportAWorkerThatFailsMeanwhile) {
-  JobOptions mine = options(2, "trap 'echo disk full >&2; exit 5' USR1; [ $RANK = 0 ] || trap '' USR1; "
-                               "echo ready >&$READY; while :; do sleep 0.02; done");
+  JobOptions mine = options(2,
+                            "trap 'echo disk full >&2; exit 5' USR1; [ $RANK = 0 ] || trap '' USR1; "
+                            "echo ready >&$READY; while :; do sleep 0.02; done");
   mine.preemption.grace = seconds(1000);
   EXPECT_EQ(code_after(mine, {SIGUSR1}), 128 + SIGUSR1);
-  EXPECT_THAT(errors(), AllOf(HasSubstr("first failure: worker0"), HasSubstr("exited with code 5"),
-                              HasSubstr("    disk full\n"), HasSubstr("worker1: stopped"), Not(HasSubstr("attempt"))));
+  EXPECT_THAT(errors(),
+              AllOf(HasSubstr("first failure: worker0"), HasSubstr("exited with code 5"),
+                    HasSubstr("    disk full\n"), HasSubstr("worker1: stopped"), Not(HasSubstr("attempt"))));
 }
 
 }  // namespace

@@ -30,10 +30,12 @@ class RestartedJobs : public Jobs {
 };
 
 TEST_F(RestartedJobs, SucceedWhenALaterAttemptDoes) {
-  EXPECT_EQ(run(options(2, 3,
-                        "echo attempt $TORCHSPAN_RESTART_COUNT; if [ $RANK = 1 ] && [ $TORCHSPAN_RESTART_COUNT -lt 2 ]; "
-                        "then echo broken $TORCHSPAN_RESTART_COUNT >&2; exit 9; fi")),
-            0);
+  EXPECT_EQ(
+      run(options(
+          2, 3,
+          "echo attempt $TORCHSPAN_RESTART_COUNT; if [ $RANK = 1 ] && [ $TORCHSPAN_RESTART_COUNT -lt 2 ]; "
+          "then echo broken $TORCHSPAN_RESTART_COUNT >&2; exit 9; fi")),
+      0);
   EXPECT_THAT(output(), AllOf(HasSubstr("[worker0] attempt 2\n"), HasSubstr("[worker1] attempt 2\n"),
                               Not(HasSubstr("attempt 3"))));
   EXPECT_THAT(errors(), AllOf(HasSubstr("torchspan: attempt 1 failed: worker1 (rank 1, pid"),
@@ -66,12 +68,13 @@ TEST_F(RestartedJobs, AreNotStartedAgainIfTheProgramCannotBeRun) {
 }
 
 TEST_F(RestartedJobs, EndAllWorkersOfAnAttemptBeforeTheNext) {
-  JobOptions mine = options(3, 1,
-                            "if [ $TORCHSPAN_RESTART_COUNT = 0 ]; then "
-                            "  setsid sleep 1000 & echo $! > $FOLDER/daemon; "
-                            "  [ $RANK != 1 ] || { while [ ! -s $FOLDER/daemon ]; do sleep 0.02; done; exit 3; }; "
-                            "  exec sleep 1000; "
-                            "fi; grep -qs 'State:.[RSDT]' /proc/$(cat $FOLDER/daemon)/status && echo alive; true");
+  JobOptions mine =
+      options(3, 1,
+              "if [ $TORCHSPAN_RESTART_COUNT = 0 ]; then "
+              "  setsid sleep 1000 & echo $! > $FOLDER/daemon; "
+              "  [ $RANK != 1 ] || { while [ ! -s $FOLDER/daemon ]; do sleep 0.02; done; exit 3; }; "
+              "  exec sleep 1000; "
+              "fi; grep -qs 'State:.[RSDT]' /proc/$(cat $FOLDER/daemon)/status && echo alive; true");
   EXPECT_EQ(run(mine), 0);
   EXPECT_THAT(output(), Not(HasSubstr("alive")));
 }
@@ -101,14 +104,16 @@ TEST_F(RestartedJobs, TellEachAttemptItsVariables) {
 }
 
 TEST_F(RestartedJobs, AppendToTheirLogs) {
-  JobOptions mine = options(1, 1, "echo attempt $TORCHSPAN_RESTART_COUNT; exit $((1 - TORCHSPAN_RESTART_COUNT))");
+  JobOptions mine =
+      options(1, 1, "echo attempt $TORCHSPAN_RESTART_COUNT; exit $((1 - TORCHSPAN_RESTART_COUNT))");
   mine.log_folder = folder_ + "/logs";
   EXPECT_EQ(run(mine), 0);
   EXPECT_EQ(file("logs/worker0.out.log"), "attempt 0\nattempt 1\n");
 }
 
 TEST_F(RestartedJobs, ContinueWithFewerWorkersDownToTheLeast) {
-  JobOptions mine = options(4, 1, "[ $RANK != 0 ] || echo size $WORLD_SIZE $LOCAL_WORLD_SIZE; [ $WORLD_SIZE -le 2 ]");
+  JobOptions mine =
+      options(4, 1, "[ $RANK != 0 ] || echo size $WORLD_SIZE $LOCAL_WORLD_SIZE; [ $WORLD_SIZE -le 2 ]");
   mine.least_workers = 2;
   EXPECT_EQ(run(mine), 0);
   std::vector<std::string> sizes;
@@ -181,10 +186,11 @@ TEST_F(RestartedJobs, CanBeInterruptedBetweenTwoAttempts) {
 }
 
 TEST_F(RestartedJobs, ShowTheErrorOfAWorkerAndPassItOn) {
-  JobOptions mine = options(2, 0,
-                            "[ $RANK = 1 ] || exec sleep 1000; echo '{\"message\": {\"message\": \"ValueError: bad "
-                            "batch\", \"extraInfo\": {\"py_callstack\": \"Traceback\", \"timestamp\": \"17\"}}}' > "
-                            "$TORCHELASTIC_ERROR_FILE; exit 3");
+  JobOptions mine =
+      options(2, 0,
+              "[ $RANK = 1 ] || exec sleep 1000; echo '{\"message\": {\"message\": \"ValueError: bad "
+              "batch\", \"extraInfo\": {\"py_callstack\": \"Traceback\", \"timestamp\": \"17\"}}}' > "
+              "$TORCHELASTIC_ERROR_FILE; exit 3");
   mine.error_file = folder_ + "/error.json";
   EXPECT_EQ(run(mine), 3);
   EXPECT_THAT(errors(), HasSubstr("  its error: ValueError: bad batch\n"));

@@ -62,8 +62,9 @@ std::optional<std::string> reason_against_restart(const RestartPolicy& policy,
                                                   const std::vector<AttemptResult>& attempts) {
   const int repeated = repeated_at_once(attempts);
   if (policy.give_up_after > 0 && repeated >= policy.give_up_after && policy.most > 0) {
-    return fmt::format("the last {} attempts failed within {:.0f} s of their start with {} (--give-up-after {})",
-                       repeated, to_seconds(kAtOnce), outcome(attempts.back()), policy.give_up_after);
+    return fmt::format(
+        "the last {} attempts failed within {:.0f} s of their start with {} (--give-up-after {})", repeated,
+        to_seconds(kAtOnce), outcome(attempts.back()), policy.give_up_after);
   }
   if (restarts_used(attempts) < policy.most) return std::nullopt;
   return policy.most == 0 ? "" : fmt::format("no restart is left (--max-restarts {})", policy.most);
@@ -86,9 +87,10 @@ NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
   if (is_unusable(last)) {
     const bool restarting = policy.most > 0 || range.least < range.most;
     return {0, Duration(0),
-            restarting ? fmt::format("exit code {} means that a program cannot be run, so it is not started again",
-                               last.code)
-                 : ""};
+            restarting
+                ? fmt::format("exit code {} means that a program cannot be run, so it is not started again",
+                              last.code)
+                : ""};
   }
   const Duration delay = delay_after(policy, attempts);
   if (last.started < last.workers && last.started >= range.least) {
@@ -99,8 +101,8 @@ NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
   if (!reason) return {last.workers, delay, ""};
   if (last.workers > range.least) return {last.workers - 1, delay, *reason};
   if (range.least < range.most) {
-    *reason += fmt::format("{}fewer than {} workers are not allowed (MIN of -n)", reason->empty() ? "" : ", and ",
-                           range.least);
+    *reason += fmt::format("{}fewer than {} workers are not allowed (MIN of -n)",
+                           reason->empty() ? "" : ", and ", range.least);
   }
   return {0, Duration(0), *reason};
 }

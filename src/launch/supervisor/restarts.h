@@ -24,10 +24,10 @@ inline constexpr Duration kAtOnce = std::chrono::seconds(10);
 
 /// When a failed job starts again.
 struct RestartPolicy {
-  int most = 0;                                          ///< restarts with the same number of workers
-  Duration backoff = std::chrono::seconds(1);            ///< before the first; doubles with each failure
-  Duration longest_backoff = std::chrono::minutes(1);    ///< limit of the doubling
-  Duration healthy_after = std::chrono::minutes(5);      ///< an attempt that ran this long resets the doubling
+  int most = 0;                                        ///< restarts with the same number of workers
+  Duration backoff = std::chrono::seconds(1);          ///< before the first; doubles with each failure
+  Duration longest_backoff = std::chrono::minutes(1);  ///< limit of the doubling
+  Duration healthy_after = std::chrono::minutes(5);    ///< an attempt that ran this long resets the doubling
   int give_up_after = 3;  ///< ends after so many attempts in a row with one failure at once; 0: never
 };
 

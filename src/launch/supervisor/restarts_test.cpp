@@ -54,7 +54,8 @@ TEST(Restarts, EndWhenOneFailureRepeatsAtOnce) {
   EXPECT_EQ(next_attempt(policy, {4, 4}, {quick, quick}).workers, 4);
   const NextAttempt end = next_attempt(policy, {4, 4}, {quick, quick, quick});
   EXPECT_EQ(end.workers, 0);
-  EXPECT_THAT(end.reason, HasSubstr("the last 3 attempts failed within 10 s of their start with exit code 5"));
+  EXPECT_THAT(end.reason,
+              HasSubstr("the last 3 attempts failed within 10 s of their start with exit code 5"));
   EXPECT_EQ(next_attempt(policy, {4, 4}, {quick, failure(4, seconds(2), 6), quick}).workers, 4);
   EXPECT_EQ(next_attempt(policy, {4, 4}, {quick, failure(4, kAtOnce, 5), quick}).workers, 4);
   EXPECT_EQ(next_attempt({.most = 100, .give_up_after = 0}, {4, 4}, {quick, quick, quick}).workers, 4);
@@ -146,7 +147,8 @@ TEST(WorkerNumbers, AreOneOrARange) {
   EXPECT_EQ(parse_workers("2:4", "-n").least, 2);
   EXPECT_EQ(parse_workers("2:4", "-n").most, 4);
   EXPECT_EQ(parse_workers("4096", "-n").most, kMostWorkers);
-  for (const char* text : {"", "0", "-1", "4097", "2:", ":2", "4:2", "0:2", "1:2:3", "two", "2 ", " 2", "99999999999"}) {
+  for (const char* text :
+       {"", "0", "-1", "4097", "2:", ":2", "4:2", "0:2", "1:2:3", "two", "2 ", " 2", "99999999999"}) {
     EXPECT_THROW(parse_workers(text, "-n"), Error) << text;
   }
 }

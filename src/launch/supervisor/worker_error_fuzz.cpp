@@ -1,7 +1,6 @@
-#include "launch/supervisor/worker_error.h"
-
 #include <string_view>
 
+#include "launch/supervisor/worker_error.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {
@@ -26,8 +25,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const auto error =
-      torchspan::launch::decode_worker_error({reinterpret_cast<const char*>(data), size});
+  const auto error = torchspan::launch::decode_worker_error({reinterpret_cast<const char*>(data), size});
   if (error && torchspan::launch::shorten_message(error->message).size() > 2100 + 10 * 5) __builtin_trap();
   return 0;
 }

@@ -38,9 +38,9 @@ TEST(WorkerError, MayBePlainTextOrHaveANumberAsTime) {
 }
 
 TEST(WorkerError, ThatIsMalformedIsIgnored) {
-  for (const std::string text : {"", "{", "[]", "null", "{}", R"({"message": 5})", R"({"message": {}})",
-                                 R"({"message": {"message": ["x"]}})", R"({"message": ""})", "\xff\xfe",
-                                 "{\"message\": \"\xff\"}"}) {
+  for (const std::string text :
+       {"", "{", "[]", "null", "{}", R"({"message": 5})", R"({"message": {}})",
+        R"({"message": {"message": ["x"]}})", R"({"message": ""})", "\xff\xfe", "{\"message\": \"\xff\"}"}) {
     EXPECT_FALSE(decode_worker_error(text)) << text;
   }
   EXPECT_FALSE(decode_worker_error(std::string(kMostErrorBytes + 1, ' ')));
@@ -113,7 +113,8 @@ TEST(WorkerError, IsPassedOnWithTheExitCode) {
   Ending killed = first;
   killed.signal = SIGKILL;
   const Json made = Json::parse(encode_job_error(std::nullopt, killed, {.last_lines = {"a", "b\xff"}}));
-  EXPECT_THAT(std::string(made["message"]["message"]), HasSubstr("worker1 (rank 1, pid 77) was killed by SIGKILL"));
+  EXPECT_THAT(std::string(made["message"]["message"]),
+              HasSubstr("worker1 (rank 1, pid 77) was killed by SIGKILL"));
   EXPECT_EQ(made["message"]["errorCode"], -SIGKILL);
   EXPECT_THAT(std::string(made["message"]["extraInfo"]["py_callstack"]), HasSubstr("a\nb"));
 }

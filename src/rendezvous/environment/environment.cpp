@@ -110,7 +110,8 @@ void refuse_many_per_pod(const Variables& variables) {
   const std::string per_pod = variables.text_or("PET_NPROC_PER_NODE", "1");
   if (per_pod == "1") return;
   throw_invalid(fmt::format(
-      "PET_NPROC_PER_NODE is {}, but this process was started without RANK, as the only one of its pod; start "
+      "PET_NPROC_PER_NODE is {}, but this process was started without RANK, as the only one of its pod; "
+      "start "
       "the program with torchrun --no-python, which reads the PET variables, or set numProcPerNode to 1",
       per_pod));
 }

@@ -213,8 +213,9 @@ TEST(Environment, PrefersRanksToThePodsOfTheKubernetesTrainer) {
 
 TEST(Environment, RejectsPodsThatAreNotOneWorkerEach) {
   for (const char* count : {"2", "auto", "gpu"}) {
-    EXPECT_THAT(error_text(with(pod(), {{"PET_NPROC_PER_NODE", count}})),
-                AllOf(HasSubstr(std::string("PET_NPROC_PER_NODE is ") + count), HasSubstr("torchrun --no-python")));
+    EXPECT_THAT(
+        error_text(with(pod(), {{"PET_NPROC_PER_NODE", count}})),
+        AllOf(HasSubstr(std::string("PET_NPROC_PER_NODE is ") + count), HasSubstr("torchrun --no-python")));
   }
   EXPECT_THAT(error_text(with(pod(), {{"PET_NNODES", "2:4"}})), HasSubstr("PET_NNODES is '2:4'"));
   EXPECT_THAT(error_text(with(pod(), {{"PET_MASTER_PORT", "x"}})), HasSubstr("PET_MASTER_PORT is 'x'"));
@@ -225,8 +226,8 @@ TEST(Environment, DistinguishesTheRestartsOfAJob) {
   const Environment first = with(torchrun(), {{"TORCHSPAN_RUN_ID", "a"}, {"TORCHELASTIC_ERROR_FILE", "/e"}});
   EXPECT_EQ(read_environment(first).job, "a");
   EXPECT_EQ(read_environment(first).error_file, "/e");
-  const auto second = read_environment(
-      with(first, {{"TORCHSPAN_RESTART_COUNT", "2"}, {"TORCHELASTIC_RESTART_COUNT", "1"}}));
+  const auto second =
+      read_environment(with(first, {{"TORCHSPAN_RESTART_COUNT", "2"}, {"TORCHELASTIC_RESTART_COUNT", "1"}}));
   EXPECT_EQ(second.restart_count, 2);
   EXPECT_EQ(second.job, "a/attempt 2");
 }
