@@ -204,7 +204,9 @@ void Job::watch(Attempt& attempt) {
         attempt.handle(events[i]);
       }
     }
-    on_signal(attempt.take_reported_signal(), &attempt);
+    if (const int reported = attempt.take_reported_signal(); reported != 0) {
+      on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt);
+    }
     attempt.advance(executor_.now());
     if (display_.broken() && interruption_.signal == 0) {
       interruption_.signal = SIGPIPE;
