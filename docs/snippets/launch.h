@@ -3,6 +3,7 @@
 #include <functional>
 
 #include <torch/torch.h>
+
 #include <torchspan/torchspan.h>
 
 namespace ts = torchspan;
