@@ -16,11 +16,12 @@ Environment process_environment();
 
 /// The launcher convention from which a worker's identity was read.
 enum class Launcher : std::uint8_t {
-  kNone,      ///< nothing set: world size 1
-  kExplicit,  ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, manual
-  kOpenMpi,   ///< OMPI_COMM_WORLD_RANK, …
-  kPmi,       ///< PMI_RANK, …: MPICH, Intel MPI
-  kSlurm,     ///< SLURM_PROCID, …: srun
+  kNone,        ///< nothing set: world size 1
+  kExplicit,    ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, manual
+  kOpenMpi,     ///< OMPI_COMM_WORLD_RANK, …
+  kPmi,         ///< PMI_RANK, …: MPICH, Intel MPI
+  kSlurm,       ///< SLURM_PROCID, …: srun
+  kKubernetes,  ///< PET_NODE_RANK, …: a pod of the Kubernetes Trainer with one process
 };
 
 /// Identity of this process among the workers of its job, and the rendezvous address.
@@ -32,13 +33,14 @@ struct WorkerEnvironment {
   int local_world_size = 1;
   std::string master_host = "127.0.0.1";
   std::uint16_t master_port = 29500;
-  int restart_count = 0;
+  int restart_count = 0;  ///< TORCHSPAN_RESTART_COUNT, else TORCHELASTIC_RESTART_COUNT
   Launcher launcher = Launcher::kNone;
   std::string job;             ///< id of the run and its restart count; identifies the job
   std::string secret_file;     ///< path of the job's secret
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: the file must exist
   std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty
   std::string temporary_folder = "/tmp";  ///< TMPDIR
+  std::string error_file;  ///< TORCHELASTIC_ERROR_FILE: where the launcher looks for this worker's error
   /// TORCHSPAN_JOIN_TIMEOUT in seconds: how long the worker waits until all workers have joined.
   Duration join_timeout = std::chrono::seconds(60);
 
@@ -56,7 +58,7 @@ struct WorkerEnvironment {
 
 /// Reads this process's identity from the first complete convention: RANK and WORLD_SIZE (with MASTER_ADDR,
 /// MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RESTART_COUNT; if TORCHELASTIC_USE_AGENT_STORE
-/// is "True" the agent owns MASTER_PORT and the next port is used), OMPI_COMM_WORLD_*, PMI_*, SLURM_*.
+/// is "True" the agent owns MASTER_PORT and the next port is used), OMPI_COMM_WORLD_*, PMI_*, SLURM_*, PET_*.
 /// WORLD_SIZE=0 is an open world (docs/calls.md): without RANK, TORCHSPAN_NAME names the worker. Pure.
 /// Throws kInvalid with the variable, its value and what is expected.
 WorkerEnvironment read_environment(const Environment& environment);

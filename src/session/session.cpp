@@ -4,6 +4,7 @@
 #include <optional>
 #include <unistd.h>
 
+#include <torchspan/core/error_file.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
@@ -135,6 +136,7 @@ class Session::Impl {
        std::vector<std::unique_ptr<rpc::Extension>> extensions, const std::string& host_mark)
       : runtime_owner_(make_runtime(options)),
         leave_timeout_(options.leave_timeout),
+        error_file_(options.environment.error_file),
         exceptions_(std::uncaught_exceptions()) {
     add_default<optim::OptimExtension>(extensions);
     add_default<autograd::AutogradExtension>(extensions);
@@ -183,6 +185,7 @@ class Session::Impl {
     service_->stop("left because its program failed: " + why);
   }
 
+  const std::string& error_file() const { return error_file_; }
   Runtime& runtime() { return runtime_; }
   const std::shared_ptr<Runtime>& runtime_owner() const { return runtime_owner_; }
   rpc::WorkerService& service() { return *service_; }
@@ -197,6 +200,7 @@ class Session::Impl {
   const std::shared_ptr<Runtime> runtime_owner_;
   Runtime& runtime_{*runtime_owner_};
   const Duration leave_timeout_;
+  const std::string error_file_;
   const int exceptions_;  ///< number in flight when the session was constructed
   bool left_ = false;
   std::unique_ptr<rpc::WorkerService> service_;
@@ -221,6 +225,7 @@ collective::Group Session::group(collective::GroupOptions options) {
 void Session::shutdown() { impl_->shutdown(); }
 void Session::shutdown(Duration timeout) { impl_->shutdown(timeout); }
 void Session::abort(const std::exception_ptr& cause) {
+  write_error_file(impl_->error_file(), cause);
   const ExceptionDescription description = describe(cause);
   impl_->abort(fmt::format("{}: {}", description.type, description.text));
 }

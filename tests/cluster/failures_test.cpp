@@ -128,21 +128,21 @@ void ends_early() {
   std::exit(std::atoi(std::getenv("TORCHSPAN_TEST_CODE")));
 }
 
-/// Returns the exit code and output of `torchspan run` for ends_early() when rank 0 ends with `code`.
-std::pair<int, std::string> launch_ends_early(const std::string& code) {
+/// Returns the exit code and output of `torchspan run` for a scenario; in ends_early(), rank 0 ends with `code`.
+std::pair<int, std::string> launch(const std::string& scenario, const std::string& code = "1") {
   const testing::TemporaryFolder folder;
   const auto executor = make_executor();
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
   Process launcher(
       {self.parent_path() / "torchspan", "run", "-n", "3", self},
-      {{"TORCHSPAN_TEST_SCENARIO", "ends_early"}, {"TORCHSPAN_TEST_CODE", code}, {"OMP_NUM_THREADS", "1"}},
+      {{"TORCHSPAN_TEST_SCENARIO", scenario}, {"TORCHSPAN_TEST_CODE", code}, {"OMP_NUM_THREADS", "1"}},
       folder.path() + "/output");
   EXPECT_TRUE(launcher.wait(*executor, std::chrono::seconds(60)));
   return {launcher.exit_code(), launcher.output()};
 }
 
 TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
-  const auto [code, output] = launch_ends_early("7");
+  const auto [code, output] = launch("ends_early", "7");
   EXPECT_EQ(code, 7) << output;
   EXPECT_THAT(output,
               ::testing::ContainsRegex("first failure: worker0 .rank 0, pid [0-9]+. exited with code 7"));
@@ -150,11 +150,19 @@ TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
 }
 
 TEST(Cluster, LauncherReportsAWorkerThatEndedWithoutShutdown) {
-  const auto [code, output] = launch_ends_early("0");
+  const auto [code, output] = launch("ends_early", "0");
   EXPECT_EQ(code, 1) << output;
   EXPECT_THAT(output,
               ::testing::ContainsRegex(
                   "first failure: worker0 .rank 0, pid [0-9]+. exited with code 0 without shutdown.., "));
+}
+
+TEST(Cluster, LauncherShowsTheErrorThatEndedASession) {
+  const auto [code, output] = launch("throws_in_its_body");
+  EXPECT_EQ(code, 1) << output;
+  EXPECT_THAT(output,
+              ::testing::ContainsRegex("first failure: worker1 .rank 1, pid [0-9]+. exited with code 1"));
+  EXPECT_THAT(output, HasSubstr("  its error: std::out_of_range: the data of rank 1 has ended\n"));
 }
 
 /// Rank 1's session ends first; the others still call it.

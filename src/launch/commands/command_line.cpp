@@ -8,6 +8,7 @@
 #include <torchspan/core/error.h>
 
 #include "launch/commands/doctor.h"
+#include "launch/commands/run_options.h"
 #include "launch/commands/schedule_command.h"
 #include "launch/supervisor/job.h"
 
@@ -23,35 +24,20 @@ struct CommandLine {
   CLI::App* version = nullptr;
   CLI::App* doctor = nullptr;
   CLI::App* schedule = nullptr;
-  JobOptions job;
+  RunOptions job;
+  std::vector<std::string> command;  ///< of run: program and arguments
   ScheduleOptions shown;
-  std::vector<std::string> settings;
   std::vector<std::string> program;  ///< for the help text only: take_command() removes these words first
 };
 
 void describe_run(CommandLine& line) {
   line.run = line.app.add_subcommand(
       "run", "Run N workers of a program on this host: torchspan run -n 4 ./train --lr 0.1");
-  CLI::App& run = *line.run;
-  run.add_option("-n,--workers", line.job.workers, "Number of workers")
-      ->required()
-      ->check(CLI::Range(1, 4096));
-  run.add_option("--master-port", line.job.master_port, "Port of the workers' store; 0 is a free one");
-  run.add_option("--log-dir", line.job.log_folder,
-                 "Folder for WORKER.out.log and WORKER.err.log, in addition to the output here");
-  run.add_option("--name-prefix", line.job.name_prefix, "Workers are named PREFIX0, PREFIX1, …");
-  run.add_option("--env", line.settings, "NAME=VALUE for all workers; may be repeated")
-      ->expected(1)
-      ->allow_extra_args(false)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  run.add_option(
+  describe_run_options(*line.run, line.job);
+  line.run->add_option(
       "PROGRAM", line.program,
       "The program and its arguments: everything from the first word that is not an option, or after "
       "'--'");
-  run.footer(
-      "The exit code is that of the first worker to fail (128 + its signal), 130 after Ctrl-C, 2 when "
-      "nothing "
-      "was started, 1 when the job succeeded but its output could not be written.");
 }
 
 void describe_schedule(CommandLine& line) {
@@ -98,29 +84,18 @@ void describe_all(CommandLine& line) {
   describe_schedule(line);
 }
 
-Environment read_settings(const std::vector<std::string>& settings) {
-  Environment environment;
-  for (const auto& setting : settings) {
-    const auto equals = setting.find('=');
-    if (equals == std::string::npos || equals == 0) {
-      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected NAME=VALUE", setting));
-    }
-    environment[setting.substr(0, equals)] = setting.substr(equals + 1);
-  }
-  return environment;
-}
-
 /// Returns the option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for an
 /// unknown option.
 const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
   const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
   if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
   if (name == "--nnodes" || name == "--nproc-per-node" || name == "--nproc_per_node") {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is an option of torchrun; torchspan run starts workers on this host only "
-                            "(-n says how many): for several hosts start the program with torchrun "
-                            "--no_python, srun or mpirun, as docs/hosts.md says",
-                            name));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("'{}' is an option of torchrun; torchspan run starts workers on this host only "
+                    "(-n says how many, or MIN:MAX): for several hosts start the program with torchrun "
+                    "--no_python, srun or mpirun, as docs/hosts.md says",
+                    name));
   }
   throw Error(ErrorKind::kInvalid,
               fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "
@@ -160,13 +135,13 @@ void check_subcommand(const std::vector<std::string>& arguments, const CLI::App&
 
 int run_workers(Executor& executor, CommandLine& line, const Environment& environment,
                 const DisplayOptions& display) {
-  if (line.job.command.empty()) {
+  if (line.command.empty()) {
     throw Error(ErrorKind::kInvalid, "there is no program to run: torchspan run -n 4 ./train ARGUMENTS");
   }
-  line.job.environment = environment;
-  line.job.extra = read_settings(line.settings);
-  line.job.display = display;
-  return run_job(executor, std::move(line.job));
+  JobOptions job = read_run_options(line.job, environment);
+  job.command = line.command;
+  job.display = display;
+  return run_job(executor, std::move(job));
 }
 
 void print_lines(Display& out, const std::string& text) {
@@ -191,7 +166,7 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
   describe_all(line);
   try {
     check_subcommand(arguments, line.app);
-    line.job.command = take_command(arguments, *line.run);
+    line.command = take_command(arguments, *line.run);
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them in reverse
     line.app.parse(std::move(arguments));
     if (line.run->parsed()) return run_workers(executor, line, environment, display);

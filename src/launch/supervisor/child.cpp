@@ -13,6 +13,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "launch/supervisor/guard.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -36,7 +38,7 @@ Pipe make_pipe() {
 struct Plan {
   const char* program;
   std::vector<char*> arguments, environment;
-  int output, errors, progress, failure;
+  int output, errors, progress, failure, guard;
   pid_t launcher;
 };
 
@@ -59,6 +61,7 @@ void reset_signals() {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != plan.launcher) _exit(1);  // the launcher died before prctl()
+  register_group(plan.guard, getpid());      // here, so that no process of the group is older than this
   reset_signals();
   const int nothing = open("/dev/null", O_RDONLY);
   dup2(nothing, STDIN_FILENO);
@@ -79,7 +82,7 @@ void set_nonblocking(const Descriptor& descriptor) {
 }  // namespace
 
 Child::Child(const std::string& program, const std::vector<std::string>& arguments,
-             const Environment& environment) {
+             const Environment& environment, int guard) {
   Pipe output = make_pipe(), errors = make_pipe(), progress = make_pipe(), failure = make_pipe();
   std::vector<std::string> argument_texts = arguments, environment_texts;
   for (const auto& [name, value] : environment) {
@@ -93,11 +96,13 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
                   errors.write_end.get(),
                   progress.write_end.get(),
                   failure.write_end.get(),
+                  guard,
                   getpid()};
   const pid_t pid = fork();
   if (pid < 0) throw_system("starting a process");
   if (pid == 0) become(plan);
   process_.pid = pid;
+  process_.guard = guard;
   setpgid(pid, pid);  // parent and child both call it, so that it is done whichever runs first
   failure.write_end.reset();
   int reason = 0;
@@ -106,6 +111,7 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
     got = read(failure.read_end.get(), &reason, sizeof reason);
   } while (got < 0 && errno == EINTR);
   if (got == sizeof reason) {
+    register_group(guard, -pid);
     waitpid(pid, nullptr, 0);
     process_.pid = -1;
     throw Error(
@@ -124,6 +130,7 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
 Child::Process::~Process() {
   if (pid < 0) return;
   kill(-pid, SIGKILL);
+  register_group(guard, -pid);  // while the zombie still holds the number
   waitpid(pid, nullptr, 0);
 }
 
@@ -139,6 +146,10 @@ std::optional<ExitStatus> Child::poll_exit() const {
 
 void Child::signal_group(int signal) const {
   if (process_.pid > 0) kill(-process_.pid, signal);
+}
+
+void Child::signal_process(int signal) const {
+  if (process_.pid > 0) kill(process_.pid, signal);
 }
 
 }  // namespace torchspan::launch

@@ -20,9 +20,10 @@ struct ExitStatus {
 /// waits.
 class Child {
  public:
-  /// Starts `program` with empty standard input. Throws kInvalid if the system cannot execute it.
-  Child(const std::string& program, const std::vector<std::string>& arguments,
-        const Environment& environment);
+  /// Starts `program` with empty standard input and registers its group with a Guard, if there is one. Throws
+  /// kInvalid if the system cannot execute it, kOverloaded if it cannot start another process.
+  Child(const std::string& program, const std::vector<std::string>& arguments, const Environment& environment,
+        int guard = -1);
 
   pid_t pid() const { return process_.pid; }
   /// Readable once the process has ended.
@@ -30,19 +31,25 @@ class Child {
   Descriptor& output() { return output_; }
   Descriptor& errors() { return errors_; }
   Descriptor& progress() { return progress_; }
+  const Descriptor& output() const { return output_; }
+  const Descriptor& errors() const { return errors_; }
+  const Descriptor& progress() const { return progress_; }
 
   /// The exit status once the process has ended. The process stays a zombie, so that its group's number
   /// cannot be reused.
   std::optional<ExitStatus> poll_exit() const;
   /// Signals the whole group; does nothing if the group is empty.
   void signal_group(int signal) const;
+  /// Signals the worker's process only, not those that it started.
+  void signal_process(int signal) const;
 
  private:
   /// Kills the group of a started process and reaps it.
   struct Process {
     pid_t pid = -1;
+    int guard = -1;
     Process() = default;
-    Process(Process&& other) noexcept : pid(std::exchange(other.pid, -1)) {}
+    Process(Process&& other) noexcept : pid(std::exchange(other.pid, -1)), guard(other.guard) {}
     ~Process();
   };
   Process process_;

@@ -22,6 +22,9 @@ std::string hint(const Ending& ending) {
   }
   if (ending.signal == SIGABRT) return " (an uncaught exception or a failed check)";
   if (ending.signal == SIGSEGV || ending.signal == SIGBUS) return " (a bad memory access)";
+  if (ending.signal == SIGUSR1 || ending.signal == SIGUSR2) {
+    return " (the program does not handle it: see torchspan::Preemption)";
+  }
   if (ending.code == 127) return " (often: a program or library was not found)";
   return "";
 }
@@ -63,7 +66,7 @@ std::string describe_others(const std::vector<Ending>& endings, std::optional<st
 }  // namespace
 
 bool Ending::stopped() const {
-  constexpr std::array kOurs = {SIGTERM, SIGINT, SIGHUP, SIGKILL};
+  constexpr std::array kOurs = {SIGTERM, SIGINT, SIGHUP, SIGKILL, SIGUSR1, SIGUSR2};
   return asked && std::find(kOurs.begin(), kOurs.end(), signal) != kOurs.end();
 }
 
@@ -124,42 +127,66 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
   return first;
 }
 
-int exit_code(const std::vector<Ending>& endings, int interrupted_by) {
-  if (interrupted_by != 0) return 128 + interrupted_by;
+int failure_code(const std::vector<Ending>& endings) {
   auto first = first_failure(endings);
   if (first && !endings[*first].failed()) first = first_seen_failure(endings);
-  if (first) {
-    const Ending& ending = endings[*first];
-    return ending.signal != 0 ? 128 + ending.signal : ending.code;
-  }
-  return 0;
+  if (!first) return 0;
+  const Ending& ending = endings[*first];
+  return ending.signal != 0 ? 128 + ending.signal : ending.code;
 }
 
-std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_lines,
-                      int interrupted_by) {
+namespace {
+
+/// Whether the job was preempted and every worker then exited with 0.
+bool ended_cleanly(const std::vector<Ending>& endings, const Interruption& interruption) {
+  return interruption.preemption &&
+         std::none_of(endings.begin(), endings.end(), [](const Ending& ending) { return ending.failed(); });
+}
+
+}  // namespace
+
+int exit_code(const std::vector<Ending>& endings, const Interruption& interruption) {
+  if (interruption.signal == 0) return failure_code(endings);
+  return ended_cleanly(endings, interruption) ? interruption.clean_code : 128 + interruption.signal;
+}
+
+std::string describe_first_failure(const std::vector<Ending>& endings, const FailureDetails& details) {
   const auto first = first_failure(endings);
+  if (!first) return "";
+  std::string text = fmt::format("  first failure: {} {}, {} after the start\n", name_of(endings[*first]),
+                                 describe_failure(endings[*first]), seconds(endings[*first].after));
+  if (!details.error.empty()) text += fmt::format("  its error: {}\n", details.error);
+  if (details.last_lines.empty()) return text + "  it wrote nothing to its standard error\n";
+  text += "  its last lines:\n";
+  for (const auto& line : details.last_lines) text += "    " + line + "\n";
+  return text;
+}
+
+std::string summarize(const std::vector<Ending>& endings, const FailureDetails& details,
+                      const Interruption& interruption) {
+  const auto first = first_failure(endings);
+  const int code = exit_code(endings, interruption);
   std::string text;
-  if (interrupted_by != 0) {
-    text = fmt::format("torchspan: the job was interrupted by {}\n", signal_name(interrupted_by));
+  if (ended_cleanly(endings, interruption)) {
+    return fmt::format(
+        "torchspan: the job was preempted by {}, and all workers ended with code 0\n"
+        "  exit code: {}\n",
+        signal_name(interruption.signal), code);
+  }
+  if (interruption.signal != 0) {
+    text =
+        fmt::format("torchspan: the job was {} by {}\n",
+                    interruption.preemption ? "preempted" : "interrupted", signal_name(interruption.signal));
   } else if (!first) {
     return "";
   } else {
     text = "torchspan: the job failed\n";
   }
-  if (first) {
-    text += fmt::format("  first failure: {} {}, {} after the start\n", name_of(endings[*first]),
-                        describe_failure(endings[*first]), seconds(endings[*first].after));
-    if (last_lines.empty()) {
-      text += "  it wrote nothing to its standard error\n";
-    } else {
-      text += "  its last lines:\n";
-      for (const auto& line : last_lines) text += "    " + line + "\n";
-    }
-  }
+  text += describe_first_failure(endings, details);
   if (const std::string others = describe_others(endings, first); !others.empty()) {
     text += fmt::format("  {}: {}\n", first ? "the others" : "the workers", others);
   }
-  return text + fmt::format("  exit code: {}\n", exit_code(endings, interrupted_by));
+  return text + fmt::format("  exit code: {}\n", code);
 }
 
 }  // namespace torchspan::launch

@@ -6,6 +6,8 @@
 
 #include <torchspan/core/time.h>
 
+#include "launch/supervisor/interruption.h"
+
 namespace torchspan::launch {
 
 /// How a worker's process ended.
@@ -46,13 +48,24 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
 /// Returns the process whose death, or end without shutdown(), a worker's last lines report, or 0.
 long blamed_process(const std::vector<std::string>& last_lines);
 
-/// Returns the launcher's own exit code: 128 + the signal that interrupted it, else the code of the first
-/// failure (its exit code, or 128 + its signal), else 0.
-int exit_code(const std::vector<Ending>& endings, int interrupted_by);
+/// Returns the exit code that a first failure gives: its exit code, or 128 + its signal. 0 without a failure.
+int failure_code(const std::vector<Ending>& endings);
+/// Returns the launcher's own exit code: after an interruption 128 + its signal, or interruption.clean_code if
+/// it was a preemption and every worker exited with 0; else failure_code().
+int exit_code(const std::vector<Ending>& endings, const Interruption& interruption);
 
-/// Returns the summary of a failed job: the first failure with its last lines, how the others ended, and the
-/// exit code.
-std::string summarize(const std::vector<Ending>& endings, const std::vector<std::string>& last_lines,
-                      int interrupted_by);
+/// What is known about a first failure besides its ending.
+struct FailureDetails {
+  std::string error = {};                    ///< from the worker's error file; may be empty
+  std::vector<std::string> last_lines = {};  ///< of its standard error
+};
+
+/// Returns the first failure of an attempt: worker, ending, time, error and last lines; empty if there is none.
+std::string describe_first_failure(const std::vector<Ending>& endings, const FailureDetails& details);
+
+/// Returns the summary of a job's last attempt if it failed or was interrupted: the first failure, how the
+/// others ended, and the exit code. Empty after a success.
+std::string summarize(const std::vector<Ending>& endings, const FailureDetails& details,
+                      const Interruption& interruption);
 
 }  // namespace torchspan::launch

@@ -19,21 +19,21 @@ Ending ending(int rank, int code, int signal, Duration after, bool asked = false
 TEST(Endings, OfAJobThatSucceededGiveZero) {
   const std::vector<Ending> endings = {ending(0, 0, 0, milliseconds(1)), ending(1, 0, 0, milliseconds(2))};
   EXPECT_FALSE(first_failure(endings));
-  EXPECT_EQ(exit_code(endings, 0), 0);
-  EXPECT_EQ(summarize(endings, {}, 0), "");
+  EXPECT_EQ(exit_code(endings, {}), 0);
+  EXPECT_EQ(summarize(endings, {}, {}), "");
 }
 
 TEST(Endings, FirstFailureGivesTheExitCode) {
   EXPECT_EQ(exit_code({ending(1, 0, 0, milliseconds(1)), ending(0, 7, 0, milliseconds(2)),
                        ending(2, 9, 0, milliseconds(3))},
-                      0),
+                      {}),
             7);
-  EXPECT_EQ(exit_code({ending(0, 0, SIGSEGV, milliseconds(2))}, 0), 128 + SIGSEGV);
+  EXPECT_EQ(exit_code({ending(0, 0, SIGSEGV, milliseconds(2))}, {}), 128 + SIGSEGV);
 }
 
 TEST(Endings, InterruptionGivesTheExitCodeBeforeAnyFailure) {
-  EXPECT_EQ(exit_code({ending(0, 7, 0, milliseconds(2))}, SIGINT), 130);
-  EXPECT_EQ(exit_code({ending(0, 0, 0, milliseconds(2))}, SIGTERM), 143);
+  EXPECT_EQ(exit_code({ending(0, 7, 0, milliseconds(2))}, {SIGINT}), 130);
+  EXPECT_EQ(exit_code({ending(0, 0, 0, milliseconds(2))}, {SIGTERM}), 143);
 }
 
 TEST(Endings, WorkersThatTheLauncherStoppedAreNoFailures) {
@@ -60,11 +60,11 @@ TEST(Endings, AFailedWorkerPrecedesThoseThatBlameIt) {
                                  ending(0, 9, 0, milliseconds(400), true)};
   endings[0].blames = endings[1].blames = endings[2].pid;
   EXPECT_EQ(first_failure(endings), 2u);
-  EXPECT_EQ(exit_code(endings, 0), 9);
+  EXPECT_EQ(exit_code(endings, {}), 9);
   endings[2].signal = SIGTERM;  // the launcher's, to a worker that was still running
   endings[2].code = 0;
   EXPECT_EQ(first_failure(endings), 0u);
-  EXPECT_EQ(exit_code(endings, 0), 1);
+  EXPECT_EQ(exit_code(endings, {}), 1);
   endings[2].signal = SIGSEGV;  // not from the launcher
   EXPECT_EQ(first_failure(endings), 2u);
   endings[2].signal = 0;  // it ended without an error: a worker that blames it is wrong
@@ -92,9 +92,9 @@ TEST(Endings, AWorkerWithoutShutdownPrecedesThoseThatBlameIt) {
   std::vector<Ending> endings = {ending(1, 0, 0, milliseconds(100)), ending(0, 5, 0, milliseconds(110))};
   endings[1].blames = endings[0].pid;
   EXPECT_EQ(first_failure(endings), 0u);
-  EXPECT_EQ(exit_code(endings, 0), 5);
+  EXPECT_EQ(exit_code(endings, {}), 5);
   EXPECT_THAT(
-      summarize(endings, {}, 0),
+      summarize(endings, {}, {}),
       AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 0 without shutdown(), "),
             HasSubstr("the others: worker0: failed because of it (exited with code 5)\n"),
             HasSubstr("exit code: 5\n")));
@@ -106,11 +106,11 @@ TEST(Endings, SummaryContainsEveryPart) {
   const std::vector<Ending> endings = {
       ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),
       ending(2, 0, SIGTERM, milliseconds(1600), true), ending(3, 0, SIGTERM, milliseconds(1600), true)};
-  const std::string text = summarize(endings, {"Traceback", "boom"}, 0);
+  const std::string text = summarize(endings, {"Oops: x", {"Traceback", "boom"}}, {});
   EXPECT_THAT(
       text,
       HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3, 1.5 s after the start\n"));
-  EXPECT_THAT(text, HasSubstr("last lines:\n    Traceback\n    boom\n"));
+  EXPECT_THAT(text, HasSubstr("  its error: Oops: x\n  its last lines:\n    Traceback\n    boom\n"));
   EXPECT_THAT(text,
               HasSubstr("worker0: exited with code 1; worker2, worker3: stopped (was killed by SIGTERM)\n"));
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
@@ -122,23 +122,39 @@ TEST(Endings, SummarySeparatesAFailureFromItsConsequences) {
                                  ending(2, 4, 0, milliseconds(102))};
   endings[1].blames = endings[0].pid;
   EXPECT_THAT(
-      summarize(endings, {}, 0),
+      summarize(endings, {}, {}),
       AllOf(HasSubstr("first failure: worker0 (rank 0, pid 100) was killed by SIGABRT"),
             HasSubstr("worker1: failed because of it (was killed by SIGABRT (an uncaught exception or a "
                       "failed check)); worker2: exited with code 4\n")));
 }
 
 TEST(Endings, SummaryOfAnInterruptionBlamesNoWorker) {
-  const std::string text = summarize({ending(0, 0, SIGINT, milliseconds(5), true)}, {}, SIGINT);
+  const std::string text = summarize({ending(0, 0, SIGINT, milliseconds(5), true)}, {}, {SIGINT});
   EXPECT_THAT(text, AllOf(HasSubstr("interrupted by SIGINT"), HasSubstr("exit code: 130"),
                           Not(HasSubstr("first failure"))));
+}
+
+TEST(Endings, CleanEndAfterAPreemptionGivesTheRequeueCode) {
+  const std::vector<Ending> clean = {ending(0, 0, 0, milliseconds(5)), ending(1, 0, 0, milliseconds(6))};
+  const Interruption preemption{.signal = SIGUSR1, .preemption = true, .clean_code = 85};
+  EXPECT_EQ(exit_code(clean, preemption), 85);
+  EXPECT_THAT(
+      summarize(clean, {}, preemption),
+      AllOf(HasSubstr("preempted by SIGUSR1, and all workers ended with code 0"), HasSubstr(": 85\n")));
+  EXPECT_EQ(exit_code(clean, {.signal = SIGTERM, .preemption = true}), 0);
+  EXPECT_EQ(exit_code(clean, {.signal = SIGINT, .clean_code = 85}), 130);
+  const std::vector<Ending> unclean = {ending(0, 0, 0, milliseconds(5)),
+                                       ending(1, 0, SIGUSR1, milliseconds(6), true)};
+  EXPECT_EQ(exit_code(unclean, preemption), 128 + SIGUSR1);
+  EXPECT_THAT(summarize(unclean, {}, preemption),
+              AllOf(HasSubstr("the job was preempted by SIGUSR1\n"), HasSubstr("does not handle it")));
 }
 
 TEST(Endings, AKillByTheSystemIsPointedOut) {
   EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1))),
               AllOf(HasSubstr("SIGKILL"), HasSubstr("dmesg")));
   EXPECT_THAT(describe(ending(0, 0, SIGKILL, milliseconds(1), true)), Not(HasSubstr("dmesg")));
-  EXPECT_THAT(summarize({ending(0, 0, SIGKILL, milliseconds(1))}, {}, 0), HasSubstr("wrote nothing"));
+  EXPECT_THAT(summarize({ending(0, 0, SIGKILL, milliseconds(1))}, {}, {}), HasSubstr("wrote nothing"));
 }
 
 TEST(Endings, NameSignals) {

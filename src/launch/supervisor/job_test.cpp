@@ -15,7 +15,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "launch/captured.h"
+#include "launch/supervisor/job_fixture.h"
 
 namespace torchspan::launch::job_test {
 namespace {
@@ -25,67 +25,6 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-/// Jobs whose workers are shell scripts; the launcher runs inside this process.
-class Jobs : public ::testing::Test {
- protected:
-  Jobs() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "torchspan-XXXXXX").string();
-    folder_ = mkdtemp(pattern.data());
-  }
-  ~Jobs() override { std::filesystem::remove_all(folder_); }
-
-  JobOptions options(int workers, const std::string& script) const {
-    JobOptions options;
-    options.workers = workers;
-    options.command = {"/bin/sh", "-c", script};
-    options.environment = {
-        {"PATH", "/usr/bin:/bin"}, {"FOLDER", folder_}, {"TMPDIR", folder_}, {"OMP_NUM_THREADS", "1"}};
-    options.display = {.output = output_.descriptor(), .errors = errors_.descriptor()};
-    return options;
-  }
-  int run(JobOptions options) {
-    const int code = run_job(*executor_, std::move(options));
-    EXPECT_EQ(leftovers(), 0) << "the job's folder is still there";
-    return code;
-  }
-  int run(int workers, const std::string& script) { return run(options(workers, script)); }
-  std::string output() const { return output_.text(); }
-  std::string errors() const { return errors_.text(); }
-  std::string file(const std::string& name) const {
-    std::ifstream stream(folder_ + "/" + name);
-    return {std::istreambuf_iterator<char>(stream), {}};
-  }
-  std::ptrdiff_t leftovers() const {
-    const auto all = std::filesystem::directory_iterator(folder_);
-    return std::count_if(begin(all), end(all), [](const auto& entry) {
-      return entry.path().filename().string().starts_with("torchspan.");
-    });
-  }
-  /// Returns what arrived through the pipe `alive_`: waits for the first bytes or, with `all_gone`, until no
-  /// process holds the other end.
-  std::string heard(bool all_gone) const {
-    std::string all;
-    std::array<char, 256> bytes;
-    ssize_t got;
-    while ((got = read(alive_[0], bytes.data(), bytes.size())) > 0) {
-      all.append(bytes.data(), static_cast<std::size_t>(got));
-      if (!all_gone) break;
-    }
-    return all;
-  }
-  std::string folder_;
-  Captured output_, errors_;
-  std::unique_ptr<Executor> executor_ = make_executor();
-  std::array<int, 2> alive_ = {-1, -1};
-};
 
 TEST_F(Jobs, SucceedWithoutOutputWhenAllWorkersSucceed) {
   EXPECT_EQ(run(3, "echo hello from $RANK of $WORLD_SIZE; echo oops >&2"), 0);

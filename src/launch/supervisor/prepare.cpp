@@ -17,6 +17,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
 
+#include "launch/supervisor/processes.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -67,6 +69,29 @@ int chosen_threads(const Environment& base, const JobSetting& setting) {
   return std::max(1, setting.cores / std::max(1, setting.workers));
 }
 
+std::string error_file_of(const JobSetting& setting, int rank) {
+  return fmt::format("{}/rank{}.json", setting.error_folder, rank);
+}
+
+namespace {
+
+/// What torchrun tells its workers besides rank and world size.
+void add_torchrun_variables(const JobSetting& setting, int rank, Environment& environment) {
+  const std::string size = std::to_string(setting.workers);
+  environment["GROUP_RANK"] = "0";
+  environment["GROUP_WORLD_SIZE"] = "1";
+  environment["ROLE_NAME"] = "default";
+  environment["ROLE_RANK"] = std::to_string(rank);
+  environment["ROLE_WORLD_SIZE"] = size;
+  environment["TORCHELASTIC_RUN_ID"] = setting.run_id;
+  environment["TORCHELASTIC_RESTART_COUNT"] = std::to_string(setting.restart_count);
+  environment["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(setting.max_restarts);
+  environment["TORCHELASTIC_USE_AGENT_STORE"] = "False";
+  if (!setting.error_folder.empty()) environment["TORCHELASTIC_ERROR_FILE"] = error_file_of(setting, rank);
+}
+
+}  // namespace
+
 Environment worker_environment(const Environment& base, const JobSetting& setting, int rank) {
   Environment environment = base;
   std::erase_if(environment, [](const auto& entry) { return entry.first.starts_with("TORCHELASTIC_"); });
@@ -77,12 +102,19 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
   environment["MASTER_PORT"] = std::to_string(setting.master_port);
   environment["TORCHSPAN_NAME"] = setting.name_prefix + std::to_string(rank);
   environment["TORCHSPAN_RUN_ID"] = setting.run_id;
+  environment["TORCHSPAN_RESTART_COUNT"] = std::to_string(setting.restart_count);
+  if (setting.preempt_signal != 0) {
+    environment["TORCHSPAN_PREEMPT_SIGNAL"] = std::to_string(setting.preempt_signal);
+  }
+  add_torchrun_variables(setting, rank, environment);
   environment["TORCHSPAN_SECRET_FILE"] = setting.secret_file;
   environment["TORCHSPAN_RUNTIME_DIR"] = setting.runtime_folder;
   if (const int threads = chosen_threads(base, setting); threads > 0) {
     environment["OMP_NUM_THREADS"] = std::to_string(threads);
   }
   for (const auto& [name, value] : setting.extra) environment[name] = value;
+  const std::string outer = value_of(base, kJobsVariable);
+  environment[kJobsVariable] = outer.empty() ? setting.run_id : outer + ":" + setting.run_id;
   return environment;
 }
 
@@ -152,7 +184,8 @@ bool is_job_folder(const std::string& path) {
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator(path, failure)) {
     const std::string name = entry.path().filename().string();
-    if (name != "secret" && name != "run") return false;
+    // A launcher that was killed while it wrote the secret has left "secret." and a suffix.
+    if (name != "secret" && !name.starts_with("secret.") && name != "run" && name != "errors") return false;
   }
   return !failure;
 }
@@ -198,8 +231,10 @@ JobFolder::JobFolder(const Environment& environment) {
   make_locked(parent);
   try {
     net::Secret::random().write_file(secret_file());
-    if (mkdir(runtime_folder().c_str(), 0700) != 0) {
-      throw_invalid(fmt::format("folder '{}' cannot be created: {}", runtime_folder(), std::strerror(errno)));
+    for (const std::string& folder : {runtime_folder(), error_folder()}) {
+      if (mkdir(folder.c_str(), 0700) != 0) {
+        throw_invalid(fmt::format("folder '{}' cannot be created: {}", folder, std::strerror(errno)));
+      }
     }
   } catch (...) {
     std::error_code ignored;

@@ -11,17 +11,24 @@ namespace torchspan::launch {
 
 using rendezvous::Environment;
 
-/// The settings that are the same for all workers of a job.
+/// The settings that are the same for all workers of an attempt.
 struct JobSetting {
   int workers = 1;
+  int restart_count = 0;  ///< attempts before this one
+  int max_restarts = 0;
+  int preempt_signal = 0;  ///< 0: not told to the workers
   std::string name_prefix = "worker";
   std::string run_id;
   std::uint16_t master_port = 0;
   std::string secret_file;
   std::string runtime_folder;
+  std::string error_folder;  ///< for the workers' error files
   int cores = 1;
   Environment extra;  ///< set by the user for this job; overrides all other variables
 };
+
+/// Returns the path of the file in which a rank's worker leaves its error.
+std::string error_file_of(const JobSetting& setting, int rank);
 
 /// Returns the environment of one rank's worker: `base` without the variables of other launchers, then
 /// torchspan's, then the user's.
@@ -40,7 +47,7 @@ std::uint16_t choose_port(std::uint16_t wanted);
 /// Number of cores that this process may use.
 int usable_cores();
 
-/// The private folder of one job: mode 0700, with the job's secret and a folder for its sockets. The
+/// The private folder of one job: mode 0700, with the job's secret and folders for sockets and error files. The
 /// destructor removes it with its contents. It is locked while this process lives, so that a later job can
 /// find and remove the folder of a launcher that was killed.
 class JobFolder {
@@ -54,6 +61,7 @@ class JobFolder {
   const std::string& path() const { return path_; }
   std::string secret_file() const { return path_ + "/secret"; }
   std::string runtime_folder() const { return path_ + "/run"; }
+  std::string error_folder() const { return path_ + "/errors"; }
 
  private:
   void make_locked(const std::string& parent);

@@ -5,10 +5,10 @@
 
 namespace torchspan::launch {
 
-SignalDescriptor::SignalDescriptor() {
+SignalDescriptor::SignalDescriptor(int also) {
   sigset_t mask;
   sigemptyset(&mask);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&mask, signal);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, also}) sigaddset(&mask, signal);
   pthread_sigmask(SIG_BLOCK, &mask, &mask_before_);
   descriptor_ = Descriptor(signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK));
   struct sigaction ignore {};

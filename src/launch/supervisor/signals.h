@@ -5,11 +5,11 @@
 
 namespace torchspan::launch {
 
-/// While it exists, SIGINT, SIGTERM and SIGHUP of this thread arrive at a descriptor instead of ending the
+/// While it exists, SIGINT, SIGTERM, SIGHUP and one more signal of this thread arrive at a descriptor instead of ending the
 /// process, and writing to a closed pipe is an error instead of a signal.
 class SignalDescriptor {
  public:
-  SignalDescriptor();
+  explicit SignalDescriptor(int also);
   ~SignalDescriptor();
   SignalDescriptor(const SignalDescriptor&) = delete;
 

@@ -78,6 +78,7 @@ const std::vector<Convention>& conventions() {
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
       {Launcher::kPmi, "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"},
       {Launcher::kSlurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""},
+      {Launcher::kKubernetes, "PET_NODE_RANK", "PET_NNODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
   };
   return all;
 }
@@ -104,6 +105,17 @@ void refuse_batch_script(const Variables& variables) {
       variables.text_or("SLURM_JOB_ID", "?"), size));
 }
 
+/// The Kubernetes Trainer describes pods; only if each has one worker does that describe workers, too.
+void refuse_many_per_pod(const Variables& variables) {
+  const std::string per_pod = variables.text_or("PET_NPROC_PER_NODE", "1");
+  if (per_pod == "1") return;
+  throw_invalid(fmt::format(
+      "PET_NPROC_PER_NODE is {}, but this process was started without RANK, as the only one of its pod; "
+      "start "
+      "the program with torchrun --no-python, which reads the PET variables, or set numProcPerNode to 1",
+      per_pod));
+}
+
 /// The launcher's convention whose variables are set, with the other spellings of Slurm and Intel filled in.
 std::optional<Convention> find_convention(const Variables& variables) {
   for (Convention convention : conventions()) {
@@ -113,6 +125,7 @@ std::optional<Convention> find_convention(const Variables& variables) {
       refuse_batch_script(variables);
       if (variables.text("SLURM_STEP_NUM_TASKS")) convention.size = "SLURM_STEP_NUM_TASKS";
     }
+    if (convention.launcher == Launcher::kKubernetes) refuse_many_per_pod(variables);
     if (convention.launcher == Launcher::kPmi && variables.text("MPI_LOCALRANKID")) {
       convention.local_rank = "MPI_LOCALRANKID";
       convention.local_size = "MPI_LOCALNRANKS";
@@ -239,7 +252,11 @@ std::string how_to_set_master(Launcher launcher) {
 void read_master(const Variables& variables, WorkerEnvironment& worker) {
   const bool alone = worker.world_size == 1;
   const bool loose = worker.launcher != Launcher::kExplicit;
+  const bool kubernetes = worker.launcher == Launcher::kKubernetes;
   worker.master_host = variables.text_or("MASTER_ADDR", "");
+  if (worker.master_host.empty() && kubernetes) {
+    worker.master_host = variables.text_or("PET_MASTER_ADDR", "");
+  }
   if (worker.master_host.empty() && worker.launcher == Launcher::kSlurm)
     worker.master_host = slurm_master(variables);
   if (worker.master_host.empty() && (alone || (loose && worker.one_host()))) worker.master_host = "127.0.0.1";
@@ -247,7 +264,8 @@ void read_master(const Variables& variables, WorkerEnvironment& worker) {
     throw_invalid(fmt::format("MASTER_ADDR is not set, but this is rank {} of {}; {}", worker.rank,
                               worker.world_size, how_to_set_master(worker.launcher)));
   }
-  if (const auto port = variables.integer("MASTER_PORT", 1, 65535)) {
+  const bool named = kubernetes && !variables.text("MASTER_PORT");
+  if (const auto port = variables.integer(named ? "PET_MASTER_PORT" : "MASTER_PORT", 1, 65535)) {
     worker.master_port = static_cast<std::uint16_t>(*port);
   } else if (loose || alone) {
     worker.master_port = port_of_job(variables, worker.launcher).value_or(worker.master_port);
@@ -297,8 +315,9 @@ void read_network(const Variables& variables, WorkerEnvironment& worker) {
 }
 
 void read_job(const Variables& variables, WorkerEnvironment& worker) {
-  worker.restart_count =
-      static_cast<int>(variables.integer("TORCHELASTIC_RESTART_COUNT", 0, kMaxWorkers).value_or(0));
+  const char* const count =
+      variables.text("TORCHSPAN_RESTART_COUNT") ? "TORCHSPAN_RESTART_COUNT" : "TORCHELASTIC_RESTART_COUNT";
+  worker.restart_count = static_cast<int>(variables.integer(count, 0, kMaxWorkers).value_or(0));
   worker.job = variables.first({"TORCHSPAN_RUN_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID"})
                    .value_or("");
   if (worker.restart_count > 0) worker.job += fmt::format("/attempt {}", worker.restart_count);
@@ -347,6 +366,7 @@ WorkerEnvironment read_environment(const Environment& environment) {
   } else if (const auto session = variables.text("XDG_RUNTIME_DIR")) {
     worker.runtime_folder = *session + "/torchspan";
   }
+  worker.error_file = variables.text_or("TORCHELASTIC_ERROR_FILE", "");
   worker.temporary_folder = variables.text_or("TMPDIR", worker.temporary_folder);
   if (const auto seconds = variables.integer("TORCHSPAN_JOIN_TIMEOUT", 1, 7 * 24 * 3600)) {
     worker.join_timeout = std::chrono::seconds(*seconds);

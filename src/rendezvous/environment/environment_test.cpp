@@ -184,6 +184,54 @@ TEST(Environment, ReadsSlurmsVariables) {
   EXPECT_EQ(worker.job, "1234567");
 }
 
+Environment pod() {
+  return {{"PET_NNODES", "3"},
+          {"PET_NPROC_PER_NODE", "1"},
+          {"PET_NODE_RANK", "2"},
+          {"PET_MASTER_ADDR", "train-node-0-0.train"},
+          {"PET_MASTER_PORT", "29511"}};
+}
+
+TEST(Environment, ReadsAPodOfTheKubernetesTrainer) {
+  const auto worker = read_environment(pod());
+  EXPECT_EQ(worker.launcher, Launcher::kKubernetes);
+  EXPECT_EQ(worker.rank, 2);
+  EXPECT_EQ(worker.world_size, 3);
+  EXPECT_EQ(worker.local_rank, 0);
+  EXPECT_EQ(worker.local_world_size, 1);
+  EXPECT_EQ(worker.store_address(), "tls:train-node-0-0.train:29511");
+  EXPECT_EQ(read_environment(with(pod(), {{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}})).store_address(),
+            "tls:h:1");
+}
+
+TEST(Environment, PrefersRanksToThePodsOfTheKubernetesTrainer) {
+  const auto worker = read_environment(with(torchrun(), with(pod(), {{"PET_NPROC_PER_NODE", "2"}})));
+  EXPECT_EQ(worker.launcher, Launcher::kExplicit);
+  EXPECT_EQ(worker.rank, 3);
+  EXPECT_EQ(worker.store_address(), "tls:node7:29400");
+}
+
+TEST(Environment, RejectsPodsThatAreNotOneWorkerEach) {
+  for (const char* count : {"2", "auto", "gpu"}) {
+    EXPECT_THAT(
+        error_text(with(pod(), {{"PET_NPROC_PER_NODE", count}})),
+        AllOf(HasSubstr(std::string("PET_NPROC_PER_NODE is ") + count), HasSubstr("torchrun --no-python")));
+  }
+  EXPECT_THAT(error_text(with(pod(), {{"PET_NNODES", "2:4"}})), HasSubstr("PET_NNODES is '2:4'"));
+  EXPECT_THAT(error_text(with(pod(), {{"PET_MASTER_PORT", "x"}})), HasSubstr("PET_MASTER_PORT is 'x'"));
+  EXPECT_THAT(error_text(with(pod(), {{"PET_MASTER_ADDR", ""}})), HasSubstr("MASTER_ADDR is not set"));
+}
+
+TEST(Environment, DistinguishesTheRestartsOfAJob) {
+  const Environment first = with(torchrun(), {{"TORCHSPAN_RUN_ID", "a"}, {"TORCHELASTIC_ERROR_FILE", "/e"}});
+  EXPECT_EQ(read_environment(first).job, "a");
+  EXPECT_EQ(read_environment(first).error_file, "/e");
+  const auto second =
+      read_environment(with(first, {{"TORCHSPAN_RESTART_COUNT", "2"}, {"TORCHELASTIC_RESTART_COUNT", "1"}}));
+  EXPECT_EQ(second.restart_count, 2);
+  EXPECT_EQ(second.job, "a/attempt 2");
+}
+
 TEST(Environment, IgnoresSlurmInAnInteractiveShell) {
   const auto worker =
       read_environment({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "6"}, {"SLURM_JOB_NAME", "bash"}});

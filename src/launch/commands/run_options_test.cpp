@@ -1,0 +1,60 @@
+#include "launch/commands/run_options.h"
+
+#include <csignal>
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch::run_options_test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+TEST(RunOptions, TakeTimesWithUnits) {
+  EXPECT_EQ(parse_duration("500ms", "--grace"), milliseconds(500));
+  EXPECT_EQ(parse_duration("1.5s", "--grace"), milliseconds(1500));
+  EXPECT_EQ(parse_duration("2m", "--grace"), seconds(120));
+  EXPECT_EQ(parse_duration("1h", "--grace"), seconds(3600));
+  EXPECT_EQ(parse_duration("0", "--grace"), seconds(0));
+  EXPECT_EQ(parse_duration("110", "--grace"), seconds(110));
+  for (const char* text : {"", "s", "-1s", "1d", "8 s", "1s ", "nan", "inf", "1e9s", "169h"}) {
+    EXPECT_THROW(parse_duration(text, "--grace"), Error) << text;
+  }
+}
+
+TEST(RunOptions, BecomeTheJobs) {
+  RunOptions options;
+  options.workers = "2:4";
+  options.backoff = "3s";
+  options.longest_backoff = "10s";
+  options.grace = "110s";
+  options.preempt_signal = "SIGUSR2";
+  options.settings = {"A=1"};
+  const JobOptions job = read_run_options(options, {{"TORCHELASTIC_ERROR_FILE", "/outer.json"}});
+  EXPECT_EQ(job.workers, 4);
+  EXPECT_EQ(job.least_workers, 2);
+  EXPECT_EQ(job.restarts.backoff, seconds(3));
+  EXPECT_EQ(job.restarts.longest_backoff, seconds(10));
+  EXPECT_EQ(job.preemption.grace, seconds(110));
+  EXPECT_EQ(job.preemption.signal, SIGUSR2);
+  EXPECT_EQ(job.extra.at("A"), "1");
+  EXPECT_EQ(job.error_file, "/outer.json");
+}
+
+TEST(RunOptions, HaveTheDocumentedDefaults) {
+  RunOptions options;
+  options.workers = "1";
+  const JobOptions job = read_run_options(options, {});
+  EXPECT_EQ(job.restarts.most, 0);
+  EXPECT_EQ(job.restarts.backoff, seconds(1));
+  EXPECT_EQ(job.restarts.longest_backoff, seconds(60));
+  EXPECT_EQ(job.restarts.give_up_after, 3);
+  EXPECT_EQ(job.preemption.grace, seconds(30));
+  EXPECT_EQ(job.preemption.signal, SIGUSR1);
+  EXPECT_EQ(job.preemption.clean_code, 0);
+  EXPECT_EQ(job.error_file, "");
+}
+
+}  // namespace
+}  // namespace torchspan::launch::run_options_test

@@ -1,0 +1,86 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/display/progress_view.h"
+#include "launch/supervisor/endings.h"
+#include "launch/supervisor/job.h"
+#include "launch/supervisor/worker.h"
+
+namespace torchspan::launch {
+
+/// What an attempt uses of its job. Outlives it.
+struct AttemptContext {
+  Executor& executor;
+  const JobOptions& options;
+  Display& display;
+  Poller& poller;
+  const std::string& program;  ///< path
+  int guard = -1;              ///< Guard::registrations()
+};
+
+/// The workers of a job from one start to the end of the last of them. The destructor kills them.
+class Attempt {
+ public:
+  Attempt(const AttemptContext& context, JobSetting setting);
+  Attempt(const Attempt&) = delete;
+
+  /// Starts the workers. Throws kInvalid if the program cannot be executed or a log cannot be written, and
+  /// kOverloaded if the system cannot start all of them; started() says how many it could.
+  void start();
+  int started() const { return static_cast<int>(workers_.size()); }
+
+  /// Whether all workers have ended and their output has been read.
+  bool over() const;
+  void handle(const Poller::Event& event);
+  /// Does what is due at `now`.
+  void advance(TimePoint now);
+  Deadline next_deadline() const;
+
+  /// Sends `signal` to all workers and kills those that still run after the options' grace period.
+  void stop(int signal);
+  /// Sends `signal` to the workers that have not got it, and kills those that still run after the preemption's
+  /// grace period. SIGTERM goes to the workers' groups, any other signal to the workers themselves.
+  void preempt(int signal);
+  /// Kills the workers now.
+  void kill_workers();
+  /// Returns the signal that a worker has reported to have received, once; 0 if there is none.
+  int take_reported_signal();
+
+  /// Shows the last state of the workers' progress, and completes endings().
+  void finish();
+  /// How the workers ended, in the order in which this was seen.
+  const std::vector<Ending>& endings() const { return endings_; }
+  /// The last lines of a worker's standard error.
+  std::vector<std::string> last_lines(int rank) const { return worker(rank).last_lines(); }
+
+ private:
+  const Worker& worker(int rank) const { return *workers_.at(static_cast<std::size_t>(rank)); }
+  bool all_ended() const { return endings_.size() == workers_.size(); }
+  void start_worker(int rank);
+  void on_end(Worker& worker);
+  void on_progress(const Worker& worker, std::string_view line);
+  void note_blames();
+  void settle(TimePoint now);
+  void end_leftovers(TimePoint now);
+
+  const AttemptContext context_;
+  const JobSetting setting_;
+  const TimePoint began_;
+  ProgressView view_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<Ending> endings_;
+  bool leftovers_killed_ = false;
+  bool stopping_ = false;
+  int preempted_by_ = 0;         ///< signal
+  int reported_signal_ = 0;      ///< by a worker
+  std::vector<bool> reporters_;  ///< by rank
+  struct {
+    Deadline settle, kill, drain;
+    Deadline leave;  ///< for workers that others report as gone and whose processes still run
+  } until_;
+};
+
+}  // namespace torchspan::launch

@@ -1,0 +1,77 @@
+#pragma once
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/progress.h>
+#include <torchspan/detail/core/executor.h>
+
+#include "launch/display/display.h"
+#include "launch/display/lines.h"
+#include "launch/supervisor/child.h"
+
+namespace torchspan::launch {
+
+/// The stream of a worker that a Poller watches, or its end.
+enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal };
+
+/// The number by which a Poller's event names the source and the worker's rank.
+constexpr std::uint64_t token_of(Source source, int rank) {
+  return (static_cast<std::uint64_t>(source) << 32) | static_cast<std::uint32_t>(rank);
+}
+
+struct WorkerNames {
+  int rank = 0;
+  std::string name;
+  std::string prefix;      ///< of its lines on the terminal
+  std::string log_folder;  ///< empty: no logs
+  bool append = false;     ///< continue the logs of an earlier attempt
+};
+
+/// A worker's process with its streams: prints its lines, writes its logs, keeps its last lines.
+class Worker {
+ public:
+  /// Opens the logs and watches the process and its streams. Throws kInvalid if a log cannot be written.
+  Worker(WorkerNames names, Child child, Display& display, Poller& poller);
+  ~Worker();
+  Worker(const Worker&) = delete;
+
+  int rank() const { return names_.rank; }
+  const std::string& name() const { return names_.name; }
+  const Child& child() const { return child_; }
+  bool ended() const { return ended_; }
+  /// Marks the process as ended and stops watching it.
+  void set_ended();
+
+  void read_output();
+  void read_errors();
+  /// Reads lines of the progress pipe and passes them on.
+  void read_progress(const LineSplitter::Take& take);
+  /// Whether its output and errors have ended.
+  bool silent() const;
+  /// Stops reading, for streams that other processes hold open.
+  void close_streams();
+
+  /// The last lines of its standard error.
+  std::vector<std::string> last_lines() const { return words_.lines(); }
+  /// More of them: a long error may follow the line that names the cause.
+  std::vector<std::string> recent_lines() const { return recent_.lines(); }
+
+ private:
+  Descriptor open_log(const char* kind) const;
+  void read_into(Descriptor& descriptor, Descriptor& log, LineSplitter& lines,
+                 const LineSplitter::Take& take);
+  void write_log(Descriptor& log, std::string_view text);
+
+  const WorkerNames names_;
+  Child child_;
+  Display& display_;
+  Poller& poller_;
+  LineSplitter output_, errors_, progress_;
+  LastLines words_;
+  LastLines recent_{100};
+  Descriptor output_log_, errors_log_;
+  bool ended_ = false;
+};
+
+}  // namespace torchspan::launch
