@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <fmt/format.h>
 #include <set>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -101,7 +103,7 @@ std::vector<Committed> Directory::committed() const {
 }
 
 std::string Directory::partial_name(std::int64_t step, std::uint64_t token) {
-  return step_name(step, 1) + std::string(kPartialMark) + to_hex(token);
+  return step_name(step, 1) + std::string(kPartialMark) + checksum_text(token);
 }
 
 std::string Directory::commit(const std::string& partial, std::int64_t step) const {
@@ -110,8 +112,15 @@ std::string Directory::commit(const std::string& partial, std::int64_t step) con
     if (one.step == step) attempt = std::max(attempt, one.attempt + 1);
   }
   const std::string name = step_name(step, attempt);
-  disk_.rename(path_of(partial), path_of(name));
-  disk_.replace_file(path_of("latest"), name + "\n");
+  try {
+    disk_.rename(path_of(partial), path_of(name));
+    disk_.replace_file(path_of("latest"), name + "\n");
+  } catch (...) {
+    // A save that failed must not be found by a later restore.
+    std::error_code ignored;
+    std::filesystem::remove_all(path_of(name), ignored);
+    throw;
+  }
   return name;
 }
 

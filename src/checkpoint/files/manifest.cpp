@@ -13,7 +13,7 @@
 namespace torchspan::checkpoint {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 constexpr std::string_view kPrefix = R"({"xxh3":")";
 constexpr std::string_view kMiddle = R"(","manifest":)";
@@ -26,14 +26,14 @@ constexpr std::size_t kManifestDepth = 8;
 std::uint64_t text_checksum(std::string_view text) { return checksum_of(std::as_bytes(std::span(text))); }
 
 // JSON has no text for these.
-Json double_json(double value) {
+OrderedJson double_json(double value) {
   if (std::isfinite(value)) return value;
-  return Json{{"not_finite", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
+  return OrderedJson{{"not_finite", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
 }
 
-Json value_json(const Value& value) {
+OrderedJson value_json(const Value& value) {
   if (const auto* number = std::get_if<double>(&value)) return double_json(*number);
-  return std::visit([](const auto& plain) { return Json(plain); }, value);
+  return std::visit([](const auto& plain) { return OrderedJson(plain); }, value);
 }
 
 double not_finite_of(const JsonObject& object) {
@@ -56,19 +56,19 @@ Value value_of(const nlohmann::json& json, const std::string& where) {
   return not_finite_of(JsonObject(json, where));
 }
 
-Json tensor_json(const SavedTensor& tensor) {
-  Json boxes = Json::array();
+OrderedJson tensor_json(const SavedTensor& tensor) {
+  OrderedJson boxes = OrderedJson::array();
   for (const SavedBox& saved : tensor.boxes) {
-    Json box = Json::object();
+    OrderedJson box = OrderedJson::object();
     box["file"] = saved.file;
     box["key"] = saved.key;
     box["offset"] = saved.box.offset;
     box["shape"] = saved.box.size;
     box["begin"] = saved.begin;
-    box["xxh3"] = to_hex(saved.checksum);
+    box["xxh3"] = checksum_text(saved.checksum);
     boxes.push_back(std::move(box));
   }
-  Json json = Json::object();
+  OrderedJson json = OrderedJson::object();
   json["dtype"] = to_string(tensor.type);
   json["shape"] = tensor.shape;
   json["boxes"] = std::move(boxes);
@@ -81,7 +81,7 @@ SavedBox saved_box_of(const JsonObject& json, const SavedTensor& tensor, const s
   saved.key = json.text("key");
   saved.box = {json.sizes("offset"), json.sizes("shape")};
   saved.begin = json.number("begin");
-  saved.checksum = from_hex(json.text("xxh3"), where);
+  saved.checksum = parse_checksum(json.text("xxh3"), where);
   if (!fits(saved.box, tensor.shape)) {
     json.refuse(fmt::format("the box {} is not within the shape {}", describe(saved.box),
                             describe(tensor.shape)));
@@ -121,7 +121,7 @@ SavedFile saved_file_of(const std::string& name, const nlohmann::json& json, con
   SavedFile file;
   file.bytes = object.number("bytes");
   file.head_bytes = object.number("head_bytes");
-  file.head_checksum = from_hex(object.text("head_xxh3"), what);
+  file.head_checksum = parse_checksum(object.text("head_xxh3"), what);
   if (file.head_bytes > file.bytes) object.refuse("'head_bytes' exceeds 'bytes'");
   return file;
 }
@@ -132,7 +132,7 @@ std::string checked_body(std::string_view text, const std::string& what) {
       text.substr(kPrefix.size() + kHexDigits, kMiddle.size()) != kMiddle) {
     throw_invalid(what + ": it is damaged, or not a manifest of TorchSpan");
   }
-  const std::uint64_t expected = from_hex(text.substr(kPrefix.size(), kHexDigits), what);
+  const std::uint64_t expected = parse_checksum(text.substr(kPrefix.size(), kHexDigits), what);
   std::string body(text.substr(frame - kSuffix.size(), text.size() - frame));
   if (text_checksum(body) != expected) throw_invalid(what + ": its checksum does not match: it is damaged");
   return body;
@@ -146,18 +146,18 @@ bool is_plain_name(std::string_view name) {
 }
 
 std::string encode_manifest(const Manifest& manifest) {
-  Json root = Json::object();
+  OrderedJson root = OrderedJson::object();
   root["format"] = kFormat;
   root["version"] = kVersion;
   root["step"] = manifest.step;
   root["world_size"] = manifest.world_size;
   if (manifest.metric) root["metric"] = double_json(*manifest.metric);
-  Json::object_t files, tensors, values;
+  OrderedJson::object_t files, tensors, values;
   for (const auto& [name, file] : manifest.files) {
-    Json json = Json::object();
+    OrderedJson json = OrderedJson::object();
     json["bytes"] = file.bytes;
     json["head_bytes"] = file.head_bytes;
-    json["head_xxh3"] = to_hex(file.head_checksum);
+    json["head_xxh3"] = checksum_text(file.head_checksum);
     files.emplace_back(name, std::move(json));
   }
   for (const auto& [name, tensor] : manifest.tensors) tensors.emplace_back(name, tensor_json(tensor));
@@ -167,7 +167,7 @@ std::string encode_manifest(const Manifest& manifest) {
   root["values"] = std::move(values);
   const std::string body = dumped(root, "the manifest");
   std::string text(kPrefix);
-  text += to_hex(text_checksum(body));
+  text += checksum_text(text_checksum(body));
   text += kMiddle;
   text += body;
   text += kSuffix;
@@ -208,9 +208,9 @@ Manifest parse_manifest(std::string_view text, const std::string& what) {
 }
 
 std::string encode_index(const TensorIndex& index) {
-  Json root = Json::object();
+  OrderedJson root = OrderedJson::object();
   root["metadata"]["total_size"] = index.total_bytes;
-  Json::object_t map;
+  OrderedJson::object_t map;
   for (const auto& [tensor, file] : index.files) map.emplace_back(tensor, file);
   root["weight_map"] = std::move(map);
   return dumped(root, kIndexFile) + "\n";

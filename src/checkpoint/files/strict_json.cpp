@@ -144,13 +144,13 @@ std::string dumped(const nlohmann::ordered_json& value, const std::string& what)
   }
 }
 
-std::string to_hex(std::uint64_t number) { return fmt::format("{:016x}", number); }
+std::string checksum_text(std::uint64_t number) { return fmt::format("{:016x}", number); }
 
-std::uint64_t from_hex(std::string_view text, const std::string& what) {
+std::uint64_t parse_checksum(std::string_view text, const std::string& what) {
   std::uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 16);
   // One text per number: a changed bit must not go unnoticed.
-  if (error != std::errc() || end != text.data() + text.size() || to_hex(number) != text)
+  if (error != std::errc() || end != text.data() + text.size() || checksum_text(number) != text)
     throw_invalid(fmt::format("{}: '{}' is not a checksum of 16 hexadecimal digits", what, text));
   return number;
 }

@@ -39,7 +39,7 @@ class JsonObject {
 std::string dumped(const nlohmann::ordered_json& value, const std::string& what);
 
 /// A checksum as 16 hexadecimal digits, and back. Throws Error{kInvalid} naming `what` for other text.
-std::string to_hex(std::uint64_t number);
-std::uint64_t from_hex(std::string_view text, const std::string& what);
+std::string checksum_text(std::uint64_t number);
+std::uint64_t parse_checksum(std::string_view text, const std::string& what);
 
 }  // namespace torchspan::checkpoint
