@@ -1,6 +1,7 @@
 #include "checkpoint/commit/outcomes.h"
 
 #include <fmt/format.h>
+#include <set>
 
 namespace torchspan::checkpoint {
 
@@ -31,9 +32,11 @@ std::optional<Error> joint_failure(const std::vector<RankOutcome>& outcomes, con
                                    const std::string& what) {
   std::string text = what;
   std::optional<ErrorKind> kind;
+  std::set<std::string> said;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     if (!outcomes[rank].failure) continue;
     const std::string& message = outcomes[rank].failure->message();
+    if (!said.insert(message).second) continue;
     text += kind ? "; " : ": ";
     text += ranks.size() == 1 ? message : fmt::format("{}: {}", ranks.names()[rank], message);
     if (!kind) kind = outcomes[rank].failure->kind();

@@ -175,7 +175,7 @@ void Disk::rename(const std::string& from, const std::string& to) const {
 void Disk::remove(const std::string& path) const {
   std::error_code error;
   std::filesystem::remove_all(path, error);
-  if (error) throw_disk_error("remove", path, error.value());
+  if (error && error != std::errc::not_a_directory) throw_disk_error("remove", path, error.value());
 }
 
 std::vector<std::string> Disk::list(const std::string& path) const {

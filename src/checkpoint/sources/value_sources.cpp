@@ -8,6 +8,8 @@
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
 
+#include "checkpoint/files/checksum.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -42,10 +44,17 @@ class TensorSource final : public StateSource {
 class RngSource final : public StateSource {
  public:
   void save(StateWriter& writer) const override { writer.add("cpu", state(generator())); }
+  /// A rank that did not exist when the checkpoint was saved gets a seed that depends on its number, the step and
+  /// its present seed.
   void load(const StateReader& reader) override {
     at::Generator cpu = generator();
     const std::lock_guard lock(cpu.mutex());
-    cpu.set_state(reader.read("cpu").clone());
+    if (reader.has("cpu")) return cpu.set_state(reader.read("cpu").clone());
+    ByteWriter place;
+    place.put_string(reader.full_name("cpu"));
+    place.put(reader.step());
+    place.put(static_cast<std::uint64_t>(cpu.current_seed()));
+    cpu.set_current_seed(checksum_of(place.bytes()));
   }
 
  private:
