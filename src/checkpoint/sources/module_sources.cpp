@@ -22,7 +22,7 @@ class ModuleSource final : public StateSource {
   void save(StateWriter& writer) const override { save_module_tensors(writer, tensors()); }
   void load(const StateReader& reader) override {
     // Without a prefix the other tensors of the checkpoint belong to other objects.
-    load_module_tensors(reader, tensors(), !reader.full_name("").empty());
+    load_module_tensors(reader, tensors(), {.allow_unexpected = reader.full_name("").empty()});
   }
 
  private:
@@ -42,7 +42,7 @@ class PipelineSource final : public StateSource {
   explicit PipelineSource(pipeline::Pipeline& pipeline) : pipeline_(pipeline) {}
 
   void save(StateWriter& writer) const override { save_module_tensors(writer, tensors()); }
-  void load(const StateReader& reader) override { load_module_tensors(reader, tensors(), false); }
+  void load(const StateReader& reader) override { load_module_tensors(reader, tensors(), {.allow_unexpected = true}); }
 
  private:
   std::vector<ModuleTensor> tensors() const {

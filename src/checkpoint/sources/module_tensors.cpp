@@ -5,8 +5,10 @@
 #include <fmt/ranges.h>
 #include <map>
 #include <set>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
@@ -45,20 +47,22 @@ void save_module_tensors(StateWriter& writer, const std::vector<ModuleTensor>& t
   for (const ModuleTensor& entry : tensors) writer.add(entry.names.front(), entry.tensor);
 }
 
-void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors, bool complete) {
-  std::vector<std::string> missing, sources;
+void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors,
+                         const LoadRules& rules) {
+  std::vector<std::string> missing;
+  std::vector<std::pair<std::string, at::Tensor>> found;
   std::set<std::string> known;
   for (const ModuleTensor& entry : tensors) {
     known.insert(entry.names.begin(), entry.names.end());
     const auto name = std::ranges::find_if(entry.names, [&](const auto& any) { return reader.has(any); });
-    if (name == entry.names.end()) {
+    if (name != entry.names.end()) {
+      found.emplace_back(*name, entry.tensor);
+    } else if (!rules.allow_missing) {
       missing.push_back(reader.full_name(entry.names.front()));
-      continue;
     }
-    sources.push_back(*name);
   }
   std::vector<std::string> unknown;
-  if (complete) {
+  if (!rules.allow_unexpected) {
     for (const std::string& name : reader.names()) {
       if (!known.contains(name)) unknown.push_back(reader.full_name(name));
     }
@@ -69,8 +73,21 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
     if (!unknown.empty()) text += fmt::format("; the module lacks {}", listed(unknown));
     throw_invalid(text);
   }
-  for (std::size_t i = 0; i < tensors.size(); ++i) reader.check(sources[i], tensors[i].tensor);
-  for (std::size_t i = 0; i < tensors.size(); ++i) reader.read_into(sources[i], tensors[i].tensor);
+  const auto needs_cast = [&](const std::string& name, const at::Tensor& tensor) {
+    return rules.cast && reader.shape(name) == tensor.sizes() &&
+           reader.read(name).scalar_type() != tensor.scalar_type();
+  };
+  for (const auto& [name, tensor] : found) {
+    if (!needs_cast(name, tensor)) reader.check(name, tensor);
+  }
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : found) {
+    if (needs_cast(name, tensor)) {
+      tensor.detach().copy_(reader.read(name));
+    } else {
+      reader.read_into(name, tensor);
+    }
+  }
 }
 
 }  // namespace torchspan::checkpoint

@@ -23,8 +23,15 @@ void append_module_tensors(std::vector<ModuleTensor>& all, const torch::nn::Modu
 /// Saves each tensor under its first name.
 void save_module_tensors(StateWriter& writer, const std::vector<ModuleTensor>& tensors);
 
+struct LoadRules {
+  bool allow_missing = false;
+  bool allow_unexpected = false;  ///< tensors of the checkpoint that the module lacks
+  bool cast = false;
+};
+
 /// Loads every tensor, from any of its names; checks all before it changes one. Throws Error{kInvalid} that
-/// lists missing tensors and, if `complete`, those of the checkpoint that the module lacks.
-void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors, bool complete);
+/// lists what does not fit.
+void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors,
+                         const LoadRules& rules);
 
 }  // namespace torchspan::checkpoint
