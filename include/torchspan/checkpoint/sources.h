@@ -10,6 +10,7 @@
 
 #include <torchspan/checkpoint/state.h>
 #include <torchspan/optim/optimizer.h>
+#include <torchspan/rpc/rref.h>
 
 namespace torch {
 namespace nn {
@@ -26,8 +27,8 @@ class OutputArchive;
 
 namespace torchspan {
 namespace optim {
+class DistributedOptimizer;
 class FunctionalOptimizer;
-class Optimizer;
 }  // namespace optim
 namespace pipeline {
 class Pipeline;
@@ -45,6 +46,10 @@ SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
 SourcePtr optimizer_source(optim::Optimizer& optimizer);
 /// The serialized optimizer, as one tensor of bytes.
 SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer);
+/// Written by the owners of the parameters, and sent to them on restoring.
+SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
+/// A module or tensor on another worker, which writes and reads it.
+SourcePtr remote_source(RemoteValue value);
 /// "lr" and "parameter.<index>.<entry>".
 SourcePtr functional_source(optim::FunctionalOptimizer& optimizer);
 SourcePtr tensor_source(at::Tensor tensor);
@@ -83,7 +88,7 @@ template <class T>
 T value_as(const Value& value);
 }  // namespace detail
 
-/// Selects the adapter: modules (holders, shared_ptr, DistributedDataParallel), pipelines, optimizers, any
+/// Selects the adapter: modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
 /// object with state_dict() and load_state_dict(StateDict) (LRScheduler, GradScaler) or with save() and load()
 /// over archives (data samplers), tensors, numbers, flags and strings.
 template <class T>
@@ -96,6 +101,10 @@ SourcePtr source_of(T& object) {
     return module_source(object);
   } else if constexpr (std::is_same_v<T, pipeline::Pipeline>) {
     return pipeline_source(object);
+  } else if constexpr (std::is_base_of_v<RRefBase, T>) {
+    return remote_source(object.state());
+  } else if constexpr (std::is_same_v<T, optim::DistributedOptimizer>) {
+    return distributed_optimizer_source(object);
   } else if constexpr (detail::WrapsModule<T>) {
     return source_of(object.module());
   } else if constexpr (std::is_same_v<T, optim::Optimizer>) {

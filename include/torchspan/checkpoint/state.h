@@ -3,7 +3,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -11,7 +11,13 @@
 
 #include <torchspan/checkpoint/value.h>
 
+namespace torchspan::rpc {
+class Reference;
+}
+
 namespace torchspan::checkpoint {
+
+using RemoteValue = std::shared_ptr<rpc::Reference>;
 
 /// A tensor of this rank: the whole tensor that the name denotes, or a shard of it.
 struct StateTensor {
@@ -34,16 +40,21 @@ class StateWriter {
   /// Adds a shard at `offset` of a tensor with this shape. All shards together must make up the tensor.
   void add_shard(const std::string& name, const at::Tensor& shard, std::vector<std::int64_t> shape,
                  std::vector<std::int64_t> offset);
+  /// Adds the tensors of a value on another worker, which writes them: a module, a tensor or an
+  /// optim::StateDict.
+  void add_remote(const std::string& name, RemoteValue value);
   /// Adds a number, flag or text; equal on all ranks that add it.
   void add_value(const std::string& name, Value value);
 
   void set_prefix(std::string prefix) { prefix_ = std::move(prefix); }
   const std::vector<StateTensor>& tensors() const { return tensors_; }
   const std::map<std::string, Value>& values() const { return values_; }
+  const std::vector<std::pair<std::string, RemoteValue>>& remote() const { return remote_; }
 
  private:
   std::string prefix_;
   std::vector<StateTensor> tensors_;
+  std::vector<std::pair<std::string, RemoteValue>> remote_;
   std::map<std::string, Value> values_;
   std::map<std::string, std::size_t> places_;
 };
@@ -69,6 +80,8 @@ class StateReader {
   /// Copies the part at `offset` that has the shape of `shard`.
   void read_shard_into(const std::string& name, const at::Tensor& shard,
                        const std::vector<std::int64_t>& offset) const;
+  /// Makes the owner of a module or tensor read it.
+  void read_remote(const std::string& name, const RemoteValue& value) const;
   /// Throws Error{kInvalid} if there is no such value.
   Value value(const std::string& name) const;
 
@@ -89,6 +102,7 @@ class StateReader {
   virtual void read_box(const std::string& full_name, const at::Tensor& target,
                         const std::vector<std::int64_t>& offset) const = 0;
   virtual const Value* find_value(const std::string& full_name) const = 0;
+  virtual void read_on_owner(const std::string& full_name, const RemoteValue& value) const = 0;
   /// Where the checkpoint is, for errors.
   virtual std::string describe() const = 0;
 

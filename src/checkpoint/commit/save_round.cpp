@@ -1,6 +1,8 @@
 #include "checkpoint/commit/save_round.h"
 
+#include <exception>
 #include <fmt/format.h>
+#include <functional>
 #include <span>
 #include <utility>
 
@@ -10,28 +12,6 @@
 
 namespace torchspan::checkpoint {
 namespace {
-
-Bytes encode_report(const FileReport& report) {
-  ByteWriter out;
-  out.put(report.file.bytes);
-  out.put(report.file.head_bytes);
-  out.put(report.file.head_checksum);
-  out.put(static_cast<std::uint32_t>(report.checksums.size()));
-  for (const std::uint64_t checksum : report.checksums) out.put(checksum);
-  return out.take();
-}
-
-FileReport decode_report(BytesView bytes) {
-  ByteReader in(bytes);
-  FileReport report;
-  report.file.bytes = in.get<std::uint64_t>();
-  report.file.head_bytes = in.get<std::uint64_t>();
-  report.file.head_checksum = in.get<std::uint64_t>();
-  report.checksums.resize(in.get_count(sizeof(std::uint64_t)));
-  for (std::uint64_t& checksum : report.checksums) checksum = in.get<std::uint64_t>();
-  in.expect_end();
-  return report;
-}
 
 Bytes to_bytes(const std::string& text) {
   const auto view = std::as_bytes(std::span(text));
@@ -45,14 +25,14 @@ std::string to_text(const Bytes& bytes) {
 }  // namespace
 
 std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& data,
-                           const Retention& retention) {
+                           const Retention& retention, RemoteFiles* remote) {
   const std::string what = fmt::format("the checkpoint of step {} was not saved", job.step);
   const std::string tag = fmt::format("save.{:x}.", job.token);
   std::optional<Error> failure;
   std::string name;
   try {
     const auto written =
-        exchange_outcomes(ranks_, tag + "written", outcome_of([&] { return write(job, data); }));
+        exchange_outcomes(ranks_, tag + "written", outcome_of([&] { return write(job, data, remote); }));
     failure = joint_failure(written, ranks_, what);
     RankOutcome committed;
     if (ranks_.commits() && !failure) {
@@ -83,17 +63,41 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
   return name;
 }
 
-Bytes SaveRound::write(const SaveJob& job, const std::vector<BytesView>& data) const {
-  const Plan::Share& share = job.plan.shares[ranks_.index()];
-  if (share.file.empty()) return encode_report({});
-  const Disk& disk = directory_.disk();
+Bytes SaveRound::write(const SaveJob& job, const std::vector<BytesView>& data, RemoteFiles* remote) const {
+  if (job.failure) throw *job.failure;
   const std::string folder = directory_.path_of(Directory::partial_name(job.step, job.token));
+  std::vector<Future<std::string>> owners;
+  for (const Plan::Share& share : job.plan.shares) {
+    if (share.rank != ranks_.index() || share.owner.empty()) continue;
+    directory_.disk().make_folder(folder);
+    owners.push_back(remote->write(share, folder + "/" + share.file));
+  }
+  // The owners write meanwhile. The reports are in the order of the shares, of which the rank's own is the first.
+  ByteWriter reports;
+  std::exception_ptr failure;
+  const auto collect = [&](const std::function<Bytes()>& report) {
+    try {
+      reports.put_bytes(report());
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  if (const Plan::Share* own = job.plan.own_share(ranks_.index()))
+    collect([&] { return encode_report(write_own(*own, folder, data)); });
+  // Waits for all of them, so that none writes into a folder that is being deleted.
+  for (const Future<std::string>& owner : owners) collect([&] { return to_bytes(owner.wait()); });
+  if (failure) std::rethrow_exception(failure);
+  return reports.take();
+}
+
+FileReport SaveRound::write_own(const Plan::Share& share, const std::string& folder,
+                                const std::vector<BytesView>& data) const {
+  const Disk& disk = directory_.disk();
   disk.make_folder(folder);
   const WrittenFile written =
       write_tensor_file(disk, folder + "/" + share.file, share.entries, data, {{"format", "pt"}});
   disk.sync_folder(folder);
-  return encode_report(
-      {{written.bytes, written.header.data_start, written.head_checksum}, written.checksums});
+  return {{written.bytes, written.header.data_start, written.head_checksum}, written.checksums};
 }
 
 std::string SaveRound::commit(const SaveJob& job, const std::vector<Bytes>& reports) const {
@@ -106,16 +110,17 @@ std::string SaveRound::commit(const SaveJob& job, const std::vector<Bytes>& repo
   manifest.world_size = static_cast<int>(ranks_.size());
   manifest.metric = job.metric;
   manifest.values = job.values;
+  std::vector<ByteReader> readers(reports.begin(), reports.end());
   std::vector<FileReport> files;
-  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    files.push_back(decode_report(reports[rank]));
-    const Plan::Share& share = job.plan.shares[rank];
-    if (share.file.empty()) continue;
+  for (const Plan::Share& share : job.plan.shares) {
+    files.push_back(decode_report(readers.at(share.rank)));
     const std::string path = folder + "/" + share.file;
     if (disk.file_size(path) != static_cast<std::int64_t>(files.back().file.bytes)) {
       throw_invalid(fmt::format("{} wrote '{}', but here it is missing or has another size; the directory "
                                 "must be on a file system that all ranks share",
-                                ranks_.names()[rank], path));
+                                share.owner.empty() ? ranks_.names()[share.rank]
+                                                    : fmt::format("worker '{}'", share.owner),
+                                path));
     }
   }
   fill_manifest(manifest, job.listings, job.plan, files);

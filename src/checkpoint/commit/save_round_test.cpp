@@ -77,7 +77,7 @@ void save_once(Ranks& ranks, const Directory& directory, std::int64_t step) {
   Log log("test", LogLevel::kOff);
   const SaveJob job = job_of(step);
   const Content content(static_cast<int>(ranks.index()), step);
-  SaveRound(ranks, directory, log).run(job, content.data(job.plan.shares[ranks.index()]), {});
+  SaveRound(ranks, directory, log).run(job, content.data(*job.plan.own_share(ranks.index())), {});
 }
 
 /// The step of the newest checkpoint; fails the test if any folder that looks like one is damaged.

@@ -1,6 +1,8 @@
 #include <torchspan/checkpoint/manager.h>
 
+#include <algorithm>
 #include <fmt/format.h>
+#include <iterator>
 #include <unistd.h>
 #include <utility>
 
@@ -13,6 +15,7 @@
 #include "checkpoint/files/checksum.h"
 #include "checkpoint/manager/agreement.h"
 #include "checkpoint/manager/restore_round.h"
+#include "checkpoint/remote/owners.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
 
@@ -29,10 +32,11 @@ struct StandaloneRuntime {
 class CheckpointManager::Impl {
  public:
   Impl(Runtime& runtime, std::shared_ptr<void> keep, std::unique_ptr<checkpoint::Ranks> ranks,
-       CheckpointOptions options)
+       std::unique_ptr<checkpoint::Owners> owners, CheckpointOptions options)
       : keep_(std::move(keep)),
         runtime_(runtime),
         options_(std::move(options)),
+        owners_(std::move(owners)),
         ranks_(std::move(ranks)),
         directory_(disk_, options_.directory),
         agreement_(*ranks_) {
@@ -71,19 +75,22 @@ class CheckpointManager::Impl {
         one.source->save(writer);
       }
       listing = checkpoint::listing_of(writer.tensors());
+      if (!writer.remote().empty()) std::ranges::move(owners().list(writer.remote()), std::back_inserter(listing));
       const auto digest = checkpoint::checksum_of(checkpoint::encode_listing(listing));
       return checkpoint::encode_proposal({step, next_token(), digest, options.metric, writer.values()});
     });
-    const checkpoint::SaveJob job = agreement_.agree(proposal, step, listing);
-    const checkpoint::Plan::Share& share = job.plan.shares[ranks_->index()];
-    if (!options_.asynchronous) {
-      snapshot_.borrow(writer.tensors(), share);
+    checkpoint::SaveJob job = agreement_.agree(proposal, step, listing);
+    try {
+      take_snapshot(writer, job);
+    } catch (...) {
+      job.failure = to_error(std::current_exception());  // the other ranks must hear of it
+    }
+    if (options_.asynchronous) {
+      writer_ = runtime_.executor.spawn("checkpoint writer", [this, job] { write(job); });
+    } else {
       write(job);
       if (const auto failure = finish()) throw *failure;
-      return;
     }
-    snapshot_.copy(writer.tensors(), share);
-    writer_ = runtime_.executor.spawn("checkpoint writer", [this, job] { write(job); });
   }
 
   void wait() {
@@ -96,6 +103,9 @@ class CheckpointManager::Impl {
     checkpoint::RestoreRound round(*ranks_, directory_, runtime_.log);
     return round.run([this](const std::string& folder, const checkpoint::Manifest& manifest) {
       checkpoint::FolderReader reader(folder, manifest);
+      reader.set_read_on_owner([this](const std::string& from, const std::string& name, const auto& value) {
+        owners().load(from, name, value);
+      });
       for (const Registered& one : sources_) {
         const bool optional = one.name == "rng";
         if (one.per_rank && !optional && manifest.world_size != static_cast<int>(ranks_->size())) {
@@ -116,10 +126,27 @@ class CheckpointManager::Impl {
     SourcePtr source;
   };
 
+  checkpoint::Owners& owners() const {
+    if (!owners_) throw_invalid("this CheckpointManager has no session, so it cannot save an RRef");
+    return *owners_;
+  }
+
+  void take_snapshot(const checkpoint::StateWriter& writer, const checkpoint::SaveJob& job) {
+    if (!writer.remote().empty()) owners().snapshot(writer.remote(), job, ranks_->index());
+    const checkpoint::Plan::Share* own = job.plan.own_share(ranks_->index());
+    if (own == nullptr) return;
+    if (options_.asynchronous) {
+      snapshot_.copy(writer.tensors(), *own);
+    } else {
+      snapshot_.borrow(writer.tensors(), *own);
+    }
+  }
+
   /// Waits for the writing thread; returns and forgets its failure.
   std::optional<Error> finish() {
     writer_.join();
     snapshot_.release();
+    if (owners_) owners_->release();
     return std::exchange(failure_, std::nullopt);
   }
 
@@ -127,7 +154,7 @@ class CheckpointManager::Impl {
     try {
       checkpoint::SaveRound round(*ranks_, directory_, runtime_.log);
       round.run(job, snapshot_.data(),
-                {options_.keep_last, options_.keep_best, options_.lower_is_better});
+                {options_.keep_last, options_.keep_best, options_.lower_is_better}, owners_.get());
     } catch (...) {
       failure_ = to_error(std::current_exception());
     }
@@ -150,6 +177,7 @@ class CheckpointManager::Impl {
   const std::shared_ptr<void> keep_;  ///< of the runtime
   Runtime& runtime_;
   const CheckpointOptions options_;
+  const std::unique_ptr<checkpoint::Owners> owners_;  ///< null without a session
   const std::unique_ptr<checkpoint::Ranks> ranks_;
   const checkpoint::Disk disk_;
   const checkpoint::Directory directory_;
@@ -172,12 +200,13 @@ std::unique_ptr<checkpoint::Ranks> ranks_of(const Worker& worker, const Checkpoi
 
 CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions options)
     : impl_(std::make_unique<Impl>(worker.runtime(), worker.endpoint(), ranks_of(worker, options),
+                                   std::make_unique<checkpoint::Owners>(worker, options.timeout),
                                    std::move(options))) {}
 
 CheckpointManager::CheckpointManager(CheckpointOptions options)
     : impl_([&] {
         const auto standalone = std::make_shared<StandaloneRuntime>();
-        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(),
+        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(), nullptr,
                                       std::move(options));
       }()) {}
 

@@ -13,6 +13,7 @@
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
+#include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/functional.h>
 
 #include "checkpoint/files/checksum.h"
@@ -65,6 +66,23 @@ class StateDictSource final : public StateSource {
  private:
   const std::function<optim::StateDict()> get_;
   const std::function<void(const optim::StateDict&)> set_;
+};
+
+class DistributedOptimizerSource final : public StateSource {
+ public:
+  explicit DistributedOptimizerSource(optim::DistributedOptimizer& optimizer) : optimizer_(optimizer) {}
+
+  void save(StateWriter& writer) const override {
+    for (const RRef<optim::StateDict>& shard : optimizer_.state_shards()) writer.add_remote("", shard.state());
+  }
+  void load(const StateReader& reader) override {
+    optim::StateDict state;
+    for (const std::string& name : reader.names()) state.insert(name, reader.read(name));
+    optimizer_.load_state_dict(state);
+  }
+
+ private:
+  optim::DistributedOptimizer& optimizer_;
 };
 
 class FunctionalSource final : public StateSource {
@@ -156,6 +174,10 @@ SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer) {
       [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
       [&optimizer](torch::serialize::InputArchive& archive) { optimizer.load(archive); },
       [&optimizer] { return fingerprint_of(optimizer); });
+}
+
+SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer) {
+  return std::make_unique<DistributedOptimizerSource>(optimizer);
 }
 
 SourcePtr functional_source(optim::FunctionalOptimizer& optimizer) {

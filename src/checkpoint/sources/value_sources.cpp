@@ -41,6 +41,16 @@ class TensorSource final : public StateSource {
   const at::Tensor tensor_;
 };
 
+class RemoteSource final : public StateSource {
+ public:
+  explicit RemoteSource(RemoteValue value) : value_(std::move(value)) {}
+  void save(StateWriter& writer) const override { writer.add_remote("", value_); }
+  void load(const StateReader& reader) override { reader.read_remote("", value_); }
+
+ private:
+  const RemoteValue value_;
+};
+
 class RngSource final : public StateSource {
  public:
   void save(StateWriter& writer) const override { writer.add("cpu", state(generator())); }
@@ -73,6 +83,7 @@ SourcePtr value_source(std::function<Value()> get, std::function<void(const Valu
   return std::make_unique<ValueSource>(std::move(get), std::move(set));
 }
 SourcePtr tensor_source(at::Tensor tensor) { return std::make_unique<TensorSource>(std::move(tensor)); }
+SourcePtr remote_source(RemoteValue value) { return std::make_unique<RemoteSource>(std::move(value)); }
 SourcePtr rng_source() { return std::make_unique<RngSource>(); }
 
 namespace detail {

@@ -139,6 +139,12 @@ void FolderReader::read_box(const std::string& full_name, const at::Tensor& targ
   }
 }
 
+void FolderReader::read_on_owner(const std::string& full_name, const RemoteValue& value) const {
+  if (!read_on_owner_)
+    throw_invalid(fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
+  read_on_owner_(folder_, full_name, value);
+}
+
 const Value* FolderReader::find_value(const std::string& full_name) const {
   const auto found = manifest_.values.find(full_name);
   return found == manifest_.values.end() ? nullptr : &found->second;

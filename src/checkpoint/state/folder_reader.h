@@ -1,7 +1,9 @@
 #pragma once
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torchspan/checkpoint/state.h>
@@ -18,6 +20,9 @@ class FolderReader final : public StateReader {
   FolderReader(std::string folder, Manifest manifest);
 
   const Manifest& manifest() const { return manifest_; }
+  /// How a tensor's owner is made to read from this folder; without it such reads fail.
+  using ReadOnOwner = std::function<void(const std::string& folder, const std::string& name, const RemoteValue&)>;
+  void set_read_on_owner(ReadOnOwner read) { read_on_owner_ = std::move(read); }
   int world_size() const override { return manifest_.world_size; }
   std::int64_t step() const override { return manifest_.step; }
 
@@ -29,6 +34,7 @@ class FolderReader final : public StateReader {
   at::ScalarType dtype_of(const std::string& full_name) const override;
   void read_box(const std::string& full_name, const at::Tensor& target, const Sizes& offset) const override;
   const Value* find_value(const std::string& full_name) const override;
+  void read_on_owner(const std::string& full_name, const RemoteValue& value) const override;
   std::string describe() const override;
 
  private:
@@ -38,6 +44,7 @@ class FolderReader final : public StateReader {
 
   const std::string folder_;
   const Manifest manifest_;
+  ReadOnOwner read_on_owner_;
   mutable std::map<std::string, std::shared_ptr<const MappedFile>> files_;
 };
 

@@ -44,6 +44,12 @@ void StateWriter::add_value(const std::string& name, Value value) {
     throw_invalid(fmt::format("the value '{}' is saved twice; register one under another name", full));
 }
 
+void StateWriter::add_remote(const std::string& name, RemoteValue value) {
+  const std::string full = join_names(prefix_, name);
+  if (!value) throw_invalid(fmt::format("the RRef saved as '{}' is empty", full));
+  remote_.emplace_back(full, std::move(value));
+}
+
 std::string StateReader::full_name(const std::string& name) const { return join_names(prefix_, name); }
 
 std::vector<std::string> StateReader::names() const {
@@ -94,6 +100,10 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
                               checkpoint::describe(offset)));
   }
   read_box(full, shard, offset);
+}
+
+void StateReader::read_remote(const std::string& name, const RemoteValue& value) const {
+  read_on_owner(full_name(name), value);
 }
 
 Value StateReader::value(const std::string& name) const {
