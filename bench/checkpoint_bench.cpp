@@ -41,10 +41,36 @@ void write_plainly(const std::string& path, const std::vector<at::Tensor>& tenso
 /// A folder on the disk under test: TORCHSPAN_BENCH_DIR, or the system's temporary folder.
 std::string make_folder() {
   const char* given = std::getenv("TORCHSPAN_BENCH_DIR");
-  std::string path = (given != nullptr ? std::filesystem::path(given) : std::filesystem::temp_directory_path()) /
-                     "torchspan-bench-XXXXXX";
+  std::string path =
+      (given != nullptr ? std::filesystem::path(given) : std::filesystem::temp_directory_path()) /
+      "torchspan-bench-XXXXXX";
   if (mkdtemp(path.data()) == nullptr) throw std::runtime_error("cannot create " + path);
   return path;
+}
+
+/// Adds the pause alone: waiting for the write is no part of it.
+void add_stall(nlohmann::json& metrics, Executor& executor, CheckpointManager& manager) {
+  std::vector<double> stalls;
+  for (int round = 0; round < 6; ++round) {
+    manager.wait();
+    const TimePoint begin = executor.now();
+    manager.save(round);
+    const double took = std::chrono::duration<double, std::micro>(executor.now() - begin).count();
+    if (round > 0) stalls.push_back(took);  // the first one allocates the buffer
+  }
+  manager.wait();
+  double copy = 0;
+  for (const auto& metric : metrics) {
+    if (metric["name"] == "checkpoint/limit/memcpy/1GiB") copy = metric["value"];
+  }
+  const double stall = bench::percentile(stalls, 0.5);
+  metrics.push_back({{"name", "checkpoint/stall/1GiB/memcpy"},
+                     {"unit", "us"},
+                     {"value", stall},
+                     {"p99", bench::percentile(stalls, 0.99)},
+                     {"peer", "checkpoint/limit/memcpy/1GiB"},
+                     {"peer_value", copy},
+                     {"ratio", stall / copy}});
 }
 
 }  // namespace
@@ -60,7 +86,8 @@ int main() {
       targets.push_back(torch::zeros({kFloats}));
     }
     const auto executor = make_executor();
-    CheckpointManager saving({.directory = folder + "/save", .keep_last = 1, .asynchronous = false, .rng = false});
+    CheckpointManager saving(
+        {.directory = folder + "/save", .keep_last = 1, .asynchronous = false, .rng = false});
     saving.add("model", model);
     CheckpointManager stalling({.directory = folder + "/stall", .keep_last = 1, .rng = false});
     stalling.add("model", model);
@@ -77,46 +104,23 @@ int main() {
       for (std::size_t i = 0; i < tensors.size(); ++i)
         std::memcpy(targets[i].data_ptr(), tensors[i].data_ptr(), tensors[i].nbytes());
     });
-    bench.add(
-        "checkpoint/load/1GiB/memcpy", 2,
-        [&] {
-          const std::string newest = directory.path_of(directory.committed().front().name);
-          const checkpoint::FolderReader reader(newest, checkpoint::open_manifest(disk, newest));
-          for (std::size_t i = 0; i < targets.size(); ++i)
-            reader.read_into("model.t" + std::to_string(100 + i), targets[i]);
-        },
-        {.peer = "checkpoint/limit/memcpy/1GiB"});
-    bench.add(
-        "checkpoint/verify/1GiB/memcpy", 2,
-        [&] {
-          const std::string newest = directory.path_of(directory.committed().front().name);
-          checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
-        },
-        {.peer = "checkpoint/limit/memcpy/1GiB"});
-    std::vector<double> stalls;
+    bench.add("checkpoint/load/1GiB/memcpy", 2,
+              [&] {
+                const std::string newest = directory.path_of(directory.committed().front().name);
+                const checkpoint::FolderReader reader(newest, checkpoint::open_manifest(disk, newest));
+                for (std::size_t i = 0; i < targets.size(); ++i)
+                  reader.read_into("model.t" + std::to_string(100 + i), targets[i]);
+              },
+              {.peer = "checkpoint/limit/memcpy/1GiB"});
+    bench.add("checkpoint/verify/1GiB/memcpy", 2,
+              [&] {
+                const std::string newest = directory.path_of(directory.committed().front().name);
+                checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
+              },
+              {.peer = "checkpoint/limit/memcpy/1GiB"});
     bench.run(5);
-    // The pause alone: waiting for the write is no part of it.
-    for (int round = 0; round < 6; ++round) {
-      stalling.wait();
-      const TimePoint begin = executor->now();
-      stalling.save(++step);
-      const double took = std::chrono::duration<double, std::micro>(executor->now() - begin).count();
-      if (round > 0) stalls.push_back(took);  // the first one allocates the buffer
-    }
-    stalling.wait();
     auto metrics = bench.metrics();
-    double copy = 0;
-    for (const auto& metric : metrics) {
-      if (metric["name"] == "checkpoint/limit/memcpy/1GiB") copy = metric["value"];
-    }
-    const double stall = bench::percentile(stalls, 0.5);
-    metrics.push_back({{"name", "checkpoint/stall/1GiB/memcpy"},
-                       {"unit", "us"},
-                       {"value", stall},
-                       {"p99", bench::percentile(stalls, 0.99)},
-                       {"peer", "checkpoint/limit/memcpy/1GiB"},
-                       {"peer_value", copy},
-                       {"ratio", stall / copy}});
+    add_stall(metrics, *executor, stalling);
     bench::print_section(metrics);
   }
   std::filesystem::remove_all(folder);

@@ -3,10 +3,10 @@
 
 #include <torchspan/core/error.h>
 
+#include "checkpoint/files/checksum.h"
 #include "checkpoint/files/header.h"
 #include "checkpoint/files/manifest.h"
 #include "checkpoint/files/strict_json.h"
-#include "checkpoint/files/checksum.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {
@@ -68,10 +68,12 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     Manifest manifest;
     manifest.metric = 0.5;
     manifest.files["a"] = {100, 60, 7};
-    manifest.tensors["w"] = {ElementType::kF32,
-                             {4, 2},
-                             {{{{0, 0}, {2, 2}}, "a", "w@0,0", 0, 1}, {{{2, 0}, {2, 2}}, "a", "w@2,0", 16, 2}}};
-    manifest.values = {{"epoch", std::int64_t{-3}}, {"loss", 3.5}, {"done", true}, {"name", std::string("x")}};
+    manifest.tensors["w"] = {
+        ElementType::kF32,
+        {4, 2},
+        {{{{0, 0}, {2, 2}}, "a", "w@0,0", 0, 1}, {{{2, 0}, {2, 2}}, "a", "w@2,0", 16, 2}}};
+    manifest.values = {
+        {"epoch", std::int64_t{-3}}, {"loss", 3.5}, {"done", true}, {"name", std::string("x")}};
     const std::string text = encode_manifest(manifest);
     const std::string_view body = std::string_view(text).substr(37, text.size() - 39);
     const std::string index = encode_index({12, {{"w", "model.safetensors"}}});

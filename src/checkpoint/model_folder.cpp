@@ -1,5 +1,3 @@
-#include <torchspan/checkpoint/model_folder.h>
-
 #include <filesystem>
 #include <fmt/format.h>
 #include <utility>
@@ -8,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 
+#include <torchspan/checkpoint/model_folder.h>
 #include <torchspan/core/error.h>
 
 #include "checkpoint/files/disk.h"
@@ -140,8 +139,7 @@ void load_model(torch::nn::Module& module, const std::string& path, LoadModelOpt
     }
   }
   try {
-    load_module_tensors(reader, all,
-                        {options.allow_missing, options.allow_unexpected, options.cast});
+    load_module_tensors(reader, all, {options.allow_missing, options.allow_unexpected, options.cast});
   } catch (const Error& error) {
     throw Error(error.kind(), fmt::format("'{}' was not loaded: {}", path, error.message()));
   }

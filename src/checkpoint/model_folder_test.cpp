@@ -1,5 +1,3 @@
-#include <torchspan/checkpoint/model_folder.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <fmt/format.h>
@@ -12,6 +10,7 @@
 #include <torch/nn.h>
 
 #include <torchspan/checkpoint.h>
+#include <torchspan/checkpoint/model_folder.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -60,14 +59,16 @@ TEST(ModelFolder, NamesWhatDoesNotFit) {
   doubles->to(torch::kDouble);
   EXPECT_THAT(invalid_text([&] { load_model(*doubles, folder.path()); }), HasSubstr("Float"));
   load_model(*doubles, folder.path(), {.cast = true});
-  EXPECT_TRUE(doubles[0]->named_parameters()["weight"].to(torch::kFloat).equal(
-      other[0]->named_parameters()["weight"]));
+  EXPECT_TRUE(doubles[0]
+                  ->named_parameters()["weight"]
+                  .to(torch::kFloat)
+                  .equal(other[0]->named_parameters()["weight"]));
 }
 
 TEST(ModelFolder, MapsNames) {
   const TemporaryFolder folder;
-  save_safetensors(folder.path() + "/x.safetensors", {{"transformer.w", torch::ones({2, 3})},
-                                                      {"transformer.b", torch::zeros({2})}});
+  save_safetensors(folder.path() + "/x.safetensors",
+                   {{"transformer.w", torch::ones({2, 3})}, {"transformer.b", torch::zeros({2})}});
   torch::nn::Linear linear(3, 2);
   load_model(*linear, folder.path() + "/x.safetensors",
              {.saved_name = [](const std::string& name) { return "transformer." + name.substr(0, 1); }});
@@ -126,12 +127,17 @@ TEST(ModelFolder, IsReadAndWrittenByThePythonPackage) {
   }
   const TemporaryFolder folder;
   const at::Tensor numbers = torch::arange(6).reshape({2, 3});
-  NamedTensors tensors{{"f", numbers.to(torch::kFloat)}, {"d", numbers.to(torch::kDouble)},
-                       {"l", numbers},                   {"i", numbers.to(torch::kInt)},
-                       {"s", numbers.to(torch::kShort)}, {"c", numbers.to(torch::kChar)},
-                       {"u", numbers.to(torch::kByte)},  {"h", numbers.to(torch::kHalf)},
+  NamedTensors tensors{{"f", numbers.to(torch::kFloat)},
+                       {"d", numbers.to(torch::kDouble)},
+                       {"l", numbers},
+                       {"i", numbers.to(torch::kInt)},
+                       {"s", numbers.to(torch::kShort)},
+                       {"c", numbers.to(torch::kChar)},
+                       {"u", numbers.to(torch::kByte)},
+                       {"h", numbers.to(torch::kHalf)},
                        {"b", numbers.remainder(2).to(torch::kBool)},
-                       {"scalar", torch::tensor(7.5)},   {"empty", torch::zeros({0, 4})}};
+                       {"scalar", torch::tensor(7.5)},
+                       {"empty", torch::zeros({0, 4})}};
   CheckpointManager manager({.directory = folder.path() + "/run"});
   for (auto& [name, tensor] : tensors) manager.add("x." + name, tensor);
   manager.save(1);
@@ -151,7 +157,8 @@ TEST(ModelFolder, IsReadAndWrittenByThePythonPackage) {
   EXPECT_EQ(read.at("empty").sizes().vec(), (std::vector<std::int64_t>{3, 0}));
   torch::nn::Sequential linear(torch::nn::Linear(3, 8));
   load_model(*linear, folder.path(), {.allow_unexpected = true});
-  EXPECT_TRUE(linear[0]->named_parameters()["weight"].equal(torch::arange(24).to(torch::kFloat).reshape({8, 3})));
+  EXPECT_TRUE(
+      linear[0]->named_parameters()["weight"].equal(torch::arange(24).to(torch::kFloat).reshape({8, 3})));
 }
 
 }  // namespace torchspan::checkpoint::model_folder_test

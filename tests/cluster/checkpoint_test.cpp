@@ -102,7 +102,7 @@ std::string trained(int last, const std::vector<int>& victims) {
 }
 
 TEST(CheckpointProcesses, ContinueBitForBitAfterARankIsKilled) {
-  constexpr int kLast = 300;
+  constexpr int kLast = 100;
   const std::string expected = trained(kLast, {});
   EXPECT_FALSE(expected.empty());
   EXPECT_EQ(trained(kLast, {0}), expected);

@@ -72,14 +72,17 @@ concept ModuleHolder = requires(const T& holder) {
   holder.ptr();
 };
 template <class T>
-concept WrapsModule = requires(T& wrapper) { wrapper.module(); };
+concept WrapsModule = requires(T& wrapper) {
+  wrapper.module();
+};
 template <class T>
 concept HasStateDict = requires(T& object, const optim::StateDict& state) {
   { object.state_dict() } -> std::convertible_to<optim::StateDict>;
   object.load_state_dict(state);
 };
 template <class T>
-concept Archived = requires(T& object, torch::serialize::OutputArchive& out, torch::serialize::InputArchive& in) {
+concept Archived = requires(T& object, torch::serialize::OutputArchive& out,
+                            torch::serialize::InputArchive& in) {
   object.save(out);
   object.load(in);
 };
@@ -118,13 +121,11 @@ SourcePtr source_of(T& object) {
                              [&object](const optim::StateDict& state) { object.load_state_dict(state); });
   } else if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::string> ||
                        std::is_floating_point_v<T> || std::is_integral_v<T>) {
-    using Stored = std::conditional_t<
-        std::is_same_v<T, bool> || std::is_same_v<T, std::string>, T,
-        std::conditional_t<std::is_floating_point_v<T>, double, std::int64_t>>;
-    return value_source([&object] { return Value(static_cast<Stored>(object)); },
-                        [&object](const Value& value) {
-                          object = static_cast<T>(detail::value_as<Stored>(value));
-                        });
+    using Stored = std::conditional_t<std::is_same_v<T, bool> || std::is_same_v<T, std::string>, T,
+                                      std::conditional_t<std::is_floating_point_v<T>, double, std::int64_t>>;
+    return value_source(
+        [&object] { return Value(static_cast<Stored>(object)); },
+        [&object](const Value& value) { object = static_cast<T>(detail::value_as<Stored>(value)); });
   } else {
     static_assert(detail::Archived<T>,
                   "a checkpoint cannot save a T: add a StateSource for it (checkpoint/state.h)");

@@ -85,8 +85,6 @@ class StateReader {
   /// Throws Error{kInvalid} if there is no such value.
   Value value(const std::string& name) const;
 
-  /// Number of ranks that saved.
-  virtual int world_size() const = 0;
   virtual std::int64_t step() const = 0;
   void set_prefix(std::string prefix) { prefix_ = std::move(prefix); }
   /// Complete name of a tensor or value.

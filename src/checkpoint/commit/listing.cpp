@@ -38,10 +38,11 @@ struct Gathered {
 void check_same_tensor(const Gathered& known, const ListedPart& part, const std::string& first_writer,
                        const std::string& writer) {
   if (known.first->type == part.type && known.first->shape == part.shape) return;
-  throw_invalid(fmt::format("{} saves '{}' with shape {} and dtype {}, but {} with shape {} and dtype {}; use "
-                            "different names, or add_per_rank() if each rank has its own",
-                            first_writer, part.name, describe(known.first->shape),
-                            to_string(known.first->type), writer, describe(part.shape), to_string(part.type)));
+  throw_invalid(
+      fmt::format("{} saves '{}' with shape {} and dtype {}, but {} with shape {} and dtype {}; use "
+                  "different names, or add_per_rank() if each rank has its own",
+                  first_writer, part.name, describe(known.first->shape), to_string(known.first->type), writer,
+                  describe(part.shape), to_string(part.type)));
 }
 
 }  // namespace
@@ -100,9 +101,10 @@ std::vector<std::vector<std::size_t>> choose_parts(const std::vector<Listing>& l
       if (is_new) {
         chosen[rank].push_back(i);
       } else if (place->second != part.fingerprint) {
-        throw_invalid(fmt::format("{} and {} save different states as '{}', which are no replicas; register "
-                                  "it with add_per_rank(), or under different names",
-                                  names[known.rank], names[rank], part.name));
+        throw_invalid(
+            fmt::format("{} and {} save different states as '{}', which are no replicas; register "
+                        "it with add_per_rank(), or under different names",
+                        names[known.rank], names[rank], part.name));
       }
     }
   }

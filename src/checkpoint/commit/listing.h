@@ -31,8 +31,8 @@ Listing decode_listing(BytesView bytes);
 /// Which files are written, and by which process.
 struct Plan {
   struct Share {
-    std::size_t rank = 0;              ///< index of the rank that writes it, or lets the owner write it
-    std::string owner;                 ///< empty: the rank itself
+    std::size_t rank = 0;  ///< index of the rank that writes it, or lets the owner write it
+    std::string owner;     ///< empty: the rank itself
     std::string file;
     std::vector<HeaderEntry> entries;  ///< of the file, in its order
     std::vector<std::size_t> parts;    ///< for each entry: its index in the rank's listing

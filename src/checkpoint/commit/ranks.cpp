@@ -43,9 +43,10 @@ class WorkerRanks final : public Ranks {
       names_.push_back(fmt::format("rank {} ('{}')", member.rank, member.name));
     }
     if (!found) {
-      throw_invalid(fmt::format("the participants of the checkpoint manager '{}' do not include this worker, "
-                                "'{}'; create it on participants only",
-                                name_, worker.name()));
+      throw_invalid(
+          fmt::format("the participants of the checkpoint manager '{}' do not include this worker, "
+                      "'{}'; create it on participants only",
+                      name_, worker.name()));
     }
   }
 

@@ -24,8 +24,8 @@ std::string to_text(const Bytes& bytes) {
 
 }  // namespace
 
-std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& data,
-                           const Retention& retention, RemoteFiles* remote) {
+std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& data, const Retention& retention,
+                           RemoteFiles* remote) {
   const std::string what = fmt::format("the checkpoint of step {} was not saved", job.step);
   const std::string tag = fmt::format("save.{:x}.", job.token);
   std::optional<Error> failure;
@@ -116,11 +116,10 @@ std::string SaveRound::commit(const SaveJob& job, const std::vector<Bytes>& repo
     files.push_back(decode_report(readers.at(share.rank)));
     const std::string path = folder + "/" + share.file;
     if (disk.file_size(path) != static_cast<std::int64_t>(files.back().file.bytes)) {
-      throw_invalid(fmt::format("{} wrote '{}', but here it is missing or has another size; the directory "
-                                "must be on a file system that all ranks share",
-                                share.owner.empty() ? ranks_.names()[share.rank]
-                                                    : fmt::format("worker '{}'", share.owner),
-                                path));
+      throw_invalid(fmt::format(
+          "{} wrote '{}', but here it is missing or has another size; the directory "
+          "must be on a file system that all ranks share",
+          share.owner.empty() ? ranks_.names()[share.rank] : fmt::format("worker '{}'", share.owner), path));
     }
   }
   fill_manifest(manifest, job.listings, job.plan, files);

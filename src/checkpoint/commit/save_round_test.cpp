@@ -248,7 +248,8 @@ TEST(WorkerRanks, GatherBytesOfAnyLength) {
   SimCluster cluster(cluster_of_three(1));
   cluster.run([&](Worker& worker) {
     const auto ranks = make_worker_ranks(worker, {}, "test", std::chrono::seconds(60));
-    for (const std::size_t size : {std::size_t{0}, std::size_t{61440}, std::size_t{61441}, std::size_t{300000}}) {
+    for (const std::size_t size :
+         {std::size_t{0}, std::size_t{61440}, std::size_t{61441}, std::size_t{300000}}) {
       const Bytes mine(worker.rank() == 1 ? size : size / 3, static_cast<std::byte>(worker.rank() + 1));
       const auto all = ranks->gather("bytes", mine);
       EXPECT_EQ(all[1], Bytes(size, std::byte{2}));

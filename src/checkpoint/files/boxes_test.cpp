@@ -14,7 +14,8 @@ TEST(Boxes, AreCoveredOnceBySplittingThemAtRandom) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
     Sizes shape;
-    for (std::size_t d = random() % 4; d > 0; --d) shape.push_back(1 + static_cast<std::int64_t>(random() % 5));
+    for (std::size_t d = random() % 4; d > 0; --d)
+      shape.push_back(1 + static_cast<std::int64_t>(random() % 5));
     std::vector<Box> boxes{whole_box(shape)};
     for (int cut = 0; cut < 6 && !shape.empty(); ++cut) {
       const std::size_t which = random() % boxes.size();

@@ -56,8 +56,8 @@ void check_header_entries(const MappedFile& file, const std::string& file_name, 
       const HeaderEntry* entry = file.find(saved.key);
       if (entry == nullptr || entry->type != tensor.type || entry->shape != saved.box.size ||
           entry->begin != saved.begin) {
-        throw_invalid(fmt::format("'{}': the header disagrees with the manifest about tensor '{}'",
-                                  file.path(), name));
+        throw_invalid(
+            fmt::format("'{}': the header disagrees with the manifest about tensor '{}'", file.path(), name));
       }
     }
   }
@@ -74,7 +74,8 @@ void check_saved_file(const Disk& disk, const std::string& folder, const std::st
   const std::int64_t size = disk.file_size(path);
   if (size < 0) throw_invalid(fmt::format("'{}' is missing", path));
   if (static_cast<std::uint64_t>(size) != saved.bytes) {
-    throw_invalid(fmt::format("'{}' has {} bytes, but the manifest says {}: it is {}", path, size, saved.bytes,
+    throw_invalid(fmt::format("'{}' has {} bytes, but the manifest says {}: it is {}", path, size,
+                              saved.bytes,
                               static_cast<std::uint64_t>(size) < saved.bytes ? "truncated" : "damaged"));
   }
   if (name == kIndexFile) {
@@ -188,9 +189,10 @@ void verify_data(const std::string& folder, const Manifest& manifest, std::size_
       if (!file) file = std::make_unique<MappedFile>(folder + "/" + saved.file);
       const HeaderEntry* entry = file->find(saved.key);
       if (entry == nullptr || checksum_of(file->data(*entry)) != saved.checksum) {
-        throw_invalid(fmt::format("'{}': the checksum of tensor '{}' does not match: the file is damaged, or "
-                                  "belongs to another checkpoint",
-                                  file->path(), name));
+        throw_invalid(
+            fmt::format("'{}': the checksum of tensor '{}' does not match: the file is damaged, or "
+                        "belongs to another checkpoint",
+                        file->path(), name));
       }
     }
   }

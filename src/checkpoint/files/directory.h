@@ -65,8 +65,8 @@ void verify_data(const std::string& folder, const Manifest& manifest, std::size_
 
 /// The newest checkpoint that `check` accepts, or nullopt. Calls `rejected(name, error text)` for each newer
 /// one that it threw for.
-std::optional<Committed> find_newest(const Directory& directory,
-                                     const std::function<void(const Committed&)>& check,
-                                     const std::function<void(const Committed&, const std::string&)>& rejected);
+std::optional<Committed> find_newest(
+    const Directory& directory, const std::function<void(const Committed&)>& check,
+    const std::function<void(const Committed&, const std::string&)>& rejected);
 
 }  // namespace torchspan::checkpoint

@@ -63,10 +63,9 @@ std::string save(const Directory& directory, std::int64_t step, std::optional<do
   const std::string folder = directory.path_of(partial);
   disk.make_folder(folder);
   const auto a = pattern(48, static_cast<std::uint64_t>(step)), b = pattern(10, 7);
-  const WrittenFile written =
-      write_tensor_file(disk, folder + "/model.safetensors",
-                        {{"a", ElementType::kF32, {3, 4}}, {"b", ElementType::kU8, {10}}},
-                        {std::as_bytes(std::span(a)), std::as_bytes(std::span(b))}, {{"format", "pt"}});
+  const WrittenFile written = write_tensor_file(
+      disk, folder + "/model.safetensors", {{"a", ElementType::kF32, {3, 4}}, {"b", ElementType::kU8, {10}}},
+      {std::as_bytes(std::span(a)), std::as_bytes(std::span(b))}, {{"format", "pt"}});
   Manifest manifest;
   manifest.step = step;
   manifest.metric = metric;
@@ -176,7 +175,8 @@ TEST(CheckpointDirectory, KeepsTheLastAndTheBestCheckpoints) {
   const Disk disk;
   const Directory directory(disk, folder.path());
   std::string last;
-  for (const auto& [step, metric] : std::vector<std::pair<int, double>>{{1, 5}, {2, 1}, {3, 9}, {4, 2}, {5, 7}, {6, 8}})
+  for (const auto& [step, metric] :
+       std::vector<std::pair<int, double>>{{1, 5}, {2, 1}, {3, 9}, {4, 2}, {5, 7}, {6, 8}})
     last = save(directory, step, metric);
   const auto steps = [&] {
     std::vector<std::int64_t> all;
@@ -278,7 +278,8 @@ TEST(TensorFile, AlignsItsDataToPages) {
   const TemporaryFolder folder;
   const Disk disk;
   const auto data = pattern(24, 1);
-  write_tensor_file(disk, folder.path() + "/x", {{"w", ElementType::kF64, {3}}}, {std::as_bytes(std::span(data))}, {});
+  write_tensor_file(disk, folder.path() + "/x", {{"w", ElementType::kF64, {3}}},
+                    {std::as_bytes(std::span(data))}, {});
   const MappedFile file(folder.path() + "/x");
   EXPECT_EQ(file.header().data_start % 4096, 0u);
   EXPECT_TRUE(std::ranges::equal(file.data(*file.find("w")), std::as_bytes(std::span(data))));

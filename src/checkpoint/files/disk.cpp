@@ -65,8 +65,8 @@ const char* disk_advice(int number) {
 
 void throw_disk_error(const char* verb, const std::string& path, int number) {
   throw Error(kind_of_errno(number),
-              fmt::format("cannot {} '{}': {}; {}", verb, path,
-                          std::generic_category().message(number), disk_advice(number)));
+              fmt::format("cannot {} '{}': {}; {}", verb, path, std::generic_category().message(number),
+                          disk_advice(number)));
 }
 
 std::string parent_of(const std::string& path) {

@@ -150,9 +150,10 @@ EncodedHeader encode_header(std::vector<HeaderEntry> entries, const Metadata& me
   const std::uint64_t start = (used + alignment - 1) / alignment * alignment;
   json.append(start - used, ' ');
   if (json.size() > kMostHeaderBytes) {
-    throw_invalid(fmt::format("{} with {} tensors needs a header of {} bytes; the format allows {}: use "
-                              "shorter names or several files",
-                              what, entries.size(), json.size(), kMostHeaderBytes));
+    throw_invalid(
+        fmt::format("{} with {} tensors needs a header of {} bytes; the format allows {}: use "
+                    "shorter names or several files",
+                    what, entries.size(), json.size(), kMostHeaderBytes));
   }
   ByteWriter out;
   out.put(static_cast<std::uint64_t>(json.size()));

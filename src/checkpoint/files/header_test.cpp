@@ -33,10 +33,10 @@ Header parsed(std::string_view json, std::uint64_t data_bytes) {
 }
 
 TEST(SafetensorsHeader, ReadsTensorsInTheOrderOfTheirDataAndMetadata) {
-  const Header header = parsed(
-      R"({"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]},"__metadata__":{"format":"pt"},)"
-      R"("a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]}})",
-      12);
+  const Header header =
+      parsed(R"({"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]},"__metadata__":{"format":"pt"},)"
+             R"("a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]}})",
+             12);
   ASSERT_EQ(header.entries.size(), 2u);
   EXPECT_EQ(header.entries[0], (HeaderEntry{"a", ElementType::kU8, {2, 2}, 0, 4}));
   EXPECT_EQ(header.entries[1], (HeaderEntry{"b", ElementType::kF32, {2}, 4, 12}));
@@ -53,23 +53,36 @@ TEST(SafetensorsHeader, AllowsScalarsAndEmptyTensorsAndNoTensors) {
 
 TEST(SafetensorsHeader, RefusesWhatTheFormatForbids) {
   const std::string f32 = R"("dtype":"F32")";
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8),
-              HasSubstr("'a' is there twice"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8), HasSubstr("begins at 4"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", 6),
-              HasSubstr("tensor 'b' begins at 2, but the data before it ends at 4"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 5), HasSubstr("the file has 5"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 4), HasSubstr("truncated"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4), HasSubstr("need 8 bytes"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}})", 4), HasSubstr("unknown dtype 'F33'"));
+  EXPECT_THAT(
+      refusal(
+          R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
+          8),
+      HasSubstr("'a' is there twice"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8),
+              HasSubstr("begins at 4"));
+  EXPECT_THAT(
+      refusal(
+          R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})",
+          6),
+      HasSubstr("tensor 'b' begins at 2, but the data before it ends at 4"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 5),
+              HasSubstr("the file has 5"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 4),
+              HasSubstr("truncated"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
+              HasSubstr("need 8 bytes"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}})", 4),
+              HasSubstr("unknown dtype 'F33'"));
   EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4), HasSubstr("'shape'"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}})", 4), HasSubstr("'shape'"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}})", 4),
+              HasSubstr("'shape'"));
   EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}})", 4), HasSubstr("range"));
   EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0),
               HasSubstr("too large"));
   EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[9223372036854775807],"data_offsets":[0,0]}})", 0),
               HasSubstr("too large"));
-  EXPECT_THAT(refusal(R"({"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}})", 1), HasSubstr("whole number"));
+  EXPECT_THAT(refusal(R"({"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}})", 1),
+              HasSubstr("whole number"));
   EXPECT_THAT(refusal(R"({"a":{"shape":[1],"data_offsets":[0,4]}})", 4), HasSubstr("'dtype' is missing"));
   EXPECT_THAT(refusal(R"({"a":3})", 0), HasSubstr("expected an object"));
   EXPECT_THAT(refusal(R"({"__metadata__":{"a":1}})", 0), HasSubstr("not a string"));
@@ -102,7 +115,8 @@ TEST(SafetensorsHeader, IsReadBackAsWritten) {
       do {
         entry.type = static_cast<ElementType>(random() % 22);
       } while (bits_of(entry.type) % 8 != 0);
-      for (std::size_t d = random() % 4; d > 0; --d) entry.shape.push_back(static_cast<std::int64_t>(random() % 4));
+      for (std::size_t d = random() % 4; d > 0; --d)
+        entry.shape.push_back(static_cast<std::int64_t>(random() % 4));
       entries.push_back(entry);
     }
     const EncodedHeader encoded = encode_header(entries, {{"format", "pt"}}, random() % 2 == 0 ? 8 : 4096);
@@ -137,7 +151,9 @@ TEST(SafetensorsHeader, IsReadOrRefusedWhateverOneByteBecomes) {
 }
 
 TEST(SafetensorsHeader, CannotBeWrittenWithNamesThatOthersCannotRead) {
-  EXPECT_THAT(invalid_text([] { encode_header({{"a", ElementType::kU8, {1}}, {"a", ElementType::kU8, {1}}}, {}); }),
+  EXPECT_THAT(invalid_text([] {
+                encode_header({{"a", ElementType::kU8, {1}}, {"a", ElementType::kU8, {1}}}, {});
+              }),
               HasSubstr("two tensors 'a'"));
   EXPECT_THAT(invalid_text([] { encode_header({{"\xff", ElementType::kU8, {1}}}, {}); }), HasSubstr("UTF-8"));
 }

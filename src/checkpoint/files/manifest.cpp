@@ -83,8 +83,8 @@ SavedBox saved_box_of(const JsonObject& json, const SavedTensor& tensor, const s
   saved.begin = json.number("begin");
   saved.checksum = parse_checksum(json.text("xxh3"), where);
   if (!fits(saved.box, tensor.shape)) {
-    json.refuse(fmt::format("the box {} is not within the shape {}", describe(saved.box),
-                            describe(tensor.shape)));
+    json.refuse(
+        fmt::format("the box {} is not within the shape {}", describe(saved.box), describe(tensor.shape)));
   }
   return saved;
 }
@@ -179,8 +179,8 @@ Manifest parse_manifest(std::string_view text, const std::string& what) {
   const JsonObject root(json, what);
   if (root.text("format") != kFormat) root.refuse("it is not a manifest of TorchSpan");
   if (root.number("version") != kVersion) {
-    root.refuse(fmt::format("it has version {}; this library reads version {}", root.number("version"),
-                            kVersion));
+    root.refuse(
+        fmt::format("it has version {}; this library reads version {}", root.number("version"), kVersion));
   }
   Manifest manifest;
   manifest.step = root.signed_number("step");

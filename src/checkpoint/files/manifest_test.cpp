@@ -25,8 +25,10 @@ Manifest example() {
                            {{{{0, 0}, {2, 2}}, "a.safetensors", "w@0,0", 0, 11},
                             {{{2, 0}, {2, 2}}, "b.safetensors", "w@2,0", 0, ~std::uint64_t{0}}}};
   manifest.tensors["s"] = {ElementType::kF64, {}, {{{{}, {}}, "a.safetensors", "s", 16, 12}}};
-  manifest.values = {{"epoch", std::int64_t{-3}}, {"loss", 3.0},
-                     {"done", false},             {"name", std::string("ü \"quoted\"")},
+  manifest.values = {{"epoch", std::int64_t{-3}},
+                     {"loss", 3.0},
+                     {"done", false},
+                     {"name", std::string("ü \"quoted\"")},
                      {"bound", std::numeric_limits<double>::infinity()}};
   return manifest;
 }
@@ -62,8 +64,10 @@ TEST(CheckpointManifest, IsRefusedIfItsBoxesDoNotMakeUpTheTensors) {
   EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes.pop_back(); }),
               HasSubstr("tensor 'w': 4 of the elements of [0:4, 0:2] are in no part"));
   EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].box.offset[0] = 1; }), HasSubstr("overlap"));
-  EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].box.offset[0] = 3; }), HasSubstr("not within"));
-  EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].file = "c"; }), HasSubstr("'c' is not listed"));
+  EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].box.offset[0] = 3; }),
+              HasSubstr("not within"));
+  EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].file = "c"; }),
+              HasSubstr("'c' is not listed"));
   EXPECT_THAT(refusal([](Manifest& m) { m.tensors["w"].boxes[1].begin = 30; }), HasSubstr("does not fit"));
   EXPECT_THAT(refusal([](Manifest& m) { m.files["../x"] = {}; }), HasSubstr("plain file name"));
 }

@@ -32,7 +32,8 @@ WrittenFile write_tensor_file(const Disk& disk, const std::string& path, std::ve
   WrittenFile written;
   written.header = std::move(encoded.header);
   if (written.header.entries.size() != data.size())
-    throw_invalid(fmt::format("{} tensors and {} pieces of data", written.header.entries.size(), data.size()));
+    throw_invalid(
+        fmt::format("{} tensors and {} pieces of data", written.header.entries.size(), data.size()));
   const auto file = disk.create(path);
   file->append(encoded.bytes);
   written.head_checksum = checksum_of(encoded.bytes);

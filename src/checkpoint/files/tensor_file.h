@@ -13,8 +13,8 @@ namespace torchspan::checkpoint {
 /// What was written: for the manifest.
 struct WrittenFile {
   Header header;
-  std::uint64_t bytes = 0;                ///< of the file
-  std::uint64_t head_checksum = 0;        ///< of the header
+  std::uint64_t bytes = 0;                 ///< of the file
+  std::uint64_t head_checksum = 0;         ///< of the header
   std::vector<std::uint64_t> checksums{};  ///< of each entry's data
 };
 

@@ -89,16 +89,17 @@ SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, con
       job.metric = one.metric;
     }
     if (one.step != job.step) {
-      throw_invalid(fmt::format("{}: {} saves step {}, but {} step {}; all ranks save after the same step", what,
-                                ranks_.names()[0], job.step, ranks_.names()[rank], one.step));
+      throw_invalid(fmt::format("{}: {} saves step {}, but {} step {}; all ranks save after the same step",
+                                what, ranks_.names()[0], job.step, ranks_.names()[rank], one.step));
     }
     for (const auto& [name, value] : one.values) {
       const auto [place, is_new] = job.values.emplace(name, value);
       if (is_new) {
         first[name] = rank;
       } else if (value_bytes(place->second) != value_bytes(value)) {
-        throw_invalid(fmt::format("{}: the value '{}' differs between {} and {}; register it with add_per_rank()",
-                                  what, name, ranks_.names()[first[name]], ranks_.names()[rank]));
+        throw_invalid(
+            fmt::format("{}: the value '{}' differs between {} and {}; register it with add_per_rank()", what,
+                        name, ranks_.names()[first[name]], ranks_.names()[rank]));
       }
     }
   }

@@ -1,5 +1,3 @@
-#include <torchspan/checkpoint/manager.h>
-
 #include <algorithm>
 #include <fmt/format.h>
 #include <iterator>
@@ -8,6 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <torchspan/checkpoint/manager.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/runtime.h>
 
@@ -58,8 +57,7 @@ class CheckpointManager::Impl {
       if (other.name == name)
         throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
     }
-    const std::string prefix =
-        per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
+    const std::string prefix = per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
     sources_.push_back({name, prefix, per_rank, std::move(source)});
   }
 
@@ -75,7 +73,8 @@ class CheckpointManager::Impl {
         one.source->save(writer);
       }
       listing = checkpoint::listing_of(writer.tensors());
-      if (!writer.remote().empty()) std::ranges::move(owners().list(writer.remote()), std::back_inserter(listing));
+      if (!writer.remote().empty())
+        std::ranges::move(owners().list(writer.remote()), std::back_inserter(listing));
       const auto digest = checkpoint::checksum_of(checkpoint::encode_listing(listing));
       return checkpoint::encode_proposal({step, next_token(), digest, options.metric, writer.values()});
     });
@@ -109,8 +108,8 @@ class CheckpointManager::Impl {
       for (const Registered& one : sources_) {
         const bool optional = one.name == "rng";
         if (one.per_rank && !optional && manifest.world_size != static_cast<int>(ranks_->size())) {
-          throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it", one.name,
-                                    manifest.world_size, ranks_->size()));
+          throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it",
+                                    one.name, manifest.world_size, ranks_->size()));
         }
         reader.set_prefix(one.prefix);
         one.source->load(reader);
@@ -153,8 +152,8 @@ class CheckpointManager::Impl {
   void write(const checkpoint::SaveJob& job) {
     try {
       checkpoint::SaveRound round(*ranks_, directory_, runtime_.log);
-      round.run(job, snapshot_.data(),
-                {options_.keep_last, options_.keep_best, options_.lower_is_better}, owners_.get());
+      round.run(job, snapshot_.data(), {options_.keep_last, options_.keep_best, options_.lower_is_better},
+                owners_.get());
     } catch (...) {
       failure_ = to_error(std::current_exception());
     }
@@ -206,8 +205,8 @@ CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions opt
 CheckpointManager::CheckpointManager(CheckpointOptions options)
     : impl_([&] {
         const auto standalone = std::make_shared<StandaloneRuntime>();
-        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(), nullptr,
-                                      std::move(options));
+        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(),
+                                      nullptr, std::move(options));
       }()) {}
 
 CheckpointManager::~CheckpointManager() = default;

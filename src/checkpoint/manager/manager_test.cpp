@@ -1,5 +1,3 @@
-#include <torchspan/checkpoint.h>
-
 #include <filesystem>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -9,6 +7,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
 
 #include "tests/support/errors.h"
@@ -168,7 +167,8 @@ TEST(CheckpointManager, KeepsTheLastCheckpointsAndThoseWithTheBestMetric) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
     names.push_back(entry.path().filename());
-  EXPECT_THAT(names, ::testing::UnorderedElementsAre("step-00000002", "step-00000005", "step-00000006", "latest"));
+  EXPECT_THAT(names,
+              ::testing::UnorderedElementsAre("step-00000002", "step-00000005", "step-00000006", "latest"));
 }
 
 TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
@@ -187,7 +187,8 @@ TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
   std::filesystem::copy_file(folder.path() + "/other/latest", folder.path() + "/run");
   manager.save(2);
   EXPECT_THAT(error_text([&] { manager.save(3); }),
-              ::testing::AllOf(HasSubstr("the checkpoint of step 2 was not saved"), HasSubstr(folder.path() + "/run")));
+              ::testing::AllOf(HasSubstr("the checkpoint of step 2 was not saved"),
+                               HasSubstr(folder.path() + "/run")));
   std::filesystem::remove(folder.path() + "/run");
   manager.save(4);
   manager.wait();
@@ -234,16 +235,18 @@ TEST(CheckpointManager, NamesWhatDoesNotFitAndChangesNoTensorOfThatModule) {
   };
   const auto wrong = torch::nn::Linear(3, 5);
   const at::Tensor bias = wrong->bias.detach().clone();
-  EXPECT_THAT(restore(wrong), HasSubstr("'model.weight' has shape [4, 3] and dtype Float, but this program's has "
-                                        "[5, 3] and Float"));
+  EXPECT_THAT(restore(wrong),
+              HasSubstr("'model.weight' has shape [4, 3] and dtype Float, but this program's has "
+                        "[5, 3] and Float"));
   EXPECT_TRUE(wrong->bias.equal(bias));
   torch::nn::Linear doubles(3, 4);
   doubles->to(torch::kDouble);
   EXPECT_THAT(restore(doubles), HasSubstr("dtype Float, but this program's has [4, 3] and Double"));
   EXPECT_THAT(restore(torch::nn::Linear(torch::nn::LinearOptions(3, 4).bias(false))),
               HasSubstr("the module lacks 'model.bias'"));
-  EXPECT_THAT(restore(torch::nn::Sequential(torch::nn::Linear(3, 4))),
-              HasSubstr("it lacks 'model.0.weight', 'model.0.bias'; the module lacks 'model.bias', 'model.weight'"));
+  EXPECT_THAT(
+      restore(torch::nn::Sequential(torch::nn::Linear(3, 4))),
+      HasSubstr("it lacks 'model.0.weight', 'model.0.bias'; the module lacks 'model.bias', 'model.weight'"));
 }
 
 TEST(CheckpointManager, ChecksWhatIsRegistered) {

@@ -73,8 +73,8 @@ void train_pipeline(Worker& worker, const std::string& folder, const std::vector
   // The seeds matter in the first run only; later ones restore.
   for (std::uint64_t layer = 0; layer < kLayers; ++layer) layers.add<Dense>(first == 0 ? layer : 77 + layer);
   pipeline::Pipeline pipe(worker, layers, {.balance = balance, .micro_batches = 2});
-  optim::Optimizer optimizer({optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.01},
-                                                parameter_names(pipe))});
+  optim::Optimizer optimizer(
+      {optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.01}, parameter_names(pipe))});
   CheckpointManager manager(worker, {.directory = folder});
   manager.add("pipe", pipe);
   manager.add("optimizer", optimizer);
@@ -92,7 +92,8 @@ void train_pipeline(Worker& worker, const std::string& folder, const std::vector
   for (int layer = 0; layer < kLayers; ++layer) {
     const auto module = pipe.module(layer);
     if (!module) continue;
-    EXPECT_TRUE(at::allclose(module->parameters()[0], expected[static_cast<std::size_t>(layer)], 1e-10, 1e-12))
+    EXPECT_TRUE(
+        at::allclose(module->parameters()[0], expected[static_cast<std::size_t>(layer)], 1e-10, 1e-12))
         << "layer " << layer;
   }
 }
@@ -113,7 +114,8 @@ class ShardedTable final : public StateSource {
     shard = at::zeros({rows * (rank + 1) / ranks - begin_, 3}, at::kDouble);
   }
   void fill() {
-    for (std::int64_t row = 0; row < shard.size(0); ++row) shard[row].fill_(static_cast<double>(begin_ + row));
+    for (std::int64_t row = 0; row < shard.size(0); ++row)
+      shard[row].fill_(static_cast<double>(begin_ + row));
   }
   bool is_right() const {
     for (std::int64_t row = 0; row < shard.size(0); ++row) {
@@ -206,13 +208,15 @@ TEST(Replicas, ThatDisagreeAreAnErrorOnAllRanks) {
     std::int64_t epoch = worker.rank();
     CheckpointManager shapes(worker, {.directory = folder.path(), .name = "shapes"});
     shapes.add("x", x);
-    EXPECT_THAT(invalid_text([&] { shapes.save(1); }),
-                AllOf(HasSubstr("rank 0 ('worker0') saves 'x' with shape [2]"), HasSubstr("rank 1 ('worker1')")));
+    EXPECT_THAT(
+        invalid_text([&] { shapes.save(1); }),
+        AllOf(HasSubstr("rank 0 ('worker0') saves 'x' with shape [2]"), HasSubstr("rank 1 ('worker1')")));
     CheckpointManager values(worker, {.directory = folder.path(), .name = "values"});
     values.add("epoch", epoch);
     EXPECT_THAT(invalid_text([&] { values.save(1); }), HasSubstr("the value 'epoch' differs between rank 0"));
     CheckpointManager steps(worker, {.directory = folder.path(), .name = "steps"});
-    EXPECT_THAT(invalid_text([&] { steps.save(10 + worker.rank()); }), HasSubstr("saves step 10, but rank 1"));
+    EXPECT_THAT(invalid_text([&] { steps.save(10 + worker.rank()); }),
+                HasSubstr("saves step 10, but rank 1"));
     steps.save(12);
     steps.wait();
     at::Tensor undefined = worker.rank() == 1 ? at::Tensor() : at::zeros({1});
@@ -231,7 +235,8 @@ TEST(Replicas, PerRankStateNeedsTheSameNumberOfRanks) {
       CheckpointManager manager(worker, {.directory = folder.path()});
       manager.add_per_rank("mine", mine);
       if (first) return manager.save(1);
-      EXPECT_THAT(invalid_text([&] { manager.restore(); }), HasSubstr("'mine' was saved per rank by 2 ranks"));
+      EXPECT_THAT(invalid_text([&] { manager.restore(); }),
+                  HasSubstr("'mine' was saved per rank by 2 ranks"));
     });
   };
   program(2, true);

@@ -54,8 +54,9 @@ std::string RestoreRound::propose() {
     if (!rejected_.contains(one.name)) return one.name;
   }
   if (any) {
-    throw_invalid(fmt::format("no checkpoint in '{}' can be used: {}; to start from the beginning, remove them",
-                              directory_.path(), first_reason_));
+    throw_invalid(
+        fmt::format("no checkpoint in '{}' can be used: {}; to start from the beginning, remove them",
+                    directory_.path(), first_reason_));
   }
   return {};
 }

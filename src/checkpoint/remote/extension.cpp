@@ -1,5 +1,3 @@
-#include <torchspan/detail/checkpoint/extension.h>
-
 #include <fmt/format.h>
 #include <map>
 #include <utility>
@@ -8,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 

@@ -109,7 +109,8 @@ TEST(RemoteState, IsWrittenByItsOwnersAndRestoredByOthers) {
         return;
       }
       const auto values = values_of(layers);
-      for (std::size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(values[i].equal(expected[i])) << "layer " << i;
+      for (std::size_t i = 0; i < values.size(); ++i)
+        EXPECT_TRUE(values[i].equal(expected[i])) << "layer " << i;
     });
   };
   program(5, {"worker1", "worker2", "worker3", "worker4"}, true);

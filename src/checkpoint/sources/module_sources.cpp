@@ -42,7 +42,9 @@ class PipelineSource final : public StateSource {
   explicit PipelineSource(pipeline::Pipeline& pipeline) : pipeline_(pipeline) {}
 
   void save(StateWriter& writer) const override { save_module_tensors(writer, tensors()); }
-  void load(const StateReader& reader) override { load_module_tensors(reader, tensors(), {.allow_unexpected = true}); }
+  void load(const StateReader& reader) override {
+    load_module_tensors(reader, tensors(), {.allow_unexpected = true});
+  }
 
  private:
   std::vector<ModuleTensor> tensors() const {

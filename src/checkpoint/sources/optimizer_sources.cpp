@@ -73,7 +73,8 @@ class DistributedOptimizerSource final : public StateSource {
   explicit DistributedOptimizerSource(optim::DistributedOptimizer& optimizer) : optimizer_(optimizer) {}
 
   void save(StateWriter& writer) const override {
-    for (const RRef<optim::StateDict>& shard : optimizer_.state_shards()) writer.add_remote("", shard.state());
+    for (const RRef<optim::StateDict>& shard : optimizer_.state_shards())
+      writer.add_remote("", shard.state());
   }
   void load(const StateReader& reader) override {
     optim::StateDict state;

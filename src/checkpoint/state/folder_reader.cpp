@@ -75,8 +75,8 @@ at::ScalarType FolderReader::dtype_of(const std::string& full_name) const {
   const auto type = scalar_type_of(tensor.type);
   if (!type) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("{}: the tensor '{}' has dtype {}, which this LibTorch lacks", describe(), full_name,
-                            to_string(tensor.type)));
+                fmt::format("{}: the tensor '{}' has dtype {}, which this LibTorch lacks", describe(),
+                            full_name, to_string(tensor.type)));
   }
   return *type;
 }
@@ -141,7 +141,8 @@ void FolderReader::read_box(const std::string& full_name, const at::Tensor& targ
 
 void FolderReader::read_on_owner(const std::string& full_name, const RemoteValue& value) const {
   if (!read_on_owner_)
-    throw_invalid(fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
+    throw_invalid(
+        fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
   read_on_owner_(folder_, full_name, value);
 }
 

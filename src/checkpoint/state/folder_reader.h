@@ -21,9 +21,9 @@ class FolderReader final : public StateReader {
 
   const Manifest& manifest() const { return manifest_; }
   /// How a tensor's owner is made to read from this folder; without it such reads fail.
-  using ReadOnOwner = std::function<void(const std::string& folder, const std::string& name, const RemoteValue&)>;
+  using ReadOnOwner =
+      std::function<void(const std::string& folder, const std::string& name, const RemoteValue&)>;
   void set_read_on_owner(ReadOnOwner read) { read_on_owner_ = std::move(read); }
-  int world_size() const override { return manifest_.world_size; }
   std::int64_t step() const override { return manifest_.step; }
 
  protected:

@@ -1,9 +1,8 @@
-#include <torchspan/checkpoint/state.h>
-
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
 
+#include <torchspan/checkpoint/state.h>
 #include <torchspan/core/error.h>
 
 #include "checkpoint/files/boxes.h"
@@ -13,7 +12,8 @@
 namespace torchspan::checkpoint {
 
 void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::uint64_t fingerprint) {
-  if (!tensor.defined()) throw_invalid(fmt::format("the tensor '{}' is undefined", join_names(prefix_, name)));
+  if (!tensor.defined())
+    throw_invalid(fmt::format("the tensor '{}' is undefined", join_names(prefix_, name)));
   add_shard(name, tensor, tensor.layout() == at::kStrided ? sizes_of(tensor) : Sizes(),
             Sizes(static_cast<std::size_t>(tensor.dim()), 0));
   tensors_.back().fingerprint = fingerprint;
@@ -76,9 +76,10 @@ void StateReader::check(const std::string& name, const at::Tensor& target) const
   if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
   const Sizes saved = shape_of(full);
   if (saved != sizes_of(target) || dtype_of(full) != target.scalar_type()) {
-    throw_invalid(fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
-                              describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
-                              checkpoint::describe(sizes_of(target)), c10::toString(target.scalar_type())));
+    throw_invalid(
+        fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
+                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
+                    checkpoint::describe(sizes_of(target)), c10::toString(target.scalar_type())));
   }
 }
 
@@ -93,11 +94,12 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
   if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
   const Sizes saved = shape_of(full);
   if (!fits({offset, sizes_of(shard)}, saved) || dtype_of(full) != shard.scalar_type()) {
-    throw_invalid(fmt::format("{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
-                              "{} is not part of it",
-                              describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
-                              checkpoint::describe(sizes_of(shard)), c10::toString(shard.scalar_type()),
-                              checkpoint::describe(offset)));
+    throw_invalid(
+        fmt::format("{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
+                    "{} is not part of it",
+                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
+                    checkpoint::describe(sizes_of(shard)), c10::toString(shard.scalar_type()),
+                    checkpoint::describe(offset)));
   }
   read_box(full, shard, offset);
 }
