@@ -1,6 +1,7 @@
 #pragma once
 // Everything that needs no more of LibTorch than tensors.
 #include <torchspan/autograd.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/collective.h>
 #include <torchspan/core/progress.h>
 #include <torchspan/data_parallel.h>

@@ -196,6 +196,12 @@ std::vector<at::Tensor> Optimizer::parameters() const {
 }
 
 StateDict Optimizer::state_dict() const {
+  StateDict copy;
+  for (const auto& entry : state_view()) copy.insert(entry.key(), entry.value().clone());
+  return copy;
+}
+
+StateDict Optimizer::state_view() const {
   StateDict result;
   for (const Part& part : groups_) {
     const std::string group = fmt::format("group.{}.", part.label);
@@ -205,7 +211,7 @@ StateDict Optimizer::state_dict() const {
       const std::string path = fmt::format("{}parameter.{}.", group, part.names[i]);
       ParameterState state = part.rule->state(i);
       if (state.empty()) state.emplace("step", at::scalar_tensor(0, at::kLong));
-      for (const auto& [name, value] : state) result.insert(path + name, value.detach().clone());
+      for (const auto& [name, value] : state) result.insert(path + name, value.detach());
     }
   }
   return result;

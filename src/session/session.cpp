@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error_file.h>
+#include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
@@ -141,6 +142,7 @@ class Session::Impl {
     add_default<optim::OptimExtension>(extensions);
     add_default<autograd::AutogradExtension>(extensions);
     add_default<pipeline::PipelineExtension>(extensions);
+    add_default<checkpoint::CheckpointExtension>(extensions);
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;

@@ -112,6 +112,8 @@ class Optimizer : public LRTarget {
 
   /// A copy of all state, with the groups' kinds and rates.
   StateDict state_dict() const;
+  /// The same without copies: later steps change its tensors.
+  StateDict state_view() const;
   /// Loads a state saved by an optimizer with the same groups, names, kinds and options. Throws
   /// Error{kInvalid} naming the parameter that is missing, unknown or mismatched, and then changes nothing.
   void load_state_dict(const StateDict& state);

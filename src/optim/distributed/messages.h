@@ -4,6 +4,7 @@
 
 #include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/detail/rpc/message.h>
+#include <torchspan/detail/rpc/reference_wire.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/rpc/rref.h>
@@ -117,14 +118,6 @@ struct StepInBackward {
 
 namespace torchspan {
 
-template <>
-struct Wire<rpc::ReferencePtr> {
-  static std::string name() { return "Reference"; }
-  static void encode(wire::Encoder& encoder, const rpc::ReferencePtr& value) { encoder.reference(value); }
-  static rpc::ReferencePtr decode(wire::Decoder& decoder) {
-    return std::static_pointer_cast<rpc::Reference>(decoder.reference());
-  }
-};
 template <>
 struct Wire<optim::OptimizerTarget>
     : WireStruct<optim::OptimizerTarget, "optim.OptimizerTarget", &optim::OptimizerTarget::value,

@@ -1,0 +1,138 @@
+#pragma once
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torchspan/checkpoint/state.h>
+#include <torchspan/optim/optimizer.h>
+#include <torchspan/rpc/rref.h>
+
+namespace torch {
+namespace nn {
+class Module;
+}
+namespace optim {
+class Optimizer;
+}
+namespace serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace serialize
+}  // namespace torch
+
+namespace torchspan {
+namespace optim {
+class DistributedOptimizer;
+class FunctionalOptimizer;
+}  // namespace optim
+namespace pipeline {
+class Pipeline;
+}
+
+/// Adapters from the objects of a program to StateSource. All but modules are held by reference.
+namespace checkpoint {
+
+using SourcePtr = std::unique_ptr<StateSource>;
+
+/// Parameters and buffers by name. A tensor with several names is saved under the first one.
+SourcePtr module_source(std::shared_ptr<torch::nn::Module> module);
+/// The layers that this worker owns: "layers.<number>.<name>", so that any number of stages can restore them.
+SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
+SourcePtr optimizer_source(optim::Optimizer& optimizer);
+/// The serialized optimizer, as one tensor of bytes.
+SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer);
+/// Written by the owners of the parameters, and sent to them on restoring.
+SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
+/// A module or tensor on another worker, which writes and reads it.
+SourcePtr remote_source(RemoteValue value);
+/// "lr" and "parameter.<index>.<entry>".
+SourcePtr functional_source(optim::FunctionalOptimizer& optimizer);
+SourcePtr tensor_source(at::Tensor tensor);
+SourcePtr value_source(std::function<Value()> get, std::function<void(const Value&)> set);
+SourcePtr state_dict_source(std::function<optim::StateDict()> get,
+                            std::function<void(const optim::StateDict&)> set);
+SourcePtr archive_source(std::function<void(torch::serialize::OutputArchive&)> save,
+                         std::function<void(torch::serialize::InputArchive&)> load);
+/// The state of LibTorch's default CPU generator.
+SourcePtr rng_source();
+
+/// Names of pipeline.parameters(), in their order, for an optimizer whose state any number of stages can
+/// restore: optim::ParamGroup(pipeline.parameters(), spec, parameter_names(pipeline)).
+std::vector<std::string> parameter_names(const pipeline::Pipeline& pipeline);
+
+namespace detail {
+template <class T>
+concept ModuleHolder = requires(const T& holder) {
+  typename T::ContainedType;
+  holder.ptr();
+};
+template <class T>
+concept WrapsModule = requires(T& wrapper) {
+  wrapper.module();
+};
+template <class T>
+concept HasStateDict = requires(T& object, const optim::StateDict& state) {
+  { object.state_dict() } -> std::convertible_to<optim::StateDict>;
+  object.load_state_dict(state);
+};
+template <class T>
+concept Archived = requires(T& object, torch::serialize::OutputArchive& out,
+                            torch::serialize::InputArchive& in) {
+  object.save(out);
+  object.load(in);
+};
+/// Converts a stored value; throws Error{kInvalid} naming both types.
+template <class T>
+T value_as(const Value& value);
+}  // namespace detail
+
+/// Selects the adapter: modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
+/// object with state_dict() and load_state_dict(StateDict) (LRScheduler, GradScaler) or with save() and load()
+/// over archives (data samplers), tensors, numbers, flags and strings.
+template <class T>
+SourcePtr source_of(T& object) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return tensor_source(object);
+  } else if constexpr (detail::ModuleHolder<T>) {
+    return module_source(object.ptr());
+  } else if constexpr (std::is_convertible_v<T&, std::shared_ptr<torch::nn::Module>>) {
+    return module_source(object);
+  } else if constexpr (std::is_same_v<T, pipeline::Pipeline>) {
+    return pipeline_source(object);
+  } else if constexpr (std::is_base_of_v<RRefBase, T>) {
+    return remote_source(object.state());
+  } else if constexpr (std::is_same_v<T, optim::DistributedOptimizer>) {
+    return distributed_optimizer_source(object);
+  } else if constexpr (detail::WrapsModule<T>) {
+    return source_of(object.module());
+  } else if constexpr (std::is_same_v<T, optim::Optimizer>) {
+    return optimizer_source(object);
+  } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, T>) {
+    return torch_optimizer_source(object);
+  } else if constexpr (std::is_base_of_v<optim::FunctionalOptimizer, T>) {
+    return functional_source(object);
+  } else if constexpr (detail::HasStateDict<T>) {
+    return state_dict_source([&object] { return object.state_dict(); },
+                             [&object](const optim::StateDict& state) { object.load_state_dict(state); });
+  } else if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::string> ||
+                       std::is_floating_point_v<T> || std::is_integral_v<T>) {
+    using Stored = std::conditional_t<std::is_same_v<T, bool> || std::is_same_v<T, std::string>, T,
+                                      std::conditional_t<std::is_floating_point_v<T>, double, std::int64_t>>;
+    return value_source(
+        [&object] { return Value(static_cast<Stored>(object)); },
+        [&object](const Value& value) { object = static_cast<T>(detail::value_as<Stored>(value)); });
+  } else {
+    static_assert(detail::Archived<T>,
+                  "a checkpoint cannot save a T: add a StateSource for it (checkpoint/state.h)");
+    return archive_source([&object](torch::serialize::OutputArchive& archive) { object.save(archive); },
+                          [&object](torch::serialize::InputArchive& archive) { object.load(archive); });
+  }
+}
+
+}  // namespace checkpoint
+}  // namespace torchspan

@@ -1,0 +1,215 @@
+#include "checkpoint/files/directory.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+#include <fmt/format.h>
+#include <set>
+#include <system_error>
+#include <tuple>
+#include <utility>
+
+#include <torchspan/core/error.h>
+
+#include "checkpoint/files/checksum.h"
+#include "checkpoint/files/mapped_file.h"
+#include "checkpoint/files/strict_json.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+constexpr std::string_view kStepPrefix = "step-";
+constexpr std::string_view kTrashPrefix = "trash-";
+constexpr std::string_view kPartialMark = ".partial-";
+
+template <class T>
+bool parse_number(std::string_view text, T& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return !text.empty() && error == std::errc() && end == text.data() + text.size();
+}
+
+std::optional<Committed> parse_step_name(const std::string& name) {
+  std::string_view rest = name;
+  if (!rest.starts_with(kStepPrefix)) return std::nullopt;
+  rest.remove_prefix(kStepPrefix.size());
+  Committed result{0, 1, name};
+  const std::size_t dot = rest.find('.');
+  if (dot != std::string_view::npos && !parse_number(rest.substr(dot + 1), result.attempt))
+    return std::nullopt;
+  if (!parse_number(rest.substr(0, dot), result.step)) return std::nullopt;
+  return result;
+}
+
+std::string step_name(std::int64_t step, int attempt) {
+  return attempt == 1 ? fmt::format("{}{:08}", kStepPrefix, step)
+                      : fmt::format("{}{:08}.{}", kStepPrefix, step, attempt);
+}
+
+/// The entries of a file must be exactly the boxes that the manifest has in it.
+void check_header_entries(const MappedFile& file, const std::string& file_name, const Manifest& manifest) {
+  std::size_t count = 0;
+  for (const auto& [name, tensor] : manifest.tensors) {
+    for (const SavedBox& saved : tensor.boxes) {
+      if (saved.file != file_name) continue;
+      ++count;
+      const HeaderEntry* entry = file.find(saved.key);
+      if (entry == nullptr || entry->type != tensor.type || entry->shape != saved.box.size ||
+          entry->begin != saved.begin) {
+        throw_invalid(
+            fmt::format("'{}': the header disagrees with the manifest about tensor '{}'", file.path(), name));
+      }
+    }
+  }
+  if (count != file.header().entries.size()) {
+    throw_invalid(fmt::format("'{}' has {} tensors, but the manifest lists {}", file.path(),
+                              file.header().entries.size(), count));
+  }
+}
+
+void check_saved_file(const Disk& disk, const std::string& folder, const std::string& name,
+                      const Manifest& manifest) {
+  const SavedFile& saved = manifest.files.at(name);
+  const std::string path = folder + "/" + name;
+  const std::int64_t size = disk.file_size(path);
+  if (size < 0) throw_invalid(fmt::format("'{}' is missing", path));
+  if (static_cast<std::uint64_t>(size) != saved.bytes) {
+    throw_invalid(fmt::format("'{}' has {} bytes, but the manifest says {}: it is {}", path, size,
+                              saved.bytes,
+                              static_cast<std::uint64_t>(size) < saved.bytes ? "truncated" : "damaged"));
+  }
+  if (name == kIndexFile) {
+    const std::string text = disk.read_file(path, saved.bytes);
+    if (checksum_of(std::as_bytes(std::span(text))) != saved.head_checksum)
+      throw_invalid(fmt::format("'{}': its checksum does not match: it is damaged", path));
+    return;
+  }
+  const MappedFile file(path);
+  if (file.head().size() != saved.head_bytes || checksum_of(file.head()) != saved.head_checksum)
+    throw_invalid(fmt::format("'{}': the checksum of its header does not match: it is damaged", path));
+  check_header_entries(file, name, manifest);
+}
+
+}  // namespace
+
+std::vector<Committed> Directory::committed() const {
+  std::vector<Committed> all;
+  for (const std::string& name : disk_.list(path_)) {
+    if (auto one = parse_step_name(name)) all.push_back(std::move(*one));
+  }
+  std::sort(all.begin(), all.end(), [](const Committed& a, const Committed& b) {
+    return std::tie(a.step, a.attempt) > std::tie(b.step, b.attempt);
+  });
+  return all;
+}
+
+std::string Directory::partial_name(std::int64_t step, std::uint64_t token) {
+  return step_name(step, 1) + std::string(kPartialMark) + checksum_text(token);
+}
+
+std::string Directory::commit(const std::string& partial, std::int64_t step) const {
+  int attempt = 1;
+  for (const Committed& one : committed()) {
+    if (one.step == step) attempt = std::max(attempt, one.attempt + 1);
+  }
+  const std::string name = step_name(step, attempt);
+  try {
+    disk_.rename(path_of(partial), path_of(name));
+    disk_.replace_file(path_of("latest"), name + "\n");
+  } catch (...) {
+    // A save that failed must not be found by a later restore.
+    std::error_code ignored;
+    std::filesystem::remove_all(path_of(name), ignored);
+    throw;
+  }
+  return name;
+}
+
+void Directory::delete_old(const Retention& retention, const std::string& newest) const {
+  const std::vector<Committed> all = committed();
+  std::set<std::string> kept{newest};
+  std::vector<std::pair<double, std::string>> ranking;
+  std::set<std::string> damaged;
+  int last = 0;
+  for (const Committed& one : all) {
+    try {
+      const Manifest manifest = parse_manifest(
+          disk_.read_file(path_of(one.name) + "/" + kManifestFile, kMostManifestBytes), one.name);
+      if (last++ < retention.keep_last) kept.insert(one.name);
+      if (manifest.metric && !std::isnan(*manifest.metric))
+        ranking.emplace_back(retention.lower_is_better ? *manifest.metric : -*manifest.metric, one.name);
+    } catch (const Error&) {
+      damaged.insert(one.name);
+    }
+  }
+  std::stable_sort(ranking.begin(), ranking.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (std::size_t i = 0; i < ranking.size() && i < static_cast<std::size_t>(retention.keep_best); ++i)
+    kept.insert(ranking[i].second);
+  bool above_a_kept_one = false;
+  for (auto one = all.rbegin(); one != all.rend(); ++one) {
+    above_a_kept_one = above_a_kept_one || kept.contains(one->name);
+    if (kept.contains(one->name) || (above_a_kept_one && damaged.contains(one->name))) continue;
+    move_to_trash(one->name);
+  }
+}
+
+void Directory::move_to_trash(const std::string& name) const {
+  const std::string trash = path_of(std::string(kTrashPrefix) + name);
+  disk_.remove(trash);
+  disk_.rename(path_of(name), trash);
+  disk_.remove(trash);
+}
+
+void Directory::delete_leftovers() const {
+  for (const std::string& name : disk_.list(path_)) {
+    if (name.starts_with(kTrashPrefix) ||
+        (name.starts_with(kStepPrefix) && name.find(kPartialMark) != std::string::npos)) {
+      disk_.remove(path_of(name));
+    }
+  }
+}
+
+Manifest open_manifest(const Disk& disk, const std::string& folder) {
+  const std::string path = folder + "/" + kManifestFile;
+  if (disk.file_size(path) < 0)
+    throw_invalid(fmt::format("'{}' is missing: the checkpoint was not completed", path));
+  Manifest manifest = parse_manifest(disk.read_file(path, kMostManifestBytes), fmt::format("'{}'", path));
+  for (const auto& [name, file] : manifest.files) check_saved_file(disk, folder, name, manifest);
+  return manifest;
+}
+
+void verify_data(const std::string& folder, const Manifest& manifest, std::size_t first, std::size_t stride) {
+  std::map<std::string, std::unique_ptr<MappedFile>> files;
+  std::size_t number = 0;
+  for (const auto& [name, tensor] : manifest.tensors) {
+    for (const SavedBox& saved : tensor.boxes) {
+      if (number++ % stride != first) continue;
+      auto& file = files[saved.file];
+      if (!file) file = std::make_unique<MappedFile>(folder + "/" + saved.file);
+      const HeaderEntry* entry = file->find(saved.key);
+      if (entry == nullptr || checksum_of(file->data(*entry)) != saved.checksum) {
+        throw_invalid(
+            fmt::format("'{}': the checksum of tensor '{}' does not match: the file is damaged, or "
+                        "belongs to another checkpoint",
+                        file->path(), name));
+      }
+    }
+  }
+}
+
+std::optional<Committed> find_newest(
+    const Directory& directory, const std::function<void(const Committed&)>& check,
+    const std::function<void(const Committed&, const std::string&)>& rejected) {
+  for (const Committed& one : directory.committed()) {
+    try {
+      check(one);
+      return one;
+    } catch (const Error& error) {
+      rejected(one, error.message());
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace torchspan::checkpoint

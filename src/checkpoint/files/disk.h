@@ -1,0 +1,98 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+#include <torchspan/core/bytes.h>
+
+namespace torchspan::checkpoint {
+
+/// The system calls behind a Disk. Tests override them: a full disk, short writes, failing devices.
+class DiskCalls {
+ public:
+  virtual ~DiskCalls() = default;
+  virtual int open(const char* path, int flags, unsigned mode);
+  virtual ssize_t pwrite(int fd, const void* data, std::size_t size, off_t offset);
+  virtual int fsync(int fd);
+  virtual int rename(const char* from, const char* to);
+};
+
+/// Receives every part of a file's data after it was written, in order.
+class WriteObserver {
+ public:
+  virtual ~WriteObserver() = default;
+  virtual void written(BytesView part) = 0;
+};
+
+class Disk;
+
+/// A file being written. Every failure throws an Error that names the path.
+class OutputFile {
+ public:
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  /// Appends; starts to write the data back to the device meanwhile.
+  void append(BytesView data, WriteObserver* observer = nullptr);
+  /// Returns once the data is on the device.
+  void sync();
+  std::uint64_t size() const { return size_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  friend class Disk;
+  OutputFile(const Disk& disk, std::string path, int fd);
+
+  const Disk& disk_;
+  const std::string path_;
+  const int fd_;
+  std::uint64_t size_ = 0;
+  std::uint64_t handed_over_ = 0;  ///< bytes whose writing back has been started
+};
+
+/// Files and folders of one file system, with errors that name the path and say what to do. Thread-safe.
+class Disk {
+ public:
+  /// `calls` must outlive the disk; null: the system's.
+  explicit Disk(DiskCalls* calls = nullptr) : calls_(calls != nullptr ? *calls : own_) {}
+  Disk(const Disk&) = delete;
+  Disk& operator=(const Disk&) = delete;
+
+  /// Creates the file, or empties it.
+  std::unique_ptr<OutputFile> create(const std::string& path) const;
+  /// Writes a whole file and syncs it.
+  void write_file(const std::string& path, std::string_view text) const;
+  /// Replaces a file at once: readers see the old or the new content.
+  void replace_file(const std::string& path, std::string_view text) const;
+  /// Reads a whole file of at most `most_bytes`.
+  std::string read_file(const std::string& path, std::uint64_t most_bytes) const;
+  /// Returns -1 if there is no such file.
+  std::int64_t file_size(const std::string& path) const;
+
+  /// Creates a folder and its parents; it may exist.
+  void make_folder(const std::string& path) const;
+  /// Makes the entries of a folder durable.
+  void sync_folder(const std::string& path) const;
+  /// Renames a file or folder in its folder and makes that durable.
+  void rename(const std::string& from, const std::string& to) const;
+  /// Removes a file or a folder with its contents; it may be missing.
+  void remove(const std::string& path) const;
+  /// Names in a folder, sorted; empty if there is no such folder.
+  std::vector<std::string> list(const std::string& path) const;
+
+ private:
+  friend class OutputFile;
+  mutable DiskCalls own_;
+  DiskCalls& calls_;
+};
+
+/// Throws an Error for `number`, an errno: "cannot write 'path': No space left on device; …".
+[[noreturn]] void throw_disk_error(const char* verb, const std::string& path, int number);
+
+/// The folder that contains `path`.
+std::string parent_of(const std::string& path);
+
+}  // namespace torchspan::checkpoint

@@ -1,0 +1,127 @@
+#include "checkpoint/manager/agreement.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::checkpoint {
+namespace {
+
+void put_value(ByteWriter& out, const Value& value) {
+  out.put(static_cast<std::uint8_t>(value.index()));
+  if (const auto* text = std::get_if<std::string>(&value)) return out.put_string(*text);
+  if (const auto* flag = std::get_if<bool>(&value)) return out.put(*flag);
+  if (const auto* number = std::get_if<double>(&value)) return out.put(*number);
+  out.put(std::get<std::int64_t>(value));
+}
+
+Value get_value(ByteReader& in) {
+  switch (in.get<std::uint8_t>()) {
+    case 0:
+      return in.get<bool>();
+    case 1:
+      return in.get<std::int64_t>();
+    case 2:
+      return in.get<double>();
+    case 3:
+      return in.get_string();
+    default:
+      throw_invalid("a proposal of a checkpoint has a value of an unknown type");
+  }
+}
+
+/// Texts of values, for comparison: NaN equals NaN.
+Bytes value_bytes(const Value& value) {
+  ByteWriter out;
+  put_value(out, value);
+  return out.take();
+}
+
+}  // namespace
+
+Bytes encode_proposal(const SaveProposal& proposal) {
+  ByteWriter out;
+  out.put(proposal.step);
+  out.put(proposal.token);
+  out.put(proposal.digest);
+  out.put(proposal.metric.has_value());
+  out.put(proposal.metric.value_or(0));
+  out.put(static_cast<std::uint32_t>(proposal.values.size()));
+  for (const auto& [name, value] : proposal.values) {
+    out.put_string(name);
+    put_value(out, value);
+  }
+  return out.take();
+}
+
+SaveProposal decode_proposal(BytesView bytes) {
+  ByteReader in(bytes);
+  SaveProposal proposal;
+  proposal.step = in.get<std::int64_t>();
+  proposal.token = in.get<std::uint64_t>();
+  proposal.digest = in.get<std::uint64_t>();
+  const bool has_metric = in.get<bool>();
+  const auto metric = in.get<double>();
+  if (has_metric) proposal.metric = metric;
+  for (std::size_t left = in.get_count(6); left > 0; --left) {
+    std::string name = in.get_string();
+    proposal.values.insert_or_assign(std::move(name), get_value(in));
+  }
+  in.expect_end();
+  return proposal;
+}
+
+SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, const Listing& listing) {
+  const std::string what = fmt::format("the checkpoint of step {} was not saved", step);
+  const auto outcomes = exchange_outcomes(ranks_, "begin", proposal);
+  if (const auto failure = joint_failure(outcomes, ranks_, what)) throw *failure;
+  SaveJob job;
+  std::vector<std::uint64_t> digests;
+  std::map<std::string, std::size_t> first;  // the rank that has the value
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const SaveProposal one = decode_proposal(outcomes[rank].result);
+    digests.push_back(one.digest);
+    if (rank == 0) {
+      job.step = one.step;
+      job.token = one.token;
+      job.metric = one.metric;
+    }
+    if (one.step != job.step) {
+      throw_invalid(fmt::format("{}: {} saves step {}, but {} step {}; all ranks save after the same step",
+                                what, ranks_.names()[0], job.step, ranks_.names()[rank], one.step));
+    }
+    for (const auto& [name, value] : one.values) {
+      const auto [place, is_new] = job.values.emplace(name, value);
+      if (is_new) {
+        first[name] = rank;
+      } else if (value_bytes(place->second) != value_bytes(value)) {
+        throw_invalid(
+            fmt::format("{}: the value '{}' differs between {} and {}; register it with add_per_rank()", what,
+                        name, ranks_.names()[first[name]], ranks_.names()[rank]));
+      }
+    }
+  }
+  if (digests != digests_ || listings_.empty()) exchange_listings(digests, listing);
+  job.listings = listings_;
+  job.plan = plan_;
+  return job;
+}
+
+void SaveAgreement::exchange_listings(const std::vector<std::uint64_t>& digests, const Listing& listing) {
+  digests_.clear();
+  const auto first_with = [&](std::size_t rank) {
+    return static_cast<std::size_t>(std::ranges::find(digests, digests[rank]) - digests.begin());
+  };
+  const bool mine = first_with(ranks_.index()) == ranks_.index();
+  const std::vector<Bytes> all = ranks_.gather("listing", mine ? encode_listing(listing) : Bytes());
+  listings_.clear();
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    listings_.push_back(first_with(rank) == rank ? decode_listing(all[rank]) : listings_[first_with(rank)]);
+  }
+  plan_ = make_plan(listings_, ranks_.names());
+  digests_ = digests;
+}
+
+}  // namespace torchspan::checkpoint

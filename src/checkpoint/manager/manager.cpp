@@ -1,0 +1,224 @@
+#include <algorithm>
+#include <fmt/format.h>
+#include <iterator>
+#include <unistd.h>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/checkpoint/manager.h>
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/runtime.h>
+
+#include "checkpoint/commit/ranks.h"
+#include "checkpoint/files/checksum.h"
+#include "checkpoint/manager/agreement.h"
+#include "checkpoint/manager/restore_round.h"
+#include "checkpoint/remote/owners.h"
+#include "checkpoint/state/folder_reader.h"
+#include "checkpoint/state/snapshot.h"
+
+namespace torchspan {
+
+using checkpoint::SourcePtr;
+
+/// The executor and the log of a program without a session.
+struct StandaloneRuntime {
+  const std::unique_ptr<Executor> executor = make_executor();
+  Runtime runtime{*executor, "checkpoint"};
+};
+
+class CheckpointManager::Impl {
+ public:
+  Impl(Runtime& runtime, std::shared_ptr<void> keep, std::unique_ptr<checkpoint::Ranks> ranks,
+       std::unique_ptr<checkpoint::Owners> owners, CheckpointOptions options)
+      : keep_(std::move(keep)),
+        runtime_(runtime),
+        options_(std::move(options)),
+        owners_(std::move(owners)),
+        ranks_(std::move(ranks)),
+        directory_(disk_, options_.directory),
+        agreement_(*ranks_) {
+    if (options_.directory.empty()) throw_invalid("CheckpointOptions::directory is empty; name a folder");
+    if (options_.keep_last < 1 || options_.keep_best < 0) {
+      throw_invalid(fmt::format("keep_last is {} and keep_best {}; at least one checkpoint must be kept",
+                                options_.keep_last, options_.keep_best));
+    }
+    if (options_.rng) add("rng", checkpoint::rng_source(), true);
+  }
+
+  ~Impl() {
+    if (const auto failure = finish()) runtime_.log.error(failure->message());
+  }
+
+  void add(const std::string& name, SourcePtr source, bool per_rank) {
+    if (!source) throw_invalid(fmt::format("the state registered as '{}' is null", name));
+    for (const Registered& other : sources_) {
+      if (other.name == name)
+        throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
+    }
+    const std::string prefix = per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
+    sources_.push_back({name, prefix, per_rank, std::move(source)});
+  }
+
+  void save(std::int64_t step, const SaveOptions& options) {
+    const std::optional<Error> previous = finish();
+    checkpoint::StateWriter writer;
+    checkpoint::Listing listing;
+    const auto proposal = checkpoint::outcome_of([&] {
+      if (previous) throw *previous;
+      if (ranks_->commits()) prepare_directory();
+      for (const Registered& one : sources_) {
+        writer.set_prefix(one.prefix);
+        one.source->save(writer);
+      }
+      listing = checkpoint::listing_of(writer.tensors());
+      if (!writer.remote().empty())
+        std::ranges::move(owners().list(writer.remote()), std::back_inserter(listing));
+      const auto digest = checkpoint::checksum_of(checkpoint::encode_listing(listing));
+      return checkpoint::encode_proposal({step, next_token(), digest, options.metric, writer.values()});
+    });
+    checkpoint::SaveJob job = agreement_.agree(proposal, step, listing);
+    try {
+      take_snapshot(writer, job);
+    } catch (...) {
+      job.failure = to_error(std::current_exception());  // the other ranks must hear of it
+    }
+    if (options_.asynchronous) {
+      writer_ = runtime_.executor.spawn("checkpoint writer", [this, job] { write(job); });
+    } else {
+      write(job);
+      if (const auto failure = finish()) throw *failure;
+    }
+  }
+
+  void wait() {
+    if (const auto failure = finish()) throw *failure;
+  }
+
+  std::optional<std::int64_t> restore() {
+    const std::optional<Error> previous = finish();
+    if (previous) runtime_.log.warning(previous->message());
+    checkpoint::RestoreRound round(*ranks_, directory_, runtime_.log);
+    return round.run([this](const std::string& folder, const checkpoint::Manifest& manifest) {
+      checkpoint::FolderReader reader(folder, manifest);
+      reader.set_read_on_owner([this](const std::string& from, const std::string& name, const auto& value) {
+        owners().load(from, name, value);
+      });
+      for (const Registered& one : sources_) {
+        const bool optional = one.name == "rng";
+        if (one.per_rank && !optional && manifest.world_size != static_cast<int>(ranks_->size())) {
+          throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it",
+                                    one.name, manifest.world_size, ranks_->size()));
+        }
+        reader.set_prefix(one.prefix);
+        one.source->load(reader);
+      }
+    });
+  }
+
+ private:
+  struct Registered {
+    std::string name;
+    std::string prefix;
+    bool per_rank = false;
+    SourcePtr source;
+  };
+
+  checkpoint::Owners& owners() const {
+    if (!owners_) throw_invalid("this CheckpointManager has no session, so it cannot save an RRef");
+    return *owners_;
+  }
+
+  void take_snapshot(const checkpoint::StateWriter& writer, const checkpoint::SaveJob& job) {
+    if (!writer.remote().empty()) owners().snapshot(writer.remote(), job, ranks_->index());
+    const checkpoint::Plan::Share* own = job.plan.own_share(ranks_->index());
+    if (own == nullptr) return;
+    if (options_.asynchronous) {
+      snapshot_.copy(writer.tensors(), *own);
+    } else {
+      snapshot_.borrow(writer.tensors(), *own);
+    }
+  }
+
+  /// Waits for the writing thread; returns and forgets its failure.
+  std::optional<Error> finish() {
+    writer_.join();
+    snapshot_.release();
+    if (owners_) owners_->release();
+    return std::exchange(failure_, std::nullopt);
+  }
+
+  void write(const checkpoint::SaveJob& job) {
+    try {
+      checkpoint::SaveRound round(*ranks_, directory_, runtime_.log);
+      round.run(job, snapshot_.data(), {options_.keep_last, options_.keep_best, options_.lower_is_better},
+                owners_.get());
+    } catch (...) {
+      failure_ = to_error(std::current_exception());
+    }
+  }
+
+  void prepare_directory() {
+    if (std::exchange(prepared_, true)) return;
+    disk_.make_folder(options_.directory);
+    directory_.delete_leftovers();
+  }
+
+  std::uint64_t next_token() {
+    ByteWriter seed;
+    seed.put(static_cast<std::int64_t>(runtime_.executor.now().time_since_epoch().count()));
+    seed.put(static_cast<std::int64_t>(::getpid()));
+    seed.put(++saves_);
+    return checkpoint::checksum_of(seed.bytes());
+  }
+
+  const std::shared_ptr<void> keep_;  ///< of the runtime
+  Runtime& runtime_;
+  const CheckpointOptions options_;
+  const std::unique_ptr<checkpoint::Owners> owners_;  ///< null without a session
+  const std::unique_ptr<checkpoint::Ranks> ranks_;
+  const checkpoint::Disk disk_;
+  const checkpoint::Directory directory_;
+  checkpoint::SaveAgreement agreement_;
+  std::vector<Registered> sources_;
+  checkpoint::Snapshot snapshot_;
+  bool prepared_ = false;
+  std::uint64_t saves_ = 0;
+  std::optional<Error> failure_;  ///< of the last save; written by `writer_`
+  Thread writer_;
+};
+
+namespace {
+
+std::unique_ptr<checkpoint::Ranks> ranks_of(const Worker& worker, const CheckpointOptions& options) {
+  return checkpoint::make_worker_ranks(worker, options.participants, options.name, options.timeout);
+}
+
+}  // namespace
+
+CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions options)
+    : impl_(std::make_unique<Impl>(worker.runtime(), worker.endpoint(), ranks_of(worker, options),
+                                   std::make_unique<checkpoint::Owners>(worker, options.timeout),
+                                   std::move(options))) {}
+
+CheckpointManager::CheckpointManager(CheckpointOptions options)
+    : impl_([&] {
+        const auto standalone = std::make_shared<StandaloneRuntime>();
+        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(),
+                                      nullptr, std::move(options));
+      }()) {}
+
+CheckpointManager::~CheckpointManager() = default;
+
+void CheckpointManager::add_source(std::string name, SourcePtr source) {
+  impl_->add(name, std::move(source), false);
+}
+void CheckpointManager::add_source_per_rank(const std::string& name, SourcePtr source) {
+  impl_->add(name, std::move(source), true);
+}
+void CheckpointManager::save(std::int64_t step, SaveOptions options) { impl_->save(step, options); }
+void CheckpointManager::wait() { impl_->wait(); }
+std::optional<std::int64_t> CheckpointManager::restore() { return impl_->restore(); }
+
+}  // namespace torchspan

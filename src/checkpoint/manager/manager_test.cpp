@@ -1,0 +1,296 @@
+#include <filesystem>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn.h>
+#include <torch/optim.h>
+
+#include <torchspan/checkpoint.h>
+#include <torchspan/optim.h>
+
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
+
+namespace torchspan::checkpoint::manager_test {
+
+using ::testing::HasSubstr;
+using torchspan::testing::error_of;
+using torchspan::testing::error_text;
+using torchspan::testing::invalid_text;
+using torchspan::testing::TemporaryFolder;
+
+/// A model with buffers, a shared parameter and dropout, so that exact resumption needs all of them.
+struct ModelImpl : torch::nn::Module {
+  ModelImpl() {
+    in = register_module("in", torch::nn::Linear(4, 8));
+    norm = register_module("norm", torch::nn::BatchNorm1d(8));
+    out = register_module("out", torch::nn::Linear(torch::nn::LinearOptions(8, 4).bias(false)));
+    tied = register_parameter("tied", out->weight);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return out->forward(torch::dropout(torch::tanh(norm->forward(in->forward(x))), 0.3, is_training())) +
+           tied.sum();
+  }
+  torch::nn::Linear in{nullptr}, out{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  at::Tensor tied;
+};
+TORCH_MODULE(Model);
+
+/// A training program whose state is in every kind of object.
+struct Program {
+  explicit Program(std::uint64_t seed)
+      : model((torch::manual_seed(seed), Model())),
+        adam(*model, optim::AdamW{.lr = 0.05}),
+        schedule(adam, optim::StepLR{.step_size = 2, .gamma = 0.5}),
+        other(torch::nn::Linear(4, 2)),
+        sgd(other->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
+        alone(torch::nn::Linear(2, 1)),
+        functional(optim::Adagrad{.lr = 0.1}.build(alone->parameters())) {}
+
+  void add_to(CheckpointManager& manager) {
+    manager.add("model", model);
+    manager.add("adam", adam);
+    manager.add("schedule", schedule);
+    manager.add("other", other);
+    manager.add("sgd", sgd);
+    manager.add("alone", alone);
+    manager.add("functional", *functional);
+    manager.add("scaler", scaler);
+    manager.add("epoch", epoch);
+    manager.add("best", best);
+    manager.add("label", label);
+    manager.add("mean", mean);
+  }
+  void step() {
+    adam.zero_grad();
+    sgd.zero_grad();
+    const at::Tensor x = torch::randn({16, 4});
+    const at::Tensor y = alone->forward(other->forward(model->forward(x))).square().mean();
+    y.backward();
+    adam.step();
+    schedule.step();
+    sgd.step();
+    std::vector<at::Tensor> gradients;
+    for (at::Tensor& parameter : alone->parameters()) {
+      gradients.push_back(parameter.grad());
+      parameter.mutable_grad().reset();
+    }
+    functional->step(gradients);
+    mean.mul_(0.9).add_(y.detach(), 0.1);
+    best = std::min(best, y.item<double>());
+    ++epoch;
+    label += "x";
+  }
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const auto* module : {static_cast<const torch::nn::Module*>(model.get()),
+                               static_cast<const torch::nn::Module*>(other.get()),
+                               static_cast<const torch::nn::Module*>(alone.get())}) {
+      for (const at::Tensor& tensor : module->parameters()) all.push_back(tensor);
+      for (const at::Tensor& tensor : module->buffers()) all.push_back(tensor);
+    }
+    all.push_back(mean);
+    return all;
+  }
+
+  Model model;
+  optim::Optimizer adam;
+  optim::LRScheduler schedule;
+  torch::nn::Linear other;
+  torch::optim::SGD sgd;
+  torch::nn::Linear alone;
+  std::unique_ptr<optim::FunctionalOptimizer> functional;
+  optim::GradScaler scaler;
+  std::int64_t epoch = 0;
+  double best = 1e9;
+  std::string label = "run ";
+  at::Tensor mean = torch::zeros({});
+};
+
+void expect_equal(const Program& a, const Program& b) {
+  const auto left = a.tensors(), right = b.tensors();
+  for (std::size_t i = 0; i < left.size(); ++i) EXPECT_TRUE(left[i].equal(right[i])) << "tensor " << i;
+  EXPECT_EQ(a.epoch, b.epoch);
+  EXPECT_EQ(a.best, b.best);
+  EXPECT_EQ(a.label, b.label);
+}
+
+TEST(CheckpointManager, ResumesTrainingBitForBit) {
+  for (const bool asynchronous : {true, false}) {
+    const TemporaryFolder folder;
+    const CheckpointOptions options{.directory = folder.path() + "/run", .asynchronous = asynchronous};
+    Program straight(1);
+    for (int step = 0; step < 7; ++step) straight.step();
+    Program before(1);
+    {
+      CheckpointManager manager(options);
+      before.add_to(manager);
+      EXPECT_EQ(manager.restore_or(0), 0);
+      for (int step = 1; step <= 4; ++step) {
+        before.step();
+        if (step == 3) manager.save(step);
+      }
+    }
+    Program after(99);
+    CheckpointManager manager(options);
+    after.add_to(manager);
+    const std::int64_t first = manager.restore_or(0);
+    EXPECT_EQ(first, 3);
+    for (std::int64_t step = first; step < 7; ++step) after.step();
+    expect_equal(after, straight);
+  }
+}
+
+TEST(CheckpointManager, SavesTheStateOfTheCallAlthoughItIsWrittenLater) {
+  const TemporaryFolder folder;
+  const at::Tensor values = torch::arange(1 << 20, torch::kFloat);
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  at::Tensor saved = values.clone();
+  manager.add("x", saved);
+  manager.save(1);
+  saved.zero_();
+  manager.wait();
+  EXPECT_EQ(manager.restore(), 1);
+  EXPECT_TRUE(saved.equal(values));
+}
+
+TEST(CheckpointManager, KeepsTheLastCheckpointsAndThoseWithTheBestMetric) {
+  const TemporaryFolder folder;
+  CheckpointManager manager({.directory = folder.path(), .keep_last = 2, .keep_best = 1});
+  at::Tensor x = torch::ones({3});
+  manager.add("x", x);
+  for (int step = 1; step <= 6; ++step) manager.save(step, {.metric = std::abs(step - 2.0)});
+  manager.wait();
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+    names.push_back(entry.path().filename());
+  EXPECT_THAT(names,
+              ::testing::UnorderedElementsAre("step-00000002", "step-00000005", "step-00000006", "latest"));
+}
+
+TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
+  const TemporaryFolder folder;
+  CheckpointManager manager({.directory = folder.path() + "/run"});
+  at::Tensor x = torch::ones({3});
+  manager.add("x", x);
+  manager.save(1);
+  manager.wait();
+  // A file takes the place of the directory.
+  std::filesystem::remove_all(folder.path() + "/run");
+  CheckpointManager blocker({.directory = folder.path() + "/other"});
+  blocker.add("x", x);
+  blocker.save(1);
+  blocker.wait();
+  std::filesystem::copy_file(folder.path() + "/other/latest", folder.path() + "/run");
+  manager.save(2);
+  EXPECT_THAT(error_text([&] { manager.save(3); }),
+              ::testing::AllOf(HasSubstr("the checkpoint of step 2 was not saved"),
+                               HasSubstr(folder.path() + "/run")));
+  std::filesystem::remove(folder.path() + "/run");
+  manager.save(4);
+  manager.wait();
+  EXPECT_EQ(manager.restore(), 4);
+}
+
+TEST(CheckpointManager, UsesTheNewestUndamagedCheckpoint) {
+  const TemporaryFolder folder;
+  CheckpointManager manager({.directory = folder.path()});
+  at::Tensor x = torch::zeros({100});
+  manager.add("x", x);
+  for (int step = 1; step <= 3; ++step) {
+    x.fill_(step);
+    manager.save(step);
+    manager.wait();
+  }
+  const auto file = [&](int step) {
+    return fmt::format("{}/step-0000000{}/model-00001-of-00001.safetensors", folder.path(), step);
+  };
+  std::filesystem::resize_file(file(3), 5000);
+  EXPECT_EQ(manager.restore(), 2);
+  EXPECT_EQ(x[7].item<float>(), 2);
+  std::filesystem::remove(file(2));
+  std::filesystem::copy_file(file(1), file(2));
+  EXPECT_EQ(manager.restore(), 1);
+  std::filesystem::remove(file(1));
+  const Error error = error_of([&] { manager.restore(); });
+  EXPECT_THAT(error.message(), ::testing::AllOf(HasSubstr("no checkpoint in"), HasSubstr("can be used"),
+                                                HasSubstr("truncated")));
+}
+
+TEST(CheckpointManager, NamesWhatDoesNotFitAndChangesNoTensorOfThatModule) {
+  const TemporaryFolder folder;
+  torch::nn::Linear saved(3, 4);
+  {
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("model", saved);
+    manager.save(1);
+  }
+  const auto restore = [&](auto model) {
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("model", model);
+    return invalid_text([&] { manager.restore(); });
+  };
+  const auto wrong = torch::nn::Linear(3, 5);
+  const at::Tensor bias = wrong->bias.detach().clone();
+  EXPECT_THAT(restore(wrong),
+              HasSubstr("'model.weight' has shape [4, 3] and dtype Float, but this program's has "
+                        "[5, 3] and Float"));
+  EXPECT_TRUE(wrong->bias.equal(bias));
+  torch::nn::Linear doubles(3, 4);
+  doubles->to(torch::kDouble);
+  EXPECT_THAT(restore(doubles), HasSubstr("dtype Float, but this program's has [4, 3] and Double"));
+  EXPECT_THAT(restore(torch::nn::Linear(torch::nn::LinearOptions(3, 4).bias(false))),
+              HasSubstr("the module lacks 'model.bias'"));
+  EXPECT_THAT(
+      restore(torch::nn::Sequential(torch::nn::Linear(3, 4))),
+      HasSubstr("it lacks 'model.0.weight', 'model.0.bias'; the module lacks 'model.bias', 'model.weight'"));
+}
+
+TEST(CheckpointManager, ChecksWhatIsRegistered) {
+  const TemporaryFolder folder;
+  CheckpointManager manager({.directory = folder.path()});
+  at::Tensor x = torch::zeros({2}), sparse = torch::zeros({2, 2}).to_sparse();
+  manager.add("x", x);
+  EXPECT_THAT(invalid_text([&] { manager.add("x", x); }), HasSubstr("'x' is registered twice"));
+  manager.add("sparse", sparse);
+  EXPECT_THAT(error_text([&] { manager.save(1); }), HasSubstr("the tensor 'sparse' is not dense"));
+  EXPECT_THAT(invalid_text([] { CheckpointManager none({.directory = ""}); }), HasSubstr("directory"));
+  EXPECT_THAT(invalid_text([&] { CheckpointManager none({.directory = folder.path(), .keep_last = 0}); }),
+              HasSubstr("keep_last is 0"));
+}
+
+TEST(CheckpointManager, NamesAValueOfAnotherType) {
+  const TemporaryFolder folder;
+  std::int64_t epoch = 3;
+  {
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("epoch", epoch);
+    manager.save(1);
+  }
+  std::string text;
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("epoch", text);
+  EXPECT_THAT(invalid_text([&] { manager.restore(); }),
+              HasSubstr("value 'epoch': the checkpoint has an integer, but the program expects a text"));
+}
+
+TEST(CheckpointManager, SavesTensorsOfAnyStrides) {
+  const TemporaryFolder folder;
+  for (const bool asynchronous : {true, false}) {
+    const at::Tensor base = torch::randn({6, 8}, torch::kDouble);
+    at::Tensor x = base.t().slice(0, 1, 7, 2);
+    const at::Tensor expected = x.clone();
+    CheckpointManager manager({.directory = folder.path(), .asynchronous = asynchronous});
+    manager.add("x", x);
+    manager.save(1);
+    manager.wait();
+    x.zero_();
+    manager.restore();
+    EXPECT_TRUE(x.equal(expected));
+  }
+}
+
+}  // namespace torchspan::checkpoint::manager_test

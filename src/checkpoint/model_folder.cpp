@@ -1,0 +1,159 @@
+#include <filesystem>
+#include <fmt/format.h>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/checkpoint/model_folder.h>
+#include <torchspan/core/error.h>
+
+#include "checkpoint/files/disk.h"
+#include "checkpoint/files/manifest.h"
+#include "checkpoint/files/mapped_file.h"
+#include "checkpoint/files/tensor_file.h"
+#include "checkpoint/sources/module_tensors.h"
+#include "checkpoint/state/folder_reader.h"
+#include "checkpoint/state/torch_types.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+constexpr const char* kSingleFile = "model.safetensors";
+
+/// The entries of one file, in its order, and their tensors.
+struct FileContent {
+  std::vector<HeaderEntry> entries;
+  std::vector<at::Tensor> tensors;
+  std::uint64_t bytes = 0;
+};
+
+FileContent content_of(const NamedTensors& tensors) {
+  FileContent content;
+  for (const auto& [name, tensor] : tensors) {
+    StateWriter checked;  // its errors name the tensor
+    checked.add(name, tensor);
+    content.entries.push_back({name, *element_type_of(tensor.scalar_type()), sizes_of(tensor)});
+  }
+  sort_for_alignment(content.entries);
+  for (const HeaderEntry& entry : content.entries) {
+    content.tensors.push_back(tensors.at(entry.name).detach().cpu().contiguous());
+    content.bytes += content.tensors.back().nbytes();
+  }
+  return content;
+}
+
+void write_content(const Disk& disk, const std::string& path, const FileContent& content,
+                   const Metadata& metadata) {
+  std::vector<BytesView> data;
+  for (const at::Tensor& tensor : content.tensors)
+    data.push_back(tensor.numel() == 0 ? BytesView() : bytes_of(tensor));
+  write_tensor_file(disk, path + ".partial", content.entries, data, metadata);
+  disk.rename(path + ".partial", path);
+}
+
+void add_file(Manifest& manifest, const std::string& folder, const std::string& name,
+              const std::map<std::string, std::string>* chosen) {
+  const MappedFile file(folder + "/" + name);
+  manifest.files[name] = {file.size(), file.header().data_start, 0};
+  for (const HeaderEntry& entry : file.header().entries) {
+    if (chosen != nullptr) {
+      const auto place = chosen->find(entry.name);
+      if (place == chosen->end() || place->second != name) continue;
+    }
+    manifest.tensors[entry.name] = {
+        entry.type, entry.shape, {{whole_box(entry.shape), name, entry.name, entry.begin, 0}}};
+  }
+}
+
+/// A reader of a file, or of a folder with an index or a single file.
+FolderReader open_model(const std::string& path) {
+  const Disk disk;
+  Manifest manifest;
+  if (disk.file_size(path) >= 0) {
+    const std::filesystem::path file(path);
+    add_file(manifest, parent_of(path), file.filename(), nullptr);
+    return {parent_of(path), std::move(manifest)};
+  }
+  const std::string index_path = path + "/" + kIndexFile;
+  if (disk.file_size(index_path) < 0) {
+    if (disk.file_size(path + "/" + kSingleFile) < 0) {
+      throw_invalid(fmt::format("'{}' is neither a safetensors file nor a folder with '{}' or '{}'", path,
+                                kSingleFile, kIndexFile));
+    }
+    add_file(manifest, path, kSingleFile, nullptr);
+    return {path, std::move(manifest)};
+  }
+  const TensorIndex index =
+      parse_index(disk.read_file(index_path, kMostManifestBytes), fmt::format("'{}'", index_path));
+  for (const auto& [tensor, file] : index.files) {
+    if (!manifest.files.contains(file)) add_file(manifest, path, file, &index.files);
+    if (!manifest.tensors.contains(tensor))
+      throw_invalid(fmt::format("'{}' says that '{}' is in '{}', which lacks it", index_path, tensor, file));
+  }
+  return {path, std::move(manifest)};
+}
+
+}  // namespace
+
+void save_model(const torch::nn::Module& module, const std::string& folder, SaveModelOptions options) {
+  const Disk disk;
+  std::vector<ModuleTensor> all;
+  append_module_tensors(all, module, "");
+  std::vector<NamedTensors> files(1);
+  std::uint64_t bytes = 0;
+  for (const ModuleTensor& entry : all) {
+    if (bytes > 0 && bytes + entry.tensor.nbytes() > options.max_file_bytes) {
+      files.emplace_back();
+      bytes = 0;
+    }
+    files.back().emplace(entry.names.front(), entry.tensor);
+    bytes += entry.tensor.nbytes();
+  }
+  disk.make_folder(folder);
+  TensorIndex index;
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    const std::string name = files.size() == 1
+                                 ? kSingleFile
+                                 : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size());
+    const FileContent content = content_of(files[i]);
+    write_content(disk, folder + "/" + name, content, options.metadata);
+    index.total_bytes += content.bytes;
+    for (const auto& [tensor, value] : files[i]) index.files[tensor] = name;
+  }
+  if (files.size() > 1) {
+    disk.replace_file(folder + "/" + kIndexFile, encode_index(index));
+  } else {
+    disk.remove(folder + "/" + kIndexFile);
+  }
+}
+
+void load_model(torch::nn::Module& module, const std::string& path, LoadModelOptions options) {
+  const FolderReader reader = open_model(path);
+  std::vector<ModuleTensor> all;
+  append_module_tensors(all, module, "");
+  if (options.saved_name) {
+    for (ModuleTensor& entry : all) {
+      for (std::string& name : entry.names) name = options.saved_name(name);
+    }
+  }
+  try {
+    load_module_tensors(reader, all, {options.allow_missing, options.allow_unexpected, options.cast});
+  } catch (const Error& error) {
+    throw Error(error.kind(), fmt::format("'{}' was not loaded: {}", path, error.message()));
+  }
+}
+
+void save_safetensors(const std::string& file, const NamedTensors& tensors, const Metadata& metadata) {
+  write_content(Disk(), file, content_of(tensors), metadata);
+}
+
+NamedTensors load_safetensors(const std::string& path) {
+  const FolderReader reader = open_model(path);
+  NamedTensors tensors;
+  for (const std::string& name : reader.names()) tensors.emplace(name, reader.read(name));
+  return tensors;
+}
+
+}  // namespace torchspan::checkpoint

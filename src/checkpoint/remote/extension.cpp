@@ -1,0 +1,196 @@
+#include <fmt/format.h>
+#include <map>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/detail/checkpoint/extension.h>
+#include <torchspan/optim/optimizer.h>
+#include <torchspan/rpc/worker.h>
+
+#include "checkpoint/files/directory.h"
+#include "checkpoint/files/tensor_file.h"
+#include "checkpoint/remote/messages.h"
+#include "checkpoint/sources/module_tensors.h"
+#include "checkpoint/state/folder_reader.h"
+#include "checkpoint/state/snapshot.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+rpc::ValuePtr value_of_item(const RemoteItem& item) {
+  if (!item.value) throw_invalid(fmt::format("the RRef saved as '{}' is empty", item.name));
+  return item.value->value(Deadline::never());  // ready: a handler runs when its references are
+}
+
+std::vector<ModuleTensor> tensors_of_module(rpc::Value& value, const std::string& name) {
+  auto* module = value.object<torch::nn::Module>();
+  if (module == nullptr) {
+    throw_invalid(fmt::format("'{}' is a '{}'; a checkpoint saves RRefs of modules and tensors", name,
+                              value.type_name()));
+  }
+  std::vector<ModuleTensor> all;
+  append_module_tensors(all, *module, "");
+  return all;
+}
+
+/// Whether the tensors belong to this snapshot alone, so that they need no copy.
+bool is_private(rpc::Value& value) { return value.type() == typeid(optim::StateDict); }
+
+void add_value(StateWriter& writer, rpc::Value& value, const std::string& name) {
+  writer.set_prefix(name);
+  if (value.type() == typeid(at::Tensor)) {
+    writer.add("", *static_cast<at::Tensor*>(value.address()));
+  } else if (value.type() == typeid(optim::StateDict)) {
+    for (const auto& entry : *static_cast<optim::StateDict*>(value.address()))
+      writer.add(entry.key(), entry.value());
+  } else {
+    save_module_tensors(writer, tensors_of_module(value, name));
+  }
+}
+
+void load_value(FolderReader& reader, rpc::Value& value, const std::string& name) {
+  reader.set_prefix(name);
+  if (value.type() == typeid(at::Tensor)) {
+    reader.read_into("", *static_cast<at::Tensor*>(value.address()));
+  } else {
+    load_module_tensors(reader, tensors_of_module(value, name), {});
+  }
+}
+
+std::string text_of_bytes(const Bytes& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+}  // namespace
+
+/// The snapshots that other workers took of this worker's values.
+class CheckpointExtension::Impl {
+ public:
+  explicit Impl(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+
+  std::string list(const ListTensors& message) const {
+    StateWriter writer;
+    for (const RemoteItem& item : message.items) add_value(writer, *value_of_item(item), item.name);
+    return text_of_bytes(encode_listing(listing_of(writer.tensors())));
+  }
+
+  void take(const TakeSnapshot& message) {
+    if (message.names.size() != message.keys.size())
+      throw_invalid("a snapshot has different numbers of names and keys");
+    StateWriter writer;
+    bool copies = false;
+    for (const RemoteItem& item : message.items) {
+      const rpc::ValuePtr value = value_of_item(item);
+      copies = copies || !is_private(*value);
+      add_value(writer, *value, item.name);
+    }
+    std::map<std::string, std::size_t> places;
+    for (std::size_t i = 0; i < writer.tensors().size(); ++i) places.emplace(writer.tensors()[i].name, i);
+    const Listing listing = listing_of(writer.tensors());
+    auto taken = std::make_shared<Taken>();
+    for (std::size_t i = 0; i < message.names.size(); ++i) {
+      const auto place = places.find(message.names[i]);
+      if (place == places.end())
+        throw_invalid(fmt::format("the tensor '{}' is gone since it was listed", message.names[i]));
+      const ListedPart& part = listing[place->second];
+      taken->share.parts.push_back(place->second);
+      taken->share.entries.push_back({message.keys[i], part.type, part.box.size});
+    }
+    taken->share.entries = encode_header(std::move(taken->share.entries), {}).header.entries;
+    if (copies) {
+      taken->snapshot.copy(writer.tensors(), taken->share);
+    } else {
+      taken->snapshot.borrow(writer.tensors(), taken->share);
+    }
+    const auto endpoint = endpoint_.lock();
+    if (!endpoint || !endpoint->is_present(message.id.worker))
+      throw Error(ErrorKind::kDisconnected, "the worker that saves this checkpoint has died or left");
+    MutexLock lock(mutex_);
+    taken_[message.id] = std::move(taken);
+  }
+
+  std::string write(const WriteSnapshot& message) {
+    const std::shared_ptr<Taken> taken = extract(message.id);
+    if (!taken) throw_invalid("the snapshot to write does not exist on this worker");
+    const Disk disk;
+    const WrittenFile written = write_tensor_file(disk, message.path, taken->share.entries,
+                                                  taken->snapshot.data(), {{"format", "pt"}});
+    disk.sync_folder(parent_of(message.path));
+    return text_of_bytes(encode_report(
+        {{written.bytes, written.header.data_start, written.head_checksum}, written.checksums}));
+  }
+
+  void drop(const DropSnapshot& message) { extract(message.id); }
+
+  void load(const LoadTensors& message) const {
+    const Disk disk;
+    FolderReader reader(message.folder, open_manifest(disk, message.folder));
+    for (const RemoteItem& item : message.items) load_value(reader, *value_of_item(item), item.name);
+  }
+
+  void depart(std::uint32_t rank) {
+    std::vector<std::shared_ptr<Taken>> gone;  // destroyed without the lock
+    MutexLock lock(mutex_);
+    for (auto it = taken_.begin(); it != taken_.end();) {
+      if (it->first.worker != rank) {
+        ++it;
+        continue;
+      }
+      gone.push_back(std::move(it->second));
+      it = taken_.erase(it);
+    }
+  }
+
+  std::size_t count() const {
+    MutexLock lock(mutex_);
+    return taken_.size();
+  }
+
+ private:
+  struct Taken {
+    Plan::Share share;
+    Snapshot snapshot;
+  };
+
+  std::shared_ptr<Taken> extract(const GlobalId& id) {
+    MutexLock lock(mutex_);
+    auto node = taken_.extract(id);
+    return node.empty() ? nullptr : std::move(node.mapped());
+  }
+
+  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  mutable Mutex mutex_;
+  std::map<GlobalId, std::shared_ptr<Taken>> taken_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+CheckpointExtension::CheckpointExtension() = default;
+CheckpointExtension::~CheckpointExtension() = default;
+
+void CheckpointExtension::attach(rpc::Registrar& registrar) {
+  impl_ = std::make_shared<Impl>(registrar.worker().endpoint()->weak_from_this());
+  using rpc::RunOn;
+  registrar.handle<ListTensors>(
+      RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const ListTensors& m) { return impl->list(m); });
+  registrar.handle<TakeSnapshot>(RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const TakeSnapshot& m) {
+    impl->take(m);
+    return Unit();
+  });
+  registrar.handle<WriteSnapshot>(
+      RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const WriteSnapshot& m) { return impl->write(m); });
+  registrar.handle<DropSnapshot>(RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const DropSnapshot& m) {
+    impl->drop(m);
+    return Unit();
+  });
+  registrar.handle<LoadTensors>(RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const LoadTensors& m) {
+    impl->load(m);
+    return Unit();
+  });
+  registrar.on_departure([impl = impl_](std::uint32_t rank, const Error&) { impl->depart(rank); });
+}
+
+std::size_t CheckpointExtension::snapshots() const { return impl_->count(); }
+
+}  // namespace torchspan::checkpoint

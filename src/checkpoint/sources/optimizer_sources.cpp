@@ -1,0 +1,198 @@
+#include <algorithm>
+#include <cmath>
+#include <fmt/format.h>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <torchspan/checkpoint/sources.h>
+#include <torchspan/core/error.h>
+#include <torchspan/optim/distributed_optimizer.h>
+#include <torchspan/optim/functional.h>
+
+#include "checkpoint/files/checksum.h"
+#include "checkpoint/state/torch_types.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+void save_entries(StateWriter& writer, const optim::StateDict& state) {
+  for (const auto& entry : state) writer.add(entry.key(), entry.value());
+}
+
+/// "group.0.parameter.weight" of "group.0.parameter.weight.exp_avg".
+std::string entry_owner(const std::string& name) {
+  return name.substr(0, std::min(name.rfind('.'), name.size()));
+}
+
+/// Restores the parameters that this rank has; other ranks may have saved more.
+class OptimizerSource final : public StateSource {
+ public:
+  explicit OptimizerSource(optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+
+  void save(StateWriter& writer) const override { save_entries(writer, optimizer_.state_view()); }
+  void load(const StateReader& reader) override {
+    std::set<std::string> mine;
+    for (const auto& entry : optimizer_.state_view()) mine.insert(entry_owner(entry.key()));
+    optim::StateDict state;
+    for (const std::string& name : reader.names()) {
+      if (mine.contains(entry_owner(name))) state.insert(name, reader.read(name));
+    }
+    optimizer_.load_state_dict(state);
+  }
+
+ private:
+  optim::Optimizer& optimizer_;
+};
+
+class StateDictSource final : public StateSource {
+ public:
+  StateDictSource(std::function<optim::StateDict()> get, std::function<void(const optim::StateDict&)> set)
+      : get_(std::move(get)), set_(std::move(set)) {}
+
+  void save(StateWriter& writer) const override { save_entries(writer, get_()); }
+  void load(const StateReader& reader) override {
+    optim::StateDict state;
+    for (const std::string& name : reader.names()) state.insert(name, reader.read(name).clone());
+    set_(state);
+  }
+
+ private:
+  const std::function<optim::StateDict()> get_;
+  const std::function<void(const optim::StateDict&)> set_;
+};
+
+class DistributedOptimizerSource final : public StateSource {
+ public:
+  explicit DistributedOptimizerSource(optim::DistributedOptimizer& optimizer) : optimizer_(optimizer) {}
+
+  void save(StateWriter& writer) const override {
+    for (const RRef<optim::StateDict>& shard : optimizer_.state_shards())
+      writer.add_remote("", shard.state());
+  }
+  void load(const StateReader& reader) override {
+    optim::StateDict state;
+    for (const std::string& name : reader.names()) state.insert(name, reader.read(name));
+    optimizer_.load_state_dict(state);
+  }
+
+ private:
+  optim::DistributedOptimizer& optimizer_;
+};
+
+class FunctionalSource final : public StateSource {
+ public:
+  explicit FunctionalSource(optim::FunctionalOptimizer& optimizer) : optimizer_(optimizer) {}
+
+  void save(StateWriter& writer) const override {
+    writer.add("lr", at::scalar_tensor(optimizer_.lr(), at::kDouble));
+    for (std::size_t i = 0; i < count(); ++i) {
+      for (const auto& [name, tensor] : optimizer_.state(i)) writer.add(prefix(i) + name, tensor);
+    }
+  }
+  void load(const StateReader& reader) override {
+    for (std::size_t i = 0; i < count(); ++i) {
+      optim::ParameterState state;
+      for (const std::string& name : reader.names()) {
+        if (name.starts_with(prefix(i))) state.emplace(name.substr(prefix(i).size()), reader.read(name));
+      }
+      optimizer_.load_state(i, state);
+    }
+    const auto rate = reader.read("lr").item<double>();
+    if (!std::isnan(rate)) optimizer_.set_lr(rate);
+  }
+
+ private:
+  std::size_t count() const {
+    return static_cast<const optim::FunctionalOptimizer&>(optimizer_).parameters().size();
+  }
+  static std::string prefix(std::size_t index) { return fmt::format("parameter.{}.", index); }
+
+  optim::FunctionalOptimizer& optimizer_;
+};
+
+/// An object that LibTorch's archives serialize, as one tensor of bytes.
+class ArchiveSource final : public StateSource {
+ public:
+  ArchiveSource(std::function<void(torch::serialize::OutputArchive&)> save,
+                std::function<void(torch::serialize::InputArchive&)> load,
+                std::function<std::uint64_t()> fingerprint = {})
+      : save_(std::move(save)), load_(std::move(load)), fingerprint_(std::move(fingerprint)) {}
+
+  void save(StateWriter& writer) const override {
+    torch::serialize::OutputArchive archive;
+    save_(archive);
+    std::ostringstream stream;
+    archive.save_to(stream);
+    const std::string text = std::move(stream).str();
+    const at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+    std::copy(text.begin(), text.end(), bytes.data_ptr<std::uint8_t>());
+    writer.add("archive", bytes, fingerprint_ ? fingerprint_() : 0);
+  }
+  void load(const StateReader& reader) override {
+    const at::Tensor bytes = reader.read("archive").contiguous();
+    std::istringstream stream(
+        std::string(static_cast<const char*>(bytes.data_ptr()), static_cast<std::size_t>(bytes.numel())));
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    load_(archive);
+  }
+
+ private:
+  const std::function<void(torch::serialize::OutputArchive&)> save_;
+  const std::function<void(torch::serialize::InputArchive&)> load_;
+  const std::function<std::uint64_t()> fingerprint_;
+};
+
+/// Differs between optimizers of different parameters, whose archives have no names: the first elements of each
+/// parameter.
+std::uint64_t fingerprint_of(const torch::optim::Optimizer& optimizer) {
+  Checksum checksum;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.defined() || parameter.numel() == 0) continue;
+      const at::Tensor some = parameter.detach().flatten().slice(0, 0, 32).cpu().contiguous();
+      checksum.add(bytes_of(some));
+    }
+  }
+  return checksum.finish() | 1;
+}
+
+}  // namespace
+
+SourcePtr optimizer_source(optim::Optimizer& optimizer) {
+  return std::make_unique<OptimizerSource>(optimizer);
+}
+
+SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer) {
+  return std::make_unique<ArchiveSource>(
+      [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
+      [&optimizer](torch::serialize::InputArchive& archive) { optimizer.load(archive); },
+      [&optimizer] { return fingerprint_of(optimizer); });
+}
+
+SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer) {
+  return std::make_unique<DistributedOptimizerSource>(optimizer);
+}
+
+SourcePtr functional_source(optim::FunctionalOptimizer& optimizer) {
+  return std::make_unique<FunctionalSource>(optimizer);
+}
+
+SourcePtr state_dict_source(std::function<optim::StateDict()> get,
+                            std::function<void(const optim::StateDict&)> set) {
+  return std::make_unique<StateDictSource>(std::move(get), std::move(set));
+}
+
+SourcePtr archive_source(std::function<void(torch::serialize::OutputArchive&)> save,
+                         std::function<void(torch::serialize::InputArchive&)> load) {
+  return std::make_unique<ArchiveSource>(std::move(save), std::move(load));
+}
+
+}  // namespace torchspan::checkpoint

@@ -1,0 +1,154 @@
+#include "checkpoint/state/folder_reader.h"
+
+#include <cstring>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <torchspan/core/error.h>
+
+#include "checkpoint/state/torch_types.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+constexpr std::int64_t kCopyBytes = std::int64_t{4} << 20;
+constexpr std::uintptr_t kPage = 4096;
+
+/// Maps the pages of a range in one call, which costs a fraction of a fault for each; a hint.
+void populate(const std::byte* data, std::int64_t size) {
+#ifdef MADV_POPULATE_READ
+  const auto begin = reinterpret_cast<std::uintptr_t>(data) / kPage * kPage;
+  const auto end = reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(size);
+  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ);
+#endif
+}
+
+void copy_bytes(std::byte* target, BytesView source) {
+  const auto size = static_cast<std::int64_t>(source.size());
+  const std::int64_t parts = (size + kCopyBytes - 1) / kCopyBytes;
+  at::parallel_for(0, parts, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t part = first; part < last; ++part) {
+      const std::int64_t at = part * kCopyBytes;
+      const std::int64_t length = std::min(kCopyBytes, size - at);
+      populate(source.data() + at, length);
+      std::memcpy(target + at, source.data() + at, static_cast<std::size_t>(length));
+    }
+  });
+}
+
+/// The part of `tensor`, whose first element is at `origin` of the whole tensor, that is `box`.
+at::Tensor narrowed(at::Tensor tensor, const Sizes& origin, const Box& box) {
+  for (std::size_t d = 0; d < origin.size(); ++d)
+    tensor = tensor.narrow(static_cast<std::int64_t>(d), box.offset[d] - origin[d], box.size[d]);
+  return tensor;
+}
+
+}  // namespace
+
+FolderReader::FolderReader(std::string folder, Manifest manifest)
+    : folder_(std::move(folder)), manifest_(std::move(manifest)) {}
+
+std::vector<std::string> FolderReader::all_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : manifest_.tensors) names.push_back(name);
+  return names;
+}
+
+std::string FolderReader::describe() const { return fmt::format("checkpoint '{}'", folder_); }
+
+const SavedTensor& FolderReader::saved(const std::string& full_name) const {
+  const auto found = manifest_.tensors.find(full_name);
+  if (found == manifest_.tensors.end())
+    throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full_name));
+  return found->second;
+}
+
+at::ScalarType FolderReader::dtype_of(const std::string& full_name) const {
+  const SavedTensor& tensor = saved(full_name);
+  const auto type = scalar_type_of(tensor.type);
+  if (!type) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("{}: the tensor '{}' has dtype {}, which this LibTorch lacks", describe(),
+                            full_name, to_string(tensor.type)));
+  }
+  return *type;
+}
+
+const std::shared_ptr<const MappedFile>& FolderReader::file(const std::string& name) const {
+  auto& file = files_[name];
+  if (!file) file = std::make_shared<const MappedFile>(folder_ + "/" + name);
+  return file;
+}
+
+BytesView FolderReader::data_of(const std::string& full_name, const SavedBox& box) const {
+  const auto& mapped = file(box.file);
+  const HeaderEntry* entry = mapped->find(box.key);
+  const SavedTensor& tensor = saved(full_name);
+  if (entry == nullptr || entry->begin != box.begin || entry->type != tensor.type ||
+      entry->shape != box.box.size) {
+    throw_invalid(fmt::format("'{}' does not contain the part {} of tensor '{}' that the manifest describes",
+                              mapped->path(), checkpoint::describe(box.box), full_name));
+  }
+  return mapped->data(*entry);
+}
+
+at::Tensor FolderReader::read_tensor(const std::string& full_name) const {
+  const SavedTensor& tensor = saved(full_name);
+  const at::ScalarType type = dtype_of(full_name);
+  if (tensor.boxes.size() == 1) {
+    const BytesView data = data_of(full_name, tensor.boxes[0]);
+    const bool aligned = reinterpret_cast<std::uintptr_t>(data.data()) % c10::elementSize(type) == 0;
+    if (!data.empty() && aligned) {
+      return at::from_blob(
+          const_cast<std::byte*>(data.data()), tensor.shape,
+          [keep = file(tensor.boxes[0].file)](void*) mutable { keep.reset(); }, at::TensorOptions(type));
+    }
+  }
+  at::Tensor result = at::empty(tensor.shape, type);
+  read_box(full_name, result, Sizes(tensor.shape.size(), 0));
+  return result;
+}
+
+void FolderReader::read_box(const std::string& full_name, const at::Tensor& target,
+                            const Sizes& offset) const {
+  const at::NoGradGuard no_grad;
+  const Box wanted{offset, sizes_of(target)};
+  const at::Tensor plain = target.detach();
+  for (const SavedBox& box : saved(full_name).boxes) {
+    const std::optional<Box> common = intersection(wanted, box.box);
+    if (!common) continue;
+    const BytesView data = data_of(full_name, box);
+    if (*common == wanted && *common == box.box && plain.is_cpu() && plain.is_contiguous()) {
+      copy_bytes(static_cast<std::byte*>(plain.data_ptr()), data);
+      continue;
+    }
+    // Other files may store data unaligned; LibTorch's operators expect aligned data.
+    at::Tensor source = borrow_tensor(data.data(), box.box.size, target.scalar_type());
+    if (reinterpret_cast<std::uintptr_t>(data.data()) % target.element_size() != 0) {
+      source = at::empty(box.box.size, target.scalar_type());
+      std::memcpy(source.data_ptr(), data.data(), data.size());
+    }
+    narrowed(plain, wanted.offset, *common).copy_(narrowed(source, box.box.offset, *common));
+  }
+}
+
+void FolderReader::read_on_owner(const std::string& full_name, const RemoteValue& value) const {
+  if (!read_on_owner_)
+    throw_invalid(
+        fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
+  read_on_owner_(folder_, full_name, value);
+}
+
+const Value* FolderReader::find_value(const std::string& full_name) const {
+  const auto found = manifest_.values.find(full_name);
+  return found == manifest_.values.end() ? nullptr : &found->second;
+}
+
+}  // namespace torchspan::checkpoint

@@ -1,0 +1,118 @@
+#include <fmt/format.h>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/checkpoint/state.h>
+#include <torchspan/core/error.h>
+
+#include "checkpoint/files/boxes.h"
+#include "checkpoint/state/names.h"
+#include "checkpoint/state/torch_types.h"
+
+namespace torchspan::checkpoint {
+
+void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::uint64_t fingerprint) {
+  if (!tensor.defined())
+    throw_invalid(fmt::format("the tensor '{}' is undefined", join_names(prefix_, name)));
+  add_shard(name, tensor, tensor.layout() == at::kStrided ? sizes_of(tensor) : Sizes(),
+            Sizes(static_cast<std::size_t>(tensor.dim()), 0));
+  tensors_.back().fingerprint = fingerprint;
+}
+
+void StateWriter::add_shard(const std::string& name, const at::Tensor& shard, Sizes shape, Sizes offset) {
+  const std::string full = join_names(prefix_, name);
+  if (!shard.defined()) throw_invalid(fmt::format("the tensor '{}' is undefined", full));
+  if (shard.layout() != at::kStrided || !element_type_of(shard.scalar_type())) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the tensor '{}' is {}{}, which the safetensors format lacks; convert it", full,
+                            shard.layout() != at::kStrided ? "not dense, of dtype " : "of dtype ",
+                            c10::toString(shard.scalar_type())));
+  }
+  if (!fits({offset, sizes_of(shard)}, shape)) {
+    throw_invalid(fmt::format("the shard of shape {} at {} of '{}' is not within its shape {}",
+                              checkpoint::describe(sizes_of(shard)), checkpoint::describe(offset), full,
+                              checkpoint::describe(shape)));
+  }
+  if (!places_.emplace(full, tensors_.size()).second)
+    throw_invalid(fmt::format("the name '{}' is saved twice; register one object under another name", full));
+  tensors_.push_back({full, shard.detach(), std::move(shape), std::move(offset)});
+}
+
+void StateWriter::add_value(const std::string& name, Value value) {
+  const std::string full = join_names(prefix_, name);
+  if (!values_.emplace(full, std::move(value)).second)
+    throw_invalid(fmt::format("the value '{}' is saved twice; register one under another name", full));
+}
+
+void StateWriter::add_remote(const std::string& name, RemoteValue value) {
+  const std::string full = join_names(prefix_, name);
+  if (!value) throw_invalid(fmt::format("the RRef saved as '{}' is empty", full));
+  remote_.emplace_back(full, std::move(value));
+}
+
+std::string StateReader::full_name(const std::string& name) const { return join_names(prefix_, name); }
+
+std::vector<std::string> StateReader::names() const {
+  std::vector<std::string> all = all_names();
+  if (prefix_.empty()) return all;
+  std::vector<std::string> mine;
+  const std::string dotted = prefix_ + ".";
+  for (const std::string& name : all) {
+    if (name.starts_with(dotted)) mine.push_back(name.substr(dotted.size()));
+  }
+  return mine;
+}
+
+bool StateReader::has(const std::string& name) const { return contains(full_name(name)); }
+
+std::vector<std::int64_t> StateReader::shape(const std::string& name) const {
+  return shape_of(full_name(name));
+}
+
+at::Tensor StateReader::read(const std::string& name) const { return read_tensor(full_name(name)); }
+
+void StateReader::check(const std::string& name, const at::Tensor& target) const {
+  const std::string full = full_name(name);
+  if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
+  const Sizes saved = shape_of(full);
+  if (saved != sizes_of(target) || dtype_of(full) != target.scalar_type()) {
+    throw_invalid(
+        fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
+                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
+                    checkpoint::describe(sizes_of(target)), c10::toString(target.scalar_type())));
+  }
+}
+
+void StateReader::read_into(const std::string& name, const at::Tensor& target) const {
+  check(name, target);
+  read_box(full_name(name), target, Sizes(static_cast<std::size_t>(target.dim()), 0));
+}
+
+void StateReader::read_shard_into(const std::string& name, const at::Tensor& shard,
+                                  const std::vector<std::int64_t>& offset) const {
+  const std::string full = full_name(name);
+  if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
+  const Sizes saved = shape_of(full);
+  if (!fits({offset, sizes_of(shard)}, saved) || dtype_of(full) != shard.scalar_type()) {
+    throw_invalid(
+        fmt::format("{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
+                    "{} is not part of it",
+                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
+                    checkpoint::describe(sizes_of(shard)), c10::toString(shard.scalar_type()),
+                    checkpoint::describe(offset)));
+  }
+  read_box(full, shard, offset);
+}
+
+void StateReader::read_remote(const std::string& name, const RemoteValue& value) const {
+  read_on_owner(full_name(name), value);
+}
+
+Value StateReader::value(const std::string& name) const {
+  const std::string full = full_name(name);
+  const Value* found = find_value(full);
+  if (found == nullptr) throw_invalid(fmt::format("{} has no value '{}'", describe(), full));
+  return *found;
+}
+
+}  // namespace torchspan::checkpoint
