@@ -3,7 +3,7 @@
 #include <torchspan/detail/device/autocast.h>
 #include <torchspan/detail/device/streams.h>
 
-#include "device/autocast_compat.h"
+#include "device/api/autocast_compat.h"
 
 namespace torchspan::device {
 namespace {
@@ -29,6 +29,14 @@ Autocast Autocast::of_thread() {
   });
   autocast.cache = at::autocast::is_autocast_cache_enabled();
   return autocast;
+}
+
+std::optional<c10::DeviceType> Autocast::type_named(std::string_view name) {
+  std::optional<c10::DeviceType> named;
+  for_each_type([&](c10::DeviceType type) {
+    if (c10::DeviceTypeName(type, /*lower_case=*/true) == name) named = type;
+  });
+  return named;
 }
 
 AutocastScope::AutocastScope()

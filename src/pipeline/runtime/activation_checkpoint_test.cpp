@@ -4,6 +4,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
+#include <torchspan/detail/device/autocast.h>
+
 #include "pipeline/pipeline_test_util.h"
 
 namespace torchspan::pipeline::testing::activation_checkpoint_test {
@@ -305,6 +307,38 @@ at::Tensor autocast_gradient(PipelineOptions options, Where where) {
     gradient = all_gradients(first, second);
   });
   return gradient;
+}
+
+/// The repeated forward sees the autocast of the first one, although it runs after the caller's scope: that of
+/// GPUs too, which this process need not have, with a dtype that is not the default.
+TEST(PipelineAutocast, IsTheSameWhenTheForwardIsRepeated) {
+  std::vector<std::string> seen;
+  on_workers(1, 1, [&](Worker& worker) {
+    nn::Linear linear = float_linear(1);
+    Layers layers;
+    layers.add_existing(linear);
+    layers.add_function("record", [&](const at::Tensor& x) {
+      std::string modes;
+      for (const device::Autocast::Mode& mode : device::Autocast::of_thread().modes)
+        modes += c10::DeviceTypeName(mode.device, true) + " " + c10::toString(mode.dtype) + " ";
+      seen.push_back(modes + c10::toString(x.scalar_type()));
+      return x.to(at::kFloat);
+    });
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kAlways, 1));
+    const at::Tensor x = seeded({4, kWidth}, 5).to(at::kFloat);
+    Batch output;
+    {
+      device::AutocastScope autocast;
+      autocast.enter({{{c10::DeviceType::CPU, at::kBFloat16}, {c10::DeviceType::CUDA, at::kBFloat16}}, true});
+      output = pipe.forward(x);
+    }
+    output.tensor().mutable_grad() = at::ones_like(output.tensor());
+    EXPECT_FALSE(device::Autocast::of_thread().enabled());
+    pipe.backward();
+    EXPECT_FALSE(device::Autocast::of_thread().enabled());
+  });
+  EXPECT_THAT(seen, ::testing::ElementsAre("cpu BFloat16 cuda BFloat16 BFloat16",
+                                           "cpu BFloat16 cuda BFloat16 BFloat16"));
 }
 
 // peer suite: pipe test_parity in half precision: differs: bfloat16 by autocast; there are no half kernels

@@ -7,6 +7,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <torchspan/detail/device/autocast.h>
+
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/layer_runner.h"
 #include "pipeline/runtime/pass_graph.h"
@@ -64,6 +66,7 @@ class LayerRangePass {
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
   std::optional<RandomState> random_;                 ///< at the forward, for its repetition
   std::optional<at::ThreadLocalState> thread_state_;  ///< at the forward, for its repetition
+  std::optional<device::Autocast> autocast_;          ///< likewise: LibTorch's state lacks the dtypes
 };
 
 }  // namespace torchspan::pipeline

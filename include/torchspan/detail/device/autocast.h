@@ -1,6 +1,8 @@
 #pragma once
 #include <array>
 #include <cstddef>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -20,6 +22,8 @@ struct Autocast {
 
   bool enabled() const { return !modes.empty(); }
   static Autocast of_thread();
+  /// The type that c10::DeviceTypeName() calls so, as in "cuda", if this LibTorch has autocast for it.
+  static std::optional<c10::DeviceType> type_named(std::string_view name);
 };
 
 /// Restores all of this thread's autocast state at the end of a scope, whatever the code in between changed.
