@@ -39,22 +39,16 @@ std::optional<c10::DeviceType> Autocast::type_named(std::string_view name) {
   return named;
 }
 
-AutocastScope::AutocastScope()
-    : cache_(at::autocast::is_autocast_cache_enabled()), types_(has_streams() ? kMostTypes : 1) {
+AutocastScope::AutocastScope(bool enters)
+    : cache_(at::autocast::is_autocast_cache_enabled()), types_(enters || has_streams() ? kMostTypes : 1) {
   static_assert(kAutocastTypes.size() == kMostTypes);
-  save(0, types_);
-}
-
-void AutocastScope::save(std::size_t first, std::size_t end) {
-  for (std::size_t i = first; i < end; ++i) {
+  for (std::size_t i = 0; i < types_; ++i) {
     if (!compat::has_autocast(kAutocastTypes[i])) continue;
     before_[i] = {compat::autocast_enabled(kAutocastTypes[i]), compat::autocast_dtype(kAutocastTypes[i])};
   }
 }
 
 void AutocastScope::enter(const Autocast& autocast) {
-  save(types_, kMostTypes);
-  types_ = kMostTypes;
   for_each_type([&](c10::DeviceType type) {
     if (compat::autocast_enabled(type)) compat::set_autocast_enabled(type, false);
   });

@@ -119,7 +119,8 @@ EnvironmentValuePtr Environment::exchange(const std::type_info& type, Environmen
   return before;
 }
 
-EnvironmentScope::EnvironmentScope(const Environment& inside) : streams_(inside.streams_) {
+EnvironmentScope::EnvironmentScope(const Environment& inside)
+    : autocast_(inside.autocast_ != nullptr), streams_(inside.streams_) {
   const bool was_default = is_default_state();
   // A captured state contains more than is_default_state() checks: save all of the current state.
   if (!was_default || inside.torch_ || inside.autocast_)

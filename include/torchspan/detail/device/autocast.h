@@ -30,7 +30,8 @@ struct Autocast {
 /// enter() replaces the state; like LibTorch's own scopes, the outermost one then drops the cached casts.
 class AutocastScope {
  public:
-  AutocastScope();
+  /// If `enters` is false, enter() must not be called, and the scope costs less without devices.
+  explicit AutocastScope(bool enters = true);
   ~AutocastScope();
   AutocastScope(const AutocastScope&) = delete;
   AutocastScope& operator=(const AutocastScope&) = delete;
@@ -43,10 +44,9 @@ class AutocastScope {
     bool enabled = false;
     at::ScalarType dtype = at::ScalarType::Undefined;
   };
-  void save(std::size_t first, std::size_t end);
   std::array<Before, kMostTypes> before_;
   const bool cache_;
-  std::size_t types_;  ///< of before_: without devices, only that of the CPU
+  const std::size_t types_;  ///< of before_: without devices, only that of the CPU
   bool entered_ = false;
 };
 
