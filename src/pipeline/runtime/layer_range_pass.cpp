@@ -100,8 +100,6 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   if (mode_.recompute && mode_.gradients) {
     if (!local_.options.seed) random_ = RandomState::capture();
     thread_state_.emplace();
-    if (device::Autocast autocast = device::Autocast::of_thread(); autocast.enabled())
-      autocast_ = std::move(autocast);
     watch.emplace(inputs_);
   }
   LayerRangeOutputs outputs;
@@ -145,8 +143,8 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
 void LayerRangePass::recompute() {
   KeptBuffers buffers(local_, runner_.range());
   device::AutocastScope autocast;
-  const at::ThreadLocalStateGuard state(*thread_state_);
-  if (autocast_) autocast.enter(*autocast_);
+  const at::ThreadLocalStateGuard state(thread_state_->torch);
+  if (thread_state_->autocast.enabled()) autocast.enter(thread_state_->autocast);
   const torch::autograd::AutoGradMode mode(true);
   const NoAutocastCache uncached;
   const RandomScope outer;

@@ -49,6 +49,10 @@ class LayerRangePass {
   std::map<int, std::vector<at::Tensor>> backward();
 
  private:
+  struct ThreadState {
+    at::ThreadLocalState torch;
+    device::Autocast autocast = device::Autocast::of_thread();  // `torch` lacks its dtypes
+  };
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
   const LocalPipeline& local_;
@@ -65,8 +69,7 @@ class LayerRangePass {
   std::map<int, Activation> inputs_;                  ///< by link
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
   std::optional<RandomState> random_;                 ///< at the forward, for its repetition
-  std::optional<at::ThreadLocalState> thread_state_;  ///< at the forward, for its repetition
-  std::optional<device::Autocast> autocast_;          ///< likewise: LibTorch's state lacks the dtypes
+  std::optional<ThreadState> thread_state_;           ///< at the forward, for its repetition
 };
 
 }  // namespace torchspan::pipeline

@@ -138,13 +138,14 @@ void RequestServer::unpack(IncomingCall& call) {
   call.info.no_grad = frame.blob(kNoGradBlob) != nullptr;
   if (const auto* blob = frame.blob(kAutocastBlob)) {
     device::Autocast autocast = decode_autocast(blob->bytes);
-    if (autocast.enabled()) call.autocast = std::make_shared<const device::Autocast>(std::move(autocast));
+    if (autocast.enabled())
+      call.inherited.autocast = std::make_shared<const device::Autocast>(std::move(autocast));
   }
   for (Interceptor* interceptor : state_.interceptors) {
     const auto* blob = frame.blob(interceptor->name());
     auto value =
         interceptor->incoming(call.info, call.payload.tensors, blob == nullptr ? BytesView() : blob->bytes);
-    if (value) call.values.push_back(std::move(value));
+    if (value) call.inherited.values.push_back(std::move(value));
   }
 }
 

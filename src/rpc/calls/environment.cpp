@@ -59,8 +59,8 @@ Environment Environment::of_call(IncomingPtr call) {
     const at::NoGradGuard no_grad;
     environment.torch_ = std::make_shared<const at::ThreadLocalState>();
   }
-  environment.autocast_ = call->autocast;
-  std::vector<EnvironmentValuePtr> values = call->values;
+  environment.autocast_ = call->inherited.autocast;
+  std::vector<EnvironmentValuePtr> values = call->inherited.values;
   environment.values_ = std::make_shared<const Values>(Values{std::move(call), std::move(values)});
   return environment;
 }

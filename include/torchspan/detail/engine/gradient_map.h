@@ -49,7 +49,7 @@ class GradientMap {
     const at::Tensor parameter;
     mutable Mutex mutex;
     at::Tensor gradient TORCHSPAN_GUARDED_BY(mutex);
-    std::optional<device::Mark> written TORCHSPAN_GUARDED_BY(mutex);   // on devices with streams
+    std::optional<device::Mark> written TORCHSPAN_GUARDED_BY(mutex);    // on devices with streams
     std::vector<c10::Stream> readers TORCHSPAN_GUARDED_BY(mutex) = {};  // since then
   };
   /// Makes this thread's current stream wait for what earlier streams did with the gradient.
