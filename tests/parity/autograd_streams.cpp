@@ -20,7 +20,7 @@ using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 96;  // a layer has more bytes than are copied directly
 
-c10::Stream side_stream() { return device::stream_from_pool(stand_in(0)); }
+c10::Stream side_stream(c10::Device device = stand_in(0)) { return device::stream_from_pool(device); }
 void order(const c10::Stream& earlier, const c10::Stream& later) {
   device::EventPool events;
   device::order_after(later, earlier, events);
@@ -30,12 +30,16 @@ at::Tensor weights(std::int64_t seed) {
   const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
   return at::randn({kWidth, kWidth}, generator, at::kDouble).mul_(0.1);
 }
-at::Tensor layer(std::int64_t seed) { return weights(seed).to(stand_in(0)).requires_grad_(); }
+/// All workers are in this process, and their default streams are the same: worker 0 has another device.
+c10::Device device_of(int rank) { return stand_in(rank == 0 ? 0 : 1); }
+at::Tensor layer(Worker& worker, std::int64_t seed) {
+  return weights(seed).to(device_of(worker.rank())).requires_grad_();
+}
 at::Tensor compute(const at::Tensor& x, const at::Tensor& weight) { return at::matmul(x, weight).tanh(); }
 
 /// Applies the layer on another stream than the handler's.
 at::Tensor forward(const RRef<at::Tensor>& layer, const at::Tensor& x) {
-  const c10::Stream here = device::current_stream(stand_in(0)), side = side_stream();
+  const c10::Stream here = device::current_stream(x.device()), side = side_stream(x.device());
   const at::Tensor& weight = layer.local_value();
   order(here, side);
   device::keep_memory_for(x, side);
@@ -69,7 +73,7 @@ ClusterOptions world(int workers) {
   options.adjust = [workers](int rank, WorkerPlan& plan) {
     for (int other = 0; other < workers; ++other) {
       if (other != rank)
-        plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{stand_in(0), stand_in(0)}});
+        plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{device_of(rank), device_of(other)}});
     }
   };
   return options;
@@ -127,7 +131,7 @@ TEST_P(AutogradStreams, TrainingIsOrderedFromStepToStep) {
   on_first(world(3), [&](Worker& worker) {
     std::vector<RRef<at::Tensor>> layers{worker.remote(1, kLayer, std::int64_t{1}),
                                          worker.remote(2, kLayer, std::int64_t{2})};
-    const at::Tensor head = layer(3);
+    const at::Tensor head = layer(worker, 3);
     DistributedOptimizer optimizer(worker, SGD{.lr = 0.1}, {layers[0], layers[1], Target(head)});
     const c10::Stream side = side_stream();
     std::optional<c10::StreamGuard> guard;
@@ -141,16 +145,16 @@ TEST_P(AutogradStreams, TrainingIsOrderedFromStepToStep) {
       context.backward((x * x).sum(), options());
       if (!GetParam().in_backward) optimizer.step(context);
     }
+    expect_equal(head.detach().cpu(), wanted[2]);  // before calls, which would order more
     for (std::size_t i = 0; i < layers.size(); ++i)
       expect_equal(worker.rpc_sync(layers[i].owner().rank, kValues, layers[i]), wanted[i]);
-    expect_equal(head.detach().cpu(), wanted[2]);
   });
 }
 
 TEST_P(AutogradStreams, GradientsAreReadyForWhoeverReadsThem) {
   on_first(world(2), [&](Worker& worker) {
     const RRef<at::Tensor> remote = worker.remote(1, kLayer, std::int64_t{1});
-    const at::Tensor head = layer(3);
+    const at::Tensor head = layer(worker, 3);
     Context context(worker);
     {
       const c10::StreamGuard guard(side_stream());
