@@ -82,7 +82,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<DeviceEvent*>(event);
   }
-#if TORCH_VERSION_MAJOR >= 2 && TORCH_VERSION_MINOR >= 6
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 7)
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) StandInStreams::get().synchronize(*static_cast<DeviceEvent*>(event));
   }
@@ -324,7 +324,8 @@ class CpuKernel {
     if (value.isOptionalTensorList()) {
       c10::List<c10::optional<at::Tensor>> cpu;
       for (const c10::optional<at::Tensor>& one : value.toOptionalTensorVector())
-        cpu.push_back(one ? c10::optional<at::Tensor>(on_cpu(operation, *one, writes)) : c10::nullopt);
+        cpu.push_back(one ? c10::optional<at::Tensor>(on_cpu(operation, *one, writes))
+                          : c10::optional<at::Tensor>());
       return cpu;
     }
     return value;
