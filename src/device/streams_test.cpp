@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
