@@ -183,6 +183,7 @@ void CountedGraph::start() {
   Guard guard(*this);
   for (LocalRoot& root : local_roots_) {
     const std::uint32_t target = index_.at(root.edge.function.get());
+    streams_.hand_over(root.gradient, *root.edge.function);
     feed_and_settle(guard, {target, root.edge.input_nr, root.place, true, std::move(root.gradient)});
   }
 }
@@ -193,6 +194,7 @@ void CountedGraph::open(Node& root, Delivery delivery) {
     throw Error(ErrorKind::kInvalid, fmt::format("{} gradients were delivered to a node that takes {}",
                                                  delivery.gradients.size(), expected));
   }
+  for (at::Tensor& gradient : delivery.gradients) streams_.hand_over(gradient, root);
   Guard guard(*this);
   const std::uint32_t target = index_of_root(root);
   State& state = states_[target];
@@ -211,6 +213,7 @@ void CountedGraph::discard(Node& root) {
 }
 
 /// Adds without the lock: another thread that brings a gradient meanwhile finds the input empty and sets it.
+/// The gradient has been handed over: the stream on which the node uses it waits for it.
 void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
   State& state = states_[target];
   state.reached = true;
@@ -221,8 +224,9 @@ void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t i
     reached[input] = true;
   }
   if (!gradient.defined()) return;
-  std::optional<HandOverScope> scope;
-  if (cuda_) scope.emplace(gradient, *state.node, input);
+  device::StreamsScope scope;
+  if (streams_.any() && device::has_streams(gradient.device()))
+    scope.enter(streams_.of(*state.node, gradient.device()));
   while (state.inputs[input].defined()) {
     at::Tensor held = std::move(state.inputs[input]);
     guard.unlock();
@@ -357,7 +361,11 @@ void CountedGraph::execute(std::uint32_t index, GradientSink& sink, bool retain)
   State& state = states_[index];
   variable_list inputs = std::move(state.inputs);
   if (inputs.size() < state.node->num_inputs()) inputs.resize(state.node->num_inputs());
-  const NodeStreamScope scope(*state.node, cuda_);
+  if (state.edge_count == 0 && streams_.any()) {
+    Guard guard(*this);
+    streams_.ends_at(*state.node);
+  }
+  const NodeStreamScope scope(*state.node, streams_);
   if (state.leaf) {
     run_leaf(*state.leaf, std::move(inputs), sink);
   } else if (state.exit) {
@@ -367,11 +375,15 @@ void CountedGraph::execute(std::uint32_t index, GradientSink& sink, bool retain)
   }
   {
     Guard guard(*this);
-    if (state.edge_count == 0 && scope.stream()) caller_streams_.leaf_used(*scope.stream());
     if (state.leaf) leaf_runs_ = false;
     state.settled = true;
   }
   ++progress_.executed;
+}
+
+void CountedGraph::failed_at(std::uint32_t index) {
+  Guard guard(*this);
+  streams_.ends_at(*states_[index].node);
 }
 
 void CountedGraph::run_exit(std::uint32_t index, variable_list inputs, GradientSink& sink) {
@@ -388,6 +400,12 @@ void CountedGraph::distribute(std::uint32_t index, variable_list outputs) {
   const State& state = states_[index];
   if (outputs.size() != state.edge_count) {
     throw Error(ErrorKind::kInvalid, "the node's edges were changed during its pass");
+  }
+  if (streams_.any()) {
+    for (std::uint32_t i = 0; i < state.edge_count; ++i) {
+      const Edge& edge = state.node->next_edge(i);
+      if (edge.is_valid()) streams_.hand_over(outputs[i], *edge.function);
+    }
   }
   Guard guard(*this);
   const auto found = masks_.empty() ? masks_.end() : masks_.find(index);

@@ -36,18 +36,16 @@ struct Progress {
 /// if `shared`, by several: each node by one of them, leaves one at a time. The order of sums does not depend
 /// on the order in which gradients arrive: an early gradient is put aside until its turn, up to kMaxHeldBytes
 /// bytes. No lock is held while nodes run and gradients are added. After an exception from a member that runs
-/// or feeds nodes, only the destructor may be called. With EdgeCounts, the graph behind a pending root is
+/// or feeds nodes, only failed_at() and the destructor may be called. With EdgeCounts, the graph behind a pending root is
 /// discovered when the root is opened, and before seal() a node waits for all counted edges.
 class CountedGraph {
  public:
   static constexpr std::size_t kMaxHeldBytes = std::size_t{256} << 20;
 
-  CountedGraph(Progress& progress, bool cuda, bool shared, std::shared_ptr<const EdgeCounts> counts)
-      : progress_(progress),
-        cuda_(cuda),
-        shared_(shared),
-        counts_(std::move(counts)),
-        caller_streams_(cuda) {}
+  /// `streams` must outlive the graph.
+  CountedGraph(Progress& progress, PassStreams& streams, bool shared,
+               std::shared_ptr<const EdgeCounts> counts)
+      : progress_(progress), streams_(streams), shared_(shared), counts_(std::move(counts)) {}
 
   void add_local_root(torch::autograd::Edge edge, at::Tensor gradient);
   void add_pending(NodePtr root);
@@ -73,7 +71,8 @@ class CountedGraph {
   void execute(std::uint32_t index, GradientSink& sink, bool retain);
 
   std::vector<std::string> unsettled() const;
-  void join_streams() { caller_streams_.join(); }
+  /// A node of this graph has failed: the end of the pass also waits for its streams.
+  void failed_at(std::uint32_t index);
 
  private:
   struct State {
@@ -160,11 +159,10 @@ class CountedGraph {
   void distribute(std::uint32_t index, torch::autograd::variable_list outputs);
 
   Progress& progress_;
-  const bool cuda_;
+  PassStreams& streams_;  // changed under the lock
   const bool shared_;
   const std::shared_ptr<const EdgeCounts> counts_;
-  Mutex mutex_;  // guards what feeding and executing change, if the graph is shared
-  CallerStreams caller_streams_;
+  Mutex mutex_;                // guards what feeding and executing change, if the graph is shared
   std::vector<State> states_;  // a ready node's state belongs to its thread; a shared graph never moves them
   std::size_t discovered_ = 0;
   bool in_place_ = false;  // states_ must not reallocate

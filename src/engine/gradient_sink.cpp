@@ -14,6 +14,7 @@ void PassEnd::after(Callback callback) {
     }
     status.error = error_;
   }
+  const device::StreamsScope streams(streams_);
   callback(status);
 }
 
@@ -71,7 +72,8 @@ void PassEnd::end(std::exception_ptr error) {
   release(status.error);
 }
 
-void PassEnd::call_all(std::vector<Callback>& callbacks, PassStatus& status) {
+void PassEnd::call_all(std::vector<Callback>& callbacks, PassStatus& status) const {
+  const device::StreamsScope streams(streams_);
   for (Callback& callback : callbacks) {
     try {
       callback(status);

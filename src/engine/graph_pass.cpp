@@ -32,7 +32,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
     Node* root = nullptr;
     bool discarded = false;
     Delivery delivery;
-    ArrivalEvents arrival;
+    ArrivalMarks arrival = {};
     std::vector<Node*> roots = {};  // if `root` is null: the pending roots of a sealed pass
   };
 
@@ -77,7 +77,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
 
   GradientSink& sink_;
   const bool retain_graph_;
-  const bool cuda_;
+  PassStreams streams_;
   const bool grows_;
   const unsigned threads_;
   const std::function<void(UniqueFunction<void()>)> enlist_;
@@ -111,13 +111,13 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
 GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
     : sink_(sink),
       retain_graph_(options.retain_graph),
-      cuda_(has_cuda()),
+      streams_(std::move(options.streams), std::move(options.events)),
       grows_(options.counts != nullptr),
       threads_(options.threads),
       enlist_(std::move(options.enlist)),
       failed_(std::move(options.failed)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
-      graph_(std::make_unique<CountedGraph>(progress_, cuda_, threads_ > 1, std::move(options.counts))) {
+      graph_(std::make_unique<CountedGraph>(progress_, streams_, threads_ > 1, std::move(options.counts))) {
   if (threads_ == 0)
     throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0; a pass needs at least one thread");
   if (threads_ > 1 && !enlist_) {
@@ -129,6 +129,7 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
                 "this gradient sink belongs to a pass that has ended; create one for each pass");
   }
   thread_state_.set_grad_mode(false);
+  if (streams_.any()) sink.end()->run_on(streams_.caller());
 }
 
 void GraphPass::Impl::expect_unprepared() const {
@@ -172,7 +173,7 @@ void GraphPass::Impl::prepare() {
 }
 
 bool GraphPass::Impl::post(Queued queued) {
-  queued.arrival = ArrivalEvents(queued.delivery.gradients, cuda_);
+  if (streams_.any()) queued.arrival = ArrivalMarks(queued.delivery.gradients, streams_.events());
   MutexLock lock(mutex_);
   if (closed_ || error_) return false;
   auto found = arrived_.find(queued.root);
@@ -266,6 +267,7 @@ void GraphPass::Impl::run() {
 }
 
 void GraphPass::Impl::drive() {
+  const device::StreamsScope streams(streams_.caller());
   bool ended;
   {
     const at::ThreadLocalStateGuard state(thread_state_);
@@ -287,6 +289,7 @@ bool GraphPass::Impl::run_nodes() {
       try {
         graph_->execute(*index, sink_, retain_graph_);
       } catch (...) {
+        graph_->failed_at(*index);
         fail(graph_->node(*index));
       }
       continue;
@@ -367,7 +370,7 @@ void GraphPass::Impl::process_queue() {
 
 void GraphPass::Impl::process(Queued& queued) {
   if (queued.root == nullptr) return graph_->seal(queued.roots);
-  queued.arrival.wait();
+  queued.arrival.join(queued.delivery.gradients);
   if (queued.discarded) {
     graph_->discard(*queued.root);
   } else {
@@ -395,6 +398,7 @@ void GraphPass::Impl::fail(Node& node) {
 
 /// Called once, by a driving thread.
 void GraphPass::Impl::close() {
+  const device::StreamsScope streams(streams_.caller());
   const std::shared_ptr<PassEnd> end = sink_.end();
   std::vector<Queued> queue;
   std::vector<NodePtr> later;
@@ -409,7 +413,7 @@ void GraphPass::Impl::close() {
     pending_.clear();
     error = error_;
   }
-  graph->join_streams();
+  streams_.join();
   graph.reset();
   queue.clear();
   later.clear();

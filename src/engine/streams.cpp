@@ -3,109 +3,97 @@
 #include <algorithm>
 
 #include <ATen/core/ivalue.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include "engine/api/compat.h"
+#include <ATen/core/Tensor.h>
 
 namespace torchspan::engine {
 namespace {
 
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
-}
-
-void order_after(const c10::Stream& later, const c10::Stream& earlier) {
-  c10::Event event(earlier.device_type());
-  event.record(earlier);
-  event.block(later);
-}
-
-void keep_memory_for(const at::Tensor& tensor, const c10::Stream& stream) {
-  if (tensor.is_sparse()) {
-    const at::SparseTensorImpl& sparse = compat::sparse_impl(tensor);
-    keep_memory_for(sparse.indices(), stream);
-    keep_memory_for(sparse.values(), stream);
-  } else if (tensor.has_storage()) {
-    c10::impl::VirtualGuardImpl(stream.device_type())
-        .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+/// Calls `visit` with the first stream of each device among the inputs of `node`.
+template <class F>
+void visit_streams(const torch::autograd::Node& node, const F& visit) {
+  c10::SmallVector<c10::Device, 2> seen;
+  for (std::uint32_t input = 0; input < node.num_inputs(); ++input) {
+    const auto& metadata = node.input_metadata(input);
+    const c10::Device device = metadata.device();
+    if (!device::has_streams(device) || std::find(seen.begin(), seen.end(), device) != seen.end()) continue;
+    seen.push_back(device);
+    visit(metadata.stream());
   }
+}
+
+bool has_other_owners(const at::Tensor& gradient) {
+  return gradient.use_count() > 1 || !gradient.has_storage() || gradient.storage().use_count() > 1;
 }
 
 }  // namespace
 
-bool has_cuda() {
-  return c10::impl::hasDeviceGuardImpl(c10::kCUDA) &&
-         c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() > 0;
-}
+PassStreams::PassStreams(std::optional<device::Streams> caller, device::EventPoolPtr events)
+    : any_(device::has_streams()),
+      caller_(caller ? *std::move(caller) : device::Streams::current()),
+      events_(!any_ || events ? std::move(events) : std::make_shared<device::EventPool>()) {}
 
-NodeStreamScope::NodeStreamScope(const torch::autograd::Node& node, bool cuda) {
-  if (!cuda) return;
+c10::Stream PassStreams::of(const torch::autograd::Node& node, c10::Device device) const {
   for (std::uint32_t input = 0; input < node.num_inputs(); ++input) {
     const auto& metadata = node.input_metadata(input);
-    if (!metadata.device().is_cuda()) continue;
-    stream_.push_back(metadata.stream());
-    guard_.reset_stream(metadata.stream());
-    return;
+    if (metadata.device() == device) return metadata.stream();
   }
+  const c10::Stream* stream = caller_.of(device);
+  return stream == nullptr ? device::current_stream(device) : *stream;
 }
 
-HandOverScope::HandOverScope(const at::Tensor& gradient, const torch::autograd::Node& consumer,
-                             std::uint32_t input) {
-  if (!gradient.defined() || !gradient.is_cuda() || input >= consumer.num_inputs()) return;
-  const auto& metadata = consumer.input_metadata(input);
-  if (metadata.device() != gradient.device()) return;
-  const c10::Stream producer = current_stream(gradient.device());
-  const c10::Stream used_on = metadata.stream();
-  if (producer != used_on) {
-    order_after(used_on, producer);
-    keep_memory_for(gradient, used_on);
-  }
-  guard_.reset_stream(used_on);
+void PassStreams::hand_over(at::Tensor& gradient, const torch::autograd::Node& consumer) const {
+  if (!any_ || !gradient.defined() || !device::has_streams(gradient.device())) return;
+  const c10::Stream producer = device::current_stream(gradient.device());
+  const c10::Stream used_on = of(consumer, gradient.device());
+  if (producer == used_on) return;
+  if (has_other_owners(gradient)) gradient = gradient.clone();
+  device::order_after(used_on, producer, *events_);
+  device::keep_memory_for(gradient, used_on);
 }
 
-struct ArrivalEvents::Recorded {
-  explicit Recorded(c10::Device device) : device(device), event(device.type()) {
-    event.record(current_stream(device));
-  }
-  const c10::Device device;
-  c10::Event event;
-};
+void PassStreams::ends_at(const torch::autograd::Node& node) {
+  if (!any_) return;
+  visit_streams(node, [this](const c10::Stream& stream) {
+    if (std::find(ends_.begin(), ends_.end(), stream) == ends_.end()) ends_.push_back(stream);
+  });
+}
 
-ArrivalEvents::ArrivalEvents(const torch::autograd::variable_list& gradients, bool cuda) {
-  if (!cuda) return;
+void PassStreams::join() {
+  for (const c10::Stream& end : ends_) {
+    if (const c10::Stream* caller = caller_.of(end.device())) device::order_after(*caller, end, *events_);
+  }
+  ends_.clear();
+}
+
+NodeStreamScope::NodeStreamScope(const torch::autograd::Node& node, const PassStreams& streams) {
+  if (!streams.any()) return;
+  visit_streams(node, [this](const c10::Stream& stream) {
+    if (!device_.current_device()) device_.reset_device(stream.device());
+    streams_.enter(stream);
+  });
+}
+
+ArrivalMarks::ArrivalMarks(const torch::autograd::variable_list& gradients,
+                           const device::EventPoolPtr& events) {
+  if (!device::has_streams()) return;
   for (const at::Tensor& gradient : gradients) {
-    if (!gradient.defined() || !gradient.is_cuda()) continue;
-    const c10::Device device = gradient.device();
-    const bool known = std::any_of(events_.begin(), events_.end(),
-                                   [&](const auto& event) { return event->device == device; });
-    if (!known) events_.push_back(std::make_shared<Recorded>(device));
+    if (!gradient.defined() || !device::has_streams(gradient.device())) continue;
+    const c10::Stream stream = device::current_stream(gradient.device());
+    const bool known = std::any_of(marks_.begin(), marks_.end(),
+                                   [&](const device::Mark& mark) { return mark.stream() == stream; });
+    if (!known) marks_.emplace_back(stream, events);
   }
 }
 
-void ArrivalEvents::wait() const {
-  for (const auto& recorded : events_) recorded->event.block(current_stream(recorded->device));
-}
-
-CallerStreams::CallerStreams(bool cuda) {
-  if (!cuda) return;
-  const auto* guard = c10::impl::getDeviceGuardImpl(c10::kCUDA);
-  for (c10::DeviceIndex index = 0; index < guard->deviceCount(); ++index) {
-    caller_.push_back(guard->getStream(c10::Device(c10::kCUDA, index)));
+void ArrivalMarks::join(const torch::autograd::variable_list& gradients) const {
+  for (const device::Mark& mark : marks_) {
+    const c10::Stream here = device::current_stream(mark.stream().device());
+    if (here == mark.stream()) continue;
+    mark.hold_back(here);
+    for (const at::Tensor& gradient : gradients) {
+      if (gradient.defined()) device::keep_memory_for(gradient, here);
+    }
   }
-}
-
-void CallerStreams::leaf_used(const c10::Stream& stream) {
-  if (std::find(leaves_.begin(), leaves_.end(), stream) == leaves_.end()) leaves_.push_back(stream);
-}
-
-void CallerStreams::join() {
-  for (const c10::Stream& leaf : leaves_) {
-    const c10::Stream& caller = caller_.at(static_cast<std::size_t>(leaf.device_index()));
-    if (caller != leaf) order_after(caller, leaf);
-  }
-  leaves_.clear();
 }
 
 }  // namespace torchspan::engine

@@ -79,7 +79,7 @@ class Packer {
                                       error.what_without_backtrace()));
       }
     }
-    return {metadata_.take(), std::move(segments_)};
+    return {metadata_.take(), std::move(segments_), std::move(copies_)};
   }
 
  private:
@@ -93,11 +93,15 @@ class Packer {
       put_on_cpu(tensor, tensor, false);
     } else {
       c10::NoGradGuard no_grad;
-      put_on_cpu(tensor, tensor.cpu(), true);
+      put_on_cpu(tensor, is_copied_late(tensor) ? tensor : tensor.cpu(), true);
     }
   }
 
-  /// `original` says what the tensor is, `local` holds its data on the CPU.
+  bool is_copied_late(const at::Tensor& tensor) const {
+    return options_.copies != nullptr && device::has_streams(tensor.device()) && !tensor.is_quantized();
+  }
+
+  /// `original` says what the tensor is, `local` holds its data on the CPU, or is copied late.
   void put_on_cpu(const at::Tensor& original, const at::Tensor& local, bool keep) {
     if (local.is_sparse()) return put_sparse(original, local, keep);
     if (local.is_quantized()) return put_quantized(original, local, keep);
@@ -115,7 +119,8 @@ class Packer {
   }
 
   void put_strided(const at::Tensor& tensor, bool keep) {
-    const at::Tensor plain = resolved(tensor);
+    at::Tensor plain = resolved(tensor);
+    if (is_copied_late(tensor)) plain = options_.copies->to_host(plain, copies_);
     put_block(metadata_, segments_, plain, keep || !plain.is_same(tensor));
   }
 
@@ -153,6 +158,7 @@ class Packer {
   PackOptions options_;
   ByteWriter metadata_;
   std::vector<Segment> segments_;
+  device::PendingCopies copies_;
 };
 
 /// Throws unless the indices are within the sizes and ascend if the tensor is marked coalesced.
@@ -321,10 +327,10 @@ class Unpacker {
       const std::string why = why_absent(flags.device);
       if (!why.empty())
         throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
-      tensor = tensor.to(flags.device);
+      tensor = moved(tensor, flags.device);
     } else if (options_.place) {
       const c10::Device here = options_.place(flags.device);
-      if (!here.is_cpu()) tensor = tensor.to(here);
+      if (!here.is_cpu()) tensor = moved(tensor, here);
     }
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
@@ -334,6 +340,11 @@ class Unpacker {
       tensor.set_requires_grad(true);
     }
     return tensor;
+  }
+
+  at::Tensor moved(const at::Tensor& tensor, c10::Device device) const {
+    const bool beside = options_.copies != nullptr && device::has_streams(device);
+    return beside ? options_.copies->to_device(tensor, device) : tensor.to(device);
   }
 
   static c10::Device parse_device(const std::string& text) {

@@ -82,8 +82,7 @@ TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
 
 /// gpu_simple: a device here, and the peer's default there; gradients need no map.
 // peer: dist_autograd_test.py `gpu_simple`, `gpu_to_cpu_continuation`(`_gpu_root`),
-//   `device_maps_backward_pass`, `dist_autograd_sync_streams`, `gradients_synchronizations`: same, SMART and
-//   FAST, on a stand-in device; streams belong to `engine` and were not run
+//   `device_maps_backward_pass`: same, SMART and FAST, on a stand-in device
 TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
   on_first(world({}), [&](Worker& worker) {
     Context context(worker);

@@ -34,13 +34,15 @@ struct PassWork {
 class ContextState : public std::enable_shared_from_this<ContextState> {
  public:
   /// `worker` is the name of this worker.
-  ContextState(std::uint64_t id, std::shared_ptr<const std::string> worker)
-      : id_(id), worker_(std::move(worker)) {}
+  ContextState(std::uint64_t id, std::shared_ptr<const std::string> worker,
+               std::shared_ptr<device::CopyStreams> copies)
+      : id_(id), worker_(std::move(worker)), copies_(std::move(copies)), gradients_(copies_->events()) {}
 
   std::uint64_t id() const { return id_; }
   /// Identifies the worker among those of this process: the address of its name, which is shared.
   const void* worker() const { return worker_.get(); }
   const std::string& worker_name() const { return *worker_; }
+  device::CopyStreams& copies() const { return *copies_; }
   const engine::GradientMap& gradients() const { return gradients_; }
   /// Changes the gradients for a pass. No effect if that pass has ended: a thread may still be in a node of a
   /// pass that has failed.
@@ -96,6 +98,7 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
 
   const std::uint64_t id_;
   const std::shared_ptr<const std::string> worker_;
+  const std::shared_ptr<device::CopyStreams> copies_;
   ContextSends sends_;
   Mutex changing_;  // held while gradients are changed; only mutex_ is taken under it
   engine::GradientMap gradients_;

@@ -18,7 +18,7 @@ std::uint64_t Registry::next_id() {
 }
 
 std::shared_ptr<ContextState> Registry::create() {
-  auto state = std::make_shared<ContextState>(next_id(), worker_);
+  auto state = std::make_shared<ContextState>(next_id(), worker_, copies_);
   MutexLock lock(mutex_);
   contexts_.emplace(state->id(), state);
   return state;
@@ -28,7 +28,7 @@ std::shared_ptr<ContextState> Registry::find_or_create(std::uint64_t id) {
   MutexLock lock(mutex_);
   if (ended_.contains(id)) return nullptr;
   auto& state = contexts_[id];
-  if (!state) state = std::make_shared<ContextState>(id, worker_);
+  if (!state) state = std::make_shared<ContextState>(id, worker_, copies_);
   return state;
 }
 

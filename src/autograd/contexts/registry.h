@@ -11,6 +11,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/copies.h>
 
 #include "autograd/contexts/context_state.h"
 
@@ -26,6 +27,8 @@ class Registry {
   /// ContextState::worker() of all contexts in this registry.
   const void* worker() const { return worker_.get(); }
   const std::string& worker_name() const { return *worker_; }
+  /// How this worker's passes copy gradients to devices; and their events.
+  const std::shared_ptr<device::CopyStreams>& copies() const { return copies_; }
 
   /// A new id. Ids increase, also when another process replaces a worker that died.
   std::uint64_t next_id();
@@ -45,6 +48,7 @@ class Registry {
 
   const std::shared_ptr<const std::string> worker_;
   const std::function<GlobalId()> first_;
+  const std::shared_ptr<device::CopyStreams> copies_ = std::make_shared<device::CopyStreams>();
   mutable Mutex mutex_;
   std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::shared_ptr<ContextState>> contexts_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -26,13 +26,15 @@ torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& 
   return std::move(gradients);
 }
 
-void SendNode::place(torch::autograd::variable_list& gradients) const {
+void SendNode::place(torch::autograd::variable_list& gradients, device::CopyStreams& copies) const {
   const auto count = std::min<std::size_t>(gradients.size(), num_outputs());
   for (std::size_t i = 0; i < count; ++i) {
     const torch::autograd::Edge& edge = next_edge(i);
     if (!gradients[i].defined() || !edge.is_valid()) continue;
     const c10::Device device = edge.function->input_metadata(edge.input_nr).device();
-    if (gradients[i].device() != device) gradients[i] = gradients[i].to(device);
+    if (gradients[i].device() == device) continue;
+    gradients[i] =
+        device::has_streams(device) ? copies.to_device(gradients[i], device) : gradients[i].to(device);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <torchspan/detail/core/spans.h>
+#include <torchspan/detail/device/copies.h>
 
 #include "engine/api/node_ptr.h"
 #include "engine/api/pass_node.h"
@@ -38,7 +39,7 @@ class SendNode final : public torch::autograd::Node {
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
   /// Moves gradients, which arrive on the CPU, to the devices of their tensors.
-  void place(torch::autograd::variable_list& gradients) const;
+  void place(torch::autograd::variable_list& gradients, device::CopyStreams& copies) const;
 
  private:
   const MessageInfo message_;

@@ -16,6 +16,7 @@ engine::PassOptions engine_options(const ContextState& context, const PassKey& k
   options.enlist = std::move(hooks.enlist);
   options.failed = std::move(hooks.failed);
   if (key.mode == PassMode::kSmart) options.counts = context.sends().edges();
+  options.events = context.copies().events();
   return options;
 }
 

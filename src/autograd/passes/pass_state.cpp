@@ -59,7 +59,7 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
     delivery.reached.assign(message.reached.begin(), message.reached.end());
     deliver_to_marks(send, message.reached);
   }
-  send->place(message.gradients);
+  send->place(message.gradients, context_->copies());
   delivery.gradients = std::move(message.gradients);
   graph_.deliver(*send, std::move(delivery));
 }

@@ -75,6 +75,8 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
     if (const auto failure = ending.failure()) throw Error(*failure);
     throw;
   }
+  // Optimizers that step in backward run on the default streams.
+  registry_.copies()->order_after_defaults(device::Streams::current_side());
   Log& log = worker_.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
     const std::chrono::duration<double, std::milli> took = worker_.runtime().executor.now() - began;

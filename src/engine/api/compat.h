@@ -6,12 +6,12 @@
 #include <typeinfo>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include "device/api/compat.h"
 #include "engine/api/torch_version.h"
 
 namespace torchspan::engine::compat {
@@ -21,11 +21,7 @@ using torch::autograd::InputMetadata;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// The implementation of a sparse COO tensor, with its indices and values. Some versions lack the header with
-/// LibTorch's accessor.
-inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
-  return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
-}
+using device::compat::sparse_impl;
 
 /// The dtype that a node expects for the gradient of one of its inputs; nullopt: any.
 inline std::optional<at::ScalarType> gradient_dtype(const InputMetadata& metadata) {

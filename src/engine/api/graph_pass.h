@@ -16,6 +16,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/function.h>
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/engine/gradient_sink.h>
 
 #include "engine/api/edge_counts.h"
@@ -41,6 +42,11 @@ struct PassOptions {
   /// that part only. Pending roots may be added until seal(); no node leads to one. Before seal(), the pass
   /// does not end, and a node that other parts lead to waits for them.
   std::shared_ptr<const EdgeCounts> counts = {};
+  /// The streams that the pass begins and ends on: its first nodes wait for them, and they wait for its leaves.
+  /// Every thread that runs nodes makes them current. Nullopt: the current streams of the constructing thread.
+  std::optional<device::Streams> streams = std::nullopt;
+  /// Where the pass takes events from; null: it creates events.
+  device::EventPoolPtr events = {};
 };
 
 /// Gradients for a pending root: gradient i is for output i. Gradients may be undefined.

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
@@ -40,6 +41,22 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
     group.parameters.push_back(parameter);
     group.names.push_back(fmt::format("{}.{}", name, own_name));
   }
+}
+
+using ReadyMark = std::shared_ptr<const device::Mark>;
+
+/// Marks that the current stream has produced `gradient`; null on devices without streams.
+ReadyMark ready_now(const at::Tensor& gradient) {
+  if (!device::has_streams(gradient.device())) return nullptr;
+  return std::make_shared<const device::Mark>(device::current_stream(gradient.device()),
+                                              std::make_shared<device::EventPool>());
+}
+
+/// Makes this thread's current stream wait for the mark.
+void wait_for(const device::Mark& ready, const at::Tensor& gradient) {
+  const c10::Stream here = device::current_stream(gradient.device());
+  ready.hold_back(here);
+  device::keep_memory_for(gradient, here);
 }
 
 }  // namespace
@@ -127,7 +144,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
           refuse_shared_gradient(parameter, owned->optimizer->describe(parameter));
           return self->queue_
               .run({parameter.unsafeGetTensorImpl(), owned.get()},
-                   [owned, rates, parameter, runs, gradient = std::exchange(gradient, {})] {
+                   [owned, rates, parameter, runs, ready = ready_now(gradient),
+                    gradient = std::exchange(gradient, {})] {
+                     if (ready) wait_for(*ready, gradient);
                      if (!runs())
                        throw Error(ErrorKind::kCancelled, "the backward pass failed before this step");
                      owned->optimizer->set_lrs(rates);

@@ -142,7 +142,9 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
 
 void LayerRangePass::recompute() {
   KeptBuffers buffers(local_, runner_.range());
-  const at::ThreadLocalStateGuard state(*thread_state_);
+  device::AutocastScope autocast;
+  const at::ThreadLocalStateGuard state(thread_state_->torch);
+  if (thread_state_->autocast.enabled()) autocast.enter(thread_state_->autocast);
   const torch::autograd::AutoGradMode mode(true);
   const NoAutocastCache uncached;
   const RandomScope outer;

@@ -7,6 +7,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <torchspan/detail/device/autocast.h>
+
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/layer_runner.h"
 #include "pipeline/runtime/pass_graph.h"
@@ -47,6 +49,10 @@ class LayerRangePass {
   std::map<int, std::vector<at::Tensor>> backward();
 
  private:
+  struct ThreadState {
+    at::ThreadLocalState torch;
+    device::Autocast autocast = device::Autocast::of_thread();  // `torch` lacks its dtypes
+  };
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
   const LocalPipeline& local_;
@@ -63,7 +69,7 @@ class LayerRangePass {
   std::map<int, Activation> inputs_;                  ///< by link
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
   std::optional<RandomState> random_;                 ///< at the forward, for its repetition
-  std::optional<at::ThreadLocalState> thread_state_;  ///< at the forward, for its repetition
+  std::optional<ThreadState> thread_state_;           ///< at the forward, for its repetition
 };
 
 }  // namespace torchspan::pipeline

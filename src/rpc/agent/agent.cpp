@@ -183,6 +183,7 @@ void RpcAgent::stop(const std::string& why) {
     receiver_.unknown_peers().clear();
   }
   stop_pool();
+  sender_.drop_copying();
   state_.references->clear();
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/device/copies.h>
 #include <torchspan/detail/rpc/service.h>
 
 #include "rpc/agent/host.h"
@@ -29,6 +30,7 @@ struct AgentState {
   const FunctionTable functions;
   const ServiceOptions options;
   const Devices devices;
+  device::CopyStreams copies;
   std::weak_ptr<Endpoint> endpoint;  ///< the agent; a posted job locks it to keep the agent alive
   WorkerInfo self;
   std::uint64_t instance = 0;

@@ -94,9 +94,12 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
 void MessageReceiver::complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,
                                wire::Payload& payload) {
   const std::uint64_t id = frame.header.call;
+  const device::StreamsScope streams(call.streams);  // those that the caller is going to use the results on
+  if (call.peer == state_.self.rank) state_.copies.order_after_defaults(call.streams);
   payload.tensors =
       wire::unpack(frame.tensor_metadata, message.segments,
-                   {.place = call.user_values ? state_.devices.results(call.peer, state_.peers) : nullptr});
+                   {.place = call.user_values ? state_.devices.results(call.peer, state_.peers) : nullptr,
+                    .copies = &state_.copies});
   const CallInfo info{call.info.type, call.name, call.peer, id, true, call.site};
   for (Interceptor* interceptor : state_.interceptors) {
     if (const auto* blob = frame.blob(interceptor->name()))

@@ -1,9 +1,12 @@
 #include "rpc/agent/message_sender.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
 #include <span>
 #include <utility>
+
+#include "rpc/calls/autocast_header.h"
 
 namespace torchspan::rpc {
 namespace {
@@ -12,6 +15,10 @@ namespace {
 /// closed.
 constexpr Duration kFullPause = std::chrono::milliseconds(50);
 constexpr std::size_t kMostUnsentReplies = 1u << 16;
+/// How long to wait before devices are asked again whether a copy is complete: doubled from the first to the
+/// last.
+constexpr Duration kFirstCopyPause = std::chrono::microseconds(20);
+constexpr Duration kLastCopyPause = std::chrono::milliseconds(1);
 
 /// Detaches every tensor of a call that wants no gradients.
 void detach_all(std::span<at::Tensor> tensors) {
@@ -57,8 +64,11 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
       if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
     }
     const bool arguments = user_values && !info.reply;
+    if (Bytes autocast = arguments ? encode_autocast() : Bytes(); !autocast.empty())
+      out.frame.blobs.push_back({kAutocastBlob, std::move(autocast)});
     out.tensors = wire::pack(
-        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.peers) : nullptr});
+        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.peers) : nullptr,
+                          .copies = &state_.copies});
     out.frame.handles = state_.references->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);
@@ -103,6 +113,37 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wir
   bytes_sent_.add(bytes);
   if (channel) return channel->send(header, tensors.segments);
   loop_back(header, tensors);
+}
+
+void MessageSender::when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next) {
+  const auto copying = std::make_shared<Copying>(Copying{std::move(out), std::move(next)});
+  {
+    MutexLock lock(mutex_);
+    if (drops_copying_) return;
+    copying_.insert(copying);
+  }
+  poll_copies(copying, kFirstCopyPause);
+}
+
+/// Timers outlive the loop, so they do not hold the message, which may hold the agent.
+void MessageSender::poll_copies(const CopyingPtr& copying, Duration pause) {
+  loop_.at(state_.runtime.executor.deadline_in(pause), [this, weak = std::weak_ptr<Copying>(copying), pause] {
+    CopyingPtr one = weak.lock();
+    if (!one) return;
+    if (!one->out.tensors.copies.complete()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
+    {
+      MutexLock lock(mutex_);
+      copying_.erase(one);
+    }
+    state_.host->post([alive = state_.endpoint.lock(), one = std::move(one)] { one->next(one->out); });
+  });
+}
+
+void MessageSender::drop_copying() {
+  std::set<CopyingPtr> dropped;
+  MutexLock lock(mutex_);
+  drops_copying_ = true;
+  dropped.swap(copying_);
 }
 
 /// Delivers a message to this worker itself along the whole path: copies its bytes like those that cross a

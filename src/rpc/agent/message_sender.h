@@ -2,6 +2,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 
 #include <torchspan/detail/rpc/extension.h>
@@ -42,11 +43,21 @@ class MessageSender {
   /// Sends to `channel`; null means this worker itself. Throws Error if the channel does not accept it.
   void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
             const wire::PackedTensors& tensors);
+  /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete.
+  void when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next);
+  /// Drops the messages for which when_copied() waits, and all later ones; after the loop has stopped.
+  void drop_copying();
   /// Sends now, or as soon as the channel has room: a caller without a deadline waits until the reply
   /// arrives.
   void send_reply(SmallReply reply);
 
  private:
+  struct Copying {
+    OutgoingMessage out;
+    UniqueFunction<void(OutgoingMessage&)> next;
+  };
+  using CopyingPtr = std::shared_ptr<Copying>;
+  void poll_copies(const CopyingPtr& copying, Duration pause);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
   void warn_of_detached(const CallInfo& info);
 
@@ -58,6 +69,9 @@ class MessageSender {
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<std::size_t> unsent_replies_{0};
   std::atomic<bool> warned_of_detached_{false};
+  Mutex mutex_;
+  std::set<CopyingPtr> copying_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool drops_copying_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torchspan::rpc

@@ -38,22 +38,38 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
     }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;
-    try {
-      sender_.send(call_->channel, out.frame, out.tensors);
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
-        // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.
-        sender_.send_reply({call_->channel, std::move(out.frame), call_->name, call_->deadline});
-        return server_.answered(*call_);
-      }
-      sender_.undo(info, out.frame);
-      if (error.kind() != ErrorKind::kDisconnected) throw;
-      state_.runtime.log.info(
-          fmt::format("the reply to '{}' could not be sent: {}", call_->name, error.what()));
-    }
+    if (out.tensors.copies.complete()) return send(info, out);
+    sender_.when_copied(std::move(out), [self = shared_from_this(), info](OutgoingMessage& copied) {
+      self->try_to_send(info, copied);
+    });
   } catch (...) {
     sent_.store(false);
-    return fail(std::current_exception());
+    fail(std::current_exception());
+  }
+}
+
+void ReplyCompletion::try_to_send(const CallInfo& info, OutgoingMessage& out) {
+  try {
+    send(info, out);
+  } catch (...) {
+    sent_.store(false);
+    fail(std::current_exception());
+  }
+}
+
+void ReplyCompletion::send(const CallInfo& info, OutgoingMessage& out) {
+  try {
+    sender_.send(call_->channel, out.frame, out.tensors);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
+      // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.
+      sender_.send_reply({call_->channel, std::move(out.frame), call_->name, call_->deadline});
+      return server_.answered(*call_);
+    }
+    sender_.undo(info, out.frame);
+    if (error.kind() != ErrorKind::kDisconnected) throw;
+    state_.runtime.log.info(
+        fmt::format("the reply to '{}' could not be sent: {}", call_->name, error.what()));
   }
   server_.answered(*call_);
 }

@@ -10,7 +10,7 @@ namespace torchspan::rpc {
 class RequestServer;
 
 /// Sends the reply of a request, once. Keeps the agent alive.
-class ReplyCompletion final : public Completion {
+class ReplyCompletion final : public Completion, public std::enable_shared_from_this<ReplyCompletion> {
  public:
   ReplyCompletion(AgentState& state, MessageSender& sender, RequestServer& server, IncomingPtr call)
       : agent_(state.endpoint.lock()),
@@ -24,6 +24,9 @@ class ReplyCompletion final : public Completion {
   void fail(std::exception_ptr error) override;
 
  private:
+  void try_to_send(const CallInfo& info, OutgoingMessage& out);
+  void send(const CallInfo& info, OutgoingMessage& out);
+
   const std::shared_ptr<Endpoint> agent_;
   AgentState& state_;
   MessageSender& sender_;

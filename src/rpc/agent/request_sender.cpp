@@ -74,6 +74,7 @@ OutgoingMessage RequestSender::prepare(const CallInfo& info, PeerId peer, Reques
 void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
                             const wire::Handle* creation) {
   const TimePoint now = state_.runtime.executor.now();
+  const std::optional<wire::Handle> created = creation == nullptr ? std::nullopt : std::optional(*creation);
   PendingCall call;
   call.completion = std::move(completion);
   call.name = request.name;
@@ -82,6 +83,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
   call.started = now;
   call.site = request.site;
   call.user_values = request.user_values;
+  call.streams = device::Streams::current_side();
   const std::uint64_t id = state_.calls.next_id();
   const CallInfo info{request.type, request.name, to, id, false, request.site, request.no_grad};
   call.info = info;
@@ -92,21 +94,61 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
     auto link = to == state_.self.rank ? PeerChannels::Link{nullptr, state_.id()} : state_.channels->to(to);
     if (creation != nullptr && creation->incarnation != link.peer.incarnation)
       throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
+    // What this worker itself does for the call comes after the caller's streams, which share its memory.
+    if (to == state_.self.rank) state_.copies.order_defaults_after(call.streams);
     OutgoingMessage out = prepare(info, link.peer, request, creation);
-    try {
-      if (!start(id, call, out, std::move(link))) return;
-    } catch (...) {
-      if (creation != nullptr) out.frame.handles.erase(out.frame.handles.begin());
-      sender_.undo(info, out.frame);
-      throw;
-    }
+    start_or_copy(id, call, std::move(out), std::move(link), created);
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
-    const std::exception_ptr error = annotate(call, std::current_exception());
-    if (creation == nullptr && await_death_report(id, call, error)) return;
-    if (creation != nullptr) state_.references->creation_not_sent(creation->fork, error);
-    call.completion->fail(error);
+    fail_unsent(id, call, created);
   }
+}
+
+void RequestSender::start_or_copy(std::uint64_t id, PendingCall& call, OutgoingMessage out,
+                                  PeerChannels::Link link, std::optional<wire::Handle> creation) {
+  if (out.tensors.copies.complete())
+    return start_or_undo(id, call, out, std::move(link), creation.has_value());
+  const Deadline deadline = call.deadline;
+  try {
+    if (state_.calls.add(id, call)) loop_.wake_by(deadline);
+  } catch (...) {
+    undo(out, creation.has_value(), {});
+    throw;
+  }
+  sender_.when_copied(std::move(out), [this, id, link = std::move(link), creation](OutgoingMessage& copied) {
+    auto taken = state_.calls.take(id);
+    if (!taken) return undo(copied, creation.has_value(), {});  // it has ended meanwhile
+    try {
+      start_or_undo(id, *taken, copied, link, creation.has_value());
+    } catch (...) {
+      fail_unsent(id, *taken, creation);
+    }
+  });
+}
+
+void RequestSender::undo(OutgoingMessage& out, bool creates, const CallInfo& info) {
+  if (creates) out.frame.handles.erase(out.frame.handles.begin());
+  sender_.undo(info, out.frame);
+}
+
+void RequestSender::start_or_undo(std::uint64_t id, PendingCall& call, OutgoingMessage& out,
+                                  PeerChannels::Link link, bool creates) {
+  try {
+    static_cast<void>(start(id, call, out, std::move(link)));
+  } catch (...) {
+    CallInfo info = call.info;
+    info.name = call.name;
+    undo(out, creates, info);
+    throw;
+  }
+}
+
+void RequestSender::fail_unsent(std::uint64_t id, PendingCall& call,
+                                const std::optional<wire::Handle>& creation) {
+  const std::exception_ptr error = annotate(call, std::current_exception());
+  if (!creation && await_death_report(id, call, error)) return;
+  if (creation) state_.references->creation_not_sent(creation->fork, error);
+  call.completion->fail(error);
 }
 
 void RequestSender::check_may_start(const Request& request, TimePoint now) const {

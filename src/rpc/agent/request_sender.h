@@ -39,6 +39,15 @@ class RequestSender {
   void check_may_start(const Request& request, TimePoint now) const;
   /// Builds the frame of a request to `peer`.
   OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
+  /// Sends the request, or keeps it in the table until its tensors have been copied from their devices.
+  void start_or_copy(std::uint64_t id, PendingCall& call, OutgoingMessage out, PeerChannels::Link link,
+                     std::optional<wire::Handle> creation);
+  /// start(), or undoes what preparing the message did and throws.
+  void start_or_undo(std::uint64_t id, PendingCall& call, OutgoingMessage& out, PeerChannels::Link link,
+                     bool creates);
+  void undo(OutgoingMessage& out, bool creates, const CallInfo& info);
+  /// Fails a call that could not be sent.
+  void fail_unsent(std::uint64_t id, PendingCall& call, const std::optional<wire::Handle>& creation);
   /// Adds the call to the table and sends its frame on `link`, or on a new link if that one is broken.
   /// Returns false if the call has ended meanwhile. If it throws, the call is still the caller's to complete.
   bool start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out, PeerChannels::Link link);

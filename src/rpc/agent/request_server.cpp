@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "rpc/agent/reply_completion.h"
+#include "rpc/calls/autocast_header.h"
 
 namespace torchspan::rpc {
 namespace {
@@ -131,14 +132,20 @@ void RequestServer::run_here(const InlineCall& inline_call) {
 void RequestServer::unpack(IncomingCall& call) {
   const wire::FrameView& frame = call.frame;
   call.payload.value.assign(frame.value.begin(), frame.value.end());
-  call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments);
+  call.payload.tensors =
+      wire::unpack(frame.tensor_metadata, call.message.segments, {.copies = &state_.copies});
   if (!call.user_values) return;
   call.info.no_grad = frame.blob(kNoGradBlob) != nullptr;
+  if (const auto* blob = frame.blob(kAutocastBlob)) {
+    device::Autocast autocast = decode_autocast(blob->bytes);
+    if (autocast.enabled())
+      call.inherited.autocast = std::make_shared<const device::Autocast>(std::move(autocast));
+  }
   for (Interceptor* interceptor : state_.interceptors) {
     const auto* blob = frame.blob(interceptor->name());
     auto value =
         interceptor->incoming(call.info, call.payload.tensors, blob == nullptr ? BytesView() : blob->bytes);
-    if (value) call.values.push_back(std::move(value));
+    if (value) call.inherited.values.push_back(std::move(value));
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/source_location.h>
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/rpc/debug.h>
@@ -35,6 +36,7 @@ struct PendingCall {
   TimePoint started;
   SourceLocation site;
   bool user_values = false;
+  device::Streams streams;  ///< the caller's, without default streams
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
 };
 

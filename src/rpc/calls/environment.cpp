@@ -59,7 +59,8 @@ Environment Environment::of_call(IncomingPtr call) {
     const at::NoGradGuard no_grad;
     environment.torch_ = std::make_shared<const at::ThreadLocalState>();
   }
-  std::vector<EnvironmentValuePtr> values = call->values;
+  environment.autocast_ = call->inherited.autocast;
+  std::vector<EnvironmentValuePtr> values = call->inherited.values;
   environment.values_ = std::make_shared<const Values>(Values{std::move(call), std::move(values)});
   return environment;
 }
@@ -73,7 +74,11 @@ Environment Environment::capture() {
     std::erase_if(captured->values, stays);
     environment.values_ = std::move(captured);
   }
-  if (!is_default_state()) environment.torch_ = std::make_shared<const at::ThreadLocalState>();
+  environment.streams_ = device::Streams::current_side();
+  if (is_default_state()) return environment;
+  environment.torch_ = std::make_shared<const at::ThreadLocalState>();
+  if (device::Autocast autocast = device::Autocast::of_thread(); autocast.enabled())
+    environment.autocast_ = std::make_shared<const device::Autocast>(std::move(autocast));
   return environment;
 }
 
@@ -114,16 +119,19 @@ EnvironmentValuePtr Environment::exchange(const std::type_info& type, Environmen
   return before;
 }
 
-EnvironmentScope::EnvironmentScope(const Environment& inside) {
+EnvironmentScope::EnvironmentScope(const Environment& inside)
+    : autocast_(inside.autocast_ != nullptr), streams_(inside.streams_) {
   const bool was_default = is_default_state();
   // A captured state contains more than is_default_state() checks: save all of the current state.
-  if (!was_default || inside.torch_) outside_torch_ = std::make_unique<const at::ThreadLocalState>();
+  if (!was_default || inside.torch_ || inside.autocast_)
+    outside_torch_ = std::make_unique<const at::ThreadLocalState>();
   outside_ = std::exchange(Environment::of_thread(), inside.values_);
   if (inside.torch_) {
     at::ThreadLocalState::setThreadLocalState(*inside.torch_);
   } else if (!was_default) {
     reset_to_defaults();
   }
+  if (inside.autocast_) autocast_.enter(*inside.autocast_);
 }
 
 EnvironmentScope::~EnvironmentScope() {

@@ -32,8 +32,12 @@ struct IncomingCall {
   TimePoint arrived;
   PeerId from() const { return {peer, incarnation}; }
   wire::Payload payload;
-  wire::Handle creation;                    ///< kCreateRemote: the new reference
-  std::vector<EnvironmentValuePtr> values;  ///< added by interceptors to its handler's environment
+  wire::Handle creation;  ///< kCreateRemote: the new reference
+  /// Parts of its handler's environment.
+  struct Inherited {
+    std::vector<EnvironmentValuePtr> values;           ///< added by interceptors
+    std::shared_ptr<const device::Autocast> autocast;  ///< the caller's; null: disabled
+  } inherited;
   bool user_values = false;
   std::uint64_t bytes = 0;  ///< memory that it holds while it waits
 

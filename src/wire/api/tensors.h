@@ -10,6 +10,7 @@
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/device/copies.h>
 
 namespace torchspan::wire {
 
@@ -17,12 +18,16 @@ namespace torchspan::wire {
 struct PackedTensors {
   Bytes metadata;                 ///< empty for an empty table
   std::vector<Segment> segments;  ///< in the order the metadata needs them; none is empty
+  device::PendingCopies copies;   ///< the bytes are ready when these are complete
 };
 
 struct PackOptions {
   /// Maps the device of a tensor here to its device on the receiver. If unset, the receiver decides and gets
   /// the device of the tensor here. An exception from it ends pack().
   std::function<c10::Device(c10::Device here)> place = {};
+  /// Copies tensors of devices with streams to the host; pack() does not wait for these copies. Null: pack()
+  /// waits for the current stream.
+  device::CopyStreams* copies = nullptr;
 };
 
 /// Describes tensors and points at their bytes. Copies only views with gaps, lazily conjugated or negated
@@ -36,6 +41,8 @@ struct UnpackOptions {
   /// Maps a tensor's device on the sender to its device here, if the sender did not choose one; unset: the
   /// CPU.
   std::function<c10::Device(c10::Device sent_from)> place = {};
+  /// Copies tensors to devices with streams, beside their other work. Null: on the current stream.
+  device::CopyStreams* copies = nullptr;
 };
 
 /// Returns why no tensor can live on `device` in this process ("this process has 1 cuda device"), or an empty

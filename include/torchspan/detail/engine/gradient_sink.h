@@ -12,6 +12,7 @@
 #include <torchspan/core/time.h>
 #include <torchspan/detail/core/function.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::engine {
 
@@ -31,6 +32,8 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
   explicit PassEnd(std::uint64_t pass) : pass_(pass) {}
 
   std::uint64_t pass() const { return pass_; }
+  /// Makes these the current streams of every thread that runs callbacks; once, before the pass runs.
+  void run_on(device::Streams streams) { streams_ = std::move(streams); }
   /// Calls back after the end, or at once if it was reached. An exception from a callback becomes the error
   /// passed to later callbacks.
   void after(Callback callback);
@@ -60,9 +63,10 @@ class PassEnd final : public std::enable_shared_from_this<PassEnd> {
 
  private:
   void release(std::exception_ptr error);
-  static void call_all(std::vector<Callback>& callbacks, PassStatus& status);
+  void call_all(std::vector<Callback>& callbacks, PassStatus& status) const;
 
   const std::uint64_t pass_;
+  device::Streams streams_;
   mutable Mutex mutex_;
   std::size_t holds_ TORCHSPAN_GUARDED_BY(mutex_) = 1;  // the first is the graph's own work
   bool ended_ TORCHSPAN_GUARDED_BY(mutex_) = false;

@@ -4,6 +4,8 @@
 #include <vector>
 
 #include <torchspan/core/task.h>
+#include <torchspan/detail/device/autocast.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace at {
 class ThreadLocalState;
@@ -23,14 +25,15 @@ class EnvironmentValue {
 using EnvironmentValuePtr = std::shared_ptr<const EnvironmentValue>;
 
 /// Context of a piece of work on any thread: the call being served, the values of extensions (autograd
-/// contexts) and LibTorch's thread-local state (grad mode, inference mode and others). A handler starts in
-/// the environment of its call; a coroutine or continuation runs in that of the place that started or added
+/// contexts), LibTorch's thread-local state (grad mode, inference mode and others), autocast, and current
+/// streams other than the default ones. A handler starts in the environment of its call; a coroutine or continuation runs in that of the place that started or added
 /// it. Immutable; a copy costs two reference counts.
 class Environment {
  public:
   /// No call, no values, and the LibTorch state of a new thread.
   Environment() = default;
-  /// Environment of the handler of `call`; without grad mode if the caller disabled gradients.
+  /// Environment of the handler of `call`; without grad mode if the caller disabled gradients, and with the
+  /// caller's autocast.
   static Environment of_call(std::shared_ptr<IncomingCall> call);
   /// Captures this thread's environment for work that continues later or elsewhere.
   static Environment capture();
@@ -59,6 +62,8 @@ class Environment {
 
   ValuesPtr values_;
   std::shared_ptr<const at::ThreadLocalState> torch_;  ///< null: as on a new thread
+  std::shared_ptr<const device::Autocast> autocast_;   ///< null: disabled
+  device::Streams streams_;                            ///< without default streams
 };
 
 /// Runs this thread in another environment for a scope. Its end restores the previous environment, whatever
@@ -71,6 +76,8 @@ class EnvironmentScope {
   EnvironmentScope& operator=(const EnvironmentScope&) = delete;
 
  private:
+  device::AutocastScope autocast_;  // restored after LibTorch's other state
+  const device::SideStreamsScope streams_;
   Environment::ValuesPtr outside_;
   std::unique_ptr<const at::ThreadLocalState> outside_torch_;  ///< null: as on a new thread
 };

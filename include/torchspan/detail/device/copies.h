@@ -1,0 +1,59 @@
+#pragma once
+#include <cstddef>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include <torchspan/detail/device/streams.h>
+
+namespace torchspan::device {
+
+/// Copies from devices to host memory that may not be complete yet, and what they need until then. If dropped
+/// before, waits for them.
+class PendingCopies {
+ public:
+  PendingCopies() = default;
+  ~PendingCopies();
+  PendingCopies(PendingCopies&&) noexcept = default;
+  PendingCopies& operator=(PendingCopies&& other) noexcept;
+
+  /// Whether the host memory has its contents. Does not wait.
+  bool complete();
+
+ private:
+  friend class CopyStreams;
+  std::vector<Mark> marks_;
+  std::vector<at::Tensor> host_;
+};
+
+/// The streams on which one worker copies between its devices and the host, so that copies and computation
+/// overlap. Thread-safe.
+class CopyStreams {
+ public:
+  /// The stream for copies to the device.
+  c10::Stream in(c10::Device device) { return stream(device, 0); }
+
+  /// Returns host memory with the shape of `tensor`, a strided tensor of a device with streams, that `copies`
+  /// is going to fill: with its contents after the work of this thread's current stream so far. Later work of
+  /// that stream may overwrite the tensor. Without gaps: strides as at::empty_like() has them.
+  at::Tensor to_host(const at::Tensor& tensor, PendingCopies& copies);
+  /// Copies a host tensor to a device, for use on this thread's current stream. Waits for this copy, but not for
+  /// other work of the device.
+  at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
+  /// Makes the default streams of the devices of `streams` wait for these, or the other way around.
+  void order_defaults_after(const Streams& streams) const;
+  void order_after_defaults(const Streams& streams) const;
+  const EventPoolPtr& events() const { return events_; }
+
+ private:
+  /// Below, a copy is so short that it may delay the current stream.
+  static constexpr std::size_t kDirect = 64 << 10;
+  c10::Stream out(c10::Device device) { return stream(device, 1); }
+  c10::Stream stream(c10::Device device, int direction);
+
+  const EventPoolPtr events_ = std::make_shared<EventPool>();
+  Mutex mutex_;
+  std::map<std::pair<std::pair<int, int>, int>, c10::Stream> streams_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::device

@@ -1,0 +1,231 @@
+// Streams of devices in calls, over the stand-in devices, which report every access that nothing orders: results
+// and arguments are ready on the streams that use them, and no thread waits for a whole device.
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include <torchspan/detail/device/streams.h>
+
+#include "tests/parity/rpc_world.h"
+#include "tests/support/stand_in_device.h"
+
+namespace torchspan::rpc_streams {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using ::testing::IsEmpty;
+
+constexpr std::int64_t kSmall = 16, kLarge = 1 << 15;  // elements: copied directly, and by way of the device
+
+c10::Stream side_stream(int device = 0) { return device::stream_from_pool(stand_in(device)); }
+c10::Stream main_stream(int device = 0) { return device::default_stream(stand_in(device)); }
+void order(const c10::Stream& earlier, const c10::Stream& later) {
+  device::EventPool events;
+  device::order_after(later, earlier, events);
+}
+
+at::Tensor twice(const at::Tensor& x) { return x * 2; }
+/// Calls the next worker on another stream, and works on the result there.
+at::Tensor through(Worker& worker, const at::Tensor& x);
+/// The same over several waits, each of which may continue on another thread.
+Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x);
+/// Leaves another stream current, as a careless program does; returns the number of the one that it found.
+std::int64_t swap_stream() {
+  const c10::Stream here = device::current_stream(stand_in(0));
+  c10::impl::getDeviceGuardImpl(here.device_type())->exchangeStream(side_stream());
+  return here.id();
+}
+void add_in_place(const RRef<at::Tensor>& value, double by) {
+  const at::NoGradGuard no_grad;
+  value.local_value().add_(by);
+}
+
+constexpr Function<twice> kTwice{"twice"};
+constexpr Function<through> kThrough{"through"};
+constexpr Function<through_slowly> kThroughSlowly{"through_slowly"};
+constexpr Function<swap_stream> kSwapStream{"swap_stream"};
+constexpr Function<add_in_place> kAddInPlace{"add_in_place"};
+
+int next_of(const Worker& worker) { return (worker.rank() + 1) % worker.world_size(); }
+
+at::Tensor through(Worker& worker, const at::Tensor& x) {
+  const c10::Stream here = device::current_stream(stand_in(0)), side = side_stream();
+  order(here, side);
+  device::keep_memory_for(x, side);
+  at::Tensor y;
+  {
+    const c10::StreamGuard guard(side);
+    y = worker.rpc_sync(next_of(worker), kTwice, x + 1) + 1;
+  }
+  order(side, here);
+  device::keep_memory_for(y, here);
+  return y;
+}
+
+Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x) {
+  const c10::Stream here = device::current_stream(stand_in(0)), side = side_stream();
+  order(here, side);
+  device::keep_memory_for(x, side);
+  at::Tensor y;
+  {
+    const c10::StreamGuard guard(side);
+    y = x + 0;
+    for (int i = 0; i < 3; ++i) {
+      y = (co_await worker.rpc_async(next_of(worker), kTwice, y)) + 1;
+      EXPECT_EQ(device::current_stream(stand_in(0)), side);
+    }
+  }
+  order(side, here);
+  device::keep_memory_for(y, here);
+  co_return y;
+}
+
+/// A world where device 0 is device 0 everywhere.
+ClusterOptions world(int workers = 2) {
+  ClusterOptions options =
+      world_of(workers, FunctionTable().add(kTwice, kThrough, kThroughSlowly, kSwapStream, kAddInPlace));
+  options.adjust = [workers](int rank, WorkerPlan& plan) {
+    for (int other = 0; other < workers; ++other) {
+      if (other != rank)
+        plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{stand_in(0), stand_in(0)}});
+    }
+  };
+  return options;
+}
+
+class RpcStreams : public ::testing::Test {
+ protected:
+  void SetUp() override { device_.reset(); }
+  void TearDown() override {
+    EXPECT_THAT(device_.take_races(), IsEmpty());
+    device_.reset();
+  }
+  static at::Tensor on_device(double value, std::int64_t elements) {
+    return at::full({elements}, value, at::kDouble).to(stand_in(0));
+  }
+  static void expect_all(const at::Tensor& tensor, double value) {
+    EXPECT_TRUE(at::equal(tensor.cpu(), at::full(tensor.sizes(), value, at::kDouble))) << tensor.cpu()[0];
+  }
+  StandInStreams& device_ = StandInStreams::get();
+};
+
+// peer: rpc_test.py `custom_stream`(`_multi`, `_nested`, `_nested_multi`) of the CUDA suite: same, over simulated
+//   devices that report races
+TEST_F(RpcStreams, ArgumentsAndResultsAreReadyOnTheCallersStream) {
+  for (const std::int64_t elements : {kSmall, kLarge}) {
+    on_first(world(), [&](Worker& worker) {
+      const at::Tensor x = on_device(3, elements);
+      const c10::Stream side = side_stream();
+      order(main_stream(), side);
+      const c10::StreamGuard guard(side);
+      device::keep_memory_for(x, side);
+      for (const int to : {1, 0}) {
+        expect_all(worker.rpc_sync(to, kTwice, x + 1) + 1, 9);
+        expect_all(worker.rpc_async(to, kTwice, x + 2).wait() + 1, 11);
+        expect_all(worker.remote(to, kTwice, x + 3).to_here() + 1, 13);
+        expect_all(worker.rpc_sync(to, "aten::mul", {x + 1, x}).toTensor() + 1, 13);
+      }
+    });
+  }
+}
+
+// peer: rpc_test.py custom_stream
+TEST_F(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
+  on_first(world(3), [&](Worker& worker) {
+    for (const std::int64_t elements : {kSmall, kLarge}) {
+      const at::Tensor x = on_device(3, elements);
+      std::vector<Future<at::Tensor>> all;
+      for (int i = 0; i < 3; ++i) all.push_back(worker.rpc_async(1, kThrough, x + i));
+      for (int i = 0; i < 3; ++i) expect_all(all[i].wait(), 2 * (4 + i) + 1);
+      all.clear();
+      for (int i = 0; i < 3; ++i) all.push_back(worker.rpc_async(1, kThroughSlowly, x + i));
+      for (int i = 0; i < 3; ++i) expect_all(all[i].wait(), 8 * (3 + i) + 7);
+    }
+  });
+}
+
+TEST_F(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
+  for (const std::int64_t elements : {kSmall, kLarge}) {
+    device_.reset(/*polls=*/5);
+    on_first(world(), [&](Worker& worker) {
+      for (const int to : {1, 0}) {
+        at::Tensor x = on_device(3, elements);
+        const Future<at::Tensor> y = worker.rpc_async(to, kTwice, x);
+        x.fill_(100);
+        expect_all(y.wait(), 6);
+      }
+    });
+  }
+}
+
+TEST_F(RpcStreams, CallsDoNotWaitForTheDevice) {
+  device_.reset(/*polls=*/5);
+  ClusterOptions options = world();
+  options.adjust = {};  // without device maps, results arrive on the CPU
+  on_first(options, [&](Worker& worker) {
+    const at::Tensor small = on_device(3, kSmall), large = on_device(3, kLarge);
+    const std::size_t before = device_.host_waits();
+    for (const at::Tensor& x : {small, large}) {
+      const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x.expand({2, x.size(0)}).t());
+      EXPECT_TRUE(at::equal(y.wait(), at::full({x.size(0), 2}, 6.0, at::kDouble)));
+    }
+    EXPECT_EQ(device_.host_waits(), before);
+  });
+}
+
+TEST_F(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
+  device_.reset(/*polls=*/1 << 30);
+  on_first(world(), [&](Worker& worker) {
+    const at::Tensor x = on_device(3, kLarge);
+    expect_error(ErrorKind::kTimedOut, "twice",
+                 [&] { worker.with({.timeout = std::chrono::milliseconds(200)}).rpc_sync(1, kTwice, x); });
+    expect_error(ErrorKind::kCancelled, "no reply came before the deadline", [&] {
+      worker.with({.timeout = std::chrono::milliseconds(200)}).remote(1, kTwice, x).to_here();
+    });
+    std::stop_source stop;
+    const Future<at::Tensor> stopped = worker.with({.stop = stop.get_token()}).rpc_async(1, kTwice, x);
+    stop.request_stop();
+    expect_error(ErrorKind::kCancelled, "twice", [&] { stopped.wait(); });
+    // A call without tensors is not held up by those that wait.
+    EXPECT_EQ(worker.rpc_sync(1, kSwapStream), 0);
+  });
+}
+
+TEST_F(RpcStreams, AWorkerThatStopsDropsWhatItStillCopies) {
+  device_.reset(/*polls=*/1 << 30);
+  ClusterOptions options = world();
+  options.graceful = false;
+  on_all(options, [&](Worker& worker) {
+    if (worker.rank() != 0) return nap(worker, std::chrono::seconds(1));
+    static_cast<void>(worker.rpc_async(1, kTwice, on_device(3, kLarge)));
+  });
+}
+
+/// What a handler left current does not concern the next one.
+TEST_F(RpcStreams, HandlersStartOnTheDefaultStreams) {
+  ClusterOptions options = world();
+  options.threads = 1;
+  on_first(options, [&](Worker& worker) {
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(worker.rpc_sync(1, kSwapStream), 0);
+  });
+}
+
+// peer: rpc_test.py `rref_synchronization`1 to 5, `rref_to_here_synchronization`1 to 4
+//   of the CUDA suite: same, over simulated devices; handlers of a worker are ordered on its default streams
+TEST_F(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
+  on_first(world(), [&](Worker& worker) {
+    const c10::Stream side = side_stream();
+    order(main_stream(), side);
+    const c10::StreamGuard guard(side);
+    const RRef<at::Tensor> value(worker, on_device(1, kSmall) * 5);  // made on the side stream
+    for (int i = 0; i < 3; ++i) {
+      worker.rpc_sync(0, kAddInPlace, value, 1.0);
+      value.local_value().mul_(2);
+    }
+    expect_all(value.local_value(), 54);
+    order(side, main_stream());
+    device::keep_memory_for(value.local_value(), main_stream());
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::rpc_streams
