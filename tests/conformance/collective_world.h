@@ -11,6 +11,7 @@
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_mpi.h"
 #include "tests/support/processes.h"
 
@@ -66,7 +67,7 @@ class CollectiveWorld {
   void run(std::function<void(collective::Group&)> body, collective::GroupOptions options = {}) {
     options.timeout = std::min<Duration>(options.timeout, std::chrono::seconds(60));
     for (const auto& failure : try_each([&](Rank self) {
-           collective::Group group = collective::Group::make(self.runtime, self.membership, options);
+           collective::Group group = make_group_of_suite(self.runtime, self.membership, options);
            body(group);
          })) {
       if (failure) std::rethrow_exception(failure);

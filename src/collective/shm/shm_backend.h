@@ -32,6 +32,7 @@ class ShmBackend final : public Backend {
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override { op_queue_->abort(cause); }
+  std::optional<Error> failure() override { return op_queue_->breakage(); }
 
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
