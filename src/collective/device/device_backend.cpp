@@ -58,12 +58,21 @@ void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduc
 
 }  // namespace
 
-std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> control, Plan plan) {
+std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made, Plan plan) {
   auto failure = std::make_shared<GroupFailure>();
-  std::unique_ptr<DeviceEngine> engine = plan.engine({.control = control->split(0, control->rank()),
+  std::shared_ptr<Backend> control = made->split(0, made->rank());
+  plan.queue.gone = [world = plan.queue.world, instances = plan.queue.instances,
+                     peers = plan.queue.peers]() -> std::optional<Error> {
+    for (std::size_t rank = 0; world && rank < instances.size(); ++rank) {
+      if (const auto how = world->gone(instances[rank])) return lost_member(peers[rank], *how);
+    }
+    return std::nullopt;
+  };
+  std::unique_ptr<DeviceEngine> engine = plan.engine({.control = std::move(made),
                                                       .device = plan.queue.device,
                                                       .runtime = plan.runtime,
                                                       .failure = failure,
+                                                      .gone = plan.queue.gone,
                                                       .timeout = plan.queue.timeout});
   plan.queue.ranks = control->ranks();
   plan.queue.rank = control->rank();

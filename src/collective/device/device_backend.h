@@ -17,10 +17,10 @@ class DeviceBackend final : public Backend {
   struct Plan {
     EngineFactory engine;
     std::shared_ptr<const DeviceRuntime> runtime;
-    DeviceQueueOptions queue;  ///< `ranks` and `rank` are those of the control group
+    DeviceQueueOptions queue;  ///< make() adds `ranks`, `rank` and `gone`
   };
-  /// Collective over `control`, which only this backend uses.
-  static std::shared_ptr<DeviceBackend> make(std::shared_ptr<Backend> control, Plan plan);
+  /// Collective over `made`, a group for the CPU that only this backend uses.
+  static std::shared_ptr<DeviceBackend> make(std::shared_ptr<Backend> made, Plan plan);
 
   std::string name() const override { return queue_->engine().name(); }
   int rank() const override { return control().rank(); }

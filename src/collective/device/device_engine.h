@@ -18,8 +18,16 @@ struct EngineParts {
   c10::Device device;
   std::shared_ptr<const DeviceRuntime> runtime;
   std::shared_ptr<GroupFailure> failure;  ///< checked while the engine waits on the host
+  /// Which rank's process has ended or left the world; nullopt if none has.
+  std::function<std::optional<Error>()> gone;
   Duration timeout{};
 };
+
+/// The error for a rank that is gone; `how` may begin with its name.
+Error lost_member(const std::string& peer, const std::string& how);
+
+/// How long launched work may take to end after a rank has left the world: the rank may have done its part.
+inline constexpr Duration kLeftLimit = std::chrono::seconds(2);
 
 /// Moves and reduces tensors between the devices of a group's ranks. All methods but interrupt() are called on
 /// one thread, in the same order on all ranks, with contiguous tensors on the engine's device, whose current

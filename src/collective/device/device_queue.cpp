@@ -13,12 +13,6 @@ namespace {
 /// Interval at which the thread looks after launched work.
 constexpr Duration kLook = std::chrono::milliseconds(5);
 
-Error lost_member(const std::string& peer, const std::string& how) {
-  return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it",
-                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
-}
-
 /// What a rank sends of a call: its line and its numbers.
 at::Tensor announcement_of(const CallLine& line, const std::vector<std::int64_t>& numbers,
                            std::uint64_t number) {
@@ -50,6 +44,12 @@ Announcement read_announcement(const at::Tensor& bytes) {
 }
 
 }  // namespace
+
+Error lost_member(const std::string& peer, const std::string& how) {
+  return {ErrorKind::kDisconnected,
+          fmt::format("{}, and the group cannot continue without it",
+                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
+}
 
 /// Runs continuations under a stream of their own, so that they do not delay the streams of callers.
 class DeviceQueue::Host final : public GroupHost {
@@ -108,10 +108,7 @@ std::shared_ptr<DeviceQueue> DeviceQueue::make(std::shared_ptr<Backend> control,
   const auto& world = queue->options_.world;
   if (!world) return queue;
   world->add(queue);
-  for (std::size_t rank = 0; rank < queue->options_.instances.size(); ++rank) {
-    const auto how = world->gone(queue->options_.instances[rank]);
-    if (how) queue->break_with(lost_member(queue->options_.peers[rank], *how));
-  }
+  if (const auto lost = queue->options_.gone()) queue->break_with(*lost);
   return queue;
 }
 
@@ -142,15 +139,19 @@ void DeviceQueue::member_died(const rendezvous::Member& member, const Error& rea
 
 void DeviceQueue::break_with(const Error& cause) {
   const bool first_time = !failure_->get();
+  fail_pending(cause);
+  if (!first_time) return;
+  const Error first = *failure_->get();
+  engine_->interrupt(first);
+  if (!control_->failure()) control_->abort(first);
+}
+
+void DeviceQueue::fail_pending(const Error& cause) {
   const Error first = failure_->set(cause);
   std::deque<std::unique_ptr<Job>> failed;
   {
     MutexLock lock(mutex_);
     failed.swap(queue_);
-  }
-  if (first_time) {
-    engine_->interrupt(first);
-    control_->abort(first);
   }
   for (const auto& job : failed) fail(*job, first);
   parker_->unpark();
@@ -211,6 +212,7 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   std::shared_ptr<EventGate> gate;
   try {
     failure_->throw_if_set();
+    if (const auto lost = options_.gone()) throw Error(*lost);
     const CallNumbers numbers = agree(*job);
     {
       const c10::StreamGuard guard(job->caller);
@@ -292,6 +294,9 @@ bool DeviceQueue::watch() {
       break_with(*cause);
     } else if (const auto found = engine_->failure()) {
       break_with(*found);
+    } else if (const auto lost = options_.gone();
+               lost && launched_.overdue(runtime_.executor.now() - kLeftLimit) != nullptr) {
+      break_with(*lost);
     } else if (late != nullptr) {
       break_with(Error(ErrorKind::kTimedOut,
                        fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "

@@ -31,6 +31,7 @@ struct DeviceQueueOptions {
   Duration timeout = std::chrono::minutes(5);
   std::shared_ptr<WorldLink> world = {};      ///< may be null; a death that it reports breaks the group at once
   std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
+  std::function<std::optional<Error>()> gone = {};  ///< as in EngineParts
 };
 
 /// One operation on a device. `prepare` runs when all calls agree, under the stream of the caller, and may
@@ -63,11 +64,14 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   /// Issues an operation. `done` gets the gate of the result, or the failure.
   void submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
               UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done);
+  /// Fails everything, here and on the ranks that the control group reaches.
   void break_with(const Error& cause);
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
+  /// Later operations fail, and those that do not end soon; see kLeftLimit.
   void member_left(const rendezvous::Member&) override {}
-  void world_ended(const Error& reason) override { break_with(reason); }
+  /// The other ranks learn of it from the control group.
+  void world_ended(const Error& reason) override { fail_pending(reason); }
   void world_closing() override { stop_thread(); }
 
  private:
@@ -76,6 +80,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
 
   DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<DeviceEngine> engine,
               std::shared_ptr<GroupFailure> failure, DeviceQueueOptions options);
+  void fail_pending(const Error& cause);
   void run();
   std::unique_ptr<Job> take();
   void run_one(std::unique_ptr<Job> job);

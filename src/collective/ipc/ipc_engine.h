@@ -29,7 +29,9 @@ class IpcEngine final : public DeviceEngine {
   void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) override;
   void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) override;
   void abort() noexcept override {}
-  void interrupt(const Error& cause) override { parts_.control->abort(cause); }
+  void interrupt(const Error& cause) override {
+    if (!parts_.control->failure()) parts_.control->abort(cause);
+  }
 
  private:
   /// A tensor's bytes, and their place in a sequence of bytes.

@@ -104,6 +104,7 @@ void NcclCommunicator::settle(Result result, const char* name, Deadline deadline
   while (result == kInProgress) {
     throw_if_failed();
     const TimePoint now = executor.now();
+    if (const auto lost = parts_.gone(); lost && now - began > kLeftLimit) throw Error(*lost);
     if (deadline.passed(now)) {
       throw Error(ErrorKind::kTimedOut,
                   fmt::format("NCCL did not finish {} within {:.3g} s: a rank's process or device has stopped, or "
