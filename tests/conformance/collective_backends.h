@@ -1,6 +1,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_oracle.h"
 #include "tests/conformance/collective_world.h"
 
@@ -64,7 +65,7 @@ inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info)
 /// A test that runs on every row.
 class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
  protected:
-  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) {}
+  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) { world_.make_group = make_group_of_suite; }
   int ranks() const { return GetParam().ranks; }
   collective::GroupOptions options() const {
     return {.backend = GetParam().backend, .network = collective::Network::kIsolated};

@@ -10,7 +10,7 @@
 
 #include <torchspan/collective/group.h>
 
-#include "collective/device/device_services.h"
+#include "collective/api/device_services.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"
 

@@ -10,7 +10,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "collective/device/device_runtime.h"
+#include "collective/api/device_runtime.h"
 
 namespace torchspan::testing {
 

@@ -1,5 +1,5 @@
 // The only source of this room that uses CUDA's own interface. Built with it if TORCHSPAN_CUDA found a toolkit.
-#include "collective/device/device_runtime.h"
+#include "collective/api/device_runtime.h"
 
 #if defined(TORCHSPAN_CUDA_RUNTIME)
 #include <cstring>

@@ -7,7 +7,7 @@
 
 #include <torchspan/collective/backend.h>
 
-#include "collective/device/device_runtime.h"
+#include "collective/api/device_runtime.h"
 #include "collective/device/group_failure.h"
 
 namespace torchspan::collective {

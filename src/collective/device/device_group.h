@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/device/device_services.h"
+#include "collective/api/device_services.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective {

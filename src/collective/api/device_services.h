@@ -4,7 +4,7 @@
 
 #include <torchspan/collective/group.h>
 
-#include "collective/device/device_runtime.h"
+#include "collective/api/device_runtime.h"
 #include "collective/ipc/ipc_engine.h"
 
 namespace torchspan::collective {
