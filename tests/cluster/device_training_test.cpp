@@ -139,29 +139,27 @@ void never_waits() {
   });
 }
 
+at::Tensor random(at::IntArrayRef sizes, int seed) {
+  return at::randn(sizes, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed)), at::kFloat);
+}
+at::Tensor batch_of(int rank, int step) { return random({4, 6}, 100 + 10 * step + rank); }
+
+/// Two layers, made on a device: LibTorch 1.13 cannot move modules to the stand-in device.
 struct NetImpl : torch::nn::Module {
-  NetImpl() : first(register_module("first", torch::nn::Linear(6, 5))), second(register_module("second", torch::nn::Linear(5, 2))) {
-    mean = register_buffer("mean", torch::full({2}, 0.25));
+  NetImpl(int seed, c10::Device device) {
+    first = register_parameter("first", random({6, 5}, seed).to(device));
+    second = register_parameter("second", random({5, 2}, seed + 1).to(device));
+    mean = register_buffer("mean", random({2}, seed + 2).to(device));
   }
-  at::Tensor forward(const at::Tensor& x) { return second->forward(first->forward(x).tanh()) - mean; }
-  torch::nn::Linear first, second;
-  at::Tensor mean;
+  at::Tensor forward(const at::Tensor& x) { return x.matmul(first).tanh().matmul(second) - mean; }
+  at::Tensor first, second, mean;
 };
 TORCH_MODULE(Net);
-
-at::Tensor batch_of(int rank, int step) {
-  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(100 + 10 * step + rank));
-  return at::randn({4, 6}, generator, at::kFloat);
-}
 
 /// The whole module, with an optimizer; the ranks start from different values.
 void trains_a_module() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    torch::manual_seed(7);
-    Net alone;
-    torch::manual_seed(7 + static_cast<std::uint64_t>(group.rank()));
-    Net net;
-    net->to(stand_in(0));
+    Net alone(7, c10::kCPU), net(7 + 10 * group.rank(), stand_in(0));
     DistributedDataParallel ddp(net, group, {.bucket_cap_mb = 0.0001});
     torch::optim::SGD ours(net->parameters(), 0.1), theirs(alone->parameters(), 0.1);
     for (int step = 0; step < 4; ++step) {

@@ -131,6 +131,7 @@ Future<at::Tensor> DeviceBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
     reduce_dense(*engine, work, reduction, place);
     put_back(work, tensor);
   };
+  operation->values = [tensor] { return Tensors{tensor}; };
   return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
 }
 
@@ -151,6 +152,7 @@ Future<at::Tensor> DeviceBackend::reduce_scatter(at::Tensor tensor, ReduceOp red
     reduce_dense(*engine, whole, reduction, place);
     part.copy_(whole.narrow(0, place.rank * part.size(0), part.size(0)));
   };
+  operation->values = [part] { return Tensors{part}; };
   return submit<at::Tensor>(std::move(operation), {work, part}, [part] { return part; });
 }
 
@@ -185,6 +187,7 @@ Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
     if (work.nbytes() != 0) engine->broadcast({work}, {root});
     if (!sends) put_back(work, tensor);
   };
+  operation->values = [tensor] { return Tensors{tensor}; };
   return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
 }
 
