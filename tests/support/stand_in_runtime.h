@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 
 #include "collective/api/device_runtime.h"
+#include "tests/support/stand_in_streams.h"
 
 namespace torchspan::testing {
 
@@ -21,10 +22,13 @@ class StandInRuntime final : public collective::DeviceRuntime {
       : shared_(shared), refusal_(std::move(refusal)) {}
 
   void* native_stream(const c10::Stream& stream) const override {
+    // An engine is about to give the stream an operation, of which the streams would know nothing.
+    const DeviceOperation operation(StandInStreams::get(), {stream.device_index(), stream.id()}, "engine");
     return reinterpret_cast<void*>(static_cast<std::uintptr_t>(stream.id()));
   }
   std::string identity(c10::Device device) const override {
-    return shared_ ? device.str() : device.str() + " of " + std::to_string(next_++);
+    if (shared_) return device.str();
+    return device.str() + " of process " + std::to_string(getpid()) + ", " + std::to_string(next_++);
   }
   std::shared_ptr<std::byte> allocate(c10::Device, std::size_t bytes) const override {
     const std::string name =

@@ -121,6 +121,7 @@ DeviceQueue::~DeviceQueue() {
   const Error cancelled(ErrorKind::kCancelled,
                         "the last handle of the group was dropped while this operation was pending");
   for (const auto& job : dropped) fail(*job, cancelled);
+  if (const auto cause = control_->failure()) failure_->set(*cause);
   stop_thread();
   Host::close(std::move(host_), options_.world && options_.world->ended());
 }

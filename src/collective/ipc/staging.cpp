@@ -44,8 +44,8 @@ at::Tensor device_view(std::byte* data, std::int64_t count, at::ScalarType dtype
 }
 
 at::Tensor device_bytes(const at::Tensor& tensor) {
-  return device_view(static_cast<std::byte*>(tensor.data_ptr()), static_cast<std::int64_t>(tensor.nbytes()),
-                     at::kByte, tensor.device());
+  const at::Tensor flat = tensor.view({-1});
+  return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
 }
 
 Staging::Staging(const EngineParts& parts, std::size_t area_bytes)

@@ -36,7 +36,7 @@ class Staging {
 
 /// Memory on a device as a tensor, which does not own it.
 at::Tensor device_view(std::byte* data, std::int64_t count, at::ScalarType dtype, c10::Device device);
-/// The memory of a contiguous tensor, as bytes.
+/// A contiguous tensor as bytes; a view.
 at::Tensor device_bytes(const at::Tensor& tensor);
 
 }  // namespace torchspan::collective::ipc
