@@ -122,8 +122,8 @@ TEST(DeviceGroups, NameTheRanksThatShareAGpuWhichNcclRefuses) {
 }
 
 TEST(DeviceGroups, NameADeviceThatDoesNotExist) {
-  GroupOptions options = on_device(BackendKind::kCudaIpc);
-  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
+                GroupOptions options = on_device(BackendKind::kCudaIpc);
                 if (self.rank == 1) options.device = stand_in(7);
                 make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
               }),

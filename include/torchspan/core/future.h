@@ -258,7 +258,7 @@ class Promise {
         body();
         passed ? set_value_behind(passed->renew()) : set_value();
       } else if (passed) {
-        T value = body();
+        auto value = body();
         set_value_behind(passed->renew(), std::move(value));
       } else {
         set_value(body());

@@ -84,6 +84,8 @@ class Selection {
                     "toolkit, or make the group without GroupOptions::device");
       }
       facts.identity = services_.runtime->identity(device_);
+    } catch (const Error& error) {
+      facts.trouble = error.message();
     } catch (...) {
       facts.trouble = torchspan::describe(std::current_exception()).text;
     }
