@@ -48,7 +48,8 @@ std::string describe_plan(BytesView plan) {
   std::vector<int> ranks(reader.get_count(sizeof(int)));
   for (int& rank : ranks) rank = reader.get<int>();
   const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
-  return fmt::format("ranks {}, backend {}, network {}, device {}", ranks, backend, network, reader.get_string());
+  return fmt::format("ranks {}, backend {}, network {}, device {}", ranks, backend, network,
+                     reader.get_string());
 }
 
 /// Returns the folder of the socket in a worker's address, such as "unix:/run/torchspan/0-1f.sock@…,tls:…",
@@ -83,8 +84,9 @@ class Maker {
     check_ranks();
     link_ = WorldLink::make(runtime_, world_);
     if (ranks_.size() == 1) {
-      return SingleBackend::make(ranks_[0], runtime_, link_,
-                                 has_device() ? check_device_exists(*options_.device) : c10::Device(c10::kCPU));
+      return SingleBackend::make(
+          ranks_[0], runtime_, link_,
+          has_device() ? check_device_exists(*options_.device) : c10::Device(c10::kCPU));
     }
     compare_plans();
     const std::vector<Member> members = members_of_group();
@@ -106,9 +108,10 @@ class Maker {
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
       case BackendKind::kNccl:
       case BackendKind::kCudaIpc:
-        throw Error(ErrorKind::kInvalid,
-                    "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
-                    "for example to c10::Device(c10::kCUDA, local_rank)");
+        throw Error(
+            ErrorKind::kInvalid,
+            "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
+            "for example to c10::Device(c10::kCUDA, local_rank)");
     }
     throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
   }
@@ -147,10 +150,11 @@ class Maker {
       if (plans[i] == plans[0]) continue;
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("the ranks of a group must make it with the same options (GroupOptions::device with the "
-                      "same type of device on all ranks, or on none), but {} has {}, and {} has {}",
-                      describe(world_.member(ranks_[0])), describe_plan(plans[0]),
-                      describe(world_.member(ranks_[i])), describe_plan(plans[i])));
+          fmt::format(
+              "the ranks of a group must make it with the same options (GroupOptions::device with the "
+              "same type of device on all ranks, or on none), but {} has {}, and {} has {}",
+              describe(world_.member(ranks_[0])), describe_plan(plans[0]), describe(world_.member(ranks_[i])),
+              describe_plan(plans[i])));
     }
   }
 

@@ -1,6 +1,7 @@
 // Data-parallel training on devices, with two processes that share the stand-in device. Its checker finds accesses
 // that no stream orders, and counts how often the host waits for the device.
 #include <gmock/gmock.h>
+
 #include <torch/torch.h>
 
 #include <torchspan/data_parallel.h>
@@ -49,7 +50,8 @@ void require_averages(const Tensors& parameters, const Tensors& wanted, double t
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     require(parameters[i].grad().defined(), "there is a gradient " + std::to_string(i));
     const at::Tensor got = parameters[i].grad().cpu().to(at::kDouble);
-    require(at::allclose(got, wanted[i], tolerance, tolerance), "the average of parameter " + std::to_string(i));
+    require(at::allclose(got, wanted[i], tolerance, tolerance),
+            "the average of parameter " + std::to_string(i));
   }
 }
 
@@ -101,8 +103,7 @@ void reduces_from_two_streams() {
     order(side, own);
     {
       const c10::StreamGuard on_side(side);  // the leaf nodes of these parameters run there
-      for (std::size_t i = 2; i < 4; ++i)
-        torch::autograd::impl::grad_accumulator(parameters[i]);
+      for (std::size_t i = 2; i < 4; ++i) torch::autograd::impl::grad_accumulator(parameters[i]);
     }
     Reducer reducer(toy::named(parameters), group, {});
     for (int step = 0; step < 3; ++step) {
@@ -209,8 +210,7 @@ void survivor_names_the_dead() {
         toy::step(reducer, device_loss(parameters, group.rank(), step));
         continue;
       }
-      require_error({"worker1"},
-                    [&] { toy::step(reducer, device_loss(parameters, group.rank(), step)); });
+      require_error({"worker1"}, [&] { toy::step(reducer, device_loss(parameters, group.rank(), step)); });
       ::_exit(0);  // the world is broken; there is nothing to leave
     }
   });

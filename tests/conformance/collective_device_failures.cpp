@@ -69,8 +69,8 @@ std::vector<std::string> errors_of(const std::function<void(CollectiveWorld::Ran
 }
 
 Group make_with(CollectiveWorld::Rank self, const GroupOptions& options, const DeviceServices& services) {
-  return make_group(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &self.runtime), self.membership, options,
-                    services);
+  return make_group(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &self.runtime), self.membership,
+                    options, services);
 }
 std::vector<std::string> errors_of_making(const GroupOptions& options, const DeviceServices& services) {
   return errors_of([&](CollectiveWorld::Rank self) { make_with(self, options, services); });
@@ -91,9 +91,8 @@ TEST(DeviceGroups, RefuseALibraryThatIsNotNcclAndAnOldOne) {
               Each(AllOf(HasSubstr("has no function ncclGetUniqueId"), HasSubstr("2.14 or later"))));
   const FakeNccl faults;
   faults.set("version", 20804);
-  EXPECT_THAT(
-      errors_of_making(on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl)),
-      Each(AllOf(HasSubstr("is NCCL 2.8.4"), HasSubstr("interrupted when a rank dies"))));
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl)),
+              Each(AllOf(HasSubstr("is NCCL 2.8.4"), HasSubstr("interrupted when a rank dies"))));
 }
 
 TEST(DeviceGroups, WithoutNcclOrWithASharedGpuUseSharedDeviceMemory) {
@@ -122,17 +121,18 @@ TEST(DeviceGroups, NameTheRanksThatShareAGpuWhichNcclRefuses) {
 }
 
 TEST(DeviceGroups, NameADeviceThatDoesNotExist) {
-  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
-                GroupOptions options = on_device(BackendKind::kCudaIpc);
-                if (self.rank == 1) options.device = stand_in(7);
-                make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
-              }),
-              Each(AllOf(HasSubstr("worker1"), HasSubstr("there is no privateuseone:7"),
-                         HasSubstr("2 devices"))));
+  EXPECT_THAT(
+      errors_of([](CollectiveWorld::Rank self) {
+        GroupOptions options = on_device(BackendKind::kCudaIpc);
+        if (self.rank == 1) options.device = stand_in(7);
+        make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
+      }),
+      Each(AllOf(HasSubstr("worker1"), HasSubstr("there is no privateuseone:7"), HasSubstr("2 devices"))));
 }
 
 TEST(DeviceGroups, WithoutADriverOrTheCudaHalfOfLibTorchSayWhatIsMissing) {
-  if (c10::impl::hasDeviceGuardImpl(c10::kCUDA) && c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() > 0)
+  if (c10::impl::hasDeviceGuardImpl(c10::kCUDA) &&
+      c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() > 0)
     GTEST_SKIP() << "there is a GPU";
   EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
                 GroupOptions options;
@@ -186,8 +186,8 @@ TEST(DeviceGroups, NameRanksOfWhichOnePassesATensorOnTheCpu) {
 
 TEST(DeviceGroups, RefuseATensorOnAnotherDevice) {
   EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
-                const Group group =
-                    make_with(self, on_device(BackendKind::kCudaIpc), stand_in_services(BackendKind::kCudaIpc));
+                const Group group = make_with(self, on_device(BackendKind::kCudaIpc),
+                                              stand_in_services(BackendKind::kCudaIpc));
                 group.all_reduce(at::ones({3}).to(stand_in(1))).wait();
               }),
               Each(AllOf(HasSubstr("privateuseone:1"), HasSubstr("cuda_ipc"))));

@@ -36,7 +36,8 @@ class CudaRuntime final : public DeviceRuntime {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device.index()), device, "cudaGetDeviceProperties");
     std::string text;
-    for (const char byte : properties.uuid.bytes) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+    for (const char byte : properties.uuid.bytes)
+      text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
     return text;
   }
 
@@ -65,14 +66,14 @@ class CudaRuntime final : public DeviceRuntime {
   std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle, std::size_t) const override {
     cudaIpcMemHandle_t theirs{};
     if (handle.size() != sizeof theirs) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a handle of CUDA memory has {} bytes, but a rank sent {}", sizeof theirs,
-                              handle.size()));
+      throw Error(ErrorKind::kInvalid, fmt::format("a handle of CUDA memory has {} bytes, but a rank sent {}",
+                                                   sizeof theirs, handle.size()));
     }
     std::memcpy(&theirs, handle.data(), sizeof theirs);
     const c10::DeviceGuard guard(device);
     void* memory = nullptr;
-    check(cudaIpcOpenMemHandle(&memory, theirs, cudaIpcMemLazyEnablePeerAccess), device, "cudaIpcOpenMemHandle");
+    check(cudaIpcOpenMemHandle(&memory, theirs, cudaIpcMemLazyEnablePeerAccess), device,
+          "cudaIpcOpenMemHandle");
     return {static_cast<std::byte*>(memory), [device](std::byte* data) {
               const c10::DeviceGuard guard(device);
               static_cast<void>(cudaIpcCloseMemHandle(data));

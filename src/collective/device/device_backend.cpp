@@ -96,7 +96,8 @@ std::shared_ptr<Backend> DeviceBackend::split(int color, int key) {
   plan.queue.instances.clear();
   const auto& ranks = plan_.queue.ranks;
   for (const int world_rank : part->ranks()) {
-    const auto place = static_cast<std::size_t>(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin());
+    const auto place =
+        static_cast<std::size_t>(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin());
     plan.queue.peers.push_back(plan_.queue.peers[place]);
     if (!plan_.queue.instances.empty()) plan.queue.instances.push_back(plan_.queue.instances[place]);
   }
@@ -205,8 +206,8 @@ Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
     return control().all_to_all(std::move(parts));
   }
   auto operation = std::make_unique<DeviceOperation>();
-  operation->line =
-      on_device({fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))}, plan_.queue.device);
+  operation->line = on_device({fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))},
+                              plan_.queue.device);
   for (at::Tensor& part : parts) {
     part = plain(part);
     operation->numbers.push_back(part.dim());
@@ -218,7 +219,8 @@ Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
       std::size_t at = 0;
       for (int to = 0; to < rank; ++to) at += static_cast<std::size_t>(theirs.at(at)) + 1;
       std::vector<std::int64_t> sizes;
-      for (std::int64_t i = 1; i <= theirs.at(at); ++i) sizes.push_back(theirs.at(at + static_cast<std::size_t>(i)));
+      for (std::int64_t i = 1; i <= theirs.at(at); ++i)
+        sizes.push_back(theirs.at(at + static_cast<std::size_t>(i)));
       results->push_back(at::empty(sizes, options));
     }
   };
@@ -250,10 +252,11 @@ Future<at::Tensor> DeviceBackend::all_reduce_sparse(const at::Tensor& tensor, Re
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       if (all[first].at(0) == 0) first = rank;
       if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the ranks of a group must call the same operations in the same order, but {} "
-                              "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
-                              peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("the ranks of a group must call the same operations in the same order, but {} "
+                      "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
+                      peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
     }
     const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
     std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
@@ -264,8 +267,8 @@ Future<at::Tensor> DeviceBackend::all_reduce_sparse(const at::Tensor& tensor, Re
       parts->values.push_back(at::empty(of_value, values.options()));
     }
   };
-  operation->launch = [engine = &queue_->engine(), parts, indices, values, sizes = work.sizes().vec(), reduction,
-                       place = Place{rank(), size()}] {
+  operation->launch = [engine = &queue_->engine(), parts, indices, values, sizes = work.sizes().vec(),
+                       reduction, place = Place{rank(), size()}] {
     const auto rank = static_cast<std::size_t>(place.rank);
     if (indices.size(0) != 0) {
       parts->indices[rank].copy_(indices);
@@ -273,8 +276,7 @@ Future<at::Tensor> DeviceBackend::all_reduce_sparse(const at::Tensor& tensor, Re
     }
     gather_into(*engine, parts->indices);
     gather_into(*engine, parts->values);
-    parts->sum =
-        at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
+    parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
     if (reduction == kAvg) parts->sum.values().div_(place.size);
   };
   operation->values = [parts] { return Tensors{parts->sum.indices(), parts->sum.values()}; };
@@ -290,9 +292,9 @@ at::Tensor DeviceBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 }
 
 void DeviceBackend::abort(const Error& cause) {
-  queue_->break_with(Error(
-      cause.kind(), fmt::format("{} aborted the group: {}",
-                                plan_.queue.peers[static_cast<std::size_t>(rank())], cause.message())));
+  queue_->break_with(
+      Error(cause.kind(), fmt::format("{} aborted the group: {}",
+                                      plan_.queue.peers[static_cast<std::size_t>(rank())], cause.message())));
 }
 
 }  // namespace torchspan::collective

@@ -56,11 +56,12 @@ class Selection {
       : services_(services), plan_(plan), device_(plan.device) {}
 
   std::shared_ptr<Backend> make() {
-    for (const Bytes& bytes : plan_.gather(find_facts().encode())) facts_.push_back(DeviceFacts::decode(bytes));
+    for (const Bytes& bytes : plan_.gather(find_facts().encode()))
+      facts_.push_back(DeviceFacts::decode(bytes));
     for (std::size_t rank = 0; rank < facts_.size(); ++rank) {
       if (facts_[rank].trouble.empty()) continue;
-      throw Error(ErrorKind::kUnsupported,
-                  fmt::format("{} cannot use {}: {}", plan_.peers[rank], facts_[rank].device, facts_[rank].trouble));
+      throw Error(ErrorKind::kUnsupported, fmt::format("{} cannot use {}: {}", plan_.peers[rank],
+                                                       facts_[rank].device, facts_[rank].trouble));
     }
     const EngineFactory engine = select();
     DeviceQueueOptions queue{.device = device_,
@@ -79,9 +80,10 @@ class Selection {
       device_ = check_device_exists(device_);
       facts.device = device_.str();
       if (!services_.runtime || services_.type != device_.type()) {
-        throw Error(ErrorKind::kUnsupported,
-                    "TorchSpan was built without CUDA's runtime: configure it with TORCHSPAN_CUDA=ON and a CUDA "
-                    "toolkit, or make the group without GroupOptions::device");
+        throw Error(
+            ErrorKind::kUnsupported,
+            "TorchSpan was built without CUDA's runtime: configure it with TORCHSPAN_CUDA=ON and a CUDA "
+            "toolkit, or make the group without GroupOptions::device");
       }
       facts.identity = services_.runtime->identity(device_);
     } catch (const Error& error) {
@@ -116,10 +118,11 @@ class Selection {
         if (apart.empty()) return over_ipc();
         throw Error(ErrorKind::kUnsupported, missing.empty() ? shared : missing);
       default:
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("GroupOptions::device is {}, but GroupOptions::backend names a backend for the "
-                                "CPU: choose kAutomatic, kNccl or kCudaIpc",
-                                device_.str()));
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format("GroupOptions::device is {}, but GroupOptions::backend names a backend for the "
+                        "CPU: choose kAutomatic, kNccl or kCudaIpc",
+                        device_.str()));
     }
   }
 
@@ -137,10 +140,11 @@ class Selection {
     for (std::size_t one = 0; one < facts_.size() && !allowed; ++one) {
       for (std::size_t other = 0; other < one; ++other) {
         if (facts_[one].identity != facts_[other].identity) continue;
-        return fmt::format("{} ({}) and {} ({}) share one GPU ({}), which NCCL refuses: give each rank its own "
-                           "device, or use BackendKind::kCudaIpc",
-                           plan_.peers[other], facts_[other].device, plan_.peers[one], facts_[one].device,
-                           facts_[one].identity);
+        return fmt::format(
+            "{} ({}) and {} ({}) share one GPU ({}), which NCCL refuses: give each rank its own "
+            "device, or use BackendKind::kCudaIpc",
+            plan_.peers[other], facts_[other].device, plan_.peers[one], facts_[one].device,
+            facts_[one].identity);
       }
     }
     return {};
@@ -149,9 +153,10 @@ class Selection {
   std::string several_hosts() const {
     for (std::size_t rank = 1; rank < plan_.hosts.size(); ++rank) {
       if (plan_.hosts[rank] == plan_.hosts[0]) continue;
-      return fmt::format("{} and {} are on different hosts, whose processes cannot map each other's device "
-                         "memory: use BackendKind::kNccl",
-                         plan_.peers[0], plan_.peers[rank]);
+      return fmt::format(
+          "{} and {} are on different hosts, whose processes cannot map each other's device "
+          "memory: use BackendKind::kNccl",
+          plan_.peers[0], plan_.peers[rank]);
     }
     return {};
   }
@@ -179,10 +184,11 @@ class Selection {
 c10::Device check_device_exists(c10::Device device) {
   const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
   if (!c10::impl::hasDeviceGuardImpl(device.type())) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("this program has no {} devices, because it is linked with LibTorch's CPU half: use a "
-                            "LibTorch for CUDA and configure with TORCHSPAN_CUDA=ON",
-                            type));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("this program has no {} devices, because it is linked with LibTorch's CPU half: use a "
+                    "LibTorch for CUDA and configure with TORCHSPAN_CUDA=ON",
+                    type));
   }
   const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
   const int count = guard->deviceCount();
@@ -194,11 +200,12 @@ c10::Device check_device_exists(c10::Device device) {
   }
   if (!device.has_index()) return guard->getDevice();
   if (device.index() >= count) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("there is no {}: this process sees {} ({} to {}), so choose a smaller index, such as "
-                            "the local rank, or change CUDA_VISIBLE_DEVICES",
-                            device.str(), count == 1 ? "one device" : fmt::format("{} devices", count),
-                            type + ":0", fmt::format("{}:{}", type, count - 1)));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("there is no {}: this process sees {} ({} to {}), so choose a smaller index, such as "
+                    "the local rank, or change CUDA_VISIBLE_DEVICES",
+                    device.str(), count == 1 ? "one device" : fmt::format("{} devices", count), type + ":0",
+                    fmt::format("{}:{}", type, count - 1)));
   }
   return device;
 }

@@ -34,7 +34,8 @@ Announcement read_announcement(const at::Tensor& bytes) {
   Announcement read;
   const auto size = static_cast<std::size_t>(bytes.numel());
   if (size < kLineBytes || (size - kLineBytes) % sizeof(std::int64_t) != 0) {
-    throw Error(ErrorKind::kInvalid, "a rank announced an operation in a form that this version does not know");
+    throw Error(ErrorKind::kInvalid,
+                "a rank announced an operation in a form that this version does not know");
   }
   const auto* const data = static_cast<const char*>(bytes.data_ptr());
   std::copy_n(data, kLineBytes, read.line.begin());
@@ -92,9 +93,9 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<Devic
       options_(std::move(options)),
       runtime_(control_->runtime()),
       stream_(pool_stream(options_.device)),
-      host_(std::make_shared<Host>(options_.world ? options_.world->runtime()
-                                                  : std::shared_ptr<Runtime>(control_, &runtime_),
-                                   pool_stream(options_.device))),
+      host_(std::make_shared<Host>(
+          options_.world ? options_.world->runtime() : std::shared_ptr<Runtime>(control_, &runtime_),
+          pool_stream(options_.device))),
       future_host_(host_),
       parker_(runtime_.executor.make_parker()) {}
 
@@ -174,15 +175,15 @@ void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::
     if (failure_->get() || stopping_.load()) {
       refused = std::move(job);
     } else {
-      job->announcement =
-          announcement_of(job->operation->line, job->operation->numbers, job->number);
+      job->announcement = announcement_of(job->operation->line, job->operation->numbers, job->number);
       // Under the lock, so that announcements have the order of the queue.
       job->agreement = control_->all_gather(job->announcement);
       queue_.push_back(std::move(job));
     }
   }
   if (refused) {
-    fail(*refused, failure_->get().value_or(Error(ErrorKind::kCancelled, "the group of this call has ended")));
+    fail(*refused,
+         failure_->get().value_or(Error(ErrorKind::kCancelled, "the group of this call has ended")));
   } else {
     parker_->unpark();
   }
@@ -225,8 +226,8 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
     const c10::StreamGuard guard(stream_);
     job->ready.block(stream_);
     job->operation->launch();
-    gate = EventGate::record(
-        stream_, job->operation->values ? job->operation->values() : std::vector<at::Tensor>());
+    gate = EventGate::record(stream_,
+                             job->operation->values ? job->operation->values() : std::vector<at::Tensor>());
   } catch (...) {
     const Error error = to_error(std::current_exception());
     if (!failure_->get()) {
@@ -258,8 +259,7 @@ CallNumbers DeviceQueue::agree(Job& job) {
   } catch (const Error& error) {
     if (failure_->get()) throw;
     // The other ranks know this call by its announcement.
-    const std::string announced =
-        line_of_tensor("all_gather", job.announcement, {}).text;
+    const std::string announced = line_of_tensor("all_gather", job.announcement, {}).text;
     std::string text = error.message();
     for (auto at = text.find(announced); at != std::string::npos; at = text.find(announced)) {
       text.replace(at, announced.size(), job.operation->line.text);
@@ -299,18 +299,19 @@ bool DeviceQueue::watch() {
                lost && launched_.overdue(runtime_.executor.now() - kLeftLimit) != nullptr) {
       break_with(*lost);
     } else if (late != nullptr) {
-      break_with(Error(ErrorKind::kTimedOut,
-                       fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "
-                                   "s: a rank's process or device has stopped, or its device is busy with "
-                                   "other work for longer than GroupOptions::timeout",
-                                   late->call, options_.peers[static_cast<std::size_t>(options_.rank)],
-                                   options_.device.str(), to_seconds(options_.timeout))));
+      break_with(
+          Error(ErrorKind::kTimedOut,
+                fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "
+                            "s: a rank's process or device has stopped, or its device is busy with "
+                            "other work for longer than GroupOptions::timeout",
+                            late->call, options_.peers[static_cast<std::size_t>(options_.rank)],
+                            options_.device.str(), to_seconds(options_.timeout))));
     }
   } catch (...) {
-    break_with(Error(ErrorKind::kDisconnected,
-                     fmt::format("{} of {} failed: {}", options_.device.str(),
-                                 options_.peers[static_cast<std::size_t>(options_.rank)],
-                                 torchspan::describe(std::current_exception()).text)));
+    break_with(
+        Error(ErrorKind::kDisconnected, fmt::format("{} of {} failed: {}", options_.device.str(),
+                                                    options_.peers[static_cast<std::size_t>(options_.rank)],
+                                                    torchspan::describe(std::current_exception()).text)));
   }
   if (const auto cause = failure_->get()) {
     launched_.fail(*cause);

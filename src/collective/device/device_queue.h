@@ -29,8 +29,8 @@ struct DeviceQueueOptions {
   std::vector<std::string> peers = {};  ///< names for messages
   int rank = 0;
   Duration timeout = std::chrono::minutes(5);
-  std::shared_ptr<WorldLink> world = {};      ///< may be null; a death that it reports breaks the group at once
-  std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
+  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
+  std::vector<std::uint64_t> instances = {};        ///< of the ranks' processes, if there is a world
   std::function<std::optional<Error>()> gone = {};  ///< as in EngineParts
 };
 

@@ -130,8 +130,8 @@ void IpcEngine::copy_pieces(const Pieces& pieces, int rank, std::int64_t from, b
   for (const Piece& piece : pieces) {
     const std::int64_t begin = std::max(from, piece.at), end = std::min(to, piece.at + piece.bytes.numel());
     if (begin >= end) continue;
-    const at::Tensor area = staging_.sent(rank, static_cast<std::size_t>(begin - from),
-                                          static_cast<std::size_t>(end - begin));
+    const at::Tensor area =
+        staging_.sent(rank, static_cast<std::size_t>(begin - from), static_cast<std::size_t>(end - begin));
     const at::Tensor here = piece.bytes.narrow(0, begin - piece.at, end - begin);
     into_area ? area.copy_(here) : here.copy_(area);
   }

@@ -67,8 +67,9 @@ Staging::Staging(const EngineParts& parts, std::size_t area_bytes)
                             ? mine.memory
                             : parts.runtime->open_memory(device_, reader.get_bytes(reader.left()), bytes));
     } catch (...) {
-      trouble = fmt::format("rank {} cannot map the memory of rank {}: {}", world_rank(control, control.rank()),
-                            world_rank(control, rank), torchspan::describe(std::current_exception()).text);
+      trouble =
+          fmt::format("rank {} cannot map the memory of rank {}: {}", world_rank(control, control.rank()),
+                      world_rank(control, rank), torchspan::describe(std::current_exception()).text);
     }
   }
   ByteWriter outcome;

@@ -77,7 +77,8 @@ void NcclCommunicator::abort() noexcept {
 }
 
 void NcclCommunicator::enqueue(const char* name, const Call& call) {
-  if (handle_ == nullptr) throw Error(ErrorKind::kCancelled, "the NCCL communicator of this group was aborted");
+  if (handle_ == nullptr)
+    throw Error(ErrorKind::kCancelled, "the NCCL communicator of this group was aborted");
   const StreamHandle stream = parts_.runtime->native_stream(current_stream(parts_.device));
   settle(call(library_->functions(), handle_, stream), name,
          parts_.control->runtime().executor.deadline_in(parts_.timeout));
@@ -106,10 +107,11 @@ void NcclCommunicator::settle(Result result, const char* name, Deadline deadline
     const TimePoint now = executor.now();
     if (const auto lost = parts_.gone(); lost && now - began > kLeftLimit) throw Error(*lost);
     if (deadline.passed(now)) {
-      throw Error(ErrorKind::kTimedOut,
-                  fmt::format("NCCL did not finish {} within {:.3g} s: a rank's process or device has stopped, or "
-                              "NCCL's connections are blocked (NCCL_DEBUG=INFO shows which)",
-                              name, to_seconds(now - began)));
+      throw Error(
+          ErrorKind::kTimedOut,
+          fmt::format("NCCL did not finish {} within {:.3g} s: a rank's process or device has stopped, or "
+                      "NCCL's connections are blocked (NCCL_DEBUG=INFO shows which)",
+                      name, to_seconds(now - began)));
     }
     if (now - began < kYielding) {
       executor.yield();
@@ -126,7 +128,9 @@ void NcclCommunicator::settle(Result result, const char* name, Deadline deadline
 Error NcclCommunicator::error_of(Result result, const char* name) const {
   const bool lost = result == kRemoteError || result == kSystemError;
   const bool wrong = result == kInvalidArgument || result == kInvalidUsage;
-  return {lost ? ErrorKind::kDisconnected : wrong ? ErrorKind::kInvalid : ErrorKind::kRemoteFailure,
+  return {lost    ? ErrorKind::kDisconnected
+          : wrong ? ErrorKind::kInvalid
+                  : ErrorKind::kRemoteFailure,
           fmt::format("{} failed in NCCL {} on {} of rank {}: {}; NCCL_DEBUG=WARN prints the reason", name,
                       library_->version_text(), parts_.device.str(),
                       parts_.control->ranks()[static_cast<std::size_t>(parts_.control->rank())],

@@ -96,7 +96,8 @@ void NcclEngine::all_to_all(const std::vector<at::Tensor>& sent, const std::vect
     Result result = functions.group_start();
     const auto call = [&](auto&& function, const at::Tensor& tensor, std::size_t peer) {
       if (tensor.nbytes() == 0 || (result != kSuccess && result != kInProgress)) return;
-      result = function(tensor.data_ptr(), tensor.nbytes(), kUint8, static_cast<int>(peer), communicator, stream);
+      result =
+          function(tensor.data_ptr(), tensor.nbytes(), kUint8, static_cast<int>(peer), communicator, stream);
     };
     for (std::size_t peer = 0; peer < sent.size(); ++peer) {
       call(functions.send, sent[peer], peer);

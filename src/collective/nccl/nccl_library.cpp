@@ -13,7 +13,8 @@ constexpr int kLeastVersion = 21400;
 constexpr const char* kVariable = "TORCHSPAN_NCCL_LIBRARY";
 
 constexpr const char* kRemedy =
-    "install NCCL 2.14 or later (pip's nvidia-nccl package or Debian's libnccl2), set TORCHSPAN_NCCL_LIBRARY to "
+    "install NCCL 2.14 or later (pip's nvidia-nccl package or Debian's libnccl2), set TORCHSPAN_NCCL_LIBRARY "
+    "to "
     "its path, or use BackendKind::kCudaIpc for the ranks of one host";
 
 std::string release(int version) {
@@ -45,8 +46,9 @@ std::shared_ptr<const NcclLibrary> NcclLibrary::load(const std::string& path) {
   const auto find = [&](auto& function, const char* symbol) {
     void* const address = ::dlsym(library->handle_, symbol);
     if (address == nullptr) {
-      throw Error(ErrorKind::kUnsupported,
-                  fmt::format("{} has no function {}, so it is not NCCL 2.14 or later; {}", name, symbol, kRemedy));
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("{} has no function {}, so it is not NCCL 2.14 or later; {}", name, symbol, kRemedy));
     }
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
   };

@@ -37,8 +37,6 @@ class ShmBackend final : public Backend {
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
 
-  /// Never for zero: the group's timeout applies.
-  Deadline deadline_of(Duration timeout) const;
   std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   /// An operation whose contribution is `tensor`, which is dense and contiguous.

@@ -87,7 +87,8 @@ void FutureStateBase::wait(Deadline deadline) {
 void FutureStateBase::synchronize(Deadline deadline) const {
   if (!gate_ || gate_->done()) return;
   const auto host = host_.lock();
-  if (!host) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so its device cannot be awaited");
+  if (!host)
+    throw Error(ErrorKind::kCancelled, "this future's worker is gone, so its device cannot be awaited");
   const auto parker = host->executor().make_parker();
   while (!gate_->done()) {
     if (deadline.passed(host->executor().now())) {

@@ -73,9 +73,9 @@ class BucketLauncher {
   const double divisor_;
   std::vector<Future<at::Tensor>> works_;  // by bucket
   mutable Mutex mutex_;
-  std::vector<std::size_t> pending_ TORCHSPAN_GUARDED_BY(mutex_);      // by bucket: slots without a gradient
+  std::vector<std::size_t> pending_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket: slots without a gradient
   std::vector<ProducerStreams> producers_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket
-  std::size_t next_ TORCHSPAN_GUARDED_BY(mutex_) = 0;              // the bucket that is launched next
+  std::size_t next_ TORCHSPAN_GUARDED_BY(mutex_) = 0;                    // the bucket that is launched next
   bool launching_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool stopped_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool broken_ TORCHSPAN_GUARDED_BY(mutex_) = false;

@@ -13,8 +13,8 @@
 #include <string>
 #include <sys/mman.h>
 #include <thread>
-#include <utility>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -33,11 +33,11 @@ constexpr std::size_t kSlot = std::size_t{64} << 10;
 /// Behavior that tests change.
 struct Faults {
   std::atomic<int> version{22809};
-  std::atomic<int> stall{0};         ///< operations do not end
-  std::atomic<int> async_error{0};   ///< result of get_async_error between operations
-  std::atomic<int> refuse{0};        ///< result of all_reduce
-  std::atomic<int> aborted{0};       ///< counts ncclCommAbort
-  std::atomic<int> destroyed{0};     ///< counts ncclCommDestroy
+  std::atomic<int> stall{0};        ///< operations do not end
+  std::atomic<int> async_error{0};  ///< result of get_async_error between operations
+  std::atomic<int> refuse{0};       ///< result of all_reduce
+  std::atomic<int> aborted{0};      ///< counts ncclCommAbort
+  std::atomic<int> destroyed{0};    ///< counts ncclCommDestroy
 };
 Faults& faults() {
   static Faults the_faults;
@@ -378,7 +378,8 @@ EXPORT Result ncclCommAbort(Communicator* communicator) {
 }
 EXPORT Result ncclCommGetAsyncError(Communicator* communicator, Result* state) {
   *state = static_cast<Result>(communicator->state.load());
-  if (*state == kSuccess && faults().async_error != 0) *state = static_cast<Result>(faults().async_error.load());
+  if (*state == kSuccess && faults().async_error != 0)
+    *state = static_cast<Result>(faults().async_error.load());
   return kSuccess;
 }
 EXPORT const char* ncclGetErrorString(Result result) {
@@ -405,7 +406,8 @@ EXPORT Result ncclAllReduce(const void* from, void* to, std::size_t count, int t
 EXPORT Result ncclReduceScatter(const void* from, void* to, std::size_t received, int type, int op,
                                 Communicator* communicator, void*) {
   return submit(communicator, [=] {
-    const std::size_t bytes = received * bytes_of(type), whole = bytes * static_cast<std::size_t>(communicator->size);
+    const std::size_t bytes = received * bytes_of(type),
+                      whole = bytes * static_cast<std::size_t>(communicator->size);
     const auto all = everything(*communicator, static_cast<const std::byte*>(from), whole);
     std::vector<std::byte> result(whole);
     reduce_any(all, whole, communicator->size, type, op, result.data());
@@ -418,7 +420,8 @@ EXPORT Result ncclBroadcast(const void* from, void* to, std::size_t count, int t
     const std::size_t bytes = count * bytes_of(type);
     communicator->exchange(static_cast<const std::byte*>(from), communicator->rank == root ? bytes : 0,
                            [&](int, std::size_t at, const std::byte* data, std::size_t size) {
-                             if (communicator->rank != root) std::memcpy(static_cast<std::byte*>(to) + at, data, size);
+                             if (communicator->rank != root)
+                               std::memcpy(static_cast<std::byte*>(to) + at, data, size);
                            });
   });
 }
