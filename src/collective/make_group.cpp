@@ -10,6 +10,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "collective/c10d/gloo.h"
+#include "collective/device/device_group.h"
 #include "collective/hierarchical/hierarchical_collectives.h"
 #include "collective/mpi/mpi.h"
 #include "collective/serial/serial_backend.h"
@@ -36,6 +37,9 @@ Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   for (const int rank : ranks) writer.put(rank);
   writer.put(options.backend);
   writer.put(options.network);
+  writer.put_string(options.device && !options.device->is_cpu()
+                        ? c10::DeviceTypeName(options.device->type(), /*lower_case=*/true)
+                        : "none");
   return writer.take();
 }
 
@@ -44,7 +48,8 @@ std::string describe_plan(BytesView plan) {
   std::vector<int> ranks(reader.get_count(sizeof(int)));
   for (int& rank : ranks) rank = reader.get<int>();
   const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
-  return fmt::format("ranks {}, backend {}, network {}", ranks, backend, network);
+  return fmt::format("ranks {}, backend {}, network {}, device {}", ranks, backend, network,
+                     reader.get_string());
 }
 
 /// Returns the folder of the socket in a worker's address, such as "unix:/run/torchspan/0-1f.sock@…,tls:…",
@@ -63,8 +68,12 @@ std::string folder_of_socket(const std::string& address) {
 
 class Maker {
  public:
-  Maker(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options)
-      : runtime_(std::move(runtime)), world_(world), options_(std::move(options)), ranks_(options_.ranks) {
+  Maker(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options, DeviceServices services)
+      : runtime_(std::move(runtime)),
+        world_(world),
+        options_(std::move(options)),
+        services_(std::move(services)),
+        ranks_(options_.ranks) {
     if (ranks_.empty()) {
       for (const Member& member : world.members()) ranks_.push_back(member.rank);
     }
@@ -74,9 +83,14 @@ class Maker {
   std::shared_ptr<Backend> make() {
     check_ranks();
     link_ = WorldLink::make(runtime_, world_);
-    if (ranks_.size() == 1) return SingleBackend::make(ranks_[0], runtime_, link_);
+    if (ranks_.size() == 1) {
+      return SingleBackend::make(
+          ranks_[0], runtime_, link_,
+          has_device() ? check_device_exists(*options_.device) : c10::Device(c10::kCPU));
+    }
     compare_plans();
     const std::vector<Member> members = members_of_group();
+    if (has_device()) return make_on_device(members);
     switch (options_.backend) {
       case BackendKind::kAutomatic:
       case BackendKind::kSharedMemory:
@@ -92,6 +106,12 @@ class Maker {
       case BackendKind::kMpi:
         if (!find_local_ranks(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
+      case BackendKind::kNccl:
+      case BackendKind::kCudaIpc:
+        throw Error(
+            ErrorKind::kInvalid,
+            "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
+            "for example to c10::Device(c10::kCUDA, local_rank)");
     }
     throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
   }
@@ -130,10 +150,11 @@ class Maker {
       if (plans[i] == plans[0]) continue;
       throw Error(
           ErrorKind::kInvalid,
-          fmt::format("the ranks of a group must make it with the same options, but {} has {}, and {} "
-                      "has {}",
-                      describe(world_.member(ranks_[0])), describe_plan(plans[0]),
-                      describe(world_.member(ranks_[i])), describe_plan(plans[i])));
+          fmt::format(
+              "the ranks of a group must make it with the same options (GroupOptions::device with the "
+              "same type of device on all ranks, or on none), but {} has {}, and {} has {}",
+              describe(world_.member(ranks_[0])), describe_plan(plans[0]), describe(world_.member(ranks_[i])),
+              describe_plan(plans[i])));
     }
   }
 
@@ -141,6 +162,24 @@ class Maker {
     std::vector<Member> members;
     for (const int rank : ranks_) members.push_back(world_.member(rank));
     return members;
+  }
+
+  bool has_device() const { return options_.device && !options_.device->is_cpu(); }
+
+  std::shared_ptr<Backend> make_on_device(const std::vector<Member>& members) {
+    DeviceGroupPlan plan{.device = *options_.device,
+                         .backend = options_.backend,
+                         .rank = place_of(world_.self().rank),
+                         .timeout = options_.timeout,
+                         .world = link_,
+                         .gather = [this](BytesView mine) { return gather(mine, ranks_); },
+                         .control = [&] { return make_ours(members); }};
+    for (const Member& member : members) {
+      plan.peers.push_back(describe(member));
+      plan.hosts.push_back(member.host_id);
+      plan.instances.push_back(member.instance);
+    }
+    return make_device_backend(services_, plan);
   }
 
   static std::vector<shm::PeerIdentity> identities_of(const std::vector<Member>& members) {
@@ -260,15 +299,17 @@ class Maker {
   Membership& world_;
   std::shared_ptr<WorldLink> link_;
   const GroupOptions options_;
+  const DeviceServices services_;
   std::vector<int> ranks_;
   Deadline deadline_;
 };
 
 }  // namespace
 
-Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
+Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options,
+                 DeviceServices services) {
   try {
-    Group group(Maker(runtime, world, std::move(options)).make());
+    Group group(Maker(runtime, world, std::move(options), std::move(services)).make());
     if (runtime->log.enabled(LogLevel::kDebug)) {
       runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
                                      group.backend()->name()));
@@ -277,6 +318,10 @@ Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOpti
   } catch (const Error& error) {
     throw Error(error).with_worker(world.self().name).with_call("Group::make");
   }
+}
+
+Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
+  return make_group(std::move(runtime), world, std::move(options), {.runtime = cuda_device_runtime()});
 }
 
 Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {

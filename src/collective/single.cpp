@@ -22,8 +22,9 @@ Future<T> ready(Make make) {
 }  // namespace
 
 std::shared_ptr<SingleBackend> SingleBackend::make(int world_rank, std::shared_ptr<Runtime> runtime,
-                                                   std::shared_ptr<WorldLink> world) {
-  const std::shared_ptr<SingleBackend> backend(new SingleBackend(world_rank, std::move(runtime), world));
+                                                   std::shared_ptr<WorldLink> world, c10::Device device) {
+  const std::shared_ptr<SingleBackend> backend(
+      new SingleBackend(world_rank, std::move(runtime), world, device));
   if (world) world->add(backend);
   return backend;
 }
@@ -35,7 +36,7 @@ void SingleBackend::throw_if_aborted() {
 
 std::shared_ptr<Backend> SingleBackend::split(int, int) {
   throw_if_aborted();
-  return make(ranks_[0], runtime_, world_);
+  return make(ranks_[0], runtime_, world_, device_);
 }
 
 Future<at::Tensor> SingleBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {

@@ -11,14 +11,16 @@ namespace torchspan::collective {
 class SingleBackend final : public Backend, public WorldListener {
  public:
   /// `world` may be null; then the group never ends. Keeps the runtime alive, because users of the group use
-  /// it.
+  /// it. Takes tensors on the CPU and on `device`.
   static std::shared_ptr<SingleBackend> make(int world_rank, std::shared_ptr<Runtime> runtime,
-                                             std::shared_ptr<WorldLink> world);
+                                             std::shared_ptr<WorldLink> world,
+                                             c10::Device device = c10::kCPU);
 
   std::string name() const override { return "single"; }
   int rank() const override { return 0; }
   const std::vector<int>& ranks() const override { return ranks_; }
   Runtime& runtime() const override { return *runtime_; }
+  bool takes(c10::Device device) const override { return device.is_cpu() || device == device_; }
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
@@ -36,13 +38,15 @@ class SingleBackend final : public Backend, public WorldListener {
   void world_closing() override {}
 
  private:
-  SingleBackend(int world_rank, std::shared_ptr<Runtime> runtime, std::shared_ptr<WorldLink> world)
-      : runtime_(std::move(runtime)), world_(std::move(world)), ranks_{world_rank} {}
+  SingleBackend(int world_rank, std::shared_ptr<Runtime> runtime, std::shared_ptr<WorldLink> world,
+                c10::Device device)
+      : runtime_(std::move(runtime)), world_(std::move(world)), ranks_{world_rank}, device_(device) {}
   void throw_if_aborted();
 
   const std::shared_ptr<Runtime> runtime_;
   const std::shared_ptr<WorldLink> world_;
   const std::vector<int> ranks_;
+  const c10::Device device_;
   Mutex mutex_;
   std::optional<Error> aborted_ TORCHSPAN_GUARDED_BY(mutex_);
 };

@@ -12,6 +12,7 @@
 #include "data_parallel/passes/slot_hooks.h"
 #include "data_parallel/reducer_meter.h"
 #include "data_parallel/rounds/status_exchange.h"
+#include "data_parallel/streams/reduction_stream.h"
 
 namespace torchspan::data_parallel {
 
@@ -28,7 +29,8 @@ struct ReducerParts {
         meter(runtime),
         status(group, this->options.find_unused_parameters || this->options.static_graph ? slots.count() : 0),
         plan(runtime.log, slots, this->options, group),
-        reducer(slots, group) {
+        reducer(slots, group),
+        stream(slots.tensor(0).device()) {
     meter.set_buckets(*plan.buckets(), slots);
   }
   ReducerParts(const ReducerParts&) = delete;
@@ -45,6 +47,7 @@ struct ReducerParts {
   StatusExchange status;
   BucketPlan plan;
   BucketReducer reducer;
+  const ReductionStream stream;
 };
 
 }  // namespace torchspan::data_parallel

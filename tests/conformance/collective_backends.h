@@ -1,6 +1,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_oracle.h"
 #include "tests/conformance/collective_world.h"
 
@@ -13,7 +14,10 @@ struct CollectiveRow {
   int hosts = 1;
 
   /// Whether sums add ranks 0 to P-1 in this order, to the bit.
-  bool in_rank_order() const { return ranks == 1 || backend == collective::BackendKind::kSharedMemory; }
+  bool in_rank_order() const {
+    return ranks == 1 || backend == collective::BackendKind::kSharedMemory ||
+           backend == collective::BackendKind::kCudaIpc;
+  }
 };
 
 inline std::string name_of(collective::BackendKind kind) {
@@ -28,6 +32,10 @@ inline std::string name_of(collective::BackendKind kind) {
       return "mpi";
     case collective::BackendKind::kHierarchical:
       return "hierarchical";
+    case collective::BackendKind::kNccl:
+      return "nccl";
+    case collective::BackendKind::kCudaIpc:
+      return "cuda_ipc";
   }
   return "unknown";
 }
@@ -39,6 +47,9 @@ inline std::vector<CollectiveRow> collective_rows() {
   for (const int ranks : {1, 2, 3, 4, 8}) {
     rows.push_back({collective::BackendKind::kSharedMemory, ranks});
   }
+  // On the stand-in device, over doubles of NCCL and of CUDA's memory handles.
+  for (const int ranks : {2, 3}) rows.push_back({collective::BackendKind::kNccl, ranks});
+  for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kCudaIpc, ranks});
 #if defined(TORCHSPAN_GLOO)
   for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kC10d, ranks});
   for (const int ranks : {2, 3, 5})
@@ -54,7 +65,7 @@ inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info)
 /// A test that runs on every row.
 class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
  protected:
-  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) {}
+  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) { world_.make_group = make_group_of_suite; }
   int ranks() const { return GetParam().ranks; }
   collective::GroupOptions options() const {
     return {.backend = GetParam().backend, .network = collective::Network::kIsolated};

@@ -66,6 +66,11 @@ void expect_survivors(const std::string& scene) {
 // peer: c10d testSIGKILLException: better: in every phase of an operation, and the rank is named
 TEST(CollectiveDeaths, ARankThatDiedIsNamedWithTheCallItMissed) { expect_survivors("dies_between_calls"); }
 
+TEST(CollectiveDeaths, ARankThatDiedIsNamedByGroupsOnDevices) {
+  expect_survivors("dies_between_calls_of_nccl");
+  expect_survivors("dies_between_calls_of_cuda_ipc");
+}
+
 /// A line of /proc/self/task/<thread>/status.
 [[maybe_unused]] std::string field_of_thread(const std::string& thread, const std::string& field) {
   std::ifstream status("/proc/self/task/" + thread + "/status");
@@ -97,6 +102,11 @@ void expect_survivors_at_any_time(const std::string& scene, int times) {
 // peer: c10d testSIGKILLException
 TEST(CollectiveDeaths, ARankMayDieWhileItWritesToAllRanks) {
   expect_survivors_at_any_time("dies_at_any_time", 3);
+}
+
+TEST(CollectiveDeaths, ARankMayDieAtAnyTimeInGroupsOnDevices) {
+  expect_survivors_at_any_time("dies_at_any_time_of_nccl", 3);
+  expect_survivors_at_any_time("dies_at_any_time_of_cuda_ipc", 3);
 }
 
 #if defined(TORCHSPAN_GLOO)
@@ -147,7 +157,15 @@ int main(int argc, char** argv) {
   }
   const torchspan::collective::GroupOptions gloo{.backend = torchspan::collective::BackendKind::kC10d,
                                                  .timeout = std::chrono::seconds(60)};
+  const torchspan::collective::GroupOptions nccl{.backend = torchspan::collective::BackendKind::kNccl,
+                                                 .timeout = std::chrono::seconds(60)};
+  const torchspan::collective::GroupOptions ipc{.backend = torchspan::collective::BackendKind::kCudaIpc,
+                                                .timeout = std::chrono::seconds(60)};
   std::map<std::string, Scenario> scenarios{
+      {"dies_between_calls_of_nccl", [&] { dies_between_calls(nccl); }},
+      {"dies_between_calls_of_cuda_ipc", [&] { dies_between_calls(ipc); }},
+      {"dies_at_any_time_of_nccl", [&] { dies_at_any_time(nccl); }},
+      {"dies_at_any_time_of_cuda_ipc", [&] { dies_at_any_time(ipc); }},
       {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
       {"dies_between_calls_of_gloo", [&] { dies_between_calls(gloo); }},
       {"dies_at_any_time", [] { dies_at_any_time(shared_memory()); }},

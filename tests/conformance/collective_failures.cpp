@@ -21,7 +21,7 @@ class CollectiveFailures : public CollectiveSuite {
   std::vector<Error> errors_of(std::function<void(Group&)> body) {
     std::vector<Error> errors;
     for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-           Group group = Group::make(self.runtime, self.membership, options());
+           Group group = make_group_of_suite(self.runtime, self.membership, options());
            try {
              body(group);
            } catch (...) {
@@ -152,7 +152,7 @@ TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
 TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToTheOthers) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-         const Group group = Group::make(self.runtime, self.membership, options());
+         const Group group = make_group_of_suite(self.runtime, self.membership, options());
          group.all_reduce(at::ones({2})).wait();
          if (self.rank == 1) {
            const auto pending = group.all_reduce(at::ones({1 << 18}));
@@ -177,7 +177,7 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToThe
 TEST_P(CollectiveFailureReports, ReportsToALateRankThatItWasGivenUp) {
   const auto in = [&](Duration time) { return world_.executor().deadline_in(time); };
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-         const Group group = Group::make(self.runtime, self.membership, options());
+         const Group group = make_group_of_suite(self.runtime, self.membership, options());
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          if (!late) {
@@ -209,7 +209,7 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
   GroupOptions options = this->options();
   options.timeout = seconds(5);
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-         const Group group = Group::make(self.runtime, self.membership, options);
+         const Group group = make_group_of_suite(self.runtime, self.membership, options);
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          try {
@@ -235,7 +235,7 @@ TEST_P(CollectiveFailures, ARankThatDestroysItsGroupFailsTheOthers) {
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          std::exception_ptr failure;
          try {
-           Group group = Group::make(self.runtime, self.membership, options());
+           Group group = make_group_of_suite(self.runtime, self.membership, options());
            group.barrier();
            if (self.rank != 0) group.all_reduce(at::ones({3})).wait();
          } catch (...) {
@@ -258,7 +258,7 @@ TEST_P(CollectiveFailures, RanksThatCreateDifferentGroupsGetAnError) {
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          GroupOptions options = this->options();
          if (self.rank == 1) options.network = Network::kThisHostOnly;
-         Group::make(self.runtime, self.membership, options);
+         make_group_of_suite(self.runtime, self.membership, options);
        })) {
     ASSERT_TRUE(failure);
     EXPECT_THAT(to_error(failure).what(),

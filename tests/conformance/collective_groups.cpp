@@ -55,7 +55,7 @@ TEST_P(CollectiveGroups, CompletesOperationsThatAreNotAwaited) {
 /// The group's own thread cannot join itself: it ends with the runtime, not with the process.
 TEST_P(CollectiveGroups, MayLoseItsLastHandleInAContinuation) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
-    auto held = std::make_unique<Group>(Group::make(self.runtime, self.membership, options()));
+    auto held = std::make_unique<Group>(make_group_of_suite(self.runtime, self.membership, options()));
     Group& group = *held;
     const auto sum = group.all_reduce(at::ones({1000}));
     const Future<int> done = sum.then([held = std::move(held)](const Future<at::Tensor>& result) mutable {
@@ -187,8 +187,8 @@ TEST_P(CollectiveGroups, WorksBesideGroupsWithOtherRankOrders) {
   const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
     GroupOptions backwards = options();
     for (int rank = ranks() - 1; rank >= 0; --rank) backwards.ranks.push_back(rank);
-    const Group first = Group::make(self.runtime, self.membership, options());
-    const Group second = Group::make(self.runtime, self.membership, backwards);
+    const Group first = make_group_of_suite(self.runtime, self.membership, options());
+    const Group second = make_group_of_suite(self.runtime, self.membership, backwards);
     EXPECT_EQ(second.rank(), ranks() - 1 - self.rank);
     at::Tensor a = at::full({50000}, self.rank), b = at::full({50000}, 2 * self.rank);
     const auto fa = first.all_reduce(a), fb = second.all_reduce(b);

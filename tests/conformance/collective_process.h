@@ -35,7 +35,7 @@ inline void with_group(collective::GroupOptions options,
   join.job = environment.job;
   const auto world = rendezvous::Membership::join(
       runtime, rendezvous::stream_transports(*executor, rendezvous::load_secret(environment)), join);
-  collective::Group group = collective::Group::make(runtime, *world, std::move(options));
+  collective::Group group = make_group_of_suite(runtime, *world, std::move(options));
   body(group, *executor);
 }
 

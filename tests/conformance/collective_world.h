@@ -66,12 +66,18 @@ class CollectiveWorld {
   void run(std::function<void(collective::Group&)> body, collective::GroupOptions options = {}) {
     options.timeout = std::min<Duration>(options.timeout, std::chrono::seconds(60));
     for (const auto& failure : try_each([&](Rank self) {
-           collective::Group group = collective::Group::make(self.runtime, self.membership, options);
+           collective::Group group = make_group(self.runtime, self.membership, options);
            body(group);
          })) {
       if (failure) std::rethrow_exception(failure);
     }
   }
+
+  /// How run() makes groups.
+  std::function<collective::Group(Runtime&, rendezvous::Membership&, collective::GroupOptions)> make_group =
+      [](Runtime& runtime, rendezvous::Membership& world, collective::GroupOptions options) {
+        return collective::Group::make(runtime, world, std::move(options));
+      };
 
  private:
   void live(int rank, const std::function<void(Rank)>& body) {

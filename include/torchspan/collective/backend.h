@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,8 @@ class Backend {
   virtual void barrier(Duration timeout) = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   virtual void abort(const Error& cause) = 0;
+  /// Why the group is broken, as far as this rank knows without a call; nullopt if it may work.
+  virtual std::optional<Error> failure() { return std::nullopt; }
 };
 
 }  // namespace torchspan::collective

@@ -1,7 +1,11 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
 
 #include <torchspan/collective/backend.h>
 
@@ -23,6 +27,8 @@ enum class BackendKind : std::uint8_t {
   kC10d,          ///< LibTorch's Gloo; for other process groups see c10d.h
   kMpi,           ///< Open MPI
   kHierarchical,  ///< shared memory within a host, Gloo between hosts
+  kNccl,          ///< CUDA devices, one for each rank, through NCCL
+  kCudaIpc,       ///< built in, CUDA devices of one host, which ranks may share
 };
 
 /// Where traffic may go. Backends between hosts neither authenticate nor encrypt and require kIsolated: you
@@ -33,6 +39,9 @@ struct GroupOptions {
   BackendKind backend = BackendKind::kAutomatic;
   Network network = Network::kThisHostOnly;
   std::vector<int> ranks = {};  ///< global rank of each group rank; empty: all
+  /// The device of this rank's tensors, such as c10::Device(c10::kCUDA, local_rank); the type must be equal on
+  /// all ranks. Such a group also takes tensors on the CPU. None: the CPU only. See docs/gpu.md.
+  std::optional<c10::Device> device = std::nullopt;
   /// How long an operation waits for a late rank before it fails with kTimedOut; also the limit for
   /// creating the group.
   Duration timeout = std::chrono::minutes(5);

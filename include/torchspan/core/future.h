@@ -37,6 +37,23 @@ class FutureHost {
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
 };
 
+/// Orders work on devices: a thread that takes a value passes its gate first, so that the thread's later work
+/// runs after the work that computes the value. Thread-safe.
+class ValueGate {
+ public:
+  virtual ~ValueGate() = default;
+  /// Makes this thread's later work on the devices wait; does not block the thread. Throws Error if the work
+  /// is known to have failed.
+  virtual void pass() const = 0;
+  /// Returns the gate of what this thread has computed since it passed this one.
+  virtual std::shared_ptr<const ValueGate> renew() const = 0;
+  /// Whether the work is finished. Throws as pass().
+  virtual bool done() const = 0;
+};
+
+/// Returns a gate that combines others; null for none. Null entries are skipped.
+std::shared_ptr<const ValueGate> combine_gates(std::vector<std::shared_ptr<const ValueGate>> gates);
+
 /// Type-independent part of a future's shared state.
 class FutureStateBase {
  public:
@@ -54,15 +71,21 @@ class FutureStateBase {
   /// on_done() with `continuation` wrapped by FutureHost::bind() on this thread.
   void on_done_bound(UniqueFunction<void()> continuation);
   const std::weak_ptr<FutureHost>& host() const { return host_; }
+  /// What takers of the value pass; null for most values. Call only after done().
+  const std::shared_ptr<const ValueGate>& gate() const { return gate_; }
+  /// Blocks until the work behind the gate is finished. Call only after done().
+  void synchronize(Deadline deadline) const;
 
  protected:
   /// claim() reserves completion and returns false if it was reserved; publish() completes after the value
   /// is set.
   bool claim();
   void publish();
+  void set_gate(std::shared_ptr<const ValueGate> gate) { gate_ = std::move(gate); }
 
  private:
   std::weak_ptr<FutureHost> host_;
+  std::shared_ptr<const ValueGate> gate_;
   Mutex mutex_;
   std::atomic<bool> claimed_{false};
   std::atomic<bool> done_{false};
@@ -82,6 +105,19 @@ class FutureState final : public FutureStateBase {
       value_.emplace(std::forward<Args>(args)...);
     } catch (...) {
       error_ = std::current_exception();  // already claimed: complete with this error
+    }
+    publish();
+    return true;
+  }
+  /// As set_value(), for a value that takers reach through `gate`.
+  template <class... Args>
+  bool set_value_behind(std::shared_ptr<const ValueGate> gate, Args&&... args) {
+    if (!claim()) return false;
+    try {
+      value_.emplace(std::forward<Args>(args)...);
+      set_gate(std::move(gate));
+    } catch (...) {
+      error_ = std::current_exception();
     }
     publish();
     return true;
@@ -126,12 +162,22 @@ class [[nodiscard]] Future {
   /// The same, for code that shares one deadline among several waits.
   T wait(Deadline deadline) const {
     state_->wait(deadline);
+    if (const auto& gate = state_->gate()) gate->pass();
     if constexpr (std::is_void_v<T>) {
       state_->value();
     } else {
       return state_->value();
     }
   }
+  /// Waits until the value is computed, on devices too: wait() only orders this thread's later work on the
+  /// device after the value. Throws as wait().
+  T synchronize(Deadline deadline = Deadline::never()) const {
+    state_->wait(deadline);
+    state_->synchronize(deadline);
+    return wait(deadline);
+  }
+  /// What takers of a completed future's value pass; null for most values.
+  const std::shared_ptr<const ValueGate>& gate() const { return state_->gate(); }
   /// The failure of a completed future, or null.
   std::exception_ptr error() const { return state_->error(); }
   /// Where its waiters wait and its continuations run.
@@ -192,18 +238,28 @@ class Promise {
     const auto state = state_;  // a waiter may destroy this promise once the value is set
     return state && state->set_value(std::forward<Args>(args)...);
   }
+  /// As set_value(), for a value that a device computes: takers pass `gate`, which may be null.
+  template <class... Args>
+  bool set_value_behind(std::shared_ptr<const ValueGate> gate, Args&&... args) {
+    const auto state = state_;
+    return state && state->set_value_behind(std::move(gate), std::forward<Args>(args)...);
+  }
   bool set_error(std::exception_ptr error) {
     const auto state = state_;
     return state && state->set_error(std::move(error));
   }
   bool set_error(const Error& error) { return set_error(std::make_exception_ptr(error)); }
-  /// Completes with the result or exception of `body`.
+  /// Completes with the result or exception of `body`. `passed`: a gate that `body` may have passed; the
+  /// result gets its successor.
   template <class F>
-  void set_from(F&& body) {
+  void set_from(F&& body, const std::shared_ptr<const ValueGate>& passed = nullptr) {
     try {
       if constexpr (std::is_void_v<T>) {
         body();
-        set_value();
+        passed ? set_value_behind(passed->renew()) : set_value();
+      } else if (passed) {
+        auto value = body();
+        set_value_behind(passed->renew(), std::move(value));
       } else {
         set_value(body());
       }
@@ -238,7 +294,8 @@ auto Future<T>::then(F callback) const -> Future<std::invoke_result_t<F&, Future
   Future<R> result = promise.future();
   state_->on_done_bound(
       [self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
-        promise.set_from([&] { return callback(std::move(self)); });
+        const auto state = self.state_;
+        promise.set_from([&] { return callback(std::move(self)); }, state->gate());
       });
   return result;
 }
@@ -263,16 +320,20 @@ class Collector {
 
  private:
   void deliver() {
-    promise_.set_from([&]() -> All<T> {
-      if constexpr (std::is_void_v<T>) {
-        for (const auto& future : futures_) future.wait();
-      } else {
-        std::vector<T> values;
-        values.reserve(futures_.size());
-        for (const auto& future : futures_) values.push_back(future.wait());
-        return values;
-      }
-    });
+    std::vector<std::shared_ptr<const ValueGate>> gates;
+    for (const auto& future : futures_) gates.push_back(future.gate());
+    promise_.set_from(
+        [&]() -> All<T> {
+          if constexpr (std::is_void_v<T>) {
+            for (const auto& future : futures_) future.wait();
+          } else {
+            std::vector<T> values;
+            values.reserve(futures_.size());
+            for (const auto& future : futures_) values.push_back(future.wait());
+            return values;
+          }
+        },
+        combine_gates(std::move(gates)));
   }
 
   Promise<All<T>> promise_;

@@ -56,6 +56,7 @@ class SerialBackend final : public Backend, public WorldListener {
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
+  std::optional<Error> failure() override;
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
   /// Only later operations fail: the member may have done its part of the running one.
@@ -92,7 +93,6 @@ class SerialBackend final : public Backend, public WorldListener {
   T wait_for(Duration timeout, const Future<T>& future, const char* call);
   void break_with(const Error& cause);
   void stop_thread();
-  std::optional<Error> failure();
   void throw_if_broken(const char* call);
 
   void reduce_dense(at::Tensor tensor, ReduceOp reduction);

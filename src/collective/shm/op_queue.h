@@ -26,6 +26,8 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   /// operation.
   void submit(std::unique_ptr<Operation> operation);
   void abort(const Error& cause);
+  /// Why no operation runs any more; nullopt if operations run.
+  std::optional<Error> breakage();
 
   void rank_gone() override;
   /// Fails all operations on this rank; the other ranks see that it has left the group.
@@ -45,8 +47,6 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout);
   void start();
   void stop_thread();
-  /// Why no operation runs any more; nullopt if operations run.
-  std::optional<Error> breakage();
   void run();
   /// When the group's thread should look again; nullopt if it should take the driver lock now.
   std::optional<Deadline> rest();

@@ -22,6 +22,11 @@ at::Tensor empty(const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions().dtype(dtype));
 }
 
+/// Never for zero: the group's timeout applies.
+Deadline limit_in(Executor& executor, Duration timeout) {
+  return timeout == Duration::zero() ? Deadline::never() : executor.deadline_in(timeout);
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
@@ -184,12 +189,8 @@ Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> p
                                          [parts = std::move(parts), results] { return std::move(*results); });
 }
 
-Deadline ShmBackend::deadline_of(Duration timeout) const {
-  return timeout == Duration::zero() ? Deadline::never() : op_queue_->executor().deadline_in(timeout);
-}
-
 std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Duration timeout) {
-  return gather_bytes(mine, deadline_of(timeout));
+  return gather_bytes(mine, limit_in(op_queue_->executor(), timeout));
 }
 
 std::vector<Bytes> ShmBackend::gather_bytes(BytesView mine, Deadline deadline) {
@@ -214,7 +215,7 @@ std::vector<Bytes> ShmBackend::gather_bytes(BytesView mine, Deadline deadline) {
 void ShmBackend::barrier(Duration timeout) {
   auto operation = std::make_unique<Operation>();
   operation->call.verb = Verb::kBarrier;
-  operation->deadline = deadline_of(timeout);
+  operation->deadline = limit_in(op_queue_->executor(), timeout);
   place(*operation);
   operation->begin = [] { return OpCoroutine(); };
   submit<void>(std::move(operation), [] {}).wait();

@@ -32,12 +32,11 @@ class ShmBackend final : public Backend {
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override { op_queue_->abort(cause); }
+  std::optional<Error> failure() override { return op_queue_->breakage(); }
 
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
 
-  /// Never for zero: the group's timeout applies.
-  Deadline deadline_of(Duration timeout) const;
   std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   /// An operation whose contribution is `tensor`, which is dense and contiguous.

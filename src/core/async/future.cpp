@@ -3,6 +3,37 @@
 #include <torchspan/core/future.h>
 
 namespace torchspan {
+namespace {
+
+/// How long a thread that waits for a device sleeps between two looks.
+constexpr Duration kGatePoll = std::chrono::microseconds(50);
+
+class CombinedGate final : public ValueGate {
+ public:
+  explicit CombinedGate(std::vector<std::shared_ptr<const ValueGate>> gates) : gates_(std::move(gates)) {}
+  void pass() const override {
+    for (const auto& gate : gates_) gate->pass();
+  }
+  std::shared_ptr<const ValueGate> renew() const override {
+    std::vector<std::shared_ptr<const ValueGate>> renewed;
+    for (const auto& gate : gates_) renewed.push_back(gate->renew());
+    return std::make_shared<CombinedGate>(std::move(renewed));
+  }
+  bool done() const override {
+    return std::all_of(gates_.begin(), gates_.end(), [](const auto& gate) { return gate->done(); });
+  }
+
+ private:
+  const std::vector<std::shared_ptr<const ValueGate>> gates_;
+};
+
+}  // namespace
+
+std::shared_ptr<const ValueGate> combine_gates(std::vector<std::shared_ptr<const ValueGate>> gates) {
+  std::erase(gates, nullptr);
+  if (gates.size() < 2) return gates.empty() ? nullptr : gates[0];
+  return std::make_shared<CombinedGate>(std::move(gates));
+}
 
 bool FutureStateBase::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
@@ -50,6 +81,20 @@ void FutureStateBase::wait(Deadline deadline) {
     throw Error(ErrorKind::kTimedOut,
                 "the future did not complete before the deadline of this wait; it may complete later")
         .with_elapsed(host->executor().now() - began);
+  }
+}
+
+void FutureStateBase::synchronize(Deadline deadline) const {
+  if (!gate_ || gate_->done()) return;
+  const auto host = host_.lock();
+  if (!host)
+    throw Error(ErrorKind::kCancelled, "this future's worker is gone, so its device cannot be awaited");
+  const auto parker = host->executor().make_parker();
+  while (!gate_->done()) {
+    if (deadline.passed(host->executor().now())) {
+      throw Error(ErrorKind::kTimedOut, "the device did not finish the value of this future by the deadline");
+    }
+    parker->park(earlier(deadline, host->executor().deadline_in(kGatePoll)));
   }
 }
 

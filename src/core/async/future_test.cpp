@@ -55,6 +55,75 @@ TEST(Future, ServesVoidAndTypesWithoutDefault) {
   EXPECT_EQ(something.future().wait().number, 7);
 }
 
+/// Counts who passes; its work is done after so many looks.
+class CountingGate final : public ValueGate {
+ public:
+  explicit CountingGate(int looks = 0) : looks_(looks) {}
+  void pass() const override {
+    if (failed) throw Error(ErrorKind::kDisconnected, "the device failed");
+    ++passed;
+  }
+  std::shared_ptr<const ValueGate> renew() const override {
+    ++renewed;
+    return std::make_shared<CountingGate>();
+  }
+  bool done() const override { return --looks_ < 0; }
+  mutable std::atomic<int> passed{0}, renewed{0};
+  bool failed = false;
+
+ private:
+  mutable std::atomic<int> looks_;
+};
+
+TEST(ValueGate, IsPassedByEveryTakerAndRenewedForContinuations) {
+  everywhere(30, [](Executor& executor) {
+    OwnedPool pool(executor);
+    const auto gate = std::make_shared<CountingGate>();
+    Promise<int> promise(pool.host());
+    const Future<int> future = promise.future();
+    const Future<int> later = future.then([](const Future<int>& done) { return done.wait() + 1; });
+    promise.set_value_behind(gate, 4);
+    EXPECT_EQ(later.wait(), 5);
+    EXPECT_EQ(future.wait(), 4);
+    EXPECT_EQ(gate->passed.load(), 2);
+    EXPECT_EQ(gate->renewed.load(), 1);
+    EXPECT_NE(later.gate(), gate);
+    EXPECT_NE(later.gate(), nullptr);
+    EXPECT_EQ(make_ready_future<int>(3).gate(), nullptr);
+  });
+}
+
+TEST(ValueGate, OfSeveralFuturesIsPassedForAll) {
+  everywhere(30, [](Executor& executor) {
+    OwnedPool pool(executor);
+    const auto first = std::make_shared<CountingGate>(), second = std::make_shared<CountingGate>();
+    Promise<int> one(pool.host()), other(pool.host());
+    const auto both = when_all(std::vector<Future<int>>{one.future(), other.future()});
+    one.set_value_behind(first, 1);
+    other.set_value_behind(second, 2);
+    EXPECT_EQ(both.wait(), (std::vector<int>{1, 2}));
+    EXPECT_EQ(first->passed.load(), 1);
+    EXPECT_EQ(second->passed.load(), 1);
+    EXPECT_NE(both.gate(), nullptr);
+  });
+}
+
+TEST(ValueGate, MakesSynchronizeWaitAndReportsItsFailure) {
+  everywhere(30, [](Executor& executor) {
+    OwnedPool pool(executor);
+    const auto gate = std::make_shared<CountingGate>(3);
+    Promise<int> promise(pool.host());
+    promise.set_value_behind(gate, 4);
+    EXPECT_EQ(promise.future().synchronize(executor.deadline_in(10s)), 4);
+    const auto never = std::make_shared<CountingGate>(1 << 30);
+    Promise<int> slow(pool.host());
+    slow.set_value_behind(never, 4);
+    EXPECT_EQ(kind_of([&] { slow.future().synchronize(executor.deadline_in(1ms)); }), ErrorKind::kTimedOut);
+    never->failed = true;
+    EXPECT_EQ(kind_of([&] { slow.future().wait(); }), ErrorKind::kDisconnected);
+  });
+}
+
 TEST(Promise, LetsTheFirstOfManySettersWin) {
   everywhere(100, [](Executor& executor) {
     OwnedPool pool(executor);

@@ -121,8 +121,9 @@ void check_device(const collective::Group& group, const std::string& name, const
   if (backend.takes(tensor.device())) return;
   throw Error(
       ErrorKind::kUnsupported,
-      fmt::format("'{}' is on {}, which the group's backend ({}) does not support: move the module to "
-                  "the CPU before it is wrapped",
+      fmt::format("'{}' is on {}, which the group's backend ({}) does not support: make the group with "
+                  "GroupOptions::device set to that device, or move the module to the CPU or to the group's "
+                  "device before it is wrapped",
                   name, tensor.device().str(), backend.name()));
 }
 

@@ -37,8 +37,14 @@ void check_replicas(const Reducer::Replicas& replicas) {
             "is not a leaf of the graph: it was computed from other tensors, so backward leaves no gradient "
             "in it");
       }
-      if (parameter.tensor.device().type() != replicas[0][0].tensor.device().type()) {
-        refuse("is on a different type of device than the first parameter");
+      const c10::Device device = parameter.tensor.device(), first = replicas[0][0].tensor.device();
+      if (device != first) {
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format("parameter '{}' is on {}, but '{}' is on {}: a process averages the gradients of "
+                        "one device, so run one process for each device, or put the parts of a model that "
+                        "spans devices into a Pipeline",
+                        parameter.name, device.str(), replicas[0][0].name, first.str()));
       }
       if (parameter.tensor.sizes() != like.sizes() || parameter.tensor.strides() != like.strides() ||
           parameter.tensor.scalar_type() != like.scalar_type() ||

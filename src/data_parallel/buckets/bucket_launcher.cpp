@@ -7,13 +7,14 @@
 
 namespace torchspan::data_parallel {
 
-BucketLauncher::BucketLauncher(const ParameterSlots& slots, const BucketReducer& reducer,
-                               std::shared_ptr<Buckets> buckets, double divisor)
-    : slots_(slots),
-      reducer_(reducer),
+BucketLauncher::BucketLauncher(Parts parts, std::shared_ptr<Buckets> buckets, double divisor)
+    : slots_(parts.slots),
+      reducer_(parts.reducer),
+      stream_(parts.stream),
       buckets_(std::move(buckets)),
       divisor_(divisor),
-      works_(buckets_->size()) {
+      works_(buckets_->size()),
+      producers_(buckets_->size()) {
   for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket)
     pending_.push_back(buckets_->parameters(bucket).size() * slots_.replicas().size());
 }
@@ -23,8 +24,15 @@ double BucketLauncher::factor(std::size_t bucket) const {
 }
 
 void BucketLauncher::filled(std::size_t bucket) {
+  const auto stream = stream_.current();
   MutexLock lock(mutex_);
-  --pending_[bucket];
+  if (stream) producers_[bucket].add(*stream);
+  if (--pending_[bucket] == 0) producers_[bucket].record();
+}
+
+void BucketLauncher::wait_for_producers(std::size_t bucket) {
+  MutexLock lock(mutex_);
+  producers_[bucket].wait();
 }
 
 void BucketLauncher::launch_full(RoundTimer& timer) {
@@ -51,12 +59,14 @@ void BucketLauncher::stop() {
 
 void BucketLauncher::launch_zeros(RoundTimer& timer) {
   const at::NoGradGuard no_grad;
+  const StreamScope on_stream(stream_.stream());
   std::size_t bucket = 0;
   {
     MutexLock lock(mutex_);
     bucket = next_;
   }
   for (; bucket < buckets_->size(); ++bucket) {
+    wait_for_producers(bucket);
     for (const std::size_t parameter : buckets_->parameters(bucket)) {
       for (std::size_t replica = 0; replica < slots_.replicas().size(); ++replica)
         buckets_->put_nothing(replica * slots_.count() + parameter);
@@ -71,6 +81,8 @@ void BucketLauncher::launch(std::size_t bucket, RoundTimer& timer) {
   const at::NoGradGuard no_grad;
   if (bucket == 0) timer.launches_begin();
   set_broken();  // unless the launch succeeds
+  const StreamScope on_stream(stream_.stream());
+  wait_for_producers(bucket);
   works_[bucket] = reducer_.reduce(*buckets_, bucket, divisor_);
   {
     MutexLock lock(mutex_);
@@ -99,13 +111,21 @@ std::weak_ptr<FutureHost> BucketLauncher::hook_host() const {
 
 void BucketLauncher::check_hook_results() const {
   if (!reducer_.has_hook()) return;
+  const StreamScope on_stream(stream_.stream());
   for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket)
     reducer_.check(*buckets_, bucket, works_[bucket].wait());
 }
 
 void BucketLauncher::take_results() {
+  const StreamScope on_stream(stream_.stream());
   for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket)
     buckets_->take(bucket, works_[bucket].wait());
+}
+
+std::shared_ptr<const ValueGate> BucketLauncher::gate() const {
+  std::vector<std::shared_ptr<const ValueGate>> gates;
+  for (const auto& work : works_) gates.push_back(work.gate());
+  return stream_.gate(std::move(gates));
 }
 
 std::string BucketLauncher::failed_bucket() const {

@@ -50,24 +50,25 @@ bool BucketPlan::needs_rebuild() const {
   return !rebuilt_ && options_.rebuild_buckets && (options_.static_graph || !options_.find_unused_parameters);
 }
 
-void BucketPlan::rebuild(const std::vector<std::uint32_t>& arrived, int leader, Rebuilt done) {
+void BucketPlan::rebuild(const Order& by, Rebuilt done) {
   const std::size_t count = slots_.count();
   at::Tensor order = at::empty({static_cast<std::int64_t>(count)}, at::kLong);
   std::vector<bool> placed(count);
   auto* next = order.data_ptr<std::int64_t>();
-  for (const std::uint32_t parameter : arrived) {
+  for (const std::uint32_t parameter : by.arrived) {
     placed[parameter] = true;
     *next++ = parameter;
   }
   for (std::size_t parameter = count; parameter-- > 0;) {
     if (!placed[parameter]) *next++ = static_cast<std::int64_t>(parameter);
   }
-  group_.broadcast(order, leader)
-      .add_done_callback([this, done = std::move(done), order](const Future<at::Tensor>& agreed) {
+  group_.broadcast(order, by.leader)
+      .add_done_callback([this, done = std::move(done), order,
+                          pass_stream = by.pass_stream](const Future<at::Tensor>& agreed) {
         try {
           agreed.wait();
           const auto* first = order.data_ptr<std::int64_t>();
-          build_together(std::vector<std::size_t>(first, first + order.numel()), done);
+          build_together(std::vector<std::size_t>(first, first + order.numel()), pass_stream, done);
         } catch (...) {
           done(std::current_exception(), nullptr);
         }
@@ -75,8 +76,10 @@ void BucketPlan::rebuild(const std::vector<std::uint32_t>& arrived, int leader, 
 }
 
 /// A rank may have no memory for new buckets beside the old ones: then all ranks keep the old ones.
-void BucketPlan::build_together(const std::vector<std::size_t>& order, const Rebuilt& done) {
+void BucketPlan::build_together(const std::vector<std::size_t>& order,
+                                const std::optional<c10::Stream>& pass_stream, const Rebuilt& done) {
   const at::NoGradGuard no_grad;
+  const StreamScope on_pass(pass_stream);
   std::shared_ptr<Buckets> built;
   std::string reason;
   try {

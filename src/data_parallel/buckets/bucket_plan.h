@@ -14,6 +14,7 @@
 
 #include "data_parallel/buckets/buckets.h"
 #include "data_parallel/passes/parameter_slots.h"
+#include "data_parallel/streams/reduction_stream.h"
 
 namespace torchspan::data_parallel {
 
@@ -29,15 +30,21 @@ class BucketPlan {
 
   const std::shared_ptr<Buckets>& buckets() const { return buckets_; }
   bool needs_rebuild() const;
-  /// Collective: builds buckets in the order of `arrived` (parameters) on rank `leader`. All ranks get
-  /// theirs, or none does. Calls `done` on a thread of the group; `done` must keep this object alive.
-  void rebuild(const std::vector<std::uint32_t>& arrived, int leader, Rebuilt done);
+  struct Order {
+    const std::vector<std::uint32_t>& arrived;  ///< parameters, by the arrival of their gradients
+    int leader = 0;                             ///< the rank whose order all ranks take
+    std::optional<c10::Stream> pass_stream;     ///< which the new buckets belong to; nullopt: the current one
+  };
+  /// Collective: builds buckets in another order. All ranks get theirs, or none does. Calls `done` on a thread
+  /// of the group; `done` must keep this object alive.
+  void rebuild(const Order& order, Rebuilt done);
   /// Makes rebuilt buckets the current ones.
   void replace(std::shared_ptr<Buckets> buckets) { buckets_ = std::move(buckets); }
 
  private:
   std::shared_ptr<Buckets> build(const std::vector<std::size_t>& order) const;
-  void build_together(const std::vector<std::size_t>& order, const Rebuilt& done);
+  void build_together(const std::vector<std::size_t>& order, const std::optional<c10::Stream>& pass_stream,
+                      const Rebuilt& done);
   void warn_not_rebuilt(int rank, const std::string& reason) const;
 
   Log& log_;

@@ -69,7 +69,7 @@ void Conclusion::finish() {
     launcher_->take_results();
     count_reduction();
     if (parts_.plan.needs_rebuild()) return rebuild();
-    promise_.set_value();
+    promise_.set_value_behind(launcher_->gate());
   } catch (...) {
     promise_.set_error(placed(std::current_exception()));
   }
@@ -99,12 +99,12 @@ void Conclusion::count_reduction() {
 }
 
 void Conclusion::rebuild() {
-  parts_.plan.rebuild(terms_.order, terms_.leader,
+  parts_.plan.rebuild({terms_.order, terms_.leader, terms_.pass_stream},
                       [self = shared_from_this(), hold = parts_.holds.take()](
                           std::exception_ptr error, std::shared_ptr<Buckets> buckets) {
                         if (error) return static_cast<void>(self->promise_.set_error(std::move(error)));
                         self->rebuilt_ = std::move(buckets);
-                        self->promise_.set_value();
+                        self->promise_.set_value_behind(self->launcher_->gate());
                       });
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,9 +27,10 @@ struct ConclusionTerms {
   std::uint64_t round = 0;
   int leader = 0;  ///< the rank whose order of gradients the buckets follow
   RoundReport report;
-  std::string reason;                ///< why this rank gave up
-  std::vector<std::uint32_t> order;  ///< parameters as their gradients arrived
-  bool is_whole_order = false;       ///< `order` is worth reporting
+  std::string reason;                           ///< why this rank gave up
+  std::vector<std::uint32_t> order;             ///< parameters as their gradients arrived
+  bool is_whole_order = false;                  ///< `order` is worth reporting
+  std::optional<c10::Stream> pass_stream = {};  ///< of the pass; nullopt on the CPU or without a pass
 };
 
 /// Ends one round after its last launch: waits for the buckets, exchanges the status, and finishes with the

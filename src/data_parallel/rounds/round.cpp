@@ -23,6 +23,7 @@ Round::Round(ReducerParts& parts, const RoundOptions& options, engine::GradientS
              const ForwardLog::Record& record)
     : parts_(parts),
       options_(options),
+      pass_stream_(parts.stream.current()),
       gradients_(parts, divisor_of(options, parts.group),
                  parts.options.gradient_as_bucket_view && sink.writes_grad_field()),
       records_({record}),
@@ -105,6 +106,7 @@ void Round::conclude_with_zeros() {
   }
   BucketLauncher& launcher = *gradients_.launcher();
   try {
+    const PassStreamScope on_pass(pass_stream_);
     if (abandoned != nullptr) gradients_.transfer().leave_buckets(*abandoned);
   } catch (...) {  // the other ranks' reduction would write to gradients
     launcher.set_broken();
@@ -127,6 +129,7 @@ void Round::conclude() {
     if (sink_ != nullptr) end = end_;
   }
   terms.order = gradients_.order();
+  terms.pass_stream = pass_stream_;
   terms.is_whole_order = terms.order.size() == parts_.slots.count() || options_.delayed;
   gradients_.timer()->backward_ended();
   const auto conclusion =
@@ -168,6 +171,8 @@ Future<void> Round::over() const {
 void Round::finish_pass() {
   const Future<void> outcome = finished();
   if (!outcome.done() || outcome.error()) return;
+  const PassStreamScope on_pass(pass_stream_);
+  outcome.wait();  // orders the stream after the reductions
   gradients_.transfer().write_back(*sink(), parts_.status);
   install_rebuilt();
 }

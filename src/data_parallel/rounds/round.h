@@ -79,6 +79,7 @@ class Round {
  private:
   ReducerParts& parts_;
   const RoundOptions options_;
+  const std::optional<c10::Stream> pass_stream_;  // of the first pass
   RoundGradients gradients_;
   mutable Mutex mutex_;
   std::vector<ForwardLog::Record> records_ TORCHSPAN_GUARDED_BY(mutex_);

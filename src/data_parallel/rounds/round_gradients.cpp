@@ -11,7 +11,8 @@ RoundGradients::RoundGradients(ReducerParts& parts, double divisor, bool in_plac
     : parts_(parts),
       round_(parts.meter.begin_round()),
       buckets_(parts.plan.buckets()),
-      launcher_(std::make_shared<BucketLauncher>(parts.slots, parts.reducer, buckets_, divisor)),
+      launcher_(std::make_shared<BucketLauncher>(
+          BucketLauncher::Parts{parts.slots, parts.reducer, parts.stream}, buckets_, divisor)),
       timer_(std::make_shared<RoundTimer>(parts.runtime, parts.holds, round_)),
       transfer_(parts.slots, buckets_, in_place),
       accepted_(parts.slots.size()) {

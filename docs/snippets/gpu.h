@@ -1,0 +1,12 @@
+#pragma once
+#include <cstdlib>
+#include <torch/torch.h>
+
+#include <torchspan/torchspan.h>
+
+namespace ts = torchspan;
+struct NetImpl : torch::nn::Module {
+  torch::Tensor forward(torch::Tensor images);
+};
+TORCH_MODULE(Net);
+extern Net net;

@@ -1,0 +1,24 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include <torchspan/collective/group.h>
+
+#include "collective/api/device_runtime.h"
+#include "collective/ipc/ipc_engine.h"
+
+namespace torchspan::collective {
+
+/// What groups on devices are made with; tests of groups pass others than the default.
+struct DeviceServices {
+  std::shared_ptr<const DeviceRuntime> runtime;  ///< null: this build has none
+  c10::DeviceType type = c10::kCUDA;             ///< of the devices of `runtime`
+  std::string nccl_library = {};                 ///< as for NcclLibrary::load()
+  ipc::IpcOptions ipc = {};
+};
+
+/// Group::make() with these services.
+Group make_group(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world, GroupOptions options,
+                 DeviceServices services);
+
+}  // namespace torchspan::collective

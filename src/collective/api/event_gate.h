@@ -1,0 +1,53 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <torchspan/core/future.h>
+#include <torchspan/detail/core/mutex.h>
+
+namespace torchspan::collective {
+
+/// The stream of `device` that is current on this thread.
+c10::Stream current_stream(c10::Device device);
+/// A stream of LibTorch's pool, or the default stream of a device without a pool.
+c10::Stream pool_stream(c10::Device device);
+/// Makes later work on `later` wait for the work that `earlier` has now.
+void order_after(const c10::Stream& later, const c10::Stream& earlier);
+
+/// The gate of values that one stream computes: an event recorded on it. Takers' current streams wait for the
+/// event, and their memory is not reused before these streams are done.
+class EventGate final : public ValueGate, public std::enable_shared_from_this<EventGate> {
+ public:
+  using Gates = std::vector<std::shared_ptr<const ValueGate>>;
+
+  /// Records an event on `stream`. `values`: tensors whose memory takers use. `earlier`: gates of values that
+  /// went into them, whose failures count.
+  static std::shared_ptr<EventGate> record(const c10::Stream& stream, std::vector<at::Tensor> values = {},
+                                           Gates earlier = {});
+
+  void pass() const override;
+  std::shared_ptr<const ValueGate> renew() const override;
+  bool done() const override;
+  /// The work failed: takers get `cause`. No effect once it was seen to be finished.
+  void fail(const Error& cause);
+
+ private:
+  EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier);
+  void throw_if_failed() const;
+
+  const c10::Device device_;
+  c10::Event event_;
+  const std::vector<at::Tensor> values_;
+  const Gates earlier_;
+  mutable Mutex mutex_;
+  mutable bool finished_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchspan::collective

@@ -1,0 +1,91 @@
+// The only source of this room that uses CUDA's own interface. Built with it if TORCHSPAN_CUDA found a toolkit.
+#include "collective/api/device_runtime.h"
+
+#if defined(TORCHSPAN_CUDA_RUNTIME)
+#include <cstring>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <torchspan/core/error.h>
+#endif
+
+namespace torchspan::collective {
+
+#if defined(TORCHSPAN_CUDA_RUNTIME)
+namespace {
+
+void check(cudaError_t result, c10::Device device, const char* call) {
+  if (result == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // otherwise LibTorch's next call reports it
+  const bool full = result == cudaErrorMemoryAllocation;
+  throw Error(full ? ErrorKind::kOverloaded : ErrorKind::kUnsupported,
+              fmt::format("{} on {} failed: {} ({})", call, device.str(), cudaGetErrorString(result),
+                          cudaGetErrorName(result)));
+}
+
+class CudaRuntime final : public DeviceRuntime {
+ public:
+  void* native_stream(const c10::Stream& stream) const override {
+    return c10::cuda::CUDAStream(stream).stream();
+  }
+
+  std::string identity(c10::Device device) const override {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device.index()), device, "cudaGetDeviceProperties");
+    std::string text;
+    for (const char byte : properties.uuid.bytes)
+      text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+    return text;
+  }
+
+  std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const override {
+    const c10::DeviceGuard guard(device);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes), device, "cudaMalloc");
+    return {static_cast<std::byte*>(memory), [device](std::byte* data) {
+              const c10::DeviceGuard guard(device);
+              static_cast<void>(cudaFree(data));
+            }};
+  }
+
+  Bytes export_memory(const std::byte* allocation) const override {
+    cudaPointerAttributes about{};
+    cudaIpcMemHandle_t handle{};
+    check(cudaPointerGetAttributes(&about, allocation), c10::kCUDA, "cudaPointerGetAttributes");
+    const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(about.device));
+    const c10::DeviceGuard guard(device);
+    check(cudaIpcGetMemHandle(&handle, const_cast<std::byte*>(allocation)), device, "cudaIpcGetMemHandle");
+    Bytes bytes(sizeof handle);
+    std::memcpy(bytes.data(), &handle, sizeof handle);
+    return bytes;
+  }
+
+  std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle, std::size_t) const override {
+    cudaIpcMemHandle_t theirs{};
+    if (handle.size() != sizeof theirs) {
+      throw Error(ErrorKind::kInvalid, fmt::format("a handle of CUDA memory has {} bytes, but a rank sent {}",
+                                                   sizeof theirs, handle.size()));
+    }
+    std::memcpy(&theirs, handle.data(), sizeof theirs);
+    const c10::DeviceGuard guard(device);
+    void* memory = nullptr;
+    check(cudaIpcOpenMemHandle(&memory, theirs, cudaIpcMemLazyEnablePeerAccess), device,
+          "cudaIpcOpenMemHandle");
+    return {static_cast<std::byte*>(memory), [device](std::byte* data) {
+              const c10::DeviceGuard guard(device);
+              static_cast<void>(cudaIpcCloseMemHandle(data));
+            }};
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<const DeviceRuntime> cuda_device_runtime() { return std::make_shared<const CudaRuntime>(); }
+#else
+std::shared_ptr<const DeviceRuntime> cuda_device_runtime() { return nullptr; }
+#endif
+
+}  // namespace torchspan::collective

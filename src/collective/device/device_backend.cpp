@@ -1,0 +1,300 @@
+#include "collective/device/device_backend.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "collective/device/rank_order.h"
+#include "collective/kernels.h"
+#include "collective/single.h"
+#include "collective/tensors.h"
+
+namespace torchspan::collective {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// Calls with tensors on a device differ from the same calls with tensors on the CPU.
+CallLine on_device(CallLine line, c10::Device device) {
+  line.text += fmt::format(" on {}", c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  return line;
+}
+
+CallLine device_line(const char* verb, const at::Tensor& tensor, const std::string& more,
+                     bool first_free = false) {
+  return on_device(line_of_tensor(verb, tensor, more, first_free), tensor.device());
+}
+
+/// Every rank's tensor, on every rank; `all` has this rank's already.
+void gather_into(DeviceEngine& engine, const Tensors& all) {
+  Tensors filled;
+  std::vector<int> roots;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].nbytes() == 0) continue;
+    filled.push_back(all[rank]);
+    roots.push_back(static_cast<int>(rank));
+  }
+  if (!filled.empty()) engine.broadcast(filled, roots);
+}
+
+/// Where ranks are, for steps that need all contributions.
+struct Place {
+  int rank;
+  int size;
+};
+
+void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduction, Place place) {
+  if (tensor.numel() == 0) return;
+  if (engine.reduces(tensor.scalar_type(), reduction)) return engine.all_reduce(tensor, reduction);
+  Tensors all;
+  for (int rank = 0; rank < place.size; ++rank) {
+    all.push_back(rank == place.rank ? tensor.clone() : at::empty_like(tensor));
+  }
+  gather_into(engine, all);
+  tensor.copy_(reduce_in_rank_order(all, reduction));
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made, Plan plan) {
+  auto failure = std::make_shared<GroupFailure>();
+  std::shared_ptr<Backend> control = made->split(0, made->rank());
+  plan.queue.gone = [world = plan.queue.world, instances = plan.queue.instances,
+                     peers = plan.queue.peers]() -> std::optional<Error> {
+    for (std::size_t rank = 0; world && rank < instances.size(); ++rank) {
+      if (const auto how = world->gone(instances[rank])) return lost_member(peers[rank], *how);
+    }
+    return std::nullopt;
+  };
+  std::unique_ptr<DeviceEngine> engine = plan.engine({.control = std::move(made),
+                                                      .device = plan.queue.device,
+                                                      .runtime = plan.runtime,
+                                                      .failure = failure,
+                                                      .gone = plan.queue.gone,
+                                                      .timeout = plan.queue.timeout});
+  plan.queue.ranks = control->ranks();
+  plan.queue.rank = control->rank();
+  auto queue = DeviceQueue::make(std::move(control), std::move(engine), std::move(failure), plan.queue);
+  return std::shared_ptr<DeviceBackend>(new DeviceBackend(std::move(plan), std::move(queue)));
+}
+
+bool DeviceBackend::takes(c10::Device device) const {
+  return device.is_cpu() || device == plan_.queue.device;
+}
+
+std::shared_ptr<Backend> DeviceBackend::split(int color, int key) {
+  queue_->failure()->throw_if_set();
+  std::shared_ptr<Backend> part = control().split(color, key);
+  if (part->size() == 1) {
+    return SingleBackend::make(part->ranks()[0], std::shared_ptr<Runtime>(part, &part->runtime()),
+                               plan_.queue.world, plan_.queue.device);
+  }
+  Plan plan = plan_;
+  plan.queue.peers.clear();
+  plan.queue.instances.clear();
+  const auto& ranks = plan_.queue.ranks;
+  for (const int world_rank : part->ranks()) {
+    const auto place =
+        static_cast<std::size_t>(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin());
+    plan.queue.peers.push_back(plan_.queue.peers[place]);
+    if (!plan_.queue.instances.empty()) plan.queue.instances.push_back(plan_.queue.instances[place]);
+  }
+  return make(std::move(part), std::move(plan));
+}
+
+template <class T>
+Future<T> DeviceBackend::submit(std::unique_ptr<DeviceOperation> operation, const Tensors& tensors,
+                                UniqueFunction<T()> result) {
+  auto promise = std::make_shared<Promise<T>>(queue_->host());
+  Future<T> future = promise->future();
+  queue_->submit(std::move(operation), tensors,
+                 [promise, result = std::move(result)](std::shared_ptr<const ValueGate> gate,
+                                                       std::exception_ptr error) mutable {
+                   if (error) {
+                     promise->set_error(std::move(error));
+                   } else {
+                     promise->set_value_behind(std::move(gate), result());
+                   }
+                 });
+  return future;
+}
+
+Future<at::Tensor> DeviceBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  if (tensor.is_cpu()) return control().all_reduce(std::move(tensor), reduction);
+  find_kernel(tensor.scalar_type(), reduction);
+  if (tensor.is_sparse()) return all_reduce_sparse(tensor, reduction);
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = device_line("all_reduce", tensor, ", " + to_string(reduction));
+  const at::Tensor work = plain(tensor);
+  operation->launch = [engine = &queue_->engine(), work, tensor, reduction, place = Place{rank(), size()}] {
+    reduce_dense(*engine, work, reduction, place);
+    put_back(work, tensor);
+  };
+  operation->values = [tensor] { return Tensors{tensor}; };
+  return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
+}
+
+Future<at::Tensor> DeviceBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
+  if (tensor.is_cpu()) return control().reduce_scatter(std::move(tensor), reduction);
+  find_kernel(tensor.scalar_type(), reduction);
+  const at::NoGradGuard no_grad;
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = device_line("reduce_scatter", tensor, ", " + to_string(reduction));
+  const at::Tensor work = plain(tensor);
+  std::vector<std::int64_t> sizes = work.sizes().vec();
+  sizes[0] /= size();
+  const at::Tensor part = at::empty(sizes, work.options());
+  operation->launch = [engine = &queue_->engine(), work, part, reduction, place = Place{rank(), size()}] {
+    if (part.numel() == 0) return;
+    if (engine->reduces(work.scalar_type(), reduction)) return engine->reduce_scatter(work, part, reduction);
+    const at::Tensor whole = work.clone();
+    reduce_dense(*engine, whole, reduction, place);
+    part.copy_(whole.narrow(0, place.rank * part.size(0), part.size(0)));
+  };
+  operation->values = [part] { return Tensors{part}; };
+  return submit<at::Tensor>(std::move(operation), {work, part}, [part] { return part; });
+}
+
+Future<Tensors> DeviceBackend::all_gather(at::Tensor tensor) {
+  if (tensor.is_cpu()) return control().all_gather(std::move(tensor));
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = device_line("all_gather", tensor, {}, /*first_free=*/true);
+  operation->numbers = {tensor.dim() == 0 ? 1 : tensor.size(0)};
+  const at::Tensor work = plain(tensor);
+  const auto results = std::make_shared<Tensors>();
+  operation->prepare = [results, work](const CallNumbers& rows) {
+    for (const auto& theirs : rows) {
+      std::vector<std::int64_t> sizes = work.sizes().vec();
+      if (!sizes.empty()) sizes[0] = theirs.at(0);
+      results->push_back(at::empty(sizes, work.options()));
+    }
+  };
+  operation->launch = [engine = &queue_->engine(), results, work, rank = static_cast<std::size_t>(rank())] {
+    (*results)[rank].copy_(work);
+    gather_into(*engine, *results);
+  };
+  operation->values = [results] { return *results; };
+  return submit<Tensors>(std::move(operation), {work}, [results] { return *results; });
+}
+
+Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
+  if (tensor.is_cpu()) return control().broadcast(std::move(tensor), root);
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = device_line("broadcast", tensor, fmt::format(" from rank {}", root));
+  const at::Tensor work = plain(tensor);
+  operation->launch = [engine = &queue_->engine(), work, tensor, root, sends = root == rank()] {
+    if (work.nbytes() != 0) engine->broadcast({work}, {root});
+    if (!sends) put_back(work, tensor);
+  };
+  operation->values = [tensor] { return Tensors{tensor}; };
+  return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
+}
+
+Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
+  const bool any_on_cpu =
+      std::any_of(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.is_cpu(); });
+  if (any_on_cpu) {
+    for (std::size_t to = 0; to < parts.size(); ++to) {
+      if (parts[to].is_cpu()) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the parts of all_to_all are on several devices: part {} is on {}, another one "
+                              "is on the CPU; move all of them to one of the two",
+                              to, parts[to].device().str()));
+    }
+    return control().all_to_all(std::move(parts));
+  }
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = on_device({fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))},
+                              plan_.queue.device);
+  for (at::Tensor& part : parts) {
+    part = plain(part);
+    operation->numbers.push_back(part.dim());
+    for (const std::int64_t size : part.sizes()) operation->numbers.push_back(size);
+  }
+  const auto results = std::make_shared<Tensors>();
+  operation->prepare = [results, options = parts[0].options(), rank = rank()](const CallNumbers& shapes) {
+    for (const auto& theirs : shapes) {
+      std::size_t at = 0;
+      for (int to = 0; to < rank; ++to) at += static_cast<std::size_t>(theirs.at(at)) + 1;
+      std::vector<std::int64_t> sizes;
+      for (std::int64_t i = 1; i <= theirs.at(at); ++i)
+        sizes.push_back(theirs.at(at + static_cast<std::size_t>(i)));
+      results->push_back(at::empty(sizes, options));
+    }
+  };
+  operation->launch = [engine = &queue_->engine(), results, parts] { engine->all_to_all(parts, *results); };
+  operation->values = [results] { return *results; };
+  return submit<Tensors>(std::move(operation), parts, [results] { return *results; });
+}
+
+Future<at::Tensor> DeviceBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+  if (reduction != kSum && reduction != kAvg) {
+    throw Error(ErrorKind::kUnsupported,
+                "sparse tensors can only be summed and averaged; convert them with to_dense() first");
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor work = tensor.detach().coalesce();
+  const std::string line = device_line("all_reduce", tensor, ", " + to_string(reduction)).text;
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = {line};
+  operation->numbers = {work._nnz(), work.sparse_dim()};
+  struct Parts {
+    Tensors indices, values;
+    at::Tensor sum;
+  };
+  const auto parts = std::make_shared<Parts>();
+  const at::Tensor indices = work.indices().t().contiguous(), values = plain(work.values());
+  operation->prepare = [parts, indices, values, sizes = work.sizes().vec(), line,
+                        peers = plan_.queue.peers](const CallNumbers& all) {
+    std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      if (all[first].at(0) == 0) first = rank;
+      if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("the ranks of a group must call the same operations in the same order, but {} "
+                      "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
+                      peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
+    }
+    const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
+    std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
+    of_value.insert(of_value.begin(), 0);
+    for (const auto& theirs : all) {
+      of_value[0] = theirs[0];
+      parts->indices.push_back(at::empty({theirs[0], sparse_dim}, indices.options()));
+      parts->values.push_back(at::empty(of_value, values.options()));
+    }
+  };
+  operation->launch = [engine = &queue_->engine(), parts, indices, values, sizes = work.sizes().vec(),
+                       reduction, place = Place{rank(), size()}] {
+    const auto rank = static_cast<std::size_t>(place.rank);
+    if (indices.size(0) != 0) {
+      parts->indices[rank].copy_(indices);
+      parts->values[rank].copy_(values);
+    }
+    gather_into(*engine, parts->indices);
+    gather_into(*engine, parts->values);
+    parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
+    if (reduction == kAvg) parts->sum.values().div_(place.size);
+  };
+  operation->values = [parts] { return Tensors{parts->sum.indices(), parts->sum.values()}; };
+  return submit<at::Tensor>(std::move(operation), {indices, values}, [parts] { return parts->sum; });
+}
+
+std::vector<Bytes> DeviceBackend::all_gather_bytes(BytesView mine, Duration timeout) {
+  return control().all_gather_bytes(mine, timeout);
+}
+
+at::Tensor DeviceBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return control().allocate(sizes, dtype);
+}
+
+void DeviceBackend::abort(const Error& cause) {
+  queue_->break_with(
+      Error(cause.kind(), fmt::format("{} aborted the group: {}",
+                                      plan_.queue.peers[static_cast<std::size_t>(rank())], cause.message())));
+}
+
+}  // namespace torchspan::collective

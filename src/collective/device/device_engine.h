@@ -1,0 +1,60 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/backend.h>
+
+#include "collective/api/device_runtime.h"
+#include "collective/device/group_failure.h"
+
+namespace torchspan::collective {
+
+/// What an engine is made of.
+struct EngineParts {
+  std::shared_ptr<Backend> control;  ///< CPU collectives of the same ranks, which only the engine uses
+  c10::Device device;
+  std::shared_ptr<const DeviceRuntime> runtime;
+  std::shared_ptr<GroupFailure> failure;  ///< checked while the engine waits on the host
+  /// Which rank's process has ended or left the world; nullopt if none has.
+  std::function<std::optional<Error>()> gone;
+  Duration timeout{};
+};
+
+/// The error for a rank that is gone; `how` may begin with its name.
+Error lost_member(const std::string& peer, const std::string& how);
+
+/// How long launched work may take to end after a rank has left the world: the rank may have done its part.
+inline constexpr Duration kLeftLimit = std::chrono::seconds(2);
+
+/// Moves and reduces tensors between the devices of a group's ranks. All methods but interrupt() are called on
+/// one thread, in the same order on all ranks, with contiguous tensors on the engine's device, whose current
+/// stream takes the work. They return before the device has done the work, and never block on it for longer
+/// than the group's timeout; they throw when `failure` is set.
+class DeviceEngine {
+ public:
+  virtual ~DeviceEngine() = default;
+  virtual std::string name() const = 0;
+  /// Whether all_reduce() and reduce_scatter() take them.
+  virtual bool reduces(at::ScalarType dtype, ReduceOp reduction) const = 0;
+  virtual void all_reduce(const at::Tensor& tensor, ReduceOp reduction) = 0;
+  /// `part` gets this rank's part of the reduction of `tensor`, which is not changed.
+  virtual void reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) = 0;
+  /// tensors[i] gets the contents that it has on rank roots[i].
+  virtual void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) = 0;
+  /// sent[r] goes to rank r, whose received[this rank] it becomes.
+  virtual void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) = 0;
+  /// A failure of launched work that the engine knows of.
+  virtual std::optional<Error> failure() { return std::nullopt; }
+  /// Ends launched work, whose results are then undefined. Does not throw; nothing is called afterwards.
+  virtual void abort() noexcept = 0;
+  /// On any thread: fails a call that waits for other ranks.
+  virtual void interrupt(const Error& cause) { static_cast<void>(cause); }
+};
+
+/// Collective over parts.control: makes the engine of a group.
+using EngineFactory = std::function<std::unique_ptr<DeviceEngine>(EngineParts parts)>;
+
+}  // namespace torchspan::collective

@@ -1,0 +1,323 @@
+#include "collective/device/device_queue.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fmt/format.h>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+namespace torchspan::collective {
+namespace {
+
+/// Interval at which the thread looks after launched work.
+constexpr Duration kLook = std::chrono::milliseconds(5);
+
+/// What a rank sends of a call: its line and its numbers.
+at::Tensor announcement_of(const CallLine& line, const std::vector<std::int64_t>& numbers,
+                           std::uint64_t number) {
+  const LineBytes text = pack_line(line, number);
+  const std::size_t size = numbers.size() * sizeof(std::int64_t);
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size() + size)}, at::kByte);
+  auto* const data = static_cast<char*>(bytes.data_ptr());
+  std::copy(text.begin(), text.end(), data);
+  if (size != 0) std::memcpy(data + text.size(), numbers.data(), size);
+  return bytes;
+}
+
+struct Announcement {
+  LineBytes line{};
+  std::vector<std::int64_t> numbers;
+};
+
+Announcement read_announcement(const at::Tensor& bytes) {
+  Announcement read;
+  const auto size = static_cast<std::size_t>(bytes.numel());
+  if (size < kLineBytes || (size - kLineBytes) % sizeof(std::int64_t) != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "a rank announced an operation in a form that this version does not know");
+  }
+  const auto* const data = static_cast<const char*>(bytes.data_ptr());
+  std::copy_n(data, kLineBytes, read.line.begin());
+  read.numbers.resize((size - kLineBytes) / sizeof(std::int64_t));
+  if (!read.numbers.empty()) std::memcpy(read.numbers.data(), data + kLineBytes, size - kLineBytes);
+  return read;
+}
+
+}  // namespace
+
+Error lost_member(const std::string& peer, const std::string& how) {
+  return {ErrorKind::kDisconnected,
+          fmt::format("{}, and the group cannot continue without it",
+                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
+}
+
+/// Runs continuations under a stream of their own, so that they do not delay the streams of callers.
+class DeviceQueue::Host final : public GroupHost {
+ public:
+  Host(std::shared_ptr<Runtime> runtime, c10::Stream stream)
+      : GroupHost(std::move(runtime)), stream_(stream) {}
+  void post(UniqueFunction<void()> job) override {
+    GroupHost::post([stream = stream_, job = std::move(job)]() mutable {
+      const c10::StreamGuard guard(stream);
+      job();
+    });
+  }
+
+ private:
+  const c10::Stream stream_;
+};
+
+struct DeviceQueue::Job {
+  Job(std::unique_ptr<DeviceOperation> operation, const c10::Stream& caller)
+      : operation(std::move(operation)), caller(caller), ready(caller.device_type()) {
+    ready.record(caller);
+  }
+  std::unique_ptr<DeviceOperation> operation;
+  const c10::Stream caller;
+  c10::Event ready;  ///< on the caller's stream, at the call
+  std::vector<at::Tensor> tensors;
+  std::uint64_t number = 0;
+  at::Tensor announcement;
+  Future<std::vector<at::Tensor>> agreement;
+  UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done;
+
+  std::string call() const { return fmt::format("{}, call {} of the group", operation->line.text, number); }
+};
+
+DeviceQueue::DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<DeviceEngine> engine,
+                         std::shared_ptr<GroupFailure> failure, DeviceQueueOptions options)
+    : control_(std::move(control)),
+      engine_(std::move(engine)),
+      failure_(std::move(failure)),
+      options_(std::move(options)),
+      runtime_(control_->runtime()),
+      stream_(pool_stream(options_.device)),
+      host_(std::make_shared<Host>(
+          options_.world ? options_.world->runtime() : std::shared_ptr<Runtime>(control_, &runtime_),
+          pool_stream(options_.device))),
+      future_host_(host_),
+      parker_(runtime_.executor.make_parker()) {}
+
+std::shared_ptr<DeviceQueue> DeviceQueue::make(std::shared_ptr<Backend> control,
+                                               std::unique_ptr<DeviceEngine> engine,
+                                               std::shared_ptr<GroupFailure> failure,
+                                               DeviceQueueOptions options) {
+  const std::shared_ptr<DeviceQueue> queue(
+      new DeviceQueue(std::move(control), std::move(engine), std::move(failure), std::move(options)));
+  queue->thread_ = queue->runtime_.executor.spawn("group", [raw = queue.get()] { raw->run(); });
+  const auto& world = queue->options_.world;
+  if (!world) return queue;
+  world->add(queue);
+  if (const auto lost = queue->options_.gone()) queue->break_with(*lost);
+  return queue;
+}
+
+DeviceQueue::~DeviceQueue() {
+  std::deque<std::unique_ptr<Job>> dropped;
+  {
+    MutexLock lock(mutex_);
+    dropped.swap(queue_);
+  }
+  const Error cancelled(ErrorKind::kCancelled,
+                        "the last handle of the group was dropped while this operation was pending");
+  for (const auto& job : dropped) fail(*job, cancelled);
+  if (const auto cause = control_->failure()) failure_->set(*cause);
+  stop_thread();
+  Host::close(std::move(host_), options_.world && options_.world->ended());
+}
+
+void DeviceQueue::stop_thread() {
+  stopping_.store(true);
+  parker_->unpark();
+  if (thread_.joinable()) thread_.join();
+}
+
+void DeviceQueue::member_died(const rendezvous::Member& member, const Error& reason) {
+  const auto& instances = options_.instances;
+  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  break_with(lost_member(describe(member), reason.message()));
+}
+
+void DeviceQueue::break_with(const Error& cause) {
+  const bool first_time = !failure_->get();
+  fail_pending(cause);
+  if (!first_time) return;
+  const Error first = *failure_->get();
+  engine_->interrupt(first);
+  if (!control_->failure()) control_->abort(first);
+}
+
+void DeviceQueue::fail_pending(const Error& cause) {
+  const Error first = failure_->set(cause);
+  std::deque<std::unique_ptr<Job>> failed;
+  {
+    MutexLock lock(mutex_);
+    failed.swap(queue_);
+  }
+  for (const auto& job : failed) fail(*job, first);
+  parker_->unpark();
+}
+
+void DeviceQueue::fail(Job& job, const Error& cause) {
+  job.done(nullptr, std::make_exception_ptr(Error(cause).with_call(job.call())));
+}
+
+void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
+                         UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
+  auto job = std::make_unique<Job>(std::move(operation), current_stream(options_.device));
+  job->tensors = tensors;
+  job->done = std::move(done);
+  std::unique_ptr<Job> refused;
+  {
+    MutexLock lock(mutex_);
+    job->number = ++called_;
+    if (failure_->get() || stopping_.load()) {
+      refused = std::move(job);
+    } else {
+      job->announcement = announcement_of(job->operation->line, job->operation->numbers, job->number);
+      // Under the lock, so that announcements have the order of the queue.
+      job->agreement = control_->all_gather(job->announcement);
+      queue_.push_back(std::move(job));
+    }
+  }
+  if (refused) {
+    fail(*refused,
+         failure_->get().value_or(Error(ErrorKind::kCancelled, "the group of this call has ended")));
+  } else {
+    parker_->unpark();
+  }
+}
+
+std::unique_ptr<DeviceQueue::Job> DeviceQueue::take() {
+  MutexLock lock(mutex_);
+  if (queue_.empty()) return nullptr;
+  auto job = std::move(queue_.front());
+  queue_.pop_front();
+  return job;
+}
+
+void DeviceQueue::run() {
+  while (true) {
+    auto job = take();
+    const bool has_job = job != nullptr;
+    if (has_job) run_one(std::move(job));
+    const bool busy = watch();
+    if (has_job) continue;
+    if (stopping_.load() && !busy) return;
+    parker_->park(busy ? runtime_.executor.deadline_in(kLook) : Deadline::never());
+  }
+}
+
+void DeviceQueue::run_one(std::unique_ptr<Job> job) {
+  const at::NoGradGuard no_grad;
+  std::shared_ptr<EventGate> gate;
+  try {
+    failure_->throw_if_set();
+    if (const auto lost = options_.gone()) throw Error(*lost);
+    const CallNumbers numbers = agree(*job);
+    {
+      const c10::StreamGuard guard(job->caller);
+      if (job->operation->prepare) {
+        job->operation->prepare(numbers);
+        job->ready.record(job->caller);  // memory that was reused may still be in use before this
+      }
+    }
+    const c10::StreamGuard guard(stream_);
+    job->ready.block(stream_);
+    job->operation->launch();
+    gate = EventGate::record(stream_,
+                             job->operation->values ? job->operation->values() : std::vector<at::Tensor>());
+  } catch (...) {
+    const Error error = to_error(std::current_exception());
+    if (!failure_->get()) {
+      break_with(Error(error.kind(), fmt::format("{}: {}", job->call(), error.message())));
+    }
+    fail(*job, *failure_->get());
+    return;
+  }
+  auto done = std::move(job->done);
+  const std::string call = job->call();
+  const std::shared_ptr<Job> uses(std::move(job));
+  launched_.add({call, runtime_.executor.now(), gate, uses});
+  done(gate, nullptr);
+}
+
+CallNumbers DeviceQueue::agree(Job& job) {
+  std::vector<at::Tensor> all;
+  try {
+    while (!job.agreement.done()) {
+      try {
+        launched_.empty() ? job.agreement.wait() : job.agreement.wait(kLook * 20);
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::kTimedOut || job.agreement.done()) throw;
+        watch();
+      }
+      failure_->throw_if_set();
+    }
+    all = job.agreement.wait();
+  } catch (const Error& error) {
+    if (failure_->get()) throw;
+    // The other ranks know this call by its announcement.
+    const std::string announced = line_of_tensor("all_gather", job.announcement, {}).text;
+    std::string text = error.message();
+    for (auto at = text.find(announced); at != std::string::npos; at = text.find(announced)) {
+      text.replace(at, announced.size(), job.operation->line.text);
+    }
+    throw Error(error.kind(), text);
+  }
+  CallNumbers numbers;
+  std::vector<Announcement> announced;
+  for (const at::Tensor& bytes : all) {
+    announced.push_back(read_announcement(bytes));
+    const std::size_t rank = announced.size() - 1;
+    if (announced[rank].line != announced[0].line) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the ranks of a group must call the same operations in the same order, but {} "
+                              "called {}, and {} called {}",
+                              options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
+                              unpack_line(announced[rank].line)));
+    }
+    numbers.push_back(announced[rank].numbers);
+  }
+  return numbers;
+}
+
+bool DeviceQueue::watch() {
+  if (launched_.empty() && !failure_->get()) return false;
+  try {
+    launched_.release_finished();
+    if (launched_.empty()) return false;
+    const auto* late = launched_.overdue(runtime_.executor.now() - options_.timeout);
+    if (failure_->get()) {
+      // below
+    } else if (const auto cause = control_->failure()) {
+      break_with(*cause);
+    } else if (const auto found = engine_->failure()) {
+      break_with(*found);
+    } else if (const auto lost = options_.gone();
+               lost && launched_.overdue(runtime_.executor.now() - kLeftLimit) != nullptr) {
+      break_with(*lost);
+    } else if (late != nullptr) {
+      break_with(
+          Error(ErrorKind::kTimedOut,
+                fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "
+                            "s: a rank's process or device has stopped, or its device is busy with "
+                            "other work for longer than GroupOptions::timeout",
+                            late->call, options_.peers[static_cast<std::size_t>(options_.rank)],
+                            options_.device.str(), to_seconds(options_.timeout))));
+    }
+  } catch (...) {
+    break_with(
+        Error(ErrorKind::kDisconnected, fmt::format("{} of {} failed: {}", options_.device.str(),
+                                                    options_.peers[static_cast<std::size_t>(options_.rank)],
+                                                    torchspan::describe(std::current_exception()).text)));
+  }
+  if (const auto cause = failure_->get()) {
+    launched_.fail(*cause);
+    engine_->abort();
+  }
+  return !launched_.empty();
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,112 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/core/StreamGuard.h>
+
+#include <torchspan/detail/core/function.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "collective/api/event_gate.h"
+#include "collective/device/device_engine.h"
+#include "collective/device/launched_work.h"
+#include "collective/group_host.h"
+#include "collective/serial/call_line.h"
+#include "collective/world_link.h"
+
+namespace torchspan::collective {
+
+/// Numbers that the ranks tell each other with a call, by rank.
+using CallNumbers = std::vector<std::vector<std::int64_t>>;
+
+struct DeviceQueueOptions {
+  c10::Device device;
+  std::vector<int> ranks = {};          ///< ranks of the world, by rank of the group
+  std::vector<std::string> peers = {};  ///< names for messages
+  int rank = 0;
+  Duration timeout = std::chrono::minutes(5);
+  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
+  std::vector<std::uint64_t> instances = {};        ///< of the ranks' processes, if there is a world
+  std::function<std::optional<Error>()> gone = {};  ///< as in EngineParts
+};
+
+/// One operation on a device. `prepare` runs when all calls agree, under the stream of the caller, and may
+/// allocate there; then `launch` under the group's stream. Both see what was captured until the work is done.
+struct DeviceOperation {
+  CallLine line;
+  std::vector<std::int64_t> numbers = {};  ///< equally many on all ranks
+  UniqueFunction<void(const CallNumbers&)> prepare = {};
+  UniqueFunction<void()> launch;
+  UniqueFunction<std::vector<at::Tensor>()> values;  ///< the result's tensors, after `launch`
+};
+
+/// Runs the operations of one rank in the order of their calls. A call goes to the other ranks through the
+/// control group first; the group's thread launches it on the group's stream when all ranks have made it.
+/// Therefore no kernel waits for a rank that has not come. Work that does not end in time, or whose rank died,
+/// is aborted, and takers of its results get the failure.
+class DeviceQueue final : public WorldListener, public std::enable_shared_from_this<DeviceQueue> {
+ public:
+  static std::shared_ptr<DeviceQueue> make(std::shared_ptr<Backend> control,
+                                           std::unique_ptr<DeviceEngine> engine,
+                                           std::shared_ptr<GroupFailure> failure, DeviceQueueOptions options);
+  ~DeviceQueue() override;
+
+  DeviceEngine& engine() { return *engine_; }
+  Backend& control() const { return *control_; }
+  const DeviceQueueOptions& options() const { return options_; }
+  const std::shared_ptr<FutureHost>& host() const { return future_host_; }
+  const std::shared_ptr<GroupFailure>& failure() const { return failure_; }
+
+  /// Issues an operation. `done` gets the gate of the result, or the failure.
+  void submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
+              UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done);
+  /// Fails everything, here and on the ranks that the control group reaches.
+  void break_with(const Error& cause);
+
+  void member_died(const rendezvous::Member& member, const Error& reason) override;
+  /// Later operations fail, and those that do not end soon; see kLeftLimit.
+  void member_left(const rendezvous::Member&) override {}
+  /// The other ranks learn of it from the control group.
+  void world_ended(const Error& reason) override { fail_pending(reason); }
+  void world_closing() override { stop_thread(); }
+
+ private:
+  class Host;
+  struct Job;
+
+  DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<DeviceEngine> engine,
+              std::shared_ptr<GroupFailure> failure, DeviceQueueOptions options);
+  void fail_pending(const Error& cause);
+  void run();
+  std::unique_ptr<Job> take();
+  void run_one(std::unique_ptr<Job> job);
+  CallNumbers agree(Job& job);
+  void launch(Job& job);
+  /// Looks after launched work; true if there is any.
+  bool watch();
+  void finish();
+  void stop_thread();
+  static void fail(Job& job, const Error& cause);
+
+  const std::shared_ptr<Backend> control_;
+  const std::unique_ptr<DeviceEngine> engine_;
+  const std::shared_ptr<GroupFailure> failure_;
+  const DeviceQueueOptions options_;
+  Runtime& runtime_;
+  const c10::Stream stream_;
+  std::shared_ptr<Host> host_;
+  const std::shared_ptr<FutureHost> future_host_;
+  const std::unique_ptr<Parker> parker_;
+  std::atomic<bool> stopping_{false};
+  LaunchedWork launched_;  ///< of the queue's thread
+  Mutex mutex_;
+  std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t called_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  Thread thread_;
+};
+
+}  // namespace torchspan::collective

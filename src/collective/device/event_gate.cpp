@@ -1,0 +1,73 @@
+#include "collective/api/event_gate.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace torchspan::collective {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+c10::Stream pool_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+void order_after(const c10::Stream& later, const c10::Stream& earlier) {
+  if (later == earlier) return;
+  c10::Event event(earlier.device_type());
+  event.record(earlier);
+  event.block(later);
+}
+
+EventGate::EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier)
+    : device_(stream.device()),
+      event_(stream.device_type()),
+      values_(std::move(values)),
+      earlier_(std::move(earlier)) {
+  event_.record(stream);
+}
+
+std::shared_ptr<EventGate> EventGate::record(const c10::Stream& stream, std::vector<at::Tensor> values,
+                                             Gates earlier) {
+  std::erase(earlier, nullptr);
+  return std::shared_ptr<EventGate>(new EventGate(stream, std::move(values), std::move(earlier)));
+}
+
+void EventGate::throw_if_failed() const {
+  MutexLock lock(mutex_);
+  if (failure_) throw Error(*failure_);
+}
+
+void EventGate::pass() const {
+  for (const auto& gate : earlier_) gate->pass();
+  throw_if_failed();
+  const c10::Stream stream = current_stream(device_);
+  event_.block(stream);
+  for (const at::Tensor& value : values_) {
+    if (!value.has_storage() || value.device() != device_) continue;
+    c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(value.storage().data_ptr(), stream);
+  }
+}
+
+std::shared_ptr<const ValueGate> EventGate::renew() const {
+  return record(current_stream(device_), {}, {shared_from_this()});
+}
+
+bool EventGate::done() const {
+  throw_if_failed();
+  bool finished = event_.query();
+  for (const auto& gate : earlier_) finished = gate->done() && finished;
+  if (!finished) return false;
+  MutexLock lock(mutex_);
+  if (failure_) throw Error(*failure_);
+  finished_ = true;
+  return true;
+}
+
+void EventGate::fail(const Error& cause) {
+  MutexLock lock(mutex_);
+  if (!finished_ && !failure_) failure_ = cause;
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,48 @@
+#include "collective/device/rank_order.h"
+
+#include <ATen/ATen.h>
+
+namespace torchspan::collective {
+namespace {
+
+/// By its four real products, as the kernels for the CPU do.
+at::Tensor complex_product(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = at::real(a), y = at::imag(a), u = at::real(b), v = at::imag(b);
+  return at::complex(x * u - y * v, x * v + y * u);
+}
+
+at::Tensor combine(const at::Tensor& result, const at::Tensor& next, ReduceOp reduction) {
+  const bool flags = result.scalar_type() == at::kBool;
+  switch (reduction) {
+    case kSum:
+    case kAvg:
+      return flags ? at::logical_or(result, next) : at::add(result, next);
+    case kProduct:
+      if (result.is_complex()) return complex_product(result, next);
+      return flags ? at::logical_and(result, next) : at::mul(result, next);
+    case kMin:
+      return flags ? at::logical_and(result, next) : at::minimum(result, next);
+    case kMax:
+      return flags ? at::logical_or(result, next) : at::maximum(result, next);
+  }
+  return result;
+}
+
+}  // namespace
+
+at::Tensor reduce_in_rank_order(const std::vector<at::Tensor>& sources, ReduceOp reduction) {
+  const at::ScalarType dtype = sources[0].scalar_type();
+  const bool widen = dtype == at::kHalf || dtype == at::kBFloat16;
+  const auto wide = [&](const at::Tensor& tensor) { return widen ? tensor.to(at::kFloat) : tensor; };
+  at::Tensor result = wide(sources[0]);
+  for (std::size_t rank = 1; rank < sources.size(); ++rank) {
+    result = combine(result, wide(sources[rank]), reduction);
+  }
+  if (reduction == kAvg) {
+    const auto ranks = static_cast<double>(sources.size());
+    result = result.is_complex() ? at::view_as_complex(at::view_as_real(result) / ranks) : result / ranks;
+  }
+  return result.to(dtype);
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,63 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/device/device_engine.h"
+#include "collective/ipc/staging.h"
+
+namespace torchspan::collective::ipc {
+
+struct IpcOptions {
+  std::size_t area_bytes = std::size_t{32} << 20;  ///< of each of a rank's two areas
+};
+
+/// An engine for the ranks of one host, which may share a GPU: ranks copy chunks into memory that all of them
+/// map, reduce a slice each, in rank order, and copy the others' slices. A rank announces a chunk only when its
+/// device has written it. Therefore no device ever waits for another rank's device, and a dead rank leaves
+/// nothing behind that could hang.
+class IpcEngine final : public DeviceEngine {
+ public:
+  /// Collective; see Staging.
+  static std::unique_ptr<IpcEngine> make(EngineParts parts, IpcOptions options);
+
+  std::string name() const override { return "cuda_ipc"; }
+  bool reduces(at::ScalarType, ReduceOp) const override { return true; }
+  void all_reduce(const at::Tensor& tensor, ReduceOp reduction) override;
+  void reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) override;
+  void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) override;
+  void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) override;
+  void abort() noexcept override {}
+  void interrupt(const Error& cause) override {
+    if (!parts_.control->failure()) parts_.control->abort(cause);
+  }
+
+ private:
+  /// A tensor's bytes, and their place in a sequence of bytes.
+  struct Piece {
+    std::int64_t at = 0;
+    at::Tensor bytes;
+  };
+  using Pieces = std::vector<Piece>;
+
+  IpcEngine(EngineParts parts, IpcOptions options)
+      : parts_(std::move(parts)), staging_(parts_, options.area_bytes) {}
+
+  int rank() const { return parts_.control->rank(); }
+  int size() const { return parts_.control->size(); }
+  void wait_for_device() const;
+  /// Waits until this rank's device has done its work, then for all ranks to have come here.
+  void meet() const;
+  /// Reduces a tensor that fits into an area.
+  void reduce_chunk(const at::Tensor& chunk, ReduceOp reduction) const;
+  /// Every rank sends a sequence of bytes, at most `longest`; takes pieces of those of the others.
+  void exchange(const Pieces& mine, const std::vector<Pieces>& wanted, std::int64_t longest) const;
+  /// Copies between pieces and a rank's area, which holds the sequence from `from` on.
+  void copy_pieces(const Pieces& pieces, int rank, std::int64_t from, bool into_area) const;
+
+  const EngineParts parts_;
+  const Staging staging_;
+};
+
+}  // namespace torchspan::collective::ipc

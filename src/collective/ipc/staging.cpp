@@ -1,0 +1,92 @@
+#include "collective/ipc/staging.h"
+
+#include <fmt/format.h>
+
+#include <ATen/ops/from_blob.h>
+
+namespace torchspan::collective::ipc {
+namespace {
+
+int world_rank(const Backend& control, int rank) { return control.ranks()[static_cast<std::size_t>(rank)]; }
+
+/// This rank's allocation and its handle, or why there is none.
+struct Offer {
+  std::shared_ptr<std::byte> memory = {};
+  Bytes handle = {};
+  std::string trouble = {};
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put_string(trouble);
+    writer.put_bytes(handle);
+    return writer.take();
+  }
+};
+
+Offer make_offer(const EngineParts& parts, std::size_t bytes) {
+  Offer offer;
+  try {
+    offer.memory = parts.runtime->allocate(parts.device, bytes);
+    offer.handle = parts.runtime->export_memory(offer.memory.get());
+  } catch (...) {
+    offer.trouble = torchspan::describe(std::current_exception()).text;
+  }
+  return offer;
+}
+
+}  // namespace
+
+at::Tensor device_view(std::byte* data, std::int64_t count, at::ScalarType dtype, c10::Device device) {
+  return at::for_blob(data, {count})
+      .options(at::TensorOptions().dtype(dtype).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
+at::Tensor device_bytes(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.view({-1});
+  return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
+}
+
+Staging::Staging(const EngineParts& parts, std::size_t area_bytes)
+    : device_(parts.device), area_bytes_(area_bytes) {
+  Backend& control = *parts.control;
+  const std::size_t bytes = 2 * area_bytes_;
+  const Offer mine = make_offer(parts, bytes);
+  const std::vector<Bytes> offers = control.all_gather_bytes(mine.encode(), parts.timeout);
+  std::string trouble;
+  for (int rank = 0; rank < control.size() && trouble.empty(); ++rank) {
+    ByteReader reader(offers[static_cast<std::size_t>(rank)]);
+    trouble = reader.get_string();
+    if (!trouble.empty()) {
+      trouble = fmt::format("rank {}: {}", world_rank(control, rank), trouble);
+      break;
+    }
+    try {
+      memory_.push_back(rank == control.rank()
+                            ? mine.memory
+                            : parts.runtime->open_memory(device_, reader.get_bytes(reader.left()), bytes));
+    } catch (...) {
+      trouble =
+          fmt::format("rank {} cannot map the memory of rank {}: {}", world_rank(control, control.rank()),
+                      world_rank(control, rank), torchspan::describe(std::current_exception()).text);
+    }
+  }
+  ByteWriter outcome;
+  outcome.put_string(trouble);
+  for (const Bytes& theirs : control.all_gather_bytes(outcome.bytes(), parts.timeout)) {
+    const std::string text = ByteReader(theirs).get_string();
+    if (text.empty()) continue;
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the ranks cannot map each other's device memory: {}; use BackendKind::kNccl, or "
+                            "ranks without a device",
+                            text));
+  }
+}
+
+at::Tensor Staging::view(int rank, std::size_t offset, std::size_t bytes) const {
+  return device_view(memory_[static_cast<std::size_t>(rank)].get() + offset, static_cast<std::int64_t>(bytes),
+                     at::kByte, device_);
+}
+
+}  // namespace torchspan::collective::ipc

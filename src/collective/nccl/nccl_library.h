@@ -1,0 +1,57 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include "collective/nccl/nccl_abi.h"
+
+namespace torchspan::collective::nccl {
+
+/// NCCL, loaded at run time. Never unloaded while a copy of the pointer exists. Immutable.
+class NcclLibrary {
+ public:
+  /// Loads `path`; if it is empty, the library that the environment variable TORCHSPAN_NCCL_LIBRARY names, else
+  /// libnccl.so.2, which finds the one that LibTorch has loaded. Throws Error{kUnsupported} that says what is
+  /// missing.
+  static std::shared_ptr<const NcclLibrary> load(const std::string& path = {});
+  ~NcclLibrary();
+  NcclLibrary(const NcclLibrary&) = delete;
+  NcclLibrary& operator=(const NcclLibrary&) = delete;
+
+  /// 22809 is release 2.28.9.
+  int version() const { return version_; }
+  std::string version_text() const;
+  /// NCCL's words for a result, with its last error if it has one.
+  std::string describe(Result result, CommunicatorHandle communicator) const;
+
+  struct Functions {
+    Result (*get_version)(int*);
+    Result (*get_unique_id)(UniqueId*);
+    Result (*init_rank)(CommunicatorHandle*, int ranks, UniqueId, int rank, Configuration*);
+    Result (*finalize)(CommunicatorHandle);
+    Result (*destroy)(CommunicatorHandle);
+    Result (*abort)(CommunicatorHandle);
+    Result (*get_async_error)(CommunicatorHandle, Result*);
+    const char* (*get_error_string)(Result);
+    const char* (*get_last_error)(CommunicatorHandle);
+    Result (*all_reduce)(const void* from, void* to, std::size_t, DataType, Operation, CommunicatorHandle,
+                         StreamHandle);
+    Result (*reduce_scatter)(const void* from, void* to, std::size_t received, DataType, Operation,
+                             CommunicatorHandle, StreamHandle);
+    Result (*broadcast)(const void* from, void* to, std::size_t, DataType, int root, CommunicatorHandle,
+                        StreamHandle);
+    Result (*send)(const void*, std::size_t, DataType, int peer, CommunicatorHandle, StreamHandle);
+    Result (*receive)(void*, std::size_t, DataType, int peer, CommunicatorHandle, StreamHandle);
+    Result (*group_start)();
+    Result (*group_end)();
+  };
+  const Functions& functions() const { return functions_; }
+
+ private:
+  explicit NcclLibrary(const std::string& name);
+
+  void* handle_ = nullptr;
+  int version_ = 0;
+  Functions functions_{};
+};
+
+}  // namespace torchspan::collective::nccl

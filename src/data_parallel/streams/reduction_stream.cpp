@@ -1,0 +1,60 @@
+#include "data_parallel/streams/reduction_stream.h"
+
+#include <algorithm>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "collective/api/event_gate.h"
+
+namespace torchspan::data_parallel {
+
+using collective::current_stream;
+
+ReductionStream::ReductionStream(c10::Device device) : device_(device) {
+  if (!device.is_cpu()) stream_ = collective::pool_stream(device);
+}
+
+std::optional<c10::Stream> ReductionStream::current() const {
+  if (!stream_) return std::nullopt;
+  return current_stream(device_);
+}
+
+std::shared_ptr<const ValueGate> ReductionStream::gate(
+    std::vector<std::shared_ptr<const ValueGate>> earlier) const {
+  if (!stream_) return nullptr;
+  return collective::EventGate::record(*stream_, {}, std::move(earlier));
+}
+
+PassStreamScope::PassStreamScope(const std::optional<c10::Stream>& pass) : pass_(pass) {
+  if (pass_) own_ = c10::impl::VirtualGuardImpl(pass_->device_type()).exchangeStream(*pass_);
+}
+
+PassStreamScope::~PassStreamScope() {
+  if (!own_) return;
+  c10::impl::VirtualGuardImpl(pass_->device_type()).exchangeStream(*own_);
+  try {
+    collective::order_after(*own_, *pass_);
+  } catch (...) {  // the device has failed; the next operation on it reports that
+  }
+}
+
+void ProducerStreams::add(const c10::Stream& stream) {
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+}
+
+void ProducerStreams::record() {
+  for (const c10::Stream& stream : streams_) {
+    events_.emplace_back(stream.device_type());
+    events_.back().record(stream);
+  }
+}
+
+void ProducerStreams::wait() const {
+  for (const c10::Event& event : events_) event.block(current_stream(event.device()));
+  if (!events_.empty()) return;
+  for (const c10::Stream& stream : streams_) {
+    collective::order_after(current_stream(stream.device()), stream);
+  }
+}
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,73 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <torchspan/core/future.h>
+
+namespace torchspan::data_parallel {
+
+/// Runs a scope on a stream; nullopt: on the thread's current one.
+class StreamScope {
+ public:
+  explicit StreamScope(const std::optional<c10::Stream>& stream) {
+    if (stream) guard_.reset_stream(*stream);
+  }
+
+ private:
+  c10::OptionalStreamGuard guard_;
+};
+
+/// The stream on which one reducer launches reductions and takes their results, so that the streams of a backward
+/// pass do not wait for them. Has no effect for parameters on the CPU. Thread-safe.
+class ReductionStream {
+ public:
+  explicit ReductionStream(c10::Device device);
+
+  /// The stream; nullopt on the CPU.
+  const std::optional<c10::Stream>& stream() const { return stream_; }
+  /// The stream of the device that is current on this thread; nullopt on the CPU.
+  std::optional<c10::Stream> current() const;
+  /// The gate of what the stream has been given so far, whose values `earlier` lead to; null on the CPU.
+  std::shared_ptr<const ValueGate> gate(std::vector<std::shared_ptr<const ValueGate>> earlier) const;
+
+ private:
+  const c10::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+/// Runs a scope on the stream of the thread that runs the backward pass, on whichever thread it is: what the scope
+/// writes is ready there. At its end the thread's own stream waits for it. Nullopt: no effect.
+class PassStreamScope {
+ public:
+  explicit PassStreamScope(const std::optional<c10::Stream>& pass);
+  ~PassStreamScope();
+  PassStreamScope(const PassStreamScope&) = delete;
+  PassStreamScope& operator=(const PassStreamScope&) = delete;
+
+ private:
+  const std::optional<c10::Stream> pass_;
+  std::optional<c10::Stream> own_;
+};
+
+/// The streams on which one bucket's gradients were put into it.
+class ProducerStreams {
+ public:
+  void add(const c10::Stream& stream);
+  /// Records one event on each stream. Call it when the bucket is full.
+  void record();
+  /// Makes this thread's current stream wait for the events, or for what the streams have now without them.
+  void wait() const;
+
+ private:
+  std::vector<c10::Stream> streams_;
+  std::vector<c10::Event> events_;
+};
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,255 @@
+// Data-parallel training on devices, with two processes that share the stand-in device. Its checker finds accesses
+// that no stream orders, and counts how often the host waits for the device.
+#include <gmock/gmock.h>
+
+#include <torch/torch.h>
+
+#include <torchspan/data_parallel.h>
+
+#include "data_parallel/toy_model.h"
+#include "tests/support/cluster_main.h"
+#include "tests/support/device_group.h"
+
+namespace torchspan::device_training_test {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using collective::Group;
+using data_parallel::DataParallelOptions;
+using data_parallel::Parameter;
+using data_parallel::Reducer;
+using Tensors = std::vector<at::Tensor>;
+namespace toy = data_parallel::testing;
+
+Tensors leaves_on(c10::Device device) {
+  const std::vector<std::vector<std::int64_t>> shapes{{3, 4}, {7}, {2, 2, 2}, {5000}};
+  Tensors leaves;
+  for (const auto& shape : shapes)
+    leaves.push_back(toy::leaf(shape).detach().to(device).set_requires_grad(true));
+  return leaves;
+}
+
+at::Tensor part_of_loss(const Tensors& parameters, std::size_t i, int rank, int step) {
+  const double factor = 1 + rank + 0.5 * step + 0.1 * static_cast<double>(i);
+  return (parameters[i] * factor).sin().sum().to(at::kDouble);
+}
+at::Tensor device_loss(const Tensors& parameters, int rank, int step, std::size_t from = 0,
+                       std::size_t to = 4) {
+  at::Tensor loss = part_of_loss(parameters, from, rank, step);
+  for (std::size_t i = from + 1; i < to; ++i) loss = loss + part_of_loss(parameters, i, rank, step);
+  return loss;
+}
+
+Tensors on_cpu(const Tensors& tensors) {
+  Tensors copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.detach().cpu());
+  return copies;
+}
+
+void require_averages(const Tensors& parameters, const Tensors& wanted, double tolerance) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    require(parameters[i].grad().defined(), "there is a gradient " + std::to_string(i));
+    const at::Tensor got = parameters[i].grad().cpu().to(at::kDouble);
+    require(at::allclose(got, wanted[i], tolerance, tolerance),
+            "the average of parameter " + std::to_string(i));
+  }
+}
+
+void require_no_races() {
+  for (const std::string& race : StandInStreams::get().take_races()) require(false, "no race: " + race);
+}
+
+void reduces(const DataParallelOptions& options) {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    const Tensors parameters = leaves_on(stand_in(0));
+    Reducer reducer(toy::named(parameters), group, options);
+    for (int step = 0; step < 4; ++step) {
+      toy::zero(parameters, step % 2 == 0);
+      const Tensors wanted = toy::expected(on_cpu(parameters), group.size(), step);
+      toy::step(reducer, device_loss(parameters, group.rank(), step));
+      require_averages(parameters, wanted, 1e-5);
+    }
+    require_no_races();
+  });
+}
+
+void compresses(bool half) {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    const Tensors parameters = leaves_on(stand_in(0));
+    Reducer reducer(toy::named(parameters), group, {.bucket_cap_mb = 0.01});
+    reducer.register_comm_hook(
+        half ? data_parallel::fp16_compress_hook() : data_parallel::bf16_compress_hook(), "hook");
+    for (int step = 0; step < 3; ++step) {
+      toy::zero(parameters, false);
+      const Tensors wanted = toy::expected(on_cpu(parameters), group.size(), step);
+      toy::step(reducer, device_loss(parameters, group.rank(), step));
+      require_averages(parameters, wanted, half ? 5e-3 : 4e-2);
+    }
+    require_no_races();
+  });
+}
+
+/// A model whose parts run on two streams: their gradients come from these streams.
+void reduces_from_two_streams() {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+    const c10::Stream own = guard.getStream(stand_in(0)), side = guard.getStreamFromGlobalPool(stand_in(0));
+    const auto order = [](const c10::Stream& later, const c10::Stream& earlier) {
+      c10::Event event(c10::DeviceType::PrivateUse1);
+      event.record(earlier);
+      event.block(later);
+    };
+    const Tensors parameters = leaves_on(stand_in(0));
+    order(side, own);
+    {
+      const c10::StreamGuard on_side(side);  // the leaf nodes of these parameters run there
+      for (std::size_t i = 2; i < 4; ++i) torch::autograd::impl::grad_accumulator(parameters[i]);
+    }
+    Reducer reducer(toy::named(parameters), group, {});
+    for (int step = 0; step < 3; ++step) {
+      toy::zero(parameters, true);
+      const Tensors wanted = toy::expected(on_cpu(parameters), group.size(), step);
+      at::Tensor second;
+      order(side, own);
+      {
+        const c10::StreamGuard on_side(side);
+        second = device_loss(parameters, group.rank(), step, 2, 4);
+      }
+      order(own, side);
+      toy::step(reducer, device_loss(parameters, group.rank(), step, 0, 2) + second);
+      require_averages(parameters, wanted, 1e-5);
+    }
+    require_no_races();
+  });
+}
+
+/// Counts waits of the host in forward, backward and the reduction.
+void never_waits() {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    for (const bool hook : {false, true}) {
+      const Tensors parameters = leaves_on(stand_in(0));
+      Reducer reducer(toy::named(parameters), group, {.bucket_cap_mb = 0.01});
+      if (hook) reducer.register_comm_hook(data_parallel::fp16_compress_hook(), "fp16");
+      for (int step = 0; step < 6; ++step) {
+        if (step == 3) StandInStreams::get().reset();  // the first ones rebuild buckets
+        toy::zero(parameters, false);
+        toy::step(reducer, device_loss(parameters, group.rank(), step));
+      }
+      const auto waits = StandInStreams::get().host_waits();
+      require(waits == 0, "the host never waits, but it waited " + std::to_string(waits) + " times");
+    }
+  });
+}
+
+at::Tensor random(at::IntArrayRef sizes, int seed) {
+  return at::randn(sizes, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed)), at::kFloat);
+}
+at::Tensor batch_of(int rank, int step) { return random({4, 6}, 100 + 10 * step + rank); }
+
+/// Two layers, made on a device: LibTorch 1.13 cannot move modules to the stand-in device.
+struct NetImpl : torch::nn::Module {
+  NetImpl(int seed, c10::Device device) {
+    first = register_parameter("first", random({6, 5}, seed).to(device));
+    second = register_parameter("second", random({5, 2}, seed + 1).to(device));
+    mean = register_buffer("mean", random({2}, seed + 2).to(device));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x.matmul(first).tanh().matmul(second) - mean; }
+  at::Tensor first, second, mean;
+};
+TORCH_MODULE(Net);
+
+/// The whole module, with an optimizer; the ranks start from different values.
+void trains_a_module() {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    Net alone(7, c10::kCPU), net(7 + 10 * group.rank(), stand_in(0));
+    DistributedDataParallel ddp(net, group, {.bucket_cap_mb = 0.0001});
+    torch::optim::SGD ours(net->parameters(), 0.1), theirs(alone->parameters(), 0.1);
+    for (int step = 0; step < 4; ++step) {
+      ours.zero_grad();
+      theirs.zero_grad();
+      ddp.forward(batch_of(group.rank(), step).to(stand_in(0))).pow(2).sum().backward();
+      for (int rank = 0; rank < group.size(); ++rank)
+        (alone->forward(batch_of(rank, step)).pow(2).sum() / group.size()).backward();
+      ours.step();
+      theirs.step();
+    }
+    const auto got = net->parameters(), wanted = alone->parameters();
+    for (std::size_t i = 0; i < got.size(); ++i)
+      require(at::allclose(got[i].cpu(), wanted[i], 1e-4, 1e-5), "parameter " + std::to_string(i));
+    require_no_races();
+  });
+}
+
+void require_error(const std::vector<std::string>& words, const std::function<void()>& call) {
+  const std::string text = toy::error_text(call);
+  for (const std::string& word : words) require(text.find(word) != std::string::npos, word + " in: " + text);
+}
+
+void refuses_several_devices() {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    const Tensors parameters{toy::leaf({3}).detach().to(stand_in(0)).set_requires_grad(true),
+                             toy::leaf({3}).detach().to(stand_in(group.rank())).set_requires_grad(true)};
+    require_error({"rank 1 cannot begin", "'p1' is on privateuseone:1", "'p0' is on privateuseone:0",
+                   "one process for each device"},
+                  [&] { Reducer reducer(toy::named(parameters), group, {}); });
+    const Tensors elsewhere{toy::leaf({3}).detach().to(stand_in(1)).set_requires_grad(true)};
+    require_error({"rank 0 cannot begin", "'p0' is on privateuseone:1", "GroupOptions::device"},
+                  [&] { Reducer reducer(toy::named(elsewhere), group, {}); });
+  });
+}
+
+/// A rank dies between two steps; the other one names it, and its host does not hang.
+void survivor_names_the_dead() {
+  with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
+    const Tensors parameters = leaves_on(stand_in(0));
+    Reducer reducer(toy::named(parameters), group, {});
+    for (int step = 0;; ++step) {
+      if (step == 2 && group.rank() == 1) ::_exit(0);
+      toy::zero(parameters, true);
+      if (step < 2) {
+        toy::step(reducer, device_loss(parameters, group.rank(), step));
+        continue;
+      }
+      require_error({"worker1"}, [&] { toy::step(reducer, device_loss(parameters, group.rank(), step)); });
+      ::_exit(0);  // the world is broken; there is nothing to leave
+    }
+  });
+}
+
+const std::map<std::string, Scenario>& scenarios() {
+  static const std::map<std::string, Scenario> all{
+      {"views", [] { reduces({.bucket_cap_mb = 0.01, .first_bucket_mb = 0.0001}); }},
+      {"copies", [] { reduces({.first_bucket_mb = 0.0001, .gradient_as_bucket_view = false}); }},
+      {"unused", [] { reduces({.bucket_cap_mb = 0.01, .find_unused_parameters = true}); }},
+      {"static_graph", [] { reduces({.bucket_cap_mb = 0.01, .static_graph = true}); }},
+      {"fp16", [] { compresses(true); }},
+      {"bf16", [] { compresses(false); }},
+      {"two_streams", reduces_from_two_streams},
+      {"never_waits", never_waits},
+      {"module", trains_a_module},
+      {"several_devices", refuses_several_devices},
+      {"death", survivor_names_the_dead}};
+  return all;
+}
+
+class DeviceTraining : public ::testing::TestWithParam<std::string> {};
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (const auto& [name, scenario] : scenarios()) all.push_back(name);
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Scenarios, DeviceTraining, ::testing::ValuesIn(names()),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(DeviceTraining, OfTwoProcessesIsRight) {
+  ProcessWorld world(2);
+  world.start_all(GetParam());
+  expect_all_end_well(world);
+}
+
+}  // namespace
+}  // namespace torchspan::device_training_test
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv, torchspan::device_training_test::scenarios());
+}

@@ -1,0 +1,274 @@
+// What goes wrong with groups on devices: missing devices and libraries, devices that do not answer, ranks that
+// disagree. Every rank gets an error that names the culprit.
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include "tests/conformance/collective_devices.h"
+#include "tests/conformance/collective_world.h"
+
+namespace torchspan::testing::collective_device_failures {
+namespace {
+
+using namespace collective;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+/// The fake NCCL's faults, which end with this object.
+class FakeNccl {
+ public:
+  FakeNccl() : library_(dlopen(fake_nccl().c_str(), RTLD_NOW | RTLD_LOCAL)) {}
+  ~FakeNccl() {
+    for (const char* fault : {"stall", "async_error", "refuse"}) set(fault, 0);
+    set("version", 22809);
+    dlclose(library_);
+  }
+  FakeNccl(const FakeNccl&) = delete;
+  void set(const char* fault, int value) const {
+    reinterpret_cast<void (*)(const char*, int)>(dlsym(library_, "fake_nccl_set"))(fault, value);
+  }
+  int aborted() const { return reinterpret_cast<int (*)()>(dlsym(library_, "fake_nccl_aborted"))(); }
+
+ private:
+  void* const library_;
+};
+
+/// Work on the stand-in device is unfinished for a long time, while this object lives.
+struct SlowDevice {
+  SlowDevice() { StandInStreams::get().reset(1 << 30); }
+  ~SlowDevice() { StandInStreams::get().reset(); }
+};
+
+GroupOptions on_device(BackendKind kind, Duration timeout = seconds(60)) {
+  return {.backend = kind, .device = stand_in(0), .timeout = timeout};
+}
+at::Tensor ones_there(std::int64_t size) { return at::ones({size}).to(stand_in(0)); }
+
+/// What `body` throws on each of two ranks.
+std::vector<std::string> errors_of(const std::function<void(CollectiveWorld::Rank)>& body) {
+  CollectiveWorld world(2);
+  std::vector<std::string> texts;
+  for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
+         std::exception_ptr failure;
+         try {
+           body(self);
+         } catch (...) {
+           failure = std::current_exception();
+         }
+         // The end of a rank must not be the error that the other sees.
+         self.membership.barrier("test.end", {}, world.executor().deadline_in(seconds(60)));
+         if (failure) std::rethrow_exception(failure);
+       })) {
+    texts.push_back(failure ? to_error(failure).what() : "nothing was thrown");
+  }
+  return texts;
+}
+
+Group make_with(CollectiveWorld::Rank self, const GroupOptions& options, const DeviceServices& services) {
+  return make_group(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &self.runtime), self.membership,
+                    options, services);
+}
+std::vector<std::string> errors_of_making(const GroupOptions& options, const DeviceServices& services) {
+  return errors_of([&](CollectiveWorld::Rank self) { make_with(self, options, services); });
+}
+
+TEST(DeviceGroups, SayThatNcclIsMissingAndWhatToDo) {
+  DeviceServices services = stand_in_services(BackendKind::kNccl);
+  services.nccl_library = "/nowhere/libnccl.so.2";
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), services),
+              Each(AllOf(HasSubstr("unsupported"), HasSubstr("worker0"), HasSubstr("/nowhere/libnccl.so.2"),
+                         HasSubstr("TORCHSPAN_NCCL_LIBRARY"), HasSubstr("kCudaIpc"))));
+}
+
+TEST(DeviceGroups, RefuseALibraryThatIsNotNcclAndAnOldOne) {
+  DeviceServices services = stand_in_services(BackendKind::kNccl);
+  services.nccl_library = TORCHSPAN_FAKE_OLD_NCCL;
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), services),
+              Each(AllOf(HasSubstr("has no function ncclGetUniqueId"), HasSubstr("2.14 or later"))));
+  const FakeNccl faults;
+  faults.set("version", 20804);
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl)),
+              Each(AllOf(HasSubstr("is NCCL 2.8.4"), HasSubstr("interrupted when a rank dies"))));
+}
+
+TEST(DeviceGroups, WithoutNcclOrWithASharedGpuUseSharedDeviceMemory) {
+  for (const bool shared : {false, true}) {
+    DeviceServices services = stand_in_services(BackendKind::kCudaIpc);
+    if (!shared) services.nccl_library = "/nowhere/libnccl.so.2";
+    EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                  const Group group = make_with(self, on_device(BackendKind::kAutomatic), services);
+                  EXPECT_EQ(group.backend()->name(), "cuda_ipc");
+                }),
+                Each("nothing was thrown"));
+  }
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group = make_with(self, on_device(BackendKind::kAutomatic),
+                                              stand_in_services(BackendKind::kNccl));
+                EXPECT_EQ(group.backend()->name(), "nccl");
+              }),
+              Each("nothing was thrown"));
+}
+
+TEST(DeviceGroups, NameTheRanksThatShareAGpuWhichNcclRefuses) {
+  DeviceServices services = stand_in_services(BackendKind::kCudaIpc);
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), services),
+              Each(AllOf(HasSubstr("worker0"), HasSubstr("worker1"), HasSubstr("share one GPU"),
+                         HasSubstr("kCudaIpc"))));
+}
+
+TEST(DeviceGroups, NameADeviceThatDoesNotExist) {
+  EXPECT_THAT(
+      errors_of([](CollectiveWorld::Rank self) {
+        GroupOptions options = on_device(BackendKind::kCudaIpc);
+        if (self.rank == 1) options.device = stand_in(7);
+        make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
+      }),
+      Each(AllOf(HasSubstr("worker1"), HasSubstr("there is no privateuseone:7"), HasSubstr("2 devices"))));
+}
+
+TEST(DeviceGroups, WithoutADriverOrTheCudaHalfOfLibTorchSayWhatIsMissing) {
+  if (c10::impl::hasDeviceGuardImpl(c10::kCUDA) &&
+      c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() > 0)
+    GTEST_SKIP() << "there is a GPU";
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                GroupOptions options;
+                options.device = c10::Device(c10::kCUDA, 0);
+                Group::make(self.runtime, self.membership, options);
+              }),
+              Each(AllOf(HasSubstr("worker0"), HasSubstr("cuda:0"),
+                         ::testing::AnyOf(HasSubstr("TORCHSPAN_CUDA=ON"), HasSubstr("nvidia-smi")))));
+}
+
+TEST(DeviceGroups, RefuseRanksWithAndWithoutADevice) {
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                GroupOptions options = on_device(BackendKind::kCudaIpc);
+                if (self.rank == 1) options.device.reset();
+                make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
+              }),
+              Each(AllOf(HasSubstr("worker0"), HasSubstr("device privateuseone"), HasSubstr("worker1"),
+                         HasSubstr("device none"), HasSubstr("GroupOptions::device"))));
+}
+
+TEST(DeviceGroups, RefuseABackendForTheCpuAndADeviceBackendWithoutADevice) {
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kSharedMemory), stand_in_services(BackendKind::kNccl)),
+              Each(AllOf(HasSubstr("kAutomatic, kNccl or kCudaIpc"))));
+  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
+                Group::make(self.runtime, self.membership, {.backend = BackendKind::kNccl});
+              }),
+              Each(HasSubstr("GroupOptions::device is not set")));
+}
+
+TEST(DeviceGroups, NameTheRankWhoseMemoryCannotBeMapped) {
+  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
+                DeviceServices services = stand_in_services(BackendKind::kCudaIpc);
+                if (self.rank == 1)
+                  services.runtime = std::make_shared<StandInRuntime>(true, "its compute mode forbids it");
+                make_with(self, on_device(BackendKind::kCudaIpc), services);
+              }),
+              Each(AllOf(HasSubstr("rank 1"), HasSubstr("its compute mode forbids it"))));
+}
+
+TEST(DeviceGroups, NameRanksOfWhichOnePassesATensorOnTheCpu) {
+  for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
+    const auto errors = errors_of([&](CollectiveWorld::Rank self) {
+      const Group group = make_with(self, on_device(kind), stand_in_services(kind));
+      group.all_reduce(self.rank == 0 ? at::ones({3}) : ones_there(3)).wait();
+    });
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr("invalid"), HasSubstr("worker0"), HasSubstr("worker1"),
+                                   HasSubstr("all_reduce(Float [3], sum)"))));
+    EXPECT_THAT(errors[1], HasSubstr("all_reduce(Float [3], sum) on privateuseone"));
+  }
+}
+
+TEST(DeviceGroups, RefuseATensorOnAnotherDevice) {
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group = make_with(self, on_device(BackendKind::kCudaIpc),
+                                              stand_in_services(BackendKind::kCudaIpc));
+                group.all_reduce(at::ones({3}).to(stand_in(1))).wait();
+              }),
+              Each(AllOf(HasSubstr("privateuseone:1"), HasSubstr("cuda_ipc"))));
+}
+
+TEST(DeviceGroups, AbortAnOperationThatNcclDoesNotEnd) {
+  const FakeNccl faults;
+  const int before = faults.aborted();
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(2)),
+                                              stand_in_services(BackendKind::kNccl));
+                group.all_reduce(ones_there(5)).wait();
+                group.barrier();
+                faults.set("stall", 1);
+                EXPECT_THROW(group.all_reduce(ones_there(6)).wait(), Error);
+                group.all_reduce(ones_there(7)).wait();
+              }),
+              Each(AllOf(HasSubstr("timed out"), HasSubstr("ncclAllReduce"), HasSubstr("[6], sum)"),
+                         HasSubstr("call 2 of the group"))));
+  EXPECT_GE(faults.aborted(), before + 2);
+}
+
+TEST(DeviceGroups, ReportAnErrorOfNcclToAllRanks) {
+  const FakeNccl faults;
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group =
+                    make_with(self, on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl));
+                group.barrier();
+                faults.set("refuse", 2);
+                group.all_reduce(ones_there(6)).wait();
+              }),
+              Each(AllOf(HasSubstr("disconnected"), HasSubstr("ncclAllReduce failed in NCCL 2.28.9"),
+                         HasSubstr("unhandled system error"))));
+}
+
+/// The operation is launched, so wait() has succeeded; whoever takes the result later gets the failure.
+TEST(DeviceGroups, FailTheResultsOfADeviceThatDoesNotFinish) {
+  const SlowDevice slow;
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(2)),
+                                              stand_in_services(BackendKind::kNccl));
+                const at::Tensor mine = ones_there(6);
+                const auto result = group.all_reduce(mine);
+                result.wait();
+                EXPECT_THROW(result.synchronize(), Error);
+                EXPECT_THROW(result.wait(), Error);
+                group.all_reduce(mine).wait();
+              }),
+              Each(AllOf(HasSubstr("timed out"), HasSubstr("has not finished it on privateuseone:0"),
+                         HasSubstr("[6], sum)"))));
+}
+
+TEST(DeviceGroups, ReportAFailureThatNcclFindsAfterTheLaunch) {
+  const FakeNccl faults;
+  const SlowDevice slow;
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group =
+                    make_with(self, on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl));
+                const at::Tensor mine = ones_there(6);
+                const auto result = group.all_reduce(mine);
+                result.wait();
+                group.barrier();
+                faults.set("async_error", 6);
+                result.synchronize();
+              }),
+              Each(AllOf(HasSubstr("disconnected"), HasSubstr("remote process exited"))));
+}
+
+TEST(DeviceGroups, AbortOnOneRankEndsLaunchedWorkOfTheOthers) {
+  const SlowDevice slow;
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                const Group group =
+                    make_with(self, on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl));
+                const at::Tensor mine = ones_there(6);
+                const auto result = group.all_reduce(mine);
+                result.wait();
+                if (self.rank == 0) group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));
+                result.synchronize();
+              }),
+              Each(AllOf(HasSubstr("cancelled"), HasSubstr("worker0"), HasSubstr("the trainer gave up"))));
+}
+
+}  // namespace
+}  // namespace torchspan::testing::collective_device_failures
