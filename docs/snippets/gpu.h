@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdlib>
+
 #include <torch/torch.h>
 
 #include <torchspan/torchspan.h>

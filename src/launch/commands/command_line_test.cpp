@@ -49,6 +49,20 @@ class CommandLineTest : public ::testing::Test {
     EXPECT_EQ(run(arguments), 0) << errors_.text();
     return output_.text().substr(before);
   }
+  struct Row {
+    std::vector<std::string> arguments;
+    std::string error_text;
+  };
+  void expect_rejected(const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      Captured output, errors;
+      const int code = run_command_line(*executor_, row.arguments, {{"PATH", "/usr/bin:/bin"}},
+                                        {.output = output.descriptor(), .errors = errors.descriptor()});
+      EXPECT_EQ(code, 2) << row.error_text;
+      EXPECT_THAT(errors.text(), HasSubstr(row.error_text));
+      EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
+    }
+  }
   std::unique_ptr<Executor> executor_ = make_executor();
   Captured output_, errors_;
 };
@@ -85,12 +99,8 @@ TEST_F(CommandLineTest, GivesTheJobsExitCode) {
   EXPECT_EQ(run({"run", "-n", "1", "sh", "-c", "exit 17"}), 17);
 }
 
-TEST_F(CommandLineTest, RejectsUnknownArguments) {
-  struct Row {
-    std::vector<std::string> arguments;
-    std::string error_text;
-  };
-  const std::vector<Row> rows = {
+TEST_F(CommandLineTest, RejectsUnknownArgumentsOfRun) {
+  expect_rejected({
       {{}, "subcommand is required"},
       {{"walk"}, "unknown command 'walk'; the commands are: run, version, doctor, schedule"},
       {{"run", "-n", "0", "sh"}, "-n 0: expected a number of workers from 1 to 4096"},
@@ -112,6 +122,11 @@ TEST_F(CommandLineTest, RejectsUnknownArguments) {
       {{"run", "-n", "2", "--master-port", "70000", "sh"}, "70000"},
       {{"run", "-n", "2", "--env", "novalue", "sh"}, "NAME=VALUE"},
       {{"run", "-n", "2", "no-such-program"}, "no program 'no-such-program'"},
+  });
+}
+
+TEST_F(CommandLineTest, RejectsUnknownArgumentsOfSchedule) {
+  expect_rejected({
       {{"schedule", "--stages", "2", "--micro-batches", "2"},
        "the name is missing; the schedules are: gpipe, 1f1b"},
       {{"schedule", "gpip", "--stages", "2", "--micro-batches", "2"},
@@ -150,15 +165,7 @@ TEST_F(CommandLineTest, RejectsUnknownArguments) {
        "--csv-out /no/such/plan.csv: No such file"},
       {{"schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--out", "/no/such/folder/plan.svg"},
        "--out /no/such/folder/plan.svg: No such file"},
-  };
-  for (const Row& row : rows) {
-    Captured output, errors;
-    const int code = run_command_line(*executor_, row.arguments, {{"PATH", "/usr/bin:/bin"}},
-                                      {.output = output.descriptor(), .errors = errors.descriptor()});
-    EXPECT_EQ(code, 2) << row.error_text;
-    EXPECT_THAT(errors.text(), HasSubstr(row.error_text));
-    EXPECT_THAT(errors.text(), ::testing::StartsWith("torchspan: "));
-  }
+  });
 }
 
 TEST_F(CommandLineTest, ShowsAScheduleAsTextAndInFigures) {
