@@ -36,6 +36,7 @@ struct Options : TrainingOptions {
   std::string optimizer = "sgd";
   std::optional<double> lr;
   std::string graph;
+  std::string checkpoint;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -44,6 +45,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--optimizer", options.optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad"}))
       ->capture_default_str();
+  app.add_option("--checkpoint", options.checkpoint,
+                 "folder: save the state every 100 steps, and resume from the newest state there");
   app.add_option("--graph", options.graph,
                  "write the first step's graph over all workers here, for dot -Tsvg");
 }
@@ -82,25 +85,74 @@ void write_graph(const std::string& path, const std::string& dot) {
   if (!file) throw std::runtime_error(fmt::format("--graph {}: this file cannot be written", path));
 }
 
+/// Saves what training has reached, if --checkpoint is given. Only the trainer has a manager: the owners of remote
+/// modules write and read their state.
+class Checkpoints {
+ public:
+  Checkpoints(ts::Session& session, const Options& options) {
+    if (options.checkpoint.empty()) return;
+    manager_.emplace(session, ts::CheckpointOptions{.directory = options.checkpoint,
+                                                    .participants = {session.worker().name()}});
+  }
+
+  /// Returns the number of steps that the restored state has made.
+  std::int64_t restore(Model& model, ts::optim::DistributedOptimizer& optimizer) {
+    if (!manager_) return 0;
+    manager_->add("features", model.features);
+    manager_->add("classifier", model.classifier);
+    manager_->add("optimizer", optimizer);
+    const std::int64_t step = manager_->restore_or(0);
+    if (step > 0) fmt::print("resumed after step {}\n", step);
+    return step;
+  }
+  void after(std::int64_t step, bool is_last) {
+    if (!manager_ || (step % kSteps != 0 && !is_last)) return;
+    manager_->save(step);
+    if (is_last) manager_->wait();
+  }
+
+ private:
+  static constexpr std::int64_t kSteps = 100;
+  std::optional<ts::CheckpointManager> manager_;
+};
+
+double train_step(ts::Session& session, Model& model, ts::optim::DistributedOptimizer& optimizer,
+                  const Batch& batch, const std::string& graph) {
+  ts::autograd::Context context(session);
+  const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
+  if (!graph.empty()) write_graph(graph, context.explain({loss}));
+  const auto value = loss.item<double>();
+  if (!std::isfinite(value)) return value;
+  context.backward(loss);
+  optimizer.step(context);
+  return value;
+}
+
 void train(ts::Session& session, Model& model, const Dataset& data, const Options& options) {
   ts::optim::DistributedOptimizer optimizer(session, optimizer_spec(options),
                                             {model.features, model.classifier});
+  Checkpoints checkpoints(session, options);
+  std::int64_t step = checkpoints.restore(model, optimizer);
+  const std::int64_t steps_per_epoch = (data.size() + options.batch - 1) / options.batch;
+  const std::int64_t steps = options.epochs * steps_per_epoch;
   Meter meter(session, options, data.size());
-  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
-    for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {
-      const Batch batch = data.batch(positions);
-      ts::autograd::Context context(session);
-      const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
-      if (meter.images() == 0 && !options.graph.empty()) write_graph(options.graph, context.explain({loss}));
-      if (!std::isfinite(loss.item<double>())) {
-        throw std::runtime_error(
-            fmt::format("the loss is not a finite number in epoch {}: lower --lr", epoch));
-      }
-      context.backward(loss);
-      optimizer.step(context);
-      meter.step(epoch, loss.item<double>(), batch.size());
+  meter.continue_after(step);
+  std::vector<torch::Tensor> positions;
+  while (step < steps) {
+    const std::int64_t epoch = step / steps_per_epoch + 1, index = step % steps_per_epoch;
+    if (positions.empty() || index == 0) {
+      positions =
+          shuffled_batches(data.size(), options.batch, options.seed + static_cast<std::uint64_t>(epoch));
     }
+    const Batch batch = data.batch(positions[static_cast<std::size_t>(index)]);
+    const double loss =
+        train_step(session, model, optimizer, batch, meter.images() == 0 ? options.graph : "");
+    if (!std::isfinite(loss)) {
+      throw std::runtime_error(fmt::format("the loss is not a finite number in epoch {}: lower --lr", epoch));
+    }
+    ++step;
+    checkpoints.after(step, step == steps);
+    meter.step(epoch, loss, batch.size());
   }
   meter.finish();
   fmt::print("{}\n", meter.summary());

@@ -85,6 +85,32 @@ TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {
   EXPECT_EQ(accuracy_in(alone.output), accuracy_in(together.output)) << alone.output << together.output;
 }
 
+TEST_F(Program, ResumesFromItsCheckpointWithTheSameResult) {
+  const std::string checkpoints = folder_.path() + "/checkpoints";
+  const auto arguments = [&](const char* epochs) {
+    return std::vector<std::string>{"--data", folder_.path(), "--batch", "32", "--epochs", epochs};
+  };
+  const auto with_checkpoints = [&](const char* epochs) {
+    auto all = arguments(epochs);
+    all.insert(all.end(), {"--checkpoint", checkpoints});
+    return all;
+  };
+  const Outcome once = run_workers(3, arguments("2"));
+  const Outcome first = run_workers(3, with_checkpoints("1"));
+  const Outcome second = run_workers(2, with_checkpoints("2"));  // another number of workers
+  EXPECT_EQ(once.exit_code, 0) << once.output;
+  EXPECT_EQ(first.exit_code, 0) << first.output;
+  EXPECT_EQ(second.exit_code, 0) << second.output;
+  EXPECT_THAT(first.output, Not(HasSubstr("resumed")));
+  EXPECT_THAT(second.output, HasSubstr("resumed after step 10"));
+  EXPECT_GE(accuracy_in(once.output), 0) << once.output;
+  EXPECT_EQ(accuracy_in(second.output), accuracy_in(once.output)) << second.output;
+  const auto losses = numbers_in(once.output, "loss ([0-9.]+)"),
+             resumed = numbers_in(second.output, "loss ([0-9.]+)");
+  ASSERT_FALSE(losses.empty() || resumed.empty()) << second.output;
+  EXPECT_EQ(resumed.back(), losses.back());
+}
+
 TEST_F(Program, WritesTheGraphOfAStepOverAllWorkers) {
   const std::string path = folder_.path() + "/step.dot";
   const Outcome outcome =

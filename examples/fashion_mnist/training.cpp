@@ -39,6 +39,11 @@ Meter::Meter(torchspan::Session& session, const TrainingOptions& options, std::i
   report_.text = std::move(text);
 }
 
+void Meter::continue_after(std::int64_t steps) {
+  report_.epoch = steps / report_.steps + 1;
+  report_.step = steps % report_.steps;
+}
+
 void Meter::step(std::int64_t epoch, double loss, std::int64_t images) {
   images_ += images;
   seconds_ = torchspan::to_seconds(progress_.elapsed());

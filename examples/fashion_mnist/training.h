@@ -35,13 +35,16 @@ class Meter {
   /// `images` is the size of the data set; `text` is shown at the end of the line.
   Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
         std::string text = {});
+  /// For training that resumes after that many steps.
+  void continue_after(std::int64_t steps);
   /// Reports one step of an epoch (counted from 1), with its loss and its number of images.
   void step(std::int64_t epoch, double loss, std::int64_t images);
   void finish();
 
   double seconds() const;
   std::int64_t images() const { return images_; }
-  double images_per_second() const { return static_cast<double>(images_) / seconds(); }
+  /// 0 before the first step.
+  double images_per_second() const { return images_ == 0 ? 0 : static_cast<double>(images_) / seconds(); }
   /// "trained on 60000 images in 12.3 s: 4878 images/s".
   std::string summary() const;
 
