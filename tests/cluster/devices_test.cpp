@@ -1,6 +1,10 @@
-// Device maps over real processes: layers on devices of two workers train as in one process.
+// Device maps, streams and autocast over real processes: layers on devices of two workers train as in one
+// process, and the devices see no access that nothing orders.
+#include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
 
+#include <torchspan/detail/device/autocast.h>
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/torchspan.h>
 
 #include "tests/support/cluster_main.h"
@@ -44,7 +48,14 @@ std::vector<at::Tensor> trained_alone() {
   return layers;
 }
 
+/// Ends the process if its devices saw a race.
+void require_order() {
+  const std::vector<std::string> races = StandInStreams::get().take_races();
+  require(races.empty(), std::to_string(races.size()) + " races: " + (races.empty() ? "" : races.front()));
+}
+
 void train() {
+  StandInStreams::get().reset(/*polls=*/10);  // copies take a while
   WorkerOptions options = WorkerOptions::from_env();
   if (options.environment.rank == 0) {
     options.device_maps["worker1"] = {{stand_in(0), stand_in(1)}};
@@ -53,6 +64,7 @@ void train() {
   Session session(options, FunctionTable().add(kLayerOn, kForward, kValues));
   Worker& worker = session.worker();
   if (session.rank() == 0) {
+    const c10::StreamGuard side(device::stream_from_pool(stand_in(0)));
     const std::vector<RRef<at::Tensor>> layers{worker.remote("worker1", kLayerOn, stand_in(1), 0),
                                                worker.remote("worker2", kLayerOn, stand_in(0), 1)};
     optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {layers[0], layers[1]});
@@ -72,6 +84,30 @@ void train() {
     }
   }
   session.shutdown();
+  require_order();
+}
+
+void compute_under_autocast() {
+  Session session(WorkerOptions::from_env(), FunctionTable().add(kForward));
+  if (session.rank() == 0) {
+    const at::Tensor x = start_of(1).to(at::kFloat), y = start_of(2).to(at::kFloat);
+    for (const bool enabled : {true, false}) {
+      device::AutocastScope scope;
+      if (enabled) scope.enter({{{c10::DeviceType::CPU, at::kBFloat16}}, true});
+      const at::Tensor local = at::matmul(x, y);
+      require((local.scalar_type() == at::kBFloat16) == enabled, "autocast works here");
+      const at::Tensor remote = session.worker().rpc_sync(1, "aten::matmul", {x, y}).toTensor();
+      require(remote.scalar_type() == local.scalar_type() && at::equal(remote, local),
+              "the results are equal");
+    }
+  }
+  session.shutdown();
+}
+
+TEST(ClusterDevices, AHandlerComputesUnderTheAutocastOfItsCaller) {
+  ProcessWorld world(2);
+  world.start_all("compute_under_autocast");
+  expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, ThreeProcessesWithDevicesTrainAsOneWithout) {
@@ -96,5 +132,7 @@ TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"train", torchspan::train}});
+  return torchspan::testing::cluster_main(
+      argc, argv,
+      {{"train", torchspan::train}, {"compute_under_autocast", torchspan::compute_under_autocast}});
 }
