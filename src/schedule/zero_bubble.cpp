@@ -14,6 +14,8 @@ namespace torchspan::schedule {
 namespace {
 
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
+/// Sums of shares such as 1/3 may exceed the limit by this share.
+constexpr double kShareRounding = 1e-9;
 /// Large tables get fewer settings, so that the search takes seconds.
 constexpr std::int64_t kMostSimulatedActions = 5'000'000;
 
@@ -55,16 +57,32 @@ std::vector<GreedyRules> rules_to_try() {
   return all;
 }
 
+/// The known orders with split backwards for the same placement.
+std::vector<Table> known_orders(const Table& empty) {
+  const Shape one{.ranks = empty.ranks(), .micro_batches = empty.micro_batches};
+  Shape several = one;
+  several.stages_per_rank = empty.stages() / empty.ranks();
+  std::vector<Table> orders;
+  if (several.stages_per_rank * empty.ranks() != empty.stages()) return orders;
+  if (empty.stages() == empty.ranks() && empty.rank_of_stage == looped(one).rank_of_stage) {
+    orders = {zero_bubble_h1(one), zero_bubble_h2(one)};
+  } else if (several.stages_per_rank == 2 && empty.rank_of_stage == v_shaped(several).rank_of_stage) {
+    orders = {zero_bubble_v(several)};
+  }
+  for (Table& order : orders) order.name = empty.name;
+  return orders;
+}
+
 /// The best order so far: the shortest step, then the shortest period, then the least memory.
 class Best {
  public:
-  explicit Best(const std::vector<Costs>& costs) : costs_(costs) {}
+  Best(const std::vector<Costs>& costs, double limit) : costs_(costs), limit_(limit) {}
 
   void consider(Table table) {
     const Timeline timeline = simulate(table, costs_);
     const Merit merit{timeline.makespan, step_period(timeline),
                       *std::max_element(timeline.peak_live.begin(), timeline.peak_live.end())};
-    if (merit_ && merit >= *merit_) return;
+    if (std::get<double>(merit) > limit_ * (1 + kShareRounding) || (merit_ && merit >= *merit_)) return;
     merit_ = merit;
     table_ = std::move(table);
   }
@@ -73,6 +91,7 @@ class Best {
  private:
   using Merit = std::tuple<Duration, Duration, double>;
   const std::vector<Costs>& costs_;
+  const double limit_;
   std::optional<Merit> merit_;
   Table table_;
 };
@@ -91,7 +110,8 @@ Table zero_bubble(const Placement& placement, const std::vector<Costs>& costs, d
   const std::set<double> limits = limits_to_try(empty, costs, memory_limit);
   const auto actions = 3 * static_cast<std::int64_t>(empty.stages()) * empty.micro_batches;
   std::int64_t budget = kMostSimulatedActions;
-  Best best(costs);
+  Best best(costs, memory_limit);
+  for (Table& order : known_orders(empty)) best.consider(std::move(order));
   for (const GreedyRules& rules : rules_to_try()) {
     for (const double limit : limits) {
       best.consider(GreedyOrder(empty, costs, limit, rules).run());

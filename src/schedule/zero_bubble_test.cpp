@@ -261,6 +261,24 @@ TEST(ZeroBubble, TheSearchFindsH1AndH2AndTheVByItself) {
   }
 }
 
+TEST(ZeroBubble, TheSearchIsNeverLongerThanTheKnownOrdersThatFit) {
+  for (const auto& [f, i, w, hop] : {std::tuple(11, 13, 9, 2), {10, 15, 7, 0}, {10, 10, 10, 3}}) {
+    for (int p = 2; p <= 5; ++p) {
+      const Shape one{.ranks = p, .micro_batches = 2 * p};
+      const Shape two{.ranks = p, .micro_batches = 2 * p, .stages_per_rank = 2};
+      for (const Table& known : {zero_bubble_h1(one), zero_bubble_h2(one), zero_bubble_v(two)}) {
+        auto costs = unit_costs(known.stages() / p, f, i, w);
+        costs.front().transfer = hop * Duration{kUnit};
+        const Timeline theirs = simulate(known, costs);
+        const Placement placement{known.rank_of_stage, known.micro_batches};
+        const Timeline found = simulate(zero_bubble(placement, costs, most(theirs.peak_live)), costs);
+        ASSERT_LE(found.makespan, theirs.makespan) << known.name << " of " << p << " ranks";
+        ASSERT_LE(most(found.peak_live), most(theirs.peak_live) + 1e-6);
+      }
+    }
+  }
+}
+
 TEST(ZeroBubble, HalfTheMemoryOfTheVCostsLessThanOneForwardOneBackward) {
   for (int p = 4; p <= 8; p += 2) {
     const int m = 3 * p;
