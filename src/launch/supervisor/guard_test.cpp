@@ -1,6 +1,7 @@
 #include "launch/supervisor/guard.h"
 
 #include <csignal>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
