@@ -93,11 +93,13 @@ Guard::Guard(const std::string& job) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   if (launcher) pid_ = fork();
   if (pid_ == 0) {
-    setsid();
+    setpgid(0, 0);
     prctl(PR_SET_NAME, "ts-guard");
     close_all_except(launcher.get(), read_end.get());
     watch(launcher.get(), read_end.get(), job);
   }
+  if (pid_ > 0)
+    setpgid(pid_, pid_);  // parent and child both call it, so that it is done before any worker starts
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (pid_ < 0) registrations_.reset();
 }

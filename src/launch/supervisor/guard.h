@@ -7,7 +7,7 @@
 namespace torchspan::launch {
 
 /// A process that kills what a launcher started if the launcher itself is killed: the workers' groups, and
-/// every process that kJobsVariable marks. It has its own session, blocks signals and holds none of the
+/// every process that kJobsVariable marks. It has its own process group, blocks signals and holds none of the
 /// launcher's descriptors. The destructor ends it. If it cannot be started, workers still die with the
 /// launcher, but not the processes that they started.
 class Guard {

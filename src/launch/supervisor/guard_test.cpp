@@ -1,9 +1,12 @@
 #include "launch/supervisor/guard.h"
 
 #include <csignal>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <random>
+#include <sys/syscall.h>
 
 #include "launch/supervisor/job_fixture.h"
 #include "launch/supervisor/processes.h"
@@ -76,7 +79,7 @@ TEST_F(Orphans, DoNotOutliveALauncherThatIsKilledAtAnyMoment) {
     } else {
       for (unsigned i = random() % 3000; i > 0; --i) executor_->yield();
     }
-    kill(launcher, SIGKILL);
+    kill(round % 2 == 0 ? launcher : -launcher, SIGKILL);  // the guard is not in that group
     waitpid(launcher, nullptr, 0);
     ASSERT_TRUE(all_gone());
     close(alive_[0]);
@@ -106,7 +109,7 @@ TEST_F(Orphans, OfAJobInsideAJobEndWithTheOuterOne) {
   EXPECT_TRUE(all_gone());
 }
 
-TEST(Guard, EndsWithItsObject) {
+TEST(Guard, HasItsOwnGroupIgnoresSignalsAndEndsWithItsObject) {
   pid_t pid = -1;
   {
     const Guard guard("0123456789abcdef");
@@ -114,8 +117,11 @@ TEST(Guard, EndsWithItsObject) {
     ASSERT_GT(pid, 0);
     EXPECT_GE(guard.registrations(), 0);
     EXPECT_EQ(kill(pid, 0), 0);
-    kill(pid, SIGTERM);
-    EXPECT_EQ(waitpid(pid, nullptr, WNOHANG), 0) << "a signal ended the guard";
+    EXPECT_EQ(getpgid(pid), pid) << "a signal to the launcher's group would reach the guard";
+    const Descriptor watch(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) kill(pid, signal);
+    pollfd ended{watch.get(), POLLIN, 0};
+    EXPECT_EQ(poll(&ended, 1, 50), 0) << "a signal ended the guard";
   }
   EXPECT_EQ(kill(pid, 0), -1);
 }

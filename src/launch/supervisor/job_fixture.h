@@ -86,13 +86,15 @@ class Jobs : public ::testing::Test {
     }
     return false;
   }
-  /// Starts a launcher in a child process, whose workers get `alive_[1]`; returns its process id.
+  /// Starts a launcher in a child process and a group, whose workers get `alive_[1]`; returns its process id.
   pid_t launch(const JobOptions& options) {
     const pid_t launcher = fork();
     if (launcher == 0) {
+      setpgid(0, 0);
       close(alive_[0]);
       _exit(run_job(*make_executor(), options));
     }
+    setpgid(launcher, launcher);  // parent and child both call it, so that it is done whichever runs first
     close(alive_[1]);
     return launcher;
   }

@@ -124,11 +124,13 @@ TEST_F(PreemptedJobs, ForwardASignalThatOneWorkerGot) {
 
 TEST_F(PreemptedJobs, ForwardTheirOwnSignalForAnyOtherThatAWorkerReports) {
   EXPECT_EQ(
-      run(options(2,
-                  "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; trap 'echo saved; exit 0' USR1; "
-                  "touch $FOLDER/ready$RANK; if [ $RANK = 0 ]; then "
-                  "while [ ! -e $FOLDER/ready1 ]; do sleep 0.02; done; "
-                  "echo torchspan-preempted 1 signal=12 >&9; exit 0; fi; while :; do sleep 0.02; done")),
+      run(options(
+          2,
+          "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; trap 'echo saved; touch $FOLDER/saved; exit 0' USR1; "
+          "touch $FOLDER/ready$RANK; if [ $RANK = 0 ]; then "
+          "while [ ! -e $FOLDER/ready1 ]; do sleep 0.02; done; "
+          "trap 'echo again' USR1; echo torchspan-preempted 1 signal=12 >&9; while [ ! -e $FOLDER/saved ]; "
+          "do sleep 0.02; done; exit 0; fi; while :; do sleep 0.02; done")),
       85);
   EXPECT_EQ(output(), "[worker1] saved\n");
 }

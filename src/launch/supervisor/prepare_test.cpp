@@ -156,6 +156,7 @@ TEST_F(Programs, OfAJobRemoveOnlyAbandonedFoldersOfOtherJobs) {
     std::ofstream(folder_ + "/" + name + "/secret") << "s";
   }
   std::ofstream(folder_ + "/torchspan.abcdef/notes") << "precious";
+  std::ofstream(folder_ + "/torchspan.abandon/secret.0abb45") << "half written by a launcher that was killed";
   const JobFolder running({{"TMPDIR", folder_}});
   const JobFolder other({{"TMPDIR", folder_}});
   EXPECT_TRUE(std::filesystem::exists(running.secret_file()));
