@@ -88,6 +88,11 @@ void Mark::hold_back(const c10::Stream& later) const {
 }
 
 /// A stream waits for the record at the time of the call, so the event is free at once.
+void order_after(const c10::Stream& later, const c10::Stream& earlier) {
+  EventPool once;
+  order_after(later, earlier, once);
+}
+
 void order_after(const c10::Stream& later, const c10::Stream& earlier, EventPool& events) {
   if (later == earlier) return;
   std::unique_ptr<c10::Event> event = events.take(earlier.device());

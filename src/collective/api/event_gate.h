@@ -13,13 +13,6 @@
 
 namespace torchspan::collective {
 
-/// The stream of `device` that is current on this thread.
-c10::Stream current_stream(c10::Device device);
-/// A stream of LibTorch's pool, or the default stream of a device without a pool.
-c10::Stream pool_stream(c10::Device device);
-/// Makes later work on `later` wait for the work that `earlier` has now.
-void order_after(const c10::Stream& later, const c10::Stream& earlier);
-
 /// The gate of values that one stream computes: an event recorded on it. Takers' current streams wait for the
 /// event, and their memory is not reused before these streams are done.
 class EventGate final : public ValueGate, public std::enable_shared_from_this<EventGate> {

@@ -7,6 +7,8 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include <torchspan/detail/device/streams.h>
+
 namespace torchspan::collective {
 namespace {
 
@@ -92,10 +94,10 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<Devic
       failure_(std::move(failure)),
       options_(std::move(options)),
       runtime_(control_->runtime()),
-      stream_(pool_stream(options_.device)),
+      stream_(device::stream_from_pool(options_.device)),
       host_(std::make_shared<Host>(
           options_.world ? options_.world->runtime() : std::shared_ptr<Runtime>(control_, &runtime_),
-          pool_stream(options_.device))),
+          device::stream_from_pool(options_.device))),
       future_host_(host_),
       parker_(runtime_.executor.make_parker()) {}
 
@@ -165,7 +167,7 @@ void DeviceQueue::fail(Job& job, const Error& cause) {
 
 void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
                          UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
-  auto job = std::make_unique<Job>(std::move(operation), current_stream(options_.device));
+  auto job = std::make_unique<Job>(std::move(operation), device::current_stream(options_.device));
   job->tensors = tensors;
   job->done = std::move(done);
   std::unique_ptr<Job> refused;

@@ -1,24 +1,8 @@
 #include "collective/api/event_gate.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::collective {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-c10::Stream pool_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
-void order_after(const c10::Stream& later, const c10::Stream& earlier) {
-  if (later == earlier) return;
-  c10::Event event(earlier.device_type());
-  event.record(earlier);
-  event.block(later);
-}
 
 EventGate::EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier)
     : device_(stream.device()),
@@ -42,7 +26,7 @@ void EventGate::throw_if_failed() const {
 void EventGate::pass() const {
   for (const auto& gate : earlier_) gate->pass();
   throw_if_failed();
-  const c10::Stream stream = current_stream(device_);
+  const c10::Stream stream = device::current_stream(device_);
   event_.block(stream);
   for (const at::Tensor& value : values_) {
     if (!value.has_storage() || value.device() != device_) continue;
@@ -51,7 +35,7 @@ void EventGate::pass() const {
 }
 
 std::shared_ptr<const ValueGate> EventGate::renew() const {
-  return record(current_stream(device_), {}, {shared_from_this()});
+  return record(device::current_stream(device_), {}, {shared_from_this()});
 }
 
 bool EventGate::done() const {

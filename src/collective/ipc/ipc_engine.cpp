@@ -7,8 +7,8 @@
 #include <c10/core/Event.h>
 
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/device/streams.h>
 
-#include "collective/api/event_gate.h"
 #include "collective/device/rank_order.h"
 
 namespace torchspan::collective::ipc {
@@ -32,7 +32,7 @@ std::unique_ptr<IpcEngine> IpcEngine::make(EngineParts parts, IpcOptions options
 
 void IpcEngine::wait_for_device() const {
   c10::Event event(parts_.device.type());
-  event.record(current_stream(parts_.device));
+  event.record(device::current_stream(parts_.device));
   Executor& executor = parts_.control->runtime().executor;
   const TimePoint began = executor.now();
   const Deadline deadline = executor.deadline_in(parts_.timeout);

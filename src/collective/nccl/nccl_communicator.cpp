@@ -6,8 +6,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/device/streams.h>
 
-#include "collective/api/event_gate.h"
 
 namespace torchspan::collective::nccl {
 namespace {
@@ -79,7 +79,7 @@ void NcclCommunicator::abort() noexcept {
 void NcclCommunicator::enqueue(const char* name, const Call& call) {
   if (handle_ == nullptr)
     throw Error(ErrorKind::kCancelled, "the NCCL communicator of this group was aborted");
-  const StreamHandle stream = parts_.runtime->native_stream(current_stream(parts_.device));
+  const StreamHandle stream = parts_.runtime->native_stream(device::current_stream(parts_.device));
   settle(call(library_->functions(), handle_, stream), name,
          parts_.control->runtime().executor.deadline_in(parts_.timeout));
 }

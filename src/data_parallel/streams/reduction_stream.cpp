@@ -4,19 +4,19 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <torchspan/detail/device/streams.h>
+
 #include "collective/api/event_gate.h"
 
 namespace torchspan::data_parallel {
 
-using collective::current_stream;
-
 ReductionStream::ReductionStream(c10::Device device) : device_(device) {
-  if (!device.is_cpu()) stream_ = collective::pool_stream(device);
+  if (!device.is_cpu()) stream_ = device::stream_from_pool(device);
 }
 
 std::optional<c10::Stream> ReductionStream::current() const {
   if (!stream_) return std::nullopt;
-  return current_stream(device_);
+  return device::current_stream(device_);
 }
 
 std::shared_ptr<const ValueGate> ReductionStream::gate(
@@ -33,7 +33,7 @@ PassStreamScope::~PassStreamScope() {
   if (!own_) return;
   c10::impl::VirtualGuardImpl(pass_->device_type()).exchangeStream(*own_);
   try {
-    collective::order_after(*own_, *pass_);
+    device::order_after(*own_, *pass_);
   } catch (...) {  // the device has failed; the next operation on it reports that
   }
 }
@@ -50,10 +50,10 @@ void ProducerStreams::record() {
 }
 
 void ProducerStreams::wait() const {
-  for (const c10::Event& event : events_) event.block(current_stream(event.device()));
+  for (const c10::Event& event : events_) event.block(device::current_stream(event.device()));
   if (!events_.empty()) return;
   for (const c10::Stream& stream : streams_) {
-    collective::order_after(current_stream(stream.device()), stream);
+    device::order_after(device::current_stream(stream.device()), stream);
   }
 }
 

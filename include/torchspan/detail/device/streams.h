@@ -61,6 +61,8 @@ class Mark {
 
 /// Makes the later work of `later` wait for the work that `earlier` has been given so far.
 void order_after(const c10::Stream& later, const c10::Stream& earlier, EventPool& events);
+/// The same with a new event.
+void order_after(const c10::Stream& later, const c10::Stream& earlier);
 
 /// Calls `visit` with each tensor that has storage: `tensor` itself, or the parts of a sparse one of any layout.
 void visit_parts(const at::Tensor& tensor, const std::function<void(const at::Tensor&)>& visit);
