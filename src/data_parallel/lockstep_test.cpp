@@ -300,7 +300,7 @@ TEST(Lockstep, ABufferHookThatFailsOnOneRankFailsThatStepOnAll) {
             return done.wait();
           })};
         },
-        "moths");
+        "failing average");
     for (; step < 4; ++step) {
       const std::string text = caught([&] {
         net->zero_grad();
