@@ -110,11 +110,13 @@ class Arrows(Tree):
         self.write("src/wire/sly.cpp", '#include "../net/ring.h"\n')
         self.assert_reports("check-arrows", ("src/wire/sly.cpp:1", "private to room 'net'"))
 
-    def test_only_session_may_include_the_umbrella(self):
+    def test_only_programs_include_the_umbrella(self):
         self.write("include/torchspan/torchspan.h", "#pragma once\n#include <torchspan/net/transport.h>\n")
+        self.write("examples/program.cpp", "#include <torchspan/torchspan.h>\n")
         self.write("src/session/session.cpp", "#include <torchspan/torchspan.h>\n")
         self.write("src/rpc/lazy.cpp", "#include <torchspan/torchspan.h>\n")
-        self.assert_reports("check-arrows", ("src/rpc/lazy.cpp:1", "room 'rpc' has no arrow to 'session'"))
+        self.assert_reports("check-arrows", ("src/rpc/lazy.cpp:1", "<torchspan/torchspan.h> is for programs"),
+                            ("src/session/session.cpp:1", "<torchspan/torchspan.h> is for programs"))
 
     def test_a_commented_include_is_ignored(self):
         self.write("src/net/note.cpp", "// #include <torchspan/rpc/worker.h>\n/*\n#include <ATen/ATen.h>\n*/\n")
