@@ -103,6 +103,7 @@ class Checkpoints {
     manager_->add("optimizer", optimizer);
     const std::int64_t step = manager_->restore_or(0);
     if (step > 0) fmt::print("resumed after step {}\n", step);
+    std::fflush(stdout);
     return step;
   }
   void after(std::int64_t step, bool is_last) {
