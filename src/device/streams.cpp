@@ -24,9 +24,8 @@ const std::vector<c10::Device>& devices() {
     std::vector<c10::Device> all;
     for (const c10::DeviceType type : kTypes) {
       if (!c10::impl::hasDeviceGuardImpl(type)) continue;
-      const int count = c10::impl::getDeviceGuardImpl(type)->deviceCount();
-      for (int index = 0; index < count; ++index)
-        all.emplace_back(type, static_cast<c10::DeviceIndex>(index));
+      const c10::DeviceIndex count = c10::impl::getDeviceGuardImpl(type)->deviceCount();
+      for (c10::DeviceIndex index = 0; index < count; ++index) all.emplace_back(type, index);
     }
     return all;
   }();

@@ -12,7 +12,7 @@ Table zero_bubble_of_one_stage(const std::string& name, Shape shape, int ahead) 
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Sequence sequence(table, rank);
     const int warm_up = ahead * (shape.ranks - 1 - rank);
-    const auto late = static_cast<std::size_t>(ahead * rank);
+    const auto late = static_cast<std::size_t>(ahead) * static_cast<std::size_t>(rank);
     for (int i = 0; i < warm_up; ++i) sequence.forward(rank);
     for (int i = 0; i < shape.micro_batches; ++i) {
       sequence.forward(rank);

@@ -79,8 +79,14 @@ class ThroughDevice final : public collective::Backend {
   const c10::Device device_;
 };
 
-/// A library with NCCL's interface; the build tells where it is.
-inline std::string fake_nccl() { return TORCHSPAN_FAKE_NCCL; }
+/// A library with NCCL's interface; the build defines its path.
+inline std::string fake_nccl() {
+#ifdef TORCHSPAN_FAKE_NCCL
+  return TORCHSPAN_FAKE_NCCL;
+#else
+  return "libfake_nccl.so";
+#endif
+}
 
 /// Small areas, so that tensors of the suite need several chunks.
 inline collective::DeviceServices stand_in_services(collective::BackendKind kind) {

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/core/log.h>
+#include <torchspan/detail/core/runtime.h>
 #include <torchspan/rendezvous.h>
 
 #include "collective/api/device_services.h"

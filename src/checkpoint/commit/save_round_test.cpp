@@ -186,7 +186,7 @@ TEST(SaveRound, FailsOnAllRanksWhenTheDiskOfOneIsFull) {
       FullDisk faulty(calls);
       const Disk sound, full(&faulty);
       std::vector<std::string> errors(kWorkers);
-      SimCluster cluster(cluster_of_three(static_cast<std::uint64_t>(1 + calls)));
+      SimCluster cluster(cluster_of_three(1 + static_cast<std::uint64_t>(calls)));
       cluster.run([&](Worker& worker) {
         const auto ranks = make_worker_ranks(worker, {}, "test", std::chrono::seconds(60));
         const Directory directory(worker.rank() == victim ? full : sound, folder.path());

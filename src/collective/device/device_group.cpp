@@ -191,7 +191,7 @@ c10::Device check_device_exists(c10::Device device) {
                     type));
   }
   const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
-  const int count = guard->deviceCount();
+  const c10::DeviceIndex count = guard->deviceCount();
   if (count == 0) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("this process sees no {} device: check the driver (nvidia-smi) and "

@@ -99,7 +99,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   std::optional<InPlaceWatch> watch;
   if (mode_.recompute && mode_.gradients) {
     if (!local_.options.seed) random_ = RandomState::capture();
-    thread_state_.emplace();
+    thread_state_ = ThreadState{};
     watch.emplace(inputs_);
   }
   LayerRangeOutputs outputs;

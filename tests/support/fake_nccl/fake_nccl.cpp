@@ -3,6 +3,7 @@
 // do. fake_nccl_set() makes it misbehave.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -167,20 +168,28 @@ struct Half {
       std::memcpy(&value, &wide, 4);
       return value;
     }
-    _Float16 half;
-    std::memcpy(&half, &bits, 2);
-    return static_cast<float>(half);
+    const int exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const float size = exponent == 31  ? (fraction == 0 ? INFINITY : NAN)
+                       : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                       : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+    return (bits & 0x8000) != 0 ? -size : size;
   }
   static std::uint16_t narrow(float value, bool brain) {
-    std::uint16_t bits = 0;
     if (brain) {
       std::uint32_t wide = 0;
       std::memcpy(&wide, &value, 4);
       return static_cast<std::uint16_t>((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16);
     }
-    const auto half = static_cast<_Float16>(value);
-    std::memcpy(&bits, &half, 2);
-    return bits;
+    const int sign = std::signbit(value) ? 0x8000 : 0;
+    const float size = std::fabs(value);
+    if (std::isnan(size)) return static_cast<std::uint16_t>(sign | 0x7E00);
+    if (size >= 65520) return static_cast<std::uint16_t>(sign | 0x7C00);
+    int exponent = 0;
+    std::frexp(size, &exponent);
+    // The value of the last bit is 2^unit. Rounds to even.
+    const int unit = std::max(exponent - 11, -24);
+    const int whole = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
+    return static_cast<std::uint16_t>(sign | (((unit + 24) << 10) + whole));
   }
 };
 
