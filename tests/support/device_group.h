@@ -7,6 +7,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rendezvous.h>
 
 #include "collective/api/device_services.h"

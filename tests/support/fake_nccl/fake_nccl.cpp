@@ -183,6 +183,7 @@ struct Half {
     const int sign = std::signbit(value) ? 0x8000 : 0;
     const float size = std::fabs(value);
     if (std::isnan(size)) return static_cast<std::uint16_t>(sign | 0x7E00);
+    if (size == 0) return static_cast<std::uint16_t>(sign);
     if (size >= 65520) return static_cast<std::uint16_t>(sign | 0x7C00);
     int exponent = 0;
     std::frexp(size, &exponent);
