@@ -8,7 +8,6 @@
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/device/streams.h>
 
-
 namespace torchspan::collective::nccl {
 namespace {
 
