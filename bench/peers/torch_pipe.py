@@ -3,8 +3,6 @@
 It runs all partitions of one device on one thread. Writes the microseconds of every step, and of a step without it.
 Exits with 77 if this PyTorch has no such package: releases from 2.4 on have torch.distributed.pipelining instead.
 """
-import json
-import os
 import sys
 import time
 
@@ -17,16 +15,7 @@ try:
 except ImportError:
     sys.exit(77)
 
-WIDTH, ROWS, LAYERS = 256, 512, 8
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+from pipeline_layers import batch, half, write
 
 
 def main():
@@ -34,8 +23,8 @@ def main():
     torch.set_num_threads(1)
     rpc.init_rpc("worker0", rank=0, world_size=1)
     torch.manual_seed(7)
-    halves = [nn.Sequential(*(Layer() for _ in range(LAYERS // 2))) for _ in range(2)]
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    halves = [half() for _ in range(2)]
+    x, y = batch()
     plain = nn.Sequential(*halves)
     pipe = Pipe(nn.Sequential(*halves), chunks=micro_batches, checkpoint="never")
     sides = {"plain": plain, "step": lambda batch: pipe(batch).local_value()}
@@ -47,8 +36,7 @@ def main():
             nn.functional.mse_loss(net(x), y).backward()
             if i >= 2:
                 samples[side].append((time.perf_counter() - began) * 1e6)
-    with open(os.environ["TORCHSPAN_RUNTIME_DIR"] + "/samples.json", "w", encoding="utf-8") as file:
-        json.dump(samples, file)
+    write(samples)
     rpc.shutdown()
 
 
