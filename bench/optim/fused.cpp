@@ -1,6 +1,6 @@
 #include "bench/optim/fused.h"
 
-#include "engine/api/torch_version.h"
+#include "device/api/torch_version.h"
 
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 4)
 #include <ATen/ops/_foreach_add.h>

@@ -2,10 +2,8 @@
 // All differences between the supported LibTorch versions that concern the wire format.
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
-#include <torch/version.h>
 
-#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+#include "device/api/torch_version.h"
 
 namespace torchspan::wire::compat {
 

@@ -5,10 +5,8 @@
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/version.h>
 
-#define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+#include "device/api/torch_version.h"
 
 namespace torchspan::collective::compat {
 

@@ -28,10 +28,7 @@ void EventGate::pass() const {
   throw_if_failed();
   const c10::Stream stream = device::current_stream(device_);
   event_.block(stream);
-  for (const at::Tensor& value : values_) {
-    if (!value.has_storage() || value.device() != device_) continue;
-    c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(value.storage().data_ptr(), stream);
-  }
+  for (const at::Tensor& value : values_) device::keep_memory_for(value, stream);
 }
 
 std::shared_ptr<const ValueGate> EventGate::renew() const {

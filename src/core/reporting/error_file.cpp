@@ -2,6 +2,7 @@
 #include <ctime>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
@@ -12,45 +13,9 @@
 namespace torchspan {
 namespace {
 
-/// Length of the valid UTF-8 character at the start of `text`; 0 if there is none.
-std::size_t character_size(std::string_view text) {
-  const auto byte = [&](std::size_t at) { return static_cast<unsigned char>(text[at]); };
-  const auto continues = [&](std::size_t at) { return at < text.size() && (byte(at) & 0xC0) == 0x80; };
-  if (byte(0) < 0x80) return 1;
-  if (byte(0) >= 0xC2 && byte(0) <= 0xDF) return continues(1) ? 2 : 0;
-  if (byte(0) >= 0xE0 && byte(0) <= 0xEF) {
-    if (!continues(1) || !continues(2)) return 0;
-    const bool overlong = byte(0) == 0xE0 && byte(1) < 0xA0, surrogate = byte(0) == 0xED && byte(1) > 0x9F;
-    return overlong || surrogate ? 0 : 3;
-  }
-  if (byte(0) >= 0xF0 && byte(0) <= 0xF4) {
-    if (!continues(1) || !continues(2) || !continues(3)) return 0;
-    const bool overlong = byte(0) == 0xF0 && byte(1) < 0x90, beyond = byte(0) == 0xF4 && byte(1) > 0x8F;
-    return overlong || beyond ? 0 : 4;
-  }
-  return 0;
-}
-
-/// A JSON string: any bytes become valid JSON, those that are no UTF-8 become '?'.
-std::string quote(std::string_view text) {
-  std::string out = "\"";
-  while (!text.empty()) {
-    const std::size_t size = character_size(text);
-    const char c = text.front();
-    if (size == 0) {
-      out += '?';
-    } else if (c == '"' || c == '\\') {
-      out += {'\\', c};
-    } else if (c == '\n') {
-      out += "\\n";
-    } else if (size == 1 && static_cast<unsigned char>(c) < ' ') {
-      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      out += text.substr(0, size);
-    }
-    text.remove_prefix(size == 0 ? 1 : size);
-  }
-  return out + "\"";
+/// A JSON string; bytes that are not UTF-8 become replacement characters (U+FFFD).
+std::string quote(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 /// The calls through which the exception came.

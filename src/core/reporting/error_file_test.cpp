@@ -26,7 +26,7 @@ class ErrorFile : public ::testing::Test {
 TEST_F(ErrorFile, HasTheFormOfTorchrun) {
   const auto error = std::make_exception_ptr(std::runtime_error("bad \"batch\"\n\x01\xff\\"));
   EXPECT_EQ(encode_error_file(error, 1700000000),
-            R"({"message": {"message": "std::runtime_error: bad \"batch\"\n\u0001?\\", )"
+            R"({"message": {"message": "std::runtime_error: bad \"batch\"\n\u0001�\\", )"
             R"("extraInfo": {"py_callstack": "", "timestamp": "1700000000"}}})"
             "\n");
 }

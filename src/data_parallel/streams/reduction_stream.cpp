@@ -2,10 +2,6 @@
 
 #include <algorithm>
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <torchspan/detail/device/streams.h>
-
 #include "collective/api/event_gate.h"
 
 namespace torchspan::data_parallel {
@@ -26,12 +22,13 @@ std::shared_ptr<const ValueGate> ReductionStream::gate(
 }
 
 PassStreamScope::PassStreamScope(const std::optional<c10::Stream>& pass) : pass_(pass) {
-  if (pass_) own_ = c10::impl::VirtualGuardImpl(pass_->device_type()).exchangeStream(*pass_);
+  if (!pass_) return;
+  own_ = device::current_stream(pass_->device());
+  current_.enter(*pass_);
 }
 
 PassStreamScope::~PassStreamScope() {
   if (!own_) return;
-  c10::impl::VirtualGuardImpl(pass_->device_type()).exchangeStream(*own_);
   try {
     device::order_after(*own_, *pass_);
   } catch (...) {  // the device has failed; the next operation on it reports that

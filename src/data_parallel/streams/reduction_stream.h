@@ -10,6 +10,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <torchspan/core/future.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::data_parallel {
 
@@ -54,6 +55,7 @@ class PassStreamScope {
  private:
   const std::optional<c10::Stream> pass_;
   std::optional<c10::Stream> own_;
+  device::StreamsScope current_;
 };
 
 /// The streams on which one bucket's gradients were put into it.

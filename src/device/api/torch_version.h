@@ -1,7 +1,6 @@
 #pragma once
 #include <torch/version.h>
 
-#ifndef TORCHSPAN_LIBTORCH_AT_LEAST
+/// Whether this is compiled with LibTorch `major`.`minor` or newer.
 #define TORCHSPAN_LIBTORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
-#endif

@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "device/api/compat.h"
-#include "engine/api/torch_version.h"
+#include "device/api/torch_version.h"
 
 namespace torchspan::engine::compat {
 

@@ -6,7 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/function.h>
 
-#include "engine/api/torch_version.h"
+#include "device/api/torch_version.h"
 
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 13)
 #include <c10/util/intrusive_ptr.h>

@@ -7,6 +7,8 @@
 
 #include <torchspan/pipeline/plan.h>
 
+#include "core/api/xml.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -24,22 +26,6 @@ constexpr std::size_t kLongestName = 22;
 constexpr const char* kPlainFill = "#f4f4f4";
 constexpr std::array<const char*, 5> kFills = {"#cfe7f7", "#fbe3b5", "#cdeee2", "#f3d9e8", "#fdf6bd"};
 constexpr std::array<const char*, 5> kStrokes = {"#d55e00", "#0072b2", "#009e73", "#cc79a7", "#8a6d00"};
-
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    if (c == '&') {
-      result += "&amp;";
-    } else if (c == '<') {
-      result += "&lt;";
-    } else if (c == '>') {
-      result += "&gt;";
-    } else if (static_cast<unsigned char>(c) >= ' ') {
-      result += c;
-    }
-  }
-  return result;
-}
 
 /// Shortens a name to the width of a box. Keeps the end, which differs more often than the beginning.
 std::string shortened(const std::string& name) {
@@ -179,7 +165,7 @@ class PlanPicture {
           "stroke=\"#e3e6ea\"/>\n<text x=\"{4}\" y=\"{5:.1f}\" font-weight=\"bold\">stage {6}</text>\n"
           "<text x=\"{4}\" y=\"{7:.1f}\" fill=\"#555\">{8}</text>\n",
           kMargin, y - 8, right - kMargin, kBoxHeight + 16, kMargin + 8, y + 18, row, y + 34,
-          escaped(plan_.workers[worker]));
+          escape_xml(plan_.workers[worker]));
     }
   }
 
@@ -211,11 +197,11 @@ class PlanPicture {
       body_ += fmt::format(
           "<g><title>{}</title><rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" rx=\"5\" "
           "fill=\"{}\" stroke=\"#667\"/>\n",
-          escaped(plan_.describe(use.order)), x, y, box_width_, kBoxHeight, fill_of(use.layer));
+          escape_xml(plan_.describe(use.order)), x, y, box_width_, kBoxHeight, fill_of(use.layer));
       body_ += fmt::format(
           "<text x=\"{0:.1f}\" y=\"{1:.1f}\" text-anchor=\"middle\">{2}</text>\n<text x=\"{0:.1f}\" "
           "y=\"{3:.1f}\" text-anchor=\"middle\" font-size=\"10\" fill=\"#666\">order {4}</text></g>\n",
-          middle, y + 18, escaped(shortened(use_name(i))), y + 33, use.order);
+          middle, y + 18, escape_xml(shortened(use_name(i))), y + 33, use.order);
     }
   }
 
@@ -292,7 +278,7 @@ class PlanPicture {
       body_ += fmt::format(
           "<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" stroke-dasharray=\"5 3\" "
           "marker-end=\"url(#{})\"><title>skip '{}': order {} to {}</title></path>\n",
-          rounded_path(points), color, marker(color), escaped(skip_path.name), skip_path.from, skip_path.to);
+          rounded_path(points), color, marker(color), escape_xml(skip_path.name), skip_path.from, skip_path.to);
       // To the right of the arrow that leaves the box, if there is room.
       const double past = x_of(skip_path.from) + box_width_ + kColumnGap - 12;
       const double end = points[2].x;
@@ -307,7 +293,7 @@ class PlanPicture {
     labels_above_ += fmt::format(
         "<text x=\"{:.1f}\" y=\"{:.1f}\" font-size=\"10\" fill=\"{}\" stroke=\"#fff\" stroke-width=\"3\" "
         "paint-order=\"stroke\">{}</text>\n",
-        at.x, at.y, color, escaped(text));
+        at.x, at.y, color, escape_xml(text));
   }
 
   const Plan& plan_;

@@ -8,6 +8,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/xml.h"
 #include "schedule/drawing/drawing.h"
 
 namespace torchspan::schedule {
@@ -35,22 +36,6 @@ constexpr std::array<Kind, 4> kKinds = {{{'F', "forward", {86, 180, 233}},
                                          {'B', "backward", {230, 159, 0}},
                                          {'I', "input gradient", {204, 121, 167}},
                                          {'W', "weight gradient", {0, 158, 115}}}};
-
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    if (c == '&') {
-      result += "&amp;";
-    } else if (c == '<') {
-      result += "&lt;";
-    } else if (c == '>') {
-      result += "&gt;";
-    } else if (static_cast<unsigned char>(c) >= ' ') {
-      result += c;
-    }
-  }
-  return result;
-}
 
 /// A length or a share without trailing zeros.
 std::string number(double value, int digits = 1) {
@@ -208,7 +193,7 @@ class Picture {
       add("<line class=\"e\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/>", number(at + 11), number(top - 2),
           number(top + 18));
       at += 20;
-      say("end of " + escaped(timelines_.front().name));
+      say("end of " + escape_xml(timelines_.front().name));
     }
     if (chunks_ > 1) {
       for (const std::size_t chunk : {std::size_t{0}, chunks_ - 1}) {
@@ -225,14 +210,14 @@ class Picture {
 
   std::string title(std::size_t at) const {
     const Timeline& timeline = timelines_[at];
-    std::string text = fmt::format("{}: {}, {} % idle", escaped(timeline.name), unit_.of(timeline.makespan),
+    std::string text = fmt::format("{}: {}, {} % idle", escape_xml(timeline.name), unit_.of(timeline.makespan),
                                    number(100 * idle_share(timeline)));
     const Duration plan = timelines_.front().makespan;
     if (at == 0 || plan == Duration::zero()) return text;
     const double longer =
         static_cast<double>(timeline.makespan.count()) / static_cast<double>(plan.count()) - 1;
     return text + fmt::format(", {} % {} than {}", number(100 * std::abs(longer)),
-                              longer < 0 ? "shorter" : "longer", escaped(timelines_.front().name));
+                              longer < 0 ? "shorter" : "longer", escape_xml(timelines_.front().name));
   }
 
   void add_timeline(std::size_t at) {
@@ -248,7 +233,7 @@ class Picture {
     if (at > 0) {
       const std::string end = number(x(timelines_.front().makespan));
       add("<line class=\"e\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"><title>end of {3}</title></line>",
-          end, number(top - 4), number(y_ - 4), escaped(timelines_.front().name));
+          end, number(top - 4), number(y_ - 4), escape_xml(timelines_.front().name));
     }
     add_axis(timeline.makespan);
     y_ += kAxis;

@@ -1,0 +1,11 @@
+#pragma once
+#include <string>
+#include <string_view>
+
+namespace torchspan {
+
+/// `text` as the content of an XML or HTML element or of a quoted attribute. Drops control characters, which XML
+/// cannot contain.
+std::string escape_xml(std::string_view text);
+
+}  // namespace torchspan

@@ -1,2 +1,0 @@
-#pragma once
-#include "device/api/torch_version.h"
