@@ -7,11 +7,12 @@
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
+#   make package                    build Debian packages of the command, the libraries and the documents
 #   make docs | format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak long docs format clean help
+.PHONY: demo test check bench fuzz soak long package docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -78,6 +79,13 @@ long:
 	@TORCHSPAN_CASES=$$(( $(CASES) * 4 )) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
+
+package:
+	@tools/install-deps build
+	@$(call configure,package)
+	@ninja -C build/package -j $(JOBS)
+	@cd build/package && cpack
+	@echo "build/package/packages"
 
 docs:
 	@tools/install-deps docs
