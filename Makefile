@@ -9,7 +9,8 @@
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
 #   make package                    build Debian packages of the command, the libraries and the documents
-#   make docs | format | clean
+#   make docs                       build the documents and the API reference as a site in build/docs/site
+#   make format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -98,8 +99,7 @@ package:
 docs:
 	@tools/install-deps docs
 	@mkdir -p build/docs
-	@doxygen docs/Doxyfile
-	@echo "build/docs/html/index.html"
+	@tools/build-docs
 
 format:
 	@tools/install-deps check
