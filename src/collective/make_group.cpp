@@ -321,7 +321,8 @@ Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptio
 }
 
 Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
-  return make_group(std::move(runtime), world, std::move(options), {.runtime = cuda_device_runtime()});
+  return make_group(std::move(runtime), world, std::move(options),
+                    {.runtime = device::cuda_device_runtime()});
 }
 
 Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {

@@ -19,7 +19,6 @@ namespace torchspan::testing {
 
 inline collective::DeviceServices ipc_services() {
   return {.runtime = std::make_shared<StandInRuntime>(),
-          .type = c10::DeviceType::PrivateUse1,
           .ipc = {.area_bytes = std::size_t{16} << 10}};
 }
 inline collective::GroupOptions ipc_options() {

@@ -79,7 +79,7 @@ class Selection {
     try {
       device_ = check_device_exists(device_);
       facts.device = device_.str();
-      if (!services_.runtime || services_.type != device_.type()) {
+      if (!services_.runtime || services_.runtime->type() != device_.type()) {
         throw Error(
             ErrorKind::kUnsupported,
             "TorchSpan was built without CUDA's runtime: configure it with TORCHSPAN_CUDA=ON and a CUDA "
